@@ -1,0 +1,77 @@
+# make demo | make test | make engines MODEL=... DRAFT=... | make help
+SHELL := /bin/bash
+PYTHON ?= python3
+PY := .venv/bin/python
+
+MODEL ?=
+DRAFT ?= none
+OUT ?= build/$(notdir $(patsubst %/,%,$(MODEL)))
+BACKEND ?= onnxruntime
+DTYPE ?= float32
+MAX_LEN ?=
+MAX_GAMMA ?= 8
+SLOTS ?= 1
+FORCE ?= 0
+
+PROMPT ?= def read_lines(path):
+export PYTHONUNBUFFERED := 1
+
+.PHONY: help demo test test-slow check bench engines wheel clean distclean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo       set up, compile the bundled pair, generate, compare with plain decoding'
+	@echo 'make engines MODEL=<target> DRAFT=<draft|none> [OUT=build/<name>] [BACKEND=onnxruntime]'
+	@echo '             [DTYPE=float32|float16] [MAX_LEN=2048] [MAX_GAMMA=8] [SLOTS=1] [FORCE=0]'
+	@echo '                MODEL and DRAFT are Hugging Face folders or names'
+	@echo 'make test       the tests, under 10 minutes on two cores; make test-slow: the long ones'
+	@echo 'make check      ruff and mypy'
+	@echo 'make bench      what decoding costs, as ratios in one run (minutes)'
+	@echo 'make wheel      the installable runtime, into dist/'
+	@echo 'make clean      remove what was built; make distclean: the environment too'
+
+# The stamp is newer than what decides the environment's contents.
+.venv/stamp: constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: $(PYTHON) is older than Python 3.11. Set PYTHON=python3.11 or newer."; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,dev]'
+	@touch $@
+
+engines: .venv/stamp
+	@test -n "$(MODEL)" || { echo 'error: option: MODEL is not set.' \
+	  'Type make engines MODEL=<folder or name> DRAFT=<folder or name, or none>.' >&2; exit 2; }
+	@$(PY) -m export --model "$(MODEL)" --draft "$(DRAFT)" --dtype "$(DTYPE)" \
+	  --max-gamma "$(MAX_GAMMA)" $(if $(MAX_LEN),--max-len "$(MAX_LEN)") \
+	  --out "build/.cache/graphs/$(notdir $(OUT))" $(if $(filter 1,$(FORCE)),--force)
+	@$(PY) -m engines --graphs "build/.cache/graphs/$(notdir $(OUT))" --out "$(OUT)" \
+	  --backend "$(BACKEND)" --slots "$(SLOTS)" $(if $(filter 1,$(FORCE)),--force)
+
+demo: .venv/stamp
+	@$(MAKE) --no-print-directory engines MODEL=models/target DRAFT=models/draft OUT=build/demo
+	@echo
+	@$(PY) -m runtime.generate --engines build/demo --prompt "$(PROMPT)" --max-new-tokens 160 \
+	  --baseline --color
+
+test: .venv/stamp
+	$(PY) -m pytest -m "not slow" -n 2
+
+test-slow: .venv/stamp
+	$(PY) -m pytest -m slow
+
+check: .venv/stamp
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: .venv/stamp
+	$(PY) -m bench.decode
+
+wheel: .venv/stamp
+	$(PY) -m build --quiet --wheel --outdir dist .
+
+clean:
+	rm -rf build dist *.egg-info
+
+distclean: clean
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Graphs become a bundle: a backend's engines and `manifest.json`."""

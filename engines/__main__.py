@@ -1,0 +1,65 @@
+"""python -m engines: a folder of graphs becomes a bundle for one backend."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from runtime.manifest import read_pair, run_command
+
+from .bundle import BACKENDS, build, memory_plan
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m engines",
+        description="Build a bundle from what `python -m export` wrote. `make engines` runs both.",
+        epilog="example:\n  python -m engines --graphs build/graphs/demo --out build/demo --slots 4",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--graphs", required=True, type=Path, help="folder that `python -m export` wrote")
+    add("--out", required=True, type=Path, help="bundle to write")
+    add(
+        "--backend",
+        default="onnxruntime",
+        help=f"what runs the engines: {', '.join(BACKENDS)} (default: onnxruntime)",
+    )
+    add("--slots", type=int, default=1, help="sequences at a time (default: 1)")
+    add("--force", action="store_true", help="build again even what did not change")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    if arguments.slots < 1:
+        parser().error("argument --slots: at least 1")
+
+    def command() -> int:
+        begin = time.perf_counter()
+        plan = memory_plan(read_pair(arguments.graphs), arguments.slots)
+        parts = " + ".join(f"{part} {_size(size)}" for part, size in plan.items())
+        print(f"{'bundle':<9} memory {_size(sum(plan.values()))} = {parts}", file=sys.stderr)
+        built = build(
+            arguments.graphs,
+            arguments.out,
+            backend=arguments.backend,
+            slots=arguments.slots,
+            force=arguments.force,
+        )
+        seconds = time.perf_counter() - begin
+        note = arguments.backend if built else "cached: nothing changed"
+        print(f"{'bundle':<9} {str(arguments.out):<34} {seconds:6.1f} s  {note}", file=sys.stderr)
+        return 0
+
+    return run_command(command)
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

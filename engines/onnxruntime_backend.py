@@ -1,0 +1,43 @@
+"""ONNX Runtime on the CPU: the portable graph is the engine.
+
+Writing out ONNX Runtime's own optimised graph was measured and dropped: it saves a fraction of a
+second of loading, and costs a second copy of the weights and a bundle that is tied to one version
+and one processor (docs/LOG.md).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runtime.manifest import GRAPH_FILE, GraphFacts, OutriderError
+
+
+def versions() -> dict[str, str]:
+    import onnxruntime
+
+    return {"onnxruntime": onnxruntime.__version__}
+
+
+def compile(folder: Path, facts: GraphFacts) -> None:
+    """Make sure that this machine's ONNX Runtime takes the graph. Raises OutriderError "backend"."""
+    import onnxruntime as ort
+
+    if facts.dtype == "bfloat16":
+        raise OutriderError(
+            "backend",
+            "ONNX Runtime has no bfloat16 kernels for the CPU",
+            "Build with DTYPE=float32, or for a GPU backend.",
+        )
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.disable_prepacking", "1")  # no second copy
+    try:
+        ort.InferenceSession(str(folder / GRAPH_FILE), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes
+        raise OutriderError(
+            "backend",
+            f"ONNX Runtime {ort.__version__} refuses the graph of {facts.source}: "
+            + str(error).splitlines()[0][:200],
+            "Install the pinned onnxruntime, and build again.",
+        ) from None

@@ -1,0 +1,94 @@
+"""python -m export: a checkpoint pair becomes a folder of portable graphs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from runtime.manifest import run_command
+
+DESCRIPTION = """\
+Export a Hugging Face checkpoint pair to ONNX graphs with explicit cache slots, check them against
+the original models, and write them with the tokenizer to a folder that `python -m engines` turns
+into a bundle. `make engines` runs both.
+"""
+EPILOG = """\
+examples:
+  python -m export --model models/target --draft models/draft --out build/graphs/demo
+  python -m export --model ~/checkpoints/my-7b --draft none --out build/graphs/my-7b
+
+A part whose checkpoint, options and exporter did not change is taken from the cache.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m export",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="the target: a folder, or a name on the hub")
+    add("--draft", default="none", help="the draft, likewise, or none (default: none)")
+    add("--out", required=True, type=Path, help="folder to write")
+    add(
+        "--dtype",
+        default="float32",
+        choices=["float32", "float16", "bfloat16"],
+        help="precision of weights and cache (default: float32, right for CPUs)",
+    )
+    add(
+        "--max-len",
+        type=_positive,
+        help="longest prompt + output, in tokens (default: 2048, or the target's if shorter)",
+    )
+    add(
+        "--max-gamma",
+        type=_positive,
+        default=8,
+        help="most draft tokens a round (default: 8)",
+    )
+    add(
+        "--cache",
+        type=Path,
+        default=Path("build/.cache"),
+        help="where finished parts are kept (default: build/.cache)",
+    )
+    add("--force", action="store_true", help="export again even what is in the cache")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return value
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+
+    def command() -> int:
+        # Imported late: --help and a mistyped option should not wait for torch.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        from .pair import export
+
+        export(
+            arguments.model,
+            None if arguments.draft == "none" else arguments.draft,
+            arguments.out,
+            dtype=arguments.dtype,
+            max_len=arguments.max_len,
+            max_gamma=arguments.max_gamma,
+            cache=arguments.cache,
+            force=arguments.force,
+        )
+        return 0
+
+    return run_command(command)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,265 @@
+"""Finding, checking and loading a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from runtime.manifest import OutriderError
+
+from .decoder import NAME, UnsupportedArchitecture, traced_layers
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+# Positions beyond the original context change these embeddings for all slots of a call at once.
+_LENGTH_DEPENDENT_ROPE = {"dynamic": "dynamic NTK", "longrope": "LongRoPE"}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk. max_len: the longest sequence that it was made for, in tokens."""
+
+    path: Path
+    source: str
+    config: PretrainedConfig
+    max_len: int
+
+    @property
+    def text_config(self) -> PretrainedConfig:
+        return self.config.get_text_config(decoder=True)
+
+    @property
+    def architecture(self) -> str:
+        return (getattr(self.config, "architectures", None) or [type(self.config).__name__])[0]
+
+
+def find(name: str) -> Checkpoint:
+    """A folder, or a name on the Hugging Face hub that is fetched into its cache.
+
+    Raises OutriderError "checkpoint" or "architecture".
+    """
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        path = _fetch(name)
+    if not (path / "config.json").is_file():
+        raise OutriderError(
+            "checkpoint",
+            f"{name} has no config.json",
+            "Point MODEL and DRAFT at a folder in the Hugging Face layout.",
+        )
+    if not _weight_files(path):
+        raise OutriderError(
+            "checkpoint",
+            f"{name} has no weights (*.safetensors or pytorch_model*.bin)",
+            "Download the checkpoint completely.",
+        )
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (ValueError, KeyError, OSError) as error:
+        raise OutriderError(
+            "architecture",
+            f"Transformers {transformers.__version__} cannot read {name}/config.json: "
+            + _first_line(error),
+            "Use a checkpoint of an architecture that this version knows.",
+        ) from None
+    if config.is_encoder_decoder:
+        raise refuse_architecture(name, config, "it is an encoder-decoder model")
+    text = config.get_text_config(decoder=True)
+    max_len = getattr(text, "max_position_embeddings", None) or 1 << 20
+    return Checkpoint(path, path.resolve().name if path.is_dir() else name, config, int(max_len))
+
+
+def _fetch(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    remedy = "Give a folder in the Hugging Face layout, or a hub name that can be reached."
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise OutriderError("checkpoint", f"{name} is not a folder", remedy)
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        cause = f"{name} is not a folder and could not be fetched: {_first_line(error)}"
+        raise OutriderError("checkpoint", cause, remedy) from None
+
+
+def _weight_files(path: Path) -> list[Path]:
+    for pattern in _WEIGHTS:
+        if files := sorted(path.glob(pattern)):
+            return files
+    return []
+
+
+def content_hashes(checkpoint: Checkpoint) -> dict[str, str]:
+    """SHA-256 of every file that decides what the graph computes."""
+    files = [checkpoint.path / "config.json", *_weight_files(checkpoint.path)]
+    hashes = {}
+    for path in files:
+        with path.open("rb") as file:
+            hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashes
+
+
+def check_length(checkpoint: Checkpoint, max_len: int) -> None:
+    """Refuse position embeddings that change with the length of the longest sequence."""
+    text = checkpoint.text_config
+    parameters = getattr(text, "rope_parameters", None) or {}
+    per_layer = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+    for rope in per_layer:
+        kind = rope.get("rope_type", "default")
+        original = rope.get("original_max_position_embeddings") or checkpoint.max_len
+        if kind in _LENGTH_DEPENDENT_ROPE and max_len > original:
+            raise OutriderError(
+                "architecture",
+                f"{checkpoint.source} uses {_LENGTH_DEPENDENT_ROPE[kind]} position embeddings, "
+                f"which change beyond {original} tokens and so cannot be compiled for {max_len}",
+                f"Build with MAX_LEN={original}.",
+            )
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with all its weights, in evaluation mode, with eager attention.
+
+    Raises OutriderError "checkpoint" for missing or damaged weights, "architecture" where
+    Transformers has no causal model of this kind.
+    """
+    model: PreTrainedModel
+    info: dict[str, Any]
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+            checkpoint.path,
+            dtype=dtype,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+    except (ValueError, KeyError, ImportError) as error:
+        raise refuse_architecture(
+            checkpoint.source, checkpoint.config, _first_line(error)
+        ) from None
+    except Exception as error:  # noqa: BLE001 - safetensors, pickle and torch raise their own
+        raise OutriderError(
+            "checkpoint",
+            f"the weights of {checkpoint.source} cannot be read: {_first_line(error)}",
+            "Download the checkpoint again.",
+        ) from None
+    missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
+    if missing:
+        raise OutriderError(
+            "checkpoint",
+            f"{checkpoint.source} lacks {len(missing)} of its weights, {missing[0]} first",
+            "Download the checkpoint completely.",
+        )
+    _freeze_rope(model)
+    return model.eval().requires_grad_(False)
+
+
+def _freeze_rope(model: PreTrainedModel) -> None:
+    """Within the original context (`check_length`) these embeddings are their initial ones."""
+    module: Any
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str) and kind in _LENGTH_DEPENDENT_ROPE:
+            module.rope_type = "default"
+        elif isinstance(kind, dict):
+            module.rope_type = {
+                layer: "default" if k in _LENGTH_DEPENDENT_ROPE else k for layer, k in kind.items()
+            }
+
+
+def learned_positions(model: PreTrainedModel, checkpoint: Checkpoint) -> int | None:
+    """The size of a learned position table, None where positions are rotary."""
+    rotary = any("rotary" in name.lower() for name, _ in model.named_modules())
+    return None if rotary else checkpoint.max_len
+
+
+class _Recorder:
+    """A cache that only notes what each layer stores."""
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any):  # type: ignore[no-untyped-def]
+        self.shapes[layer_idx] = (
+            (key.shape[1], key.shape[3]),
+            (value.shape[1], value.shape[3]),
+        )
+        return key, value
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, q_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return q_length, 0
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        return -1
+
+
+def cache_shapes(
+    model: PreTrainedModel, checkpoint: Checkpoint
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Run two tokens and note what each layer caches: (Hkv, D) of keys and of values.
+
+    Nothing is read from the configuration, so an architecture that caches otherwise than its
+    configuration suggests is seen as it is. Raises OutriderError "architecture" for models that
+    do not go through Transformers' attention and cache interfaces.
+    """
+    recorder = _Recorder()
+    model.config._attn_implementation = NAME
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig):
+            config._attn_implementation = NAME
+    traced_layers.clear()
+    try:
+        with torch.no_grad():
+            model(
+                input_ids=torch.tensor([[0, 1]]),
+                position_ids=torch.tensor([[0, 1]]),
+                past_key_values=recorder,
+                use_cache=True,
+                logits_to_keep=torch.tensor([1]),
+            )
+    except UnsupportedArchitecture as error:
+        raise refuse_architecture(checkpoint.source, checkpoint.config, str(error)) from None
+    except Exception as error:  # noqa: BLE001 - any model code may fail in any way here
+        raise refuse_architecture(
+            checkpoint.source,
+            checkpoint.config,
+            f"it does not run with an explicit KV cache ({_first_line(error)})",
+        ) from None
+    layers = sorted(recorder.shapes)
+    if len(traced_layers) < len(layers):
+        reason = "its attention does not go through Transformers' attention interface"
+        raise refuse_architecture(checkpoint.source, checkpoint.config, reason)
+    if not layers or layers != list(range(len(layers))):
+        raise refuse_architecture(
+            checkpoint.source, checkpoint.config, "not all of its layers keep a KV cache"
+        )
+    shapes = [recorder.shapes[layer] for layer in layers]
+    return [key for key, _ in shapes], [value for _, value in shapes]
+
+
+def refuse_architecture(name: str, config: PretrainedConfig, reason: str) -> OutriderError:
+    architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    return OutriderError(
+        "architecture",
+        f"{name} is a {architecture}, which cannot be exported: {reason}",
+        "Use a decoder-only checkpoint that runs on Transformers' attention interface.",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".:")[:200]

@@ -1,0 +1,130 @@
+"""Does the graph compute what the original model computes? Prefill, steps, and a roll-back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from runtime.manifest import Dtype, OutriderError
+
+from .graph import GRAPH_FILE
+
+# Allowed difference of a logit, relative to 1 + the largest logit: some hundred roundings.
+TOLERANCE: dict[Dtype, float] = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+_LONGEST = 256  # tokens compared; more only where a sliding window is to be seen to slide
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Two texts and what the original model says of them: ids [2, T], logits float32 [2, T, V]."""
+
+    ids: npt.NDArray[np.int64]
+    logits: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    max_difference: float | None
+    bound: float
+    what: str
+
+    @property
+    def passed(self) -> bool:
+        return self.max_difference is None or self.max_difference <= self.bound
+
+
+def reference(model: PreTrainedModel, capacity: int, vocab_size: int) -> Reference:
+    """The eager model, whole texts at once, no cache: nothing shared with the graph's road."""
+    window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None) or 0
+    length = 40 if not window or 2 * window + 8 > _LONGEST else max(40, 2 * window + 8)
+    length = min(length, capacity - 8)
+    ids = np.random.default_rng(0).integers(0, vocab_size, (2, length))
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=torch.from_numpy(ids), use_cache=False).logits
+    except Exception as error:  # noqa: BLE001 - any model code may fail in any way
+        raise OutriderError(
+            "checkpoint",
+            f"Transformers itself cannot run this {type(model).__name__}: {error}".splitlines()[0],
+            "Check that config.json belongs to these weights.",
+        ) from None
+    return Reference(ids, logits.float().numpy())
+
+
+def compare(folder: Path, original: Reference, dtype: Dtype) -> Comparison:
+    """Run the graph on ONNX Runtime as the runtime does: two slots of different lengths, rejected
+    drafts overwritten in place, every logit compared."""
+    bound = TOLERANCE[dtype] * (1 + float(np.abs(original.logits).max()))
+    if dtype == "bfloat16":
+        what = "not run: ONNX Runtime has no bfloat16 kernels for the CPU"
+        return Comparison(None, bound, what)
+    difference = _difference(_Graph(folder), original)
+    what = f"{original.ids.shape[1]} tokens, 2 slots: prefill, steps, roll-back"
+    # NaN compares false with everything; an infinite difference does not.
+    return Comparison(difference if np.isfinite(difference) else float("inf"), bound, what)
+
+
+def _difference(graph: _Graph, original: Reference) -> float:
+    length = original.ids.shape[1]
+    rng = np.random.default_rng(1)
+    worst = 0.0
+
+    def run(position: list[int], width: int) -> None:
+        nonlocal worst
+        ids = np.stack([original.ids[b, p : p + width] for b, p in enumerate(position)])
+        logits = graph(ids, position)
+        for b, p in enumerate(position):
+            expected = original.logits[b, p : p + width]
+            worst = max(worst, float(np.abs(logits[b] - expected).max()))
+
+    prompt = length // 2
+    run([0, 0], prompt)
+    graph(rng.integers(0, original.logits.shape[2], (2, 5)), [prompt, prompt])  # rejected drafts
+    position = [prompt, prompt - 3]  # rolled back, one of them into the prompt
+    for width in (5, 1, 1, 2):
+        run(position, width)
+        position = [p + width for p in position]
+    graph(rng.integers(0, original.logits.shape[2], (2, 4)), position)
+    while max(position) < length:
+        width = min(7, length - max(position))
+        run(position, width)
+        position = [p + width for p in position]
+    return worst
+
+
+class _Graph:
+    """The exported graph with its caches handed around; plain and slow, for checking only."""
+
+    def __init__(self, folder: Path):
+        import onnxruntime as ort
+
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        self._session = ort.InferenceSession(
+            str(folder / GRAPH_FILE), options, providers=["CPUExecutionProvider"]
+        )
+        kinds = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+        self._caches = {
+            value.name: np.zeros((2, *value.shape[1:]), kinds[value.type])
+            for value in self._session.get_inputs()
+            if value.name.startswith(("key_", "value_"))
+        }
+
+    def __call__(
+        self, ids: npt.NDArray[np.int64], position: list[int]
+    ) -> npt.NDArray[np.float32]:
+        feeds = {
+            "input_ids": ids,
+            "position": np.array(position),
+            "logits_index": np.arange(ids.shape[1]),
+        }
+        logits, *caches = self._session.run(
+            ["logits", *(f"{name}_out" for name in self._caches)], {**feeds, **self._caches}
+        )
+        self._caches = dict(zip(self._caches, caches, strict=True))
+        return logits

@@ -1,0 +1,180 @@
+"""The traced decoder: any causal model of Transformers, its KV cache made explicit.
+
+Transformers routes attention, masks and caches through three interfaces. This module registers
+one implementation of each, so that every architecture that uses them becomes the graph of
+docs/architecture.md without a line of its own:
+
+- the cache writes N new rows at `position` (TensorScatter) and hands back the whole slot;
+- the mask is the architecture's own mask function, evaluated at the absolute positions of the
+  queries, so sliding windows and chunks come out right;
+- attention is the standard operator over all S rows of the slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+NAME = "outrider"
+# Tensors that attention layers pass along but that carry nothing the mask does not already hold.
+_HARMLESS_TENSORS = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
+
+
+# The attention layers that came through the interface since the list was last cleared.
+traced_layers: list[torch.nn.Module] = []
+
+
+class UnsupportedArchitecture(Exception):
+    """What the graph cannot express; the text is the reason."""
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [B, H, N, D]
+    key: torch.Tensor,  # [B, Hkv, S, D]
+    value: torch.Tensor,  # [B, Hkv, S, Dv]
+    attention_mask: torch.Tensor | None,  # bool [B, 1, N, S]
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    traced_layers.append(module)
+    extras = [
+        k
+        for k, v in kwargs.items()
+        if isinstance(v, torch.Tensor) and k not in _HARMLESS_TENSORS
+    ]
+    if extras:
+        raise UnsupportedArchitecture(f"its attention takes {', '.join(extras)}")
+    if attention_mask is None:
+        raise UnsupportedArchitecture("it makes its attention mask outside the mask interface")
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    if softcap:
+        # Written out: the operator's own softcap is refused by TensorRT-RTX's parser.
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        scores = torch.tanh(query @ key.transpose(2, 3) * (scaling / softcap)) * softcap
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+        out = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
+    else:
+        # Not torch.onnx.ops.attention: that takes the width of the values for that of the keys.
+        out = torch.onnx.ops.symbolic(
+            "Attention",
+            [query, key, value, attention_mask],
+            {"scale": float(scaling)},
+            dtype=query.dtype,
+            shape=(*query.shape[:3], value.shape[3]),
+            version=24,
+        )
+    return out.transpose(1, 2), None
+
+
+def _mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: torch.Tensor | int,
+    mask_function: Callable[..., torch.Tensor],
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> torch.Tensor:
+    """The architecture's mask function at absolute positions: bool [B, 1, N, S].
+
+    `q_offset` is `position` [B]: the slots of a call have different lengths.
+    """
+    start = torch.as_tensor(q_offset, device=device).reshape(-1, 1, 1, 1)
+    queries = start + torch.arange(q_length, device=device)[:, None]
+    rows = torch.arange(kv_length, device=device)
+    zero = torch.zeros((), dtype=torch.long, device=device)
+    return mask_function(zero, zero, queries, rows)
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _mask)
+
+
+class SlotCache:
+    """The slots as Transformers' `past_key_values`: rows are scattered in at `position`."""
+
+    is_compileable = False
+
+    def __init__(
+        self,
+        keys: Sequence[torch.Tensor],  # per layer [B, Hkv, S, D]
+        values: Sequence[torch.Tensor],
+        position: torch.Tensor,  # int64 [B]
+    ):
+        self.keys, self.values, self.position = list(keys), list(values), position
+        self.is_sliding = [False] * len(self.keys)
+        self.is_linear = [False] * len(self.keys)
+        self.is_dummy = [False] * len(self.keys)
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys[layer_idx] = self._scatter(self.keys[layer_idx], key)
+        self.values[layer_idx] = self._scatter(self.values[layer_idx], value)
+        return self.keys[layer_idx], self.values[layer_idx]
+
+    def _scatter(self, slot: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return torch.onnx.ops.symbolic(
+            "TensorScatter",
+            [slot, rows, self.position],
+            {"axis": 2, "mode": "linear"},
+            dtype=slot.dtype,
+            shape=slot.shape,
+            version=24,
+        )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions are passed explicitly; nothing may be derived from this
+
+    def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor:
+        return self.position
+
+    def get_mask_sizes(self, q_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.keys[0].shape[2], 0
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        return self.keys[0].shape[2]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+class Decoder(torch.nn.Module):
+    """`forward(input_ids [B, N], position [B], logits_index [K], keys, values)`.
+
+    Returns logits [B, K, V] and the updated keys and values, each [B, Hkv, S, D].
+    """
+
+    def __init__(self, model: PreTrainedModel, max_positions: int | None):
+        super().__init__()
+        self.model = model
+        self.max_positions = max_positions  # of a learned position table, else None
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position: torch.Tensor,
+        logits_index: torch.Tensor,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        cache = SlotCache(keys, values, position)
+        position_ids = position[:, None] + torch.arange(input_ids.shape[1])[None]
+        if self.max_positions is not None:
+            # Drafted rows past the table are never read, but the look-up must stay inside it.
+            position_ids = position_ids.clamp(max=self.max_positions - 1)
+        logits = self.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=logits_index,
+        ).logits
+        return logits.float(), cache.keys, cache.values

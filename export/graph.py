@@ -1,0 +1,172 @@
+"""From the traced decoder to an ONNX file: opset 24, fused norms and rotary embeddings.
+
+The weights stay in the checkpoint's memory until the moment they are written, transposed ones
+included, so that exporting needs little more memory than the checkpoint itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+from onnx_ir.passes.common import (
+    CommonSubexpressionEliminationPass,
+    LiftConstantsToInitializersPass,
+    RemoveUnusedNodesPass,
+)
+from onnxscript.optimizer import optimize_ir
+from onnxscript.rewriter.rules.fusion import _rms_normalization, _rotary_embedding
+
+from .decoder import Decoder
+
+OPSET = 24
+GRAPH_FILE, WEIGHTS_FILE = "graph.onnx", "weights.bin"
+# A constant larger than this many elements is a weight, not shape arithmetic.
+_FOLD_LIMIT = 4096
+
+
+def trace(
+    decoder: Decoder,
+    key_shapes: Sequence[tuple[int, int]],  # per layer (Hkv, D)
+    value_shapes: Sequence[tuple[int, int]],
+    capacity: int,
+    dtype: torch.dtype,
+) -> ir.Model:
+    """Trace the decoder with B slots, N tokens and K outputs left open; S is `capacity`."""
+    layers = range(len(key_shapes))
+    slots, tokens, outputs = (torch.export.Dim(n) for n in ("slots", "tokens", "outputs"))
+    keys = [torch.zeros(2, h, capacity, d, dtype=dtype) for h, d in key_shapes]
+    values = [torch.zeros(2, h, capacity, d, dtype=dtype) for h, d in value_shapes]
+    # Sizes of 2 and 3, not 1: torch.export takes a size of 1 for a constant.
+    arguments = (
+        torch.zeros(2, 3, dtype=torch.long),
+        torch.tensor([0, 1]),
+        torch.tensor([0, 2]),
+        keys,
+        values,
+    )
+    with torch.no_grad(), _quiet():
+        program = torch.onnx.export(
+            decoder,
+            arguments,
+            dynamo=True,
+            optimize=False,
+            verbose=False,
+            opset_version=OPSET,
+            dynamic_shapes=(
+                {0: slots, 1: tokens},
+                {0: slots},
+                {0: outputs},
+                [{0: slots} for _ in layers],
+                [{0: slots} for _ in layers],
+            ),
+            input_names=[
+                "input_ids",
+                "position",
+                "logits_index",
+                *(f"key_{i}" for i in layers),
+                *(f"value_{i}" for i in layers),
+            ],
+            output_names=[
+                "logits",
+                *(f"key_{i}_out" for i in layers),
+                *(f"value_{i}_out" for i in layers),
+            ],
+        )
+    assert program is not None
+    return program.model
+
+
+def simplify(model: ir.Model) -> None:
+    """Fuse, fold and de-duplicate in place; weights are neither copied nor materialised."""
+    with _quiet():
+        optimize_ir(
+            model, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT
+        )
+        _rms_normalization.fuse_rms_normalization(model)
+        _rotary_embedding.fuse_rotary_embedding(model)
+        _rotary_embedding.fuse_partial_rotary_embedding(model)
+        LiftConstantsToInitializersPass(lift_all_constants=False)(model)
+        CommonSubexpressionEliminationPass()(model)
+        _transpose_weights(model)
+        RemoveUnusedNodesPass()(model)
+        model.graph.sort()
+
+
+def _transpose_weights(model: ir.Model) -> None:
+    """Replace Transpose(weight) by a weight that is stored transposed.
+
+    Every torch.nn.Linear is traced as MatMul(x, Transpose(W)). A weight that something else
+    reads too (the embedding of a tied output matrix) keeps its node: storing it twice would
+    cost more than the transposition that a backend does once when it loads the graph.
+    """
+    for node in list(model.graph):
+        source = node.inputs[0] if node.op_type == "Transpose" else None
+        if source is None or not source.is_initializer() or len(source.uses()) > 1:
+            continue
+        assert source.const_value is not None and source.name is not None
+        permutation = node.attributes["perm"].as_ints()
+        stored = _transposed(source.const_value, permutation, f"{source.name}.T")
+        value = ir.Value(
+            name=stored.name,
+            shape=stored.shape,
+            type=ir.TensorType(stored.dtype),
+            const_value=stored,
+        )
+        model.graph.register_initializer(value)
+        ir.convenience.replace_all_uses_with(node.outputs[0], value)
+        model.graph.remove(node, safe=True)
+        del model.graph.initializers[source.name]
+
+
+def _transposed(
+    tensor: ir.TensorProtocol, permutation: Sequence[int], name: str
+) -> ir.LazyTensor:
+    """The transposed tensor, materialised only while it is written."""
+
+    def materialise() -> ir.TensorProtocol:
+        return ir.tensor(tensor.numpy().transpose(permutation).copy(), dtype=tensor.dtype)
+
+    shape = tensor.shape.numpy()
+    return ir.LazyTensor(
+        materialise,
+        dtype=tensor.dtype,
+        shape=ir.Shape([shape[i] for i in permutation]),
+        name=name,
+    )
+
+
+def save(model: ir.Model, folder: Path) -> None:
+    """Write `graph.onnx` and its external data `weights.bin` into `folder`."""
+    for node in model.graph:
+        node.metadata_props.clear()  # stack traces of this machine
+        node.doc_string = None
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.metadata_props.clear()
+    model.metadata_props.clear()
+    # One tensor at a time: a transposed copy lives only while it is written.
+    ir.save(
+        model, folder / GRAPH_FILE, external_data=WEIGHTS_FILE, max_workers=1, alignment=64
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the exporter's own progress and deprecation chatter; errors still raise."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch._subclasses", "torch.fx")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), redirect_stdout(StringIO()):
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

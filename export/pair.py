@@ -1,0 +1,122 @@
+"""The pair: two parts, one vocabulary, one folder for `engines/`."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import warnings
+from pathlib import Path
+
+import transformers
+
+from runtime.manifest import (
+    Dtype,
+    GraphFacts,
+    OutriderError,
+    Pair,
+    link_file,
+    write_folder,
+    write_json,
+)
+
+from . import part, vocabulary
+from .checkpoint import Checkpoint, check_length, find
+from .progress import stage
+
+PAIR_FILE = "pair.json"
+DEFAULT_MAX_LEN = 2048
+
+
+def export(
+    model: str,
+    draft: str | None,
+    out: Path,
+    *,
+    dtype: Dtype = "float32",
+    max_len: int | None = None,
+    max_gamma: int = 8,
+    cache: Path = Path("build/.cache"),
+    force: bool = False,
+) -> Pair:
+    """Write target, draft and tokenizer to `out`, whole or not at all. See `Pair`.
+
+    max_len: None takes 2048, or the target's own context where that is shorter.
+    Raises OutriderError "checkpoint", "architecture", "vocabulary", "difference", "option", "disk".
+    """
+    _quiet()
+    target = find(model)
+    drafter = find(draft) if draft is not None else None
+    length = min(DEFAULT_MAX_LEN, target.max_len) if max_len is None else max_len
+    if length > target.max_len:
+        raise OutriderError(
+            "option",
+            f"MAX_LEN={length} is beyond the context of {target.source}, {target.max_len} tokens",
+            f"Build with MAX_LEN={target.max_len} or less.",
+        )
+    check_length(target, length)
+    draft_length = min(length, drafter.max_len) if drafter else length
+    if drafter:
+        check_length(drafter, draft_length)
+    capacity = length + max_gamma + 1
+
+    tokenizer = vocabulary.load_tokenizer(target)
+    widths = [_width(checkpoint) for checkpoint in (target, drafter) if checkpoint]
+    if drafter:
+        with stage("pair", "compare vocabularies") as said:
+            said.note = vocabulary.check_same_tokens(
+                tokenizer, vocabulary.load_tokenizer(drafter), min(widths)
+            )
+    _check_space(cache, [c for c in (target, drafter) if c], dtype)
+
+    parts: dict[str, tuple[Path, GraphFacts]] = {
+        "target": part.make("target", target, dtype, length, capacity, cache, force=force)
+    }
+    if drafter:
+        parts["draft"] = part.make(
+            "draft", drafter, dtype, draft_length, capacity, cache, force=force
+        )
+    with write_folder(out, PAIR_FILE) as partial:
+        (partial / "tokenizer").mkdir()
+        facts = vocabulary.carry(target, tokenizer, partial / "tokenizer")
+        for role, (folder, graph_facts) in parts.items():
+            for name in graph_facts.files:
+                link_file(folder / name, partial / role / name)
+        target_facts = parts["target"][1]
+        pair = Pair(
+            target=target_facts,
+            draft=parts["draft"][1] if drafter else None,
+            tokenizer=facts,
+            vocab_size=min(facts.vocab_size, target_facts.vocab_size),
+            max_len=length,
+            max_gamma=max_gamma,
+            capacity=capacity,
+        )
+        write_json(partial / PAIR_FILE, "pair", pair)
+    return pair
+
+
+def _width(checkpoint: Checkpoint) -> int:
+    return int(checkpoint.text_config.vocab_size)
+
+
+def _check_space(cache: Path, checkpoints: list[Checkpoint], dtype: Dtype) -> None:
+    """Fail before minutes of work, not after them."""
+    cache.mkdir(parents=True, exist_ok=True)
+    # The graphs hold what the checkpoints hold; at worst 16-bit weights become 32-bit ones.
+    weights = [path for c in checkpoints for path in c.path.glob("*.safetensors")]
+    need = sum(path.stat().st_size for path in weights) * (2 if dtype == "float32" else 1)
+    free = shutil.disk_usage(cache).free
+    if need > free:
+        raise OutriderError(
+            "disk",
+            f"{cache} has {free / 2**30:.1f} GiB free and the graphs may need {need / 2**30:.1f}",
+            "Free some space, or set another --cache and OUT.",
+        )
+
+
+def _quiet() -> None:
+    """Loading bars and advice of the libraries would drown the stage lines."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="torch|onnxscript|transformers")

@@ -1,0 +1,175 @@
+"""One model's graph as a content-addressed part: made once, found again by its key."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from pathlib import Path
+
+import onnx
+import onnxscript
+import torch
+import transformers
+
+from runtime.manifest import (
+    Dtype,
+    GraphFacts,
+    OutriderError,
+    digest_json,
+    file_facts,
+    read_json,
+    verify_files,
+    write_folder,
+    write_json,
+)
+
+from . import compare, graph
+from .checkpoint import (
+    Checkpoint,
+    cache_shapes,
+    content_hashes,
+    learned_positions,
+    load,
+    refuse_architecture,
+)
+from .decoder import Decoder, UnsupportedArchitecture
+from .progress import stage
+
+GRAPH_FACTS_FILE = "graph.json"
+
+
+def exporter_digest() -> str:
+    """A hash of this package: a graph made by other code is another graph."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def make(
+    role: str,
+    checkpoint: Checkpoint,
+    dtype: Dtype,
+    max_len: int,
+    capacity: int,
+    cache: Path,
+    *,
+    force: bool = False,
+) -> tuple[Path, GraphFacts]:
+    """The folder of the checkpoint's graph, exported now or earlier.
+
+    Raises OutriderError "checkpoint", "architecture", "difference" or "disk".
+    """
+    with stage(role, "hash") as said:
+        key = digest_json(
+            {
+                "files": content_hashes(checkpoint),
+                "dtype": dtype,
+                "max_len": max_len,
+                "capacity": capacity,
+                "exporter": exporter_digest(),
+                "versions": [
+                    module.__version__ for module in (torch, transformers, onnx, onnxscript)
+                ],
+            }
+        )
+        folder = cache / key[:16]
+        facts = None if force else _cached(folder, key)
+        said.note = f"{checkpoint.source}, " + (
+            f"cached (key {key[:8]})" if facts is not None else f"key {key[:8]}"
+        )
+    if facts is None:
+        facts = _export(role, checkpoint, dtype, max_len, capacity, folder, key)
+    return folder, facts
+
+
+def _cached(folder: Path, key: str) -> GraphFacts | None:
+    """A finished part with this key whose files are what they were; else it is made again."""
+    if not (folder / GRAPH_FACTS_FILE).is_file():
+        return None
+    try:
+        facts = read_json(folder / GRAPH_FACTS_FILE, "graph", GraphFacts, "")
+        verify_files(folder, facts.files, contents=True, remedy="")
+    except OutriderError:
+        return None
+    return facts if facts.key == key else None
+
+
+def _export(
+    role: str,
+    checkpoint: Checkpoint,
+    dtype: Dtype,
+    max_len: int,
+    capacity: int,
+    folder: Path,
+    key: str,
+) -> GraphFacts:
+    torch_dtype = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    with stage(role, "load") as said:
+        model = load(checkpoint, torch_dtype[dtype])
+        parameters = model.num_parameters()
+        said.note = f"{parameters / 1e6:,.1f} M parameters, {checkpoint.architecture}"
+    vocab_size = model.get_output_embeddings().weight.shape[0]
+    with stage(role, "run the original"):
+        original = compare.reference(model, capacity, vocab_size)
+        key_shapes, value_shapes = cache_shapes(model, checkpoint)
+    with stage(role, f"trace, {dtype}") as said:
+        decoder = Decoder(model, learned_positions(model, checkpoint)).eval()
+        try:
+            traced = graph.trace(decoder, key_shapes, value_shapes, capacity, torch_dtype[dtype])
+        except Exception as error:  # noqa: BLE001 - torch.export wraps whatever the model raised
+            raise refuse_architecture(
+                checkpoint.source, checkpoint.config, _reason(error)
+            ) from None
+        said.note = f"{len(key_shapes)} layers, {capacity} rows a slot"
+    with stage(role, "simplify") as said:
+        before = len(traced.graph)
+        graph.simplify(traced)
+        said.note = f"{before:,} -> {len(traced.graph):,} nodes"
+    with write_folder(folder, GRAPH_FACTS_FILE) as partial:
+        with stage(role, "write") as said:
+            graph.save(traced, partial)
+            files = {path.name: file_facts(path) for path in sorted(partial.iterdir())}
+            said.note = f"{sum(f.size for f in files.values()) / 2**20:,.1f} MiB"
+        del model, decoder, traced  # the comparison loads the weights a second time
+        gc.collect()
+        with stage(role, "compare with the original") as said:
+            result = compare.compare(partial, original, dtype)
+            said.note = result.what
+            if result.max_difference is not None:
+                said.note = f"largest difference {result.max_difference:.1e} (bound {result.bound:.1e})"
+        if not result.passed:
+            raise OutriderError(
+                "difference",
+                f"the graph of {checkpoint.source} differs from the original by "
+                f"{result.max_difference:.1e}, more than {result.bound:.1e}",
+                "Build with DTYPE=float32; if that fails too, please report the architecture.",
+            )
+        facts = GraphFacts(
+            key=key,
+            source=checkpoint.source,
+            architecture=checkpoint.architecture,
+            parameters=parameters,
+            dtype=dtype,
+            vocab_size=vocab_size,
+            max_len=max_len,
+            capacity=capacity,
+            key_shapes=[list(shape) for shape in key_shapes],
+            value_shapes=[list(shape) for shape in value_shapes],
+            max_difference=result.max_difference,
+            tolerance=result.bound,
+            comparison=result.what,
+            files=files,
+        )
+        write_json(partial / GRAPH_FACTS_FILE, "graph", facts)
+    return facts
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause in a chain of exporter errors, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, UnsupportedArchitecture):
+        return str(error)
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"torch.export: {lines[0][:160]}"

@@ -1,0 +1,114 @@
+"""The pair's common vocabulary: the check that nobody does, and the tokenizer carried along."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+from runtime.manifest import OutriderError, TokenizerFacts, digest_json, file_facts
+
+from .checkpoint import Checkpoint
+
+TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
+    """The checkpoint's fast tokenizer. Raises OutriderError "checkpoint"."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path)
+    except Exception as error:  # noqa: BLE001 - a dozen unrelated classes, by tokenizer kind
+        raise OutriderError(
+            "checkpoint",
+            f"the tokenizer of {checkpoint.source} cannot be read: "
+            + (str(error).strip().splitlines() or ["no reason given"])[0][:200],
+            "Copy the checkpoint's tokenizer.json beside its weights.",
+        ) from None
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or len(tokenizer) == 0:
+        raise OutriderError(
+            "checkpoint",
+            f"{checkpoint.source} has no fast tokenizer",
+            "Copy the checkpoint's tokenizer.json beside its weights.",
+        )
+    return tokenizer
+
+
+def check_same_tokens(
+    target: PreTrainedTokenizerFast, draft: PreTrainedTokenizerFast, width: int
+) -> str:
+    """Refuse a pair whose ids below `width` name different tokens; otherwise say what differs.
+
+    Ids that only the target has are not drafted, which costs acceptance and not exactness.
+    """
+    mine, theirs = (
+        {i: t for t, i in tokenizer.get_vocab().items() if i < width}
+        for tokenizer in (target, draft)
+    )
+    different = sorted(i for i in mine.keys() & theirs.keys() if mine[i] != theirs[i])
+    if different:
+        first = different[0]
+        raise OutriderError(
+            "vocabulary",
+            f"id {first} is {mine[first]!r} in the target and {theirs[first]!r} in the draft "
+            f"(first of {len(different)})",
+            "Choose a DRAFT with the target's tokenizer, or DRAFT=none.",
+        )
+    extra = len(mine.keys() - theirs.keys())
+    return f"{extra} of the target's tokens are unknown to the draft" if extra else "same tokens"
+
+
+def carry(
+    checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> TokenizerFacts:
+    """Write the tokenizer and chat template into `folder`."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    # Not backend.save: an error of the disk arrives there as a bare Exception.
+    (folder / TOKENIZER_FILE).write_text(backend.to_str())
+    template = _chat_template(tokenizer)
+    if template is not None:
+        (folder / TEMPLATE_FILE).write_text(template)
+    special = {
+        role: str(text)
+        for role, text in tokenizer.special_tokens_map.items()
+        if isinstance(text, str) or hasattr(text, "content")
+    }
+    files = {path.name: file_facts(path) for path in sorted(folder.iterdir())}
+    eos = end_of_text_ids(checkpoint, tokenizer)
+    return TokenizerFacts(
+        key=digest_json([{n: f.sha256 for n, f in files.items()}, special, eos]),
+        vocab_size=max(tokenizer.get_vocab().values()) + 1,
+        eos_token_ids=eos,
+        special_tokens=special,
+        chat_template=template is not None,
+        files=files,
+    )
+
+
+def end_of_text_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """What `generate` stops at: generation_config.json, else config.json, else the tokenizer."""
+    sources: list[Any] = [getattr(checkpoint.text_config, "eos_token_id", None)]
+    if (checkpoint.path / "generation_config.json").is_file():
+        try:
+            generation = GenerationConfig.from_pretrained(checkpoint.path)
+        except (OSError, ValueError, json.JSONDecodeError) as error:
+            raise OutriderError(
+                "checkpoint",
+                f"{checkpoint.source}/generation_config.json cannot be read: {error}",
+                "Download the checkpoint again, or remove that file.",
+            ) from None
+        sources.insert(0, generation.eos_token_id)
+    sources.append(tokenizer.eos_token_id)
+    for ids in sources:
+        if ids is not None:
+            return sorted(set(ids if isinstance(ids, list) else [ids]))
+    return []
+
+
+def _chat_template(tokenizer: PreTrainedTokenizerFast) -> str | None:
+    template = tokenizer.chat_template
+    # Several named templates: the one called default is what apply_chat_template takes.
+    return template.get("default") if isinstance(template, dict) else template

@@ -1,0 +1,16 @@
+"""Outrider: exact speculative decoding on engines compiled ahead of time.
+
+    engine = outrider.load("build/qwen", slots=2)
+    result = engine.generate("...", temperature=0.7, stop=["\n\n"], seed=7)
+    for event in engine.stream("..."):
+        print(event.text, end="")
+    engine.stats()
+
+Installed, the package is called `outrider`; in the checkout it is `runtime`.
+"""
+
+from .errors import OutriderError
+from .text_engine import Event, Options, Result, TextEngine, load
+
+__version__ = "0.1.0"
+__all__ = ["Event", "Options", "OutriderError", "Result", "TextEngine", "load"]

@@ -1,0 +1,385 @@
+"""The certificate: what a bundle emits is what its target alone would emit, shown on the spot.
+
+The text is generated as always, by speculation. Then its tokens are *teacher-forced* through the
+target one at a time, which is plain decoding of the same text, and each is held against the plain
+row that predicts it. Nothing of the round is used for that: rows, contexts and warping arguments
+are put together here a second time, so that a fault of the round cannot hide itself.
+
+Temperature 0. Every token must be the argmax of its plain row, or a near-tie. A verification runs
+gamma + 1 tokens in one call and rounds differently from a call of one. Let no logit differ by more
+than d. If x is the argmax of the wide row z' and a that of the plain row z, then
+z_x >= z'_x - d >= z'_a - d >= z_a - 2d: a margin z_a - z_x above 2d is not rounding. d is measured
+on this very text, by teacher-forcing it in calls of gamma + 1 tokens as well, on the largest logits
+of each row. The bound is capped (`_cap`), or engines whose wide calls are plainly wrong would
+measure a large d and excuse themselves.
+
+Temperature above 0. The randomised probability integral transform (Rosenblatt 1952, "Remarks on a
+multivariate transformation"; Brockwell 2007, "Universal residuals"): with p the plain distribution
+after the prefix, x the token and v uniform, U = F(x-) + v p(x), F summing p over tokens in an order
+fixed by the prefix, is uniform given the prefix if x was drawn from p. So a text's U are
+independent and uniform, and Kolmogorov-Smirnov tests that. Any order will do; the one by p/q,
+with q the draft's distribution, gives the most power against the failure to fear, an output that
+leans to the draft: tokens drawn from q then put D at the total variation distance of p and q.
+
+That texts end is no bias. Whether token t exists was decided by the tokens before it, and given
+those U_t is uniform: however texts end, the U of the concatenated texts are independent uniforms.
+The test takes the first `TOKENS` of them, a number fixed beforehand. Only where `RUNS` texts give
+fewer does the count depend on the tokens, and then only through the lengths.
+
+What a sample can say is limited: a distribution that differs from the target's by less than about
+0.09 in total variation passes at 512 tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from .decode import Request
+from .engine import Engine, Logits
+from .manifest import Dtype
+from .philox import Purpose, uniform
+from .slots import Slot
+from .text_engine import Options, Prompt, TextEngine
+from .warping import Distribution, SamplingParams, warp
+
+TOKENS = 512  # of the distribution test
+RUNS = 64  # most texts generated to get them
+LEVEL = 1e-3  # an exact decoder fails one certificate in a thousand at temperature > 0
+WITNESSES = 16  # largest logits of a row on which rounding is measured
+# The round draws in lane 0 or in the lane of a position in the text; no text is this long.
+LANE = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """An emitted token that plain decoding would not have emitted at its place.
+
+    position: index in the output of text `run`. best: plain decoding's choice (at temperature
+    above 0, the best of the tokens it never emits). margin: logits by which best is ahead.
+    """
+
+    run: int
+    position: int
+    token: int
+    best: int
+    margin: float
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The outcome of `check`.
+
+    texts, tokens: tested. rounding: largest difference, in logits, between calls of `width`
+    tokens and calls of one on these texts. bound: the largest margin that rounding explains.
+    near_ties: mismatches within the bound; violations: those beyond it, or too many of them.
+    statistic, p_value: of the distribution test, None at temperature 0.
+    caveat: why a rule cannot be certified whatever the sample says, None for exact rules.
+    """
+
+    passed: bool
+    temperature: float
+    texts: int
+    tokens: int
+    width: int
+    rounding: float
+    bound: float
+    near_ties: tuple[Mismatch, ...]
+    violations: tuple[Mismatch, ...]
+    statistic: float | None = None
+    p_value: float | None = None
+    caveat: str | None = None
+
+    def lines(self) -> list[str]:
+        """Two to four lines for people."""
+        verdict = "PASSED" if self.passed else "FAILED"
+        texts = "1 text" if self.texts == 1 else f"{self.texts} texts"
+        lines = [
+            f"certificate {verdict} | temperature {self.temperature:g} | {self.tokens} tokens of "
+            f"{texts}, each held against the target alone"
+        ]
+        found = len(self.near_ties) + len(self.violations)
+        if self.p_value is None:
+            lines.append(
+                f"argmax {self.tokens - found} | near-ties {len(self.near_ties)} "
+                f"| other {len(self.violations)} | bound {self.bound:.2g} logits "
+                f"({self.width}-token calls differ by {self.rounding:.2g})"
+            )
+        else:
+            lines.append(
+                f"uniformity D {self.statistic:.4f}, p-value {self.p_value:.3g} (fails below "
+                f"{LEVEL:g}) | outside the target's support {found}"
+            )
+        shown = [*self.violations[:3], *self.near_ties][:4]
+        if shown:
+            more = f" | and {found - len(shown)} more" if found > len(shown) else ""
+            items = (
+                f"text {m.run} token {m.position}: id {m.token}, not {m.best} (+{m.margin:.2g})"
+                for m in shown
+            )
+            lines.append(" | ".join(items) + more)
+        if self.caveat:
+            lines.append(self.caveat)
+        return lines
+
+    def json_object(self) -> dict[str, Any]:
+        """The `check` object of --json; infinite margins are null."""
+        fields = asdict(self)
+        for name in ("near_ties", "violations"):
+            fields[name] = [
+                {k: None if v == math.inf else v for k, v in mismatch.items()}
+                for mismatch in fields[name]
+            ]
+        return fields
+
+
+def check(engine: TextEngine, prompt: Prompt, options: Options) -> Certificate:
+    """Generate from `prompt` through the engine as it is, and hold the tokens against the target.
+
+    At temperature 0 one text; above, texts with seeds seed, seed + 1, ... until there are
+    `TOKENS` tokens. Rules that are not exact (sigmoid, lenience below 1) run all the same, for
+    their p-value, but never pass: a sample can refute exactness and cannot establish it.
+    Raises OutriderError as `generate` does.
+    """
+    request = engine.request(prompt, options)
+    params = request.params
+    seeds = [(params.seed + run) % 2**64 for run in range(RUNS if params.temperature else 1)]
+    texts: list[list[int]] = []
+    for seed in seeds:
+        texts.append(engine.generate(prompt, **vars(replace(options, seed=seed))).token_ids)
+        if sum(map(len, texts)) >= TOKENS and params.temperature:
+            texts[-1] = texts[-1][: TOKENS - sum(map(len, texts[:-1]))]
+            break
+
+    width = request.gamma + 1
+    replay = _Replay(engine, request)
+    numbers: list[float] = []  # the U
+    mismatches: list[Mismatch] = []
+    rounding = _Rounding(engine.decoder.vocab_size, params.repetition_penalty)
+    with engine.exclusive() as slot:
+        target = _Forced(engine.decoder.target, slot, request.prompt)
+        draft = _draft(engine, slot, request) if params.temperature else None
+        for run, (seed, text) in enumerate(zip(seeds, texts, strict=False)):
+            plain = rounding.watch(target.rows(text))
+            if params.temperature == 0:
+                mismatches += _argmax_mismatches(replay, plain, text)
+            else:
+                q_rows = draft.rows(text) if draft is not None else iter(())
+                numbers += _transform(replay, plain, q_rows, text, seed, run, mismatches)
+            if width > 1:
+                rounding.compare(target.rows(text, width))
+
+    tokens = sum(map(len, texts))
+    bound = min(2 * rounding.largest, _cap(engine.manifest.pair.target.dtype, rounding.scale))
+    near = tuple(m for m in mismatches if m.margin <= bound)
+    violations = tuple(m for m in mismatches if m.margin > bound)
+    statistic = p_value = None
+    if params.temperature > 0:
+        statistic, p_value = kolmogorov_smirnov(numbers)
+        # Two rows whose logits differ by at most d have total variation <= tanh(d / 2) <= d / 2,
+        # and outside a filter's support rounding moves mass of that order: one more is chance.
+        if len(near) > 1 + tokens * bound / 4:
+            near, violations = (), (*violations, *near)
+    caveat = _caveat(params)
+    passed = not violations and caveat is None and (p_value is None or p_value >= LEVEL)
+    return Certificate(
+        passed, params.temperature, len(texts), tokens, width, rounding.largest, bound, near,
+        violations, statistic, p_value, caveat,
+    )  # fmt: skip
+
+
+def kolmogorov_smirnov(sample: Sequence[float]) -> tuple[float, float]:
+    """(D, p-value) of a sample against the uniform distribution on [0, 1].
+
+    The asymptotic series with Stephens' correction for finite n (1970, "Use of the Kolmogorov-
+    Smirnov, Cramer-von Mises and related statistics without extensive tables").
+    """
+    n = len(sample)
+    values = np.sort(np.asarray(sample, np.float64))
+    steps = np.arange(1, n + 1) / n
+    statistic = float(max((steps - values).max(), (values - steps + 1 / n).max()))
+    scaled = (math.sqrt(n) + 0.12 + 0.11 / math.sqrt(n)) * statistic
+    if scaled < 0.3:  # 1 - p is below 1e-5, and the series converges slowly
+        return statistic, 1.0
+    terms = ((-1) ** (j - 1) * math.exp(-2 * (j * scaled) ** 2) for j in range(1, 101))
+    return statistic, min(1.0, max(0.0, 2 * sum(terms)))
+
+
+class _Forced:
+    """One model on a slot, with a prompt's rows in its cache, fed texts that are given."""
+
+    def __init__(self, engine: Engine, slot: Slot, prompt: Sequence[int], max_len: int = 2**31):
+        self._engine, self._slot, self._start = engine, slot.index, len(prompt)
+        self._room = max_len - len(prompt)  # tokens that may be fed
+        for begin in range(0, len(prompt), engine.chunk):
+            chunk = prompt[begin : begin + engine.chunk]
+            row = self._forward(chunk, begin, np.array([len(chunk) - 1]))[0]
+        self._first = row.copy()
+
+    def rows(self, text: Sequence[int], width: int = 1) -> Iterator[Logits]:
+        """The logits [V] that predict text[0], text[1], ...: each valid until the next.
+
+        width: tokens of a call. 1 is plain decoding. Rows end early where the model's context does.
+        """
+        yield self._first
+        wanted = min(len(text) - 1, self._room)
+        for begin in range(0, wanted, width):
+            block = list(text[begin : begin + width])
+            # A short block is filled up: its last rows are not asked for, and every call is alike.
+            filled = block + [0] * (width - len(block))
+            logits = self._forward(filled, self._start + begin, np.arange(width))
+            yield from logits[: wanted - begin]
+
+    def _forward(
+        self, tokens: Sequence[int], position: int, index: npt.NDArray[np.int64]
+    ) -> Logits:
+        ids = np.array([tokens], np.int64)
+        ids[ids >= self._engine.vocab_size] = 0  # as the round: a draft may know fewer tokens
+        logits = self._engine.forward(ids, np.array([position]), index, first_slot=self._slot)
+        return cast(Logits, logits[0])
+
+
+class _Replay:
+    """The warping of a request, as a function of the text alone."""
+
+    def __init__(self, engine: TextEngine, request: Request):
+        self._request, self._vocab_size = request, engine.decoder.vocab_size
+        # Lenience does not change the point mass, but below 1 it comes with the logits behind it.
+        self._greedy = replace(request.params, temperature=0, verify="token", lenience=0.5)
+
+    def warp(
+        self, row: Logits, text: Sequence[int], model: str, *, greedy: bool = False
+    ) -> Distribution:
+        """The distribution of the token after `text`."""
+        request = self._request
+        params = self._greedy if greedy else request.params
+        return warp(
+            row,
+            params,
+            np.array([*request.prompt, *text]) if params.repetition_penalty != 1 else (),
+            suppress=tuple(request.eos_token_ids) if len(text) < request.min_new_tokens else (),
+            vocab_size=self._vocab_size,
+            where=f"{model}, teacher-forced, output token {len(text)}",
+        )
+
+
+class _Rounding:
+    """How far calls of several tokens are from calls of one, on each row's largest logits."""
+
+    def __init__(self, vocab_size: int, penalty: float):
+        self._vocab_size = vocab_size
+        self._stretch = max(penalty, 1 / penalty)  # the penalty scales differences too
+        self.largest = 0.0
+        self.scale = 0.0  # the largest logit
+
+        self._witnesses: list[tuple[npt.NDArray[np.intp], Logits]] = []
+
+    def watch(self, rows: Iterator[Logits]) -> Iterator[Logits]:
+        """Pass plain rows on, remembering what `compare` will look at."""
+        self._witnesses.clear()
+        for row in rows:
+            known = row[: self._vocab_size]
+            best = np.argpartition(known, -min(WITNESSES, len(known)))[-WITNESSES:]
+            best = best[np.isfinite(known[best])]
+            self._witnesses.append((best, known[best]))
+            self.scale = max(self.scale, float(np.abs(known[best]).max(initial=0.0)))
+            yield row
+
+    def compare(self, rows: Iterator[Logits]) -> None:
+        """The same rows from wider calls."""
+        for (best, plain), row in zip(self._witnesses, rows, strict=True):
+            difference = float(np.abs(row[best] - plain).max(initial=0.0)) * self._stretch
+            self.largest = max(self.largest, difference)
+
+
+def _cap(dtype: Dtype, scale: float) -> float:
+    """The largest margin, in logits, that may ever count as a near-tie.
+
+    Half a logit: a token 1.6 times as likely is no tie in any arithmetic. In float32 also 2^-11 of
+    the largest logit, as if every number had once been rounded to TensorFloat-32, the coarsest
+    float32 that backends compute with.
+    """
+    return min(0.5, scale * 2**-11) if dtype == "float32" else 0.5
+
+
+def _argmax_mismatches(
+    replay: _Replay, rows: Iterator[Logits], text: Sequence[int]
+) -> Iterator[Mismatch]:
+    for i, (token, row) in enumerate(zip(text, rows, strict=True)):
+        p = replay.warp(row, text[:i], "target", greedy=True)
+        assert p.point_mass is not None
+        if token != p.point_mass:
+            yield Mismatch(0, i, token, p.point_mass, -p.margin(token))
+
+
+def _draft(engine: TextEngine, slot: Slot, request: Request) -> _Forced | None:
+    draft, max_len = engine.decoder.draft, engine.decoder.draft_max_len
+    if draft is None or request.gamma == 0 or len(request.prompt) >= max_len:
+        return None
+    return _Forced(draft, slot, request.prompt, max_len)
+
+
+def _transform(
+    replay: _Replay,
+    p_rows: Iterator[Logits],
+    q_rows: Iterator[Logits],
+    text: Sequence[int],
+    seed: int,
+    run: int,
+    mismatches: list[Mismatch],
+) -> Iterator[float]:
+    """The U of a text's tokens; those of probability 0 are appended to `mismatches`.
+
+    q_rows: the draft's rows, may end early: without one, tokens are in order of their ids.
+    """
+    for i, (token, p_row) in enumerate(zip(text, p_rows, strict=True)):
+        p = replay.warp(p_row, text[:i], "target").probs()
+        q = np.zeros(len(p))
+        if (q_row := next(q_rows, None)) is not None:
+            known = replay.warp(q_row, text[:i], "draft").probs()[: len(p)]
+            q[: len(known)] = known
+        v = uniform(seed, i, Purpose.RESIDUAL, LANE)
+        if not 0 <= token < len(p) or p[token] == 0:
+            mismatches.append(_outside(replay, p_row, text, i, p, run))
+            yield v  # it has no U, and is judged as a mismatch instead
+            continue
+        # p_i / q_i against p_x / q_x, without dividing; equal ratios in order of their ids.
+        ours, theirs = p * q[token], p[token] * q
+        before = ours < theirs
+        before[:token] |= ours[:token] == theirs[:token]
+        yield float(p[before].sum() + v * p[token])
+
+
+def _outside(
+    replay: _Replay,
+    row: Logits,
+    text: Sequence[int],
+    i: int,
+    p: npt.NDArray[np.float64],
+    run: int,
+) -> Mismatch:
+    """A token that top-k, top-p or min-p remove from the plain row.
+
+    Rounding may move a filter's edge by a token, so the best of the removed is a near-tie.
+    """
+    greedy = replay.warp(row, text[:i], "target", greedy=True)
+    assert greedy.processed is not None
+    removed = np.where(p > 0, -np.inf, greedy.processed)
+    best = int(removed.argmax())
+    token = text[i]
+    here = removed.item(token) if 0 <= token < len(removed) else -math.inf
+    margin = removed.item(best) - here if math.isfinite(here) else math.inf
+    return Mismatch(run, i, token, best, margin)
+
+
+def _caveat(params: SamplingParams) -> str | None:
+    if params.verify == "sigmoid":
+        return "verify=sigmoid is not exact by design: no sample can certify it"
+    if params.lenience != 1:
+        return f"lenience={params.lenience:g} is not exact by design: no sample can certify it"
+    return None

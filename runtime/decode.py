@@ -1,0 +1,410 @@
+"""The round: draft, verify, accept or correct or extend, commit.
+
+Algorithm 1 of Leviathan et al. 2023 on cache slots. This module knows nothing of tokenizers, files
+or backends: it takes two engines (docs/architecture.md has the contract) and token ids.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .engine import Engine, Ids, Logits
+from .errors import OutriderError
+from .philox import Purpose, uniform
+from .sampling import verify
+from .slots import Slot, SlotTable
+from .stats import Stats
+from .warping import Distribution, SamplingParams, warp
+
+Origin = str  # "first" (from the prefill), "accepted", "corrected", "bonus" or "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is wanted of one sequence.
+
+    gamma: most draft tokens a round, 0 is plain decoding. logprobs: how many alternatives to
+    report for each token, None for none. stop: called with each new token in order; a text ends
+    after the token for which it returns a finish reason.
+    """
+
+    prompt: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    gamma: int = 4
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    eos_token_ids: Collection[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    stop: Callable[[int], str | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One emitted token. logprob: log p of the target's own distribution, before any warping;
+    alternatives: the most probable ids with theirs, best first."""
+
+    id: int
+    origin: Origin
+    logprob: float | None = None
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+class Running:
+    """A request in its slot."""
+
+    def __init__(self, request: Request, slot: Slot):
+        self.request, self.slot = request, slot
+        self.output: list[Token] = []
+        self.finish_reason: str | None = None
+        self.stats = Stats(prompt_tokens=len(request.prompt))
+        self.started = time.perf_counter()
+
+
+class _TargetRows(Sequence[Distribution]):
+    """p1..p(gamma+1) of one slot, each warped when the rule first looks at it.
+
+    Rows after the first rejection are conditioned on text that does not exist; most are never
+    computed.
+    """
+
+    def __init__(self, warp_row: Callable[[int], Distribution], count: int):
+        self._warp_row = warp_row
+        self._rows: list[Distribution | None] = [None] * count
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i):  # type: ignore[no-untyped-def, override]
+        row = self._rows[i]
+        if row is None:
+            self._rows[i] = row = self._warp_row(i)
+        return row
+
+
+class Decoder:
+    """Sequences in slots, advanced together one round at a time.
+
+    vocab_size: the width that target and draft share; logits beyond it are padding.
+    max_len: longest prompt + output. draft_max_len: where the draft's own context ends; a
+    sequence that reaches it goes on without drafts.
+    """
+
+    def __init__(
+        self,
+        target: Engine,
+        draft: Engine | None,
+        *,
+        vocab_size: int,
+        max_len: int,
+        max_gamma: int,
+        draft_max_len: int | None = None,
+    ):
+        self.target, self.draft = target, draft
+        self.vocab_size, self.max_len, self.max_gamma = vocab_size, max_len, max_gamma
+        self.draft_max_len = max_len if draft_max_len is None else draft_max_len
+        self.slots = SlotTable(target.slots)
+
+    # Joining and leaving
+
+    def check(self, request: Request) -> None:
+        """Refuse what cannot be run, before a slot is taken. Raises "prompt" or "option"."""
+        length = len(request.prompt)
+        if length == 0:
+            raise OutriderError("prompt", "the prompt is empty", "Give it at least one token.")
+        if length >= self.max_len:
+            raise OutriderError(
+                "prompt",
+                f"the prompt has {length:,} tokens and the bundle's context {self.max_len:,}",
+                f"Shorten it, or build the bundle with MAX_LEN={length + request.max_new_tokens}.",
+            )
+        if not all(0 <= token < self.target.vocab_size for token in request.prompt):
+            raise OutriderError(
+                "prompt",
+                f"the prompt has a token id outside [0, {self.target.vocab_size})",
+                "Encode it with the bundle's tokenizer.",
+            )
+        if request.max_new_tokens < 1 or not 0 <= request.min_new_tokens <= request.max_new_tokens:
+            raise OutriderError(
+                "option",
+                f"min_new_tokens={request.min_new_tokens}, "
+                f"max_new_tokens={request.max_new_tokens} contradict each other",
+                "Choose 0 <= min_new_tokens <= max_new_tokens, with max_new_tokens at least 1.",
+            )
+        if not 0 <= request.gamma <= self.max_gamma:
+            raise OutriderError(
+                "option",
+                f"gamma={request.gamma} is over the {self.max_gamma} that the bundle was built for"
+                if request.gamma > 0
+                else f"gamma={request.gamma} is negative",
+                f"Choose gamma from 0 to {self.max_gamma}, or build with MAX_GAMMA.",
+            )
+        if request.gamma and self.draft is None:
+            raise OutriderError(
+                "option",
+                f"gamma={request.gamma} needs a draft, and the bundle has none",
+                "Use gamma=0, or build the bundle with DRAFT=<draft>.",
+            )
+
+    def admit(self, request: Request) -> Running:
+        """Take a slot, prefill the target, emit the first token (it comes from p alone)."""
+        self.check(request)
+        running = Running(request, self.slots.acquire())
+        try:
+            slot, stats = running.slot, running.stats
+            slot.tokens.extend(request.prompt)
+            logits = self._prefill(self.target, slot.index, slot.tokens, 0)
+            stats.time_prefill = time.perf_counter() - running.started
+            rows = self._target_rows(running, [], logits[None])
+            self._settle(running, rows, [], [], logits[None])
+            stats.ttft = stats.elapsed = time.perf_counter() - running.started
+        except BaseException:
+            self.release(running)
+            raise
+        return running
+
+    def release(self, running: Running) -> None:
+        """Give the slot back; its rows become garbage for the next owner to overwrite."""
+        self.slots.release(running.slot)
+
+    def _prefill(self, engine: Engine, slot: int, tokens: Sequence[int], start: int) -> Logits:
+        """Compute rows start.. of `tokens` in chunks; the logits [V] after the last one."""
+        for begin in range(start, len(tokens), engine.chunk):
+            ids = self._ids(engine, tokens[begin : begin + engine.chunk])[None]
+            last = np.array([ids.shape[1] - 1])
+            logits = engine.forward(ids, np.array([begin]), last, first_slot=slot)
+        return logits[0, 0]
+
+    def _ids(self, engine: Engine, tokens: Sequence[int]) -> Ids:
+        """Ids that the engine can look up: a narrower draft reads the target's extra tokens as 0.
+
+        That costs acceptance, never exactness: q is what the draft said, whatever it was fed.
+        """
+        ids = np.array(tokens, np.int64)
+        ids[ids >= engine.vocab_size] = 0
+        return ids
+
+    # The round
+
+    def round(self, batch: Collection[Running]) -> dict[Running, list[Token]]:
+        """One round for all given unfinished sequences; the new tokens of each."""
+        begin = time.perf_counter()
+        gammas = {running: self._gamma(running) for running in batch}
+        drafts, q, draft_time = self._draft({r: g for r, g in gammas.items() if g})
+        after_draft = time.perf_counter()
+        first, logits = self._verify(gammas, drafts)
+        after_verify = time.perf_counter()
+        emitted = {}
+        for running in batch:
+            rows = logits[running.slot.index - first]
+            drafted, q_rows = drafts.get(running, []), q.get(running, [])
+            p = self._target_rows(running, drafted, rows)
+            emitted[running] = self._settle(running, p, q_rows, drafted, rows)
+        end = time.perf_counter()
+        for running in batch:
+            stats = running.stats
+            stats.time_verify += after_verify - after_draft
+            stats.time_sample += end - after_verify + draft_time.sample
+            stats.time_draft += draft_time.engine
+            stats.time_draft_prefill += draft_time.prefill
+            stats.time_rounds += end - begin - draft_time.prefill
+            stats.elapsed = end - running.started
+        return emitted
+
+    def _gamma(self, running: Running) -> int:
+        """How many tokens to draft: no more than can still become text or fit a context."""
+        request, length = running.request, len(running.slot.tokens)
+        return max(
+            0,
+            min(
+                request.gamma if self.draft is not None else 0,
+                request.max_new_tokens - len(running.output) - 1,
+                self.max_len - length - 1,
+                self.draft_max_len - length,
+            ),
+        )
+
+    def _draft(
+        self, gammas: dict[Running, int]
+    ) -> tuple[dict[Running, list[int]], dict[Running, list[Distribution]], _DraftTime]:
+        """Draw x1..x(gamma) of each sequence from q, one engine call a step for all of them."""
+        clock = _DraftTime()
+        drafts: dict[Running, list[int]] = {running: [] for running in gammas}
+        q: dict[Running, list[Distribution]] = {running: [] for running in gammas}
+        if not gammas:
+            return drafts, q, clock
+        engine = self.draft
+        assert engine is not None
+        for running in gammas:
+            self._catch_up(engine, running, clock)
+        first, last = _span(gammas)
+        for step in range(max(gammas.values())):
+            begin = time.perf_counter()
+            # Two tokens first: after a fully accepted round the draft lacks a row (Slot.commit).
+            width = 1 if step else 2
+            ids = np.zeros((last - first, width), np.int64)
+            position = self._idle_positions(first, last, "draft_len")
+            for running, drafted in drafts.items():
+                row, length = running.slot.index - first, len(running.slot.tokens)
+                # Past its own gamma a sequence repeats its last draft: the row is never committed.
+                ids[row] = self._ids(engine, drafted[-1:] if step else running.slot.tokens[-2:])
+                position[row] = length - 1 + len(drafted) if step else length - 2
+            logits = engine.forward(ids, position, np.array([width - 1]), first_slot=first)
+            clock.engine += (now := time.perf_counter()) - begin
+            for running, gamma in gammas.items():
+                if step < gamma:
+                    row = logits[running.slot.index - first, 0]
+                    distribution = self._warp(running, drafts[running], row, "draft")
+                    u = self._uniform(running, step, Purpose.DRAFT)
+                    drafts[running].append(distribution.draw(u))
+                    q[running].append(distribution)
+            clock.sample += time.perf_counter() - now
+        return drafts, q, clock
+
+    def _catch_up(self, engine: Engine, running: Running, clock: _DraftTime) -> None:
+        """Give the draft the rows it lacks: the prompt at first, plain rounds later."""
+        slot = running.slot
+        need = len(slot.tokens) - 2  # the first draft step feeds the last two itself
+        if slot.draft_len < need:
+            begin = time.perf_counter()
+            self._prefill(engine, slot.index, slot.tokens[:need], slot.draft_len)
+            slot.draft_len = need
+            clock.prefill += time.perf_counter() - begin
+
+    def _verify(
+        self, gammas: dict[Running, int], drafts: dict[Running, list[int]]
+    ) -> tuple[int, Logits]:
+        """One target call over [pending, x1..x(gamma)]; logits [B, gamma+1, V] from slot `first`."""
+        first, last = _span(gammas)
+        width = max(gammas.values()) + 1
+        ids = np.zeros((last - first, width), np.int64)
+        position = self._idle_positions(first, last, "target_len")
+        for running in gammas:
+            row = running.slot.index - first
+            feed = [running.slot.pending, *drafts.get(running, [])]
+            ids[row, : len(feed)] = feed
+            position[row] = running.slot.target_len
+        return first, self.target.forward(ids, position, np.arange(width), first_slot=first)
+
+    def _idle_positions(self, first: int, last: int, length: str) -> Ids:
+        """Where slots that sit out a call may be written: beyond their valid rows."""
+        slots = (self.slots[index] for index in range(first, last))
+        return np.array([getattr(slot, length) if slot else 0 for slot in slots], np.int64)
+
+    def _settle(
+        self,
+        running: Running,
+        p: _TargetRows,
+        q: list[Distribution],
+        drafts: list[int],
+        rows: Logits,
+    ) -> list[Token]:
+        """Accept, correct or extend; then commit what becomes text. rows: raw logits [K, V]."""
+        gamma = len(drafts)
+        verdict = verify(
+            p,
+            q,
+            drafts,
+            [self._uniform(running, i, Purpose.ACCEPT) for i in range(gamma)],
+            # One draw a round, whatever position it lands on: the round's start names it.
+            self._uniform(running, 0, Purpose.RESIDUAL),
+            running.request.params,
+        )
+        ids = [*drafts[: verdict.accepted], verdict.token]
+        last = "bonus" if verdict.accepted == gamma else "corrected"
+        if gamma == 0:
+            last = "plain" if running.output else "first"
+        origins = ["accepted"] * verdict.accepted + [last]
+        emitted = []
+        for i, (token, origin) in enumerate(zip(ids, origins, strict=True)):
+            emitted.append(self._token(running.request, token, origin, rows[i]))
+            running.output.append(emitted[-1])
+            running.finish_reason = self._finish_reason(running, token)
+            if running.finish_reason is not None:
+                break
+        slot = running.slot
+        slot.commit(ids, gamma)
+        slot.roll_back(len(slot.tokens) - (len(ids) - len(emitted)))
+        stats = running.stats
+        stats.output_tokens = len(running.output)
+        if last != "first":
+            kept = min(verdict.accepted, len(emitted))
+            examined = min(len(verdict.ratios), len(emitted))
+            stats.count_round(gamma, kept, examined, len(emitted))
+        return emitted
+
+    def _finish_reason(self, running: Running, token: int) -> str | None:
+        request = running.request
+        if not request.ignore_eos and token in request.eos_token_ids:
+            return "eos"
+        if request.stop is not None and (reason := request.stop(token)) is not None:
+            return reason
+        if len(running.output) == request.max_new_tokens:
+            return "length"
+        # The prompt and every token emitted so far: the slot commits only after the block.
+        if len(request.prompt) + len(running.output) == self.max_len:
+            return "context"
+        return None
+
+    # Rows and numbers
+
+    def _target_rows(self, running: Running, drafts: list[int], rows: Logits) -> _TargetRows:
+        return _TargetRows(
+            lambda i: self._warp(running, drafts[:i], rows[i], "target"), len(drafts) + 1
+        )
+
+    def _warp(
+        self, running: Running, drafted: Sequence[int], row: Logits, model: str
+    ) -> Distribution:
+        """The distribution of the token after slot.tokens + drafted, the same for p and for q."""
+        request, tokens = running.request, running.slot.tokens
+        early = len(running.output) + len(drafted) < request.min_new_tokens
+        context: Sequence[int] | Ids = ()
+        if request.params.repetition_penalty != 1:
+            context = np.array([*tokens, *drafted])
+        return warp(
+            row,
+            request.params,
+            context,
+            suppress=tuple(request.eos_token_ids) if early else (),
+            vocab_size=self.vocab_size,
+            where=f"{model}, slot {running.slot.index}, position {len(tokens) + len(drafted)}",
+        )
+
+    def _uniform(self, running: Running, step: int, purpose: Purpose) -> float:
+        """The uniform of the token `step` places ahead; 0 where a point mass ignores it."""
+        params, start = running.request.params, len(running.slot.tokens)
+        if params.temperature == 0:
+            return 0.0
+        # Block verification looks at all uniforms of its round, so no later round may reuse them.
+        lane = start if params.verify == "block" else 0
+        return uniform(params.seed, start + step, purpose, lane)
+
+    def _token(self, request: Request, token: int, origin: Origin, row: Logits) -> Token:
+        if request.logprobs is None:
+            return Token(token, origin)
+        logits = row[: self.vocab_size].astype(np.float64)
+        logits -= logits.max()
+        logprobs = logits - np.log(np.exp(logits).sum())
+        best = np.argsort(-logprobs, kind="stable")[: request.logprobs]
+        alternatives = tuple((int(i), float(logprobs[i])) for i in best)
+        return Token(token, origin, float(logprobs[token]), alternatives)
+
+
+@dataclass(slots=True)
+class _DraftTime:
+    """Seconds of one drafting: engine steps, drawing, and rows that were missing before it."""
+
+    engine: float = 0.0
+    sample: float = 0.0
+    prefill: float = 0.0
+
+
+def _span(batch: Iterable[Running]) -> tuple[int, int]:
+    """The run of consecutive slots [first, last) that holds all of these sequences."""
+    indices = [running.slot.index for running in batch]
+    return min(indices), max(indices) + 1

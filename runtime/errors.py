@@ -1,0 +1,80 @@
+"""What a user sees when something fails: one line of cause, one line of remedy, an exit status."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+
+# One status per kind of failure, so that scripts can tell them apart. 2 is argparse's own (a
+# malformed command line), 130 the shell's for Ctrl-C.
+EXIT_STATUS = {
+    "option": 2,  # an option's value, or a combination of options, is refused
+    "checkpoint": 3,  # a checkpoint is missing, unreadable or incomplete
+    "architecture": 4,  # the exporter cannot express this architecture
+    "vocabulary": 5,  # target and draft do not share a vocabulary
+    "difference": 6,  # the exported graph disagrees with the original model
+    "bundle": 7,  # a bundle is missing, damaged, or of another version
+    "backend": 8,  # the backend is missing, or failed
+    "prompt": 9,  # the prompt is empty, too long, or not what the template expects
+    "numeric": 10,  # NaN or infinity where probabilities were wanted
+    "memory": 11,  # not enough memory
+    "disk": 12,  # not enough disk space, or a folder that cannot be written
+    "certificate": 13,  # --check found a difference from the target's distribution
+}
+INTERRUPTED = 130
+
+
+class OutriderError(Exception):
+    """A failure with a known cause.
+
+    Args:
+        kind: a key of `EXIT_STATUS`.
+        cause: one line: what is wrong, naming the thing.
+        remedy: one line: what to do about it.
+    """
+
+    def __init__(self, kind: str, cause: str, remedy: str):
+        super().__init__(f"{kind}: {cause}. {remedy}")
+        self.kind, self.cause, self.remedy = kind, cause, remedy
+
+    @property
+    def exit_status(self) -> int:
+        return EXIT_STATUS[self.kind]
+
+
+def run_command(command: Callable[[], int]) -> int:
+    """Run a command line's work; every foreseeable failure becomes one line and an exit status."""
+    try:
+        return command()
+    except OutriderError as error:
+        failure = error
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of stdout left (`| head`); keep the interpreter from flushing into it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except MemoryError:
+        failure = OutriderError(
+            "memory", "not enough memory", "Use a smaller checkpoint, MAX_LEN or SLOTS."
+        )
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        failure = OutriderError("disk", f"{error.strerror}{where}", _DISK[error.errno])
+    print(f"error: {failure}", file=sys.stderr)
+    return failure.exit_status
+
+
+_DISK = {
+    errno.ENOSPC: "Free some space, or write to another disk.",
+    errno.EDQUOT: "Free some of your quota, or write to another disk.",
+    errno.EFBIG: "Raise the file size limit (ulimit -f), or write to another disk.",
+    errno.EACCES: "Choose a folder that you may write to.",
+    errno.EPERM: "Choose a folder that you may write to.",
+    errno.EROFS: "Choose a folder that you may write to.",
+}

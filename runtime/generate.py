@@ -1,0 +1,285 @@
+"""The command line: text to stdout, everything about it to stderr.
+
+`outrider` once installed, `python -m runtime.generate` in the checkout.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TextIO
+
+from . import report
+from .arguments import options_from, parse, refuse
+from .certificate import check
+from .errors import OutriderError, run_command
+from .prompts import batch_requests, prompt_from
+from .text_engine import Options, Prompt, Result, TextEngine, load
+
+WARM_UP = 16  # tokens generated in either way before --baseline measures
+NOTES = {
+    "sigmoid": "note: verify=sigmoid is not exact: the output is close to the draft's, and not "
+    "distributed as the target's",
+    "lenience": "note: lenience={lenience:g} is not exact: a token may be drawn with up to "
+    "{factor:.3g} times the target's probability",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status (`--help` lists them)."""
+    return run_command(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    args = parse(argv)
+    out, err = _Output(sys.stdout, "stdout"), _Output(sys.stderr, "stderr")
+    if args.json or args.batch:
+        out.encode("utf-8", "strict")  # as JSON prescribes
+    else:
+        out.encode(None, "backslashreplace")
+    # All that can be refused is refused before the engines are loaded.
+    options = options_from(args)
+    if args.batch:
+        requests = batch_requests(args, options)
+        engine = _load(args)
+        return _batch(engine, args, requests, out, err)
+    prompt = prompt_from(args)
+    engine = _load(args)
+    return _single(engine, args, prompt, options, out, err)
+
+
+def _load(args: Namespace) -> TextEngine:
+    engine = load(args.engines, slots=args.slots, threads=args.threads, verify=args.verify_files)
+    if args.draft == "model" and engine.decoder.draft is None:
+        raise OutriderError(
+            "option",
+            f"--draft model: {args.engines} was built without a draft",
+            "Leave --draft out, or build the bundle with DRAFT=<draft>.",
+        )
+    return engine
+
+
+def _single(
+    engine: TextEngine,
+    args: Namespace,
+    prompt: Prompt,
+    options: Options,
+    out: _Output,
+    err: _Output,
+) -> int:
+    gamma = _resolve(engine, prompt, options)
+    if args.baseline and gamma == 0:
+        raise OutriderError(
+            "option",
+            "--baseline compares with plain decoding, and without a draft there is nothing else",
+            "Leave --baseline out, or use a bundle that was built with DRAFT=<draft>.",
+        )
+    for note in _notes([options]):
+        err.line(note)
+    plain_options = replace(options, gamma=0, verify="token", lenience=1.0)
+    if args.baseline:
+        few = min(WARM_UP, options.max_new_tokens)
+        for warm_up in (options, plain_options):
+            short = replace(warm_up, max_new_tokens=few, min_new_tokens=0, stop=(), ignore_eos=True)
+            _run(engine, prompt, short)
+    if args.color:
+        err.line(report.legend())
+    result = _text(engine, args, prompt, options, out)
+
+    greedy = options.temperature == 0
+    lines, objects = [], {}
+    if args.stats != "none":
+        lines += report.summary(result, gamma, seed=not greedy)
+    if args.stats == "detailed":
+        lines += report.detailed(result.stats)
+    err.lines(lines)
+    if args.baseline:
+        plain = _run(engine, prompt, plain_options)
+        objects["baseline"] = report.baseline_object(result, plain, greedy=greedy)
+        err.line(report.baseline(result, plain, greedy=greedy))
+    if args.stats != "none" and engine.memory:
+        err.line(report.memory(engine.memory))
+    certificate = None
+    if args.check:
+        certificate = check(engine, prompt, options)
+        objects["check"] = certificate.json_object()
+        err.lines(certificate.lines())
+    if args.json:
+        body = report.json_object(result, logprobs=options.logprobs is not None, **objects)
+        out.line(report.json_line(body))
+    if certificate is not None and not certificate.passed:
+        raise OutriderError(
+            "certificate",
+            "the output cannot be certified as the target's",
+            "Decode with --gamma 0; if the options are exact ones, please report this bundle."
+            if certificate.caveat is None
+            else "Use --verify token or block, and leave --lenience out.",
+        )
+    return 0
+
+
+def _text(
+    engine: TextEngine, args: Namespace, prompt: Prompt, options: Options, out: _Output
+) -> Result:
+    """Generate, and show the text as it comes or at the end (with --json not at all)."""
+    shown: list[str] = []
+    result: Result | None = None
+    try:
+        for event in engine.stream(prompt, **vars(options)):
+            text = event.text
+            if args.color:
+                text = "".join(report.color(*piece) for piece in event.pieces)
+            if args.stream:
+                out.write(text)
+            shown.append(text)
+            result = event.result
+    except OutriderError:
+        if args.stream:
+            out.write("\n")  # the error begins a line of its own
+        raise
+    assert result is not None, "a stream ends with a result"
+    if not args.json:
+        out.line("" if args.stream else "".join(shown))
+    return result
+
+
+def _run(engine: TextEngine, prompt: Prompt, options: Options) -> Result:
+    return engine.generate(prompt, **vars(options))
+
+
+def _batch(
+    engine: TextEngine,
+    args: Namespace,
+    requests: Sequence[tuple[int, Prompt, Options]],
+    out: _Output,
+    err: _Output,
+) -> int:
+    gammas = set()
+    for number, prompt, options in requests:
+        try:
+            gammas.add(_resolve(engine, prompt, options))
+        except OutriderError as error:
+            raise OutriderError(
+                error.kind, f"line {number} of {args.batch}: {error.cause}", error.remedy
+            ) from None
+    for note in _notes([options for _, _, options in requests]):
+        err.line(note)
+    begin = time.perf_counter()
+    results: list[Result | None] = [None] * len(requests)
+    printed = tokens = 0
+    finished = engine.batch([(prompt, options) for _, prompt, options in requests])
+    progress = _Progress(err, len(requests))
+    try:
+        for done, (index, result) in enumerate(finished, start=1):
+            results[index] = result
+            tokens += result.stats.output_tokens
+            while printed < len(results) and (ready := results[printed]) is not None:
+                logprobs = requests[printed][2].logprobs is not None
+                out.line(report.json_line(report.json_object(ready, logprobs=logprobs)))
+                printed += 1
+            progress.show(done, tokens / (time.perf_counter() - begin))
+    finally:
+        progress.clear()
+    seconds = time.perf_counter() - begin
+    whole = [result for result in results if result is not None]
+    if args.stats != "none":
+        gamma = "-".join(str(g) for g in sorted({min(gammas), max(gammas)}))
+        err.lines(report.batch_summary(whole, seconds, gamma))
+    if args.stats == "detailed":
+        err.lines(report.detailed(report.total_stats(whole)))
+    if args.stats != "none" and engine.memory:
+        err.line(report.memory(engine.memory))
+    return 0
+
+
+def _resolve(engine: TextEngine, prompt: Prompt, options: Options) -> int:
+    """Refuse what this bundle cannot do; the gamma that a request will run with."""
+    request = engine.request(prompt, options)
+    gamma = request.gamma
+    refuse(replace(options, gamma=gamma))
+    width = engine.decoder.vocab_size
+    if options.logprobs is not None and options.logprobs > width:
+        raise OutriderError(
+            "option",
+            f"logprobs={options.logprobs} is more than the {width:,} tokens that there are",
+            f"Choose from 0 to {width}.",
+        )
+    odd = [token for token in options.stop_token_ids if not 0 <= token < width]
+    if odd:
+        raise OutriderError(
+            "option", f"stop token id {odd[0]} does not exist", f"Choose from 0 to {width - 1}."
+        )
+    return gamma
+
+
+def _notes(all_options: Sequence[Options]) -> Iterator[str]:
+    """What is not exact, once each."""
+    if any(options.verify == "sigmoid" for options in all_options):
+        yield NOTES["sigmoid"]
+    lenience = min(options.lenience for options in all_options)
+    if lenience < 1:
+        yield NOTES["lenience"].format(lenience=lenience, factor=1 / lenience)
+
+
+class _Output:
+    """A standard stream whose failures have a name: disk full, closed.
+
+    A closed pipe passes as BrokenPipeError, which ends the command quietly.
+    """
+
+    def __init__(self, stream: TextIO | None, name: str):
+        if stream is None:  # closed by the caller: `>&-`
+            raise OutriderError("disk", f"{name} is closed", f"Redirect {name} to somewhere.")
+        self._stream, self._name = stream, name
+        self.terminal = stream.isatty()
+
+    def encode(self, encoding: str | None, errors: str) -> None:
+        if hasattr(self._stream, "reconfigure"):
+            self._stream.reconfigure(encoding=encoding, errors=errors)
+
+    def write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            # What is buffered would fail again when the interpreter exits, with a traceback.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            raise OutriderError(
+                "disk",
+                f"cannot write to {self._name}: {error.strerror}",
+                "Free some space, or redirect it to another place.",
+            ) from None
+
+    def line(self, text: str) -> None:
+        self.write(text + "\n")
+
+    def lines(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.line(line)
+
+
+class _Progress:
+    """A line on a terminal that is rewritten in place, and gone at the end."""
+
+    def __init__(self, err: _Output, count: int):
+        self._err, self._count, self._shown = err, count, 0.0
+
+    def show(self, done: int, speed: float) -> None:
+        now = time.perf_counter()
+        if self._err.terminal and now - self._shown > 0.1:
+            self._shown = now
+            self._err.write(f"\r{done}/{self._count} done, {speed:.1f} tok/s\x1b[K")
+
+    def clear(self) -> None:
+        if self._shown:
+            self._err.write("\r\x1b[K")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""The file contract between the rooms: what `export/`, `engines/` and `runtime/` hand each other.
+
+`export/` writes a *graphs* folder (`pair.json` and the ONNX graphs), `engines/` turns it into a
+*bundle* (`manifest.json` and the backend's engines), `runtime/` reads the bundle. All three use
+the dataclasses of this module and nothing else of each other. docs/architecture.md has the layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import types
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from .errors import OutriderError, run_command
+
+__all__ = [
+    "FileFacts", "GraphFacts", "Manifest", "OutriderError", "Pair", "TokenizerFacts",
+    "digest_json", "file_facts", "link_file", "read_bundle", "read_json", "read_pair",
+    "run_command", "verify_files", "write_folder", "write_json",
+]  # fmt: skip
+
+SCHEMA = 1
+MANIFEST_FILE, PAIR_FILE = "manifest.json", "pair.json"
+GRAPH_FILE, WEIGHTS_FILE = "graph.onnx", "weights.bin"
+TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
+Dtype = Literal["float32", "float16", "bfloat16"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """One model's graph.
+
+    key: content address of everything the graph was made from.
+    vocab_size: the width of the logits, padding included.
+    max_len: the longest sequence, in tokens, that the model was made for.
+    key_shapes, value_shapes: per layer [kv_heads, head_dim] of a cache row.
+    max_difference: largest absolute difference of the logits from the original model's; None
+        where the graph could not be run (see `comparison`).
+    tolerance: the bound that `max_difference` was held to.
+    """
+
+    key: str
+    source: str
+    architecture: str
+    parameters: int
+    dtype: Dtype
+    vocab_size: int
+    max_len: int
+    capacity: int
+    key_shapes: list[list[int]]
+    value_shapes: list[list[int]]
+    max_difference: float | None
+    tolerance: float
+    comparison: str
+    files: dict[str, FileFacts]
+
+    def cache_bytes(self, slots: int) -> int:
+        rows = sum(heads * width for heads, width in (*self.key_shapes, *self.value_shapes))
+        return slots * self.capacity * rows * (4 if self.dtype == "float32" else 2)
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """The target's tokenizer, carried along.
+
+    vocab_size: largest id + 1. special_tokens: what chat templates name (bos_token, eos_token...).
+    """
+
+    key: str
+    vocab_size: int
+    eos_token_ids: list[int]
+    special_tokens: dict[str, str]
+    chat_template: bool
+    files: dict[str, FileFacts]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What `export/` hands to `engines/`.
+
+    vocab_size: the common width; logits beyond it are padding with probability 0.
+    max_len: longest prompt + output. max_gamma: most draft tokens a round.
+    capacity: rows of a slot, max_len + max_gamma + 1: a verification never writes past it.
+    """
+
+    target: GraphFacts
+    draft: GraphFacts | None
+    tokenizer: TokenizerFacts
+    vocab_size: int
+    max_len: int
+    max_gamma: int
+    capacity: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A bundle: the pair, the backend it was built for, and every file with its hash."""
+
+    name: str
+    backend: str
+    versions: dict[str, str]
+    slots: int
+    pair: Pair
+    files: dict[str, FileFacts]
+
+
+def file_facts(path: Path) -> FileFacts:
+    return FileFacts(path.stat().st_size, _sha256(path))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_json(value: Any) -> str:
+    """SHA-256 of a value's canonical JSON: the content address of a part."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_json(path: Path, kind: str, facts: Pair | GraphFacts | Manifest | TokenizerFacts) -> None:
+    """Write one of the dataclasses, with its schema and a checksum over the whole."""
+    body = {"kind": kind, "schema": SCHEMA, "facts": dataclasses.asdict(facts)}
+    path.write_text(json.dumps({**body, "checksum": digest_json(body)}, indent=1) + "\n")
+
+
+def read_json(path: Path, kind: str, cls: type[T], remedy: str) -> T:
+    """Read what `write_json` wrote, refusing what is truncated, edited or of another schema."""
+
+    def refuse(cause: str) -> OutriderError:
+        return OutriderError("bundle", f"{path}: {cause}", remedy)
+
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise refuse(error.strerror or str(error)) from None
+    except ValueError as error:
+        raise refuse(f"not JSON, truncated or edited ({error})") from None
+    if not isinstance(content, dict) or content.get("kind") != kind:
+        raise refuse(f"not a {kind} file of Outrider")
+    if content.get("schema") != SCHEMA:
+        raise refuse(f"schema {content.get('schema')}; this version reads schema {SCHEMA}")
+    checksum = content.pop("checksum", None)
+    if checksum != digest_json(content):
+        raise refuse("the checksum does not match: the file was edited or damaged")
+    try:
+        return typing.cast(T, _build(cls, content["facts"], kind))
+    except (TypeError, ValueError, KeyError) as error:
+        raise refuse(str(error)) from None
+
+
+def _build(annotation: Any, value: Any, where: str) -> Any:
+    """A value of the annotated type from JSON; TypeError names the field that does not fit."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        return _build(next(a for a in arguments if a is not type(None)), value, where)
+    if origin is Literal:
+        if value not in arguments:
+            raise TypeError(f"{where} is {value!r}, not one of {', '.join(arguments)}")
+        return value
+    if origin is list and isinstance(value, list):
+        return [_build(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if origin is dict and isinstance(value, dict):
+        return {k: _build(arguments[1], v, f"{where}.{k}") for k, v in value.items()}
+    dataclass_type = isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
+    if dataclass_type and isinstance(value, dict):
+        fields = typing.get_type_hints(annotation)
+        odd = sorted(fields.keys() ^ value.keys())
+        if odd:
+            raise TypeError(f"{where}: field {odd[0]} is missing or unknown")
+        return annotation(**{k: _build(t, value[k], f"{where}.{k}") for k, t in fields.items()})
+    if annotation is float and type(value) in (int, float):
+        return float(value)
+    if origin is None and type(value) is annotation:
+        return value
+    raise TypeError(f"{where} is {value!r}, not of type {annotation}")
+
+
+@contextmanager
+def write_folder(folder: Path, marker: str) -> Iterator[Path]:
+    """A new folder that takes the place of `folder` when the block ends well, and never half.
+
+    marker: the file that tells ours apart; a folder with other contents is not replaced
+    (OutriderError "disk").
+    """
+    if folder.exists() and not (folder / marker).is_file() and any(folder.iterdir()):
+        raise OutriderError(
+            "disk",
+            f"{folder} exists and was not written by Outrider (it has no {marker})",
+            "Choose another OUT, or remove it yourself.",
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir()
+        yield partial
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def link_file(source: Path, destination: Path) -> None:
+    """The same file under a second name; a copy where the file system has no hard links."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        destination.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, destination)
+
+
+def read_pair(folder: Path) -> Pair:
+    remedy = "Export the checkpoints again: python -m export --help."
+    return read_json(folder / PAIR_FILE, "pair", Pair, remedy)
+
+
+def read_bundle(folder: Path, *, verify: bool = True) -> Manifest:
+    """Read and validate a bundle's manifest and (unless verify=False) the hash of every file."""
+    remedy = "Build it again: make engines MODEL=<target> DRAFT=<draft> OUT=<folder>."
+    if not folder.is_dir():
+        raise OutriderError("bundle", f"{folder} is not a folder", remedy)
+    if not (folder / MANIFEST_FILE).is_file():
+        what = "a Hugging Face checkpoint" if (folder / "config.json").is_file() else "no bundle"
+        raise OutriderError("bundle", f"{folder} is {what}: it has no {MANIFEST_FILE}", remedy)
+    manifest = read_json(folder / MANIFEST_FILE, "manifest", Manifest, remedy)
+    verify_files(folder, manifest.files, contents=verify, remedy=remedy)
+    return manifest
+
+
+def verify_files(
+    folder: Path, files: dict[str, FileFacts], *, contents: bool, remedy: str
+) -> None:
+    """Refuse missing, truncated and (with `contents`) edited files. Raises "bundle"."""
+    for name, facts in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise OutriderError("bundle", f"{path} is missing", remedy)
+        size = path.stat().st_size
+        if size != facts.size:
+            cause = f"{path} has {size:,} bytes, not {facts.size:,}: truncated or replaced"
+            raise OutriderError("bundle", cause, remedy)
+        if contents and _sha256(path) != facts.sha256:
+            raise OutriderError("bundle", f"{path} was edited or damaged: its hash differs", remedy)

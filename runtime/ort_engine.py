@@ -1,0 +1,103 @@
+"""ONNX Runtime on the CPU: fixed buffers, caches updated in place, one binding per shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from .engine import Ids, Logits
+from .errors import OutriderError
+from .manifest import GRAPH_FILE, GraphFacts
+
+CHUNK = 512  # tokens of one prefill call; bounds the activations
+
+
+class OrtEngine:
+    """See `Engine`. The graph is that of docs/architecture.md; S rows for each slot and layer.
+
+    The cache of all slots is one array [slots, Hkv, S, D] per layer and side, so that any run of
+    consecutive slots is a plain pointer: a call for one slot touches only that slot.
+    """
+
+    def __init__(
+        self, folder: Path, facts: GraphFacts, *, slots: int, widest: int, threads: int = 0
+    ):
+        try:
+            import onnxruntime as ort
+        except ImportError:
+            raise OutriderError(
+                "backend", "onnxruntime is not installed", "Install it: pip install onnxruntime."
+            ) from None
+        self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
+        self.chunk = min(CHUNK, self.capacity)
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.intra_op_num_threads = threads
+        # Two models share the cores: the idle one's threads must not spin on them.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        try:
+            self._session = ort.InferenceSession(
+                str(folder / GRAPH_FILE), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes here
+            raise OutriderError(
+                "backend",
+                f"ONNX Runtime {ort.__version__} cannot load {folder / GRAPH_FILE}: "
+                + str(error).splitlines()[0][:200],
+                "Build the bundle again; if it persists, install the pinned onnxruntime.",
+            ) from None
+
+        self._input_ids = np.zeros(slots * self.chunk, np.int64)
+        self._position = np.zeros(slots, np.int64)
+        self._index = np.zeros(max(widest, 1), np.int64)
+        self._logits = np.zeros(slots * max(widest, 1) * self.vocab_size, np.float32)
+        dtype = np.dtype(facts.dtype)
+        # zeros, not empty: the pages are only committed when a row is written.
+        self._cache = {
+            f"{side}_{layer}": np.zeros((slots, heads, self.capacity, width), dtype)
+            for side, shapes in (("key", facts.key_shapes), ("value", facts.value_shapes))
+            for layer, (heads, width) in enumerate(shapes)
+        }
+        self._bindings: dict[tuple[int, int, int, int], ort.IOBinding] = {}
+
+    def forward(
+        self, input_ids: Ids, position: Ids, logits_index: Ids, first_slot: int = 0
+    ) -> Logits:
+        (batch, width), outputs = input_ids.shape, len(logits_index)
+        if width > self.chunk or first_slot + batch > self.slots:
+            raise ValueError(f"call of {batch} slots x {width} tokens at slot {first_slot}")
+        self._input_ids[: batch * width] = input_ids.reshape(-1)
+        self._position[:batch] = position
+        self._index[:outputs] = logits_index
+        self._session.run_with_iobinding(self._binding(first_slot, batch, width, outputs))
+        size = batch * outputs * self.vocab_size
+        return self._logits[:size].reshape(batch, outputs, self.vocab_size)
+
+    def _binding(self, first: int, batch: int, width: int, outputs: int) -> object:
+        """Everything bound by address once per shape; a step then only fills three small buffers.
+
+        Input and output of a cache are the same memory: that is what makes ONNX Runtime's
+        TensorScatter write in place instead of copying the cache.
+        """
+        key = (first, batch, width, outputs)
+        if key in self._bindings:
+            return self._bindings[key]
+        binding = self._session.io_binding()
+        inputs: tuple[tuple[str, Ids, tuple[int, ...]], ...] = (
+            ("input_ids", self._input_ids, (batch, width)),
+            ("position", self._position, (batch,)),
+            ("logits_index", self._index, (outputs,)),
+        )
+        for name, array, shape in inputs:
+            binding.bind_input(name, "cpu", 0, np.int64, shape, array.ctypes.data)
+        logits_shape = (batch, outputs, self.vocab_size)
+        binding.bind_output("logits", "cpu", 0, np.float32, logits_shape, self._logits.ctypes.data)
+        for name, array in self._cache.items():
+            rows = array[first : first + batch]
+            arguments = ("cpu", 0, array.dtype.type, rows.shape, rows.ctypes.data)
+            binding.bind_input(name, *arguments)
+            binding.bind_output(f"{name}_out", *arguments)
+        if width <= len(self._index):  # steps and verifications; prefill widths vary too much
+            self._bindings[key] = binding
+        return binding

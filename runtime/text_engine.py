@@ -1,0 +1,358 @@
+"""A bundle as an object that turns text into text: `load`, `generate`, `stream`, `batch`, `stats`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .decode import Decoder, Request, Running, Token
+from .engine import Engine, open_engine
+from .errors import OutriderError
+from .manifest import (
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    WEIGHTS_FILE,
+    Manifest,
+    read_bundle,
+)
+from .slots import Slot
+from .stats import Stats
+from .text import Detokenizer, StopStrings, Tokenizer
+from .warping import SamplingParams, VerifyRule
+
+DEFAULT_GAMMA = 4
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to generate; the keyword arguments of `generate`, `stream` and `batch`.
+
+    seed: None draws one, which the result reports. gamma: draft tokens a round, 0 for plain
+    decoding, None for 4 where the bundle has a draft. stop: texts that end the output and are not
+    part of it; stop_token_ids likewise. logprobs: alternatives reported for each token, None for
+    no log-probabilities. chat: whether a plain-text prompt is a user's message for the chat
+    template; None does so where the bundle has one. system: the system message in that case.
+    The others are those of `SamplingParams`.
+    """
+
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    gamma: int | None = None
+    verify: VerifyRule = "token"
+    lenience: float = 1.0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    chat: bool | None = None
+    system: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished text.
+
+    finish_reason: "eos", "stop" (see stopped_by), "length" (max_new_tokens) or "context" (the
+    bundle's max_len). tokens: ids with origin and log-probabilities. token_ids includes the
+    token that ended the text (end-of-text, or the one that completed a stop string).
+    """
+
+    text: str
+    tokens: tuple[Token, ...]
+    finish_reason: str
+    stopped_by: str | int | None
+    seed: int
+    stats: Stats
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+    @property
+    def logprobs(self) -> list[float | None]:
+        return [token.logprob for token in self.tokens]
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one round added. text: sum of pieces, each (text, origin of its token); text that may
+    still become a stop string or half a character comes with a later event. result: on the last."""
+
+    pieces: tuple[tuple[str, str], ...]
+    tokens: tuple[Token, ...]
+    result: Result | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(piece for piece, _ in self.pieces)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+
+class _Stream:
+    """The text side of one request: detokenization and stop strings, token by token."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], seed: int, options: Options):
+        stops = [options.stop] if isinstance(options.stop, str) else list(options.stop)
+        self._detokenizer = Detokenizer(tokenizer, prompt)
+        self._stops = StopStrings(stops)
+        self._stop_ids = frozenset(options.stop_token_ids)
+        self._pieces: list[str] = []  # one for each token pushed since the last event
+        self.seed, self.text = seed, ""
+        self.stopped_by: str | int | None = None
+
+    def push(self, token: int) -> str | None:
+        """`Request.stop`: a finish reason when the text ends after this token."""
+        if token in self._stop_ids:
+            self.stopped_by = token
+            return "stop"
+        piece, match = self._stops.push(self._detokenizer.push(token))
+        self._pieces.append(piece)
+        if match is None:
+            return None
+        self.stopped_by = match
+        return "stop"
+
+    def event(self, running: Running, new: Sequence[Token]) -> Event:
+        """The event of the tokens that a round emitted, with the result if they were the last."""
+        # A token that ends the text unsaid (end-of-text, a stop id) comes last and has no piece.
+        pieces = [(p, t.origin) for p, t in zip(self._pieces, new, strict=False) if p]
+        self._pieces.clear()
+        if running.finish_reason is None:
+            self.text += "".join(piece for piece, _ in pieces)
+            return Event(tuple(pieces), tuple(new))
+        if tail := self._flush():
+            pieces.append((tail, new[-1].origin))
+        self.text += "".join(piece for piece, _ in pieces)
+        result = Result(
+            self.text,
+            tuple(running.output),
+            running.finish_reason,
+            self.stopped_by,
+            self.seed,
+            running.stats,
+        )
+        return Event(tuple(pieces), tuple(new), result)
+
+    def _flush(self) -> str:
+        """What was held back, when the text ended otherwise than by a stop string."""
+        if isinstance(self.stopped_by, str):
+            return ""
+        piece, match = self._stops.push(self._detokenizer.flush())
+        return piece if match is not None else piece + self._stops.flush()
+
+
+class TextEngine:
+    """Two engines, their slots and the tokenizer. Thread-safe: calls take turns round by round.
+
+    Make one with `load`.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        tokenizer: Tokenizer,
+        decoder: Decoder,
+        memory: Mapping[str, int] | None = None,
+    ):
+        self.manifest, self.tokenizer, self.decoder = manifest, tokenizer, decoder
+        self.memory = dict(memory or {})  # bytes of weights and caches, by part
+        self._turn = threading.Lock()
+        self._total = Stats()
+        self._requests = 0
+
+    # One request
+
+    def generate(self, prompt: Prompt, **options: Any) -> Result:
+        """The whole text. prompt: text, token ids, or chat messages. options: see `Options`."""
+        for event in self.stream(prompt, **options):
+            if event.result is not None:
+                return event.result
+        raise AssertionError("a stream ends with a result")
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Event]:
+        """An event a round. Closing the iterator gives the slot back, whenever that is."""
+        return self._stream(*self._prepare(prompt, Options(**options)))
+
+    def _stream(self, request: Request, text: _Stream) -> Iterator[Event]:
+        with self._turn:
+            running = self.decoder.admit(request)
+        try:
+            new: Sequence[Token] = running.output[:]
+            while True:
+                event = self._event(running, text, new)
+                yield event
+                if event.result is not None:
+                    return
+                with self._turn:
+                    new = self.decoder.round([running])[running]
+        finally:
+            self.decoder.release(running)
+
+    # Many requests
+
+    def batch(self, prompts: Iterable[tuple[Prompt, Options]]) -> Iterator[tuple[int, Result]]:
+        """Run requests in all slots at once, each joining when a slot is free.
+
+        Yields (index of the prompt, result) in the order in which they finish.
+        """
+        waiting = deque(
+            (index, *self._prepare(prompt, options))
+            for index, (prompt, options) in enumerate(prompts)
+        )
+        running: dict[Running, tuple[int, _Stream]] = {}
+        try:
+            while waiting or running:
+                new: dict[Running, Sequence[Token]] = {}
+                with self._turn:
+                    if running:
+                        new.update(self.decoder.round(running))
+                    while waiting and self.decoder.slots.free:
+                        index, request, text = waiting.popleft()
+                        joined = self.decoder.admit(request)
+                        running[joined] = (index, text)
+                        new[joined] = joined.output[:]
+                for sequence, tokens in new.items():
+                    index, text = running[sequence]
+                    event = self._event(sequence, text, tokens)
+                    if event.result is not None:
+                        del running[sequence]
+                        self.decoder.release(sequence)
+                        yield index, event.result
+        finally:
+            for sequence in running:
+                self.decoder.release(sequence)
+
+    def stats(self) -> dict[str, Any]:
+        """Totals over all finished requests: the fields of a result's stats, and `requests`."""
+        return {"requests": self._requests, **self._total.summary(self._requests)}
+
+    # Without running
+
+    def request(self, prompt: Prompt, options: Options) -> Request:
+        """What would be run: token ids, and options with their defaults. Raises as `generate`."""
+        return self._prepare(prompt, options)[0]
+
+    @contextmanager
+    def exclusive(self) -> Iterator[Slot]:
+        """A slot while no other call runs, for calling the decoder's engines directly."""
+        with self._turn:
+            slot = self.decoder.slots.acquire()
+            try:
+                yield slot
+            finally:
+                self.decoder.slots.release(slot)
+
+    # Inside
+
+    def encode(self, prompt: Prompt, options: Options) -> list[int]:
+        """Token ids of a prompt: text as it is or through the chat template, messages, or ids."""
+        if isinstance(prompt, str):
+            templated = self.manifest.pair.tokenizer.chat_template
+            chat = templated if options.chat is None else options.chat
+            if options.system is not None and not chat:
+                raise OutriderError(
+                    "option",
+                    "a system message needs a chat template",
+                    "Put it into the prompt itself, or use a checkpoint with a chat template.",
+                )
+            if not chat:
+                return self.tokenizer.encode(prompt)
+            prompt = [{"role": "user", "content": prompt}]
+        if prompt and isinstance(prompt[0], Mapping):
+            messages = [m for m in prompt if isinstance(m, Mapping)]
+            if options.system is not None:
+                messages.insert(0, {"role": "system", "content": options.system})
+            rendered = self.tokenizer.render_chat(messages)
+            return self.tokenizer.encode(rendered, add_special_tokens=False)
+        return [token for token in prompt if isinstance(token, int)]
+
+    def _prepare(self, prompt: Prompt, options: Options) -> tuple[Request, _Stream]:
+        """Refuse what cannot be run, before anything is run."""
+        seed = int.from_bytes(os.urandom(4)) if options.seed is None else options.seed
+        gamma = options.gamma
+        if gamma is None:
+            has_draft = self.decoder.draft is not None
+            gamma = min(DEFAULT_GAMMA, self.decoder.max_gamma) if has_draft else 0
+        ids = self.encode(prompt, options)
+        text = _Stream(self.tokenizer, ids, seed, options)
+        names = {f.name for f in fields(Options)} & {f.name for f in fields(SamplingParams)}
+        sampling = {name: getattr(options, name) for name in names}
+        request = Request(
+            prompt=ids,
+            params=SamplingParams(**{**sampling, "seed": seed}),
+            gamma=gamma,
+            max_new_tokens=options.max_new_tokens,
+            min_new_tokens=options.min_new_tokens,
+            eos_token_ids=frozenset(self.manifest.pair.tokenizer.eos_token_ids),
+            ignore_eos=options.ignore_eos,
+            logprobs=options.logprobs,
+            stop=text.push,
+        )
+        self.decoder.check(request)
+        return request, text
+
+    def _event(self, running: Running, text: _Stream, new: Sequence[Token]) -> Event:
+        event = text.event(running, new)
+        if event.result is not None:
+            self._requests += 1
+            self._total.add(event.result.stats)
+        return event
+
+
+def load(
+    folder: str | Path, *, slots: int | None = None, threads: int = 0, verify: bool = True
+) -> TextEngine:
+    """Open a bundle.
+
+    folder: what `make engines` wrote. slots: sequences at a time; None takes the bundle's.
+    threads: of each model's engine; 0 leaves it to the backend. verify: check every file's hash.
+    Raises OutriderError: "bundle", "backend", "option".
+    """
+    folder = Path(folder)
+    manifest = read_bundle(folder, verify=verify)
+    pair = manifest.pair
+    slots = manifest.slots if slots is None else slots
+    if slots < 1:
+        raise OutriderError("option", f"slots={slots} is out of range", "Use at least 1.")
+    template = folder / "tokenizer" / TEMPLATE_FILE
+    tokenizer = Tokenizer(
+        folder / "tokenizer" / TOKENIZER_FILE,
+        chat_template=template.read_text() if pair.tokenizer.chat_template else None,
+        special_tokens=pair.tokenizer.special_tokens,
+    )
+    engines: dict[str, Engine] = {}
+    memory = {}
+    roles = (("target", pair.target, pair.max_gamma + 1), ("draft", pair.draft, 1))
+    for role, facts, widest in roles:
+        if facts is not None:
+            engines[role] = open_engine(
+                manifest.backend, folder / role, facts, slots=slots, widest=widest, threads=threads
+            )
+            memory[role] = (folder / role / WEIGHTS_FILE).stat().st_size
+            memory["cache"] = memory.get("cache", 0) + facts.cache_bytes(slots)
+    decoder = Decoder(
+        engines["target"],
+        engines.get("draft"),
+        vocab_size=pair.vocab_size,
+        max_len=pair.max_len,
+        max_gamma=pair.max_gamma,
+        draft_max_len=pair.draft.max_len if pair.draft else None,
+    )
+    return TextEngine(manifest, tokenizer, decoder, memory)
