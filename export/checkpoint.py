@@ -216,11 +216,11 @@ def cache_shapes(
     do not go through Transformers' attention and cache interfaces.
     """
     recorder = _Recorder()
-    model.config._attn_implementation = NAME
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PretrainedConfig):
             config._attn_implementation = NAME
+            config._experts_implementation = NAME
     traced_layers.clear()
     try:
         with torch.no_grad():

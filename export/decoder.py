@@ -1,13 +1,14 @@
 """The traced decoder: any causal model of Transformers, its KV cache made explicit.
 
-Transformers routes attention, masks and caches through three interfaces. This module registers
+Transformers routes attention, masks, caches and experts through interfaces. This module registers
 one implementation of each, so that every architecture that uses them becomes the graph of
 docs/architecture.md without a line of its own:
 
 - the cache writes N new rows at `position` (TensorScatter) and hands back the whole slot;
 - the mask is the architecture's own mask function, evaluated at the absolute positions of the
   queries, so sliding windows and chunks come out right;
-- attention is the standard operator over all S rows of the slot.
+- attention is the standard operator over all S rows of the slot;
+- the experts of a layer are one batched product.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
 
 NAME = "outrider"
 # Tensors that attention layers pass along but that carry nothing the mask does not already hold.
@@ -39,6 +41,7 @@ def _attention(
     attention_mask: torch.Tensor | None,  # bool [B, 1, N, S]
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,  # [H], attention sinks
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     traced_layers.append(module)
@@ -53,13 +56,19 @@ def _attention(
         raise UnsupportedArchitecture("it makes its attention mask outside the mask interface")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    if softcap:
-        # Written out: the operator's own softcap is refused by TensorRT-RTX's parser.
+    if softcap or s_aux is not None:
+        # Written out: the operator has no sinks, and TensorRT-RTX's parser refuses its softcap.
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-        scores = torch.tanh(query @ key.transpose(2, 3) * (scaling / softcap)) * softcap
+        scores = query @ key.transpose(2, 3) * scaling
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
         scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
-        out = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
+        if s_aux is not None:
+            sink = s_aux.to(scores.dtype).reshape(1, -1, 1, 1)
+            scores = torch.cat([scores, sink.expand(*scores.shape[:3], 1)], dim=-1)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+        out = weights[..., : value.shape[2]] @ value
     else:
         # Not torch.onnx.ops.attention: that takes the width of the values for that of the keys.
         out = torch.onnx.ops.symbolic(
@@ -93,8 +102,37 @@ def _mask(
     return mask_function(zero, zero, queries, rows)
 
 
+def _experts(
+    self: Any,  # the experts of one layer, as transformers.integrations.moe describes them
+    hidden: torch.Tensor,  # [T, H]
+    top_k_index: torch.Tensor,  # int64 [T, k]
+    top_k_weights: torch.Tensor,  # [T, k]
+) -> torch.Tensor:
+    """Every expert computes every token, and the routing weights leave k of them in the sum.
+
+    Standard operators and shapes that do not depend on data, at E / k times the arithmetic.
+    """
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:  # [E, T, in] -> [E, T, out]
+        weight = getattr(self, name)
+        x = x @ (weight if self.is_transposed else weight.transpose(1, 2))
+        return x + getattr(self, f"{name}_bias")[:, None] if self.has_bias else x
+
+    chosen = torch.nn.functional.one_hot(top_k_index, self.num_experts)  # [T, k, E]
+    routing = (chosen * top_k_weights[..., None]).sum(1).to(hidden.dtype)  # [T, E]
+    if self.has_gate:
+        inner = self._apply_gate(linear(hidden[None], "gate_up_proj"))
+    else:
+        inner = self.act_fn(linear(hidden[None], "up_proj"))
+    out = linear(inner, "down_proj")
+    if self.has_post_expert_norm:
+        out = self.post_expert_norm(out)
+    return (out * routing.T[..., None]).sum(0)
+
+
 AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _mask)
+ExpertsInterface.register(NAME, _experts)
 
 
 class SlotCache:

@@ -25,6 +25,7 @@ from .progress import stage
 
 PAIR_FILE = "pair.json"
 DEFAULT_MAX_LEN = 2048
+SHORTEST_MAX_LEN = 32  # what the comparison with the original needs to roll back and go on
 
 
 def export(
@@ -52,6 +53,12 @@ def export(
             "option",
             f"MAX_LEN={length} is beyond the context of {target.source}, {target.max_len} tokens",
             f"Build with MAX_LEN={target.max_len} or less.",
+        )
+    if length < SHORTEST_MAX_LEN:
+        raise OutriderError(
+            "option",
+            f"MAX_LEN={length} is too short to compare the graph with the original",
+            f"Build with MAX_LEN={SHORTEST_MAX_LEN} or more.",
         )
     check_length(target, length)
     draft_length = min(length, drafter.max_len) if drafter else length
