@@ -16,7 +16,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m engines",
         description="Build a bundle from what `python -m export` wrote. `make engines` runs both.",
-        epilog="example:\n  python -m engines --graphs build/graphs/demo --out build/demo --slots 4",
+        epilog="example:\n  python -m engines --graphs build/graphs/demo --out build/demo",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         seconds = time.perf_counter() - begin
         note = arguments.backend if built else "cached: nothing changed"
-        print(f"{'bundle':<9} {str(arguments.out):<34} {seconds:6.1f} s  {note}", file=sys.stderr)
+        print(f"{'bundle':<9} {arguments.out!s:<34} {seconds:6.1f} s  {note}", file=sys.stderr)
         return 0
 
     return run_command(command)

@@ -35,7 +35,9 @@ def build(graphs: Path, out: Path, *, backend: str, slots: int, force: bool = Fa
             f"Use BACKEND={' or '.join(BACKENDS)}.",
         )
     pair = read_pair(graphs)
-    models = {role: facts for role, facts in (("target", pair.target), ("draft", pair.draft)) if facts}
+    models = {
+        role: facts for role, facts in (("target", pair.target), ("draft", pair.draft)) if facts
+    }
     files = {f"tokenizer/{name}": facts for name, facts in pair.tokenizer.files.items()}
     for role, facts in models.items():
         files |= {f"{role}/{name}": file for name, file in facts.files.items()}

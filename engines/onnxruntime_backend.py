@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runtime.manifest import GRAPH_FILE, GraphFacts, OutriderError
+from runtime.manifest import GRAPH_FILE, GraphFacts, OutriderError, first_line
 
 
 def versions() -> dict[str, str]:
@@ -19,7 +19,7 @@ def versions() -> dict[str, str]:
 
 
 def compile(folder: Path, facts: GraphFacts) -> None:
-    """Make sure that this machine's ONNX Runtime takes the graph. Raises OutriderError "backend"."""
+    """Make sure that this ONNX Runtime takes the graph. Raises OutriderError "backend"."""
     import onnxruntime as ort
 
     if facts.dtype == "bfloat16":
@@ -38,6 +38,6 @@ def compile(folder: Path, facts: GraphFacts) -> None:
         raise OutriderError(
             "backend",
             f"ONNX Runtime {ort.__version__} refuses the graph of {facts.source}: "
-            + str(error).splitlines()[0][:200],
+            + first_line(error),
             "Install the pinned onnxruntime, and build again.",
         ) from None

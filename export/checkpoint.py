@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from runtime.manifest import OutriderError
+from runtime.manifest import OutriderError, first_line
 
 from .decoder import NAME, UnsupportedArchitecture, traced_layers
 
@@ -36,7 +36,7 @@ class Checkpoint:
 
     @property
     def architecture(self) -> str:
-        return (getattr(self.config, "architectures", None) or [type(self.config).__name__])[0]
+        return _architecture(self.config)
 
 
 def find(name: str) -> Checkpoint:
@@ -65,7 +65,7 @@ def find(name: str) -> Checkpoint:
         raise OutriderError(
             "architecture",
             f"Transformers {transformers.__version__} cannot read {name}/config.json: "
-            + _first_line(error),
+            + first_line(error),
             "Use a checkpoint of an architecture that this version knows.",
         ) from None
     if config.is_encoder_decoder:
@@ -85,7 +85,7 @@ def _fetch(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        cause = f"{name} is not a folder and could not be fetched: {_first_line(error)}"
+        cause = f"{name} is not a folder and could not be fetched: {first_line(error)}"
         raise OutriderError("checkpoint", cause, remedy) from None
 
 
@@ -139,13 +139,11 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
             output_loading_info=True,
         )
     except (ValueError, KeyError, ImportError) as error:
-        raise refuse_architecture(
-            checkpoint.source, checkpoint.config, _first_line(error)
-        ) from None
+        raise refuse_architecture(checkpoint.source, checkpoint.config, first_line(error)) from None
     except Exception as error:  # noqa: BLE001 - safetensors, pickle and torch raise their own
         raise OutriderError(
             "checkpoint",
-            f"the weights of {checkpoint.source} cannot be read: {_first_line(error)}",
+            f"the weights of {checkpoint.source} cannot be read: {first_line(error)}",
             "Download the checkpoint again.",
         ) from None
     missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
@@ -156,7 +154,9 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
             "Download the checkpoint completely.",
         )
     _freeze_rope(model)
-    return model.eval().requires_grad_(False)
+    model.train(False)
+    model.requires_grad_(False)
+    return model
 
 
 def _freeze_rope(model: PreTrainedModel) -> None:
@@ -237,7 +237,7 @@ def cache_shapes(
         raise refuse_architecture(
             checkpoint.source,
             checkpoint.config,
-            f"it does not run with an explicit KV cache ({_first_line(error)})",
+            f"it does not run with an explicit KV cache ({first_line(error)})",
         ) from None
     layers = sorted(recorder.shapes)
     if len(traced_layers) < len(layers):
@@ -251,15 +251,13 @@ def cache_shapes(
     return [key for key, _ in shapes], [value for _, value in shapes]
 
 
+def _architecture(config: PretrainedConfig) -> str:
+    return str((getattr(config, "architectures", None) or [type(config).__name__])[0])
+
+
 def refuse_architecture(name: str, config: PretrainedConfig, reason: str) -> OutriderError:
-    architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     return OutriderError(
         "architecture",
-        f"{name} is a {architecture}, which cannot be exported: {reason}",
+        f"{name} is a {_architecture(config)}, which cannot be exported: {reason}",
         "Use a decoder-only checkpoint that runs on Transformers' attention interface.",
     )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".:")[:200]

@@ -115,14 +115,13 @@ class _Graph:
             if value.name.startswith(("key_", "value_"))
         }
 
-    def __call__(
-        self, ids: npt.NDArray[np.int64], position: list[int]
-    ) -> npt.NDArray[np.float32]:
+    def __call__(self, ids: npt.NDArray[np.int64], position: list[int]) -> npt.NDArray[np.float32]:
         feeds = {
             "input_ids": ids,
             "position": np.array(position),
             "logits_index": np.arange(ids.shape[1]),
         }
+        logits: npt.NDArray[np.float32]
         logits, *caches = self._session.run(
             ["logits", *(f"{name}_out" for name in self._caches)], {**feeds, **self._caches}
         )

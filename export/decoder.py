@@ -46,9 +46,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     traced_layers.append(module)
     extras = [
-        k
-        for k, v in kwargs.items()
-        if isinstance(v, torch.Tensor) and k not in _HARMLESS_TENSORS
+        k for k, v in kwargs.items() if isinstance(v, torch.Tensor) and k not in _HARMLESS_TENSORS
     ]
     if extras:
         raise UnsupportedArchitecture(f"its attention takes {', '.join(extras)}")

@@ -86,9 +86,7 @@ def trace(
 def simplify(model: ir.Model) -> None:
     """Fuse, fold and de-duplicate in place; weights are neither copied nor materialised."""
     with _quiet():
-        optimize_ir(
-            model, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT
-        )
+        optimize_ir(model, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT)
         _rms_normalization.fuse_rms_normalization(model)
         _rotary_embedding.fuse_rotary_embedding(model)
         _rotary_embedding.fuse_partial_rotary_embedding(model)
@@ -125,9 +123,7 @@ def _transpose_weights(model: ir.Model) -> None:
         del model.graph.initializers[source.name]
 
 
-def _transposed(
-    tensor: ir.TensorProtocol, permutation: Sequence[int], name: str
-) -> ir.LazyTensor:
+def _transposed(tensor: ir.TensorProtocol, permutation: Sequence[int], name: str) -> ir.LazyTensor:
     """The transposed tensor, materialised only while it is written."""
 
     def materialise() -> ir.TensorProtocol:
@@ -151,9 +147,7 @@ def save(model: ir.Model, folder: Path) -> None:
         value.metadata_props.clear()
     model.metadata_props.clear()
     # One tensor at a time: a transposed copy lives only while it is written.
-    ir.save(
-        model, folder / GRAPH_FILE, external_data=WEIGHTS_FILE, max_workers=1, alignment=64
-    )
+    ir.save(model, folder / GRAPH_FILE, external_data=WEIGHTS_FILE, max_workers=1, alignment=64)
 
 
 @contextmanager

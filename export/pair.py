@@ -123,7 +123,7 @@ def _check_space(cache: Path, checkpoints: list[Checkpoint], dtype: Dtype) -> No
 
 def _quiet() -> None:
     """Loading bars and advice of the libraries would drown the stage lines."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torch|onnxscript|transformers")

@@ -109,7 +109,8 @@ def _export(
         model = load(checkpoint, torch_dtype[dtype])
         parameters = model.num_parameters()
         said.note = f"{parameters / 1e6:,.1f} M parameters, {checkpoint.architecture}"
-    vocab_size = model.get_output_embeddings().weight.shape[0]
+    outputs: torch.nn.Linear = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    vocab_size = int(outputs.weight.shape[0])
     with stage(role, "run the original"):
         original = compare.reference(model, capacity, vocab_size)
         key_shapes, value_shapes = cache_shapes(model, checkpoint)
@@ -137,7 +138,9 @@ def _export(
             result = compare.compare(partial, original, dtype)
             said.note = result.what
             if result.max_difference is not None:
-                said.note = f"largest difference {result.max_difference:.1e} (bound {result.bound:.1e})"
+                said.note = (
+                    f"largest difference {result.max_difference:.1e} (bound {result.bound:.1e})"
+                )
         if not result.passed:
             raise OutriderError(
                 "difference",

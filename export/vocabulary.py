@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from runtime.manifest import OutriderError, TokenizerFacts, digest_json, file_facts
+from runtime.manifest import OutriderError, TokenizerFacts, digest_json, file_facts, first_line
 
 from .checkpoint import Checkpoint
 
@@ -22,8 +22,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
     except Exception as error:  # noqa: BLE001 - a dozen unrelated classes, by tokenizer kind
         raise OutriderError(
             "checkpoint",
-            f"the tokenizer of {checkpoint.source} cannot be read: "
-            + (str(error).strip().splitlines() or ["no reason given"])[0][:200],
+            f"the tokenizer of {checkpoint.source} cannot be read: " + first_line(error),
             "Copy the checkpoint's tokenizer.json beside its weights.",
         ) from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or len(tokenizer) == 0:

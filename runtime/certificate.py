@@ -17,9 +17,11 @@ Temperature above 0. The randomised probability integral transform (Rosenblatt 1
 multivariate transformation"; Brockwell 2007, "Universal residuals"): with p the plain distribution
 after the prefix, x the token and v uniform, U = F(x-) + v p(x), F summing p over tokens in an order
 fixed by the prefix, is uniform given the prefix if x was drawn from p. So a text's U are
-independent and uniform, and Kolmogorov-Smirnov tests that. Any order will do; the one by p/q,
-with q the draft's distribution, gives the most power against the failure to fear, an output that
-leans to the draft: tokens drawn from q then put D at the total variation distance of p and q.
+independent and uniform, and Kolmogorov-Smirnov tests that. Any order will do, and each has power
+against faults of its own. By p/q, with q the draft's distribution: an output that leans to the
+draft; tokens drawn from q put D at the total variation distance of p and q. By p: tokens drawn
+from the row of another text, after a fault of the cache. Both are tested; twice the smaller p-value
+counts (Bonferroni).
 
 That texts end is no bias. Whether token t exists was decided by the tokens before it, and given
 those U_t is uniform: however texts end, the U of the concatenated texts are independent uniforms.
@@ -40,10 +42,10 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from .decode import Request
 from .engine import Engine, Logits
 from .manifest import Dtype
 from .philox import Purpose, uniform
+from .request import Request
 from .slots import Slot
 from .text_engine import Options, Prompt, TextEngine
 from .warping import Distribution, SamplingParams, warp
@@ -78,7 +80,7 @@ class Certificate:
     texts, tokens: tested. rounding: largest difference, in logits, between calls of `width`
     tokens and calls of one on these texts. bound: the largest margin that rounding explains.
     near_ties: mismatches within the bound; violations: those beyond it, or too many of them.
-    statistic, p_value: of the distribution test, None at temperature 0.
+    statistic, p_value: of the distribution test (D of the worse order), None at temperature 0.
     caveat: why a rule cannot be certified whatever the sample says, None for exact rules.
     """
 
@@ -158,7 +160,7 @@ def check(engine: TextEngine, prompt: Prompt, options: Options) -> Certificate:
 
     width = request.gamma + 1
     replay = _Replay(engine, request)
-    numbers: list[float] = []  # the U
+    numbers: list[tuple[float, float]] = []  # the U, in the order by p/q and in that by p
     mismatches: list[Mismatch] = []
     rounding = _Rounding(engine.decoder.vocab_size, params.repetition_penalty)
     with engine.exclusive() as slot:
@@ -180,7 +182,9 @@ def check(engine: TextEngine, prompt: Prompt, options: Options) -> Certificate:
     violations = tuple(m for m in mismatches if m.margin > bound)
     statistic = p_value = None
     if params.temperature > 0:
-        statistic, p_value = kolmogorov_smirnov(numbers)
+        tests = [kolmogorov_smirnov(column) for column in zip(*numbers, strict=True)]
+        statistic, p_value = min(tests, key=lambda test: test[1])
+        p_value = min(1.0, 2 * p_value)
         # Two rows whose logits differ by at most d have total variation <= tanh(d / 2) <= d / 2,
         # and outside a filter's support rounding moves mass of that order: one more is chance.
         if len(near) > 1 + tokens * bound / 4:
@@ -332,7 +336,7 @@ def _transform(
     seed: int,
     run: int,
     mismatches: list[Mismatch],
-) -> Iterator[float]:
+) -> Iterator[tuple[float, float]]:
     """The U of a text's tokens; those of probability 0 are appended to `mismatches`.
 
     q_rows: the draft's rows, may end early: without one, tokens are in order of their ids.
@@ -346,13 +350,21 @@ def _transform(
         v = uniform(seed, i, Purpose.RESIDUAL, LANE)
         if not 0 <= token < len(p) or p[token] == 0:
             mismatches.append(_outside(replay, p_row, text, i, p, run))
-            yield v  # it has no U, and is judged as a mismatch instead
+            yield v, v  # it has no U, and is judged as a mismatch instead
             continue
-        # p_i / q_i against p_x / q_x, without dividing; equal ratios in order of their ids.
-        ours, theirs = p * q[token], p[token] * q
-        before = ours < theirs
-        before[:token] |= ours[:token] == theirs[:token]
-        yield float(p[before].sum() + v * p[token])
+        # p_i / q_i against p_x / q_x, without dividing.
+        by_ratio = _below(p * q[token], p[token] * q, token)
+        by_p = _below(p, p[token : token + 1], token)
+        yield float(p[by_ratio].sum() + v * p[token]), float(p[by_p].sum() + v * p[token])
+
+
+def _below(
+    ours: npt.NDArray[np.float64], theirs: npt.NDArray[np.float64], token: int
+) -> npt.NDArray[np.bool_]:
+    """Which tokens come before `token` in an order; equal ones come in the order of their ids."""
+    below: npt.NDArray[np.bool_] = ours < theirs
+    below[:token] |= (ours == theirs)[:token]
+    return below
 
 
 def _outside(

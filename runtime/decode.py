@@ -8,61 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from .engine import Engine, Ids, Logits
 from .errors import OutriderError
 from .philox import Purpose, uniform
+from .request import Origin, Request, Running, Token
 from .sampling import verify
-from .slots import Slot, SlotTable
-from .stats import Stats
-from .warping import Distribution, SamplingParams, warp
-
-Origin = str  # "first" (from the prefill), "accepted", "corrected", "bonus" or "plain"
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What is wanted of one sequence.
-
-    gamma: most draft tokens a round, 0 is plain decoding. logprobs: how many alternatives to
-    report for each token, None for none. stop: called with each new token in order; a text ends
-    after the token for which it returns a finish reason.
-    """
-
-    prompt: Sequence[int]
-    params: SamplingParams = field(default_factory=SamplingParams)
-    gamma: int = 4
-    max_new_tokens: int = 256
-    min_new_tokens: int = 0
-    eos_token_ids: Collection[int] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    stop: Callable[[int], str | None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One emitted token. logprob: log p of the target's own distribution, before any warping;
-    alternatives: the most probable ids with theirs, best first."""
-
-    id: int
-    origin: Origin
-    logprob: float | None = None
-    alternatives: tuple[tuple[int, float], ...] = ()
-
-
-class Running:
-    """A request in its slot."""
-
-    def __init__(self, request: Request, slot: Slot):
-        self.request, self.slot = request, slot
-        self.output: list[Token] = []
-        self.finish_reason: str | None = None
-        self.stats = Stats(prompt_tokens=len(request.prompt))
-        self.started = time.perf_counter()
+from .slots import SlotTable
+from .warping import Distribution, warp
 
 
 class _TargetRows(Sequence[Distribution]):
@@ -177,7 +133,8 @@ class Decoder:
             ids = self._ids(engine, tokens[begin : begin + engine.chunk])[None]
             last = np.array([ids.shape[1] - 1])
             logits = engine.forward(ids, np.array([begin]), last, first_slot=slot)
-        return logits[0, 0]
+        row: Logits = logits[0, 0]
+        return row
 
     def _ids(self, engine: Engine, tokens: Sequence[int]) -> Ids:
         """Ids that the engine can look up: a narrower draft reads the target's extra tokens as 0.
@@ -278,7 +235,7 @@ class Decoder:
     def _verify(
         self, gammas: dict[Running, int], drafts: dict[Running, list[int]]
     ) -> tuple[int, Logits]:
-        """One target call over [pending, x1..x(gamma)]; logits [B, gamma+1, V] from slot `first`."""
+        """One target call over [pending, x1..x(gamma)]: logits [B, gamma+1, V] of slots first.."""
         first, last = _span(gammas)
         width = max(gammas.values()) + 1
         ids = np.zeros((last - first, width), np.int64)

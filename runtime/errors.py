@@ -36,12 +36,17 @@ class OutriderError(Exception):
     """
 
     def __init__(self, kind: str, cause: str, remedy: str):
-        super().__init__(f"{kind}: {cause}. {remedy}")
+        super().__init__(f"{kind}: {cause.rstrip('.')}. {remedy.rstrip('.')}.")
         self.kind, self.cause, self.remedy = kind, cause, remedy
 
     @property
     def exit_status(self) -> int:
         return EXIT_STATUS[self.kind]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a foreign error's message, without its full stop."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")[:200]
 
 
 def run_command(command: Callable[[], int]) -> int:
@@ -74,6 +79,8 @@ _DISK = {
     errno.ENOSPC: "Free some space, or write to another disk.",
     errno.EDQUOT: "Free some of your quota, or write to another disk.",
     errno.EFBIG: "Raise the file size limit (ulimit -f), or write to another disk.",
+    errno.ENOTDIR: "Choose another folder: a file has that name.",
+    errno.EEXIST: "Choose another folder: a file has that name.",
     errno.EACCES: "Choose a folder that you may write to.",
     errno.EPERM: "Choose a folder that you may write to.",
     errno.EROFS: "Choose a folder that you may write to.",

@@ -17,7 +17,7 @@ from . import report
 from .arguments import options_from, parse, refuse
 from .certificate import check
 from .errors import OutriderError, run_command
-from .prompts import batch_requests, prompt_from
+from .prompts import batch_requests, prompt_from, source_name
 from .text_engine import Options, Prompt, Result, TextEngine, load
 
 WARM_UP = 16  # tokens generated in either way before --baseline measures
@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     args = parse(argv)
+    if sys.stdout is None:  # `>&-`; a closed stderr, `2>&-`, is a wish for silence
+        raise OutriderError("disk", "stdout is closed", "Redirect it to a file or a pipe.")
     out, err = _Output(sys.stdout, "stdout"), _Output(sys.stderr, "stderr")
     if args.json or args.batch:
         out.encode("utf-8", "strict")  # as JSON prescribes
@@ -163,9 +165,8 @@ def _batch(
         try:
             gammas.add(_resolve(engine, prompt, options))
         except OutriderError as error:
-            raise OutriderError(
-                error.kind, f"line {number} of {args.batch}: {error.cause}", error.remedy
-            ) from None
+            where = f"line {number} of {source_name(args.batch)}"
+            raise OutriderError(error.kind, f"{where}: {error.cause}", error.remedy) from None
     for note in _notes([options for _, _, options in requests]):
         err.line(note)
     begin = time.perf_counter()
@@ -232,16 +233,16 @@ class _Output:
     """
 
     def __init__(self, stream: TextIO | None, name: str):
-        if stream is None:  # closed by the caller: `>&-`
-            raise OutriderError("disk", f"{name} is closed", f"Redirect {name} to somewhere.")
         self._stream, self._name = stream, name
-        self.terminal = stream.isatty()
+        self.terminal = stream is not None and stream.isatty()
 
     def encode(self, encoding: str | None, errors: str) -> None:
-        if hasattr(self._stream, "reconfigure"):
+        if self._stream is not None and hasattr(self._stream, "reconfigure"):
             self._stream.reconfigure(encoding=encoding, errors=errors)
 
     def write(self, text: str) -> None:
+        if self._stream is None:
+            return
         try:
             self._stream.write(text)
             self._stream.flush()

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from .errors import OutriderError, run_command
+from .errors import OutriderError, first_line, run_command
 
 __all__ = [
     "FileFacts", "GraphFacts", "Manifest", "OutriderError", "Pair", "TokenizerFacts",
-    "digest_json", "file_facts", "link_file", "read_bundle", "read_json", "read_pair",
+    "digest_json", "file_facts", "first_line", "link_file", "read_bundle", "read_json", "read_pair",
     "run_command", "verify_files", "write_folder", "write_json",
 ]  # fmt: skip
 
@@ -247,9 +247,7 @@ def read_bundle(folder: Path, *, verify: bool = True) -> Manifest:
     return manifest
 
 
-def verify_files(
-    folder: Path, files: dict[str, FileFacts], *, contents: bool, remedy: str
-) -> None:
+def verify_files(folder: Path, files: dict[str, FileFacts], *, contents: bool, remedy: str) -> None:
     """Refuse missing, truncated and (with `contents`) edited files. Raises "bundle"."""
     for name, facts in files.items():
         path = folder / name

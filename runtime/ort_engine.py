@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from .engine import Ids, Logits
-from .errors import OutriderError
+from .errors import OutriderError, first_line
 from .manifest import GRAPH_FILE, GraphFacts
 
 CHUNK = 512  # tokens of one prefill call; bounds the activations
@@ -44,7 +44,7 @@ class OrtEngine:
             raise OutriderError(
                 "backend",
                 f"ONNX Runtime {ort.__version__} cannot load {folder / GRAPH_FILE}: "
-                + str(error).splitlines()[0][:200],
+                + first_line(error),
                 "Build the bundle again; if it persists, install the pinned onnxruntime.",
             ) from None
 

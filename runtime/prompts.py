@@ -18,7 +18,7 @@ from .text_engine import Options, Prompt
 def prompt_from(args: Namespace) -> Prompt:
     """The prompt of --prompt, --prompt-file or --messages. Raises "prompt"."""
     if args.messages is not None:
-        text, name = _read(args.messages), _name(args.messages)
+        text, name = _read(args.messages), source_name(args.messages)
         return _messages(_json(text, name), args.system, name)
     if args.prompt is not None and args.prompt != "-":
         return str(args.prompt)
@@ -34,7 +34,7 @@ def batch_requests(args: Namespace, options: Options) -> list[tuple[int, Prompt,
     # Not splitlines: JSON strings may hold other line separators, such as U+2028.
     for number, line in enumerate(_read(args.batch).split("\n"), start=1):
         if line.strip():
-            where = f"line {number} of {_name(args.batch)}"
+            where = f"line {number} of {source_name(args.batch)}"
             try:
                 prompt, changed = _request(_json(line, where), options, args.draft, where)
                 refuse(changed)
@@ -43,7 +43,7 @@ def batch_requests(args: Namespace, options: Options) -> list[tuple[int, Prompt,
                 raise OutriderError(error.kind, cause, error.remedy) from None
             requests.append((number, prompt, seeded(changed)))
     if not requests:
-        raise OutriderError("prompt", f"{_name(args.batch)} has no requests", _BATCH_REMEDY)
+        raise OutriderError("prompt", f"{source_name(args.batch)} has no requests", _BATCH_REMEDY)
     return requests
 
 
@@ -148,7 +148,7 @@ def _json(text: str, where: str) -> Any:
         ) from None
 
 
-def _name(source: str) -> str:
+def source_name(source: str) -> str:
     return "standard input" if source == "-" else source
 
 
@@ -164,8 +164,10 @@ def _read(source: str) -> str:
             content = sys.stdin.buffer.read()
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        cause = f"{_name(source)} is not UTF-8: byte {error.start} is {content[error.start]:#04x}"
+        cause = (
+            f"{source_name(source)} is not UTF-8: byte {error.start} is {content[error.start]:#04x}"
+        )
         raise OutriderError("prompt", cause, remedy) from None
     except OSError as error:
-        cause = f"cannot read {_name(source)}: {error.strerror}"
+        cause = f"cannot read {source_name(source)}: {error.strerror}"
         raise OutriderError("prompt", cause, remedy) from None

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, takewhile
 from typing import Any
 
-from .decode import Token
+from .request import Token
 from .stats import Stats
 from .text_engine import Result
 

@@ -61,9 +61,7 @@ class Stats:
     @property
     def time_host(self) -> float:
         """Python between the engine calls and the sampling."""
-        return max(
-            0.0, self.time_rounds - self.time_draft - self.time_verify - self.time_sample
-        )
+        return max(0.0, self.time_rounds - self.time_draft - self.time_verify - self.time_sample)
 
     @property
     def mean_acceptance_length(self) -> float:

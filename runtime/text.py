@@ -8,22 +8,17 @@ a time.
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import jinja2
-import jinja2.ext
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from .errors import OutriderError
+from .chat import ChatTemplate
+from .errors import OutriderError, first_line
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # SentencePiece's spelling of one byte
@@ -32,8 +27,6 @@ _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(0x100 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))
 }
-# Names under which messages carry a model's reasoning; templates read the first (gpt-oss: second).
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class Tokenizer:
@@ -59,15 +52,14 @@ class Tokenizer:
     ):
         try:
             self._model = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more specific
+        except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
             raise OutriderError(
-                "bundle", f"cannot read the tokenizer {path}: {_line(error)}", "Build it again"
+                "bundle", f"cannot read the tokenizer {path}: {first_line(error)}", "Build it again"
             ) from None
         # A saved file may carry the padding and truncation of the training run.
         self._model.no_truncation()
         self._model.no_padding()
-        self._source = chat_template
-        self._special_tokens = dict(special_tokens)
+        self._chat = ChatTemplate(chat_template, special_tokens) if chat_template else None
         added = self._model.get_added_tokens_decoder().values()
         self._skipped = frozenset(token.content for token in added if token.special)
         self.vocab_size = (
@@ -109,35 +101,12 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
     ) -> str:
-        """The prompt text of a conversation, as Transformers' `apply_chat_template` renders it.
-
-        Args:
-            messages: dicts with `role`, `content` and whatever else the template reads.
-            add_generation_prompt: end with the header of the assistant's turn.
-
-        Raises:
-            OutriderError: `prompt`, when there is no template, no message, or the template fails.
-        """
-        if self._source is None:
+        """The prompt text of a conversation; see `ChatTemplate.render`."""
+        if self._chat is None:
             raise OutriderError(
-                "prompt", "this checkpoint has no chat template", "Pass plain text as the prompt"
+                "prompt", "this checkpoint has no chat template", "Pass plain text as the prompt."
             )
-        if not messages:
-            raise OutriderError("prompt", "the conversation is empty", "Pass at least one message")
-        try:
-            return self._template.render(
-                messages=[_plain_message(message) for message in messages],
-                tools=None,  # defined: templates test `tools is not none`
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        except Exception as error:  # a template is a program by others: it may raise anything
-            raise OutriderError(
-                "prompt",
-                f"the chat template refused the messages: {_line(error)}",
-                "Change the messages, or pass plain text",
-            ) from error
+        return self._chat.render(messages, add_generation_prompt=add_generation_prompt)
 
     def piece(self, token: int, skip_special_tokens: bool = True) -> str | None:
         """The vocabulary's spelling of one token; None if it is not part of the text."""
@@ -164,10 +133,6 @@ class Tokenizer:
                 b"".join(_fallback_byte(p) if _is_byte(p) else b" " for p in tail)  # ends a run
             )
         return 0
-
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        return _environment().from_string(self._source or "")
 
 
 class Detokenizer:
@@ -302,83 +267,3 @@ def _isolate_invalid_bytes(pieces: list[str]) -> list[str]:
             out += [REPLACEMENT] if invalid else run[at : at + width]
             at += width
     return out
-
-
-def _line(error: Exception) -> str:
-    """The first line of an error's message, without its full stop."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as Transformers hands it to templates: absent for None, and nothing but JSON types.
-
-    A template is untrusted, and objects have methods that the sandbox does not know.
-    """
-    present = {key: value for key, value in message.items() if value is not None}
-    plain: dict[str, Any] = json.loads(
-        json.dumps(present, default=lambda value: f"<{type(value).__name__}>")
-    )
-    reasoning = next((plain[key] for key in _REASONING if key in plain), None)
-    if reasoning is None:
-        return plain
-    return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
-
-
-class _Dict:
-    """`dict` for templates: without the unbound methods, which could change any object."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
-        return dict.fromkeys(keys, value)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """`namespace` for templates: without private names, which lead out of the sandbox."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` stays free as a keyword
-        jinja2.utils.Namespace.__init__(args[0])
-        for name, value in dict(*args[1:], **kwargs).items():
-            args[0][name] = value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if str(name).startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
-        super().__setitem__(name, value)
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant wrote, for training; here it renders its body."""
-
-    tags = frozenset({"generation"})  # type: ignore[assignment]
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own `tojson` escapes HTML."""
-    if refused := options.keys() - {"indent", "separators", "sort_keys"}:
-        raise jinja2.TemplateError(f"tojson has no option {min(refused)!r}")
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment for which checkpoints' templates are written: that of Transformers."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals |= {
-        "raise_exception": _raise_exception,
-        "strftime_now": lambda layout: datetime.now().strftime(layout),
-        "dict": _Dict(),
-        "namespace": _Namespace,
-    }
-    return environment

@@ -1,4 +1,4 @@
-"""A bundle as an object that turns text into text: `load`, `generate`, `stream`, `batch`, `stats`."""
+"""A bundle as an object that turns text into text: generate, stream, batch, stats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .decode import Decoder, Request, Running, Token
+from .decode import Decoder
 from .engine import Engine, open_engine
 from .errors import OutriderError
 from .manifest import (
@@ -21,6 +21,7 @@ from .manifest import (
     Manifest,
     read_bundle,
 )
+from .request import Request, Running, Token
 from .slots import Slot
 from .stats import Stats
 from .text import Detokenizer, StopStrings, Tokenizer

@@ -1,0 +1,55 @@
+"""What is asked of one sequence, what it emits, and the request in its slot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from .slots import Slot
+from .stats import Stats
+from .warping import SamplingParams
+
+Origin = str  # "first" (from the prefill), "accepted", "corrected", "bonus" or "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is wanted of one sequence.
+
+    gamma: most draft tokens a round, 0 is plain decoding. logprobs: how many alternatives to
+    report for each token, None for none. stop: called with each new token in order; a text ends
+    after the token for which it returns a finish reason.
+    """
+
+    prompt: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    gamma: int = 4
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    eos_token_ids: Collection[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    stop: Callable[[int], str | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One emitted token. logprob: log p of the target's own distribution, before any warping;
+    alternatives: the most probable ids with theirs, best first."""
+
+    id: int
+    origin: Origin
+    logprob: float | None = None
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+class Running:
+    """A request in its slot."""
+
+    def __init__(self, request: Request, slot: Slot):
+        self.request, self.slot = request, slot
+        self.output: list[Token] = []
+        self.finish_reason: str | None = None
+        self.stats = Stats(prompt_tokens=len(request.prompt))
+        self.started = time.perf_counter()

@@ -1,0 +1,281 @@
+"""Tiny random checkpoints of many architectures, and what the exporter makes of them, made once.
+
+Nothing is downloaded. A checkpoint has two layers of 64 units and the byte tokenizer below; its
+weights are larger than a fresh model's, so that its argmax changes from token to token, and its
+biases and norms are random too, so that losing one of them shows.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
+
+from engines.bundle import build
+from export.pair import export
+
+EOS = "</s>"
+TOKENS = [EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())]  # 257: one of each byte
+VOCAB_SIZE = len(TOKENS)
+CONTEXT = 256
+WINDOW = 12  # of every architecture that has a sliding one
+MAX_LEN, MAX_GAMMA = 128, 8  # of the bundles, unless a test says otherwise
+
+
+def _llama_like(cls: type[PretrainedConfig], **own: Any) -> Callable[..., PretrainedConfig]:
+    common = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+    return lambda **overrides: cls(**{**common, **own, **overrides})
+
+
+def _gpt_like(cls: type[PretrainedConfig], **own: Any) -> Callable[..., PretrainedConfig]:
+    """Of the generation before Llama, each with its own names for the same sizes."""
+    common = {"vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": 0}
+    return lambda **overrides: cls(**{**common, **own, **overrides})
+
+
+_MIXED = ["sliding_attention", "full_attention"]
+_ROPE = {"rope_theta": 1e4}
+
+# name -> a configuration, with overrides
+ARCHITECTURES: dict[str, Callable[..., PretrainedConfig]] = {
+    "llama": _llama_like(transformers.LlamaConfig, tie_word_embeddings=True),
+    "llama3": _llama_like(
+        transformers.LlamaConfig,
+        rope_parameters={
+            **_ROPE,
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "mistral": _llama_like(transformers.MistralConfig, sliding_window=WINDOW),
+    "qwen2": _llama_like(transformers.Qwen2Config),
+    "qwen3": _llama_like(transformers.Qwen3Config, head_dim=16),
+    # Untied: with embeddings scaled by sqrt(64) a tied random Gemma only repeats its input.
+    "gemma": _llama_like(transformers.GemmaConfig, head_dim=16, tie_word_embeddings=False),
+    "gemma2": _llama_like(
+        transformers.Gemma2Config,
+        head_dim=16,
+        tie_word_embeddings=False,
+        query_pre_attn_scalar=16,
+        sliding_window=WINDOW,
+        layer_types=_MIXED,
+        # Low enough to bend scores and logits of this size.
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=4.0,
+    ),
+    "gemma3": _llama_like(
+        transformers.Gemma3TextConfig,
+        head_dim=16,
+        tie_word_embeddings=False,
+        query_pre_attn_scalar=16,
+        sliding_window=WINDOW,
+        layer_types=_MIXED,
+    ),
+    "phi": _llama_like(transformers.PhiConfig),
+    "phi3": _llama_like(
+        transformers.Phi3Config, original_max_position_embeddings=CONTEXT, resid_pdrop=0.0
+    ),
+    "phi3-longrope": _llama_like(
+        transformers.Phi3Config,
+        original_max_position_embeddings=CONTEXT // 2,
+        rope_parameters={
+            **_ROPE,
+            "rope_type": "longrope",
+            "short_factor": [1.5] * 8,
+            "long_factor": [4.0] * 8,
+            "original_max_position_embeddings": CONTEXT // 2,
+        },
+    ),
+    "llama-dynamic": _llama_like(
+        transformers.LlamaConfig,
+        rope_parameters={
+            **_ROPE,
+            "rope_type": "dynamic",
+            "factor": 2.0,
+            "original_max_position_embeddings": CONTEXT // 2,
+        },
+    ),
+    "gpt2": _gpt_like(transformers.GPT2Config, n_embd=64, n_layer=2, n_head=4, n_positions=CONTEXT),
+    "opt": _gpt_like(
+        transformers.OPTConfig,
+        hidden_size=64,
+        word_embed_proj_dim=64,
+        ffn_dim=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=CONTEXT,
+        pad_token_id=0,
+    ),
+    "gpt-neox": _gpt_like(
+        transformers.GPTNeoXConfig,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=CONTEXT,
+    ),
+    "olmo2": _llama_like(transformers.Olmo2Config),
+    "stablelm": _llama_like(transformers.StableLmConfig),
+    "granite": _llama_like(transformers.GraniteConfig),
+    "cohere": _llama_like(transformers.CohereConfig),
+    "smollm3": _llama_like(transformers.SmolLM3Config),
+    "starcoder2": _llama_like(transformers.Starcoder2Config, sliding_window=WINDOW),
+    "mixtral": _llama_like(transformers.MixtralConfig, num_local_experts=4),
+    "qwen3-moe": _llama_like(
+        transformers.Qwen3MoeConfig,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    ),
+    "deepseek3": _llama_like(
+        transformers.DeepseekV3Config,
+        num_key_value_heads=4,
+        q_lora_rank=32,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+    ),
+    # What the exporter refuses.
+    "falcon": _gpt_like(
+        transformers.FalconConfig, hidden_size=64, num_hidden_layers=2, num_attention_heads=4
+    ),
+    "bloom": _gpt_like(transformers.BloomConfig, hidden_size=64, n_layer=2, n_head=4),
+    "gptj": _gpt_like(
+        transformers.GPTJConfig, n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=CONTEXT
+    ),
+    "mamba": _gpt_like(transformers.MambaConfig, hidden_size=64, num_hidden_layers=2),
+    "gpt-oss": _llama_like(
+        transformers.GptOssConfig, num_local_experts=4, head_dim=16, sliding_window=WINDOW
+    ),
+    "t5": _gpt_like(
+        transformers.T5Config, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4
+    ),
+}
+
+
+def tokenizer(tokens: Sequence[str] = TOKENS) -> PreTrainedTokenizerFast:
+    """Bytes without merges; `tokens` in the order of their ids."""
+    model = tokenizers.Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[])
+    )
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token=EOS)
+
+
+def write(
+    folder: Path,
+    name: str,
+    *,
+    seed: int = 0,
+    blur: float = 0.0,
+    tokens: Sequence[str] = TOKENS,
+    **overrides: Any,
+) -> Path:
+    """A checkpoint of the architecture `name`, in the Hugging Face layout.
+
+    blur: size of the noise on the weights, relative to them: a draft that agrees with the
+    checkpoint of the same seed now and then. overrides: fields of the configuration.
+    """
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    config = ARCHITECTURES[name](**overrides)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if config.is_encoder_decoder:
+            model = transformers.T5ForConditionalGeneration(config)
+        else:
+            model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for path, parameter in model.named_parameters():
+                # Layers that speak louder than the embeddings: text that depends on its context.
+                inner = ".layers." in path or ".h." in path
+                size = 0.1 if parameter.dim() < 2 else 0.3 if inner else 0.15
+                parameter.add_(torch.randn_like(parameter), alpha=size)
+            torch.manual_seed(seed + 1)
+            for parameter in model.parameters() if blur else ():
+                noise = torch.randn_like(parameter)
+                parameter.add_(noise * parameter.std(correction=0), alpha=blur)
+    model.save_pretrained(folder)
+    tokenizer(tokens).save_pretrained(folder)
+    return folder
+
+
+class Workshop:
+    """Checkpoints, graphs and bundles by what they are made from, shared by all tests of a run.
+
+    The folders belong to everybody: copy before you damage one. Workers of one run share them too.
+    """
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.cache = root / "cache"
+        root.mkdir(parents=True, exist_ok=True)
+
+    def checkpoint(self, name: str, **options: Any) -> Path:
+        """See `write`."""
+        with self._once("checkpoint", name, options) as (folder, made):
+            if not made:
+                write(folder.with_suffix(".part"), name, **options).rename(folder)
+        return folder
+
+    def graphs(self, target: Path, draft: Path | None = None, **options: Any) -> Path:
+        """What `python -m export` writes. options: those of `export.pair.export`."""
+        options = {"max_len": MAX_LEN, "max_gamma": MAX_GAMMA, **options}
+        with self._once("graphs", f"{target}+{draft}", options) as (folder, made):
+            if not made:
+                source = str(draft) if draft else None
+                export(str(target), source, folder, cache=self.cache, **options)
+        return folder
+
+    def bundle(self, target: Path, draft: Path | None = None, **options: Any) -> Path:
+        """What `python -m engines` writes, for one slot. options: as `graphs`."""
+        graphs = self.graphs(target, draft, **options)
+        with self._once("bundle", str(graphs), {}) as (folder, made):
+            if not made:
+                build(graphs, folder, backend="onnxruntime", slots=1)
+        return folder
+
+    @contextmanager
+    def _once(self, kind: str, name: str, options: dict[str, Any]) -> Iterator[tuple[Path, bool]]:
+        """The folder of these ingredients, whether it is made, and nobody else making it."""
+        key = hashlib.sha256(repr((name, sorted(options.items()))).encode()).hexdigest()[:12]
+        folder = self.root / f"{kind}-{Path(name).name.split('+')[0]}-{key}"
+        lock = os.open(folder.with_suffix(".lock"), os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield folder, folder.is_dir()
+        finally:
+            os.close(lock)

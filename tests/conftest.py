@@ -1,0 +1,18 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from checkpoints import Workshop
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may wait for a network
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """One for all workers of a run: an export takes seconds."""
+    base = tmp_path_factory.getbasetemp()
+    parallel = "PYTEST_XDIST_WORKER" in os.environ
+    return Workshop((base.parent if parallel else base) / "workshop")

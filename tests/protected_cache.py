@@ -1,0 +1,102 @@
+"""A script: steps of an OrtEngine whose cache pages cannot be written, but for the row of the step.
+
+    python tests/protected_cache.py BUNDLE same|different
+
+With input and output of each cache bound to the same memory, as OrtEngine binds them, only the new
+row is written, and the steps run. Bound to different memory, ONNX Runtime copies the cache, and the
+process dies of SIGSEGV: the control. Prints how much memory many more steps take.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import sys
+from pathlib import Path
+
+import numpy as np
+
+CHECKOUT = Path(__file__).parents[1]
+sys.path.insert(0, str(CHECKOUT))
+
+from runtime.engine import open_engine  # noqa: E402
+from runtime.manifest import read_bundle  # noqa: E402
+
+PROMPT, STEPS, MANY_STEPS = 300, 20, 2000
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Protected:
+    """An array on pages of its own."""
+
+    def __init__(self, like: np.ndarray):
+        self._memory = mmap.mmap(-1, like.nbytes)  # page-aligned
+        self.array = np.frombuffer(self._memory, like.dtype).reshape(like.shape)
+
+    def allow_all(self) -> None:
+        self._protect(self.array.ctypes.data, self.array.nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def allow_row(self, row: int) -> None:
+        """[slots, Hkv, S, D]: only this row of each slot and head, to the page."""
+        self._protect(self.array.ctypes.data, self.array.nbytes, mmap.PROT_READ)
+        for rows in self.array.reshape(-1, *self.array.shape[2:]):
+            first = rows[row].ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+            end = rows[row].ctypes.data + rows[row].nbytes
+            self._protect(first, end - first, mmap.PROT_READ | mmap.PROT_WRITE)
+
+    @staticmethod
+    def _protect(address: int, size: int, how: int) -> None:
+        if LIBC.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), how):
+            raise OSError(ctypes.get_errno(), "mprotect")
+
+
+def resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * mmap.PAGESIZE
+
+
+def main(folder: Path, how: str) -> None:
+    manifest = read_bundle(folder)
+    facts = manifest.pair.target
+    engine, reference = (
+        open_engine(
+            manifest.backend, folder / "target", facts, slots=1, widest=1, threads=1
+        )
+        for _ in range(2)
+    )
+    caches = {name: Protected(array) for name, array in engine._cache.items()}
+    engine._cache = {name: cache.array for name, cache in caches.items()}
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, facts.vocab_size, (1, PROMPT + STEPS))
+    last = np.array([PROMPT - 1])
+    for each in (engine, reference):
+        each.forward(ids[:, :PROMPT], np.array([0]), last)
+    if how == "different":
+        outputs = {name: Protected(cache.array) for name, cache in caches.items()}
+        binding = engine._binding(0, 1, 1, 1)
+        for name, output in outputs.items():
+            output.array[:] = caches[name].array
+            array = output.array
+            binding.bind_output(
+                f"{name}_out", "cpu", 0, array.dtype.type, array.shape, array.ctypes.data
+            )
+        caches |= {f"{name}_out": output for name, output in outputs.items()}
+    for position in range(PROMPT, PROMPT + STEPS):
+        for cache in caches.values():
+            cache.allow_row(position)
+        token = ids[:, position : position + 1]
+        got = engine.forward(token, np.array([position]), np.array([0]))
+        expected = reference.forward(token, np.array([position]), np.array([0]))
+        np.testing.assert_array_equal(got, expected)
+    for cache in caches.values():
+        cache.allow_all()
+    before = resident()
+    for _ in range(MANY_STEPS):
+        engine.forward(token, np.array([position]), np.array([0]))
+    size = sum(array.nbytes for array in engine._cache.values())
+    print(json.dumps({"growth": resident() - before, "cache": size, "steps": MANY_STEPS}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,141 @@
+"""Decoders around fakes, an oracle that knows no rounds, and what must hold after every round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fakes import VOCAB_SIZE, FakeEngine, Model
+
+from runtime.decode import Decoder, Request, Running
+from runtime.sampling import Verdict, verify
+from runtime.slots import Slot
+
+
+def make_decoder(
+    target: Model,
+    draft: Model | None = None,
+    *,
+    vocab_size: int = VOCAB_SIZE,
+    target_width: int | None = None,
+    draft_width: int | None = None,
+    slots: int = 1,
+    max_len: int = 64,
+    max_gamma: int = 8,
+    draft_max_len: int | None = None,
+    draft_capacity: int | None = None,
+    order: int | None = None,
+    draft_engine: type[FakeEngine] = FakeEngine,
+) -> Decoder:
+    """Fakes of exactly the capacity that a bundle has: a row too many is an error."""
+    capacity = max_len + max_gamma + 1
+    return Decoder(
+        FakeEngine(
+            target, vocab_size=target_width or vocab_size, slots=slots, capacity=capacity,
+            order=order,
+        ),
+        None if draft is None else draft_engine(
+            draft, vocab_size=draft_width or vocab_size, slots=slots,
+            capacity=draft_capacity or capacity, order=order,
+        ),
+        vocab_size=vocab_size,
+        max_len=max_len,
+        max_gamma=max_gamma,
+        draft_max_len=draft_max_len,
+    )  # fmt: skip
+
+
+def check_rows(decoder: Decoder, running: Running) -> None:
+    """The lengths are those of the text, and the valid rows of both caches hold the text."""
+    slot = running.slot
+    assert slot.tokens == [*running.request.prompt, *ids(running)]
+    assert slot.target_len == len(slot.tokens) - 1
+    assert slot.draft_len <= len(slot.tokens) - 1
+    for engine, length in ((decoder.target, slot.target_len), (decoder.draft, slot.draft_len)):
+        if engine is not None:
+            text = [token if token < engine.vocab_size else 0 for token in slot.tokens[:length]]
+            assert engine.cache[slot.index, :length].tolist() == text
+
+
+def ids(running: Running) -> list[int]:
+    return [token.id for token in running.output]
+
+
+def run(decoder: Decoder, request: Request) -> Running:
+    """The whole text, checked after every round; the slot is given back."""
+    running = decoder.admit(request)
+    try:
+        check_rows(decoder, running)
+        while running.finish_reason is None:
+            decoder.round([running])
+            check_rows(decoder, running)
+    finally:
+        decoder.release(running)
+    return running
+
+
+def plain(decoder: Decoder, request: Request) -> list[int]:
+    """The same request decoded one token a round."""
+    return ids(run(decoder, replace(request, gamma=0)))
+
+
+def oracle(model: Model, request: Request, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    """What the target alone says at temperature 0, by definition: no cache, no round, no `warp`."""
+    text, output = list(request.prompt), []
+    penalty = np.float32(request.params.repetition_penalty)
+    while len(output) < request.max_new_tokens:
+        row = model(tuple(text))[:vocab_size].tolist()
+        for token in set(text):
+            z = np.float32(row[token])
+            row[token] = float(z * penalty if z < 0 else z / penalty)
+        if len(output) < request.min_new_tokens:
+            for token in request.eos_token_ids:
+                row[token] = float("-inf")
+        token = row.index(max(row))  # the lowest index on ties
+        text.append(token)
+        output.append(token)
+        if token in request.eos_token_ids and not request.ignore_eos:
+            break
+    return output
+
+
+# What breaks a round, for the controls
+
+
+@contextmanager
+def broken(name: str, value: object) -> Iterator[None]:
+    """`runtime.<module>.<attribute>` replaced for a while."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"runtime.{name}", value)
+        yield
+
+
+def accept_everything(p, q, drafts, accept_u, final_u, params):  # type: ignore[no-untyped-def]
+    """A rule that never rejects."""
+    verdict = verify(p, q, drafts, accept_u, final_u, params)
+    gamma = len(drafts)
+    return Verdict(gamma, p[gamma].draw(final_u), verdict.ratios)
+
+
+def commit_everything(self: Slot, tokens: list[int], gamma: int) -> None:
+    """A commit that counts the rejected drafts' rows as text."""
+    before = len(self.tokens)
+    self.tokens.extend(tokens)
+    self.target_len = self.draft_len = before + gamma
+
+
+def late(finish_reason: Callable[[Decoder, Running, int], str | None]) -> Callable[..., str | None]:
+    """A finish reason that is only noticed at the token after the one that it belongs to."""
+    noticed: dict[Running, str] = {}
+
+    def finish(self: Decoder, running: Running, token: int) -> str | None:
+        if running in noticed:
+            return noticed[running]
+        if (reason := finish_reason(self, running, token)) is not None:
+            noticed[running] = reason
+        return None
+
+    return finish
