@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from .decode import Decoder
 from .engine import Engine, open_engine
@@ -214,8 +216,8 @@ class TextEngine:
         Yields (index of the prompt, result) in the order in which they finish.
         """
         waiting = deque(
-            (index, *self._prepare(prompt, options))
-            for index, (prompt, options) in enumerate(prompts)
+            (number, *self._prepare(prompt, options))
+            for number, (prompt, options) in enumerate(prompts)
         )
         running: dict[Running, tuple[int, _Stream]] = {}
         try:
@@ -225,17 +227,19 @@ class TextEngine:
                     if running:
                         new.update(self.decoder.round(running))
                     while waiting and self.decoder.slots.free:
-                        index, request, text = waiting.popleft()
+                        number, request, text = waiting.popleft()
                         joined = self.decoder.admit(request)
-                        running[joined] = (index, text)
+                        running[joined] = (number, text)
                         new[joined] = joined.output[:]
+                if not running:
+                    time.sleep(0.005)  # other threads' streams hold all slots
                 for sequence, tokens in new.items():
-                    index, text = running[sequence]
+                    number, text = running[sequence]
                     event = self._event(sequence, text, tokens)
                     if event.result is not None:
                         del running[sequence]
                         self.decoder.release(sequence)
-                        yield index, event.result
+                        yield number, event.result
         finally:
             for sequence in running:
                 self.decoder.release(sequence)
@@ -277,12 +281,12 @@ class TextEngine:
                 return self.tokenizer.encode(prompt)
             prompt = [{"role": "user", "content": prompt}]
         if prompt and isinstance(prompt[0], Mapping):
-            messages = [m for m in prompt if isinstance(m, Mapping)]
+            messages = cast(list[Message], list(prompt))
             if options.system is not None:
                 messages.insert(0, {"role": "system", "content": options.system})
             rendered = self.tokenizer.render_chat(messages)
             return self.tokenizer.encode(rendered, add_special_tokens=False)
-        return [token for token in prompt if isinstance(token, int)]
+        return [index(cast(int, token)) for token in prompt]  # TypeError for what is no integer
 
     def _prepare(self, prompt: Prompt, options: Options) -> tuple[Request, _Stream]:
         """Refuse what cannot be run, before anything is run."""
@@ -312,8 +316,9 @@ class TextEngine:
     def _event(self, running: Running, text: _Stream, new: Sequence[Token]) -> Event:
         event = text.event(running, new)
         if event.result is not None:
-            self._requests += 1
-            self._total.add(event.result.stats)
+            with self._turn:
+                self._requests += 1
+                self._total.add(event.result.stats)
         return event
 
 
