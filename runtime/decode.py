@@ -99,6 +99,13 @@ class Decoder:
                 else f"gamma={request.gamma} is negative",
                 f"Choose gamma from 0 to {self.max_gamma}, or build with MAX_GAMMA.",
             )
+        width = self.vocab_size
+        if request.logprobs is not None and not 0 <= request.logprobs <= width:
+            raise OutriderError(
+                "option",
+                f"logprobs={request.logprobs} is out of range",
+                f"Choose from 0 to {width}, the number of tokens that there are.",
+            )
         if request.gamma and self.draft is None:
             raise OutriderError(
                 "option",
@@ -169,7 +176,8 @@ class Decoder:
             stats.time_draft += draft_time.engine
             stats.time_draft_prefill += draft_time.prefill
             stats.time_rounds += end - begin - draft_time.prefill
-            stats.elapsed = end - running.started
+            # Not wall time since the start: a slow reader of a stream is not a slow decoder.
+            stats.elapsed += end - begin
         return emitted
 
     def _gamma(self, running: Running) -> int:

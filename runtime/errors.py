@@ -56,7 +56,7 @@ def run_command(command: Callable[[], int]) -> int:
     except OutriderError as error:
         failure = error
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        _say("\ninterrupted")
         return INTERRUPTED
     except BrokenPipeError:
         # The reader of stdout left (`| head`); keep the interpreter from flushing into it at exit.
@@ -71,8 +71,13 @@ def run_command(command: Callable[[], int]) -> int:
             raise
         where = f" ({error.filename})" if error.filename else ""
         failure = OutriderError("disk", f"{error.strerror}{where}", _DISK[error.errno])
-    print(f"error: {failure}", file=sys.stderr)
+    _say(f"error: {failure}")
     return failure.exit_status
+
+
+def _say(line: str) -> None:
+    if sys.stderr is not None:  # closed (`2>&-`), print would fall back to stdout
+        print(line, file=sys.stderr)
 
 
 _DISK = {

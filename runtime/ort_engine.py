@@ -70,7 +70,15 @@ class OrtEngine:
         self._input_ids[: batch * width] = input_ids.reshape(-1)
         self._position[:batch] = position
         self._index[:outputs] = logits_index
-        self._session.run_with_iobinding(self._binding(first_slot, batch, width, outputs))
+        binding = self._binding(first_slot, batch, width, outputs)
+        try:
+            self._session.run_with_iobinding(binding)
+        except Exception as error:  # noqa: BLE001 - as above; most likely out of memory
+            raise OutriderError(
+                "backend",
+                f"ONNX Runtime failed on {batch} slots x {width} tokens: {first_line(error)}",
+                "Free some memory, or build with a smaller MAX_LEN or fewer SLOTS.",
+            ) from None
         size = batch * outputs * self.vocab_size
         return self._logits[:size].reshape(batch, outputs, self.vocab_size)
 

@@ -295,6 +295,12 @@ class TextEngine:
         if gamma is None:
             has_draft = self.decoder.draft is not None
             gamma = min(DEFAULT_GAMMA, self.decoder.max_gamma) if has_draft else 0
+        width = self.decoder.vocab_size
+        odd = [token for token in options.stop_token_ids if not 0 <= token < width]
+        if odd:
+            raise OutriderError(
+                "option", f"stop token id {odd[0]} does not exist", f"Choose from 0 to {width - 1}."
+            )
         ids = self.encode(prompt, options)
         text = _Stream(self.tokenizer, ids, seed, options)
         names = {f.name for f in fields(Options)} & {f.name for f in fields(SamplingParams)}
