@@ -41,6 +41,7 @@ help:
 engines: .venv/stamp
 	@test -n "$(MODEL)" || { echo 'error: option: MODEL is not set.' \
 	  'Type make engines MODEL=<folder or name> DRAFT=<folder or name, or none>.' >&2; exit 2; }
+	@$(PY) -m engines --backend "$(BACKEND)" --supports "$(DTYPE)"
 	@$(PY) -m export --model "$(MODEL)" --draft "$(DRAFT)" --dtype "$(DTYPE)" \
 	  --max-gamma "$(MAX_GAMMA)" $(if $(MAX_LEN),--max-len "$(MAX_LEN)") \
 	  --out "build/.cache/graphs/$(notdir $(OUT))" $(if $(filter 1,$(FORCE)),--force)

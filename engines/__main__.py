@@ -7,37 +7,48 @@ import sys
 import time
 from pathlib import Path
 
-from runtime.manifest import read_pair, run_command
+from runtime.manifest import CommandParser, OutriderError, read_pair, run_command
 
-from .bundle import BACKENDS, build, memory_plan
+from .bundle import BACKENDS, build, check_backend, memory_plan
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m engines",
         description="Build a bundle from what `python -m export` wrote. `make engines` runs both.",
         epilog="example:\n  python -m engines --graphs build/graphs/demo --out build/demo",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--graphs", required=True, type=Path, help="folder that `python -m export` wrote")
-    add("--out", required=True, type=Path, help="bundle to write")
+    add("--graphs", type=Path, help="folder that `python -m export` wrote")
+    add("--out", type=Path, help="bundle to write")
     add(
         "--backend",
         default="onnxruntime",
         help=f"what runs the engines: {', '.join(BACKENDS)} (default: onnxruntime)",
     )
     add("--slots", type=int, default=1, help="sequences at a time (default: 1)")
+    add(
+        "--supports",
+        metavar="DTYPE",
+        help="build nothing; say whether the backend runs graphs of this precision",
+    )
     add("--force", action="store_true", help="build again even what did not change")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
-    if arguments.slots < 1:
-        parser().error("argument --slots: at least 1")
-
     def command() -> int:
+        arguments = parser().parse_args(argv)
+        if arguments.supports:
+            check_backend(arguments.backend, arguments.supports)
+            return 0
+        if arguments.graphs is None or arguments.out is None:
+            parser().error("the following arguments are required: --graphs, --out")
+        if arguments.slots < 1:
+            raise OutriderError(
+                "option", f"SLOTS={arguments.slots} is out of range", "Use at least 1."
+            )
         begin = time.perf_counter()
         plan = memory_plan(read_pair(arguments.graphs), arguments.slots)
         parts = " + ".join(f"{part} {_size(size)}" for part, size in plan.items())

@@ -28,13 +28,8 @@ def build(graphs: Path, out: Path, *, backend: str, slots: int, force: bool = Fa
 
     Raises OutriderError "bundle", "backend", "option" or "disk".
     """
-    if backend not in BACKENDS:
-        raise OutriderError(
-            "backend",
-            f"this version cannot build for the backend {backend}",
-            f"Use BACKEND={' or '.join(BACKENDS)}.",
-        )
     pair = read_pair(graphs)
+    check_backend(backend, pair.target.dtype)
     models = {
         role: facts for role, facts in (("target", pair.target), ("draft", pair.draft)) if facts
     }
@@ -60,6 +55,22 @@ def build(graphs: Path, out: Path, *, backend: str, slots: int, force: bool = Fa
             BACKENDS[backend].compile(partial / role, facts)
         write_json(partial / MANIFEST_FILE, "manifest", manifest)
     return True
+
+
+def check_backend(backend: str, dtype: str) -> None:
+    """Refuse, before minutes of export, what cannot be built. Raises OutriderError "backend"."""
+    if backend not in BACKENDS:
+        raise OutriderError(
+            "backend",
+            f"this version cannot build for the backend {backend}",
+            f"Use BACKEND={' or '.join(BACKENDS)}.",
+        )
+    if dtype not in BACKENDS[backend].DTYPES:
+        raise OutriderError(
+            "backend",
+            f"the backend {backend} does not run {dtype} in this version",
+            f"Use DTYPE={' or '.join(BACKENDS[backend].DTYPES)}.",
+        )
 
 
 def _is_current(out: Path, manifest: Manifest) -> bool:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from runtime.manifest import GRAPH_FILE, GraphFacts, OutriderError, first_line
 
+DTYPES = ("float32", "float16")  # ONNX Runtime has no bfloat16 kernels for the CPU
+
 
 def versions() -> dict[str, str]:
     import onnxruntime
@@ -22,12 +24,6 @@ def compile(folder: Path, facts: GraphFacts) -> None:
     """Make sure that this ONNX Runtime takes the graph. Raises OutriderError "backend"."""
     import onnxruntime as ort
 
-    if facts.dtype == "bfloat16":
-        raise OutriderError(
-            "backend",
-            "ONNX Runtime has no bfloat16 kernels for the CPU",
-            "Build with DTYPE=float32, or for a GPU backend.",
-        )
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from runtime.manifest import run_command
+from runtime.manifest import CommandParser, run_command
 
 DESCRIPTION = """\
 Export a Hugging Face checkpoint pair to ONNX graphs with explicit cache slots, check them against
@@ -23,7 +23,7 @@ A part whose checkpoint, options and exporter did not change is taken from the c
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m export",
         description=DESCRIPTION,
         epilog=EPILOG,
@@ -68,9 +68,8 @@ def _positive(text: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parser().parse_args(argv)
-
     def command() -> int:
+        arguments = parser().parse_args(argv)
         # Imported late: --help and a mistyped option should not wait for torch.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from .pair import export

@@ -18,9 +18,9 @@ from argparse import (
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from .errors import EXIT_STATUS, INTERRUPTED, OutriderError
+from .errors import EXIT_STATUS, INTERRUPTED, CommandParser, OutriderError
 from .text_engine import Options
 from .warping import SamplingParams
 
@@ -54,15 +54,6 @@ exit status:
   {_STATUSES}"""
 
 
-class _Parser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise OutriderError(
-            "option",
-            message,
-            f"See {PROGRAM} --help; a value that begins with - is written --option=value.",
-        )
-
-
 def _whole(least: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
         try:
@@ -94,7 +85,7 @@ def _escaped(text: str) -> str:
 
 
 def _parser() -> ArgumentParser:
-    parser = _Parser(
+    parser = CommandParser(
         prog=PROGRAM,
         description=_DESCRIPTION,
         epilog=_EPILOG,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable
+from typing import NoReturn
 
 # One status per kind of failure, so that scripts can tell them apart. 2 is argparse's own (a
 # malformed command line), 130 the shell's for Ctrl-C.
@@ -42,6 +44,17 @@ class OutriderError(Exception):
     @property
     def exit_status(self) -> int:
         return EXIT_STATUS[self.kind]
+
+
+class CommandParser(ArgumentParser):
+    """argparse whose complaints are errors like all others: one line, a remedy, a status."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OutriderError(
+            "option",
+            message,
+            f"See {self.prog} --help; a value that begins with - is written --option=value.",
+        )
 
 
 def first_line(error: BaseException) -> str:

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from .errors import OutriderError, first_line, run_command
+from .errors import CommandParser, OutriderError, first_line, run_command
 
 __all__ = [
-    "FileFacts", "GraphFacts", "Manifest", "OutriderError", "Pair", "TokenizerFacts",
-    "digest_json", "file_facts", "first_line", "link_file", "read_bundle", "read_json", "read_pair",
-    "run_command", "verify_files", "write_folder", "write_json",
+    "CommandParser", "FileFacts", "GraphFacts", "Manifest", "OutriderError", "Pair",
+    "TokenizerFacts", "digest_json", "file_facts", "first_line", "link_file", "read_bundle",
+    "read_json", "read_pair", "run_command", "verify_files", "write_folder", "write_json",
 ]  # fmt: skip
 
 SCHEMA = 1
