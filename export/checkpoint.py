@@ -61,7 +61,13 @@ def find(name: str) -> Checkpoint:
         )
     try:
         config = AutoConfig.from_pretrained(path)
-    except (ValueError, KeyError, OSError) as error:
+    except OSError as error:
+        raise OutriderError(
+            "checkpoint",
+            f"{name}/config.json cannot be read: {first_line(error)}",
+            "Download the checkpoint again.",
+        ) from None
+    except (ValueError, KeyError) as error:
         raise OutriderError(
             "architecture",
             f"Transformers {transformers.__version__} cannot read {name}/config.json: "

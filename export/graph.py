@@ -143,8 +143,11 @@ def save(model: ir.Model, folder: Path) -> None:
     for node in model.graph:
         node.metadata_props.clear()  # stack traces of this machine
         node.doc_string = None
-    for value in (*model.graph.inputs, *model.graph.outputs):
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
         value.metadata_props.clear()
+    model.graph.metadata_props.clear()
     model.metadata_props.clear()
     # One tensor at a time: a transposed copy lives only while it is written.
     ir.save(model, folder / GRAPH_FILE, external_data=WEIGHTS_FILE, max_workers=1, alignment=64)

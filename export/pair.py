@@ -15,6 +15,7 @@ from runtime.manifest import (
     OutriderError,
     Pair,
     link_file,
+    refuse_foreign,
     write_folder,
     write_json,
 )
@@ -45,6 +46,7 @@ def export(
     Raises OutriderError "checkpoint", "architecture", "vocabulary", "difference", "option", "disk".
     """
     _quiet()
+    refuse_foreign(out, PAIR_FILE)
     target = find(model)
     drafter = find(draft) if draft is not None else None
     length = min(DEFAULT_MAX_LEN, target.max_len) if max_len is None else max_len
@@ -67,6 +69,7 @@ def export(
     capacity = length + max_gamma + 1
 
     tokenizer = vocabulary.load_tokenizer(target)
+    vocabulary.end_of_text_ids(target, tokenizer)  # `carry` needs them: fail now, not in minutes
     widths = [_width(checkpoint) for checkpoint in (target, drafter) if checkpoint]
     if drafter:
         with stage("pair", "compare vocabularies") as said:

@@ -13,10 +13,18 @@ from runtime.manifest import OutriderError, TokenizerFacts, digest_json, file_fa
 from .checkpoint import Checkpoint
 
 TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
+# One of them holds the tokens. Without any, Transformers makes up a tokenizer for some models.
+_VOCABULARIES = ("tokenizer.json", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
     """The checkpoint's fast tokenizer. Raises OutriderError "checkpoint"."""
+    if not any(path for pattern in _VOCABULARIES for path in checkpoint.path.glob(pattern)):
+        raise OutriderError(
+            "checkpoint",
+            f"{checkpoint.source} has no tokenizer",
+            "Copy the checkpoint's tokenizer.json beside its weights.",
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint.path)
     except Exception as error:  # noqa: BLE001 - a dozen unrelated classes, by tokenizer kind
@@ -54,7 +62,7 @@ def check_same_tokens(
             f"(first of {len(different)})",
             "Choose a DRAFT with the target's tokenizer, or DRAFT=none.",
         )
-    extra = len(mine.keys() - theirs.keys())
+    extra = len(set(target.get_vocab().values()) - theirs.keys())
     return f"{extra} of the target's tokens are unknown to the draft" if extra else "same tokens"
 
 

@@ -45,7 +45,8 @@ class _TargetRows(Sequence[Distribution]):
 class Decoder:
     """Sequences in slots, advanced together one round at a time.
 
-    vocab_size: the width that target and draft share; logits beyond it are padding.
+    vocab_size: how many tokens there are; logits beyond are padding. A narrower draft proposes
+    none of the others.
     max_len: longest prompt + output. draft_max_len: where the draft's own context ends; a
     sequence that reaches it goes on without drafts.
     """
@@ -91,6 +92,12 @@ class Decoder:
                 f"max_new_tokens={request.max_new_tokens} contradict each other",
                 "Choose 0 <= min_new_tokens <= max_new_tokens, with max_new_tokens at least 1.",
             )
+        if request.gamma and self.draft is None:
+            raise OutriderError(
+                "option",
+                f"gamma={request.gamma} needs a draft, and the bundle has none",
+                "Use gamma=0, or build the bundle with DRAFT=<draft>.",
+            )
         if not 0 <= request.gamma <= self.max_gamma:
             raise OutriderError(
                 "option",
@@ -105,12 +112,6 @@ class Decoder:
                 "option",
                 f"logprobs={request.logprobs} is out of range",
                 f"Choose from 0 to {width}, the number of tokens that there are.",
-            )
-        if request.gamma and self.draft is None:
-            raise OutriderError(
-                "option",
-                f"gamma={request.gamma} needs a draft, and the bundle has none",
-                "Use gamma=0, or build the bundle with DRAFT=<draft>.",
             )
 
     def admit(self, request: Request) -> Running:
@@ -299,7 +300,8 @@ class Decoder:
         if last != "first":
             kept = min(verdict.accepted, len(emitted))
             examined = min(len(verdict.ratios), len(emitted))
-            stats.count_round(gamma, kept, examined, len(emitted))
+            whole = len(emitted) == len(ids)
+            stats.count_round(gamma, kept, examined, len(emitted), whole=whole)
         return emitted
 
     def _finish_reason(self, running: Running, token: int) -> str | None:

@@ -25,7 +25,8 @@ from .errors import CommandParser, OutriderError, first_line, run_command
 __all__ = [
     "CommandParser", "FileFacts", "GraphFacts", "Manifest", "OutriderError", "Pair",
     "TokenizerFacts", "digest_json", "file_facts", "first_line", "link_file", "read_bundle",
-    "read_json", "read_pair", "run_command", "verify_files", "write_folder", "write_json",
+    "read_json", "read_pair", "refuse_foreign", "run_command", "verify_files", "write_folder",
+    "write_json",
 ]  # fmt: skip
 
 SCHEMA = 1
@@ -202,22 +203,32 @@ def write_folder(folder: Path, marker: str) -> Iterator[Path]:
     marker: the file that tells ours apart; a folder with other contents is not replaced
     (OutriderError "disk").
     """
+    refuse_foreign(folder, marker)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial, replaced = (
+        folder.with_name(f".{folder.name}.{what}-{os.getpid()}") for what in ("partial", "replaced")
+    )
+    try:
+        partial.mkdir()
+        yield partial
+        if folder.exists():
+            folder.rename(replaced)  # not removed before the new one is in its place
+        partial.rename(folder)
+    finally:
+        if replaced.exists() and not folder.exists():
+            replaced.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def refuse_foreign(folder: Path, marker: str) -> None:
+    """Raises OutriderError "disk" where `write_folder` would have to replace what is not ours."""
     if folder.exists() and not (folder / marker).is_file() and any(folder.iterdir()):
         raise OutriderError(
             "disk",
             f"{folder} exists and was not written by Outrider (it has no {marker})",
             "Choose another OUT, or remove it yourself.",
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    try:
-        partial.mkdir()
-        yield partial
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def link_file(source: Path, destination: Path) -> None:

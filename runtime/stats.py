@@ -33,8 +33,13 @@ class Stats:
     ttft: float = 0.0
     elapsed: float = 0.0
 
-    def count_round(self, gamma: int, accepted: int, examined: int, emitted: int) -> None:
-        """emitted: tokens that became text, at most accepted + 1."""
+    def count_round(
+        self, gamma: int, accepted: int, examined: int, emitted: int, *, whole: bool = True
+    ) -> None:
+        """emitted: tokens that became text, at most accepted + 1; whole: nothing was cut off.
+
+        What an end of text cut off says nothing about the draft, so it has no position counted.
+        """
         self.rounds += 1
         self.round_tokens += emitted
         self.drafted += gamma
@@ -43,7 +48,7 @@ class Stats:
         while len(self.drafted_at) < gamma:
             self.drafted_at.append(0)
             self.accepted_at.append(0)
-        for i in range(gamma):
+        for i in range(gamma if whole else min(gamma, emitted)):
             self.drafted_at[i] += 1
             self.accepted_at[i] += i < accepted
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -226,13 +225,12 @@ class TextEngine:
                 with self._turn:
                     if running:
                         new.update(self.decoder.round(running))
-                    while waiting and self.decoder.slots.free:
+                    # With nothing running, slots that others hold are an error, as in `stream`.
+                    while waiting and (self.decoder.slots.free or not running):
                         number, request, text = waiting.popleft()
                         joined = self.decoder.admit(request)
                         running[joined] = (number, text)
                         new[joined] = joined.output[:]
-                if not running:
-                    time.sleep(0.005)  # other threads' streams hold all slots
                 for sequence, tokens in new.items():
                     number, text = running[sequence]
                     event = self._event(sequence, text, tokens)
@@ -286,6 +284,12 @@ class TextEngine:
                 messages.insert(0, {"role": "system", "content": options.system})
             rendered = self.tokenizer.render_chat(messages)
             return self.tokenizer.encode(rendered, add_special_tokens=False)
+        if options.system is not None:
+            raise OutriderError(
+                "option",
+                "a system message has no place before token ids",
+                "Give the prompt as text or as messages.",
+            )
         return [index(cast(int, token)) for token in prompt]  # TypeError for what is no integer
 
     def _prepare(self, prompt: Prompt, options: Options) -> tuple[Request, _Stream]:

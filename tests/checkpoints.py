@@ -31,6 +31,8 @@ CONTEXT = 256
 WINDOW = 12  # of every architecture that has a sliding one
 MAX_LEN, MAX_GAMMA = 128, 8  # of the bundles, unless a test says otherwise
 
+torch.set_num_threads(1)  # models of this size only lose by more, and test workers share the cores
+
 
 def _llama_like(cls: type[PretrainedConfig], **own: Any) -> Callable[..., PretrainedConfig]:
     common = {
@@ -167,6 +169,15 @@ ARCHITECTURES: dict[str, Callable[..., PretrainedConfig]] = {
         n_group=1,
         topk_group=1,
     ),
+    "gpt-oss": _llama_like(
+        transformers.GptOssConfig,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        head_dim=16,
+        sliding_window=WINDOW,
+        layer_types=_MIXED,
+        rope_parameters={**_ROPE, "rope_type": "default"},
+    ),
     # What the exporter refuses.
     "falcon": _gpt_like(
         transformers.FalconConfig, hidden_size=64, num_hidden_layers=2, num_attention_heads=4
@@ -176,12 +187,7 @@ ARCHITECTURES: dict[str, Callable[..., PretrainedConfig]] = {
         transformers.GPTJConfig, n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=CONTEXT
     ),
     "mamba": _gpt_like(transformers.MambaConfig, hidden_size=64, num_hidden_layers=2),
-    "gpt-oss": _llama_like(
-        transformers.GptOssConfig, num_local_experts=4, head_dim=16, sliding_window=WINDOW
-    ),
-    "t5": _gpt_like(
-        transformers.T5Config, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4
-    ),
+    "t5": _gpt_like(transformers.T5Config, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4),
 }
 
 

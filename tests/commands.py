@@ -25,7 +25,7 @@ def environment() -> dict[str, str]:
 def run(
     *arguments: str | Path, largest_file: int | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m` with these arguments. largest_file: bytes; writing more fails as a full disk does."""
+    """`python -m` with these arguments. largest_file: bytes; more fails as on a full disk."""
 
     def limit() -> None:
         if largest_file is not None:
@@ -54,4 +54,8 @@ def error_line(stderr: str, kind: str) -> str:
 
 def leftovers(folder: Path) -> list[str]:
     """Half-written folders below this one."""
-    return [str(path) for path in folder.rglob("*") if ".partial-" in path.name]
+    return [
+        str(path)
+        for path in folder.rglob("*")
+        if ".partial-" in path.name or ".replaced-" in path.name
+    ]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported: no test may wait for a network
+
 import pytest
 from checkpoints import Workshop
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # no test may wait for a network
 
 
 @pytest.fixture(scope="session")

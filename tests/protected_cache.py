@@ -60,9 +60,7 @@ def main(folder: Path, how: str) -> None:
     manifest = read_bundle(folder)
     facts = manifest.pair.target
     engine, reference = (
-        open_engine(
-            manifest.backend, folder / "target", facts, slots=1, widest=1, threads=1
-        )
+        open_engine(manifest.backend, folder / "target", facts, slots=1, widest=1, threads=1)
         for _ in range(2)
     )
     caches = {name: Protected(array) for name, array in engine._cache.items()}

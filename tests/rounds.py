@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from fakes import VOCAB_SIZE, FakeEngine, Model
 
-from runtime.decode import Decoder, Request, Running
+from runtime.decode import Decoder
+from runtime.request import Request, Running
 from runtime.sampling import Verdict, verify
 from runtime.slots import Slot
+from runtime.warping import Distribution
 
 
 def make_decoder(
@@ -25,13 +27,14 @@ def make_decoder(
     slots: int = 1,
     max_len: int = 64,
     max_gamma: int = 8,
+    capacity: int | None = None,
     draft_max_len: int | None = None,
     draft_capacity: int | None = None,
     order: int | None = None,
     draft_engine: type[FakeEngine] = FakeEngine,
 ) -> Decoder:
     """Fakes of exactly the capacity that a bundle has: a row too many is an error."""
-    capacity = max_len + max_gamma + 1
+    capacity = capacity or max_len + max_gamma + 1
     return Decoder(
         FakeEngine(
             target, vocab_size=target_width or vocab_size, slots=slots, capacity=capacity,
@@ -120,6 +123,12 @@ def accept_everything(p, q, drafts, accept_u, final_u, params):  # type: ignore[
     return Verdict(gamma, p[gamma].draw(final_u), verdict.ratios)
 
 
+def flattened_q(p, q, drafts, accept_u, final_u, params):  # type: ignore[no-untyped-def]
+    """A q that was not drawn from: flatter, as at another temperature."""
+    flat = [Distribution.dense(np.sqrt(row.weights)) for row in q]
+    return verify(p, flat, drafts, accept_u, final_u, params)
+
+
 def commit_everything(self: Slot, tokens: list[int], gamma: int) -> None:
     """A commit that counts the rejected drafts' rows as text."""
     before = len(self.tokens)
@@ -127,15 +136,18 @@ def commit_everything(self: Slot, tokens: list[int], gamma: int) -> None:
     self.target_len = self.draft_len = before + gamma
 
 
-def late(finish_reason: Callable[[Decoder, Running, int], str | None]) -> Callable[..., str | None]:
-    """A finish reason that is only noticed at the token after the one that it belongs to."""
+@contextmanager
+def is_late() -> Iterator[None]:
+    """The end of a text is noticed one token too late."""
+    real = Decoder._finish_reason
     noticed: dict[Running, str] = {}
 
     def finish(self: Decoder, running: Running, token: int) -> str | None:
         if running in noticed:
             return noticed[running]
-        if (reason := finish_reason(self, running, token)) is not None:
+        if (reason := real(self, running, token)) is not None:
             noticed[running] = reason
         return None
 
-    return finish
+    with broken("decode.Decoder._finish_reason", finish):
+        yield

@@ -61,7 +61,7 @@ def _imports(path: Path, root: Path) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             for alias in node.names:
                 yield Import(where, (node.module, f"{node.module}.{alias.name}"), lazy)
-        elif isinstance(node, ast.ImportFrom) and node.level > len(path.relative_to(root).parts) - 1:
+        elif isinstance(node, ast.ImportFrom) and node.level >= len(path.relative_to(root).parts):
             yield Import(where, ("a relative import beyond its room",), lazy)
         inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for child in ast.iter_child_nodes(node):

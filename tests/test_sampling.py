@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
+from proof import ONE, change_point, chi_square, pieces
 
 from runtime.errors import OutriderError
 from runtime.philox import Purpose, uniform
@@ -21,8 +21,6 @@ TOKEN = SamplingParams(temperature=1.0)
 BLOCK = SamplingParams(temperature=1.0, verify="block")
 SIGMOID = SamplingParams(temperature=1.0, verify="sigmoid")
 GREEDY = SamplingParams()
-ONE = math.nextafter(1.0, 0.0)  # the largest uniform
-BISECTIONS = 36
 
 
 # --- enumeration ------------------------------------------------------------------------------
@@ -58,38 +56,6 @@ class Same:
 
     def rows_along(self, drafts, count):
         return [self.distribution] * count
-
-
-def change_point(accepted):
-    """Length of {u in [0, 1): accepted(u)}, for a predicate that is true below some point."""
-    if not accepted(0.0):
-        return 0.0
-    if accepted(ONE):
-        return 1.0
-    low, high = 0.0, 1.0
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if accepted(middle) else (low, middle)
-    return low
-
-
-def pieces(token_at, low=0.0, high=ONE, depth=BISECTIONS):
-    """{token: length of its u} for an inverse CDF, which is monotone in u."""
-    first, last = token_at(low), token_at(high)
-    lengths = {}
-
-    def split(a, token_a, b, token_b, depth):
-        if token_a == token_b or depth == 0:
-            lengths[token_a] = lengths.get(token_a, 0.0) + (b - a)
-            return
-        middle = (a + b) / 2
-        token = token_at(middle)
-        split(a, token_a, middle, token, depth - 1)
-        split(middle, token, b, token_b, depth - 1)
-
-    assert first <= last
-    split(low, first, high, last, depth)
-    return lengths
 
 
 def enumerate_round(target, draft, gamma, params, accept=None, reported=None):
@@ -288,23 +254,6 @@ def test_sigmoid_as_published():
 
 
 # --- statistics -------------------------------------------------------------------------------
-
-
-def chi_square(counts, probs):
-    """p-value of Pearson's test; bins with an expectation under 5 are merged into one."""
-    expected = probs * counts.sum()
-    small = expected < 5
-    if small.any():
-        counts = np.append(counts[~small], counts[small].sum())
-        expected = np.append(expected[~small], expected[small].sum())
-        if expected[-1] < 5:  # all of the small ones together: into the smallest other
-            smallest = expected[:-1].argmin()
-            for row in (counts, expected):
-                row[smallest] += row[-1]
-            counts, expected = counts[:-1], expected[:-1]
-    assert len(expected) > 5
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    return stats.chi2.sf(statistic, len(expected) - 1)
 
 
 def rows(vocab_size, gamma, params, seed):

@@ -9,7 +9,6 @@ right never, now and then, and always.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -32,9 +31,9 @@ DEFAULT = [
 ]  # fmt: skip
 SLOW = [
     "gemma", "phi", "phi3-longrope", "llama-dynamic", "stablelm", "granite", "cohere", "smollm3",
-    "starcoder2", "qwen3-moe", "deepseek3",
+    "starcoder2", "qwen3-moe", "deepseek3", "gpt-oss",
 ]  # fmt: skip
-SLIDING = ["mistral", "gemma2", "gemma3", "starcoder2"]
+SLIDING = ["mistral", "gemma2", "gemma3", "starcoder2", "gpt-oss"]
 
 
 def _prompts() -> list[list[int]]:
@@ -45,20 +44,16 @@ def _prompts() -> list[list[int]]:
 PROMPTS = _prompts()
 
 
-@dataclass
 class Original:
     """The eager model, and its greedy texts."""
 
-    model: PreTrainedModel
-    texts: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-
     def __init__(self, checkpoint: Path, **overrides: object):
-        self.model = AutoModelForCausalLM.from_pretrained(
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             checkpoint, attn_implementation="eager", **overrides
         ).eval()
         # No end of text, so that all of the tokens are compared.
         self.model.generation_config.eos_token_id = None
-        self.texts = {}
+        self.texts: dict[tuple[int, ...], list[int]] = {}
 
     def text(self, prompt: list[int]) -> list[int]:
         if tuple(prompt) not in self.texts:
@@ -106,7 +101,8 @@ def _check_batch(engine: TextEngine, original: Original, gammas: tuple[int, ...]
     requests = [(prompt, _options(g)) for prompt, g in zip(PROMPTS, gammas, strict=True)]
     results = dict(engine.batch(requests))
     for index, result in results.items():
-        what = f"prompt of {LENGTHS[index]}, gamma {gammas[index]}, {engine.decoder.target.slots} slots"
+        slots = engine.decoder.target.slots
+        what = f"prompt of {LENGTHS[index]}, gamma {gammas[index]}, {slots} slots"
         _check(original, PROMPTS[index], result, what)
     return [results[index] for index in range(len(PROMPTS))]
 
