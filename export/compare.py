@@ -106,6 +106,8 @@ class _Graph:
 
         options = ort.SessionOptions()
         options.log_severity_level = 3
+        # Without its rearranged copies of the weights, which would be the peak of the whole export.
+        options.add_session_config_entry("session.disable_prepacking", "1")
         self._session = ort.InferenceSession(
             str(folder / GRAPH_FILE), options, providers=["CPUExecutionProvider"]
         )

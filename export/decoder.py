@@ -26,7 +26,7 @@ _HARMLESS_TENSORS = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_
 
 
 # The attention layers that came through the interface since the list was last cleared.
-traced_layers: list[torch.nn.Module] = []
+traced_layers: list[str] = []  # names: a layer would keep its weights alive
 
 
 class UnsupportedArchitecture(Exception):
@@ -44,7 +44,7 @@ def _attention(
     s_aux: torch.Tensor | None = None,  # [H], attention sinks
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    traced_layers.append(module)
+    traced_layers.append(type(module).__name__)
     extras = [
         k for k, v in kwargs.items() if isinstance(v, torch.Tensor) and k not in _HARMLESS_TENSORS
     ]

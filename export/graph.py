@@ -85,6 +85,7 @@ def trace(
 
 def simplify(model: ir.Model) -> None:
     """Fuse, fold and de-duplicate in place; weights are neither copied nor materialised."""
+    traced = list(model.graph.initializers.values())
     with _quiet():
         optimize_ir(model, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT)
         _rms_normalization.fuse_rms_normalization(model)
@@ -95,6 +96,12 @@ def simplify(model: ir.Model) -> None:
         _transpose_weights(model)
         RemoveUnusedNodesPass()(model)
         model.graph.sort()
+    # The rewriter's rules remember the last graph they saw, which must not keep the weights: not
+    # those that were replaced, and in `save` none.
+    kept = {id(value) for value in model.graph.initializers.values()}
+    for value in traced:
+        if id(value) not in kept:
+            value.const_value = None
 
 
 def _transpose_weights(model: ir.Model) -> None:
@@ -139,7 +146,8 @@ def _transposed(tensor: ir.TensorProtocol, permutation: Sequence[int], name: str
 
 
 def save(model: ir.Model, folder: Path) -> None:
-    """Write `graph.onnx` and its external data `weights.bin` into `folder`."""
+    """Write `graph.onnx` and its external data `weights.bin` into `folder`; the model lets go of
+    its weights."""
     for node in model.graph:
         node.metadata_props.clear()  # stack traces of this machine
         node.doc_string = None
@@ -151,6 +159,8 @@ def save(model: ir.Model, folder: Path) -> None:
     model.metadata_props.clear()
     # One tensor at a time: a transposed copy lives only while it is written.
     ir.save(model, folder / GRAPH_FILE, external_data=WEIGHTS_FILE, max_workers=1, alignment=64)
+    for value in model.graph.initializers.values():
+        value.const_value = None
 
 
 @contextmanager

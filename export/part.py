@@ -10,6 +10,7 @@ import onnx
 import onnxscript
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from runtime.manifest import (
     Dtype,
@@ -109,8 +110,7 @@ def _export(
         model = load(checkpoint, torch_dtype[dtype])
         parameters = model.num_parameters()
         said.note = f"{parameters / 1e6:,.1f} M parameters, {checkpoint.architecture}"
-    outputs: torch.nn.Linear = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    vocab_size = int(outputs.weight.shape[0])
+    vocab_size = _width(model)
     with stage(role, "run the original"):
         original = compare.reference(model, capacity, vocab_size)
         key_shapes, value_shapes = cache_shapes(model, checkpoint)
@@ -166,6 +166,12 @@ def _export(
         )
         write_json(partial / GRAPH_FACTS_FILE, "graph", facts)
     return facts
+
+
+def _width(model: PreTrainedModel) -> int:
+    """V of the logits. No variable of the caller may hold a weight: it would keep all mapped."""
+    outputs: torch.nn.Linear = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return int(outputs.weight.shape[0])
 
 
 def _reason(error: BaseException) -> str:

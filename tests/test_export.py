@@ -683,20 +683,36 @@ def test_other_ways_to_store_weights(workshop: Workshop, tmp_path: Path, kind: s
 
 
 PEAK = """
-import resource, sys
+import sys, threading
 from pathlib import Path
-import export.pair, onnxruntime, transformers.models.llama.modeling_llama
-resident = lambda field: next(int(line.split()[1]) * 1024
-    for line in open("/proc/self/status") if line.startswith(field))
-before = resident("VmRSS")
-export.pair.export(sys.argv[1], None, Path(sys.argv[2]) / "out", max_len=64,
-                   cache=Path(sys.argv[2]) / "cache")
-print(resident("VmHWM") - before)
+import export.pair, onnxruntime, transformers.models.qwen2.modeling_qwen2
+
+def resident(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+before = peak = resident("RssAnon")
+done = threading.Event()
+
+def watch():
+    global peak
+    while not done.wait(0.005):
+        peak = max(peak, resident("RssAnon"))
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+folder = Path(sys.argv[2])
+export.pair.export(sys.argv[1], None, folder / "out", max_len=64, cache=folder / "cache")
+done.set()
+watcher.join()
+print(peak - before, resident("VmHWM") - before)
 """
 
 
 @pytest.mark.slow
-def test_exporting_takes_little_more_memory_than_the_checkpoint(tmp_path: Path) -> None:
+def test_exporting_takes_little_memory_beside_the_files(tmp_path: Path) -> None:
+    """Weights are read and written through mapped files, which the system can drop at any time;
+    what it cannot drop is a fraction of them, though the graph is run as well."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
     source = write(tmp_path / "checkpoint", UNTIED, num_attention_heads=16, **sizes)
     size = (source / "model.safetensors").stat().st_size
@@ -709,4 +725,7 @@ def test_exporting_takes_little_more_memory_than_the_checkpoint(tmp_path: Path) 
         text=True,
     )
     assert process.returncode == 0, process.stderr
-    assert int(process.stdout) <= 1.5 * size
+    anonymous, everything = map(int, process.stdout.split())
+    assert anonymous < 0.5 * size
+    # Mapped pages included: 1.5 x the checkpoint, beside what tracing makes PyTorch load.
+    assert everything < 1.5 * size + 128 * 2**20
