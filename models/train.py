@@ -1,0 +1,297 @@
+"""Train the bundled pair: a small Llama on Python's standard library, and its draft.
+
+    python models/train.py --smoke                     # the whole way in under half a minute
+    python models/train.py --work /tmp/outrider-train  # the pair as it is bundled
+
+Stages: corpus -> tokenizer -> target -> text sampled from the target -> draft -> figures. Each
+leaves its result in the work folder. After an interruption the same command goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+# Threads that spin while they wait starve each other as soon as anything else runs here.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+try:
+    import corpus
+    import measure
+    import torch
+    from trainer import (
+        BATCH_TOKENS,
+        Batches,
+        Trainer,
+        TrainError,
+        autocast,
+        build,
+        distillation_loss,
+        next_token_loss,
+        say,
+    )
+    from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+except ImportError as missing:
+    sys.exit(f"error: {missing}. Install it: pip install torch transformers tokenizers numpy")
+
+VOCAB_SIZE = 4096
+SAMPLED_LENGTH = 256  # one of the trainer's window lengths
+PROMPT_LENGTH = 32
+GENERATED_LENGTH = 256
+
+TARGET_SHAPE = {
+    "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+}  # fmt: skip
+DRAFT_SHAPE = {
+    "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+}  # fmt: skip
+TARGET_RATE, DRAFT_RATE = 2e-3, 4e-3  # peak learning rates
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much of everything; the shapes of the models and the recipe are constants above."""
+
+    minutes_target: float
+    minutes_draft: float
+    steps_target: int | None
+    steps_draft: int | None
+    compiled: bool = False
+    corpus_bytes: int | None = None
+    sampled_windows: int = 512  # from the target, to train the draft
+    held_out_windows: int = 192
+    generated_windows: int = 64
+
+
+SMOKE = Plan(
+    0, 0, 2, 2, corpus_bytes=3_000_000, sampled_windows=4, held_out_windows=4, generated_windows=2
+)  # fmt: skip
+
+
+def model_of(shape: dict[str, int], seed: int) -> LlamaForCausalLM:
+    return build(shape, VOCAB_SIZE, corpus.MAX_POSITIONS, corpus.SEPARATOR_ID, seed)
+
+
+def plain_copy(model: LlamaForCausalLM, shape: dict[str, int]) -> LlamaForCausalLM:
+    """The same weights in layers that are not compiled: sampling has a new shape at every step."""
+    copy = model_of(shape, 0).eval()
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+def prepare(
+    plan: Plan, seed: int, work: Path
+) -> tuple[PreTrainedTokenizerFast, dict[str, corpus.TokenStream], dict[str, int]]:
+    """Corpus and tokenizer, made once and then read from the work folder."""
+    done = work / "corpus.pt"
+    if not done.exists():
+        texts = corpus.collect(plan.corpus_bytes)
+        if not texts.train or not texts.held_out:
+            raise TrainError(
+                "this Python has no readable standard library sources. Use one that was installed "
+                "with them (not a zipped or stripped one)"
+            )
+        tokenizer = corpus.train_tokenizer(texts.train, VOCAB_SIZE)
+        if len(tokenizer) != VOCAB_SIZE:
+            raise TrainError(
+                f"the corpus gives only {len(tokenizer)} of {VOCAB_SIZE} tokens. Use a Python "
+                "whose standard library is complete"
+            )
+        tokenizer.save_pretrained(work / "tokenizer")
+        facts = {}
+        streams = {}
+        for split, documents in (("train", texts.train), ("held_out", texts.held_out)):
+            streams[split] = corpus.encode(tokenizer, documents, seed)
+            facts[f"{split}_files"] = len(documents)
+            facts[f"{split}_bytes"] = sum(len(text.encode()) for text in documents)
+            facts[f"{split}_tokens"] = len(streams[split].tokens)
+        raw = {split: (stream.tokens, stream.starts) for split, stream in streams.items()}
+        torch.save({"streams": raw, "facts": facts, "seed": seed}, done.with_suffix(".new"))
+        os.replace(done.with_suffix(".new"), done)
+    saved = torch.load(done, weights_only=True)
+    if saved["seed"] != seed:
+        raise TrainError(
+            f"{work} was begun with --seed {saved['seed']}. Use that seed, or another --work"
+        )
+    facts = saved["facts"]
+    say(f"corpus: {facts['train_files']} files, {facts['train_tokens']:,} tokens to train on")
+    streams = {split: corpus.TokenStream(*raw) for split, raw in saved["streams"].items()}
+    return PreTrainedTokenizerFast.from_pretrained(work / "tokenizer"), streams, facts
+
+
+def sampled_text(
+    target: LlamaForCausalLM, stream: corpus.TokenStream, count: int, seed: int, work: Path
+) -> torch.Tensor:
+    """Windows int64 [count, SAMPLED_LENGTH] of the target's own text, which the draft will face.
+
+    Every window starts with 4 to 32 tokens of the corpus; of eight windows, five are sampled at
+    temperature 1, two at 0.7, one greedily.
+    """
+    path = work / "sampled.pt"
+    if path.exists():
+        return torch.load(path, weights_only=True)
+    generator = torch.Generator().manual_seed(seed)
+    temperatures = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.7, 0.7, 0.0])
+    parts = []
+    while sum(map(len, parts)) < count:
+        rows = min(128, count)
+        prompts = corpus.windows(stream, rows, 4 << len(parts) % 4, generator)
+        heat = temperatures.repeat(-(-rows // len(temperatures)))[:rows]
+        with autocast():
+            parts.append(measure.sample(target, prompts, SAMPLED_LENGTH, heat, generator))
+        say(f"sampled: {sum(map(len, parts))} of {count} windows")
+    sampled = torch.cat(parts)[:count]
+    torch.save(sampled, path)
+    return sampled
+
+
+def batches_from(stream: corpus.TokenStream, sampled: torch.Tensor | None = None) -> Batches:
+    """Random windows of the corpus; half of those of SAMPLED_LENGTH from `sampled`, if given."""
+
+    def draw(length: int, generator: torch.Generator) -> torch.Tensor:
+        count = BATCH_TOKENS // length
+        use_sampled = float(torch.rand((), generator=generator)) < 0.5
+        if sampled is not None and use_sampled and length == SAMPLED_LENGTH:
+            return sampled[torch.randint(0, len(sampled), (count,), generator=generator)]
+        return corpus.windows(stream, count, length, generator)
+
+    return draw
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write float16 weights, configurations and tokenizer in the Hugging Face layout."""
+    half = LlamaForCausalLM(model.config).to(torch.float16)
+    half.load_state_dict(model.state_dict())
+    half.config.dtype = torch.float16
+    half.config.pad_token_id = corpus.SEPARATOR_ID
+    half.config.architectures = ["LlamaForCausalLM"]
+    half.generation_config = GenerationConfig(
+        bos_token_id=corpus.SEPARATOR_ID,
+        eos_token_id=corpus.SEPARATOR_ID,
+        pad_token_id=corpus.SEPARATOR_ID,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    half.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    # The name that both the fourth and the fifth Transformers generation load.
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for circumstance in ("is_local", "local_files_only"):
+        settings.pop(circumstance, None)
+    path.write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / "model.safetensors").chmod(0o644)
+
+
+def evaluate(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM, stream: corpus.TokenStream, plan: Plan
+) -> dict[str, dict[str, float]]:
+    """Figures on held-out text and on what the target writes behind held-out prompts."""
+    generator = torch.Generator().manual_seed(20)
+    held_out = corpus.windows(stream, plan.held_out_windows, 512, generator)
+    figures = {"held_out_text": measure.measure(target, draft, held_out)}
+    prompts = corpus.windows(stream, plan.generated_windows, PROMPT_LENGTH, generator)
+    for name, heat in (("target_text_temperature_1", 1.0), ("target_text_greedy", 0.0)):
+        temperatures = torch.full((len(prompts),), heat)
+        length = PROMPT_LENGTH + GENERATED_LENGTH
+        text = measure.sample(target, prompts, length, temperatures, generator)
+        figures[name] = measure.measure(target, draft, text, prompt=PROMPT_LENGTH)
+    return {name: measure.report(value) for name, value in figures.items()}
+
+
+def train(plan: Plan, seed: int, work: Path, out: Path) -> None:
+    work.mkdir(parents=True, exist_ok=True)
+    tokenizer, streams, facts = prepare(plan, seed, work)
+    text = streams["train"]
+
+    target = model_of(TARGET_SHAPE, seed)
+    card: dict[str, object] = {"seed": seed, "corpus": facts}
+    card["target"] = Trainer(
+        "target", target, next_token_loss(target), batches_from(text), TARGET_RATE,
+        plan.minutes_target, plan.steps_target, seed, work, plan.compiled,
+    ).run()  # fmt: skip
+    target = plain_copy(target, TARGET_SHAPE)
+
+    sampled = sampled_text(target, text, plan.sampled_windows, seed, work)
+    teacher = plain_copy(target, TARGET_SHAPE)
+    draft = model_of(DRAFT_SHAPE, seed + 1)
+    card["draft"] = Trainer(
+        "draft", draft, distillation_loss(draft, teacher, plan.compiled),
+        batches_from(text, sampled), DRAFT_RATE,
+        plan.minutes_draft, plan.steps_draft, seed + 1, work, plan.compiled,
+    ).run()  # fmt: skip
+    draft = plain_copy(draft, DRAFT_SHAPE)
+
+    for name, model in (("target", target), ("draft", draft)):
+        save(model, tokenizer, out / name)
+    say("evaluating what was trained (float32) and what was saved (float16)")
+    card["trained"] = evaluate(target, draft, streams["held_out"], plan)
+    half_target = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
+    half_draft = LlamaForCausalLM.from_pretrained(out / "draft", dtype=torch.float32)
+    card["saved"] = evaluate(half_target, half_draft, streams["held_out"], plan)
+    (out / "training.json").write_text(json.dumps(card, indent=2) + "\n")
+    for name, figures in card["saved"].items():
+        say(f"{name}: " + "  ".join(f"{key} {value}" for key, value in figures.items()))
+    prompt = tokenizer("def read_file(path):\n", return_tensors="pt")["input_ids"]
+    greedy = measure.sample(half_target, prompt, 96, torch.zeros(1), torch.Generator())
+    say(f"greedy sample:\n{tokenizer.decode(greedy[0])}")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--work", type=Path, default=Path(tempfile.gettempdir()) / "outrider-train",
+        help="folder for corpus and checkpoints, to continue from (default: %(default)s)")
+    add("--out", type=Path,
+        help="folder that gets target/, draft/ and training.json (default: where this script is)")
+    add("--minutes-target", type=float, default=50, metavar="M",
+        help="time for the target; the first steps tell how many steps that is (default: 50)")
+    add("--minutes-draft", type=float, default=15, metavar="M",
+        help="time for the draft (default: 15)")
+    add("--steps-target", type=int, metavar="N",
+        help="number of steps instead of minutes; may also shorten a run that is continued")
+    add("--steps-draft", type=int, metavar="N", help="the same for the draft")
+    add("--seed", type=int, default=0, help="of weights and data (default: 0)")
+    add("--threads", type=int, help="CPU threads (default: PyTorch's)")
+    add("--compile", action="store_true",
+        help="compile the layers for training: about twice as fast; needs a C++ compiler")
+    add("--smoke", action="store_true",
+        help="a few steps on a little text, kept only where --out is given: does it all run?")
+    return parser.parse_args()  # fmt: skip
+
+
+def main() -> None:
+    options = arguments()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        if options.smoke:
+            with tempfile.TemporaryDirectory() as folder:
+                out = options.out or Path(folder) / "out"
+                plan = replace(SMOKE, compiled=options.compile)
+                train(plan, options.seed, Path(folder) / "work", out)
+            return
+        plan = Plan(
+            options.minutes_target, options.minutes_draft,
+            options.steps_target, options.steps_draft, options.compile,
+        )  # fmt: skip
+        train(plan, options.seed, options.work, options.out or Path(__file__).parent)
+    except (TrainError, OSError) as problem:
+        remedy = ". Check that folder: space, permissions" if isinstance(problem, OSError) else ""
+        sys.exit(f"error: {problem}{remedy}")
+    except KeyboardInterrupt:
+        sys.exit("stopped. The same command continues from the last checkpoint")
+
+
+if __name__ == "__main__":
+    main()
