@@ -5,7 +5,9 @@ PY := .venv/bin/python
 
 MODEL ?=
 DRAFT ?= none
-OUT ?= build/$(notdir $(patsubst %/,%,$(MODEL)))
+OUT ?= build/$(shell basename -- "$(MODEL)")
+# One folder of graphs for each OUT, however it is spelt.
+GRAPHS = build/.cache/graphs/$(shell realpath -m -- "$(OUT)" | sha256sum | cut -c1-12)
 BACKEND ?= onnxruntime
 DTYPE ?= float32
 MAX_LEN ?=
@@ -41,11 +43,13 @@ help:
 engines: .venv/stamp
 	@test -n "$(MODEL)" || { echo 'error: option: MODEL is not set.' \
 	  'Type make engines MODEL=<folder or name> DRAFT=<folder or name, or none>.' >&2; exit 2; }
-	@$(PY) -m engines --backend "$(BACKEND)" --supports "$(DTYPE)"
+	@case "$(FORCE)" in 0|1) ;; *) echo 'error: option: FORCE is $(FORCE). Use 0 or 1.' >&2; \
+	  exit 2;; esac
+	@$(PY) -m engines --backend "$(BACKEND)" --supports "$(DTYPE)" --slots "$(SLOTS)"
 	@$(PY) -m export --model "$(MODEL)" --draft "$(DRAFT)" --dtype "$(DTYPE)" \
 	  --max-gamma "$(MAX_GAMMA)" $(if $(MAX_LEN),--max-len "$(MAX_LEN)") \
-	  --out "build/.cache/graphs/$(notdir $(OUT))" $(if $(filter 1,$(FORCE)),--force)
-	@$(PY) -m engines --graphs "build/.cache/graphs/$(notdir $(OUT))" --out "$(OUT)" \
+	  --out "$(GRAPHS)" $(if $(filter 1,$(FORCE)),--force)
+	@$(PY) -m engines --graphs "$(GRAPHS)" --out "$(OUT)" \
 	  --backend "$(BACKEND)" --slots "$(SLOTS)" $(if $(filter 1,$(FORCE)),--force)
 
 demo: .venv/stamp

@@ -40,15 +40,15 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     def command() -> int:
         arguments = parser().parse_args(argv)
+        if arguments.slots < 1:
+            raise OutriderError(
+                "option", f"SLOTS={arguments.slots} is out of range", "Use at least 1."
+            )
         if arguments.supports:
             check_backend(arguments.backend, arguments.supports)
             return 0
         if arguments.graphs is None or arguments.out is None:
             parser().error("the following arguments are required: --graphs, --out")
-        if arguments.slots < 1:
-            raise OutriderError(
-                "option", f"SLOTS={arguments.slots} is out of range", "Use at least 1."
-            )
         begin = time.perf_counter()
         plan = memory_plan(read_pair(arguments.graphs), arguments.slots)
         parts = " + ".join(f"{part} {_size(size)}" for part, size in plan.items())

@@ -16,7 +16,8 @@ from runtime.manifest import OutriderError, first_line
 from .decoder import NAME, UnsupportedArchitecture, traced_layers
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_HUB_FILES = ["*.json", "*.safetensors", "pytorch_model*.bin", "*.jinja", "*.model", "*.txt"]
+_HUB_TWICE = ["consolidated*", "original/*"]  # the same weights in another layout
 # Positions beyond the original context change these embeddings for all slots of a call at once.
 _LENGTH_DEPENDENT_ROPE = {"dynamic": "dynamic NTK", "longrope": "LongRoPE"}
 
@@ -45,15 +46,16 @@ def find(name: str) -> Checkpoint:
     Raises OutriderError "checkpoint" or "architecture".
     """
     path = Path(name).expanduser()
+    source = path.resolve().name
     if not path.is_dir():
-        path = _fetch(name)
+        path, source = _fetch(name), name
     if not (path / "config.json").is_file():
         raise OutriderError(
             "checkpoint",
             f"{name} has no config.json",
             "Point MODEL and DRAFT at a folder in the Hugging Face layout.",
         )
-    if not _weight_files(path):
+    if not weight_files(path):
         raise OutriderError(
             "checkpoint",
             f"{name} has no weights (*.safetensors or pytorch_model*.bin)",
@@ -67,7 +69,7 @@ def find(name: str) -> Checkpoint:
             f"{name}/config.json cannot be read: {first_line(error)}",
             "Download the checkpoint again.",
         ) from None
-    except (ValueError, KeyError) as error:
+    except Exception as error:  # noqa: BLE001 - each configuration class validates in its own way
         raise OutriderError(
             "architecture",
             f"Transformers {transformers.__version__} cannot read {name}/config.json: "
@@ -78,7 +80,7 @@ def find(name: str) -> Checkpoint:
         raise refuse_architecture(name, config, "it is an encoder-decoder model")
     text = config.get_text_config(decoder=True)
     max_len = getattr(text, "max_position_embeddings", None) or 1 << 20
-    return Checkpoint(path, path.resolve().name if path.is_dir() else name, config, int(max_len))
+    return Checkpoint(path, source, config, int(max_len))
 
 
 def _fetch(name: str) -> Path:
@@ -89,22 +91,21 @@ def _fetch(name: str) -> Path:
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise OutriderError("checkpoint", f"{name} is not a folder", remedy)
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_TWICE))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         cause = f"{name} is not a folder and could not be fetched: {first_line(error)}"
         raise OutriderError("checkpoint", cause, remedy) from None
 
 
-def _weight_files(path: Path) -> list[Path]:
-    for pattern in _WEIGHTS:
-        if files := sorted(path.glob(pattern)):
-            return files
-    return []
+def weight_files(path: Path) -> list[Path]:
+    """All of them: which ones Transformers reads is its decision."""
+    return sorted(file for pattern in _WEIGHTS for file in path.glob(pattern))
 
 
 def content_hashes(checkpoint: Checkpoint) -> dict[str, str]:
     """SHA-256 of every file that decides what the graph computes."""
-    files = [checkpoint.path / "config.json", *_weight_files(checkpoint.path)]
+    indexes = sorted(checkpoint.path.glob("*.index.json"))
+    files = [checkpoint.path / "config.json", *indexes, *weight_files(checkpoint.path)]
     hashes = {}
     for path in files:
         with path.open("rb") as file:

@@ -10,9 +10,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from runtime.manifest import Dtype, OutriderError
-
-from .graph import GRAPH_FILE
+from runtime.manifest import GRAPH_FILE, Dtype, OutriderError
 
 # Allowed difference of a logit, relative to 1 + the largest logit: some hundred roundings.
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
@@ -25,6 +23,7 @@ class Reference:
 
     ids: npt.NDArray[np.int64]
     logits: npt.NDArray[np.float32]
+    remark: str  # what the texts are too short to show
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,8 @@ def reference(model: PreTrainedModel, capacity: int, vocab_size: int) -> Referen
             f"Transformers itself cannot run this {type(model).__name__}: {error}".splitlines()[0],
             "Check that config.json belongs to these weights.",
         ) from None
-    return Reference(ids, logits.float().numpy())
+    remark = f"; its window of {window} was not reached" if window >= length else ""
+    return Reference(ids, logits.float().numpy(), remark)
 
 
 def compare(folder: Path, original: Reference, dtype: Dtype) -> Comparison:
@@ -64,7 +64,7 @@ def compare(folder: Path, original: Reference, dtype: Dtype) -> Comparison:
         what = "not run: ONNX Runtime has no bfloat16 kernels for the CPU"
         return Comparison(None, bound, what)
     difference = _difference(_Graph(folder), original)
-    what = f"{original.ids.shape[1]} tokens, 2 slots: prefill, steps, roll-back"
+    what = f"{original.ids.shape[1]} tokens, 2 slots: prefill, steps, roll-back" + original.remark
     # NaN compares false with everything; an infinite difference does not.
     return Comparison(difference if np.isfinite(difference) else float("inf"), bound, what)
 

@@ -23,10 +23,11 @@ from onnx_ir.passes.common import (
 from onnxscript.optimizer import optimize_ir
 from onnxscript.rewriter.rules.fusion import _rms_normalization, _rotary_embedding
 
+from runtime.manifest import GRAPH_FILE, WEIGHTS_FILE
+
 from .decoder import Decoder
 
 OPSET = 24
-GRAPH_FILE, WEIGHTS_FILE = "graph.onnx", "weights.bin"
 # A constant larger than this many elements is a weight, not shape arithmetic.
 _FOLD_LIMIT = 4096
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import warnings
 from pathlib import Path
 
 import transformers
+from transformers import PreTrainedTokenizerFast
 
 from runtime.manifest import (
+    PAIR_FILE,
     Dtype,
     GraphFacts,
     OutriderError,
@@ -22,9 +23,8 @@ from runtime.manifest import (
 
 from . import part, vocabulary
 from .checkpoint import Checkpoint, check_length, find
-from .progress import stage
+from .progress import note, stage
 
-PAIR_FILE = "pair.json"
 DEFAULT_MAX_LEN = 2048
 SHORTEST_MAX_LEN = 32  # what the comparison with the original needs to roll back and go on
 
@@ -70,13 +70,13 @@ def export(
 
     tokenizer = vocabulary.load_tokenizer(target)
     vocabulary.end_of_text_ids(target, tokenizer)  # `carry` needs them: fail now, not in minutes
+    _say_what_is_not_carried(target, tokenizer)
     widths = [_width(checkpoint) for checkpoint in (target, drafter) if checkpoint]
     if drafter:
         with stage("pair", "compare vocabularies") as said:
             said.note = vocabulary.check_same_tokens(
                 tokenizer, vocabulary.load_tokenizer(drafter), min(widths)
             )
-    _check_space(cache, [c for c in (target, drafter) if c], dtype)
 
     parts: dict[str, tuple[Path, GraphFacts]] = {
         "target": part.make("target", target, dtype, length, capacity, cache, force=force)
@@ -109,19 +109,13 @@ def _width(checkpoint: Checkpoint) -> int:
     return int(checkpoint.text_config.vocab_size)
 
 
-def _check_space(cache: Path, checkpoints: list[Checkpoint], dtype: Dtype) -> None:
-    """Fail before minutes of work, not after them."""
-    cache.mkdir(parents=True, exist_ok=True)
-    # The graphs hold what the checkpoints hold; at worst 16-bit weights become 32-bit ones.
-    weights = [path for c in checkpoints for path in c.path.glob("*.safetensors")]
-    need = sum(path.stat().st_size for path in weights) * (2 if dtype == "float32" else 1)
-    free = shutil.disk_usage(cache).free
-    if need > free:
-        raise OutriderError(
-            "disk",
-            f"{cache} has {free / 2**30:.1f} GiB free and the graphs may need {need / 2**30:.1f}",
-            "Free some space, or set another --cache and OUT.",
-        )
+def _say_what_is_not_carried(target: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> None:
+    if defaults := vocabulary.sampling_defaults(target):
+        options = ", ".join(f"{name}={value}" for name, value in defaults.items())
+        note(f"generation_config.json asks for {options}: pass what you want of it when generating")
+    beyond = max(tokenizer.get_vocab().values()) + 1 - _width(target)
+    if beyond > 0:
+        note(f"{beyond} tokens of the tokenizer have no embedding: prompts with them are refused")
 
 
 def _quiet() -> None:

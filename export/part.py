@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import shutil
 from pathlib import Path
 
 import onnx
+import onnx_ir
 import onnxscript
 import torch
 import transformers
 from transformers import PreTrainedModel
 
 from runtime.manifest import (
+    PART_FILE,
     Dtype,
     GraphFacts,
     OutriderError,
@@ -32,11 +35,15 @@ from .checkpoint import (
     learned_positions,
     load,
     refuse_architecture,
+    weight_files,
 )
 from .decoder import Decoder, UnsupportedArchitecture
 from .progress import stage
 
-GRAPH_FACTS_FILE = "graph.json"
+
+def versions() -> dict[str, str]:
+    modules = (torch, transformers, onnx, onnx_ir, onnxscript)
+    return {module.__name__: module.__version__ for module in modules}
 
 
 def exporter_digest() -> str:
@@ -69,9 +76,7 @@ def make(
                 "max_len": max_len,
                 "capacity": capacity,
                 "exporter": exporter_digest(),
-                "versions": [
-                    module.__version__ for module in (torch, transformers, onnx, onnxscript)
-                ],
+                "versions": versions(),
             }
         )
         folder = cache / key[:16]
@@ -80,16 +85,17 @@ def make(
             f"cached (key {key[:8]})" if facts is not None else f"key {key[:8]}"
         )
     if facts is None:
+        _check_space(cache, checkpoint, dtype)
         facts = _export(role, checkpoint, dtype, max_len, capacity, folder, key)
     return folder, facts
 
 
 def _cached(folder: Path, key: str) -> GraphFacts | None:
     """A finished part with this key whose files are what they were; else it is made again."""
-    if not (folder / GRAPH_FACTS_FILE).is_file():
+    if not (folder / PART_FILE).is_file():
         return None
     try:
-        facts = read_json(folder / GRAPH_FACTS_FILE, "graph", GraphFacts, "")
+        facts = read_json(folder / PART_FILE, "graph", GraphFacts, "")
         verify_files(folder, facts.files, contents=True, remedy="")
     except OutriderError:
         return None
@@ -127,7 +133,7 @@ def _export(
         before = len(traced.graph)
         graph.simplify(traced)
         said.note = f"{before:,} -> {len(traced.graph):,} nodes"
-    with write_folder(folder, GRAPH_FACTS_FILE) as partial:
+    with write_folder(folder, PART_FILE) as partial:
         with stage(role, "write") as said:
             graph.save(traced, partial)
             files = {path.name: file_facts(path) for path in sorted(partial.iterdir())}
@@ -140,6 +146,7 @@ def _export(
             if result.max_difference is not None:
                 said.note = (
                     f"largest difference {result.max_difference:.1e} (bound {result.bound:.1e})"
+                    + original.remark
                 )
         if not result.passed:
             raise OutriderError(
@@ -162,10 +169,25 @@ def _export(
             max_difference=result.max_difference,
             tolerance=result.bound,
             comparison=result.what,
+            versions=versions(),
             files=files,
         )
-        write_json(partial / GRAPH_FACTS_FILE, "graph", facts)
+        write_json(partial / PART_FILE, "graph", facts)
     return facts
+
+
+def _check_space(cache: Path, checkpoint: Checkpoint, dtype: Dtype) -> None:
+    """Fail before minutes of work, not after them."""
+    cache.mkdir(parents=True, exist_ok=True)
+    # A graph holds what the checkpoint holds; at worst 16-bit weights become 32-bit ones.
+    sizes = sum(path.stat().st_size for path in weight_files(checkpoint.path))
+    need, free = sizes * (2 if dtype == "float32" else 1), shutil.disk_usage(cache).free
+    if need > free:
+        raise OutriderError(
+            "disk",
+            f"{cache} has {free / 2**20:,.0f} MiB free, and the graph may need {need / 2**20:,.0f}",
+            "Free some space, or set another --cache.",
+        )
 
 
 def _width(model: PreTrainedModel) -> int:

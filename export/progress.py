@@ -38,3 +38,8 @@ def stage(part: str, what: str) -> Iterator[Stage]:
             sys.stderr.write("\r\x1b[K")
     seconds = time.perf_counter() - begin
     print(f"{head} {seconds:6.1f} s  {said.note}".rstrip(), file=sys.stderr, flush=True)
+
+
+def note(text: str) -> None:
+    """Something that the user should know, and that is no error."""
+    print(f"note: {text}", file=sys.stderr, flush=True)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from runtime.manifest import OutriderError, TokenizerFacts, digest_json, file_facts, first_line
+from runtime.manifest import (
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    OutriderError,
+    TokenizerFacts,
+    digest_json,
+    file_facts,
+    first_line,
+)
 
 from .checkpoint import Checkpoint
 
-TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
 # One of them holds the tokens. Without any, Transformers makes up a tokenizer for some models.
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
 
@@ -74,10 +80,10 @@ def carry(
     backend.no_truncation()
     backend.no_padding()
     # Not backend.save: an error of the disk arrives there as a bare Exception.
-    (folder / TOKENIZER_FILE).write_text(backend.to_str())
+    (folder / TOKENIZER_FILE).write_text(backend.to_str(), encoding="utf-8")
     template = _chat_template(tokenizer)
     if template is not None:
-        (folder / TEMPLATE_FILE).write_text(template)
+        (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
     special = {
         role: str(text)
         for role, text in tokenizer.special_tokens_map.items()
@@ -98,21 +104,42 @@ def carry(
 def end_of_text_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """What `generate` stops at: generation_config.json, else config.json, else the tokenizer."""
     sources: list[Any] = [getattr(checkpoint.text_config, "eos_token_id", None)]
-    if (checkpoint.path / "generation_config.json").is_file():
-        try:
-            generation = GenerationConfig.from_pretrained(checkpoint.path)
-        except (OSError, ValueError, json.JSONDecodeError) as error:
-            raise OutriderError(
-                "checkpoint",
-                f"{checkpoint.source}/generation_config.json cannot be read: {error}",
-                "Download the checkpoint again, or remove that file.",
-            ) from None
+    if (generation := _generation_config(checkpoint)) is not None:
         sources.insert(0, generation.eos_token_id)
     sources.append(tokenizer.eos_token_id)
     for ids in sources:
         if ids is not None:
             return sorted(set(ids if isinstance(ids, list) else [ids]))
     return []
+
+
+def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What generation_config.json would change in `generate`, and a bundle does not carry."""
+    if (generation := _generation_config(checkpoint)) is None:
+        return {}
+    neutral = {
+        "do_sample": (None, False),
+        "temperature": (None, 1.0),
+        "top_k": (None, 0, 50),  # 50 is Transformers' own default, and no choice of the model
+        "top_p": (None, 1.0),
+        "min_p": (None, 0.0),
+        "repetition_penalty": (None, 1.0),
+    }
+    values = {name: getattr(generation, name, None) for name in neutral}
+    return {name: value for name, value in values.items() if value not in neutral[name]}
+
+
+def _generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
+    if (checkpoint.path / "generation_config.json").is_file():
+        try:
+            return GenerationConfig.from_pretrained(checkpoint.path)
+        except (OSError, ValueError, TypeError) as error:
+            raise OutriderError(
+                "checkpoint",
+                f"{checkpoint.source}/generation_config.json cannot be read: {error}",
+                "Download the checkpoint again, or remove that file.",
+            ) from None
+    return None
 
 
 def _chat_template(tokenizer: PreTrainedTokenizerFast) -> str | None:

@@ -239,10 +239,5 @@ def refuse(options: Options) -> None:
         raise OutriderError(
             "option", f"logprobs={options.logprobs} is negative", "Choose 0 or more."
         )
-    for name in ("verify", "lenience"):
-        if options.gamma == 0 and getattr(options, name) != getattr(Options, name):
-            raise OutriderError(
-                "option",
-                f"{name}={getattr(options, name)} has no effect in plain decoding (gamma=0)",
-                f"Leave {name} out, or use a draft.",
-            )
+    if options.gamma == 0:
+        options.check_plain()

@@ -77,17 +77,18 @@ class Mismatch:
 class Certificate:
     """The outcome of `check`.
 
-    texts, tokens: tested. rounding: largest difference, in logits, between calls of `width`
-    tokens and calls of one on these texts. bound: the largest margin that rounding explains.
-    near_ties: mismatches within the bound; violations: those beyond it, or too many of them.
+    texts, tokens: tested. drafted: draft tokens of these texts. rounding: largest difference, in
+    logits, between calls of `width` tokens and calls of one on these texts. bound: the largest
+    margin that rounding explains. near_ties: mismatches within the bound; violations: those beyond it, or too many of them.
     statistic, p_value: of the distribution test (D of the worse order), None at temperature 0.
-    caveat: why a rule cannot be certified whatever the sample says, None for exact rules.
+    caveat: why nothing can be certified whatever the sample says: an inexact rule, or no drafts.
     """
 
     passed: bool
     temperature: float
     texts: int
     tokens: int
+    drafted: int
     width: int
     rounding: float
     bound: float
@@ -103,7 +104,7 @@ class Certificate:
         texts = "1 text" if self.texts == 1 else f"{self.texts} texts"
         lines = [
             f"certificate {verdict} | temperature {self.temperature:g} | {self.tokens} tokens of "
-            f"{texts}, each held against the target alone"
+            f"{texts} ({self.drafted} drafted), each held against the target alone"
         ]
         found = len(self.near_ties) + len(self.violations)
         if self.p_value is None:
@@ -152,8 +153,11 @@ def check(engine: TextEngine, prompt: Prompt, options: Options) -> Certificate:
     params = request.params
     seeds = [(params.seed + run) % 2**64 for run in range(RUNS if params.temperature else 1)]
     texts: list[list[int]] = []
+    drafted = 0
     for seed in seeds:
-        texts.append(engine.generate(prompt, **vars(replace(options, seed=seed))).token_ids)
+        result = engine.generate(prompt, **vars(replace(options, seed=seed)))
+        drafted += result.stats.drafted
+        texts.append(result.token_ids)
         if sum(map(len, texts)) >= TOKENS and params.temperature:
             texts[-1] = texts[-1][: TOKENS - sum(map(len, texts[:-1]))]
             break
@@ -190,10 +194,12 @@ def check(engine: TextEngine, prompt: Prompt, options: Options) -> Certificate:
         if len(near) > 1 + tokens * bound / 4:
             near, violations = (), (*violations, *near)
     caveat = _caveat(params)
+    if request.gamma and not drafted:
+        caveat = "nothing was drafted, so speculation was not tested: let the texts be longer"
     passed = not violations and caveat is None and (p_value is None or p_value >= LEVEL)
     return Certificate(
-        passed, params.temperature, len(texts), tokens, width, rounding.largest, bound, near,
-        violations, statistic, p_value, caveat,
+        passed, params.temperature, len(texts), tokens, drafted, width, rounding.largest, bound,
+        near, violations, statistic, p_value, caveat,
     )  # fmt: skip
 
 

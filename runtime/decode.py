@@ -79,12 +79,7 @@ class Decoder:
                 f"the prompt has {length:,} tokens and the bundle's context {self.max_len:,}",
                 f"Shorten it, or build the bundle with MAX_LEN={length + request.max_new_tokens}.",
             )
-        if not all(0 <= token < self.target.vocab_size for token in request.prompt):
-            raise OutriderError(
-                "prompt",
-                f"the prompt has a token id outside [0, {self.target.vocab_size})",
-                "Encode it with the bundle's tokenizer.",
-            )
+        self.check_ids(request.prompt)
         if request.max_new_tokens < 1 or not 0 <= request.min_new_tokens <= request.max_new_tokens:
             raise OutriderError(
                 "option",
@@ -112,6 +107,17 @@ class Decoder:
                 "option",
                 f"logprobs={request.logprobs} is out of range",
                 f"Choose from 0 to {width}, the number of tokens that there are.",
+            )
+
+    def check_ids(self, prompt: Sequence[int]) -> None:
+        """Refuse ids that the target has no embedding for. Raises "prompt"."""
+        width = self.target.vocab_size
+        odd = next((token for token in prompt if not 0 <= token < width), None)
+        if odd is not None:
+            raise OutriderError(
+                "prompt",
+                f"the prompt has the token id {odd}, and the model only 0 to {width - 1}",
+                "Leave that token out of the prompt or the chat template.",
             )
 
     def admit(self, request: Request) -> Running:

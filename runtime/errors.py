@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
+import threading
 from argparse import ArgumentParser
 from collections.abc import Callable
 from typing import NoReturn
@@ -24,6 +26,7 @@ EXIT_STATUS = {
     "memory": 11,  # not enough memory
     "disk": 12,  # not enough disk space, or a folder that cannot be written
     "certificate": 13,  # --check found a difference from the target's distribution
+    "busy": 14,  # all slots are in use
 }
 INTERRUPTED = 130
 
@@ -64,6 +67,8 @@ def first_line(error: BaseException) -> str:
 
 def run_command(command: Callable[[], int]) -> int:
     """Run a command line's work; every foreseeable failure becomes one line and an exit status."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminated)  # leaves nothing half-written, as Ctrl-C
     try:
         return command()
     except OutriderError as error:
@@ -82,10 +87,15 @@ def run_command(command: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno not in _DISK:
             raise
-        where = f" ({error.filename})" if error.filename else ""
+        name = error.filename2 or error.filename
+        where = f" ({name})" if name else ""
         failure = OutriderError("disk", f"{error.strerror}{where}", _DISK[error.errno])
     _say(f"error: {failure}")
     return failure.exit_status
+
+
+def _terminated(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _say(line: str) -> None:
@@ -102,4 +112,7 @@ _DISK = {
     errno.EACCES: "Choose a folder that you may write to.",
     errno.EPERM: "Choose a folder that you may write to.",
     errno.EROFS: "Choose a folder that you may write to.",
+    errno.ENOENT: "Choose a folder that can be made.",
+    errno.ENAMETOOLONG: "Choose a shorter name.",
+    errno.ELOOP: "Choose a path without a loop of links.",
 }

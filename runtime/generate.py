@@ -119,7 +119,7 @@ def _single(
             "the output cannot be certified as the target's",
             "Decode with --gamma 0; if the options are exact ones, please report this bundle."
             if certificate.caveat is None
-            else "Use --verify token or block, and leave --lenience out.",
+            else "Use --verify token or block without --lenience, and texts of some length.",
         )
     return 0
 

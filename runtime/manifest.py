@@ -8,6 +8,7 @@ the dataclasses of this module and nothing else of each other. docs/architecture
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -30,7 +31,8 @@ __all__ = [
 ]  # fmt: skip
 
 SCHEMA = 1
-MANIFEST_FILE, PAIR_FILE = "manifest.json", "pair.json"
+_KINDS = ("manifest", "pair", "graph")
+MANIFEST_FILE, PAIR_FILE, PART_FILE = "manifest.json", "pair.json", "graph.json"
 GRAPH_FILE, WEIGHTS_FILE = "graph.onnx", "weights.bin"
 TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -69,6 +71,7 @@ class GraphFacts:
     max_difference: float | None
     tolerance: float
     comparison: str
+    versions: dict[str, str]
     files: dict[str, FileFacts]
 
     def cache_bytes(self, slots: int) -> int:
@@ -139,7 +142,8 @@ def digest_json(value: Any) -> str:
 def write_json(path: Path, kind: str, facts: Pair | GraphFacts | Manifest | TokenizerFacts) -> None:
     """Write one of the dataclasses, with its schema and a checksum over the whole."""
     body = {"kind": kind, "schema": SCHEMA, "facts": dataclasses.asdict(facts)}
-    path.write_text(json.dumps({**body, "checksum": digest_json(body)}, indent=1) + "\n")
+    text = json.dumps({**body, "checksum": digest_json(body)}, indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def read_json(path: Path, kind: str, cls: type[T], remedy: str) -> T:
@@ -149,7 +153,7 @@ def read_json(path: Path, kind: str, cls: type[T], remedy: str) -> T:
         return OutriderError("bundle", f"{path}: {cause}", remedy)
 
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise refuse(error.strerror or str(error)) from None
     except ValueError as error:
@@ -162,7 +166,9 @@ def read_json(path: Path, kind: str, cls: type[T], remedy: str) -> T:
     if checksum != digest_json(content):
         raise refuse("the checksum does not match: the file was edited or damaged")
     try:
-        return typing.cast(T, _build(cls, content["facts"], kind))
+        facts = typing.cast(T, _build(cls, content["facts"], kind))
+        _check_names(facts)
+        return facts
     except (TypeError, ValueError, KeyError) as error:
         raise refuse(str(error)) from None
 
@@ -196,6 +202,16 @@ def _build(annotation: Any, value: Any, where: str) -> Any:
     raise TypeError(f"{where} is {value!r}, not of type {annotation}")
 
 
+def _check_names(facts: Any) -> None:
+    """A file name may not lead out of its folder. Raises ValueError."""
+    if isinstance(facts, Pair | Manifest):
+        for part in vars(facts).values():
+            _check_names(part)
+    for name in getattr(facts, "files", ()):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"the file name {name!r} leads out of the folder")
+
+
 @contextmanager
 def write_folder(folder: Path, marker: str) -> Iterator[Path]:
     """A new folder that takes the place of `folder` when the block ends well, and never half.
@@ -203,11 +219,13 @@ def write_folder(folder: Path, marker: str) -> Iterator[Path]:
     marker: the file that tells ours apart; a folder with other contents is not replaced
     (OutriderError "disk").
     """
+    folder = folder.resolve()  # through a symbolic link, not in its place
     refuse_foreign(folder, marker)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial, replaced = (
         folder.with_name(f".{folder.name}.{what}-{os.getpid()}") for what in ("partial", "replaced")
     )
+    _recover(folder)
     try:
         partial.mkdir()
         yield partial
@@ -221,14 +239,52 @@ def write_folder(folder: Path, marker: str) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _recover(folder: Path) -> None:
+    """Clear up after processes that were killed while they wrote this folder."""
+    for leftover in folder.parent.glob(f".{folder.name}.*-*"):
+        what, _, process = leftover.name.removeprefix(f".{folder.name}.").partition("-")
+        if what not in ("partial", "replaced") or not process.isdecimal() or _lives(int(process)):
+            continue
+        if what == "replaced" and not folder.exists():
+            leftover.rename(folder)
+        else:
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+# What our folders hold at the top; anything else in one is somebody's.
+_OURS = {
+    "manifest.json", "pair.json", "graph.json", "graph.onnx", "weights.bin",
+    "target", "draft", "tokenizer",
+}  # fmt: skip
+
+
 def refuse_foreign(folder: Path, marker: str) -> None:
     """Raises OutriderError "disk" where `write_folder` would have to replace what is not ours."""
-    if folder.exists() and not (folder / marker).is_file() and any(folder.iterdir()):
-        raise OutriderError(
-            "disk",
-            f"{folder} exists and was not written by Outrider (it has no {marker})",
-            "Choose another OUT, or remove it yourself.",
-        )
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    try:
+        ours = json.loads((folder / marker).read_text(encoding="utf-8"))["kind"] in _KINDS
+    except (OSError, ValueError, TypeError, KeyError):
+        ours = False
+    strangers = sorted(path.name for path in folder.iterdir() if path.name not in _OURS)
+    if ours and not strangers:
+        return
+    why = f"it holds {strangers[0]}" if ours else f"it has no {marker} of ours"
+    raise OutriderError(
+        "disk",
+        f"{folder} cannot be replaced: {why}",
+        "Choose another OUT, or move it away yourself.",
+    )
 
 
 def link_file(source: Path, destination: Path) -> None:
@@ -236,7 +292,9 @@ def link_file(source: Path, destination: Path) -> None:
     destination.parent.mkdir(parents=True, exist_ok=True)
     try:
         destination.hardlink_to(source)
-    except OSError:
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
+            raise
         shutil.copyfile(source, destination)
 
 
@@ -254,6 +312,16 @@ def read_bundle(folder: Path, *, verify: bool = True) -> Manifest:
         what = "a Hugging Face checkpoint" if (folder / "config.json").is_file() else "no bundle"
         raise OutriderError("bundle", f"{folder} is {what}: it has no {MANIFEST_FILE}", remedy)
     manifest = read_json(folder / MANIFEST_FILE, "manifest", Manifest, remedy)
+    pair = manifest.pair
+    parts = (("tokenizer", pair.tokenizer), ("target", pair.target), ("draft", pair.draft))
+    expected = {f"{part}/{name}" for part, facts in parts if facts for name in facts.files}
+    rows = pair.max_len + pair.max_gamma + 1
+    fits = pair.capacity == pair.target.capacity == rows and (
+        pair.vocab_size <= pair.target.vocab_size
+    )
+    if expected != manifest.files.keys() or not fits:
+        cause = f"{folder / MANIFEST_FILE} contradicts itself: it was edited"
+        raise OutriderError("bundle", cause, remedy)
     verify_files(folder, manifest.files, contents=verify, remedy=remedy)
     return manifest
 

@@ -30,7 +30,8 @@ def philox4x32(key: int, counter: tuple[int, int, int, int]) -> tuple[int, int, 
 
     Ten rounds, as in Random123; words beyond 32 bits are the caller's error.
     """
-    c0, c1, c2, c3 = counter
+    key = int(key)  # a NumPy integer would wrap in the products
+    c0, c1, c2, c3 = map(int, counter)
     k0, k1 = key & _WORD, key >> 32 & _WORD
     for _ in range(10):
         product_0 = _MULTIPLIER_0 * c0

@@ -63,13 +63,13 @@ class SlotTable:
         return self._slots.count(None)
 
     def acquire(self) -> Slot:
-        """An empty slot. Raises OutriderError("option") when all are taken."""
+        """An empty slot. Raises OutriderError("busy") when all are taken."""
         for index, slot in enumerate(self._slots):
             if slot is None:
                 self._slots[index] = slot = Slot(index)
                 return slot
         raise OutriderError(
-            "option",
+            "busy",
             f"all {len(self)} slots are in use",
             "Wait for a request to finish, or load the bundle with more slots.",
         )

@@ -98,6 +98,10 @@ class Tokenizer:
         """
         return self.join([p for i in ids if (p := self.piece(i, skip_special_tokens)) is not None])
 
+    def special_id(self, text: str) -> int | None:
+        """The id of a special token by its text; those are left out of decoded text."""
+        return self._model.token_to_id(text) if text in self._skipped else None
+
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
     ) -> str:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from numbers import Integral
 from operator import index
 from pathlib import Path
 from typing import Any, cast
@@ -63,6 +64,16 @@ class Options:
     chat: bool | None = None
     system: str | None = None
 
+    def check_plain(self) -> None:
+        """Refuse what has no effect where nothing is drafted. Raises OutriderError "option"."""
+        for name in ("verify", "lenience"):
+            if getattr(self, name) != getattr(Options, name):
+                raise OutriderError(
+                    "option",
+                    f"{name}={getattr(self, name)} has no effect in plain decoding (gamma=0)",
+                    f"Leave {name} out, or use a draft.",
+                )
+
 
 @dataclass(frozen=True)
 class Result:
@@ -112,6 +123,9 @@ class _Stream:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], seed: int, options: Options):
         stops = [options.stop] if isinstance(options.stop, str) else list(options.stop)
+        # A special token has no text in which it could be found: it is a stop by its id.
+        self._special = {i: t for t in stops if (i := tokenizer.special_id(t)) is not None}
+        stops = [text for text in stops if text not in self._special.values()]
         self._detokenizer = Detokenizer(tokenizer, prompt)
         self._stops = StopStrings(stops)
         self._stop_ids = frozenset(options.stop_token_ids)
@@ -121,8 +135,8 @@ class _Stream:
 
     def push(self, token: int) -> str | None:
         """`Request.stop`: a finish reason when the text ends after this token."""
-        if token in self._stop_ids:
-            self.stopped_by = token
+        if token in self._stop_ids or token in self._special:
+            self.stopped_by = self._special.get(token, token)
             return "stop"
         piece, match = self._stops.push(self._detokenizer.push(token))
         self._pieces.append(piece)
@@ -153,17 +167,18 @@ class _Stream:
         return Event(tuple(pieces), tuple(new), result)
 
     def _flush(self) -> str:
-        """What was held back, when the text ended otherwise than by a stop string."""
-        if isinstance(self.stopped_by, str):
+        """What was held back, when the text ended otherwise than by a stop string in it."""
+        if isinstance(self.stopped_by, str) and self.stopped_by not in self._special.values():
             return ""
         piece, match = self._stops.push(self._detokenizer.flush())
         return piece if match is not None else piece + self._stops.flush()
 
 
 class TextEngine:
-    """Two engines, their slots and the tokenizer. Thread-safe: calls take turns round by round.
+    """Two engines, their slots and the tokenizer. Make one with `load`.
 
-    Make one with `load`.
+    Thread-safe: calls take turns round by round. A call that finds every slot taken does not wait,
+    for its own thread may hold them: it raises OutriderError "busy". `batch` queues.
     """
 
     def __init__(
@@ -243,8 +258,14 @@ class TextEngine:
                 self.decoder.release(sequence)
 
     def stats(self) -> dict[str, Any]:
-        """Totals over all finished requests: the fields of a result's stats, and `requests`."""
-        return {"requests": self._requests, **self._total.summary(self._requests)}
+        """Totals over all finished requests: the fields of a result's stats, and `requests`.
+
+        Latencies are means. A round that requests shared counts in full for each of them, so the
+        times add up to more than the wall time; there is no tokens_per_second for that reason.
+        """
+        totals = self._total.summary(self._requests)
+        del totals["tokens_per_second"]
+        return {"requests": self._requests, **totals}
 
     # Without running
 
@@ -266,6 +287,8 @@ class TextEngine:
 
     def encode(self, prompt: Prompt, options: Options) -> list[int]:
         """Token ids of a prompt: text as it is or through the chat template, messages, or ids."""
+        if isinstance(prompt, bytes):
+            raise OutriderError("prompt", "the prompt is bytes", "Decode it to text first.")
         if isinstance(prompt, str):
             templated = self.manifest.pair.tokenizer.chat_template
             chat = templated if options.chat is None else options.chat
@@ -278,7 +301,7 @@ class TextEngine:
             if not chat:
                 return self.tokenizer.encode(prompt)
             prompt = [{"role": "user", "content": prompt}]
-        if prompt and isinstance(prompt[0], Mapping):
+        if len(prompt) and isinstance(prompt[0], Mapping):
             messages = cast(list[Message], list(prompt))
             if options.system is not None:
                 messages.insert(0, {"role": "system", "content": options.system})
@@ -294,11 +317,19 @@ class TextEngine:
 
     def _prepare(self, prompt: Prompt, options: Options) -> tuple[Request, _Stream]:
         """Refuse what cannot be run, before anything is run."""
+        for name in ("max_new_tokens", "min_new_tokens", "gamma", "logprobs", "seed"):
+            value = getattr(options, name)
+            if isinstance(value, bool) or not isinstance(value, Integral | None):
+                raise OutriderError(
+                    "option", f"{name}={value!r} is not a whole number", "Give a whole number."
+                )
         seed = int.from_bytes(os.urandom(4)) if options.seed is None else options.seed
         gamma = options.gamma
         if gamma is None:
             has_draft = self.decoder.draft is not None
             gamma = min(DEFAULT_GAMMA, self.decoder.max_gamma) if has_draft else 0
+        if gamma == 0:
+            options.check_plain()
         width = self.decoder.vocab_size
         odd = [token for token in options.stop_token_ids if not 0 <= token < width]
         if odd:
@@ -306,6 +337,7 @@ class TextEngine:
                 "option", f"stop token id {odd[0]} does not exist", f"Choose from 0 to {width - 1}."
             )
         ids = self.encode(prompt, options)
+        self.decoder.check_ids(ids)  # before the text side, which would look a stranger up
         text = _Stream(self.tokenizer, ids, seed, options)
         names = {f.name for f in fields(Options)} & {f.name for f in fields(SamplingParams)}
         sampling = {name: getattr(options, name) for name in names}
@@ -347,10 +379,19 @@ def load(
     slots = manifest.slots if slots is None else slots
     if slots < 1:
         raise OutriderError("option", f"slots={slots} is out of range", "Use at least 1.")
-    template = folder / "tokenizer" / TEMPLATE_FILE
+    most = 4 * (os.cpu_count() or 1)
+    if not 0 <= threads <= most:
+        raise OutriderError(
+            "option",
+            f"threads={threads} is out of range",
+            f"Use 0 (automatic) to {most}.",
+        )
+    template = None
+    if pair.tokenizer.chat_template:
+        template = (folder / "tokenizer" / TEMPLATE_FILE).read_text(encoding="utf-8")
     tokenizer = Tokenizer(
         folder / "tokenizer" / TOKENIZER_FILE,
-        chat_template=template.read_text() if pair.tokenizer.chat_template else None,
+        chat_template=template,
         special_tokens=pair.tokenizer.special_tokens,
     )
     engines: dict[str, Engine] = {}

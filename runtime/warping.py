@@ -51,6 +51,9 @@ class SamplingParams:
     sigmoid_beta: float = 1e3
 
     def __post_init__(self) -> None:
+        if isinstance(self.seed, Integral):
+            # A NumPy integer would wrap in Philox's products.
+            object.__setattr__(self, "seed", int(self.seed))
         # The lower bound keeps logits / temperature finite in float32.
         self._require(
             _is_real(self.temperature)

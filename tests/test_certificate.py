@@ -34,7 +34,6 @@ def engine(tmp_path):
     [
         GREEDY,
         replace(GREEDY, gamma=0),
-        replace(GREEDY, max_new_tokens=1),
         replace(GREEDY, repetition_penalty=1.3, min_new_tokens=50),
         SAMPLED,
         replace(SAMPLED, gamma=0),
@@ -51,6 +50,13 @@ def test_exact_decoding_passes(engine, options):
     assert engine.decoder.slots.free == 2
 
 
+def test_a_text_without_drafts_certifies_nothing(engine):
+    certificate = check(engine, PROMPT, replace(GREEDY, max_new_tokens=1))
+    assert not certificate.passed
+    assert not certificate.violations
+    assert "nothing was drafted" in certificate.lines()[-1]
+
+
 def test_texts_that_end_early_and_a_bundle_without_draft(tmp_path):
     engine = make_text_engine(tmp_path, random_model(3))
     certificate = check(engine, PROMPT, replace(SAMPLED, gamma=None))
@@ -65,7 +71,7 @@ def test_a_draft_whose_context_ends_first(engine):
     assert certificate.passed
     assert max(max(call.position) for call in engine.decoder.draft.calls) < len(PROMPT) + 20
     engine.decoder.draft_max_len = 10
-    assert check(engine, PROMPT, SAMPLED).passed
+    assert "nothing was drafted" in (check(engine, PROMPT, SAMPLED).caveat or "")
 
 
 def test_exact_decoding_fails_as_rarely_as_it_says(engine, monkeypatch):

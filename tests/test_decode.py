@@ -187,7 +187,7 @@ def test_slots_run_out_and_come_back() -> None:
     assert (first.slot.index, second.slot.index, decoder.slots.free) == (0, 1, 0)
     with pytest.raises(OutriderError, match="all 2 slots are in use") as error:
         decoder.admit(request)
-    assert error.value.kind == "option"
+    assert error.value.kind == "busy"
     decoder.release(first)
     third = decoder.admit(request)
     assert third.slot.index == 0
@@ -400,8 +400,8 @@ def test_stats_of_a_text_that_ends_inside_a_block() -> None:
     [
         ({"prompt": []}, "prompt", "the prompt is empty"),
         ({"prompt": [2] * 64}, "prompt", "has 64 tokens and the bundle's context 64"),
-        ({"prompt": [2, VOCAB_SIZE]}, "prompt", "a token id outside"),
-        ({"prompt": [2, -1]}, "prompt", "a token id outside"),
+        ({"prompt": [2, VOCAB_SIZE]}, "prompt", "the prompt has the token id"),
+        ({"prompt": [2, -1]}, "prompt", "the prompt has the token id"),
         ({"max_new_tokens": 0}, "option", "max_new_tokens=0"),
         ({"min_new_tokens": -1}, "option", "min_new_tokens=-1"),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, "option", "contradict"),
