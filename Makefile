@@ -56,7 +56,7 @@ demo: .venv/stamp
 	@$(MAKE) --no-print-directory engines MODEL=models/target DRAFT=models/draft OUT=build/demo
 	@echo
 	@$(PY) -m runtime.generate --engines build/demo --prompt "$(PROMPT)" --max-new-tokens 160 \
-	  --baseline $(if $(MAKE_TERMOUT),--color)
+	  --temperature 0.8 --seed 3 --baseline $(if $(MAKE_TERMOUT),--color)
 	@echo
 	@echo 'The bundled target is tiny: a step of it costs little more than a step of its draft, so'
 	@echo 'speculation can gain little here. docs/performance.md measures a target worth drafting for.'

@@ -63,7 +63,7 @@ def compare(folder: Path, original: Reference, dtype: Dtype) -> Comparison:
     if dtype == "bfloat16":
         what = "not run: ONNX Runtime has no bfloat16 kernels for the CPU"
         return Comparison(None, bound, what)
-    difference = _difference(_Graph(folder), original)
+    difference = _difference(_Graph(folder, original.ids.shape[1] + 8), original)
     what = f"{original.ids.shape[1]} tokens, 2 slots: prefill, steps, roll-back" + original.remark
     # NaN compares false with everything; an infinite difference does not.
     return Comparison(difference if np.isfinite(difference) else float("inf"), bound, what)
@@ -101,7 +101,7 @@ def _difference(graph: _Graph, original: Reference) -> float:
 class _Graph:
     """The exported graph with its caches handed around; plain and slow, for checking only."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, rows: int):
         import onnxruntime as ort
 
         options = ort.SessionOptions()
@@ -113,7 +113,7 @@ class _Graph:
         )
         kinds = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
         self._caches = {
-            value.name: np.zeros((2, *value.shape[1:]), kinds[value.type])
+            value.name: np.zeros((2, value.shape[1], rows, value.shape[3]), kinds[value.type])
             for value in self._session.get_inputs()
             if value.name.startswith(("key_", "value_"))
         }

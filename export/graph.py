@@ -39,9 +39,13 @@ def trace(
     capacity: int,
     dtype: torch.dtype,
 ) -> ir.Model:
-    """Trace the decoder with B slots, N tokens and K outputs left open; S is `capacity`."""
+    """Trace the decoder with B slots, N tokens, K outputs and S rows left open.
+
+    capacity: S of the example; a backend that wants S fixed fixes it there.
+    """
     layers = range(len(key_shapes))
-    slots, tokens, outputs = (torch.export.Dim(n) for n in ("slots", "tokens", "outputs"))
+    names = ("slots", "tokens", "outputs", "rows")
+    slots, tokens, outputs, rows = (torch.export.Dim(name) for name in names)
     keys = [torch.zeros(2, h, capacity, d, dtype=dtype) for h, d in key_shapes]
     values = [torch.zeros(2, h, capacity, d, dtype=dtype) for h, d in value_shapes]
     # Sizes of 2 and 3, not 1: torch.export takes a size of 1 for a constant.
@@ -64,8 +68,8 @@ def trace(
                 {0: slots, 1: tokens},
                 {0: slots},
                 {0: outputs},
-                [{0: slots} for _ in layers],
-                [{0: slots} for _ in layers],
+                [{0: slots, 2: rows} for _ in layers],
+                [{0: slots, 2: rows} for _ in layers],
             ),
             input_names=[
                 "input_ids",

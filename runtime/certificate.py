@@ -79,7 +79,8 @@ class Certificate:
 
     texts, tokens: tested. drafted: draft tokens of these texts. rounding: largest difference, in
     logits, between calls of `width` tokens and calls of one on these texts. bound: the largest
-    margin that rounding explains. near_ties: mismatches within the bound; violations: those beyond it, or too many of them.
+    margin that rounding explains. near_ties: mismatches within the bound; violations: those beyond
+    it, or too many of them.
     statistic, p_value: of the distribution test (D of the worse order), None at temperature 0.
     caveat: why nothing can be certified whatever the sample says: an inexact rule, or no drafts.
     """

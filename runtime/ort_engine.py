@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .engine import Ids, Logits
 from .errors import OutriderError, first_line
 from .manifest import GRAPH_FILE, GraphFacts
 
 CHUNK = 512  # tokens of one prefill call; bounds the activations
+FIRST_ROWS = 256  # of a slot
 
 
 class OrtEngine:
     """See `Engine`. The graph is that of docs/architecture.md; S rows for each slot and layer.
 
     The cache of all slots is one array [slots, Hkv, S, D] per layer and side, so that any run of
-    consecutive slots is a plain pointer: a call for one slot touches only that slot.
+    consecutive slots is a plain pointer: a call for one slot touches only that slot. S grows with
+    the longest text (`_reserve`).
     """
 
     def __init__(
@@ -52,13 +56,14 @@ class OrtEngine:
         self._position = np.zeros(slots, np.int64)
         self._index = np.zeros(max(widest, 1), np.int64)
         self._logits = np.zeros(slots * max(widest, 1) * self.vocab_size, np.float32)
-        dtype = np.dtype(facts.dtype)
-        # zeros, not empty: the pages are only committed when a row is written.
-        self._cache = {
-            f"{side}_{layer}": np.zeros((slots, heads, self.capacity, width), dtype)
+        self._dtype = np.dtype(facts.dtype)
+        self._shapes = {
+            f"{side}_{layer}": (heads, width)
             for side, shapes in (("key", facts.key_shapes), ("value", facts.value_shapes))
             for layer, (heads, width) in enumerate(shapes)
         }
+        self._cache: dict[str, npt.NDArray[Any]] = {}  # each [slots, Hkv, S, D]
+        self._rows = 0  # S, for now
         self._bindings: dict[tuple[int, int, int, int], ort.IOBinding] = {}
 
     def forward(
@@ -67,6 +72,7 @@ class OrtEngine:
         (batch, width), outputs = input_ids.shape, len(logits_index)
         if width > self.chunk or first_slot + batch > self.slots:
             raise ValueError(f"call of {batch} slots x {width} tokens at slot {first_slot}")
+        self._reserve(position, width)
         self._input_ids[: batch * width] = input_ids.reshape(-1)
         self._position[:batch] = position
         self._index[:outputs] = logits_index
@@ -81,6 +87,29 @@ class OrtEngine:
             ) from None
         size = batch * outputs * self.vocab_size
         return self._logits[:size].reshape(batch, outputs, self.vocab_size)
+
+    def _reserve(self, position: Ids, width: int) -> None:
+        """Enough rows for this call, and not many more: attention reads all S, valid or not.
+
+        S doubles from `FIRST_ROWS` to the capacity, which copies each row about once in all. With
+        one slot, a text that starts over starts small again.
+        """
+        need = int(position.max()) + width
+        if need > self.capacity:
+            raise ValueError(f"row {need} is beyond the capacity of {self.capacity}")
+        starts_over = self.slots == 1 and position[0] == 0
+        if need <= self._rows and not (starts_over and need <= self._rows // 2 >= FIRST_ROWS):
+            return
+        rows = min(self.capacity, max(FIRST_ROWS, 1 << (need - 1).bit_length()))
+        kept = 0 if starts_over else self._rows
+        for name, (heads, head_width) in self._shapes.items():
+            # zeros, not empty: masked rows are multiplied too, and 0 times NaN is NaN.
+            larger = np.zeros((self.slots, heads, rows, head_width), self._dtype)
+            if kept:
+                larger[:, :, :kept] = self._cache[name]
+            self._cache[name] = larger
+        self._rows = rows
+        self._bindings.clear()
 
     def _binding(self, first: int, batch: int, width: int, outputs: int) -> object:
         """Everything bound by address once per shape; a step then only fills three small buffers.

@@ -193,7 +193,8 @@ def make_manifest(
         return GraphFacts(
             key=role, source=role, architecture="Fake", parameters=1, dtype="float32",
             vocab_size=vocab_size, max_len=max_len, capacity=capacity, key_shapes=[[1, 1]],
-            value_shapes=[[1, 1]], max_difference=0.0, tolerance=0.0, comparison="none", versions={}, files={},
+            value_shapes=[[1, 1]], max_difference=0.0, tolerance=0.0, comparison="none",
+            versions={}, files={},
         )  # fmt: skip
 
     tokenizer = TokenizerFacts("tokenizer", VOCAB_SIZE, [EOS], {"eos_token": "</s>"}, chat, {})

@@ -187,6 +187,11 @@ def test_bundle_of_an_unknown_backend(bundle: Path) -> None:
 # Writing
 
 
+def marked(text: str) -> str:
+    """What `write_folder` takes for a manifest of ours."""
+    return json.dumps({"kind": "manifest", "text": text})
+
+
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("exists", [False, True])
 def test_an_interrupted_folder_leaves_no_trace(
@@ -195,12 +200,12 @@ def test_an_interrupted_folder_leaves_no_trace(
     folder = tmp_path / "out"
     if exists:
         folder.mkdir()
-        (folder / "marker").write_text("old")
+        (folder / MANIFEST_FILE).write_text(marked("old"))
     before = snapshot(tmp_path)
 
     def write() -> None:
-        with write_folder(folder, "marker") as partial:
-            (partial / "marker").write_text("new")
+        with write_folder(folder, MANIFEST_FILE) as partial:
+            (partial / MANIFEST_FILE).write_text(marked("new"))
             (partial / "deeper").mkdir()
             raise failure
 
@@ -226,22 +231,23 @@ def test_an_interrupt_while_folders_change_places(
             raise KeyboardInterrupt
         return result
 
-    with write_folder(folder, "marker") as partial:
-        (partial / "marker").write_text("old")
+    with write_folder(folder, MANIFEST_FILE) as partial:
+        (partial / MANIFEST_FILE).write_text(marked("old"))
     monkeypatch.setattr(Path, "rename", interrupted)
-    with pytest.raises(KeyboardInterrupt), write_folder(folder, "marker") as partial:
-        (partial / "marker").write_text("new")
-    assert snapshot(tmp_path) == {"out/marker": b"old"}
+    with pytest.raises(KeyboardInterrupt), write_folder(folder, MANIFEST_FILE) as partial:
+        (partial / MANIFEST_FILE).write_text(marked("new"))
+    assert snapshot(tmp_path) == {f"out/{MANIFEST_FILE}": marked("old").encode()}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_finished_folder_takes_the_old_ones_place(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "out"
-    for text in ("old", "new"):
-        with write_folder(folder, "marker") as partial:
-            (partial / "marker").write_text(text)
+    for text in ("draft", "target"):
+        with write_folder(folder, MANIFEST_FILE) as partial:
+            (partial / MANIFEST_FILE).write_text(marked(text))
             (partial / text).write_text("")
-    assert snapshot(tmp_path) == {"a/out/marker": b"new", "a/out/new": b""}
+    expected = {f"a/out/{MANIFEST_FILE}": marked("target").encode(), "a/out/target": b""}
+    assert snapshot(tmp_path) == expected
 
 
 def test_a_foreign_folder_is_not_replaced(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from export.pair import DEFAULT_MAX_LEN
 from export.pair import export as export_pair
 from runtime import load
 from runtime.errors import EXIT_STATUS, OutriderError
-from runtime.manifest import GRAPH_FILE, WEIGHTS_FILE, Pair, read_pair
+from runtime.manifest import GRAPH_FILE, PART_FILE, WEIGHTS_FILE, Pair, read_pair
 from runtime.ort_engine import OrtEngine
 
 LAYERS = 2
@@ -77,7 +77,7 @@ def test_inputs_and_outputs(workshop: Workshop, tmp_path: Path, name: str) -> No
     assert not model.functions
     facts = read_pair(folder).target
     caches = {
-        f"{side}_{i}": (["slots", heads, CAPACITY, width], onnx.TensorProto.FLOAT)
+        f"{side}_{i}": (["slots", heads, "rows", width], onnx.TensorProto.FLOAT)
         for side, shapes in (("key", facts.key_shapes), ("value", facts.value_shapes))
         for i, (heads, width) in enumerate(shapes)
     }
@@ -479,7 +479,7 @@ def test_a_foreign_folder_is_refused_before_the_work(
     (tmp_path / "out" / "thesis.md").write_text("years of work")
     status, err = command(capsys, tmp_path, workshop.checkpoint(TIED))
     assert status == EXIT_STATUS["disk"]
-    assert "was not written by Outrider" in error_line(err, "disk")
+    assert "cannot be replaced" in error_line(err, "disk")
     assert err.count("\n") == 1
     assert not (tmp_path / "cache").exists()
 
@@ -650,7 +650,7 @@ def test_parts_are_found_again_by_what_they_are_made_from(
     (source / "model.safetensors").write_bytes(weights)
     assert export_again() is not None
     # Parts that are not what they were.
-    for name in (GRAPH_FILE, WEIGHTS_FILE, part.GRAPH_FACTS_FILE):
+    for name in (GRAPH_FILE, WEIGHTS_FILE, PART_FILE):
         intact = (cache / key[:16] / name).read_bytes()
         for damaged in (intact[:-2], b"\0" + intact[1:], None):
             path = cache / key[:16] / name
