@@ -63,7 +63,7 @@ class OrtEngine:
             for layer, (heads, width) in enumerate(shapes)
         }
         self._cache: dict[str, npt.NDArray[Any]] = {}  # each [slots, Hkv, S, D]
-        self._rows = 0  # S, for now
+        self.rows = 0  # S, for now
         self._bindings: dict[tuple[int, int, int, int], ort.IOBinding] = {}
 
     def forward(
@@ -98,17 +98,17 @@ class OrtEngine:
         if need > self.capacity:
             raise ValueError(f"row {need} is beyond the capacity of {self.capacity}")
         starts_over = self.slots == 1 and position[0] == 0
-        if need <= self._rows and not (starts_over and need <= self._rows // 2 >= FIRST_ROWS):
+        if need <= self.rows and not (starts_over and need <= self.rows // 2 >= FIRST_ROWS):
             return
         rows = min(self.capacity, max(FIRST_ROWS, 1 << (need - 1).bit_length()))
-        kept = 0 if starts_over else self._rows
+        kept = 0 if starts_over else self.rows
         for name, (heads, head_width) in self._shapes.items():
             # zeros, not empty: masked rows are multiplied too, and 0 times NaN is NaN.
             larger = np.zeros((self.slots, heads, rows, head_width), self._dtype)
             if kept:
                 larger[:, :, :kept] = self._cache[name]
             self._cache[name] = larger
-        self._rows = rows
+        self.rows = rows
         self._bindings.clear()
 
     def _binding(self, first: int, batch: int, width: int, outputs: int) -> object:

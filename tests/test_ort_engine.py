@@ -42,7 +42,7 @@ def test_growing_changes_nothing(bundle, monkeypatch, slots):
     seen = set()
     got = []
     for logits in walk(growing, slots):
-        seen.add(growing._rows)
+        seen.add(growing.rows)
         got.append(logits.copy())
     assert seen == {256, 512, 1024}
     monkeypatch.setattr(ort_engine, "FIRST_ROWS", growing.capacity)
@@ -56,9 +56,9 @@ def test_growing_that_forgets_the_rows_is_noticed(bundle, monkeypatch):
     reserve = type(forgetful)._reserve
 
     def forget(self, position, width):
-        before = self._rows
+        before = self.rows
         reserve(self, position, width)
-        if self is forgetful and 0 < before < self._rows:
+        if self is forgetful and 0 < before < self.rows:
             for array in self._cache.values():
                 array[:] = 0
 
@@ -71,10 +71,10 @@ def test_growing_that_forgets_the_rows_is_noticed(bundle, monkeypatch):
 def test_one_slot_starts_small_again(bundle):
     engine = open_target(bundle, 1)
     first = [logits.copy() for logits in walk(engine, 1)]
-    assert engine._rows == 1024
+    assert engine.rows == 1024
     again = walk(engine, 1)
     np.testing.assert_array_equal(next(again), first[0])
-    assert engine._rows == 256
+    assert engine.rows == 256
 
 
 def test_a_row_beyond_the_capacity_is_refused(bundle):
