@@ -18,7 +18,7 @@ FORCE ?= 0
 PROMPT ?= def read_lines(path):
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo test test-slow check bench engines wheel clean distclean
+.PHONY: help demo test test-slow check bench engines plugins sanitize wheel clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo 'make test       the tests, under 10 minutes on two cores; make test-slow: the long ones'
 	@echo 'make check      ruff and mypy'
 	@echo 'make bench      what decoding costs, as ratios in one run (minutes)'
+	@echo 'make plugins    compile the sampling kernel, into build/lib (the runtime does not use it yet)'
 	@echo 'make wheel      the installable runtime, into dist/'
 	@echo 'make clean      remove what was built; make distclean: the environment too'
 
@@ -74,6 +75,12 @@ check: .venv/stamp
 
 bench: .venv/stamp
 	$(PY) -m bench.decode
+
+plugins: .venv/stamp
+	@$(PY) -m plugins.build
+
+sanitize: .venv/stamp
+	$(PY) -m pytest -m slow tests/test_kernel_fuzz.py
 
 wheel: .venv/stamp
 	$(PY) -m build --quiet --wheel --outdir dist .

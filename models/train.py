@@ -249,23 +249,50 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--work", type=Path, default=Path(tempfile.gettempdir()) / "outrider-train",
-        help="folder for corpus and checkpoints, to continue from (default: %(default)s)")
-    add("--out", type=Path,
-        help="folder that gets target/, draft/ and training.json (default: where this script is)")
-    add("--minutes-target", type=float, default=50, metavar="M",
-        help="time for the target; the first steps tell how many steps that is (default: 50)")
-    add("--minutes-draft", type=float, default=15, metavar="M",
-        help="time for the draft (default: 15)")
-    add("--steps-target", type=int, metavar="N",
-        help="number of steps instead of minutes; may also shorten a run that is continued")
+    add(
+        "--work",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "outrider-train",
+        help="folder for corpus and checkpoints, to continue from (default: %(default)s)",
+    )
+    add(
+        "--out",
+        type=Path,
+        help="folder that gets target/, draft/ and training.json (default: where this script is)",
+    )
+    add(
+        "--minutes-target",
+        type=float,
+        default=50,
+        metavar="M",
+        help="time for the target; the first steps tell how many steps that is (default: 50)",
+    )
+    add(
+        "--minutes-draft",
+        type=float,
+        default=15,
+        metavar="M",
+        help="time for the draft (default: 15)",
+    )
+    add(
+        "--steps-target",
+        type=int,
+        metavar="N",
+        help="number of steps instead of minutes; may also shorten a run that is continued",
+    )
     add("--steps-draft", type=int, metavar="N", help="the same for the draft")
     add("--seed", type=int, default=0, help="of weights and data (default: 0)")
     add("--threads", type=int, help="CPU threads (default: PyTorch's)")
-    add("--compile", action="store_true",
-        help="compile the layers for training: about twice as fast; needs a C++ compiler")
-    add("--smoke", action="store_true",
-        help="a few steps on a little text, kept only where --out is given: does it all run?")
+    add(
+        "--compile",
+        action="store_true",
+        help="compile the layers for training: about twice as fast; needs a C++ compiler",
+    )
+    add(
+        "--smoke",
+        action="store_true",
+        help="a few steps on a little text, kept only where --out is given: does it all run?",
+    )
     return parser.parse_args()  # fmt: skip
 
 

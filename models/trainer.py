@@ -112,9 +112,7 @@ def distillation_loss(draft: LlamaForCausalLM, target: LlamaForCausalLM, compile
         hidden = measure.hidden_states(draft, tokens).flatten(0, 1)
         total = torch.zeros(())
         draft_pieces = measure.logit_pieces(draft, hidden)
-        for known_rows, draft_logits in zip(
-            known.split(measure.ROWS), draft_pieces, strict=True
-        ):
+        for known_rows, draft_logits in zip(known.split(measure.ROWS), draft_pieces, strict=True):
             with torch.no_grad():
                 target_logits = target.lm_head(known_rows).float()
             total = total + rows_divergence(target_logits, draft_logits)

@@ -1,0 +1,1 @@
+"""The sampling kernel: C++ and CUDA sources, and the script that compiles them."""

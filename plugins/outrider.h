@@ -1,0 +1,167 @@
+/* liboutrider: exact speculative sampling. The C interface, the same on the CPU and on a GPU.
+ *
+ * One call verifies a round for all slots (`outrider_verify`), another makes the draft's own draw
+ * (`outrider_draw`). Nothing here allocates, throws or keeps state; calls are thread-safe as long as
+ * they do not share a workspace or outputs. A slot's results depend on that slot alone: neither on
+ * the batch, nor on the number of threads, nor on the instruction set.
+ *
+ * Shapes: B slots, gamma draft tokens (at most `width` of them), V tokens of the target's
+ * vocabulary. Ids outside [0, V) have probability 0.
+ */
+#ifndef OUTRIDER_H
+#define OUTRIDER_H
+
+#ifndef __CUDACC_RTC__
+#include <stddef.h>
+#include <stdint.h>
+#else /* NVRTC has no headers of its own */
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+#endif
+
+#if defined(__GNUC__) && !defined(__CUDACC_RTC__)
+#define OUTRIDER_API __attribute__((visibility("default")))
+#else
+#define OUTRIDER_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define OUTRIDER_ABI_VERSION 1
+#define OUTRIDER_MAX_WIDTH 64 /* draft tokens in a round */
+
+enum {
+  OUTRIDER_OK = 0,
+  OUTRIDER_BAD_ARGUMENT = 1,
+  OUTRIDER_BAD_PARAMETER = 2,
+  OUTRIDER_SMALL_WORKSPACE = 3,
+  OUTRIDER_NO_DRAFT_LOGITS = 4, /* the sigmoid rule needs them */
+  /* of one slot; the call itself then returns OUTRIDER_SLOT_FAILED */
+  OUTRIDER_SLOT_FAILED = 5,
+  OUTRIDER_NAN = 6,
+  OUTRIDER_INFINITE = 7, /* +inf */
+  OUTRIDER_NO_TOKEN = 8  /* nothing but -inf */
+};
+
+enum { OUTRIDER_FLOAT32 = 0, OUTRIDER_FLOAT16 = 1, OUTRIDER_BFLOAT16 = 2 };
+
+/* `greedy` is any exact rule at temperature 0. */
+enum { OUTRIDER_TOKEN = 0, OUTRIDER_BLOCK = 1, OUTRIDER_SIGMOID = 2 };
+
+enum { OUTRIDER_TARGET = 0, OUTRIDER_DRAFT = 1 };
+
+/* Logits [*, rows, vocab_size]; strides in bytes, without any alignment. */
+typedef struct {
+  const void* data; /* NULL: a draft without a distribution (n-gram lookup): point masses */
+  int64_t slot_stride;
+  int64_t row_stride;
+  int32_t vocab_size;
+  int32_t dtype;
+} outrider_logits;
+
+/* How one slot samples, and where it is. */
+typedef struct {
+  uint64_t seed;
+  double top_p;              /* (0, 1]; 1 is off */
+  double lenience;           /* (0, 1]; below 1 not exact */
+  double sigmoid_alpha;      /* < 0 */
+  double sigmoid_beta;       /* > 0 */
+  const int64_t* context;    /* the ids before the round, for the repetition penalty */
+  const int64_t* suppress;   /* ids that get probability 0 */
+  int32_t context_length;
+  int32_t suppress_length;
+  int32_t suppress_rows;     /* rows 0 .. suppress_rows - 1 of the round suppress, later ones do not */
+  float temperature;         /* 0: argmax, lowest index on ties */
+  float min_p;               /* [0, 1]; 0 is off */
+  float repetition_penalty;  /* > 0; 1 is off */
+  int32_t top_k;             /* 0 is off */
+  int32_t rule;              /* block and sigmoid want lenience 1, sigmoid a temperature */
+  int32_t gamma;             /* draft tokens of this slot, 0 .. width; -1: this slot sits out */
+  uint32_t position;         /* absolute index of the round's first token */
+  int32_t index;             /* which slot of the logits is this one's */
+  int32_t reserved;
+} outrider_slot;
+
+/* What a row's distribution needs beside its logits: filled by `outrider_draw` for the draft's rows,
+ * so that a verification reads the logits of one of them at most. weight(x) = 2^((z_x - peak) *
+ * rate), 0 below `cut`; q(x) = weight(x) / total. */
+typedef struct {
+  double total;
+  float peak;
+  float rate;                /* log2(e) / temperature; 0: a point mass on `token` */
+  float cut;                 /* logits below it have weight 0, */
+  int32_t tie_from;          /* and those equal to it, where their index is below this one */
+  float min_weight;
+  int32_t token;             /* what was drawn */
+  float weight;              /* of that token */
+  int32_t reserved;
+} outrider_row;
+
+/* The outcome of a round for one slot. */
+typedef struct {
+  int64_t token;    /* the one after the accepted: correction, or bonus */
+  int32_t accepted; /* n of the draft tokens stand */
+  int32_t examined; /* ratios written: min(1, p/q) of the positions that the rule looked at */
+  int32_t status;   /* OUTRIDER_OK, or what is wrong with a row; then token is -1 */
+  int32_t model;    /* of that row: OUTRIDER_TARGET or OUTRIDER_DRAFT */
+  int32_t row;      /* 0 is the round's first */
+  int32_t reserved;
+} outrider_verdict;
+
+OUTRIDER_API const char* outrider_status_text(int32_t status);
+OUTRIDER_API int32_t outrider_abi_version(void);
+
+/* Bytes that a call with these sizes wants; 0 for illegal sizes. vocab_size: the larger one of target
+ * and draft. threads: as in the call. */
+OUTRIDER_API size_t outrider_workspace_size(int32_t vocab_size, int32_t width, int32_t threads);
+
+/* Draw the draft token of step `step` for every slot with step < gamma.
+ *
+ * logits: row 0 of each slot is read. drafts [slots, width]: tokens of earlier steps are read (for
+ * the penalty), this step's is written. rows [slots, width]: this step's is written. kept: NULL, or
+ * memory [slots, width, vocab_size] of the logits' dtype, where this step's logits are copied
+ * because the engine's next call overwrites them. uniforms: NULL for Philox, or [slots, width].
+ * verdicts: NULL, or [slots]; status and row are written.
+ */
+OUTRIDER_API int32_t outrider_draw(const outrider_logits* logits, const outrider_slot* slots,
+                      int32_t slot_count, int32_t width, int32_t step, const double* uniforms,
+                      int64_t* drafts, outrider_row* rows, void* kept, outrider_verdict* verdicts,
+                      void* workspace, size_t workspace_size, int32_t threads);
+
+/* Verify a round: target rows 0 .. gamma against draft rows 0 .. gamma - 1, for every slot.
+ *
+ * draft: the logits that the drafts were drawn from; `kept` of outrider_draw has slot_stride =
+ * width * row_stride, and there a slot's own number is its index (draft_by_index 0); otherwise
+ * slot.index chooses (draft_by_index 1). rows [slots, width]: from outrider_draw, or NULL: computed
+ * here. uniforms: NULL for Philox, or [slots, width + 1]: the accept tests', then the final draw's.
+ * ratios: NULL, or [slots, width].
+ */
+OUTRIDER_API int32_t outrider_verify(const outrider_logits* target, const outrider_logits* draft,
+                        int32_t draft_by_index, const outrider_slot* slots, int32_t slot_count,
+                        int32_t width, const double* uniforms, const int64_t* drafts,
+                        const outrider_row* rows, outrider_verdict* verdicts, double* ratios,
+                        void* workspace, size_t workspace_size, int32_t threads);
+
+/* The warped weights of row 0 of one slot, unnormalised, float32 [vocab_size], for tests and tools.
+ * The workspace is that of width OUTRIDER_MAX_WIDTH and one thread. Returns the row's status. */
+OUTRIDER_API int32_t outrider_warp(const outrider_logits* logits, const outrider_slot* slot, float* weights,
+                      double* total, void* workspace, size_t workspace_size);
+
+/* Philox 4x32-10 and the 53-bit uniform in [0, 1) that is made from it. */
+OUTRIDER_API void outrider_philox4x32(uint64_t key, const uint32_t counter[4], uint32_t answer[4]);
+OUTRIDER_API double outrider_uniform(uint64_t seed, uint32_t position, uint32_t purpose, uint32_t lane);
+
+/* The instruction set in use: "avx512", "avx2" or "plain". outrider_use makes later calls use a
+ * lesser one (for tests; results are the same to the bit) and returns 0 where it is not there. */
+OUTRIDER_API const char* outrider_instruction_set(void);
+OUTRIDER_API int32_t outrider_use(const char* instruction_set);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,295 @@
+// liboutrider on the CPU: the C interface of outrider.h over the algorithm of outrider_sampling.h.
+//
+// A slot is one thread's work.
+#include <atomic>
+#include <new>
+#include <system_error>
+#include <thread>
+
+#include "outrider_round.h"
+
+namespace {
+
+constexpr int MAX_THREADS = 64;
+
+// --- instruction sets -------------------------------------------------------------------------
+
+const outrider_tiles* best_tiles() {
+#if defined(OUTRIDER_X86)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    return &outrider_tiles_avx512;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &outrider_tiles_avx2;
+#endif
+  return &outrider_tiles_plain;
+}
+
+std::atomic<const outrider_tiles*> chosen_tiles{nullptr};
+
+const outrider_tiles& tiles_in_use() {
+  const outrider_tiles* tiles = chosen_tiles.load(std::memory_order_relaxed);
+  if (tiles == nullptr) chosen_tiles.store(tiles = best_tiles(), std::memory_order_relaxed);
+  return *tiles;
+}
+
+// --- checks -----------------------------------------------------------------------------------
+
+bool legal(const outrider_logits* logits) {
+  return logits != nullptr && logits->vocab_size > 0 && logits->dtype >= OUTRIDER_FLOAT32 &&
+         logits->dtype <= OUTRIDER_BFLOAT16;
+}
+
+// The ranges of runtime/warping.py's SamplingParams; each comparison is false for a NaN.
+bool legal(const outrider_slot& s, int width) {
+  const bool temperature = s.temperature == 0 || (s.temperature >= 1e-7f && s.temperature <= 1e7f);
+  const bool ids = s.context_length >= 0 && s.suppress_length >= 0 &&
+                   (s.context != nullptr || s.context_length == 0) &&
+                   (s.suppress != nullptr || s.suppress_length == 0);
+  const bool rule = s.rule >= OUTRIDER_TOKEN && s.rule <= OUTRIDER_SIGMOID &&
+                    (s.rule == OUTRIDER_TOKEN || s.lenience == 1) &&
+                    !(s.rule == OUTRIDER_SIGMOID && s.temperature == 0);
+  return temperature && ids && rule && s.top_k >= 0 && s.top_p > 0 && s.top_p <= 1 &&
+         s.min_p >= 0 && s.min_p <= 1 && s.repetition_penalty > 0 &&
+         s.repetition_penalty < outrider::INF && s.lenience > 0 && s.lenience <= 1 &&
+         s.sigmoid_alpha < 0 && s.sigmoid_beta > 0 && s.gamma >= -1 && s.gamma <= width &&
+         s.index >= 0;
+}
+
+int32_t check(const outrider_slot* slots, int32_t slot_count, int32_t width, int32_t vocab_size,
+              const void* workspace, size_t workspace_size, int32_t threads) {
+  if (slots == nullptr || slot_count < 0 || workspace == nullptr) return OUTRIDER_BAD_ARGUMENT;
+  const size_t needed = outrider_workspace_size(vocab_size, width, threads);
+  if (needed == 0) return OUTRIDER_BAD_ARGUMENT;
+  if (workspace_size < needed) return OUTRIDER_SMALL_WORKSPACE;
+  for (int b = 0; b < slot_count; ++b)
+    if (!legal(slots[b], width)) return OUTRIDER_BAD_PARAMETER;
+  return OUTRIDER_OK;
+}
+
+// --- threads ----------------------------------------------------------------------------------
+
+// Starting a thread costs as much as half a row of 128k logits; below this it does not pay.
+#ifndef OUTRIDER_LOGITS_PER_THREAD
+#define OUTRIDER_LOGITS_PER_THREAD 400'000
+#endif
+
+// work(memory, b) for every slot, on as many threads as pay. They are started here and joined here:
+// no pool, so nothing spins beside the engines and nothing breaks in a forked child. Which thread
+// runs a slot does not matter to its result. Where no thread can be had, the caller does it all.
+template <class Work>
+void for_each_slot(int slot_count, int64_t logits, int threads, int vocab_size, int width,
+                   void* workspace, const Work& work) {
+  std::atomic<int> next{0};
+  const auto loop = [&](int thread) {
+    const size_t size = outrider_workspace_size(vocab_size, width, 1);
+    Carver carver{reinterpret_cast<std::uintptr_t>(workspace) + static_cast<size_t>(thread) * size};
+    const Memory memory = carver.memory(vocab_size, width);
+    for (int b = next++; b < slot_count; b = next++) work(memory, b);
+  };
+  const int64_t paying = std::min<int64_t>(logits / OUTRIDER_LOGITS_PER_THREAD, slot_count);
+  const int helpers = static_cast<int>(std::min<int64_t>(threads, paying)) - 1;
+  std::thread started[MAX_THREADS];
+  int running = 0;
+  try {
+    for (; running < helpers; ++running) started[running] = std::thread(loop, running + 1);
+  } catch (const std::system_error&) { // out of threads
+  } catch (const std::bad_alloc&) {
+  }
+  loop(0);
+  for (int i = 0; i < running; ++i) started[i].join();
+}
+
+outrider_verdict no_verdict() { return {-1, 0, 0, OUTRIDER_OK, OUTRIDER_TARGET, 0, 0}; }
+
+} // namespace
+
+extern "C" {
+
+const char* outrider_status_text(int32_t status) {
+  switch (status) {
+  case OUTRIDER_OK: return "ok";
+  case OUTRIDER_BAD_ARGUMENT: return "a pointer is null, or a size is out of range";
+  case OUTRIDER_BAD_PARAMETER: return "a slot's sampling parameter is out of range";
+  case OUTRIDER_SMALL_WORKSPACE: return "the workspace is smaller than outrider_workspace_size says";
+  case OUTRIDER_NO_DRAFT_LOGITS: return "the sigmoid rule needs the draft's logits";
+  case OUTRIDER_SLOT_FAILED: return "a slot failed; its verdict says why";
+  case OUTRIDER_NAN: return "NaN in the logits";
+  case OUTRIDER_INFINITE: return "+inf in the logits";
+  case OUTRIDER_NO_TOKEN: return "every logit is -inf";
+  default: return "unknown status";
+  }
+}
+
+int32_t outrider_abi_version(void) { return OUTRIDER_ABI_VERSION; }
+
+size_t outrider_workspace_size(int32_t vocab_size, int32_t width, int32_t threads) {
+  if (vocab_size <= 0 || vocab_size > (1 << 30) || width < 0 || width > OUTRIDER_MAX_WIDTH ||
+      threads < 1 || threads > MAX_THREADS)
+    return 0;
+  Carver carver{0};
+  carver.memory(vocab_size, width);
+  // Whole cache lines, and one to spare for a start that is not aligned.
+  return static_cast<size_t>(threads) * ((carver.at + 63) / 64 * 64 + 64);
+}
+
+int32_t outrider_draw(const outrider_logits* logits, const outrider_slot* slots,
+                      int32_t slot_count, int32_t width, int32_t step, const double* uniforms,
+                      int64_t* drafts, outrider_row* rows, void* kept, outrider_verdict* verdicts,
+                      void* workspace, size_t workspace_size, int32_t threads) {
+  if (!legal(logits) || logits->data == nullptr || drafts == nullptr || rows == nullptr ||
+      step < 0 || step >= width)
+    return OUTRIDER_BAD_ARGUMENT;
+  const int32_t status = check(slots, slot_count, width, logits->vocab_size, workspace,
+                               workspace_size, threads);
+  if (status != OUTRIDER_OK) return status;
+  std::atomic<int32_t> result{OUTRIDER_OK};
+  const outrider_tiles& ops = tiles_in_use();
+  const auto work = [&](const Memory& memory, int b) {
+    const outrider_slot& slot = slots[b];
+    if (verdicts != nullptr) verdicts[b] = no_verdict();
+    if (step >= slot.gamma) return;
+    const int64_t at = int64_t{b} * width + step;
+    const Row raw = Model{logits, slot.index}.row(0);
+    // At temperature 0 a verification never reads q.
+    unsigned char* copy = nullptr;
+    if (kept != nullptr && slot.temperature > 0)
+      copy = static_cast<unsigned char*>(kept) +
+             at * raw.width * outrider::element_size(raw.dtype);
+    int32_t slot_status;
+    const Row row =
+        process(ops, raw, slot, drafts + at - step, step, memory.adjusted[1], &slot_status);
+    outrider_row& shape = rows[at];
+    const bool in_place = row.data == raw.data;
+    if (copy != nullptr && !in_place)
+      std::memcpy(copy, raw.data,
+                  static_cast<size_t>(int64_t{raw.width} * outrider::element_size(raw.dtype)));
+    if (slot_status == OUTRIDER_OK)
+      slot_status = shape_row(ops, row, slot, memory.scratch, memory.q_sum, &shape,
+                              in_place ? copy : nullptr);
+    if (slot_status == OUTRIDER_OK) {
+      double u = 0;
+      if (slot.temperature > 0)
+        u = uniforms != nullptr
+                ? uniforms[at]
+                : outrider::uniform(slot.seed, slot.position + static_cast<uint32_t>(step),
+                                    outrider::DRAFT, outrider::lane_of(slot));
+      draw_row(ops, row, memory.q_sum, u, -1, &shape);
+      drafts[at] = shape.token;
+      return;
+    }
+    drafts[at] = -1;
+    if (verdicts != nullptr) {
+      verdicts[b].status = slot_status;
+      verdicts[b].model = OUTRIDER_DRAFT;
+      verdicts[b].row = step;
+    }
+    result = OUTRIDER_SLOT_FAILED;
+  };
+  for_each_slot(slot_count, int64_t{slot_count} * logits->vocab_size, threads,
+                logits->vocab_size, width, workspace, work);
+  return result;
+}
+
+int32_t outrider_verify(const outrider_logits* target, const outrider_logits* draft,
+                        int32_t draft_by_index, const outrider_slot* slots, int32_t slot_count,
+                        int32_t width, const double* uniforms, const int64_t* drafts,
+                        const outrider_row* rows, outrider_verdict* verdicts, double* ratios,
+                        void* workspace, size_t workspace_size, int32_t threads) {
+  static const outrider_logits none = {nullptr, 0, 0, 1, OUTRIDER_FLOAT32};
+  if (draft == nullptr) draft = &none;
+  if (!legal(target) || target->data == nullptr || !legal(draft) || verdicts == nullptr ||
+      (drafts == nullptr && width > 0))
+    return OUTRIDER_BAD_ARGUMENT;
+  const int32_t vocab_size = std::max(target->vocab_size, draft->vocab_size);
+  const int32_t status =
+      check(slots, slot_count, width, vocab_size, workspace, workspace_size, threads);
+  if (status != OUTRIDER_OK) return status;
+  std::atomic<int32_t> result{OUTRIDER_OK};
+  const outrider_tiles& ops = tiles_in_use();
+  const auto work = [&](const Memory& memory, int b) {
+    const outrider_slot& slot = slots[b];
+    outrider_verdict& verdict = verdicts[b] = no_verdict();
+    if (slot.gamma < 0) return;
+    const int64_t at = int64_t{b} * width;
+    Round round(ops, memory, slot, {target, slot.index}, {draft, draft_by_index ? slot.index : b},
+                drafts + at, rows != nullptr ? rows + at : nullptr,
+                uniforms != nullptr ? uniforms + int64_t{b} * (width + 1) : nullptr, width);
+    double unused[OUTRIDER_MAX_WIDTH];
+    double* slot_ratios = ratios != nullptr ? ratios + at : unused;
+    outrider::Decision decision;
+    const bool decided =
+        slot.rule == OUTRIDER_BLOCK
+            ? outrider::decide_block(round, slot.gamma, slot_ratios, &decision)
+            : outrider::decide_token(round, slot.gamma, slot.lenience, slot_ratios, &decision);
+    if (decided && round.draw(decision, &verdict.token)) {
+      verdict.accepted = decision.accepted;
+      verdict.examined = decision.examined;
+      return;
+    }
+    verdict.token = -1;
+    verdict.status = round.failure().status;
+    verdict.model = round.failure().model;
+    verdict.row = round.failure().row;
+    result = OUTRIDER_SLOT_FAILED;
+  };
+  // A round reads about half of its rows: up to the first rejection.
+  for_each_slot(slot_count, int64_t{slot_count} * vocab_size * (width + 2) / 2, threads,
+                vocab_size, width, workspace, work);
+  return result;
+}
+
+int32_t outrider_warp(const outrider_logits* logits, const outrider_slot* slot, float* weights,
+                      double* total, void* workspace, size_t workspace_size) {
+  if (!legal(logits) || logits->data == nullptr || weights == nullptr || total == nullptr)
+    return OUTRIDER_BAD_ARGUMENT;
+  const int32_t status = check(slot, 1, OUTRIDER_MAX_WIDTH, logits->vocab_size, workspace,
+                               workspace_size, 1);
+  if (status != OUTRIDER_OK) return status;
+  const outrider_tiles& ops = tiles_in_use();
+  Carver carver{reinterpret_cast<std::uintptr_t>(workspace)};
+  const Memory memory = carver.memory(logits->vocab_size, 0);
+  int32_t row_status;
+  const Row row = process(ops, Model{logits, slot->index}.row(0), *slot, nullptr, 0,
+                          memory.adjusted[0], &row_status);
+  outrider_row shape;
+  if (row_status == OUTRIDER_OK)
+    row_status = shape_row(ops, row, *slot, memory.scratch, memory.tile_sum, &shape);
+  if (row_status != OUTRIDER_OK) return row_status;
+  *total = shape.total;
+  for (int i = 0; i < row.width; ++i)
+    weights[i] = shape.rate == 0 ? static_cast<float>(i == shape.token)
+                                 : ops.weight(row.at(i), i, &shape);
+  return OUTRIDER_OK;
+}
+
+void outrider_philox4x32(uint64_t key, const uint32_t counter[4], uint32_t answer[4]) {
+  std::copy_n(counter, 4, answer);
+  outrider::philox4x32(key, answer);
+}
+
+double outrider_uniform(uint64_t seed, uint32_t position, uint32_t purpose, uint32_t lane) {
+  return outrider::uniform(seed, position, purpose, lane);
+}
+
+const char* outrider_instruction_set(void) { return tiles_in_use().name; }
+
+int32_t outrider_use(const char* instruction_set) {
+  const outrider_tiles* best = best_tiles();
+  const outrider_tiles* known[] = {
+#if defined(OUTRIDER_X86)
+      &outrider_tiles_avx512, &outrider_tiles_avx2,
+#endif
+      &outrider_tiles_plain};
+  bool there = false; // from the best one down
+  for (const outrider_tiles* tiles : known) {
+    there = there || tiles == best;
+    if (there && std::strcmp(tiles->name, instruction_set) == 0) {
+      chosen_tiles = tiles;
+      return 1;
+    }
+  }
+  return 0;
+}
+
+} // extern "C"

@@ -1,0 +1,304 @@
+// A round of one slot on the CPU: rows, shaped when a rule first asks for them, and the final draw.
+// Rows after the first rejection are conditioned on text that does not exist, and are not read.
+#ifndef OUTRIDER_ROUND_H
+#define OUTRIDER_ROUND_H
+
+#include <cstdint>
+
+#include "outrider_row.h"
+
+namespace {
+
+// --- the workspace ----------------------------------------------------------------------------
+
+struct Memory {
+  Scratch scratch;
+  float* adjusted[2]; // [V] each: the target's and the draft's processed row
+  double* tile_sum;   // [width + 1, tiles]: of the p rows
+  double* q_sum;      // [tiles]
+  double* rest;       // [tiles]: of the residual
+};
+
+// Cache-line-aligned pieces, one after the other; from address 0 it only counts.
+struct Carver {
+  std::uintptr_t at;
+
+  template <class T> T* take(size_t count) {
+    at = (at + 63) & ~std::uintptr_t{63};
+    T* piece = reinterpret_cast<T*>(at);
+    at += count * sizeof(T);
+    return piece;
+  }
+
+  Memory memory(int vocab_size, int width) {
+    const auto vocab = static_cast<size_t>(vocab_size);
+    const auto tiles = static_cast<size_t>(tiles_of(vocab_size));
+    Memory m;
+    m.scratch.tile_max = take<float>(tiles);
+    m.scratch.order = take<float>(tiles);
+    m.scratch.mass = take<double>(BINS + 1);
+    m.scratch.candidates = take<Candidate>(vocab);
+    m.adjusted[0] = take<float>(vocab);
+    m.adjusted[1] = take<float>(vocab);
+    m.tile_sum = take<double>(tiles * (static_cast<size_t>(width) + 1));
+    m.q_sum = take<double>(tiles);
+    m.rest = take<double>(tiles);
+    return m;
+  }
+};
+
+// --- one slot's round -------------------------------------------------------------------------
+
+struct Failure {
+  int32_t status, model, row;
+};
+
+// Rows of one model for one slot.
+struct Model {
+  const outrider_logits* logits;
+  int64_t slot;
+
+  Row row(int i) const {
+    const auto* data = static_cast<const unsigned char*>(logits->data);
+    return {data + slot * logits->slot_stride + i * logits->row_stride, logits->dtype,
+            logits->vocab_size};
+  }
+};
+
+class Round {
+public:
+  Round(const outrider_tiles& ops, const Memory& memory, const outrider_slot& slot, Model target,
+        Model draft, const int64_t* drafts, const outrider_row* rows, const double* uniforms,
+        int width)
+      : ops_(ops), memory_(memory), slot_(slot), target_(target), draft_(draft), drafts_(drafts),
+        rows_(rows), uniforms_(uniforms), width_(width) {}
+
+  bool greedy() const { return slot_.temperature == 0; }
+  bool point_draft() const { return greedy() || draft_.logits->data == nullptr; }
+  const Failure& failure() const { return failure_; }
+
+  double accept_u(int i) const {
+    if (greedy()) return 0;
+    if (uniforms_ != nullptr) return uniforms_[i];
+    return outrider::uniform(slot_.seed, slot_.position + static_cast<uint32_t>(i),
+                             outrider::ACCEPT, outrider::lane_of(slot_));
+  }
+
+  // One draw a round, whatever position it lands on: the round's start names it.
+  double final_u() const {
+    if (greedy()) return 0;
+    if (uniforms_ != nullptr) return uniforms_[width_];
+    return outrider::uniform(slot_.seed, slot_.position, outrider::RESIDUAL,
+                             outrider::lane_of(slot_));
+  }
+
+  bool probs(int i, double* p, double* q) {
+    const int64_t token = drafts_[i];
+    if (!shape_target(i)) return false;
+    const outrider_row& shape = p_[i];
+    *p = 0;
+    *q = 1;
+    if (greedy()) {
+      *p = token == shape.token ? 1 : 0;
+      if (slot_.lenience < 1 && p_row_.has(token)) {
+        // Accept when p(x) >= l max p, in the logits before they became a point mass.
+        const double margin =
+            static_cast<double>(p_row_.at(token)) - static_cast<double>(shape.peak);
+        *p = margin >= std::log(slot_.lenience) ? 1 : 0;
+      }
+      return true;
+    }
+    if (slot_.rule == OUTRIDER_SIGMOID) {
+      if (point_draft()) return fail(OUTRIDER_NO_DRAFT_LOGITS, OUTRIDER_DRAFT, i);
+      if (!shape_draft(i) || !process_draft(i)) return false;
+      *p = sigmoid(p_row_, shape, token);
+      *q = sigmoid(q_row_, q_, token);
+      return true;
+    }
+    if (p_row_.has(token)) *p = weight(p_row_, shape, token) / shape.total;
+    if (point_draft()) return true;
+    if (!shape_draft(i)) return false;
+    if (q_.token == token) {
+      *q = static_cast<double>(q_.weight) / q_.total;
+      return true;
+    }
+    if (!process_draft(i)) return false;
+    *q = q_row_.has(token) ? weight(q_row_, q_, token) / q_.total : 0;
+    return true;
+  }
+
+  // The tile sums of max(0, scale p - q) and their mass in units of a normalised q.
+  bool residual_mass(int i, double scale, double* mass) {
+    if (!shape_target(i)) return false;
+    rest_of_ = i;
+    rest_scale_ = scale;
+    if (greedy()) {
+      const double q = drafts_[i] == p_[i].token ? 1 : 0;
+      *mass = scale > q ? scale - q : 0;
+      return true;
+    }
+    double unit;
+    if (point_draft()) {
+      remove_point(i);
+      unit = p_[i].total / scale; // scale p(x) <= 1 = q(x)
+    } else {
+      if (!shape_draft(i) || !process_draft(i)) return false;
+      subtract(i);
+      unit = q_.total;
+    }
+    double sum = 0;
+    for (int k = 0; k < p_row_.tiles(); ++k) sum += memory_.rest[k];
+    rest_empty_ = !(sum > 0);
+    *mass = sum / unit;
+    return true;
+  }
+
+  // The next token, after row `accepted`.
+  bool draw(const outrider::Decision& decision, int64_t* token) {
+    const int i = decision.accepted;
+    if (!shape_target(i)) return false;
+    outrider_row shape = p_[i];
+    if (decision.residual && !greedy()) {
+      double mass;
+      if ((rest_of_ != i || rest_scale_ != decision.scale) &&
+          !residual_mass(i, decision.scale, &mass))
+        return false;
+      if (!rest_empty_) {
+        *token = draw_rest(i);
+        return true;
+      }
+    }
+    draw_row(ops_, p_row_, sums(i), final_u(), -1, &shape);
+    *token = shape.token;
+    return true;
+  }
+
+private:
+  double* sums(int i) const {
+    return memory_.tile_sum + static_cast<int64_t>(i) * tiles_of(target_.logits->vocab_size);
+  }
+
+  bool fail(int32_t status, int32_t model, int row) {
+    if (status != OUTRIDER_OK) failure_ = {status, model, row};
+    return status == OUTRIDER_OK;
+  }
+
+  bool shape_target(int i) {
+    int32_t status;
+    if (p_current_ != i) {
+      p_row_ = process(ops_, target_.row(i), slot_, drafts_, i, memory_.adjusted[0], &status);
+      if (!fail(status, OUTRIDER_TARGET, i)) return false;
+      p_current_ = i;
+    }
+    if (i < p_known_) return true;
+    status = shape_row(ops_, p_row_, slot_, memory_.scratch, sums(i), &p_[i]);
+    p_known_ = i + 1;
+    return fail(status, OUTRIDER_TARGET, i);
+  }
+
+  bool process_draft(int i) {
+    if (q_current_ == i) return true;
+    int32_t status;
+    q_row_ = process(ops_, draft_.row(i), slot_, drafts_, i, memory_.adjusted[1], &status);
+    q_current_ = i;
+    return fail(status, OUTRIDER_DRAFT, i);
+  }
+
+  bool shape_draft(int i) {
+    if (q_known_ == i) return true;
+    q_known_ = i;
+    if (rows_ != nullptr) {
+      q_ = rows_[i];
+      return true;
+    }
+    if (!process_draft(i)) return false;
+    const int32_t status = shape_row(ops_, q_row_, slot_, memory_.scratch, memory_.q_sum, &q_);
+    return fail(status, OUTRIDER_DRAFT, i);
+  }
+
+  double weight(const Row& row, const outrider_row& shape, int64_t id) const {
+    return static_cast<double>(ops_.weight(row.at(id), static_cast<int>(id), &shape));
+  }
+
+  double sigmoid(const Row& row, const outrider_row& shape, int64_t id) const {
+    if (!row.has(id)) return 0;
+    return static_cast<double>(ops_.sigmoid(row.at(id), static_cast<int>(id), &shape, &slot_));
+  }
+
+  // max(0, scale p - q) of tile k, in units of q's weights; where p and q are the same row the
+  // factor is exactly 1, and nothing is left.
+  float rest_tile(int i, int k, float* w) const {
+    alignas(64) float buffer[TILE], v[TILE];
+    const bool common = k < q_row_.tiles(); // beyond a narrower draft q is 0
+    const outrider_logit* z = p_row_.load(ops_, k, buffer);
+    float factor = 1;
+    if (slot_.rule == OUTRIDER_SIGMOID) {
+      ops_.sigmoids(w, z, &p_[i], k * TILE, &slot_);
+      if (common) z = q_row_.load(ops_, k, buffer);
+      if (common) ops_.sigmoids(v, z, &q_, k * TILE, &slot_);
+    } else {
+      factor = static_cast<float>(rest_scale_ * (q_.total / p_[i].total));
+      ops_.weights(w, z, &p_[i], k * TILE);
+      if (common) z = q_row_.load(ops_, k, buffer);
+      if (common) ops_.weights(v, z, &q_, k * TILE);
+    }
+    if (!common) std::fill_n(v, TILE, 0.0f);
+    return ops_.residual(w, factor, v);
+  }
+
+  void subtract(int i) {
+    alignas(64) float w[TILE];
+    for (int k = 0; k < p_row_.tiles(); ++k) {
+      const bool nothing = slot_.rule != OUTRIDER_SIGMOID && !(sums(i)[k] > 0);
+      memory_.rest[k] = nothing ? 0 : static_cast<double>(rest_tile(i, k, w));
+    }
+  }
+
+  void remove_point(int i) {
+    const int64_t token = drafts_[i];
+    std::copy_n(sums(i), p_row_.tiles(), memory_.rest);
+    if (!p_row_.has(token)) return;
+    alignas(64) float buffer[TILE], w[TILE];
+    const int k = static_cast<int>(token / TILE);
+    ops_.weights(w, p_row_.load(ops_, k, buffer), &p_[i], k * TILE);
+    w[token % TILE] = 0;
+    double sum = 0;
+    for (const float x : w) sum += static_cast<double>(x);
+    memory_.rest[k] = sum;
+  }
+
+  int64_t draw_rest(int i) {
+    if (point_draft()) {
+      outrider_row shape = p_[i];
+      draw_row(ops_, p_row_, memory_.rest, final_u(), drafts_[i], &shape);
+      return shape.token;
+    }
+    alignas(64) float w[TILE];
+    double fraction = 0;
+    const int k = outrider::choose_tile(memory_.rest, p_row_.tiles(), final_u(), &fraction);
+    rest_tile(i, k, w);
+    const int count = p_row_.count(k);
+    return int64_t{k} * TILE + outrider::choose_token(w, count, fraction);
+  }
+
+  const outrider_tiles& ops_;
+  const Memory& memory_;
+  const outrider_slot& slot_;
+  Model target_, draft_;
+  const int64_t* drafts_;
+  const outrider_row* rows_;
+  const double* uniforms_;
+  int width_;
+
+  outrider_row p_[OUTRIDER_MAX_WIDTH + 1]; // of rows 0 .. p_known_ - 1
+  outrider_row q_{};                       // of row q_known_
+  Row p_row_{}, q_row_{};                  // processed rows p_current_, q_current_
+  int p_known_ = 0, q_known_ = -1, p_current_ = -1, q_current_ = -1;
+  int rest_of_ = -1;
+  double rest_scale_ = 1;
+  bool rest_empty_ = true;
+  Failure failure_{OUTRIDER_OK, OUTRIDER_TARGET, 0};
+};
+
+} // namespace
+#endif

@@ -1,0 +1,284 @@
+// One row of logits on the CPU: from logits to a distribution, and a draw from it. The semantics are
+// those of runtime/warping.py, which has the order of the filters and the reasons.
+#ifndef OUTRIDER_ROW_H
+#define OUTRIDER_ROW_H
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "outrider_sampling.h"
+#include "outrider_tiles.h"
+
+namespace {
+
+using outrider::TILE;
+
+constexpr int BINS = 2048; // of 1/64 of a factor 2 each, so down to 2^-32 of the peak; then one more
+
+inline int tiles_of(int width) { return (width + TILE - 1) / TILE; }
+
+struct Candidate {
+  float logit;
+  int id;
+};
+
+// A processed row: logits, tile by tile. float32 in the workspace where a penalty or a suppression
+// changed it, else the caller's memory.
+struct Row {
+  const unsigned char* data;
+  int dtype;
+  int width;
+
+  int tiles() const { return tiles_of(width); }
+  bool has(int64_t id) const { return id >= 0 && id < width; }
+  float at(int64_t id) const { return outrider::load(data, dtype, id); }
+  int count(int k) const { return std::min(TILE, width - k * TILE); }
+  const unsigned char* tile(int k) const {
+    return data + int64_t{k} * TILE * outrider::element_size(dtype);
+  }
+  // TILE floats, -inf beyond the row's end: the row's own memory where it will do, else `buffer`.
+  const outrider_logit* load(const outrider_tiles& ops, int k, float* buffer) const {
+    if (dtype == OUTRIDER_FLOAT32 && count(k) == TILE)
+      return reinterpret_cast<const outrider_logit*>(tile(k));
+    ops.load(buffer, tile(k), dtype, count(k));
+    return buffer;
+  }
+};
+
+// Per thread, carved out of the caller's workspace.
+struct Scratch {
+  float* tile_max;       // [tiles] of the row being filtered
+  float* order;          // [tiles]
+  double* mass;          // [BINS + 1]
+  Candidate* candidates; // [V]
+};
+
+// What is wrong with a row that is known to be broken. A NaN counts more than an infinity.
+inline int32_t diagnose(const Row& row) {
+  int32_t status = OUTRIDER_NO_TOKEN;
+  for (int i = 0; i < row.width; ++i) {
+    const float z = row.at(i);
+    if (outrider::is_nan(static_cast<double>(z))) return OUTRIDER_NAN;
+    if (z == outrider::INF) status = OUTRIDER_INFINITE;
+  }
+  return status;
+}
+
+// Repetition penalty, then suppression, on a copy; `raw` itself where neither applies to this row.
+// drafts: the round's tokens before row i also count as context. Sets status for a broken row:
+// suppression must not hide a NaN.
+inline Row process(const outrider_tiles& ops, const Row& raw, const outrider_slot& slot,
+                   const int64_t* drafts, int i, float* buffer, int32_t* status) {
+  const bool penalise = slot.repetition_penalty != 1 && slot.context_length + i > 0;
+  const bool suppress = i < slot.suppress_rows && slot.suppress_length > 0;
+  *status = OUTRIDER_OK;
+  if (!penalise && !suppress) return raw;
+  alignas(64) float z[TILE];
+  for (int k = 0; k < raw.tiles(); ++k)
+    std::memcpy(buffer + k * TILE, raw.load(ops, k, z),
+                static_cast<size_t>(raw.count(k)) * sizeof(float));
+  const auto penalty = [&](int64_t id) {
+    if (!raw.has(id)) return;
+    const float logit = raw.at(id); // from the original: a repeated id is penalised once
+    buffer[id] =
+        logit < 0 ? logit * slot.repetition_penalty : logit / slot.repetition_penalty;
+  };
+  if (penalise) {
+    for (int c = 0; c < slot.context_length; ++c) penalty(slot.context[c]);
+    for (int c = 0; c < i; ++c) penalty(drafts[c]);
+  }
+  if (suppress)
+    for (int c = 0; c < slot.suppress_length; ++c) {
+      const int64_t id = slot.suppress[c];
+      if (!raw.has(id)) continue;
+      if (!(raw.at(id) < outrider::INF)) *status = diagnose(raw);
+      buffer[id] = -outrider::INF;
+    }
+  return {reinterpret_cast<const unsigned char*>(buffer), OUTRIDER_FLOAT32, raw.width};
+}
+
+// Fill scratch.mass with what each bin holds; returns the sum. floor: smaller logits do not count, nor
+// do tiles whose maximum is `negligible`. counting: every token has mass 1, not its weight.
+inline double fill_bins(const outrider_tiles& ops, const Row& row, const outrider_row& shape,
+                        const Scratch& scratch, float floor, float negligible, bool counting) {
+  alignas(64) float buffer[TILE], w[TILE];
+  alignas(64) int bin[TILE];
+  std::fill_n(scratch.mass, BINS + 1, 0.0);
+  for (int k = 0; k < row.tiles(); ++k) {
+    if (scratch.tile_max[k] < floor || scratch.tile_max[k] < negligible) continue;
+    const outrider_logit* z = row.load(ops, k, buffer);
+    ops.bins(bin, w, z, &shape, BINS);
+    for (int i = 0; i < row.count(k); ++i)
+      if (z[i] >= floor) scratch.mass[bin[i]] += counting ? 1.0 : static_cast<double>(w[i]);
+  }
+  double total = 0;
+  for (int b = 0; b <= BINS; ++b) total += scratch.mass[b];
+  return total;
+}
+
+// The bin in which the mass that is summed from the largest logit down reaches `target`.
+inline int crossing_bin(const double* mass, double target, double* before) {
+  *before = 0;
+  for (int b = 0; b < BINS; ++b) {
+    if (*before + mass[b] >= target) return b;
+    *before += mass[b];
+  }
+  return BINS;
+}
+
+// The tokens of one bin, or with wanted = -1 of all, into scratch.candidates; returns how many.
+inline int gather(const outrider_tiles& ops, const Row& row, const outrider_row& shape,
+                  const Scratch& scratch, float floor, float negligible, int wanted) {
+  alignas(64) float buffer[TILE], w[TILE];
+  alignas(64) int bin[TILE];
+  int found = 0;
+  for (int k = 0; k < row.tiles(); ++k) {
+    if (scratch.tile_max[k] < floor || scratch.tile_max[k] < negligible) continue;
+    if (wanted >= 0) {
+      std::fill_n(buffer, TILE, scratch.tile_max[k]);
+      ops.bins(bin, w, buffer, &shape, BINS);
+      if (bin[0] > wanted) continue; // even its largest logit is in a later bin
+    }
+    const outrider_logit* z = row.load(ops, k, buffer);
+    if (wanted >= 0) ops.bins(bin, w, z, &shape, BINS);
+    for (int i = 0; i < row.count(k); ++i)
+      if (z[i] >= floor && (wanted < 0 || bin[i] == wanted))
+        scratch.candidates[found++] = {z[i], k * TILE + i};
+  }
+  return found;
+}
+
+// top-k: the k-th largest logit; all that equal it stay.
+inline void keep_top_k(const outrider_tiles& ops, const Row& row, int top_k, const Scratch& scratch,
+                       outrider_row* shape) {
+  float floor = -outrider::INF;
+  double before = 0;
+  int bin = -1;
+  if (top_k <= row.tiles()) {
+    // The k-th largest tile maximum is no larger than the k-th largest logit: few are above it.
+    std::copy_n(scratch.tile_max, row.tiles(), scratch.order);
+    std::nth_element(scratch.order, scratch.order + top_k - 1, scratch.order + row.tiles(),
+                     [](float a, float b) { return a > b; });
+    floor = scratch.order[top_k - 1];
+  } else {
+    fill_bins(ops, row, *shape, scratch, floor, floor, true);
+    bin = crossing_bin(scratch.mass, top_k, &before);
+  }
+  const int found = gather(ops, row, *shape, scratch, floor, floor, bin);
+  const int rank = std::min(top_k - static_cast<int>(before), found) - 1;
+  std::nth_element(scratch.candidates, scratch.candidates + rank, scratch.candidates + found,
+                   [](Candidate a, Candidate b) { return a.logit > b.logit; });
+  shape->cut = scratch.candidates[rank].logit;
+}
+
+// top-p: a token stays while the mass of those before it, from the largest down, is below top_p of
+// the total; of equal logits the lower ids go first.
+inline void keep_nucleus(const outrider_tiles& ops, const Row& row, double top_p,
+                         const Scratch& scratch, outrider_row* shape) {
+  // All weights below removable / V together are removable; half of it leaves room for rounding.
+  const double weight = (1 - top_p) * shape->total / (2.0 * row.width);
+  float negligible = -outrider::INF;
+  const bool all = shape->cut == -outrider::INF;
+  if (all && weight > 0)
+    negligible = shape->peak + static_cast<float>(std::log2(weight)) / shape->rate;
+  const double total =
+      fill_bins(ops, row, *shape, scratch, shape->cut, negligible, false);
+  const double target = top_p * (all ? shape->total : total);
+  double before = 0;
+  const int bin = crossing_bin(scratch.mass, target, &before);
+  const int found = gather(ops, row, *shape, scratch, shape->cut, negligible, bin);
+  std::sort(scratch.candidates, scratch.candidates + found, [](Candidate a, Candidate b) {
+    return a.logit > b.logit || (a.logit == b.logit && a.id > b.id);
+  });
+  for (int c = 0; c < found && before < target; ++c) {
+    const Candidate& last = scratch.candidates[c];
+    shape->cut = last.logit;
+    shape->tie_from = last.id;
+    before += static_cast<double>(ops.exp2((last.logit - shape->peak) * shape->rate));
+  }
+}
+
+// The distribution of a processed row: its shape, and tile_sum [tiles]. At temperature 0 a point mass.
+// kept: where the row is copied, or null.
+inline int32_t shape_row(const outrider_tiles& ops, const Row& row, const outrider_slot& slot,
+                         const Scratch& scratch, double* tile_sum, outrider_row* shape,
+                         unsigned char* kept = nullptr) {
+  alignas(64) float buffer[TILE], w[TILE];
+  const bool greedy = slot.temperature == 0;
+  const int tiles = row.tiles();
+  const float rate =
+      greedy ? 0 : static_cast<float>(outrider::LOG2_E / static_cast<double>(slot.temperature));
+  *shape = {1, -outrider::INF, rate, -outrider::INF, 0, 0, -1, 1, 0};
+  int best = 0;
+  int broken = 0;
+  for (int k = 0; k < tiles; ++k) {
+    const outrider_logit* z = row.load(ops, k, buffer);
+    if (kept != nullptr) {
+      const int64_t size = outrider::element_size(row.dtype);
+      std::memcpy(kept + k * TILE * size, row.tile(k), static_cast<size_t>(row.count(k) * size));
+    }
+    const int next = k + 1 < tiles ? k + 1 : k;
+    float peak;
+    if (greedy) {
+      peak = ops.peak(z, row.tile(next), &broken);
+    } else {
+      peak = ops.max(z);
+      const float sum = ops.sum(z, peak == -outrider::INF ? 0 : peak, rate, row.tile(next));
+      tile_sum[k] = static_cast<double>(sum);
+      broken |= static_cast<int>(!(sum < outrider::INF));
+    }
+    scratch.tile_max[k] = peak;
+    if (peak > shape->peak) {
+      shape->peak = peak;
+      best = k;
+    }
+  }
+  if (broken != 0 || shape->peak == -outrider::INF) return diagnose(row);
+  if (greedy) {
+    int token = best * TILE;
+    while (row.at(token) != shape->peak) ++token;
+    shape->token = token;
+    return OUTRIDER_OK;
+  }
+
+  shape->total = 0;
+  for (int k = 0; k < tiles; ++k) {
+    const float scale = ops.exp2((scratch.tile_max[k] - shape->peak) * rate);
+    tile_sum[k] *= static_cast<double>(scale);
+    shape->total += tile_sum[k];
+  }
+  const bool top_k = slot.top_k > 0 && slot.top_k < row.width;
+  if (!top_k && !(slot.top_p < 1) && !(slot.min_p > 0)) return OUTRIDER_OK;
+  if (top_k) keep_top_k(ops, row, slot.top_k, scratch, shape);
+  if (slot.top_p < 1) keep_nucleus(ops, row, slot.top_p, scratch, shape);
+  shape->min_weight = slot.min_p;
+  shape->total = 0;
+  for (int k = 0; k < tiles; ++k) {
+    tile_sum[k] = 0;
+    if (scratch.tile_max[k] < shape->cut) continue;
+    const outrider_logit* z = row.load(ops, k, buffer);
+    tile_sum[k] = static_cast<double>(ops.weights(w, z, shape, k * TILE));
+    shape->total += tile_sum[k];
+  }
+  return OUTRIDER_OK;
+}
+
+// The token at u of a row's inverse CDF. without: a token that has weight 0, or -1; then tile_sum is
+// without it too. Sets shape->token and its weight.
+inline void draw_row(const outrider_tiles& ops, const Row& row, const double* tile_sum, double u,
+                     int64_t without, outrider_row* shape) {
+  if (shape->rate == 0) return; // a point mass
+  alignas(64) float buffer[TILE], w[TILE];
+  double fraction = 0;
+  const int k = outrider::choose_tile(tile_sum, row.tiles(), u, &fraction);
+  const outrider_logit* z = row.load(ops, k, buffer);
+  ops.weights(w, z, shape, k * TILE);
+  if (without >= k * TILE && without < (k + 1) * TILE) w[without - k * TILE] = 0;
+  const int i = outrider::choose_token(w, row.count(k), fraction);
+  shape->token = k * TILE + i;
+  shape->weight = w[i];
+}
+
+} // namespace
+#endif

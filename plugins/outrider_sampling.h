@@ -1,0 +1,299 @@
+// The speculative-sampling algorithm, once: compiled by the host compiler for the CPU library and by
+// NVRTC or nvcc for the GPU. Raw pointers, no headers but the C interface's types.
+//
+// The vocabulary is cut into tiles of 1024 tokens. Per row and tile: maximum and sum of exponentials;
+// per slot: the tiles combined in order, then the accept tests; for one row only: the tile in which
+// the cumulative sum crosses u * total, and that tile's scan.
+//
+// Every float operation is a single IEEE one, in an order that is written down here; where a fused
+// multiply-add is meant it says `fused`. So all targets give the same bits, if the compiler contracts
+// nothing on its own (-ffp-contract=off, NVRTC and nvcc: -fmad=false) and without -ffast-math. Only
+// x86 before AVX2 has no fused multiply-add: see there.
+#ifndef OUTRIDER_SAMPLING_H
+#define OUTRIDER_SAMPLING_H
+
+#include "outrider.h"
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define OUTRIDER_HD __host__ __device__ __forceinline__
+#define OUTRIDER_LOOP _Pragma("unroll 1") // one thread's work: unrolled, it costs registers
+#else
+#define OUTRIDER_HD inline
+#define OUTRIDER_LOOP
+#endif
+
+// Internal linkage: the CPU library compiles this file once per instruction set, and one unit's
+// AVX-512 must not stand in for another's plain code.
+namespace {
+namespace outrider {
+
+constexpr int TILE = 1024;
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define INF __int_as_float(0x7F800000)
+#else
+constexpr float INF = __builtin_huge_valf();
+#endif
+
+// --- bits -------------------------------------------------------------------------------------
+
+OUTRIDER_HD float as_float(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(bits);
+#else
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+#endif
+}
+
+OUTRIDER_HD uint32_t as_bits(float value) {
+#if defined(__CUDA_ARCH__)
+  return __float_as_uint(value);
+#else
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  return bits;
+#endif
+}
+
+OUTRIDER_HD float from_bfloat16(uint16_t bits) { return as_float(static_cast<uint32_t>(bits) << 16); }
+
+// Without a branch, so that it vectorises; denormals are made by a subtraction, not by denormal
+// arithmetic, so that a caller's flush-to-zero mode changes nothing.
+OUTRIDER_HD float from_float16(uint16_t bits) {
+  const uint32_t exponent_mask = 0x7C00u << 13;
+  const uint32_t magnitude = (bits & 0x7FFFu) << 13;
+  const uint32_t exponent = magnitude & exponent_mask;
+  const uint32_t normal = magnitude + (112u << 23);
+  const uint32_t denormal = as_bits(as_float(magnitude + (113u << 23)) - as_float(113u << 23));
+  const uint32_t finite = exponent == 0 ? denormal : normal;
+  const uint32_t absolute = exponent == exponent_mask ? normal + (112u << 23) : finite;
+  return as_float(absolute | (static_cast<uint32_t>(bits) & 0x8000u) << 16);
+}
+
+OUTRIDER_HD int element_size(int dtype) { return dtype == OUTRIDER_FLOAT32 ? 4 : 2; }
+
+OUTRIDER_HD float load(const void* row, int dtype, int64_t i) {
+  const unsigned char* at = static_cast<const unsigned char*>(row) + i * element_size(dtype);
+#if defined(__CUDA_ARCH__) // device memory is aligned to its elements
+  if (dtype == OUTRIDER_FLOAT32) return *reinterpret_cast<const float*>(at);
+  const uint16_t bits = *reinterpret_cast<const uint16_t*>(at);
+#else
+  if (dtype == OUTRIDER_FLOAT32) {
+    float value;
+    __builtin_memcpy(&value, at, sizeof value);
+    return value;
+  }
+  uint16_t bits;
+  __builtin_memcpy(&bits, at, sizeof bits);
+#endif
+  return dtype == OUTRIDER_FLOAT16 ? from_float16(bits) : from_bfloat16(bits);
+}
+
+// --- random numbers ---------------------------------------------------------------------------
+
+enum Purpose { DRAFT = 0, ACCEPT = 1, RESIDUAL = 2 };
+
+// Philox 4x32-10 (Salmon et al., SC 2011). key: low word first.
+OUTRIDER_HD void philox4x32(uint64_t key, uint32_t c[4]) {
+  uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t product_0 = static_cast<uint64_t>(0xD2511F53u) * c[0];
+    const uint64_t product_1 = static_cast<uint64_t>(0xCD9E8D57u) * c[2];
+    c[0] = static_cast<uint32_t>(product_1 >> 32) ^ c[1] ^ k0;
+    c[1] = static_cast<uint32_t>(product_1);
+    c[2] = static_cast<uint32_t>(product_0 >> 32) ^ c[3] ^ k1;
+    c[3] = static_cast<uint32_t>(product_0);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+}
+
+// In [0, 1) with 53 bits: the first word and the top 21 bits of the second.
+OUTRIDER_HD double uniform(uint64_t seed, uint32_t position, uint32_t purpose, uint32_t lane) {
+  uint32_t c[4] = {position, purpose, lane, 0};
+  philox4x32(seed, c);
+  const uint64_t bits = (static_cast<uint64_t>(c[0]) << 32 | c[1]) >> 11;
+  return static_cast<double>(bits) * (1.0 / 9007199254740992.0);
+}
+
+// Block verification looks at all uniforms of its round: no later round may use them again.
+OUTRIDER_HD uint32_t lane_of(const outrider_slot& slot) {
+  return slot.rule == OUTRIDER_BLOCK ? slot.position : 0;
+}
+
+// --- elementwise ------------------------------------------------------------------------------
+
+// a * b + c, rounded once. The product is exact in float64, so what an old processor computes differs
+// only where float64 rounds to a tie of float32: the last bit, in one of 2^29 cases.
+OUTRIDER_HD float fused(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(a, b, c);
+#elif defined(__FMA__) || defined(__aarch64__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return static_cast<float>(static_cast<double>(a) * static_cast<double>(b) +
+                            static_cast<double>(c));
+#endif
+}
+
+constexpr double LOG2_E = 1.4426950408889634;
+
+// 2^t for t <= 0, relative error below 2e-7; exactly 1 at 0, exactly 0 below -126.5 (no denormals, so
+// no flush-to-zero differences), NaN for NaN. One function for p and q: it *is* their weight.
+OUTRIDER_HD float exp2_of(float t) {
+  const float magic = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer, in the low bits
+  const float y = -127.0f > t ? -127.0f : t;
+  const float shifted = y + magic;
+  const float r = y - (shifted - magic);
+  float e = 1.3264727e-3f; // minimax of the relative error on |r| <= 1/2, 1.1e-7
+  e = fused(e, r, 9.671513e-3f);
+  e = fused(e, r, 5.5507336e-2f);
+  e = fused(e, r, 2.4022242e-1f);
+  e = fused(e, r, 6.93147e-1f);
+  e = fused(e, r, 1.0f);
+  // The bits of 2^n; for n = -127 those of 0.
+  const uint32_t n = as_bits(shifted) + 127u;
+  return e * as_float(n << 23);
+}
+
+// The weight of token `id` with logit z. The filters are monotone in z, so a cut is all there is.
+OUTRIDER_HD float weight_of(float z, int id, const outrider_row& row) {
+  const float e = exp2_of((z - row.peak) * row.rate);
+  const bool above = (z > row.cut) | ((z == row.cut) & (id >= row.tie_from));
+  return above & (e >= row.min_weight) ? e : 0.0f;
+}
+
+// Eq. 5 of arXiv 2406.11016 on the warped logit; 0 for tokens that a filter removed.
+struct Sigmoid {
+  float temperature, alpha, rate; // rate: -log2(e) / (beta - alpha)
+};
+
+OUTRIDER_HD Sigmoid sigmoid_of(const outrider_slot& slot) {
+  return {slot.temperature, static_cast<float>(slot.sigmoid_alpha),
+          static_cast<float>(-LOG2_E / (slot.sigmoid_beta - slot.sigmoid_alpha))};
+}
+
+OUTRIDER_HD float squash(float z, int id, const outrider_row& row, Sigmoid s) {
+  const float t = (z / s.temperature - s.alpha) * s.rate;
+  // 2^t through 2^-|t|: 1 / (1 + e) for t <= 0, e / (1 + e) with e = 2^-t above.
+  const float e = exp2_of(t > 0 ? -t : t);
+  const float value = (t > 0 ? e : 1.0f) / (1.0f + e);
+  const bool filtered = (row.cut > -INF) | (row.min_weight > 0);
+  return (z == -INF) | (filtered & (weight_of(z, id, row) == 0)) ? 0.0f : value;
+}
+
+OUTRIDER_HD float positive_part(float a, float factor, float b) {
+  const float difference = a * factor - b;
+  return difference > 0 ? difference : 0.0f;
+}
+
+OUTRIDER_HD bool is_nan(double x) { return x != x; }
+
+// --- draws ------------------------------------------------------------------------------------
+
+// The tile in which the cumulative sum crosses u * total; how far into it, in [0, 1]. A tile that
+// adds nothing is never chosen. Past the end (u close to 1): the last that adds. -1: the sum is 0.
+OUTRIDER_HD int choose_tile(const double* sums, int tiles, double u, double* fraction) {
+  double total = 0;
+  OUTRIDER_LOOP
+  for (int k = 0; k < tiles; ++k) total += sums[k];
+  const double threshold = u * total;
+  double before = 0;
+  int last = -1;
+  OUTRIDER_LOOP
+  for (int k = 0; k < tiles; ++k) {
+    if (!(sums[k] > 0)) continue;
+    last = k;
+    if (before + sums[k] > threshold) {
+      *fraction = (threshold - before) / sums[k];
+      return k;
+    }
+    before += sums[k];
+  }
+  *fraction = 1;
+  return last;
+}
+
+// The token of one tile, likewise: the index of a positive weight, or -1 where there is none.
+OUTRIDER_HD int choose_token(const float* weights, int count, double fraction) {
+  double total = 0;
+  for (int i = 0; i < count; ++i) total += static_cast<double>(weights[i]);
+  const double threshold = fraction * total;
+  double sum = 0;
+  int last = -1;
+  for (int i = 0; i < count; ++i) {
+    if (!(weights[i] > 0)) continue;
+    last = i;
+    sum += static_cast<double>(weights[i]);
+    if (sum > threshold) return i;
+  }
+  return last;
+}
+
+// --- the rules --------------------------------------------------------------------------------
+
+// The outcome of the accept tests: the next token comes from row `accepted`: from p, or from the
+// residual max(0, scale p - q).
+struct Decision {
+  int accepted;
+  int examined;
+  bool residual;
+  double scale;
+};
+
+// Round: bool probs(i, &p, &q): p_i(x_i) and q_i(x_i) (by the sigmoid rule p^ and q^), false when a
+// row is broken; bool residual_mass(i, scale, &mass): of sum max(0, scale p - q), likewise;
+// double accept_u(i).
+
+// Speculative sampling (Leviathan et al. 2023; lenience: appendix A.5), and the sigmoid rule, which
+// differs in p and q only. Strictly u q < p, so that p = 0 is rejected at u = 0 too.
+template <class Round>
+OUTRIDER_HD bool decide_token(Round& round, int gamma, double lenience, double* ratios,
+                              Decision* decision) {
+  *decision = {gamma, gamma, false, 1.0};
+  for (int i = 0; i < gamma; ++i) {
+    double p, q;
+    if (!round.probs(i, &p, &q)) return false;
+    const double ratio = q > 0 ? p / (lenience * q) : 0.0;
+    ratios[i] = ratio < 1 ? ratio : 1.0;
+    if (!(q > 0 && round.accept_u(i) * lenience * q < p)) {
+      *decision = {i, i + 1, true, 1.0};
+      break;
+    }
+  }
+  return true;
+}
+
+// Block verification (arXiv 2403.10444, Algorithm 2): P_i = min(P_{i-1} p_i / q_i, 1); Z_i = sum
+// max(P_i p_{i+1} - q_{i+1}, 0); h_i = Z_i / (Z_i + 1 - P_i), h_gamma = P_gamma; tau = the *last* i
+// with u_i < h_i. From the back the first is the last.
+template <class Round>
+OUTRIDER_HD bool decide_block(Round& round, int gamma, double* ratios, Decision* decision) {
+  double prefix[OUTRIDER_MAX_WIDTH + 1];
+  prefix[0] = 1;
+  *decision = {gamma, gamma, false, 1.0};
+  for (int i = 0; i < gamma; ++i) {
+    double p, q;
+    if (!round.probs(i, &p, &q)) return false;
+    const double ratio = q > 0 ? p / q : 0.0;
+    const double product = prefix[i] * ratio;
+    prefix[i + 1] = product < 1 ? product : 1.0;
+    ratios[i] = ratio < 1 ? ratio : 1.0;
+  }
+  if (gamma == 0 || round.accept_u(gamma - 1) < prefix[gamma]) return true;
+  for (int tau = gamma - 1; tau >= 0; --tau) {
+    const double scale = prefix[tau];
+    if (scale == 0) continue; // Z = 0, h = 0
+    double mass;
+    if (!round.residual_mass(tau, scale, &mass)) return false;
+    *decision = {tau, gamma, true, scale};
+    // At P = 1, h = 1 (where Z = 0 too: p = q, and the residual is p); so tau = 0 is the end.
+    if (scale == 1 || round.accept_u(tau - 1) < mass / (mass + 1 - scale)) break;
+  }
+  return true;
+}
+
+} // namespace outrider
+} // namespace
+#endif
