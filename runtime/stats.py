@@ -45,10 +45,11 @@ class Stats:
         self.drafted += gamma
         self.accepted += accepted
         self.examined += examined
-        while len(self.drafted_at) < gamma:
+        counted = gamma if whole else min(gamma, emitted)
+        while len(self.drafted_at) < counted:
             self.drafted_at.append(0)
             self.accepted_at.append(0)
-        for i in range(gamma if whole else min(gamma, emitted)):
+        for i in range(counted):
             self.drafted_at[i] += 1
             self.accepted_at[i] += i < accepted
 

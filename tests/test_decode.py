@@ -432,3 +432,12 @@ def test_the_limits_themselves_are_allowed() -> None:
     assert (longest.finish_reason, len(longest.output)) == ("context", 1)
     one = run(decoder, Request([VOCAB_SIZE - 1], gamma=8, max_new_tokens=1, min_new_tokens=1))
     assert (one.finish_reason, len(one.output)) == ("length", 1)
+
+
+def test_a_round_cut_short_has_no_position_that_was_not_reached():
+    """The only round, ended by its first token: three of four positions say nothing."""
+    stats = Stats()
+    stats.count_round(4, accepted=1, examined=1, emitted=1, whole=False)
+    assert stats.summary()["acceptance_by_position"] == [1.0]
+    stats.count_round(4, accepted=2, examined=3, emitted=3)
+    assert stats.summary()["acceptance_by_position"] == [1.0, 1.0, 0.0, 0.0]
