@@ -105,4 +105,4 @@ def _generate(
         ).stats
 
     taken = sample(run)
-    return Sample(stats.tpot, taken.lost), stats
+    return Sample(stats.tpot(), taken.lost), stats

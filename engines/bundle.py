@@ -33,9 +33,7 @@ def build(graphs: Path, out: Path, *, backend: str, slots: int, force: bool = Fa
     models = {
         role: facts for role, facts in (("target", pair.target), ("draft", pair.draft)) if facts
     }
-    files = {f"tokenizer/{name}": facts for name, facts in pair.tokenizer.files.items()}
-    for role, facts in models.items():
-        files |= {f"{role}/{name}": file for name, file in facts.files.items()}
+    files = pair.all_files()
     manifest = Manifest(
         name=out.name,
         backend=backend,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from runtime.manifest import OutriderError, first_line
+from runtime.manifest import OutriderError, file_facts, first_line
 
 from .decoder import NAME, UnsupportedArchitecture, traced_layers
 
@@ -106,11 +105,7 @@ def content_hashes(checkpoint: Checkpoint) -> dict[str, str]:
     """SHA-256 of every file that decides what the graph computes."""
     indexes = sorted(checkpoint.path.glob("*.index.json"))
     files = [checkpoint.path / "config.json", *indexes, *weight_files(checkpoint.path)]
-    hashes = {}
-    for path in files:
-        with path.open("rb") as file:
-            hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return hashes
+    return {path.name: file_facts(path).sha256 for path in files}
 
 
 def check_length(checkpoint: Checkpoint, max_len: int) -> None:

@@ -21,6 +21,7 @@ from runtime.manifest import (
     OutriderError,
     digest_json,
     file_facts,
+    first_line,
     read_json,
     verify_files,
     write_folder,
@@ -202,5 +203,4 @@ def _reason(error: BaseException) -> str:
         error = error.__cause__
     if isinstance(error, UnsupportedArchitecture):
         return str(error)
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return f"torch.export: {lines[0][:160]}"
+    return f"torch.export: {first_line(error)}"

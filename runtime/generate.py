@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TextIO
 
 from . import report
-from .arguments import options_from, parse, refuse
+from .arguments import options_from, parse
 from .certificate import check
 from .errors import OutriderError, run_command
 from .prompts import batch_requests, prompt_from, source_name
@@ -73,7 +73,7 @@ def _single(
     out: _Output,
     err: _Output,
 ) -> int:
-    gamma = _resolve(engine, prompt, options)
+    gamma = engine.request(prompt, options).gamma
     if args.baseline and gamma == 0:
         raise OutriderError(
             "option",
@@ -163,7 +163,7 @@ def _batch(
     gammas = set()
     for number, prompt, options in requests:
         try:
-            gammas.add(_resolve(engine, prompt, options))
+            gammas.add(engine.request(prompt, options).gamma)
         except OutriderError as error:
             where = f"line {number} of {source_name(args.batch)}"
             raise OutriderError(error.kind, f"{where}: {error.cause}", error.remedy) from None
@@ -195,14 +195,6 @@ def _batch(
     if args.stats != "none" and engine.memory:
         err.line(report.memory(engine.memory))
     return 0
-
-
-def _resolve(engine: TextEngine, prompt: Prompt, options: Options) -> int:
-    """Refuse what this bundle cannot do; the gamma that a request will run with."""
-    request = engine.request(prompt, options)
-    gamma = request.gamma
-    refuse(replace(options, gamma=gamma))
-    return gamma
 
 
 def _notes(all_options: Sequence[Options]) -> Iterator[str]:

@@ -111,6 +111,16 @@ class Pair:
     max_gamma: int
     capacity: int
 
+    def all_files(self) -> dict[str, FileFacts]:
+        """Every file of the pair, by its path from the folder that holds it."""
+        parts = (("tokenizer", self.tokenizer), ("target", self.target), ("draft", self.draft))
+        return {
+            f"{part}/{name}": file
+            for part, facts in parts
+            if facts is not None
+            for name, file in facts.files.items()
+        }
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -263,8 +273,7 @@ def _lives(process: int) -> bool:
 
 # What our folders hold at the top; anything else in one is somebody's.
 _OURS = {
-    "manifest.json", "pair.json", "graph.json", "graph.onnx", "weights.bin",
-    "target", "draft", "tokenizer",
+    MANIFEST_FILE, PAIR_FILE, PART_FILE, GRAPH_FILE, WEIGHTS_FILE, "target", "draft", "tokenizer"
 }  # fmt: skip
 
 
@@ -313,13 +322,11 @@ def read_bundle(folder: Path, *, verify: bool = True) -> Manifest:
         raise OutriderError("bundle", f"{folder} is {what}: it has no {MANIFEST_FILE}", remedy)
     manifest = read_json(folder / MANIFEST_FILE, "manifest", Manifest, remedy)
     pair = manifest.pair
-    parts = (("tokenizer", pair.tokenizer), ("target", pair.target), ("draft", pair.draft))
-    expected = {f"{part}/{name}" for part, facts in parts if facts for name in facts.files}
     rows = pair.max_len + pair.max_gamma + 1
     fits = pair.capacity == pair.target.capacity == rows and (
         pair.vocab_size <= pair.target.vocab_size
     )
-    if expected != manifest.files.keys() or not fits:
+    if pair.all_files() != manifest.files or not fits:
         cause = f"{folder / MANIFEST_FILE} contradicts itself: it was edited"
         raise OutriderError("bundle", cause, remedy)
     verify_files(folder, manifest.files, contents=verify, remedy=remedy)

@@ -45,7 +45,7 @@ def summary(result: Result, gamma: int, *, seed: bool = True) -> list[str]:
     second = [
         f"output {stats.output_tokens} tok",
         f"{speed(stats):.1f} tok/s",
-        f"TPOT {_ms(stats.tpot)} ms",
+        f"TPOT {_ms(stats.tpot())} ms",
         f"finish {finish}",
     ]
     if seed:
@@ -83,8 +83,7 @@ def round_lines(stats: Stats, gamma: str) -> list[str]:
             f" | accepted {_rate(stats.accepted, stats.drafted, 'drafted')},"
             f" {_rate(stats.accepted, stats.examined, 'examined')}"
         )
-        rates = zip(stats.accepted_at, stats.drafted_at, strict=True)
-        positions = " ".join(_fraction(a / d if d else 0.0) for a, d in rates)
+        positions = " ".join(_fraction(rate) for rate in stats.acceptance_by_position)
         lines.append(f"position {positions} | gamma {gamma}")
     else:
         lines[0] += " | plain decoding (gamma 0)"

@@ -45,11 +45,10 @@ class Stats:
         self.drafted += gamma
         self.accepted += accepted
         self.examined += examined
-        counted = gamma if whole else min(gamma, emitted)
-        while len(self.drafted_at) < counted:
+        while len(self.drafted_at) < gamma:
             self.drafted_at.append(0)
             self.accepted_at.append(0)
-        for i in range(counted):
+        for i in range(gamma if whole else min(gamma, emitted)):
             self.drafted_at[i] += 1
             self.accepted_at[i] += i < accepted
 
@@ -75,9 +74,14 @@ class Stats:
         return self.round_tokens / self.rounds if self.rounds else 0.0
 
     @property
-    def tpot(self) -> float:
-        """Seconds for each output token after the first."""
-        return (self.elapsed - self.ttft) / max(1, self.output_tokens - 1)
+    def acceptance_by_position(self) -> list[float]:
+        """Accepted of drafted at each position of a round, as far as any round was whole there."""
+        counts = zip(self.accepted_at, self.drafted_at, strict=True)
+        return [accepted / drafted for accepted, drafted in counts if drafted]
+
+    def tpot(self, requests: int = 1) -> float:
+        """Seconds for each output token after the first; the mean where requests were summed."""
+        return (self.elapsed - self.ttft) / max(1, self.output_tokens - requests)
 
     def summary(self, requests: int = 1) -> dict[str, Any]:
         """The `stats` object of --json: counts, rates and milliseconds.
@@ -95,12 +99,10 @@ class Stats:
             "drafted": self.drafted,
             "examined": self.examined,
             "accepted": self.accepted,
-            "acceptance_by_position": [
-                round(a / d, 4) for a, d in zip(self.accepted_at, self.drafted_at, strict=True)
-            ],
+            "acceptance_by_position": [round(rate, 4) for rate in self.acceptance_by_position],
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "ttft_ms": ms(self.ttft / max(1, requests)),
-            "tpot_ms": ms((self.elapsed - self.ttft) / max(1, self.output_tokens - requests)),
+            "tpot_ms": ms(self.tpot(requests)),
             "tokens_per_second": round(self.output_tokens / self.elapsed, 3)
             if self.elapsed
             else 0.0,
