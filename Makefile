@@ -18,7 +18,7 @@ FORCE ?= 0
 PROMPT ?= def read_lines(path):
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo test test-slow check bench engines plugins sanitize wheel clean distclean
+.PHONY: kernel help demo test test-slow check bench engines plugins sanitize wheel clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,7 +29,7 @@ help:
 	@echo 'make test       the tests, under 10 minutes on two cores; make test-slow: the long ones'
 	@echo 'make check      ruff and mypy'
 	@echo 'make bench      what decoding costs, as ratios in one run (minutes)'
-	@echo 'make plugins    compile the sampling kernel, into build/lib (the runtime does not use it yet)'
+	@echo 'make plugins    compile the sampling kernel, into build/lib (the others do so by themselves)'
 	@echo 'make wheel      the installable runtime, into dist/'
 	@echo 'make clean      remove what was built; make distclean: the environment too'
 
@@ -41,7 +41,11 @@ help:
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,dev]'
 	@touch $@
 
-engines: .venv/stamp
+# Without a compiler they say so and go on: NumPy then does the sampling.
+kernel: .venv/stamp
+	@$(PY) -m plugins.build --optional
+
+engines: kernel
 	@test -n "$(MODEL)" || { echo 'error: option: MODEL is not set.' \
 	  'Type make engines MODEL=<folder or name> DRAFT=<folder or name, or none>.' >&2; exit 2; }
 	@case "$(FORCE)" in 0|1) ;; *) echo 'error: option: FORCE is $(FORCE). Use 0 or 1.' >&2; \
@@ -53,7 +57,7 @@ engines: .venv/stamp
 	@$(PY) -m engines --graphs "$(GRAPHS)" --out "$(OUT)" \
 	  --backend "$(BACKEND)" --slots "$(SLOTS)" $(if $(filter 1,$(FORCE)),--force)
 
-demo: .venv/stamp
+demo: kernel
 	@$(MAKE) --no-print-directory engines MODEL=models/target DRAFT=models/draft OUT=build/demo
 	@echo
 	@$(PY) -m runtime.generate --engines build/demo --prompt "$(PROMPT)" --max-new-tokens 160 \
@@ -62,10 +66,10 @@ demo: .venv/stamp
 	@echo 'The bundled target is tiny: a step of it costs little more than a step of its draft, so'
 	@echo 'speculation can gain little here. docs/performance.md measures a target worth drafting for.'
 
-test: .venv/stamp
+test: kernel
 	$(PY) -m pytest -m "not slow" -n 2
 
-test-slow: .venv/stamp
+test-slow: kernel
 	$(PY) -m pytest -m slow
 
 check: .venv/stamp
@@ -73,7 +77,7 @@ check: .venv/stamp
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-bench: .venv/stamp
+bench: kernel
 	$(PY) -m bench.decode
 
 plugins: .venv/stamp
@@ -83,6 +87,7 @@ sanitize: .venv/stamp
 	$(PY) -m pytest -m slow tests/test_kernel_fuzz.py
 
 wheel: .venv/stamp
+	@rm -rf build/wheel dist/outrider-*.whl # setuptools would pack modules that are gone
 	$(PY) -m build --quiet --wheel --outdir dist .
 
 clean:

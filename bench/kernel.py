@@ -18,16 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from runtime import kernel
 from runtime.errors import run_command
-from runtime.kernel import Place, RoundSampler
+from runtime.kernel import RoundSampler
 from runtime.philox import Purpose, uniform
+from runtime.sampler import Place
 from runtime.sampling import Verdict, verify
 from runtime.warping import Distribution, SamplingParams, warp
 
 from . import machine
 from .timing import Figure, alternate
+
+Rows = npt.NDArray[np.float32]
 
 VOCABULARIES = (32_000, 51_864, 128_256, 151_936)
 GAMMAS = (1, 3, 5, 8)
@@ -48,21 +52,34 @@ VARIANTS = {
 }
 
 
+def random_logits(vocab_size: int, gamma: int, batch: int) -> tuple[Rows, Rows]:
+    """Peaked rows float32 [B, gamma + 1, V] with draft rows near them, so that some drafts stand
+    and some fall."""
+    rng = np.random.default_rng()
+    shape = (batch, gamma + 1, vocab_size)
+    target = 2.5 * rng.standard_normal(shape, dtype=np.float32)
+    noise = rng.standard_normal((batch, gamma, vocab_size), dtype=np.float32)
+    return target, target[:, :gamma] + np.float32(0.7) * noise
+
+
 class Round:
     """Logits of B slots and the round on them, by the kernel, by NumPy and by Transformers.
 
-    Peaked rows with draft rows near them, so that some drafts stand and some fall. The uniforms are
-    the counters': every call does the same work.
+    The uniforms are the counters': every call does the same work.
     """
 
     def __init__(
-        self, vocab_size: int, gamma: int, batch: int, params: SamplingParams, threads: int
+        self,
+        vocab_size: int,
+        gamma: int,
+        batch: int,
+        params: SamplingParams,
+        threads: int,
+        logits: tuple[Rows, Rows] | None = None,
     ):
+        """logits: the target's [B, gamma + 1, V] and the draft's [B, gamma, V], or fresh ones."""
         rng = np.random.default_rng()
-        shape = (batch, gamma + 1, vocab_size)
-        self.target = 2.5 * rng.standard_normal(shape, dtype=np.float32)
-        noise = rng.standard_normal((batch, gamma, vocab_size), dtype=np.float32)
-        self.draft = self.target[:, :gamma] + np.float32(0.7) * noise
+        self.target, self.draft = logits or random_logits(vocab_size, gamma, batch)
         self.vocab_size, self.gamma, self.batch, self.params = vocab_size, gamma, batch, params
         context = rng.integers(0, vocab_size, 500)
         self.places = [

@@ -87,12 +87,18 @@ class _Agreeing:
         self._engine, self._rows = engine, rows  # rows [K, V]
         self.slots, self.capacity = engine.slots, engine.capacity
         self.chunk, self.vocab_size = engine.chunk, engine.vocab_size
+        self.buffers = engine.buffers
 
     def forward(
-        self, input_ids: Ids, position: Ids, logits_index: Ids, first_slot: int = 0
+        self,
+        input_ids: Ids,
+        position: Ids,
+        logits_index: Ids,
+        first_slot: int = 0,
+        buffer: int = 0,
     ) -> Logits:
-        self._engine.forward(input_ids, position, logits_index, first_slot)
-        return self._rows[None, : len(logits_index)]
+        self._engine.forward(input_ids, position, logits_index, first_slot, buffer)
+        return self._rows[None, buffer : buffer + len(logits_index)]
 
 
 @contextmanager

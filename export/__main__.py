@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         "--max-gamma",
         type=_positive,
         default=8,
-        help="most draft tokens a round (default: 8)",
+        help="most draft tokens a round, up to 64 (default: 8)",
     )
     add(
         "--cache",

@@ -10,6 +10,7 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 
 from runtime.manifest import (
+    MOST_GAMMA,
     PAIR_FILE,
     Dtype,
     GraphFacts,
@@ -42,7 +43,7 @@ def export(
 ) -> Pair:
     """Write target, draft and tokenizer to `out`, whole or not at all. See `Pair`.
 
-    max_len: None takes 2048, or the target's own context where that is shorter.
+    max_gamma: 1 to 64. max_len: None takes 2048, or the target's own context where that is shorter.
     Raises OutriderError "checkpoint", "architecture", "vocabulary", "difference", "option", "disk".
     """
     _quiet()
@@ -55,6 +56,12 @@ def export(
             "option",
             f"MAX_LEN={length} is beyond the context of {target.source}, {target.max_len} tokens",
             f"Build with MAX_LEN={target.max_len} or less.",
+        )
+    if not 1 <= max_gamma <= MOST_GAMMA:
+        raise OutriderError(
+            "option",
+            f"MAX_GAMMA={max_gamma} is out of range",
+            f"Build with MAX_GAMMA from 1 to {MOST_GAMMA}.",
         )
     if length < SHORTEST_MAX_LEN:
         raise OutriderError(

@@ -106,6 +106,7 @@ def _made(
         digest.update(path.name.encode() + path.read_bytes())
     made = out / f"{name}-{digest.hexdigest()[:16]}{suffix}"
     if not made.is_file():
+        print(f"compile {name} with {' '.join(compiler)}", file=sys.stderr)
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out, prefix=f".{name}-") as folder:
             os.replace(_compile(compiler, jobs, sources, extra, Path(folder)), made)
@@ -162,15 +163,20 @@ def _link(link: Path, library: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile liboutrider.")
     parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "lib")
-    parser.add_argument("--copy", type=Path, help="a folder, for a wheel: a copy, not a link")
+    parser.add_argument(
+        "--optional",
+        action="store_true",
+        help="say little, and go on without a compiler: the runtime then samples in NumPy",
+    )
     arguments = parser.parse_args()
     try:
         library = build(arguments.out)
-        if arguments.copy is not None:
-            shutil.copyfile(library, arguments.copy / f".{NAME}")
-            os.replace(arguments.copy / f".{NAME}", arguments.copy / NAME)
-        print(library)
+        if not arguments.optional:
+            print(library)
     except BuildError as error:
+        if arguments.optional:
+            print(f"note: without the native sampling kernel: {error}", file=sys.stderr)
+            return 0
         print(f"error: backend: {error}", file=sys.stderr)
         return 8  # runtime/errors.py: the backend is missing, or failed
     return 0

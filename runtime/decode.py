@@ -7,39 +7,17 @@ or backends: it takes two engines (docs/architecture.md has the contract) and to
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from .engine import Engine, Ids, Logits
 from .errors import OutriderError
-from .philox import Purpose, uniform
 from .request import Origin, Request, Running, Token
-from .sampling import verify
+from .sampler import Place, Sampler
+from .sampling import Verdict
 from .slots import SlotTable
-from .warping import Distribution, warp
-
-
-class _TargetRows(Sequence[Distribution]):
-    """p1..p(gamma+1) of one slot, each warped when the rule first looks at it.
-
-    Rows after the first rejection are conditioned on text that does not exist; most are never
-    computed.
-    """
-
-    def __init__(self, warp_row: Callable[[int], Distribution], count: int):
-        self._warp_row = warp_row
-        self._rows: list[Distribution | None] = [None] * count
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, i):  # type: ignore[no-untyped-def, override]
-        row = self._rows[i]
-        if row is None:
-            self._rows[i] = row = self._warp_row(i)
-        return row
 
 
 class Decoder:
@@ -48,20 +26,22 @@ class Decoder:
     vocab_size: how many tokens there are; logits beyond are padding. A narrower draft proposes
     none of the others.
     max_len: longest prompt + output. draft_max_len: where the draft's own context ends; a
-    sequence that reaches it goes on without drafts.
+    sequence that reaches it goes on without drafts. sampler: for as many slots as the engines
+    have, and max_gamma draft tokens.
     """
 
     def __init__(
         self,
         target: Engine,
         draft: Engine | None,
+        sampler: Sampler,
         *,
         vocab_size: int,
         max_len: int,
         max_gamma: int,
         draft_max_len: int | None = None,
     ):
-        self.target, self.draft = target, draft
+        self.target, self.draft, self.sampler = target, draft, sampler
         self.vocab_size, self.max_len, self.max_gamma = vocab_size, max_len, max_gamma
         self.draft_max_len = max_len if draft_max_len is None else draft_max_len
         self.slots = SlotTable(target.slots)
@@ -129,8 +109,10 @@ class Decoder:
             slot.tokens.extend(request.prompt)
             logits = self._prefill(self.target, slot.index, slot.tokens, 0)
             stats.time_prefill = time.perf_counter() - running.started
-            rows = self._target_rows(running, [], logits[None])
-            self._settle(running, rows, [], [], logits[None])
+            self.sampler.begin([self._place(running, 0)])
+            rows = logits[None, None]
+            (verdict,) = self.sampler.verify(rows, first_slot=running.slot.index)
+            self._settle(running, [], verdict, rows[0])
             stats.ttft = stats.elapsed = time.perf_counter() - running.started
         except BaseException:
             self.release(running)
@@ -165,24 +147,24 @@ class Decoder:
         """One round for all given unfinished sequences; the new tokens of each."""
         begin = time.perf_counter()
         gammas = {running: self._gamma(running) for running in batch}
-        drafts, q, draft_time = self._draft({r: g for r, g in gammas.items() if g})
+        self.sampler.begin([self._place(running, gamma) for running, gamma in gammas.items()])
+        drafted = self._draft(gammas)
         after_draft = time.perf_counter()
-        first, logits = self._verify(gammas, drafts)
+        first, logits = self._verify(gammas, drafted.tokens)
         after_verify = time.perf_counter()
+        verdicts = self.sampler.verify(logits, drafted.logits or None, first_slot=first)
         emitted = {}
-        for running in batch:
+        for running, verdict in zip(gammas, verdicts, strict=True):
             rows = logits[running.slot.index - first]
-            drafted, q_rows = drafts.get(running, []), q.get(running, [])
-            p = self._target_rows(running, drafted, rows)
-            emitted[running] = self._settle(running, p, q_rows, drafted, rows)
+            emitted[running] = self._settle(running, drafted.tokens[running], verdict, rows)
         end = time.perf_counter()
         for running in batch:
             stats = running.stats
             stats.time_verify += after_verify - after_draft
-            stats.time_sample += end - after_verify + draft_time.sample
-            stats.time_draft += draft_time.engine
-            stats.time_draft_prefill += draft_time.prefill
-            stats.time_rounds += end - begin - draft_time.prefill
+            stats.time_sample += end - after_verify + drafted.time_sample
+            stats.time_draft += drafted.time_engine
+            stats.time_draft_prefill += drafted.time_prefill
+            stats.time_rounds += end - begin - drafted.time_prefill
             # Not wall time since the start: a slow reader of a stream is not a slow decoder.
             stats.elapsed += end - begin
         return emitted
@@ -200,44 +182,57 @@ class Decoder:
             ),
         )
 
-    def _draft(
-        self, gammas: dict[Running, int]
-    ) -> tuple[dict[Running, list[int]], dict[Running, list[Distribution]], _DraftTime]:
+    def _place(self, running: Running, gamma: int) -> Place:
+        request, tokens = running.request, running.slot.tokens
+        early = max(0, request.min_new_tokens - len(running.output))
+        penalised = request.params.repetition_penalty != 1
+        return Place(
+            request.params,
+            gamma,
+            position=len(tokens),
+            index=running.slot.index,
+            context=np.array(tokens, np.int64) if penalised else None,
+            suppress=np.array(sorted(request.eos_token_ids), np.int64) if early else None,
+            suppress_rows=early,
+            name=f"slot {running.slot.index}",
+        )
+
+    def _draft(self, gammas: dict[Running, int]) -> _Drafted:
         """Draw x1..x(gamma) of each sequence from q, one engine call a step for all of them."""
-        clock = _DraftTime()
-        drafts: dict[Running, list[int]] = {running: [] for running in gammas}
-        q: dict[Running, list[Distribution]] = {running: [] for running in gammas}
-        if not gammas:
-            return drafts, q, clock
+        drafted = _Drafted({running: [] for running in gammas})
+        drafting = [running for running, gamma in gammas.items() if gamma]
+        if not drafting:
+            return drafted
         engine = self.draft
         assert engine is not None
-        for running in gammas:
-            self._catch_up(engine, running, clock)
-        first, last = _span(gammas)
+        for running in drafting:
+            self._catch_up(engine, running, drafted)
+        first, last = _span(drafting)
         for step in range(max(gammas.values())):
             begin = time.perf_counter()
             # Two tokens first: after a fully accepted round the draft lacks a row (Slot.commit).
             width = 1 if step else 2
             ids = np.zeros((last - first, width), np.int64)
             position = self._idle_positions(first, last, "draft_len")
-            for running, drafted in drafts.items():
-                row, length = running.slot.index - first, len(running.slot.tokens)
+            for running in drafting:
+                tokens, drafts = running.slot.tokens, drafted.tokens[running]
+                row, length = running.slot.index - first, len(tokens)
                 # Past its own gamma a sequence repeats its last draft: the row is never committed.
-                ids[row] = self._ids(engine, drafted[-1:] if step else running.slot.tokens[-2:])
-                position[row] = length - 1 + len(drafted) if step else length - 2
-            logits = engine.forward(ids, position, np.array([width - 1]), first_slot=first)
-            clock.engine += (now := time.perf_counter()) - begin
-            for running, gamma in gammas.items():
+                ids[row] = self._ids(engine, drafts[-1:] if step else tokens[-2:])
+                position[row] = length - 1 + len(drafts) if step else length - 2
+            index = np.array([width - 1])
+            logits = engine.forward(ids, position, index, first_slot=first, buffer=step)[:, 0]
+            after = time.perf_counter()
+            drafted.logits.append(logits)
+            drawn = self.sampler.draw(logits, step, keep=False, first_slot=first).tolist()
+            for (running, gamma), token in zip(gammas.items(), drawn, strict=True):
                 if step < gamma:
-                    row = logits[running.slot.index - first, 0]
-                    distribution = self._warp(running, drafts[running], row, "draft")
-                    u = self._uniform(running, step, Purpose.DRAFT)
-                    drafts[running].append(distribution.draw(u))
-                    q[running].append(distribution)
-            clock.sample += time.perf_counter() - now
-        return drafts, q, clock
+                    drafted.tokens[running].append(token)
+            drafted.time_engine += after - begin
+            drafted.time_sample += time.perf_counter() - after
+        return drafted
 
-    def _catch_up(self, engine: Engine, running: Running, clock: _DraftTime) -> None:
+    def _catch_up(self, engine: Engine, running: Running, drafted: _Drafted) -> None:
         """Give the draft the rows it lacks: the prompt at first, plain rounds later."""
         slot = running.slot
         need = len(slot.tokens) - 2  # the first draft step feeds the last two itself
@@ -245,7 +240,7 @@ class Decoder:
             begin = time.perf_counter()
             self._prefill(engine, slot.index, slot.tokens[:need], slot.draft_len)
             slot.draft_len = need
-            clock.prefill += time.perf_counter() - begin
+            drafted.time_prefill += time.perf_counter() - begin
 
     def _verify(
         self, gammas: dict[Running, int], drafts: dict[Running, list[int]]
@@ -257,7 +252,7 @@ class Decoder:
         position = self._idle_positions(first, last, "target_len")
         for running in gammas:
             row = running.slot.index - first
-            feed = [running.slot.pending, *drafts.get(running, [])]
+            feed = [running.slot.pending, *drafts[running]]
             ids[row, : len(feed)] = feed
             position[row] = running.slot.target_len
         return first, self.target.forward(ids, position, np.arange(width), first_slot=first)
@@ -268,24 +263,10 @@ class Decoder:
         return np.array([getattr(slot, length) if slot else 0 for slot in slots], np.int64)
 
     def _settle(
-        self,
-        running: Running,
-        p: _TargetRows,
-        q: list[Distribution],
-        drafts: list[int],
-        rows: Logits,
+        self, running: Running, drafts: list[int], verdict: Verdict, rows: Logits
     ) -> list[Token]:
-        """Accept, correct or extend; then commit what becomes text. rows: raw logits [K, V]."""
+        """Commit what becomes text of a verdict. rows: the target's raw logits [K, V]."""
         gamma = len(drafts)
-        verdict = verify(
-            p,
-            q,
-            drafts,
-            [self._uniform(running, i, Purpose.ACCEPT) for i in range(gamma)],
-            # One draw a round, whatever position it lands on: the round's start names it.
-            self._uniform(running, 0, Purpose.RESIDUAL),
-            running.request.params,
-        )
         ids = [*drafts[: verdict.accepted], verdict.token]
         last = "bonus" if verdict.accepted == gamma else "corrected"
         if gamma == 0:
@@ -323,40 +304,6 @@ class Decoder:
             return "context"
         return None
 
-    # Rows and numbers
-
-    def _target_rows(self, running: Running, drafts: list[int], rows: Logits) -> _TargetRows:
-        return _TargetRows(
-            lambda i: self._warp(running, drafts[:i], rows[i], "target"), len(drafts) + 1
-        )
-
-    def _warp(
-        self, running: Running, drafted: Sequence[int], row: Logits, model: str
-    ) -> Distribution:
-        """The distribution of the token after slot.tokens + drafted, the same for p and for q."""
-        request, tokens = running.request, running.slot.tokens
-        early = len(running.output) + len(drafted) < request.min_new_tokens
-        context: Sequence[int] | Ids = ()
-        if request.params.repetition_penalty != 1:
-            context = np.array([*tokens, *drafted])
-        return warp(
-            row,
-            request.params,
-            context,
-            suppress=tuple(request.eos_token_ids) if early else (),
-            vocab_size=self.vocab_size,
-            where=f"{model}, slot {running.slot.index}, position {len(tokens) + len(drafted)}",
-        )
-
-    def _uniform(self, running: Running, step: int, purpose: Purpose) -> float:
-        """The uniform of the token `step` places ahead; 0 where a point mass ignores it."""
-        params, start = running.request.params, len(running.slot.tokens)
-        if params.temperature == 0:
-            return 0.0
-        # Block verification looks at all uniforms of its round, so no later round may reuse them.
-        lane = start if params.verify == "block" else 0
-        return uniform(params.seed, start + step, purpose, lane)
-
     def _token(self, request: Request, token: int, origin: Origin, row: Logits) -> Token:
         if request.logprobs is None:
             return Token(token, origin)
@@ -369,12 +316,15 @@ class Decoder:
 
 
 @dataclass(slots=True)
-class _DraftTime:
-    """Seconds of one drafting: engine steps, drawing, and rows that were missing before it."""
+class _Drafted:
+    """What a round drafted: tokens of each sequence; logits [S, V] of each step, in the engine's
+    buffers. Seconds in engine steps, in drawing, and in rows that were missing before it."""
 
-    engine: float = 0.0
-    sample: float = 0.0
-    prefill: float = 0.0
+    tokens: dict[Running, list[int]]
+    logits: list[Logits] = field(default_factory=list)
+    time_engine: float = 0.0
+    time_sample: float = 0.0
+    time_prefill: float = 0.0
 
 
 def _span(batch: Iterable[Running]) -> tuple[int, int]:

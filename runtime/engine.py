@@ -22,34 +22,52 @@ class Engine(Protocol):
     call are overwritten by it or masked in it, so rolling back is calling with a lower position.
 
     slots: how many sequences it holds. capacity: rows S of each. chunk: the largest N of a call.
-    vocab_size: V of the logits.
+    vocab_size: V of the logits. buffers: how many calls' logits it can hold, evenly spaced in
+    memory where the calls have one shape.
     """
 
     slots: int
     capacity: int
     chunk: int
     vocab_size: int
+    buffers: int
 
     def forward(
-        self, input_ids: Ids, position: Ids, logits_index: Ids, first_slot: int = 0
+        self,
+        input_ids: Ids,
+        position: Ids,
+        logits_index: Ids,
+        first_slot: int = 0,
+        buffer: int = 0,
     ) -> Logits:
         """Run N consecutive tokens for each of the B slots that start at `first_slot`.
 
         input_ids: int64 [B, N]. position: int64 [B], the row that the first of them goes to;
         position + N <= capacity is the caller's duty. logits_index: int64 [K], which of the N
-        get logits. Returns float32 [B, K, V], a view that the next call overwrites.
+        get logits. Returns float32 [B, K, V], a view of that buffer: valid until the next call
+        with it.
         """
         ...
 
 
 def open_engine(
-    backend: str, folder: Path, facts: GraphFacts, *, slots: int, widest: int, threads: int
+    backend: str,
+    folder: Path,
+    facts: GraphFacts,
+    *,
+    slots: int,
+    widest: int,
+    buffers: int = 1,
+    threads: int,
 ) -> Engine:
     """The engine of one model of a bundle. The backend is imported here, and nowhere else.
 
-    widest: the largest K of a call (gamma + 1). threads: 0 leaves the choice to the backend.
+    widest: the largest K of a call (target: gamma + 1). buffers: of logits (draft: gamma).
+    threads: 0 leaves the choice to the backend.
     """
-    options: dict[str, Any] = {"slots": slots, "widest": widest, "threads": threads}
+    options: dict[str, Any] = {
+        "slots": slots, "widest": widest, "buffers": buffers, "threads": threads,
+    }  # fmt: skip
     if backend == "onnxruntime":
         from .ort_engine import OrtEngine
 

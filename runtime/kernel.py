@@ -8,7 +8,7 @@ interface is plugins/outrider.h; semantics are those of warping.py and sampling.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import OutriderError
+from .manifest import MOST_GAMMA
+from .sampler import Array, Ids, Place
 from .sampling import Verdict
-from .warping import SamplingParams
 
 ABI_VERSION = 1
-MAX_WIDTH = 64  # draft tokens in a round
+MAX_THREADS = 64
 FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "build" / "lib")
-
-Array = npt.NDArray[Any]
-Ids = npt.NDArray[np.int64]
 
 _RULES = {"token": 0, "block": 1, "sigmoid": 2}
 _DTYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.uint16): 2}
@@ -82,6 +80,15 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "outrider_warp": (_INT, (_POINTER,) * 4 + _TAIL),
     "outrider_philox4x32": (None, (ctypes.c_uint64, _POINTER, _POINTER)),
     "outrider_uniform": (ctypes.c_double, (ctypes.c_uint64,) + (ctypes.c_uint32,) * 3),
+    "outrider_device_workspace_size": (_SIZE, (_POINTER,)),
+    "outrider_device_plan_draw": (
+        _INT,
+        (_POINTER,) * 3 + (_INT,) + (_POINTER,) * 6 + _TAIL + (_POINTER,),
+    ),
+    "outrider_device_plan_verify": (
+        _INT,
+        (_POINTER,) * 3 + (_INT,) + (_POINTER,) * 6 + _TAIL + (_POINTER,),
+    ),
     "outrider_instruction_set": (ctypes.c_char_p, ()),
     "outrider_use": (_INT, (ctypes.c_char_p,)),
 }
@@ -135,28 +142,8 @@ def available() -> bool:
     return unavailable() is None
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One slot's part of a round.
-
-    gamma: draft tokens, 0..width; -1 where the slot sits out. position: the absolute index of the
-    round's first token. index: which slot of the logits is this one's. context: int64 [n], all
-    ids before the round, read where there is a repetition penalty. suppress: int64 [n], ids with
-    probability 0 in the round's rows 0 .. suppress_rows - 1. name: of the slot, in errors.
-    """
-
-    params: SamplingParams
-    gamma: int
-    position: int
-    index: int = 0
-    context: Ids | None = None
-    suppress: Ids | None = None
-    suppress_rows: int = 0
-    name: str = "slot 0"
-
-
 class RoundSampler:
-    """The sampling of rounds: `begin`, then `draw` for each draft step, then `verify`.
+    """See `sampler.Sampler`.
 
     vocab_size: the width that target and draft share; columns beyond it are not read. slots: the
     most that take part in a round. width: the most draft tokens. threads: at most; used where they
@@ -185,8 +172,8 @@ class RoundSampler:
         self._verdicts = np.zeros(slots, VERDICT)
         self._ratios = np.zeros((slots, width))
         self._kept: Array = np.empty((0,), np.float32)  # [slots, width, V], once a draft drew
-        self._drew = False
-        self._places: list[Place] = []
+        self._drew, self._draft_slot = False, 0  # the first slot of what `draw` was given
+        self._places: Sequence[Place] = ()
         self.drafts = np.zeros((slots, width), np.int64)
         self.rows = np.zeros((slots, width), ROW)
         # `array.ctypes` costs a microsecond each time.
@@ -196,9 +183,8 @@ class RoundSampler:
         )
         self._memory = self._workspace.ctypes.data, size
 
-    def begin(self, places: list[Place]) -> None:
-        """Start a round of these slots; their order is that of `drafts` and of the verdicts."""
-        self._places, self._drew = places, False
+    def begin(self, places: Sequence[Place]) -> None:
+        self._places, self._drew, self._draft_slot = places, False, 0
         for b, place in enumerate(places):
             params, context, suppress = place.params, place.context, place.suppress
             self._slots[b] = (
@@ -210,18 +196,18 @@ class RoundSampler:
             )  # fmt: skip
 
     def draw(
-        self, logits: Array, step: int, uniforms: Array | None = None, keep: bool = True
+        self,
+        logits: Array,
+        step: int,
+        uniforms: Array | None = None,
+        keep: bool = True,
+        first_slot: int = 0,
     ) -> Ids:
-        """Draw the draft token of `step` for every slot with step < gamma; returns int64 [B].
-
-        logits: [S, V] of the draft. keep: copy them, because the engine's next call overwrites
-        them; without it `verify` wants them. uniforms: float64 [B, width] in place of Philox.
-        Raises OutriderError("numeric") for a broken row.
-        """
+        """See `Sampler.draw`. uniforms: float64 [B, width] in place of Philox."""
         count = len(self._places)
         kept = self._keep(logits.dtype) if keep else None
-        self._drew = True
-        rows = _logits(logits, self.draft_vocab_size, rows=False)
+        self._drew, self._draft_slot = True, first_slot
+        rows = _logits(logits[:, None], self.draft_vocab_size, first_slot)
         status = self._library.outrider_draw(
             ctypes.addressof(rows), self._at_slots, count, self.width, step,
             _pointer(uniforms, (count, self.width)), self._at_drafts, self._at_rows, kept,
@@ -231,23 +217,26 @@ class RoundSampler:
         return self.drafts[:count, step]
 
     def verify(
-        self, logits: Array, draft_logits: Array | None = None, uniforms: Array | None = None
+        self,
+        logits: Array,
+        draft_logits: Array | Sequence[Array] | None = None,
+        uniforms: Array | None = None,
+        first_slot: int = 0,
     ) -> list[Verdict]:
-        """The outcome of the round for every slot that takes part, in order.
+        """See `Sampler.verify`. uniforms: float64 [B, width + 1] in place of Philox.
 
-        logits: [S, K, V] of the target, K > gamma. draft_logits: [S, >= gamma, V], or None: those
-        that `draw` kept, or where it was not called a draft without a distribution (the caller
-        then fills `drafts`). uniforms: float64 [B, width + 1] in place of Philox.
-        Raises OutriderError: "numeric" for a broken row, "option" where the sigmoid rule meets a
-        draft that has no logits.
+        draft_logits: also as one array [S, >= gamma, V]. Where they are not given and `draw` was
+        not called, the draft has no distribution (n-gram lookup): the caller has filled `drafts`.
+        Raises OutriderError("option") where the sigmoid rule meets such a draft.
         """
         count = len(self._places)
         if logits.shape[1] <= max((place.gamma for place in self._places), default=-1):
             raise ValueError(f"{logits.shape[1]} rows of logits are too few")
-        target = _logits(logits, self.vocab_size)
+        target = _logits(logits, self.vocab_size, first_slot)
         draft = _Logits(None, 0, 0, 1, 0)
-        if draft_logits is not None:
-            draft = _logits(draft_logits, self.draft_vocab_size)
+        if draft_logits is not None and len(draft_logits):
+            steps = draft_logits if isinstance(draft_logits, np.ndarray) else _steps(draft_logits)
+            draft = _logits(steps, self.draft_vocab_size, self._draft_slot)
         elif self._drew:
             draft = _logits(self._kept, self.draft_vocab_size)
         status = self._library.outrider_verify(
@@ -303,7 +292,7 @@ def warp_weights(
 ) -> tuple[npt.NDArray[np.float32], float]:
     """The warped weights [V] of one row and their total: for tests and tools, not for the loop."""
     width = vocab_size or logits.shape[-1]
-    sampler = RoundSampler(width, MAX_WIDTH, library=library)
+    sampler = RoundSampler(width, MOST_GAMMA, library=library)
     sampler.begin([place])
     rows, total = _logits(logits[None, None], width), ctypes.c_double()
     weights = np.empty(width, np.float32)
@@ -316,10 +305,13 @@ def warp_weights(
     return weights, total.value
 
 
-def _logits(array: Array, vocab_size: int, rows: bool = True) -> _Logits:
-    """[slots, rows, V], or without `rows` [slots, V]; V contiguous. bfloat16 may come as uint16."""
+def _logits(array: Array, vocab_size: int, first_slot: int = 0) -> _Logits:
+    """[slots, rows, V], V contiguous; its slots are those from `first_slot` on.
+
+    bfloat16 may come as uint16.
+    """
     strides, dtype = array.strides, array.dtype
-    if array.ndim != 2 + rows or array.shape[-1] < vocab_size:
+    if array.ndim != 3 or array.shape[-1] < vocab_size:
         raise ValueError(f"logits {array.shape} are narrower than V={vocab_size}")
     if strides[-1] != dtype.itemsize:
         raise ValueError("the logits of a row must be contiguous")
@@ -328,8 +320,22 @@ def _logits(array: Array, vocab_size: int, rows: bool = True) -> _Logits:
         if dtype.name != "bfloat16":
             raise ValueError(f"logits of type {dtype.name}, not float32, float16 or bfloat16")
         code = 2
-    row_stride = strides[1] if rows else 0
-    return _Logits(array.__array_interface__["data"][0], strides[0], row_stride, vocab_size, code)
+    address = array.__array_interface__["data"][0] - first_slot * strides[0]
+    return _Logits(address, strides[0], strides[1], vocab_size, code)
+
+
+def _steps(rows: Sequence[Array]) -> Array:
+    """[S, V] of each step as one view [S, steps, V]: an engine's buffers are evenly spaced."""
+    first = rows[0]
+    addresses = [row.__array_interface__["data"][0] for row in rows]
+    spacing = addresses[1] - addresses[0] if len(rows) > 1 else 0
+    if any(row.strides != first.strides for row in rows) or any(
+        address != addresses[0] + i * spacing for i, address in enumerate(addresses)
+    ):
+        raise ValueError("the draft's logits of a round are not evenly spaced in memory")
+    shape = (first.shape[0], len(rows), first.shape[1])
+    strides = (first.strides[0], spacing, first.strides[1])
+    return np.lib.stride_tricks.as_strided(first, shape, strides, writeable=False)
 
 
 def _address(ids: Ids | None) -> int:

@@ -24,9 +24,25 @@ from typing import Any, Literal, TypeVar
 from .errors import CommandParser, OutriderError, first_line, run_command
 
 __all__ = [
-    "CommandParser", "FileFacts", "GraphFacts", "Manifest", "OutriderError", "Pair",
-    "TokenizerFacts", "digest_json", "file_facts", "first_line", "link_file", "read_bundle",
-    "read_json", "read_pair", "refuse_foreign", "run_command", "verify_files", "write_folder",
+    "MOST_GAMMA",
+    "CommandParser",
+    "FileFacts",
+    "GraphFacts",
+    "Manifest",
+    "OutriderError",
+    "Pair",
+    "TokenizerFacts",
+    "digest_json",
+    "file_facts",
+    "first_line",
+    "link_file",
+    "read_bundle",
+    "read_json",
+    "read_pair",
+    "refuse_foreign",
+    "run_command",
+    "verify_files",
+    "write_folder",
     "write_json",
 ]  # fmt: skip
 
@@ -35,6 +51,7 @@ _KINDS = ("manifest", "pair", "graph")
 MANIFEST_FILE, PAIR_FILE, PART_FILE = "manifest.json", "pair.json", "graph.json"
 GRAPH_FILE, WEIGHTS_FILE = "graph.onnx", "weights.bin"
 TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
+MOST_GAMMA = 64  # OUTRIDER_MAX_WIDTH of plugins/outrider.h
 Dtype = Literal["float32", "float16", "bfloat16"]
 T = TypeVar("T")
 
@@ -323,8 +340,10 @@ def read_bundle(folder: Path, *, verify: bool = True) -> Manifest:
     manifest = read_json(folder / MANIFEST_FILE, "manifest", Manifest, remedy)
     pair = manifest.pair
     rows = pair.max_len + pair.max_gamma + 1
-    fits = pair.capacity == pair.target.capacity == rows and (
-        pair.vocab_size <= pair.target.vocab_size
+    fits = (
+        pair.capacity == pair.target.capacity == rows
+        and pair.vocab_size <= pair.target.vocab_size
+        and 1 <= pair.max_gamma <= MOST_GAMMA
     )
     if pair.all_files() != manifest.files or not fits:
         cause = f"{folder / MANIFEST_FILE} contradicts itself: it was edited"

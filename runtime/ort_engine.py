@@ -25,7 +25,14 @@ class OrtEngine:
     """
 
     def __init__(
-        self, folder: Path, facts: GraphFacts, *, slots: int, widest: int, threads: int = 0
+        self,
+        folder: Path,
+        facts: GraphFacts,
+        *,
+        slots: int,
+        widest: int,
+        buffers: int = 1,
+        threads: int = 0,
     ):
         try:
             import onnxruntime as ort
@@ -34,7 +41,7 @@ class OrtEngine:
                 "backend", "onnxruntime is not installed", "Install it: pip install onnxruntime."
             ) from None
         self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
-        self.chunk = min(CHUNK, self.capacity)
+        self.chunk, self.buffers = min(CHUNK, self.capacity), buffers
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = threads
@@ -55,7 +62,7 @@ class OrtEngine:
         self._input_ids = np.zeros(slots * self.chunk, np.int64)
         self._position = np.zeros(slots, np.int64)
         self._index = np.zeros(max(widest, 1), np.int64)
-        self._logits = np.zeros(slots * max(widest, 1) * self.vocab_size, np.float32)
+        self._logits = np.zeros((buffers, slots * max(widest, 1) * self.vocab_size), np.float32)
         self._dtype = np.dtype(facts.dtype)
         self._shapes = {
             f"{side}_{layer}": (heads, width)
@@ -64,10 +71,15 @@ class OrtEngine:
         }
         self._cache: dict[str, npt.NDArray[Any]] = {}  # each [slots, Hkv, S, D]
         self.rows = 0  # S, for now
-        self._bindings: dict[tuple[int, int, int, int], ort.IOBinding] = {}
+        self._bindings: dict[tuple[int, ...], ort.IOBinding] = {}
 
     def forward(
-        self, input_ids: Ids, position: Ids, logits_index: Ids, first_slot: int = 0
+        self,
+        input_ids: Ids,
+        position: Ids,
+        logits_index: Ids,
+        first_slot: int = 0,
+        buffer: int = 0,
     ) -> Logits:
         (batch, width), outputs = input_ids.shape, len(logits_index)
         if width > self.chunk or first_slot + batch > self.slots:
@@ -76,7 +88,7 @@ class OrtEngine:
         self._input_ids[: batch * width] = input_ids.reshape(-1)
         self._position[:batch] = position
         self._index[:outputs] = logits_index
-        binding = self._binding(first_slot, batch, width, outputs)
+        binding = self._binding(first_slot, batch, width, outputs, buffer)
         try:
             self._session.run_with_iobinding(binding)
         except Exception as error:  # noqa: BLE001 - as above; most likely out of memory
@@ -86,7 +98,7 @@ class OrtEngine:
                 "Free some memory, or build with a smaller MAX_LEN or fewer SLOTS.",
             ) from None
         size = batch * outputs * self.vocab_size
-        return self._logits[:size].reshape(batch, outputs, self.vocab_size)
+        return self._logits[buffer, :size].reshape(batch, outputs, self.vocab_size)
 
     def _reserve(self, position: Ids, width: int) -> None:
         """Enough rows for this call, and not many more: attention reads all S, valid or not.
@@ -111,13 +123,13 @@ class OrtEngine:
         self.rows = rows
         self._bindings.clear()
 
-    def _binding(self, first: int, batch: int, width: int, outputs: int) -> object:
+    def _binding(self, first: int, batch: int, width: int, outputs: int, buffer: int) -> object:
         """Everything bound by address once per shape; a step then only fills three small buffers.
 
         Input and output of a cache are the same memory: that is what makes ONNX Runtime's
         TensorScatter write in place instead of copying the cache.
         """
-        key = (first, batch, width, outputs)
+        key = (first, batch, width, outputs, buffer)
         if key in self._bindings:
             return self._bindings[key]
         binding = self._session.io_binding()
@@ -129,7 +141,8 @@ class OrtEngine:
         for name, array, shape in inputs:
             binding.bind_input(name, "cpu", 0, np.int64, shape, array.ctypes.data)
         logits_shape = (batch, outputs, self.vocab_size)
-        binding.bind_output("logits", "cpu", 0, np.float32, logits_shape, self._logits.ctypes.data)
+        logits = self._logits[buffer].ctypes.data
+        binding.bind_output("logits", "cpu", 0, np.float32, logits_shape, logits)
         for name, array in self._cache.items():
             rows = array[first : first + batch]
             arguments = ("cpu", 0, array.dtype.type, rows.shape, rows.ctypes.data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
@@ -13,6 +14,7 @@ from operator import index
 from pathlib import Path
 from typing import Any, cast
 
+from . import kernel
 from .decode import Decoder
 from .engine import Engine, open_engine
 from .errors import OutriderError
@@ -21,13 +23,17 @@ from .manifest import (
     TOKENIZER_FILE,
     WEIGHTS_FILE,
     Manifest,
+    Pair,
     read_bundle,
 )
 from .request import Request, Running, Token
+from .sampler import NumpySampler, Sampler
 from .slots import Slot
 from .stats import Stats
 from .text import Detokenizer, StopStrings, Tokenizer
 from .warping import SamplingParams, VerifyRule
+
+logger = logging.getLogger("outrider")
 
 DEFAULT_GAMMA = 4
 Message = Mapping[str, Any]
@@ -396,20 +402,45 @@ def load(
     )
     engines: dict[str, Engine] = {}
     memory = {}
-    roles = (("target", pair.target, pair.max_gamma + 1), ("draft", pair.draft, 1))
-    for role, facts, widest in roles:
+    roles = (
+        ("target", pair.target, pair.max_gamma + 1, 1),
+        ("draft", pair.draft, 1, max(1, pair.max_gamma)),
+    )
+    for role, facts, widest, buffers in roles:
         if facts is not None:
             engines[role] = open_engine(
-                manifest.backend, folder / role, facts, slots=slots, widest=widest, threads=threads
+                manifest.backend,
+                folder / role,
+                facts,
+                slots=slots,
+                widest=widest,
+                buffers=buffers,
+                threads=threads,
             )
             memory[role] = (folder / role / WEIGHTS_FILE).stat().st_size
             memory["cache"] = memory.get("cache", 0) + facts.cache_bytes(slots)
     decoder = Decoder(
         engines["target"],
         engines.get("draft"),
+        _sampler(pair, slots, threads or os.cpu_count() or 1),
         vocab_size=pair.vocab_size,
         max_len=pair.max_len,
         max_gamma=pair.max_gamma,
         draft_max_len=pair.draft.max_len if pair.draft else None,
     )
     return TextEngine(manifest, tokenizer, decoder, memory)
+
+
+def _sampler(pair: Pair, slots: int, threads: int) -> Sampler:
+    """The native kernel; where there is none NumPy, and a line that says so."""
+    if cause := kernel.unavailable():
+        logger.warning(
+            "sampling in NumPy, several times slower: %s. Run make plugins with a C++ compiler "
+            "at hand.",
+            cause,
+        )
+        return NumpySampler(pair.vocab_size)
+    narrower = min(pair.draft.vocab_size, pair.vocab_size) if pair.draft else None
+    return kernel.RoundSampler(
+        pair.vocab_size, pair.max_gamma, slots, min(threads, kernel.MAX_THREADS), narrower
+    )

@@ -7,6 +7,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported: no test may wait for a network
 
 import pytest
+import rounds
 from checkpoints import Workshop
 
 
@@ -16,3 +17,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     base = tmp_path_factory.getbasetemp()
     parallel = "PYTEST_XDIST_WORKER" in os.environ
     return Workshop((base.parent if parallel else base) / "workshop")
+
+
+@pytest.fixture
+def sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the decoders of rounds.py sample with: "numpy", or "kernel" where it is asked for."""
+    monkeypatch.setattr(rounds, "SAMPLER", getattr(request, "param", "numpy"))

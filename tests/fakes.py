@@ -18,6 +18,7 @@ from tokenizers import decoders, models
 from runtime.decode import Decoder
 from runtime.engine import Engine, Ids, Logits
 from runtime.manifest import GraphFacts, Manifest, Pair, TokenizerFacts
+from runtime.sampler import NumpySampler
 from runtime.text import Tokenizer
 from runtime.text_engine import TextEngine
 
@@ -119,16 +120,23 @@ class FakeEngine(Engine):
         chunk: int = 16,
         order: int | None = 2,
         rounding: float = 0.0,
+        buffers: int = 9,
     ):
         self.model, self.order, self.rounding = model, order, rounding
         self.vocab_size, self.slots = vocab_size, slots
         self.capacity, self.chunk = capacity, chunk
         self.cache = np.full((slots, capacity), NEVER_WRITTEN, np.int64)
         self.calls: list[Call] = []
-        self._last: Logits | None = None
+        self.buffers = buffers
+        self._logits: Logits = np.empty((buffers, 0), np.float32)
 
     def forward(
-        self, input_ids: Ids, position: Ids, logits_index: Ids, first_slot: int = 0
+        self,
+        input_ids: Ids,
+        position: Ids,
+        logits_index: Ids,
+        first_slot: int = 0,
+        buffer: int = 0,
     ) -> Logits:
         batch, width = input_ids.shape
         assert input_ids.dtype == np.int64, input_ids.dtype
@@ -140,18 +148,21 @@ class FakeEngine(Engine):
         assert (position + width <= self.capacity).all(), (position, width, self.capacity)
         assert ((input_ids >= 0) & (input_ids < self.vocab_size)).all(), input_ids
         assert ((logits_index >= 0) & (logits_index < width)).all(), logits_index
+        assert 0 <= buffer < self.buffers, buffer
         self.calls.append(
             Call(first_slot, batch, width, tuple(map(int, position)), len(logits_index))
         )
-        logits = np.empty((batch, len(logits_index), self.vocab_size), np.float32)
+        shape = (batch, len(logits_index), self.vocab_size)
+        size = batch * len(logits_index) * self.vocab_size
+        if buffer == 0:
+            self._logits.fill(np.nan)  # what is kept longer than it may be is noticed
+            self._logits = np.empty((self.buffers, size), np.float32)
+        logits = self._logits[buffer].reshape(shape)
         for b in range(batch):
             rows, start = self.cache[first_slot + b], int(position[b])
             rows[start : start + width] = input_ids[b]
             for k, index in enumerate(logits_index):
                 logits[b, k] = self._row(rows, start + int(index) + 1, width)
-        if self._last is not None:
-            self._last.fill(np.nan)  # what is kept longer than it may be is noticed
-        self._last = logits
         return logits
 
     def _row(self, rows: Ids, end: int, width: int) -> Logits:
@@ -248,6 +259,7 @@ def make_text_engine(
     decoder = Decoder(
         engine(target, rounding),
         engine(draft, 0.0) if draft is not None else None,
+        NumpySampler(vocab_size),
         vocab_size=vocab_size,
         max_len=max_len,
         max_gamma=max_gamma,

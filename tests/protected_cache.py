@@ -76,7 +76,7 @@ def main(folder: Path, how: str) -> None:
     engine._bindings.clear()
     if how == "different":
         outputs = {name: Protected(cache.array) for name, cache in caches.items()}
-        binding = engine._binding(0, 1, 1, 1)
+        binding = engine._binding(0, 1, 1, 1, 0)
         for name, output in outputs.items():
             output.array[:] = caches[name].array
             array = output.array

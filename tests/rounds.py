@@ -10,11 +10,52 @@ import numpy as np
 import pytest
 from fakes import VOCAB_SIZE, FakeEngine, Model
 
+from runtime import kernel
 from runtime.decode import Decoder
+from runtime.kernel import RoundSampler
+from runtime.philox import Purpose
 from runtime.request import Request, Running
+from runtime.sampler import NumpySampler, Sampler
 from runtime.sampling import Verdict, verify
 from runtime.slots import Slot
 from runtime.warping import Distribution
+
+SAMPLER = "numpy"  # or "kernel": see the fixture `sampler`
+
+
+both = pytest.mark.parametrize("sampler", ["numpy", "kernel"], indirect=True)
+
+
+class KernelWithUniforms(RoundSampler):
+    """The kernel, with the uniforms of `sampler.uniform`, so that a test can choose them."""
+
+    def _table(self, width: int, cells: list[tuple[int, Purpose]]) -> np.ndarray:
+        """[B, width]: one column for each (step, purpose)."""
+        table = np.zeros((len(self._places), width))
+        for b, place in enumerate(self._places):
+            for column, (step, purpose) in enumerate(cells):
+                # Those of steps that a slot does not have must not be asked for either.
+                if step < max(place.gamma, purpose == Purpose.RESIDUAL):
+                    table[b, column] = NumpySampler._uniform(None, place, step, purpose)
+        return table
+
+    def draw(self, logits, step, uniforms=None, keep=True, first_slot=0):  # type: ignore[no-untyped-def]
+        table = np.zeros((len(self._places), self.width))
+        table[:, step] = self._table(1, [(step, Purpose.DRAFT)])[:, 0]
+        return super().draw(logits, step, table, keep, first_slot)
+
+    def verify(self, logits, draft_logits=None, uniforms=None, first_slot=0):  # type: ignore[no-untyped-def]
+        cells = [(i, Purpose.ACCEPT) for i in range(self.width)] + [(0, Purpose.RESIDUAL)]
+        table = self._table(self.width + 1, cells)
+        return super().verify(logits, draft_logits, table, first_slot)
+
+
+def make_sampler(vocab_size: int, draft_vocab_size: int, slots: int, max_gamma: int) -> Sampler:
+    if SAMPLER == "numpy":
+        return NumpySampler(vocab_size)
+    if cause := kernel.unavailable():
+        pytest.skip(cause)
+    return KernelWithUniforms(vocab_size, max_gamma, slots, 1, draft_vocab_size)
 
 
 def make_decoder(
@@ -44,6 +85,7 @@ def make_decoder(
             draft, vocab_size=draft_width or vocab_size, slots=slots,
             capacity=draft_capacity or capacity, order=order,
         ),
+        make_sampler(vocab_size, min(vocab_size, draft_width or vocab_size), slots, max_gamma),
         vocab_size=vocab_size,
         max_len=max_len,
         max_gamma=max_gamma,

@@ -135,6 +135,14 @@ DAMAGE = {
         _manifest(lambda c: c["facts"]["pair"]["target"].update(dtype="float8")),
         "float8",
     ),
+    "gamma out of range": (
+        _manifest(
+            lambda c: c["facts"]["pair"].update(
+                max_gamma=65, max_len=c["facts"]["pair"]["capacity"] - 66
+            )
+        ),
+        "contradicts itself",
+    ),
     "edited graph": (_flip("target/graph.onnx"), "its hash differs"),
     "edited weights": (_flip("draft/weights.bin"), "its hash differs"),
     "edited tokenizer": (_flip("tokenizer/tokenizer.json"), "its hash differs"),

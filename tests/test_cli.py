@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from fakes import EOS, UNKNOWN, VOCAB_SIZE, make_text_engine, near, random_model, script
 
-from runtime import decode, generate
+from runtime import generate, sampler
 from runtime.arguments import PROGRAM
 from runtime.errors import EXIT_STATUS, OutriderError
 from runtime.prompts import JSON_TYPES
@@ -304,7 +304,7 @@ def test_check(cli):
 
 def test_a_check_that_fails(cli, monkeypatch):
     monkeypatch.setattr(
-        decode, "verify",
+        sampler, "verify",
         lambda p, q, drafts, accept_u, final_u, params: Verdict(
             len(drafts), p[len(drafts)].draw(final_u), ()
         ),

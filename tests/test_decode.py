@@ -12,6 +12,7 @@ import pytest
 from fakes import VOCAB_SIZE, Context, FakeEngine, Model, near, random_model
 from rounds import (
     accept_everything,
+    both,
     broken,
     check_rows,
     commit_everything,
@@ -28,6 +29,8 @@ from runtime.request import Request, Running
 from runtime.slots import Slot, SlotTable
 from runtime.stats import Stats
 from runtime.warping import Distribution, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("sampler")
 
 SEEDS = range(8)
 
@@ -54,6 +57,7 @@ def compare(gamma: int, seeds: range = SEEDS) -> tuple[int, float]:
     return wrong, accepted / max(1, drafted)
 
 
+@both
 @pytest.mark.parametrize("gamma", range(9))
 def test_temperature_0_is_plain_decoding(gamma: int) -> None:
     wrong, acceptance = compare(gamma)
@@ -62,7 +66,7 @@ def test_temperature_0_is_plain_decoding(gamma: int) -> None:
 
 
 def test_a_rule_that_accepts_everything_is_noticed() -> None:
-    with broken("decode.verify", accept_everything):
+    with broken("sampler.verify", accept_everything):
         assert compare(3)[0] > 0
 
 
@@ -151,6 +155,7 @@ def crowd(slots: int, seed: int, count: int = 9) -> list[tuple[Request, list[int
     return done
 
 
+@both
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
 def test_requests_join_sit_out_and_leave(slots: int) -> None:
     done = [pair for seed in range(5) for pair in crowd(slots, seed)]
@@ -231,6 +236,7 @@ def tied_origins(seeds: range) -> set[str]:
     return origins
 
 
+@both
 def test_ties_go_to_the_lowest_index_on_every_path() -> None:
     assert tied_origins(range(6)) == {"first", "plain", "accepted", "corrected", "bonus"}
 
@@ -240,7 +246,7 @@ def test_ties_that_go_to_the_highest_index_are_noticed() -> None:
         row = np.asarray(logits)[:vocab_size]
         return Distribution.point(len(row) - 1 - int(row[::-1].argmax()), len(row))
 
-    with broken("decode.warp", last_of_ties), pytest.raises(AssertionError):
+    with broken("sampler.warp", last_of_ties), pytest.raises(AssertionError):
         tied_origins(range(2))
 
 
@@ -254,10 +260,10 @@ class OneTokenFirst(FakeEngine):
         super().__init__(*args, **kwargs)
         self.cache.fill(0)  # so that what it lacks is wrong rather than an error
 
-    def forward(self, input_ids, position, logits_index, first_slot=0):  # type: ignore[no-untyped-def]
+    def forward(self, input_ids, position, logits_index, first_slot=0, buffer=0):  # type: ignore[no-untyped-def]
         if input_ids.shape[1] == 2 and self.cache[first_slot, 0]:
             input_ids, position, logits_index = input_ids[:, 1:], position + 1, logits_index - 1
-        return super().forward(input_ids, position, logits_index, first_slot)
+        return super().forward(input_ids, position, logits_index, first_slot, buffer)
 
 
 def draft_is_target(temperature: float, draft_engine: type[FakeEngine] = FakeEngine) -> Stats:
@@ -276,6 +282,7 @@ def draft_is_target(temperature: float, draft_engine: type[FakeEngine] = FakeEng
     return running.stats
 
 
+@both
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_that_is_the_target_is_always_accepted(temperature: float) -> None:
     stats = draft_is_target(temperature)

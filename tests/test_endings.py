@@ -11,12 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes import EOS, VOCAB_SIZE, Context, encode, make_text_engine, near, random_model, script
-from rounds import broken, check_rows, ids, is_late, make_decoder, oracle, run
+from rounds import both, broken, check_rows, ids, is_late, make_decoder, oracle, run
 
 from runtime.decode import Decoder
 from runtime.request import Request, Running
+from runtime.sampler import NumpySampler, Place
 from runtime.text_engine import Result, TextEngine
 from runtime.warping import warp
+
+pytestmark = pytest.mark.usefixtures("sampler")
 
 GAMMA = 4
 
@@ -122,6 +125,7 @@ def respects_minimum(minimum: int, gamma: int) -> None:
     assert running.stats.accepted == running.stats.examined
 
 
+@both
 @pytest.mark.parametrize("gamma", [0, 1, GAMMA])
 def test_min_new_tokens_masks_end_of_text(gamma: int) -> None:
     for minimum in range(gamma + 4):
@@ -138,19 +142,18 @@ def test_end_of_text_that_is_not_masked(model: str) -> None:
         )
 
     for minimum in range(2, GAMMA + 2):
-        with broken("decode.warp", unmasked), pytest.raises(AssertionError):
+        with broken("sampler.warp", unmasked), pytest.raises(AssertionError):
             respects_minimum(minimum, GAMMA)
 
 
 def test_a_mask_that_forgets_the_drafts_before_a_position() -> None:
     """Counting only committed tokens would mask end-of-text for too long within a block."""
 
-    def committed(self: Decoder, running: Running, drafted, row, model):  # type: ignore[no-untyped-def]
-        early = len(running.output) < running.request.min_new_tokens
-        suppress = tuple(running.request.eos_token_ids) if early else ()
-        return warp(row, running.request.params, (), suppress, self.vocab_size, model)
+    def committed(self: NumpySampler, place: Place, drafted, row, model):  # type: ignore[no-untyped-def]
+        suppress = place.suppress if place.suppress_rows else ()
+        return warp(row, place.params, (), suppress, self.vocab_size, model)
 
-    with broken("decode.Decoder._warp", committed), pytest.raises(AssertionError):
+    with broken("sampler.NumpySampler._warp", committed), pytest.raises(AssertionError):
         respects_minimum(3, GAMMA)
 
 

@@ -18,13 +18,16 @@ import numpy as np
 import pytest
 from fakes import Context, Model, random_model
 from proof import ONE, change_point, pieces
-from rounds import accept_everything, broken, flattened_q, ids, make_decoder, run
+from rounds import accept_everything, both, broken, flattened_q, ids, make_decoder, run
 
 from runtime.decode import Decoder
 from runtime.philox import Purpose
-from runtime.request import Request, Running
+from runtime.request import Request
+from runtime.sampler import NumpySampler, Place
 from runtime.sampling import Verdict, residual, verify
 from runtime.warping import Distribution, SamplingParams, warp
+
+pytestmark = pytest.mark.usefixtures("sampler")
 
 V = 8
 DEPTH = 26  # a boundary is known to 2^-26, and a row has seven
@@ -36,7 +39,7 @@ class Round:
 
     def __init__(self, decoder: Decoder, request: Request):
         self.decoder, self.gamma = decoder, request.gamma
-        with broken("decode.uniform", lambda *key: 0.5):
+        with broken("sampler.uniform", lambda *key: 0.5):
             self.running = decoder.admit(request)
         self.start = len(self.running.slot.tokens)
 
@@ -53,7 +56,7 @@ class Round:
         def controlled(seed: int, position: int, purpose: Purpose, lane: int = 0) -> float:
             return table[purpose][position - self.start]
 
-        with broken("decode.uniform", controlled):
+        with broken("sampler.uniform", controlled):
             emitted = self.decoder.round([running])[running]
         # What was drafted stands in the target's cache, whether it was accepted or not.
         rows = self.decoder.target.cache[0, self.start : self.start + self.gamma]  # type: ignore[attr-defined]
@@ -167,6 +170,7 @@ def at(**options: Any) -> SamplingParams:
 ALL = {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.4}
 
 
+@both
 @pytest.mark.parametrize(
     "params",
     [
@@ -192,17 +196,20 @@ def vars_of(params: SamplingParams) -> dict[str, Any]:
     return {n: getattr(params, n) for n in names if getattr(params, n) != getattr(default, n)}
 
 
+@both
 @pytest.mark.parametrize(("rule", "vocab_size"), [("token", V), ("token", 5), ("block", 5)])
 def test_two_draft_tokens(rule: str, vocab_size: int) -> None:
     options = {} if vocab_size == V else ALL
     assert by_bisection(at(**options, verify=rule), 2, vocab_size) < 1e-6
 
 
+@both
 def test_end_of_text_masked_in_the_middle_of_a_block() -> None:
     """The first token and the first draft are masked, the second draft and the bonus are not."""
     assert by_bisection(at(), 2, 4, min_new_tokens=2) < 1e-6
 
 
+@both
 @pytest.mark.parametrize(("target_width", "draft_width"), [(12, 10), (8, 8), (12, 5), (8, 3)])
 def test_padded_and_narrow_vocabularies(target_width: int, draft_width: int) -> None:
     target = random_model(1, target_width)
@@ -212,6 +219,7 @@ def test_padded_and_narrow_vocabularies(target_width: int, draft_width: int) -> 
     assert by_bisection(at(verify="block"), target=target, draft=draft, **options) < 1e-6
 
 
+@both
 @pytest.mark.parametrize(
     ("p", "q"),
     [
@@ -244,17 +252,17 @@ WRONG_RULES = [accept_everything, flattened_q, corrected_from_p]
 @pytest.mark.parametrize("wrong", WRONG_RULES)
 @pytest.mark.parametrize("params", [at(), at(**ALL)], ids=["plain", "all"])
 def test_bisection_notices(wrong: Callable[..., Verdict], params: SamplingParams) -> None:
-    with broken("decode.verify", wrong):
+    with broken("sampler.verify", wrong):
         assert by_bisection(params) > 0.01
 
 
 def test_bisection_notices_a_penalty_without_the_drafts() -> None:
-    real = Decoder._warp
+    real = NumpySampler._warp
 
-    def careless(self: Decoder, running: Running, drafted, row, model):  # type: ignore[no-untyped-def]
-        return real(self, running, (), row, model)
+    def careless(self: NumpySampler, place: Place, drafted, row, model):  # type: ignore[no-untyped-def]
+        return real(self, place, (), row, model)
 
-    with broken("decode.Decoder._warp", careless):
+    with broken("sampler.NumpySampler._warp", careless):
         assert by_bisection(at(repetition_penalty=1.8), 1) > 0.01
 
 
@@ -309,6 +317,7 @@ def by_grid(seed: int, gamma: int = 3) -> float:
     return distance(outcomes(), probs, tuple(round_.running.slot.tokens), gamma + 1)
 
 
+@both
 def test_three_draft_tokens_over_eight() -> None:
     assert by_grid(1) < 1e-12
     assert by_grid(2, 2) < 1e-12
@@ -316,7 +325,7 @@ def test_three_draft_tokens_over_eight() -> None:
 
 @pytest.mark.parametrize("wrong", WRONG_RULES)
 def test_the_grid_notices(wrong: Callable[..., Verdict]) -> None:
-    with broken("decode.verify", wrong):
+    with broken("sampler.verify", wrong):
         assert by_grid(2, 2) > 0.01
 
 
@@ -342,7 +351,7 @@ def by_keys(
 
     def outcomes() -> Iterator[tuple[float, tuple[int, ...]]]:
         while True:
-            with broken("decode.uniform", coin):
+            with broken("sampler.uniform", coin):
                 text = ids(run(decoder, request))
             yield 0.5 ** len(coins), tuple(text)
             while coins and coins[last := next(reversed(coins))] == 1:
@@ -358,6 +367,7 @@ def own(position: int, purpose: Purpose, lane: int) -> Key:
     return position, purpose, lane
 
 
+@both
 @pytest.mark.parametrize(("gamma", "count"), [(0, 4), (1, 4), (2, 4), (3, 5)])
 def test_rounds_after_one_another(gamma: int, count: int) -> None:
     """A number drawn again in a later round must not have been looked at in an earlier one."""
@@ -384,12 +394,13 @@ def support_at_u_0() -> None:
     target = np.array([-np.inf, -np.inf, 0, 1, 2], np.float32)
     draft = np.array([3, 2, 1, -np.inf, -np.inf], np.float32)
     decoder = make_decoder(lambda c: target, lambda c: draft, vocab_size=5)
-    with broken("decode.uniform", lambda *key: 0.0):
+    with broken("sampler.uniform", lambda *key: 0.0):
         running = run(decoder, Request([2], at(), gamma=3, max_new_tokens=20))
     assert not {0, 1} & set(ids(running))
     assert running.stats.accepted == 0
 
 
+@both
 def test_probability_0_is_not_accepted_at_u_0() -> None:
     support_at_u_0()
 
@@ -398,7 +409,7 @@ def test_a_test_that_is_not_strict_is_noticed() -> None:
     def not_strict(p, q, drafts, accept_u, final_u, params):  # type: ignore[no-untyped-def]
         return verify(p, q, drafts, [u - 1e-9 for u in accept_u], final_u, params)
 
-    with broken("decode.verify", not_strict), pytest.raises(AssertionError):
+    with broken("sampler.verify", not_strict), pytest.raises(AssertionError):
         support_at_u_0()
 
 
@@ -420,7 +431,7 @@ def equal_up_to_rounding(rule: Callable[..., tuple[Distribution, float]]) -> Non
         decoder = make_decoder(lambda c: row, lambda c, other=other: other, vocab_size=V)
         masses.clear()
         with (
-            broken("decode.uniform", lambda *key: ONE),
+            broken("sampler.uniform", lambda *key: ONE),
             broken("sampling.residual", watched),
             np.errstate(all="raise"),
         ):

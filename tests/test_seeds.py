@@ -15,14 +15,17 @@ import numpy as np
 import pytest
 from fakes import EOS, VOCAB_SIZE, Context, make_text_engine, near, random_model
 from proof import chi_square
-from rounds import accept_everything, broken, check_rows, flattened_q, ids, make_decoder, run
+from rounds import accept_everything, both, broken, check_rows, flattened_q, ids, make_decoder, run
 
 from runtime.decode import Decoder
 from runtime.philox import Purpose, uniform
 from runtime.request import Request, Running, Token
+from runtime.sampler import NumpySampler, Place
 from runtime.sampling import Verdict
 from runtime.text_engine import Options
 from runtime.warping import SamplingParams, VerifyRule, warp
+
+pytestmark = pytest.mark.usefixtures("sampler")
 
 # --- the distribution -------------------------------------------------------------------------
 
@@ -70,6 +73,7 @@ def p_values(
     }
 
 
+@both
 @pytest.mark.parametrize("gamma", [1, 3, 5])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_tokens_follow_the_target_at_every_offset(temperature: float, gamma: int) -> None:
@@ -78,6 +82,7 @@ def test_tokens_follow_the_target_at_every_offset(temperature: float, gamma: int
     assert min(found.values()) > 1e-3, found
 
 
+@both
 def test_the_block_rule_follows_the_target() -> None:
     assert min(p_values(1.0, 3, rule="block").values()) > 1e-3
 
@@ -85,7 +90,7 @@ def test_the_block_rule_follows_the_target() -> None:
 @pytest.mark.parametrize("wrong", [accept_everything, flattened_q])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_wrong_rules_are_noticed(wrong: Callable[..., Verdict], temperature: float) -> None:
-    with broken("decode.verify", wrong):
+    with broken("sampler.verify", wrong):
         assert min(p_values(temperature, 3).values()) < 1e-6
 
 
@@ -95,7 +100,7 @@ def test_a_number_with_two_uses_is_noticed() -> None:
     def shared(seed: int, position: int, purpose: Purpose, lane: int = 0) -> float:
         return uniform(seed, position, min(purpose, Purpose.RESIDUAL) // 2, lane)  # type: ignore[arg-type]
 
-    with broken("decode.uniform", shared):
+    with broken("sampler.uniform", shared):
         assert min(p_values(1.0, 3).values()) < 1e-6
 
 
@@ -120,6 +125,7 @@ def ids_of_long(decoder: Decoder, request: Request) -> list[int]:
     return ids(running)
 
 
+@both
 def test_the_block_rule_draws_new_numbers_every_round() -> None:
     """It looks at all numbers of its round to decide, the later ones included: they are spent."""
     assert words_by_block() > 1e-3
@@ -129,7 +135,7 @@ def test_numbers_that_the_block_rule_has_spent_are_noticed() -> None:
     def in_lane_0(seed: int, position: int, purpose: Purpose, lane: int = 0) -> float:
         return uniform(seed, position, purpose)
 
-    with broken("decode.uniform", in_lane_0):
+    with broken("sampler.uniform", in_lane_0):
         assert words_by_block() < 1e-6
 
 
@@ -174,6 +180,7 @@ def repeats_alone(rule: VerifyRule) -> None:
         assert len(slots) >= 2
 
 
+@both
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_interleaved_requests_repeat_alone(rule: VerifyRule) -> None:
     repeats_alone(rule)
@@ -192,13 +199,13 @@ def test_other_seeds_give_other_texts() -> None:
 def test_numbers_that_depend_on_the_company_are_noticed(what: str) -> None:
     calls = 0
 
-    def companionable(self: Decoder, running: Running, step: int, purpose: Purpose) -> float:
+    def companionable(self: NumpySampler, place: Place, step: int, purpose: Purpose) -> float:
         nonlocal calls
         calls += 1
-        lane = 1 + running.slot.index if what == "slot" else calls
-        return uniform(running.request.params.seed, len(running.slot.tokens) + step, purpose, lane)
+        lane = 1 + place.index if what == "slot" else calls
+        return uniform(place.params.seed, place.position + step, purpose, lane)
 
-    with broken("decode.Decoder._uniform", companionable), pytest.raises(AssertionError):
+    with broken("sampler.NumpySampler._uniform", companionable), pytest.raises(AssertionError):
         repeats_alone("token")
 
 
@@ -221,6 +228,7 @@ def logprobs_are_the_targets(running: Running) -> None:
         text.append(token.id)
 
 
+@both
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("gamma", [0, 4])
 def test_logprobs_are_the_plain_targets(gamma: int, temperature: float) -> None:

@@ -12,14 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes import EOS, VOCAB_SIZE, Context, Model, make_text_engine, near, random_model, script
-from rounds import broken, check_rows, ids, is_late, make_decoder, oracle, plain, run
+from rounds import both, broken, check_rows, ids, is_late, make_decoder, oracle, plain, run
 
 from runtime.decode import Decoder
 from runtime.errors import OutriderError
 from runtime.request import Request, Running
+from runtime.sampler import NumpySampler, Place
 from runtime.slots import Slot
 from runtime.text_engine import Options, TextEngine
 from runtime.warping import SamplingParams, warp
+
+pytestmark = pytest.mark.usefixtures("sampler")
 
 GAMMA = 4
 SAYING = "the quick brown fox jumps over a lazy dog"
@@ -117,6 +120,7 @@ def penalised(penalty: float, seeds: range = range(6)) -> None:
         assert ids(run(decoder, request)) == oracle(target, request) == plain(decoder, request)
 
 
+@both
 @pytest.mark.parametrize("penalty", [1.5, 4.0, 0.7])
 def test_the_repetition_penalty_while_speculating(penalty: float) -> None:
     penalised(penalty)
@@ -125,17 +129,18 @@ def test_the_repetition_penalty_while_speculating(penalty: float) -> None:
 @pytest.mark.parametrize("drafts_seen", [True, False])
 def test_a_penalty_that_is_ignored(drafts_seen: bool) -> None:
     """Dropped altogether, or applied to the committed text without the drafts of the block."""
-    real = Decoder._warp
+    real = NumpySampler._warp
 
-    def careless(self: Decoder, running: Running, drafted, row, model):  # type: ignore[no-untyped-def]
+    def careless(self: NumpySampler, place: Place, drafted, row, model):  # type: ignore[no-untyped-def]
         if not drafts_seen:
-            return real(self, running, (), row, model)
+            return real(self, place, (), row, model)
         return warp(row, SamplingParams(), vocab_size=self.vocab_size)
 
-    with broken("decode.Decoder._warp", careless), pytest.raises(AssertionError):
+    with broken("sampler.NumpySampler._warp", careless), pytest.raises(AssertionError):
         penalised(4.0)
 
 
+@both
 def test_filters_change_nothing_at_temperature_0() -> None:
     target = random_model(1)
     decoder = make_decoder(target, near(target, 2, 1.0))
@@ -177,6 +182,7 @@ def ignores_padding(temperature: float, vocab_size: int = 16) -> None:
         assert gamma == 0 or 0 < running.stats.accepted < running.stats.drafted
 
 
+@both
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_padding_is_never_emitted(temperature: float) -> None:
     ignores_padding(temperature)
@@ -201,6 +207,7 @@ def narrow_draft(temperature: float) -> Running:
     return running
 
 
+@both
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_narrower_than_the_vocabulary(temperature: float) -> None:
     narrow_draft(temperature)
@@ -229,6 +236,7 @@ def failing(model: Model, at: int, value: float = np.nan) -> Model:
     return broken_model
 
 
+@both
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("name", ["target", "draft"])
@@ -253,6 +261,7 @@ def test_numeric_failures_are_named(name: str, at: int, temperature: float, valu
     check_rows(decoder, neighbour)
 
 
+@both
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_row_of_nothing_but_minus_infinity(temperature: float) -> None:
     def nothing(context: Context) -> np.ndarray:

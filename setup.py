@@ -1,0 +1,50 @@
+"""The wheel's native part: liboutrider, compiled where there is a C++ compiler.
+
+Without one the wheel is pure Python, and the runtime samples in NumPy. Everything else is in
+pyproject.toml.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))  # a build backend does not put it there
+
+from plugins.build import NAME, BuildError, build, find_compiler  # noqa: E402
+
+try:
+    find_compiler()
+    NATIVE = True
+except BuildError as error:
+    print(f"warning: a wheel without the sampling kernel: {error}", file=sys.stderr)
+    NATIVE = False
+
+
+class BuildWithKernel(build_py):
+    def run(self) -> None:
+        super().run()
+        if NATIVE and not self.editable_mode:  # a checkout has it in build/lib: make plugins
+            shutil.copyfile(build(HERE / "build" / "lib"), Path(self.build_lib, "outrider", NAME))
+
+
+class PlatformWheel(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        # The library is called through ctypes: any Python, no ABI, but this platform.
+        return ("py3", "none", super().get_tag()[2]) if NATIVE else super().get_tag()
+
+
+class MaybeNative(Distribution):
+    def has_ext_modules(self) -> bool:
+        return NATIVE
+
+
+setup(
+    distclass=MaybeNative,
+    cmdclass={"build_py": BuildWithKernel, "bdist_wheel": PlatformWheel},
+    options={"build": {"build_base": "build/wheel"}},  # build/lib is the checkout's own
+)
