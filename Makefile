@@ -18,7 +18,8 @@ FORCE ?= 0
 PROMPT ?= def read_lines(path):
 export PYTHONUNBUFFERED := 1
 
-.PHONY: kernel help demo test test-slow check bench engines plugins sanitize wheel clean distclean
+.PHONY: kernel gpu-check help demo test test-slow check bench engines plugins plugin cubins \
+        sanitize wheel clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +31,9 @@ help:
 	@echo 'make check      ruff and mypy'
 	@echo 'make bench      what decoding costs, as ratios in one run (minutes)'
 	@echo 'make plugins    compile the sampling kernel, into build/lib (the others do so by themselves)'
+	@echo 'make cubins     compile the CUDA kernels for all GPUs, into build/cuda (needs no GPU)'
+	@echo 'make plugin TENSORRT_ROOT=<folder with include/>   the TensorRT plugin, into build/lib'
+	@echo 'make gpu-check  all that a GPU can tell about this project, in 8 minutes [GPU_OUT=<folder>]'
 	@echo 'make wheel      the installable runtime, into dist/'
 	@echo 'make clean      remove what was built; make distclean: the environment too'
 
@@ -80,8 +84,18 @@ check: .venv/stamp
 bench: kernel
 	$(PY) -m bench.decode
 
+# Neither network nor environment of its own: a machine with a GPU may have nothing but PyTorch.
+gpu-check:
+	@$(or $(wildcard $(PY)),$(PYTHON)) -m bench.gpu_check $(if $(GPU_OUT),--out "$(GPU_OUT)")
+
 plugins: .venv/stamp
 	@$(PY) -m plugins.build
+
+plugin: .venv/stamp
+	@TENSORRT_ROOT="$(TENSORRT_ROOT)" $(PY) -m plugins.build_tensorrt
+
+cubins: .venv/stamp
+	@$(PY) -m plugins.cubins
 
 sanitize: .venv/stamp
 	$(PY) -m pytest -m slow tests/test_kernel_fuzz.py

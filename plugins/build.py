@@ -85,6 +85,8 @@ def build_emulated(out: Path) -> Path:
     """The CPU library with the CUDA kernels of emulate.cpp. Raises BuildError."""
     # FMA, as on a GPU; the kernels' own warnings are nvcc's business.
     flags = ["-mfma", "-mavx2"] if "-DOUTRIDER_X86" in repr(units(platform.machine())) else []
+    # setjmp switches between stacks, and kernels read memory as words.
+    flags += ["-U_FORTIFY_SOURCE", "-fno-strict-aliasing"]
     more = [("emulate.cpp", [*flags, "-Wno-unknown-pragmas", "-Wno-subobject-linkage"])]
     return _made(out, "emulated", ".so", HERE, ["-shared"], more)
 

@@ -1,11 +1,21 @@
-// The CUDA kernels on the host, for machines without a GPU: one block after the other, its threads
-// as coroutines that switch at barriers. It shows that the logic is right, not that it is fast.
-// Compiled together with the CPU library, whose outrider_verify it has the signature of.
+// The CUDA kernels on the host, for machines without a GPU: one block after the other in random
+// order, its threads as coroutines that switch at barriers, warps in random order. It shows that the
+// logic is right and the plan complete, not that it is fast, nor that the memory ordering is right.
+// Compiled together with the CPU library, whose outrider_draw and outrider_verify it has the
+// signatures of.
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
 #include <memory>
+#include <random>
+#include <string>
 #include <vector>
 
 namespace {
@@ -13,136 +23,315 @@ namespace {
 struct Index {
   unsigned x = 0, y = 0, z = 0;
 };
-Index threadIdx, blockIdx;
+Index threadIdx, blockIdx, blockDim, gridDim;
+
+// --- threads ----------------------------------------------------------------------------------
 
 enum class Waits { NOT, WARP, BLOCK, FOREVER };
 
+// Started once by ucontext; afterwards setjmp switches, which needs no system call.
 struct Thread {
-  ucontext_t context;
+  ucontext_t start;
+  jmp_buf context;
   std::unique_ptr<char[]> stack;
   Waits waits;
 };
 
-constexpr unsigned COUNT = 128, WARP = 32;
+constexpr unsigned MOST = 512, WARP = 32;
 constexpr size_t STACK = 64 * 1024;
-Thread block[COUNT];
-ucontext_t scheduler;
+Thread block[MOST];
+jmp_buf scheduler;
 void (*body)();
-double exchange[COUNT]; // what a shuffle passes on
+uint64_t exchange[MOST]; // what a warp passes on
+std::mt19937 order;
 
 void wait(Waits waits) {
   const unsigned self = threadIdx.x;
   block[self].waits = waits;
-  swapcontext(&block[self].context, &scheduler);
+  if (_setjmp(block[self].context) == 0) _longjmp(scheduler, 1);
   threadIdx.x = self;
 }
 
 void thread_main() {
-  body();
-  wait(Waits::FOREVER);
+  for (;;) {
+    body();
+    wait(Waits::FOREVER); // until the next block
+  }
 }
 
-bool all_wait(unsigned first, unsigned last, Waits waits) {
-  return std::all_of(block + first, block + last, [waits](const Thread& thread) {
-    return thread.waits == waits || thread.waits == Waits::FOREVER;
-  });
+void resume(unsigned t) {
+  threadIdx.x = t;
+  if (_setjmp(scheduler) != 0) return;
+  if (block[t].stack != nullptr) _longjmp(block[t].context, 1);
+  block[t].stack = std::make_unique<char[]>(STACK);
+  getcontext(&block[t].start);
+  block[t].start.uc_stack.ss_sp = block[t].stack.get();
+  block[t].start.uc_stack.ss_size = STACK;
+  makecontext(&block[t].start, thread_main, 0);
+  setcontext(&block[t].start);
 }
 
-void release(unsigned first, unsigned last, Waits waits) {
+bool release(unsigned first, unsigned last, Waits waits, bool with_exited) {
+  bool any = false;
+  for (unsigned t = first; t < last; ++t) {
+    const bool exited = block[t].waits == Waits::FOREVER && with_exited;
+    if (block[t].waits != waits && !exited) return false;
+    any |= block[t].waits == waits;
+  }
   for (unsigned t = first; t < last; ++t)
     if (block[t].waits == waits) block[t].waits = Waits::NOT;
+  return any;
 }
 
 void run_block() {
-  for (unsigned t = 0; t < COUNT; ++t) {
-    if (block[t].stack == nullptr) block[t].stack = std::make_unique<char[]>(STACK);
-    getcontext(&block[t].context);
-    block[t].context.uc_stack.ss_sp = block[t].stack.get();
-    block[t].context.uc_stack.ss_size = STACK;
-    block[t].waits = Waits::NOT;
-    makecontext(&block[t].context, thread_main, 0);
-  }
-  while (!all_wait(0, COUNT, Waits::FOREVER)) {
-    for (unsigned t = 0; t < COUNT; ++t) {
-      if (block[t].waits != Waits::NOT) continue;
-      threadIdx.x = t;
-      swapcontext(&scheduler, &block[t].context);
+  const unsigned count = blockDim.x;
+  std::array<unsigned, MOST / WARP> warps{};
+  for (unsigned w = 0; w < count / WARP; ++w) warps[w] = w;
+  for (unsigned t = 0; t < count; ++t) block[t].waits = Waits::NOT;
+  for (;;) {
+    std::shuffle(warps.begin(), warps.begin() + count / WARP, order);
+    for (unsigned i = 0; i < count / WARP; ++i) {
+      do {
+        for (unsigned t = warps[i] * WARP; t < (warps[i] + 1) * WARP; ++t)
+          if (block[t].waits == Waits::NOT) resume(t);
+      } while (release(warps[i] * WARP, (warps[i] + 1) * WARP, Waits::WARP, false));
     }
-    for (unsigned w = 0; w < COUNT; w += WARP)
-      if (all_wait(w, w + WARP, Waits::WARP)) release(w, w + WARP, Waits::WARP);
-    if (all_wait(0, COUNT, Waits::BLOCK)) release(0, COUNT, Waits::BLOCK);
+    if (release(0, count, Waits::BLOCK, true)) continue;
+    for (unsigned t = 0; t < count; ++t) {
+      if (block[t].waits == Waits::FOREVER) continue;
+      std::fputs("emulated: threads of a block wait at different barriers\n", stderr);
+      std::abort();
+    }
+    return;
   }
 }
 
 void __syncthreads() { wait(Waits::BLOCK); }
 void __syncwarp() { wait(Waits::WARP); }
+void __threadfence() {}
 
-template <class T> T shuffle(T value, unsigned from) {
-  exchange[threadIdx.x] = static_cast<double>(value);
-  wait(Waits::WARP);
-  const double got = exchange[from];
-  wait(Waits::WARP);
-  return static_cast<T>(got);
+// --- warps ------------------------------------------------------------------------------------
+
+template <class T> T passed(unsigned from) {
+  T value;
+  std::memcpy(&value, &exchange[from], sizeof value);
+  return value;
 }
-template <class T> T __shfl_down_sync(unsigned, T value, int by) {
-  const unsigned lane = threadIdx.x % WARP + static_cast<unsigned>(by);
-  return shuffle(value, lane < WARP ? threadIdx.x + static_cast<unsigned>(by) : threadIdx.x);
+
+// What reduces the values of all lanes, which it reads with `passed`.
+template <class T, class Take> auto among_lanes(T value, const Take& take) {
+  static_assert(sizeof value <= sizeof exchange[0]);
+  std::memcpy(&exchange[threadIdx.x], &value, sizeof value);
+  wait(Waits::WARP);
+  const auto taken = take(threadIdx.x / WARP * WARP);
+  wait(Waits::WARP);
+  return taken;
+}
+
+template <class T> T __shfl_sync(unsigned, T value, int from) {
+  return among_lanes(value, [&](unsigned first) {
+    return passed<T>(first + static_cast<unsigned>(from) % WARP);
+  });
+}
+template <class T> T __shfl_up_sync(unsigned, T value, unsigned by) {
+  const unsigned lane = threadIdx.x % WARP;
+  return __shfl_sync(0, value, static_cast<int>(lane >= by ? lane - by : lane));
 }
 template <class T> T __shfl_xor_sync(unsigned, T value, int by) {
-  return shuffle(value, threadIdx.x ^ static_cast<unsigned>(by));
+  return __shfl_sync(0, value, static_cast<int>(threadIdx.x % WARP) ^ by);
+}
+unsigned __ballot_sync(unsigned, bool predicate) {
+  return among_lanes(predicate, [](unsigned first) {
+    unsigned bits = 0;
+    for (unsigned t = 0; t < WARP; ++t) bits |= static_cast<unsigned>(passed<bool>(first + t)) << t;
+    return bits;
+  });
+}
+bool __any_sync(unsigned mask, bool predicate) { return __ballot_sync(mask, predicate) != 0; }
+template <class Better> unsigned best(unsigned value, const Better& better) {
+  return among_lanes(value, [&](unsigned first) {
+    unsigned found = passed<unsigned>(first);
+    for (unsigned t = 1; t < WARP; ++t) found = better(found, passed<unsigned>(first + t));
+    return found;
+  });
+}
+unsigned __reduce_max_sync(unsigned, unsigned value) {
+  return best(value, [](unsigned a, unsigned b) { return std::max(a, b); });
+}
+unsigned __reduce_min_sync(unsigned, unsigned value) {
+  return best(value, [](unsigned a, unsigned b) { return std::min(a, b); });
 }
 
+// --- memory -----------------------------------------------------------------------------------
+
+struct uint4 {
+  unsigned x, y, z, w;
+};
+template <class T> T __ldg(const T* from) { return *from; }
+template <class T> T __ldcg(const T* from) { return *from; }
+template <class T> T atomicAdd(T* at, T value) {
+  const T old = *at;
+  *at += value;
+  return old;
+}
+template <class T> T atomicOr(T* at, T value) {
+  const T old = *at;
+  *at |= value;
+  return old;
+}
+
+using std::fmaxf;
 using std::log;
+using std::memcpy;
 
 } // namespace
 
 #define __global__
 #define __device__
+#define __forceinline__ inline
+#define __noinline__
 #define __shared__ static
-#define __launch_bounds__(threads)
+#define __grid_constant__
+#define __launch_bounds__(...)
 #include "outrider_cuda.cu"
 
 namespace {
 
-template <class Kernel>
-void launch(Kernel kernel, const outrider_device_round& call, int x, int y, int z) {
-  static Kernel current;
-  static const outrider_device_round* argument;
-  current = kernel;
-  argument = &call;
-  body = [] { current(*argument); };
-  for (int k = 0; k < z; ++k)
-    for (int j = 0; j < y; ++j)
-      for (int i = 0; i < x; ++i) {
-        blockIdx = {static_cast<unsigned>(i), static_cast<unsigned>(j), static_cast<unsigned>(k)};
-        run_block();
-      }
+// --- launches ---------------------------------------------------------------------------------
+
+using Kernel = void (*)(Call);
+const std::map<std::string, Kernel> kernels = {
+#define KERNEL(name) {#name, name}
+    KERNEL(outrider_mark),
+    KERNEL(outrider_verify_scan),
+    KERNEL(outrider_verify_scan_general),
+    KERNEL(outrider_verify_filter),
+    KERNEL(outrider_verify_rest),
+    KERNEL(outrider_verify_rest_general),
+    KERNEL(outrider_draw_scan),
+    KERNEL(outrider_draw_scan_general),
+    KERNEL(outrider_draw_filter),
+#undef KERNEL
+};
+Kernel current;
+Call argument;
+
+void launch(const char* kernel, const uint32_t grid[3], uint32_t threads, const void* call) {
+  std::memcpy(&argument, call, sizeof argument);
+  current = kernels.at(kernel);
+  body = [] { current(argument); };
+  blockDim = {threads, 1, 1};
+  gridDim = {grid[0], grid[1], grid[2]};
+  std::vector<Index> blocks;
+  for (unsigned z = 0; z < gridDim.z; ++z)
+    for (unsigned y = 0; y < gridDim.y; ++y)
+      for (unsigned x = 0; x < gridDim.x; ++x) blocks.push_back({x, y, z});
+  std::shuffle(blocks.begin(), blocks.end(), order);
+  for (const Index& index : blocks) {
+    blockIdx = index;
+    run_block();
+  }
+}
+
+void launch(const outrider_device_plan& plan) {
+  for (int32_t i = 0; i < plan.launch_count; ++i)
+    launch(plan.launches[i].kernel, plan.launches[i].grid, plan.launches[i].block, plan.call);
+}
+
+int32_t added_flags = 0, removed_flags = 0;
+
+int32_t flags_of(const outrider_slot* slots, int32_t count) {
+  int32_t flags = added_flags;
+  for (int b = 0; b < count; ++b) flags |= needs(slots[b], true);
+  return flags & ~removed_flags;
+}
+
+// One workspace for each sizes, never cleared; nothing but its counters may be read before it is
+// written, so the rest starts as garbage.
+struct Workspace {
+  std::vector<unsigned char> memory;
+  unsigned char* begin;
+  size_t size;
+};
+Workspace& workspace_of(const outrider_device_sizes& sizes) {
+  static std::map<std::array<int32_t, 5>, Workspace> all;
+  Workspace& made = all[{sizes.slot_count, sizes.width, sizes.vocab_size, sizes.draft_vocab_size,
+                         sizes.flags}];
+  if (made.memory.empty()) {
+    made.size = outrider_device_workspace_size(&sizes);
+    made.memory.assign(made.size + 256, 0xA5);
+    const auto start = reinterpret_cast<std::uintptr_t>(made.memory.data());
+    made.begin = made.memory.data() + (256 - start % 256);
+    std::memset(made.begin, 0, static_cast<size_t>(sizes.slot_count) * sizeof(uint32_t));
+  }
+  return made;
+}
+
+int32_t outcome(const outrider_slot* slots, const outrider_verdict* verdicts, int32_t count,
+                int32_t width) {
+  int32_t status = OUTRIDER_OK;
+  for (int b = 0; verdicts != nullptr && b < count; ++b) {
+    if (!legal(slots[b], width)) return verdicts[b].status; // as the CPU library refuses
+    if (verdicts[b].status != OUTRIDER_OK) status = OUTRIDER_SLOT_FAILED;
+  }
+  return status;
 }
 
 } // namespace
 
-extern "C" OUTRIDER_API int32_t outrider_emulate_verify(
-    const outrider_logits* target, const outrider_logits* draft, int32_t,
-    const outrider_slot* slots, int32_t slot_count, int32_t width, const double*,
+extern "C" {
+
+// Flags that plans have beside those that their slots need, and flags that they lack all the same;
+// the seed of the order.
+OUTRIDER_API void outrider_emulate(int32_t added, int32_t removed, uint32_t seed) {
+  added_flags = added;
+  removed_flags = removed;
+  order.seed(seed);
+}
+
+// For a host that launches by itself.
+OUTRIDER_API int32_t outrider_emulate_knows(const char* kernel) { return kernels.count(kernel) != 0; }
+OUTRIDER_API void outrider_emulate_launch(const char* kernel, const uint32_t grid[3],
+                                          uint32_t threads, const void* call) {
+  launch(kernel, grid, threads, call);
+}
+
+OUTRIDER_API int32_t outrider_emulate_draw(const outrider_logits* logits,
+                                           const outrider_slot* slots, int32_t slot_count,
+                                           int32_t width, int32_t step, const double* uniforms,
+                                           int64_t* drafts, outrider_row* rows, void* kept,
+                                           outrider_verdict* verdicts, void*, size_t, int32_t) {
+  const outrider_device_sizes sizes = {slot_count, width, 0, logits->vocab_size,
+                                       flags_of(slots, slot_count), 0};
+  Workspace& workspace = workspace_of(sizes);
+  const int32_t* const step_at = step % 2 != 0 ? &step : nullptr; // now the one, now the other
+  outrider_device_plan plan;
+  const int32_t status = outrider_device_plan_draw(
+      &sizes, logits, slots, step_at != nullptr ? 0 : step, step_at, uniforms, drafts, rows, kept,
+      verdicts, workspace.begin, workspace.size, &plan);
+  if (status != OUTRIDER_OK) return status;
+  launch(plan);
+  return outcome(slots, verdicts, slot_count, width);
+}
+
+OUTRIDER_API int32_t outrider_emulate_verify(
+    const outrider_logits* target, const outrider_logits* draft, int32_t draft_by_index,
+    const outrider_slot* slots, int32_t slot_count, int32_t width, const double* uniforms,
     const int64_t* drafts, const outrider_row* rows, outrider_verdict* verdicts, double* ratios,
     void*, size_t, int32_t) {
-  const int tiles = (target->vocab_size + TILE - 1) / TILE;
-  const auto count = static_cast<size_t>(slot_count) * static_cast<size_t>(width + 1);
-  const auto all = count * static_cast<size_t>(tiles);
-  std::vector<outrider_row> shapes(count);
-  std::vector<float> tile_max(all), tile_sum(all);
-  std::vector<int32_t> tile_token(all);
-  std::vector<double> mass(all), rest(all);
-  std::vector<Decision> decisions(count);
-  const outrider_device_round call = {
-      *target,          *draft,     slots,           drafts,      rows,
-      verdicts,         ratios,     shapes.data(),   tile_max.data(), tile_sum.data(),
-      tile_token.data(), mass.data(), rest.data(),   decisions.data(), width, tiles};
-  launch(outrider_scan, call, tiles, width + 1, slot_count);
-  launch(outrider_decide, call, slot_count, 1, 1);
-  launch(outrider_residual, call, tiles, slot_count, 1);
-  launch(outrider_choose, call, slot_count, 1, 1);
-  for (int b = 0; b < slot_count; ++b)
-    if (verdicts[b].status != OUTRIDER_OK) return OUTRIDER_SLOT_FAILED;
-  return OUTRIDER_OK;
+  const bool has_draft = draft != nullptr && draft->data != nullptr;
+  const int32_t shapes = has_draft && rows == nullptr ? OUTRIDER_DEVICE_SHAPES : 0;
+  const outrider_device_sizes sizes = {slot_count, width, target->vocab_size,
+                                       has_draft ? draft->vocab_size : 0,
+                                       flags_of(slots, slot_count) | shapes, 0};
+  Workspace& workspace = workspace_of(sizes);
+  outrider_device_plan plan;
+  const int32_t status = outrider_device_plan_verify(
+      &sizes, target, draft, draft_by_index, slots, uniforms, drafts, rows, verdicts, ratios,
+      workspace.begin, workspace.size, &plan);
+  if (status != OUTRIDER_OK) return status;
+  launch(plan);
+  return outcome(slots, verdicts, slot_count, width);
 }
+
+} // extern "C"

@@ -32,7 +32,7 @@ typedef unsigned long long uint64_t;
 extern "C" {
 #endif
 
-#define OUTRIDER_ABI_VERSION 1
+#define OUTRIDER_ABI_VERSION 2
 #define OUTRIDER_MAX_WIDTH 64 /* draft tokens in a round */
 
 enum {
@@ -155,6 +155,75 @@ OUTRIDER_API int32_t outrider_warp(const outrider_logits* logits, const outrider
 /* Philox 4x32-10 and the 53-bit uniform in [0, 1) that is made from it. */
 OUTRIDER_API void outrider_philox4x32(uint64_t key, const uint32_t counter[4], uint32_t answer[4]);
 OUTRIDER_API double outrider_uniform(uint64_t seed, uint32_t position, uint32_t purpose, uint32_t lane);
+
+/* --- the same on a GPU: what to launch ---------------------------------------------------------
+ *
+ * liboutrider launches nothing itself: these functions run on the host, touch no GPU, and say which
+ * kernels of outrider_cuda.cu to launch, in order, on one stream. Grids, blocks and addresses depend
+ * on what is passed here alone, so a captured graph replays a plan; slots, drafts, logits, uniforms
+ * and the ids that slots point to are read on the device, when a kernel runs.
+ *
+ * The workspace is device memory, 256-byte-aligned, zeroed once when it is made (the kernels leave
+ * its counters at 0). It belongs to one outrider_device_sizes: draws and verifications of that may
+ * share it as long as they follow each other on a stream.
+ */
+
+/* What the slots of a plan may ask for. A slot that asks for more gets OUTRIDER_BAD_PARAMETER, as one
+ * with an illegal parameter does. Fewer flags are fewer launches and less memory. */
+enum {
+  OUTRIDER_DEVICE_FILTERS = 1,   /* top_k, top_p, min_p */
+  OUTRIDER_DEVICE_PENALTIES = 2, /* repetition_penalty, suppress */
+  OUTRIDER_DEVICE_BLOCK = 4,     /* the block rule */
+  OUTRIDER_DEVICE_SHAPES = 8     /* to verify with rows == NULL against a draft's logits */
+};
+
+typedef struct {
+  int32_t slot_count;       /* 1 .. 65535 */
+  int32_t width;            /* draft tokens in a round, 0 .. OUTRIDER_MAX_WIDTH */
+  int32_t vocab_size;       /* the target's; 0 where there are only draws */
+  int32_t draft_vocab_size; /* 0 where the draft has no logits */
+  int32_t flags;            /* OUTRIDER_DEVICE_... */
+  int32_t reserved;
+} outrider_device_sizes;
+
+typedef struct {
+  const char* kernel; /* its name in the cubin; the text is static */
+  uint32_t grid[3];
+  uint32_t block;        /* threads, one-dimensional */
+  uint32_t shared_bytes; /* dynamic */
+  uint32_t reserved;
+} outrider_device_launch;
+
+#define OUTRIDER_DEVICE_MAX_LAUNCHES 4
+
+typedef struct {
+  int32_t launch_count;
+  int32_t call_size; /* bytes of `call` in use */
+  outrider_device_launch launches[OUTRIDER_DEVICE_MAX_LAUNCHES];
+  uint64_t call[64]; /* the one parameter of every kernel, by value: kernelParams = {plan.call} */
+} outrider_device_plan;
+
+/* Bytes of workspace for these sizes; 0 where they are illegal. */
+OUTRIDER_API size_t outrider_device_workspace_size(const outrider_device_sizes* sizes);
+
+/* outrider_draw, on the device: all pointers are device addresses, those in the slots too. Rows of logits
+ * are aligned to their elements; where also to 16 bytes they are read faster. step_at: NULL, or a
+ * device address of the step, in place of `step` (one graph for all steps). A slot that fails gets
+ * the draft token -1; its verdict says why. Returns OUTRIDER_BAD_ARGUMENT or
+ * OUTRIDER_SMALL_WORKSPACE, and then no plan. */
+OUTRIDER_API int32_t outrider_device_plan_draw(const outrider_device_sizes* sizes,
+                      const outrider_logits* logits, const outrider_slot* slots, int32_t step,
+                      const int32_t* step_at, const double* uniforms, int64_t* drafts,
+                      outrider_row* rows, void* kept, outrider_verdict* verdicts, void* workspace,
+                      size_t workspace_size, outrider_device_plan* plan);
+
+/* outrider_verify, likewise. draft: NULL or its data NULL for a draft without a distribution. */
+OUTRIDER_API int32_t outrider_device_plan_verify(const outrider_device_sizes* sizes,
+                      const outrider_logits* target, const outrider_logits* draft,
+                      int32_t draft_by_index, const outrider_slot* slots, const double* uniforms,
+                      const int64_t* drafts, const outrider_row* rows, outrider_verdict* verdicts,
+                      double* ratios, void* workspace, size_t workspace_size,
+                      outrider_device_plan* plan);
 
 /* The instruction set in use: "avx512", "avx2" or "plain". outrider_use makes later calls use a
  * lesser one (for tests; results are the same to the bit) and returns 0 where it is not there. */

@@ -6,6 +6,7 @@
 #include <system_error>
 #include <thread>
 
+#include "outrider_device.h"
 #include "outrider_round.h"
 
 namespace {
@@ -40,22 +41,6 @@ bool legal(const outrider_logits* logits) {
          logits->dtype <= OUTRIDER_BFLOAT16;
 }
 
-// The ranges of runtime/warping.py's SamplingParams; each comparison is false for a NaN.
-bool legal(const outrider_slot& s, int width) {
-  const bool temperature = s.temperature == 0 || (s.temperature >= 1e-7f && s.temperature <= 1e7f);
-  const bool ids = s.context_length >= 0 && s.suppress_length >= 0 &&
-                   (s.context != nullptr || s.context_length == 0) &&
-                   (s.suppress != nullptr || s.suppress_length == 0);
-  const bool rule = s.rule >= OUTRIDER_TOKEN && s.rule <= OUTRIDER_SIGMOID &&
-                    (s.rule == OUTRIDER_TOKEN || s.lenience == 1) &&
-                    !(s.rule == OUTRIDER_SIGMOID && s.temperature == 0);
-  return temperature && ids && rule && s.top_k >= 0 && s.top_p > 0 && s.top_p <= 1 &&
-         s.min_p >= 0 && s.min_p <= 1 && s.repetition_penalty > 0 &&
-         s.repetition_penalty < outrider::INF && s.lenience > 0 && s.lenience <= 1 &&
-         s.sigmoid_alpha < 0 && s.sigmoid_beta > 0 && s.gamma >= -1 && s.gamma <= width &&
-         s.index >= 0;
-}
-
 int32_t check(const outrider_slot* slots, int32_t slot_count, int32_t width, int32_t vocab_size,
               const void* workspace, size_t workspace_size, int32_t threads) {
   if (slots == nullptr || slot_count < 0 || workspace == nullptr) return OUTRIDER_BAD_ARGUMENT;
@@ -63,7 +48,7 @@ int32_t check(const outrider_slot* slots, int32_t slot_count, int32_t width, int
   if (needed == 0) return OUTRIDER_BAD_ARGUMENT;
   if (workspace_size < needed) return OUTRIDER_SMALL_WORKSPACE;
   for (int b = 0; b < slot_count; ++b)
-    if (!legal(slots[b], width)) return OUTRIDER_BAD_PARAMETER;
+    if (!outrider::legal(slots[b], width)) return OUTRIDER_BAD_PARAMETER;
   return OUTRIDER_OK;
 }
 
@@ -83,8 +68,9 @@ void for_each_slot(int slot_count, int64_t logits, int threads, int vocab_size, 
   std::atomic<int> next{0};
   const auto loop = [&](int thread) {
     const size_t size = outrider_workspace_size(vocab_size, width, 1);
-    Carver carver{reinterpret_cast<std::uintptr_t>(workspace) + static_cast<size_t>(thread) * size};
-    const Memory memory = carver.memory(vocab_size, width);
+    CacheLines carver{reinterpret_cast<std::uintptr_t>(workspace) +
+                      static_cast<size_t>(thread) * size};
+    const Memory memory = carve(carver, vocab_size, width);
     for (int b = next++; b < slot_count; b = next++) work(memory, b);
   };
   const int64_t paying = std::min<int64_t>(logits / OUTRIDER_LOGITS_PER_THREAD, slot_count);
@@ -127,10 +113,11 @@ size_t outrider_workspace_size(int32_t vocab_size, int32_t width, int32_t thread
   if (vocab_size <= 0 || vocab_size > (1 << 30) || width < 0 || width > OUTRIDER_MAX_WIDTH ||
       threads < 1 || threads > MAX_THREADS)
     return 0;
-  Carver carver{0};
-  carver.memory(vocab_size, width);
+  CacheLines carver{0};
+  carve(carver, vocab_size, width);
+  carver.align();
   // Whole cache lines, and one to spare for a start that is not aligned.
-  return static_cast<size_t>(threads) * ((carver.at + 63) / 64 * 64 + 64);
+  return static_cast<size_t>(threads) * (carver.at + 64);
 }
 
 int32_t outrider_draw(const outrider_logits* logits, const outrider_slot* slots,
@@ -247,8 +234,8 @@ int32_t outrider_warp(const outrider_logits* logits, const outrider_slot* slot, 
                                workspace_size, 1);
   if (status != OUTRIDER_OK) return status;
   const outrider_tiles& ops = tiles_in_use();
-  Carver carver{reinterpret_cast<std::uintptr_t>(workspace)};
-  const Memory memory = carver.memory(logits->vocab_size, 0);
+  CacheLines carver{reinterpret_cast<std::uintptr_t>(workspace)};
+  const Memory memory = carve(carver, logits->vocab_size, 0);
   int32_t row_status;
   const Row row = process(ops, Model{logits, slot->index}.row(0), *slot, nullptr, 0,
                           memory.adjusted[0], &row_status);
@@ -261,6 +248,32 @@ int32_t outrider_warp(const outrider_logits* logits, const outrider_slot* slot, 
     weights[i] = shape.rate == 0 ? static_cast<float>(i == shape.token)
                                  : ops.weight(row.at(i), i, &shape);
   return OUTRIDER_OK;
+}
+
+size_t outrider_device_workspace_size(const outrider_device_sizes* sizes) {
+  return sizes != nullptr ? outrider_device::workspace_size(*sizes) : 0;
+}
+
+int32_t outrider_device_plan_draw(const outrider_device_sizes* sizes,
+                                  const outrider_logits* logits, const outrider_slot* slots,
+                                  int32_t step, const int32_t* step_at, const double* uniforms,
+                                  int64_t* drafts, outrider_row* rows, void* kept,
+                                  outrider_verdict* verdicts, void* workspace,
+                                  size_t workspace_size, outrider_device_plan* plan) {
+  return outrider_device::plan_draw(sizes, logits, slots, step, step_at, uniforms, drafts, rows,
+                                    kept, verdicts, workspace, workspace_size, plan);
+}
+
+int32_t outrider_device_plan_verify(const outrider_device_sizes* sizes,
+                                    const outrider_logits* target, const outrider_logits* draft,
+                                    int32_t draft_by_index, const outrider_slot* slots,
+                                    const double* uniforms, const int64_t* drafts,
+                                    const outrider_row* rows, outrider_verdict* verdicts,
+                                    double* ratios, void* workspace, size_t workspace_size,
+                                    outrider_device_plan* plan) {
+  return outrider_device::plan_verify(sizes, target, draft, draft_by_index, slots, uniforms,
+                                      drafts, rows, verdicts, ratios, workspace, workspace_size,
+                                      plan);
 }
 
 void outrider_philox4x32(uint64_t key, const uint32_t counter[4], uint32_t answer[4]) {

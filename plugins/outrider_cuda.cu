@@ -1,324 +1,283 @@
-// The algorithm of outrider_sampling.h on a GPU: four kernels a round, all of whose inputs that vary
-// from round to round (logits, drafts, slots) are in device memory. No allocation, no host
-// synchronisation, no atomics: a captured graph replays them. Compiled by NVRTC (no toolkit) or nvcc,
-// with -fmad=false. Tile sums have the bits of the CPU library.
-//
-//   outrider_scan     grid (tiles, gamma + 1, B)   maximum and sum of each tile, for T = 0 the argmax
-//   outrider_decide   grid (B)                     tiles combined in order, the accept tests
-//   outrider_residual grid (tiles, B)              tile sums of max(0, p - q), for one row of each slot
-//   outrider_choose   grid (B)                     the tile where the sum crosses u, scanned alone
-//
-// First version: token rule (with lenience), greedy and sigmoid; no filters, no penalties, no block
-// rule: a slot that asks for them gets OUTRIDER_BAD_PARAMETER.
-#include "outrider_sampling.h"
-
-using namespace outrider;
-
-constexpr int THREADS = 128;
-constexpr int EACH = TILE / THREADS;
-
-// What a launch is given: addresses, which a graph keeps, of memory whose contents vary.
-struct outrider_device_round {
-  outrider_logits target, draft;
-  const outrider_slot* slots;     // [B]
-  const int64_t* drafts;          // [B, width]
-  const outrider_row* draft_rows; // [B, width], from the draft's draw
-  outrider_verdict* verdicts;     // [B]
-  double* ratios;                 // [B, width]
-  outrider_row* rows;             // [B, width + 1]; scratch from here on
-  float* tile_max;                // [B, width + 1, tiles]
-  float* tile_sum;                // [B, width + 1, tiles], of exponentials below the tile's maximum
-  int32_t* tile_token;            // [B, width + 1, tiles], the argmax
-  double* mass;                   // [B, width + 1, tiles], of exponentials below the row's maximum
-  double* rest;                   // [B, tiles], of the residual
-  Decision* decisions;            // [B]
-  int32_t width, tiles;
-};
+// The algorithm of outrider_sampling.h on a GPU: what outrider_device.h plans. All inputs that vary
+// from round to round (logits, drafts, slots) are in device memory; no allocation, no host
+// synchronisation, no atomics whose order matters: a captured graph replays the launches. Compiled by
+// NVRTC (no toolkit) or nvcc, with -fmad=false. Results have the bits of the CPU library.
+#include "outrider_device_filter.cuh"
+#include "outrider_device_round.cuh"
 
 namespace {
 
-using Call = outrider_device_round;
+constexpr int THREADS = outrider_device::WARPS * LANES;
+constexpr int FILTER_THREADS = outrider_device::FILTER_WARPS * LANES;
 
-__device__ const unsigned char* row_of(const outrider_logits& logits, int slot, int row) {
-  return static_cast<const unsigned char*>(logits.data) + slot * logits.slot_stride +
-         row * logits.row_stride;
+DEVICE int block_x() { return static_cast<int>(blockIdx.x); }
+DEVICE int block_y() { return static_cast<int>(blockIdx.y); }
+DEVICE int block_z() { return static_cast<int>(blockIdx.z); }
+DEVICE bool first_thread() {
+  return blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0;
 }
 
-// Thread t holds elements t, t + 128, ... of a tile: neighbours read neighbours.
-__device__ int id_of(int tile, int j) {
-  return tile * TILE + j * THREADS + static_cast<int>(threadIdx.x);
-}
-
-__device__ void load_tile(const outrider_logits& logits, int slot, int row, int tile,
-                          float z[EACH]) {
-  const unsigned char* data = row_of(logits, slot, row);
-#pragma unroll
-  for (int j = 0; j < EACH; ++j) {
-    const int id = id_of(tile, j);
-    z[j] = id < logits.vocab_size ? load(data, logits.dtype, id) : -INF;
-  }
-}
-
-struct Add {
-  __device__ static float of(float a, float b) { return a + b; }
-};
-struct Larger {
-  __device__ static float of(float a, float b) { return a > b ? a : b; }
-};
-struct Smaller {
-  __device__ static int of(int a, int b) { return a < b ? a : b; }
-};
-
-// 512, 256, ... 1: the order in which the CPU halves a tile. The result is every thread's.
-template <class Op, class T> __device__ T halve(const T v[EACH], T* shared) {
-  const int t = static_cast<int>(threadIdx.x);
-  const T a = Op::of(Op::of(v[0], v[4]), Op::of(v[2], v[6]));
-  const T b = Op::of(Op::of(v[1], v[5]), Op::of(v[3], v[7]));
-  shared[t] = Op::of(a, b);
-  __syncthreads();
-  if (t < 32) {
-    T x = Op::of(Op::of(shared[t], shared[t + 64]), Op::of(shared[t + 32], shared[t + 96]));
-    for (int h = 16; h > 0; h /= 2) x = Op::of(x, __shfl_down_sync(0xFFFFFFFFu, x, h));
-    if (t == 0) shared[0] = x;
-  }
-  __syncthreads();
-  const T result = shared[0];
-  __syncthreads();
-  return result;
-}
-
-__device__ bool supported(const outrider_slot& slot) {
-  return slot.rule != OUTRIDER_BLOCK && slot.top_k == 0 && !(slot.top_p < 1) &&
-         !(slot.min_p > 0) && slot.repetition_penalty == 1 && slot.suppress_rows == 0;
-}
-
-// At temperature 0 the sums only tell whether a row is broken: any rate but 0, for -inf * 0 is NaN.
-__device__ float sum_rate(float rate) { return rate == 0 ? 1.0f : rate; }
-
-__device__ outrider_row shape_of(const outrider_slot& slot) {
-  const float rate = slot.temperature == 0
-                         ? 0.0f
-                         : static_cast<float>(LOG2_E / static_cast<double>(slot.temperature));
-  return {1, -INF, rate, -INF, 0, 0, -1, 1, 0};
-}
-
-// One warp combines the tiles of a row, summing in their order. NaN in the total: a broken row.
-__device__ void combine(const Call& call, const outrider_slot& slot, int64_t row) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t first = row * call.tiles;
-  outrider_row shape = shape_of(slot);
-  for (int k = lane; k < call.tiles; k += 32)
-    shape.peak = Larger::of(shape.peak, call.tile_max[first + k]);
-  for (int h = 16; h > 0; h /= 2)
-    shape.peak = Larger::of(shape.peak, __shfl_xor_sync(0xFFFFFFFFu, shape.peak, h));
-  const float base = shape.peak == -INF ? 0 : shape.peak, rate = sum_rate(shape.rate);
-  for (int k = lane; k < call.tiles; k += 32)
-    call.mass[first + k] = static_cast<double>(call.tile_sum[first + k]) *
-                           static_cast<double>(exp2_of((call.tile_max[first + k] - base) * rate));
-  __syncwarp();
-  if (lane != 0) return;
-  double total = 0;
+// This block's tiles of a row.
+template <bool GENERAL>
+DEVICE void scan_row(const Call& call, const Row& row, outrider_device_tile* tiles, float rate) {
 #pragma unroll 1
-  for (int k = 0; k < call.tiles; ++k) {
-    if (slot.temperature == 0 && shape.token < 0 && call.tile_max[first + k] == shape.peak)
-      shape.token = call.tile_token[first + k];
-    total += call.mass[first + k];
+  for (int j = 0; j < call.span; ++j) {
+    const int k = (block_x() * call.span + j) * warps() + warp_id();
+    if (k * TILE >= row.width) return;
+    const outrider_device_tile tile = scan_tile<GENERAL>(row, k, rate);
+    if (lane_id() == 0) tiles[k] = tile;
   }
-  shape.total = slot.temperature == 0 && !is_nan(total) ? 1 : total;
-  call.rows[row] = shape;
 }
 
-// What decide_token asks for.
-struct DeviceRound {
-  const Call& call;
-  const outrider_slot& slot;
-  int b;
-  int32_t status, row;
+// --- verification -----------------------------------------------------------------------------
 
-  __device__ bool shape(int i, outrider_row* shape) {
-    *shape = call.rows[int64_t{b} * (call.width + 1) + i];
-    row = i;
-    if (is_nan(shape->total)) status = OUTRIDER_NAN; // or +inf: the host may look which
-    else if (shape->peak == -INF) status = OUTRIDER_NO_TOKEN;
-    return status == OUTRIDER_OK;
+// Whether a block has work; the first one says so where its slot has none.
+DEVICE bool takes_part(const Call& call, const outrider_slot& slot, int b) {
+  const bool served = serves(call, slot, true);
+  if (served && slot.gamma >= 0) return true;
+  if (first_thread()) {
+    call.states[b].draws = 0;
+    call.verdicts[b] =
+        verdict_of(served ? OUTRIDER_OK : OUTRIDER_BAD_PARAMETER, OUTRIDER_TARGET, 0);
   }
+  return false;
+}
 
-  __device__ double accept_u(int i) const {
-    return slot.temperature == 0 ? 0
-                                 : uniform(slot.seed, slot.position + static_cast<uint32_t>(i),
-                                           ACCEPT, lane_of(slot));
-  }
+DEVICE Row row_of(const Call& call, const outrider_slot& slot, int b, const ScanRow& scanned) {
+  return scanned.draft ? draft_row(call, slot, b, scanned.i) : target_row(call, slot, b, scanned.i);
+}
 
-  __device__ float logit(const outrider_logits& logits, int index, int i, int64_t id) const {
-    return load(row_of(logits, index, i), logits.dtype, id);
-  }
-
-  __device__ bool probs(int i, double* p, double* q) {
-    outrider_row p_row;
-    if (!shape(i, &p_row)) return false;
-    const int64_t at = int64_t{b} * call.width + i, token = call.drafts[at];
-    const int id = static_cast<int>(token);
-    const bool in_p = token >= 0 && token < call.target.vocab_size;
-    const bool in_q = token >= 0 && token < call.draft.vocab_size;
-    *p = 0;
-    *q = 1;
-    const float z = in_p ? logit(call.target, slot.index, i, token) : -INF;
-    if (slot.temperature == 0) {
-      *p = token == p_row.token ? 1 : 0;
-      if (slot.lenience < 1 && in_p)
-        *p = static_cast<double>(z) - static_cast<double>(p_row.peak) >= log(slot.lenience);
-      return true;
-    }
-    const outrider_row& q_row = call.draft_rows[at];
-    if (slot.rule == OUTRIDER_SIGMOID) {
-      const Sigmoid s = sigmoid_of(slot);
-      *p = in_p ? static_cast<double>(squash(z, id, p_row, s)) : 0;
-      *q = in_q ? static_cast<double>(squash(logit(call.draft, b, i, token), id, q_row, s)) : 0;
-      return true;
-    }
-    *p = in_p ? static_cast<double>(weight_of(z, id, p_row)) / p_row.total : 0;
-    *q = static_cast<double>(q_row.weight) / q_row.total;
-    return true;
-  }
-};
-
-// max(0, p - q) of a tile, in units of q's weights.
-__device__ void rest_tile(const Call& call, int b, int i, int tile, float w[EACH]) {
+template <bool GENERAL> DEVICE void verify_scan(const Call& call) {
+  const int b = block_z(), r = block_y();
   const outrider_slot& slot = call.slots[b];
-  const outrider_row p = call.rows[int64_t{b} * (call.width + 1) + i];
-  const outrider_row q = call.draft_rows[int64_t{b} * call.width + i];
-  const bool sigmoid = slot.rule == OUTRIDER_SIGMOID;
-  const Sigmoid s = sigmoid_of(slot);
-  const float factor = sigmoid ? 1.0f : static_cast<float>(q.total / p.total);
-  float z[EACH], y[EACH];
-  load_tile(call.target, slot.index, i, tile, z);
-  load_tile(call.draft, b, i, tile, y); // -inf beyond a narrower draft: weight 0
-#pragma unroll
-  for (int j = 0; j < EACH; ++j) {
-    const int id = id_of(tile, j);
-    w[j] = sigmoid ? positive_part(squash(z[j], id, p, s), 1, squash(y[j], id, q, s))
-                   : positive_part(weight_of(z[j], id, p), factor, weight_of(y[j], id, q));
+  if (!takes_part(call, slot, b)) return;
+  const ScanRow scanned = scan_row(call, slot, r);
+  if (!scanned.wanted) return;
+  scan_row<GENERAL>(call, row_of(call, slot, b, scanned), call.tiles + tiles_at(call, b, r),
+                    shape_of(slot).rate);
+  if (!last_block(call, b, static_cast<int>(gridDim.x) * scan_rows(call, slot))) return;
+  for (int row = warp_id(); row < static_cast<int>(gridDim.y); row += warps()) {
+    const ScanRow made = scan_row(call, slot, row);
+    if (!made.wanted) continue;
+    const int64_t at = tiles_at(call, b, row);
+    const outrider_row shape = combine(slot, call.tiles + at,
+                                       tiles_of(made.draft ? call.draft : call.target),
+                                       call.mass + at);
+    if (lane_id() == 0) *row_at(call, b, row) = shape;
+  }
+  if (GENERAL && (call.flags & OUTRIDER_DEVICE_FILTERS) != 0) return;
+  __syncthreads();
+  decide(call, b);
+}
+
+// The accept tests of the block rule that want the residuals' masses, by one block.
+DEVICE void find_tau(const Call& call, const outrider_slot& slot, int b, Decision* decision) {
+  __shared__ double masses[OUTRIDER_MAX_WIDTH];
+  __shared__ Position positions[MAX_ROWS]; // their uniforms
+  const outrider_device_state& state = call.states[b];
+  for (int y = warp_id(); y <= state.last - state.first; y += warps()) {
+    const double mass = rest_mass(call, slot, b, y, state.prefix[state.first + y]);
+    if (lane_id() == 0) masses[y] = mass;
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < slot.gamma; i += static_cast<int>(blockDim.x))
+    positions[i].u = uniform_of(call, slot, b, i, ACCEPT);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  DeviceRound round = {positions, masses, state.first, positions[0], 0};
+  block_tau(round, slot.gamma, state.prefix, decision);
+  call.verdicts[b].accepted = decision->accepted;
+  call.verdicts[b].examined = slot.gamma;
+}
+
+template <bool GENERAL> DEVICE void verify_rest(const Call& call) {
+  __shared__ TileWeights weights;
+  __shared__ Decision decision;
+  const int b = block_z(), y = block_y(), tiles = tiles_of(call.target);
+  const outrider_slot& slot = call.slots[b];
+  const outrider_device_state& state = call.states[b];
+  if (!state.draws) return;
+  const bool by_block = slot.rule == OUTRIDER_BLOCK;
+  const int first = state.first, rows = state.last - first + 1;
+  bool rest = state.residual != 0;
+  // Without a residual one warp draws at once, from p.
+  if (rest ? y >= rows : block_x() != 0 || y != 0 || warp_id() != 0) return;
+  int i = first + y, k = block_x() * warps() + warp_id();
+  double scale = by_block ? state.prefix[i] : 1.0, fraction = 0;
+  // Tile k for its sum; then, in the slot's last block, for the token that is drawn from it.
+#pragma unroll 1
+  for (bool drawing = !rest;; drawing = true) {
+    if (drawing) {
+      const double u = uniform_of(call, slot, b, 0, RESIDUAL);
+      const double* sums = rest ? rest_at(call, b, i - first) : call.mass + tiles_at(call, b, i);
+      while ((k = choose_tile(sums, tiles, u, &fraction)) < 0 && rest) {
+        rest = false; // an empty residual: p itself
+        sums = call.mass + tiles_at(call, b, i);
+      }
+    }
+    double sum = 0;
+    if (!drawing && k < tiles && rest_is_p(call, slot, b, i, k)) {
+      sum = call.mass[tiles_at(call, b, i) + k];
+    } else if (k < tiles) {
+      float w[EACH];
+      const int shift = next_tile<GENERAL>(call, slot, b, i, rest, scale, k, w);
+      if (drawing) {
+        const int e = weights.choose(w, shift, fraction);
+        if (lane_id() == 0) call.verdicts[b].token = static_cast<int64_t>(k) * TILE + e;
+        return;
+      }
+      sum = static_cast<double>(tile_sum(w, shift));
+    }
+    if (k < tiles && lane_id() == 0) rest_at(call, b, y)[k] = sum;
+    if (!last_block(call, b, static_cast<int>(gridDim.x) * rows)) return;
+    if (by_block) {
+      find_tau(call, slot, b, &decision);
+      __syncthreads();
+      i = decision.accepted;
+      scale = decision.scale;
+    }
+    if (warp_id() != 0) return;
   }
 }
 
-// Whether the slot's next token comes from a residual.
-__device__ bool corrects(const Call& call, int b) {
-  return call.slots[b].gamma >= 0 && call.verdicts[b].status == OUTRIDER_OK &&
-         call.slots[b].temperature > 0 && call.decisions[b].residual;
+// --- the draft's draw -------------------------------------------------------------------------
+
+DEVICE int step_of(const Call& call) {
+  return call.step_at != nullptr ? *call.step_at : call.step;
+}
+
+DEVICE bool draws(const Call& call, const outrider_slot& slot, int b, int step) {
+  const bool served = serves(call, slot, false) && step >= 0 && step < call.width;
+  if (served && step < slot.gamma) return true;
+  if (first_thread()) {
+    if (!served && step >= 0 && step < call.width)
+      call.drafts[static_cast<int64_t>(b) * call.width + step] = -1;
+    if (call.verdicts != nullptr)
+      call.verdicts[b] = served ? verdict_of(OUTRIDER_OK, OUTRIDER_TARGET, 0)
+                                : verdict_of(OUTRIDER_BAD_PARAMETER, OUTRIDER_DRAFT, step);
+  }
+  return false;
+}
+
+// Tile k of a row, as it is, to where the engine does not overwrite it.
+DEVICE void keep_tile(const Row& row, int k, unsigned char* kept) {
+  const int size = element_size(row.dtype);
+  const unsigned char* from = tile_at(row, k);
+  unsigned char* to = kept + static_cast<int64_t>(k) * TILE * size;
+  if (shift_of(row, k) != 0 && (reinterpret_cast<unsigned long long>(to) & 15) == 0) {
+    for (int i = lane_id(); i < TILE * size / 16; i += LANES)
+      reinterpret_cast<uint4*>(to)[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+    return;
+  }
+  for (int i = lane_id(); i < TILE && k * TILE + i < row.width; i += LANES) {
+    if (size == 4)
+      reinterpret_cast<uint32_t*>(to)[i] = __ldg(reinterpret_cast<const uint32_t*>(from) + i);
+    else
+      reinterpret_cast<uint16_t*>(to)[i] = __ldg(reinterpret_cast<const uint16_t*>(from) + i);
+  }
+}
+
+template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
+  __shared__ TileWeights weights;
+  const int b = block_z(), step = step_of(call);
+  const outrider_slot& slot = call.slots[b];
+  if (!draws(call, slot, b, step)) return;
+  const Row row = row_of(call, slot, b, call.draft, slot.index, 0, step);
+  outrider_device_tile* const tiles = call.tiles + tiles_at(call, b, 0);
+  scan_row<GENERAL>(call, row, tiles, shape_of(slot).rate);
+  if (call.kept != nullptr && slot.temperature > 0) { // at temperature 0 no verification reads q
+    unsigned char* const kept = call.kept + (static_cast<int64_t>(b) * call.width + step) *
+                                                row.width * element_size(row.dtype);
+    for (int j = 0; j < call.span; ++j) {
+      const int k = (block_x() * call.span + j) * warps() + warp_id();
+      if (k * TILE < row.width) keep_tile(row, k, kept);
+    }
+  }
+  if (!last_block(call, b, static_cast<int>(gridDim.x)) || warp_id() != 0) return;
+  const outrider_row shape =
+      combine(slot, tiles, tiles_of(call.draft), call.mass + tiles_at(call, b, 0));
+  if (GENERAL && (call.flags & OUTRIDER_DEVICE_FILTERS) != 0) {
+    if (lane_id() == 0) *row_at(call, b, 0) = shape;
+    return;
+  }
+  __syncwarp();
+  draw_draft<GENERAL>(call, slot, b, step, shape, weights);
 }
 
 } // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS) outrider_scan(const Call call) {
-  __shared__ float shared[THREADS];
-  __shared__ int shared_ids[THREADS];
-  const int k = static_cast<int>(blockIdx.x), i = static_cast<int>(blockIdx.y);
-  const int b = static_cast<int>(blockIdx.z);
-  const outrider_slot& slot = call.slots[b];
-  if (i > slot.gamma || !supported(slot)) return;
-  const float rate = sum_rate(shape_of(slot).rate);
-  float z[EACH], e[EACH];
-  load_tile(call.target, slot.index, i, k, z);
-  const float peak = halve<Larger>(z, shared);
-  const float base = peak == -INF ? 0 : peak;
-#pragma unroll
-  for (int j = 0; j < EACH; ++j) e[j] = exp2_of((z[j] - base) * rate);
-  const float sum = halve<Add>(e, shared);
-  int token = 0;
-  if (slot.temperature == 0) {
-    int ids[EACH];
-#pragma unroll
-    for (int j = 0; j < EACH; ++j) ids[j] = z[j] == peak ? id_of(k, j) : 0x7FFFFFFF;
-    token = halve<Smaller>(ids, shared_ids);
-  }
-  if (threadIdx.x != 0) return;
-  const int64_t at = (int64_t{b} * (call.width + 1) + i) * call.tiles + k;
-  call.tile_max[at] = peak;
-  call.tile_sum[at] = sum;
-  call.tile_token[at] = token;
-}
+// --- the kernels ------------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(THREADS) outrider_decide(const Call call) {
-  const int b = static_cast<int>(blockIdx.x);
+extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
+    outrider_mark(const __grid_constant__ Call call) {
+  const int b = block_z();
   const outrider_slot& slot = call.slots[b];
-  const bool legal = supported(slot);
-  if (threadIdx.x == 0)
-    call.verdicts[b] = {-1, 0, 0, legal ? OUTRIDER_OK : OUTRIDER_BAD_PARAMETER,
-                        OUTRIDER_TARGET, 0, 0};
-  if (slot.gamma < 0 || !legal) return;
-  for (int i = static_cast<int>(threadIdx.x) / 32; i <= slot.gamma; i += THREADS / 32)
-    combine(call, slot, int64_t{b} * (call.width + 1) + i);
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  DeviceRound round = {call, slot, b, OUTRIDER_OK, 0};
-  outrider_row last;
-  Decision decision;
-  outrider_verdict& verdict = call.verdicts[b];
-  if (decide_token(round, slot.gamma, slot.lenience, call.ratios + int64_t{b} * call.width,
-                   &decision) &&
-      round.shape(decision.accepted, &last)) {
-    verdict.accepted = decision.accepted;
-    verdict.examined = decision.examined;
-    call.decisions[b] = decision;
-  } else {
-    verdict.status = round.status;
-    verdict.row = round.row;
+  if (!legal(slot, call.width) || slot.gamma < 0) return;
+  const int words = call.tile_count * LANES;
+  for (int list = 0; list < 2; ++list) {
+    if (!(list == 0 ? penalises(slot) : suppresses(slot))) continue;
+    uint32_t* const marks = call.marks + (static_cast<int64_t>(b) * 2 + list) * words;
+    const int64_t* const ids = list == 0 ? slot.context : slot.suppress;
+    const int count = list == 0 ? slot.context_length : slot.suppress_length;
+    for (int i = static_cast<int>(threadIdx.x); i < words; i += static_cast<int>(blockDim.x))
+      marks[i] = 0;
+    __syncthreads();
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x))
+      if (ids[i] >= 0 && ids[i] / 32 < words) atomicOr(marks + ids[i] / 32, 1u << (ids[i] % 32));
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) outrider_residual(const Call call) {
-  __shared__ float shared[THREADS];
-  const int k = static_cast<int>(blockIdx.x), b = static_cast<int>(blockIdx.y);
-  if (!corrects(call, b)) return;
-  float w[EACH];
-  rest_tile(call, b, call.decisions[b].accepted, k, w);
-  const float sum = halve<Add>(w, shared);
-  if (threadIdx.x == 0)
-    call.rest[int64_t{b} * call.tiles + k] = static_cast<double>(sum);
+extern "C" __global__ void __launch_bounds__(THREADS, 4) // 32 warps on a multiprocessor
+    outrider_verify_scan(const __grid_constant__ Call call) {
+  verify_scan<false>(call);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) outrider_choose(const Call call) {
-  __shared__ float weights[TILE];
-  __shared__ double sums[THREADS];
-  __shared__ double fraction;
-  __shared__ int chosen, from_rest;
-  const int b = static_cast<int>(blockIdx.x), t = static_cast<int>(threadIdx.x);
+extern "C" __global__ void __launch_bounds__(THREADS)
+    outrider_verify_scan_general(const __grid_constant__ Call call) {
+  verify_scan<true>(call);
+}
+
+extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
+    outrider_verify_filter(const __grid_constant__ Call call) {
+  const int b = block_z(), r = block_y();
   const outrider_slot& slot = call.slots[b];
-  if (slot.gamma < 0 || call.verdicts[b].status != OUTRIDER_OK) return;
-  const int i = call.decisions[b].accepted;
-  const int64_t row = int64_t{b} * (call.width + 1) + i;
-  if (slot.temperature == 0) {
-    if (t == 0) call.verdicts[b].token = call.rows[row].token;
-    return;
-  }
-  if (t == 0) {
-    const double u = uniform(slot.seed, slot.position, RESIDUAL, lane_of(slot));
-    chosen = -1;
-    if (corrects(call, b))
-      chosen = choose_tile(call.rest + int64_t{b} * call.tiles, call.tiles, u, &fraction);
-    from_rest = chosen >= 0; // a residual of nothing: p itself
-    if (chosen < 0) chosen = choose_tile(call.mass + row * call.tiles, call.tiles, u, &fraction);
-  }
+  if (slot.gamma < 0 || !serves(call, slot, true)) return;
+  const ScanRow scanned = scan_row(call, slot, r);
+  if (!scanned.wanted) return;
+  const int64_t at = tiles_at(call, b, r);
+  filter_row(slot, row_of(call, slot, b, scanned), call.tiles + at, call.mass + at,
+             row_at(call, b, r));
+  if (last_block(call, b, scan_rows(call, slot))) decide(call, b);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    outrider_verify_rest(const __grid_constant__ Call call) {
+  verify_rest<false>(call);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) // without spills
+    outrider_verify_rest_general(const __grid_constant__ Call call) {
+  verify_rest<true>(call);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    outrider_draw_scan(const __grid_constant__ Call call) {
+  draw_scan<false>(call);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    outrider_draw_scan_general(const __grid_constant__ Call call) {
+  draw_scan<true>(call);
+}
+
+extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
+    outrider_draw_filter(const __grid_constant__ Call call) {
+  __shared__ TileWeights weights;
+  const int b = block_z(), step = step_of(call);
+  const outrider_slot& slot = call.slots[b];
+  if (!serves(call, slot, false) || step < 0 || step >= slot.gamma) return;
+  const int64_t at = tiles_at(call, b, 0);
+  filter_row(slot, row_of(call, slot, b, call.draft, slot.index, 0, step), call.tiles + at,
+             call.mass + at, row_at(call, b, 0));
   __syncthreads();
-  float w[EACH];
-  if (from_rest) {
-    rest_tile(call, b, i, chosen, w);
-  } else {
-    load_tile(call.target, slot.index, i, chosen, w);
-#pragma unroll
-    for (int j = 0; j < EACH; ++j) w[j] = weight_of(w[j], id_of(chosen, j), call.rows[row]);
-  }
-#pragma unroll
-  for (int j = 0; j < EACH; ++j) weights[j * THREADS + t] = w[j];
-  __syncthreads();
-  // 128 runs of 8 tokens; one thread finds the run, then the token in it.
-  double sum = 0;
-  for (int j = 0; j < EACH; ++j) sum += static_cast<double>(weights[t * EACH + j]);
-  sums[t] = sum;
-  __syncthreads();
-  if (t != 0) return;
-  double within = 0;
-  const int run = choose_tile(sums, THREADS, fraction, &within);
-  call.verdicts[b].token =
-      chosen * TILE + run * EACH + choose_token(weights + run * EACH, EACH, within);
+  if (warp_id() == 0) draw_draft<true>(call, slot, b, step, fresh(row_at(call, b, 0)), weights);
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "outrider_carver.h"
 #include "outrider_row.h"
 
 namespace {
@@ -19,33 +20,23 @@ struct Memory {
   double* rest;       // [tiles]: of the residual
 };
 
-// Cache-line-aligned pieces, one after the other; from address 0 it only counts.
-struct Carver {
-  std::uintptr_t at;
+using CacheLines = Carver<64>;
 
-  template <class T> T* take(size_t count) {
-    at = (at + 63) & ~std::uintptr_t{63};
-    T* piece = reinterpret_cast<T*>(at);
-    at += count * sizeof(T);
-    return piece;
-  }
-
-  Memory memory(int vocab_size, int width) {
-    const auto vocab = static_cast<size_t>(vocab_size);
-    const auto tiles = static_cast<size_t>(tiles_of(vocab_size));
-    Memory m;
-    m.scratch.tile_max = take<float>(tiles);
-    m.scratch.order = take<float>(tiles);
-    m.scratch.mass = take<double>(BINS + 1);
-    m.scratch.candidates = take<Candidate>(vocab);
-    m.adjusted[0] = take<float>(vocab);
-    m.adjusted[1] = take<float>(vocab);
-    m.tile_sum = take<double>(tiles * (static_cast<size_t>(width) + 1));
-    m.q_sum = take<double>(tiles);
-    m.rest = take<double>(tiles);
-    return m;
-  }
-};
+inline Memory carve(CacheLines& carver, int vocab_size, int width) {
+  const auto vocab = static_cast<size_t>(vocab_size);
+  const auto tiles = static_cast<size_t>(tiles_of(vocab_size));
+  Memory m;
+  m.scratch.tile_max = carver.take<float>(tiles);
+  m.scratch.order = carver.take<float>(tiles);
+  m.scratch.mass = carver.take<int64_t>(BINS + 1);
+  m.scratch.candidates = carver.take<Candidate>(vocab);
+  m.adjusted[0] = carver.take<float>(vocab);
+  m.adjusted[1] = carver.take<float>(vocab);
+  m.tile_sum = carver.take<double>(tiles * (static_cast<size_t>(width) + 1));
+  m.q_sum = carver.take<double>(tiles);
+  m.rest = carver.take<double>(tiles);
+  return m;
+}
 
 // --- one slot's round -------------------------------------------------------------------------
 
@@ -146,8 +137,7 @@ public:
       subtract(i);
       unit = q_.total;
     }
-    double sum = 0;
-    for (int k = 0; k < p_row_.tiles(); ++k) sum += memory_.rest[k];
+    const double sum = total_of(memory_.rest, p_row_.tiles());
     rest_empty_ = !(sum > 0);
     *mass = sum / unit;
     return true;
@@ -262,9 +252,8 @@ private:
     const int k = static_cast<int>(token / TILE);
     ops_.weights(w, p_row_.load(ops_, k, buffer), &p_[i], k * TILE);
     w[token % TILE] = 0;
-    double sum = 0;
-    for (const float x : w) sum += static_cast<double>(x);
-    memory_.rest[k] = sum;
+    std::fill_n(buffer, TILE, 0.0f);
+    memory_.rest[k] = static_cast<double>(ops_.residual(w, 1, buffer)); // the sum is all
   }
 
   int64_t draw_rest(int i) {
@@ -275,10 +264,9 @@ private:
     }
     alignas(64) float w[TILE];
     double fraction = 0;
-    const int k = outrider::choose_tile(memory_.rest, p_row_.tiles(), final_u(), &fraction);
+    const int k = choose_tile(memory_.rest, p_row_.tiles(), final_u(), &fraction);
     rest_tile(i, k, w);
-    const int count = p_row_.count(k);
-    return int64_t{k} * TILE + outrider::choose_token(w, count, fraction);
+    return int64_t{k} * TILE + choose_token(w, fraction);
   }
 
   const outrider_tiles& ops_;

@@ -50,7 +50,7 @@ struct Row {
 struct Scratch {
   float* tile_max;       // [tiles] of the row being filtered
   float* order;          // [tiles]
-  double* mass;          // [BINS + 1]
+  int64_t* mass;         // [BINS + 1]
   Candidate* candidates; // [V]
 };
 
@@ -99,26 +99,27 @@ inline Row process(const outrider_tiles& ops, const Row& raw, const outrider_slo
 }
 
 // Fill scratch.mass with what each bin holds; returns the sum. floor: smaller logits do not count, nor
-// do tiles whose maximum is `negligible`. counting: every token has mass 1, not its weight.
-inline double fill_bins(const outrider_tiles& ops, const Row& row, const outrider_row& shape,
-                        const Scratch& scratch, float floor, float negligible, bool counting) {
+// do tiles whose maximum is below `negligible`. scale: of the fixed-point weights; 0: every token has
+// mass 1.
+inline int64_t fill_bins(const outrider_tiles& ops, const Row& row, const outrider_row& shape,
+                        const Scratch& scratch, float floor, float negligible, float scale) {
   alignas(64) float buffer[TILE], w[TILE];
   alignas(64) int bin[TILE];
-  std::fill_n(scratch.mass, BINS + 1, 0.0);
+  std::fill_n(scratch.mass, BINS + 1, 0);
   for (int k = 0; k < row.tiles(); ++k) {
     if (scratch.tile_max[k] < floor || scratch.tile_max[k] < negligible) continue;
     const outrider_logit* z = row.load(ops, k, buffer);
     ops.bins(bin, w, z, &shape, BINS);
     for (int i = 0; i < row.count(k); ++i)
-      if (z[i] >= floor) scratch.mass[bin[i]] += counting ? 1.0 : static_cast<double>(w[i]);
+      if (z[i] >= floor) scratch.mass[bin[i]] += scale == 0 ? 1 : outrider::fixed(w[i], scale);
   }
-  double total = 0;
+  int64_t total = 0;
   for (int b = 0; b <= BINS; ++b) total += scratch.mass[b];
   return total;
 }
 
 // The bin in which the mass that is summed from the largest logit down reaches `target`.
-inline int crossing_bin(const double* mass, double target, double* before) {
+inline int crossing_bin(const int64_t* mass, int64_t target, int64_t* before) {
   *before = 0;
   for (int b = 0; b < BINS; ++b) {
     if (*before + mass[b] >= target) return b;
@@ -153,7 +154,7 @@ inline int gather(const outrider_tiles& ops, const Row& row, const outrider_row&
 inline void keep_top_k(const outrider_tiles& ops, const Row& row, int top_k, const Scratch& scratch,
                        outrider_row* shape) {
   float floor = -outrider::INF;
-  double before = 0;
+  int64_t before = 0;
   int bin = -1;
   if (top_k <= row.tiles()) {
     // The k-th largest tile maximum is no larger than the k-th largest logit: few are above it.
@@ -162,7 +163,7 @@ inline void keep_top_k(const outrider_tiles& ops, const Row& row, int top_k, con
                      [](float a, float b) { return a > b; });
     floor = scratch.order[top_k - 1];
   } else {
-    fill_bins(ops, row, *shape, scratch, floor, floor, true);
+    fill_bins(ops, row, *shape, scratch, floor, floor, 0);
     bin = crossing_bin(scratch.mass, top_k, &before);
   }
   const int found = gather(ops, row, *shape, scratch, floor, floor, bin);
@@ -176,27 +177,48 @@ inline void keep_top_k(const outrider_tiles& ops, const Row& row, int top_k, con
 // the total; of equal logits the lower ids go first.
 inline void keep_nucleus(const outrider_tiles& ops, const Row& row, double top_p,
                          const Scratch& scratch, outrider_row* shape) {
-  // All weights below removable / V together are removable; half of it leaves room for rounding.
+  const float scale = outrider::fixed_scale(row.width);
+  // All weights below removable / V together are removable; half of it leaves room for rounding,
+  // unless nothing but rounding is removable.
   const double weight = (1 - top_p) * shape->total / (2.0 * row.width);
   float negligible = -outrider::INF;
   const bool all = shape->cut == -outrider::INF;
-  if (all && weight > 0)
+  if (all && 1 - top_p > 4e-6)
     negligible = shape->peak + static_cast<float>(std::log2(weight)) / shape->rate;
-  const double total =
-      fill_bins(ops, row, *shape, scratch, shape->cut, negligible, false);
-  const double target = top_p * (all ? shape->total : total);
-  double before = 0;
+  const int64_t sum = fill_bins(ops, row, *shape, scratch, shape->cut, negligible, scale);
+  const int64_t target = outrider::nucleus_of(
+      top_p, all ? shape->total * static_cast<double>(scale) : static_cast<double>(sum));
+  if (sum < target) return; // top_p is 1 but for rounding
+  int64_t before = 0;
   const int bin = crossing_bin(scratch.mass, target, &before);
   const int found = gather(ops, row, *shape, scratch, shape->cut, negligible, bin);
   std::sort(scratch.candidates, scratch.candidates + found, [](Candidate a, Candidate b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id > b.id);
   });
-  for (int c = 0; c < found && before < target; ++c) {
+  int c = 0;
+  for (; c < found && before < target; ++c) {
     const Candidate& last = scratch.candidates[c];
     shape->cut = last.logit;
     shape->tie_from = last.id;
-    before += static_cast<double>(ops.exp2((last.logit - shape->peak) * shape->rate));
+    before += outrider::fixed(ops.exp2((last.logit - shape->peak) * shape->rate), scale);
   }
+  const bool divided = c < found && scratch.candidates[c].logit == shape->cut;
+  if (!divided) shape->tie_from = 0;
+}
+
+// The order of sums and the choice in them: that of a GPU's warp.
+inline double total_of(const double* sums, int n) {
+  return outrider::total_of([sums](int k) { return sums[k]; }, n);
+}
+
+inline int choose_tile(const double* sums, int tiles, double u, double* fraction) {
+  return outrider::choose([sums](int k) { return sums[k]; }, tiles, u, fraction);
+}
+
+inline int choose_token(const float* weights, double fraction) {
+  double within;
+  return outrider::choose([weights](int i) { return static_cast<double>(weights[i]); }, TILE,
+                          fraction, &within);
 }
 
 // The distribution of a processed row: its shape, and tile_sum [tiles]. At temperature 0 a point mass.
@@ -242,25 +264,23 @@ inline int32_t shape_row(const outrider_tiles& ops, const Row& row, const outrid
     return OUTRIDER_OK;
   }
 
-  shape->total = 0;
   for (int k = 0; k < tiles; ++k) {
     const float scale = ops.exp2((scratch.tile_max[k] - shape->peak) * rate);
     tile_sum[k] *= static_cast<double>(scale);
-    shape->total += tile_sum[k];
   }
+  shape->total = total_of(tile_sum, tiles);
   const bool top_k = slot.top_k > 0 && slot.top_k < row.width;
   if (!top_k && !(slot.top_p < 1) && !(slot.min_p > 0)) return OUTRIDER_OK;
   if (top_k) keep_top_k(ops, row, slot.top_k, scratch, shape);
   if (slot.top_p < 1) keep_nucleus(ops, row, slot.top_p, scratch, shape);
   shape->min_weight = slot.min_p;
-  shape->total = 0;
   for (int k = 0; k < tiles; ++k) {
     tile_sum[k] = 0;
     if (scratch.tile_max[k] < shape->cut) continue;
     const outrider_logit* z = row.load(ops, k, buffer);
     tile_sum[k] = static_cast<double>(ops.weights(w, z, shape, k * TILE));
-    shape->total += tile_sum[k];
   }
+  shape->total = total_of(tile_sum, tiles);
   return OUTRIDER_OK;
 }
 
@@ -271,11 +291,11 @@ inline void draw_row(const outrider_tiles& ops, const Row& row, const double* ti
   if (shape->rate == 0) return; // a point mass
   alignas(64) float buffer[TILE], w[TILE];
   double fraction = 0;
-  const int k = outrider::choose_tile(tile_sum, row.tiles(), u, &fraction);
+  const int k = choose_tile(tile_sum, row.tiles(), u, &fraction);
   const outrider_logit* z = row.load(ops, k, buffer);
   ops.weights(w, z, shape, k * TILE);
   if (without >= k * TILE && without < (k + 1) * TILE) w[without - k * TILE] = 0;
-  const int i = outrider::choose_token(w, row.count(k), fraction);
+  const int i = choose_token(w, fraction);
   shape->token = k * TILE + i;
   shape->weight = w[i];
 }

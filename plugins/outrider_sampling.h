@@ -2,8 +2,8 @@
 // NVRTC or nvcc for the GPU. Raw pointers, no headers but the C interface's types.
 //
 // The vocabulary is cut into tiles of 1024 tokens. Per row and tile: maximum and sum of exponentials;
-// per slot: the tiles combined in order, then the accept tests; for one row only: the tile in which
-// the cumulative sum crosses u * total, and that tile's scan.
+// per slot: the tiles combined in a fixed order, then the accept tests; for one row only: the tile in
+// which the cumulative sum crosses u * total, and that tile's scan.
 //
 // Every float operation is a single IEEE one, in an order that is written down here; where a fused
 // multiply-add is meant it says `fused`. So all targets give the same bits, if the compiler contracts
@@ -16,10 +16,8 @@
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define OUTRIDER_HD __host__ __device__ __forceinline__
-#define OUTRIDER_LOOP _Pragma("unroll 1") // one thread's work: unrolled, it costs registers
 #else
 #define OUTRIDER_HD inline
-#define OUTRIDER_LOOP
 #endif
 
 // Internal linkage: the CPU library compiles this file once per instruction set, and one unit's
@@ -61,6 +59,11 @@ OUTRIDER_HD float from_bfloat16(uint16_t bits) { return as_float(static_cast<uin
 // Without a branch, so that it vectorises; denormals are made by a subtraction, not by denormal
 // arithmetic, so that a caller's flush-to-zero mode changes nothing.
 OUTRIDER_HD float from_float16(uint16_t bits) {
+#if defined(__CUDA_ARCH__)
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+#else
   const uint32_t exponent_mask = 0x7C00u << 13;
   const uint32_t magnitude = (bits & 0x7FFFu) << 13;
   const uint32_t exponent = magnitude & exponent_mask;
@@ -69,6 +72,7 @@ OUTRIDER_HD float from_float16(uint16_t bits) {
   const uint32_t finite = exponent == 0 ? denormal : normal;
   const uint32_t absolute = exponent == exponent_mask ? normal + (112u << 23) : finite;
   return as_float(absolute | (static_cast<uint32_t>(bits) & 0x8000u) << 16);
+#endif
 }
 
 OUTRIDER_HD int element_size(int dtype) { return dtype == OUTRIDER_FLOAT32 ? 4 : 2; }
@@ -143,7 +147,12 @@ constexpr double LOG2_E = 1.4426950408889634;
 // no flush-to-zero differences), NaN for NaN. One function for p and q: it *is* their weight.
 OUTRIDER_HD float exp2_of(float t) {
   const float magic = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer, in the low bits
+#if defined(__CUDA_ARCH__) // one instruction; as below, a NaN stays one
+  float y;
+  asm("max.NaN.f32 %0, %1, 0fC2FE0000;" : "=f"(y) : "f"(t));
+#else
   const float y = -127.0f > t ? -127.0f : t;
+#endif
   const float shifted = y + magic;
   const float r = y - (shifted - magic);
   float e = 1.3264727e-3f; // minimax of the relative error on |r| <= 1/2, 1.1e-7
@@ -190,45 +199,126 @@ OUTRIDER_HD float positive_part(float a, float factor, float b) {
 
 OUTRIDER_HD bool is_nan(double x) { return x != x; }
 
-// --- draws ------------------------------------------------------------------------------------
+// --- sums and draws ---------------------------------------------------------------------------
 
-// The tile in which the cumulative sum crosses u * total; how far into it, in [0, 1]. A tile that
-// adds nothing is never chosen. Past the end (u close to 1): the last that adds. -1: the sum is 0.
-OUTRIDER_HD int choose_tile(const double* sums, int tiles, double u, double* fraction) {
-  double total = 0;
-  OUTRIDER_LOOP
-  for (int k = 0; k < tiles; ++k) total += sums[k];
-  const double threshold = u * total;
-  double before = 0;
-  int last = -1;
-  OUTRIDER_LOOP
-  for (int k = 0; k < tiles; ++k) {
-    if (!(sums[k] > 0)) continue;
-    last = k;
-    if (before + sums[k] > threshold) {
-      *fraction = (threshold - before) / sums[k];
-      return k;
-    }
-    before += sums[k];
+// n numbers are summed as at most 32 runs of neighbours: one by one in a run, then the runs as a warp
+// scans them, each adding the one 1, 2, 4, 8 and 16 below it. On a GPU a run is a lane's, and `Sums`
+// a number in each lane; here it is an array.
+constexpr int LANES = 32;
+
+struct Lanes {
+  double v[LANES];
+
+  // at(first), at(first + 1), ... in runs of `length`.
+  template <class At> static Lanes of(const At& at, int first, int n, int length) {
+    Lanes sums = {};
+    for (int k = 0; k < n; ++k) sums.v[k / length] += at(first + k);
+    return sums;
   }
-  *fraction = 1;
-  return last;
+  void add_below(int distance) {
+    for (int i = LANES - 1; i >= distance; --i) v[i] += v[i - distance];
+  }
+  double at(int i) const { return v[i]; }
+  uint32_t above(double x) const { // a bit for each
+    uint32_t bits = 0;
+    for (int i = 0; i < LANES; ++i) bits |= static_cast<uint32_t>(v[i] > x) << i;
+    return bits;
+  }
+};
+
+OUTRIDER_HD int run_length(int n) { return (n + LANES - 1) / LANES; }
+
+template <class Sums> OUTRIDER_HD Sums running(Sums sums) {
+  for (int distance = 1; distance < LANES; distance *= 2) sums.add_below(distance);
+  return sums;
 }
 
-// The token of one tile, likewise: the index of a positive weight, or -1 where there is none.
-OUTRIDER_HD int choose_token(const float* weights, int count, double fraction) {
-  double total = 0;
-  for (int i = 0; i < count; ++i) total += static_cast<double>(weights[i]);
+template <class Sums = Lanes, class At> OUTRIDER_HD double total_of(const At& at, int n) {
+  return running(Sums::of(at, 0, n, run_length(n))).at(LANES - 1);
+}
+
+OUTRIDER_HD int lowest_bit(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __ffs(static_cast<int>(bits)) - 1;
+#else
+  return __builtin_ctz(bits);
+#endif
+}
+
+OUTRIDER_HD int highest_bit(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return 31 - __clz(static_cast<int>(bits));
+#else
+  return 31 - __builtin_clz(bits);
+#endif
+}
+
+// The number in which the cumulative sum crosses fraction * total, and how far into it, about [0, 1].
+// One that adds nothing is never chosen. Past the end (a fraction close to 1): the last that adds.
+// -1: the sum is 0.
+template <class Sums>
+OUTRIDER_HD int crossing(const Sums& sums, double fraction, double* within) {
+  const Sums upto = running(sums);
+  const double total = upto.at(LANES - 1);
   const double threshold = fraction * total;
-  double sum = 0;
-  int last = -1;
-  for (int i = 0; i < count; ++i) {
-    if (!(weights[i] > 0)) continue;
-    last = i;
-    sum += static_cast<double>(weights[i]);
-    if (sum > threshold) return i;
+  const uint32_t adds = sums.above(0.0), crosses = adds & upto.above(threshold);
+  *within = 1;
+  if (adds == 0) return -1;
+  if (crosses == 0) return highest_bit(adds);
+  const int i = lowest_bit(crosses);
+  *within = (threshold - (i > 0 ? upto.at(i - 1) : 0.0)) / sums.at(i);
+  return i;
+}
+
+// The same among the n numbers at(0), at(1), ...: first the run, then the number in it.
+template <class Sums = Lanes, class At>
+OUTRIDER_HD int choose(const At& at, int n, double fraction, double* within) {
+  int first = 0;
+  for (;;) {
+    const int length = run_length(n);
+    const int run = crossing(Sums::of(at, first, n, length), fraction, within);
+    if (run < 0) return -1;
+    first += run * length;
+    if (length == 1) return first;
+    n = n - run * length < length ? n - run * length : length;
+    fraction = *within;
   }
-  return last;
+}
+
+// Top-p sums weights in fixed point, so that the order does not matter: in steps of 1 / scale of the
+// largest, with which V of them do not overflow.
+OUTRIDER_HD float fixed_scale(int vocab_size) {
+  uint32_t bits = 62;
+  for (int n = vocab_size - 1; n > 0; n /= 2) --bits;
+  return as_float((127u + bits) << 23);
+}
+
+OUTRIDER_HD int64_t fixed(float weight, float scale) {
+  return static_cast<int64_t>(weight * scale);
+}
+
+// What the tokens from the largest down are to reach; at least the first stays.
+OUTRIDER_HD int64_t nucleus_of(double top_p, double total) {
+  const int64_t target = static_cast<int64_t>(top_p * total);
+  return target > 1 ? target : 1;
+}
+
+// --- what a slot may ask for ------------------------------------------------------------------
+
+// The ranges of runtime/warping.py's SamplingParams; each comparison is false for a NaN.
+OUTRIDER_HD bool legal(const outrider_slot& s, int width) {
+  const bool temperature = s.temperature == 0 || (s.temperature >= 1e-7f && s.temperature <= 1e7f);
+  const bool ids = s.context_length >= 0 && s.suppress_length >= 0 &&
+                   (s.context != nullptr || s.context_length == 0) &&
+                   (s.suppress != nullptr || s.suppress_length == 0);
+  const bool rule = s.rule >= OUTRIDER_TOKEN && s.rule <= OUTRIDER_SIGMOID &&
+                    (s.rule == OUTRIDER_TOKEN || s.lenience == 1) &&
+                    !(s.rule == OUTRIDER_SIGMOID && s.temperature == 0);
+  return temperature && ids && rule && s.top_k >= 0 && s.top_p > 0 && s.top_p <= 1 &&
+         s.min_p >= 0 && s.min_p <= 1 && s.repetition_penalty > 0 &&
+         s.repetition_penalty < INF && s.lenience > 0 && s.lenience <= 1 &&
+         s.sigmoid_alpha < 0 && s.sigmoid_beta > 0 && s.gamma >= -1 && s.gamma <= width &&
+         s.index >= 0;
 }
 
 // --- the rules --------------------------------------------------------------------------------
@@ -267,12 +357,12 @@ OUTRIDER_HD bool decide_token(Round& round, int gamma, double lenience, double* 
 
 // Block verification (arXiv 2403.10444, Algorithm 2): P_i = min(P_{i-1} p_i / q_i, 1); Z_i = sum
 // max(P_i p_{i+1} - q_{i+1}, 0); h_i = Z_i / (Z_i + 1 - P_i), h_gamma = P_gamma; tau = the *last* i
-// with u_i < h_i. From the back the first is the last.
+// with u_i < h_i. In two steps, because a GPU computes the masses of all rows in between.
+
+// P_0 .. P_gamma into prefix [gamma + 1]. Sets *all where all drafts stand.
 template <class Round>
-OUTRIDER_HD bool decide_block(Round& round, int gamma, double* ratios, Decision* decision) {
-  double prefix[OUTRIDER_MAX_WIDTH + 1];
+OUTRIDER_HD bool block_prefixes(Round& round, int gamma, double* prefix, double* ratios, bool* all) {
   prefix[0] = 1;
-  *decision = {gamma, gamma, false, 1.0};
   for (int i = 0; i < gamma; ++i) {
     double p, q;
     if (!round.probs(i, &p, &q)) return false;
@@ -281,7 +371,13 @@ OUTRIDER_HD bool decide_block(Round& round, int gamma, double* ratios, Decision*
     prefix[i + 1] = product < 1 ? product : 1.0;
     ratios[i] = ratio < 1 ? ratio : 1.0;
   }
-  if (gamma == 0 || round.accept_u(gamma - 1) < prefix[gamma]) return true;
+  *all = gamma == 0 || round.accept_u(gamma - 1) < prefix[gamma];
+  return true;
+}
+
+// Where not all stand: from the back the first is the last.
+template <class Round>
+OUTRIDER_HD bool block_tau(Round& round, int gamma, const double* prefix, Decision* decision) {
   for (int tau = gamma - 1; tau >= 0; --tau) {
     const double scale = prefix[tau];
     if (scale == 0) continue; // Z = 0, h = 0
@@ -292,6 +388,15 @@ OUTRIDER_HD bool decide_block(Round& round, int gamma, double* ratios, Decision*
     if (scale == 1 || round.accept_u(tau - 1) < mass / (mass + 1 - scale)) break;
   }
   return true;
+}
+
+template <class Round>
+OUTRIDER_HD bool decide_block(Round& round, int gamma, double* ratios, Decision* decision) {
+  double prefix[OUTRIDER_MAX_WIDTH + 1];
+  bool all = true;
+  if (!block_prefixes(round, gamma, prefix, ratios, &all)) return false;
+  *decision = {gamma, gamma, false, 1.0};
+  return all || block_tau(round, gamma, prefix, decision);
 }
 
 } // namespace outrider

@@ -21,11 +21,11 @@ from .manifest import MOST_GAMMA
 from .sampler import Array, Ids, Place
 from .sampling import Verdict
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAX_THREADS = 64
 FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "build" / "lib")
 
-_RULES = {"token": 0, "block": 1, "sigmoid": 2}
+RULES = {"token": 0, "block": 1, "sigmoid": 2}
 _DTYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.uint16): 2}
 _SLOT_FAILED, _NO_DRAFT_LOGITS = 5, 4
 
@@ -56,7 +56,9 @@ VERDICT = np.dtype(
 )  # fmt: skip
 
 
-class _Logits(ctypes.Structure):
+class Logits(ctypes.Structure):
+    """outrider_logits: where rows [slots, rows, V] are; strides in bytes."""
+
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("slot_stride", ctypes.c_int64),
@@ -186,14 +188,7 @@ class RoundSampler:
     def begin(self, places: Sequence[Place]) -> None:
         self._places, self._drew, self._draft_slot = places, False, 0
         for b, place in enumerate(places):
-            params, context, suppress = place.params, place.context, place.suppress
-            self._slots[b] = (
-                params.seed, params.top_p, params.lenience, params.sigmoid_alpha,
-                params.sigmoid_beta, _address(context), _address(suppress), _length(context),
-                _length(suppress), place.suppress_rows, params.temperature, params.min_p,
-                params.repetition_penalty, min(params.top_k, 2**31 - 1), _RULES[params.verify],
-                place.gamma, place.position, place.index, 0,
-            )  # fmt: skip
+            fill_slot(self._slots, b, place)
 
     def draw(
         self,
@@ -233,7 +228,7 @@ class RoundSampler:
         if logits.shape[1] <= max((place.gamma for place in self._places), default=-1):
             raise ValueError(f"{logits.shape[1]} rows of logits are too few")
         target = _logits(logits, self.vocab_size, first_slot)
-        draft = _Logits(None, 0, 0, 1, 0)
+        draft = Logits(None, 0, 0, 1, 0)
         if draft_logits is not None and len(draft_logits):
             steps = draft_logits if isinstance(draft_logits, np.ndarray) else _steps(draft_logits)
             draft = _logits(steps, self.draft_vocab_size, self._draft_slot)
@@ -282,6 +277,18 @@ class RoundSampler:
         )
 
 
+def fill_slot(slots: Array, b: int, place: Place) -> None:
+    """Write a place into slots [B] of `SLOT`; its ids must outlive them."""
+    params, context, suppress = place.params, place.context, place.suppress
+    slots[b] = (
+        params.seed, params.top_p, params.lenience, params.sigmoid_alpha, params.sigmoid_beta,
+        _address(context), _address(suppress), _length(context), _length(suppress),
+        place.suppress_rows, params.temperature, params.min_p, params.repetition_penalty,
+        min(params.top_k, 2**31 - 1), RULES[params.verify], place.gamma, place.position,
+        place.index, 0,
+    )  # fmt: skip
+
+
 def status_text(library: ctypes.CDLL, status: int) -> str:
     text: bytes = library.outrider_status_text(status)
     return text.decode()
@@ -305,7 +312,7 @@ def warp_weights(
     return weights, total.value
 
 
-def _logits(array: Array, vocab_size: int, first_slot: int = 0) -> _Logits:
+def _logits(array: Array, vocab_size: int, first_slot: int = 0) -> Logits:
     """[slots, rows, V], V contiguous; its slots are those from `first_slot` on.
 
     bfloat16 may come as uint16.
@@ -321,7 +328,7 @@ def _logits(array: Array, vocab_size: int, first_slot: int = 0) -> _Logits:
             raise ValueError(f"logits of type {dtype.name}, not float32, float16 or bfloat16")
         code = 2
     address = array.__array_interface__["data"][0] - first_slot * strides[0]
-    return _Logits(address, strides[0], strides[1], vocab_size, code)
+    return Logits(address, strides[0], strides[1], vocab_size, code)
 
 
 def _steps(rows: Sequence[Array]) -> Array:

@@ -13,7 +13,7 @@ from test_kernel import BACKENDS, BLOCK, OPTIONS, SIGMOID, TOKEN, Case, open_bac
 from test_philox import KNOWN_ANSWERS
 
 from plugins.build import HERE, BuildError, build, find_compiler
-from runtime import kernel
+from runtime import cuda_kernel, kernel
 from runtime.errors import OutriderError
 from runtime.kernel import Place, RoundSampler, warp_weights
 from runtime.philox import Purpose, philox4x32, uniform
@@ -264,6 +264,8 @@ def test_structures_have_the_layout_of_the_header(tmp_path):
         for name, field in (
             ("outrider_slot", "reserved"), ("outrider_row", "reserved"),
             ("outrider_verdict", "reserved"), ("outrider_logits", "dtype"),
+            ("outrider_device_sizes", "reserved"), ("outrider_device_launch", "reserved"),
+            ("outrider_device_plan", "call"),
         )
     ]  # fmt: skip
     source.write_text(
@@ -272,9 +274,13 @@ def test_structures_have_the_layout_of_the_header(tmp_path):
     program = tmp_path / "layout"
     subprocess.run([*find_compiler(), f"-I{HERE}", source, "-o", program], check=True)
     said = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
-    got = [*(n for t in (kernel.SLOT, kernel.ROW, kernel.VERDICT)
-             for n in (t.itemsize, t.fields["reserved"][1])),
-           ctypes.sizeof(kernel._Logits), kernel._Logits.dtype.offset]  # fmt: skip
+    got = [n for t in (kernel.SLOT, kernel.ROW, kernel.VERDICT)
+           for n in (t.itemsize, t.fields["reserved"][1])]  # fmt: skip
+    for structure, last in (
+        (kernel.Logits, "dtype"), (cuda_kernel.Sizes, "reserved"),
+        (cuda_kernel.Launch, "reserved"), (cuda_kernel.Plan, "call"),
+    ):  # fmt: skip
+        got += [ctypes.sizeof(structure), getattr(structure, last).offset]
     assert [int(n) for n in said] == got
 
 

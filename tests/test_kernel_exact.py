@@ -21,7 +21,10 @@ V = 8
 BISECTIONS = 36
 
 
-@pytest.fixture(params=BACKENDS)
+# Emulated, these take minutes; test_kernel_cuda.py has quick ones.
+@pytest.fixture(
+    params=[pytest.param(b, marks=pytest.mark.slow) if b == "emulated" else b for b in BACKENDS]
+)
 def library(request):
     return open_backend(request.param)
 

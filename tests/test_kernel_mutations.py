@@ -63,7 +63,8 @@ MUTATIONS = {
         SAMPLING, "threshold = fraction * total",
         "threshold = 0 * fraction",
     ),
-    "past the end: nothing": (SAMPLING, "    last = i;\n", ""),
+    "past the end: nothing": (SAMPLING, "return highest_bit(adds);", "return -1;"),
+    "a run is entered at its end": (SAMPLING, "upto.at(i - 1)", "upto.at(i)"),
     "no temperature in the sigmoid": (SAMPLING, "z / s.temperature", "z / 1.0f"),
     "tile tail dropped": (ROW, "(width + TILE - 1) / TILE", "(width < TILE ? 1 : width / TILE)"),
     "ties to the highest index": (ROW, "peak > shape->peak", "peak >= shape->peak"),
@@ -87,8 +88,8 @@ MUTATIONS = {
     "drafts are not context": (ROW, "for (int c = 0; c < i; ++c) penalty(drafts[c]);", ""),
     "suppression never ends": (ROW, "i < slot.suppress_rows && ", ""),
     "filtered total not recomputed": (
-        ROW, "    shape->total += tile_sum[k];\n  }\n  return",
-        "  }\n  shape->total = 1;\n  return",
+        ROW, "  shape->total = total_of(tile_sum, tiles);\n  return",
+        "  shape->total = 1;\n  return",
     ),
     "scale missing in the residual": (
         ROUND, "rest_scale_ * (q_.total / p_[i].total)",

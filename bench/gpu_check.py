@@ -1,0 +1,224 @@
+"""make gpu-check: everything that a GPU can tell about this project, in one call of minutes.
+
+Needs no network and no environment of its own: PyTorch, cuda-bindings and a C++ compiler are
+enough. Parts run one after the other, each in a process and with a limit of its own; one that
+fails or hangs does not take the others along. Where there is no GPU the parts that want one are
+skipped, by name and with the reason. Writes gpu-check.json and gpu-check.log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from runtime import cuda_kernel
+from runtime.errors import first_line, run_command
+
+from . import machine
+
+CHECKOUT = Path(__file__).parents[1]
+KERNEL_TESTS = ("tests/test_kernel.py", "tests/test_kernel_edges.py", "tests/test_kernel_exact.py")
+WATCHED = [sys.executable, "-m", "bench.kernel_gpu"]
+COUNTERS = (
+    "gpu__time_duration.sum",
+    "dram__bytes_read.sum",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "launch__registers_per_thread",
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command. seconds: its limit. tool: a program that it needs. reads: its JSON file."""
+
+    name: str
+    command: list[str]
+    seconds: float
+    gpu: bool = True
+    tool: str | None = None
+    reads: str | None = None
+
+
+def parts(out: Path) -> list[Part]:
+    """In the order of their worth: what is cut off at the end is what can be missed best."""
+    python = [sys.executable, "-m"]
+    times = out / "kernel-gpu.json"
+    sanitizer = ["compute-sanitizer", "--error-exitcode", "9"]
+    return [
+        Part("library", [*python, "plugins.build"], 120, gpu=False),
+        Part("cubins", [*python, "plugins.cubins", *architecture()], 200, gpu=False),
+        Part(
+            "kernel tests",
+            [*python, "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-k", "cuda",
+             *KERNEL_TESTS],
+            150,
+        ),
+        Part(
+            "kernel times", [*python, "bench.kernel", "--gpu", "--out", str(times)], 180,
+            reads=times.name,
+        ),
+        *(
+            Part(f"sanitizer: {tool}", [*sanitizer, "--tool", tool, *WATCHED], 60,
+                 tool="compute-sanitizer")
+            for tool in ("memcheck", "racecheck", "synccheck")
+        ),
+        *(
+            Part(
+                f"counters: V {v:,} gamma {g} B {b}",
+                ["ncu", "--clock-control", "none", "--metrics", ",".join(COUNTERS), "-k",
+                 "regex:outrider_verify", "-s", "4", "-c", "8", *WATCHED, "--profile", str(v),
+                 str(g), str(b)],
+                45, tool="ncu",
+            )
+            for v, g, b in ((128_256, 5, 1), (128_256, 8, 32))
+        ),
+    ]  # fmt: skip
+
+
+def run_part(part: Part, out: Path, log: TextIO, no_gpu: str | None) -> dict[str, Any]:
+    """Its outcome: {"status": "ok" | "failed" | "timed out" | "skipped", ...}."""
+    if part.gpu and no_gpu:
+        return {"status": "skipped", "reason": no_gpu}
+    if part.tool and not shutil.which(part.tool):
+        return {"status": "skipped", "reason": f"{part.tool} is not installed"}
+    log.write(f"\n=== {part.name}: {' '.join(part.command)}\n")
+    log.flush()
+    begin = time.perf_counter()
+    if part.reads:
+        (out / part.reads).unlink(missing_ok=True)
+    try:
+        # A session of its own, so that a limit ends what it started too.
+        process = subprocess.Popen(
+            part.command, cwd=CHECKOUT, stdout=log, stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"}, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        return {"status": "failed", "reason": first_line(error)}
+    try:
+        status = process.wait(part.seconds)
+        outcome: dict[str, Any] = {"status": "failed" if status else "ok"}
+        if status:
+            outcome["exit"] = status
+    except subprocess.TimeoutExpired:
+        outcome = {"status": "timed out", "limit_s": part.seconds}
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    outcome["seconds"] = round(time.perf_counter() - begin, 1)
+    if part.reads and (out / part.reads).is_file():
+        try:
+            outcome["result"] = json.loads((out / part.reads).read_text())
+        except ValueError as error:
+            outcome |= {"status": "failed", "reason": f"{part.reads}: {first_line(error)}"}
+    return outcome
+
+
+def check(
+    out: Path, seconds: float, chosen: Callable[[Path], list[Part]] = parts
+) -> tuple[dict[str, Any], bool]:
+    """The report, and whether nothing failed. seconds: for all parts together."""
+    out.mkdir(parents=True, exist_ok=True)
+    deadline = time.perf_counter() + seconds
+    report: dict[str, Any] = {"machine": machine.describe(os.cpu_count() or 1), "parts": {}}
+    no_gpu: str | None = None
+    asked = False
+    with (out / "gpu-check.log").open("w") as log:
+        for part in chosen(out):
+            if part.gpu and not asked:
+                # Not earlier: it wants the cubins.
+                no_gpu, asked = unavailable(), True
+                report["gpu"] = None if no_gpu else describe_gpu()
+            left = deadline - time.perf_counter()
+            if left < 5:
+                outcome = {"status": "skipped", "reason": f"the {seconds:.0f} s are spent"}
+            else:
+                limit = min(part.seconds, left)
+                outcome = run_part(replace(part, seconds=limit), out, log, no_gpu)
+            report["parts"][part.name] = outcome
+            print(_line(part.name, outcome), flush=True)
+            write(out / "gpu-check.json", report)
+    failed = {"failed", "timed out"}
+    return report, not any(o["status"] in failed for o in report["parts"].values())
+
+
+def _line(name: str, outcome: dict[str, Any]) -> str:
+    more = outcome.get("reason") or f"{outcome['seconds']:.0f} s"
+    return f"{name}: {outcome['status']} ({more})"
+
+
+def unavailable() -> str | None:
+    """Why the parts that want a GPU cannot run, in one line; None where they can."""
+    try:
+        import torch
+    except ImportError:
+        return "PyTorch is not installed"
+    if not torch.cuda.is_available():
+        return cuda_kernel.unavailable() or "PyTorch sees no GPU"
+    return cuda_kernel.unavailable()
+
+
+def architecture() -> list[str]:
+    """Of the GPU here; without one all are compiled."""
+    try:
+        import torch
+    except ImportError:
+        return []
+    if not torch.cuda.is_available():
+        return []
+    major, minor = torch.cuda.get_device_capability()
+    return ["--arch", f"sm_{major}{minor}"]
+
+
+def describe_gpu() -> dict[str, Any]:
+    """What PyTorch says of it, and a copy's bandwidth."""
+    import torch
+
+    from .kernel_gpu import copy_bandwidth
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "l2_mib": properties.L2_cache_size // 2**20,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "cuda": torch.version.cuda,
+        "copy_gb_s": round(copy_bandwidth() / 1e9, 1),
+    }
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    """In one step: what a later part breaks does not lose what is there."""
+    fresh = path.with_suffix(".partial")
+    fresh.write_text(json.dumps(report, indent=1) + "\n")
+    fresh.replace(path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Check on a GPU, then time: one JSON, one log.")
+    parser.add_argument("--out", type=Path, default=CHECKOUT / "build" / "gpu-check")
+    parser.add_argument("--seconds", type=float, default=450, help="for all parts (default: 450)")
+    arguments = parser.parse_args()
+
+    def command() -> int:
+        _, good = check(arguments.out.resolve(), arguments.seconds)
+        print(arguments.out / "gpu-check.json")
+        return 0 if good else 1
+
+    return run_command(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

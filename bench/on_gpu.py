@@ -1,0 +1,186 @@
+"""liboutrider's C interface with its draws and verifications on the GPU, for checks.
+
+What takes host memory takes it here too: each call copies in, launches, copies out. So all
+that is proved of the CPU library can be proved of the kernels by the same tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime import cuda_kernel, kernel
+from runtime.cuda_kernel import Buffers, Device, DeviceLogits, Plan, Sizes
+
+Array = npt.NDArray[Any]
+OK, BAD_PARAMETER, SLOT_FAILED = 0, 2, 5
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def flags_of(slots: Array) -> int:
+    """What these slots [B] of kernel.SLOT ask of a plan."""
+    asks = {
+        cuda_kernel.FILTERS: (slots["top_k"] != 0) | (slots["top_p"] < 1) | (slots["min_p"] > 0),
+        cuda_kernel.PENALTIES: (slots["repetition_penalty"] != 1) | (slots["suppress_rows"] > 0),
+        cuda_kernel.BLOCK: slots["rule"] == kernel.RULES["block"],
+    }
+    return sum(flag for flag, asked in asks.items() if asked.any())
+
+
+class OnGpu:
+    """Stands in for `kernel.load()`: what is not a draw or a verification is the CPU library's."""
+
+    def __init__(self, device: Device, library: ctypes.CDLL):
+        self._device, self._library = device, library
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    def outrider_draw(
+        self, logits: int, slots: int, count: int, width: int, step: int, uniforms: int | None,
+        drafts: int, rows: int, kept: int | None, verdicts: int, *_: Any,
+    ) -> int:  # fmt: skip
+        if count == 0:
+            return OK
+        with self._memory() as memory:
+            given = kernel.Logits.from_address(logits)
+            places = memory.slots(slots, count)
+            device_logits = memory.logits(given, places["index"], [1] * count)
+            sizes = Sizes(count, width, 0, given.vocab_size, flags_of(places), 0)
+            buffers = memory.buffers(sizes, places, drafts, rows)
+            kept_size = count * width * given.vocab_size * (4 if given.dtype == 0 else 2)
+            device_kept = memory.copied(kept, kept_size) if kept else 0
+            device_uniforms = memory.copied(uniforms, 8 * count * width) if uniforms else 0
+            plan = cuda_kernel.plan_draw(
+                sizes, device_logits, buffers, step, uniforms=device_uniforms, kept=device_kept,
+                library=self._library,
+            )  # fmt: skip
+            status = self._run(plan, buffers, verdicts, count)
+            self._device.read(drafts, buffers.drafts, 8 * count * width)
+            self._device.read(rows, buffers.rows, kernel.ROW.itemsize * count * width)
+            if kept:
+                self._device.read(kept, device_kept, kept_size)
+        return status
+
+    def outrider_verify(
+        self, target: int, draft: int | None, by_index: int, slots: int, count: int, width: int,
+        uniforms: int | None, drafts: int, rows: int | None, verdicts: int, ratios: int, *_: Any,
+    ) -> int:  # fmt: skip
+        if count == 0:
+            return OK
+        with self._memory() as memory:
+            given = kernel.Logits.from_address(target)
+            places = memory.slots(slots, count)
+            device_target = memory.logits(given, places["index"], places["gamma"] + 1)
+            device_draft = None
+            given_draft = kernel.Logits.from_address(draft) if draft else None
+            # At temperature 0 nothing is kept of a draft's row, and nothing read.
+            if given_draft is not None and given_draft.data:
+                at = self._slots_of(slots, count)["index"] if by_index else np.arange(count)
+                device_draft = memory.logits(given_draft, at, places["gamma"])
+            flags = flags_of(places)
+            if device_draft is not None and not rows:
+                flags |= cuda_kernel.SHAPES
+            sizes = Sizes(
+                count, width, given.vocab_size,
+                device_draft.vocab_size if device_draft else 0, flags, 0,
+            )  # fmt: skip
+            buffers = memory.buffers(sizes, places, drafts, rows)
+            device_uniforms = memory.copied(uniforms, 8 * count * (width + 1)) if uniforms else 0
+            plan = cuda_kernel.plan_verify(
+                sizes, device_target, device_draft, buffers, by_index=True,
+                uniforms=device_uniforms, library=self._library,
+            )  # fmt: skip
+            status = self._run(plan, buffers, verdicts, count)
+            self._device.read(ratios, buffers.ratios, 8 * count * width)
+        return status
+
+    def _run(self, plan: Plan, buffers: Buffers, verdicts: int, count: int) -> int:
+        self._device.launch(plan)
+        size = kernel.VERDICT.itemsize
+        self._device.read(verdicts, buffers.verdicts, size * count)
+        statuses = _view(verdicts, kernel.VERDICT, count)["status"]
+        if (statuses == BAD_PARAMETER).any():
+            return BAD_PARAMETER
+        return SLOT_FAILED if statuses.any() else OK
+
+    def _slots_of(self, address: int, count: int) -> Array:
+        return _view(address, kernel.SLOT, count)
+
+    @contextmanager
+    def _memory(self) -> Iterator[_Memory]:
+        memory = _Memory(self._device, self._library)
+        try:
+            yield memory
+        finally:
+            memory.free()
+
+
+class _Memory:
+    """Device memory of one call, and host memory copied into it."""
+
+    def __init__(self, device: Device, library: ctypes.CDLL):
+        self._device, self._library = device, library
+        self._taken: list[int] = []
+
+    def free(self) -> None:
+        for address in self._taken:
+            self._device.free(address)
+
+    def zeroed(self, size: int) -> int:
+        self._taken.append(self._device.allocate(size))
+        return self._taken[-1]
+
+    def copied(self, source: int, size: int) -> int:
+        address = self.zeroed(size)
+        self._device.write(address, source, size)
+        return address
+
+    def slots(self, address: int, count: int) -> Array:
+        """The slots, numbered from 0, with their ids in device memory."""
+        slots = _view(address, kernel.SLOT, count).copy()
+        for slot in slots:
+            for name in ("context", "suppress"):
+                if length := int(slot[f"{name}_length"]):
+                    slot[name] = self.copied(int(slot[name]), 8 * length)
+        return slots
+
+    def logits(self, given: kernel.Logits, indices: Array, counts: Any) -> DeviceLogits:
+        """The rows that the slots read, one after the other."""
+        size = given.vocab_size * (4 if given.dtype == 0 else 2)
+        most = max(1, int(max(counts)))
+        address = self.zeroed(len(indices) * most * size)
+        for b, (index, count) in enumerate(zip(indices, counts, strict=True)):
+            for i in range(count):
+                source = given.data + int(index) * given.slot_stride + i * given.row_stride
+                self._device.write(address + (b * most + i) * size, source, size)
+        return DeviceLogits(address, most * size, size, given.vocab_size, DTYPES[given.dtype])
+
+    def buffers(self, sizes: Sizes, slots: Array, drafts: int, rows: int | None) -> Buffers:
+        count, width = sizes.slot_count, sizes.width
+        slots["index"] = np.arange(count)
+        row_size = kernel.ROW.itemsize * count * width
+        return Buffers(
+            slots=self.copied(slots.ctypes.data, slots.nbytes),
+            drafts=self.copied(drafts, 8 * count * width),
+            rows=self.copied(rows, row_size) if rows else 0,
+            verdicts=self.zeroed(kernel.VERDICT.itemsize * count),
+            ratios=self.zeroed(8 * count * width),
+            workspace=self.zeroed(cuda_kernel.workspace_size(sizes, self._library)),
+        )
+
+
+def _view(address: int, dtype: np.dtype[Any], count: int) -> Array:
+    memory: Any = (ctypes.c_char * (dtype.itemsize * count)).from_address(address)
+    view: Array = np.frombuffer(memory, dtype)
+    return view
+
+
+def open_gpu() -> OnGpu:
+    """Raises OutriderError("backend") where there is no GPU, driver or machine code."""
+    return OnGpu(Device(), kernel.load())

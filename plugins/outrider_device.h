@@ -1,0 +1,235 @@
+// What the host and the kernels agree on: the kernels' parameter, the workspace, the launch plan. Plain
+// C++17 for the host (no CUDA header), the structures for NVRTC too.
+//
+// A verification without filters and penalties is two launches, a draw one:
+//
+//   outrider_mark         grid (1, 1, B)               penalised and suppressed ids, as bits
+//   outrider_*_scan       grid (tile groups, rows, B)  maximum and sum of each tile; the slot's last
+//                                                      block combines them, then decides or draws
+//   outrider_*_filter     grid (1, rows, B)            top-k, top-p, min-p of a row; the slot's last
+//                                                      block then decides or draws in the scan's place
+//   outrider_verify_rest  grid (tile groups, 1, B)     tile sums of the residual of one row (by the
+//                                                      block rule of up to `width`); the slot's last
+//                                                      block draws
+#ifndef OUTRIDER_DEVICE_H
+#define OUTRIDER_DEVICE_H
+
+#include "outrider.h"
+
+namespace outrider_device {
+constexpr int32_t WARPS = 8, FILTER_WARPS = 16; // of a block
+}
+
+// Of one tile, as the scan leaves it. In a broken tile the maximum is NaN or +inf: what was found.
+struct outrider_device_tile {
+  float max;
+  union {
+    float sum;     // of exponentials below the maximum
+    int32_t token; // at temperature 0: the lowest argmax
+  };
+};
+
+// A slot's round between two kernels.
+struct outrider_device_state {
+  double prefix[OUTRIDER_MAX_WIDTH + 1]; // of the block rule
+  int32_t draws;                         // 0: the verdict is complete
+  int32_t residual;                      // 0: the next token is drawn from p of row `first`
+  int32_t first, last;                   // rows whose residual is wanted: by the block rule several
+};
+
+// The kernels' parameter. Addresses, which a graph keeps, of memory whose contents vary.
+struct outrider_device_call {
+  outrider_logits target, draft;  // a draw reads `draft`
+  const outrider_slot* slots;     // [B]
+  const double* uniforms;         // null, or [B, width], of a verification [B, width + 1]
+  int64_t* drafts;                // [B, width]
+  outrider_row* draft_rows;       // [B, width]; null: a verification shapes them itself
+  outrider_verdict* verdicts;     // [B]; of a draw null, or [B]
+  double* ratios;                 // [B, width]
+  unsigned char* kept;            // null, or [B, width, V]
+  const int32_t* step_at;         // null, or where the step is
+  uint32_t* arrived;              // [B] blocks that are done, 0 between kernels; workspace from here
+  outrider_row* rows;             // [B, row_count]: the target's width + 1, the draft's width;
+                                  // `reserved` is the row's status
+  outrider_device_tile* tiles;    // [B, row_count, tile_count]
+  double* mass;                   // [B, row_count, tile_count], below the row's maximum
+  double* rest;                   // [B, rest_count, tile_count], of residuals
+  outrider_device_state* states;  // [B]
+  uint32_t* marks;                // null, or [B, 2, tile_count * 32]: bits of penalised, suppressed
+  int32_t slot_count, width, row_count, rest_count, tile_count;
+  int32_t span; // tiles that a warp of the scan takes
+  int32_t flags, step, draft_by_index;
+};
+
+#ifndef __CUDACC_RTC__
+#include <cstring>
+
+#include "outrider_carver.h"
+
+namespace outrider_device {
+
+constexpr int32_t TILE = 1024; // as in outrider_sampling.h
+constexpr int32_t ALL_FLAGS = OUTRIDER_DEVICE_FILTERS | OUTRIDER_DEVICE_PENALTIES |
+                              OUTRIDER_DEVICE_BLOCK | OUTRIDER_DEVICE_SHAPES;
+// More tiles than this are several waves of blocks on any GPU: then a warp takes two.
+constexpr int64_t MANY_TILES = 16384;
+
+static_assert(sizeof(outrider_device_call) <= sizeof(outrider_device_plan::call), "plan.call");
+
+inline int32_t tiles_of(int32_t vocab_size) { return (vocab_size + TILE - 1) / TILE; }
+
+inline bool legal(const outrider_device_sizes& s) {
+  constexpr int32_t most = 1 << 30;
+  return s.slot_count >= 1 && s.slot_count <= 65535 && s.width >= 0 &&
+         s.width <= OUTRIDER_MAX_WIDTH && s.vocab_size >= 0 && s.vocab_size <= most &&
+         s.draft_vocab_size >= 0 && s.draft_vocab_size <= most &&
+         s.vocab_size + s.draft_vocab_size > 0 && (s.flags & ~ALL_FLAGS) == 0;
+}
+
+// Sizes and workspace addresses; returns the workspace's end, from address 0 its size.
+inline std::uintptr_t lay_out(const outrider_device_sizes& s, std::uintptr_t workspace,
+                              outrider_device_call* call) {
+  const bool shapes = (s.flags & OUTRIDER_DEVICE_SHAPES) != 0;
+  call->slot_count = s.slot_count;
+  call->width = s.width;
+  call->flags = s.flags;
+  call->tile_count = tiles_of(s.vocab_size > s.draft_vocab_size ? s.vocab_size : s.draft_vocab_size);
+  call->row_count = s.width + 1 + (shapes ? s.width : 0);
+  call->rest_count = (s.flags & OUTRIDER_DEVICE_BLOCK) != 0 && s.width > 0 ? s.width : 1;
+  const auto slots = static_cast<size_t>(s.slot_count);
+  const auto tiles = static_cast<size_t>(call->tile_count);
+  const size_t rows = slots * static_cast<size_t>(call->row_count);
+  Carver<256> carver{workspace};
+  call->arrived = carver.take<uint32_t>(slots);
+  call->rows = carver.take<outrider_row>(rows);
+  call->tiles = carver.take<outrider_device_tile>(rows * tiles);
+  call->mass = carver.take<double>(rows * tiles);
+  call->rest = carver.take<double>(slots * static_cast<size_t>(call->rest_count) * tiles);
+  call->states = carver.take<outrider_device_state>(slots);
+  call->ratios = carver.take<double>(slots * static_cast<size_t>(s.width)); // where none are wanted
+  const bool marks = (s.flags & OUTRIDER_DEVICE_PENALTIES) != 0;
+  uint32_t* const bits = carver.take<uint32_t>(marks ? slots * 2 * tiles * (TILE / 32) : 0);
+  call->marks = marks ? bits : nullptr;
+  carver.align();
+  return carver.at;
+}
+
+inline size_t workspace_size(const outrider_device_sizes& sizes) {
+  outrider_device_call unused = {};
+  return legal(sizes) ? lay_out(sizes, 0, &unused) : 0;
+}
+
+inline bool legal(const outrider_logits* logits, int32_t vocab_size) {
+  if (logits == nullptr || logits->data == nullptr || logits->vocab_size != vocab_size ||
+      vocab_size <= 0 || logits->dtype < OUTRIDER_FLOAT32 || logits->dtype > OUTRIDER_BFLOAT16)
+    return false;
+  const int64_t size = logits->dtype == OUTRIDER_FLOAT32 ? 4 : 2;
+  return logits->slot_stride % size == 0 && logits->row_stride % size == 0 &&
+         static_cast<int64_t>(reinterpret_cast<std::uintptr_t>(logits->data)) % size == 0;
+}
+
+inline int32_t begin(const outrider_device_sizes* sizes, const outrider_slot* slots,
+                     void* workspace, size_t workspace_size, outrider_device_plan* plan,
+                     outrider_device_call* call) {
+  if (sizes == nullptr || !legal(*sizes) || slots == nullptr || workspace == nullptr ||
+      plan == nullptr || reinterpret_cast<std::uintptr_t>(workspace) % 256 != 0)
+    return OUTRIDER_BAD_ARGUMENT;
+  if (workspace_size < outrider_device::workspace_size(*sizes)) return OUTRIDER_SMALL_WORKSPACE;
+  lay_out(*sizes, reinterpret_cast<std::uintptr_t>(workspace), call);
+  call->slots = slots;
+  *plan = {};
+  return OUTRIDER_OK;
+}
+
+inline void add(outrider_device_plan* plan, const char* kernel, int32_t x, int32_t y, int32_t z,
+                int32_t warps) {
+  plan->launches[plan->launch_count++] = {kernel,
+                                          {static_cast<uint32_t>(x), static_cast<uint32_t>(y),
+                                           static_cast<uint32_t>(z)},
+                                          static_cast<uint32_t>(warps * 32),
+                                          0,
+                                          0};
+}
+
+// The kernels up to a decision or a draw. general: those that know penalties and filters.
+inline void add_scan(outrider_device_plan* plan, outrider_device_call* call, int32_t tiles,
+                     int32_t rows, const char* plain, const char* general, const char* filter) {
+  const int64_t all = int64_t{tiles} * rows * call->slot_count;
+  call->span = all > MANY_TILES ? 2 : 1;
+  const int32_t groups = (tiles + WARPS * call->span - 1) / (WARPS * call->span);
+  const bool filters = (call->flags & OUTRIDER_DEVICE_FILTERS) != 0;
+  const bool penalties = (call->flags & OUTRIDER_DEVICE_PENALTIES) != 0;
+  if (penalties) add(plan, "outrider_mark", 1, 1, call->slot_count, FILTER_WARPS);
+  add(plan, filters || penalties ? general : plain, groups, rows, call->slot_count, WARPS);
+  if (filters) add(plan, filter, 1, rows, call->slot_count, FILTER_WARPS);
+}
+
+inline void finish(outrider_device_plan* plan, const outrider_device_call& call) {
+  plan->call_size = static_cast<int32_t>(sizeof call);
+  std::memcpy(plan->call, &call, sizeof call);
+}
+
+// As outrider.h says.
+inline int32_t plan_draw(const outrider_device_sizes* sizes, const outrider_logits* logits,
+                         const outrider_slot* slots, int32_t step, const int32_t* step_at,
+                         const double* uniforms, int64_t* drafts, outrider_row* rows, void* kept,
+                         outrider_verdict* verdicts, void* workspace, size_t workspace_size,
+                         outrider_device_plan* plan) {
+  outrider_device_call call = {};
+  const int32_t status = begin(sizes, slots, workspace, workspace_size, plan, &call);
+  if (status != OUTRIDER_OK) return status;
+  if (!legal(logits, sizes->draft_vocab_size) || drafts == nullptr || rows == nullptr || step < 0 ||
+      step >= sizes->width)
+    return OUTRIDER_BAD_ARGUMENT;
+  call.draft = *logits;
+  call.uniforms = uniforms;
+  call.drafts = drafts;
+  call.draft_rows = rows;
+  call.verdicts = verdicts;
+  call.kept = static_cast<unsigned char*>(kept);
+  call.step_at = step_at;
+  call.step = step;
+  call.draft_by_index = 1;
+  add_scan(plan, &call, tiles_of(logits->vocab_size), 1, "outrider_draw_scan",
+           "outrider_draw_scan_general", "outrider_draw_filter");
+  finish(plan, call);
+  return OUTRIDER_OK;
+}
+
+inline int32_t plan_verify(const outrider_device_sizes* sizes, const outrider_logits* target,
+                           const outrider_logits* draft, int32_t draft_by_index,
+                           const outrider_slot* slots, const double* uniforms,
+                           const int64_t* drafts, const outrider_row* rows,
+                           outrider_verdict* verdicts, double* ratios, void* workspace,
+                           size_t workspace_size, outrider_device_plan* plan) {
+  outrider_device_call call = {};
+  const int32_t status = begin(sizes, slots, workspace, workspace_size, plan, &call);
+  if (status != OUTRIDER_OK) return status;
+  const bool has_draft = draft != nullptr && draft->data != nullptr;
+  const bool shapes = has_draft && rows == nullptr && sizes->width > 0;
+  if (!legal(target, sizes->vocab_size) || verdicts == nullptr ||
+      (has_draft && !legal(draft, sizes->draft_vocab_size)) ||
+      (shapes && (sizes->flags & OUTRIDER_DEVICE_SHAPES) == 0) ||
+      (drafts == nullptr && sizes->width > 0))
+    return OUTRIDER_BAD_ARGUMENT;
+  call.target = *target;
+  if (has_draft) call.draft = *draft;
+  call.uniforms = uniforms;
+  call.drafts = const_cast<int64_t*>(drafts); // a verification only reads them, and the rows
+  call.draft_rows = const_cast<outrider_row*>(rows);
+  call.verdicts = verdicts;
+  if (ratios != nullptr) call.ratios = ratios;
+  call.draft_by_index = draft_by_index;
+  const int32_t tiles = shapes ? call.tile_count : tiles_of(target->vocab_size);
+  add_scan(plan, &call, tiles, sizes->width + 1 + (shapes ? sizes->width : 0),
+           "outrider_verify_scan", "outrider_verify_scan_general", "outrider_verify_filter");
+  const bool general = (call.flags & (OUTRIDER_DEVICE_FILTERS | OUTRIDER_DEVICE_PENALTIES)) != 0;
+  add(plan, general ? "outrider_verify_rest_general" : "outrider_verify_rest", (tiles_of(target->vocab_size) + WARPS - 1) / WARPS,
+      call.rest_count, call.slot_count, WARPS);
+  finish(plan, call);
+  return OUTRIDER_OK;
+}
+
+} // namespace outrider_device
+#endif
+#endif

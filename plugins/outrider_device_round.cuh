@@ -1,0 +1,302 @@
+// A slot's round on a GPU, after its rows' tiles are there: the accept tests by one block, the final
+// draw by one warp. The rules themselves are in outrider_sampling.h.
+#ifndef OUTRIDER_DEVICE_ROUND_CUH
+#define OUTRIDER_DEVICE_ROUND_CUH
+
+#include "outrider_device_row.cuh"
+
+namespace {
+
+constexpr int MAX_ROWS = OUTRIDER_MAX_WIDTH + 1;
+
+// The flags that a slot needs.
+DEVICE int32_t needs(const outrider_slot& slot, bool verifies) {
+  int32_t flags = 0;
+  if (penalises(slot) || suppresses(slot)) flags |= OUTRIDER_DEVICE_PENALTIES;
+  if (slot.temperature == 0) return flags;
+  if (slot.top_k > 0 || slot.top_p < 1 || slot.min_p > 0) flags |= OUTRIDER_DEVICE_FILTERS;
+  if (verifies && slot.rule == OUTRIDER_BLOCK) flags |= OUTRIDER_DEVICE_BLOCK;
+  return flags;
+}
+
+// Whether this plan serves the slot.
+DEVICE bool serves(const Call& call, const outrider_slot& slot, bool verifies) {
+  return legal(slot, call.width) && (needs(slot, verifies) & ~call.flags) == 0;
+}
+
+DEVICE outrider_verdict verdict_of(int32_t status, int32_t model, int row) {
+  return {-1, 0, 0, status, model, row, 0};
+}
+
+DEVICE outrider_row* row_at(const Call& call, int b, int r) {
+  return call.rows + static_cast<int64_t>(b) * call.row_count + r;
+}
+DEVICE int64_t tiles_at(const Call& call, int b, int r) {
+  return (static_cast<int64_t>(b) * call.row_count + r) * call.tile_count;
+}
+DEVICE double* rest_at(const Call& call, int b, int y) {
+  return call.rest + (static_cast<int64_t>(b) * call.rest_count + y) * call.tile_count;
+}
+
+// A verification without the rows of the draw shapes the draft's itself, after the target's.
+DEVICE bool shapes_draft(const Call& call) {
+  return call.draft_rows == nullptr && call.draft.data != nullptr;
+}
+DEVICE outrider_row draft_shape(const Call& call, int b, int i) {
+  return shapes_draft(call) ? fresh(row_at(call, b, call.width + 1 + i))
+                            : call.draft_rows[static_cast<int64_t>(b) * call.width + i];
+}
+DEVICE bool point_draft(const Call& call, const outrider_slot& slot) {
+  return slot.temperature == 0 || call.draft.data == nullptr;
+}
+
+// Row r of a scan: the target's 0 .. width, then the draft's.
+struct ScanRow {
+  bool wanted, draft;
+  int i;
+};
+DEVICE ScanRow scan_row(const Call& call, const outrider_slot& slot, int r) {
+  const bool draft = r > call.width;
+  const int i = draft ? r - call.width - 1 : r;
+  return {draft ? i < slot.gamma && slot.temperature > 0 : i <= slot.gamma, draft, i};
+}
+// How many of them are wanted.
+DEVICE int scan_rows(const Call& call, const outrider_slot& slot) {
+  return slot.gamma + 1 + (shapes_draft(call) && slot.temperature > 0 ? slot.gamma : 0);
+}
+
+DEVICE double uniform_of(const Call& call, const outrider_slot& slot, int b, int i,
+                         uint32_t purpose) {
+  if (slot.temperature == 0) return 0;
+  if (call.uniforms != nullptr)
+    return call.uniforms[static_cast<int64_t>(b) * (call.width + 1) +
+                         (purpose == RESIDUAL ? call.width : i)];
+  return uniform(slot.seed, slot.position + static_cast<uint32_t>(i), purpose, lane_of(slot));
+}
+
+// --- the accept tests -------------------------------------------------------------------------
+
+// What the tests want of a position. All positions at once, by a thread each: one after the other
+// they would wait for memory gamma times.
+struct Position {
+  double p, q, u;
+  int32_t status, model;
+};
+
+DEVICE Position position_of(const Call& call, const outrider_slot& slot, int b, int i) {
+  const outrider_row p_row = fresh(row_at(call, b, i));
+  Position at = {0, 1, 0, p_row.reserved, OUTRIDER_TARGET};
+  if (at.status != OUTRIDER_OK || i == slot.gamma) return at;
+  const int64_t token = call.drafts[static_cast<int64_t>(b) * call.width + i];
+  const int id = static_cast<int>(token);
+  const Row target = target_row(call, slot, b, i);
+  const bool in_p = token >= 0 && token < target.width;
+  const float z = in_p ? logit_at(target, token) : -INF;
+  if (slot.temperature == 0) {
+    at.p = token == p_row.token ? 1 : 0;
+    // Accept when p(x) >= l max p, in the logits before they became a point mass.
+    if (slot.lenience < 1 && in_p)
+      at.p = static_cast<double>(z) - static_cast<double>(p_row.peak) >= log(slot.lenience) ? 1 : 0;
+    return at;
+  }
+  at.u = uniform_of(call, slot, b, i, ACCEPT);
+  const bool sigmoid = slot.rule == OUTRIDER_SIGMOID;
+  const Sigmoid s = sigmoid_of(slot);
+  if (!sigmoid && in_p) at.p = static_cast<double>(weight_of(z, id, p_row)) / p_row.total;
+  if (call.draft.data == nullptr) {
+    if (sigmoid) at.status = OUTRIDER_NO_DRAFT_LOGITS, at.model = OUTRIDER_DRAFT;
+    return at;
+  }
+  const outrider_row q_row = draft_shape(call, b, i);
+  if (shapes_draft(call) && q_row.reserved != OUTRIDER_OK) {
+    at.status = q_row.reserved, at.model = OUTRIDER_DRAFT;
+    return at;
+  }
+  const Row draft = draft_row(call, slot, b, i);
+  const bool in_q = token >= 0 && token < draft.width;
+  if (!sigmoid && q_row.token == token) {
+    at.q = static_cast<double>(q_row.weight) / q_row.total;
+    return at;
+  }
+  const float y = in_q ? logit_at(draft, token) : -INF;
+  if (sigmoid) {
+    at.p = in_p ? static_cast<double>(squash(z, id, p_row, s)) : 0;
+    at.q = in_q ? static_cast<double>(squash(y, id, q_row, s)) : 0;
+  } else {
+    at.q = in_q ? static_cast<double>(weight_of(y, id, q_row)) / q_row.total : 0;
+  }
+  return at;
+}
+
+// What decide_token, block_prefixes and block_tau ask for. masses: of the residuals, from row `first`.
+struct DeviceRound {
+  const Position* positions;
+  const double* masses;
+  int first;
+  Position failed;
+  int row;
+
+  DEVICE bool probs(int i, double* p, double* q) {
+    failed = positions[i];
+    row = i;
+    *p = failed.p;
+    *q = failed.q;
+    return failed.status == OUTRIDER_OK;
+  }
+  DEVICE double accept_u(int i) const { return positions[i].u; }
+  DEVICE bool residual_mass(int i, double, double* mass) const {
+    *mass = masses != nullptr ? masses[i - first] : 0; // none at temperature 0, where P is 0 or 1
+    return true;
+  }
+};
+
+// The accept tests of a slot whose rows are there, by one block. What is left to do is in the state.
+__device__ __noinline__ void decide(const Call& call, int b) {
+  __shared__ Position positions[MAX_ROWS];
+  const outrider_slot& slot = call.slots[b];
+  const int gamma = slot.gamma;
+  for (int i = static_cast<int>(threadIdx.x); i <= gamma; i += static_cast<int>(blockDim.x))
+    positions[i] = position_of(call, slot, b, i);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+
+  outrider_device_state& state = call.states[b];
+  outrider_verdict& verdict = call.verdicts[b];
+  double* ratios = call.ratios + static_cast<int64_t>(b) * call.width;
+  const bool by_block = slot.rule == OUTRIDER_BLOCK, greedy = slot.temperature == 0;
+  DeviceRound round = {positions, nullptr, 0, positions[0], 0};
+  Decision decision = {gamma, gamma, false, 1.0};
+  bool all = true;
+  bool sound = by_block ? block_prefixes(round, gamma, state.prefix, ratios, &all)
+                        : decide_token(round, gamma, slot.lenience, ratios, &decision);
+  if (sound && by_block && !all && greedy) sound = block_tau(round, gamma, state.prefix, &decision);
+  const bool pending = by_block && !all && !greedy;
+  if (sound && !pending) {
+    double p, q;
+    sound = round.probs(decision.accepted, &p, &q); // the row that the next token comes from
+  }
+  state.draws = sound && !greedy;
+  if (!sound) {
+    verdict = verdict_of(round.failed.status, round.failed.model, round.row);
+    return;
+  }
+  verdict = verdict_of(OUTRIDER_OK, OUTRIDER_TARGET, 0);
+  if (greedy) verdict.token = fresh(row_at(call, b, decision.accepted)).token;
+  state.residual = pending || decision.residual;
+  state.first = state.last = decision.accepted;
+  if (pending) {
+    // From the last row at which the search for tau must end to the last whose P is not 0.
+    state.last = gamma - 1;
+    while (state.last > 0 && state.prefix[state.last] == 0) --state.last;
+    state.first = state.last;
+    while (state.prefix[state.first] != 1) --state.first;
+  } else {
+    verdict.accepted = decision.accepted;
+    verdict.examined = decision.examined;
+  }
+}
+
+// --- residuals and draws ----------------------------------------------------------------------
+
+// A loop, not 64 copies of two divisions: its arrays are in local memory.
+DEVICE void squash_tiles(const outrider_slot& slot, const outrider_row& p, const outrider_row& q,
+                         int shift, int k, float w[EACH], const float v[EACH]) {
+  const Sigmoid s = sigmoid_of(slot);
+  float a[EACH], c[EACH];
+#pragma unroll
+  for (int j = 0; j < EACH; ++j) a[j] = w[j], c[j] = v[j];
+#pragma unroll 1
+  for (int j = 0; j < EACH; ++j) {
+    const int id = k * TILE + element(j, shift);
+    a[j] = positive_part(squash(a[j], id, p, s), 1, squash(c[j], id, q, s));
+  }
+#pragma unroll
+  for (int j = 0; j < EACH; ++j) w[j] = a[j];
+}
+
+// The weights of tile k of p, or where `rest` of max(0, scale p - q), in units of q's weights: where p
+// and q are the same row the factor is exactly 1, and nothing is left. Without a draft's distribution
+// q is all on its token. Returns the shift.
+template <bool GENERAL>
+DEVICE int next_tile(const Call& call, const outrider_slot& slot, int b, int i, bool rest,
+                     double scale, int k, float w[EACH]) {
+  const outrider_row p = *row_at(call, b, i);
+  const Row target = target_row(call, slot, b, i), draft = draft_row(call, slot, b, i);
+  const bool subtracts = rest && !point_draft(call, slot);
+  int shift = shift_of(target, k);
+  if (subtracts && shift_of(draft, k) != shift) shift = 0;
+  float v[EACH];
+  load_tile<GENERAL>(target, k, shift, w);
+  if (subtracts) load_tile<GENERAL>(draft, k, shift, v); // -inf beyond a narrower draft: weight 0
+  outrider_row q = p;
+  if (subtracts) q = draft_shape(call, b, i);
+  if (subtracts && slot.rule == OUTRIDER_SIGMOID) {
+    squash_tiles(slot, p, q, shift, k, w, v);
+    return shift;
+  }
+  weigh<GENERAL>(w, shift, k, p);
+  if (subtracts) {
+    const float factor = static_cast<float>(scale * (q.total / p.total));
+    weigh<GENERAL>(v, shift, k, q);
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) w[j] = positive_part(w[j], factor, v[j]);
+  } else if (rest) {
+    const int64_t token = call.drafts[static_cast<int64_t>(b) * call.width + i];
+#pragma unroll
+    for (int j = 0; j < EACH; ++j)
+      if (k * TILE + element(j, shift) == token) w[j] = 0; // scale p(x) <= 1 = q(x)
+  }
+  return shift;
+}
+
+// Whether tile k of the residual is that of p, because q is all elsewhere.
+DEVICE bool rest_is_p(const Call& call, const outrider_slot& slot, int b, int i, int k) {
+  if (!point_draft(call, slot)) return false;
+  const int64_t token = call.drafts[static_cast<int64_t>(b) * call.width + i];
+  return token < 0 || token / TILE != k || token >= call.target.vocab_size;
+}
+
+// The residual's mass in units of a normalised q.
+DEVICE double rest_mass(const Call& call, const outrider_slot& slot, int b, int y, double scale) {
+  const int i = call.states[b].first + y;
+  const double* rest = rest_at(call, b, y);
+  const double sum = total_of<Warp>([rest](int k) { return fresh(rest + k); },
+                                    tiles_of(call.target));
+  const double unit = point_draft(call, slot) ? row_at(call, b, i)->total / scale
+                                              : draft_shape(call, b, i).total;
+  return sum / unit;
+}
+
+// The draft's own draw, by one warp: from its shape and its tiles' masses, to the outputs.
+template <bool GENERAL>
+DEVICE void draw_draft(const Call& call, const outrider_slot& slot, int b, int step,
+                       outrider_row shape, TileWeights& weights) {
+  const int64_t at = static_cast<int64_t>(b) * call.width + step;
+  const int32_t status = shape.reserved;
+  if (status == OUTRIDER_OK && slot.temperature > 0) {
+    const double u = call.uniforms != nullptr
+                         ? call.uniforms[at]
+                         : uniform(slot.seed, slot.position + static_cast<uint32_t>(step), DRAFT,
+                                   lane_of(slot));
+    const Row row = row_of(call, slot, b, call.draft, slot.index, 0, step);
+    double fraction = 0;
+    const int k = choose_tile(call.mass + tiles_at(call, b, 0), tiles_of(call.draft), u, &fraction);
+    const int shift = shift_of(row, k);
+    float w[EACH];
+    load_tile<GENERAL>(row, k, shift, w);
+    weigh<GENERAL>(w, shift, k, shape);
+    const int e = weights.choose(w, shift, fraction);
+    shape.token = k * TILE + e;
+    shape.weight = weights.w[TileWeights::at(e)];
+  }
+  if (lane_id() != 0) return;
+  shape.reserved = 0;
+  if (status == OUTRIDER_OK) call.draft_rows[at] = shape;
+  call.drafts[at] = status == OUTRIDER_OK ? shape.token : -1;
+  if (call.verdicts != nullptr)
+    call.verdicts[b] = status == OUTRIDER_OK ? verdict_of(OUTRIDER_OK, OUTRIDER_TARGET, 0)
+                                             : verdict_of(status, OUTRIDER_DRAFT, step);
+}
+
+} // namespace
+#endif

@@ -1,0 +1,415 @@
+// One row of logits on a GPU. A warp takes a tile, a lane 32 logits of it in registers; sums have the
+// order, and so the bits, of the CPU library.
+#ifndef OUTRIDER_DEVICE_ROW_CUH
+#define OUTRIDER_DEVICE_ROW_CUH
+
+#include "outrider_device.h"
+#include "outrider_sampling.h"
+
+#define DEVICE __device__ __forceinline__
+
+namespace {
+using namespace outrider;
+using Call = outrider_device_call;
+
+constexpr int EACH = TILE / LANES;
+constexpr unsigned ALL = 0xFFFFFFFFu; // lanes
+
+DEVICE int lane_id() { return static_cast<int>(threadIdx.x) % LANES; }
+DEVICE int warp_id() { return static_cast<int>(threadIdx.x) / LANES; }
+DEVICE int warps() { return static_cast<int>(blockDim.x) / LANES; }
+DEVICE int tiles_of(const outrider_logits& logits) { return (logits.vocab_size + TILE - 1) / TILE; }
+
+// What another block wrote, past the L1 cache. T: whole words of 8 bytes.
+template <class T> DEVICE T fresh(const T* from) {
+  constexpr int WORDS = sizeof(T) / 8;
+  unsigned long long words[WORDS];
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i)
+    words[i] = __ldcg(reinterpret_cast<const unsigned long long*>(from) + i);
+  T value;
+  memcpy(&value, words, sizeof value);
+  return value;
+}
+
+// A number in each lane, as outrider_sampling.h wants its sums.
+struct Warp {
+  double v;
+
+  template <class At> DEVICE static Warp of(const At& at, int first, int n, int length) {
+    const int start = lane_id() * length, end = start + length < n ? start + length : n;
+    double sum = 0;
+#pragma unroll 4
+    for (int k = start; k < end; ++k) sum += at(first + k);
+    return {sum};
+  }
+  DEVICE void add_below(int distance) {
+    const double below = __shfl_up_sync(ALL, v, static_cast<unsigned>(distance));
+    if (lane_id() >= distance) v += below;
+  }
+  DEVICE double at(int i) const { return __shfl_sync(ALL, v, i); }
+  DEVICE uint32_t above(double x) const { return __ballot_sync(ALL, v > x); }
+};
+
+// Order of floats as order of integers; -0 is +0.
+DEVICE uint32_t key_of(float z) {
+  const uint32_t bits = as_bits(z + 0.0f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+DEVICE float from_key(uint32_t key) {
+  return as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key);
+}
+
+// --- a tile in registers ----------------------------------------------------------------------
+
+// A lane's vectors have 2^shift neighbours (what 16 bytes hold, or 1), a warp's vectors lie side by
+// side: z[q] of a lane is this element of the tile.
+DEVICE int element(int q, int shift) {
+  return ((q >> shift) << (shift + 5)) + (lane_id() << shift) + (q & ((1 << shift) - 1));
+}
+
+struct Row {
+  const unsigned char* data;
+  int dtype, width;
+  // Of a processed row, else null: bits of the context and of what is suppressed; the round's own
+  // `drafted` drafts are context too.
+  const uint32_t *penalised, *suppressed;
+  const int64_t* drafts;
+  int drafted;
+  float penalty;
+};
+
+DEVICE const unsigned char* tile_at(const Row& row, int k) {
+  return row.data + static_cast<int64_t>(k) * TILE * element_size(row.dtype);
+}
+
+// 16 bytes at a time where the tile is whole and its address allows.
+DEVICE int shift_of(const Row& row, int k) {
+  const bool scalar = (k + 1) * TILE > row.width ||
+                      (reinterpret_cast<unsigned long long>(tile_at(row, k)) & 15) != 0;
+  return scalar ? 0 : row.dtype == OUTRIDER_FLOAT32 ? 2 : 3;
+}
+
+// Logits of tile k, -inf beyond the row's end. shift: shift_of(row, k), or 0.
+DEVICE void load_raw(const Row& row, int k, int shift, float z[EACH]) {
+  const unsigned char* at = tile_at(row, k);
+  if (shift == 0) {
+    const int count = row.width - k * TILE, lane = lane_id();
+    if (row.dtype == OUTRIDER_FLOAT32) {
+      const float* values = reinterpret_cast<const float*>(at);
+#pragma unroll
+      for (int q = 0; q < EACH; ++q)
+        z[q] = lane + q * LANES < count ? __ldg(values + lane + q * LANES) : -INF;
+      return;
+    }
+    const uint16_t* values = reinterpret_cast<const uint16_t*>(at);
+    const uint16_t nothing = row.dtype == OUTRIDER_FLOAT16 ? 0xFC00 : 0xFF80; // -inf
+    uint16_t half[EACH];
+#pragma unroll
+    for (int q = 0; q < EACH; ++q)
+      half[q] = lane + q * LANES < count ? __ldg(values + lane + q * LANES) : nothing;
+#pragma unroll
+    for (int q = 0; q < EACH; ++q)
+      z[q] = row.dtype == OUTRIDER_FLOAT16 ? from_float16(half[q]) : from_bfloat16(half[q]);
+    return;
+  }
+  const uint4* vectors = reinterpret_cast<const uint4*>(at) + lane_id();
+  if (shift == 2) {
+    uint4 raw[EACH / 4];
+#pragma unroll
+    for (int r = 0; r < EACH / 4; ++r) raw[r] = __ldg(vectors + r * LANES);
+#pragma unroll
+    for (int r = 0; r < EACH / 4; ++r) {
+      z[4 * r] = as_float(raw[r].x);
+      z[4 * r + 1] = as_float(raw[r].y);
+      z[4 * r + 2] = as_float(raw[r].z);
+      z[4 * r + 3] = as_float(raw[r].w);
+    }
+    return;
+  }
+  uint4 raw[EACH / 8];
+#pragma unroll
+  for (int r = 0; r < EACH / 8; ++r) raw[r] = __ldg(vectors + r * LANES);
+#pragma unroll
+  for (int r = 0; r < EACH / 8; ++r) {
+    const uint32_t words[4] = {raw[r].x, raw[r].y, raw[r].z, raw[r].w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const uint16_t low = static_cast<uint16_t>(words[w]);
+      const uint16_t high = static_cast<uint16_t>(words[w] >> 16);
+      const bool binary16 = row.dtype == OUTRIDER_FLOAT16;
+      z[8 * r + 2 * w] = binary16 ? from_float16(low) : from_bfloat16(low);
+      z[8 * r + 2 * w + 1] = binary16 ? from_float16(high) : from_bfloat16(high);
+    }
+  }
+}
+
+DEVICE float penalised(float z, float penalty) { return z < 0 ? z * penalty : z / penalty; }
+
+// Penalty and suppression of tile k. True where it hid a NaN or +inf among this lane's logits.
+DEVICE bool process_tile(const Row& row, int k, int shift, float z[EACH]) {
+  uint32_t penalise = 0, suppress = 0;
+  const int word = k * LANES + lane_id();
+  if (row.penalised != nullptr) {
+    penalise = row.penalised[word];
+    for (int c = 0; c < row.drafted; ++c) {
+      const int64_t id = row.drafts[c];
+      if (id >= 0 && id / 32 == word) penalise |= 1u << (id % 32);
+    }
+  }
+  if (row.suppressed != nullptr) suppress = row.suppressed[word];
+  if (!__any_sync(ALL, (penalise | suppress) != 0)) return false;
+  // A loop, not 32 copies of a division: its array is in local memory, which this can afford.
+  float changed[EACH];
+#pragma unroll
+  for (int q = 0; q < EACH; ++q) changed[q] = z[q];
+  bool hidden = false;
+#pragma unroll 1
+  for (int q = 0; q < EACH; ++q) {
+    const int e = element(q, shift);
+    const uint32_t bit = 1u << (e % 32);
+    const bool changes = (__shfl_sync(ALL, penalise, e / 32) & bit) != 0;
+    const bool hides = (__shfl_sync(ALL, suppress, e / 32) & bit) != 0;
+    hidden |= hides & !(changed[q] < INF);
+    if (hides) changed[q] = -INF;
+    else if (changes) changed[q] = penalised(changed[q], row.penalty);
+  }
+#pragma unroll
+  for (int q = 0; q < EACH; ++q) z[q] = changed[q];
+  return hidden;
+}
+
+// GENERAL: the row may be a processed one. Returns what process_tile does.
+template <bool GENERAL>
+DEVICE bool load_tile(const Row& row, int k, int shift, float z[EACH]) {
+  load_raw(row, k, shift, z);
+  return GENERAL && (row.penalised != nullptr || row.suppressed != nullptr) &&
+         process_tile(row, k, shift, z);
+}
+
+// One processed logit, by one thread.
+DEVICE float logit_at(const Row& row, int64_t id) {
+  const float z = load(row.data, row.dtype, id);
+  const uint32_t bit = 1u << (id % 32);
+  if (row.suppressed != nullptr && (row.suppressed[id / 32] & bit) != 0) return -INF;
+  if (row.penalised == nullptr) return z;
+  bool changes = (row.penalised[id / 32] & bit) != 0;
+  for (int c = 0; c < row.drafted; ++c) changes |= row.drafts[c] == id;
+  return changes ? penalised(z, row.penalty) : z;
+}
+
+DEVICE bool penalises(const outrider_slot& slot) { return slot.repetition_penalty != 1; }
+DEVICE bool suppresses(const outrider_slot& slot) {
+  return slot.suppress_rows > 0 && slot.suppress_length > 0;
+}
+
+// Row i of slot b's round: row `at` of its logits.
+DEVICE Row row_of(const Call& call, const outrider_slot& slot, int b, const outrider_logits& logits,
+                  int64_t index, int at, int i) {
+  const uint32_t* marks = call.marks;
+  const int64_t words = static_cast<int64_t>(call.tile_count) * LANES;
+  const bool penalise = marks != nullptr && penalises(slot);
+  const bool suppress = marks != nullptr && suppresses(slot) && i < slot.suppress_rows;
+  return {static_cast<const unsigned char*>(logits.data) + index * logits.slot_stride +
+              at * logits.row_stride,
+          logits.dtype,
+          logits.vocab_size,
+          penalise ? marks + 2 * b * words : nullptr,
+          suppress ? marks + (2 * b + 1) * words : nullptr,
+          call.drafts + static_cast<int64_t>(b) * call.width,
+          i,
+          slot.repetition_penalty};
+}
+
+DEVICE Row target_row(const Call& call, const outrider_slot& slot, int b, int i) {
+  return row_of(call, slot, b, call.target, slot.index, i, i);
+}
+DEVICE Row draft_row(const Call& call, const outrider_slot& slot, int b, int i) {
+  return row_of(call, slot, b, call.draft, call.draft_by_index ? slot.index : b, i, i);
+}
+
+// --- sums over a tile -------------------------------------------------------------------------
+
+// Adds element l * J + j of 32 * J, which lane l has as v[j], by halves: 16 J, 8 J, ... J, then J / 2,
+// ... 1. Lanes exchange halves, so that few numbers travel. The result is every lane's.
+template <int J, int H> DEVICE void halve_lanes(float* v) {
+  if constexpr (J > 1) {
+    const bool upper = (lane_id() & H) != 0;
+#pragma unroll
+    for (int j = 0; j < J / 2; ++j) {
+      const float mine = upper ? v[j + J / 2] : v[j], theirs = upper ? v[j] : v[j + J / 2];
+      v[j] = mine + __shfl_xor_sync(ALL, theirs, H);
+    }
+    halve_lanes<J / 2, H / 2>(v);
+  } else {
+    v[0] += __shfl_xor_sync(ALL, v[0], H);
+    if constexpr (H > 1) halve_lanes<1, H / 2>(v);
+  }
+}
+template <int J> DEVICE float halve_lanes(float* v) {
+  halve_lanes<J, 16>(v);
+#pragma unroll
+  for (int n = J, h = 16; n > 1; n /= 2, h /= 2) v[0] += __shfl_xor_sync(ALL, v[0], h);
+  return v[0];
+}
+
+// Of 1024 elements by halves, 512 first. Uses v up.
+DEVICE float tile_sum(float v[EACH], int shift) {
+#pragma unroll
+  for (int q = 0; q < 16; ++q) v[q] += v[q + 16];
+#pragma unroll
+  for (int q = 0; q < 8; ++q) v[q] += v[q + 8];
+  if (shift == 3) return halve_lanes<8>(v);
+#pragma unroll
+  for (int q = 0; q < 4; ++q) v[q] += v[q + 4];
+  if (shift == 2) return halve_lanes<4>(v);
+  v[0] += v[2];
+  v[1] += v[3];
+  v[0] += v[1];
+  return halve_lanes<1>(v);
+}
+
+// The weights of tile k in place of its logits. GENERAL: the row may have been filtered.
+template <bool GENERAL>
+DEVICE void weigh(float z[EACH], int shift, int k, const outrider_row& shape) {
+#pragma unroll
+  for (int q = 0; q < EACH; ++q)
+    z[q] = GENERAL ? weight_of(z[q], k * TILE + element(q, shift), shape)
+                   : exp2_of((z[q] - shape.peak) * shape.rate);
+}
+
+// --- rows -------------------------------------------------------------------------------------
+
+DEVICE outrider_row shape_of(const outrider_slot& slot) {
+  const float rate = slot.temperature == 0
+                         ? 0.0f
+                         : static_cast<float>(LOG2_E / static_cast<double>(slot.temperature));
+  return {1, -INF, rate, -INF, 0, 0, -1, 1, OUTRIDER_OK};
+}
+
+DEVICE float larger(float a, float b) { return fmaxf(a, b); } // of a NaN the other one
+
+template <bool GENERAL>
+DEVICE outrider_device_tile scan_tile(const Row& row, int k, float rate) {
+  float z[EACH];
+  const int shift = shift_of(row, k);
+  bool broken = load_tile<GENERAL>(row, k, shift, z);
+  float peak = z[0];
+#pragma unroll
+  for (int q = 1; q < EACH; ++q) peak = larger(peak, z[q]);
+  peak = from_key(__reduce_max_sync(ALL, key_of(peak)));
+  outrider_device_tile tile;
+  tile.max = peak;
+  if (rate == 0) { // temperature 0
+    unsigned token = 0xFFFFFFFFu;
+#pragma unroll
+    for (int q = 0; q < EACH; ++q) {
+      const unsigned id = static_cast<unsigned>(k * TILE + element(q, shift));
+      broken |= !(z[q] < INF);
+      if (z[q] == peak && id < token) token = id;
+    }
+    tile.token = static_cast<int32_t>(__reduce_min_sync(ALL, token));
+    if (!__any_sync(ALL, broken)) return tile;
+  } else {
+    const float base = peak == -INF ? 0 : peak;
+#pragma unroll
+    for (int q = 0; q < EACH; ++q) z[q] = exp2_of((z[q] - base) * rate);
+    tile.sum = tile_sum(z, shift);
+    broken |= is_nan(static_cast<double>(tile.sum));
+    if (!__any_sync(ALL, broken)) return tile;
+  }
+  bool nan = false; // it counts more than an infinity, suppressed or not
+#pragma unroll 1
+  for (int id = k * TILE + lane_id(); id < row.width && id < (k + 1) * TILE; id += LANES)
+    nan |= is_nan(static_cast<double>(load(row.data, row.dtype, id)));
+  const float not_a_number = as_float(0x7FC00000u);
+  tile.max = __any_sync(ALL, nan) ? not_a_number : INF;
+  tile.sum = not_a_number;
+  return tile;
+}
+
+// A warp makes a row's shape from its tiles, and their masses. Tiles that fit stay in registers
+// between the passes.
+DEVICE outrider_row combine(const outrider_slot& slot, const outrider_device_tile* tiles, int n,
+                            double* mass) {
+  constexpr int HELD = 8;
+  const int length = run_length(n), start = lane_id() * length;
+  const int end = start + length < n ? start + length : n;
+  outrider_device_tile held[HELD];
+#pragma unroll
+  for (int j = 0; j < HELD; ++j)
+    if (start + j < end) held[j] = fresh(tiles + start + j);
+  const auto each = [&](const auto& visit) {
+#pragma unroll
+    for (int j = 0; j < HELD; ++j)
+      if (start + j < end) visit(start + j, held[j]);
+#pragma unroll 1
+    for (int k = start + HELD; k < end; ++k) visit(k, fresh(tiles + k));
+  };
+  outrider_row shape = shape_of(slot);
+  bool nan = false;
+  each([&](int, outrider_device_tile tile) {
+    nan |= is_nan(static_cast<double>(tile.max));
+    shape.peak = larger(shape.peak, tile.max);
+  });
+  shape.peak = from_key(__reduce_max_sync(ALL, key_of(shape.peak)));
+  if (__any_sync(ALL, nan)) shape.reserved = OUTRIDER_NAN;
+  else if (shape.peak == INF) shape.reserved = OUTRIDER_INFINITE;
+  else if (shape.peak == -INF) shape.reserved = OUTRIDER_NO_TOKEN;
+  if (shape.reserved != OUTRIDER_OK) return shape;
+  if (slot.temperature == 0) {
+    unsigned token = 0xFFFFFFFFu;
+    each([&](int, outrider_device_tile tile) {
+      if (tile.max == shape.peak && static_cast<unsigned>(tile.token) < token)
+        token = static_cast<unsigned>(tile.token);
+    });
+    shape.token = static_cast<int32_t>(__reduce_min_sync(ALL, token));
+    return shape;
+  }
+  Warp sums = {0};
+  each([&](int k, outrider_device_tile tile) {
+    const float scale = exp2_of((tile.max - shape.peak) * shape.rate);
+    mass[k] = static_cast<double>(tile.sum) * static_cast<double>(scale);
+    sums.v += mass[k];
+  });
+  shape.total = running(sums).at(LANES - 1);
+  return shape;
+}
+
+// The token of a tile, by one warp: the weights are laid out in order, in memory whose banks 32 lanes
+// with 32 neighbours each do not share.
+struct TileWeights {
+  float w[TILE + LANES];
+
+  DEVICE static int at(int e) { return e + e / LANES; }
+
+  DEVICE int choose(const float weights[EACH], int shift, double fraction) {
+#pragma unroll
+    for (int q = 0; q < EACH; ++q) w[at(element(q, shift))] = weights[q];
+    __syncwarp();
+    double within;
+    return outrider::choose<Warp>([&](int e) { return static_cast<double>(w[at(e)]); }, TILE,
+                                  fraction, &within);
+  }
+};
+
+DEVICE int choose_tile(const double* sums, int tiles, double u, double* fraction) {
+  return choose<Warp>([sums](int k) { return fresh(sums + k); }, tiles, u, fraction);
+}
+
+// The slot's last block of `blocks`: it may read what the others wrote.
+DEVICE bool last_block(const Call& call, int b, int blocks) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(call.arrived + b, 1u) == static_cast<unsigned>(blocks) - 1;
+    if (last) call.arrived[b] = 0; // for the next kernel
+    __threadfence();
+  }
+  __syncthreads();
+  return last;
+}
+
+} // namespace
+#endif
