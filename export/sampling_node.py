@@ -1,0 +1,124 @@
+"""The sampling of a round as one node of the target's graph: `outrider::Verify`.
+
+The node calls an ONNX model-local function: its body, in standard operators, is the token rule of
+runtime/sampling.py, so a backend that has those runs it. TensorRT has a plugin of that name, the
+kernel of plugins/, and takes it in place of the body (docs/architecture.md).
+
+Random numbers are made inside, by Philox on int64: what crosses into the graph is a seed and a
+position, as it is for the kernel, and nobody has to agree on who draws which number. The rule
+itself is a function of its own, `Judge`, which takes the uniforms: tests enumerate it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from .sampling_functions import DOMAIN, functions
+
+# What the body lacks: name, value that asks for nothing.
+_ABSENT: Mapping[str, object] = {
+    "top_k": 0,
+    "top_p": 1,
+    "min_p": 0,
+    "repetition_penalty": 1,
+    "min_new_tokens": 0,
+    "verify": "token",
+}
+_ALL = 2**31 - 1  # vocab_size: as wide as the logits are
+
+
+def check_options(options: Mapping[str, object]) -> None:
+    """Refuse sampling options that the node lacks: nothing is silently ignored.
+
+    options: names and values as in runtime's SamplingParams and requests; others are not looked at.
+    Raises ValueError, one line.
+    """
+    for name, off in _ABSENT.items():
+        value = options.get(name, off)
+        if value != off:
+            raise ValueError(
+                f"{name}={value!r} is not in the graph's sampling node. Use {name}={off!r}, "
+                "or a graph without the node."
+            )
+
+
+def append_verify(
+    model: ir.Model,
+    draft_vocab_size: int | ir.SymbolicDim | str = "draft_vocabulary",
+    vocab_size: int = _ALL,
+    rule: str = "token",
+) -> None:
+    """Let the target's graph verify the round that it computes, in place.
+
+    The graph is export/graph.py's: a call over [pending, x1 .. xgamma] with logits at all of them.
+    So drafts are `input_ids` without the first, and the round starts at `position` + 1. New inputs:
+    draft_logits [B, gamma, draft_vocab_size] of the logits' type; seed, gamma int64 [B];
+    temperature, lenience float32 [B]. New outputs: accepted int32, token int64, status int32, [B].
+    See `functions`. vocab_size: the number of tokens there are; logits beyond are padding.
+    Raises ValueError for another rule than "token", and for a graph that lacks these tensors.
+    """
+    check_options({"verify": rule})
+    graph = model.graph
+    ends = {value.name: value for value in (*graph.inputs, *graph.outputs)}
+    for name in ("input_ids", "position", "logits"):
+        if name not in ends:
+            raise ValueError(f"the graph has no {name}. Give a graph that export/ wrote.")
+    logits = ends["logits"]
+    assert ends["position"].shape is not None
+    slots = ends["position"].shape[0]
+
+    def value(name: str, dtype: ir.DataType, *shape: int | ir.SymbolicDim | str) -> ir.Value:
+        return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([slots, *shape]))
+
+    assert logits.dtype is not None
+    given = {
+        "draft_logits": value("draft_logits", logits.dtype, "drafts", draft_vocab_size),
+        "seed": value("seed", ir.DataType.INT64),
+        "gamma": value("gamma", ir.DataType.INT64),
+        "temperature": value("temperature", ir.DataType.FLOAT),
+        "lenience": value("lenience", ir.DataType.FLOAT),
+    }
+    numbers = {n: _constant(f"outrider_{n}", [n]) for n in (1, _ALL)}
+    drafts = ir.node("Slice", [ends["input_ids"], numbers[1], numbers[_ALL], numbers[1]])
+    start = ir.node("Add", [ends["position"], numbers[1]])
+    verdict = [
+        value("accepted", ir.DataType.INT32),
+        value("token", ir.DataType.INT64),
+        value("status", ir.DataType.INT32),
+    ]
+    verify = ir.node(
+        "Verify",
+        [
+            logits, given["draft_logits"], drafts.outputs[0], given["seed"], start.outputs[0],
+            given["gamma"], given["temperature"], given["lenience"],
+        ],
+        attributes={
+            # On the node, not only as defaults: TensorRT's parser looks for them here.
+            "plugin_namespace": DOMAIN, "plugin_version": "1", "rule": rule,
+            "vocab_size": vocab_size,
+        },
+        domain=DOMAIN,
+        outputs=verdict,
+        name="outrider_verify",
+    )  # fmt: skip
+    for number in numbers.values():
+        graph.register_initializer(number)
+    graph.inputs.extend(given.values())
+    graph.extend([drafts, start, verify])
+    graph.outputs.extend(verdict)
+    for proto in functions():
+        function = ir.serde.deserialize_function(proto)
+        model.functions[function.identifier()] = function
+    graph.opset_imports[DOMAIN] = 1
+
+
+def _constant(name: str, numbers: list[int]) -> ir.Value:
+    tensor = ir.tensor(numbers, dtype=ir.DataType.INT64, name=name)
+    return ir.Value(
+        name=name,
+        shape=ir.Shape([len(numbers)]),
+        type=ir.TensorType(ir.DataType.INT64),
+        const_value=tensor,
+    )

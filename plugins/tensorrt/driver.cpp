@@ -1,0 +1,161 @@
+#include "driver.h"
+
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+
+#include <dlfcn.h>
+
+namespace outrider_tensorrt {
+namespace {
+
+// By module: the token rule without filters wants these (outrider_device.h: plan_verify).
+struct Wanted {
+  const char *module, *name;
+};
+constexpr Wanted WANTED[] = {
+    {"outrider_tensorrt", "outrider_tensorrt_pack"},
+    {"outrider_tensorrt", "outrider_tensorrt_unpack"},
+    {"outrider", "outrider_verify_scan"},
+    {"outrider", "outrider_verify_rest"},
+};
+
+struct Driver {
+  decltype(&::cuGetErrorString) error_string;
+  decltype(&::cuCtxGetDevice) device;
+  decltype(&::cuDeviceGetAttribute) attribute;
+  decltype(&::cuLibraryLoadData) load;
+  decltype(&::cuLibraryGetKernel) kernel;
+  decltype(&::cuKernelGetFunction) function;
+  decltype(&::cuLaunchKernel) launch;
+};
+
+template <class Function> bool find(void* library, const char* name, Function* function) {
+  void* const address = dlsym(library, name);
+  static_assert(sizeof address == sizeof *function, "POSIX: functions have object addresses");
+  std::memcpy(function, &address, sizeof address);
+  return address != nullptr;
+}
+
+// Null where there is no driver, or one before CUDA 12.
+const Driver* driver() noexcept {
+  static Driver found;
+  static const bool there = [] {
+    void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    return library != nullptr && find(library, "cuGetErrorString", &found.error_string) &&
+           find(library, "cuCtxGetDevice", &found.device) &&
+           find(library, "cuDeviceGetAttribute", &found.attribute) &&
+           find(library, "cuLibraryLoadData", &found.load) &&
+           find(library, "cuLibraryGetKernel", &found.kernel) &&
+           find(library, "cuKernelGetFunction", &found.function) &&
+           find(library, "cuLaunchKernel", &found.launch);
+  }();
+  return there ? &found : nullptr;
+}
+
+bool failed(const char* what, CUresult result, char* why, std::size_t why_size) {
+  const char* text = nullptr;
+  driver()->error_string(result, &text);
+  std::snprintf(why, why_size, "%s: %s", what, text != nullptr ? text : "unknown error");
+  return false;
+}
+
+// A cubin runs on its own major architecture, from its minor one on, PTX on all later ones.
+const Image* image_for(const char* module, int architecture) {
+  const Image* best = nullptr;
+  for (int i = 0; i < IMAGE_COUNT; ++i) {
+    const Image& image = IMAGES[i];
+    if (std::strcmp(image.module, module) != 0 || image.architecture > architecture ||
+        (!image.ptx && image.architecture / 10 != architecture / 10))
+      continue;
+    const bool same = best != nullptr && best->ptx == image.ptx;
+    if (best == nullptr || (same ? image.architecture > best->architecture : best->ptx))
+      best = &image;
+  }
+  return best;
+}
+
+} // namespace
+
+bool Kernels::fill(int architecture, char* why, std::size_t why_size) noexcept {
+  const char* loaded = nullptr; // the module in `library`; WANTED has them in runs
+  CUlibrary library = nullptr;
+  for (const Wanted& wanted : WANTED) {
+    if (loaded == nullptr || std::strcmp(loaded, wanted.module) != 0) {
+      const Image* const image = image_for(wanted.module, architecture);
+      if (image == nullptr) {
+        std::snprintf(why, why_size, "no kernels for sm_%d in this library", architecture);
+        return false;
+      }
+      const CUresult result = driver()->load(&library, image->data, nullptr, nullptr, 0, nullptr,
+                                             nullptr, 0);
+      if (result != CUDA_SUCCESS) return failed("cuLibraryLoadData", result, why, why_size);
+      loaded = wanted.module;
+    }
+    named_[count_].name = wanted.name;
+    const CUresult result = driver()->kernel(&named_[count_].kernel, library, wanted.name);
+    if (result != CUDA_SUCCESS) return failed(wanted.name, result, why, why_size);
+    ++count_;
+  }
+  architecture_ = architecture;
+  return true;
+}
+
+const Kernels* Kernels::load(char* why, std::size_t why_size) noexcept {
+  static std::mutex mutex;
+  static Kernels kernels[MOST]; // of so many architectures
+  if (driver() == nullptr) {
+    std::snprintf(why, why_size, "no CUDA driver of version 12 or newer");
+    return nullptr;
+  }
+  CUdevice device;
+  int major = 0, minor = 0;
+  CUresult result = driver()->device(&device);
+  if (result == CUDA_SUCCESS)
+    result = driver()->attribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device);
+  if (result == CUDA_SUCCESS)
+    result = driver()->attribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device);
+  if (result != CUDA_SUCCESS) {
+    failed("no current device", result, why, why_size);
+    return nullptr;
+  }
+  const int architecture = 10 * major + minor;
+  try {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (Kernels& some : kernels) {
+      if (some.architecture_ == 0) {
+        some.count_ = 0;
+        if (!some.fill(architecture, why, why_size)) return nullptr;
+      }
+      if (some.architecture_ != architecture) continue;
+      for (int i = 0; i < some.count_; ++i) {
+        CUfunction function; // asking for it loads the kernel into this context, now and not later
+        result = driver()->function(&function, some.named_[i].kernel);
+        if (result != CUDA_SUCCESS) {
+          failed(some.named_[i].name, result, why, why_size);
+          return nullptr;
+        }
+      }
+      return &some;
+    }
+    std::snprintf(why, why_size, "too many kinds of GPU in one process");
+  } catch (...) { // the mutex
+    std::snprintf(why, why_size, "a lock failed");
+  }
+  return nullptr;
+}
+
+bool Kernels::launch(const char* name, const Grid& grid, void** parameters, CUstream stream,
+                     char* why, std::size_t why_size) const noexcept {
+  for (int i = 0; i < count_; ++i) {
+    if (std::strcmp(named_[i].name, name) != 0) continue;
+    const CUresult result = driver()->launch(
+        reinterpret_cast<CUfunction>(named_[i].kernel), grid.x, grid.y, grid.z, grid.block, 1, 1,
+        grid.shared_bytes, stream, parameters, nullptr);
+    return result == CUDA_SUCCESS || failed(name, result, why, why_size);
+  }
+  std::snprintf(why, why_size, "%s is not among the kernels that were loaded", name);
+  return false;
+}
+
+} // namespace outrider_tensorrt
