@@ -1,0 +1,225 @@
+"""What the sigmoid rule emits, by formula over the whole vocabulary: no draw, no noise.
+
+Eq. 5 of "Optimized Speculative Sampling for GPU Hardware Accelerators" (arXiv 2406.11016) takes
+p^ = s((z_p - alpha) / (beta - alpha)) for softmax(z_p), q^ likewise. Given both distributions of a
+position, the token that a verification emits there has a distribution too, and its distance from
+the target's is a number. Logits are those of a compiled pair on text that neither model has seen.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.engine import Engine
+from runtime.text_engine import TextEngine
+
+Rows = npt.NDArray[Any]  # [N, V]
+Column = npt.NDArray[np.float64]  # [N]
+
+SCALES = (1.0, 1e1, 1e2, 1e3, 1e4, 1e5)  # beta = -alpha
+PUBLISHED = {1e3: "speech", 1e4: "summaries"}  # what the paper uses (section 4.1)
+FLOOR = 1e-5  # no token's weight is less in a redraw of the paper's program
+UNLIKELY = 1e-4  # below this p a token counts as out of place
+SHIFT = 5.0  # added to every logit of the draft: softmax does not see it
+
+
+def softmax(logits: Rows) -> Rows:
+    """float64 [N, V]."""
+    weights = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+    normalised: Rows = weights / weights.sum(-1, keepdims=True)
+    return normalised
+
+
+def squash(logits: Rows, scale: float) -> Rows:
+    """Eq. 5 with beta = -alpha = scale, float64 [N, V]."""
+    return _logistic((logits.astype(np.float64) + scale) / (2 * scale))
+
+
+def squash_half(logits: Rows, scale: float) -> Rows:
+    """Eq. 5 as the paper's program has it for half precision: float16 [N, V].
+
+    speculative_sampling_half_sigmoid.cu of github.com/dwgnr/optimized-speculative-sampling:
+    alpha and beta are converted to float16, where 1e5 is infinite; logits beyond them become 0 and
+    1; the exponential is float32, its result is rounded.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        z = logits.astype(np.float16)
+        alpha, span = np.array([-scale, 2 * scale]).astype(np.float16)
+        squashed = _logistic(((z - alpha) / span).astype(np.float32)).astype(np.float16)
+    squashed[z < np.float32(-scale)] = 0
+    squashed[z > np.float32(scale)] = 1
+    return squashed
+
+
+def _logistic(x: Rows) -> Rows:
+    result: Rows = 1 / (1 + np.exp(-x))
+    return result
+
+
+def emitted(p: Rows, q: Rows, p_hat: Rows, q_hat: Rows, floor: float = 0.0) -> tuple[Rows, Column]:
+    """The distribution of a position's token when its draft token is drawn from q: float64
+    [N, V], and the probability [N] that the draft token stands.
+
+    q(x) a(x) + (1 - sum q a) norm(max(0, p^ - q^)), with a = min(1, p^ / q^); p where nothing is
+    left to redraw from. The exact rule has p^ = p and q^ = q. floor: the least weight of a token in
+    the redraw, as the paper's program has it; then also where nothing is left. As in a comparison,
+    a ratio of NaN rejects and an infinite one accepts.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = (p_hat / q_hat).astype(np.float64)
+        rest = np.maximum(np.nan_to_num((p_hat - q_hat).astype(np.float64), nan=0), 0)
+    accept = np.minimum(np.nan_to_num(ratio, nan=0), 1)
+    mass = rest.sum(-1, keepdims=True)
+    redraw = np.where(mass > 0, rest / np.where(mass > 0, mass, 1), 0 if floor else p)
+    if floor:
+        redraw = np.maximum(redraw, floor)
+        redraw /= redraw.sum(-1, keepdims=True)
+    stands = q * accept
+    rate = stands.sum(-1)
+    return stands + (1 - rate)[:, None] * redraw, rate
+
+
+def distance(a: Rows, b: Rows) -> Column:
+    """Total variation [N]."""
+    result: Column = 0.5 * np.abs(a - b).sum(-1)
+    return result
+
+
+FIELDS = ("accepted", "to_target", "to_draft", "unlikely", "lowest", "highest", "shifted")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Means over positions; error: the largest standard error among them, over documents.
+
+    scale: beta = -alpha; 0 for the exact rule. accepted: of draft tokens. to_target, to_draft:
+    total variation of the emitted token's distribution from p and from q. unlikely: its mass on
+    tokens with p < UNLIKELY. lowest, highest: of p^ over the vocabulary. shifted: accepted, when
+    every logit of the draft is SHIFT higher.
+    """
+
+    name: str
+    scale: float
+    accepted: float
+    to_target: float
+    to_draft: float
+    unlikely: float
+    lowest: float
+    highest: float
+    shifted: float
+    error: float
+
+    def json_object(self) -> dict[str, Any]:
+        return {name: _rounded(value) for name, value in asdict(self).items()}
+
+
+def _rounded(value: Any) -> Any:
+    """Four digits; JSON has no NaN."""
+    if not isinstance(value, float):
+        return value
+    return None if math.isnan(value) else float(f"{value:.4g}")
+
+
+def outcomes(documents: list[tuple[Rows, Rows]]) -> list[Outcome]:
+    """The exact rule, then eq. 5 for all SCALES, then the same in float16, as published.
+
+    documents: (target's logits, draft's logits) of consecutive positions, float32 [N, V] each.
+    """
+    plans: list[tuple[str, float, Callable[[Rows, float], Rows], float]] = [
+        ("exact", 0.0, lambda z, _: softmax(z), 0.0),
+        *(("eq. 5", scale, squash, 0.0) for scale in SCALES),
+        *(("float16", scale, squash_half, FLOOR) for scale in SCALES),
+    ]
+    results: list[Outcome] = []
+    for name, scale, hat, floor in plans:
+        sums, counts = [], []
+        for z_p, z_q in documents:
+            p, q, p_hat, q_hat = softmax(z_p), softmax(z_q), hat(z_p, scale), hat(z_q, scale)
+            token, rate = emitted(p, q, p_hat, q_hat, floor)
+            shifted = emitted(p, q, p_hat, hat(z_q + np.float32(SHIFT), scale), floor)[1]
+            ends = p_hat.min(-1).astype(np.float64), p_hat.max(-1).astype(np.float64)
+            unlikely = (token * (p < UNLIKELY)).sum(-1)
+            row = (rate, distance(token, p), distance(token, q), unlikely, *ends, shifted)
+            sums.append([float(x.sum()) for x in row])
+            counts.append(len(rate))
+        means, errors = _over_documents(np.array(sums), np.array(counts))
+        results.append(
+            Outcome(name, scale, **dict(zip(FIELDS, means, strict=True)), error=max(errors[:3]))
+        )
+    return results
+
+
+def released_bonus(documents: list[tuple[Rows, Rows]]) -> float:
+    """Mean total variation from p of a draw from max(z_p, FLOOR): what the paper's program draws
+    the bonus token from, because its kernel is launched for the gamma draft rows only and the row
+    after them still has its logits."""
+    distances = []
+    for z_p, _ in documents:
+        weights = np.maximum(z_p.astype(np.float64), FLOOR)
+        distances.append(distance(weights / weights.sum(-1, keepdims=True), softmax(z_p)))
+    return float(np.concatenate(distances).mean())
+
+
+def _over_documents(sums: Rows, counts: Column) -> tuple[list[float], list[float]]:
+    """Means over all positions of sums [D, M], and their standard errors as ratio estimates."""
+    means = sums.sum(0) / counts.sum()
+    off = sums - means * counts[:, None]
+    degrees = max(1, len(counts) - 1)
+    errors = np.sqrt((off**2).sum(0) * len(counts) / degrees) / counts.sum()
+    return means.tolist(), errors.tolist()
+
+
+# The logits
+
+
+def held_out_logits(
+    engine: TextEngine, models: Path, *, context: int, count: int, limit: int
+) -> Iterator[tuple[Rows, Rows]]:
+    """Both models' logits, float32 [count, V], behind `context` and more tokens out of the middle
+    of each held-out document that is long enough, up to `limit` documents. models: the folder of
+    the bundled pair."""
+    target, draft = engine.decoder.target, engine.decoder.draft
+    assert draft is not None
+    for text in _corpus(models).collect().held_out:
+        ids = np.array(engine.tokenizer.encode(text))
+        wanted = context + count - 1
+        if len(ids) >= wanted:
+            begin = (len(ids) - wanted) // 2
+            ids = np.append(ids[:1], ids[begin + 1 : begin + wanted])  # as in training: a separator
+            yield _logits(target, ids, context), _logits(draft, ids, context)
+            limit -= 1
+        if limit == 0:
+            return
+
+
+def _logits(model: Engine, ids: npt.NDArray[np.int64], context: int) -> Rows:
+    """The rows behind ids[:context], ids[:context + 1], ..., ids; a call keeps few rows, so one a
+    step, as in decoding."""
+    rows = []
+    begin = 0
+    for end in range(context, len(ids) + 1):
+        part = ids[None, begin:end]
+        logits = model.forward(part, np.array([begin]), np.array([end - begin - 1]))
+        rows.append(logits[0, 0, : model.vocab_size].copy())
+        begin = end
+    return np.stack(rows)
+
+
+def _corpus(models: Path) -> ModuleType:
+    """models/corpus.py, which belongs to a folder of scripts and not to a package."""
+    spec = importlib.util.spec_from_file_location("corpus", models / "corpus.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
