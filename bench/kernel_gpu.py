@@ -24,9 +24,12 @@ from runtime.warping import SamplingParams
 from .on_gpu import flags_of, open_gpu
 from .rounds import TOKEN, VARIANTS, Round, disagreements, transformers_call
 
+WHERE = "cuda"  # PyTorch's name of the memory
 REPLAYS = 5  # samples of each graph; the median counts
 GRAPH_SECONDS = 0.002  # of work in one replay, so that the launch of the graph does not count
 COPY_BYTES = 1 << 31
+CHECKED = (127, 2500, 32_000, 128_256, 151_936)  # V of the rounds that are compared
+WATCHED = ((2500, 3), (32_001, 2))  # V and B of those that a sanitizer sees
 GOALS_US = {(1, 5): 6.0, (8, 5): 12.0, (32, 8): 40.0}  # KERNEL.md: V = 128,256, bfloat16
 
 
@@ -45,8 +48,7 @@ class Shape:
 class DeviceRound:
     """Rounds of B slots on the GPU: `sets` of logits, each with its drafts drawn.
 
-    Peaked rows with draft rows near them, so that some drafts stand and some fall. where: PyTorch's
-    name of the memory; "cpu" for kernels that are emulated there.
+    Peaked rows with draft rows near them, so that some drafts stand and some fall.
     """
 
     def __init__(
@@ -55,19 +57,17 @@ class DeviceRound:
         shape: Shape,
         params: SamplingParams,
         sets: int,
-        where: str = "cuda",
     ):
         import torch
 
         self.torch, self.device, self.shape, self.sets = torch, device, shape, sets
-        self.where = where
         batch, gamma = shape.batch, shape.gamma
         dtype = getattr(torch, shape.dtype)
-        generator = torch.Generator(device=where)
+        generator = torch.Generator(device=WHERE)
         generator.manual_seed(0)
 
         def normal(*size: int) -> Any:
-            return torch.randn(size, generator=generator, device=where)
+            return torch.randn(size, generator=generator, device=WHERE)
 
         self.target, self.draft = [], []
         for _ in range(sets):
@@ -75,7 +75,7 @@ class DeviceRound:
             noise = normal(batch, gamma, shape.vocab_size)
             self.target.append(target.to(dtype))
             self.draft.append((target[:, :gamma] + 0.7 * noise).to(dtype))
-        context = torch.randint(0, shape.vocab_size, (500,), device=where, generator=generator)
+        context = torch.randint(0, shape.vocab_size, (500,), device=WHERE, generator=generator)
         self._context = context.to(torch.int64)
         slots = np.zeros(batch, kernel.SLOT)
         for b in range(batch):
@@ -95,11 +95,10 @@ class DeviceRound:
         for plans in self.draws:
             for plan in plans:
                 device.launch(plan, self._stream())
-        if where == "cuda":
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
 
     def _bytes(self, size: int) -> Any:
-        memory = self.torch.zeros(max(1, size) + 256, device=self.where, dtype=self.torch.uint8)
+        memory = self.torch.zeros(max(1, size) + 256, device=WHERE, dtype=self.torch.uint8)
         skip = -memory.data_ptr() % 256
         return memory[skip : skip + size]
 
@@ -131,8 +130,6 @@ class DeviceRound:
         return cuda_kernel.plan_verify(self.sizes, target, draft, self.buffers[s], by_index=True)
 
     def _stream(self) -> int:
-        if self.where != "cuda":
-            return 0
         stream: int = self.torch.cuda.current_stream().cuda_stream
         return stream
 
@@ -191,10 +188,8 @@ class DeviceRound:
         import time
 
         torch = self.torch
-        call = transformers_call(
-            self.target[0].float(), self.draft[0].float(), torch.from_numpy(self.drafts()).cuda(),
-            params,
-        )  # fmt: skip
+        drafts = torch.from_numpy(self.drafts()).to(WHERE)
+        call = transformers_call(self.target[0].float(), self.draft[0].float(), drafts, params)
         call()
         times = []
         for _ in range(REPLAYS):
@@ -210,7 +205,7 @@ def copy_bandwidth() -> float:
     """Bytes a second, read and written, of the best of ten large copies."""
     import torch
 
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=WHERE)
     target = torch.empty_like(source)
     best = float("inf")
     for _ in range(10):
@@ -296,7 +291,7 @@ def check(quick: bool = False) -> int:
     the NumPy reference; the number of slots that disagree."""
     library = open_gpu()
     disagree = 0
-    for vocab_size in (2500, 151_936) if quick else (127, 2500, 32_000, 128_256, 151_936):
+    for vocab_size in CHECKED[1::3] if quick else CHECKED:
         for name, params in VARIANTS.items():
             round_ = Round(vocab_size, 5, 4, params, library=library)  # type: ignore[arg-type]
             wrong = disagreements(round_, round_.kernel_outcomes())
@@ -338,7 +333,7 @@ def goals(results: list[dict[str, Any]]) -> dict[str, Any]:
 def one_of_each() -> int:
     """A few small rounds of every rule, for a sanitizer or a profiler to watch."""
     device = Device()
-    for vocab_size, batch in ((2500, 3), (32_001, 2)):
+    for vocab_size, batch in WATCHED:
         for dtype in ("float32", "bfloat16"):
             for params in VARIANTS.values():
                 round_ = DeviceRound(device, Shape(vocab_size, 3, batch, dtype), params, 1)

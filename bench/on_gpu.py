@@ -7,7 +7,7 @@ that is proved of the CPU library can be proved of the kernels by the same tests
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,7 +50,8 @@ class OnGpu:
         with self._memory() as memory:
             given = kernel.Logits.from_address(logits)
             places = memory.slots(slots, count)
-            device_logits = memory.logits(given, places["index"], [1] * count)
+            at, places["index"] = np.unique(places["index"], return_inverse=True)
+            device_logits = memory.logits(given, at, 1)
             sizes = Sizes(count, width, 0, given.vocab_size, flags_of(places), 0)
             buffers = memory.buffers(sizes, places, drafts, rows)
             kept_size = count * width * given.vocab_size * (4 if given.dtype == 0 else 2)
@@ -76,13 +77,15 @@ class OnGpu:
         with self._memory() as memory:
             given = kernel.Logits.from_address(target)
             places = memory.slots(slots, count)
-            device_target = memory.logits(given, places["index"], places["gamma"] + 1)
+            # Slots may share logits, as those of a test that draws thousands of times do.
+            at, places["index"] = np.unique(places["index"], return_inverse=True)
+            most = max(0, int(places["gamma"].max()))
+            device_target = memory.logits(given, at, most + 1)
             device_draft = None
             given_draft = kernel.Logits.from_address(draft) if draft else None
             # At temperature 0 nothing is kept of a draft's row, and nothing read.
             if given_draft is not None and given_draft.data:
-                at = self._slots_of(slots, count)["index"] if by_index else np.arange(count)
-                device_draft = memory.logits(given_draft, at, places["gamma"])
+                device_draft = memory.logits(given_draft, at if by_index else range(count), most)
             flags = flags_of(places)
             if device_draft is not None and not rows:
                 flags |= cuda_kernel.SHAPES
@@ -93,7 +96,7 @@ class OnGpu:
             buffers = memory.buffers(sizes, places, drafts, rows)
             device_uniforms = memory.copied(uniforms, 8 * count * (width + 1)) if uniforms else 0
             plan = cuda_kernel.plan_verify(
-                sizes, device_target, device_draft, buffers, by_index=True,
+                sizes, device_target, device_draft, buffers, by_index=bool(by_index),
                 uniforms=device_uniforms, library=self._library,
             )  # fmt: skip
             status = self._run(plan, buffers, verdicts, count)
@@ -108,9 +111,6 @@ class OnGpu:
         if (statuses == BAD_PARAMETER).any():
             return BAD_PARAMETER
         return SLOT_FAILED if statuses.any() else OK
-
-    def _slots_of(self, address: int, count: int) -> Array:
-        return _view(address, kernel.SLOT, count)
 
     @contextmanager
     def _memory(self) -> Iterator[_Memory]:
@@ -150,20 +150,22 @@ class _Memory:
                     slot[name] = self.copied(int(slot[name]), 8 * length)
         return slots
 
-    def logits(self, given: kernel.Logits, indices: Array, counts: Any) -> DeviceLogits:
-        """The rows that the slots read, one after the other."""
+    def logits(self, given: kernel.Logits, indices: Iterable[int], count: int) -> DeviceLogits:
+        """`count` rows of each of these, one after the other."""
         size = given.vocab_size * (4 if given.dtype == 0 else 2)
-        most = max(1, int(max(counts)))
-        address = self.zeroed(len(indices) * most * size)
-        for b, (index, count) in enumerate(zip(indices, counts, strict=True)):
-            for i in range(count):
-                source = given.data + int(index) * given.slot_stride + i * given.row_stride
-                self._device.write(address + (b * most + i) * size, source, size)
-        return DeviceLogits(address, most * size, size, given.vocab_size, DTYPES[given.dtype])
+        sources = [
+            given.data + int(index) * given.slot_stride + i * given.row_stride
+            for index in indices
+            for i in range(count)
+        ]
+        together = np.empty(len(sources) * size, np.uint8)  # one copy to the device
+        for at, source in enumerate(sources):
+            ctypes.memmove(together.ctypes.data + at * size, source, size)
+        address = self.copied(together.ctypes.data, together.nbytes)
+        return DeviceLogits(address, count * size, size, given.vocab_size, DTYPES[given.dtype])
 
     def buffers(self, sizes: Sizes, slots: Array, drafts: int, rows: int | None) -> Buffers:
         count, width = sizes.slot_count, sizes.width
-        slots["index"] = np.arange(count)
         row_size = kernel.ROW.itemsize * count * width
         return Buffers(
             slots=self.copied(slots.ctypes.data, slots.nbytes),

@@ -5,15 +5,21 @@ Over a driver that runs the emulated kernels, so that results count and not only
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from fake_cuda import FakeDriver
 from test_kernel import OPTIONS, Case, by_library, cpu_library, emulated_library
 
+from bench import kernel_gpu, rounds
 from bench.kernel_gpu import DeviceRound, Shape
 from bench.on_gpu import OnGpu
+from bench.rounds import VARIANTS
 from runtime import cuda_kernel, kernel
 from runtime.cuda_kernel import Device, Plan, Sizes, find_image
 from runtime.errors import OutriderError
@@ -76,10 +82,111 @@ def test_what_is_launched_depends_on_sizes_alone(device, driver):
     }  # fmt: skip
 
 
-def test_the_benchmarks_rounds_are_the_cpu_librarys(device):
+class FakeCuda:
+    """torch.cuda, whose work is done when it is enqueued; every span takes a millisecond."""
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            pass
+
+        def elapsed_time(self, end):
+            return 1.0
+
+    class CUDAGraph:
+        replays = 0
+
+        def replay(self):
+            FakeCuda.CUDAGraph.replays += 1
+
+    graph = staticmethod(contextlib.nullcontext)
+
+    @staticmethod
+    def synchronize():
+        pass
+
+    @staticmethod
+    def current_stream():
+        return SimpleNamespace(cuda_stream=77)
+
+    @staticmethod
+    def get_device_properties(ordinal):
+        return SimpleNamespace(L2_cache_size=100_000)
+
+
+@pytest.fixture
+def torch_cuda(monkeypatch):
+    for name in ("Event", "CUDAGraph", "graph", "synchronize", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(FakeCuda, name))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", FakeCuda.get_device_properties)
+    monkeypatch.setattr(kernel_gpu, "WHERE", "cpu")
+    monkeypatch.setattr(kernel_gpu, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(kernel_gpu, "GRAPH_SECONDS", 0.002)
+
+
+@pytest.fixture
+def emulated_gpu(monkeypatch, driver, image):
+    """What opens a GPU by itself gets this one."""
+    monkeypatch.setattr(kernel_gpu, "Device", lambda: Device(image=image, driver=driver))
+    monkeypatch.setattr(
+        kernel_gpu, "open_gpu", lambda: OnGpu(Device(image=image, driver=driver), cpu_library())
+    )
+
+
+def test_the_benchmark_runs_to_its_end(torch_cuda, emulated_gpu, driver, capsys):
+    """Its arithmetic, not its times: on a GPU the one run there may be must not end in a typo."""
+    jobs = [
+        (VARIANTS[name], name, Shape(2500, 2, batch, dtype))
+        for name in VARIANTS
+        for batch, dtype in ((1, "bfloat16"), (2, "float32"))
+    ]
+    report = kernel_gpu.times(jobs)
+    json.dumps(report)
+    assert len(report["results"]) == len(jobs)
+    for result in report["results"]:
+        # A millisecond for two passes over all sets.
+        assert result["verify_rotating"]["us"] == pytest.approx(500 / result["sets"], abs=1e-3)
+        assert result["bytes"] >= result["B"] * 3 * 2500 * 2
+        assert ("transformers_us" in result) == result["name"].startswith(("token", "top-"))
+    assert {stream for *_, stream in driver.launched} == {77}
+    assert "token" in capsys.readouterr().err
+
+
+def test_the_goals_are_found(torch_cuda):
+    result = {"name": "token", "V": 128_256, "gamma": 5, "B": 1, "verify_rotating": {"us": 7.0}}
+    assert kernel_gpu.goals([result]) == {
+        "V 128256 gamma 5 B 1": {"us": 7.0, "limit_us": 6.0, "met": False}
+    }
+
+
+def test_what_watching_tools_run(torch_cuda, emulated_gpu, monkeypatch):
+    monkeypatch.setattr(kernel_gpu, "WATCHED", ((300, 2),))
+    assert kernel_gpu.one_of_each() == 0
+    assert kernel_gpu.profiled(1500, 2, 1) == 0
+
+
+def test_the_check_on_fresh_logits(emulated_gpu, monkeypatch):
+    monkeypatch.setattr(kernel_gpu, "CHECKED", (127, 1500))
+    assert kernel_gpu.check() == 0
+    # The control: logits that the kernel alone sees otherwise.
+    real = rounds.Round.kernel_verify
+
+    def other(self):
+        self.target[:, :, :3] += 5
+        verdicts = real(self)
+        self.target[:, :, :3] -= 5
+        return verdicts
+
+    monkeypatch.setattr(rounds.Round, "kernel_verify", other)
+    assert kernel_gpu.check() > 0
+
+
+def test_the_benchmarks_rounds_are_the_cpu_librarys(device, torch_cuda):
     params = SamplingParams(temperature=0.7)
     for dtype in ("float32", "bfloat16"):
-        round_ = DeviceRound(device, Shape(1500, 3, 2, dtype), params, sets=2, where="cpu")
+        round_ = DeviceRound(device, Shape(1500, 3, 2, dtype), params, sets=2)
         for s in range(2):
             device.launch(round_.verifies[s])
             # The library knows NumPy's types: bfloat16 as its bits.
