@@ -185,9 +185,9 @@ __device__ __noinline__ void decide(const Call& call, int b) {
   state.residual = pending || decision.residual;
   state.first = state.last = decision.accepted;
   if (pending) {
-    // From the last row at which the search for tau must end to the last whose P is not 0.
+    // From the last row at which the search for tau must end to the last that it may end at.
     state.last = gamma - 1;
-    while (state.last > 0 && state.prefix[state.last] == 0) --state.last;
+    while (block_fails(round, state.last, state.prefix[state.last])) --state.last;
     state.first = state.last;
     while (state.prefix[state.first] != 1) --state.first;
   } else {

@@ -375,12 +375,18 @@ OUTRIDER_HD bool block_prefixes(Round& round, int gamma, double* prefix, double*
   return true;
 }
 
+// Whether tau needs no residual: Z <= P, so h <= P, and the test fails whatever Z is.
+template <class Round>
+OUTRIDER_HD bool block_fails(const Round& round, int tau, double scale) {
+  return scale < 1 && round.accept_u(tau - 1) >= scale;
+}
+
 // Where not all stand: from the back the first is the last.
 template <class Round>
 OUTRIDER_HD bool block_tau(Round& round, int gamma, const double* prefix, Decision* decision) {
   for (int tau = gamma - 1; tau >= 0; --tau) {
     const double scale = prefix[tau];
-    if (scale == 0) continue; // Z = 0, h = 0
+    if (block_fails(round, tau, scale)) continue;
     double mass;
     if (!round.residual_mass(tau, scale, &mass)) return false;
     *decision = {tau, gamma, true, scale};

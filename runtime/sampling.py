@@ -119,8 +119,8 @@ def verify_block(
         return Verdict(gamma, p[gamma].draw(final_u), tuple(ratios))
     for tau in range(gamma - 1, -1, -1):
         scale = prefix[tau]
-        if scale == 0:
-            continue  # Z = 0, h = 0
+        if scale < 1 and accept_u[tau - 1] >= scale:
+            continue  # Z <= P, so h <= P: the test fails whatever the residual is
         correction, mass = residual(p[tau], q[tau], scale)
         # At P = 1, h = 1 (where Z = 0 too: p = q, and the residual is p); so tau = 0 is the end.
         if scale == 1 or accept_u[tau - 1] < mass / (mass + 1 - scale):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import test_kernel as tests
 import test_kernel_edges as edges
+import test_kernel_exact as exact
 from test_kernel import BLOCK, OPTIONS, SIGMOID, TOKEN
 
 from plugins.build import HERE, build
@@ -51,6 +52,10 @@ MUTATIONS = {
     ),
     "block's prefix not clipped": (SAMPLING, "product < 1 ? product : 1.0", "product"),
     "block's h without 1 - P": (SAMPLING, "mass / (mass + 1 - scale)", "mass / (mass + 1)"),
+    "block gives up at a tighter bound": (
+        SAMPLING, "accept_u(tau - 1) >= scale",
+        "accept_u(tau - 1) >= scale * scale",
+    ),
     "block in lane 0": (
         SAMPLING, "slot.rule == OUTRIDER_BLOCK ? slot.position : 0",
         "0 * slot.position",
@@ -167,6 +172,9 @@ def checks(library):
     for options in OPTIONS.values():
         for vocab_size in (127, 2500):
             yield lambda v=vocab_size, o=options: agrees(library, v, o)
+    for rule in (TOKEN, BLOCK):
+        enumerated = exact.test_a_round_has_the_targets_joint_distribution
+        yield lambda r=rule, e=enumerated: e(library, r, 2)
 
 
 def caught(library):
