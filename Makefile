@@ -13,6 +13,7 @@ DTYPE ?= float32
 MAX_LEN ?=
 MAX_GAMMA ?= 8
 SLOTS ?= 1
+SM ?=
 FORCE ?= 0
 
 PROMPT ?= def read_lines(path):
@@ -26,6 +27,7 @@ help:
 	@echo 'make demo       set up, compile the bundled pair, generate, compare with plain decoding'
 	@echo 'make engines MODEL=<target> DRAFT=<draft|none> [OUT=build/<name>] [BACKEND=onnxruntime]'
 	@echo '             [DTYPE=float32|float16] [MAX_LEN=2048] [MAX_GAMMA=8] [SLOTS=1] [FORCE=0]'
+	@echo '             BACKEND=tensorrt_rtx DTYPE=float16|bfloat16 [SM=80,89,120] builds for RTX GPUs'
 	@echo '                MODEL and DRAFT are Hugging Face folders or names'
 	@echo 'make test       the tests, under 10 minutes on two cores; make test-slow: the long ones'
 	@echo 'make check      ruff and mypy'
@@ -42,7 +44,7 @@ help:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "error: $(PYTHON) is older than Python 3.11. Set PYTHON=python3.11 or newer."; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,dev]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,dev,rtx]'
 	@touch $@
 
 # Without a compiler they say so and go on: NumPy then does the sampling.
@@ -54,12 +56,12 @@ engines: kernel
 	  'Type make engines MODEL=<folder or name> DRAFT=<folder or name, or none>.' >&2; exit 2; }
 	@case "$(FORCE)" in 0|1) ;; *) echo 'error: option: FORCE is $(FORCE). Use 0 or 1.' >&2; \
 	  exit 2;; esac
-	@$(PY) -m engines --backend "$(BACKEND)" --supports "$(DTYPE)" --slots "$(SLOTS)"
+	@$(PY) -m engines --backend "$(BACKEND)" --supports "$(DTYPE)" --slots "$(SLOTS)" --sm "$(SM)"
 	@$(PY) -m export --model "$(MODEL)" --draft "$(DRAFT)" --dtype "$(DTYPE)" \
 	  --max-gamma "$(MAX_GAMMA)" $(if $(MAX_LEN),--max-len "$(MAX_LEN)") \
 	  --out "$(GRAPHS)" $(if $(filter 1,$(FORCE)),--force)
 	@$(PY) -m engines --graphs "$(GRAPHS)" --out "$(OUT)" \
-	  --backend "$(BACKEND)" --slots "$(SLOTS)" $(if $(filter 1,$(FORCE)),--force)
+	  --backend "$(BACKEND)" --slots "$(SLOTS)" --sm "$(SM)" $(if $(filter 1,$(FORCE)),--force)
 
 demo: kernel
 	@$(MAKE) --no-print-directory engines MODEL=models/target DRAFT=models/draft OUT=build/demo

@@ -7,9 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-from runtime.manifest import CommandParser, OutriderError, read_pair, run_command
+from runtime.manifest import CommandParser, OutriderError, read_bundle, read_pair, run_command
 
-from .bundle import BACKENDS, build, check_backend, memory_plan
+from .bundle import BACKENDS, build, check_backend, engine_plan, memory_plan
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,6 +29,11 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--slots", type=int, default=1, help="sequences at a time (default: 1)")
     add(
+        "--sm",
+        default="",
+        help="GPUs that tensorrt_rtx builds for, such as 80,89 (default: the present one, or all)",
+    )
+    add(
         "--supports",
         metavar="DTYPE",
         help="build nothing; say whether the backend runs graphs of this precision",
@@ -45,27 +50,33 @@ def main(argv: list[str] | None = None) -> int:
                 "option", f"SLOTS={arguments.slots} is out of range", "Use at least 1."
             )
         if arguments.supports:
-            check_backend(arguments.backend, arguments.supports)
+            check_backend(arguments.backend, arguments.supports, arguments.sm)
             return 0
         if arguments.graphs is None or arguments.out is None:
             parser().error("the following arguments are required: --graphs, --out")
         begin = time.perf_counter()
-        plan = memory_plan(read_pair(arguments.graphs), arguments.slots)
-        parts = " + ".join(f"{part} {_size(size)}" for part, size in plan.items())
-        print(f"{'bundle':<9} memory {_size(sum(plan.values()))} = {parts}", file=sys.stderr)
+        _say_memory(memory_plan(read_pair(arguments.graphs), arguments.slots))
         built = build(
             arguments.graphs,
             arguments.out,
             backend=arguments.backend,
             slots=arguments.slots,
+            sm=arguments.sm,
             force=arguments.force,
         )
+        if plan := engine_plan(read_bundle(arguments.out, verify=False)):
+            _say_memory(plan)
         seconds = time.perf_counter() - begin
         note = arguments.backend if built else "cached: nothing changed"
         print(f"{'bundle':<9} {arguments.out!s:<34} {seconds:6.1f} s  {note}", file=sys.stderr)
         return 0
 
     return run_command(command)
+
+
+def _say_memory(plan: dict[str, int]) -> None:
+    parts = " + ".join(f"{part} {_size(size)}" for part, size in plan.items())
+    print(f"{'bundle':<9} memory {_size(sum(plan.values()))} = {parts}", file=sys.stderr)
 
 
 def _size(size: int) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Protocol
 
 from runtime.manifest import (
     MANIFEST_FILE,
+    EngineFacts,
     GraphFacts,
     Manifest,
     OutriderError,
     Pair,
+    file_facts,
     link_file,
     read_bundle,
     read_pair,
@@ -18,45 +22,93 @@ from runtime.manifest import (
     write_json,
 )
 
-from . import onnxruntime_backend
-
-BACKENDS = {"onnxruntime": onnxruntime_backend}
+from . import onnxruntime_backend, tensorrt_backend, tensorrt_rtx_backend
 
 
-def build(graphs: Path, out: Path, *, backend: str, slots: int, force: bool = False) -> bool:
+class Backend(Protocol):
+    """A module of this package that builds for one backend. All raise OutriderError."""
+
+    @property
+    def DTYPES(self) -> tuple[str, ...]:
+        """What it builds."""
+
+    def versions(self) -> dict[str, str]:
+        """Of what it builds with."""
+
+    def targets(self, sm: str, dtype: str) -> list[str]:
+        """The GPU architectures that a user's list stands for; also says that it can build."""
+
+    def plan(
+        self, models: dict[str, GraphFacts], slots: int, max_gamma: int, sm: str
+    ) -> dict[str, EngineFacts] | None:
+        """What there is to compile, by role; None where the graphs are the engines."""
+
+    def compile(
+        self, role: str, graph: Path, out: Path, facts: GraphFacts, to: EngineFacts | None
+    ) -> EngineFacts | None:
+        """Write the engine of the graph in folder `graph` into folder `out`, or refuse the graph;
+        `to` with the figures of what was made."""
+
+
+BACKENDS: dict[str, Backend] = {
+    "onnxruntime": onnxruntime_backend,
+    "tensorrt_rtx": tensorrt_rtx_backend,
+    "tensorrt": tensorrt_backend,
+}
+
+
+def build(
+    graphs: Path, out: Path, *, backend: str, slots: int, sm: str = "", force: bool = False
+) -> bool:
     """Write the bundle; False where `out` already is this very bundle, intact.
 
+    sm: GPU architectures as in "80,89"; empty leaves them to the backend.
     Raises OutriderError "bundle", "backend", "option" or "disk".
     """
     pair = read_pair(graphs)
-    check_backend(backend, pair.target.dtype)
+    check_backend(backend, pair.target.dtype, sm)
+    builder = BACKENDS[backend]
     models = {
         role: facts for role, facts in (("target", pair.target), ("draft", pair.draft)) if facts
     }
-    files = pair.all_files()
-    manifest = Manifest(
+    engines = builder.plan(models, slots, pair.max_gamma, sm)
+    wanted = Manifest(
         name=out.name,
         backend=backend,
-        versions=BACKENDS[backend].versions(),
+        versions=builder.versions(),
         slots=slots,
         pair=pair,
-        files=files,
+        files=pair.carried_files(engines),
+        engines=engines,
     )
-    if not force and _is_current(out, manifest):
+    found = None if force else _intact(out)
+    if found and _same(found, wanted):
         return False
     remedy = "Export the checkpoints again: python -m export --help."
-    verify_files(graphs, files, contents=True, remedy=remedy)
+    verify_files(graphs, pair.all_files(), contents=True, remedy=remedy)
     with write_folder(out, MANIFEST_FILE) as partial:
-        for name in files:
+        for name in wanted.files:
             link_file(graphs / name, partial / name)
+        made: dict[str, EngineFacts] = {}
+        files = dict(wanted.files)
         for role, facts in models.items():
-            BACKENDS[backend].compile(partial / role, facts)
+            to = engines[role] if engines else None
+            old = (found.engines or {}).get(role) if found else None
+            if to and old and old.key == to.key:  # only the other model changed
+                link_file(out / role / old.file, partial / role / old.file)
+                engine: EngineFacts | None = old
+            else:
+                engine = builder.compile(role, graphs / role, partial / role, facts, to)
+            if engine:
+                made[role] = engine
+                files[f"{role}/{engine.file}"] = file_facts(partial / role / engine.file)
+        manifest = dataclasses.replace(wanted, files=files, engines=made or None)
         write_json(partial / MANIFEST_FILE, "manifest", manifest)
     return True
 
 
-def check_backend(backend: str, dtype: str) -> None:
-    """Refuse, before minutes of export, what cannot be built. Raises OutriderError "backend"."""
+def check_backend(backend: str, dtype: str, sm: str = "") -> None:
+    """Refuse, before minutes of export, what cannot be built. Raises "backend" or "option"."""
     if backend not in BACKENDS:
         raise OutriderError(
             "backend",
@@ -69,13 +121,25 @@ def check_backend(backend: str, dtype: str) -> None:
             f"the backend {backend} does not run {dtype} in this version",
             f"Use DTYPE={' or '.join(BACKENDS[backend].DTYPES)}.",
         )
+    BACKENDS[backend].targets(sm, dtype)
 
 
-def _is_current(out: Path, manifest: Manifest) -> bool:
+def _intact(out: Path) -> Manifest | None:
     try:
-        return read_bundle(out) == manifest
+        return read_bundle(out)
     except OutriderError:
-        return False
+        return None
+
+
+def _same(found: Manifest, wanted: Manifest) -> bool:
+    """Equal but for what is known only after compiling: hashes and the builder's figures."""
+    keys = [
+        {role: engine.key for role, engine in (manifest.engines or {}).items()}
+        for manifest in (found, wanted)
+    ]
+    if wanted.engines:
+        found = dataclasses.replace(found, files=wanted.files, engines=wanted.engines)
+    return keys[0] == keys[1] and found == wanted
 
 
 def memory_plan(pair: Pair, slots: int) -> dict[str, int]:
@@ -88,3 +152,19 @@ def memory_plan(pair: Pair, slots: int) -> dict[str, int]:
     }
     plan["KV"] = sum(facts.cache_bytes(slots) for facts in models.values() if facts)
     return plan
+
+
+def engine_plan(manifest: Manifest) -> dict[str, int] | None:
+    """`memory_plan` with what the engines take; None where their builder did not say.
+
+    A model's calls follow each other, so its contexts can share the memory of the largest.
+    """
+    plan = memory_plan(manifest.pair, manifest.slots)
+    sizes = [
+        [profile.memory for profile in engine.profiles]
+        for engine in (manifest.engines or {}).values()
+    ]
+    known = [[size for size in each if size is not None] for each in sizes]
+    if not known or known != sizes:
+        return None
+    return {**plan, "activations": sum(map(max, known))}

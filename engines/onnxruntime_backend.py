@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runtime.manifest import GRAPH_FILE, GraphFacts, OutriderError, first_line
+from runtime.manifest import GRAPH_FILE, EngineFacts, GraphFacts, OutriderError, first_line
 
 DTYPES = ("float32", "float16")  # ONNX Runtime has no bfloat16 kernels for the CPU
 
@@ -20,7 +20,24 @@ def versions() -> dict[str, str]:
     return {"onnxruntime": onnxruntime.__version__}
 
 
-def compile(folder: Path, facts: GraphFacts) -> None:
+def targets(sm: str, dtype: str) -> list[str]:
+    """No GPU architectures. Raises OutriderError "option" where some are asked for."""
+    if sm:
+        raise OutriderError(
+            "option",
+            f"SM={sm} is for GPUs, and BACKEND=onnxruntime builds for CPUs",
+            "Leave SM out, or use BACKEND=tensorrt_rtx.",
+        )
+    return []
+
+
+def plan(models: dict[str, GraphFacts], slots: int, max_gamma: int, sm: str) -> None:
+    """Nothing to compile: the bundle holds the graphs."""
+
+
+def compile(
+    role: str, graph: Path, out: Path, facts: GraphFacts, to: EngineFacts | None
+) -> EngineFacts | None:
     """Make sure that this ONNX Runtime takes the graph. Raises OutriderError "backend"."""
     import onnxruntime as ort
 
@@ -29,7 +46,7 @@ def compile(folder: Path, facts: GraphFacts) -> None:
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")  # no second copy
     try:
-        ort.InferenceSession(str(folder / GRAPH_FILE), options, providers=["CPUExecutionProvider"])
+        ort.InferenceSession(str(graph / GRAPH_FILE), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes
         raise OutriderError(
             "backend",
@@ -37,3 +54,4 @@ def compile(folder: Path, facts: GraphFacts) -> None:
             + first_line(error),
             "Install the pinned onnxruntime, and build again.",
         ) from None
+    return to

@@ -4,11 +4,15 @@ Transformers routes attention, masks, caches and experts through interfaces. Thi
 one implementation of each, so that every architecture that uses them becomes the graph of
 docs/architecture.md without a line of its own:
 
-- the cache writes N new rows at `position` (TensorScatter) and hands back the whole slot;
+- the cache writes N new rows at `position` and hands back the whole slot;
 - the mask is the architecture's own mask function, evaluated at the absolute positions of the
   queries, so sliding windows and chunks come out right;
 - attention is the standard operator over all S rows of the slot;
 - the experts of a layer are one batched product.
+
+The decoder is a torch module like any other, and runs as it is. Only in two spots does an ONNX
+export (export/graph.py) record something else than torch does: attention and the cache's write,
+for which ONNX has operators that torch's would not become.
 """
 
 from __future__ import annotations
@@ -67,7 +71,7 @@ def _attention(
             scores = torch.cat([scores, sink.expand(*scores.shape[:3], 1)], dim=-1)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
         out = weights[..., : value.shape[2]] @ value
-    else:
+    elif torch.onnx.is_in_onnx_export():
         # Not torch.onnx.ops.attention: that takes the width of the values for that of the keys.
         out = torch.onnx.ops.symbolic(
             "Attention",
@@ -76,6 +80,10 @@ def _attention(
             dtype=query.dtype,
             shape=(*query.shape[:3], value.shape[3]),
             version=24,
+        )
+    else:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
         )
     return out.transpose(1, 2), None
 
@@ -157,14 +165,19 @@ class SlotCache:
         return self.keys[layer_idx], self.values[layer_idx]
 
     def _scatter(self, slot: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return torch.onnx.ops.symbolic(
-            "TensorScatter",
-            [slot, rows, self.position],
-            {"axis": 2, "mode": "linear"},
-            dtype=slot.dtype,
-            shape=slot.shape,
-            version=24,
-        )
+        if torch.onnx.is_in_onnx_export():
+            return torch.onnx.ops.symbolic(
+                "TensorScatter",
+                [slot, rows, self.position],
+                {"axis": 2, "mode": "linear"},
+                dtype=slot.dtype,
+                shape=slot.shape,
+                version=24,
+            )
+        batch = torch.arange(slot.shape[0], device=slot.device)[:, None]
+        into = self.position[:, None] + torch.arange(rows.shape[2], device=slot.device)
+        slot[batch, :, into] = rows.transpose(1, 2)  # in place; [B, N, Hkv, D]
+        return slot
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions are passed explicitly; nothing may be derived from this
@@ -202,7 +215,8 @@ class Decoder(torch.nn.Module):
         values: list[torch.Tensor],
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         cache = SlotCache(keys, values, position)
-        position_ids = position[:, None] + torch.arange(input_ids.shape[1])[None]
+        steps = torch.arange(input_ids.shape[1], device=input_ids.device)
+        position_ids = position[:, None] + steps[None]
         if self.max_positions is not None:
             # Drafted rows past the table are never read, but the look-up must stay inside it.
             position_ids = position_ids.clamp(max=self.max_positions - 1)
@@ -214,3 +228,30 @@ class Decoder(torch.nn.Module):
             logits_to_keep=logits_index,
         ).logits
         return logits.float(), cache.keys, cache.values
+
+
+def example(
+    key_shapes: Sequence[tuple[int, int]],  # per layer (Hkv, D)
+    value_shapes: Sequence[tuple[int, int]],
+    capacity: int,
+    dtype: torch.dtype,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Arguments for tracing a `Decoder`, and which of their sizes stay open: B, N, K and S.
+
+    capacity: S of the example; a backend that wants S fixed fixes it there.
+    """
+    names = ("slots", "tokens", "outputs", "rows")
+    slots, tokens, outputs, rows = (torch.export.Dim(name) for name in names)
+    # Sizes of 2 and 3, not 1: torch.export takes a size of 1 for a constant.
+    caches = [
+        [torch.zeros(2, heads, capacity, width, dtype=dtype) for heads, width in shapes]
+        for shapes in (key_shapes, value_shapes)
+    ]
+    arguments = (
+        torch.zeros(2, 3, dtype=torch.long),
+        torch.tensor([0, 1]),
+        torch.tensor([0, 2]),
+        *caches,
+    )
+    open_caches = [[{0: slots, 2: rows} for _ in side] for side in caches]
+    return arguments, ({0: slots, 1: tokens}, {0: slots}, {0: outputs}, *open_caches)

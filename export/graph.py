@@ -25,7 +25,7 @@ from onnxscript.rewriter.rules.fusion import _rms_normalization, _rotary_embeddi
 
 from runtime.manifest import GRAPH_FILE, WEIGHTS_FILE
 
-from .decoder import Decoder
+from .decoder import Decoder, example
 
 OPSET = 24
 # A constant larger than this many elements is a weight, not shape arithmetic.
@@ -44,19 +44,8 @@ def trace(
     capacity: S of the example; a backend that wants S fixed fixes it there.
     """
     layers = range(len(key_shapes))
-    names = ("slots", "tokens", "outputs", "rows")
-    slots, tokens, outputs, rows = (torch.export.Dim(name) for name in names)
-    keys = [torch.zeros(2, h, capacity, d, dtype=dtype) for h, d in key_shapes]
-    values = [torch.zeros(2, h, capacity, d, dtype=dtype) for h, d in value_shapes]
-    # Sizes of 2 and 3, not 1: torch.export takes a size of 1 for a constant.
-    arguments = (
-        torch.zeros(2, 3, dtype=torch.long),
-        torch.tensor([0, 1]),
-        torch.tensor([0, 2]),
-        keys,
-        values,
-    )
-    with torch.no_grad(), _quiet():
+    arguments, open_sizes = example(key_shapes, value_shapes, capacity, dtype)
+    with torch.no_grad(), quiet():
         program = torch.onnx.export(
             decoder,
             arguments,
@@ -64,13 +53,7 @@ def trace(
             optimize=False,
             verbose=False,
             opset_version=OPSET,
-            dynamic_shapes=(
-                {0: slots, 1: tokens},
-                {0: slots},
-                {0: outputs},
-                [{0: slots, 2: rows} for _ in layers],
-                [{0: slots, 2: rows} for _ in layers],
-            ),
+            dynamic_shapes=open_sizes,
             input_names=[
                 "input_ids",
                 "position",
@@ -91,7 +74,7 @@ def trace(
 def simplify(model: ir.Model) -> None:
     """Fuse, fold and de-duplicate in place; weights are neither copied nor materialised."""
     traced = list(model.graph.initializers.values())
-    with _quiet():
+    with quiet():
         optimize_ir(model, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT)
         _rms_normalization.fuse_rms_normalization(model)
         _rotary_embedding.fuse_rotary_embedding(model)
@@ -169,7 +152,7 @@ def save(model: ir.Model, folder: Path) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence the exporter's own progress and deprecation chatter; errors still raise."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch._subclasses", "torch.fx")]
     levels = [logger.level for logger in loggers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import OutriderError
-from .manifest import GraphFacts
+from .manifest import GraphFacts, Manifest
 
 Ids = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
@@ -48,6 +49,35 @@ class Engine(Protocol):
         with it.
         """
         ...
+
+
+def check_bundle(manifest: Manifest, folder: Path) -> None:
+    """Refuse, before anything is loaded, engines that this version does not run.
+
+    An engine belongs to the version of the library that made it. Raises OutriderError "backend".
+    """
+    for package, built in manifest.versions.items() if manifest.engines else ():
+        installed = _installed(package)
+        if installed not in (None, built):
+            raise OutriderError(
+                "backend",
+                f"{folder} was built with {package} {built}, and {installed} is installed",
+                f"Build it again: {manifest.rebuild_command(folder)}",
+            )
+    if manifest.backend in ("tensorrt_rtx", "tensorrt"):
+        raise OutriderError(
+            "backend",
+            f"this version builds {manifest.backend} bundles but cannot run them yet",
+            "Build the bundle with BACKEND=onnxruntime.",
+        )
+
+
+def _installed(package: str) -> str | None:
+    """The version of a package, without importing it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def open_engine(

@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 import types
@@ -26,11 +27,13 @@ from .errors import CommandParser, OutriderError, first_line, run_command
 __all__ = [
     "MOST_GAMMA",
     "CommandParser",
+    "EngineFacts",
     "FileFacts",
     "GraphFacts",
     "Manifest",
     "OutriderError",
     "Pair",
+    "Profile",
     "TokenizerFacts",
     "digest_json",
     "file_facts",
@@ -39,6 +42,7 @@ __all__ = [
     "read_bundle",
     "read_json",
     "read_pair",
+    "read_tensors",
     "refuse_foreign",
     "run_command",
     "verify_files",
@@ -49,8 +53,10 @@ __all__ = [
 SCHEMA = 1
 _KINDS = ("manifest", "pair", "graph")
 MANIFEST_FILE, PAIR_FILE, PART_FILE = "manifest.json", "pair.json", "graph.json"
-GRAPH_FILE, WEIGHTS_FILE = "graph.onnx", "weights.bin"
+GRAPH_FILE, PROGRAM_FILE, WEIGHTS_FILE = "graph.onnx", "graph.pt2", "weights.bin"
+PACKAGE_FILE = "engine.pt2"  # AOTInductor's
 TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
+TENSOR_ALIGNMENT = 64  # bytes: a cache line, the widest vector
 MOST_GAMMA = 64  # OUTRIDER_MAX_WIDTH of plugins/outrider.h
 Dtype = Literal["float32", "float16", "bfloat16"]
 T = TypeVar("T")
@@ -128,6 +134,17 @@ class Pair:
     max_gamma: int
     capacity: int
 
+    def carried_files(self, engines: dict[str, EngineFacts] | None) -> dict[str, FileFacts]:
+        """What a bundle takes over from the graphs folder: not what its engines hold."""
+        if not engines:
+            return self.all_files()
+        beside = {f"{role}/{engine.weights}" for role, engine in engines.items()}
+        return {
+            name: file
+            for name, file in self.all_files().items()
+            if name.startswith("tokenizer/") or name in beside
+        }
+
     def all_files(self) -> dict[str, FileFacts]:
         """Every file of the pair, by its path from the folder that holds it."""
         parts = (("tokenizer", self.tokenizer), ("target", self.target), ("draft", self.draft))
@@ -140,8 +157,41 @@ class Pair:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """The shapes that a compiled engine takes: B, N and K as [smallest, expected, largest].
+
+    S is the capacity. memory: bytes for activations; None where the builder did not say.
+    """
+
+    name: str
+    slots: list[int]
+    tokens: list[int]
+    outputs: list[int]
+    memory: int | None
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """One model compiled ahead of time.
+
+    key: content address of everything the engine was made from. file: in the model's folder.
+    targets: the GPU architectures that it runs on, such as sm89; of a CPU, what it must have.
+    weights: the graph's file that holds them; None where they are in the engine.
+    """
+
+    key: str
+    file: str
+    targets: list[str]
+    profiles: list[Profile]
+    weights: str | None = None
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """A bundle: the pair, the backend it was built for, and every file with its hash."""
+    """A bundle: the pair, the backend it was built for, and every file with its hash.
+
+    engines: by role; None where the backend runs the graphs, which the bundle then holds.
+    """
 
     name: str
     backend: str
@@ -149,6 +199,25 @@ class Manifest:
     slots: int
     pair: Pair
     files: dict[str, FileFacts]
+    engines: dict[str, EngineFacts] | None = None
+
+    def rebuild_command(self, out: Path) -> str:
+        """What makes this bundle again, for the remedy of an error."""
+        pair = self.pair
+        targets = {target for engine in (self.engines or {}).values() for target in engine.targets}
+        gpus = [target.removeprefix("sm") for target in targets if target.startswith("sm")]
+        variables = {
+            "MODEL": f"<{pair.target.source}>",
+            "DRAFT": f"<{pair.draft.source}>" if pair.draft else "none",
+            "BACKEND": self.backend,
+            "DTYPE": pair.target.dtype,
+            **({"SM": ",".join(sorted(gpus, key=int))} if gpus else {}),
+            "MAX_LEN": pair.max_len,
+            "MAX_GAMMA": pair.max_gamma,
+            "SLOTS": self.slots,
+            "OUT": out,
+        }
+        return "make engines " + " ".join(f"{name}={value}" for name, value in variables.items())
 
 
 def file_facts(path: Path) -> FileFacts:
@@ -168,7 +237,11 @@ def digest_json(value: Any) -> str:
 
 def write_json(path: Path, kind: str, facts: Pair | GraphFacts | Manifest | TokenizerFacts) -> None:
     """Write one of the dataclasses, with its schema and a checksum over the whole."""
-    body = {"kind": kind, "schema": SCHEMA, "facts": dataclasses.asdict(facts)}
+    content = dataclasses.asdict(facts)
+    for field in dataclasses.fields(facts):
+        if field.default is None and content[field.name] is None:
+            del content[field.name]  # written only where there is something, as `_build` reads it
+    body = {"kind": kind, "schema": SCHEMA, "facts": content}
     text = json.dumps({**body, "checksum": digest_json(body)}, indent=1)
     path.write_text(text + "\n", encoding="utf-8")
 
@@ -218,10 +291,11 @@ def _build(annotation: Any, value: Any, where: str) -> Any:
     dataclass_type = isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
     if dataclass_type and isinstance(value, dict):
         fields = typing.get_type_hints(annotation)
-        odd = sorted(fields.keys() ^ value.keys())
+        optional = {f.name for f in dataclasses.fields(annotation) if f.default is None}
+        odd = sorted((fields.keys() ^ value.keys()) - (optional - value.keys()))
         if odd:
             raise TypeError(f"{where}: field {odd[0]} is missing or unknown")
-        return annotation(**{k: _build(t, value[k], f"{where}.{k}") for k, t in fields.items()})
+        return annotation(**{k: _build(fields[k], v, f"{where}.{k}") for k, v in value.items()})
     if annotation is float and type(value) in (int, float):
         return float(value)
     if origin is None and type(value) is annotation:
@@ -290,7 +364,8 @@ def _lives(process: int) -> bool:
 
 # What our folders hold at the top; anything else in one is somebody's.
 _OURS = {
-    MANIFEST_FILE, PAIR_FILE, PART_FILE, GRAPH_FILE, WEIGHTS_FILE, "target", "draft", "tokenizer"
+    MANIFEST_FILE, PAIR_FILE, PART_FILE, GRAPH_FILE, PROGRAM_FILE, WEIGHTS_FILE,
+    "target", "draft", "tokenizer",
 }  # fmt: skip
 
 
@@ -345,7 +420,11 @@ def read_bundle(folder: Path, *, verify: bool = True) -> Manifest:
         and pair.vocab_size <= pair.target.vocab_size
         and 1 <= pair.max_gamma <= MOST_GAMMA
     )
-    if pair.all_files() != manifest.files or not fits:
+    expected = pair.carried_files(manifest.engines)
+    for role, engine in (manifest.engines or {}).items():
+        name = f"{role}/{engine.file}"
+        expected[name] = manifest.files.get(name, FileFacts(-1, ""))
+    if expected != manifest.files or not fits:
         cause = f"{folder / MANIFEST_FILE} contradicts itself: it was edited"
         raise OutriderError("bundle", cause, remedy)
     verify_files(folder, manifest.files, contents=verify, remedy=remedy)
@@ -364,3 +443,26 @@ def verify_files(folder: Path, files: dict[str, FileFacts], *, contents: bool, r
             raise OutriderError("bundle", cause, remedy)
         if contents and _sha256(path) != facts.sha256:
             raise OutriderError("bundle", f"{path} was edited or damaged: its hash differs", remedy)
+
+
+def read_tensors(path: Path) -> dict[str, Any]:
+    """The torch tensors of a weights file, mapped: nothing is read before it is used.
+
+    The file: the length of a JSON object as 8 bytes, little-endian; that object, which gives for
+    each name a dtype, a shape and the offset of its bytes; then these, from the next multiple of
+    `TENSOR_ALIGNMENT` on, each tensor at such a multiple. Tied tensors have one place.
+    """
+    import torch  # only what this is called for needs it
+
+    size = path.stat().st_size
+    data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    length = int.from_bytes(bytes(data[:8].tolist()), "little")
+    index = json.loads(bytes(data[8 : 8 + length].numpy()))
+    start = -(-(8 + length) // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+    tensors = {}
+    for name, (kind, shape, offset) in index.items():
+        dtype = getattr(torch, kind)
+        first = start + offset
+        raw = data[first : first + math.prod(shape) * dtype.itemsize]
+        tensors[name] = raw.view(dtype).reshape(shape)
+    return tensors

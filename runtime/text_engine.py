@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from . import kernel
 from .decode import Decoder
-from .engine import Engine, open_engine
+from .engine import Engine, check_bundle, open_engine
 from .errors import OutriderError
 from .manifest import (
     TEMPLATE_FILE,
@@ -381,6 +381,7 @@ def load(
     """
     folder = Path(folder)
     manifest = read_bundle(folder, verify=verify)
+    check_bundle(manifest, folder)
     pair = manifest.pair
     slots = manifest.slots if slots is None else slots
     if slots < 1:

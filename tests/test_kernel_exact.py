@@ -21,8 +21,8 @@ V = 8
 BISECTIONS = 36
 
 
-# Emulated, these take minutes each, and test_kernel_cuda.py shows that the emulated kernels have the
-# CPU library's bits: one enumeration of each rule is enough, and that in the slow run.
+# Emulated, these take minutes each, and test_kernel_cuda.py shows that the emulated kernels have
+# the CPU library's bits: one enumeration of each rule is enough, and that in the slow run.
 @pytest.fixture(params=[backend for backend in BACKENDS if backend != "emulated"])
 def library(request):
     return open_backend(request.param)

@@ -37,7 +37,7 @@ ROOMS = {
             {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "numpy", "huggingface_hub"}
         )
     ),
-    "engines": Room(frozenset()),
+    "engines": Room(frozenset(), lazily=frozenset({"onnxruntime", "onnx"}) | GPU_BACKENDS),
     "runtime": Room(frozenset({"numpy", "tokenizers", "jinja2"}), modules=frozenset()),
 }
 OUR_OWN = {*ROOMS, "plugins", "tests", "bench", "models", "outrider"}
@@ -107,6 +107,8 @@ def test_every_room_keeps_to_itself() -> None:
         ("engines/a.py", "from export import part"),
         ("engines/a.py", "from ..export import part"),
         ("engines/a.py", "import onnxruntime"),
+        ("engines/a.py", "import onnx"),
+        ("engines/a.py", "def f():\n    import onnxscript"),
         ("engines/a.py", "import torch"),
         ("runtime/a.py", "import torch"),
         ("runtime/a.py", "def f():\n    import transformers"),

@@ -1,0 +1,111 @@
+"""From the traced decoder to a torch.export program: the same graph in torch's own operators.
+
+Beside an ONNX file this is the second format that a part can have (`--format torch`), for backends
+that compile torch's graphs. It crosses to them as two files: the program, with no weight in it, and
+the weights as they will be used, so that a bundle links to them and holds no second copy.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from runtime.manifest import PROGRAM_FILE, TENSOR_ALIGNMENT, WEIGHTS_FILE, read_tensors
+
+from .decoder import Decoder, example
+from .graph import quiet
+
+
+class _InPlace(torch.nn.Module):
+    """`Decoder` without its caches among the results: here they are written where they are."""
+
+    def __init__(self, decoder: Decoder):
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position: torch.Tensor,
+        logits_index: torch.Tensor,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+    ) -> torch.Tensor:
+        logits: torch.Tensor = self.decoder(input_ids, position, logits_index, keys, values)[0]
+        return logits
+
+
+def trace(
+    decoder: Decoder,
+    key_shapes: Sequence[tuple[int, int]],  # per layer (Hkv, D)
+    value_shapes: Sequence[tuple[int, int]],
+    capacity: int,
+    dtype: torch.dtype,
+) -> torch.export.ExportedProgram:
+    """As `graph.trace`. Inputs in the contract's order, all keys before all values; one output."""
+    arguments, open_sizes = example(key_shapes, value_shapes, capacity, dtype)
+    with torch.no_grad(), quiet():
+        return torch.export.export(
+            _InPlace(decoder).eval(), arguments, dynamic_shapes=open_sizes, strict=False
+        )
+
+
+def save(program: torch.export.ExportedProgram, folder: Path) -> None:
+    """Write `graph.pt2` and `weights.bin` into `folder`; the program lets go of its weights."""
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            for trace_of_this_machine in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+                node.meta.pop(trace_of_this_machine, None)
+    tensors = {
+        name: tensor
+        for name, tensor in (*program.state_dict.items(), *program.constants.items())
+        if isinstance(tensor, torch.Tensor)
+    }
+    _write_tensors(tensors, folder / WEIGHTS_FILE)
+    for holder in (program.state_dict, program.constants):
+        for name in tensors.keys() & holder.keys():
+            del holder[name]
+    tensors.clear()
+    with quiet():
+        torch.export.save(program, folder / PROGRAM_FILE)
+
+
+def load(folder: Path) -> torch.nn.Module:
+    """The program as a module that runs, its weights mapped from the file."""
+    with quiet():
+        program = torch.export.load(folder / PROGRAM_FILE)
+    program.state_dict.update(read_tensors(folder / WEIGHTS_FILE))
+    return program.module()
+
+
+def _write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """See `read_tensors`. One tensor at a time; tied ones are the same bytes."""
+
+    def aligned(size: int) -> int:
+        return -(-size // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+
+    index: dict[str, tuple[str, list[int], int]] = {}
+    places: dict[tuple[object, ...], int] = {}
+    distinct: list[torch.Tensor] = []
+    end = 0
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().contiguous()
+        same = (tensor.data_ptr(), tensor.dtype, tensor.shape)
+        if same not in places or tensor.numel() == 0:
+            places[same] = end
+            distinct.append(tensor)
+            end += aligned(tensor.nbytes)
+        index[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), places[same])
+    header = json.dumps(index).encode()
+    start = aligned(8 + len(header))
+    assert sys.byteorder == "little"
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for tensor in distinct:
+            file.seek(aligned(file.tell()))
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy())
+        file.truncate(start + end)
