@@ -99,7 +99,7 @@ typedef struct {
   float min_weight;
   int32_t token;             /* what was drawn */
   float weight;              /* of that token */
-  int32_t reserved;
+  int32_t status;            /* OUTRIDER_OK, or what is wrong with the row: a verification looks */
 } outrider_row;
 
 /* The outcome of a round for one slot. */
@@ -209,7 +209,7 @@ OUTRIDER_API size_t outrider_device_workspace_size(const outrider_device_sizes* 
 /* outrider_draw, on the device: all pointers are device addresses, those in the slots too. Rows of logits
  * are aligned to their elements; where also to 16 bytes they are read faster. step_at: NULL, or a
  * device address of the step, in place of `step` (one graph for all steps). A slot that fails gets
- * the draft token -1; its verdict says why. Returns OUTRIDER_BAD_ARGUMENT or
+ * the draft token -1, which must not be embedded, until the verification refuses it. Returns OUTRIDER_BAD_ARGUMENT or
  * OUTRIDER_SMALL_WORKSPACE, and then no plan. */
 OUTRIDER_API int32_t outrider_device_plan_draw(const outrider_device_sizes* sizes,
                       const outrider_logits* logits, const outrider_slot* slots, int32_t step,

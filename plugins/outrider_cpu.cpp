@@ -165,6 +165,8 @@ int32_t outrider_draw(const outrider_logits* logits, const outrider_slot* slots,
       drafts[at] = shape.token;
       return;
     }
+    shape = {};
+    shape.status = slot_status;
     drafts[at] = -1;
     if (verdicts != nullptr) {
       verdicts[b].status = slot_status;
@@ -288,6 +290,7 @@ double outrider_uniform(uint64_t seed, uint32_t position, uint32_t purpose, uint
 const char* outrider_instruction_set(void) { return tiles_in_use().name; }
 
 int32_t outrider_use(const char* instruction_set) {
+  if (instruction_set == nullptr) return 0;
   const outrider_tiles* best = best_tiles();
   const outrider_tiles* known[] = {
 #if defined(OUTRIDER_X86)

@@ -50,7 +50,6 @@ struct outrider_device_call {
   const int32_t* step_at;         // null, or where the step is
   uint32_t* arrived;              // [B] blocks that are done, 0 between kernels; workspace from here
   outrider_row* rows;             // [B, row_count]: the target's width + 1, the draft's width;
-                                  // `reserved` is the row's status
   outrider_device_tile* tiles;    // [B, row_count, tile_count]
   double* mass;                   // [B, row_count, tile_count], below the row's maximum
   double* rest;                   // [B, rest_count, tile_count], of residuals

@@ -162,7 +162,7 @@ __device__ __noinline__ void filter_row(const outrider_slot& slot, const Row& ro
                                         outrider_row* shape_at) {
   __shared__ Histogram histogram;
   outrider_row shape = *shape_at;
-  if (shape.reserved != OUTRIDER_OK || !filters(slot, row.width)) return;
+  if (shape.status != OUTRIDER_OK || !filters(slot, row.width)) return;
   const float scale = fixed_scale(row.width);
   const bool top_k = slot.top_k > 0 && slot.top_k < row.width, top_p = slot.top_p < 1;
   unsigned long long ties = 0, kept = 0; // at the edge of the nucleus

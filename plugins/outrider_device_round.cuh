@@ -85,8 +85,14 @@ struct Position {
 
 DEVICE Position position_of(const Call& call, const outrider_slot& slot, int b, int i) {
   const outrider_row p_row = fresh(row_at(call, b, i));
-  Position at = {0, 1, 0, p_row.reserved, OUTRIDER_TARGET};
+  Position at = {0, 1, 0, p_row.status, OUTRIDER_TARGET};
   if (at.status != OUTRIDER_OK || i == slot.gamma) return at;
+  if (call.draft_rows != nullptr) {
+    at.status = call.draft_rows[static_cast<int64_t>(b) * call.width + i].status;
+    at.model = OUTRIDER_DRAFT;
+    if (at.status != OUTRIDER_OK) return at;
+    at.model = OUTRIDER_TARGET;
+  }
   const int64_t token = call.drafts[static_cast<int64_t>(b) * call.width + i];
   const int id = static_cast<int>(token);
   const Row target = target_row(call, slot, b, i);
@@ -108,8 +114,8 @@ DEVICE Position position_of(const Call& call, const outrider_slot& slot, int b, 
     return at;
   }
   const outrider_row q_row = draft_shape(call, b, i);
-  if (shapes_draft(call) && q_row.reserved != OUTRIDER_OK) {
-    at.status = q_row.reserved, at.model = OUTRIDER_DRAFT;
+  if (shapes_draft(call) && q_row.status != OUTRIDER_OK) {
+    at.status = q_row.status, at.model = OUTRIDER_DRAFT;
     return at;
   }
   const Row draft = draft_row(call, slot, b, i);
@@ -272,7 +278,7 @@ template <bool GENERAL>
 DEVICE void draw_draft(const Call& call, const outrider_slot& slot, int b, int step,
                        outrider_row shape, TileWeights& weights) {
   const int64_t at = static_cast<int64_t>(b) * call.width + step;
-  const int32_t status = shape.reserved;
+  const int32_t status = shape.status;
   if (status == OUTRIDER_OK && slot.temperature > 0) {
     const double u = call.uniforms != nullptr
                          ? call.uniforms[at]
@@ -290,8 +296,7 @@ DEVICE void draw_draft(const Call& call, const outrider_slot& slot, int b, int s
     shape.weight = weights.w[TileWeights::at(e)];
   }
   if (lane_id() != 0) return;
-  shape.reserved = 0;
-  if (status == OUTRIDER_OK) call.draft_rows[at] = shape;
+  call.draft_rows[at] = shape; // a broken one too: on a GPU the verification is the first to look
   call.drafts[at] = status == OUTRIDER_OK ? shape.token : -1;
   if (call.verdicts != nullptr)
     call.verdicts[b] = status == OUTRIDER_OK ? verdict_of(OUTRIDER_OK, OUTRIDER_TARGET, 0)

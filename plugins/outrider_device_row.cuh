@@ -353,10 +353,10 @@ DEVICE outrider_row combine(const outrider_slot& slot, const outrider_device_til
     shape.peak = larger(shape.peak, tile.max);
   });
   shape.peak = from_key(__reduce_max_sync(ALL, key_of(shape.peak)));
-  if (__any_sync(ALL, nan)) shape.reserved = OUTRIDER_NAN;
-  else if (shape.peak == INF) shape.reserved = OUTRIDER_INFINITE;
-  else if (shape.peak == -INF) shape.reserved = OUTRIDER_NO_TOKEN;
-  if (shape.reserved != OUTRIDER_OK) return shape;
+  if (__any_sync(ALL, nan)) shape.status = OUTRIDER_NAN;
+  else if (shape.peak == INF) shape.status = OUTRIDER_INFINITE;
+  else if (shape.peak == -INF) shape.status = OUTRIDER_NO_TOKEN;
+  if (shape.status != OUTRIDER_OK) return shape;
   if (slot.temperature == 0) {
     unsigned token = 0xFFFFFFFFu;
     each([&](int, outrider_device_tile tile) {

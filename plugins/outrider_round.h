@@ -86,6 +86,7 @@ public:
   bool probs(int i, double* p, double* q) {
     const int64_t token = drafts_[i];
     if (!shape_target(i)) return false;
+    if (rows_ != nullptr && !fail(rows_[i].status, OUTRIDER_DRAFT, i)) return false;
     const outrider_row& shape = p_[i];
     *p = 0;
     *q = 1;

@@ -21,7 +21,7 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
-from engines.bundle import build
+from engines.bundle import BACKENDS, build
 from export.pair import export
 
 EOS = "</s>"
@@ -266,12 +266,15 @@ class Workshop:
                 export(str(target), source, folder, cache=self.cache, **options)
         return folder
 
-    def bundle(self, target: Path, draft: Path | None = None, **options: Any) -> Path:
+    def bundle(
+        self, target: Path, draft: Path | None = None, *, backend: str = "onnxruntime", **options: Any
+    ) -> Path:
         """What `python -m engines` writes, for one slot. options: as `graphs`."""
-        graphs = self.graphs(target, draft, **options)
+        form = {"form": "torch"} if BACKENDS[backend].FORMAT == "torch" else {}
+        graphs = self.graphs(target, draft, **form, **options)
         with self._once("bundle", str(graphs), {}) as (folder, made):
             if not made:
-                build(graphs, folder, backend="onnxruntime", slots=1)
+                build(graphs, folder, backend=backend, slots=1)
         return folder
 
     @contextmanager

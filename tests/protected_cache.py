@@ -1,10 +1,11 @@
-"""A script: steps of an OrtEngine whose cache pages cannot be written, but for the row of the step.
+"""A script: steps of an engine whose cache pages cannot be written, but for the row of the step.
 
-    python tests/protected_cache.py BUNDLE same|different
+    python tests/protected_cache.py BUNDLE same|different|sealed
 
-With input and output of each cache bound to the same memory, as OrtEngine binds them, only the new
-row is written, and the steps run. Bound to different memory, ONNX Runtime copies the cache, and the
-process dies of SIGSEGV: the control. Prints how much memory many more steps take.
+same: only the new row is written, and the steps run. Prints how much memory many more steps take.
+Two controls, in which the process dies of SIGSEGV. different: an OrtEngine whose cache's input and
+output are bound to different memory, so that ONNX Runtime copies it. sealed: any engine, when not
+even its row can be written.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ sys.path.insert(0, str(CHECKOUT))
 from runtime.engine import open_engine  # noqa: E402
 from runtime.manifest import read_bundle  # noqa: E402
 
-PROMPT, STEPS, MANY_STEPS = 300, 20, 2000
+LONGEST_PROMPT, STEPS, MANY_STEPS = 300, 20, 2000
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -59,24 +60,31 @@ def resident() -> int:
 def main(folder: Path, how: str) -> None:
     manifest = read_bundle(folder)
     facts = manifest.pair.target
+    prompt = min(LONGEST_PROMPT, facts.max_len - STEPS)
     engine, reference = (
         open_engine(manifest.backend, folder / "target", facts, slots=1, widest=1, threads=1)
         for _ in range(2)
     )
     rng = np.random.default_rng(0)
-    ids = rng.integers(0, facts.vocab_size, (1, PROMPT + STEPS))
-    last = np.array([PROMPT - 1])
+    ids = rng.integers(0, facts.vocab_size, (1, prompt + STEPS))
+    last = np.array([prompt - 1])
     for each in (engine, reference):
-        each.forward(ids[:, :PROMPT], np.array([0]), last)
+        each.forward(ids[:, :prompt], np.array([0]), last)
     # The prompt made the cache as large as the steps need it: it stays where it is from here on.
-    caches = {name: Protected(array) for name, array in engine._cache.items()}
+    caches = {name: Protected(np.asarray(array)) for name, array in engine._cache.items()}
     for name, cache in caches.items():
         cache.array[:] = engine._cache[name]
-    engine._cache = {name: cache.array for name, cache in caches.items()}
-    engine._bindings.clear()
+    if manifest.backend == "aotinductor":
+        import torch
+
+        engine._cache = {name: torch.from_numpy(cache.array) for name, cache in caches.items()}
+    else:
+        engine._cache = {name: cache.array for name, cache in caches.items()}
+    engine._calls.clear()
     if how == "different":
         outputs = {name: Protected(cache.array) for name, cache in caches.items()}
-        binding = engine._binding(0, 1, 1, 1, 0)
+        shape = (0, 1, 1, 1, 0)
+        binding = engine._calls[shape] = engine._prepare(*shape)
         for name, output in outputs.items():
             output.array[:] = caches[name].array
             array = output.array
@@ -84,9 +92,9 @@ def main(folder: Path, how: str) -> None:
                 f"{name}_out", "cpu", 0, array.dtype.type, array.shape, array.ctypes.data
             )
         caches |= {f"{name}_out": output for name, output in outputs.items()}
-    for position in range(PROMPT, PROMPT + STEPS):
+    for position in range(prompt, prompt + STEPS):
         for cache in caches.values():
-            cache.allow_row(position)
+            cache.allow_row(position if how != "sealed" else 0)
         token = ids[:, position : position + 1]
         got = engine.forward(token, np.array([position]), np.array([0]))
         expected = reference.forward(token, np.array([position]), np.array([0]))
@@ -96,7 +104,7 @@ def main(folder: Path, how: str) -> None:
     before = resident()
     for _ in range(MANY_STEPS):
         engine.forward(token, np.array([position]), np.array([0]))
-    size = sum(array.nbytes for array in engine._cache.values())
+    size = sum(cache.array.nbytes for cache in caches.values())
     print(json.dumps({"growth": resident() - before, "cache": size, "steps": MANY_STEPS}))
 
 

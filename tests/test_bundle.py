@@ -321,7 +321,7 @@ def test_building_twice_does_nothing_twice(graphs: Path, tmp_path: Path) -> None
     read_bundle(out)
 
 
-@pytest.mark.parametrize("backend", ["aotinductor", "", "onnx runtime"])
+@pytest.mark.parametrize("backend", ["openvino", "", "onnx runtime"])
 def test_unknown_backends_are_refused(
     graphs: Path, tmp_path: Path, backend: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

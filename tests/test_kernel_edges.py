@@ -262,7 +262,7 @@ def test_structures_have_the_layout_of_the_header(tmp_path):
     lines = [
         f'printf("%zu %zu\\n", sizeof({name}), offsetof({name}, {field}));'
         for name, field in (
-            ("outrider_slot", "reserved"), ("outrider_row", "reserved"),
+            ("outrider_slot", "reserved"), ("outrider_row", "status"),
             ("outrider_verdict", "reserved"), ("outrider_logits", "dtype"),
             ("outrider_device_sizes", "reserved"), ("outrider_device_launch", "reserved"),
             ("outrider_device_plan", "call"),
@@ -275,13 +275,26 @@ def test_structures_have_the_layout_of_the_header(tmp_path):
     subprocess.run([*find_compiler(), f"-I{HERE}", source, "-o", program], check=True)
     said = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
     got = [n for t in (kernel.SLOT, kernel.ROW, kernel.VERDICT)
-           for n in (t.itemsize, t.fields["reserved"][1])]  # fmt: skip
+           for n in (t.itemsize, t.fields[t.names[-1]][1])]  # fmt: skip
     for structure, last in (
         (kernel.Logits, "dtype"), (cuda_kernel.Sizes, "reserved"),
         (cuda_kernel.Launch, "reserved"), (cuda_kernel.Plan, "call"),
     ):  # fmt: skip
         got += [ctypes.sizeof(structure), getattr(structure, last).offset]
     assert [int(n) for n in said] == got
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_broken_draft_row_that_nobody_looked_at(library, temperature):
+    """On a GPU the draws of a round follow one another unseen: the verification must find it."""
+    good, broken = np.array([[0.0, 1, 2]], np.float32), np.array([[0.0, np.nan, 2]], np.float32)
+    sampler = RoundSampler(3, 2, library=library)
+    sampler.begin([Place(SamplingParams(temperature=temperature), 2, 17, name="slot 3")])
+    with pytest.raises(OutriderError, match="NaN"):
+        sampler.draw(broken, 0)
+    sampler.draw(good, 1)
+    with pytest.raises(OutriderError, match="draft, slot 3, position 17: NaN"):
+        sampler.verify(np.stack([good[0]] * 3)[None])
 
 
 def test_illegal_calls_are_refused_with_a_text(library):

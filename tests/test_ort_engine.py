@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from conftest import Workshop
 
-from runtime import ort_engine
+from runtime import host_engine
 from runtime.engine import open_engine
 from runtime.manifest import read_bundle
 
@@ -45,7 +45,7 @@ def test_growing_changes_nothing(bundle, monkeypatch, slots):
         seen.add(growing.rows)
         got.append(logits.copy())
     assert seen == {256, 512, 1024}
-    monkeypatch.setattr(ort_engine, "FIRST_ROWS", growing.capacity)
+    monkeypatch.setattr(host_engine, "FIRST_ROWS", growing.capacity)
     for mine, whole in zip(got, walk(open_target(bundle, slots), slots), strict=True):
         np.testing.assert_allclose(mine, whole, atol=1e-5)
 

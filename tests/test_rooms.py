@@ -27,7 +27,7 @@ class Room:
     a user of another backend does not have them. modules: of the other rooms."""
 
     anywhere: frozenset[str]
-    lazily: frozenset[str] = frozenset({"onnxruntime"}) | GPU_BACKENDS
+    lazily: frozenset[str] = frozenset({"onnxruntime", "torch"}) | GPU_BACKENDS
     modules: frozenset[str] = frozenset({"runtime.manifest"})
 
 
@@ -37,7 +37,7 @@ ROOMS = {
             {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "numpy", "huggingface_hub"}
         )
     ),
-    "engines": Room(frozenset(), lazily=frozenset({"onnxruntime", "onnx"}) | GPU_BACKENDS),
+    "engines": Room(frozenset(), lazily=frozenset({"onnxruntime", "onnx", "torch"}) | GPU_BACKENDS),
     "runtime": Room(frozenset({"numpy", "tokenizers", "jinja2"}), modules=frozenset()),
 }
 OUR_OWN = {*ROOMS, "plugins", "tests", "bench", "models", "outrider"}
@@ -64,6 +64,7 @@ def _imports(path: Path, root: Path) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom) and node.level >= len(path.relative_to(root).parts):
             yield Import(where, ("a relative import beyond its room",), lazy)
         inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        inside |= isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for child in ast.iter_child_nodes(node):
             yield from walk(child, inside)
 
@@ -116,6 +117,7 @@ def test_every_room_keeps_to_itself() -> None:
         ("runtime/a.py", "import onnxruntime as ort"),
         ("runtime/a.py", "class A:\n    import onnxruntime"),
         ("runtime/a.py", "if True:\n    from tensorrt_rtx import Builder"),
+        ("runtime/a.py", "if CHECKING:\n    import torch"),
         ("runtime/a.py", "from runtime.errors import OutriderError"),  # not what is installed
         ("runtime/a.py", "from outrider import errors"),
         ("runtime/a.py", "from .. import export"),
@@ -137,6 +139,7 @@ def test_control_each_rule_catches_who_breaks_it(tmp_path: Path, path: str, sour
         ("engines/a.py", "def f():\n    import onnxruntime"),
         ("runtime/a.py", "import numpy as np\nfrom . import errors\nfrom .errors import x"),
         ("runtime/a.py", "class A:\n    def f(self):\n        import onnxruntime.quantization"),
+        ("runtime/a.py", "if TYPE_CHECKING:\n    import torch"),
         ("runtime/deeper/a.py", "from ..errors import x"),
     ],
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,8 @@ SLOW = [
     "gemma", "phi", "phi3-longrope", "llama-dynamic", "stablelm", "granite", "cohere", "smollm3",
     "starcoder2", "qwen3-moe", "deepseek3", "gpt-oss",
 ]  # fmt: skip
+# Of AOTInductor one in the default run: a compile takes half a minute.
+COMPILED, COMPILED_SLOW = ["gemma2"], ["llama", "mistral", "qwen2", "gemma3", "gpt2", "gpt-oss"]
 SLIDING = ["mistral", "gemma2", "gemma3", "starcoder2", "gpt-oss"]
 
 
@@ -111,17 +114,27 @@ def _one_thread(bundle: Path, slots: int) -> TextEngine:
     return load(bundle, slots=slots, threads=1)
 
 
+def _slow(names: list[str], *more: str) -> list[Any]:
+    return [pytest.param(name, *more, marks=pytest.mark.slow) for name in names]
+
+
 @pytest.mark.parametrize(
-    "name", [*DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+    ("name", "backend"),
+    [
+        *((name, "onnxruntime") for name in DEFAULT),
+        *((name, "aotinductor") for name in COMPILED),
+        *_slow(SLOW, "onnxruntime"),
+        *_slow(COMPILED_SLOW, "aotinductor"),
+    ],
 )
-def test_greedy_text_is_that_of_transformers(workshop: Workshop, name: str) -> None:
+def test_greedy_text_is_that_of_transformers(workshop: Workshop, name: str, backend: str) -> None:
     # Seed 0 happens to make a Granite that repeats itself.
     target = workshop.checkpoint(name, seed=1 if name == "granite" else 0)
     draft = workshop.checkpoint("llama", seed=7)  # unrelated: nearly everything is rejected
     original = _original(target)
     for prompt in PROMPTS:
         assert len(set(original.text(prompt))) >= 5, "a degenerate text proves nothing"
-    bundle = workshop.bundle(target, draft)
+    bundle = workshop.bundle(target, draft, backend=backend)
     three = _one_thread(bundle, 3)
     for gamma in GAMMAS:
         _check_batch(three, original, (gamma,) * 3)
@@ -131,12 +144,20 @@ def test_greedy_text_is_that_of_transformers(workshop: Workshop, name: str) -> N
         _check(original, prompt, one.generate(prompt, **vars(_options(gamma))), f"gamma {gamma}")
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
-def test_text_does_not_depend_on_what_is_accepted(workshop: Workshop, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "onnxruntime") for name in ("llama", "mistral", "gemma2")),
+        *_slow(["llama"], "aotinductor"),
+    ],
+)
+def test_text_does_not_depend_on_what_is_accepted(
+    workshop: Workshop, name: str, backend: str
+) -> None:
     """A blurred copy of the target is right now and then: every outcome of a round occurs."""
     target = workshop.checkpoint(name)
     draft = workshop.checkpoint(name, blur=0.1)
-    engine = _one_thread(workshop.bundle(target, draft), 3)
+    engine = _one_thread(workshop.bundle(target, draft, backend=backend), 3)
     origins = set()
     for gammas in [(1, 2, 3), (4, 5, 6), (7, 8, 0), (8, 8, 8), (6, 4, 2)]:
         for result in _check_batch(engine, _original(target), gammas):
