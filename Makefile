@@ -86,7 +86,7 @@ check: .venv/stamp
 bench: kernel
 	$(PY) -m bench.decode
 
-# Neither network nor environment of its own: a machine with a GPU may have nothing but PyTorch.
+# Without network and .venv: bench/gpu_check.py says what a machine with a GPU must have.
 gpu-check:
 	@$(or $(wildcard $(PY)),$(PYTHON)) -m bench.gpu_check $(if $(GPU_OUT),--out "$(GPU_OUT)")
 
@@ -104,6 +104,7 @@ sanitize: .venv/stamp
 
 wheel: .venv/stamp
 	@rm -rf build/wheel dist/outrider-*.whl # setuptools would pack modules that are gone
+	@$(PY) -m plugins.build --optional # what the quiet build would not say
 	$(PY) -m build --quiet --wheel --outdir dist .
 
 clean:

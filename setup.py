@@ -15,32 +15,31 @@ from setuptools.command.build_py import build_py
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # a build backend does not put it there
 
-from plugins.build import NAME, BuildError, build, find_compiler  # noqa: E402
+from plugins.build import NAME, BuildError, build  # noqa: E402
 
+LIBRARY: Path | None = None
 try:
-    find_compiler()
-    NATIVE = True
+    LIBRARY = build(HERE / "build" / "lib")
 except BuildError as error:
     print(f"warning: a wheel without the sampling kernel: {error}", file=sys.stderr)
-    NATIVE = False
 
 
 class BuildWithKernel(build_py):
     def run(self) -> None:
         super().run()
-        if NATIVE and not self.editable_mode:  # a checkout has it in build/lib: make plugins
-            shutil.copyfile(build(HERE / "build" / "lib"), Path(self.build_lib, "outrider", NAME))
+        if LIBRARY is not None and not self.editable_mode:  # a checkout has its own: make plugins
+            shutil.copyfile(LIBRARY, Path(self.build_lib, "outrider", NAME))
 
 
 class PlatformWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         # The library is called through ctypes: any Python, no ABI, but this platform.
-        return ("py3", "none", super().get_tag()[2]) if NATIVE else super().get_tag()
+        return ("py3", "none", super().get_tag()[2]) if LIBRARY else super().get_tag()
 
 
 class MaybeNative(Distribution):
     def has_ext_modules(self) -> bool:
-        return NATIVE
+        return LIBRARY is not None
 
 
 setup(

@@ -1,14 +1,16 @@
 """make gpu-check: everything that a GPU can tell about this project, in one call of minutes.
 
-Needs no network and no environment of its own: PyTorch, cuda-bindings and a C++ compiler are
-enough. Parts run one after the other, each in a process and with a limit of its own; one that
-fails or hangs does not take the others along. Where there is no GPU the parts that want one are
-skipped, by name and with the reason. Writes gpu-check.json and gpu-check.log.
+Needs no network and no environment of its own: a C++ compiler, PyTorch, Transformers,
+cuda-bindings, the runtime's own dependencies, pytest and scipy are enough. Parts run one after the
+other, each in a process and with a limit of its own; one that fails or hangs does not take the
+others along. Where there is no GPU the parts that want one are skipped, by name and with the
+reason. Writes gpu-check.json and gpu-check.log.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
@@ -21,7 +23,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from runtime import cuda_kernel
 from runtime.errors import first_line, run_command
 
 from . import machine
@@ -50,14 +51,16 @@ class Part:
     reads: str | None = None
 
 
-def parts(out: Path) -> list[Part]:
+def parts(out: Path, architecture: str) -> list[Part]:
     """In the order of their worth: what is cut off at the end is what can be missed best."""
     python = [sys.executable, "-m"]
-    times = out / "kernel-gpu.json"
+    times, description = out / "kernel-gpu.json", out / "gpu.json"
+    only = ["--arch", architecture] if architecture else []  # without a GPU all are compiled
     sanitizer = ["compute-sanitizer", "--error-exitcode", "9"]
     return [
         Part("library", [*python, "plugins.build"], 120, gpu=False),
-        Part("cubins", [*python, "plugins.cubins", *architecture()], 200, gpu=False),
+        Part("cubins", [*python, "plugins.cubins", *only], 200, gpu=False),
+        Part("gpu", [*WATCHED, "--describe", str(description)], 60, reads=description.name),
         Part(
             "kernel tests",
             [*python, "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-k", "cuda",
@@ -126,20 +129,16 @@ def run_part(part: Part, out: Path, log: TextIO, no_gpu: str | None) -> dict[str
 
 
 def check(
-    out: Path, seconds: float, chosen: Callable[[Path], list[Part]] = parts
+    out: Path, seconds: float, chosen: Callable[[Path, str], list[Part]] = parts
 ) -> tuple[dict[str, Any], bool]:
     """The report, and whether nothing failed. seconds: for all parts together."""
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.perf_counter() + seconds
     report: dict[str, Any] = {"machine": machine.describe(os.cpu_count() or 1), "parts": {}}
-    no_gpu: str | None = None
-    asked = False
+    architecture, no_gpu = find_gpu()
+    report["gpu"] = architecture or None
     with (out / "gpu-check.log").open("w") as log:
-        for part in chosen(out):
-            if part.gpu and not asked:
-                # Not earlier: it wants the cubins.
-                no_gpu, asked = unavailable(), True
-                report["gpu"] = None if no_gpu else describe_gpu()
+        for part in chosen(out, architecture):
             left = deadline - time.perf_counter()
             if left < 5:
                 outcome = {"status": "skipped", "reason": f"the {seconds:.0f} s are spent"}
@@ -158,45 +157,27 @@ def _line(name: str, outcome: dict[str, Any]) -> str:
     return f"{name}: {outcome['status']} ({more})"
 
 
-def unavailable() -> str | None:
-    """Why the parts that want a GPU cannot run, in one line; None where they can."""
+def find_gpu() -> tuple[str, str | None]:
+    """(architecture such as sm_90, None), or ("", why there is no GPU in one line).
+
+    By the driver alone: what else is missing on a machine with a GPU is a failure, not a reason to
+    skip.
+    """
     try:
-        import torch
-    except ImportError:
-        return "PyTorch is not installed"
-    if not torch.cuda.is_available():
-        return cuda_kernel.unavailable() or "PyTorch sees no GPU"
-    return cuda_kernel.unavailable()
-
-
-def architecture() -> list[str]:
-    """Of the GPU here; without one all are compiled."""
-    try:
-        import torch
-    except ImportError:
-        return []
-    if not torch.cuda.is_available():
-        return []
-    major, minor = torch.cuda.get_device_capability()
-    return ["--arch", f"sm_{major}{minor}"]
-
-
-def describe_gpu() -> dict[str, Any]:
-    """What PyTorch says of it, and a copy's bandwidth."""
-    import torch
-
-    from .kernel_gpu import copy_bandwidth
-
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "name": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "l2_mib": properties.L2_cache_size // 2**20,
-        "memory_gib": round(properties.total_memory / 2**30, 1),
-        "cuda": torch.version.cuda,
-        "copy_gb_s": round(copy_bandwidth() / 1e9, 1),
-    }
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "", "there is no CUDA driver"
+    if status := driver.cuInit(0):
+        return "", f"cuInit failed with {status}"
+    device = ctypes.c_int()
+    if status := driver.cuDeviceGet(ctypes.byref(device), 0):
+        return "", f"there is no GPU (cuDeviceGet: {status})"
+    capability = []
+    for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+        value = ctypes.c_int()
+        driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        capability.append(str(value.value))
+    return "sm_" + "".join(capability), None
 
 
 def write(path: Path, report: dict[str, Any]) -> None:

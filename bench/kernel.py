@@ -165,7 +165,12 @@ def on_gpu(arguments: argparse.Namespace) -> dict[str, Any]:
     for name, params in VARIANTS.items():
         if name not in RULES:
             shapes += [(params, name, s) for s in kernel_gpu.shapes((151_936,), (5,), (1, 8))]
-    return {"disagree": disagree, **kernel_gpu.times(shapes)}
+
+    def save(report: dict[str, Any]) -> None:
+        if arguments.out is not None:
+            arguments.out.write_text(json.dumps({"gpu": {"disagree": disagree, **report}}) + "\n")
+
+    return {"disagree": disagree, **kernel_gpu.times(shapes, save)}
 
 
 def run(arguments: argparse.Namespace) -> int:

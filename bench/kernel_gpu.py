@@ -8,9 +8,11 @@ the bandwidth of a copy measured in the same run. Memory and graphs are PyTorch'
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -301,21 +303,43 @@ def check(quick: bool = False) -> int:
     return disagree
 
 
-def times(jobs: list[tuple[SamplingParams, str, Shape]]) -> dict[str, Any]:
-    """Every configuration's figures, the bandwidth and the goals."""
+def describe() -> dict[str, Any]:
+    """What PyTorch says of the GPU, and a copy's bandwidth."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "l2_mib": properties.L2_cache_size // 2**20,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "cuda": torch.version.cuda,
+        "copy_gb_s": round(copy_bandwidth() / 1e9, 1),
+    }
+
+
+def times(
+    jobs: list[tuple[SamplingParams, str, Shape]],
+    save: Callable[[dict[str, Any]], object] = lambda report: None,
+) -> dict[str, Any]:
+    """Every configuration's figures, the bandwidth and the goals. save: called with what there is
+    after each, for a run may be cut off."""
     device, bandwidth = Device(), copy_bandwidth()
     print(f"copy {bandwidth / 1e9:.0f} GB/s, {device.image.name}", file=sys.stderr)
-    results = []
+    results: list[dict[str, Any]] = []
+    report: dict[str, Any] = {
+        "copy_gb_s": round(bandwidth / 1e9, 1), "image": device.image.name, "goals": {},
+        "results": results,
+    }  # fmt: skip
     for params, name, shape in jobs:
         results.append(measure(device, name, shape, params, bandwidth))
         print(line(results[-1]), file=sys.stderr, flush=True)
-    found = goals(results)
-    for name, goal in found.items():
+        report["goals"] = goals(results)
+        save(report)
+    for name, goal in report["goals"].items():
         print(f"{name}: {goal['us']:.2f} us, goal {goal['limit_us']:.0f}")
-    return {
-        "copy_gb_s": round(bandwidth / 1e9, 1), "image": device.image.name, "goals": found,
-        "results": results,
-    }  # fmt: skip
+    return report
 
 
 def goals(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -356,7 +380,11 @@ def profiled(vocab_size: int, gamma: int, batch: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the kernels for a tool that watches them.")
     parser.add_argument("--profile", nargs=3, type=int, metavar=("V", "GAMMA", "B"))
+    parser.add_argument("--describe", type=Path, help="write what the GPU is to this file instead")
     arguments = parser.parse_args()
+    if arguments.describe:
+        arguments.describe.write_text(json.dumps(describe()) + "\n")
+        return 0
     if arguments.profile:
         return run_command(lambda: profiled(*arguments.profile))
     return run_command(one_of_each)

@@ -16,7 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -47,7 +48,11 @@ class BuildError(Exception):
 
 def find_compiler() -> list[str]:
     """The C++ compiler's command. Raises BuildError where there is none."""
-    if command := shlex.split(os.environ.get("CXX", "")):
+    try:
+        command = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise BuildError(f"CXX cannot be read ({error}). Set CXX to a C++17 compiler.") from None
+    if command:
         if shutil.which(command[0]):
             return command
         raise BuildError(f"CXX={command[0]} is not there. Set CXX to a C++17 compiler.")
@@ -109,10 +114,22 @@ def _made(
     made = out / f"{name}-{digest.hexdigest()[:16]}{suffix}"
     if not made.is_file():
         print(f"compile {name} with {' '.join(compiler)}", file=sys.stderr)
+        with in_folder(out, name) as folder:
+            os.replace(_compile(compiler, jobs, sources, extra, folder), made)
+    return made
+
+
+@contextmanager
+def in_folder(out: Path, name: str) -> Iterator[Path]:
+    """A folder in `out` to work in. Raises BuildError where the disk does not let us."""
+    try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out, prefix=f".{name}-") as folder:
-            os.replace(_compile(compiler, jobs, sources, extra, Path(folder)), made)
-    return made
+            yield Path(folder)
+    except OSError as error:
+        raise BuildError(
+            f"{out} cannot be written ({error.strerror}). Make room there, or choose another --out."
+        ) from None
 
 
 def _version(compiler: list[str]) -> str:

@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 
 from . import cubins
@@ -28,6 +27,7 @@ from .build import (
     _link,
     _version,
     find_compiler,
+    in_folder,
 )
 
 NAME = "liboutrider_tensorrt.so"
@@ -92,8 +92,10 @@ def build(root: str | None, out: Path, images: Images) -> Path:
     """
     headers, cuda, compiler = tensorrt_headers(root), cuda_headers(), find_compiler()
     flags = [f"-isystem{headers}", f"-isystem{cuda}", f"-I{SOURCES}"]
-    version = (headers / "NvInferVersion.h").read_bytes()
-    digest = hashlib.sha256(_version(compiler).encode() + version)
+    version = headers / "NvInferVersion.h"
+    if not version.is_file():
+        raise BuildError(f"{headers} has no NvInferVersion.h. Give TENSORRT_ROOT all its headers.")
+    digest = hashlib.sha256(_version(compiler).encode() + version.read_bytes())
     digest.update(repr((compiler, flags, FLAGS, WARNINGS, LINK)).encode())
     sources = sorted((*SOURCES.iterdir(), *HERE.glob("outrider*.h")))
     for path in sources:
@@ -103,9 +105,8 @@ def build(root: str | None, out: Path, images: Images) -> Path:
     made = out / f"liboutrider_tensorrt-{digest.hexdigest()[:16]}.so"
     if not made.is_file():
         print(f"compile the TensorRT plugin with {' '.join(compiler)}", file=sys.stderr)
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out, prefix=".tensorrt-") as name:
-            folder = Path(name).resolve()
+        with in_folder(out, "tensorrt") as made_in:
+            folder = made_in.resolve()
             table = folder / "images.cpp"
             table.write_text(_table(images))
             jobs: list[Unit] = [

@@ -239,6 +239,11 @@ def main() -> int:
         made = build(arguments.out, arguments.arch)
         print(table(read_record(arguments.out), arguments.arch))
         print(*made.values(), sep="\n")
+    except OSError as error:
+        remedy = "Make room there, or choose another --out."
+        cause = f"{arguments.out} cannot be written ({error.strerror})"
+        print(f"error: disk: {cause}. {remedy}", file=sys.stderr)
+        return 12  # runtime/errors.py: the disk
     except CubinError as error:
         print(f"error: backend: {error}", file=sys.stderr)
         return 8  # runtime/errors.py: the backend is missing, or failed

@@ -205,6 +205,13 @@ template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
 
 } // namespace
 
+// A name that a host looks for before it launches: an older image would read another structure. (NVRTC
+// does not export variables.)
+#define OUTRIDER_NAME(version) outrider_interface_##version
+#define OUTRIDER_INTERFACE(version) OUTRIDER_NAME(version)
+static_assert(sizeof(outrider_device_call) == 224, "a new structure is a new OUTRIDER_ABI_VERSION");
+extern "C" __global__ void OUTRIDER_INTERFACE(OUTRIDER_ABI_VERSION)() {}
+
 // --- the kernels ------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(FILTER_THREADS)

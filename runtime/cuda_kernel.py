@@ -144,13 +144,13 @@ def find_image(major: int, minor: int, folders: tuple[Path, ...] = FOLDERS) -> P
         for lower in range(minor, -1, -1):
             if (path := folder / f"outrider_sm_{major}{lower}.cubin").is_file():
                 return path
-        for path in sorted(folder.glob("outrider_compute_*.ptx"), reverse=True):
-            if int(path.stem.rpartition("_")[2]) <= 10 * major + minor:
-                return path
+        images = {int(p.stem.rpartition("_")[2]): p for p in folder.glob("outrider_compute_*.ptx")}
+        if fitting := [version for version in images if version <= 10 * major + minor]:
+            return images[max(fitting)]
     raise OutriderError(
         "backend",
         f"the sampling kernel is not compiled for compute capability {major}.{minor}",
-        "Run make cubins.",
+        "Run make cubins." if major >= 8 else "Use a GPU of compute capability 8.0 or newer.",
     )
 
 
@@ -178,14 +178,27 @@ class Device:
                 device,
             ),
         )
-        self._call("cuCtxSetCurrent", self._call("cuDevicePrimaryCtxRetain", device))
+        self._context = self._call("cuDevicePrimaryCtxRetain", device)
+        self._call("cuCtxSetCurrent", self._context)
         self.image = image or find_image(*self.capability)
         code = self.image.read_bytes()
         self._module = self._call("cuModuleLoadData", code + b"\0")  # PTX is text: it ends in 0
         self._kernels: dict[bytes, Any] = {}
+        self._check_interface()
+
+    def _check_interface(self) -> None:
+        """Refuse machine code that was compiled for another plugins/outrider_device.h."""
+        name = f"outrider_interface_{kernel.ABI_VERSION}".encode()
+        if int(self._driver.cuModuleGetFunction(self._module, name)[0]):
+            raise OutriderError(
+                "backend",
+                f"{self.image.name} is of another version than liboutrider",
+                "Run make cubins again.",
+            )
 
     def launch(self, plan: Plan, stream: int = 0) -> None:
         """Enqueue a plan. It may be captured into a graph; the plan may be dropped afterwards."""
+        self._call("cuCtxSetCurrent", self._context)  # of this thread
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(plan) + Plan.call.offset)
         for launch in plan.launches[: plan.launch_count]:
             if launch.kernel not in self._kernels:

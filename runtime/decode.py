@@ -193,7 +193,7 @@ class Decoder:
             index=running.slot.index,
             context=np.array(tokens, np.int64) if penalised else None,
             suppress=np.array(sorted(request.eos_token_ids), np.int64) if early else None,
-            suppress_rows=early,
+            suppress_rows=min(early, gamma + 1),
             name=f"slot {running.slot.index}",
         )
 

@@ -27,6 +27,7 @@ FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "build" / "lib")
 
 RULES = {"token": 0, "block": 1, "sigmoid": 2}
 _DTYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.uint16): 2}
+_REMEDY = "Run make plugins in a checkout, or install a wheel that was built with a C++ compiler."
 _SLOT_FAILED, _NO_DRAFT_LOGITS = 5, 4
 
 # The structures of outrider.h, field for field; align=True lays them out as C does.
@@ -43,7 +44,7 @@ SLOT = np.dtype(
 ROW = np.dtype(
     [
         ("total", "f8"), ("peak", "f4"), ("rate", "f4"), ("cut", "f4"), ("tie_from", "i4"),
-        ("min_weight", "f4"), ("token", "i4"), ("weight", "f4"), ("reserved", "i4"),
+        ("min_weight", "f4"), ("token", "i4"), ("weight", "f4"), ("status", "i4"),
     ],
     align=True,
 )  # fmt: skip
@@ -106,9 +107,7 @@ def _default() -> ctypes.CDLL:
     for folder in FOLDERS:
         if (folder / "liboutrider.so").is_file():
             return _open(folder / "liboutrider.so")
-    raise OutriderError(
-        "backend", "liboutrider.so is not built", "Run make plugins with a C++ compiler at hand."
-    )
+    raise OutriderError("backend", "liboutrider.so is not there", _REMEDY)
 
 
 def _open(path: Path) -> ctypes.CDLL:
@@ -119,24 +118,22 @@ def _open(path: Path) -> ctypes.CDLL:
             function.restype, function.argtypes = result, arguments
         version = library.outrider_abi_version()
     except (OSError, AttributeError) as error:  # another platform's, or not this library
-        raise OutriderError(
-            "backend", f"{path.name} cannot be loaded ({error})", "Run make plugins again."
-        ) from None
+        raise OutriderError("backend", f"{path.name} cannot be loaded ({error})", _REMEDY) from None
     if version != ABI_VERSION:
         raise OutriderError(
             "backend",
             f"{path.name} has interface version {version}, not {ABI_VERSION}",
-            "Run make plugins again.",
+            _REMEDY,
         )
     return library
 
 
 def unavailable() -> str | None:
-    """Why there is no kernel, in one line; None where there is one."""
+    """Why there is no kernel and what to do, in one line; None where there is one."""
     try:
         load()
     except OutriderError as error:
-        return error.cause
+        return f"{error.cause}. {error.remedy}"
     return None
 
 

@@ -435,11 +435,7 @@ def load(
 def _sampler(pair: Pair, slots: int, threads: int) -> Sampler:
     """The native kernel; where there is none NumPy, and a line that says so."""
     if cause := kernel.unavailable():
-        logger.warning(
-            "sampling in NumPy, several times slower: %s. Run make plugins with a C++ compiler "
-            "at hand.",
-            cause,
-        )
+        logger.warning("sampling in NumPy, several times slower: %s", cause)
         return NumpySampler(pair.vocab_size)
     narrower = min(pair.draft.vocab_size, pair.vocab_size) if pair.draft else None
     return kernel.RoundSampler(

@@ -65,9 +65,9 @@ class SamplingParams:
         self._require(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]")
         self._require(_is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", "in [0, 1]")
         self._require(
-            _is_real(self.repetition_penalty) and self.repetition_penalty > 0,
+            _is_real(self.repetition_penalty) and 1e-3 <= self.repetition_penalty <= 1e3,
             "repetition_penalty",
-            "positive; 1 is off",
+            "from 0.001 to 1000; 1 is off",
         )
         self._require(_is_int(self.seed) and 0 <= self.seed < 2**64, "seed", "in [0, 2^64)")
         self._require(
@@ -315,21 +315,21 @@ def _within(ids: TokenIds, width: int) -> npt.NDArray[np.intp]:
 
 
 def _keep_nucleus(weights: FloatRow, scores: FloatRow, top_p: float) -> None:
-    """Zeroes, in place, the longest ascending prefix whose mass is at most 1 - top_p.
+    """Zeroes, in place, the longest ascending prefix that leaves a mass of at least top_p.
 
     As Transformers does, with its sort made stable (torch leaves the order of equal scores open):
     of equal scores at the boundary the lower ids go first. The best token stays. Only weights
     that could matter are sorted.
     """
     total = float(weights.sum(dtype=np.float64))
-    removable = (1.0 - top_p) * total
-    # All weights below removable / V together are within `removable`: they go, unsorted.
-    # Half of it leaves room for the rounding of the comparison.
-    contenders = weights >= np.float32(removable / (2 * len(weights)))
+    # All weights below (1 - top_p) total / V together can go: they do, unsorted. Half of it leaves
+    # room for the rounding of the comparison.
+    contenders = weights >= np.float32((1.0 - top_p) * total / (2 * len(weights)))
     values = np.sort(scores[contenders])
     mass = np.exp(values - values[-1]).cumsum(dtype=np.float64)
     mass += total - mass[-1]
-    removed = min(int(mass.searchsorted(removable, side="right")), len(values) - 1)
+    # What is left above each, not 1 - top_p: 1 - 0.9 is less than a tenth.
+    removed = min(int(np.count_nonzero(total - mass >= top_p * total)), len(values) - 1)
     boundary = values[removed]
     weights[scores < boundary] = 0
     ties_removed = removed - int(values.searchsorted(boundary, side="left"))
@@ -349,6 +349,6 @@ def _sigmoid(scores: FloatRow, weights: FloatRow, params: SamplingParams) -> Flo
         np.exp(sigmoid, out=sigmoid)
     sigmoid += 1
     np.reciprocal(sigmoid, out=sigmoid)
-    if params.top_k or params.top_p < 1 or params.min_p > 0:
+    if 0 < params.top_k < len(weights) or params.top_p < 1 or params.min_p > 0:
         sigmoid[weights == 0] = 0
     return sigmoid

@@ -10,6 +10,8 @@ import ctypes
 from types import SimpleNamespace
 from typing import Any
 
+from runtime import kernel
+
 
 class Error(int):
     """A CUresult."""
@@ -39,6 +41,7 @@ class FakeDriver:
         self.allocated: dict[int, Any] = {}
         self.launched: list[tuple[str, tuple[int, int, int], int, int]] = []
         self.loaded = b""
+        self.interface = f"outrider_interface_{kernel.ABI_VERSION}".encode()
 
     def cuInit(self, flags: int) -> tuple[Error]:
         return (Error(0),)
@@ -64,7 +67,7 @@ class FakeDriver:
         return Error(0), "module"
 
     def cuModuleGetFunction(self, module: str, name: bytes) -> tuple[Error, bytes | None]:
-        known = self._emulation.outrider_emulate_knows(name)
+        known = self._emulation.outrider_emulate_knows(name) or name == self.interface
         return (Error(0), name) if known else (Error(500), None)
 
     def cuLaunchKernel(

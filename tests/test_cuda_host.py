@@ -246,6 +246,13 @@ def test_ptx_ends_in_a_zero(driver, image):
     assert driver.loaded == b"code\0"
 
 
+def test_machine_code_of_another_interface_is_refused(driver, image):
+    driver.interface = b"outrider_interface_1"
+    with pytest.raises(OutriderError, match="make cubins again") as caught:
+        Device(image=image, driver=driver)
+    assert "outrider_sm_90.cubin is of another version" in caught.value.cause
+
+
 def test_structures_are_those_of_the_header():
     assert ctypes.sizeof(Sizes) == 24
     assert ctypes.sizeof(Plan) == 8 + 4 * 32 + 64 * 8

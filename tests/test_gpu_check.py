@@ -16,13 +16,12 @@ PYTHON = [sys.executable, "-c"]
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    monkeypatch.setattr(gpu_check, "unavailable", lambda: "there is no CUDA driver")
+    monkeypatch.setattr(gpu_check, "find_gpu", lambda: ("", "there is no CUDA driver"))
 
 
 @pytest.fixture
 def a_gpu(monkeypatch):
-    monkeypatch.setattr(gpu_check, "unavailable", lambda: None)
-    monkeypatch.setattr(gpu_check, "describe_gpu", lambda: {"name": "imagined"})
+    monkeypatch.setattr(gpu_check, "find_gpu", lambda: ("sm_90", None))
 
 
 def outcomes(report):
@@ -30,7 +29,7 @@ def outcomes(report):
 
 
 def test_every_gpu_part_is_skipped_by_name(tmp_path, no_gpu):
-    report, good = check(tmp_path, 60, lambda out: [p for p in parts(out) if p.gpu])
+    report, good = check(tmp_path, 60, lambda out, sm: [p for p in parts(out, sm) if p.gpu])
     assert good
     assert report["gpu"] is None
     assert {"kernel tests", "kernel times"} < report["parts"].keys()
@@ -55,7 +54,7 @@ def test_what_breaks_breaks_nothing_else(tmp_path, a_gpu):
         Part("fine", [*PYTHON, "print('fine')"], 20),
     ]  # fmt: skip
     begin = time.monotonic()
-    report, good = check(tmp_path, 60, lambda out: chosen)
+    report, good = check(tmp_path, 60, lambda out, sm: chosen)
     assert time.monotonic() - begin < 40
     assert not good
     assert outcomes(report) == {
@@ -70,13 +69,15 @@ def test_what_breaks_breaks_nothing_else(tmp_path, a_gpu):
 
 def test_results_of_an_earlier_run_are_not_this_ones(tmp_path, a_gpu):
     (tmp_path / "r.json").write_text('{"us": 1}')
-    report, _ = check(tmp_path, 60, lambda out: [Part("silent", [*PYTHON, ""], 20, reads="r.json")])
+    report, _ = check(
+        tmp_path, 60, lambda out, sm: [Part("silent", [*PYTHON, ""], 20, reads="r.json")]
+    )
     assert "result" not in report["parts"]["silent"]
 
 
 def test_the_time_is_kept(tmp_path, a_gpu):
     sleeper = Part("sleeps", [*PYTHON, "import time; time.sleep(30)"], 30)
     late = Part("late", [*PYTHON, ""], 30)
-    report, _ = check(tmp_path, 6, lambda out: [sleeper, late])
+    report, _ = check(tmp_path, 6, lambda out, sm: [sleeper, late])
     assert outcomes(report) == {"sleeps": "timed out", "late": "skipped"}
-    assert sum(part.seconds for part in parts(tmp_path) if part.gpu) <= 600
+    assert sum(part.seconds for part in parts(tmp_path, "sm_90") if part.gpu) <= 660

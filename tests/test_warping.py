@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from runtime import kernel
 from runtime.errors import OutriderError
+from runtime.sampler import Place
 from runtime.warping import TILE, Distribution, SamplingParams, warp
 
 ONE = math.nextafter(1.0, 0.0)  # the largest uniform
@@ -306,3 +308,14 @@ def test_legal_values_are_taken():
     SamplingParams(verify="block")
     SamplingParams(lenience=0.1)
     SamplingParams(temperature=1e-6, verify="sigmoid", sigmoid_alpha=-1e4, sigmoid_beta=1e4)
+
+
+@pytest.mark.parametrize("top_p", [0.9, 0.8, 0.5, 0.25])
+def test_a_nucleus_of_equal_tokens_is_the_share_that_was_asked_for(top_p):
+    """1 - 0.9 is less than a tenth in floating point: a bound on what goes would keep one more."""
+    kept = warp(np.zeros(100, np.float32), SamplingParams(temperature=1.0, top_p=top_p)).probs()
+    assert (kept > 0).sum() == round(100 * top_p)
+    if kernel.available():
+        place = Place(SamplingParams(temperature=1.0, top_p=top_p), 0, 0)
+        native, _ = kernel.warp_weights(np.zeros(100, np.float32), place)
+        np.testing.assert_array_equal(native > 0, kept > 0)
