@@ -28,6 +28,7 @@ help:
 	@echo 'make engines MODEL=<target> DRAFT=<draft|none> [OUT=build/<name>] [BACKEND=onnxruntime]'
 	@echo '             [DTYPE=float32|float16] [MAX_LEN=2048] [MAX_GAMMA=8] [SLOTS=1] [FORCE=0]'
 	@echo '             BACKEND=tensorrt_rtx DTYPE=float16|bfloat16 [SM=80,89,120] builds for RTX GPUs'
+	@echo '             BACKEND=aotinductor [DTYPE=...|bfloat16] compiles for this CPU (PyTorch, g++)'
 	@echo '                MODEL and DRAFT are Hugging Face folders or names'
 	@echo 'make test       the tests, under 10 minutes on two cores; make test-slow: the long ones'
 	@echo 'make check      ruff and mypy'
@@ -59,6 +60,7 @@ engines: kernel
 	@$(PY) -m engines --backend "$(BACKEND)" --supports "$(DTYPE)" --slots "$(SLOTS)" --sm "$(SM)"
 	@$(PY) -m export --model "$(MODEL)" --draft "$(DRAFT)" --dtype "$(DTYPE)" \
 	  --max-gamma "$(MAX_GAMMA)" $(if $(MAX_LEN),--max-len "$(MAX_LEN)") \
+	  --format $(if $(filter aotinductor,$(BACKEND)),torch,onnx) \
 	  --out "$(GRAPHS)" $(if $(filter 1,$(FORCE)),--force)
 	@$(PY) -m engines --graphs "$(GRAPHS)" --out "$(OUT)" \
 	  --backend "$(BACKEND)" --slots "$(SLOTS)" --sm "$(SM)" $(if $(filter 1,$(FORCE)),--force)

@@ -9,6 +9,7 @@ from typing import Protocol
 from runtime.manifest import (
     MANIFEST_FILE,
     EngineFacts,
+    Format,
     GraphFacts,
     Manifest,
     OutriderError,
@@ -22,7 +23,7 @@ from runtime.manifest import (
     write_json,
 )
 
-from . import onnxruntime_backend, tensorrt_backend, tensorrt_rtx_backend
+from . import aotinductor_backend, onnxruntime_backend, tensorrt_backend, tensorrt_rtx_backend
 
 
 class Backend(Protocol):
@@ -31,6 +32,10 @@ class Backend(Protocol):
     @property
     def DTYPES(self) -> tuple[str, ...]:
         """What it builds."""
+
+    @property
+    def FORMAT(self) -> Format:
+        """Of the graphs that it builds from."""
 
     def versions(self) -> dict[str, str]:
         """Of what it builds with."""
@@ -54,6 +59,7 @@ BACKENDS: dict[str, Backend] = {
     "onnxruntime": onnxruntime_backend,
     "tensorrt_rtx": tensorrt_rtx_backend,
     "tensorrt": tensorrt_backend,
+    "aotinductor": aotinductor_backend,
 }
 
 
@@ -71,6 +77,14 @@ def build(
     models = {
         role: facts for role, facts in (("target", pair.target), ("draft", pair.draft)) if facts
     }
+    for facts in models.values():
+        if facts.format != builder.FORMAT:
+            raise OutriderError(
+                "backend",
+                f"the backend {backend} builds from {builder.FORMAT} graphs, and {graphs} has "
+                f"{facts.format} graphs",
+                f"Export the checkpoints again, with --format {builder.FORMAT}.",
+            )
     engines = builder.plan(models, slots, pair.max_gamma, sm)
     wanted = Manifest(
         name=out.name,
@@ -165,6 +179,6 @@ def engine_plan(manifest: Manifest) -> dict[str, int] | None:
         for engine in (manifest.engines or {}).values()
     ]
     known = [[size for size in each if size is not None] for each in sizes]
-    if not known or known != sizes:
+    if not all(known) or not known or known != sizes:
         return None
     return {**plan, "activations": sum(map(max, known))}

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runtime.manifest import GRAPH_FILE, EngineFacts, GraphFacts, OutriderError, first_line
+from runtime.manifest import GRAPH_FILE, EngineFacts, Format, GraphFacts, OutriderError, first_line
 
 DTYPES = ("float32", "float16")  # ONNX Runtime has no bfloat16 kernels for the CPU
+FORMAT: Format = "onnx"
 
 
 def versions() -> dict[str, str]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from runtime.manifest import EngineFacts, GraphFacts, OutriderError
+from runtime.manifest import EngineFacts, Format, GraphFacts, OutriderError
 
 from . import tensorrt_builder
 from .tensorrt_rtx_backend import present_gpus
 
 PRODUCT, PACKAGE = "TensorRT", "tensorrt"
 DTYPES = ("float16", "bfloat16")
+FORMAT: Format = "onnx"
 ENGINE_FILE = "engine.plan"
 
 

@@ -8,7 +8,6 @@ process reads one JSON request and answers in JSON lines: phases, then a result 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib
 import json
 import os
@@ -30,9 +29,10 @@ from runtime.manifest import (
     GraphFacts,
     OutriderError,
     Profile,
-    digest_json,
     first_line,
 )
+
+from .keys import engine_key
 
 CHUNK = 512  # the most tokens of a prompt in one call, as on the CPU
 
@@ -56,20 +56,14 @@ def plan(
     versions: dict[str, str],
 ) -> dict[str, EngineFacts]:
     """What is to be compiled, with keys; the builder's own figures are still missing."""
-    code = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        code.update(path.read_bytes())  # an engine made by other code is another engine
     planned = {}
     for role, facts in models.items():
         shapes = profiles(role, facts, slots, max_gamma)
-        key = digest_json(
-            {
-                "graph": dataclasses.asdict(facts),
-                "profiles": [dataclasses.asdict(profile) for profile in shapes],
-                "targets": targets,
-                "versions": versions,
-                "builder": code.hexdigest(),
-            }
+        key = engine_key(
+            graph=dataclasses.asdict(facts),
+            profiles=[dataclasses.asdict(profile) for profile in shapes],
+            targets=targets,
+            versions=versions,
         )
         planned[role] = EngineFacts(key, name, targets, shapes)
     return planned

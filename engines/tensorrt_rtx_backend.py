@@ -10,12 +10,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from runtime.manifest import EngineFacts, GraphFacts, OutriderError
+from runtime.manifest import EngineFacts, Format, GraphFacts, OutriderError
 
 from . import tensorrt_builder
 
 PRODUCT, PACKAGE = "TensorRT-RTX", "tensorrt_rtx"
 DTYPES = ("float16", "bfloat16")  # its attention has no float32 kernels
+FORMAT: Format = "onnx"
 ENGINE_FILE = "engine.rtx"
 # Only when asked for: it has no bfloat16, and it makes the engine of a list another, larger one.
 TURING = "75"

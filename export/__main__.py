@@ -9,9 +9,9 @@ from pathlib import Path
 from runtime.manifest import CommandParser, run_command
 
 DESCRIPTION = """\
-Export a Hugging Face checkpoint pair to ONNX graphs with explicit cache slots, check them against
-the original models, and write them with the tokenizer to a folder that `python -m engines` turns
-into a bundle. `make engines` runs both.
+Export a Hugging Face checkpoint pair to graphs with explicit cache slots, check them against the
+original models, and write them with the tokenizer to a folder that `python -m engines` turns into
+a bundle. `make engines` runs both.
 """
 EPILOG = """\
 examples:
@@ -51,6 +51,12 @@ def parser() -> argparse.ArgumentParser:
         help="most draft tokens a round, up to 64 (default: 8)",
     )
     add(
+        "--format",
+        default="onnx",
+        choices=["onnx", "torch"],
+        help="of the graphs: torch for --backend aotinductor, onnx for all others (default: onnx)",
+    )
+    add(
         "--cache",
         type=Path,
         default=Path("build/.cache"),
@@ -82,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
             max_len=arguments.max_len,
             max_gamma=arguments.max_gamma,
             cache=arguments.cache,
+            form=arguments.format,
             force=arguments.force,
         )
         return 0

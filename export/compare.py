@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from runtime.manifest import GRAPH_FILE, Dtype, OutriderError
+from runtime.manifest import GRAPH_FILE, PROGRAM_FILE, Dtype, OutriderError, read_program
 
 # Allowed difference of a logit, relative to 1 + the largest logit: some hundred roundings.
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
@@ -57,19 +58,24 @@ def reference(model: PreTrainedModel, capacity: int, vocab_size: int) -> Referen
 
 
 def compare(folder: Path, original: Reference, dtype: Dtype) -> Comparison:
-    """Run the graph on ONNX Runtime as the runtime does: two slots of different lengths, rejected
-    drafts overwritten in place, every logit compared."""
+    """Run the graph (on ONNX Runtime, or as torch runs it) as the runtime does: two slots of
+    different lengths, rejected drafts overwritten in place, every logit compared."""
     bound = TOLERANCE[dtype] * (1 + float(np.abs(original.logits).max()))
-    if dtype == "bfloat16":
+    of_torch = (folder / PROGRAM_FILE).exists()
+    if dtype == "bfloat16" and not of_torch:
         what = "not run: ONNX Runtime has no bfloat16 kernels for the CPU"
         return Comparison(None, bound, what)
-    difference = _difference(_Graph(folder, original.ids.shape[1] + 8), original)
+    graph = (_Program if of_torch else _Graph)(folder, original.ids.shape[1] + 8)
+    difference = _difference(graph, original)
     what = f"{original.ids.shape[1]} tokens, 2 slots: prefill, steps, roll-back" + original.remark
     # NaN compares false with everything; an infinite difference does not.
     return Comparison(difference if np.isfinite(difference) else float("inf"), bound, what)
 
 
-def _difference(graph: _Graph, original: Reference) -> float:
+_Call = Callable[[npt.NDArray[np.int64], list[int]], npt.NDArray[np.float32]]
+
+
+def _difference(graph: _Call, original: Reference) -> float:
     length = original.ids.shape[1]
     rng = np.random.default_rng(1)
     worst = 0.0
@@ -130,3 +136,23 @@ class _Graph:
         )
         self._caches = dict(zip(self._caches, caches, strict=True))
         return logits
+
+
+class _Program:
+    """The same of a torch.export program, which writes into its caches."""
+
+    def __init__(self, folder: Path, rows: int):
+        program = read_program(folder)
+        self._run = program.module()
+        # The example's caches have the program's own dtype and row widths.
+        (*_, keys, values), _ = program.example_inputs
+        self._caches = [
+            [cache.new_zeros(2, cache.shape[1], rows, cache.shape[3]) for cache in side]
+            for side in (keys, values)
+        ]
+
+    def __call__(self, ids: npt.NDArray[np.int64], position: list[int]) -> npt.NDArray[np.float32]:
+        arguments = (torch.from_numpy(ids), torch.tensor(position), torch.arange(ids.shape[1]))
+        with torch.no_grad():
+            logits: torch.Tensor = self._run(*arguments, *self._caches)
+        return logits.numpy()

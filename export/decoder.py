@@ -215,8 +215,8 @@ class Decoder(torch.nn.Module):
         values: list[torch.Tensor],
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         cache = SlotCache(keys, values, position)
-        steps = torch.arange(input_ids.shape[1], device=input_ids.device)
-        position_ids = position[:, None] + steps[None]
+        device, width = input_ids.device, input_ids.shape[1]
+        position_ids = position[:, None] + torch.arange(width, device=device)[None]
         if self.max_positions is not None:
             # Drafted rows past the table are never read, but the look-up must stay inside it.
             position_ids = position_ids.clamp(max=self.max_positions - 1)

@@ -13,18 +13,20 @@ from runtime.manifest import (
     MOST_GAMMA,
     PAIR_FILE,
     Dtype,
+    Format,
     GraphFacts,
     OutriderError,
     Pair,
     link_file,
+    note,
     refuse_foreign,
+    stage,
     write_folder,
     write_json,
 )
 
 from . import part, vocabulary
 from .checkpoint import Checkpoint, check_length, find
-from .progress import note, stage
 
 DEFAULT_MAX_LEN = 2048
 SHORTEST_MAX_LEN = 32  # what the comparison with the original needs to roll back and go on
@@ -39,10 +41,12 @@ def export(
     max_len: int | None = None,
     max_gamma: int = 8,
     cache: Path = Path("build/.cache"),
+    form: Format = "onnx",
     force: bool = False,
 ) -> Pair:
     """Write target, draft and tokenizer to `out`, whole or not at all. See `Pair`.
 
+    form: of the graphs; which one a backend wants, it says when it is given the other.
     max_gamma: 1 to 64. max_len: None takes 2048, or the target's own context where that is shorter.
     Raises OutriderError "checkpoint", "architecture", "vocabulary", "difference", "option", "disk".
     """
@@ -86,11 +90,13 @@ def export(
             )
 
     parts: dict[str, tuple[Path, GraphFacts]] = {
-        "target": part.make("target", target, dtype, length, capacity, cache, force=force)
+        "target": part.make(
+            "target", target, dtype, length, capacity, cache, form=form, force=force
+        )
     }
     if drafter:
         parts["draft"] = part.make(
-            "draft", drafter, dtype, draft_length, capacity, cache, force=force
+            "draft", drafter, dtype, draft_length, capacity, cache, form=form, force=force
         )
     with write_folder(out, PAIR_FILE) as partial:
         (partial / "tokenizer").mkdir()

@@ -6,6 +6,7 @@ import gc
 import hashlib
 import shutil
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir
@@ -17,18 +18,20 @@ from transformers import PreTrainedModel
 from runtime.manifest import (
     PART_FILE,
     Dtype,
+    Format,
     GraphFacts,
     OutriderError,
     digest_json,
     file_facts,
     first_line,
     read_json,
+    stage,
     verify_files,
     write_folder,
     write_json,
 )
 
-from . import compare, graph
+from . import compare, graph, program
 from .checkpoint import (
     Checkpoint,
     cache_shapes,
@@ -39,7 +42,6 @@ from .checkpoint import (
     weight_files,
 )
 from .decoder import Decoder, UnsupportedArchitecture
-from .progress import stage
 
 
 def versions() -> dict[str, str]:
@@ -63,6 +65,7 @@ def make(
     capacity: int,
     cache: Path,
     *,
+    form: Format = "onnx",
     force: bool = False,
 ) -> tuple[Path, GraphFacts]:
     """The folder of the checkpoint's graph, exported now or earlier.
@@ -78,6 +81,7 @@ def make(
                 "capacity": capacity,
                 "exporter": exporter_digest(),
                 "versions": versions(),
+                **({"format": form} if form != "onnx" else {}),
             }
         )
         folder = cache / key[:16]
@@ -87,7 +91,7 @@ def make(
         )
     if facts is None:
         _check_space(cache, checkpoint, dtype)
-        facts = _export(role, checkpoint, dtype, max_len, capacity, folder, key)
+        facts = _export(role, checkpoint, dtype, max_len, capacity, form, folder, key)
     return folder, facts
 
 
@@ -109,6 +113,7 @@ def _export(
     dtype: Dtype,
     max_len: int,
     capacity: int,
+    form: Format,
     folder: Path,
     key: str,
 ) -> GraphFacts:
@@ -123,20 +128,26 @@ def _export(
         key_shapes, value_shapes = cache_shapes(model, checkpoint)
     with stage(role, f"trace, {dtype}") as said:
         decoder = Decoder(model, learned_positions(model, checkpoint)).eval()
+        shapes = key_shapes, value_shapes
+        traced: Any  # what the format's own `save` takes
         try:
-            traced = graph.trace(decoder, key_shapes, value_shapes, capacity, torch_dtype[dtype])
+            if form == "torch":
+                traced = program.trace(decoder, *shapes, torch_dtype[dtype])
+            else:
+                traced = graph.trace(decoder, *shapes, capacity, torch_dtype[dtype])
         except Exception as error:  # noqa: BLE001 - torch.export wraps whatever the model raised
             raise refuse_architecture(
                 checkpoint.source, checkpoint.config, _reason(error)
             ) from None
         said.note = f"{len(key_shapes)} layers, {capacity} rows a slot"
-    with stage(role, "simplify") as said:
-        before = len(traced.graph)
-        graph.simplify(traced)
-        said.note = f"{before:,} -> {len(traced.graph):,} nodes"
+    if form == "onnx":  # a compiler of torch's graphs does this itself
+        with stage(role, "simplify") as said:
+            before = len(traced.graph)
+            graph.simplify(traced)
+            said.note = f"{before:,} -> {len(traced.graph):,} nodes"
     with write_folder(folder, PART_FILE) as partial:
         with stage(role, "write") as said:
-            graph.save(traced, partial)
+            (program if form == "torch" else graph).save(traced, partial)
             files = {path.name: file_facts(path) for path in sorted(partial.iterdir())}
             said.note = f"{sum(f.size for f in files.values()) / 2**20:,.1f} MiB"
         del model, decoder, traced  # the comparison loads the weights a second time

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import torch
 
-from runtime.manifest import PROGRAM_FILE, TENSOR_ALIGNMENT, WEIGHTS_FILE, read_tensors
+from runtime.manifest import PROGRAM_FILE, TENSOR_ALIGNMENT, WEIGHTS_FILE, place_tensors
 
 from .decoder import Decoder, example
 from .graph import quiet
+
+_EXAMPLE_ROWS = 16  # S is open, and the file keeps the example
 
 
 class _InPlace(torch.nn.Module):
@@ -43,11 +45,10 @@ def trace(
     decoder: Decoder,
     key_shapes: Sequence[tuple[int, int]],  # per layer (Hkv, D)
     value_shapes: Sequence[tuple[int, int]],
-    capacity: int,
     dtype: torch.dtype,
 ) -> torch.export.ExportedProgram:
     """As `graph.trace`. Inputs in the contract's order, all keys before all values; one output."""
-    arguments, open_sizes = example(key_shapes, value_shapes, capacity, dtype)
+    arguments, open_sizes = example(key_shapes, value_shapes, _EXAMPLE_ROWS, dtype)
     with torch.no_grad(), quiet():
         return torch.export.export(
             _InPlace(decoder).eval(), arguments, dynamic_shapes=open_sizes, strict=False
@@ -66,20 +67,12 @@ def save(program: torch.export.ExportedProgram, folder: Path) -> None:
         if isinstance(tensor, torch.Tensor)
     }
     _write_tensors(tensors, folder / WEIGHTS_FILE)
-    for holder in (program.state_dict, program.constants):
-        for name in tensors.keys() & holder.keys():
-            del holder[name]
+    # The format wants a tensor of each name and shape: one number is enough for that.
+    stubs = {n: torch.zeros((), dtype=t.dtype).expand(t.shape) for n, t in tensors.items()}
     tensors.clear()
+    place_tensors(program, stubs)
     with quiet():
         torch.export.save(program, folder / PROGRAM_FILE)
-
-
-def load(folder: Path) -> torch.nn.Module:
-    """The program as a module that runs, its weights mapped from the file."""
-    with quiet():
-        program = torch.export.load(folder / PROGRAM_FILE)
-    program.state_dict.update(read_tensors(folder / WEIGHTS_FILE))
-    return program.module()
 
 
 def _write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -107,5 +100,5 @@ def _write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
         file.write(len(header).to_bytes(8, "little") + header)
         for tensor in distinct:
             file.seek(aligned(file.tell()))
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy())
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         file.truncate(start + end)

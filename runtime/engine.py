@@ -64,6 +64,10 @@ def check_bundle(manifest: Manifest, folder: Path) -> None:
                 f"{folder} was built with {package} {built}, and {installed} is installed",
                 f"Build it again: {manifest.rebuild_command(folder)}",
             )
+    if manifest.backend == "aotinductor":
+        from .aoti_engine import check_processor
+
+        check_processor(manifest, folder)
     if manifest.backend in ("tensorrt_rtx", "tensorrt"):
         raise OutriderError(
             "backend",
@@ -102,6 +106,10 @@ def open_engine(
         from .ort_engine import OrtEngine
 
         return OrtEngine(folder, facts, **options)
+    if backend == "aotinductor":
+        from .aoti_engine import AotiEngine
+
+        return AotiEngine(folder, facts, **options)
     raise OutriderError(
         "backend",
         f"this version cannot run bundles of the backend {backend}",

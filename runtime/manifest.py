@@ -11,7 +11,6 @@ import dataclasses
 import errno
 import hashlib
 import json
-import math
 import os
 import shutil
 import types
@@ -23,28 +22,47 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from .errors import CommandParser, OutriderError, first_line, run_command
+from .progress import note, stage
+from .torch_files import (
+    PROGRAM_FILE,
+    TENSOR_ALIGNMENT,
+    WEIGHTS_FILE,
+    cpu_targets,
+    place_tensors,
+    read_program,
+    read_tensors,
+)
 
 __all__ = [
     "MOST_GAMMA",
+    "PROGRAM_FILE",
+    "TENSOR_ALIGNMENT",
+    "WEIGHTS_FILE",
     "CommandParser",
     "EngineFacts",
     "FileFacts",
+    "Format",
     "GraphFacts",
     "Manifest",
     "OutriderError",
     "Pair",
     "Profile",
     "TokenizerFacts",
+    "cpu_targets",
     "digest_json",
     "file_facts",
     "first_line",
     "link_file",
+    "note",
+    "place_tensors",
     "read_bundle",
     "read_json",
     "read_pair",
+    "read_program",
     "read_tensors",
     "refuse_foreign",
     "run_command",
+    "stage",
     "verify_files",
     "write_folder",
     "write_json",
@@ -53,12 +71,12 @@ __all__ = [
 SCHEMA = 1
 _KINDS = ("manifest", "pair", "graph")
 MANIFEST_FILE, PAIR_FILE, PART_FILE = "manifest.json", "pair.json", "graph.json"
-GRAPH_FILE, PROGRAM_FILE, WEIGHTS_FILE = "graph.onnx", "graph.pt2", "weights.bin"
+GRAPH_FILE = "graph.onnx"
 PACKAGE_FILE = "engine.pt2"  # AOTInductor's
 TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
-TENSOR_ALIGNMENT = 64  # bytes: a cache line, the widest vector
 MOST_GAMMA = 64  # OUTRIDER_MAX_WIDTH of plugins/outrider.h
 Dtype = Literal["float32", "float16", "bfloat16"]
+Format = Literal["onnx", "torch"]  # of a graph: GRAPH_FILE or PROGRAM_FILE
 T = TypeVar("T")
 
 
@@ -96,6 +114,10 @@ class GraphFacts:
     comparison: str
     versions: dict[str, str]
     files: dict[str, FileFacts]
+
+    @property
+    def format(self) -> Format:
+        return "torch" if PROGRAM_FILE in self.files else "onnx"
 
     def cache_bytes(self, slots: int) -> int:
         rows = sum(heads * width for heads, width in (*self.key_shapes, *self.value_shapes))
@@ -443,26 +465,3 @@ def verify_files(folder: Path, files: dict[str, FileFacts], *, contents: bool, r
             raise OutriderError("bundle", cause, remedy)
         if contents and _sha256(path) != facts.sha256:
             raise OutriderError("bundle", f"{path} was edited or damaged: its hash differs", remedy)
-
-
-def read_tensors(path: Path) -> dict[str, Any]:
-    """The torch tensors of a weights file, mapped: nothing is read before it is used.
-
-    The file: the length of a JSON object as 8 bytes, little-endian; that object, which gives for
-    each name a dtype, a shape and the offset of its bytes; then these, from the next multiple of
-    `TENSOR_ALIGNMENT` on, each tensor at such a multiple. Tied tensors have one place.
-    """
-    import torch  # only what this is called for needs it
-
-    size = path.stat().st_size
-    data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    length = int.from_bytes(bytes(data[:8].tolist()), "little")
-    index = json.loads(bytes(data[8 : 8 + length].numpy()))
-    start = -(-(8 + length) // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
-    tensors = {}
-    for name, (kind, shape, offset) in index.items():
-        dtype = getattr(torch, kind)
-        first = start + offset
-        raw = data[first : first + math.prod(shape) * dtype.itemsize]
-        tensors[name] = raw.view(dtype).reshape(shape)
-    return tensors

@@ -267,7 +267,12 @@ class Workshop:
         return folder
 
     def bundle(
-        self, target: Path, draft: Path | None = None, *, backend: str = "onnxruntime", **options: Any
+        self,
+        target: Path,
+        draft: Path | None = None,
+        *,
+        backend: str = "onnxruntime",
+        **options: Any,
     ) -> Path:
         """What `python -m engines` writes, for one slot. options: as `graphs`."""
         form = {"form": "torch"} if BACKENDS[backend].FORMAT == "torch" else {}
