@@ -42,6 +42,12 @@ def compile(
     """Make sure that this ONNX Runtime takes the graph. Raises OutriderError "backend"."""
     import onnxruntime as ort
 
+    if facts.max_difference is None:  # it would crash the process that generates
+        raise OutriderError(
+            "backend",
+            f"the graph of {facts.source} was {facts.comparison}",
+            "Build with DTYPE=float32, or for another BACKEND.",
+        )
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +13,15 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from runtime.manifest import GRAPH_FILE, PROGRAM_FILE, Dtype, OutriderError, read_program
+from runtime.manifest import (
+    GRAPH_FILE,
+    ORT_LEFT_OUT,
+    PROGRAM_FILE,
+    Dtype,
+    OutriderError,
+    first_line,
+    read_program,
+)
 
 # Allowed difference of a logit, relative to 1 + the largest logit: some hundred roundings.
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
@@ -53,23 +63,70 @@ def reference(model: PreTrainedModel, capacity: int, vocab_size: int) -> Referen
             f"Transformers itself cannot run this {type(model).__name__}: {error}".splitlines()[0],
             "Check that config.json belongs to these weights.",
         ) from None
+    if not torch.isfinite(logits).all():  # a bound made of them would hold for anything
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise OutriderError(
+            "checkpoint",
+            f"this {type(model).__name__} says NaN or infinity in {dtype}",
+            "Check the weights."
+            if dtype == "float32"
+            else "Build with another DTYPE; float16 overflows beyond 65504.",
+        )
     remark = f"; its window of {window} was not reached" if window >= length else ""
     return Reference(ids, logits.float().numpy(), remark)
 
 
-def compare(folder: Path, original: Reference, dtype: Dtype) -> Comparison:
+def compare(
+    folder: Path,
+    original: Reference,
+    dtype: Dtype,
+    exact: Callable[[], Reference] | None = None,  # the original in float32
+) -> Comparison:
     """Run the graph (on ONNX Runtime, or as torch runs it) as the runtime does: two slots of
-    different lengths, rejected drafts overwritten in place, every logit compared."""
+    different lengths, rejected drafts overwritten in place, every logit compared.
+
+    Beyond the bound in half precision it is `exact` that decides: the graph may be as far from
+    that as the original's own roundings are, and the bound more.
+    Raises OutriderError "backend" where ONNX Runtime refuses the graph.
+    """
     bound = TOLERANCE[dtype] * (1 + float(np.abs(original.logits).max()))
     of_torch = (folder / PROGRAM_FILE).exists()
     if dtype == "bfloat16" and not of_torch:
         what = "not run: ONNX Runtime has no bfloat16 kernels for the CPU"
         return Comparison(None, bound, what)
-    graph = (_Program if of_torch else _Graph)(folder, original.ids.shape[1] + 8)
-    difference = _difference(graph, original)
+    if dtype == "float16" and not of_torch and _crashes(folder):
+        what = "not run: ONNX Runtime crashes when it loads this float16 graph"
+        return Comparison(None, bound, what)
+    rows = original.ids.shape[1] + 8
     what = f"{original.ids.shape[1]} tokens, 2 slots: prefill, steps, roll-back" + original.remark
+
+    def difference_from(reference: Reference) -> float:
+        graph = _Program(folder, rows) if of_torch else _Graph(folder, rows, dtype)
+        return _difference(graph, reference)
+
+    difference = difference_from(original)
+    if not difference <= bound and exact is not None and dtype != "float32":
+        truth = exact()
+        rounding = float(np.abs(original.logits - truth.logits).max())
+        bound = TOLERANCE[dtype] * (1 + float(np.abs(truth.logits).max())) + rounding
+        difference = difference_from(truth)
+        what += f"; from the original in float32, from which its own {dtype} is {rounding:.1e}"
     # NaN compares false with everything; an infinite difference does not.
     return Comparison(difference if np.isfinite(difference) else float("inf"), bound, what)
+
+
+def _crashes(folder: Path) -> bool:
+    """ONNX Runtime's float16 can end the process that loads a graph: let a child find out."""
+    load = (
+        "import sys, onnxruntime as ort; o = ort.SessionOptions(); o.log_severity_level = 4; "
+        "o.add_session_config_entry('session.disable_prepacking', '1'); "
+        "ort.InferenceSession(sys.argv[1], o, providers=['CPUExecutionProvider'], "
+        "disabled_optimizers=sys.argv[2:])"
+    )
+    left_out = ORT_LEFT_OUT.get("float16", [])
+    command = [sys.executable, "-c", load, str(folder / GRAPH_FILE), *left_out]
+    # By a signal; what it raises, the comparison says.
+    return subprocess.run(command, capture_output=True, check=False).returncode < 0
 
 
 _Call = Callable[[npt.NDArray[np.int64], list[int]], npt.NDArray[np.float32]]
@@ -107,16 +164,23 @@ def _difference(graph: _Call, original: Reference) -> float:
 class _Graph:
     """The exported graph with its caches handed around; plain and slow, for checking only."""
 
-    def __init__(self, folder: Path, rows: int):
+    def __init__(self, folder: Path, rows: int, dtype: Dtype):
         import onnxruntime as ort
 
+        self._dtype = dtype
         options = ort.SessionOptions()
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # what it raises says it all
         # Without its rearranged copies of the weights, which would be the peak of the whole export.
         options.add_session_config_entry("session.disable_prepacking", "1")
-        self._session = ort.InferenceSession(
-            str(folder / GRAPH_FILE), options, providers=["CPUExecutionProvider"]
-        )
+        try:
+            self._session = ort.InferenceSession(
+                str(folder / GRAPH_FILE),
+                options,
+                providers=["CPUExecutionProvider"],
+                disabled_optimizers=ORT_LEFT_OUT.get(dtype),
+            )
+        except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes
+            raise _refused(dtype, error) from None
         kinds = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
         self._caches = {
             value.name: np.zeros((2, value.shape[1], rows, value.shape[3]), kinds[value.type])
@@ -131,11 +195,21 @@ class _Graph:
             "logits_index": np.arange(ids.shape[1]),
         }
         logits: npt.NDArray[np.float32]
-        logits, *caches = self._session.run(
-            ["logits", *(f"{name}_out" for name in self._caches)], {**feeds, **self._caches}
-        )
+        names = ["logits", *(f"{name}_out" for name in self._caches)]
+        try:
+            logits, *caches = self._session.run(names, {**feeds, **self._caches})
+        except Exception as error:  # noqa: BLE001
+            raise _refused(self._dtype, error) from None
         self._caches = dict(zip(self._caches, caches, strict=True))
         return logits
+
+
+def _refused(dtype: Dtype, error: Exception) -> OutriderError:
+    return OutriderError(
+        "backend",
+        f"ONNX Runtime cannot run the {dtype} graph: {first_line(error)}",
+        "Build with DTYPE=float32; if that fails too, please report the architecture.",
+    )
 
 
 class _Program:

@@ -77,6 +77,7 @@ def simplify(model: ir.Model) -> None:
     with quiet():
         optimize_ir(model, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT)
         _rms_normalization.fuse_rms_normalization(model)
+        _match_norms(model)
         _rotary_embedding.fuse_rotary_embedding(model)
         _rotary_embedding.fuse_partial_rotary_embedding(model)
         LiftConstantsToInitializersPass(lift_all_constants=False)(model)
@@ -90,6 +91,24 @@ def simplify(model: ir.Model) -> None:
     for value in traced:
         if id(value) not in kept:
             value.const_value = None
+
+
+def _match_norms(model: ir.Model) -> None:
+    """Cast what a norm reads to the type of its scale, which is its output's type.
+
+    Gemma, OLMo 2 and GPT-OSS scale in float32 before they round. The operator allows two types,
+    but its definition, which ONNX Runtime runs, multiplies the one by the other.
+    """
+    for node in list(model.graph):
+        if node.op_type != "RMSNormalization":
+            continue
+        x, scale = node.inputs[:2]
+        assert x is not None and scale is not None and scale.dtype is not None
+        if x.dtype != scale.dtype:
+            cast = ir.node("Cast", [x], {"to": scale.dtype})
+            cast.outputs[0].shape, cast.outputs[0].dtype = x.shape, scale.dtype
+            model.graph.insert_before(node, cast)
+            node.replace_input_with(0, cast.outputs[0])
 
 
 def _transpose_weights(model: ir.Model) -> None:

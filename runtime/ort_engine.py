@@ -11,7 +11,7 @@ import numpy.typing as npt
 from .engine import Ids
 from .errors import OutriderError, first_line
 from .host_engine import HostEngine
-from .manifest import GRAPH_FILE, GraphFacts
+from .manifest import GRAPH_FILE, ORT_LEFT_OUT, GraphFacts
 
 
 class OrtEngine(HostEngine[Any]):
@@ -42,7 +42,10 @@ class OrtEngine(HostEngine[Any]):
         options.add_session_config_entry("session.force_spinning_stop", "1")
         try:
             self._session = ort.InferenceSession(
-                str(folder / GRAPH_FILE), options, providers=["CPUExecutionProvider"]
+                str(folder / GRAPH_FILE),
+                options,
+                providers=["CPUExecutionProvider"],
+                disabled_optimizers=ORT_LEFT_OUT.get(facts.dtype),
             )
         except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes here
             raise OutriderError(

@@ -34,6 +34,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AttentionMaskInterface, AutoModelForCausalLM, masking_utils
 
 import export.__main__
+import export.graph
 from engines.bundle import build
 from export import checkpoint, compare, decoder, part, vocabulary
 from export.pair import DEFAULT_MAX_LEN
@@ -262,6 +263,116 @@ def test_float16(workshop: Workshop, tmp_path: Path) -> None:
     assert len(result.token_ids) == 8
     full = read_pair(workshop.graphs(source)).target
     assert full.cache_bytes(3) == 2 * facts.cache_bytes(3)
+
+
+HALF = ["gemma2", "gpt2", "granite"]  # one of each kind of trouble: see the controls below
+HALF_SLOW = [
+    name
+    for name in ARCHITECTURES
+    if name not in {*HALF, UNTIED, "falcon", "bloom", "gptj", "mamba", "t5"}
+]
+
+
+@pytest.mark.parametrize(
+    "name", [*HALF, *(pytest.param(name, marks=pytest.mark.slow) for name in HALF_SLOW)]
+)
+def test_architectures_in_float16(workshop: Workshop, name: str) -> None:
+    source = workshop.checkpoint(name)
+    facts = read_pair(workshop.graphs(source, dtype="float16")).target
+    assert facts.max_difference is not None
+    assert 0 < facts.max_difference <= facts.tolerance
+    engine = load(workshop.bundle(source, dtype="float16"), slots=1, threads=1)
+    assert len(engine.generate([5, 6, 7], max_new_tokens=8, ignore_eos=True).token_ids) == 8
+
+
+def test_control_a_norm_of_two_types_is_refused(
+    workshop: Workshop,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Gemma scales in float32. The one line is for any graph that ONNX Runtime refuses."""
+    source = workshop.checkpoint("gemma2")
+    norms = [
+        node
+        for node in graph(workshop.graphs(source, dtype="float16")).graph.node
+        if node.op_type == "RMSNormalization"
+    ]
+    assert len(norms) == 4 * LAYERS + 1
+    monkeypatch.setattr(export.graph, "_match_norms", lambda model: None)
+    options = ["--dtype", "float16", "--max-len", str(MAX_LEN)]
+    status, err = command(capsys, tmp_path, source, *options)
+    assert status == EXIT_STATUS["backend"]
+    assert "ONNX Runtime cannot run the float16 graph" in error_line(err, "backend")
+    assert nothing_left(tmp_path)
+
+
+def test_control_a_graph_that_crashes_onnx_runtime(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all of its optimisers ONNX Runtime 1.31 dies of this graph; the export survives, says
+    that it compared nothing, and this backend wants no such graph."""
+    monkeypatch.setattr(compare, "ORT_LEFT_OUT", {})
+    folder = tmp_path / "graphs"
+    pair = export_pair(
+        str(workshop.checkpoint("gpt2")),
+        None,
+        folder,
+        dtype="float16",
+        max_len=MAX_LEN,
+        cache=tmp_path / "cache",
+    )
+    assert pair.target.max_difference is None
+    assert pair.target.comparison.startswith("not run: ONNX Runtime crashes")
+    with pytest.raises(OutriderError, match="crashes when it loads this float16 graph") as caught:
+        build(folder, tmp_path / "bundle", backend="onnxruntime", slots=1)
+    assert caught.value.kind == "backend"
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_float32_decides_where_the_original_rounds_badly(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    """Granite's scores are not scaled down: two float16 computations are two bounds apart."""
+    source = workshop.checkpoint("granite")
+    copy = shutil.copytree(workshop.graphs(source, dtype="float16") / "target", tmp_path / "target")
+
+    def reference(dtype: torch.dtype) -> compare.Reference:
+        found = checkpoint.load(checkpoint.find(str(source)), dtype)
+        return compare.reference(found, CAPACITY, VOCAB_SIZE)
+
+    rough, exact = reference(torch.float16), reference(torch.float32)
+    assert not compare.compare(copy, rough, "float16").passed
+    decided = compare.compare(copy, rough, "float16", lambda: exact)
+    assert decided.passed
+    assert "from the original in float32" in decided.what
+    # Controls: it is not the rougher yardstick alone that passes, and another model does not.
+    rounding = np.abs(rough.logits - exact.logits).max()
+    assert decided.max_difference is not None
+    assert decided.max_difference < rounding
+    weights = np.fromfile(copy / WEIGHTS_FILE, np.float16)
+    weights[len(weights) // 2 :: 7] = 0
+    (copy / WEIGHTS_FILE).unlink()  # a link, like the cache's
+    weights.tofile(copy / WEIGHTS_FILE)
+    assert not compare.compare(copy, rough, "float16", lambda: exact).passed
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_an_original_that_overflows_is_refused(
+    workshop: Workshop, tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bound made of infinite logits would hold for anything; float32 is the control."""
+    source = Path(shutil.copytree(workshop.checkpoint(UNTIED), tmp_path / "checkpoint"))
+    weights = load_file(source / "model.safetensors")
+    weights["lm_head.weight"] *= 1e5
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    status, err = command(capsys, tmp_path, source, "--dtype", dtype, "--max-len", "64")
+    if dtype == "float32":
+        assert status == 0
+    else:
+        assert status == EXIT_STATUS["checkpoint"]
+        assert "says NaN or infinity in float16" in error_line(err, "checkpoint")
+        assert nothing_left(tmp_path)
 
 
 def test_bfloat16_is_exported_unchecked_and_not_for_this_backend(
