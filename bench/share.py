@@ -104,16 +104,16 @@ class _Agreeing:
 @contextmanager
 def agreeing(engine: TextEngine) -> Iterator[None]:
     """Every draft token is accepted while the block runs."""
-    decoder = engine.decoder
-    target, draft = decoder.target, decoder.draft
+    rounds = engine.decoder.rounds
+    target, draft = rounds.target, rounds.draft
     assert draft is not None
     row = np.random.default_rng(0).standard_normal(engine.decoder.vocab_size, np.float32)
-    rows = np.tile(row, (decoder.max_gamma + 1, 1))
-    decoder.target, decoder.draft = _Agreeing(target, rows), _Agreeing(draft, rows)
+    rows = np.tile(row, (engine.decoder.max_gamma + 1, 1))
+    rounds.target, rounds.draft = _Agreeing(target, rows), _Agreeing(draft, rows)
     try:
         yield
     finally:
-        decoder.target, decoder.draft = target, draft
+        rounds.target, rounds.draft = target, draft
 
 
 def measure(

@@ -27,6 +27,7 @@ from .manifest import (
     read_bundle,
 )
 from .request import Request, Running, Token
+from .rounds import HostRounds
 from .sampler import NumpySampler, Sampler
 from .slots import Slot
 from .stats import Stats
@@ -421,9 +422,11 @@ def load(
             memory[role] = (folder / role / WEIGHTS_FILE).stat().st_size
             memory["cache"] = memory.get("cache", 0) + facts.cache_bytes(slots)
     decoder = Decoder(
-        engines["target"],
-        engines.get("draft"),
-        _sampler(pair, slots, threads or os.cpu_count() or 1),
+        HostRounds(
+            engines["target"],
+            engines.get("draft"),
+            _sampler(pair, slots, threads or os.cpu_count() or 1),
+        ),
         vocab_size=pair.vocab_size,
         max_len=pair.max_len,
         max_gamma=pair.max_gamma,

@@ -18,6 +18,7 @@ from tokenizers import decoders, models
 from runtime.decode import Decoder
 from runtime.engine import Engine, Ids, Logits
 from runtime.manifest import GraphFacts, Manifest, Pair, TokenizerFacts
+from runtime.rounds import HostRounds
 from runtime.sampler import NumpySampler
 from runtime.text import Tokenizer
 from runtime.text_engine import TextEngine
@@ -257,9 +258,11 @@ def make_text_engine(
         special_tokens=manifest.pair.tokenizer.special_tokens,
     )
     decoder = Decoder(
-        engine(target, rounding),
-        engine(draft, 0.0) if draft is not None else None,
-        NumpySampler(vocab_size),
+        HostRounds(
+            engine(target, rounding),
+            engine(draft, 0.0) if draft is not None else None,
+            NumpySampler(vocab_size),
+        ),
         vocab_size=vocab_size,
         max_len=max_len,
         max_gamma=max_gamma,

@@ -15,6 +15,7 @@ from runtime.decode import Decoder
 from runtime.kernel import RoundSampler
 from runtime.philox import Purpose
 from runtime.request import Request, Running
+from runtime.rounds import HostRounds
 from runtime.sampler import NumpySampler, Sampler
 from runtime.sampling import Verdict, verify
 from runtime.slots import Slot
@@ -76,7 +77,7 @@ def make_decoder(
 ) -> Decoder:
     """Fakes of exactly the capacity that a bundle has: a row too many is an error."""
     capacity = capacity or max_len + max_gamma + 1
-    return Decoder(
+    rounds = HostRounds(
         FakeEngine(
             target, vocab_size=target_width or vocab_size, slots=slots, capacity=capacity,
             order=order,
@@ -86,11 +87,14 @@ def make_decoder(
             capacity=draft_capacity or capacity, order=order,
         ),
         make_sampler(vocab_size, min(vocab_size, draft_width or vocab_size), slots, max_gamma),
+    )  # fmt: skip
+    return Decoder(
+        rounds,
         vocab_size=vocab_size,
         max_len=max_len,
         max_gamma=max_gamma,
         draft_max_len=draft_max_len,
-    )  # fmt: skip
+    )
 
 
 def check_rows(decoder: Decoder, running: Running) -> None:

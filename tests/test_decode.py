@@ -167,7 +167,7 @@ def test_writing_over_a_slot_that_sits_out_is_noticed() -> None:
     def at_the_start(self: Decoder, first: int, last: int, length: str) -> np.ndarray:
         return np.zeros(last - first, np.int64)
 
-    with broken("decode.Decoder._idle_positions", at_the_start), pytest.raises(AssertionError):
+    with broken("rounds.HostRounds._idle_positions", at_the_start), pytest.raises(AssertionError):
         crowd(3, 0)
 
 

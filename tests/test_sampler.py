@@ -46,10 +46,10 @@ def test_without_the_library_numpy_says_the_same_and_one_line_says_so(
     with caplog.at_level(logging.WARNING):
         native = load(bundle)
         assert not caplog.records
-        assert isinstance(native.decoder.sampler, RoundSampler)
+        assert isinstance(native.decoder.rounds.sampler, RoundSampler)
         with broken("kernel.load", no_library):
             plain = load(bundle)
-    assert isinstance(plain.decoder.sampler, NumpySampler)
+    assert isinstance(plain.decoder.rounds.sampler, NumpySampler)
     (record,) = caplog.records
     assert "liboutrider.so is not there. Run make plugins." in record.message
     assert "\n" not in record.message
