@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -180,6 +181,11 @@ template <class T> T atomicOr(T* at, T value) {
   return old;
 }
 
+uint64_t global_timer() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<uint64_t>(std::chrono::nanoseconds(now).count());
+}
+
 using std::fmaxf;
 using std::log;
 using std::memcpy;
@@ -199,9 +205,9 @@ namespace {
 
 // --- launches ---------------------------------------------------------------------------------
 
-using Kernel = void (*)(Call);
-const std::map<std::string, Kernel> kernels = {
+template <class Parameter> using Kernels = std::map<std::string, void (*)(Parameter)>;
 #define KERNEL(name) {#name, name}
+const Kernels<Call> kernels = {
     KERNEL(outrider_mark),
     KERNEL(outrider_verify_scan),
     KERNEL(outrider_verify_scan_general),
@@ -211,15 +217,28 @@ const std::map<std::string, Kernel> kernels = {
     KERNEL(outrider_draw_scan),
     KERNEL(outrider_draw_scan_general),
     KERNEL(outrider_draw_filter),
-#undef KERNEL
 };
-Kernel current;
-Call argument;
+const Kernels<outrider_loop> loop_kernels = {
+    KERNEL(outrider_begin),
+    KERNEL(outrider_feed),
+    KERNEL(outrider_commit),
+};
+#undef KERNEL
 
-void launch(const char* kernel, const uint32_t grid[3], uint32_t threads, const void* call) {
-  std::memcpy(&argument, call, sizeof argument);
-  current = kernels.at(kernel);
+// What all threads run; their parameter is a copy, as a launch makes one.
+template <class Parameter> void prepare(void (*kernel)(Parameter), const void* parameter) {
+  static void (*current)(Parameter);
+  static Parameter argument;
+  current = kernel;
+  std::memcpy(&argument, parameter, sizeof argument);
   body = [] { current(argument); };
+}
+
+void launch(const char* kernel, const uint32_t grid[3], uint32_t threads, const void* parameter) {
+  if (const auto loop = loop_kernels.find(kernel); loop != loop_kernels.end())
+    prepare(loop->second, parameter);
+  else
+    prepare(kernels.at(kernel), parameter);
   blockDim = {threads, 1, 1};
   gridDim = {grid[0], grid[1], grid[2]};
   std::vector<Index> blocks;
@@ -290,10 +309,12 @@ OUTRIDER_API void outrider_emulate(int32_t added, int32_t removed, uint32_t seed
 }
 
 // For a host that launches by itself.
-OUTRIDER_API int32_t outrider_emulate_knows(const char* kernel) { return kernels.count(kernel) != 0; }
+OUTRIDER_API int32_t outrider_emulate_knows(const char* kernel) {
+  return kernels.count(kernel) + loop_kernels.count(kernel) != 0;
+}
 OUTRIDER_API void outrider_emulate_launch(const char* kernel, const uint32_t grid[3],
-                                          uint32_t threads, const void* call) {
-  launch(kernel, grid, threads, call);
+                                          uint32_t threads, const void* parameter) {
+  launch(kernel, grid, threads, parameter);
 }
 
 OUTRIDER_API int32_t outrider_emulate_draw(const outrider_logits* logits,

@@ -32,7 +32,7 @@ typedef unsigned long long uint64_t;
 extern "C" {
 #endif
 
-#define OUTRIDER_ABI_VERSION 2
+#define OUTRIDER_ABI_VERSION 3
 #define OUTRIDER_MAX_WIDTH 64 /* draft tokens in a round */
 
 enum {
@@ -224,6 +224,48 @@ OUTRIDER_API int32_t outrider_device_plan_verify(const outrider_device_sizes* si
                       const int64_t* drafts, const outrider_row* rows, outrider_verdict* verdicts,
                       double* ratios, void* workspace, size_t workspace_size,
                       outrider_device_plan* plan);
+
+/* --- the same on a GPU: between the calls of the models -----------------------------------------
+ *
+ * So that a round is one graph, and the next can be launched before the host has seen this one, the
+ * text of a slot and its lengths live on the device. Three kernels of outrider_cuda.cu keep them, each
+ * of one block (of any number of threads) whose one parameter is an outrider_loop by value:
+ *
+ *   outrider_begin    what the models and the plans of a round read, from the sequences
+ *   outrider_feed     after the draw of `step`: its tokens to the next draft step and to the target
+ *   outrider_commit   after the verification: tokens and lengths of the sequences
+ */
+typedef struct {
+  int64_t* tokens;       /* the text, prompt included; room for `most` ids */
+  int64_t* draft_tokens; /* the same with 0 for ids that the draft cannot look up; may be `tokens` */
+  const int64_t* ends;   /* ids that end the text */
+  int32_t end_count;
+  int32_t length;        /* ids so far */
+  int32_t most;          /* the length at which the text ends */
+  int32_t draft_most;    /* the length at which the draft's context ends */
+  int32_t unsuppressed;  /* the length from which outrider_slot.suppress no longer holds */
+  int32_t ended;         /* not 0: takes part in no round */
+} outrider_sequence;
+
+/* All arrays are in device memory. A slot takes part in a round where its turn is not negative and its
+ * sequence has not ended; the others are fed what they have been fed before, beyond their valid rows. */
+typedef struct {
+  outrider_sequence* sequences;  /* [B] */
+  outrider_slot* slots;          /* [B]: begin writes gamma, position, context_length, suppress_rows */
+  const int32_t* turns;          /* [B] draft tokens that are wanted; -1: sits out */
+  const int64_t* drafts;         /* [B, width] */
+  const outrider_verdict* verdicts; /* [B] */
+  int64_t* draft_ids;            /* [B, 2] for the first draft step: the last two tokens */
+  int64_t* draft_position;       /* [B] */
+  int64_t* step_ids;             /* [B] for the others: the token drawn before */
+  int64_t* step_position;        /* [B] */
+  int64_t* target_ids;           /* [B, width + 1]: the last token, and the drafts */
+  int64_t* target_position;      /* [B] */
+  uint64_t* clock;               /* [3] nanoseconds: begin, the last draft's feed, commit */
+  int32_t slot_count, width;
+  int32_t step;                  /* of a feed */
+  int32_t draft_vocab_size;      /* ids from here on the draft cannot look up */
+} outrider_loop;
 
 /* The instruction set in use: "avx512", "avx2" or "plain". outrider_use makes later calls use a
  * lesser one (for tests; results are the same to the bit) and returns 0 where it is not there. */

@@ -3,6 +3,7 @@
 // synchronisation, no atomics whose order matters: a captured graph replays the launches. Compiled by
 // NVRTC (no toolkit) or nvcc, with -fmad=false. Results have the bits of the CPU library.
 #include "outrider_device_filter.cuh"
+#include "outrider_device_loop.cuh"
 #include "outrider_device_round.cuh"
 
 namespace {
@@ -209,7 +210,9 @@ template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
 // does not export variables.)
 #define OUTRIDER_NAME(version) outrider_interface_##version
 #define OUTRIDER_INTERFACE(version) OUTRIDER_NAME(version)
-static_assert(sizeof(outrider_device_call) == 224, "a new structure is a new OUTRIDER_ABI_VERSION");
+static_assert(sizeof(outrider_device_call) == 224 && sizeof(outrider_loop) == 112 &&
+                  sizeof(outrider_sequence) == 48,
+              "a new structure is a new OUTRIDER_ABI_VERSION");
 extern "C" __global__ void OUTRIDER_INTERFACE(OUTRIDER_ABI_VERSION)() {}
 
 // --- the kernels ------------------------------------------------------------------------------
@@ -287,4 +290,21 @@ extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
              call.mass + at, row_at(call, b, 0));
   __syncthreads();
   if (warp_id() == 0) draw_draft<true>(call, slot, b, step, fresh(row_at(call, b, 0)), weights);
+}
+
+// --- between the models' calls ----------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(1024)
+    outrider_begin(const __grid_constant__ outrider_loop loop) {
+  begin_round(loop);
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+    outrider_feed(const __grid_constant__ outrider_loop loop) {
+  feed_draft(loop);
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+    outrider_commit(const __grid_constant__ outrider_loop loop) {
+  commit_round(loop);
 }

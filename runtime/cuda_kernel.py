@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from . import kernel
-from .errors import OutriderError, first_line
+from .cuda import Cuda
+from .errors import OutriderError
 
 FILTERS, PENALTIES, BLOCK, SHAPES = 1, 2, 4, 8  # outrider_device_sizes.flags
 FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "build" / "cuda")
@@ -50,6 +53,29 @@ class Plan(ctypes.Structure):
         ("launches", Launch * 4),
         ("call", ctypes.c_uint64 * 64),
     )
+
+
+class Loop(ctypes.Structure):
+    """outrider_loop: what the kernels between the models' calls read and write."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in (
+            "sequences", "slots", "turns", "drafts", "verdicts", "draft_ids", "draft_position",
+            "step_ids", "step_position", "target_ids", "target_position", "clock",
+        )),
+        *((name, ctypes.c_int32) for name in ("slot_count", "width", "step", "draft_vocab_size")),
+    )  # fmt: skip
+
+
+# outrider_sequence
+SEQUENCE = np.dtype(
+    [
+        ("tokens", "u8"), ("draft_tokens", "u8"), ("ends", "u8"), ("end_count", "i4"),
+        ("length", "i4"), ("most", "i4"), ("draft_most", "i4"), ("unsuppressed", "i4"),
+        ("ended", "i4"),
+    ],
+    align=True,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -154,32 +180,12 @@ def find_image(major: int, minor: int, folders: tuple[Path, ...] = FOLDERS) -> P
     )
 
 
-class Device:
-    """A GPU, its primary context made current, and the kernels loaded into it.
-
-    driver: cuda.bindings.driver, or what stands in for it. Raises OutriderError("backend") where
-    there is no driver, no device, or no machine code for it.
-    """
+class Device(Cuda):
+    """See `Cuda`; with the kernels loaded into it. Raises OutriderError("backend") also where there
+    is no machine code for this GPU."""
 
     def __init__(self, ordinal: int = 0, image: Path | None = None, driver: Any = None):
-        self._driver = driver or _driver()
-        self._call("cuInit", 0)
-        device = self._call("cuDeviceGet", ordinal)
-        attribute = self._driver.CUdevice_attribute
-        self.capability: tuple[int, int] = (
-            self._call(
-                "cuDeviceGetAttribute",
-                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-                device,
-            ),
-            self._call(
-                "cuDeviceGetAttribute",
-                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-                device,
-            ),
-        )
-        self._context = self._call("cuDevicePrimaryCtxRetain", device)
-        self._call("cuCtxSetCurrent", self._context)
+        super().__init__(ordinal, driver)
         self.image = image or find_image(*self.capability)
         code = self.image.read_bytes()
         self._module = self._call("cuModuleLoadData", code + b"\0")  # PTX is text: it ends in 0
@@ -198,63 +204,37 @@ class Device:
 
     def launch(self, plan: Plan, stream: int = 0) -> None:
         """Enqueue a plan. It may be captured into a graph; the plan may be dropped afterwards."""
-        self._call("cuCtxSetCurrent", self._context)  # of this thread
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(plan) + Plan.call.offset)
+        self.use()
+        parameter = ctypes.addressof(plan) + Plan.call.offset
         for launch in plan.launches[: plan.launch_count]:
-            if launch.kernel not in self._kernels:
-                self._kernels[launch.kernel] = self._call(
-                    "cuModuleGetFunction", self._module, launch.kernel
-                )
-            self._call(
-                "cuLaunchKernel", self._kernels[launch.kernel], *launch.grid, launch.block, 1, 1,
-                launch.shared_bytes, stream, ctypes.addressof(parameters), 0,
+            self._launch(
+                launch.kernel, tuple(launch.grid), launch.block, launch.shared_bytes, parameter,
+                stream,
             )  # fmt: skip
 
-    # Memory, for checks and tools: the decoder's is its own.
+    def launch_loop(self, kernel: str, loop: Loop, stream: int) -> None:
+        """Enqueue outrider_begin, _feed or _commit, likewise."""
+        self.use()
+        block = min(1024, -(-loop.slot_count // 32) * 32)
+        self._launch(kernel.encode(), (1, 1, 1), block, 0, ctypes.addressof(loop), stream)
 
-    def allocate(self, size: int) -> int:
-        """Zeroed device memory; the address."""
-        address = int(self._call("cuMemAlloc", max(size, 1)))
-        self._call("cuMemsetD8", address, 0, max(size, 1))
-        return address
-
-    def free(self, address: int) -> None:
-        self._call("cuMemFree", address)
-
-    def write(self, address: int, source: int, size: int) -> None:
-        """Copy `size` bytes from a host address; waits."""
-        if size:
-            self._call("cuMemcpyHtoD", address, source, size)
-
-    def read(self, target: int, address: int, size: int) -> None:
-        """Copy `size` bytes to a host address, after all that was launched."""
-        self._call("cuCtxSynchronize")
-        if size:
-            self._call("cuMemcpyDtoH", target, address, size)
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        error, *answer = getattr(self._driver, name)(*arguments)
-        if int(error):
-            raise OutriderError(
-                "backend", f"{name} failed: {error.name}", "Check the GPU with nvidia-smi."
-            )
-        return answer[0] if answer else None
-
-
-def _driver() -> Any:
-    try:
-        from cuda.bindings import driver
-    except ImportError:
-        raise OutriderError(
-            "backend", "cuda-bindings is not installed", "Install it: pip install cuda-bindings."
-        ) from None
-    try:
-        driver.cuInit(0)
-    except Exception as error:  # noqa: BLE001 - its own class where there is no driver, by version
-        raise OutriderError(
-            "backend", f"there is no CUDA driver ({first_line(error)})", "Install NVIDIA's driver."
-        ) from None
-    return driver
+    def _launch(
+        self,
+        kernel: bytes,
+        grid: tuple[int, ...],
+        block: int,
+        shared: int,
+        parameter: int,
+        stream: int,
+    ) -> None:
+        """parameter: the address of the one that the kernel takes, by value."""
+        if kernel not in self._kernels:
+            self._kernels[kernel] = self._call("cuModuleGetFunction", self._module, kernel)
+        parameters = (ctypes.c_void_p * 1)(parameter)
+        self._call(
+            "cuLaunchKernel", self._kernels[kernel], *grid, block, 1, 1, shared, stream,
+            ctypes.addressof(parameters), 0,
+        )  # fmt: skip
 
 
 def unavailable() -> str | None:

@@ -125,7 +125,10 @@ class Decoder:
     def round(self, batch: Collection[Running]) -> dict[Running, list[Token]]:
         """One round for all given unfinished sequences; the new tokens of each."""
         begin = time.perf_counter()
-        turns = [Turn(running, running.request.gamma, self._limit(running)) for running in batch]
+        turns = [
+            Turn(running, running.request.gamma, self._limit(running), self._left(running))
+            for running in batch
+        ]
         outcome = self.rounds.run(turns)
         after = time.perf_counter()
         emitted = {
@@ -144,19 +147,18 @@ class Decoder:
             stats.elapsed += end - begin
         return emitted
 
+    def _left(self, running: Running) -> int:
+        """How many tokens the text can still have."""
+        return min(
+            running.request.max_new_tokens - len(running.output),
+            self.max_len - len(running.slot.tokens),
+        )
+
     def _limit(self, running: Running) -> int:
         """How many tokens to draft at most: what can still become text and fits the contexts."""
-        request, length = running.request, len(running.slot.tokens)
         if self.draft is None:
             return 0
-        return max(
-            0,
-            min(
-                request.max_new_tokens - len(running.output) - 1,
-                self.max_len - length - 1,
-                self.draft_max_len - length,
-            ),
-        )
+        return max(0, min(self._left(running) - 1, self.draft_max_len - len(running.slot.tokens)))
 
     def _settle(self, running: Running, part: Part) -> list[Token]:
         """Commit what becomes text of a round."""

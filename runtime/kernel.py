@@ -21,7 +21,7 @@ from .manifest import MOST_GAMMA
 from .sampler import Array, Ids, Place
 from .sampling import Verdict
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 MAX_THREADS = 64
 FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "build" / "lib")
 
@@ -259,19 +259,24 @@ class RoundSampler:
             raise ValueError(status_text(self._library, status))
         b = next(b for b in range(len(self._places)) if self._verdicts[b]["status"])
         failed, place = self._verdicts[b], self._places[b]
-        text = status_text(self._library, int(failed["status"]))
-        if failed["status"] == _NO_DRAFT_LOGITS:
-            raise OutriderError(
-                "option",
-                "verify=sigmoid needs the draft's logits, and this draft has none",
-                "Use verify=token, or a draft model.",
-            )
-        model = ("target", "draft")[failed["model"]]
-        raise OutriderError(
-            "numeric",
-            f"{model}, {place.name}, position {place.position + failed['row']}: {text}",
-            "Build the engines with DTYPE=float32, and check that the checkpoint is intact.",
+        raise failure(self._library, failed, place)
+
+
+def failure(library: ctypes.CDLL, verdict: Any, place: Place) -> OutriderError:
+    """What a verdict (of `VERDICT`) with a status says, for people."""
+    text = status_text(library, int(verdict["status"]))
+    if verdict["status"] == _NO_DRAFT_LOGITS:
+        return OutriderError(
+            "option",
+            "verify=sigmoid needs the draft's logits, and this draft has none",
+            "Use verify=token, or a draft model.",
         )
+    model = ("target", "draft")[verdict["model"]]
+    return OutriderError(
+        "numeric",
+        f"{model}, {place.name}, position {place.position + verdict['row']}: {text}",
+        "Build the engines with DTYPE=float32, and check that the checkpoint is intact.",
+    )
 
 
 def fill_slot(slots: Array, b: int, place: Place) -> None:

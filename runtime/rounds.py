@@ -24,11 +24,13 @@ class Turn:
     """One sequence's part of a round.
 
     gamma: draft tokens that are wanted. limit: how many can still become text or fit a context.
+    left: tokens that the text can still have.
     """
 
     running: Running
     gamma: int
     limit: int
+    left: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,8 @@ class Rounds(Protocol):
 
     def run(self, turns: Sequence[Turn]) -> Outcome:
         """One round: draft, verify, accept or correct or extend. Nothing is committed to the slots,
-        but `draft_len` where the draft was given rows that it lacked. Raises "numeric"."""
+        but `draft_len` where the draft was given rows that it lacked. One that was launched ahead
+        keeps the gamma of its launch. Raises "numeric"."""
         ...
 
     def forget(self, running: Running) -> None:

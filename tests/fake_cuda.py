@@ -1,16 +1,28 @@
 """A CUDA driver without a GPU: device memory is host memory, and a launch runs the emulated kernel.
 
-Enough of cuda.bindings.driver for runtime/cuda_kernel.py, with its conventions: every function
-returns a tuple that begins with an error code.
+Enough of cuda.bindings.driver for runtime/cuda.py and cuda_kernel.py, with its conventions: every
+function returns a tuple that begins with an error code. A stream does its work when somebody waits
+for it, so what reads too early reads garbage; a capture records it, and a graph repeats it.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from runtime import kernel
+from runtime.cuda_kernel import Loop, Plan
+
+STREAM = 0x5EED
+LOOPS = (b"outrider_begin", b"outrider_feed", b"outrider_commit")
+NAMES = {
+    0: "CUDA_SUCCESS",
+    2: "CUDA_ERROR_OUT_OF_MEMORY",
+    500: "CUDA_ERROR_NOT_FOUND",
+    901: "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+}
 
 
 class Error(int):
@@ -18,16 +30,24 @@ class Error(int):
 
     @property
     def name(self) -> str:
-        return {0: "CUDA_SUCCESS", 2: "CUDA_ERROR_OUT_OF_MEMORY", 500: "CUDA_ERROR_NOT_FOUND"}[self]
+        return NAMES[self]
+
+
+OK = Error(0)
+Work = Callable[[], object]
 
 
 class FakeDriver:
-    """emulation: the library of plugins/emulate.cpp. memory: bytes that the device has."""
+    """emulation: the library of plugins/emulate.cpp. memory: bytes that the device has.
+
+    launched: every kernel that ran. log: what was asked of streams and graphs, in order.
+    """
 
     CUdevice_attribute = SimpleNamespace(
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR="major",
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR="minor",
     )
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
 
     def __init__(
         self, emulation: ctypes.CDLL, capability: tuple[int, int] = (9, 0), memory: int = 1 << 28
@@ -39,9 +59,105 @@ class FakeDriver:
         )  # fmt: skip
         self._capability = dict(zip(("major", "minor"), capability, strict=True))
         self.allocated: dict[int, Any] = {}
+        self.pinned: dict[int, Any] = {}
         self.launched: list[tuple[str, tuple[int, int, int], int, int]] = []
+        self.log: list[str] = []
         self.loaded = b""
         self.interface = f"outrider_interface_{kernel.ABI_VERSION}".encode()
+        self._queue: list[Work] = []  # of the one stream there is, beside the default one
+        self._recording: list[Work] | None = None
+        self._invalid = False
+
+    def enqueue(self, stream: int, work: Work) -> None:
+        """What an engine's library does: put work on a stream, whose graph may be recorded."""
+        if stream != STREAM:
+            work()
+        elif self._recording is not None:
+            self._recording.append(work)
+        else:
+            self._queue.append(work)
+
+    def break_capture(self) -> None:
+        """What a forbidden call does while a stream captures."""
+        self._invalid = self._recording is not None
+
+    def drain(self) -> None:
+        """What is on the stream happens."""
+        while self._queue:
+            self._queue.pop(0)()
+
+    def cuStreamCreate(self, flags: int) -> tuple[Error, int]:
+        assert flags == 1
+        return OK, STREAM
+
+    def cuStreamSynchronize(self, stream: int) -> tuple[Error]:
+        assert self._recording is None
+        self.log.append("wait")
+        self.drain()
+        return (OK,)
+
+    def cuStreamBeginCapture(self, stream: int, mode: int) -> tuple[Error]:
+        assert stream == STREAM
+        assert self._recording is None
+        self._recording = []
+        self.log.append("capture")
+        return (OK,)
+
+    def cuStreamEndCapture(self, stream: int) -> tuple[Error, list[Work] | None]:
+        graph, self._recording = self._recording, None
+        if self._invalid:
+            self._invalid = False
+            return Error(901), None
+        return OK, graph
+
+    def cuGraphInstantiate(self, graph: list[Work], flags: int) -> tuple[Error, list[Work]]:
+        return OK, list(graph)
+
+    def cuGraphDestroy(self, graph: list[Work]) -> tuple[Error]:
+        graph.clear()
+        return (OK,)
+
+    def cuGraphLaunch(self, graph: list[Work], stream: int) -> tuple[Error]:
+        assert graph, "an empty or destroyed graph"
+        self.log.append("graph")
+        for work in graph:
+            self.enqueue(stream, work)
+        return (OK,)
+
+    def cuEventCreate(self, flags: int) -> tuple[Error, dict[str, int]]:
+        assert flags == 2
+        return OK, {"recorded": 0, "reached": 0}
+
+    def cuEventRecord(self, event: dict[str, int], stream: int) -> tuple[Error]:
+        event["recorded"] += 1  # a later record takes the place of an earlier one
+        number = event["recorded"]
+        self.enqueue(stream, lambda: event.update(reached=number))
+        return (OK,)
+
+    def cuEventSynchronize(self, event: dict[str, int]) -> tuple[Error]:
+        self.log.append("wait for event")
+        while event["reached"] != event["recorded"]:
+            self._queue.pop(0)()
+        return (OK,)
+
+    def cuMemHostAlloc(self, size: int, flags: int) -> tuple[Error, int]:
+        block = (ctypes.c_char * size).from_buffer(bytearray(b"\xa5" * size))
+        self.pinned[ctypes.addressof(block)] = block
+        return OK, ctypes.addressof(block)
+
+    def cuMemGetInfo(self) -> tuple[Error, int, int]:
+        used = sum(len(block) for block in self.allocated.values())
+        return OK, self._memory - used, self._memory
+
+    def cuMemcpyHtoDAsync(self, address: int, source: int, size: int, stream: int) -> tuple[Error]:
+        data = ctypes.string_at(source, size)  # staged: the caller may change it
+        self.enqueue(stream, lambda: ctypes.memmove(address, data, size))
+        return (OK,)
+
+    def cuMemcpyDtoHAsync(self, target: int, address: int, size: int, stream: int) -> tuple[Error]:
+        assert any(at <= target < at + len(block) for at, block in self.pinned.items())
+        self.enqueue(stream, lambda: ctypes.memmove(target, address, size))
+        return (OK,)
 
     def cuInit(self, flags: int) -> tuple[Error]:
         return (Error(0),)
@@ -60,6 +176,8 @@ class FakeDriver:
         return (Error(0),)
 
     def cuCtxSynchronize(self) -> tuple[Error]:
+        assert self._recording is None
+        self.drain()
         return (Error(0),)
 
     def cuModuleLoadData(self, image: bytes) -> tuple[Error, str]:
@@ -75,9 +193,16 @@ class FakeDriver:
         shared: int, stream: int, parameters: int, extra: int,
     ) -> tuple[Error]:  # fmt: skip
         assert (block_y, block_z, extra) == (1, 1, 0)
-        self.launched.append((kernel.decode(), (x, y, z), block, stream))
-        call = ctypes.c_void_p.from_address(parameters).value
-        self._emulation.outrider_emulate_launch(kernel, (ctypes.c_uint32 * 3)(x, y, z), block, call)
+        structure = Loop if kernel in LOOPS else Plan.call
+        size = ctypes.sizeof(Loop) if structure is Loop else structure.size
+        parameter = ctypes.string_at(ctypes.c_void_p.from_address(parameters).value, size)
+
+        def work() -> None:
+            self.launched.append((kernel.decode(), (x, y, z), block, stream))
+            grid = (ctypes.c_uint32 * 3)(x, y, z)
+            self._emulation.outrider_emulate_launch(kernel, grid, block, parameter)
+
+        self.enqueue(stream, work)
         return (Error(0),)
 
     def cuMemAlloc(self, size: int) -> tuple[Error, int]:

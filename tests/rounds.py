@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import fake_device
 import numpy as np
 import pytest
 from fakes import VOCAB_SIZE, FakeEngine, Model
@@ -15,16 +16,20 @@ from runtime.decode import Decoder
 from runtime.kernel import RoundSampler
 from runtime.philox import Purpose
 from runtime.request import Request, Running
-from runtime.rounds import HostRounds
+from runtime.rounds import HostRounds, Rounds
 from runtime.sampler import NumpySampler, Sampler
 from runtime.sampling import Verdict, verify
 from runtime.slots import Slot
 from runtime.warping import Distribution
 
-SAMPLER = "numpy"  # or "kernel": see the fixture `sampler`
+LOOP_NAMES = ("outrider_begin", "outrider_feed", "outrider_commit")
+SAMPLER = "numpy"  # or "kernel" or "device": see the fixture `sampler`
 
 
-both = pytest.mark.parametrize("sampler", ["numpy", "kernel"], indirect=True)
+both = pytest.mark.parametrize("sampler", ["numpy", "kernel", "device"], indirect=True)
+# For tests that choose the uniforms: a GPU makes its own. test_kernel_cuda.py compares its kernels
+# with the CPU's given the same numbers.
+with_uniforms = pytest.mark.parametrize("sampler", ["numpy", "kernel"], indirect=True)
 
 
 class KernelWithUniforms(RoundSampler):
@@ -77,17 +82,22 @@ def make_decoder(
 ) -> Decoder:
     """Fakes of exactly the capacity that a bundle has: a row too many is an error."""
     capacity = capacity or max_len + max_gamma + 1
-    rounds = HostRounds(
-        FakeEngine(
-            target, vocab_size=target_width or vocab_size, slots=slots, capacity=capacity,
-            order=order,
-        ),
-        None if draft is None else draft_engine(
-            draft, vocab_size=draft_width or vocab_size, slots=slots,
-            capacity=draft_capacity or capacity, order=order,
-        ),
-        make_sampler(vocab_size, min(vocab_size, draft_width or vocab_size), slots, max_gamma),
+    target_engine = FakeEngine(
+        target, vocab_size=target_width or vocab_size, slots=slots, capacity=capacity, order=order
+    )
+    other = None if draft is None else draft_engine(
+        draft, vocab_size=draft_width or vocab_size, slots=slots,
+        capacity=draft_capacity or capacity, order=order,
     )  # fmt: skip
+    rounds: Rounds
+    if SAMPLER == "device":
+        rounds = fake_device.make_rounds(
+            target_engine, other, vocab_size=vocab_size, max_len=max_len, max_gamma=max_gamma,
+            draft_max_len=draft_max_len,
+        )  # fmt: skip
+    else:
+        width = min(vocab_size, draft_width or vocab_size)
+        rounds = HostRounds(target_engine, other, make_sampler(vocab_size, width, slots, max_gamma))
     return Decoder(
         rounds,
         vocab_size=vocab_size,

@@ -217,9 +217,9 @@ def test_a_plan_outlives_what_it_was_made_of(device, driver):
 def test_memory_that_is_not_there(image):
     device = Device(image=image, driver=FakeDriver(emulated_library(), memory=1000))
     case = Case(0, 300, 1, slots=1)
-    with pytest.raises(OutriderError, match="CUDA_ERROR_OUT_OF_MEMORY") as caught:
+    with pytest.raises(OutriderError, match=r"the GPU has no room for .* more bytes") as caught:
         by_library(OnGpu(device, cpu_library()), case, [Place(SamplingParams(), 1, 0)])
-    assert caught.value.kind == "backend"
+    assert caught.value.kind == "memory"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,15 @@ import numpy as np
 import pytest
 from fakes import Context, Model, random_model
 from proof import ONE, change_point, pieces
-from rounds import accept_everything, both, broken, flattened_q, ids, make_decoder, run
+from rounds import (
+    accept_everything,
+    broken,
+    flattened_q,
+    ids,
+    make_decoder,
+    run,
+    with_uniforms,
+)
 
 from runtime.decode import Decoder
 from runtime.philox import Purpose
@@ -170,7 +178,7 @@ def at(**options: Any) -> SamplingParams:
 ALL = {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.4}
 
 
-@both
+@with_uniforms
 @pytest.mark.parametrize(
     "params",
     [
@@ -196,20 +204,20 @@ def vars_of(params: SamplingParams) -> dict[str, Any]:
     return {n: getattr(params, n) for n in names if getattr(params, n) != getattr(default, n)}
 
 
-@both
+@with_uniforms
 @pytest.mark.parametrize(("rule", "vocab_size"), [("token", V), ("token", 5), ("block", 5)])
 def test_two_draft_tokens(rule: str, vocab_size: int) -> None:
     options = {} if vocab_size == V else ALL
     assert by_bisection(at(**options, verify=rule), 2, vocab_size) < 1e-6
 
 
-@both
+@with_uniforms
 def test_end_of_text_masked_in_the_middle_of_a_block() -> None:
     """The first token and the first draft are masked, the second draft and the bonus are not."""
     assert by_bisection(at(), 2, 4, min_new_tokens=2) < 1e-6
 
 
-@both
+@with_uniforms
 @pytest.mark.parametrize(("target_width", "draft_width"), [(12, 10), (8, 8), (12, 5), (8, 3)])
 def test_padded_and_narrow_vocabularies(target_width: int, draft_width: int) -> None:
     target = random_model(1, target_width)
@@ -219,7 +227,7 @@ def test_padded_and_narrow_vocabularies(target_width: int, draft_width: int) -> 
     assert by_bisection(at(verify="block"), target=target, draft=draft, **options) < 1e-6
 
 
-@both
+@with_uniforms
 @pytest.mark.parametrize(
     ("p", "q"),
     [
@@ -317,7 +325,7 @@ def by_grid(seed: int, gamma: int = 3) -> float:
     return distance(outcomes(), probs, tuple(round_.running.slot.tokens), gamma + 1)
 
 
-@both
+@with_uniforms
 def test_three_draft_tokens_over_eight() -> None:
     assert by_grid(1) < 1e-12
     assert by_grid(2, 2) < 1e-12
@@ -367,7 +375,7 @@ def own(position: int, purpose: Purpose, lane: int) -> Key:
     return position, purpose, lane
 
 
-@both
+@with_uniforms
 @pytest.mark.parametrize(("gamma", "count"), [(0, 4), (1, 4), (2, 4), (3, 5)])
 def test_rounds_after_one_another(gamma: int, count: int) -> None:
     """A number drawn again in a later round must not have been looked at in an earlier one."""
@@ -400,7 +408,7 @@ def support_at_u_0() -> None:
     assert running.stats.accepted == 0
 
 
-@both
+@with_uniforms
 def test_probability_0_is_not_accepted_at_u_0() -> None:
     support_at_u_0()
 

@@ -1,0 +1,111 @@
+// A slot's text between the calls of the models: what outrider.h says of outrider_loop. A thread a
+// slot: there are few, and what they do is short beside the models.
+#ifndef OUTRIDER_DEVICE_LOOP_CUH
+#define OUTRIDER_DEVICE_LOOP_CUH
+
+#include "outrider_device_row.cuh"
+
+namespace {
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+DEVICE uint64_t global_timer() { // nanoseconds, in steps of up to a microsecond
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+#endif
+
+template <class Each> DEVICE void each_slot(const outrider_loop& loop, const Each& each) {
+  for (int b = static_cast<int>(threadIdx.x); b < loop.slot_count;
+       b += static_cast<int>(blockDim.x))
+    each(b);
+}
+
+DEVICE void stamp(const outrider_loop& loop, int i) {
+  if (threadIdx.x == 0) loop.clock[i] = global_timer();
+}
+
+DEVICE int least(int a, int b) { return a < b ? a : b; }
+
+DEVICE bool takes_turn(const outrider_loop& loop, int b) {
+  return loop.turns[b] >= 0 && loop.sequences[b].ended == 0;
+}
+
+// As many draft tokens as are wanted, can still become text and fit the draft's context.
+DEVICE int gamma_of(const outrider_loop& loop, const outrider_sequence& sequence, int b) {
+  const int left = least(sequence.most - sequence.length - 1, sequence.draft_most - sequence.length);
+  const int gamma = least(least(loop.turns[b], loop.width), left);
+  return gamma > 0 ? gamma : 0;
+}
+
+DEVICE void begin_round(const outrider_loop& loop) {
+  stamp(loop, 0);
+  if (loop.width == 0) stamp(loop, 1);
+  each_slot(loop, [&](int b) {
+    const outrider_sequence& sequence = loop.sequences[b];
+    outrider_slot& slot = loop.slots[b];
+    const int length = sequence.length, gamma = gamma_of(loop, sequence, b);
+    slot.gamma = takes_turn(loop, b) ? gamma : -1;
+    slot.position = static_cast<uint32_t>(length);
+    slot.context_length = slot.context != nullptr ? length : 0;
+    const int early = sequence.unsuppressed - length;
+    slot.suppress_rows = early <= 0 ? 0 : least(early, gamma + 1);
+    // Right also for a slot that sits out: the same tokens at the same rows as before. Beyond the
+    // draft's context nothing is drafted any more, so its rows may go.
+    const int before = length >= 2 && length <= sequence.draft_most ? length - 2 : 0;
+    const int last = length >= 1 ? length - 1 : 0;
+    const int64_t pending = length >= 1 ? sequence.tokens[last] : 0;
+    if (loop.width > 0) {
+      loop.draft_ids[2 * b] = length >= 2 ? sequence.draft_tokens[before] : 0;
+      loop.draft_ids[2 * b + 1] = length >= 2 ? sequence.draft_tokens[before + 1] : 0;
+      loop.draft_position[b] = before;
+    }
+    loop.target_ids[static_cast<int64_t>(b) * (loop.width + 1)] = pending;
+    loop.target_position[b] = last;
+  });
+}
+
+DEVICE void feed_draft(const outrider_loop& loop) {
+  each_slot(loop, [&](int b) {
+    const bool drew = loop.step < loop.slots[b].gamma;
+    // -1 stands where a row was broken: the verification will say so, and no model looks it up.
+    const int64_t drawn = drew ? loop.drafts[static_cast<int64_t>(b) * loop.width + loop.step] : 0;
+    const int64_t token = drawn < 0 ? 0 : drawn;
+    loop.target_ids[static_cast<int64_t>(b) * (loop.width + 1) + 1 + loop.step] = token;
+    const int64_t position = loop.step == 0 ? loop.draft_position[b] : loop.step_position[b];
+    // Past its own gamma a slot repeats its last draft, and one that drafts nothing is fed 0 behind
+    // its last token: rows that are never committed.
+    if (drew || loop.step == 0) loop.step_ids[b] = token;
+    loop.step_position[b] = position + (loop.step == 0 ? 2 : drew ? 1 : 0);
+  });
+  if (loop.step == loop.width - 1) stamp(loop, 1);
+}
+
+DEVICE bool ends(const outrider_sequence& sequence, int64_t token) {
+  for (int i = 0; i < sequence.end_count; ++i)
+    if (sequence.ends[i] == token) return true;
+  return false;
+}
+
+DEVICE void commit_round(const outrider_loop& loop) {
+  each_slot(loop, [&](int b) {
+    outrider_sequence& sequence = loop.sequences[b];
+    const outrider_verdict& verdict = loop.verdicts[b];
+    if (loop.slots[b].gamma < 0) return;
+    if (verdict.status != OUTRIDER_OK) sequence.ended = 1;
+    for (int i = 0; i <= verdict.accepted && sequence.ended == 0; ++i) {
+      const int64_t token = i < verdict.accepted
+                                ? loop.drafts[static_cast<int64_t>(b) * loop.width + i]
+                                : verdict.token;
+      // In this order: where the two are one array, what stands is the target's.
+      sequence.draft_tokens[sequence.length] = token < loop.draft_vocab_size ? token : 0;
+      sequence.tokens[sequence.length] = token;
+      sequence.length += 1;
+      if (ends(sequence, token) || sequence.length >= sequence.most) sequence.ended = 1;
+    }
+  });
+  stamp(loop, 2);
+}
+
+} // namespace
+#endif

@@ -1,0 +1,176 @@
+"""A GPU through the CUDA driver: memory, a stream, graphs. Nothing here knows what runs on it.
+
+Over cuda.bindings.driver, which is the C interface name for name: stable across versions, and small
+enough that the tests stand in for all of it. (`cuda.core` has no launch with a structure by value.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import OutriderError, first_line
+
+Array = npt.NDArray[Any]
+
+
+class CaptureError(Exception):
+    """Work that a CUDA graph cannot hold; one line."""
+
+
+class Cuda:
+    """A GPU, its primary context made current.
+
+    driver: cuda.bindings.driver, or what stands in for it. Raises OutriderError("backend") where
+    there is no driver or no device, and wherever a call fails ("memory" where memory is short).
+    """
+
+    def __init__(self, ordinal: int = 0, driver: Any = None):
+        self._driver = driver or _driver()
+        self._call("cuInit", 0)
+        device = self._call("cuDeviceGet", ordinal)
+        attribute = self._driver.CUdevice_attribute
+        self.ordinal = ordinal
+        self.capability: tuple[int, int] = (
+            self._call(
+                "cuDeviceGetAttribute",
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                device,
+            ),
+            self._call(
+                "cuDeviceGetAttribute",
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+                device,
+            ),
+        )
+        self._context = self._call("cuDevicePrimaryCtxRetain", device)
+        self.use()
+
+    def use(self) -> None:
+        """Make the context current in this thread."""
+        self._call("cuCtxSetCurrent", self._context)
+
+    # Memory
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes free and in all."""
+        free, total = self._call("cuMemGetInfo")
+        return free, total
+
+    def allocate(self, size: int) -> int:
+        """Zeroed device memory; the address."""
+        address = int(self._call("cuMemAlloc", max(size, 1)))
+        self._call("cuMemsetD8", address, 0, max(size, 1))
+        return address
+
+    def free(self, address: int) -> None:
+        self._call("cuMemFree", address)
+
+    def pinned(self, size: int) -> npt.NDArray[np.uint8]:
+        """Page-locked host memory, which a copy from the device needs in order not to wait; it
+        lives as long as the process."""
+        address = int(self._call("cuMemHostAlloc", max(size, 1), 0))
+        return np.ctypeslib.as_array((ctypes.c_uint8 * max(size, 1)).from_address(address))
+
+    def write(self, address: int, source: int, size: int) -> None:
+        """Copy `size` bytes from a host address; waits."""
+        if size:
+            self._call("cuMemcpyHtoD", address, source, size)
+
+    def read(self, target: int, address: int, size: int) -> None:
+        """Copy `size` bytes to a host address, after all that was launched."""
+        self._call("cuCtxSynchronize")
+        if size:
+            self._call("cuMemcpyDtoH", target, address, size)
+
+    def upload(self, address: int, array: Array, stream: int) -> None:
+        """Copy a contiguous array to the device, in the stream's order. The array may change as
+        soon as this returns: the driver stages what is not page-locked."""
+        assert array.flags.c_contiguous
+        if array.nbytes:
+            self._call("cuMemcpyHtoDAsync", address, array.ctypes.data, array.nbytes, stream)
+
+    def download(self, target: Array, address: int, stream: int) -> None:
+        """Copy from the device into `target` (of `pinned`), in the stream's order."""
+        self._call("cuMemcpyDtoHAsync", target.ctypes.data, address, target.nbytes, stream)
+
+    # Streams, events, graphs
+
+    def stream(self) -> int:
+        """A new stream that does not wait for the default one."""
+        return int(self._call("cuStreamCreate", 1))  # CU_STREAM_NON_BLOCKING
+
+    def wait(self, stream: int) -> None:
+        self._call("cuStreamSynchronize", stream)
+
+    def event(self) -> Any:
+        return self._call("cuEventCreate", 2)  # CU_EVENT_DISABLE_TIMING
+
+    def record(self, event: Any, stream: int) -> None:
+        self._call("cuEventRecord", event, stream)
+
+    def wait_for(self, event: Any) -> None:
+        self._call("cuEventSynchronize", event)
+
+    def capture(self, enqueue: Callable[[], None], stream: int) -> Any:
+        """What `enqueue` puts on the stream as a graph that can be launched. Nothing runs.
+
+        Raises CaptureError; the stream is then as before.
+        """
+        mode = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        self._call("cuStreamBeginCapture", stream, mode)
+        failure: BaseException | None = None
+        try:
+            enqueue()
+        except Exception as error:  # noqa: BLE001 - whatever an engine raises here, the capture ends
+            failure = error
+        # It must be ended also where it has failed.
+        status, graph = self._driver.cuStreamEndCapture(stream)
+        if failure is not None:
+            raise CaptureError(first_line(failure)) from failure
+        if int(status):
+            raise CaptureError(f"cuStreamEndCapture: {status.name}")
+        status, executable = self._driver.cuGraphInstantiate(graph, 0)
+        self._call("cuGraphDestroy", graph)
+        if int(status):
+            raise CaptureError(f"cuGraphInstantiate: {status.name}")
+        return executable
+
+    def replay(self, graph: Any, stream: int) -> None:
+        self._call("cuGraphLaunch", graph, stream)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        error, *answer = getattr(self._driver, name)(*arguments)
+        if not int(error):
+            return answer[0] if len(answer) == 1 else tuple(answer) or None
+        if error.name == "CUDA_ERROR_OUT_OF_MEMORY":
+            raise OutriderError(
+                "memory",
+                f"the GPU has no room for {arguments[0]:,} more bytes"
+                if name == "cuMemAlloc"
+                else f"the GPU is out of memory ({name})",
+                "Use fewer SLOTS or a smaller MAX_LEN, or free its memory.",
+            )
+        raise OutriderError(
+            "backend", f"{name} failed: {error.name}", "Check the GPU with nvidia-smi."
+        )
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise OutriderError(
+            "backend", "cuda-bindings is not installed", "Install it: pip install cuda-bindings."
+        ) from None
+    try:
+        driver.cuInit(0)
+    except Exception as error:  # noqa: BLE001 - its own class where there is no driver, by version
+        raise OutriderError(
+            "backend", f"there is no CUDA driver ({first_line(error)})", "Install NVIDIA's driver."
+        ) from None
+    return driver
