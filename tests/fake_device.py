@@ -35,17 +35,23 @@ class _Behind(FakeEngine):
         return super()._row(rows, end, width)
 
 
+def facts_of(fake: FakeEngine) -> GraphFacts:
+    """Of a graph with one layer, whose caches nobody looks into."""
+    return GraphFacts(
+        key="", source="fake", architecture="Fake", parameters=1, dtype="float32",
+        vocab_size=fake.vocab_size, max_len=fake.capacity, capacity=fake.capacity,
+        key_shapes=[[1, 1]], value_shapes=[[1, 1]], max_difference=0.0, tolerance=0.0,
+        comparison="", versions={}, files={},
+    )  # fmt: skip
+
+
 class FakeDeviceEngine(DeviceEngine):
     """`FakeEngine` behind `enqueue`: what it is told lies in device memory when its turn comes."""
 
     def __init__(self, cuda: Cuda, driver: FakeDriver, stream: int, fake: FakeEngine):
-        facts = GraphFacts(
-            key="", source="fake", architecture="Fake", parameters=1, dtype="float32",
-            vocab_size=fake.vocab_size, max_len=fake.capacity, capacity=fake.capacity,
-            key_shapes=[[1, 1]], value_shapes=[[1, 1]], max_difference=0.0, tolerance=0.0,
-            comparison="", versions={}, files={},
-        )  # fmt: skip
-        super().__init__(cuda, stream, facts, slots=fake.slots, widest=9, buffers=fake.buffers)
+        super().__init__(
+            cuda, stream, facts_of(fake), slots=fake.slots, widest=9, buffers=fake.buffers
+        )
         self.chunk = fake.chunk
         fake.__class__ = type("Behind", (_Behind, type(fake)), {})
         self._driver, self.fake = driver, fake
