@@ -110,6 +110,7 @@ void run_block() {
 void __syncthreads() { wait(Waits::BLOCK); }
 void __syncwarp() { wait(Waits::WARP); }
 void __threadfence() {}
+void __threadfence_system() {}
 
 // --- warps ------------------------------------------------------------------------------------
 
@@ -181,6 +182,11 @@ template <class T> T atomicOr(T* at, T value) {
   return old;
 }
 
+// A node's handle is here the address of its condition.
+void cudaGraphSetConditional(uint64_t handle, unsigned value) {
+  *reinterpret_cast<unsigned*>(handle) = value;
+}
+
 uint64_t global_timer() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   return static_cast<uint64_t>(std::chrono::nanoseconds(now).count());
@@ -223,6 +229,7 @@ const Kernels<outrider_loop> loop_kernels = {
     KERNEL(outrider_feed),
     KERNEL(outrider_commit),
 };
+const Kernels<outrider_ring> ring_kernels = {KERNEL(outrider_again)};
 #undef KERNEL
 
 // What all threads run; their parameter is a copy, as a launch makes one.
@@ -237,6 +244,8 @@ template <class Parameter> void prepare(void (*kernel)(Parameter), const void* p
 void launch(const char* kernel, const uint32_t grid[3], uint32_t threads, const void* parameter) {
   if (const auto loop = loop_kernels.find(kernel); loop != loop_kernels.end())
     prepare(loop->second, parameter);
+  else if (const auto ring = ring_kernels.find(kernel); ring != ring_kernels.end())
+    prepare(ring->second, parameter);
   else
     prepare(kernels.at(kernel), parameter);
   blockDim = {threads, 1, 1};
@@ -310,7 +319,7 @@ OUTRIDER_API void outrider_emulate(int32_t added, int32_t removed, uint32_t seed
 
 // For a host that launches by itself.
 OUTRIDER_API int32_t outrider_emulate_knows(const char* kernel) {
-  return kernels.count(kernel) + loop_kernels.count(kernel) != 0;
+  return kernels.count(kernel) + loop_kernels.count(kernel) + ring_kernels.count(kernel) != 0;
 }
 OUTRIDER_API void outrider_emulate_launch(const char* kernel, const uint32_t grid[3],
                                           uint32_t threads, const void* parameter) {

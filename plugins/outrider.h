@@ -267,6 +267,21 @@ typedef struct {
   int32_t draft_vocab_size;      /* ids from here on the draft cannot look up */
 } outrider_loop;
 
+/* A generation as one launch: a round is the body of a conditional node (CUDA 12.4), and a fourth
+ * kernel, outrider_again, ends it. It puts the round's results where the host reads them, and has the
+ * body repeated while a slot takes part, the host keeps up, and nobody wants it to stop. */
+typedef struct {
+  uint64_t condition;            /* the node's cudaGraphConditionalHandle */
+  const outrider_sequence* sequences; /* [B] */
+  const int32_t* turns;          /* [B] */
+  const uint64_t* results;       /* [size / 8] of a round */
+  uint64_t* ring;                /* [entries, size / 8]; this and the rest in page-locked host memory */
+  volatile uint32_t* written;    /* rounds whose results the host may read, of all there ever were */
+  const volatile uint32_t* read; /* rounds that it has read */
+  const volatile uint32_t* stop; /* not 0: no other round */
+  int32_t slot_count, size, entries, reserved;
+} outrider_ring;
+
 /* The instruction set in use: "avx512", "avx2" or "plain". outrider_use makes later calls use a
  * lesser one (for tests; results are the same to the bit) and returns 0 where it is not there. */
 OUTRIDER_API const char* outrider_instruction_set(void);

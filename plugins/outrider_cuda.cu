@@ -211,7 +211,7 @@ template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
 #define OUTRIDER_NAME(version) outrider_interface_##version
 #define OUTRIDER_INTERFACE(version) OUTRIDER_NAME(version)
 static_assert(sizeof(outrider_device_call) == 224 && sizeof(outrider_loop) == 112 &&
-                  sizeof(outrider_sequence) == 48,
+                  sizeof(outrider_sequence) == 48 && sizeof(outrider_ring) == 80,
               "a new structure is a new OUTRIDER_ABI_VERSION");
 extern "C" __global__ void OUTRIDER_INTERFACE(OUTRIDER_ABI_VERSION)() {}
 
@@ -307,4 +307,9 @@ extern "C" __global__ void __launch_bounds__(1024)
 extern "C" __global__ void __launch_bounds__(1024)
     outrider_commit(const __grid_constant__ outrider_loop loop) {
   commit_round(loop);
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+    outrider_again(const __grid_constant__ outrider_ring ring) {
+  publish_round(ring);
 }

@@ -5,6 +5,10 @@
 
 #include "outrider_device_row.cuh"
 
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned value);
+#endif
+
 namespace {
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
@@ -105,6 +109,26 @@ DEVICE void commit_round(const outrider_loop& loop) {
     }
   });
   stamp(loop, 2);
+}
+
+DEVICE void publish_round(const outrider_ring& ring) {
+  __shared__ uint32_t round;
+  if (threadIdx.x == 0) round = *ring.written;
+  __syncthreads();
+  const int words = ring.size / 8, entry = static_cast<int>(round % static_cast<uint32_t>(ring.entries));
+  uint64_t* const to = ring.ring + static_cast<int64_t>(entry) * words;
+  for (int i = static_cast<int>(threadIdx.x); i < words; i += static_cast<int>(blockDim.x))
+    to[i] = ring.results[i];
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  *ring.written = round + 1;
+  bool more = false;
+  for (int b = 0; b < ring.slot_count; ++b)
+    more = more || (ring.turns[b] >= 0 && ring.sequences[b].ended == 0);
+  const uint32_t waiting = round + 1 - *ring.read;
+  more = more && *ring.stop == 0 && waiting < static_cast<uint32_t>(ring.entries);
+  cudaGraphSetConditional(ring.condition, more ? 1 : 0);
 }
 
 } // namespace

@@ -116,13 +116,52 @@ class Cuda:
     def wait_for(self, event: Any) -> None:
         self._call("cuEventSynchronize", event)
 
+    def done(self, stream: int) -> bool:
+        """Whether all that was launched has ended. Raises where it ended badly."""
+        status = self._driver.cuStreamQuery(stream)[0]
+        if status.name == "CUDA_ERROR_NOT_READY":
+            return False
+        self._call("cuStreamQuery", stream)
+        return True
+
     def capture(self, enqueue: Callable[[], None], stream: int) -> Any:
         """What `enqueue` puts on the stream as a graph that can be launched. Nothing runs.
 
         Raises CaptureError; the stream is then as before.
         """
-        mode = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        self._call("cuStreamBeginCapture", stream, mode)
+        self._call("cuStreamBeginCapture", stream, self._capture_mode())
+        return self._executable(self._recorded(enqueue, stream))
+
+    def capture_loop(self, enqueue: Callable[[int], None], stream: int) -> Any:
+        """The same as the body of a loop, which is repeated while a kernel of it says so.
+
+        enqueue: takes the condition's handle. Raises CaptureError.
+        """
+        driver = self._driver
+        try:
+            graph = self._call("cuGraphCreate", 0)
+            # 1, CU_GRAPH_COND_ASSIGN_DEFAULT: every launch begins with a round.
+            handle = self._call("cuGraphConditionalHandleCreate", graph, self._context, 1, 1)
+            node = driver.CUgraphNodeParams()
+            node.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+            node.conditional.handle, node.conditional.ctx = handle, self._context
+            kinds = driver.CUgraphConditionalNodeType
+            node.conditional.type, node.conditional.size = kinds.CU_GRAPH_COND_TYPE_WHILE, 1
+            self._call("cuGraphAddNode", graph, None, None, 0, node)
+            body = node.conditional.phGraph_out[0]
+            self._call(
+                "cuStreamBeginCaptureToGraph", stream, body, None, None, 0, self._capture_mode()
+            )
+        except (OutriderError, AttributeError) as error:  # of a driver or bindings without loops
+            raise CaptureError(first_line(error)) from error
+        self._recorded(lambda: enqueue(int(handle)), stream)
+        return self._executable(graph)
+
+    def _capture_mode(self) -> Any:
+        return self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+    def _recorded(self, enqueue: Callable[[], None], stream: int) -> Any:
+        """The graph of what `enqueue` puts on a stream that captures."""
         failure: BaseException | None = None
         try:
             enqueue()
@@ -134,6 +173,9 @@ class Cuda:
             raise CaptureError(first_line(failure)) from failure
         if int(status):
             raise CaptureError(f"cuStreamEndCapture: {status.name}")
+        return graph
+
+    def _executable(self, graph: Any) -> Any:
         status, executable = self._driver.cuGraphInstantiate(graph, 0)
         self._call("cuGraphDestroy", graph)
         if int(status):

@@ -67,6 +67,17 @@ class Loop(ctypes.Structure):
     )  # fmt: skip
 
 
+class Ring(ctypes.Structure):
+    """outrider_ring."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in (
+            "condition", "sequences", "turns", "results", "ring", "written", "read", "stop",
+        )),
+        *((name, ctypes.c_int32) for name in ("slot_count", "size", "entries", "reserved")),
+    )  # fmt: skip
+
+
 # outrider_sequence
 SEQUENCE = np.dtype(
     [
@@ -212,10 +223,11 @@ class Device(Cuda):
                 stream,
             )  # fmt: skip
 
-    def launch_loop(self, kernel: str, loop: Loop, stream: int) -> None:
-        """Enqueue outrider_begin, _feed or _commit, likewise."""
+    def launch_loop(self, kernel: str, loop: Loop | Ring, stream: int) -> None:
+        """Enqueue outrider_begin, _feed, _commit or (of a Ring) _again, likewise."""
         self.use()
-        block = min(1024, -(-loop.slot_count // 32) * 32)
+        words = loop.size // 8 if isinstance(loop, Ring) else loop.slot_count
+        block = min(512, -(-words // 32) * 32)
         self._launch(kernel.encode(), (1, 1, 1), block, 0, ctypes.addressof(loop), stream)
 
     def _launch(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ class Shape:
 
 
 @dataclass(slots=True)
-class _Flight:
+class Flight:
     """A round that was launched. wanted: draft tokens, by who takes part; readers: those of them
     who have not seen its results."""
 
@@ -94,7 +95,7 @@ class DeviceRounds:
         self._programs: dict[Shape, list[Action]] = {}
         self._first_tokens: dict[tuple[Shape, int], list[Action]] = {}  # of each slot
         self._graphs: dict[Shape, Any] = {}
-        self._pending: dict[Running, _Flight] = {}
+        self._pending: dict[Running, Flight] = {}
         self._landed: list[tuple[npt.NDArray[np.uint8], Any]] = []  # pinned memory to use again
         self._flags: dict[Running, int] = {}
 
@@ -146,21 +147,25 @@ class DeviceRounds:
         if flight := self._pending.pop(running, None):
             self._read(flight, running)
 
-    def _launch(self, turns: Sequence[Turn], ahead: int) -> None:
-        """Launch a round for these, `ahead` rounds after the one that their limits are of."""
-        if not turns:
-            return
-        wanted = {turn.running: turn.gamma for turn in turns}
+    def _shape(self, turns: Sequence[Turn], ahead: int) -> Shape:
+        """Of a round `ahead` rounds after the one that the turns' limits are of."""
         # Few graphs: near the end of a text the kernels draft fewer, in a graph of the same width.
         drafting = any(turn.gamma and turn.limit > ahead for turn in turns)
         flags = 0
-        for running in wanted:
-            flags |= self._flags[running]
-        shape = Shape(
-            max(wanted.values()) if drafting else 0,
-            1 + max(running.slot.index for running in wanted),
+        for turn in turns:
+            flags |= self._flags[turn.running]
+        return Shape(
+            max(turn.gamma for turn in turns) if drafting else 0,
+            1 + max(turn.running.slot.index for turn in turns),
             flags,
         )
+
+    def _launch(self, turns: Sequence[Turn], ahead: int) -> None:
+        """Launch a round for these; see `_shape`."""
+        if not turns:
+            return
+        wanted = {turn.running: turn.gamma for turn in turns}
+        shape = self._shape(turns, ahead)
         play = self._player(shape)
         self._upload_turns(wanted, shape.batch)
         play()
@@ -168,7 +173,7 @@ class DeviceRounds:
         for running in wanted:
             self._pending[running] = flight
 
-    def _fly(self, shape: Shape, wanted: dict[Running, int]) -> _Flight:
+    def _fly(self, shape: Shape, wanted: dict[Running, int]) -> Flight:
         """Have the results of what is on the stream copied down."""
         if self._landed:
             memory, event = self._landed.pop()
@@ -178,9 +183,9 @@ class DeviceRounds:
         end = Results(shape.batch, shape.gamma).end
         self._device.download(memory[:end], self._at.results, self._stream)
         self._device.record(event, self._stream)
-        return _Flight(shape, wanted, memory, event, set(wanted))
+        return Flight(shape, wanted, memory, event, set(wanted))
 
-    def _part(self, flight: _Flight, turn: Turn, outcome: Outcome | None = None) -> Part:
+    def _part(self, flight: Flight, turn: Turn, outcome: Outcome | None = None) -> Part:
         """Wait for the round, and read what is this sequence's. Raises "numeric"."""
         if flight.arrays is None:
             self._device.wait_for(flight.event)
@@ -218,11 +223,11 @@ class DeviceRounds:
         self._device.read(logits.ctypes.data, address, logits.nbytes)
         return logits
 
-    def _read(self, flight: _Flight, running: Running) -> None:
+    def _read(self, flight: Flight, running: Running) -> None:
         """This one needs the results no more. The memory may be used again although a copy into it
         is still to come: the next one into it comes later on the same stream."""
         flight.readers.discard(running)
-        if not flight.readers:
+        if not flight.readers and flight.event is not None:
             self._landed.append((flight.memory, flight.event))
 
     # Texts
@@ -306,29 +311,34 @@ class DeviceRounds:
         """What puts a round of this shape on the stream: a graph, or each call by itself."""
         program = self._programs.get(shape)
         if program is None:
-            program = self._programs[shape] = self._program(shape)
+            program = self._programs[shape] = self._program(shape, shape)
         if self._graphs_wanted and shape not in self._graphs:
-            self._graphs[shape] = self._capture(shape, program)
+            body = partial(play_all, program)
+            self._graphs[shape] = self._capture(
+                shape, program, lambda: self._device.capture(body, self._stream)
+            )
         graph = self._graphs.get(shape)
         if graph is not None:
             return lambda: self._device.replay(graph, self._stream)
-        return lambda: _play(program)
+        return lambda: play_all(program)
 
-    def _capture(self, shape: Shape, program: list[Action]) -> Any:
-        """The graph of a program; None, said in one line, where it cannot be captured."""
+    def _capture(
+        self, shape: Shape, program: list[Action], capture: Callable[[], Any], what: str = "graph"
+    ) -> Any:
+        """What `capture` makes of a program; None, said in one line, where it cannot be done."""
         # Once for real, with nobody taking part: engines make ready what a capture forbids.
         self._upload_turns({}, shape.batch)
-        _play(program)
+        play_all(program)
         self._device.wait(self._stream)
         try:
             with ExitStack() as stack:
                 for engine in (self.target, self.draft):
                     if engine is not None:
                         stack.enter_context(engine.capturing())
-                return self._device.capture(lambda: _play(program), self._stream)
+                return capture()
         except CaptureError as error:
             logger.warning(
-                "rounds of gamma=%d run without a CUDA graph, slower: %s", shape.gamma, error
+                "rounds of gamma=%d run without a CUDA %s, slower: %s", shape.gamma, what, error
             )
             return None
 
@@ -387,8 +397,9 @@ class DeviceRounds:
             self._launch_loop("outrider_commit", loop),
         ]
 
-    def _program(self, shape: Shape) -> list[Action]:
-        """A round, in order. All addresses are fixed; what varies is in device memory."""
+    def _program(self, shape: Shape, graph: object) -> list[Action]:
+        """A round, in order. All addresses are fixed; what varies is in device memory. graph: whose
+        it is (see `DeviceEngine.enqueue`)."""
         at, batch, gamma = self._at, shape.batch, shape.gamma
         sizes, buffers = self._sampling(shape, 0)
         loop = self._loop(shape)
@@ -409,7 +420,7 @@ class DeviceRounds:
                         batch, 2, 1, at.draft_ids, at.draft_position, at.counting + 8, logits
                     )
                 )
-                actions.append(lambda call=call: draft.enqueue(call, shape))  # type: ignore[misc]
+                actions.append(lambda call=call: draft.enqueue(call, graph))  # type: ignore[misc]
                 drawn = DeviceLogits(logits, row, row, self._draft_width, "float32")
                 actions.append(
                     self._launch_plan(cuda_kernel.plan_draw(sizes, drawn, buffers, step))
@@ -424,13 +435,13 @@ class DeviceRounds:
         plan = cuda_kernel.plan_verify(sizes, target, drafts, buffers, by_index=True)
         return [
             *actions,
-            lambda: self.target.enqueue(verify, shape),
+            lambda: self.target.enqueue(verify, graph),
             self._launch_plan(plan),
             self._launch_loop("outrider_commit", loop),
         ]
 
 
-def _play(program: list[Action]) -> None:
+def play_all(program: list[Action]) -> None:
     for action in program:
         action()
 

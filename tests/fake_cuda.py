@@ -13,14 +13,20 @@ from types import SimpleNamespace
 from typing import Any
 
 from runtime import kernel
-from runtime.cuda_kernel import Loop, Plan
+from runtime.cuda_kernel import Loop, Plan, Ring
 
 STREAM = 0x5EED
-LOOPS = (b"outrider_begin", b"outrider_feed", b"outrider_commit")
+PARAMETERS = {
+    b"outrider_begin": Loop, b"outrider_feed": Loop, b"outrider_commit": Loop,
+    b"outrider_again": Ring,
+}  # fmt: skip
 NAMES = {
     0: "CUDA_SUCCESS",
     2: "CUDA_ERROR_OUT_OF_MEMORY",
     500: "CUDA_ERROR_NOT_FOUND",
+    600: "CUDA_ERROR_NOT_READY",
+    700: "CUDA_ERROR_ILLEGAL_ADDRESS",
+    801: "CUDA_ERROR_NOT_SUPPORTED",
     901: "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
 }
 
@@ -47,6 +53,8 @@ class FakeDriver:
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR="major",
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR="minor",
     )
+    CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_CONDITIONAL=13)
+    CUgraphConditionalNodeType = SimpleNamespace(CU_GRAPH_COND_TYPE_WHILE=1)
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
 
     def __init__(
@@ -64,6 +72,8 @@ class FakeDriver:
         self.log: list[str] = []
         self.loaded = b""
         self.interface = f"outrider_interface_{kernel.ABI_VERSION}".encode()
+        self.conditions: dict[int, Any] = {}
+        self.loops = True  # whether it is of a version that has them
         self._queue: list[Work] = []  # of the one stream there is, beside the default one
         self._recording: list[Work] | None = None
         self._invalid = False
@@ -94,6 +104,59 @@ class FakeDriver:
         assert self._recording is None
         self.log.append("wait")
         self.drain()
+        return (OK,)
+
+    def cuStreamQuery(self, stream: int) -> tuple[Error]:
+        """A host that asks lets the stream get on a little."""
+        assert self._recording is None
+        if self._queue:
+            self._queue.pop(0)()
+        return (Error(600) if self._queue else OK,)
+
+    @staticmethod
+    def CUgraphNodeParams() -> SimpleNamespace:
+        return SimpleNamespace(conditional=SimpleNamespace())
+
+    def cuGraphCreate(self, flags: int) -> tuple[Error, list[Work]]:
+        return OK, []
+
+    def cuGraphConditionalHandleCreate(
+        self, graph: list[Work], context: str, first: int, flags: int
+    ) -> tuple[Error, int]:
+        assert (context, first, flags) == ("context", 1, 1)
+        condition = ctypes.c_uint32(0)
+        address = ctypes.addressof(condition)
+        self.conditions[address] = condition
+        return (OK, address) if self.loops else (Error(801), 0)
+
+    def cuGraphAddNode(
+        self, graph: list[Work], before: None, edges: None, count: int, node: SimpleNamespace
+    ) -> tuple[Error, str]:
+        """A loop: its body is filled by a capture, and runs while its condition says so."""
+        what = node.conditional
+        assert (node.type, what.type, what.size, what.ctx, count) == (13, 1, 1, "context", 0)
+        body: list[Work] = []
+        what.phGraph_out = [body]
+        condition = self.conditions[what.handle]
+
+        def again() -> None:
+            if condition.value:
+                self._queue[0:0] = [*body, again]
+
+        def begin() -> None:
+            condition.value = 1
+            again()
+
+        graph.append(begin)
+        return OK, "node"
+
+    def cuStreamBeginCaptureToGraph(
+        self, stream: int, body: list[Work], before: None, edges: None, count: int, mode: int
+    ) -> tuple[Error]:
+        assert stream == STREAM
+        assert self._recording is None
+        self._recording = body
+        self.log.append("capture loop")
         return (OK,)
 
     def cuStreamBeginCapture(self, stream: int, mode: int) -> tuple[Error]:
@@ -193,8 +256,7 @@ class FakeDriver:
         shared: int, stream: int, parameters: int, extra: int,
     ) -> tuple[Error]:  # fmt: skip
         assert (block_y, block_z, extra) == (1, 1, 0)
-        structure = Loop if kernel in LOOPS else Plan.call
-        size = ctypes.sizeof(Loop) if structure is Loop else structure.size
+        size = ctypes.sizeof(PARAMETERS[kernel]) if kernel in PARAMETERS else Plan.call.size
         parameter = ctypes.string_at(ctypes.c_void_p.from_address(parameters).value, size)
 
         def work() -> None:

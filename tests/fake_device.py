@@ -94,9 +94,10 @@ def make_rounds(
     draft: FakeEngine | None,
     *,
     driver: FakeDriver | None = None,
+    rounds: type[DeviceRounds] = DeviceRounds,
     **options: Any,
 ) -> DeviceRounds:
-    """options: of `DeviceRounds`."""
+    """rounds: `DeviceRounds` or `LoopingRounds`; options: its own."""
     try:
         emulation = kernel.load(build_emulated(LIBRARIES))
     except BuildError as error:
@@ -109,4 +110,4 @@ def make_rounds(
         None if fake is None else FakeDeviceEngine(device, driver, stream, fake)
         for fake in (target, draft)
     ]
-    return DeviceRounds(device, stream, engines[0], engines[1], **options)  # type: ignore[arg-type]
+    return rounds(device, stream, engines[0], engines[1], **options)  # type: ignore[arg-type]

@@ -13,6 +13,8 @@ from fakes import VOCAB_SIZE, FakeEngine, Model
 
 from runtime import kernel
 from runtime.decode import Decoder
+from runtime.device_loop import LoopingRounds
+from runtime.device_rounds import DeviceRounds
 from runtime.kernel import RoundSampler
 from runtime.philox import Purpose
 from runtime.request import Request, Running
@@ -22,11 +24,9 @@ from runtime.sampling import Verdict, verify
 from runtime.slots import Slot
 from runtime.warping import Distribution
 
-LOOP_NAMES = ("outrider_begin", "outrider_feed", "outrider_commit")
-SAMPLER = "numpy"  # or "kernel" or "device": see the fixture `sampler`
+SAMPLER = "numpy"  # or another of these: see the fixture `sampler`
 
-
-both = pytest.mark.parametrize("sampler", ["numpy", "kernel", "device"], indirect=True)
+both = pytest.mark.parametrize("sampler", ["numpy", "kernel", "device", "loop"], indirect=True)
 # For tests that choose the uniforms: a GPU makes its own. test_kernel_cuda.py compares its kernels
 # with the CPU's given the same numbers.
 with_uniforms = pytest.mark.parametrize("sampler", ["numpy", "kernel"], indirect=True)
@@ -90,10 +90,11 @@ def make_decoder(
         capacity=draft_capacity or capacity, order=order,
     )  # fmt: skip
     rounds: Rounds
-    if SAMPLER == "device":
+    if SAMPLER in ("device", "loop"):
         rounds = fake_device.make_rounds(
             target_engine, other, vocab_size=vocab_size, max_len=max_len, max_gamma=max_gamma,
             draft_max_len=draft_max_len,
+            rounds=LoopingRounds if SAMPLER == "loop" else DeviceRounds,
         )  # fmt: skip
     else:
         width = min(vocab_size, draft_width or vocab_size)

@@ -259,3 +259,4 @@ def test_structures_are_those_of_the_header():
     assert cuda_kernel.workspace_size(Sizes(1, 4, 1000, 1000, 0, 0), cpu_library()) > 0
     assert cuda_kernel.workspace_size(Sizes(0, 4, 1000, 1000, 0, 0), cpu_library()) == 0
     assert kernel.SLOT.itemsize % 8 == 0
+    assert kernel.VERDICT.itemsize % 8 == 0, "a round's results are copied in words"

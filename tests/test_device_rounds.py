@@ -30,6 +30,7 @@ from runtime.errors import OutriderError
 from runtime.request import Request, Running
 from runtime.warping import SamplingParams
 
+LOOP_NAMES = ("outrider_begin", "outrider_feed", "outrider_commit")
 MODEL = random_model(1, never=[EOS])
 DRAFT = near(MODEL, 2, 0.7)
 WARM = SamplingParams(temperature=0.8, seed=5)
@@ -110,7 +111,7 @@ def test_the_kernels_of_a_round_in_order(driver: FakeDriver) -> None:
     running = decoder.admit(Request([2, 3, 4], SamplingParams(), gamma=2, max_new_tokens=40))
     driver.launched.clear()
     decoder.round([running])
-    loops = [name for name, *_ in driver.launched if name in rounds.LOOP_NAMES]
+    loops = [name for name, *_ in driver.launched if name in LOOP_NAMES]
     assert loops == ["outrider_begin", "outrider_feed", "outrider_feed", "outrider_commit"]
     assert driver.launched[0][0] == "outrider_begin"
     assert driver.launched[-1][0] == "outrider_commit"

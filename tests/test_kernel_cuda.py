@@ -277,7 +277,7 @@ def nvrtc():
         pytest.skip(str(error))
 
 
-LOOP_KERNELS = {"outrider_begin", "outrider_feed", "outrider_commit"}
+LOOP_KERNELS = {"outrider_begin", "outrider_feed", "outrider_commit", "outrider_again"}
 
 
 # The newest and the oldest, and the one that is measured; `make cubins` does them all.

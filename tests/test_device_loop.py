@@ -1,0 +1,155 @@
+"""A generation as one launch: what is launched, when the loop ends, and whose results are whose.
+
+The tests of rounds run on it with the sampler "loop"; here is what only a loop does.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+from fake_cuda import Error, FakeDriver
+from rounds import broken, ids
+from test_device_rounds import (  # noqa: F401 - `driver` is a fixture
+    WARM,
+    decoder_on,
+    driver,
+    host,
+    steps,
+    text,
+    wander,
+)
+
+from runtime import device_loop
+from runtime.decode import Decoder
+from runtime.device_loop import LoopingRounds
+from runtime.errors import OutriderError
+from runtime.request import Request
+
+REQUEST = Request([2, 3, 4], WARM, gamma=3, max_new_tokens=30)
+
+
+def looping(driver: FakeDriver, **options) -> Decoder:  # type: ignore[no-untyped-def]  # noqa: F811
+    return decoder_on(driver, rounds=LoopingRounds, **options)
+
+
+def test_a_text_is_one_launch(driver: FakeDriver) -> None:  # noqa: F811
+    decoder = looping(driver)
+    expected = text(decoder_on(driver), REQUEST)
+    assert text(decoder, REQUEST) == expected
+    running = decoder.admit(REQUEST)
+
+    def rest() -> None:
+        while running.finish_reason is None:
+            decoder.round([running])
+
+    again = steps(driver, rest)
+    # The wait is the draft's prompt; the results are looked for where they appear.
+    assert again == ["wait", "graph"]
+    assert ids(running) == expected
+
+
+@pytest.mark.parametrize("entries", [1, 2, 16])
+def test_a_host_that_is_late(
+    driver: FakeDriver,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    entries: int,
+) -> None:
+    """The loop waits for nobody: with the ring full it ends, and the host launches it again."""
+    monkeypatch.setattr(device_loop, "ENTRIES", entries)
+    expected = text(decoder_on(driver), REQUEST)
+    decoder = looping(driver)
+    running = decoder.admit(REQUEST)
+    launches = 0
+    while running.finish_reason is None:
+        launches += steps(driver, lambda: decoder.round([running])).count("graph")
+        driver.drain()  # it runs on for as long as it may
+    assert ids(running) == expected
+    rounds = running.stats.rounds
+    assert {1: launches == rounds, 2: 1 < launches < rounds, 16: launches == 1}[entries]
+
+
+def test_a_ring_of_another_size_is_noticed(
+    driver: FakeDriver,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Control: a host that reads another round's results."""
+    decoder, request = looping(driver), replace(REQUEST, max_new_tokens=55, gamma=1)
+    expected = text(decoder, request)
+    monkeypatch.setattr(device_loop, "ENTRIES", 8)
+    assert text(decoder, request) != expected
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_hosts_tokens_whoever_comes_and_goes(
+    driver: FakeDriver,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+) -> None:
+    assert wander(looping(driver, slots=3), seed) == wander(host(monkeypatch, slots=3), seed)
+
+
+def test_what_a_loop_left_is_read_before_anything_new(driver: FakeDriver) -> None:  # noqa: F811
+    """Two texts in a loop that runs ahead; one leaves, the other goes on where it was."""
+    alone = text(decoder_on(driver), replace(REQUEST, prompt=[9, 8]))
+    decoder = looping(driver, slots=2)
+    leaves = decoder.admit(REQUEST)
+    stays = decoder.admit(replace(REQUEST, prompt=[9, 8]))
+    decoder.round([leaves, stays])
+    driver.drain()  # many rounds of both
+    decoder.release(leaves)
+    joins = decoder.admit(replace(REQUEST, max_new_tokens=40))
+    both = [stays, joins]
+    while unfinished := [running for running in both if running.finish_reason is None]:
+        decoder.round(unfinished)
+    assert ids(stays) == alone
+    assert ids(joins) == text(decoder_on(driver), joins.request)
+    assert not decoder.rounds._unread.get(leaves)  # type: ignore[attr-defined]
+
+
+def test_leftovers_that_are_forgotten_are_noticed(driver: FakeDriver) -> None:  # noqa: F811
+    """Control."""
+
+    def end(self: LoopingRounds) -> None:
+        real(self)
+        self._unread.clear()
+
+    real = LoopingRounds._end
+    with broken("device_loop.LoopingRounds._end", end), pytest.raises(AssertionError):
+        test_what_a_loop_left_is_read_before_anything_new(driver)
+
+
+def test_log_probabilities_run_round_by_round(driver: FakeDriver) -> None:  # noqa: F811
+    decoder = looping(driver)
+    request = replace(REQUEST, logprobs=2)
+    running = decoder.admit(request)
+    found = steps(driver, lambda: decoder.round([running]))
+    assert "capture loop" not in found and "wait for event" in found
+    while running.finish_reason is None:
+        decoder.round([running])
+    assert ids(running) == text(decoder_on(driver), request)
+
+
+def test_a_driver_without_loops(
+    driver: FakeDriver,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected = text(decoder_on(driver), REQUEST)
+    driver.loops = False
+    decoder = looping(driver)
+    with caplog.at_level(logging.WARNING):
+        assert text(decoder, REQUEST) == expected
+        assert text(decoder, REQUEST) == expected
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "rounds of gamma=3 run without a CUDA loop, slower: " in said
+    assert "CUDA_ERROR_NOT_SUPPORTED" in said
+
+
+def test_a_loop_that_breaks(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    decoder = looping(driver)
+    running = decoder.admit(REQUEST)
+    monkeypatch.setattr(driver, "cuStreamQuery", lambda stream: (Error(700),))
+    with pytest.raises(OutriderError, match="cuStreamQuery failed: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        decoder.round([running])
