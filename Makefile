@@ -14,6 +14,7 @@ MAX_LEN ?=
 MAX_GAMMA ?= 8
 SLOTS ?= 1
 SM ?=
+OPT_LEVEL ?=
 FORCE ?= 0
 
 PROMPT ?= def read_lines(path):
@@ -27,7 +28,8 @@ help:
 	@echo 'make demo       set up, compile the bundled pair, generate, compare with plain decoding'
 	@echo 'make engines MODEL=<target> DRAFT=<draft|none> [OUT=build/<name>] [BACKEND=onnxruntime]'
 	@echo '             [DTYPE=float32|float16] [MAX_LEN=2048] [MAX_GAMMA=8] [SLOTS=1] [FORCE=0]'
-	@echo '             BACKEND=tensorrt_rtx DTYPE=float16|bfloat16 [SM=80,89,120] builds for RTX GPUs'
+	@echo '             BACKEND=tensorrt_rtx DTYPE=float16|bfloat16 [SM=80,89,120] [OPT_LEVEL=0..5]'
+	@echo '                builds for RTX GPUs, here or elsewhere; BACKEND=tensorrt for the GPU here'
 	@echo '             BACKEND=aotinductor [DTYPE=...|bfloat16] compiles for this CPU (PyTorch, g++)'
 	@echo '                MODEL and DRAFT are Hugging Face folders or names'
 	@echo 'make test       the tests, under 10 minutes on two cores; make test-slow: the long ones'
@@ -57,13 +59,15 @@ engines: kernel
 	  'Type make engines MODEL=<folder or name> DRAFT=<folder or name, or none>.' >&2; exit 2; }
 	@case "$(FORCE)" in 0|1) ;; *) echo 'error: option: FORCE is $(FORCE). Use 0 or 1.' >&2; \
 	  exit 2;; esac
-	@$(PY) -m engines --backend "$(BACKEND)" --supports "$(DTYPE)" --slots "$(SLOTS)" --sm "$(SM)"
+	@$(PY) -m engines --backend "$(BACKEND)" --supports "$(DTYPE)" --slots "$(SLOTS)" --sm "$(SM)" \
+	  $(if $(OPT_LEVEL),--opt-level "$(OPT_LEVEL)")
 	@$(PY) -m export --model "$(MODEL)" --draft "$(DRAFT)" --dtype "$(DTYPE)" \
 	  --max-gamma "$(MAX_GAMMA)" $(if $(MAX_LEN),--max-len "$(MAX_LEN)") \
 	  --format $(if $(filter aotinductor,$(BACKEND)),torch,onnx) \
 	  --out "$(GRAPHS)" $(if $(filter 1,$(FORCE)),--force)
 	@$(PY) -m engines --graphs "$(GRAPHS)" --out "$(OUT)" \
-	  --backend "$(BACKEND)" --slots "$(SLOTS)" --sm "$(SM)" $(if $(filter 1,$(FORCE)),--force)
+	  --backend "$(BACKEND)" --slots "$(SLOTS)" --sm "$(SM)" \
+	  $(if $(OPT_LEVEL),--opt-level "$(OPT_LEVEL)") $(if $(filter 1,$(FORCE)),--force)
 
 demo: kernel
 	@$(MAKE) --no-print-directory engines MODEL=models/target DRAFT=models/draft OUT=build/demo

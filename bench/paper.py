@@ -91,7 +91,7 @@ def memory(scale: Scale, threads: int) -> list[Overhead]:
 
 def scaling(scale: Scale, work: Path, threads: int) -> tuple[list[Outcome], float, int]:
     """Outcomes on the bundled pair; the released program's bonus token; how many documents."""
-    from runtime.text_engine import load
+    from runtime.bundle import load
 
     folder = ROOT / "models"
     bundle = models.make_bundle("pair", folder / "target", folder / "draft", work, max_len=None)

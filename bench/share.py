@@ -17,6 +17,7 @@ import numpy as np
 
 from runtime.engine import Engine, Ids, Logits
 from runtime.request import Request, Running
+from runtime.rounds import HostRounds
 from runtime.text_engine import TextEngine
 
 from .timing import DISTURBED, ENOUGH, Sample, enough, sample
@@ -105,6 +106,7 @@ class _Agreeing:
 def agreeing(engine: TextEngine) -> Iterator[None]:
     """Every draft token is accepted while the block runs."""
     rounds = engine.decoder.rounds
+    assert isinstance(rounds, HostRounds)
     target, draft = rounds.target, rounds.draft
     assert draft is not None
     row = np.random.default_rng(0).standard_normal(engine.decoder.vocab_size, np.float32)

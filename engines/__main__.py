@@ -7,9 +7,16 @@ import sys
 import time
 from pathlib import Path
 
-from runtime.manifest import CommandParser, OutriderError, read_bundle, read_pair, run_command
+from runtime.manifest import (
+    CommandParser,
+    OutriderError,
+    read_bundle,
+    read_pair,
+    run_command,
+    size_text,
+)
 
-from .bundle import BACKENDS, build, check_backend, engine_plan, memory_plan
+from .bundle import BACKENDS, build, check_backend, check_memory, engine_plan, memory_plan
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,6 +41,11 @@ def parser() -> argparse.ArgumentParser:
         help="GPUs that tensorrt_rtx builds for, such as 80,89 (default: the present one, or all)",
     )
     add(
+        "--opt-level",
+        type=int,
+        help="how long TensorRT looks for faster kernels, 0 to 5 (default: the library's own)",
+    )
+    add(
         "--supports",
         metavar="DTYPE",
         help="build nothing; say whether the backend runs graphs of this precision",
@@ -50,22 +62,26 @@ def main(argv: list[str] | None = None) -> int:
                 "option", f"SLOTS={arguments.slots} is out of range", "Use at least 1."
             )
         if arguments.supports:
-            check_backend(arguments.backend, arguments.supports, arguments.sm)
+            check_backend(arguments.backend, arguments.supports, arguments.sm, arguments.opt_level)
             return 0
         if arguments.graphs is None or arguments.out is None:
             parser().error("the following arguments are required: --graphs, --out")
         begin = time.perf_counter()
-        _say_memory(memory_plan(read_pair(arguments.graphs), arguments.slots))
+        pair = read_pair(arguments.graphs)
+        plan = memory_plan(pair, arguments.slots)
+        _say_memory(plan)
+        check_memory(plan, check_backend(arguments.backend, pair.target.dtype, arguments.sm))
         built = build(
             arguments.graphs,
             arguments.out,
             backend=arguments.backend,
             slots=arguments.slots,
             sm=arguments.sm,
+            level=arguments.opt_level,
             force=arguments.force,
         )
-        if plan := engine_plan(read_bundle(arguments.out, verify=False)):
-            _say_memory(plan)
+        if made := engine_plan(read_bundle(arguments.out, verify=False)):
+            _say_memory(made)
         seconds = time.perf_counter() - begin
         note = arguments.backend if built else "cached: nothing changed"
         print(f"{'bundle':<9} {arguments.out!s:<34} {seconds:6.1f} s  {note}", file=sys.stderr)
@@ -75,12 +91,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _say_memory(plan: dict[str, int]) -> None:
-    parts = " + ".join(f"{part} {_size(size)}" for part, size in plan.items())
-    print(f"{'bundle':<9} memory {_size(sum(plan.values()))} = {parts}", file=sys.stderr)
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+    parts = " + ".join(f"{part} {size_text(size)}" for part, size in plan.items())
+    print(f"{'bundle':<9} memory {size_text(sum(plan.values()))} = {parts}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 The package holds code alone. The weights stay the graph's file, which the bundle links to and the
 runtime maps: no second copy on disk or in memory, and a compile that does not grow with them.
-The code belongs to one version of torch and to processors that have what it was compiled for.
+The code belongs to one version of torch, and to the GPU that is present when it is compiled, or to
+processors that have what it was compiled for.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runtime.manifest import (
     PACKAGE_FILE,
@@ -32,8 +33,12 @@ from runtime.manifest import (
 
 from .keys import engine_key
 
+if TYPE_CHECKING:
+    import torch
+
 DTYPES = ("float32", "float16", "bfloat16")
 FORMAT: Format = "torch"
+LEVELS = range(0)
 CONFIG: dict[str, Any] = {
     "aot_inductor.package_constants_in_so": False,
     # What `targets` says, not all that this processor happens to have.
@@ -63,14 +68,36 @@ def _torch() -> Any:
 
 
 def targets(sm: str, dtype: str) -> list[str]:
-    """What this processor has. Raises OutriderError "option" for GPUs, "backend" without g++."""
-    if sm:
+    """The GPU of this machine, such as sm90, or what its processor has.
+
+    sm: empty takes the GPU where there is one, "cpu" does not; a number, such as "90", must be the
+    GPU's: kernels are timed on it and chosen.
+    Raises OutriderError "option", and "backend" where a compiler is missing.
+    """
+    torch = _torch()
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    present = "{}{}".format(*capability) if capability else "cpu"
+    if sm not in ("", "cpu", present):
         raise OutriderError(
             "option",
-            f"SM={sm} is for GPUs, and BACKEND=aotinductor builds for this CPU",
-            "Leave SM out, or use BACKEND=tensorrt_rtx.",
+            f"SM={sm} is another machine's, and BACKEND=aotinductor builds for this "
+            + (f"GPU (SM={present}) or CPU" if capability else "CPU"),
+            "Build on a machine that has it, leave SM out, or use BACKEND=tensorrt_rtx.",
         )
-    _torch()
+    _check_compiler()
+    if capability is None or sm == "cpu":
+        return cpu_targets()
+    if capability < (8, 0) and dtype == "bfloat16":
+        raise OutriderError(
+            "option",
+            f"the GPU of this machine (SM={present}) has no bfloat16",
+            "Use DTYPE=float16.",
+        )
+    _check_gpu_tools()
+    return [f"sm{present}"]
+
+
+def _check_compiler() -> None:
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -82,11 +109,24 @@ def targets(sm: str, dtype: str) -> list[str]:
             f"AOTInductor needs a C++ compiler, and there is no {os.environ.get('CXX', 'g++')}",
             "Install g++ or name one in CXX, or use BACKEND=onnxruntime.",
         ) from None
-    return cpu_targets()
+
+
+def _check_gpu_tools() -> None:
+    """Triton makes the kernels; the code that launches them is compiled with CUDA's headers."""
+    from torch.utils._triton import has_triton
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    for what, there in (("Triton", has_triton()), ("CUDA's toolkit (CUDA_HOME)", CUDA_HOME)):
+        if not there:
+            raise OutriderError(
+                "backend",
+                f"AOTInductor needs {what} to compile for a GPU, and it is not installed",
+                "Install it, or build for the CPU with SM=cpu.",
+            )
 
 
 def plan(
-    models: dict[str, GraphFacts], slots: int, max_gamma: int, sm: str
+    models: dict[str, GraphFacts], slots: int, max_gamma: int, sm: str, level: int | None
 ) -> dict[str, EngineFacts]:
     """One engine takes all shapes: B, N, K and S are open in it."""
     has = targets(sm, models["target"].dtype)
@@ -108,14 +148,20 @@ def compile(
     OSError where the disk is full."""
     assert to is not None
     torch = _torch()
-    package = out / to.file
+    package, gpu = out / to.file, to.targets[0] != "cpu"
     try:
-        with stage(role, f"compile, {to.targets[0]}") as said, _workplace(out):
+        with (
+            stage(role, f"compile, {to.targets[0]}") as said,
+            _workplace(out),
+            _attention_of_every_size() if gpu else nullcontext(),
+        ):
             program = read_program(graph)
+            if gpu:
+                program = _move(program, "cuda")
             torch._inductor.aoti_compile_and_package(
                 program,
                 package_path=str(package),
-                inductor_configs=dict(CONFIG),  # it adds to them
+                inductor_configs=_config(gpu),
             )
             said.note = f"{package.stat().st_size / 2**20:,.1f} MiB of code"
     except Exception as error:  # noqa: BLE001 - a dozen compilers in a row, each with its own
@@ -128,6 +174,31 @@ def compile(
             "Use BACKEND=onnxruntime, and please report the architecture.",
         ) from None
     return to
+
+
+def _config(gpu: bool) -> dict[str, Any]:
+    """A copy of CONFIG: torch adds to it. torch 2.11 lacks some options, all about the processor's
+    code: a GPU's package can do without, a CPU's would not be what `targets` says."""
+    known = _torch()._inductor.list_options() if gpu else CONFIG
+    return {name: value for name, value in CONFIG.items() if name in known}
+
+
+def _move(program: torch.export.ExportedProgram, device: str) -> torch.export.ExportedProgram:
+    """The program, its weights and its example on another device."""
+    from torch.export.passes import move_to_device_pass
+
+    return move_to_device_pass(program, device)
+
+
+def _attention_of_every_size() -> AbstractContextManager[None]:
+    """Attention as matrix products, which Inductor compiles like the rest.
+
+    Otherwise torch chooses a fused kernel by the sizes of the example, where S is a multiple of 8,
+    which the memory-efficient one needs and the capacity rarely is.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 @contextmanager

@@ -18,12 +18,14 @@ from runtime.manifest import (
     link_file,
     read_bundle,
     read_pair,
+    size_text,
     verify_files,
     write_folder,
     write_json,
 )
 
 from . import aotinductor_backend, onnxruntime_backend, tensorrt_backend, tensorrt_rtx_backend
+from .gpus import present_gpus
 
 
 class Backend(Protocol):
@@ -43,8 +45,17 @@ class Backend(Protocol):
     def targets(self, sm: str, dtype: str) -> list[str]:
         """The GPU architectures that a user's list stands for; also says that it can build."""
 
+    @property
+    def LEVELS(self) -> range:
+        """Of optimisation; empty where there is no choice."""
+
     def plan(
-        self, models: dict[str, GraphFacts], slots: int, max_gamma: int, sm: str
+        self,
+        models: dict[str, GraphFacts],
+        slots: int,
+        max_gamma: int,
+        sm: str,
+        level: int | None,
     ) -> dict[str, EngineFacts] | None:
         """What there is to compile, by role; None where the graphs are the engines."""
 
@@ -64,19 +75,25 @@ BACKENDS: dict[str, Backend] = {
 
 
 def build(
-    graphs: Path, out: Path, *, backend: str, slots: int, sm: str = "", force: bool = False
+    graphs: Path,
+    out: Path,
+    *,
+    backend: str,
+    slots: int,
+    sm: str = "",
+    level: int | None = None,
+    force: bool = False,
 ) -> bool:
     """Write the bundle; False where `out` already is this very bundle, intact.
 
-    sm: GPU architectures as in "80,89"; empty leaves them to the backend.
+    sm: GPU architectures as in "80,89"; empty leaves them to the backend. level: of optimisation,
+    for a backend that has some.
     Raises OutriderError "bundle", "backend", "option" or "disk".
     """
     pair = read_pair(graphs)
-    check_backend(backend, pair.target.dtype, sm)
+    check_backend(backend, pair.target.dtype, sm, level)
     builder = BACKENDS[backend]
-    models = {
-        role: facts for role, facts in (("target", pair.target), ("draft", pair.draft)) if facts
-    }
+    models = dict(pair.models())
     for facts in models.values():
         if facts.format != builder.FORMAT:
             raise OutriderError(
@@ -85,7 +102,7 @@ def build(
                 f"{facts.format} graphs",
                 f"Export the checkpoints again, with --format {builder.FORMAT}.",
             )
-    engines = builder.plan(models, slots, pair.max_gamma, sm)
+    engines = builder.plan(models, slots, pair.max_gamma, sm, level)
     wanted = Manifest(
         name=out.name,
         backend=backend,
@@ -121,8 +138,9 @@ def build(
     return True
 
 
-def check_backend(backend: str, dtype: str, sm: str = "") -> None:
-    """Refuse, before minutes of export, what cannot be built. Raises "backend" or "option"."""
+def check_backend(backend: str, dtype: str, sm: str = "", level: int | None = None) -> list[str]:
+    """What it will be built for. Refuses, before minutes of export, what cannot be built: raises
+    "backend" or "option"."""
     if backend not in BACKENDS:
         raise OutriderError(
             "backend",
@@ -135,7 +153,16 @@ def check_backend(backend: str, dtype: str, sm: str = "") -> None:
             f"the backend {backend} does not run {dtype} in this version",
             f"Use DTYPE={' or '.join(BACKENDS[backend].DTYPES)}.",
         )
-    BACKENDS[backend].targets(sm, dtype)
+    levels = BACKENDS[backend].LEVELS
+    if level is not None and level not in levels:
+        raise OutriderError(
+            "option",
+            f"OPT_LEVEL={level} means nothing to the backend {backend}"
+            if not levels
+            else f"OPT_LEVEL={level} is out of range",
+            f"Use {levels[0]} to {levels[-1]}." if levels else "Leave OPT_LEVEL out.",
+        )
+    return BACKENDS[backend].targets(sm, dtype)
 
 
 def _intact(out: Path) -> Manifest | None:
@@ -157,15 +184,25 @@ def _same(found: Manifest, wanted: Manifest) -> bool:
 
 
 def memory_plan(pair: Pair, slots: int) -> dict[str, int]:
-    """Bytes that the bundle takes when it runs: weights of both models, and all slots' caches."""
-    models: dict[str, GraphFacts | None] = {"target": pair.target, "draft": pair.draft}
-    plan = {
-        role: sum(file.size for file in facts.files.values())
-        for role, facts in models.items()
-        if facts
-    }
-    plan["KV"] = sum(facts.cache_bytes(slots) for facts in models.values() if facts)
+    """Bytes that the bundle takes when it runs: weights of both models, all slots' caches, and the
+    logits of a round."""
+    plan = {role: sum(f.size for f in facts.files.values()) for role, facts in pair.models()}
+    plan["KV"] = sum(facts.cache_bytes(slots) for _, facts in pair.models())
+    plan["logits"] = pair.logits_bytes(slots)
     return plan
+
+
+def check_memory(plan: dict[str, int], targets: list[str]) -> None:
+    """Refuse, before minutes of compiling, what no GPU of this machine has room for. Nothing is
+    said of GPUs that are elsewhere. Raises OutriderError "memory"."""
+    here = [size for number, size in present_gpus().items() if f"sm{number}" in targets]
+    need, room = sum(plan.values()), max(here, default=0)
+    if room and need > room:
+        raise OutriderError(
+            "memory",
+            f"the bundle needs {size_text(need)}, and the GPU has {size_text(room)}",
+            "Use a smaller MAX_LEN, fewer SLOTS, or a smaller checkpoint.",
+        )
 
 
 def engine_plan(manifest: Manifest) -> dict[str, int] | None:

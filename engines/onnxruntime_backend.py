@@ -13,6 +13,7 @@ from runtime.manifest import GRAPH_FILE, EngineFacts, Format, GraphFacts, Outrid
 
 DTYPES = ("float32", "float16")  # ONNX Runtime has no bfloat16 kernels for the CPU
 FORMAT: Format = "onnx"
+LEVELS = range(0)
 
 
 def versions() -> dict[str, str]:
@@ -32,7 +33,9 @@ def targets(sm: str, dtype: str) -> list[str]:
     return []
 
 
-def plan(models: dict[str, GraphFacts], slots: int, max_gamma: int, sm: str) -> None:
+def plan(
+    models: dict[str, GraphFacts], slots: int, max_gamma: int, sm: str, level: int | None
+) -> None:
     """Nothing to compile: the bundle holds the graphs."""
 
 

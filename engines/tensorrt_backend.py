@@ -12,12 +12,13 @@ from typing import Any
 from runtime.manifest import EngineFacts, Format, GraphFacts, OutriderError
 
 from . import tensorrt_builder
-from .tensorrt_rtx_backend import present_gpus
+from .gpus import present_gpus
 
 PRODUCT, PACKAGE = "TensorRT", "tensorrt"
 DTYPES = ("float16", "bfloat16")
 FORMAT: Format = "onnx"
 ENGINE_FILE = "engine.plan"
+LEVELS = tensorrt_builder.LEVELS
 
 
 def versions() -> dict[str, str]:
@@ -56,14 +57,16 @@ def targets(sm: str, dtype: str) -> list[str]:
 
 
 def plan(
-    models: dict[str, GraphFacts], slots: int, max_gamma: int, sm: str
+    models: dict[str, GraphFacts], slots: int, max_gamma: int, sm: str, level: int | None
 ) -> dict[str, EngineFacts]:
     gpus = targets(sm, models["target"].dtype)
-    return tensorrt_builder.plan(ENGINE_FILE, models, slots, max_gamma, gpus, versions())
+    return tensorrt_builder.plan(ENGINE_FILE, models, slots, max_gamma, gpus, versions(), level)
 
 
 def compile(
     role: str, graph: Path, out: Path, facts: GraphFacts, to: EngineFacts | None
 ) -> EngineFacts:
     assert to is not None
-    return tensorrt_builder.compile(PACKAGE, PRODUCT, role, graph, out, facts, to)
+    # It times kernels on the GPU; the times of another version or GPU are no times of this one.
+    timings = tensorrt_builder.TIMINGS / f"{to.targets[0]}-{versions()[PACKAGE]}.timings"
+    return tensorrt_builder.compile(PACKAGE, PRODUCT, role, graph, out, facts, to, timings=timings)

@@ -35,6 +35,8 @@ from runtime.manifest import (
 from .keys import engine_key
 
 CHUNK = 512  # the most tokens of a prompt in one call, as on the CPU
+LEVELS = range(6)  # of optimisation: how long the builder looks for a faster kernel
+TIMINGS = Path(__file__).parents[1] / "build" / ".cache" / "tensorrt"
 
 
 def profiles(role: str, facts: GraphFacts, slots: int, max_gamma: int) -> list[Profile]:
@@ -54,8 +56,10 @@ def plan(
     max_gamma: int,
     targets: list[str],
     versions: dict[str, str],
+    level: int | None,
 ) -> dict[str, EngineFacts]:
-    """What is to be compiled, with keys; the builder's own figures are still missing."""
+    """What is to be compiled, with keys; the builder's own figures are still missing. level: of
+    optimisation, None for the library's own."""
     planned = {}
     for role, facts in models.items():
         shapes = profiles(role, facts, slots, max_gamma)
@@ -64,17 +68,27 @@ def plan(
             profiles=[dataclasses.asdict(profile) for profile in shapes],
             targets=targets,
             versions=versions,
+            **({} if level is None else {"level": level}),
         )
-        planned[role] = EngineFacts(key, name, targets, shapes)
+        planned[role] = EngineFacts(key, name, targets, shapes, level=level)
     return planned
 
 
 def compile(
-    module: str, product: str, role: str, graph: Path, out: Path, facts: GraphFacts, to: EngineFacts
+    module: str,
+    product: str,
+    role: str,
+    graph: Path,
+    out: Path,
+    facts: GraphFacts,
+    to: EngineFacts,
+    *,
+    timings: Path | None = None,
 ) -> EngineFacts:
     """Compile the graph in folder `graph` into `out / to.file`; `to` with the builder's figures.
 
-    module: the library's name in Python; product: its name for people. Prints a line on stderr.
+    module: the library's name in Python; product: its name for people. timings: a file of kernel
+    times that were measured before, to be used and added to. Prints a line on stderr.
     Raises OutriderError "backend" or "memory", and OSError where the file cannot be written.
     """
     request = {
@@ -86,6 +100,8 @@ def compile(
         "capacity": facts.capacity,
         "targets": to.targets,
         "profiles": [dataclasses.asdict(profile) for profile in to.profiles],
+        "level": to.level,
+        "timings": str(timings) if timings else None,
     }
     out.mkdir(exist_ok=True)
     begin = time.perf_counter()
@@ -253,12 +269,38 @@ def _compile(trt: Any, request: dict[str, Any], answer: Callable[..., None]) -> 
             config.set_compute_capability(getattr(trt.ComputeCapability, target.upper()), i)
     for shapes in request["profiles"]:
         config.add_optimization_profile(make_profile(builder, network, shapes))
+    if request["level"] is not None:
+        config.builder_optimization_level = request["level"]
+    timings = Path(request["timings"]) if request["timings"] else None
+    if timings:
+        use_timings(config, timings)
     engine = builder.build_serialized_network(network, config)
     if engine is None:
         raise OutriderError("backend", f"{what}: {_reason(errors)}", REMEDY)
+    if timings:
+        keep_timings(config, timings)
     with open(request["out"], "wb") as file:
         file.write(engine)
     return memory
+
+
+def use_timings(config: Any, file: Path) -> None:
+    """Let the builder look kernel times up before it measures them."""
+    try:
+        known = file.read_bytes()
+    except OSError:
+        known = b""
+    cache = config.create_timing_cache(known) or config.create_timing_cache(b"")  # damaged
+    config.set_timing_cache(cache, False)
+
+
+def keep_timings(config: Any, file: Path) -> None:
+    """What was measured, for the next build; a disk that takes no cache fails no build."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(config.get_timing_cache().serialize())
+        partial.replace(file)
 
 
 def with_fixed_rows(path: str, capacity: int, what: str) -> bytes:

@@ -6,18 +6,19 @@ file serves all architectures of its list, at 8 bytes for each (docs/LOG.md).
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from runtime.manifest import EngineFacts, Format, GraphFacts, OutriderError
 
 from . import tensorrt_builder
+from .gpus import present_gpus
 
 PRODUCT, PACKAGE = "TensorRT-RTX", "tensorrt_rtx"
 DTYPES = ("float16", "bfloat16")  # its attention has no float32 kernels
 FORMAT: Format = "onnx"
 ENGINE_FILE = "engine.rtx"
+LEVELS = tensorrt_builder.LEVELS
 # Only when asked for: it has no bfloat16, and it makes the engine of a list another, larger one.
 TURING = "75"
 
@@ -64,22 +65,11 @@ def targets(sm: str, dtype: str) -> list[str]:
     return [f"sm{number}" for number in sorted(set(map(int, chosen)))]
 
 
-def present_gpus() -> set[int]:
-    """Compute capabilities of this machine's GPUs, 89 for 8.9."""
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return set()
-    digits = (line.strip().replace(".", "") for line in listed.splitlines())
-    return {int(number) for number in digits if number.isdecimal()}
-
-
 def plan(
-    models: dict[str, GraphFacts], slots: int, max_gamma: int, sm: str
+    models: dict[str, GraphFacts], slots: int, max_gamma: int, sm: str, level: int | None
 ) -> dict[str, EngineFacts]:
     gpus = targets(sm, models["target"].dtype)
-    return tensorrt_builder.plan(ENGINE_FILE, models, slots, max_gamma, gpus, versions())
+    return tensorrt_builder.plan(ENGINE_FILE, models, slots, max_gamma, gpus, versions(), level)
 
 
 def compile(

@@ -9,8 +9,9 @@
 Installed, the package is called `outrider`; in the checkout it is `runtime`.
 """
 
+from .bundle import load
 from .errors import OutriderError
-from .text_engine import Event, Options, Result, TextEngine, load
+from .text_engine import Event, Options, Result, TextEngine
 
 __version__ = "0.1.0"
 __all__ = ["Event", "Options", "OutriderError", "Result", "TextEngine", "load"]

@@ -27,7 +27,7 @@ class Call(NamedTuple):
 
 def check_processor(manifest: Manifest, folder: Path) -> None:
     """Refuse code for instructions that this machine lacks. Raises OutriderError "backend"."""
-    _torch(manifest.versions.get("torch"))
+    import_torch(manifest.versions.get("torch"))
     here = set(cpu_targets())
     for engine in (manifest.engines or {}).values():
         missing = [target for target in engine.targets if target not in here]
@@ -40,7 +40,7 @@ def check_processor(manifest: Manifest, folder: Path) -> None:
             )
 
 
-def _torch(version: str | None = None) -> Any:
+def import_torch(version: str | None = None) -> Any:
     try:
         import torch
     except ImportError:
@@ -69,7 +69,7 @@ class AotiEngine(HostEngine[Call]):
         buffers: int = 1,
         threads: int = 0,
     ):
-        self._torch, self._threads = _torch(), threads
+        self._torch, self._threads = import_torch(), threads
         try:
             # Not torch._inductor.aoti_load_package: it imports the compiler, for the same loader.
             # Single-threaded: the turns are the caller's, as for every engine.

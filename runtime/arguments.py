@@ -98,6 +98,14 @@ def _parser() -> ArgumentParser:
     add("--slots", type=_whole(1), metavar="N", help="sequences at a time (default: the bundle's)")
     add("--threads", type=_whole(0), default=0, metavar="N",
         help="CPU threads of each model's engine (default 0: the backend's choice)")
+    add("--device", default="auto", metavar="D",
+        help="auto, cpu, cuda or cuda:N (default auto: what the bundle was compiled for, and the "
+        "CPU for BACKEND=onnxruntime)")
+    add("--no-graphs", action="store_false", dest="graphs",
+        help="on a GPU, launch each call by itself instead of a round as one CUDA graph")
+    add("--loop", action="store_true",
+        help="let the GPU go on to the next round by itself, a whole text as one launch "
+        "(CUDA 12.4; not measured yet)")
     add("--no-verify-files", action="store_false", dest="verify_files",
         help="do not check the bundle's files against their hashes")
 

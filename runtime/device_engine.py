@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -64,12 +65,8 @@ class DeviceEngine(ABC):
             for side, shapes in (("key", facts.key_shapes), ("value", facts.value_shapes))
             for layer, (heads, width) in enumerate(shapes)
         }
-        # What `forward` copies its arguments to; the round has memory of its own.
         self._most = max(widest, 1)
-        self._ids = cuda.allocate(8 * slots * max(self.chunk, self._most))
-        self._position, self._index = cuda.allocate(8 * slots), cuda.allocate(8 * self._most)
         self._spacing = 4 * slots * self._most * self.vocab_size
-        self._logits = cuda.allocate(buffers * self._spacing)
 
     @abstractmethod
     def enqueue(self, call: DeviceCall, graph: object = None) -> None:
@@ -83,6 +80,17 @@ class DeviceEngine(ABC):
     def capturing(self) -> AbstractContextManager[object]:
         """What must be in force while calls are captured."""
         return nullcontext()
+
+    @cached_property
+    def _own(self) -> tuple[int, int, int, int]:
+        """What `forward` copies to and from: input_ids, position, logits_index, logits. Memory that
+        a round does without."""
+        sizes = (
+            8 * self.slots * max(self.chunk, self._most), 8 * self.slots, 8 * self._most,
+            self.buffers * self._spacing,
+        )  # fmt: skip
+        ids, position, index, logits = map(self.cuda.allocate, sizes)
+        return ids, position, index, logits
 
     def cache_address(self, name: str, first_slot: int) -> int:
         address, (heads, width) = self.caches[name]
@@ -106,16 +114,11 @@ class DeviceEngine(ABC):
         if (need := int(position.max()) + width) > self.capacity:
             raise ValueError(f"row {need} is beyond the capacity of {self.capacity}")
         self.cuda.use()
-        for address, array in (
-            (self._ids, input_ids), (self._position, position), (self._index, logits_index),
-        ):  # fmt: skip
+        ids, at, index, logits = self._own
+        for address, array in ((ids, input_ids), (at, position), (index, logits_index)):
             self.cuda.upload(address, np.ascontiguousarray(array, np.int64), self.stream)
-        logits = self._logits + buffer * self._spacing
-        self.enqueue(
-            DeviceCall(
-                batch, width, outputs, self._ids, self._position, self._index, logits, first_slot
-            )
-        )
+        logits += buffer * self._spacing
+        self.enqueue(DeviceCall(batch, width, outputs, ids, at, index, logits, first_slot))
         answer = np.empty((batch, outputs, self.vocab_size), np.float32)
         self.cuda.wait(self.stream)
         self.cuda.read(answer.ctypes.data, logits, answer.nbytes)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-from .errors import OutriderError
-from .manifest import GraphFacts, Manifest
 
 Ids = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
@@ -49,69 +44,3 @@ class Engine(Protocol):
         with it.
         """
         ...
-
-
-def check_bundle(manifest: Manifest, folder: Path) -> None:
-    """Refuse, before anything is loaded, engines that this version does not run.
-
-    An engine belongs to the version of the library that made it. Raises OutriderError "backend".
-    """
-    for package, built in manifest.versions.items() if manifest.engines else ():
-        installed = _installed(package)
-        if installed not in (None, built):
-            raise OutriderError(
-                "backend",
-                f"{folder} was built with {package} {built}, and {installed} is installed",
-                f"Build it again: {manifest.rebuild_command(folder)}",
-            )
-    if manifest.backend == "aotinductor":
-        from .aoti_engine import check_processor
-
-        check_processor(manifest, folder)
-    if manifest.backend in ("tensorrt_rtx", "tensorrt"):
-        raise OutriderError(
-            "backend",
-            f"this version builds {manifest.backend} bundles but cannot run them yet",
-            "Build the bundle with BACKEND=onnxruntime.",
-        )
-
-
-def _installed(package: str) -> str | None:
-    """The version of a package, without importing it."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def open_engine(
-    backend: str,
-    folder: Path,
-    facts: GraphFacts,
-    *,
-    slots: int,
-    widest: int,
-    buffers: int = 1,
-    threads: int,
-) -> Engine:
-    """The engine of one model of a bundle. The backend is imported here, and nowhere else.
-
-    widest: the largest K of a call (target: gamma + 1). buffers: of logits (draft: gamma).
-    threads: 0 leaves the choice to the backend.
-    """
-    options: dict[str, Any] = {
-        "slots": slots, "widest": widest, "buffers": buffers, "threads": threads,
-    }  # fmt: skip
-    if backend == "onnxruntime":
-        from .ort_engine import OrtEngine
-
-        return OrtEngine(folder, facts, **options)
-    if backend == "aotinductor":
-        from .aoti_engine import AotiEngine
-
-        return AotiEngine(folder, facts, **options)
-    raise OutriderError(
-        "backend",
-        f"this version cannot run bundles of the backend {backend}",
-        "Build the bundle with BACKEND=onnxruntime.",
-    )

@@ -15,10 +15,11 @@ from typing import TextIO
 
 from . import report
 from .arguments import options_from, parse
+from .bundle import load
 from .certificate import check
 from .errors import OutriderError, run_command
 from .prompts import batch_requests, prompt_from, source_name
-from .text_engine import Options, Prompt, Result, TextEngine, load
+from .text_engine import Options, Prompt, Result, TextEngine
 
 WARM_UP = 16  # tokens generated in either way before --baseline measures
 NOTES = {
@@ -55,7 +56,10 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _load(args: Namespace) -> TextEngine:
-    engine = load(args.engines, slots=args.slots, threads=args.threads, verify=args.verify_files)
+    engine = load(
+        args.engines, slots=args.slots, threads=args.threads, verify=args.verify_files,
+        device=args.device, graphs=args.graphs, loop=args.loop,
+    )  # fmt: skip
     if args.draft == "model" and engine.decoder.draft is None:
         raise OutriderError(
             "option",

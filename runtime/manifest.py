@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from .errors import CommandParser, OutriderError, first_line, run_command
-from .progress import note, stage
+from .progress import note, size_text, stage
 from .torch_files import (
     PROGRAM_FILE,
     TENSOR_ALIGNMENT,
@@ -63,6 +63,7 @@ __all__ = [
     "read_tensors",
     "refuse_foreign",
     "run_command",
+    "size_text",
     "stage",
     "verify_files",
     "write_folder",
@@ -160,6 +161,18 @@ class Pair:
     max_gamma: int
     capacity: int
 
+    def models(self) -> Iterator[tuple[str, GraphFacts]]:
+        """("target", facts), and ("draft", facts) where there is one."""
+        yield "target", self.target
+        if self.draft is not None:
+            yield "draft", self.draft
+
+    def logits_bytes(self, slots: int) -> int:
+        """Of one round, in float32: the target's gamma + 1 rows and the draft's gamma."""
+        draft = self.draft.vocab_size if self.draft else 0
+        gamma = self.max_gamma if self.draft else 0
+        return 4 * slots * ((gamma + 1) * self.target.vocab_size + gamma * draft)
+
     def carried_files(self, engines: dict[str, EngineFacts] | None) -> dict[str, FileFacts]:
         """What a bundle takes over from the graphs folder: not what its engines hold."""
         if not engines:
@@ -202,7 +215,8 @@ class EngineFacts:
 
     key: content address of everything the engine was made from. file: in the model's folder.
     targets: the GPU architectures that it runs on, such as sm89; of a CPU, what it must have.
-    weights: the graph's file that holds them; None where they are in the engine.
+    weights: the graph's file that holds them; None where they are in the engine. level: of
+    optimisation, None for the builder's own.
     """
 
     key: str
@@ -210,6 +224,7 @@ class EngineFacts:
     targets: list[str]
     profiles: list[Profile]
     weights: str | None = None
+    level: int | None = None
 
 
 @dataclass(frozen=True)
@@ -227,17 +242,28 @@ class Manifest:
     files: dict[str, FileFacts]
     engines: dict[str, EngineFacts] | None = None
 
-    def rebuild_command(self, out: Path) -> str:
-        """What makes this bundle again, for the remedy of an error."""
+    def gpu_targets(self) -> list[str]:
+        """The GPU architectures that the engines were compiled for, such as sm89."""
+        engines = (self.engines or {}).values()
+        targets = {target for engine in engines for target in engine.targets}
+        return sorted((t for t in targets if t.startswith("sm")), key=lambda t: int(t[2:]))
+
+    def _level(self) -> int | None:
+        return next((engine.level for engine in (self.engines or {}).values()), None)
+
+    def rebuild_command(self, out: Path, gpu: str | None = None) -> str:
+        """What makes this bundle again, for the remedy of an error. gpu: one more, such as sm89."""
         pair = self.pair
-        targets = {target for engine in (self.engines or {}).values() for target in engine.targets}
-        gpus = [target.removeprefix("sm") for target in targets if target.startswith("sm")]
+        targets = {*self.gpu_targets(), *([gpu] if gpu else [])}
+        # The others build for the GPU that is there.
+        gpus = [t.removeprefix("sm") for t in targets if self.backend == "tensorrt_rtx"]
         variables = {
             "MODEL": f"<{pair.target.source}>",
             "DRAFT": f"<{pair.draft.source}>" if pair.draft else "none",
             "BACKEND": self.backend,
             "DTYPE": pair.target.dtype,
             **({"SM": ",".join(sorted(gpus, key=int))} if gpus else {}),
+            **({"OPT_LEVEL": level} if (level := self._level()) is not None else {}),
             "MAX_LEN": pair.max_len,
             "MAX_GAMMA": pair.max_gamma,
             "SLOTS": self.slots,

@@ -14,6 +14,39 @@ from .host_engine import HostEngine
 from .manifest import GRAPH_FILE, ORT_LEFT_OUT, GraphFacts
 
 
+def open_session(
+    folder: Path, facts: GraphFacts, providers: list[Any], threads: int, **entries: str
+) -> Any:
+    """A session of the graph. entries: of its configuration. Raises OutriderError "backend"."""
+    try:
+        import onnxruntime as ort
+    except ImportError:
+        raise OutriderError(
+            "backend", "onnxruntime is not installed", "Install it: pip install onnxruntime."
+        ) from None
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = threads
+    # Two models share the cores: the idle one's threads must not spin on them.
+    for name, value in {"force_spinning_stop": "1", **entries}.items():
+        options.add_session_config_entry(f"session.{name}", value)
+    try:
+        return ort.InferenceSession(
+            str(folder / GRAPH_FILE),
+            options,
+            providers=providers,
+            disabled_optimizers=ORT_LEFT_OUT.get(facts.dtype),
+            enable_fallback=0,  # or it prints what failed and tries again on the CPU
+        )
+    except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes here
+        raise OutriderError(
+            "backend",
+            f"ONNX Runtime {ort.__version__} cannot load {folder / GRAPH_FILE}: "
+            + first_line(error),
+            "Build the bundle again; if it persists, install the pinned onnxruntime.",
+        ) from None
+
+
 class OrtEngine(HostEngine[Any]):
     """See `HostEngine`; a call is an IOBinding."""
 
@@ -29,31 +62,7 @@ class OrtEngine(HostEngine[Any]):
         buffers: int = 1,
         threads: int = 0,
     ):
-        try:
-            import onnxruntime as ort
-        except ImportError:
-            raise OutriderError(
-                "backend", "onnxruntime is not installed", "Install it: pip install onnxruntime."
-            ) from None
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        options.intra_op_num_threads = threads
-        # Two models share the cores: the idle one's threads must not spin on them.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        try:
-            self._session = ort.InferenceSession(
-                str(folder / GRAPH_FILE),
-                options,
-                providers=["CPUExecutionProvider"],
-                disabled_optimizers=ORT_LEFT_OUT.get(facts.dtype),
-            )
-        except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes here
-            raise OutriderError(
-                "backend",
-                f"ONNX Runtime {ort.__version__} cannot load {folder / GRAPH_FILE}: "
-                + first_line(error),
-                "Build the bundle again; if it persists, install the pinned onnxruntime.",
-            ) from None
+        self._session = open_session(folder, facts, ["CPUExecutionProvider"], threads)
         self._dtype = np.dtype(facts.dtype)
         super().__init__(facts, slots=slots, widest=widest, buffers=buffers)
 

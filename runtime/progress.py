@@ -43,3 +43,8 @@ def stage(part: str, what: str) -> Iterator[Stage]:
 def note(text: str) -> None:
     """Something that the user should know, and that is no error."""
     print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def size_text(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -189,8 +189,12 @@ def baseline(result: Result, plain: Result, *, greedy: bool) -> str:
 
 
 def memory(parts: Mapping[str, int]) -> str:
-    """The memory line, in one unit. parts: bytes of "target", "draft" and "cache"."""
-    names = {"target": "target", "draft": "draft", "cache": "KV"}
+    """The memory line, in one unit. parts: bytes of "target", "draft", "cache"; of a GPU also
+    "activations" and "buffers"."""
+    names = {
+        "target": "target", "draft": "draft", "cache": "KV", "activations": "activations",
+        "buffers": "buffers",
+    }  # fmt: skip
     total = sum(parts.values())
     unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
     items = (f"{name} {parts[key] / size:.1f}" for key, name in names.items() if key in parts)

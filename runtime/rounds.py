@@ -59,9 +59,14 @@ class Outcome:
 class Rounds(Protocol):
     """Two engines, their slots, and the sampling between them; one thread at a time."""
 
-    target: Engine
-    draft: Engine | None
-    slots: SlotTable
+    @property
+    def target(self) -> Engine: ...
+
+    @property
+    def draft(self) -> Engine | None: ...
+
+    @property
+    def slots(self) -> SlotTable: ...
 
     def start(self, running: Running) -> Part:
         """Prefill the target with the prompt and draw the first token. Raises "numeric"."""

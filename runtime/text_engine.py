@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections import deque
@@ -11,30 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from numbers import Integral
 from operator import index
-from pathlib import Path
 from typing import Any, cast
 
-from . import kernel
 from .decode import Decoder
-from .engine import Engine, check_bundle, open_engine
 from .errors import OutriderError
-from .manifest import (
-    TEMPLATE_FILE,
-    TOKENIZER_FILE,
-    WEIGHTS_FILE,
-    Manifest,
-    Pair,
-    read_bundle,
-)
+from .manifest import Manifest
 from .request import Request, Running, Token
-from .rounds import HostRounds
-from .sampler import NumpySampler, Sampler
 from .slots import Slot
 from .stats import Stats
 from .text import Detokenizer, StopStrings, Tokenizer
 from .warping import SamplingParams, VerifyRule
-
-logger = logging.getLogger("outrider")
 
 DEFAULT_GAMMA = 4
 Message = Mapping[str, Any]
@@ -182,7 +167,7 @@ class _Stream:
 
 
 class TextEngine:
-    """Two engines, their slots and the tokenizer. Make one with `load`.
+    """Two engines, their slots and the tokenizer. Make one with `bundle.load`.
 
     Thread-safe: calls take turns round by round. A call that finds every slot taken does not wait,
     for its own thread may hold them: it raises OutriderError "busy". `batch` queues.
@@ -369,78 +354,3 @@ class TextEngine:
                 self._requests += 1
                 self._total.add(event.result.stats)
         return event
-
-
-def load(
-    folder: str | Path, *, slots: int | None = None, threads: int = 0, verify: bool = True
-) -> TextEngine:
-    """Open a bundle.
-
-    folder: what `make engines` wrote. slots: sequences at a time; None takes the bundle's.
-    threads: of each model's engine; 0 leaves it to the backend. verify: check every file's hash.
-    Raises OutriderError: "bundle", "backend", "option".
-    """
-    folder = Path(folder)
-    manifest = read_bundle(folder, verify=verify)
-    check_bundle(manifest, folder)
-    pair = manifest.pair
-    slots = manifest.slots if slots is None else slots
-    if slots < 1:
-        raise OutriderError("option", f"slots={slots} is out of range", "Use at least 1.")
-    most = 4 * (os.cpu_count() or 1)
-    if not 0 <= threads <= most:
-        raise OutriderError(
-            "option",
-            f"threads={threads} is out of range",
-            f"Use 0 (automatic) to {most}.",
-        )
-    template = None
-    if pair.tokenizer.chat_template:
-        template = (folder / "tokenizer" / TEMPLATE_FILE).read_text(encoding="utf-8")
-    tokenizer = Tokenizer(
-        folder / "tokenizer" / TOKENIZER_FILE,
-        chat_template=template,
-        special_tokens=pair.tokenizer.special_tokens,
-    )
-    engines: dict[str, Engine] = {}
-    memory = {}
-    roles = (
-        ("target", pair.target, pair.max_gamma + 1, 1),
-        ("draft", pair.draft, 1, max(1, pair.max_gamma)),
-    )
-    for role, facts, widest, buffers in roles:
-        if facts is not None:
-            engines[role] = open_engine(
-                manifest.backend,
-                folder / role,
-                facts,
-                slots=slots,
-                widest=widest,
-                buffers=buffers,
-                threads=threads,
-            )
-            memory[role] = (folder / role / WEIGHTS_FILE).stat().st_size
-            memory["cache"] = memory.get("cache", 0) + facts.cache_bytes(slots)
-    decoder = Decoder(
-        HostRounds(
-            engines["target"],
-            engines.get("draft"),
-            _sampler(pair, slots, threads or os.cpu_count() or 1),
-        ),
-        vocab_size=pair.vocab_size,
-        max_len=pair.max_len,
-        max_gamma=pair.max_gamma,
-        draft_max_len=pair.draft.max_len if pair.draft else None,
-    )
-    return TextEngine(manifest, tokenizer, decoder, memory)
-
-
-def _sampler(pair: Pair, slots: int, threads: int) -> Sampler:
-    """The native kernel; where there is none NumPy, and a line that says so."""
-    if cause := kernel.unavailable():
-        logger.warning("sampling in NumPy, several times slower: %s", cause)
-        return NumpySampler(pair.vocab_size)
-    narrower = min(pair.draft.vocab_size, pair.vocab_size) if pair.draft else None
-    return kernel.RoundSampler(
-        pair.vocab_size, pair.max_gamma, slots, min(threads, kernel.MAX_THREADS), narrower
-    )

@@ -279,7 +279,9 @@ class Workshop:
         graphs = self.graphs(target, draft, **form, **options)
         with self._once("bundle", str(graphs), {}) as (folder, made):
             if not made:
-                build(graphs, folder, backend=backend, slots=1)
+                # Also on a machine with a GPU.
+                sm = "cpu" if backend == "aotinductor" else ""
+                build(graphs, folder, backend=backend, slots=1, sm=sm)
         return folder
 
     @contextmanager

@@ -21,7 +21,7 @@ import numpy as np
 CHECKOUT = Path(__file__).parents[1]
 sys.path.insert(0, str(CHECKOUT))
 
-from runtime.engine import open_engine  # noqa: E402
+from runtime.bundle import open_engine  # noqa: E402
 from runtime.manifest import read_bundle  # noqa: E402
 
 LONGEST_PROMPT, STEPS, MANY_STEPS = 300, 20, 2000

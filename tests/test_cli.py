@@ -102,10 +102,29 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(cli, engine):
 
 def test_how_the_bundle_is_loaded(cli):
     cli("--prompt", "a", "--max-new-tokens", "1")
-    assert cli.loaded == {"folder": Path("bundle"), "slots": None, "threads": 0, "verify": True}
+    usual = {"folder": Path("bundle"), "slots": None, "threads": 0, "verify": True}
+    assert cli.loaded == {**usual, "device": "auto", "graphs": True, "loop": False}
     more = ("--slots", "3", "--threads", "2", "--no-verify-files")
-    cli("--prompt", "a", "--max-new-tokens", "1", *more)
-    assert cli.loaded == {"folder": Path("bundle"), "slots": 3, "threads": 2, "verify": False}
+    cli(
+        "--prompt",
+        "a",
+        "--max-new-tokens",
+        "1",
+        *more,
+        "--device",
+        "cuda:1",
+        "--no-graphs",
+        "--loop",
+    )
+    own = {
+        "slots": 3,
+        "threads": 2,
+        "verify": False,
+        "device": "cuda:1",
+        "graphs": False,
+        "loop": True,
+    }
+    assert cli.loaded == {**usual, **own}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from conftest import Workshop
 
 from runtime import host_engine
-from runtime.engine import open_engine
+from runtime.bundle import open_engine
 from runtime.manifest import read_bundle
 
 LENGTH = 700

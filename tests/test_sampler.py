@@ -17,7 +17,7 @@ from fakes import near, random_model
 from rounds import broken, ids, make_decoder, run
 
 from runtime import kernel, load
-from runtime.engine import open_engine
+from runtime.bundle import open_engine
 from runtime.errors import OutriderError
 from runtime.kernel import RoundSampler
 from runtime.manifest import MOST_GAMMA, read_bundle

@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +22,11 @@ from checkpoints import MAX_GAMMA, MAX_LEN, Workshop
 from commands import CHECKOUT, command, environment, error_line, leftovers, run
 
 import engines.__main__
-from engines import tensorrt_builder, tensorrt_rtx_backend
+from bench import gpu_check
+from engines import bundle as bundles
+from engines import gpus, tensorrt_builder, tensorrt_rtx_backend
 from engines.bundle import build, check_backend, engine_plan, memory_plan
-from runtime import engine as runtime_engine
+from runtime import bundle as opening
 from runtime import generate, load
 from runtime.errors import EXIT_STATUS, OutriderError
 from runtime.manifest import (
@@ -46,7 +49,8 @@ CAPACITY = MAX_LEN + MAX_GAMMA + 1
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same on a machine that has one."""
-    monkeypatch.setattr(tensorrt_rtx_backend, "present_gpus", set)
+    monkeypatch.setattr(tensorrt_rtx_backend, "present_gpus", dict)
+    monkeypatch.setattr(bundles, "present_gpus", dict)
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +177,7 @@ def test_memory_is_told_before_and_after(
     said = capsys.readouterr().err
     lines = said.splitlines()
     assert len(lines) == 5
-    assert re.match(r"bundle +memory .* KV [\d.]+ MiB$", lines[0])
+    assert re.match(r"bundle +memory .* KV [\d.]+ MiB \+ logits [\d.]+ MiB$", lines[0])
     for role, line in zip(("target", "draft"), lines[1:3], strict=True):
         assert re.match(
             rf"{role} +compile for sm89 +[\d.]+ s  [\d.]+ MiB, decode .*, prefill", line
@@ -185,6 +189,50 @@ def test_memory_is_told_before_and_after(
     activations = plan.pop("activations")
     assert plan == memory_plan(manifest.pair, 1)
     assert activations > 2**20
+
+
+@needs_library
+def test_memory_that_no_gpu_here_has(
+    graphs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Said before anything is compiled, and only of a GPU that it is built for."""
+
+    def status(gpus_here: dict[int, int]) -> int:
+        monkeypatch.setattr(bundles, "present_gpus", lambda: gpus_here)
+        return engines.__main__.main(arguments(graphs, tmp_path / "out"))
+
+    assert status({89: 2**16}) == EXIT_STATUS["memory"]
+    said = capsys.readouterr().err
+    assert "the bundle needs" in error_line(said, "memory")
+    assert "compile" not in said and list(tmp_path.iterdir()) == []
+    assert status({89: 2**16, 90: 2**40}) == EXIT_STATUS["memory"]
+    assert status({80: 2**16}) == 0, "of a GPU that is elsewhere nothing is known"
+
+
+@pytest.mark.parametrize(
+    ("listed", "found"),
+    [
+        ("8.9, 24564\n9.0, 143771\n", {89: 24564 * 2**20, 90: 143771 * 2**20}),
+        ("8.9, 24564\n8.9, 8188\n", {89: 8188 * 2**20}),
+        ("12.1, [N/A]\n", {121: 0}),
+        ("No devices were found\n", {}),
+        ("", {}),
+    ],
+)
+def test_the_gpus_of_a_machine(
+    listed: str, found: dict[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{listed}END\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert gpus.present_gpus() == found
+    tool.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpus.present_gpus() == {}
 
 
 @needs_library
@@ -208,6 +256,10 @@ def test_building_twice_compiles_nothing_twice(
     assert again(sm="89,80") == ["target", "draft"]
     assert again(sm="80,89,80") is None
     assert again(force=True, sm="80,89") == ["target", "draft"]
+    assert again(sm="80,89", level=1) == ["target", "draft"]
+    assert again(sm="80,89", level=1) is None
+    assert "OPT_LEVEL=1" in read_bundle(out).rebuild_command(out)
+    assert again(sm="80,89") == ["target", "draft"]
     pair = read_pair(graphs)
     alone = tmp_path / "alone"
     alone.mkdir()
@@ -262,6 +314,56 @@ def test_unknown_architectures(sm: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "SM=75,80,86,89,120" in said
 
 
+@pytest.mark.parametrize(
+    ("backend", "level", "cause"),
+    [
+        ("onnxruntime", 3, "means nothing to the backend onnxruntime"),
+        ("aotinductor", 0, "means nothing to the backend aotinductor"),
+        ("tensorrt_rtx", 6, "out of range"),
+        ("tensorrt", -1, "out of range"),
+    ],
+)
+def test_levels_that_there_are_not(backend: str, level: int, cause: str) -> None:
+    with pytest.raises(OutriderError, match=cause) as caught:
+        check_backend(backend, "bfloat16" if backend != "onnxruntime" else "float32", "", level)
+    assert caught.value.kind == "option"
+
+
+@needs_library
+def test_the_level_reaches_the_builder(graphs: Path, tmp_path: Path) -> None:
+    """And times are kept for the next build, whatever the file held."""
+    import tensorrt_rtx as trt
+
+    facts = read_pair(graphs).target
+    planned = tensorrt_builder.plan("engine.rtx", {"target": facts}, 1, 4, ["sm89"], {}, 0)
+    assert planned["target"].level == 0
+    told: list[Any] = []
+
+    class Builder(trt.Builder):  # type: ignore[misc]
+        def build_serialized_network(self, network: Any, config: Any) -> Any:
+            told.append((config.builder_optimization_level, config.get_timing_cache() is not None))
+            return super().build_serialized_network(network, config)
+
+    timings = tmp_path / "cache" / "sm89.timings"
+    request = {
+        "product": "x", "graph": str(graphs / "target" / "graph.onnx"), "source": "x",
+        "out": str(tmp_path / "engine"), "capacity": CAPACITY, "targets": ["sm89"],
+        "profiles": [dataclasses.asdict(p) for p in planned["target"].profiles],
+        "level": 0, "timings": str(timings),
+    }  # fmt: skip
+    library = SimpleNamespace(**{**vars(trt), "Builder": Builder})
+    for known in (None, b"no timings"):
+        if known is not None:
+            timings.write_bytes(known)
+        tensorrt_builder._compile(library, request, lambda **message: None)
+        assert timings.stat().st_size > len(known or b"")
+    assert told == [(0, True)] * 2
+    timings.unlink()
+    timings.parent.rmdir()
+    timings.parent.write_text("in the way")
+    tensorrt_builder._compile(library, request, lambda **message: None)
+
+
 @needs_library
 def test_which_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
     targets = tensorrt_rtx_backend.targets
@@ -271,10 +373,10 @@ def test_which_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert targets("120, 80,80", "bfloat16") == ["sm80", "sm120"]
     with pytest.raises(OutriderError, match="bfloat16"):
         targets("75,80", "bfloat16")
-    monkeypatch.setattr(tensorrt_rtx_backend, "present_gpus", lambda: {120, 89})
+    monkeypatch.setattr(tensorrt_rtx_backend, "present_gpus", lambda: {120: 0, 89: 0})
     assert targets("", "float16") == ["sm89", "sm120"]
     assert targets("80", "float16") == ["sm80"]
-    monkeypatch.setattr(tensorrt_rtx_backend, "present_gpus", lambda: {90})
+    monkeypatch.setattr(tensorrt_rtx_backend, "present_gpus", lambda: {90: 0})
     with pytest.raises(OutriderError, match="the GPU of this machine"):
         targets("", "float16")
 
@@ -395,7 +497,7 @@ def test_a_library_that_dies(status: int, kind: str, cause: str) -> None:
 def test_a_library_that_dies_at_once(graphs: Path, tmp_path: Path) -> None:
     """Even before it reads what it is asked."""
     facts = read_pair(graphs).target
-    to = tensorrt_builder.plan("e", {"target": facts}, 1, 8, ["sm89"], {})["target"]
+    to = tensorrt_builder.plan("e", {"target": facts}, 1, 8, ["sm89"], {}, None)["target"]
     with pytest.raises(
         OutriderError, match=r"ended with status 1 .*: ModuleNotFoundError"
     ) as caught:
@@ -474,21 +576,28 @@ def _runs(process: int) -> bool:
 
 
 @needs_library
-def test_opening_is_refused(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(OutriderError, match="cannot run them yet") as caught:
+@pytest.mark.skipif(not gpu_check.find_gpu()[1], reason="there is a GPU")
+def test_opening_without_a_gpu(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(OutriderError, match=r"cuda-bindings|no CUDA driver") as caught:
         load(bundle)
     assert caught.value.kind == "backend"
     status = generate.main(["--engines", str(bundle), "--prompt", "x"])
     assert status == EXIT_STATUS["backend"]
-    said = capsys.readouterr().err
-    error_line(said, "backend")
-    assert "BACKEND=onnxruntime" in said
+    error_line(capsys.readouterr().err, "backend")
+
+
+@needs_library
+def test_the_cpu_is_refused(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = generate.main(["--engines", str(bundle), "--prompt", "x", "--device", "cpu"])
+    assert status == EXIT_STATUS["option"]
+    line = error_line(capsys.readouterr().err, "option")
+    assert "was compiled for sm80, sm89, sm120" in line
 
 
 @needs_library
 def test_an_engine_of_another_version(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The remedy is the command that builds it again."""
-    monkeypatch.setattr(runtime_engine, "_installed", lambda package: "1.8.0")
+    monkeypatch.setattr(opening, "_installed", lambda package: "1.8.0")
     with pytest.raises(OutriderError, match=r"built with tensorrt_rtx 1\.\S+, and 1\.8\.0 is") as e:
         load(bundle)
     assert "BACKEND=tensorrt_rtx DTYPE=float16 SM=80,89,120" in e.value.remedy

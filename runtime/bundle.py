@@ -1,0 +1,225 @@
+"""Opening a bundle: on which device, whether it fits there, and what runs its rounds."""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from . import kernel
+from .decode import Decoder
+from .engine import Engine
+from .errors import OutriderError
+from .manifest import (
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    WEIGHTS_FILE,
+    GraphFacts,
+    Manifest,
+    Pair,
+    read_bundle,
+)
+from .rounds import HostRounds, Rounds
+from .sampler import NumpySampler, Sampler
+from .text import Tokenizer
+from .text_engine import TextEngine
+
+logger = logging.getLogger("outrider")
+
+
+def load(
+    folder: str | Path,
+    *,
+    slots: int | None = None,
+    threads: int = 0,
+    verify: bool = True,
+    device: str = "auto",
+    graphs: bool = True,
+    loop: bool = False,
+) -> TextEngine:
+    """Open a bundle.
+
+    folder: what `make engines` wrote. slots: sequences at a time; None takes the bundle's.
+    threads: of each model's engine on the CPU; 0 leaves it to the backend. verify: check every
+    file's hash. device: "cpu", "cuda" or "cuda:<number>"; "auto" is what the bundle was compiled
+    for, and the CPU for one that runs on both. graphs: replay a GPU's rounds as CUDA graphs; False
+    launches each call by itself, to find out what they bring. loop: let a GPU go on to the next
+    round by itself, a whole text as one launch; not measured yet. Raises OutriderError: "bundle",
+    "backend", "option", "memory".
+    """
+    folder = Path(folder)
+    manifest = read_bundle(folder, verify=verify)
+    ordinal = choose_device(manifest, folder, device)
+    check_bundle(manifest, folder, gpu=ordinal is not None)
+    if loop and (ordinal is None or not graphs):
+        raise OutriderError(
+            "option",
+            "loop is for a GPU's CUDA graphs",
+            "Leave it out, or graphs on, or use a bundle for a GPU.",
+        )
+    slots = manifest.slots if slots is None else slots
+    if slots < 1:
+        raise OutriderError("option", f"slots={slots} is out of range", "Use at least 1.")
+    _check_threads(threads, gpu=ordinal is not None)
+    pair = manifest.pair
+    template = None
+    if pair.tokenizer.chat_template:
+        template = (folder / "tokenizer" / TEMPLATE_FILE).read_text(encoding="utf-8")
+    tokenizer = Tokenizer(
+        folder / "tokenizer" / TOKENIZER_FILE,
+        chat_template=template,
+        special_tokens=pair.tokenizer.special_tokens,
+    )
+    memory = _memory(manifest, folder, slots)
+    rounds: Rounds
+    if ordinal is None:
+        rounds = _on_host(manifest, folder, slots, threads)
+    else:
+        from .gpu import open_rounds  # what a GPU needs is imported where there is one
+
+        rounds = open_rounds(manifest, folder, ordinal, slots, memory, graphs=graphs, loop=loop)
+    decoder = Decoder(
+        rounds,
+        vocab_size=pair.vocab_size,
+        max_len=pair.max_len,
+        max_gamma=pair.max_gamma,
+        draft_max_len=pair.draft.max_len if pair.draft else None,
+    )
+    return TextEngine(manifest, tokenizer, decoder, memory)
+
+
+def choose_device(manifest: Manifest, folder: Path, device: str) -> int | None:
+    """The number of the GPU to run on, None for the CPU. Raises OutriderError "option"."""
+    kind, _, number = device.partition(":")
+    known = kind == "cuda" or (kind in ("auto", "cpu") and not number)
+    if not known or (":" in device and not number.isdecimal()):
+        raise OutriderError(
+            "option", f"device={device!r} is unknown", "Use auto, cpu, cuda or cuda:<number>."
+        )
+    runs_on = ["cpu", "cuda"]  # the portable graphs
+    if manifest.engines is not None:
+        runs_on = ["cuda"] if manifest.gpu_targets() else ["cpu"]
+    if kind == "auto":
+        kind = runs_on[0]
+    if kind not in runs_on:
+        what = ", ".join(manifest.gpu_targets()) or "the CPU"
+        raise OutriderError(
+            "option",
+            f"device={device}: {folder} was compiled for {what}",
+            "Leave the device out, or build with "
+            + (
+                "BACKEND=onnxruntime."
+                if kind == "cpu"
+                else "BACKEND=tensorrt_rtx, on or for a GPU."
+            ),
+        )
+    return int(number or 0) if kind == "cuda" else None
+
+
+def check_bundle(manifest: Manifest, folder: Path, *, gpu: bool = False) -> None:
+    """Refuse, before anything is loaded, engines that this version does not run.
+
+    An engine belongs to the version of the library that made it. Raises OutriderError "backend".
+    """
+    for package, built in manifest.versions.items() if manifest.engines else ():
+        installed = _installed(package)
+        if installed not in (None, built):
+            raise OutriderError(
+                "backend",
+                f"{folder} was built with {package} {built}, and {installed} is installed",
+                f"Build it again: {manifest.rebuild_command(folder)}",
+            )
+    if manifest.backend == "aotinductor" and not gpu:
+        from .aoti_engine import check_processor
+
+        check_processor(manifest, folder)
+
+
+def _installed(package: str) -> str | None:
+    """The version of a package, without importing it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _check_threads(threads: int, *, gpu: bool) -> None:
+    most = 0 if gpu else 4 * (os.cpu_count() or 1)
+    if not 0 <= threads <= most:
+        raise OutriderError(
+            "option",
+            f"threads={threads} is out of range" + (" on a GPU" if gpu else ""),
+            f"Use 0 (automatic) to {most}." if most else "Leave it out: it is of a CPU's engines.",
+        )
+
+
+def _memory(manifest: Manifest, folder: Path, slots: int) -> dict[str, int]:
+    """Bytes of both models' weights and of all slots' caches."""
+    memory = {}
+    for role, facts in manifest.pair.models():
+        engine = (manifest.engines or {}).get(role)
+        file = (engine.weights or engine.file) if engine else WEIGHTS_FILE
+        memory[role] = (folder / role / file).stat().st_size
+        memory["cache"] = memory.get("cache", 0) + facts.cache_bytes(slots)
+    return memory
+
+
+def _on_host(manifest: Manifest, folder: Path, slots: int, threads: int) -> HostRounds:
+    pair = manifest.pair
+    engines = {
+        role: open_engine(
+            manifest.backend, folder / role, facts, slots=slots,
+            widest=pair.max_gamma + 1 if role == "target" else 1,
+            buffers=max(1, pair.max_gamma) if role == "draft" else 1,
+            threads=threads,
+        )
+        for role, facts in pair.models()
+    }  # fmt: skip
+    sampler = _sampler(pair, slots, threads or os.cpu_count() or 1)
+    return HostRounds(engines["target"], engines.get("draft"), sampler)
+
+
+def open_engine(
+    backend: str,
+    folder: Path,
+    facts: GraphFacts,
+    *,
+    slots: int,
+    widest: int,
+    buffers: int = 1,
+    threads: int,
+) -> Engine:
+    """The engine of one model of a bundle, on the CPU. The backend is imported here alone.
+
+    widest: the largest K of a call (target: gamma + 1). buffers: of logits (draft: gamma).
+    threads: 0 leaves the choice to the backend.
+    """
+    options: dict[str, Any] = {
+        "slots": slots, "widest": widest, "buffers": buffers, "threads": threads,
+    }  # fmt: skip
+    if backend == "onnxruntime":
+        from .ort_engine import OrtEngine
+
+        return OrtEngine(folder, facts, **options)
+    if backend == "aotinductor":
+        from .aoti_engine import AotiEngine
+
+        return AotiEngine(folder, facts, **options)
+    raise OutriderError(
+        "backend",
+        f"this version cannot run bundles of the backend {backend} on the CPU",
+        "Build the bundle with BACKEND=onnxruntime.",
+    )
+
+
+def _sampler(pair: Pair, slots: int, threads: int) -> Sampler:
+    """The native kernel; where there is none NumPy, and a line that says so."""
+    if cause := kernel.unavailable():
+        logger.warning("sampling in NumPy, several times slower: %s", cause)
+        return NumpySampler(pair.vocab_size)
+    narrower = min(pair.draft.vocab_size, pair.vocab_size) if pair.draft else None
+    return kernel.RoundSampler(
+        pair.vocab_size, pair.max_gamma, slots, min(threads, kernel.MAX_THREADS), narrower
+    )
