@@ -28,9 +28,9 @@ help:
 	@echo 'make demo       set up, compile the bundled pair, generate, compare with plain decoding'
 	@echo 'make engines MODEL=<target> DRAFT=<draft|none> [OUT=build/<name>] [BACKEND=onnxruntime]'
 	@echo '             [DTYPE=float32|float16] [MAX_LEN=2048] [MAX_GAMMA=8] [SLOTS=1] [FORCE=0]'
-	@echo '             BACKEND=tensorrt_rtx DTYPE=float16|bfloat16 [SM=80,89,120] [OPT_LEVEL=0..5]'
-	@echo '                builds for RTX GPUs, here or elsewhere; BACKEND=tensorrt for the GPU here'
-	@echo '             BACKEND=aotinductor [DTYPE=...|bfloat16] compiles for this CPU (PyTorch, g++)'
+	@echo '             BACKEND=tensorrt_rtx DTYPE=float16|bfloat16 [SM=80,89,120] builds for RTX GPUs, here'
+	@echo '                or elsewhere; BACKEND=tensorrt [OPT_LEVEL=0..5] for the GPU of this machine'
+	@echo '             BACKEND=aotinductor [DTYPE=...|bfloat16] for the GPU here, or with SM=cpu for the CPU'
 	@echo '                MODEL and DRAFT are Hugging Face folders or names'
 	@echo 'make test       the tests, under 10 minutes on two cores; make test-slow: the long ones'
 	@echo 'make check      ruff and mypy'
@@ -65,6 +65,7 @@ engines: kernel
 	  --max-gamma "$(MAX_GAMMA)" $(if $(MAX_LEN),--max-len "$(MAX_LEN)") \
 	  --format $(if $(filter aotinductor,$(BACKEND)),torch,onnx) \
 	  --out "$(GRAPHS)" $(if $(filter 1,$(FORCE)),--force)
+	@$(if $(filter tensorrt%,$(BACKEND)),$(PY) -m plugins.cubins > /dev/null)
 	@$(PY) -m engines --graphs "$(GRAPHS)" --out "$(OUT)" \
 	  --backend "$(BACKEND)" --slots "$(SLOTS)" --sm "$(SM)" \
 	  $(if $(OPT_LEVEL),--opt-level "$(OPT_LEVEL)") $(if $(filter 1,$(FORCE)),--force)
@@ -111,6 +112,7 @@ sanitize: .venv/stamp
 wheel: .venv/stamp
 	@rm -rf build/wheel dist/outrider-*.whl # setuptools would pack modules that are gone
 	@$(PY) -m plugins.build --optional # what the quiet build would not say
+	@$(PY) -m plugins.cubins > /dev/null
 	$(PY) -m build --quiet --wheel --outdir dist .
 
 clean:

@@ -1,6 +1,7 @@
-"""The wheel's native part: liboutrider, compiled where there is a C++ compiler.
+"""The wheel's native part: liboutrider, compiled where there is a C++ compiler, and the machine code
+for GPUs that `make wheel` has made.
 
-Without one the wheel is pure Python, and the runtime samples in NumPy. Everything else is in
+Without a compiler the wheel is pure Python, and the runtime samples in NumPy. Everything else is in
 pyproject.toml.
 """
 
@@ -28,7 +29,11 @@ class BuildWithKernel(build_py):
     def run(self) -> None:
         super().run()
         if LIBRARY is not None and not self.editable_mode:  # a checkout has its own: make plugins
-            shutil.copyfile(LIBRARY, Path(self.build_lib, "outrider", NAME))
+            package = Path(self.build_lib, "outrider")
+            shutil.copyfile(LIBRARY, package / NAME)
+            images = HERE / "build" / "cuda"
+            for image in (*images.glob("outrider_sm_*.cubin"), *images.glob("outrider_compute_*.ptx")):
+                shutil.copyfile(image, package / image.name)
 
 
 class PlatformWheel(bdist_wheel):

@@ -35,7 +35,6 @@ from runtime.manifest import (
 from .keys import engine_key
 
 CHUNK = 512  # the most tokens of a prompt in one call, as on the CPU
-LEVELS = range(6)  # of optimisation: how long the builder looks for a faster kernel
 TIMINGS = Path(__file__).parents[1] / "build" / ".cache" / "tensorrt"
 
 

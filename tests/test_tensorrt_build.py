@@ -256,10 +256,6 @@ def test_building_twice_compiles_nothing_twice(
     assert again(sm="89,80") == ["target", "draft"]
     assert again(sm="80,89,80") is None
     assert again(force=True, sm="80,89") == ["target", "draft"]
-    assert again(sm="80,89", level=1) == ["target", "draft"]
-    assert again(sm="80,89", level=1) is None
-    assert "OPT_LEVEL=1" in read_bundle(out).rebuild_command(out)
-    assert again(sm="80,89") == ["target", "draft"]
     pair = read_pair(graphs)
     alone = tmp_path / "alone"
     alone.mkdir()
@@ -319,7 +315,8 @@ def test_unknown_architectures(sm: str, capsys: pytest.CaptureFixture[str]) -> N
     [
         ("onnxruntime", 3, "means nothing to the backend onnxruntime"),
         ("aotinductor", 0, "means nothing to the backend aotinductor"),
-        ("tensorrt_rtx", 6, "out of range"),
+        ("tensorrt_rtx", 3, "means nothing to the backend tensorrt_rtx"),
+        ("tensorrt", 6, "out of range"),
         ("tensorrt", -1, "out of range"),
     ],
 )
@@ -337,6 +334,10 @@ def test_the_level_reaches_the_builder(graphs: Path, tmp_path: Path) -> None:
     facts = read_pair(graphs).target
     planned = tensorrt_builder.plan("engine.rtx", {"target": facts}, 1, 4, ["sm89"], {}, 0)
     assert planned["target"].level == 0
+    usual = tensorrt_builder.plan("engine.rtx", {"target": facts}, 1, 4, ["sm89"], {}, None)
+    assert usual["target"].key != planned["target"].key
+    manifest = Manifest("x", "tensorrt", {}, 1, read_pair(graphs), {}, planned)
+    assert "OPT_LEVEL=0" in manifest.rebuild_command(tmp_path)
     told: list[Any] = []
 
     class Builder(trt.Builder):  # type: ignore[misc]
