@@ -38,7 +38,7 @@ help:
 	@echo 'make plugins    compile the sampling kernel, into build/lib (the others do so by themselves)'
 	@echo 'make cubins     compile the CUDA kernels for all GPUs, into build/cuda (needs no GPU)'
 	@echo 'make plugin TENSORRT_ROOT=<folder with include/>   the TensorRT plugin, into build/lib'
-	@echo 'make gpu-check  all that a GPU can tell about this project, in 8 minutes [GPU_OUT=<folder>]'
+	@echo 'make gpu-check  all that a GPU can tell about this project, in 10 minutes [GPU_OUT=<folder>]'
 	@echo 'make wheel      the installable runtime, into dist/'
 	@echo 'make clean      remove what was built; make distclean: the environment too'
 

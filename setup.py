@@ -1,5 +1,5 @@
-"""The wheel's native part: liboutrider, compiled where there is a C++ compiler, and the machine code
-for GPUs that `make wheel` has made.
+"""The wheel's native part: liboutrider, compiled where there is a C++ compiler, and the machine
+code for GPUs that `make wheel` has made.
 
 Without a compiler the wheel is pure Python, and the runtime samples in NumPy. Everything else is in
 pyproject.toml.
@@ -32,7 +32,10 @@ class BuildWithKernel(build_py):
             package = Path(self.build_lib, "outrider")
             shutil.copyfile(LIBRARY, package / NAME)
             images = HERE / "build" / "cuda"
-            for image in (*images.glob("outrider_sm_*.cubin"), *images.glob("outrider_compute_*.ptx")):
+            for image in (
+                *images.glob("outrider_sm_*.cubin"),
+                *images.glob("outrider_compute_*.ptx"),
+            ):
                 shutil.copyfile(image, package / image.name)
 
 

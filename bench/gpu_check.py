@@ -5,11 +5,17 @@ cuda-bindings, the runtime's own dependencies, pytest and scipy are enough. Part
 other, each in a process and with a limit of its own; one that fails or hangs does not take the
 others along. Where there is no GPU the parts that want one are skipped, by name and with the
 reason. Writes gpu-check.json and gpu-check.log.
+
+Two calls do all of it on a machine that is lent for ten minutes at a time:
+
+    make gpu-check
+    python -m bench.gpu_check --only 8b+1b
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -18,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -30,6 +36,7 @@ from . import machine
 CHECKOUT = Path(__file__).parents[1]
 KERNEL_TESTS = ("tests/test_kernel.py", "tests/test_kernel_edges.py", "tests/test_kernel_exact.py")
 WATCHED = [sys.executable, "-m", "bench.kernel_gpu"]
+ENGINES = [sys.executable, "-m", "bench.engines_gpu"]
 COUNTERS = (
     "gpu__time_duration.sum",
     "dram__bytes_read.sum",
@@ -41,7 +48,8 @@ COUNTERS = (
 
 @dataclass(frozen=True)
 class Part:
-    """One command. seconds: its limit. tool: a program that it needs. reads: its JSON file."""
+    """One command. seconds: its limit. least: it is not begun with less left than that. tool: a
+    program that it needs. reads: its JSON file, from the report's folder."""
 
     name: str
     command: list[str]
@@ -49,28 +57,47 @@ class Part:
     gpu: bool = True
     tool: str | None = None
     reads: str | None = None
+    least: float = 5
 
 
 def parts(out: Path, architecture: str) -> list[Part]:
     """In the order of their worth: what is cut off at the end is what can be missed best."""
     python = [sys.executable, "-m"]
     times, description = out / "kernel-gpu.json", out / "gpu.json"
+    bundled, small, large = (
+        list(_engines(*given))
+        for given in (
+            ("bundled", 1, 240, "check", 200),
+            ("1b+small", 8, 260, "times", 130),
+            ("8b+1b", 42, 480, "times", 200),
+        )
+    )
+    loop = str(workplace(1) / "bundled-loop.json")
     only = ["--arch", architecture] if architecture else []  # without a GPU all are compiled
     sanitizer = ["compute-sanitizer", "--error-exitcode", "9"]
     return [
         Part("library", [*python, "plugins.build"], 120, gpu=False),
         Part("cubins", [*python, "plugins.cubins", *only], 200, gpu=False),
         Part("gpu", [*WATCHED, "--describe", str(description)], 60, reads=description.name),
+        *bundled,
         Part(
             "kernel tests",
             [*python, "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-k", "cuda",
              *KERNEL_TESTS],
             150,
         ),
+        *small,
+        Part("bundled: loop", [*bundled[1].command[:-1], loop, "--only", "loop"], 75, reads=loop),
         Part(
             "kernel times", [*python, "bench.kernel", "--gpu", "--out", str(times)], 180,
             reads=times.name,
         ),
+        Part(
+            "TensorRT-RTX",
+            [*ENGINES, "rtx", "--out", str(workplace(1) / "rtx"), "--json", str(out / "rtx.json")],
+            180, reads="rtx.json",
+        ),
+        *large,
         *(
             Part(f"sanitizer: {tool}", [*sanitizer, "--tool", tool, *WATCHED], 60,
                  tool="compute-sanitizer")
@@ -87,6 +114,35 @@ def parts(out: Path, architecture: str) -> list[Part]:
             for v, g, b in ((128_256, 5, 1), (128_256, 8, 32))
         ),
     ]  # fmt: skip
+
+
+def _engines(pair: str, gib: float, build: float, what: str, use: float) -> Iterator[Part]:
+    """Bundles of a pair, and their checks or times. gib: of files. build, use: limits in seconds.
+
+    Hashing, writing and compiling 8e9 weights takes minutes: begun with less left, they are lost.
+    Reports lie beside the bundles, for gpu-check.json repeats them.
+    """
+    place = workplace(gib)
+    for name, seconds, least, more in (
+        ("build", build, 0.75 * build, ["--pair", pair]),
+        (what, use, 30, ["--remove"] if what == "times" else []),
+    ):
+        reads = str(place / f"{pair}-{name}.json")
+        command = [*ENGINES, name, "--out", str(place / pair), "--json", reads, *more]
+        yield Part(f"{pair}: {name}", command, seconds, reads=reads, least=least)
+
+
+def workplace(gib: float) -> Path:
+    """Where bundles go: not into the report's folder, which is copied. To memory where files of
+    that size leave most of it free, for a disk may write no faster than 0.2 GB/s."""
+    memory = Path("/dev/shm")
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+        files = os.statvfs(memory)
+        if min(files.f_bavail * files.f_frsize, available * 1024 / 2) > gib * 2**30:
+            return memory / "outrider-gpu-check"
+    return CHECKOUT / "build" / "gpu-engines"
 
 
 def run_part(part: Part, out: Path, log: TextIO, no_gpu: str | None) -> dict[str, Any]:
@@ -129,9 +185,13 @@ def run_part(part: Part, out: Path, log: TextIO, no_gpu: str | None) -> dict[str
 
 
 def check(
-    out: Path, seconds: float, chosen: Callable[[Path, str], list[Part]] = parts
+    out: Path,
+    seconds: float,
+    chosen: Callable[[Path, str], list[Part]] = parts,
+    only: Sequence[str] = (),
 ) -> tuple[dict[str, Any], bool]:
-    """The report, and whether nothing failed. seconds: for all parts together."""
+    """The report, and whether nothing failed. seconds: for all parts together. only: the parts
+    whose name contains one of these, after those that need no GPU, on which they rest."""
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.perf_counter() + seconds
     report: dict[str, Any] = {"machine": machine.describe(os.cpu_count() or 1), "parts": {}}
@@ -139,9 +199,12 @@ def check(
     report["gpu"] = architecture or None
     with (out / "gpu-check.log").open("w") as log:
         for part in chosen(out, architecture):
+            if part.gpu and only and not any(text in part.name for text in only):
+                continue
             left = deadline - time.perf_counter()
-            if left < 5:
-                outcome = {"status": "skipped", "reason": f"the {seconds:.0f} s are spent"}
+            if left < part.least and not (part.gpu and no_gpu):
+                reason = f"{left:.0f} of the {seconds:.0f} s are left, too few to begin"
+                outcome = {"status": "skipped", "reason": reason}
             else:
                 limit = min(part.seconds, left)
                 outcome = run_part(replace(part, seconds=limit), out, log, no_gpu)
@@ -190,11 +253,15 @@ def write(path: Path, report: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check on a GPU, then time: one JSON, one log.")
     parser.add_argument("--out", type=Path, default=CHECKOUT / "build" / "gpu-check")
-    parser.add_argument("--seconds", type=float, default=450, help="for all parts (default: 450)")
+    parser.add_argument("--seconds", type=float, default=570, help="for all parts (default: 570)")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT",
+        help="of the parts that need a GPU only those whose name contains this; may be repeated",
+    )  # fmt: skip
     arguments = parser.parse_args()
 
     def command() -> int:
-        _, good = check(arguments.out.resolve(), arguments.seconds)
+        _, good = check(arguments.out.resolve(), arguments.seconds, only=arguments.only)
         print(arguments.out / "gpu-check.json")
         return 0 if good else 1
 

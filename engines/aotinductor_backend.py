@@ -15,6 +15,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,8 @@ CONFIG: dict[str, Any] = {
 
 
 def versions() -> dict[str, str]:
-    return {"torch": str(_torch().__version__)}
+    _torch()
+    return {"torch": metadata.version("torch")}  # without what __version__ says of its build
 
 
 def _torch() -> Any:

@@ -10,8 +10,10 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from inspect import signature
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -164,8 +166,12 @@ def save(model: ir.Model, folder: Path) -> None:
         value.metadata_props.clear()
     model.graph.metadata_props.clear()
     model.metadata_props.clear()
-    # One tensor at a time: a transposed copy lives only while it is written.
-    ir.save(model, folder / GRAPH_FILE, external_data=WEIGHTS_FILE, max_workers=1, alignment=64)
+    # One tensor at a time: a transposed copy lives only while it is written. (onnx-ir 1.0 cannot
+    # otherwise, and has no option.)
+    options: dict[str, Any] = {"max_workers": 1, "alignment": 64}
+    if "max_workers" not in signature(ir.save).parameters:
+        options = {}
+    ir.save(model, folder / GRAPH_FILE, external_data=WEIGHTS_FILE, **options)
     for value in model.graph.initializers.values():
         value.const_value = None
 
