@@ -14,6 +14,7 @@ from typing import Any
 from .request import Token
 from .stats import Stats
 from .text_engine import Result
+from .theory import speedup
 
 # Figure 1 of Leviathan et al. 2023: green for what the target accepted, blue for its corrections.
 # The third colour of the figure is for rejected drafts; here it is the bonus token's.
@@ -129,22 +130,13 @@ def detailed(stats: Stats) -> list[str]:
     if cost is not None:
         alpha = stats.accepted / stats.examined if stats.examined else 0.0
         gamma = stats.drafted / stats.rounds
-        theory = expected_speedup(alpha, gamma, cost)
+        expected = speedup(alpha, gamma, cost)
         lines.append(
             f"a draft step {_ms(stats.time_draft / stats.drafted)} ms, a verification "
             f"{_ms(stats.time_verify / stats.rounds)} ms | Theorem 3.8 at alpha "
-            f"{_fraction(alpha)}, gamma {gamma:.1f}, c {_fraction(cost)}: {theory:.2f}x"
+            f"{_fraction(alpha)}, gamma {gamma:.1f}, c {_fraction(cost)}: {expected:.2f}x"
         )
     return lines
-
-
-def expected_speedup(alpha: float, gamma: float, cost: float) -> float:
-    """(1 - alpha^(gamma+1)) / ((1 - alpha) (gamma c + 1)): Leviathan et al. 2023, Theorem 3.8.
-
-    It takes a verification to cost what a plain step costs.
-    """
-    tokens = gamma + 1 if alpha >= 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
-    return tokens / (gamma * cost + 1)
 
 
 def draft_cost(stats: Stats) -> float | None:
