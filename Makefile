@@ -26,7 +26,7 @@ export PYTHONUNBUFFERED := 1
 
 help:
 	@echo 'make demo       set up, compile the bundled pair, generate, compare with plain decoding'
-	@echo 'make engines MODEL=<target> DRAFT=<draft|none> [OUT=build/<name>] [BACKEND=onnxruntime]'
+	@echo 'make engines MODEL=<target> DRAFT=<draft|ngram|none> [OUT=build/<name>] [BACKEND=onnxruntime]'
 	@echo '             [DTYPE=float32|float16] [MAX_LEN=2048] [MAX_GAMMA=8] [SLOTS=1] [FORCE=0]'
 	@echo '             BACKEND=tensorrt_rtx DTYPE=float16|bfloat16 [SM=80,89,120] builds for RTX GPUs, here'
 	@echo '                or elsewhere; BACKEND=tensorrt [OPT_LEVEL=0..5] for the GPU of this machine'
@@ -56,7 +56,7 @@ kernel: .venv/stamp
 
 engines: kernel
 	@test -n "$(MODEL)" || { echo 'error: option: MODEL is not set.' \
-	  'Type make engines MODEL=<folder or name> DRAFT=<folder or name, or none>.' >&2; exit 2; }
+	  'Type make engines MODEL=<folder or name> DRAFT=<folder or name, ngram, or none>.' >&2; exit 2; }
 	@case "$(FORCE)" in 0|1) ;; *) echo 'error: option: FORCE is $(FORCE). Use 0 or 1.' >&2; \
 	  exit 2;; esac
 	@$(PY) -m engines --backend "$(BACKEND)" --supports "$(DTYPE)" --slots "$(SLOTS)" --sm "$(SM)" \

@@ -31,7 +31,11 @@ def parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", required=True, help="the target: a folder, or a name on the hub")
-    add("--draft", default="none", help="the draft, likewise, or none (default: none)")
+    add(
+        "--draft",
+        default="none",
+        help="the draft, likewise; ngram for lookups in the text; or none",
+    )
     add("--out", required=True, type=Path, help="folder to write")
     add(
         "--dtype",
@@ -82,8 +86,9 @@ def main(argv: list[str] | None = None) -> int:
 
         export(
             arguments.model,
-            None if arguments.draft == "none" else arguments.draft,
+            None if arguments.draft in ("none", "ngram") else arguments.draft,
             arguments.out,
+            lookup="ngram" if arguments.draft == "ngram" else None,
             dtype=arguments.dtype,
             max_len=arguments.max_len,
             max_gamma=arguments.max_gamma,

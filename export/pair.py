@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from pathlib import Path
+from typing import Literal
 
 import transformers
 from transformers import PreTrainedTokenizerFast
@@ -37,6 +38,7 @@ def export(
     draft: str | None,
     out: Path,
     *,
+    lookup: Literal["ngram"] | None = None,
     dtype: Dtype = "float32",
     max_len: int | None = None,
     max_gamma: int = 8,
@@ -46,7 +48,8 @@ def export(
 ) -> Pair:
     """Write target, draft and tokenizer to `out`, whole or not at all. See `Pair`.
 
-    form: of the graphs; which one a backend wants, it says when it is given the other.
+    lookup: what proposes in place of a draft. form: of the graphs; which one a backend wants, it
+    says when it is given the other.
     max_gamma: 1 to 64. max_len: None takes 2048, or the target's own context where that is shorter.
     Raises OutriderError "checkpoint", "architecture", "vocabulary", "difference", "option", "disk".
     """
@@ -113,6 +116,7 @@ def export(
             max_len=length,
             max_gamma=max_gamma,
             capacity=capacity,
+            lookup=lookup,
         )
         write_json(partial / PAIR_FILE, "pair", pair)
     return pair

@@ -147,9 +147,12 @@ def _parser() -> ArgumentParser:
 
     add = parser.add_argument_group("speculation").add_argument
     add("--gamma", type=_whole(0), metavar="N",
-        help="draft tokens a round; 0 is plain decoding (default 4, without a draft 0)")
-    add("--draft", choices=("model", "none"),
-        help="model: insist on the bundle's draft; none: plain decoding")
+        help="draft tokens a round; 0 is plain decoding (default 4, of a lookup 8, without a "
+        "draft 0)")
+    add("--draft", choices=("model", "ngram", "none"),
+        help="who proposes them: the bundle's draft model; what followed the same words before, in "
+        "prompt or output (good where text repeats itself; needs no model); none: plain decoding "
+        "(default: what the bundle was built with)")
     add("--verify", choices=("token", "block", "sigmoid"), default="token",
         help="token (default) and block (accepts more) are exact; sigmoid is not")
     add("--lenience", type=float, default=1.0, metavar="L",
@@ -187,7 +190,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     rules: list[tuple[Any, str, str]] = [
         (args.draft == "none" and args.gamma, f"--draft none contradicts --gamma {args.gamma}",
          leave),
-        (args.draft == "model" and args.gamma == 0, "--draft model contradicts --gamma 0", leave),
+        (args.draft in ("model", "ngram") and args.gamma == 0,
+         f"--draft {args.draft} contradicts --gamma 0", leave),
         (args.color and no_text, f"--color paints text, and {no_text} prints JSON", leave),
         (args.stream and no_text, f"--stream prints text, and {no_text} prints JSON", leave),
         (args.stream and args.baseline, "--baseline measures without streaming, so that both ways "

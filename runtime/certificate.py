@@ -330,7 +330,12 @@ def _argmax_mismatches(
 
 def _draft(engine: TextEngine, slot: Slot, request: Request) -> _Forced | None:
     draft, max_len = engine.decoder.draft, engine.decoder.draft_max_len
-    if draft is None or request.gamma == 0 or len(request.prompt) >= max_len:
+    if (
+        draft is None
+        or request.gamma == 0
+        or request.draft != "model"
+        or len(request.prompt) >= max_len
+    ):
         return None
     return _Forced(draft, slot, request.prompt, max_len)
 

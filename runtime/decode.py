@@ -68,11 +68,21 @@ class Decoder:
                 f"max_new_tokens={request.max_new_tokens} contradict each other",
                 "Choose 0 <= min_new_tokens <= max_new_tokens, with max_new_tokens at least 1.",
             )
-        if request.gamma and self.draft is None:
+        if request.gamma and request.draft not in self.rounds.kinds:
             raise OutriderError(
                 "option",
-                f"gamma={request.gamma} needs a draft, and the bundle has none",
-                "Use gamma=0, or build the bundle with DRAFT=<draft>.",
+                f"gamma={request.gamma} needs a draft, and the bundle has none"
+                if request.draft == "model"
+                else "draft=ngram is for the CPU in this version",
+                'Use gamma=0, or draft="ngram", or build the bundle with DRAFT=<draft>.'
+                if request.draft == "model" and "ngram" in self.rounds.kinds
+                else "Use gamma=0, or a bundle that was built with DRAFT=<draft>.",
+            )
+        if request.gamma and request.draft == "ngram" and request.params.verify == "sigmoid":
+            raise OutriderError(
+                "option",
+                "verify=sigmoid needs the draft's logits, and a lookup has none",
+                "Use verify=token, or the draft model.",
             )
         if not 0 <= request.gamma <= self.max_gamma:
             raise OutriderError(
@@ -156,6 +166,8 @@ class Decoder:
 
     def _limit(self, running: Running) -> int:
         """How many tokens to draft at most: what can still become text and fits the contexts."""
+        if running.request.draft == "ngram":
+            return max(0, self._left(running) - 1)
         if self.draft is None:
             return 0
         return max(0, min(self._left(running) - 1, self.draft_max_len - len(running.slot.tokens)))
@@ -179,7 +191,7 @@ class Decoder:
             if running.finish_reason is not None:
                 break
         slot = running.slot
-        slot.commit(ids, gamma)
+        slot.commit(ids, gamma if running.request.draft == "model" else 0)
         slot.roll_back(len(slot.tokens) - (len(ids) - len(emitted)))
         stats = running.stats
         stats.output_tokens = len(running.output)

@@ -26,7 +26,7 @@ from .device_engine import DeviceCall, DeviceEngine
 from .device_memory import MOST_ENDS, Buffers, Results, Sizes
 from .engine import Logits
 from .errors import OutriderError
-from .request import Request, Running
+from .request import DraftKind, Request, Running
 from .rounds import Outcome, Part, Turn
 from .sampler import Place
 from .sampling import Verdict
@@ -81,6 +81,7 @@ class DeviceRounds:
         ahead: bool = True,
     ):
         self.target, self.draft, self.slots = target, draft, SlotTable(target.slots)
+        self.kinds: frozenset[DraftKind] = frozenset({"model"} if draft else ())
         self._device, self._stream = device, stream
         self._vocab_size, self._max_len = vocab_size, max_len
         self._draft_width = min(vocab_size, draft.vocab_size) if draft else 0

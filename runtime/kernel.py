@@ -208,6 +208,11 @@ class RoundSampler:
         self._check(status)
         return self.drafts[:count, step]
 
+    def give(self, drafts: Sequence[Sequence[int]]) -> None:
+        """See `Sampler.give`."""
+        for b, tokens in enumerate(drafts):
+            self.drafts[b, : len(tokens)] = tokens
+
     def verify(
         self,
         logits: Array,
@@ -218,7 +223,7 @@ class RoundSampler:
         """See `Sampler.verify`. uniforms: float64 [B, width + 1] in place of Philox.
 
         draft_logits: also as one array [S, >= gamma, V]. Where they are not given and `draw` was
-        not called, the draft has no distribution (n-gram lookup): the caller has filled `drafts`.
+        not called, the draft has no distribution (n-gram lookup): see `give`.
         Raises OutriderError("option") where the sigmoid rule meets such a draft.
         """
         count = len(self._places)

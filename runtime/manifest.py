@@ -151,6 +151,7 @@ class Pair:
     vocab_size: the common width; logits beyond it are padding with probability 0.
     max_len: longest prompt + output. max_gamma: most draft tokens a round.
     capacity: rows of a slot, max_len + max_gamma + 1: a verification never writes past it.
+    lookup: what proposes where there is no draft model and a request does not say; None: nothing.
     """
 
     target: GraphFacts
@@ -160,6 +161,7 @@ class Pair:
     max_len: int
     max_gamma: int
     capacity: int
+    lookup: Literal["ngram"] | None = None
 
     def models(self) -> Iterator[tuple[str, GraphFacts]]:
         """("target", facts), and ("draft", facts) where there is one."""
@@ -259,7 +261,7 @@ class Manifest:
         gpus = [t.removeprefix("sm") for t in targets if self.backend == "tensorrt_rtx"]
         variables = {
             "MODEL": f"<{pair.target.source}>",
-            "DRAFT": f"<{pair.draft.source}>" if pair.draft else "none",
+            "DRAFT": f"<{pair.draft.source}>" if pair.draft else pair.lookup or "none",
             "BACKEND": self.backend,
             "DTYPE": pair.target.dtype,
             **({"SM": ",".join(sorted(gpus, key=int))} if gpus else {}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -54,6 +54,38 @@ def measure(
     return costs, total
 
 
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What costs and statistics come to.
+
+    alpha: accepted of examined. cost: c. plain: seconds of a plain step, sampling and host
+    included; verify[gamma] and overhead (the draft's prefill) are in plain steps.
+    measured[gamma]: speed over that of plain decoding, without the prefill.
+    """
+
+    alpha: float
+    cost: float
+    plain: float
+    verify: list[float]
+    overhead: float
+    measured: dict[int, float]
+
+
+def findings(costs: Mapping[int, Costs], total: Stats) -> Findings:
+    """costs, total: as `measure` gives them, with a text for each gamma at least."""
+    plain = median(costs[0].rests)
+    texts = sum(len(each.rests) for gamma, each in costs.items() if gamma)
+    speed = median(costs[0].speeds)
+    return Findings(
+        alpha=total.accepted / max(1, total.examined),
+        cost=median(draft for each in costs.values() for draft in each.drafts) / plain,
+        plain=plain,
+        verify=[median(each.rests) / plain for each in costs.values()],
+        overhead=total.time_draft_prefill / max(1, texts) / plain,
+        measured={gamma: median(each.speeds) / speed for gamma, each in costs.items() if gamma},
+    )
+
+
 def recommend(folder: str, prompts: Sequence[str], temperature: float, tokens: int) -> str:
     """Measure a bundle and say which gamma to use. Raises OutriderError as `load`."""
     engine = load(folder)
@@ -64,35 +96,31 @@ def recommend(folder: str, prompts: Sequence[str], temperature: float, tokens: i
     if tokens < 2:
         raise OutriderError("option", f"tokens={tokens} is out of range", "Use 2 or more.")
     costs, total = measure(engine, prompts, temperature, tokens)
-    plain = median(costs[0].rests)
-    cost = median(draft for each in costs.values() for draft in each.drafts) / plain
-    verify = [median(each.rests) / plain for each in costs.values()]
-    alpha = total.accepted / max(1, total.examined)
-    gammas = [gamma for gamma in costs if gamma]
-    head, *lines = table(alpha, cost, verify, gammas).splitlines()
-    measured = [median(costs[g].speeds) / median(costs[0].speeds) for g in gammas]
-    gamma, gain = best_gamma(alpha, cost, verify)
-    overhead = total.time_draft_prefill / max(1, len(gammas) * len(prompts)) / plain
+    if not all(each.speeds for each in costs.values()):
+        raise OutriderError("prompt", "no prompt leaves room for a round", "Shorten the prompts.")
+    found = findings(costs, total)
+    alpha, cost, verify = found.alpha, found.cost, found.verify
+    head, *lines = table(alpha, cost, verify, list(found.measured)).splitlines()
     said = [
         f"measured on {len(prompts)} prompts, {tokens} tokens for each gamma, temperature "
         f"{temperature:g}",
         f"alpha {alpha:.3f} (accepted of examined) | c {cost:.3f} | a plain step "
-        f"{plain * 1e3:.2f} ms",
+        f"{found.plain * 1e3:.2f} ms",
         "verify " + " ".join(f"{v:.2f}" for v in verify) + "  (widths 1 to "
         f"{len(verify)}, in plain steps; sampling and host included)",
         f"{head}  measured",
-        *(f"{line}  {m:>7.2f}x" for line, m in zip(lines, measured, strict=True)),
+        *(f"{x}  {m:>7.2f}x" for x, m in zip(lines, found.measured.values(), strict=True)),
     ]
+    gamma, gain = best_gamma(alpha, cost, verify)
     if not gamma:
         return "\n".join([*said, "use --gamma 0: no draft length gains anything here"])
-    here = measured[gamma - 1]
     return "\n".join(
         [
             *said,
-            f"use --gamma {gamma}: {gain:.2f}x expected, {here:.2f}x measured; Theorem 3.8 without "
-            f"the width of the verification {speedup(alpha, gamma, cost):.2f}x; an oracle's bound "
-            f"{oracle(alpha, cost):.2f}x",
-            f"it pays from {max(1, break_even(overhead, gain)):.0f} output tokens on (the draft's "
-            f"prefill is {overhead:.1f} plain steps)",
+            f"use --gamma {gamma}: {gain:.2f}x expected, {found.measured[gamma]:.2f}x measured; "
+            f"Theorem 3.8 without the width of the verification {speedup(alpha, gamma, cost):.2f}x;"
+            f" an oracle's bound {oracle(alpha, cost):.2f}x",
+            f"it pays from {max(1, break_even(found.overhead, gain)):.0f} output tokens on (the "
+            f"draft's prefill is {found.overhead:.1f} plain steps)",
         ]
     )

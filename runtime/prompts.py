@@ -77,6 +77,7 @@ JSON_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "repetition_penalty": _NUMBER,
     "seed": _WHOLE,
     "gamma": _WHOLE,
+    "draft": _STRING,
     "verify": _STRING,
     "lenience": _NUMBER,
     "stop": (lambda value: type(value) is str or _is_strings(value), "a string or a list of them"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from .slots import Slot
 from .stats import Stats
 from .warping import SamplingParams
 
+DraftKind = Literal["model", "ngram"]
 Origin = str  # "first" (from the prefill), "accepted", "corrected", "bonus" or "plain"
 
 
@@ -17,14 +19,16 @@ Origin = str  # "first" (from the prefill), "accepted", "corrected", "bonus" or 
 class Request:
     """What is wanted of one sequence.
 
-    gamma: most draft tokens a round, 0 is plain decoding. logprobs: how many alternatives to
-    report for each token, None for none. stop: called with each new token in order; a text ends
-    after the token for which it returns a finish reason.
+    gamma: most draft tokens a round, 0 is plain decoding. draft: who proposes them, the draft model
+    or a lookup in the text. logprobs: how many alternatives to report for each token, None for
+    none. stop: called with each new token in order; a text ends after the token for which it
+    returns a finish reason.
     """
 
     prompt: Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     gamma: int = 4
+    draft: DraftKind = "model"
     max_new_tokens: int = 256
     min_new_tokens: int = 0
     eos_token_ids: Collection[int] = ()

@@ -13,7 +13,8 @@ from typing import Protocol
 import numpy as np
 
 from .engine import Engine, Ids, Logits
-from .request import Running
+from .lookup import Lookup
+from .request import DraftKind, Running
 from .sampler import Place, Sampler
 from .sampling import Verdict
 from .slots import SlotTable
@@ -68,6 +69,11 @@ class Rounds(Protocol):
     @property
     def slots(self) -> SlotTable: ...
 
+    @property
+    def kinds(self) -> frozenset[DraftKind]:
+        """Who can propose here."""
+        ...
+
     def start(self, running: Running) -> Part:
         """Prefill the target with the prompt and draw the first token. Raises "numeric"."""
         ...
@@ -89,6 +95,8 @@ class HostRounds:
     def __init__(self, target: Engine, draft: Engine | None, sampler: Sampler):
         self.target, self.draft, self.sampler = target, draft, sampler
         self.slots = SlotTable(target.slots)
+        self.kinds: frozenset[DraftKind] = frozenset({"ngram", "model"} if draft else {"ngram"})
+        self._lookups: dict[Running, Lookup] = {}
 
     def start(self, running: Running) -> Part:
         slot = running.slot
@@ -100,14 +108,17 @@ class HostRounds:
         return Part([], verdict, lambda: rows[0])
 
     def forget(self, running: Running) -> None:
-        pass
+        self._lookups.pop(running, None)
 
     def run(self, turns: Sequence[Turn]) -> Outcome:
         gammas = {turn.running: min(turn.gamma, turn.limit) for turn in turns}
-        self.sampler.begin([_place(running, gamma) for running, gamma in gammas.items()])
         outcome, drafted = Outcome(), _Drafted({running: [] for running in gammas})
-        if any(gammas.values()):
+        self._look_up(gammas, drafted, outcome)
+        self.sampler.begin([_place(running, gamma) for running, gamma in gammas.items()])
+        if any(gammas[running] for running in gammas if running not in drafted.given):
             self._draft(gammas, drafted, outcome)
+        elif drafted.given:
+            self.sampler.give(list(drafted.tokens.values()))
         begin = time.perf_counter()
         first, logits = self._verify(gammas, drafted.tokens)
         after_verify = time.perf_counter()
@@ -128,14 +139,32 @@ class HostRounds:
         row: Logits = logits[0, 0]
         return row
 
+    def _look_up(self, gammas: dict[Running, int], drafted: _Drafted, outcome: Outcome) -> None:
+        """Propose for the requests that want no model; their gamma becomes what was found."""
+        begin = time.perf_counter()
+        wanted = [running for running in gammas if running.request.draft == "ngram"]
+        # Beside a model's drafts a lookup takes part in its steps, and has no others.
+        others = [gamma for running, gamma in gammas.items() if running not in wanted]
+        most = max(others, default=0) or max(gammas.values(), default=0)
+        for running in wanted:
+            lookup = self._lookups.setdefault(running, Lookup())
+            lookup.read(running.slot.tokens)
+            found = lookup.propose(min(gammas[running], most)) if gammas[running] else []
+            found = found[: _first_forbidden(running, found, self.sampler.vocab_size)]
+            gammas[running], drafted.tokens[running] = len(found), found
+            drafted.given.add(running)
+        if wanted:
+            outcome.time_draft += time.perf_counter() - begin
+
     def _draft(self, gammas: dict[Running, int], drafted: _Drafted, outcome: Outcome) -> None:
         """Draw x1..x(gamma) of each sequence from q, one engine call a step for all of them."""
-        drafting = [running for running, gamma in gammas.items() if gamma]
+        taking_part = [running for running, gamma in gammas.items() if gamma]
+        drafting = [running for running in taking_part if running not in drafted.given]
         engine = self.draft
         assert engine is not None
         for running in drafting:
             self._catch_up(engine, running, outcome)
-        first, last = _span(drafting)
+        first, last = _span(taking_part)
         for step in range(max(gammas.values())):
             begin = time.perf_counter()
             # Two tokens first: after a fully accepted round the draft lacks a row (Slot.commit).
@@ -150,11 +179,16 @@ class HostRounds:
                 position[row] = length - 1 + len(drafts) if step else length - 2
             index = np.array([width - 1])
             logits = engine.forward(ids, position, index, first_slot=first, buffer=step)[:, 0]
+            for running in drafted.given:  # what was looked up is what will be drawn
+                if step < gammas[running]:
+                    row = logits[running.slot.index - first]
+                    row[:] = -np.inf
+                    row[drafted.tokens[running][step]] = 0
             after = time.perf_counter()
             drafted.logits.append(logits)
             drawn = self.sampler.draw(logits, step, keep=False, first_slot=first).tolist()
             for (running, gamma), token in zip(gammas.items(), drawn, strict=True):
-                if step < gamma:
+                if step < gamma and running not in drafted.given:
                     drafted.tokens[running].append(token)
             outcome.time_draft += after - begin
             outcome.time_sample += time.perf_counter() - after
@@ -202,15 +236,30 @@ class HostRounds:
 @dataclass(slots=True)
 class _Drafted:
     """What a round drafted: tokens of each sequence; logits [S, V] of each step, in the engine's
-    buffers."""
+    buffers. given: whose tokens come from no model."""
 
     tokens: dict[Running, list[int]]
     logits: list[Logits] = field(default_factory=list)
+    given: set[Running] = field(default_factory=set)
+
+
+def _early(running: Running) -> int:
+    """How many of the next tokens may not end the text."""
+    return max(0, running.request.min_new_tokens - len(running.output))
+
+
+def _first_forbidden(running: Running, tokens: Sequence[int], vocab_size: int) -> int:
+    """Where the first token stands that the sampling cannot give; how many there are if none."""
+    early, ends = _early(running), running.request.eos_token_ids
+    for i, token in enumerate(tokens):
+        if token >= vocab_size or (i < early and token in ends):
+            return i
+    return len(tokens)
 
 
 def _place(running: Running, gamma: int) -> Place:
     request, tokens = running.request, running.slot.tokens
-    early = max(0, request.min_new_tokens - len(running.output))
+    early = _early(running)
     penalised = request.params.repetition_penalty != 1
     return Place(
         request.params,

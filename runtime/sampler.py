@@ -41,7 +41,12 @@ class Place:
 
 
 class Sampler(Protocol):
-    """`begin`, then `draw` for each draft step, then `verify`. One round at a time."""
+    """`begin`, then `draw` for each draft step or `give` once, then `verify`. One round at a time.
+
+    vocab_size: the width that target and draft share.
+    """
+
+    vocab_size: int
 
     def begin(self, places: Sequence[Place]) -> None:
         """Start a round of these slots; their order is that of all answers."""
@@ -55,6 +60,10 @@ class Sampler(Protocol):
         Returns int64 [B]; what stands where step >= gamma means nothing. Raises
         OutriderError("numeric") for a broken row.
         """
+        ...
+
+    def give(self, drafts: Sequence[Sequence[int]]) -> None:
+        """The draft tokens of every slot, gamma each, where no distribution was drawn from."""
         ...
 
     def verify(
@@ -94,6 +103,12 @@ class NumpySampler:
                 self._drafts[b].append(int(tokens[b]))
                 self._q[b].append(q)
         return tokens
+
+    def give(self, drafts: Sequence[Sequence[int]]) -> None:
+        self._drafts = [list(tokens) for tokens in drafts]
+        self._q = [
+            [Distribution.point(token, self.vocab_size) for token in tokens] for tokens in drafts
+        ]
 
     def verify(
         self, logits: Array, draft_logits: Sequence[Array] | None = None, *, first_slot: int = 0

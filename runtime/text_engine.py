@@ -10,18 +10,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from numbers import Integral
 from operator import index
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from .decode import Decoder
 from .errors import OutriderError
 from .manifest import Manifest
-from .request import Request, Running, Token
+from .request import DraftKind, Request, Running, Token
 from .slots import Slot
 from .stats import Stats
 from .text import Detokenizer, StopStrings, Tokenizer
 from .warping import SamplingParams, VerifyRule
 
-DEFAULT_GAMMA = 4
+DEFAULT_GAMMA: dict[DraftKind, int] = {"model": 4, "ngram": 8}  # a lookup costs nothing
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 
@@ -30,8 +30,10 @@ Prompt = str | Sequence[int] | Sequence[Message]
 class Options:
     """How to generate; the keyword arguments of `generate`, `stream` and `batch`.
 
-    seed: None draws one, which the result reports. gamma: draft tokens a round, 0 for plain
-    decoding, None for 4 where the bundle has a draft. stop: texts that end the output and are not
+    seed: None draws one, which the result reports. draft: who proposes tokens, the bundle's draft
+    "model", an "ngram" lookup in prompt and output, or "none"; None is what the bundle was built
+    with. gamma: the most draft tokens a round, 0 for plain decoding; None for 4 of a model, 8 of a
+    lookup. stop: texts that end the output and are not
     part of it; stop_token_ids likewise. logprobs: alternatives reported for each token, None for
     no log-probabilities. chat: whether a plain-text prompt is a user's message for the chat
     template; None does so where the bundle has one. system: the system message in that case.
@@ -47,6 +49,7 @@ class Options:
     repetition_penalty: float = 1.0
     seed: int | None = None
     gamma: int | None = None
+    draft: DraftKind | Literal["none"] | None = None
     verify: VerifyRule = "token"
     lenience: float = 1.0
     stop: str | Sequence[str] = ()
@@ -316,10 +319,7 @@ class TextEngine:
                     "option", f"{name}={value!r} is not a whole number", "Give a whole number."
                 )
         seed = int.from_bytes(os.urandom(4)) if options.seed is None else options.seed
-        gamma = options.gamma
-        if gamma is None:
-            has_draft = self.decoder.draft is not None
-            gamma = min(DEFAULT_GAMMA, self.decoder.max_gamma) if has_draft else 0
+        draft, gamma = self._draft_of(options)
         if gamma == 0:
             options.check_plain()
         width = self.decoder.vocab_size
@@ -337,6 +337,7 @@ class TextEngine:
             prompt=ids,
             params=SamplingParams(**{**sampling, "seed": seed}),
             gamma=gamma,
+            draft=draft,
             max_new_tokens=options.max_new_tokens,
             min_new_tokens=options.min_new_tokens,
             eos_token_ids=frozenset(self.manifest.pair.tokenizer.eos_token_ids),
@@ -346,6 +347,29 @@ class TextEngine:
         )
         self.decoder.check(request)
         return request, text
+
+    def _draft_of(self, options: Options) -> tuple[DraftKind, int]:
+        """Who proposes, and how many tokens a round. Raises "option"."""
+        kind, gamma = options.draft, options.gamma
+        if kind not in (None, "none", *DEFAULT_GAMMA):
+            raise OutriderError(
+                "option", f"draft={kind!r} is unknown", 'Use "model", "ngram" or "none".'
+            )
+        if kind == "none" and gamma:
+            raise OutriderError(
+                "option", f"draft=none contradicts gamma={gamma}", "Leave one of them out."
+            )
+        if kind == "model" and gamma != 0 and self.decoder.draft is None:
+            raise OutriderError(
+                "option",
+                "draft=model: the bundle was built without one",
+                "Leave it out, or build the bundle with DRAFT=<draft>.",
+            )
+        if kind is None:
+            kind = "model" if self.decoder.draft is not None else self.manifest.pair.lookup
+        if kind is None or kind == "none":
+            return "model", gamma or 0
+        return kind, min(DEFAULT_GAMMA[kind], self.decoder.max_gamma) if gamma is None else gamma
 
     def _event(self, running: Running, text: _Stream, new: Sequence[Token]) -> Event:
         event = text.event(running, new)

@@ -27,6 +27,8 @@ from runtime.warping import Distribution
 SAMPLER = "numpy"  # or another of these: see the fixture `sampler`
 
 both = pytest.mark.parametrize("sampler", ["numpy", "kernel", "device", "loop"], indirect=True)
+# For long statistics: a loop runs the very kernels of a round.
+without_loop = pytest.mark.parametrize("sampler", ["numpy", "kernel", "device"], indirect=True)
 # For tests that choose the uniforms: a GPU makes its own. test_kernel_cuda.py compares its kernels
 # with the CPU's given the same numbers.
 with_uniforms = pytest.mark.parametrize("sampler", ["numpy", "kernel"], indirect=True)

@@ -15,7 +15,16 @@ import numpy as np
 import pytest
 from fakes import EOS, VOCAB_SIZE, Context, make_text_engine, near, random_model
 from proof import chi_square
-from rounds import accept_everything, both, broken, check_rows, flattened_q, ids, make_decoder, run
+from rounds import (
+    accept_everything,
+    broken,
+    check_rows,
+    flattened_q,
+    ids,
+    make_decoder,
+    run,
+    without_loop,
+)
 
 from runtime.decode import Decoder
 from runtime.philox import Purpose, uniform
@@ -73,7 +82,7 @@ def p_values(
     }
 
 
-@both
+@without_loop
 @pytest.mark.parametrize("gamma", [1, 3, 5])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_tokens_follow_the_target_at_every_offset(temperature: float, gamma: int) -> None:
@@ -82,7 +91,7 @@ def test_tokens_follow_the_target_at_every_offset(temperature: float, gamma: int
     assert min(found.values()) > 1e-3, found
 
 
-@both
+@without_loop
 def test_the_block_rule_follows_the_target() -> None:
     assert min(p_values(1.0, 3, rule="block").values()) > 1e-3
 
@@ -125,7 +134,7 @@ def ids_of_long(decoder: Decoder, request: Request) -> list[int]:
     return ids(running)
 
 
-@both
+@without_loop
 def test_the_block_rule_draws_new_numbers_every_round() -> None:
     """It looks at all numbers of its round to decide, the later ones included: they are spent."""
     assert words_by_block() > 1e-3
@@ -180,7 +189,7 @@ def repeats_alone(rule: VerifyRule) -> None:
         assert len(slots) >= 2
 
 
-@both
+@without_loop
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_interleaved_requests_repeat_alone(rule: VerifyRule) -> None:
     repeats_alone(rule)
@@ -228,7 +237,7 @@ def logprobs_are_the_targets(running: Running) -> None:
         text.append(token.id)
 
 
-@both
+@without_loop
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("gamma", [0, 4])
 def test_logprobs_are_the_plain_targets(gamma: int, temperature: float) -> None:
