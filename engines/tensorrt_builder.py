@@ -266,6 +266,9 @@ def _compile(trt: Any, request: dict[str, Any], answer: Callable[..., None]) -> 
         config.num_compute_capabilities = len(request["targets"])
         for i, target in enumerate(request["targets"]):
             config.set_compute_capability(getattr(trt.ComputeCapability, target.upper()), i)
+    # TensorRT-RTX may allocate while it runs, which no graph can hold, unless it must ask us.
+    if (flag := getattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)) is not None:
+        config.set_flag(flag)
     for shapes in request["profiles"]:
         config.add_optimization_profile(make_profile(builder, network, shapes))
     if request["level"] is not None:

@@ -80,7 +80,8 @@ def export(
     draft_length = min(length, drafter.max_len) if drafter else length
     if drafter:
         check_length(drafter, draft_length)
-    capacity = length + max_gamma + 1
+    # A multiple of 8, so that slots of any head width begin where GPUs like to read.
+    capacity = -(-(length + max_gamma + 1) // 8) * 8
 
     tokenizer = vocabulary.load_tokenizer(target)
     vocabulary.end_of_text_ids(target, tokenizer)  # `carry` needs them: fail now, not in minutes

@@ -74,6 +74,8 @@ class AotiCudaEngine(DeviceEngine):
     gpu: what stands in for torch.cuda.
     """
 
+    alignment = ALIGNMENT  # the copy of a cache would be updated in its place
+
     def __init__(
         self,
         cuda: Cuda,
@@ -107,15 +109,6 @@ class AotiCudaEngine(DeviceEngine):
                 "Build the bundle again, on this machine, or free some memory of the GPU.",
             ) from None
         super().__init__(cuda, stream, facts, slots=slots, widest=widest, buffers=buffers)
-        for name, (_, shape) in self.caches.items():
-            # The copy of an argument would be updated in its place.
-            if slots > 1 and prod(shape) * self.capacity * self._item % ALIGNMENT:
-                raise OutriderError(
-                    "backend",
-                    f"slots of {self.capacity} rows of {shape} {facts.dtype} in {name} are no "
-                    f"multiple of {ALIGNMENT} bytes",
-                    "Use one slot, or BACKEND=onnxruntime.",
-                )
 
     def _load(self, path: Path) -> dict[str, torch.Tensor]:
         """The weights on the GPU; tied ones, which share their place in the file, once."""

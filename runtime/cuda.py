@@ -7,6 +7,7 @@ enough that the tests stand in for all of it. (`cuda.core` has no launch with a 
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,9 @@ class Cuda:
         )
         self._context = self._call("cuDevicePrimaryCtxRetain", device)
         self.use()
+        # What the driver is to be given back, newest first, once nobody has this object any more.
+        self._owned: list[tuple[str, Any]] = []
+        weakref.finalize(self, _give_back, self._driver, self._context, self._owned)
 
     def use(self) -> None:
         """Make the context current in this thread."""
@@ -62,28 +66,33 @@ class Cuda:
         return free, total
 
     def allocate(self, size: int) -> int:
-        """Zeroed device memory; the address."""
+        """Zeroed device memory; the address. It lives as long as this object."""
         address = int(self._call("cuMemAlloc", max(size, 1)))
+        self._owned.append(("cuMemFree", address))
         self._call("cuMemsetD8", address, 0, max(size, 1))
+        self._call("cuStreamSynchronize", 0)  # our streams do not wait for the default one
         return address
 
     def free(self, address: int) -> None:
+        """Before this object ends."""
+        self._owned.remove(("cuMemFree", address))
         self._call("cuMemFree", address)
 
     def pinned(self, size: int) -> npt.NDArray[np.uint8]:
-        """Page-locked host memory, which a copy from the device needs in order not to wait; it
-        lives as long as the process."""
+        """Page-locked host memory, which a copy from the device needs in order not to wait, and
+        which the device can address. It lives as long as this object."""
         address = int(self._call("cuMemHostAlloc", max(size, 1), 0))
+        self._owned.append(("cuMemFreeHost", address))
         return np.ctypeslib.as_array((ctypes.c_uint8 * max(size, 1)).from_address(address))
 
     def write(self, address: int, source: int, size: int) -> None:
-        """Copy `size` bytes from a host address; waits."""
+        """Copy `size` bytes from a host address, before what is put on the default stream next."""
         if size:
             self._call("cuMemcpyHtoD", address, source, size)
 
     def read(self, target: int, address: int, size: int) -> None:
-        """Copy `size` bytes to a host address, after all that was launched."""
-        self._call("cuCtxSynchronize")
+        """Copy `size` bytes to a host address. What writes them was waited for, or is on the
+        default stream."""
         if size:
             self._call("cuMemcpyDtoH", target, address, size)
 
@@ -93,6 +102,10 @@ class Cuda:
         assert array.flags.c_contiguous
         if array.nbytes:
             self._call("cuMemcpyHtoDAsync", address, array.ctypes.data, array.nbytes, stream)
+
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        """From device memory to device memory, in the stream's order."""
+        self._call("cuMemcpyDtoDAsync", target, source, size, stream)
 
     def download(self, target: Array, address: int, stream: int) -> None:
         """Copy from the device into `target` (of `pinned`), in the stream's order."""
@@ -121,7 +134,7 @@ class Cuda:
         status = self._driver.cuStreamQuery(stream)[0]
         if status.name == "CUDA_ERROR_NOT_READY":
             return False
-        self._call("cuStreamQuery", stream)
+        self._check("cuStreamQuery", status)
         return True
 
     def capture(self, enqueue: Callable[[], None], stream: int) -> Any:
@@ -152,7 +165,8 @@ class Cuda:
             self._call(
                 "cuStreamBeginCaptureToGraph", stream, body, None, None, 0, self._capture_mode()
             )
-        except (OutriderError, AttributeError) as error:  # of a driver or bindings without loops
+        except (OutriderError, AttributeError, TypeError) as error:
+            # Of a driver, or of bindings, that has no loops.
             raise CaptureError(first_line(error)) from error
         self._recorded(lambda: enqueue(int(handle)), stream)
         return self._executable(graph)
@@ -165,10 +179,11 @@ class Cuda:
         failure: BaseException | None = None
         try:
             enqueue()
-        except Exception as error:  # noqa: BLE001 - whatever an engine raises here, the capture ends
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the capture must be ended
             failure = error
-        # It must be ended also where it has failed.
         status, graph = self._driver.cuStreamEndCapture(stream)
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure
         if failure is not None:
             raise CaptureError(first_line(failure)) from failure
         if int(status):
@@ -180,6 +195,7 @@ class Cuda:
         self._call("cuGraphDestroy", graph)
         if int(status):
             raise CaptureError(f"cuGraphInstantiate: {status.name}")
+        self._owned.append(("cuGraphExecDestroy", executable))
         return executable
 
     def replay(self, graph: Any, stream: int) -> None:
@@ -187,8 +203,12 @@ class Cuda:
 
     def _call(self, name: str, *arguments: Any) -> Any:
         error, *answer = getattr(self._driver, name)(*arguments)
+        self._check(name, error, *arguments)
+        return answer[0] if len(answer) == 1 else tuple(answer) or None
+
+    def _check(self, name: str, error: Any, *arguments: Any) -> None:
         if not int(error):
-            return answer[0] if len(answer) == 1 else tuple(answer) or None
+            return
         if error.name == "CUDA_ERROR_OUT_OF_MEMORY":
             raise OutriderError(
                 "memory",
@@ -200,6 +220,14 @@ class Cuda:
         raise OutriderError(
             "backend", f"{name} failed: {error.name}", "Check the GPU with nvidia-smi."
         )
+
+
+def _give_back(driver: Any, context: Any, owned: list[tuple[str, Any]]) -> None:
+    """After all that was launched; what fails now, fails for nobody."""
+    driver.cuCtxSetCurrent(context)
+    driver.cuCtxSynchronize()
+    for name, what in reversed(owned):
+        getattr(driver, name)(what)
 
 
 def _driver() -> Any:

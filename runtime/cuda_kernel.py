@@ -18,6 +18,14 @@ from .cuda import Cuda
 from .errors import OutriderError
 
 FILTERS, PENALTIES, BLOCK, SHAPES = 1, 2, 4, 8  # outrider_device_sizes.flags
+KERNELS = tuple(
+    b"outrider_" + name
+    for name in (
+        b"mark", b"verify_scan", b"verify_scan_general", b"verify_filter", b"verify_rest",
+        b"verify_rest_general", b"draw_scan", b"draw_scan_general", b"draw_filter", b"begin",
+        b"feed", b"commit", b"again",
+    )
+)  # fmt: skip
 FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "build" / "cuda")
 
 
@@ -200,8 +208,13 @@ class Device(Cuda):
         self.image = image or find_image(*self.capability)
         code = self.image.read_bytes()
         self._module = self._call("cuModuleLoadData", code + b"\0")  # PTX is text: it ends in 0
-        self._kernels: dict[bytes, Any] = {}
         self._check_interface()
+        # Now, and to the device: a first launch inside of a capture would load them there.
+        self._kernels = {
+            name: self._call("cuModuleGetFunction", self._module, name) for name in KERNELS
+        }
+        for function in self._kernels.values():
+            self._call("cuFuncLoad", function)
 
     def _check_interface(self) -> None:
         """Refuse machine code that was compiled for another plugins/outrider_device.h."""
@@ -240,8 +253,7 @@ class Device(Cuda):
         stream: int,
     ) -> None:
         """parameter: the address of the one that the kernel takes, by value."""
-        if kernel not in self._kernels:
-            self._kernels[kernel] = self._call("cuModuleGetFunction", self._module, kernel)
+        assert kernel in self._kernels, kernel
         parameters = (ctypes.c_void_p * 1)(parameter)
         self._call(
             "cuLaunchKernel", self._kernels[kernel], *grid, block, 1, 1, shared, stream,

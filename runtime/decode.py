@@ -127,8 +127,10 @@ class Decoder:
 
     def release(self, running: Running) -> None:
         """Give the slot back; its rows become garbage for the next owner to overwrite."""
-        self.rounds.forget(running)
-        self.slots.release(running.slot)
+        try:
+            self.rounds.forget(running)
+        finally:
+            self.slots.release(running.slot)
 
     # The round
 

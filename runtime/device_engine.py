@@ -40,7 +40,11 @@ class DeviceEngine(ABC):
 
     The caches of all slots are device memory that this class allocates: [slots, Hkv, S, D] for each
     layer and side, S the capacity. One stream for all engines of a decoder.
+
+    alignment: bytes that the addresses of a call must be a multiple of, if it has several slots.
     """
+
+    alignment = 1
 
     def __init__(
         self,
@@ -65,6 +69,14 @@ class DeviceEngine(ABC):
             for side, shapes in (("key", facts.key_shapes), ("value", facts.value_shapes))
             for layer, (heads, width) in enumerate(shapes)
         }
+        for name, (_, (heads, width)) in self.caches.items():
+            if slots > 1 and heads * self.capacity * width * self._item % self.alignment:
+                raise OutriderError(
+                    "backend",
+                    f"slots of {self.capacity} rows of {heads} x {width} {facts.dtype} in {name} "
+                    f"are no multiple of {self.alignment} bytes",
+                    "Use one slot, or BACKEND=onnxruntime.",
+                )
         self._most = max(widest, 1)
         self._spacing = 4 * slots * self._most * self.vocab_size
 

@@ -49,15 +49,16 @@ class LoopingRounds(DeviceRounds):
         self._loops: dict[Shape, Any] = {}
         self._current: _Loop | None = None
         self._unread: dict[Running, deque[Flight]] = {}  # of loops that were ended
+        self._gone: set[Running] = set()
 
     def start(self, running: Running) -> Part:
         self._end()
         return super().start(running)
 
     def forget(self, running: Running) -> None:
-        if self._current and running in self._current.wanted:
-            self._end()
-        self._unread.pop(running, None)
+        # Called at any time, beside a round of others too: whoever runs next ends the loop.
+        self._stop[0] = 1
+        self._gone.add(running)
         super().forget(running)
 
     def run(self, turns: Sequence[Turn]) -> Outcome:
@@ -114,13 +115,15 @@ class LoopingRounds(DeviceRounds):
 
     def _end(self) -> None:
         """Have the loop end after its round, and keep what nobody has read."""
-        if self._current is None:
-            return
-        self._stop[0] = 1
-        self._device.wait(self._stream)
-        while flight := self._next():
-            for running in flight.wanted:
-                self._unread.setdefault(running, deque()).append(flight)
+        if self._current is not None:
+            self._device.use()
+            self._stop[0] = 1
+            self._device.wait(self._stream)
+            while flight := self._next():
+                for running in flight.wanted:
+                    self._unread.setdefault(running, deque()).append(flight)
+        while self._gone:
+            self._unread.pop(self._gone.pop(), None)
 
     def _capture_loop(self, shape: Shape) -> Any:
         owner = ("loop", shape)  # its engines' state is not that of the graph of one round

@@ -18,6 +18,11 @@ MOST_ENDS = 256  # ids that end a text
 CLOCKS = 3
 
 
+def step_bytes(slots: int, width: int) -> int:
+    """From one draft step's logits to the next: TensorRT writes to multiples of 256 bytes alone."""
+    return -(-4 * slots * width // 256) * 256
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What the buffers are for. widths: V of the two models' logits, 0 without a draft."""
@@ -44,6 +49,7 @@ class Buffers:
     draft_tokens: int  # int64 [B, max_len]
     ends: int  # int64 [B, MOST_ENDS]
     counting: int  # int64 [capacity + 1]: 0, 1, 2 ...; a position and an index is one of them
+    one: int  # int64 [1]: which of two tokens gets logits
     draft_ids: int  # int64 [B, 2]
     draft_position: int  # int64 [B]
     step_ids: int  # int64 [B]
@@ -52,7 +58,7 @@ class Buffers:
     target_position: int  # int64 [B]
     rows: int  # kernel.ROW [B, G]
     results: int  # see `Results`
-    draft_logits: int  # float32 [G, B, V]: a step after the other
+    draft_logits: int  # float32 [G, B, V]: a step after the other, see `step_bytes`
     target_logits: int  # float32 [B, G + 1, V]
 
     @staticmethod
@@ -68,6 +74,7 @@ class Buffers:
             "draft_tokens": texts,
             "ends": 8 * slots * MOST_ENDS,
             "counting": 8 * (sizes.capacity + 1),
+            "one": 8,
             "draft_ids": 16 * slots,
             "draft_position": 8 * slots,
             "step_ids": 8 * slots,
@@ -76,7 +83,7 @@ class Buffers:
             "target_position": 8 * slots,
             "rows": slots * gamma * kernel.ROW.itemsize,
             "results": Results.size(slots, gamma),
-            "draft_logits": 4 * gamma * slots * sizes.draft_width,
+            "draft_logits": gamma * step_bytes(slots, sizes.draft_width),
             "target_logits": 4 * slots * (gamma + 1) * sizes.target_width,
         }
 
@@ -85,6 +92,7 @@ class Buffers:
         """Zeroed, but for `counting`. Raises OutriderError "memory"."""
         made = Buffers(**{name: cuda.allocate(n) for name, n in Buffers.bytes(sizes).items()})
         cuda.upload(made.counting, np.arange(sizes.capacity + 1, dtype=np.int64), stream)
+        cuda.upload(made.one, np.ones(1, np.int64), stream)
         return made
 
 

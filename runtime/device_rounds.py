@@ -23,7 +23,7 @@ from . import cuda_kernel, kernel
 from .cuda import CaptureError
 from .cuda_kernel import BLOCK, FILTERS, PENALTIES, SEQUENCE, Device, DeviceLogits, Loop
 from .device_engine import DeviceCall, DeviceEngine
-from .device_memory import MOST_ENDS, Buffers, Results, Sizes
+from .device_memory import MOST_ENDS, Buffers, Results, Sizes, step_bytes
 from .engine import Logits
 from .errors import OutriderError
 from .request import DraftKind, Request, Running
@@ -99,6 +99,7 @@ class DeviceRounds:
         self._pending: dict[Running, Flight] = {}
         self._landed: list[tuple[npt.NDArray[np.uint8], Any]] = []  # pinned memory to use again
         self._flags: dict[Running, int] = {}
+        self._turns = b""  # those on the device
 
     # Rounds
 
@@ -273,7 +274,9 @@ class DeviceRounds:
         turns = np.full(batch, -1, np.int32)
         for running, gamma in wanted.items():
             turns[running.slot.index] = gamma
-        self._device.upload(self._at.turns, turns, self._stream)
+        if turns.tobytes() != self._turns:  # from round to round the same, mostly
+            self._turns = turns.tobytes()
+            self._device.upload(self._at.turns, turns, self._stream)
 
     def _catch_up(self, turns: Sequence[Turn], outcome: Outcome) -> None:
         """Give the draft the rows it lacks: the prompt at first, plain rounds later."""
@@ -409,17 +412,15 @@ class DeviceRounds:
         if gamma:
             draft = self.draft
             assert draft is not None
-            row = 4 * draft.vocab_size
-            drafts = DeviceLogits(at.draft_logits, row, batch * row, self._draft_width, "float32")
+            row, spacing = 4 * draft.vocab_size, step_bytes(batch, draft.vocab_size)
+            drafts = DeviceLogits(at.draft_logits, row, spacing, self._draft_width, "float32")
             for step in range(gamma):
-                logits = at.draft_logits + step * batch * row
+                logits = at.draft_logits + step * spacing
                 # Two tokens first: after a fully accepted round the draft lacks a row.
                 call = (
                     DeviceCall(batch, 1, 1, at.step_ids, at.step_position, at.counting, logits)
                     if step
-                    else DeviceCall(
-                        batch, 2, 1, at.draft_ids, at.draft_position, at.counting + 8, logits
-                    )
+                    else DeviceCall(batch, 2, 1, at.draft_ids, at.draft_position, at.one, logits)
                 )
                 actions.append(lambda call=call: draft.enqueue(call, graph))  # type: ignore[misc]
                 drawn = DeviceLogits(logits, row, row, self._draft_width, "float32")

@@ -150,7 +150,7 @@ class Pair:
 
     vocab_size: the common width; logits beyond it are padding with probability 0.
     max_len: longest prompt + output. max_gamma: most draft tokens a round.
-    capacity: rows of a slot, max_len + max_gamma + 1: a verification never writes past it.
+    capacity: rows of a slot, at least max_len + max_gamma + 1: a verification never writes past it.
     lookup: what proposes where there is no draft model and a request does not say; None: nothing.
     """
 
@@ -470,7 +470,7 @@ def read_bundle(folder: Path, *, verify: bool = True) -> Manifest:
     pair = manifest.pair
     rows = pair.max_len + pair.max_gamma + 1
     fits = (
-        pair.capacity == pair.target.capacity == rows
+        pair.capacity == pair.target.capacity >= rows
         and pair.vocab_size <= pair.target.vocab_size
         and 1 <= pair.max_gamma <= MOST_GAMMA
     )

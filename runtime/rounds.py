@@ -81,7 +81,8 @@ class Rounds(Protocol):
     def run(self, turns: Sequence[Turn]) -> Outcome:
         """One round: draft, verify, accept or correct or extend. Nothing is committed to the slots,
         but `draft_len` where the draft was given rows that it lacked. One that was launched ahead
-        keeps the gamma of its launch. Raises "numeric"."""
+        keeps the gamma of its launch. Raises "numeric"; of a sequence that took part nothing can be
+        said then, and it must be released."""
         ...
 
     def forget(self, running: Running) -> None:

@@ -19,11 +19,14 @@ from .device_engine import DeviceCall, DeviceEngine
 from .errors import OutriderError, first_line
 from .manifest import EngineFacts, GraphFacts, Profile
 
+ALIGNMENT = 256  # bytes, of every tensor (NvInferRuntime.h, setTensorAddress)
 PRODUCTS = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}  # by the module's name
 
 
 class TensorRtEngine(DeviceEngine):
     """See `DeviceEngine`. module: "tensorrt" or "tensorrt_rtx", or what stands in for one."""
+
+    alignment = ALIGNMENT
 
     def __init__(
         self,
@@ -55,6 +58,16 @@ class TensorRtEngine(DeviceEngine):
         sizes = map(self._engine.get_device_memory_size_for_profile_v2, range(len(engine.profiles)))
         self.activations = max(sizes)
         self._scratch = cuda.allocate(self.activations)
+        # Where ids go that lie inside of a text, and so at any multiple of 8.
+        self._staging = {
+            name: cuda.allocate(8 * size)
+            for name, size in (
+                ("input_ids", slots * max(self.chunk, widest)),
+                ("position", slots),
+                ("logits_index", widest),
+            )
+        }
+        self._compiled: Any = None  # the kernels that TensorRT-RTX finishes, shared by all contexts
         self._contexts: dict[object, Any] = {}  # by (graph, call); or by profile, outside of graphs
         self._capturing = False
 
@@ -63,6 +76,9 @@ class TensorRtEngine(DeviceEngine):
         context = self._contexts.get(key)
         if context is None or graph is None:
             context = self._contexts[key] = self._bind(context, call, lasting=graph is not None)
+        for name, address, count in _ids(call):
+            if address % ALIGNMENT:
+                self.cuda.copy(self._staging[name], address, 8 * count, self.stream)
         if self._capturing and not self._capturable(context):
             raise CaptureError(f"{self._product} does not allow it for {call.tokens} tokens")
         if not context.execute_async_v3(self.stream):
@@ -101,10 +117,10 @@ class TensorRtEngine(DeviceEngine):
         index = self._profile(call)
         if context is None:
             context = self._context(index, lasting)
+        shapes = ((call.batch, call.tokens), (call.batch,), (call.outputs,))
         tensors: list[tuple[str, int, tuple[int, ...]]] = [
-            ("input_ids", call.input_ids, (call.batch, call.tokens)),
-            ("position", call.position, (call.batch,)),
-            ("logits_index", call.logits_index, (call.outputs,)),
+            (name, self._staging[name] if address % ALIGNMENT else address, shape)
+            for (name, address, _), shape in zip(_ids(call), shapes, strict=True)
         ]
         outputs = [("logits", call.logits)]
         for name, (_, (heads, width)) in self.caches.items():
@@ -127,6 +143,9 @@ class TensorRtEngine(DeviceEngine):
         )
         if hasattr(trt, "CudaGraphStrategy"):  # TensorRT-RTX
             config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED  # ours holds all engines
+            if self._compiled is None:
+                self._compiled = config.create_runtime_cache()
+            config.set_runtime_cache(self._compiled)
             if lasting:  # what is captured must be the kernel for this shape, not its stand-in
                 config.dynamic_shapes_kernel_specialization_strategy = (
                     trt.DynamicShapesKernelSpecializationStrategy.EAGER
@@ -199,6 +218,15 @@ class TensorRtEngine(DeviceEngine):
         """What the library said since it was asked last; it says why in its log alone."""
         errors, self._logger.errors = self._logger.errors, []
         return errors[0].strip().partition("\n")[0][:200] if errors else "it gives no reason"
+
+
+def _ids(call: DeviceCall) -> list[tuple[str, int, int]]:
+    """Name, address and count of each int64 array of a call."""
+    return [
+        ("input_ids", call.input_ids, call.batch * call.tokens),
+        ("position", call.position, call.batch),
+        ("logits_index", call.logits_index, call.outputs),
+    ]
 
 
 def load_library(module: str) -> Any:

@@ -74,6 +74,8 @@ class FakeDriver:
         self.interface = f"outrider_interface_{kernel.ABI_VERSION}".encode()
         self.conditions: dict[int, Any] = {}
         self.loops = True  # whether it is of a version that has them
+        self.loaded_kernels: set[bytes] = set()
+        self._default: list[Work] = []
         self._queue: list[Work] = []  # of the one stream there is, beside the default one
         self._recording: list[Work] | None = None
         self._invalid = False
@@ -101,6 +103,10 @@ class FakeDriver:
         return OK, STREAM
 
     def cuStreamSynchronize(self, stream: int) -> tuple[Error]:
+        if stream == 0:
+            while self._default:
+                self._default.pop(0)()
+            return (OK,)
         assert self._recording is None
         self.log.append("wait")
         self.drain()
@@ -256,6 +262,7 @@ class FakeDriver:
         shared: int, stream: int, parameters: int, extra: int,
     ) -> tuple[Error]:  # fmt: skip
         assert (block_y, block_z, extra) == (1, 1, 0)
+        assert kernel in self.loaded_kernels
         size = ctypes.sizeof(PARAMETERS[kernel]) if kernel in PARAMETERS else Plan.call.size
         parameter = ctypes.string_at(ctypes.c_void_p.from_address(parameters).value, size)
 
@@ -280,13 +287,33 @@ class FakeDriver:
         return (Error(0),)
 
     def cuMemsetD8(self, address: int, value: int, size: int) -> tuple[Error]:
-        ctypes.memset(address, value, size)
+        """On the default stream, for which ours does not wait."""
+        self._default.append(lambda: ctypes.memset(address, value, size))
         return (Error(0),)
 
+    def cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> tuple[Error]:
+        self.enqueue(stream, lambda: ctypes.memmove(target, source, size))
+        return (OK,)
+
+    def cuMemFreeHost(self, address: int) -> tuple[Error]:
+        del self.pinned[address]
+        return (OK,)
+
+    def cuGraphExecDestroy(self, graph: list[Work]) -> tuple[Error]:
+        graph.clear()
+        return (OK,)
+
+    def cuFuncLoad(self, function: bytes) -> tuple[Error]:
+        assert self._recording is None
+        self.loaded_kernels.add(function)
+        return (OK,)
+
     def cuMemcpyHtoD(self, address: int, source: int, size: int) -> tuple[Error]:
+        self.cuStreamSynchronize(0)
         ctypes.memmove(address, source, size)
         return (Error(0),)
 
     def cuMemcpyDtoH(self, target: int, address: int, size: int) -> tuple[Error]:
+        self.cuStreamSynchronize(0)
         ctypes.memmove(target, address, size)
         return (Error(0),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,13 @@ class FakeDeviceEngine(DeviceEngine):
         if self._driver._recording is None:
             self.made.add(shape)
         assert shape in self.made, f"{shape} is captured before it ran"
-        self._driver.enqueue(self.stream, lambda: self._run(call))
+        me = weakref.ref(self)  # a graph holds no engine, or nothing would ever end
+
+        def work() -> None:
+            if (engine := me()) is not None:
+                engine._run(call)
+
+        self._driver.enqueue(self.stream, work)
 
     def _run(self, call: DeviceCall) -> None:
         def ids(address: int, *shape: int) -> Ids:

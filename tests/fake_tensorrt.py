@@ -49,6 +49,13 @@ class Config:
     dynamic_shapes_kernel_specialization_strategy: Any = Specialization.LAZY
     strategy: Any = Strategy.STATIC
 
+    def create_runtime_cache(self) -> object:
+        return object()
+
+    def set_runtime_cache(self, cache: object) -> bool:
+        self.cache = cache
+        return True
+
     def set_execution_context_allocation_strategy(self, strategy: Strategy) -> None:
         self.strategy = strategy
 
@@ -87,6 +94,7 @@ class Context:
         return True
 
     def set_tensor_address(self, name: str, memory: int) -> bool:
+        assert memory % 256 == 0, f"{name} at {memory}"
         self.addresses[name] = memory
         return True
 

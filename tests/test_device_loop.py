@@ -5,6 +5,7 @@ The tests of rounds run on it with the sampler "loop"; here is what only a loop 
 
 from __future__ import annotations
 
+import gc
 import logging
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from test_device_rounds import (  # noqa: F401 - `driver` is a fixture
 from runtime import device_loop
 from runtime.decode import Decoder
 from runtime.device_loop import LoopingRounds
+from runtime.device_rounds import DeviceRounds
 from runtime.errors import OutriderError
 from runtime.request import Request
 
@@ -153,3 +155,56 @@ def test_a_loop_that_breaks(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(driver, "cuStreamQuery", lambda stream: (Error(700),))
     with pytest.raises(OutriderError, match="cuStreamQuery failed: CUDA_ERROR_ILLEGAL_ADDRESS"):
         decoder.round([running])
+
+
+@pytest.mark.parametrize("rounds", [DeviceRounds, LoopingRounds])
+def test_leaving_asks_nothing_of_the_driver(
+    driver: FakeDriver,  # noqa: F811
+    rounds: type[DeviceRounds],
+) -> None:
+    """A closed stream leaves in any thread, beside a round of others."""
+    decoder = decoder_on(driver, rounds=rounds, slots=2)
+    both = [decoder.admit(REQUEST), decoder.admit(replace(REQUEST, prompt=[9, 8]))]
+    decoder.round(both)
+    device, asked = decoder.rounds._device, []  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(device), "_call", lambda self, name, *rest: asked.append(name))
+        decoder.release(both[0])
+    assert asked == []
+    while both[1].finish_reason is None:
+        decoder.round(both[1:])
+    assert ids(both[1]) == text(decoder_on(driver), both[1].request)
+
+
+@pytest.mark.parametrize("rounds", [DeviceRounds, LoopingRounds])
+def test_all_memory_is_given_back(driver: FakeDriver, rounds: type[DeviceRounds]) -> None:  # noqa: F811
+    decoder = decoder_on(driver, rounds=rounds)
+    text(decoder, REQUEST)
+    assert driver.allocated and driver.pinned
+    del decoder
+    gc.collect()
+    assert not driver.allocated and not driver.pinned
+
+
+@pytest.mark.parametrize("rounds", [DeviceRounds, LoopingRounds])
+def test_an_interrupt_ends_the_capture(
+    driver: FakeDriver,  # noqa: F811
+    rounds: type[DeviceRounds],
+) -> None:
+    decoder = decoder_on(driver, rounds=rounds)
+    running = decoder.admit(REQUEST)
+    engine = type(decoder.target)
+    real = engine.enqueue
+
+    def interrupted(self, call, graph=None):  # type: ignore[no-untyped-def]
+        if driver._recording is not None:
+            raise KeyboardInterrupt
+        real(self, call, graph)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "enqueue", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            decoder.round([running])
+    assert driver._recording is None
+    decoder.release(running)
+    assert text(decoder, REQUEST) == text(decoder_on(driver), REQUEST)

@@ -37,7 +37,7 @@ MODEL = random_model(1, never=[EOS])
 DRAFT = near(MODEL, 2, 0.7)
 NAMES = ["input_ids", "position", "logits_index", "key_0", "value_0", "logits"]
 NAMES += ["key_0_out", "value_0_out"]
-SLOTS, CAPACITY, GAMMA = 2, 73, 4
+SLOTS, CAPACITY, GAMMA = 2, 128, 4
 PROFILES = [
     Profile("decode", [1, 2, SLOTS], [1, GAMMA + 1, GAMMA + 1], [1, GAMMA + 1, GAMMA + 1], 1000),
     Profile("prefill", [1, 1, SLOTS], [1, 16, 16], [1, 1, 1], 3000),
@@ -140,6 +140,7 @@ def test_a_context_for_each_call_of_a_graph(bench: Bench) -> None:
     assert made == (1 + 1 + 1, 1 + 3)
     text(decoder, Request([2, 3, 4], WARM, gamma=3, max_new_tokens=9))
     assert made == (len(target._engine.contexts), len(draft._engine.contexts))
+    assert len({context.config.cache for context in draft._engine.contexts}) == 1
     for context in (*target._engine.contexts, *draft._engine.contexts):
         assert context.config.strategy == fake_tensorrt.Strategy.USER_MANAGED
         assert context.config.cuda_graph_strategy == fake_tensorrt.GraphStrategy.DISABLED
@@ -208,6 +209,17 @@ def test_more_slots_than_it_was_built_for(bench: Bench) -> None:
     refused(bench, "slots=3 is over the 2 that the bundle was built for", "option", slots=3)
 
 
+def test_slots_at_odd_places(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot that begins inside of 256 bytes; and the control, that the stand-in would notice."""
+    monkeypatch.setattr("test_trt_engine.CAPACITY", 73)
+    refused(bench, "slots of 73 rows of 1 x 1 float32 in key_0 are no multiple of 256 bytes")
+    monkeypatch.setattr(TensorRtEngine, "alignment", 1)
+    decoder = bench.decoder()
+    decoder.admit(REQUESTS[0])
+    with pytest.raises(AssertionError, match="key_0 at"):
+        decoder.admit(REQUESTS[0])
+
+
 def test_a_context_that_cannot_be_made(bench: Bench) -> None:
     decoder = bench.decoder()
     bench.library.no_context = True
@@ -256,7 +268,7 @@ def test_the_stand_in_has_only_what_the_library_has() -> None:
         FakeTensorRt: trt,
         FakeTensorRtx: trt,
     }
-    own = {"say", "run", "strategy"}  # the stand-in's
+    own = {"say", "run", "strategy", "cache"}  # the stand-in's
     for fake, real in classes.items():
         names = {name for name in vars(fake) if not name.startswith("_")} - own
         missing = {name for name in names if not hasattr(real, name)}
