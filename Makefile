@@ -18,10 +18,12 @@ OPT_LEVEL ?=
 FORCE ?= 0
 
 PROMPT ?= def read_lines(path):
+ENGINES ?= build/demo
+PROMPTS ?=
 export PYTHONUNBUFFERED := 1
 
-.PHONY: kernel gpu-check help demo test test-slow check bench engines plugins plugin cubins \
-        sanitize wheel clean distclean
+.PHONY: kernel gpu-check help demo test test-slow check bench report engines plugins plugin \
+        cubins sanitize wheel clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +37,7 @@ help:
 	@echo 'make test       the tests, under 10 minutes on two cores; make test-slow: the long ones'
 	@echo 'make check      ruff and mypy'
 	@echo 'make bench      what decoding costs, as ratios in one run (minutes)'
+	@echo 'make report     a page with plots on what speculation gains [ENGINES=build/demo] [PROMPTS=<file>]'
 	@echo 'make plugins    compile the sampling kernel, into build/lib (the others do so by themselves)'
 	@echo 'make cubins     compile the CUDA kernels for all GPUs, into build/cuda (needs no GPU)'
 	@echo 'make plugin TENSORRT_ROOT=<folder with include/>   the TensorRT plugin, into build/lib'
@@ -92,6 +95,12 @@ check: .venv/stamp
 
 bench: kernel
 	$(PY) -m bench.decode
+
+# The plots need an extra that nothing else does.
+report: kernel
+	@$(PY) -c 'import matplotlib' 2>/dev/null || $(PY) -m pip install --quiet \
+	  --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@$(PY) -m bench.report --engines "$(ENGINES)" $(if $(PROMPTS),--prompts "$(PROMPTS)")
 
 # Without network and .venv: bench/gpu_check.py says what a machine with a GPU must have.
 gpu-check:

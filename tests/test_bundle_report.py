@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -209,6 +211,14 @@ def test_the_page_says_what_the_tables_do_and_nothing_is_markup() -> None:
     assert report.MARK in text.encode()[:2000]
 
 
+def test_a_busy_machine_is_owned_up_to() -> None:
+    m = measurement()
+    quiet, busy = (
+        report.render(report.Report("x", {}, replace(m, lost=lost), [])) for lost in (0.01, 0.3)
+    )
+    assert "0.30 seconds for a core" in Page(busy).text and "for a core" not in quiet
+
+
 def test_where_nothing_gains_the_page_says_so() -> None:
     m = measurement()
     dear = replace(m, found=replace(m.found, cost=3.0))
@@ -240,8 +250,8 @@ def test_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.fixture
 def pair(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(report_record, "REPEATS", 2)
-    target = workshop.checkpoint("llama")
-    return workshop.bundle(target, workshop.checkpoint("llama", blur=0.2), max_gamma=3)
+    monkeypatch.setattr(report_record, "PATIENCE", 0.0)
+    return workshop.bundle(workshop.checkpoint("llama"), workshop.checkpoint("llama", blur=0.1))
 
 
 def test_the_page_of_a_bundle(
@@ -253,7 +263,7 @@ def test_the_page_of_a_bundle(
     assert report.main([f"{a}" for a in argv]) == 0
     streams = capsys.readouterr()
     assert streams.out == f"{out / 'index.html'}\n"
-    assert "prompt 2 of 2, with gamma 0 to 3" in streams.err
+    assert "prompt 2 of 2, with gamma 0 to 8" in streams.err
     text = (out / "index.html").read_text(encoding="utf-8")
     page = Page(text)
     assert page.open == [] and "<script" not in text and NASTY in page.text
@@ -308,17 +318,18 @@ def test_the_colours_are_of_the_same_text(pair: Path) -> None:
     assert "".join(p.text for p in kept) == result.text
     kinds = [p.kind for p in sample.pieces]
     assert {"accepted", "corrected", "rejected"} <= set(kinds)
-    for here, after in zip(kinds, kinds[1:], strict=False):
+    for here, after in pairwise(kinds):
         if here == "rejected":
-            assert after in ("unread", "corrected", "rejected")
+            assert after in ("unread", "corrected")
 
 
 def test_all_gammas_are_measured(pair: Path) -> None:
     said: list[str] = []
-    found, texts = record(load(pair), ["some words", "others"], 0.0, 12, said.append)
-    assert list(texts) == [0, 1, 2, 3] and {len(each) for each in texts.values()} == {2}
+    found, texts, lost = record(load(pair), ["some words", "others"], 0.0, 12, said.append)
+    assert lost >= 0
+    assert list(texts) == list(range(9)) and {len(each) for each in texts.values()} == {2}
     assert all(text.gamma == gamma for gamma, each in texts.items() for text in each)
-    assert len(found.verify) == 4 and found.plain > 0 and len(said) == 2
+    assert len(found.verify) == 9 and found.plain > 0 and len(said) == 2
     assert all(text.stats.output_tokens == 12 for each in texts.values() for text in each)
 
 
@@ -356,6 +367,14 @@ def test_failures_are_one_line_and_leave_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(report, "record", interrupted)
         assert report.main(["--engines", f"{pair}", "--out", f"{out}"]) == 130
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    long.write_text("some words")
+    with monkeypatch.context() as patched:
+        patched.setattr(report, "write", full)
+        failed("disk", "--engines", pair, "--prompts", long, "--tokens", 4)
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else found(name)
