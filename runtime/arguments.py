@@ -67,6 +67,17 @@ def _whole(least: int) -> Callable[[str], int]:
     return convert
 
 
+def _gamma(text: str) -> int | str:
+    if text in ("auto", "transformers"):
+        return text
+    try:
+        return _whole(0)(text)
+    except ArgumentTypeError:
+        raise ArgumentTypeError(
+            f"{text!r} is not a whole number from 0 up, auto or transformers"
+        ) from None
+
+
 def _escaped(text: str) -> str:
     """A stop string with its escape sequences replaced."""
 
@@ -146,9 +157,13 @@ def _parser() -> ArgumentParser:
     add("--seed", type=_whole(0), metavar="N", help="default: a random one, which is printed")
 
     add = parser.add_argument_group("speculation").add_argument
-    add("--gamma", type=_whole(0), metavar="N",
+    add("--gamma", type=_gamma, metavar="N",
         help="draft tokens a round; 0 is plain decoding (default 4, of a lookup 8, without a "
-        "draft 0)")
+        "draft 0); auto chooses the fastest for each round, by measured costs and acceptance; "
+        "transformers is the schedule of that library")
+    add("--fallback", choices=("auto", "off"), default="off",
+        help="auto: go without drafts while they lose (--gamma auto always does; default off, "
+        "since rounds that go by the clock do not repeat a seed's text)")
     add("--draft", choices=("model", "ngram", "none"),
         help="who proposes them: the bundle's draft model; what followed the same words before, in "
         "prompt or output (good where text repeats itself; needs no model); none: plain decoding "

@@ -11,10 +11,11 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from .adaptive import Costs
 from .engine import Engine, Logits
 from .errors import OutriderError
-from .request import Origin, Request, Running, Token
-from .rounds import Part, Rounds, Turn
+from .request import DraftKind, Origin, Request, Running, Token
+from .rounds import Outcome, Part, Rounds, Turn
 
 
 class Decoder:
@@ -38,6 +39,8 @@ class Decoder:
         self.rounds, self.slots = rounds, rounds.slots
         self.vocab_size, self.max_len, self.max_gamma = vocab_size, max_len, max_gamma
         self.draft_max_len = max_len if draft_max_len is None else draft_max_len
+        # What policies choose by; a lookup costs other than a model.
+        self.costs: dict[DraftKind, Costs] = {kind: Costs(max_gamma) for kind in ("model", "ngram")}
 
     @property
     def target(self) -> Engine:
@@ -138,9 +141,10 @@ class Decoder:
         """One round for all given unfinished sequences; the new tokens of each."""
         begin = time.perf_counter()
         turns = [
-            Turn(running, running.request.gamma, self._limit(running), self._left(running))
+            Turn(running, self._gamma(running, batch), self._limit(running), self._left(running))
             for running in batch
         ]
+        behind = [self._behind(turn) for turn in turns]
         outcome = self.rounds.run(turns)
         after = time.perf_counter()
         emitted = {
@@ -148,6 +152,7 @@ class Decoder:
             for running, part in zip(batch, outcome.parts, strict=True)
         }
         end = time.perf_counter()
+        self._observe(outcome, turns, sum(behind), end - begin)
         for running in batch:
             stats = running.stats
             stats.time_verify += outcome.time_verify
@@ -158,6 +163,30 @@ class Decoder:
             # Not wall time since the start: a slow reader of a stream is not a slow decoder.
             stats.elapsed += end - begin
         return emitted
+
+    def _gamma(self, running: Running, batch: Collection[Running]) -> int:
+        policy = running.request.policy
+        return running.request.gamma if policy is None else policy.next(len(batch))
+
+    def _behind(self, turn: Turn) -> int:
+        """How many tokens the draft has to catch up with, of rounds that went without it."""
+        slot = turn.running.slot
+        drafts = min(turn.gamma, turn.limit) and turn.running.request.draft == "model"
+        return max(0, len(slot.tokens) - 2 - slot.draft_len) if drafts and slot.draft_len else 0
+
+    def _observe(
+        self, outcome: Outcome, turns: Sequence[Turn], behind: int, seconds: float
+    ) -> None:
+        """Tell what a round cost to those that choose by it. seconds: all of it."""
+        kinds = {turn.running.request.draft for turn in turns}
+        if not any(turn.running.request.policy for turn in turns) or len(kinds) > 1:
+            return  # of a round with both, neither's cost is known
+        costs, caught_up = self.costs[kinds.pop()], outcome.time_draft_prefill
+        steps = max(len(part.drafts) for part in outcome.parts)
+        rest = seconds - outcome.time_draft - caught_up
+        costs.observe(len(turns), steps, outcome.time_draft, rest)
+        if caught_up and behind:
+            costs.caught_up(len(turns), behind, caught_up)
 
     def _left(self, running: Running) -> int:
         """How many tokens the text can still have."""
@@ -202,6 +231,11 @@ class Decoder:
             examined = min(len(verdict.ratios), len(emitted))
             whole = len(emitted) == len(ids)
             stats.count_round(gamma, kept, examined, len(emitted), whole=whole)
+            if running.request.policy is not None:
+                accepted = verdict.accepted
+                running.request.policy.observe(
+                    gamma, len(verdict.ratios), accepted, gamma > 0 and accepted == gamma
+                )
         return emitted
 
     def _finish_reason(self, running: Running, token: int) -> str | None:

@@ -19,6 +19,7 @@ from .bundle import load
 from .certificate import check
 from .errors import OutriderError, run_command
 from .prompts import batch_requests, prompt_from, source_name
+from .stats import Stats
 from .text_engine import Options, Prompt, Result, TextEngine
 
 WARM_UP = 16  # tokens generated in either way before --baseline measures
@@ -55,6 +56,14 @@ def _main(argv: Sequence[str] | None) -> int:
     return _single(engine, args, prompt, options, out, err)
 
 
+def _gamma_text(options: Options, gamma: int, stats: Stats | None = None) -> str:
+    """What the summary says of gamma: a number, or who chose and how often 0."""
+    if not isinstance(options.gamma, str) and options.fallback == "off":
+        return str(gamma)
+    named = options.gamma if isinstance(options.gamma, str) else f"{gamma} or 0"
+    return named if stats is None else f"{named} | {stats.undrafted} rounds without drafts"
+
+
 def _load(args: Namespace) -> TextEngine:
     engine = load(
         args.engines, slots=args.slots, threads=args.threads, verify=args.verify_files,
@@ -86,7 +95,7 @@ def _single(
         )
     for note in _notes([options]):
         err.line(note)
-    plain_options = replace(options, gamma=0, verify="token", lenience=1.0)
+    plain_options = replace(options, gamma=0, verify="token", lenience=1.0, fallback="off")
     if args.baseline:
         few = min(WARM_UP, options.max_new_tokens)
         for warm_up in (options, plain_options):
@@ -99,7 +108,8 @@ def _single(
     greedy = options.temperature == 0
     lines, objects = [], {}
     if args.stats != "none":
-        lines += report.summary(result, gamma, seed=not greedy)
+        shown = _gamma_text(options, gamma, result.stats)
+        lines += report.summary(result, shown, seed=not greedy)
     if args.stats == "detailed":
         lines += report.detailed(result.stats)
     err.lines(lines)
@@ -164,10 +174,11 @@ def _batch(
     out: _Output,
     err: _Output,
 ) -> int:
-    gammas = set()
+    gammas, chosen = set(), set[str]()
     for number, prompt, options in requests:
         try:
             gammas.add(engine.request(prompt, options).gamma)
+            chosen.add(_gamma_text(options, 0))
         except OutriderError as error:
             where = f"line {number} of {source_name(args.batch)}"
             raise OutriderError(error.kind, f"{where}: {error.cause}", error.remedy) from None
@@ -193,6 +204,8 @@ def _batch(
     whole = [result for result in results if result is not None]
     if args.stats != "none":
         gamma = "-".join(str(g) for g in sorted({min(gammas), max(gammas)}))
+        if chosen - {"0"}:
+            gamma = _gamma_text(requests[0][2], max(gammas), report.total_stats(whole))
         err.lines(report.batch_summary(whole, seconds, gamma))
     if args.stats == "detailed":
         err.lines(report.detailed(report.total_stats(whole)))

@@ -76,7 +76,11 @@ JSON_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "min_p": _NUMBER,
     "repetition_penalty": _NUMBER,
     "seed": _WHOLE,
-    "gamma": _WHOLE,
+    "gamma": (
+        lambda value: _is_whole(value) or value in ("auto", "transformers"),
+        "a whole number from 0 up, auto or transformers",
+    ),
+    "fallback": _STRING,
     "draft": _STRING,
     "verify": _STRING,
     "lenience": _NUMBER,

@@ -31,7 +31,7 @@ def legend() -> str:
     return " ".join(color(origin, origin) for origin in COLORS) + " (the others: target alone)"
 
 
-def summary(result: Result, gamma: int, *, seed: bool = True) -> list[str]:
+def summary(result: Result, gamma: str, *, seed: bool = True) -> list[str]:
     """The lines under a text. gamma: as requested. seed: whether it had a part in the text."""
     stats = result.stats
     finish = result.finish_reason
@@ -51,7 +51,7 @@ def summary(result: Result, gamma: int, *, seed: bool = True) -> list[str]:
     ]
     if seed:
         second.append(f"seed {result.seed}")
-    return [" | ".join(first), " | ".join(second), *round_lines(stats, str(gamma))]
+    return [" | ".join(first), " | ".join(second), *round_lines(stats, gamma)]
 
 
 def batch_summary(results: Sequence[Result], seconds: float, gamma: str) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .adaptive import Policy
 from .slots import Slot
 from .stats import Stats
 from .warping import SamplingParams
@@ -19,9 +20,10 @@ Origin = str  # "first" (from the prefill), "accepted", "corrected", "bonus" or 
 class Request:
     """What is wanted of one sequence.
 
-    gamma: most draft tokens a round, 0 is plain decoding. draft: who proposes them, the draft model
-    or a lookup in the text. logprobs: how many alternatives to report for each token, None for
-    none. stop: called with each new token in order; a text ends after the token for which it
+    gamma: most draft tokens a round, 0 is plain decoding. policy: what chooses among 0 .. gamma for
+    each round; None for gamma itself. It is this request's own. draft: who proposes them, the draft
+    model or a lookup in the text. logprobs: how many alternatives to report for each token, None
+    for none. stop: called with each new token in order; a text ends after the token for which it
     returns a finish reason.
     """
 
@@ -29,6 +31,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     gamma: int = 4
     draft: DraftKind = "model"
+    policy: Policy | None = None
     max_new_tokens: int = 256
     min_new_tokens: int = 0
     eos_token_ids: Collection[int] = ()

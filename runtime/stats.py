@@ -18,6 +18,7 @@ class Stats:
     prompt_tokens: int = 0
     output_tokens: int = 0
     rounds: int = 0
+    undrafted: int = 0  # rounds without a draft token
     round_tokens: int = 0  # all but the first, which the prefill gives
     drafted: int = 0
     examined: int = 0
@@ -41,6 +42,7 @@ class Stats:
         What an end of text cut off says nothing about the draft, so it has no position counted.
         """
         self.rounds += 1
+        self.undrafted += gamma == 0
         self.round_tokens += emitted
         self.drafted += gamma
         self.accepted += accepted
@@ -96,6 +98,7 @@ class Stats:
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "rounds": self.rounds,
+            "undrafted": self.undrafted,
             "drafted": self.drafted,
             "examined": self.examined,
             "accepted": self.accepted,

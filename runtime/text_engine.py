@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from numbers import Integral
 from operator import index
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
+from .adaptive import Policy, make_policy
 from .decode import Decoder
 from .errors import OutriderError
 from .manifest import Manifest
@@ -22,6 +23,7 @@ from .text import Detokenizer, StopStrings, Tokenizer
 from .warping import SamplingParams, VerifyRule
 
 DEFAULT_GAMMA: dict[DraftKind, int] = {"model": 4, "ngram": 8}  # a lookup costs nothing
+GammaName = Literal["auto", "transformers"]
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 
@@ -32,12 +34,14 @@ class Options:
 
     seed: None draws one, which the result reports. draft: who proposes tokens, the bundle's draft
     "model", an "ngram" lookup in prompt and output, or "none"; None is what the bundle was built
-    with. gamma: the most draft tokens a round, 0 for plain decoding; None for 4 of a model, 8 of a
-    lookup. stop: texts that end the output and are not
-    part of it; stop_token_ids likewise. logprobs: alternatives reported for each token, None for
-    no log-probabilities. chat: whether a plain-text prompt is a user's message for the chat
-    template; None does so where the bundle has one. system: the system message in that case.
-    The others are those of `SamplingParams`.
+    with. gamma: draft tokens a round, 0 for plain decoding; None for 4 of a model, 8 of a lookup;
+    "auto" for what is fastest by measured costs and acceptance, "transformers" for the schedule of
+    Transformers. fallback: "auto" goes without drafts while they lose. Where rounds go by the clock
+    (gamma or fallback "auto") a seed repeats the distribution, not the text. stop: texts that end
+    the output and are not part of it; stop_token_ids likewise. logprobs: alternatives reported for
+    each token, None for no log-probabilities. chat: whether a plain-text prompt is a user's message
+    for the chat template; None does so where the bundle has one. system: the system message in that
+    case. The others are those of `SamplingParams`.
     """
 
     max_new_tokens: int = 256
@@ -48,7 +52,8 @@ class Options:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
-    gamma: int | None = None
+    gamma: int | GammaName | None = None
+    fallback: Literal["auto", "off"] = "off"
     draft: DraftKind | Literal["none"] | None = None
     verify: VerifyRule = "token"
     lenience: float = 1.0
@@ -61,7 +66,7 @@ class Options:
 
     def check_plain(self) -> None:
         """Refuse what has no effect where nothing is drafted. Raises OutriderError "option"."""
-        for name in ("verify", "lenience"):
+        for name in ("verify", "lenience", "fallback"):
             if getattr(self, name) != getattr(Options, name):
                 raise OutriderError(
                     "option",
@@ -314,6 +319,8 @@ class TextEngine:
         """Refuse what cannot be run, before anything is run."""
         for name in ("max_new_tokens", "min_new_tokens", "gamma", "logprobs", "seed"):
             value = getattr(options, name)
+            if name == "gamma" and value in get_args(GammaName):
+                continue
             if isinstance(value, bool) or not isinstance(value, Integral | None):
                 raise OutriderError(
                     "option", f"{name}={value!r} is not a whole number", "Give a whole number."
@@ -338,6 +345,7 @@ class TextEngine:
             params=SamplingParams(**{**sampling, "seed": seed}),
             gamma=gamma,
             draft=draft,
+            policy=self._policy(options, draft, gamma),
             max_new_tokens=options.max_new_tokens,
             min_new_tokens=options.min_new_tokens,
             eos_token_ids=frozenset(self.manifest.pair.tokenizer.eos_token_ids),
@@ -348,9 +356,25 @@ class TextEngine:
         self.decoder.check(request)
         return request, text
 
+    def _policy(self, options: Options, draft: DraftKind, gamma: int) -> Policy | None:
+        if options.fallback not in ("auto", "off"):
+            raise OutriderError(
+                "option", f"fallback={options.fallback!r} is unknown", 'Use "auto" or "off".'
+            )
+        named = options.gamma if isinstance(options.gamma, str) else gamma
+        fallback = options.fallback == "auto"
+        if gamma == 0 or not (isinstance(named, str) or fallback):
+            return None
+        most = self.decoder.max_gamma
+        if not 0 <= gamma <= most:
+            return None  # `Decoder.check` refuses it
+        return make_policy(named, self.decoder.costs[draft], most, fallback=fallback)
+
     def _draft_of(self, options: Options) -> tuple[DraftKind, int]:
         """Who proposes, and how many tokens a round. Raises "option"."""
         kind, gamma = options.draft, options.gamma
+        if isinstance(gamma, str):
+            gamma = self.decoder.max_gamma
         if kind not in (None, "none", *DEFAULT_GAMMA):
             raise OutriderError(
                 "option", f"draft={kind!r} is unknown", 'Use "model", "ngram" or "none".'

@@ -428,7 +428,7 @@ def test_bad_prompts_are_refused_before_loading(cli, argv, stdin, kind, words):
         (["--seed", str(2**64)], "seed=18446744073709551616 is out of range"),
         # What argparse itself refuses.
         (["--max-new-tokens", "0"], "'0' is not a whole number from 1 up"),
-        (["--gamma", "auto"], "'auto' is not a whole number from 0 up"),
+        (["--gamma", "often"], "'often' is not a whole number from 0 up, auto or transformers"),
         (["--gamma", "-1"], "'-1' is not a whole number"),
         (["--slots", "0"], "'0' is not a whole number from 1 up"),
         (["--top-k", "x"], "'x' is not a whole number"),

@@ -38,7 +38,8 @@ def test_numpy_seeds_are_the_same_seeds(engine, kind):
     [
         {"max_new_tokens": 6.5},
         {"max_new_tokens": True},
-        {"gamma": "auto"},
+        {"gamma": "often"},
+        {"gamma": "auto", "fallback": "on"},
         {"min_new_tokens": 1.5},
         {"logprobs": -1},
         {"gamma": 0, "lenience": 0.5},
