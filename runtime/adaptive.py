@@ -11,15 +11,14 @@ plain steps (one token of the target alone, sampling and host included) from the
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-FOLLOW, SLOW, CLIP = .4, .02, .5
+WINDOW = 9  # timings that a median is over
 FIRST = 2  # timings of one kind before they are believed: the lower of two is no outlier
 PRIOR = 0.8, 4.0  # acceptance before anything was seen, and for how many tokens that counts
 KEEP = 0.96  # what was seen counts that much less with every round
@@ -36,9 +35,10 @@ class Costs:
 
     Each figure is the median of the last 9 timings: four of them may be outliers of any size (a
     machine taken away for 50 ms), no scale has to be known as for clipped updates, and after a
-    lasting change it has followed in five rounds. Timings are kept relative to what rounds take at
-    the time, so that texts that grow do not make the gammas seen last look slow.
+    lasting change it has followed in five rounds.
 
+    No verification is taken to cost more than a wider one that was seen. So a plain step that was
+    last timed at the end of a long text does not make drafts look fast at the start of the next.
     A gamma that was not seen twice lies on the line between its neighbours; beyond them on the line
     from the first to the last, never falling and never steeper than in proportion to the tokens
     verified. With one gamma seen, every verification costs what that one does. A batch size without
@@ -53,17 +53,14 @@ class Costs:
     def observe(self, batch: int, gamma: int, time_draft: float, time_rest: float) -> None:
         """A round of `batch` sequences with `gamma` draft steps: seconds in those, and in all else
         but what `caught_up` is told."""
-        mine = self._sizes[batch]
-        error = mine.rest[gamma].see(time_rest, mine.level)
-        mine.level += FOLLOW * error
         if gamma:
-            mine.draft.see(time_draft / gamma, mine.level)
+            self._sizes[batch].draft.add(time_draft / gamma)
+        self._sizes[batch].rest[gamma].add(max(time_rest, 1e-9))  # a coarse clock may say 0
         self._rounds.clear()
 
     def caught_up(self, batch: int, tokens: int, seconds: float) -> None:
         """The draft read tokens that rounds without it had added to one text (not the prompt)."""
-        mine = self._sizes[batch]
-        mine.reading.see(seconds / max(1, tokens), mine.level)
+        self._sizes[batch].reading.add(seconds / max(1, tokens))
 
     @property
     def timed(self) -> bool:
@@ -73,73 +70,59 @@ class Costs:
     def rounds(self, batch: int) -> list[float]:
         """By gamma, 0 to max_gamma: what a round costs in plain steps, gamma c + verification."""
         if batch not in self._rounds:
-            near = _nearest(batch, {b: mine for b, mine in self._sizes.items() if mine.rest})
-            rest = near.rests(self.max_gamma)
-            drafted = {b: mine for b, mine in self._sizes.items() if mine.draft.known}
-            near = _nearest(batch, drafted or {batch: near})
-            cost = near.draft.value / near.rests(0)[0]
+            rest = self._nearest(batch, lambda mine: bool(mine.rest)).rests(self.max_gamma)
+            near = self._nearest(batch, lambda mine: mine.draft.known)
+            cost = near.draft.value / near.rests(self.max_gamma)[0]
             self._rounds[batch] = [rest[g] / rest[0] + g * cost for g in range(len(rest))]
         return self._rounds[batch]
 
     def reading(self, batch: int) -> float:
         """Plain steps for each token that the draft has to catch up with; 0 if never seen."""
-        read = {b: mine for b, mine in self._sizes.items() if mine.reading.known}
-        near = _nearest(batch, read) if read else None
-        return near.reading.value / near.rests(0)[0] if near else 0.0
+        near = self._nearest(batch, lambda mine: bool(mine.rest) and mine.reading.known)
+        return near.reading.value / near.rests(self.max_gamma)[0] if near.rest else 0.0
+
+    def _nearest(self, batch: int, wanted: Callable[[_Timings], bool]) -> _Timings:
+        sizes = [size for size, mine in self._sizes.items() if wanted(mine)]
+        nearest = min(sizes, key=lambda size: (abs(size - batch), size), default=None)
+        return _Timings() if nearest is None else self._sizes[nearest]
 
 
-class _Figure:
-    """A time, relative to a level (the logarithm of seconds)."""
+class _Median:
+    """Of the last values; of an even number the lower middle one."""
 
     def __init__(self) -> None:
-        self.log, self.seen = 0.0, 0
+        self.values: deque[float] = deque(maxlen=WINDOW)
+        self.value = 0.0
 
-    def see(self, seconds: float, level: float) -> float:
-        """Returns by how much the logarithm was off, clipped."""
-        error = math.log(max(seconds, 1e-9)) - level - self.log
-        self.seen += 1
-        if self.seen <= FIRST:  # of two the lower one
-            self.log += error if self.seen == 1 else min(error, 0.0)
-            return 0.0
-        error = min(max(error, -CLIP), CLIP)
-        self.log += error * max(SLOW, 1 / self.seen)
-        return error
-
-    @property
-    def value(self) -> float:
-        return math.exp(self.log)
+    def add(self, value: float) -> None:
+        self.values.append(value)
+        self.value = sorted(self.values)[(len(self.values) - 1) // 2]
 
     @property
     def known(self) -> bool:
-        return self.seen >= FIRST
+        return len(self.values) >= FIRST
 
 
 @dataclass(slots=True)
 class _Timings:
-    """Of one batch size. rest: by gamma."""
+    """Of one batch size, in seconds. rest: by gamma."""
 
-    level: float = 0.0
-    draft: _Figure = field(default_factory=_Figure)  # a step
-    reading: _Figure = field(default_factory=_Figure)  # a token
-    rest: dict[int, _Figure] = field(default_factory=lambda: defaultdict(_Figure))
+    draft: _Median = field(default_factory=_Median)  # a step
+    reading: _Median = field(default_factory=_Median)  # a token
+    rest: dict[int, _Median] = field(default_factory=lambda: defaultdict(_Median))
 
     def rests(self, max_gamma: int) -> list[float]:
         """By gamma, seen or not; see `Costs`."""
-        known = {g: rest.value for g, rest in self.rest.items() if rest.known}
-        known = known or {g: rest.value for g, rest in self.rest.items()}
-        low, high = min(known), max(known)
-        slope = max(0.0, (known[high] - known[low]) / max(1, high - low))
-        gammas = sorted(known)
-        values = np.interp(range(max_gamma + 1), gammas, [known[g] for g in gammas]).tolist()
-        for g in range(min(low, max_gamma + 1)):
-            values[g] = max(known[low] - slope * (low - g), known[low] * (g + 1) / (low + 1))
+        seen = sorted(g for g, rest in self.rest.items() if rest.known) or sorted(self.rest)
+        known = np.minimum.accumulate([self.rest[g].value for g in reversed(seen)])[::-1]
+        values: list[float] = np.interp(range(max_gamma + 1), seen, known).tolist()
+        low, high, first, last = seen[0], seen[-1], float(known[0]), float(known[-1])
+        slope = (last - first) / max(1, high - low)
+        for g in range(low):
+            values[g] = max(first - slope * (low - g), first * (g + 1) / (low + 1))
         for g in range(high + 1, max_gamma + 1):
-            values[g] = min(known[high] + slope * (g - high), known[high] * (g + 1) / (high + 1))
+            values[g] = min(last + slope * (g - high), last * (g + 1) / (high + 1))
         return values
-
-
-def _nearest(batch: int, sizes: Mapping[int, _Timings]) -> _Timings:
-    return sizes[min(sizes, key=lambda size: (abs(size - batch), size))]
 
 
 class Policy(Protocol):
@@ -234,7 +217,7 @@ class Measured:
         self.unsettled: list[tuple[int, int, int]] = []  # rounds: gamma, tokens, caught up with
         self.behind = 0  # tokens that the draft has not read
         self.since, self.pause = 0, PAUSE
-        self.deeper = True  # the next probe
+        self.deeper = False  # the next probe
 
     def next(self, batch: int) -> int:
         if not self.costs.timed:

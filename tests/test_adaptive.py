@@ -1,0 +1,443 @@
+"""Policies against simulated texts: coins for the drafts, injected costs, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from runtime.adaptive import ALLOWANCE, LONGEST_PAUSE, RATE, Costs, Policy, make_policy
+from runtime.theory import best_gamma, speedup
+
+MAX_GAMMA = 8
+STEP = 0.02  # seconds of a plain step
+
+
+@dataclass
+class Machine:
+    """cost: c. growth: of a verification, for each draft token. noise: relative, of each timing.
+    outliers: how many of the rounds take 50 times as long."""
+
+    cost: float
+    growth: float
+    noise: float = 0.05
+    outliers: float = 0.0
+    seed: int = 0
+    rng: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+
+    def round(self, gamma: int) -> float:
+        """What it takes on average, in plain steps."""
+        return gamma * (self.cost + self.growth) + 1
+
+    def timings(self, gamma: int, slow: float = 1.0) -> tuple[float, float]:
+        factor = STEP * slow * (1 + self.noise * self.rng.standard_normal(2).clip(-3, 3))
+        factor *= 50 if self.rng.random() < self.outliers else 1
+        return gamma * self.cost * factor[0], (1 + gamma * self.growth) * factor[1]
+
+
+@dataclass
+class Run:
+    """Of one text: tokens, time in plain steps, gammas; loss: the largest excess over the promise
+    of `adaptive.Measured`, after any round, in plain steps."""
+
+    tokens: int = 0
+    time: float = 0.0
+    plain: float = 0.0
+    gammas: list[int] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)  # where in the text each round began
+    loss: float = 0.0
+
+    @property
+    def speed(self) -> float:
+        return self.plain / self.time
+
+
+def simulate(
+    policy: Policy,
+    costs: Costs,
+    machine: Machine,
+    alpha: float | npt.NDArray[Any] | Callable[[int], int],
+    tokens: int = 256,
+    seed: int = 0,
+    slower: float = 0.0,
+    late: int = 0,
+) -> Run:
+    """A text. alpha: acceptance, for all or by place in the text (a place's coin is the same for
+    every policy); or a function from gamma to accepted tokens. slower: by how much a step has
+    slowed down at the end. late: rounds between a choice and its use."""
+    coins = np.random.default_rng(seed).random(tokens + 1)
+    heads = None if callable(alpha) else coins < np.append(np.broadcast_to(alpha, tokens), 0)
+    run = Run()
+    waiting = [0] * late
+    while run.tokens < tokens:
+        waiting.append(policy.next(1))
+        gamma = min(waiting.pop(0), tokens - run.tokens - 1)
+        if heads is None:
+            accepted = alpha(gamma)  # type: ignore[operator]
+        else:
+            block = heads[run.tokens : run.tokens + gamma]
+            accepted = gamma if block.all() else int(block.argmin())
+        slow = 1 + slower * run.tokens / tokens
+        policy.observe(gamma, min(gamma, accepted + 1), accepted, accepted == gamma)
+        costs.observe(1, gamma, *machine.timings(gamma, slow))
+        run.at.append(run.tokens)
+        run.gammas.append(gamma)
+        run.tokens += accepted + 1
+        run.time += slow * machine.round(gamma)
+        run.plain += slow * (accepted + 1)
+        run.loss = max(run.loss, run.time - run.plain - RATE * run.tokens - ALLOWANCE)
+    return run
+
+
+def texts(
+    gamma: int | str,
+    machine: Machine,
+    alphas: list[float],
+    tokens: int = 256,
+    fallback: bool = True,
+) -> float:
+    """Speed over plain decoding of several texts, one after the other on the same machine."""
+    costs = Costs(MAX_GAMMA)
+    runs = [
+        simulate(make_policy(gamma, costs, MAX_GAMMA, fallback=fallback), costs, machine, alpha,
+                 tokens, seed)
+        for seed, alpha in enumerate(alphas)
+    ]  # fmt: skip
+    return sum(run.plain for run in runs) / sum(run.time for run in runs)
+
+
+# auto
+
+
+@pytest.mark.parametrize("alpha", [0.9, 0.6, 0.2])
+@pytest.mark.parametrize(("cost", "growth"), [(0.05, 0.02), (0.15, 0.05), (0.3, 0.1), (0.05, 0.1)])
+@pytest.mark.parametrize(("count", "tokens"), [(16, 256), (1, 4096)])
+def test_auto_is_near_the_best(
+    cost: float, growth: float, alpha: float, count: int, tokens: int
+) -> None:
+    """Within 5 % of the best fixed gamma, what it takes to find it included."""
+    widths = [1 + growth * gamma for gamma in range(MAX_GAMMA + 1)]
+    best, expected = best_gamma(alpha, cost, widths)
+    fixed = texts(best, Machine(cost, growth), [alpha] * count, tokens, fallback=False)
+    assert fixed == pytest.approx(expected, rel=0.05)
+    assert texts("auto", Machine(cost, growth), [alpha] * count, tokens) > 0.95 * fixed
+
+
+@pytest.mark.parametrize(("cost", "growth"), [(0.05, 0.02), (0.1, 0.05), (0.15, 0.05), (0.3, 0.1)])
+def test_auto_beats_any_gamma_on_a_mixture(cost: float, growth: float) -> None:
+    alphas = [0.9, 0.6, 0.2] * 6
+    fixed = [
+        texts(gamma, Machine(cost, growth), alphas, fallback=False)
+        for gamma in range(MAX_GAMMA + 1)
+    ]
+    assert texts("auto", Machine(cost, growth), alphas) > 1.03 * max(fixed)
+
+
+def test_deeper_positions() -> None:
+    """A draft that copies: if the first token is right, most others are. No common alpha says so;
+    probes see it."""
+    conditional = [0.3] + [0.95] * (MAX_GAMMA - 1)
+
+    def speed(gamma: int | str) -> float:
+        rng, costs = np.random.default_rng(1), Costs(MAX_GAMMA)
+        policy = make_policy(gamma, costs, MAX_GAMMA, fallback=False)
+
+        def copied(drafted: int) -> int:
+            heads = rng.random(drafted) < conditional[:drafted]
+            return drafted if heads.all() else int(heads.argmin())
+
+        return simulate(policy, costs, Machine(0.01, 0.05), copied, 4096).speed
+
+    fixed = {gamma: speed(gamma) for gamma in (1, 4, 8)}
+    assert fixed[8] > 1.2 * fixed[4] > 1.5 * fixed[1]
+    assert speed("auto") > max(0.88 * fixed[8], 1.08 * fixed[4])
+
+
+# The promise
+
+
+@pytest.mark.parametrize("tokens", [256, 4096])
+@pytest.mark.parametrize("gamma", ["auto", 4, 8, "transformers"])
+@pytest.mark.parametrize(
+    ("cost", "growth", "alpha"),
+    [(0.05, 0.02, 0.0), (0.3, 0.1, 0.0), (1.5, 0.1, 0.0), (1.5, 0.1, 0.9), (0.15, 0.05, 0.1)],
+)
+def test_a_hopeless_draft(
+    cost: float, growth: float, alpha: float, gamma: int | str, tokens: int
+) -> None:
+    """At most 5 % slower than plain decoding, from the first text of a decoder on."""
+    machine = Machine(cost, growth)
+    assert texts(gamma, machine, [alpha], tokens) > 0.95
+    if gamma != "auto":  # the control
+        assert texts(gamma, machine, [alpha], tokens, fallback=False) < 0.95
+
+
+@pytest.mark.parametrize("gamma", ["auto", 4, 8, "transformers"])
+@pytest.mark.parametrize(("cost", "growth"), [(0.05, 0.02), (0.3, 0.1), (0.9, 0.1), (1.5, 0.1)])
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_the_bound_holds_against_an_adversary(
+    cost: float, growth: float, gamma: int | str, most: int
+) -> None:
+    """A draft that is good for as long as it is tried with few tokens, and then never. After every
+    round the loss is within 4 steps + 3 %, the costs known."""
+
+    def tempting(drafted: int) -> int:
+        return drafted if drafted <= most else 0
+
+    costs, machine = Costs(MAX_GAMMA), Machine(cost, growth, noise=0)
+    for seen in (0, MAX_GAMMA) * 2:
+        costs.observe(1, seen, *machine.timings(seen))
+    policy = make_policy(gamma, costs, MAX_GAMMA, fallback=True)
+    assert simulate(policy, costs, machine, tempting, 2048).loss <= 1e-9
+    constant = make_policy(8, Costs(MAX_GAMMA), MAX_GAMMA, fallback=False)
+    assert simulate(constant, Costs(MAX_GAMMA), machine, tempting, 2048).loss > 10, "the control"
+
+
+@pytest.mark.parametrize("gamma", ["auto", 4])
+@pytest.mark.parametrize(("cost", "growth", "alpha"), [(0.05, 0.02, 0.0), (0.3, 0.1, 0.3)])
+def test_texts_that_slow_down(cost: float, growth: float, alpha: float, gamma: int | str) -> None:
+    """A step costs 1.6 times as much at the end of a long text; the short one after it is not
+    compared with that."""
+    costs, machine = Costs(MAX_GAMMA), Machine(cost, growth)
+    for number in range(12):
+        policy = make_policy(gamma, costs, MAX_GAMMA, fallback=True)
+        tokens, slower = (1024, 0.6) if number % 2 == 0 else (256, 0.15)
+        run = simulate(policy, costs, machine, alpha, tokens, number, slower)
+        assert run.speed > 0.95, number
+
+
+def test_fallback_stays_away_from_a_good_draft() -> None:
+    machine = Machine(0.15, 0.05)
+    for gamma, alpha in ((4, 0.9), (8, 0.9), (4, 0.75)):
+        fixed = texts(gamma, machine, [alpha] * 8, fallback=False)
+        assert texts(gamma, machine, [alpha] * 8) > 0.97 * fixed
+
+
+@pytest.mark.parametrize("gamma", ["auto", 4])
+@pytest.mark.parametrize("bad", [128, 512, 4096])
+def test_a_draft_that_becomes_good_again(bad: int, gamma: int | str) -> None:
+    """Found after at most as many tokens again as it was bad, and 1,024 and some in any case."""
+    alpha = np.concatenate([np.zeros(bad), np.full(3072, 0.9)])
+    for seed in range(5):
+        costs = Costs(MAX_GAMMA)
+        policy = make_policy(gamma, costs, MAX_GAMMA, fallback=True)
+        run = simulate(policy, costs, Machine(0.15, 0.05), alpha, len(alpha), seed)
+        before = [g for g, at in zip(run.gammas, run.at, strict=True) if bad / 2 < at < bad]
+        assert np.mean(before) < 0.3
+        found = next(
+            at for at, a, b in zip(run.at, run.gammas, run.gammas[1:], strict=False)
+            if at >= bad and min(a, b) >= 3
+        )  # fmt: skip
+        assert found - bad <= min(1.5 * bad, LONGEST_PAUSE) + 64
+        after = [g for g, at in zip(run.gammas, run.at, strict=True) if at > found + 64]
+        assert np.mean(after) > 3
+
+
+def test_catching_up_is_a_loss() -> None:
+    """A draft whose reading of what it missed costs 5 % of a step for each token, and which never
+    gains, is tried seldom enough."""
+    costs, reading = Costs(MAX_GAMMA), 0.05
+    policy = make_policy("auto", costs, MAX_GAMMA, fallback=True)
+    machine, time, behind = Machine(0.3, 0.05, noise=0), 0.0, 0
+    for _ in range(4096):
+        gamma = policy.next(1)
+        if gamma and behind:
+            costs.caught_up(1, behind, behind * reading * STEP)
+            time += behind * reading
+        behind = 0 if gamma else behind + 1
+        policy.observe(gamma, min(gamma, 1), 0, gamma == 0)
+        costs.observe(1, gamma, *machine.timings(gamma))
+        time += machine.round(gamma)
+    assert costs.reading(1) == pytest.approx(reading)
+    assert time / 4096 < 1.05
+
+
+# Costs
+
+
+def test_outliers_move_nothing() -> None:
+    """1 % of the rounds take 50 times as long; with means the choice would be another."""
+
+    def gammas(outliers: float) -> float:
+        costs, machine = Costs(MAX_GAMMA), Machine(0.15, 0.05, outliers=outliers)
+        policy = make_policy("auto", costs, MAX_GAMMA, fallback=True)
+        run = simulate(policy, costs, machine, 0.6, 4096, 3)
+        return float(np.mean(run.gammas))
+
+    assert gammas(0.01) == pytest.approx(gammas(0), abs=0.25)
+
+    costs, machine, means = Costs(MAX_GAMMA), Machine(0.1, 0.05, outliers=0.01), []
+    for _ in range(300):
+        for gamma in (0, 4):
+            draft, rest = machine.timings(gamma)
+            costs.observe(1, gamma, draft, rest)
+            means.append((gamma, draft + rest))
+    assert costs.rounds(1)[4] == pytest.approx(machine.round(4), rel=0.05)
+    assert abs(np.mean([time for gamma, time in means if gamma == 0]) / STEP - 1) > 0.08, "control"
+
+
+def test_a_first_timing_that_is_an_outlier() -> None:
+    """What compiles or loads when it is first run."""
+    costs = Costs(MAX_GAMMA)
+    for factor in (50, 1):
+        costs.observe(1, 0, 0, STEP * factor)
+        costs.observe(1, 2, 2 * 0.1 * STEP * factor, STEP * factor)
+    assert costs.rounds(1)[2] == pytest.approx(1.2)
+
+
+def test_widths_that_were_not_seen() -> None:
+    costs = Costs(MAX_GAMMA)
+    assert not costs.timed
+    for _ in range(3):
+        costs.observe(1, 2, 0.4, 2.0)
+    assert costs.timed
+    # Every verification costs what the one seen does: 2 seconds; a draft step 0.2.
+    assert costs.rounds(1) == pytest.approx([1 + 0.1 * g for g in range(9)])
+    for _ in range(3):
+        costs.observe(1, 6, 1.2, 2.8)
+    # A line through 2 at gamma 2 and 2.8 at gamma 6: 1.6 at 0, 3.2 at 8.
+    assert costs.rounds(1) == pytest.approx([(1.6 + 0.4 * g) / 1.6 for g in range(9)])
+    for _ in range(3):
+        costs.observe(1, 0, 0.0, 1.9)
+    assert costs.rounds(1)[:3] == pytest.approx([1, (1.95 + 0.2) / 1.9, (2 + 0.4) / 1.9])
+    # No verification costs more than a wider one.
+    for _ in range(9):
+        costs.observe(1, 0, 0.0, 5.0)
+    assert costs.rounds(1)[0] == 1
+    assert costs.rounds(1)[2] == pytest.approx((2 + 0.4) / 2)
+
+
+def test_a_line_is_never_steeper_than_in_proportion() -> None:
+    costs = Costs(MAX_GAMMA)
+    for _ in range(3):
+        costs.observe(1, 5, 0.5, 1.0)
+        costs.observe(1, 6, 0.6, 2.0)
+    rest = [cost - g * 0.1 * 6 for g, cost in enumerate(costs.rounds(1))]  # plain: 1 / 6
+    assert rest == pytest.approx([1, 2, 3, 4, 5, 6, 12, 12 * 8 / 7, 12 * 9 / 7])
+
+
+def test_batch_sizes_keep_apart() -> None:
+    costs = Costs(4)
+    for _ in range(3):
+        costs.observe(1, 0, 0, 1.0)
+        costs.observe(1, 4, 0.4, 1.0)
+        costs.observe(8, 0, 0, 3.0)
+        costs.observe(8, 4, 4 * 1.5, 15.0)
+    assert costs.rounds(1)[4] == pytest.approx(1.4)
+    assert costs.rounds(8)[4] == pytest.approx(7)
+    assert costs.rounds(2) == costs.rounds(1) and costs.rounds(32) == costs.rounds(8)
+    # What costs twice as much in company is left there.
+    policy = make_policy("auto", costs, 4, fallback=True)
+    for _ in range(4):
+        policy.observe(4, 4, 3, False)
+    assert policy.next(1) > 2
+    assert policy.next(8) == 0
+    # Before a batch size has a draft step, it has the ratio of another.
+    for _ in range(3):
+        costs.observe(16, 0, 0, 4.0)
+    assert costs.rounds(16)[1] == pytest.approx(1 + 0.5)
+
+
+# Rounds that are not what was asked for
+
+
+@pytest.mark.parametrize("max_gamma", [1, 2])
+def test_few_tokens_at_most(max_gamma: int) -> None:
+    for gamma in ("auto", "transformers", max_gamma):
+        costs = Costs(max_gamma)
+        policy = make_policy(gamma, costs, max_gamma, fallback=True)
+        run = simulate(policy, costs, Machine(0.1, 0.02), 0.8, 512)
+        assert max(run.gammas) == max_gamma
+        share = 0.85 if gamma == "transformers" else 0.93
+        assert run.speed > share * speedup(0.8, max_gamma, 0.1, 1 + 0.02 * max_gamma)
+
+
+def test_smaller_rounds_than_asked_for() -> None:
+    """A lookup finds fewer tokens or none; a context or a text ends."""
+    costs, machine, rng = Costs(MAX_GAMMA), Machine(0.05, 0.02), np.random.default_rng(0)
+    for gamma in ("auto", 8, "transformers"):
+        policy = make_policy(gamma, costs, MAX_GAMMA, fallback=True)
+        asked = []
+        for _ in range(200):
+            asked.append(policy.next(1))
+            got = min(asked[-1], int(rng.integers(0, 4)))
+            policy.observe(got, got, got, True)
+            costs.observe(1, got, *machine.timings(got))
+        assert all(0 <= g <= MAX_GAMMA for g in asked)
+        assert np.mean(asked[50:]) > 5
+
+
+@pytest.mark.parametrize("alpha", [0.9, 0.0])
+def test_choices_that_come_late(alpha: float) -> None:
+    """A round that was launched ahead keeps the gamma of its launch."""
+    for gamma in ("auto", 4):
+        costs = Costs(MAX_GAMMA)
+        policy = make_policy(gamma, costs, MAX_GAMMA, fallback=True)
+        run = simulate(policy, costs, Machine(0.05, 0.02), alpha, 1024, late=1)
+        assert run.speed > (0.95 if alpha == 0 else 2.9)
+
+
+def test_a_cut_block_says_nothing_about_the_rest() -> None:
+    """Accepted to the end of the text, or rejected by a rule that judges whole blocks: positions
+    that were not reached do not count."""
+    costs = Costs(MAX_GAMMA)
+    policy = make_policy("auto", costs, MAX_GAMMA, fallback=True)
+    for _ in range(50):
+        costs.observe(1, 8, 0.4 * STEP, STEP)
+        policy.observe(8, 2, 2, False)
+        policy.next(1)
+    assert policy.next(1) == 8
+    for _ in range(50):
+        policy.observe(8, 8, 1, False)
+        policy.next(1)
+    assert policy.next(1) <= 3
+
+
+# The other policies
+
+
+def test_the_schedule_of_transformers() -> None:
+    policy = make_policy("transformers", Costs(16), 16, fallback=False)
+    seen = []
+    for all_accepted in (True, True, False, False, True, *[False] * 15):
+        seen.append(policy.next(1))
+        policy.observe(seen[-1], 1, seen[-1] if all_accepted else 0, all_accepted)
+    assert seen == [5, 7, 9, 8, 7, 9, 8, 7, 6, 5, 4, 3, 2, 1, 1, 1, 1, 1, 1, 1]
+    policy.observe(0, 0, 0, True)
+    assert policy.next(1) == 1, "a round without drafts says nothing"
+    for _ in range(20):
+        policy.observe(policy.next(1), 1, 1, True)
+    assert policy.next(1) == 16
+
+
+def test_a_constant() -> None:
+    for gamma in (0, 3):
+        policy = make_policy(gamma, Costs(4), 4, fallback=False)
+        for _ in range(40):
+            assert policy.next(1) == gamma
+            policy.observe(gamma, min(gamma, 1), 0, gamma == 0)
+    assert make_policy(0, Costs(4), 4, fallback=True).next(1) == 0
+
+
+def test_the_same_again() -> None:
+    """No chance and no clock in it."""
+
+    def gammas() -> list[int]:
+        costs = Costs(MAX_GAMMA)
+        policy = make_policy("auto", costs, MAX_GAMMA, fallback=True)
+        return simulate(policy, costs, Machine(0.1, 0.05), 0.7, 512).gammas
+
+    assert gammas() == gammas()
+
+
+@pytest.mark.parametrize("gamma", ["best", -1, 5])
+def test_what_is_refused(gamma: int | str) -> None:
+    with pytest.raises(ValueError, match=str(gamma)):
+        make_policy(gamma, Costs(4), 4, fallback=True)
