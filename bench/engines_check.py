@@ -214,7 +214,7 @@ class Checks:
             }
         return result
 
-    def _agree(self, *ways: dict[str, bool]) -> dict[str, Any]:
+    def _agree(self, *ways: dict[str, Any]) -> dict[str, Any]:
         """Whether two ways of loading the bundle say the same."""
         options: list[dict[str, Any]] = [
             {"gamma": gamma, "temperature": temperature, "seed": 7 + gamma}

@@ -18,9 +18,10 @@ from argparse import (
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from .errors import EXIT_STATUS, INTERRUPTED, CommandParser, OutriderError
+from .request import TABLES, DraftKind
 from .text_engine import Options
 from .warping import SamplingParams
 
@@ -117,6 +118,10 @@ def _parser() -> ArgumentParser:
     add("--loop", action="store_true",
         help="let the GPU go on to the next round by itself, a whole text as one launch "
         "(CUDA 12.4; not measured yet)")
+    add("--table", type=Path, metavar="FILE.npz",
+        help="what `python -m export.ngram` counted, for --draft unigram, bigram and skip")
+    add("--corpus", type=Path, metavar="FILE",
+        help="a text, UTF-8, in which --draft ngram looks too")
     add("--no-verify-files", action="store_false", dest="verify_files",
         help="do not check the bundle's files against their hashes")
 
@@ -164,10 +169,17 @@ def _parser() -> ArgumentParser:
     add("--fallback", choices=("auto", "off"), default="off",
         help="auto: go without drafts while they lose (--gamma auto always does; default off, "
         "since rounds that go by the clock do not repeat a seed's text)")
-    add("--draft", choices=("model", "ngram", "none"),
-        help="who proposes them: the bundle's draft model; what followed the same words before, in "
-        "prompt or output (good where text repeats itself; needs no model); none: plain decoding "
+    add("--draft", choices=(*get_args(DraftKind), "none"), metavar="WHO",
+        help="who proposes them. model: the bundle's draft model; ngram: what followed the same "
+        "words before, in prompt or output (good where text repeats itself; needs no model); copy: "
+        "in the prompt alone; chain: the draft model, with ngram as its own draft; unigram, "
+        "bigram, skip: counts of a text (--table); random: any token; none: plain decoding "
         "(default: what the bundle was built with)")
+    add("--draft-temperature", type=float, metavar="T",
+        help="sample the draft at this temperature (default: the target's); still exact")
+    add("--draft-threshold", type=float, default=0.0, metavar="P",
+        help="end a round's drafting after a token to which the draft gave a probability below P "
+        "(default 0: off); still exact")
     add("--verify", choices=("token", "block", "sigmoid"), default="token",
         help="token (default) and block (accepts more) are exact; sigmoid is not")
     add("--lenience", type=float, default=1.0, metavar="L",
@@ -205,8 +217,10 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     rules: list[tuple[Any, str, str]] = [
         (args.draft == "none" and args.gamma, f"--draft none contradicts --gamma {args.gamma}",
          leave),
-        (args.draft in ("model", "ngram") and args.gamma == 0,
+        (args.draft not in (None, "none") and args.gamma == 0,
          f"--draft {args.draft} contradicts --gamma 0", leave),
+        (args.draft in TABLES and args.table is None,
+         f"--draft {args.draft} needs a table", "Add --table; python -m export.ngram writes one."),
         (args.color and no_text, f"--color paints text, and {no_text} prints JSON", leave),
         (args.stream and no_text, f"--stream prints text, and {no_text} prints JSON", leave),
         (args.stream and args.baseline, "--baseline measures without streaming, so that both ways "

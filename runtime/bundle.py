@@ -11,18 +11,19 @@ from typing import Any
 from . import kernel
 from .decode import Decoder
 from .engine import Engine
-from .errors import OutriderError
+from .errors import OutriderError, first_line
+from .lookup import Corpus
 from .manifest import (
     TEMPLATE_FILE,
     TOKENIZER_FILE,
     WEIGHTS_FILE,
     GraphFacts,
     Manifest,
-    Pair,
     read_bundle,
 )
 from .rounds import HostRounds, Rounds
 from .sampler import NumpySampler, Sampler
+from .tables import Tables
 from .text import Tokenizer
 from .text_engine import TextEngine
 
@@ -38,6 +39,8 @@ def load(
     device: str = "auto",
     graphs: bool = True,
     loop: bool = False,
+    table: str | Path | None = None,
+    corpus: str | Path | None = None,
 ) -> TextEngine:
     """Open a bundle.
 
@@ -46,8 +49,10 @@ def load(
     file's hash. device: "cpu", "cuda" or "cuda:<number>"; "auto" is what the bundle was compiled
     for, and the CPU for one that runs on both. graphs: replay a GPU's rounds as CUDA graphs; False
     launches each call by itself, to find out what they bring. loop: let a GPU go on to the next
-    round by itself, a whole text as one launch; not measured yet. Raises OutriderError: "bundle",
-    "backend", "option", "memory".
+    round by itself, a whole text as one launch; not measured yet. table: the file of `python -m
+    export.ngram`, for draft="unigram", "bigram" and "skip". corpus: a text, UTF-8, in which
+    draft="ngram" looks after the text itself. Raises OutriderError: "bundle", "backend", "option",
+    "memory", "vocabulary".
     """
     folder = Path(folder)
     manifest = read_bundle(folder, verify=verify)
@@ -75,7 +80,17 @@ def load(
     memory = _memory(manifest, folder, slots)
     rounds: Rounds
     if ordinal is None:
-        rounds = _on_host(manifest, folder, slots, threads)
+        tables = None
+        if table is not None:
+            tables = Tables.load(table, tokenizer.vocabulary(), pair.vocab_size)
+        looked = None if corpus is None else Corpus(_corpus(tokenizer, Path(corpus)))
+        rounds = _on_host(manifest, folder, slots, threads, tables, looked)
+    elif table or corpus:
+        raise OutriderError(
+            "option",
+            "table and corpus are for the CPU in this version",
+            "Leave them out, or use a bundle that runs on the CPU.",
+        )
     else:
         from .gpu import open_rounds  # what a GPU needs is imported where there is one
 
@@ -166,19 +181,43 @@ def _memory(manifest: Manifest, folder: Path, slots: int) -> dict[str, int]:
     return memory
 
 
-def _on_host(manifest: Manifest, folder: Path, slots: int, threads: int) -> HostRounds:
+def _corpus(tokenizer: Tokenizer, path: Path) -> list[int]:
+    """Token ids of a text file. Raises OutriderError "option"."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutriderError(
+            "option", f"cannot read the corpus {path}: {first_line(error)}",
+            "Give a readable UTF-8 text file.",
+        ) from None  # fmt: skip
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _on_host(
+    manifest: Manifest,
+    folder: Path,
+    slots: int,
+    threads: int,
+    tables: Tables | None,
+    corpus: Corpus | None,
+) -> HostRounds:
     pair = manifest.pair
     engines = {
         role: open_engine(
             manifest.backend, folder / role, facts, slots=slots,
-            widest=pair.max_gamma + 1 if role == "target" else 1,
+            widest=pair.max_gamma + 1,
             buffers=max(1, pair.max_gamma) if role == "draft" else 1,
             threads=threads,
         )
         for role, facts in pair.models()
     }  # fmt: skip
-    sampler = _sampler(pair, slots, threads or os.cpu_count() or 1)
-    return HostRounds(engines["target"], engines.get("draft"), sampler)
+    threads = threads or os.cpu_count() or 1
+    narrower = min(pair.draft.vocab_size, pair.vocab_size) if pair.draft else None
+    if cause := kernel.unavailable():
+        logger.warning("sampling in NumPy, several times slower: %s", cause)
+    sampler = _sampler(pair.vocab_size, narrower, pair.max_gamma, slots, threads)
+    inner = None if narrower is None else _sampler(narrower, None, pair.max_gamma, slots, threads)
+    return HostRounds(engines["target"], engines.get("draft"), sampler, inner, tables, corpus)
 
 
 def open_engine(
@@ -193,7 +232,7 @@ def open_engine(
 ) -> Engine:
     """The engine of one model of a bundle, on the CPU. The backend is imported here alone.
 
-    widest: the largest K of a call (target: gamma + 1). buffers: of logits (draft: gamma).
+    widest: the largest K of a call (gamma + 1). buffers: of logits (draft: gamma).
     threads: 0 leaves the choice to the backend.
     """
     options: dict[str, Any] = {
@@ -214,12 +253,10 @@ def open_engine(
     )
 
 
-def _sampler(pair: Pair, slots: int, threads: int) -> Sampler:
-    """The native kernel; where there is none NumPy, and a line that says so."""
-    if cause := kernel.unavailable():
-        logger.warning("sampling in NumPy, several times slower: %s", cause)
-        return NumpySampler(pair.vocab_size)
-    narrower = min(pair.draft.vocab_size, pair.vocab_size) if pair.draft else None
-    return kernel.RoundSampler(
-        pair.vocab_size, pair.max_gamma, slots, min(threads, kernel.MAX_THREADS), narrower
-    )
+def _sampler(
+    vocab_size: int, draft_vocab_size: int | None, max_gamma: int, slots: int, threads: int
+) -> Sampler:
+    if not kernel.available():
+        return NumpySampler(vocab_size)
+    threads = min(threads, kernel.MAX_THREADS)
+    return kernel.RoundSampler(vocab_size, max_gamma, slots, threads, draft_vocab_size)

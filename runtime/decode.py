@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from typing import get_args
 
 import numpy as np
 
 from .adaptive import Costs
 from .engine import Engine, Logits
 from .errors import OutriderError
-from .request import DraftKind, Origin, Request, Running, Token
+from .request import LOOKUPS, MODELS, TABLES, DraftKind, Origin, Request, Running, Token
 from .rounds import Outcome, Part, Rounds, Turn
 
 
@@ -40,7 +41,9 @@ class Decoder:
         self.vocab_size, self.max_len, self.max_gamma = vocab_size, max_len, max_gamma
         self.draft_max_len = max_len if draft_max_len is None else draft_max_len
         # What policies choose by; a lookup costs other than a model.
-        self.costs: dict[DraftKind, Costs] = {kind: Costs(max_gamma) for kind in ("model", "ngram")}
+        self.costs: dict[DraftKind, Costs] = {
+            kind: Costs(max_gamma) for kind in get_args(DraftKind)
+        }
 
     @property
     def target(self) -> Engine:
@@ -71,22 +74,7 @@ class Decoder:
                 f"max_new_tokens={request.max_new_tokens} contradict each other",
                 "Choose 0 <= min_new_tokens <= max_new_tokens, with max_new_tokens at least 1.",
             )
-        if request.gamma and request.draft not in self.rounds.kinds:
-            raise OutriderError(
-                "option",
-                f"gamma={request.gamma} needs a draft, and the bundle has none"
-                if request.draft == "model"
-                else "draft=ngram is for the CPU in this version",
-                'Use gamma=0, or draft="ngram", or build the bundle with DRAFT=<draft>.'
-                if request.draft == "model" and "ngram" in self.rounds.kinds
-                else "Use gamma=0, or a bundle that was built with DRAFT=<draft>.",
-            )
-        if request.gamma and request.draft == "ngram" and request.params.verify == "sigmoid":
-            raise OutriderError(
-                "option",
-                "verify=sigmoid needs the draft's logits, and a lookup has none",
-                "Use verify=token, or the draft model.",
-            )
+        self._check_draft(request)
         if not 0 <= request.gamma <= self.max_gamma:
             raise OutriderError(
                 "option",
@@ -102,6 +90,41 @@ class Decoder:
                 f"logprobs={request.logprobs} is out of range",
                 f"Choose from 0 to {width}, the number of tokens that there are.",
             )
+
+    def _check_draft(self, request: Request) -> None:
+        """Whether who is to propose is here, and can what is asked of it."""
+        kind, tempered = request.draft, request.draft_temperature is not None
+        stops = request.draft_threshold > 0
+        if request.gamma and kind not in self.rounds.kinds:
+            raise _absent(kind, request.gamma, self.draft is not None, self.rounds.tempers)
+        rules: list[tuple[object, str, str]] = [
+            (kind in LOOKUPS and request.params.verify == "sigmoid",
+             "verify=sigmoid needs the draft's logits, and a lookup has none",
+             "Use verify=token, or the draft model."),
+            ((tempered or stops) and not self.rounds.tempers,
+             "draft_temperature and draft_threshold are for the CPU in this version",
+             "Leave them out."),
+            (tempered and request.params.temperature == 0,
+             "draft_temperature has no effect at temperature=0",
+             "Leave it out, or sample with temperature above 0."),
+            (tempered and not 1e-3 <= (request.draft_temperature or 0) <= 1e3,
+             f"draft_temperature={request.draft_temperature} is out of range",
+             "It must be from 0.001 to 1000."),
+            (not 0 <= request.draft_threshold < 1,
+             f"draft_threshold={request.draft_threshold} is out of range",
+             "It must be 0 (off) or a probability below 1."),
+            ((tempered or stops) and kind in LOOKUPS,
+             f"draft={kind} has no probabilities for a temperature or threshold",
+             "Leave them out, or use the draft model."),
+            (stops and kind == "chain", "draft=chain always drafts gamma tokens",
+             "Leave draft_threshold out, or use draft=model."),
+            (stops and request.policy is not None,
+             "draft_threshold and a gamma that is chosen for each round are two ways to stop early",
+             "Use one of them."),
+        ]  # fmt: skip
+        for broken, cause, remedy in rules:
+            if broken and request.gamma:
+                raise OutriderError("option", cause, remedy)
 
     def check_ids(self, prompt: Sequence[int]) -> None:
         """Refuse ids that the target has no embedding for. Raises "prompt"."""
@@ -171,7 +194,7 @@ class Decoder:
     def _behind(self, turn: Turn) -> int:
         """How many tokens the draft has to catch up with, of rounds that went without it."""
         slot = turn.running.slot
-        drafts = min(turn.gamma, turn.limit) and turn.running.request.draft == "model"
+        drafts = min(turn.gamma, turn.limit) and turn.running.request.draft in MODELS
         return max(0, len(slot.tokens) - 2 - slot.draft_len) if drafts and slot.draft_len else 0
 
     def _observe(
@@ -197,7 +220,7 @@ class Decoder:
 
     def _limit(self, running: Running) -> int:
         """How many tokens to draft at most: what can still become text and fits the contexts."""
-        if running.request.draft == "ngram":
+        if running.request.draft not in MODELS:
             return max(0, self._left(running) - 1)
         if self.draft is None:
             return 0
@@ -222,7 +245,7 @@ class Decoder:
             if running.finish_reason is not None:
                 break
         slot = running.slot
-        slot.commit(ids, gamma if running.request.draft == "model" else 0)
+        slot.commit(ids, gamma if running.request.draft in MODELS else 0)
         slot.roll_back(len(slot.tokens) - (len(ids) - len(emitted)))
         stats = running.stats
         stats.output_tokens = len(running.output)
@@ -260,3 +283,25 @@ class Decoder:
         best = np.argsort(-logprobs, kind="stable")[: request.logprobs]
         alternatives = tuple((int(i), float(logprobs[i])) for i in best)
         return Token(token, origin, float(logprobs[token]), alternatives)
+
+
+def _absent(kind: DraftKind, gamma: int, drafts: bool, on_host: bool) -> OutriderError:
+    """Why this kind of draft is not there, and how to get it. drafts: whether a model is."""
+    if kind in MODELS and not drafts:
+        return OutriderError(
+            "option",
+            f"gamma={gamma} needs a draft, and the bundle has none",
+            ('Use gamma=0, or draft="ngram"' if on_host else "Use gamma=0")
+            + ", or build the bundle with DRAFT=<draft>.",
+        )
+    if kind in TABLES and on_host:
+        return OutriderError(
+            "option",
+            f"draft={kind} needs a table, and none was given",
+            "Load the bundle with one (python -m export.ngram writes it), or use draft=ngram.",
+        )
+    return OutriderError(
+        "option",
+        f"draft={kind} is for the CPU in this version",
+        "Use gamma=0, or a bundle that was built with DRAFT=<draft>.",
+    )

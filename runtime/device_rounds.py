@@ -81,6 +81,7 @@ class DeviceRounds:
         ahead: bool = True,
     ):
         self.target, self.draft, self.slots = target, draft, SlotTable(target.slots)
+        self.tempers = False
         self.kinds: frozenset[DraftKind] = frozenset({"model"} if draft else ())
         self._device, self._stream = device, stream
         self._vocab_size, self._max_len = vocab_size, max_len

@@ -19,6 +19,7 @@ from .bundle import load
 from .certificate import check
 from .errors import OutriderError, run_command
 from .prompts import batch_requests, prompt_from, source_name
+from .request import MODELS
 from .stats import Stats
 from .text_engine import Options, Prompt, Result, TextEngine
 
@@ -68,11 +69,12 @@ def _load(args: Namespace) -> TextEngine:
     engine = load(
         args.engines, slots=args.slots, threads=args.threads, verify=args.verify_files,
         device=args.device, graphs=args.graphs, loop=args.loop,
+        table=args.table, corpus=args.corpus,
     )  # fmt: skip
-    if args.draft == "model" and engine.decoder.draft is None:
+    if args.draft in MODELS and engine.decoder.draft is None:
         raise OutriderError(
             "option",
-            f"--draft model: {args.engines} was built without a draft",
+            f"--draft {args.draft}: {args.engines} was built without a draft",
             "Leave --draft out, or build the bundle with DRAFT=<draft>.",
         )
     return engine
@@ -95,7 +97,10 @@ def _single(
         )
     for note in _notes([options]):
         err.line(note)
-    plain_options = replace(options, gamma=0, verify="token", lenience=1.0, fallback="off")
+    plain_options = replace(
+        options, gamma=0, draft=None, verify="token", lenience=1.0, fallback="off",
+        draft_temperature=None, draft_threshold=0.0,
+    )  # fmt: skip
     if args.baseline:
         few = min(WARM_UP, options.max_new_tokens)
         for warm_up in (options, plain_options):

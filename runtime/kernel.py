@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,7 @@ class RoundSampler:
         self._ratios = np.zeros((slots, width))
         self._kept: Array = np.empty((0,), np.float32)  # [slots, width, V], once a draft drew
         self._drew, self._draft_slot = False, 0  # the first slot of what `draw` was given
-        self._places: Sequence[Place] = ()
+        self._places: list[Place] = []
         self.drafts = np.zeros((slots, width), np.int64)
         self.rows = np.zeros((slots, width), ROW)
         # `array.ctypes` costs a microsecond each time.
@@ -183,7 +184,7 @@ class RoundSampler:
         self._memory = self._workspace.ctypes.data, size
 
     def begin(self, places: Sequence[Place]) -> None:
-        self._places, self._drew, self._draft_slot = places, False, 0
+        self._places, self._drew, self._draft_slot = list(places), False, 0
         for b, place in enumerate(places):
             fill_slot(self._slots, b, place)
 
@@ -208,8 +209,14 @@ class RoundSampler:
         self._check(status)
         return self.drafts[:count, step]
 
-    def give(self, drafts: Sequence[Sequence[int]]) -> None:
+    def stop(self, b: int, gamma: int) -> None:
+        """See `Sampler.stop`."""
+        self._places[b] = replace(self._places[b], gamma=gamma)
+        self._slots["gamma"][b] = gamma
+
+    def give(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
         """See `Sampler.give`."""
+        self._drew, self._draft_slot = False, first_slot
         for b, tokens in enumerate(drafts):
             self.drafts[b, : len(tokens)] = tokens
 

@@ -23,6 +23,7 @@ class Purpose(IntEnum):
     DRAFT = 0
     ACCEPT = 1
     RESIDUAL = 2
+    CHAIN = 3
 
 
 def philox4x32(key: int, counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:

@@ -82,6 +82,8 @@ JSON_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "fallback": _STRING,
     "draft": _STRING,
+    "draft_temperature": _NUMBER,
+    "draft_threshold": _NUMBER,
     "verify": _STRING,
     "lenience": _NUMBER,
     "stop": (lambda value: type(value) is str or _is_strings(value), "a string or a list of them"),

@@ -12,7 +12,10 @@ from .slots import Slot
 from .stats import Stats
 from .warping import SamplingParams
 
-DraftKind = Literal["model", "ngram"]
+DraftKind = Literal["model", "chain", "ngram", "copy", "unigram", "bigram", "skip", "random"]
+MODELS: frozenset[DraftKind] = frozenset({"model", "chain"})  # the draft model computes rows
+LOOKUPS: frozenset[DraftKind] = frozenset({"ngram", "copy"})  # point masses
+TABLES: frozenset[DraftKind] = frozenset({"unigram", "bigram", "skip"})  # of a file
 Origin = str  # "first" (from the prefill), "accepted", "corrected", "bonus" or "plain"
 
 
@@ -21,8 +24,10 @@ class Request:
     """What is wanted of one sequence.
 
     gamma: most draft tokens a round, 0 is plain decoding. policy: what chooses among 0 .. gamma for
-    each round; None for gamma itself. It is this request's own. draft: who proposes them, the draft
-    model or a lookup in the text. logprobs: how many alternatives to report for each token, None
+    each round; None for gamma itself. It is this request's own. draft: who proposes them; see
+    `host_draft`. draft_temperature: of their distribution, None for the target's.
+    draft_threshold: no more are drafted in a round after one to which the draft itself gave less
+    probability; 0 for never. logprobs: how many alternatives to report for each token, None
     for none. stop: called with each new token in order; a text ends after the token for which it
     returns a finish reason.
     """
@@ -31,6 +36,8 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     gamma: int = 4
     draft: DraftKind = "model"
+    draft_temperature: float | None = None
+    draft_threshold: float = 0.0
     policy: Policy | None = None
     max_new_tokens: int = 256
     min_new_tokens: int = 0

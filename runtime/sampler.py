@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -62,8 +62,16 @@ class Sampler(Protocol):
         """
         ...
 
-    def give(self, drafts: Sequence[Sequence[int]]) -> None:
-        """The draft tokens of every slot, gamma each, where no distribution was drawn from."""
+    def stop(self, b: int, gamma: int) -> None:
+        """The b-th slot drafts no more than gamma tokens after all."""
+        ...
+
+    def give(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
+        """The draft tokens of every slot, gamma each, which `draw` did not draw.
+
+        They have the distributions of the draft's logits that `verify` is given, of the slots from
+        `first_slot` on; where it is given none they are point masses.
+        """
         ...
 
     def verify(
@@ -72,7 +80,8 @@ class Sampler(Protocol):
         """The outcome of the round for every slot.
 
         logits: [S, K, V] of the target, K > gamma. draft_logits: those that `draw` was given, step
-        by step; None where it kept them. Raises OutriderError("numeric") for a broken row.
+        by step; None where it kept them, or there are none. Raises OutriderError("numeric") for a
+        broken row.
         """
         ...
 
@@ -85,15 +94,17 @@ class NumpySampler:
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
-        self._places: Sequence[Place] = ()
+        self._places: list[Place] = []
         self._drafts: list[list[int]] = []
-        self._q: list[list[Distribution]] = []
+        self._q: list[list[Distribution]] | None = []
+        self._draft_slot = 0
 
     def begin(self, places: Sequence[Place]) -> None:
-        self._places = places
+        self._places = list(places)
         self._drafts, self._q = [[] for _ in places], [[] for _ in places]
 
     def draw(self, logits: Array, step: int, *, keep: bool = True, first_slot: int = 0) -> Ids:
+        assert self._q is not None, "draw comes before give"
         tokens = np.zeros(len(self._places), np.int64)
         for b, place in enumerate(self._places):
             if step < place.gamma:
@@ -104,17 +115,22 @@ class NumpySampler:
                 self._q[b].append(q)
         return tokens
 
-    def give(self, drafts: Sequence[Sequence[int]]) -> None:
-        self._drafts = [list(tokens) for tokens in drafts]
-        self._q = [
-            [Distribution.point(token, self.vocab_size) for token in tokens] for tokens in drafts
-        ]
+    def stop(self, b: int, gamma: int) -> None:
+        self._places[b] = replace(self._places[b], gamma=gamma)
+
+    def give(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
+        self._drafts, self._q = [list(tokens) for tokens in drafts], None
+        self._draft_slot = first_slot
 
     def verify(
         self, logits: Array, draft_logits: Sequence[Array] | None = None, *, first_slot: int = 0
     ) -> list[Verdict]:
         verdicts = []
-        for place, drafts, q in zip(self._places, self._drafts, self._q, strict=True):
+        all_q = self._q or [
+            self._given(place, drafts, draft_logits)
+            for place, drafts in zip(self._places, self._drafts, strict=True)
+        ]
+        for place, drafts, q in zip(self._places, self._drafts, all_q, strict=True):
             if place.gamma < 0:
                 verdicts.append(Verdict(0, -1, ()))
                 continue
@@ -130,6 +146,16 @@ class NumpySampler:
             final_u = self._uniform(place, 0, Purpose.RESIDUAL)
             verdicts.append(verify(p, q, drafts, accept_u, final_u, place.params))
         return verdicts
+
+    def _given(
+        self, place: Place, drafts: Sequence[int], draft_logits: Sequence[Array] | None
+    ) -> list[Distribution]:
+        if draft_logits is None:
+            return [Distribution.point(token, self.vocab_size) for token in drafts]
+        row = place.index - self._draft_slot
+        return [
+            self._warp(place, drafts[:i], draft_logits[i][row], "draft") for i in range(len(drafts))
+        ]
 
     def _warp(self, place: Place, drafted: Sequence[int], row: Array, model: str) -> Distribution:
         """The distribution of the token after `drafted`, the same for p and for q."""

@@ -70,6 +70,10 @@ class Tokenizer:
         self._byte_level = b'"ByteLevel"' in kinds
         self._byte_fallback = b'"ByteFallback"' in kinds
 
+    def vocabulary(self) -> dict[str, int]:
+        """All tokens and their ids, added tokens included."""
+        return self._model.get_vocab(with_added_tokens=True)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`. Special tokens written out in it become their ids.
 

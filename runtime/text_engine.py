@@ -16,13 +16,13 @@ from .adaptive import Policy, make_policy
 from .decode import Decoder
 from .errors import OutriderError
 from .manifest import Manifest
-from .request import DraftKind, Request, Running, Token
+from .request import MODELS, DraftKind, Request, Running, Token
 from .slots import Slot
 from .stats import Stats
 from .text import Detokenizer, StopStrings, Tokenizer
 from .warping import SamplingParams, VerifyRule
 
-DEFAULT_GAMMA: dict[DraftKind, int] = {"model": 4, "ngram": 8}  # a lookup costs nothing
+DEFAULT_GAMMA, CHEAP_GAMMA = 4, 8  # the latter where a token costs next to nothing
 GammaName = Literal["auto", "transformers"]
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -34,9 +34,14 @@ class Options:
 
     seed: None draws one, which the result reports. draft: who proposes tokens, the bundle's draft
     "model", an "ngram" lookup in prompt and output, or "none"; None is what the bundle was built
-    with. gamma: draft tokens a round, 0 for plain decoding; None for 4 of a model, 8 of a lookup;
+    with. "chain": the draft model with lookups as its own draft; "copy": lookups in the prompt
+    alone; "unigram", "bigram", "skip": tables, of the file that the bundle was loaded with;
+    "random": any token. gamma: draft tokens a round, 0 for plain decoding; None for 4 of a model, 8
+    of the others;
     "auto" for what is fastest by measured costs and acceptance, "transformers" for the schedule of
-    Transformers. fallback: "auto" goes without drafts while they lose. Where rounds go by the clock
+    Transformers. draft_temperature: of what the draft is sampled with, None for the target's.
+    draft_threshold: a round drafts no more after a token to which the draft gave a probability
+    below this. fallback: "auto" goes without drafts while they lose. Where rounds go by the clock
     (gamma or fallback "auto") a seed repeats the distribution, not the text. stop: texts that end
     the output and are not part of it; stop_token_ids likewise. logprobs: alternatives reported for
     each token, None for no log-probabilities. chat: whether a plain-text prompt is a user's message
@@ -55,6 +60,8 @@ class Options:
     gamma: int | GammaName | None = None
     fallback: Literal["auto", "off"] = "off"
     draft: DraftKind | Literal["none"] | None = None
+    draft_temperature: float | None = None
+    draft_threshold: float = 0.0
     verify: VerifyRule = "token"
     lenience: float = 1.0
     stop: str | Sequence[str] = ()
@@ -66,7 +73,7 @@ class Options:
 
     def check_plain(self) -> None:
         """Refuse what has no effect where nothing is drafted. Raises OutriderError "option"."""
-        for name in ("verify", "lenience", "fallback"):
+        for name in ("verify", "lenience", "fallback", "draft_temperature", "draft_threshold"):
             if getattr(self, name) != getattr(Options, name):
                 raise OutriderError(
                     "option",
@@ -345,6 +352,8 @@ class TextEngine:
             params=SamplingParams(**{**sampling, "seed": seed}),
             gamma=gamma,
             draft=draft,
+            draft_temperature=options.draft_temperature,
+            draft_threshold=options.draft_threshold,
             policy=self._policy(options, draft, gamma),
             max_new_tokens=options.max_new_tokens,
             min_new_tokens=options.min_new_tokens,
@@ -375,25 +384,28 @@ class TextEngine:
         kind, gamma = options.draft, options.gamma
         if isinstance(gamma, str):
             gamma = self.decoder.max_gamma
-        if kind not in (None, "none", *DEFAULT_GAMMA):
+        if kind not in (None, "none", *(kinds := get_args(DraftKind))):
             raise OutriderError(
-                "option", f"draft={kind!r} is unknown", 'Use "model", "ngram" or "none".'
+                "option", f"draft={kind!r} is unknown", f"Use {', '.join(kinds)} or none."
             )
         if kind == "none" and gamma:
             raise OutriderError(
                 "option", f"draft=none contradicts gamma={gamma}", "Leave one of them out."
             )
-        if kind == "model" and gamma != 0 and self.decoder.draft is None:
+        if kind in MODELS and gamma != 0 and self.decoder.draft is None:
             raise OutriderError(
                 "option",
-                "draft=model: the bundle was built without one",
+                f"draft={kind}: the bundle was built without one",
                 "Leave it out, or build the bundle with DRAFT=<draft>.",
             )
         if kind is None:
             kind = "model" if self.decoder.draft is not None else self.manifest.pair.lookup
         if kind is None or kind == "none":
             return "model", gamma or 0
-        return kind, min(DEFAULT_GAMMA[kind], self.decoder.max_gamma) if gamma is None else gamma
+        if gamma is None:
+            usual = DEFAULT_GAMMA if kind in MODELS else CHEAP_GAMMA
+            gamma = min(usual, self.decoder.max_gamma)
+        return kind, gamma
 
     def _event(self, running: Running, text: _Stream, new: Sequence[Token]) -> Event:
         event = text.event(running, new)

@@ -16,12 +16,14 @@ from runtime.decode import Decoder
 from runtime.device_loop import LoopingRounds
 from runtime.device_rounds import DeviceRounds
 from runtime.kernel import RoundSampler
+from runtime.lookup import Corpus
 from runtime.philox import Purpose
 from runtime.request import Request, Running
 from runtime.rounds import HostRounds, Rounds
 from runtime.sampler import NumpySampler, Sampler
 from runtime.sampling import Verdict, verify
 from runtime.slots import Slot
+from runtime.tables import Tables
 from runtime.warping import Distribution
 
 SAMPLER = "numpy"  # or another of these: see the fixture `sampler`
@@ -81,6 +83,8 @@ def make_decoder(
     draft_capacity: int | None = None,
     order: int | None = None,
     draft_engine: type[FakeEngine] = FakeEngine,
+    tables: Tables | None = None,
+    corpus: Corpus | None = None,
 ) -> Decoder:
     """Fakes of exactly the capacity that a bundle has: a row too many is an error."""
     capacity = capacity or max_len + max_gamma + 1
@@ -100,7 +104,10 @@ def make_decoder(
         )  # fmt: skip
     else:
         width = min(vocab_size, draft_width or vocab_size)
-        rounds = HostRounds(target_engine, other, make_sampler(vocab_size, width, slots, max_gamma))
+        rounds = HostRounds(
+            target_engine, other, make_sampler(vocab_size, width, slots, max_gamma),
+            make_sampler(width, width, slots, max_gamma) if other else None, tables, corpus,
+        )  # fmt: skip
     return Decoder(
         rounds,
         vocab_size=vocab_size,

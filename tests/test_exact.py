@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -151,14 +151,16 @@ def by_bisection(
     target: Model | None = None,
     draft: Model | None = None,
     min_new_tokens: int = 0,
+    asked: dict[str, Any] | None = None,
     **options: Any,
 ) -> float:
+    """asked: more of the request."""
     target = target or random_model(1, vocab_size, scale=1.5)
     draft = draft or random_model(2, vocab_size, scale=1.5)
     decoder = make_decoder(target, draft, vocab_size=vocab_size, max_len=16, **options)
     request = Request(
         [1, 2, 1], params, gamma=gamma, max_new_tokens=gamma + 2, min_new_tokens=min_new_tokens,
-        eos_token_ids=[0] if min_new_tokens else [], ignore_eos=True,
+        eos_token_ids=[0] if min_new_tokens else [], ignore_eos=True, **(asked or {}),
     )  # fmt: skip
     round_ = Round(decoder, request)
 
@@ -343,7 +345,12 @@ Key = tuple[Any, ...]
 
 
 def by_keys(
-    gamma: int, count: int, key_of: Callable[[int, Purpose, int], Key], seed: int = 1
+    gamma: int,
+    count: int,
+    key_of: Callable[[int, Purpose, int], Key],
+    seed: int = 1,
+    prompt: Sequence[int] = (1, 2),
+    **asked: Any,
 ) -> float:
     """The joint distribution of `count` tokens over several rounds, against the target's.
 
@@ -351,11 +358,11 @@ def by_keys(
     """
     target, draft, probs = in_parts(seed, 2, 2)
     decoder = make_decoder(target, draft, vocab_size=V, max_len=16)
-    request = Request([1, 2], at(), gamma=gamma, max_new_tokens=count)
+    request = Request(prompt, **{"params": at(), **asked}, gamma=gamma, max_new_tokens=count)
     coins: dict[Key, int] = {}  # in the order of the first question
 
     def coin(seed: int, position: int, purpose: Purpose, lane: int = 0) -> float:
-        return midpoints(2)[coins.setdefault(key_of(position, purpose, lane), 0)]
+        return midpoints(2)[coins.setdefault((seed, *key_of(position, purpose, lane)), 0)]
 
     def outcomes() -> Iterator[tuple[float, tuple[int, ...]]]:
         while True:
@@ -368,7 +375,7 @@ def by_keys(
                 return
             coins[last] = 1
 
-    return distance(outcomes(), probs, (1, 2), count)
+    return distance(outcomes(), probs, tuple(prompt), count)
 
 
 def own(position: int, purpose: Purpose, lane: int) -> Key:

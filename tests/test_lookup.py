@@ -161,7 +161,7 @@ def enumerated(rule: str) -> float:
     prompt = [5, 6, 3, 4, 5, 6]
     params = SamplingParams(temperature=1.0, verify=rule)  # type: ignore[arg-type]
 
-    def propose(self: Lookup, count: int) -> list[int]:
+    def propose(self: Lookup, count: int, after: object) -> list[int]:
         return [3, 4][:count]  # whatever the first token is
 
     with broken("lookup.Lookup.propose", propose):

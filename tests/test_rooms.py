@@ -35,7 +35,8 @@ ROOMS = {
     "export": Room(
         frozenset(
             {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "numpy", "huggingface_hub"}
-        )
+        ),
+        modules=frozenset({"runtime.manifest", "runtime.tables"}),
     ),
     "engines": Room(frozenset(), lazily=frozenset({"onnxruntime", "onnx", "torch"}) | GPU_BACKENDS),
     "runtime": Room(frozenset({"numpy", "tokenizers", "jinja2"}), modules=frozenset()),

@@ -1,0 +1,143 @@
+"""python -m export.ngram: draft models that are tables, counted from texts.
+
+Unigrams, bigrams, and pairs of tokens further apart, in one file that
+`runtime.generate --table FILE --draft unigram|bigram|skip` reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.manifest import CommandParser, OutriderError, first_line, run_command
+from runtime.tables import Tables, fingerprint
+
+DISTANCES = 8
+PIECE = 1 << 20  # characters that are tokenized at a time
+
+
+def count(tokenizer_folder: Path, texts: Sequence[Path], distances: int) -> tuple[Tables, int]:
+    """The tables of these texts, and how many tokens they have.
+
+    tokenizer_folder: a checkpoint, or a bundle's folder `tokenizer`. Raises OutriderError
+    "checkpoint" or "option".
+    """
+    import transformers
+
+    library: Any = transformers  # most of it is not annotated
+
+    if not tokenizer_folder.is_dir():
+        raise OutriderError(
+            "checkpoint", f"{tokenizer_folder} is no folder",
+            "Give the target's checkpoint, or a bundle's folder tokenizer.",
+        )  # fmt: skip
+    own = tokenizer_folder / "tokenizer.json"  # all that a bundle has
+    try:
+        if own.is_file():
+            tokenizer = library.PreTrainedTokenizerFast(tokenizer_file=str(own))
+        else:
+            tokenizer = library.AutoTokenizer.from_pretrained(tokenizer_folder)
+    except Exception as error:  # noqa: BLE001 - the library raises anything here
+        raise OutriderError(
+            "checkpoint", f"cannot read the tokenizer in {tokenizer_folder}: {first_line(error)}",
+            "Give the target's checkpoint, or a bundle's folder tokenizer.",
+        ) from None  # fmt: skip
+    vocabulary = tokenizer.get_vocab()
+    ids: list[int] = []
+    for path in texts:
+        text = _read(path)
+        start = 0
+        while start < len(text):
+            # Cut after a line, so that few tokens become two.
+            end = text.rfind("\n", start, start + PIECE) + 1 or start + PIECE
+            ids += tokenizer(text[start:end], add_special_tokens=False)["input_ids"]
+            start = end
+            _progress(f"{path.name}: {min(start, len(text)) / len(text):.0%}, {len(ids):,} tokens")
+    _progress("")
+    if len(ids) <= distances:
+        raise OutriderError("option", f"the texts have {len(ids)} tokens", "Give more text.")
+    tables = Tables.count(np.array(ids, np.int32), max(vocabulary.values()) + 1, distances)
+    tables.tokenizer = fingerprint(vocabulary)
+    return tables, len(ids)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutriderError(
+            "option", f"cannot read {path}: {first_line(error)}", "Give readable UTF-8 text files."
+        ) from None
+
+
+def _progress(text: str) -> None:
+    if sys.stderr is not None and sys.stderr.isatty():
+        sys.stderr.write(f"\r{text}\x1b[K")
+        sys.stderr.flush()
+
+
+def _write(tables: Tables, path: Path) -> None:
+    """The whole file or none of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        tables.save(Path(name))
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def parser() -> argparse.ArgumentParser:
+    made = CommandParser(
+        prog="python -m export.ngram",
+        description="Count a text's tokens, and pairs of them, as draft models that cost next to "
+        "nothing.",
+        epilog="example:\n"
+        "  python -m export.ngram --tokenizer build/demo/tokenizer --out code.npz corpus.txt\n"
+        "  python -m runtime.generate --engines build/demo --table code.npz --draft bigram "
+        "--prompt 'import '",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("texts", nargs="+", type=Path, metavar="TEXT", help="text files, UTF-8")
+    add("--tokenizer", type=Path, required=True, metavar="DIR",
+        help="whose tokens: the target's checkpoint, or a bundle's folder tokenizer")  # fmt: skip
+    add("--out", type=Path, required=True, metavar="FILE.npz", help="where the tables go")
+    add("--distances", type=int, default=DISTANCES, metavar="D",
+        help="how far apart pairs are counted, for --draft skip; default 8")  # fmt: skip
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return run_command(lambda: _main(parser().parse_args(argv)))
+
+
+def _main(args: argparse.Namespace) -> int:
+    if not 1 <= args.distances <= 64:
+        raise OutriderError("option", f"distances={args.distances} is out of range", "Use 1 to 64.")
+    tables, tokens = count(args.tokenizer, args.texts, args.distances)
+    _write(tables, args.out)
+    pairs = len(tables.pairs[0][1])
+    print(
+        f"{args.out}: {tokens:,} tokens, {len(tables.unigram):,} in the vocabulary, {pairs:,} "
+        f"bigrams, {args.out.stat().st_size / 1e6:.1f} MB",
+        file=sys.stderr,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
