@@ -9,9 +9,20 @@
 Installed, the package is called `outrider`; in the checkout it is `runtime`.
 """
 
+from .beam_text import BeamText, BeamTexts, beam_texts
 from .bundle import load
 from .errors import OutriderError
 from .text_engine import Event, Options, Result, TextEngine
 
 __version__ = "0.1.0"
-__all__ = ["Event", "Options", "OutriderError", "Result", "TextEngine", "load"]
+__all__ = [
+    "BeamText",
+    "BeamTexts",
+    "Event",
+    "Options",
+    "OutriderError",
+    "Result",
+    "TextEngine",
+    "beam_texts",
+    "load",
+]

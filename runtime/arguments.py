@@ -20,6 +20,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from .beam_text import excluded
 from .errors import EXIT_STATUS, INTERRUPTED, CommandParser, OutriderError
 from .request import TABLES, DraftKind
 from .text_engine import Options
@@ -186,9 +187,21 @@ def _parser() -> ArgumentParser:
         help="below 1 accepts more and is not exact: no token gets more than 1/L times its "
         "probability (default 1)")
 
+    add = parser.add_argument_group(
+        "beam search", "The most probable text that a search of this width finds, in place of "
+        "sampling; a wider beam of the draft runs ahead.").add_argument
+    add("--beams", type=_whole(1), metavar="W", help="width of the target's beam")
+    add("--draft-beams", type=_whole(1), metavar="U",
+        help="width of the draft's, at least W (default: twice W)")
+    add("--length-penalty", type=float, metavar="X",
+        help="rank the result by log-probability / length^X (default 1: of a token on average)")
+
     add = parser.add_argument_group("output").add_argument
     add("--stream", action=BooleanOptionalAction,
         help="print text as it comes (default, except with --json, --batch and --baseline)")
+    add("--pace", choices=("burst", "smooth"),
+        help="of a stream: burst shows what a round brings at once (default), smooth spreads it "
+        "over the time until the next round is expected")
     add("--color", action="store_true",
         help="accepted draft tokens, corrections and bonus tokens in three colours")
     add("--json", action="store_true", help="one JSON object instead of the text")
@@ -233,13 +246,20 @@ def parse(argv: Sequence[str] | None) -> Namespace:
          "Use --gamma 1 or more."),
         (args.logprobs is not None and not no_text, "--logprobs is part of the JSON output",
          "Add --json."),
+        ((args.draft_beams or args.length_penalty is not None) and not args.beams,
+         "--draft-beams and --length-penalty are of a beam search", "Add --beams."),
+        (args.draft_beams and args.beams and args.draft_beams < args.beams,
+         f"--draft-beams {args.draft_beams} is narrower than --beams {args.beams}",
+         "Make it at least as wide."),
         (args.messages and args.chat is False, "--messages need the chat template", leave),
     ]  # fmt: skip
     for broken, cause, remedy in rules:
         if broken:
             raise OutriderError("option", cause, remedy)
+    if args.pace and (args.stream is False or no_text or args.baseline or args.beams):
+        raise OutriderError("option", "--pace is of a stream, and nothing is streamed", leave)
     if args.stream is None:
-        args.stream = not (no_text or args.baseline)
+        args.stream = not (no_text or args.baseline or args.beams)
     if plain:
         args.gamma = 0
     return args
@@ -249,6 +269,14 @@ def options_from(args: Namespace) -> Options:
     """The options of a request, with a seed where one has a part in the text."""
     options = Options(**{f.name: getattr(args, f.name) for f in fields(Options)})
     refuse(options)
+    if args.beams:
+        others = ("stream", "color", "baseline", "check", "batch")
+        name = excluded(options, {name: getattr(args, name) for name in others})
+        if name is not None:
+            raise OutriderError(
+                "option", f"--{name.replace('_', '-')} has no meaning for a beam search",
+                "Leave it or --beams out.",
+            )  # fmt: skip
     return options if args.batch else seeded(options)
 
 

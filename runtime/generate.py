@@ -10,14 +10,17 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TextIO
 
 from . import report
 from .arguments import options_from, parse
+from .beam_text import SLOTS, beam_texts, gamma_of
 from .bundle import load
 from .certificate import check
 from .errors import OutriderError, run_command
+from .pace import Smooth
 from .prompts import batch_requests, prompt_from, source_name
 from .request import MODELS
 from .stats import Stats
@@ -54,7 +57,8 @@ def _main(argv: Sequence[str] | None) -> int:
         return _batch(engine, args, requests, out, err)
     prompt = prompt_from(args)
     engine = _load(args)
-    return _single(engine, args, prompt, options, out, err)
+    run = _beams if args.beams else _single
+    return run(engine, args, prompt, options, out, err)
 
 
 def _gamma_text(options: Options, gamma: int, stats: Stats | None = None) -> str:
@@ -67,7 +71,8 @@ def _gamma_text(options: Options, gamma: int, stats: Stats | None = None) -> str
 
 def _load(args: Namespace) -> TextEngine:
     engine = load(
-        args.engines, slots=args.slots, threads=args.threads, verify=args.verify_files,
+        args.engines, slots=args.slots or (SLOTS * args.beams if args.beams else None),
+        threads=args.threads, verify=args.verify_files,
         device=args.device, graphs=args.graphs, loop=args.loop,
         table=args.table, corpus=args.corpus,
     )  # fmt: skip
@@ -143,6 +148,28 @@ def _single(
     return 0
 
 
+def _beams(
+    engine: TextEngine,
+    args: Namespace,
+    prompt: Prompt,
+    options: Options,
+    out: _Output,
+    err: _Output,
+) -> int:
+    assert not isinstance(options.gamma, str), "refused with the other options"
+    found = beam_texts(
+        engine, prompt, beams=args.beams, draft_beams=args.draft_beams, gamma=options.gamma,
+        max_new_tokens=options.max_new_tokens, ignore_eos=options.ignore_eos,
+        length_penalty=1.0 if args.length_penalty is None else args.length_penalty,
+        chat=options.chat, system=options.system,
+    )  # fmt: skip
+    out.line(report.json_line(found.json_object()) if args.json else found.texts[0].text)
+    if args.stats != "none":
+        err.lines(found.lines(args.beams, gamma_of(engine, options.gamma)))
+        err.line(report.memory(engine.memory))
+    return 0
+
+
 def _text(
     engine: TextEngine, args: Namespace, prompt: Prompt, options: Options, out: _Output
 ) -> Result:
@@ -150,14 +177,16 @@ def _text(
     shown: list[str] = []
     result: Result | None = None
     try:
-        for event in engine.stream(prompt, **vars(options)):
-            text = event.text
-            if args.color:
-                text = "".join(report.color(*piece) for piece in event.pieces)
-            if args.stream:
-                out.write(text)
-            shown.append(text)
-            result = event.result
+        with ExitStack() as stack:
+            smooth = stack.enter_context(Smooth(out.write)) if args.pace == "smooth" else None
+            for event in engine.stream(prompt, **vars(options)):
+                pieces = [report.color(*p) if args.color else p[0] for p in event.pieces]
+                if smooth is not None:
+                    smooth.show(pieces)
+                elif args.stream:
+                    out.write("".join(pieces))
+                shown += pieces
+                result = event.result
     except OutriderError:
         if args.stream:
             out.write("\n")  # the error begins a line of its own

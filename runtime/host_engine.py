@@ -90,6 +90,14 @@ class HostEngine(ABC, Generic[Call]):
         size = batch * outputs * self.vocab_size
         return self._logits[buffer, :size].reshape(batch, outputs, self.vocab_size)
 
+    def copy_rows(self, source: int, destination: int, rows: int) -> None:
+        """The first `rows` rows of one slot become another's; its rows from there on are garbage.
+
+        In every layer's keys and values. Only rows that a call has written can be copied.
+        """
+        for cache in self._cache.values():
+            cache[destination, :, :rows] = cache[source, :, :rows]
+
     def _reserve(self, position: Ids, width: int) -> None:
         """Enough rows for this call, and not many more: attention reads all S, valid or not.
 

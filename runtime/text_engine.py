@@ -290,6 +290,17 @@ class TextEngine:
             finally:
                 self.decoder.slots.release(slot)
 
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """All slots while no other call runs. Raises OutriderError "busy"."""
+        with self._turn:
+            if self.decoder.slots.free < len(self.decoder.slots):
+                raise OutriderError(
+                    "busy", "beam search takes all slots, and some are in use",
+                    "Wait for the other requests to finish.",
+                )  # fmt: skip
+            yield
+
     # Inside
 
     def encode(self, prompt: Prompt, options: Options) -> list[int]:

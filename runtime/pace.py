@@ -1,0 +1,79 @@
+"""Text at an even pace: what a round brings at once, shown token by token until the next round.
+
+A thread of its own shows it, so decoding does not wait; the last round's text follows at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from threading import Thread
+from types import TracebackType
+
+FOLLOW = 0.3  # what the latest interval between rounds counts in the expected one
+LONGEST = 0.5  # seconds; a round that takes longer is not waited for
+
+
+class Smooth:
+    """A context manager around `write`, which is called from another thread.
+
+    Each piece of a round comes an equal part of the expected interval between rounds after the one
+    before; where more than a round is waiting, faster. What `write` raises is raised by `show`, or
+    on leaving.
+    """
+
+    def __init__(self, write: Callable[[str], None]):
+        self._write = write
+        self._queue: SimpleQueue[tuple[str, float] | None] = SimpleQueue()
+        self._interval, self._last = 0.0, time.monotonic()
+        self._failure: BaseException | None = None
+        self._hurry = False
+        self._thread = Thread(target=self._run, name="pace", daemon=True)
+
+    def __enter__(self) -> Smooth:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._hurry = True
+        self._queue.put(None)
+        self._thread.join()
+        if self._failure is not None and error is None:
+            raise self._failure
+
+    def show(self, pieces: Sequence[str]) -> None:
+        """The text of a round."""
+        if self._failure is not None:
+            raise self._failure
+        now = time.monotonic()
+        took, self._last = now - self._last, now
+        self._interval += (FOLLOW if self._interval else 1.0) * (took - self._interval)
+        pieces = [piece for piece in pieces if piece]
+        for piece in pieces:
+            waiting = max(self._queue.qsize() + 1, len(pieces))
+            self._queue.put((piece, min(self._interval, LONGEST) / waiting))
+
+    def _run(self) -> None:
+        try:
+            while (item := self._queue.get()) is not None:
+                piece, pause = item
+                self._write(piece)
+                until = time.monotonic() + pause
+                while not self._hurry and (left := until - time.monotonic()) > 0:
+                    time.sleep(min(left, 0.02))  # and see whether the text is over
+        except BaseException as error:  # noqa: BLE001 - it is raised in the other thread
+            self._failure = error
+            self._drain()
+
+    def _drain(self) -> None:
+        try:
+            while True:
+                self._queue.get_nowait()
+        except Empty:
+            pass
