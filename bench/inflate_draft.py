@@ -1,0 +1,173 @@
+"""A draft that agrees with its target as often as is wanted: a given one, with noise.
+
+Every matrix of the given draft gets Gaussian noise of `noise` times its own standard deviation, the
+same numbers at every size, and bisection finds the size at which alpha, the mean of sum min(p, q)
+at temperature 1 (Corollary 3.6), is what is wanted on held-out text. Noise only takes away, so what
+to start from depends on the alpha: below that of a trained draft (0.62 for the bundled one) that
+draft, above it the target itself, whose alpha is 1, as it was before it was grown.
+
+Alpha depends on the text. What decoding meets is what the target writes itself, so the acceptance
+on that is measured as well: at temperature 1 on text drawn at 1, at temperature 0, where it is the
+share of equal argmaxes, on greedy text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from models.corpus import collect
+from models.measure import PairFigures, measure, sample
+from runtime.errors import OutriderError
+from runtime.manifest import refuse_foreign, stage, write_folder
+
+from .inflate import load, write_checkpoint
+from .inflate_weights import refuse
+
+WINDOWS, WINDOW = 32, 256  # of text: 8,160 predictions, by which alpha is known to about 0.005
+PROMPT, WRITTEN = 32, 96  # of a window, which the target continues: 3,072 predictions
+CLOSE = 1e-3  # the bisection ends this near to the wanted alpha
+FIRST_NOISE = 0.05
+MOST_TRIES = 30
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What was written. noise: relative to each matrix. alpha: on held-out text. Others: the
+    acceptance at temperatures 0 and 1 there and on the target's own text of that temperature."""
+
+    noise: float
+    alpha: float
+    alpha_greedy: float
+    own_alpha: float
+    own_alpha_greedy: float
+
+
+def blur(
+    target: str,
+    draft: str,
+    out: Path,
+    alpha: float,
+    *,
+    texts: Sequence[Path] | None = None,
+    seed: int = 0,
+) -> Draft:
+    """Write `draft` with noise to `out`, which must be new or empty.
+
+    texts: files; None takes files of Python's library that the bundled pair has not seen.
+    Raises OutriderError "checkpoint", "architecture", "vocabulary", "option", "disk".
+    """
+    if not 0 < alpha < 1:
+        raise refuse(f"--alpha {alpha:g} is out of range", "Use a number between 0 and 1.")
+    refuse_foreign(out, "config.json")
+    with stage("draft", "load"):
+        (_, judge), (folder, model) = load(target), load(draft)
+    if judge.config.vocab_size != model.config.vocab_size:
+        raise OutriderError(
+            "vocabulary",
+            f"{target} has {judge.config.vocab_size} tokens and {draft} {model.config.vocab_size}",
+            "Make the draft for the checkpoint as it was before it was grown.",
+        )
+    with stage("draft", "read text") as said:
+        windows = _windows(folder, texts, model.config.max_position_embeddings)
+        said.note = f"{len(windows)} windows of {windows.shape[1]} tokens"
+    with stage("draft", f"find noise for alpha {alpha:g}") as said:
+        noise, figures = _bisect(_noisy(judge, model, windows, seed), alpha, draft)
+        said.note = f"noise {noise:.4f}, alpha {figures.acceptance_rate:.3f}"
+    with write_folder(out, "config.json") as partial, stage("draft", "write"):
+        model.config.dtype = "float32"
+        write_checkpoint(iter(model.named_parameters()), model.config, folder, partial)
+    with stage("draft", "measure on the target's text") as said:
+        drawn, greedy = (_own(judge, model, windows, t, seed) for t in (1.0, 0.0))
+        said.note = (
+            f"{drawn.acceptance_rate:.3f} at temperature 1, {greedy.greedy_agreement:.3f} at 0"
+        )
+    return Draft(
+        noise,
+        figures.acceptance_rate,
+        figures.greedy_agreement,
+        drawn.acceptance_rate,
+        greedy.greedy_agreement,
+    )
+
+
+def _windows(folder: Path, files: Sequence[Path] | None, context: int) -> torch.Tensor:
+    """int64 [WINDOWS or fewer, WINDOW], spread over the texts; each begins as its text does."""
+    texts = collect().held_out if files is None else [_read(path) for path in files]
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    width = min(WINDOW, context)
+    found = []
+    for text in texts:
+        ids = tokenizer(text).input_ids
+        found += [ids[:1] + ids[i : i + width - 1] for i in range(1, len(ids) - width + 2, width)]
+    if not found:
+        raise refuse(f"no text has {width} tokens", "Give longer ones with --text.")
+    return torch.tensor(found[:: -(-len(found) // WINDOWS)])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise refuse(f"--text {path}: {error.strerror}", "Give text files.") from None
+
+
+def _noisy(
+    target: Any, draft: Any, windows: torch.Tensor, seed: int
+) -> Callable[[float], PairFigures]:
+    """What gives the draft noise of a size, and measures it."""
+    generator = torch.Generator().manual_seed(seed)
+    matrices = [p for p in draft.parameters() if p.dim() > 1]
+    quiet = [p.detach().clone() for p in matrices]
+    noise = [torch.randn(p.shape, generator=generator) * p.std() for p in matrices]
+
+    def at(size: float) -> PairFigures:
+        with torch.no_grad():
+            for matrix, clean, random in zip(matrices, quiet, noise, strict=True):
+                matrix.copy_(clean + size * random)
+        return measure(target, draft, windows)
+
+    return at
+
+
+def _bisect(
+    at: Callable[[float], PairFigures], alpha: float, draft: str
+) -> tuple[float, PairFigures]:
+    """The size of noise, and the figures at it; the draft is left with that."""
+    size, low, high = 0.0, 0.0, math.inf
+    found = at(size)
+    if found.acceptance_rate < alpha - CLOSE:
+        raise refuse(
+            f"{draft} itself has an alpha of {found.acceptance_rate:.3f}, below {alpha:g}",
+            "Start from a draft that agrees more often: --draft may be CHECKPOINT itself.",
+        )
+    for _ in range(MOST_TRIES):
+        if abs(found.acceptance_rate - alpha) <= CLOSE:
+            return size, found
+        if found.acceptance_rate > alpha:
+            low = size
+        else:
+            high = size
+        size = (low + high) / 2 if high < math.inf else max(2 * low, FIRST_NOISE)
+        found = at(size)
+    raise refuse(
+        f"no noise gave an alpha of {alpha:g}, the last one {found.acceptance_rate:.3f}",
+        "Use an alpha that is not so near to 0, or longer texts.",
+    )
+
+
+def _own(
+    target: Any, draft: Any, windows: torch.Tensor, temperature: float, seed: int
+) -> PairFigures:
+    """The pair on what the target writes behind the windows' first tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = windows[:, : min(PROMPT, windows.shape[1] // 2)]
+    length = min(prompts.shape[1] + WRITTEN, windows.shape[1])
+    texts = sample(target, prompts, length, torch.full((len(prompts),), temperature), generator)
+    return measure(target, draft, texts, prompt=prompts.shape[1])
