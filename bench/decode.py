@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -128,16 +129,22 @@ def plain_decoding(bench: Bench, engine: TextEngine, checkpoint: Path) -> None:
         next(events)  # the prefill and its token
         return [sample(lambda: next(events)) for _ in range(tokens - 1)]
 
-    names = peers.ATTENTION if reason is None else ()
+    prompts = {attention: cycle((PROMPT, PROMPT[::-1])) for attention in peers.ATTENTION}
+
+    def theirs(peer: peers.Peer, attention: str) -> list[Sample]:
+        request = peers.Request(next(prompts[attention]), tokens, peers.ATTENTION[attention])
+        return peer.generate(request).steps()
+
+    names = tuple(peers.ATTENTION) if reason is None else ()
     samples: dict[str, list[Sample]] = {name: [] for name in ("outrider", *names)}
     with ExitStack() as stack:
         peer = None
         if reason is None:
             peer = stack.enter_context(
-                peers.Transformers(checkpoint, PROMPT, tokens, bench.threads)
+                peers.Peer("transformers", checkpoint, threads=bench.threads, work=bench.work)
             )
             for attention in names:
-                peer.samples(attention)  # warm-up
+                theirs(peer, attention)  # warm-up
         ours()
         begin, wanted = time.perf_counter(), 2 * bench.scale.rounds
         while not all(samples.values()) or (
@@ -148,7 +155,7 @@ def plain_decoding(bench: Bench, engine: TextEngine, checkpoint: Path) -> None:
             samples["outrider"] += ours()
             for attention in names:
                 assert peer is not None
-                samples[attention] += peer.samples(attention)
+                samples[attention] += theirs(peer, attention)
                 samples["outrider"] += ours()
     figures = {name: figure(x) for name, x in samples.items()}
     mine = figures.pop("outrider")

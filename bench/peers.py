@@ -1,47 +1,202 @@
-"""Transformers as the peer, in a process of its own: its threads and memory stay out of ours.
+"""Other decoders on the same checkpoints, each in a process of its own: its threads and its memory
+stay out of ours.
 
-As a module it is the worker: it reads an attention implementation a line and answers with the
-times of the tokens of one `generate` there.
+`Peer` drives a worker (bench/peer_worker.py) with one JSON line a request and reads one line an
+answer. A peer, or a mode of it, that is not there raises `Unavailable`, whose text is the reason.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .timing import Sample, lost_seconds
+from .timing import Sample
 
-ATTENTION = ("sdpa", "eager")
-
-
-def missing() -> str | None:
-    """Why there is nothing to compare with, None if there is."""
-    absent = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
-    return f"{' and '.join(absent)} not installed" if absent else None
+MAX_LEN = 2048  # rows of a cache, where its size is fixed when the model is loaded
 
 
-class Transformers:
-    """The worker of one checkpoint; a context manager."""
+class Unavailable(Exception):
+    """A peer, or what is asked of it, is not there; the text says why."""
 
-    def __init__(self, checkpoint: Path, prompt: list[int], new_tokens: int, threads: int):
-        options = [str(checkpoint), json.dumps(prompt), str(new_tokens), str(threads)]
+
+@dataclass(frozen=True)
+class Kind:
+    """A peer. module: in this package. packages: what the module imports. extra: the group in
+    pyproject.toml that brings them.
+
+    modes, of one name in all peers: "plain" decoding; "draft", with the draft model, and "lookup",
+    with n-grams of the text, of gamma tokens a round. precisions: of the weights.
+    """
+
+    module: str
+    packages: tuple[str, ...]
+    extra: str
+    modes: tuple[str, ...]
+    precisions: tuple[str, ...] = ("float32",)
+
+
+PEERS = {
+    "outrider": Kind(
+        "peer_outrider",
+        ("onnxruntime", "torch", "transformers"),
+        "dev",
+        # "auto" chooses gamma for each round.
+        ("plain", "draft", "auto", "lookup"),
+    ),
+    "transformers": Kind(
+        "peer_transformers",
+        ("torch", "transformers"),
+        "dev",
+        # "eager" is plain with eager attention; "assistant" drafts as Transformers sets it up.
+        ("plain", "eager", "draft", "assistant", "lookup"),
+    ),
+    "genai": Kind(
+        "peer_genai",
+        ("onnxruntime_genai", "onnx_ir", "torch", "transformers"),
+        "genai",
+        ("plain", "draft", "lookup"),
+        ("float32", "int8", "int4"),
+    ),
+    "llama.cpp": Kind(
+        "peer_llama",
+        ("llama_cpp", "gguf", "torch", "safetensors"),
+        "llama",
+        ("plain", "draft", "lookup"),
+        ("float32", "q8_0", "q4_0", "q4_k"),
+    ),
+}
+ATTENTION = {"sdpa": "plain", "eager": "eager"}  # of Transformers, and their modes
+
+
+def missing(name: str = "transformers") -> str | None:
+    """Why there is no such peer, None if its packages are installed."""
+    kind = PEERS[name]
+    absent = [package for package in kind.packages if not importlib.util.find_spec(package)]
+    return f"{' and '.join(absent)} not installed (group {kind.extra})" if absent else None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker is started with. target, draft: Hugging Face folders. threads: of every pool
+    that decodes. work: where it keeps converted checkpoints. max_len: rows, prompt and gamma too.
+    """
+
+    target: str
+    draft: str | None
+    threads: int
+    precision: str
+    work: str
+    max_len: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text of exactly `new_tokens` tokens: its end is never recognised. gamma: tokens drafted a
+    round. seed: of the draws at a temperature above 0, which are from the whole vocabulary."""
+
+    prompt: list[int]
+    new_tokens: int
+    mode: str = "plain"
+    temperature: float = 0.0
+    seed: int = 0
+    gamma: int = 4
+
+
+@dataclass(frozen=True)
+class Text:
+    """A peer's answer.
+
+    times: seconds from the request to each token; tokens of one round share theirs. lost: seconds
+    for which its threads have waited for a core by then (bench/timing.py). memory: bytes of the
+    worker, as `machine.resident`; its peak counts everything since the worker started, so whoever
+    compares peaks asks each worker for one mode, and gives it a draft only to draft with. notes:
+    what the peer itself has counted, if anything.
+    """
+
+    tokens: list[int]
+    times: list[float]
+    lost: list[float]
+    memory: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def first_seconds(self) -> float:
+        """Time to the first token: all of the prefill, and the first round where one drafts."""
+        return self.times[0]
+
+    def steps(self) -> list[Sample]:
+        """The rounds after the first; without drafts, a token each."""
+        ends = [i for i, time in enumerate(self.times) if self.times[i + 1 : i + 2] != [time]]
+        return [self._between(i, j) for i, j in pairwise(ends)]
+
+    def decoding(self) -> Sample:
+        """Seconds a token, of the tokens after the first round."""
+        after = len(self.times) - self.times.count(self.times[0])
+        if not after:
+            raise ValueError("the text has one round: no token after the prefill")
+        whole = self._between(0, -1)
+        return Sample(whole.seconds / after, whole.lost)
+
+    def _between(self, i: int, j: int) -> Sample:
+        seconds = self.times[j] - self.times[i]
+        return Sample(seconds, (self.lost[j] - self.lost[i]) / seconds)
+
+
+class Peer:
+    """The worker of one peer on one checkpoint, or a pair; a context manager.
+
+    Raises:
+        Unavailable: its packages are missing, or it does not take the checkpoint.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: Path,
+        *,
+        draft: Path | None = None,
+        threads: int,
+        work: Path,
+        precision: str = "float32",
+        max_len: int = MAX_LEN,
+    ):
+        if (reason := missing(name)) is not None:
+            raise Unavailable(reason)
+        self.name, self.kind = name, PEERS[name]
+        if precision not in self.kind.precisions:
+            raise Unavailable(f"{name} has no weights of {precision}")
+        setup = Setup(
+            target=str(target.resolve()),  # the worker has its own working directory
+            draft=str(draft.resolve()) if draft else None,
+            threads=threads,
+            precision=precision,
+            work=str(work.resolve()),
+            max_len=max_len,
+        )
+        self._prompts: dict[str, list[int]] = {}  # the last of each mode
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __spec__.name, *options],
+            [sys.executable, "-m", f"{__package__}.peer_worker", name, json.dumps(asdict(setup))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            cwd=Path(__file__).parents[1],
         )
-        self.dtype = self._answer()["dtype"]
+        try:
+            self.facts: dict[str, str] = self._answer()  # versions and the type of the weights
+        except BaseException:
+            self.close()
+            raise
 
-    def __enter__(self) -> Transformers:
+    def __enter__(self) -> Peer:
         return self
 
     def __exit__(
@@ -50,72 +205,45 @@ class Transformers:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self.close()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):  # it has ended before
+            self._process.stdin.close()
         self._process.wait()
+        self._process.stdout.close()
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit("the Transformers worker ended early")
-        return json.loads(line)
+            status = self._process.wait()
+            why = signal.Signals(-status).name if status < 0 else f"status {status}"
+            raise Unavailable(f"its worker ended with {why}")
+        answer = json.loads(line)
+        if "unavailable" in answer:
+            raise Unavailable(answer["unavailable"])
+        return answer
 
-    def samples(self, attention: str) -> list[Sample]:
-        """The tokens of one text by greedy decoding, prefill and first token left out."""
+    def generate(self, request: Request) -> Text:
+        """Decode one text.
+
+        Raises:
+            Unavailable: it has no such mode, or failed.
+            ValueError: the prompt is the one before in this mode: a cache of prefixes, which a
+                worker should not have, would show.
+        """
+        if request.prompt == self._prompts.get(request.mode):
+            raise ValueError("the same prompt twice in a row")
+        if request.mode not in self.kind.modes:
+            raise Unavailable(f"{self.name} has no mode {request.mode}")
+        self._prompts[request.mode] = list(request.prompt)
         assert self._process.stdin is not None
-        self._process.stdin.write(attention + "\n")
-        self._process.stdin.flush()
-        return [Sample(*pair) for pair in self._answer()]
-
-
-class _Clock:
-    """A streamer that only notes when tokens come; the first `put` is the prompt."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.lost: list[float] = []
-
-    def put(self, _: object) -> None:
-        self.times.append(time.perf_counter())
-        self.lost.append(lost_seconds())
-
-    def end(self) -> None:
-        pass
-
-
-def _work(checkpoint: str, prompt: list[int], new_tokens: int, threads: int) -> None:
-    import torch
-    import transformers
-
-    library: Any = transformers  # most of it is not annotated
-    library.logging.set_verbosity_error()
-    library.logging.disable_progress_bar()
-    torch.set_num_threads(threads)
-    model = library.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None  # so that every text has all its tokens
-    ids = torch.tensor([prompt])
-    print(json.dumps({"dtype": str(model.dtype).removeprefix("torch.")}), flush=True)
-    for line in sys.stdin:
-        model.set_attn_implementation(line.strip())
-        clock = _Clock()
-        with torch.inference_mode():
-            model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=new_tokens,
-                streamer=clock,
-            )
-        # The prompt and the first token are the prefill's.
-        steps = zip(pairwise(clock.times[1:]), pairwise(clock.lost[1:]), strict=True)
-        answer = [(t - s, (b - a) / (t - s)) for (s, t), (a, b) in steps]
-        print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    for name in ("checkpoint", "prompt", "new_tokens", "threads"):
-        parser.add_argument(name)
-    given = parser.parse_args()
-    _work(given.checkpoint, json.loads(given.prompt), int(given.new_tokens), int(given.threads))
+        with suppress(BrokenPipeError):  # there will be no answer, which says why
+            self._process.stdin.write(json.dumps(asdict(request)) + "\n")
+            self._process.stdin.flush()
+        text = Text(**self._answer())
+        if len(text.tokens) != request.new_tokens:
+            raise Unavailable(f"it gave {len(text.tokens)} of {request.new_tokens} tokens")
+        return text

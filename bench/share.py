@@ -111,11 +111,11 @@ def agreeing(engine: TextEngine) -> Iterator[None]:
     assert draft is not None
     row = np.random.default_rng(0).standard_normal(engine.decoder.vocab_size, np.float32)
     rows = np.tile(row, (engine.decoder.max_gamma + 1, 1))
-    rounds.target, rounds.draft = _Agreeing(target, rows), _Agreeing(draft, rows)
+    rounds.target, rounds.proposer.engine = _Agreeing(target, rows), _Agreeing(draft, rows)
     try:
         yield
     finally:
-        rounds.target, rounds.draft = target, draft
+        rounds.target, rounds.proposer.engine = target, draft
 
 
 def measure(

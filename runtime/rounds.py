@@ -113,10 +113,14 @@ class HostRounds:
         tables: Tables | None = None,
         corpus: Corpus | None = None,
     ):
-        self.target, self.draft, self.sampler = target, draft, sampler
+        self.target, self.sampler = target, sampler
         self.slots = SlotTable(target.slots)
-        self._proposer = HostDraft(draft, sampler, self.slots, inner, tables, corpus)
-        self.kinds = self._proposer.kinds
+        self.proposer = HostDraft(draft, sampler, self.slots, inner, tables, corpus)
+        self.kinds = self.proposer.kinds
+
+    @property
+    def draft(self) -> Engine | None:
+        return self.proposer.engine
 
     def start(self, running: Running) -> Part:
         slot = running.slot
@@ -128,11 +132,11 @@ class HostRounds:
         return Part([], verdict, lambda: rows[0])
 
     def forget(self, running: Running) -> None:
-        self._proposer.forget(running)
+        self.proposer.forget(running)
 
     def run(self, turns: Sequence[Turn]) -> Outcome:
         gammas = {turn.running: min(turn.gamma, turn.limit) for turn in turns}
-        drafted = self._proposer.propose(gammas)
+        drafted = self.proposer.propose(gammas)
         begin = time.perf_counter()
         first, logits = self._verify(gammas, drafted.tokens)
         after_verify = time.perf_counter()

@@ -69,7 +69,7 @@ def test_a_rule_that_accepts_everything_is_noticed(engine: TextEngine) -> None:
     with broken("sampler.verify", accept_everything), pytest.MonkeyPatch.context() as patch:
         slow = NumpySampler(native.vocab_size)
         patch.setattr(rounds, "sampler", slow)
-        patch.setattr(rounds._proposer, "_sampler", slow)
+        patch.setattr(rounds.proposer, "_sampler", slow)
         assert not check(engine, PROMPT, replace(SAMPLED, draft="bigram", gamma=2)).passed
 
 

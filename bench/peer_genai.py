@@ -1,0 +1,103 @@
+"""ONNX Runtime GenAI as a peer, on what its own model builder makes of the checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import onnxruntime_genai
+
+from .peer_worker import Clock, converted
+from .peers import Request, Setup
+
+og: Any = onnxruntime_genai
+BUILDER = "onnxruntime_genai.models.builder"
+NGRAM = 3  # of lookups: the last two tokens are looked for, as Transformers does
+
+
+class Worker:
+    """See `peer_worker.Worker`. The pair is loaded when a request drafts: a model of its own."""
+
+    def __init__(self, setup: Setup):
+        self._threads = setup.threads
+        self._folder = _build(setup, setup.target)
+        self._draft = _build(setup, setup.draft) if setup.draft else None
+        self._models: dict[bool, Any] = {}
+        self._model(pair=False)
+        self.facts = {
+            "onnxruntime-genai": og.__version__,
+            "onnxruntime": onnxruntime.__version__,
+            "dtype": setup.precision,
+        }
+
+    def _model(self, *, pair: bool) -> Any:
+        """The target alone, or target and draft."""
+        if pair not in self._models:
+            threads = {"session_options": {"intra_op_num_threads": self._threads}}
+            changes: dict[str, Any] = {"decoder": threads}
+            config = og.Config(str(self._folder))
+            if pair:
+                if self._draft is None:
+                    raise ValueError("no draft model was given")
+                changes["draft"] = _linked(self._draft, self._folder, threads)
+            config.overlay(json.dumps({"model": changes}))
+            self._models[pair] = og.Model(config)
+        return self._models[pair]
+
+    def generate(self, request: Request, clock: Clock) -> None:
+        model = self._model(pair=request.mode == "draft")
+        parameters = og.GeneratorParams(model)
+        parameters.set_search_options(
+            max_length=len(request.prompt) + request.new_tokens, **_sampling(request)
+        )
+        if drafts := request.mode != "plain":
+            ngram = NGRAM if request.mode == "lookup" else 0
+            parameters.set_speculative_options(max_draft_tokens=request.gamma, ngram_size=ngram)
+        generator = og.Generator(model, parameters)
+        generator.append_tokens(request.prompt)
+        buffered = 0  # tokens of the last round that are not yet out
+        tokens: list[int] = []
+        while len(clock.tokens) < request.new_tokens:
+            if generator.is_done():
+                # It cannot be told that no token ends a text. The one that does is left out of its
+                # sequence: given as a prompt it is read, at the cost of any other step.
+                generator.append_tokens(tokens)
+            generator.generate_next_token()
+            tokens = generator.get_next_tokens().tolist()
+            clock.arrived(tokens, same_round=buffered > 0)
+            buffered = generator.get_speculative_stats()["tokens_buffered"] if drafts else 0
+
+
+def _build(setup: Setup, checkpoint: str) -> Path:
+    source = Path(checkpoint)
+    precision = {"float32": "fp32"}.get(setup.precision, setup.precision)
+    folder = Path(setup.work) / "genai" / f"{source.name}-{precision}"
+    return converted(
+        folder, source, BUILDER, "-i", source, "-o", folder, "-p", precision, "-e", "cpu",
+        "-c", folder.parent / "cache", "--extra_options", "hf_token=false",
+    )  # fmt: skip
+
+
+def _linked(draft: Path, folder: Path, threads: dict[str, Any]) -> dict[str, Any]:
+    """The draft's section of the target's configuration; its files have to lie in that folder."""
+    place = folder / "draft"
+    place.mkdir(exist_ok=True)
+    for file in draft.glob("model.onnx*"):
+        (place / file.name).unlink(missing_ok=True)
+        (place / file.name).hardlink_to(file)
+    section: dict[str, Any] = json.loads((draft / "genai_config.json").read_text())["model"]
+    return {**section["decoder"], **threads, "filename": "draft/model.onnx"}
+
+
+def _sampling(request: Request) -> dict[str, Any]:
+    if request.temperature == 0:
+        return {"do_sample": False}
+    return {
+        "do_sample": True,
+        "temperature": request.temperature,
+        "top_k": 0,
+        "top_p": 1.0,
+        "random_seed": request.seed,
+    }

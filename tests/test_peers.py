@@ -1,0 +1,235 @@
+"""The other decoders of the benchmark: that they decode what they are given, and say what lacks.
+
+Those whose packages are not installed are skipped; `python -m pip install '.[peers]'` brings them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import CONTEXT, VOCAB_SIZE, Workshop
+
+from bench import peers
+from bench.gguf_write import interleaved, tensors, write
+from bench.peers import PEERS, Peer, Request, Text, Unavailable
+
+NEW_TOKENS = 48
+END = 0  # the checkpoints' end of text
+PROMPTS = [np.random.default_rng(0).integers(1, VOCAB_SIZE, 30).tolist(), [5, 6, 7] * 4]
+
+
+@pytest.fixture(scope="module")
+def pair(workshop: Workshop) -> tuple[Path, Path]:
+    return workshop.checkpoint("llama"), workshop.checkpoint("llama", blur=0.03)
+
+
+@pytest.fixture(scope="module")
+def transformers(
+    pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Peer]:
+    target, draft = pair
+    work = tmp_path_factory.mktemp("peers")
+    with Peer("transformers", target, draft=draft, threads=1, work=work) as peer:
+        yield peer
+
+
+def _texts(peer: Peer, mode: str, **options: float) -> list[Text]:
+    return [peer.generate(Request(p, NEW_TOKENS, mode, **options)) for p in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def plain(transformers: Peer) -> list[list[int]]:
+    """The greedy tokens of the prompts. One goes on after an end of text."""
+    texts = [text.tokens for text in _texts(transformers, "plain")]
+    assert any(END in tokens[:-1] for tokens in texts)
+    assert all(len(set(tokens)) > 5 for tokens in texts)
+    return texts
+
+
+# Transformers
+
+
+@pytest.mark.parametrize("mode", PEERS["transformers"].modes)
+def test_transformers_says_the_same_in_every_mode(transformers, plain, mode):
+    texts = _texts(transformers, mode)
+    assert [text.tokens for text in texts] == plain
+    for text in texts:
+        assert len(text.times) == len(text.lost) == NEW_TOKENS
+        assert 0 < text.first_seconds < text.times[-1]
+        assert text.times == sorted(text.times) and text.lost == sorted(text.lost)
+        assert text.memory["peak"] >= text.memory["rss"] > 1 << 20
+        if mode in ("plain", "eager"):
+            assert len(text.steps()) == NEW_TOKENS - 1
+    if mode in ("draft", "assistant"):
+        assert sum(len(text.steps()) for text in texts) < 1.5 * NEW_TOKENS  # of 2, plain
+
+
+@pytest.mark.parametrize("mode", ["plain", "draft"])
+def test_transformers_draws_by_the_seed(transformers, plain, mode):
+    one, other, again = (
+        [text.tokens for text in _texts(transformers, mode, temperature=1.0, seed=seed)]
+        for seed in (1, 2, 1)
+    )
+    assert one == again
+    assert one != other and one != plain
+
+
+def test_a_prompt_is_not_given_twice_in_a_row(transformers):
+    transformers.generate(Request(PROMPTS[0], 2))
+    transformers.generate(Request(PROMPTS[0], 2, "lookup"))
+    with pytest.raises(ValueError, match="twice"):
+        transformers.generate(Request(PROMPTS[0], 2))
+
+
+# What is missing
+
+
+def test_a_peer_without_its_packages_is_missing_with_the_reason(tmp_path, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "llama_cpp" else found(name)
+    )
+    reason = peers.missing("llama.cpp")
+    assert reason is not None and "llama_cpp" in reason and "group llama" in reason
+    with pytest.raises(Unavailable, match="llama_cpp"):
+        Peer("llama.cpp", tmp_path, threads=1, work=tmp_path)
+    assert peers.missing() is None  # of Transformers
+
+
+def test_what_a_peer_cannot_do_is_unavailable_with_the_reason(transformers, tmp_path):
+    with pytest.raises(Unavailable, match="no mode beam"):
+        transformers.generate(Request(PROMPTS[1], 2, "beam"))
+    with pytest.raises(Unavailable, match="no weights of q8_0"):
+        Peer("transformers", tmp_path, threads=1, work=tmp_path, precision="q8_0")
+    with pytest.raises(Unavailable, match="Error"):
+        transformers.generate(Request([], 2))
+    assert len(transformers.generate(Request(PROMPTS[1], 2)).tokens) == 2  # it goes on
+
+
+def test_a_checkpoint_that_a_peer_does_not_take_is_unavailable(tmp_path):
+    with pytest.raises(Unavailable, match="Error"):
+        Peer("transformers", tmp_path, threads=1, work=tmp_path)
+
+
+# Times
+
+
+def test_tokens_of_a_round_share_its_time():
+    text = Text([1, 2, 3, 4, 5, 6], [1.0, 1.0, 1.5, 2.0, 2.0, 2.0], [0, 0, 0.1, 0.1, 0.1, 0.1])
+    assert text.first_seconds == 1
+    assert [step.seconds for step in text.steps()] == [0.5, 0.5]
+    assert [step.lost for step in text.steps()] == pytest.approx([0.2, 0])
+    assert text.decoding().seconds == pytest.approx(1 / 4)  # four tokens after the first round
+    assert text.decoding().lost == pytest.approx(0.1)
+
+
+def test_a_text_of_one_round_has_no_time_a_token():
+    text = Text([1, 2], [1.0, 1.0], [0.0, 0.0])
+    assert text.steps() == []
+    with pytest.raises(ValueError, match="one round"):
+        text.decoding()
+
+
+# GGUF
+
+
+def test_interleaved_rows_rotate_to_the_same_scores():
+    """Both rotations, written out: scores of positions are equal, and not without reordering."""
+    rng = np.random.default_rng(1)
+    heads, width, hidden = 2, 8, 16
+    queries, keys = rng.standard_normal((2, heads * width, hidden)).astype(np.float32)
+    x, y = rng.standard_normal((2, hidden)).astype(np.float32)
+    angles = 3.0 * 10_000 ** (-2 * np.arange(width // 2) / width)  # of the query; the key's are 0
+    turn = np.exp(1j * angles)
+
+    def halves(vector: np.ndarray) -> np.ndarray:  # Transformers: i with i + width / 2
+        return vector[:, : width // 2] + 1j * vector[:, width // 2 :]
+
+    def neighbours(vector: np.ndarray) -> np.ndarray:  # llama.cpp: 2 i with 2 i + 1
+        return vector[:, 0::2] + 1j * vector[:, 1::2]
+
+    def scores(q: np.ndarray, k: np.ndarray, pairs) -> np.ndarray:
+        q, k = (pairs((w @ v).reshape(heads, width)) for w, v in ((q, x), (k, y)))
+        return (turn * q * k.conj()).real.sum(-1)
+
+    expected = scores(queries, keys, halves)
+    written = scores(interleaved(queries, heads), interleaved(keys, heads), neighbours)
+    assert written == pytest.approx(expected, rel=1e-5)
+    assert scores(queries, keys, neighbours) != pytest.approx(expected, rel=1e-2)
+
+
+@pytest.fixture(scope="module")
+def gguf():
+    return pytest.importorskip("gguf", reason="gguf not installed (group llama)")
+
+
+def test_a_gguf_file_has_the_checkpoint_s_tensors(gguf, pair, tmp_path):
+    file = tmp_path / "model.gguf"
+    write(pair[0], file)
+    read = gguf.GGUFReader(file)
+    stored = {tensor.name: tensor for tensor in read.tensors}
+    source = dict(tensors(pair[0]))
+    assert len(stored) == len(source)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    for name, tensor in source.items():
+        other = stored[names.get_name(name, try_suffixes=(".weight",))]
+        assert other.tensor_type == gguf.GGMLQuantizationType.F32
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            rows = tensor.reshape(-1, 16, 64)  # heads of 16 rows: 0, 8, 1, 9, ...
+            tensor = rows[:, [i // 2 + 8 * (i % 2) for i in range(16)]].reshape(tensor.shape)
+        np.testing.assert_array_equal(other.data.reshape(tensor.shape), tensor)
+    for field, value in (("vocab_size", VOCAB_SIZE), ("context_length", CONTEXT)):
+        assert read.fields[f"llama.{field}"].contents() == value
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral"])
+def test_what_is_no_plain_llama_is_not_written(gguf, workshop, tmp_path, name):
+    with pytest.raises(ValueError, match="only Llama"):
+        write(workshop.checkpoint(name), tmp_path / "model.gguf")
+
+
+# The peers that are not Transformers
+
+
+@pytest.mark.parametrize("name", [name for name in PEERS if name != "transformers"])
+def test_a_peer_says_what_transformers_says(name, pair, plain, tmp_path):
+    if (reason := peers.missing(name)) is not None:
+        pytest.skip(reason)
+    target, draft = pair
+    options = {"threads": 1, "work": tmp_path, "max_len": CONTEXT}
+    with Peer(name, target, draft=draft, **options) as peer:
+        for mode in PEERS[name].modes:
+            texts = _texts(peer, mode)
+            assert [text.tokens for text in texts] == plain, mode
+            rounds = sum(1 + len(text.steps()) for text in texts)
+            assert (rounds == 2 * NEW_TOKENS) if mode == "plain" else (rounds <= 2 * NEW_TOKENS)
+            assert mode != "draft" or rounds < 1.5 * NEW_TOKENS
+            one, again = (
+                [text.tokens for text in _texts(peer, mode, temperature=1.0, seed=1)]
+                for _ in range(2)
+            )
+            assert one != plain, mode
+            # "auto" drafts by what rounds cost, and other rounds draw other tokens.
+            assert mode == "auto" or one == again, mode
+
+
+def test_quantised_weights_of_llama_cpp_begin_alike(pair, plain, tmp_path):
+    if (reason := peers.missing("llama.cpp")) is not None:
+        pytest.skip(reason)
+    options = {"threads": 1, "work": tmp_path, "max_len": CONTEXT, "precision": "q8_0"}
+    try:
+        peer = Peer("llama.cpp", pair[0], **options)
+    except Unavailable as error:  # a compiler's fault: see the group in pyproject.toml
+        pytest.skip(f"llama.cpp with q8_0: {error}")
+    with peer:
+        assert peer.facts["dtype"] == "q8_0"
+        for text, expected in zip(_texts(peer, "plain"), plain, strict=True):
+            assert text.tokens[:4] == expected[:4]
+        with pytest.raises(Unavailable, match="no draft model"):
+            peer.generate(Request(PROMPTS[0], 2, "draft"))
+        with pytest.raises(Unavailable, match="rows of"):
+            peer.generate(Request(PROMPTS[0], CONTEXT))
