@@ -96,10 +96,7 @@ check: .venv/stamp
 bench: kernel
 	$(PY) -m bench.decode
 
-# The plots need an extra that nothing else does.
 report: kernel
-	@$(PY) -c 'import matplotlib' 2>/dev/null || $(PY) -m pip install --quiet \
-	  --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	@$(PY) -m bench.report --engines "$(ENGINES)" $(if $(PROMPTS),--prompts "$(PROMPTS)")
 
 # Without network and .venv: bench/gpu_check.py says what a machine with a GPU must have.

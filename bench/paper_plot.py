@@ -1,6 +1,6 @@
 """The plots of bench/paper.py, from its JSON object: `python -m bench.paper_plot build/paper`.
 
-matplotlib is an extra (`bench`); without it only the plots are missing.
+matplotlib is of the group `dev`; without it only the plots are missing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 MISSING = (
     "no plots: matplotlib is not installed. "
-    "Type .venv/bin/pip install -c constraints.txt -e '.[bench]'."
+    "Type .venv/bin/pip install -c constraints.txt -e '.[dev]'."
 )
 # Okabe and Ito's palette: told apart with any colour vision, and by marker and dash without any.
 BLACK, ORANGE, SKY, GREEN, BLUE, RED, PURPLE = (

@@ -1,4 +1,4 @@
-"""The plots of bench/report.py, by matplotlib (the extra `bench`); bench/report_data.py has their
+"""The plots of bench/report.py, by matplotlib (of the group `dev`); bench/report_data.py has their
 numbers."""
 
 from __future__ import annotations
