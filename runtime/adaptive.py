@@ -20,6 +20,7 @@ import numpy as np
 
 WINDOW = 9  # timings that a median is over
 FIRST = 2  # timings of one kind before they are believed: the lower of two is no outlier
+MOVED = 0.02  # what a median must move by, or the choices go on with the old one
 PRIOR = 0.8, 4.0  # acceptance before anything was seen, and for how many tokens that counts
 KEEP = 0.96  # what was seen counts that much less with every round
 SHRINK = 16.0  # tokens for which the common acceptance counts at each position
@@ -53,10 +54,12 @@ class Costs:
     def observe(self, batch: int, gamma: int, time_draft: float, time_rest: float) -> None:
         """A round of `batch` sequences with `gamma` draft steps: seconds in those, and in all else
         but what `caught_up` is told."""
+        mine = self._sizes[batch]
+        moved = mine.rest[gamma].add(max(time_rest, 1e-9))  # a coarse clock may say 0
         if gamma:
-            self._sizes[batch].draft.add(time_draft / gamma)
-        self._sizes[batch].rest[gamma].add(max(time_rest, 1e-9))  # a coarse clock may say 0
-        self._rounds.clear()
+            moved |= mine.draft.add(time_draft / gamma)
+        if moved:
+            self._rounds.clear()
 
     def caught_up(self, batch: int, tokens: int, seconds: float) -> None:
         """The draft read tokens that rounds without it had added to one text (not the prompt)."""
@@ -92,11 +95,16 @@ class _Median:
 
     def __init__(self) -> None:
         self.values: deque[float] = deque(maxlen=WINDOW)
-        self.value = 0.0
+        self.value = self._told = 0.0
 
-    def add(self, value: float) -> None:
+    def add(self, value: float) -> bool:
+        """Whether it is worth computing with the new median: it moved by `MOVED`, or is young."""
         self.values.append(value)
         self.value = sorted(self.values)[(len(self.values) - 1) // 2]
+        moved = len(self.values) <= FIRST or abs(self.value - self._told) > MOVED * self._told
+        if moved:
+            self._told = self.value
+        return moved
 
     @property
     def known(self) -> bool:

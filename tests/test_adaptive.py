@@ -355,7 +355,7 @@ def test_few_tokens_at_most(max_gamma: int) -> None:
         policy = make_policy(gamma, costs, max_gamma, fallback=True)
         run = simulate(policy, costs, Machine(0.1, 0.02), 0.8, 512)
         assert max(run.gammas) == max_gamma
-        share = 0.85 if gamma == "transformers" else 0.93
+        share = 0.85 if gamma == "transformers" else 0.92
         assert run.speed > share * speedup(0.8, max_gamma, 0.1, 1 + 0.02 * max_gamma)
 
 

@@ -1,0 +1,369 @@
+"""python -m bench.policies: what choosing gamma for each round brings, by the clock.
+
+Texts of three workloads, which a draft serves well, fairly and hardly at all, take turns, as
+requests to a service do. Each is decoded with every fixed gamma, with gamma="auto", which has to
+learn costs and acceptance meanwhile, with the schedule of Transformers and, so that the noise is
+seen, plainly once more; in an order of its own (bench/ways.py). The bound of an oracle that drafts
+what will be accepted and no more is computed from the rounds of the largest gamma. Then the
+fallback: what is lost to plain decoding with drafts that are never worth their time.
+
+Progress goes to stderr, tables to stdout, one JSON line last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from models.corpus import collect
+from runtime import theory
+from runtime.bundle import load
+from runtime.errors import CommandParser, OutriderError, run_command
+from runtime.text_engine import TextEngine
+
+from . import code_text, machine
+from .timing import DISTURBED
+from .ways import (
+    BUSY,
+    Clock,
+    Gain,
+    Run,
+    Way,
+    acceptance,
+    costs_of,
+    decode_all,
+    disturbance,
+    fresh,
+    gain,
+    oracle,
+    quiet,
+    rounded,
+    total,
+    warm_up,
+)
+
+AUTO, SCHEDULE, AGAIN, PLAIN = "auto", "transformers", "plain again", "0"
+WITHOUT, FALLBACK = "gamma 4", "fallback"
+NEAR, LOSS, NOISE = 0.95, 0.05, 0.02  # of the best fixed gamma; of plain decoding; of a total
+GAMMA = 4  # that the fallback has to do with
+Texts = Sequence[Mapping[str, Run]]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """texts: of a workload. fallback: of a draft, no more than of a workload. prompt, tokens, long:
+    of a prompt, an output, one of the fallback's, which promises a share of 256 tokens. patience:
+    seconds for disturbed texts.
+    """
+
+    texts: int
+    prompt: int
+    tokens: int
+    fallback: int
+    long: int
+    patience: float
+
+
+# Prompt, output and drafts fit 256 rows, so that a cache has one size throughout.
+FULL = Scale(20, 64, 160, 8, 256, 30)
+QUICK = Scale(3, 64, 96, 2, 128, 0)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """options: of the draft model. plain: those of them that plain decoding has too."""
+
+    name: str
+    prompts: Sequence[Sequence[int]]
+    temperature: float
+    draft_temperature: float | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        tempered = {"draft_temperature": self.draft_temperature} if self.draft_temperature else {}
+        return {"draft": "model", "temperature": self.temperature, **tempered}
+
+
+def workloads(engine: TextEngine, scale: Scale) -> list[Workload]:
+    """Prompts that greedy decoding goes on with; held-out code; the same with a draft so hot that
+    it guesses."""
+    tokenizer, texts = engine.tokenizer, scale.texts
+    code = code_text.held_out(tokenizer, collect().held_out, texts, scale.prompt)
+    return [
+        Workload("tables, T=0", code_text.tables(tokenizer, texts, scale.prompt), 0.0),
+        Workload("code, T=1", code, 1.0),
+        Workload("code, T=1, draft 3", code, 1.0, 3.0),
+    ]
+
+
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {"gamma": 0, "temperature": options["temperature"]}
+
+
+# The stream
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one workload, or of all as one stream. speeds: over plain decoding, by way.
+
+    alpha: of all fixed gammas. best: of the gammas, chosen with hindsight and therefore a little
+    lucky. near: auto's speed over that of the best, and its standard error, of the clock and of the
+    texts, which above temperature 0 are others. noise: that of plain decoding against itself, of
+    the clock alone. oracle: as `ways.oracle`; None for a stream. texts, lost: as those of
+    `drafts.Row`.
+    """
+
+    speeds: Mapping[str, float]
+    best: str
+    near: Gain
+    noise: float
+    plain: float
+    alpha: float
+    gamma: float
+    oracle: float | None
+    formula: float | None
+    costs: Mapping[str, Any] | None
+    texts: int
+    lost: float
+
+    def json_object(self) -> dict[str, Any]:
+        bounds = {"oracle": self.oracle, "oracle_formula": self.formula}
+        return {
+            "speeds": {name: rounded(speed) for name, speed in self.speeds.items()},
+            "best": int(self.best),
+            "auto_of_best": rounded(self.near.total),
+            "auto_of_best_error": rounded(self.near.error),
+            "noise": rounded(self.noise),
+            "plain_tokens_per_second": rounded(self.plain),
+            "alpha": rounded(self.alpha),
+            "auto_mean_gamma": rounded(self.gamma),
+            **{name: rounded(x) for name, x in bounds.items() if x is not None},
+            **(self.costs or {}),
+            "texts": self.texts,
+            "lost": rounded(self.lost),
+        }
+
+
+def outcome(texts: Texts, max_gamma: int, *, one: bool) -> Outcome:
+    """one: whether all texts are of one workload, and so have one acceptance and an oracle."""
+    gammas = [f"{gamma}" for gamma in range(max_gamma + 1)]
+    drafting = [text[gamma] for text in texts for gamma in gammas[1:]]
+    plain, auto = [text[PLAIN] for text in texts], total([text[AUTO] for text in texts])
+    alpha = acceptance(drafting)
+    costs = costs_of(plain, drafting, max_gamma) if one else None
+    deepest = [text[gammas[-1]] for text in texts]
+    seconds = sum(text[PLAIN].seconds for text in texts)
+    speeds = {name: gain(texts, name, PLAIN).total for name in texts[0] if name != AGAIN}
+    best = max(gammas, key=speeds.__getitem__)
+    return Outcome(
+        speeds=speeds,
+        best=best,
+        near=gain(texts, AUTO, best),
+        noise=gain(texts, AGAIN, PLAIN).error,
+        plain=sum(text[PLAIN].stats.round_tokens for text in texts) / seconds,
+        alpha=alpha,
+        gamma=auto.drafted / auto.rounds,
+        oracle=oracle(deepest, costs) if costs else None,
+        formula=theory.oracle(alpha, costs.draft) if costs else None,
+        costs=costs.json_object() if costs else None,
+        texts=len(texts),
+        lost=disturbance(texts),
+    )
+
+
+def stream(
+    engine: TextEngine, loads: Sequence[Workload], scale: Scale, clock: Clock
+) -> dict[str, list[Mapping[str, Run]]]:
+    """By workload the runs of each text."""
+    # Each policy has measured for itself alone.
+    auto, schedule = fresh(engine), fresh(engine)
+    made: dict[str, dict[str, Way]] = {}
+    for load_ in loads:
+        options = load_.options
+        plain = Way(engine, plain_options(options))
+        ways = {PLAIN: plain, AGAIN: plain}
+        for gamma in range(1, engine.decoder.max_gamma + 1):
+            ways[f"{gamma}"] = Way(engine, {**options, "gamma": gamma})
+        ways[AUTO] = Way(auto, {**options, "gamma": AUTO})
+        ways[SCHEDULE] = Way(schedule, {**options, "gamma": SCHEDULE})
+        made[load_.name] = ways
+        warm_up(ways, load_.prompts[0])
+    texts: dict[str, list[Mapping[str, Run]]] = {load_.name: [] for load_ in loads}
+    begin = clock.seconds
+    for number in range(scale.texts):
+        left = (clock.seconds - begin) / max(1, number) * (scale.texts - number)
+        to_go = f" | {left:.0f} s to go, then the fallback" if number else ""
+        clock.note(f"text {number + 1} of {scale.texts} of each workload{to_go}")
+        for seed, load_ in enumerate(loads, start=len(loads) * number):
+            prompt = load_.prompts[number]
+            runs = decode_all(made[load_.name], prompt, scale.tokens, seed, clock)
+            texts[load_.name].append(runs)
+    return texts
+
+
+def stream_lines(outcomes: Mapping[str, Outcome], max_gamma: int) -> Iterator[str]:
+    """Columns: alpha, fixed gammas, the policies, the oracle, auto against the best gamma."""
+    gammas = [f"{gamma}" for gamma in range(max_gamma + 1)]
+    head = "".join(f"{name:>6}" for name in gammas)
+    yield f"{'':<19}alpha{head} |  auto (gamma)   HF  oracle | auto/best         noise"
+    for name, x in outcomes.items():
+        speeds = "".join(f"{x.speeds[gamma]:6.2f}" for gamma in gammas)
+        bound = f"{x.oracle:6.2f}" if x.oracle is not None else " " * 6
+        yield (
+            f"{name:<19}{x.alpha:5.2f}{speeds} | {x.speeds[AUTO]:5.2f} ({x.gamma:4.1f}) "
+            f"{x.speeds[SCHEDULE]:6.2f}  {bound} | {x.near.total:9.3f} "
+            f"± {x.near.error:.3f}  {x.noise:.1%}"
+        )
+
+
+# The fallback
+
+
+def fallback(
+    engine: TextEngine, loads: Sequence[Workload], scale: Scale, clock: Clock
+) -> dict[str, dict[str, Any]]:
+    """By draft and way: what is lost to plain decoding, all texts as one, and of the worst text.
+
+    loads: the one with the worst draft, which is tried as it is and with any token as the draft.
+    """
+    hopeless = loads[-1]
+    found: dict[str, dict[str, Any]] = {}
+    for name, options in {
+        hopeless.name: hopeless.options,
+        "random, T=1": {"draft": "random", "temperature": 1.0},
+        "random, T=0": {"draft": "random", "temperature": 0.0},
+    }.items():
+        clock.note(f"fallback: {name}")
+        gamma = min(GAMMA, engine.decoder.max_gamma)
+        plain = Way(engine, plain_options(options))
+        ways = {
+            PLAIN: plain,
+            AGAIN: plain,
+            WITHOUT: Way(engine, {**options, "gamma": gamma}),
+            FALLBACK: Way(fresh(engine), {**options, "gamma": gamma, "fallback": "auto"}),
+            AUTO: Way(fresh(engine), {**options, "gamma": AUTO}),
+        }
+        warm_up(ways, hopeless.prompts[0])
+        texts = [
+            decode_all(ways, prompt, scale.long, seed, clock)
+            for seed, prompt in enumerate(hopeless.prompts[: scale.fallback])
+        ]
+        shown = WITHOUT, FALLBACK, AUTO, AGAIN
+        found[name] = {way: losses(quiet(texts), way) for way in shown}
+    return found
+
+
+def losses(texts: Texts, way: str) -> dict[str, float]:
+    """loss: of all texts as one, the share of plain decoding's speed; worst: of a single text.
+    overhead: what a round without drafts takes longer than in plain decoding, relative."""
+    whole = gain(texts, way, PLAIN)
+    worst = min(text[PLAIN].seconds / text[way].seconds for text in texts)
+    found = {"loss": rounded(1 - whole.total), "worst": rounded(1 - worst)}
+    plain, ours = (
+        [x.seconds - x.catch_up for text in texts for x in text[name].rounds if x.gamma == 0]
+        for name in (PLAIN, way)
+    )
+    if way in (FALLBACK, AUTO) and ours:
+        found["overhead"] = rounded(median(ours) / median(plain) - 1)
+    return found
+
+
+def fallback_lines(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Iterator[str]:
+    names = "".join(f"{way:>17}" for way in next(iter(found.values())))
+    yield f"{'loss (worst text)':<19}{names}   a round without drafts, {FALLBACK} and {AUTO}"
+    for name, ways in found.items():
+        cells = "".join(f"{x['loss']:>+8.1%} ({x['worst']:+6.1%})" for x in ways.values())
+        over = " and ".join(f"{x['overhead']:+.1%}" for x in ways.values() if "overhead" in x)
+        yield f"{name:<19}{cells}   {over}"
+
+
+# The run
+
+
+def run(folder: str, scale: Scale, threads: int) -> dict[str, Any]:
+    """The object of the JSON line. Raises OutriderError as `load`, and "option"."""
+    clock = Clock(scale.patience)
+    engine = load(folder, slots=1, threads=threads, device="cpu", verify=False)
+    if engine.decoder.draft is None:
+        raise OutriderError("option", "the bundle has no draft", "Build it with DRAFT=<draft>.")
+    most = engine.decoder.max_gamma
+    clock.note("the corpus of the bundled pair")
+    loads = workloads(engine, scale)
+    texts = stream(engine, loads, scale, clock)
+    kept = {name: quiet(some) for name, some in texts.items()}
+    outcomes = {name: outcome(some, most, one=True) for name, some in kept.items()}
+    mixed = [text for some in kept.values() for text in some]
+    outcomes["all, taking turns"] = whole = outcome(mixed, most, one=False)
+    print(
+        f"{scale.texts} texts of {scale.tokens} tokens of each workload; speeds over plain "
+        "decoding, by gamma and policy"
+    )
+    print("\n".join(stream_lines(outcomes, most)), flush=True)
+    found = fallback(engine, loads, scale, clock)
+    print(f"\n{scale.fallback} texts of {scale.long} tokens")
+    print("\n".join(fallback_lines(found)))
+    goals = goals_of(outcomes, whole, found)
+    print()
+    for goal in goals:
+        print(f"{'met' if goal['met'] else 'NOT MET':<8}{goal['goal']}: {goal['measured']:.3f}")
+    noise = max(each.noise for each in outcomes.values())
+    if noise > NOISE:
+        print(f"the noise of a speed is {noise:.1%}: more texts, or a quieter machine, are needed")
+    if whole.lost > DISTURBED:
+        print(BUSY.format(whole.lost))
+    return {
+        "benchmark": "policies",
+        "bundle": engine.manifest.name,
+        "machine": machine.describe(threads),
+        "texts": scale.texts,
+        "tokens": scale.tokens,
+        "workloads": {name: x.json_object() for name, x in outcomes.items()},
+        "fallback": found,
+        "goals": goals,
+        "seconds": round(clock.seconds, 1),
+    }
+
+
+def goals_of(
+    outcomes: Mapping[str, Outcome], whole: Outcome, found: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """What the policies promise, and whether it held."""
+    near = min(x.near.total for x in outcomes.values() if x is not whole)
+    worst = max(ways[way]["loss"] for ways in found.values() for way in (FALLBACK, AUTO))
+    return [
+        {"goal": f"auto at least {NEAR} of the best gamma", "measured": rounded(near),
+         "met": near >= NEAR},
+        {"goal": "auto faster than any gamma on the stream", "measured": rounded(whole.near.total),
+         "met": whole.near.total > 1},
+        {"goal": f"a loss of at most {LOSS}", "measured": rounded(worst), "met": worst <= LOSS},
+    ]  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = CommandParser(prog="python -m bench.policies", description=__doc__)
+    add = parser.add_argument
+    add("--engines", default="build/demo", metavar="DIR", help="a bundle; default build/demo")
+    add("--quick", action="store_true", help="3 short texts of each workload: half a minute")
+    add("--texts", type=int, metavar="N", help="of each workload, instead")
+    add("--threads", type=int, default=machine.physical_cores(), help="default: all cores")
+
+    def command(args: argparse.Namespace) -> int:
+        scale = QUICK if args.quick else FULL
+        if (args.texts is not None and args.texts < 1) or args.threads < 1:
+            raise OutriderError("option", "texts and threads must be at least 1", "See --help.")
+        texts = args.texts or scale.texts
+        scale = replace(scale, texts=texts, fallback=min(texts, scale.fallback))
+        print(json.dumps(run(args.engines, scale, args.threads)))
+        return 0
+
+    return run_command(lambda: command(parser.parse_args(argv)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
