@@ -11,14 +11,13 @@ JSON line last.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from models.corpus import collect
 from runtime.bundle import load
-from runtime.errors import CommandParser, OutriderError, run_command
+from runtime.errors import OutriderError
 from runtime.request import LOOKUPS
 from runtime.text_engine import TextEngine
 
@@ -32,6 +31,7 @@ from .ways import (
     Run,
     Way,
     acceptance,
+    command,
     costs_of,
     decode_all,
     disturbance,
@@ -332,22 +332,14 @@ def run(folder: str, scale: Scale, threads: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = CommandParser(prog="python -m bench.drafts", description=__doc__)
-    add = parser.add_argument
-    add("--engines", default="build/demo", metavar="DIR", help="a bundle; default build/demo")
-    add("--quick", action="store_true", help="3 short texts of each kind, 2 gammas: half a minute")
-    add("--texts", type=int, metavar="N", help="of each kind, instead")
-    add("--threads", type=int, default=machine.physical_cores(), help="default: all cores")
 
-    def command(args: argparse.Namespace) -> int:
+    def measured(args: argparse.Namespace) -> dict[str, Any]:
         scale = QUICK if args.quick else FULL
-        if (args.texts is not None and args.texts < 1) or args.threads < 1:
-            raise OutriderError("option", "texts and threads must be at least 1", "See --help.")
         scale = replace(scale, texts=args.texts or scale.texts)
-        print(json.dumps(run(args.engines, scale, args.threads)))
-        return 0
+        return run(args.engines, scale, args.threads)
 
-    return run_command(lambda: command(parser.parse_args(argv)))
+    quick = "3 short texts of each kind, 2 gammas: half a minute"
+    return command("drafts", __doc__, quick, "kind", measured, argv)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Progress goes to stderr, tables to stdout, one JSON line last.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -22,7 +21,7 @@ from typing import Any
 from models.corpus import collect
 from runtime import theory
 from runtime.bundle import load
-from runtime.errors import CommandParser, OutriderError, run_command
+from runtime.errors import OutriderError
 from runtime.text_engine import TextEngine
 
 from . import code_text, machine
@@ -34,6 +33,7 @@ from .ways import (
     Run,
     Way,
     acceptance,
+    command,
     costs_of,
     decode_all,
     disturbance,
@@ -345,23 +345,15 @@ def goals_of(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = CommandParser(prog="python -m bench.policies", description=__doc__)
-    add = parser.add_argument
-    add("--engines", default="build/demo", metavar="DIR", help="a bundle; default build/demo")
-    add("--quick", action="store_true", help="3 short texts of each workload: half a minute")
-    add("--texts", type=int, metavar="N", help="of each workload, instead")
-    add("--threads", type=int, default=machine.physical_cores(), help="default: all cores")
 
-    def command(args: argparse.Namespace) -> int:
+    def measured(args: argparse.Namespace) -> dict[str, Any]:
         scale = QUICK if args.quick else FULL
-        if (args.texts is not None and args.texts < 1) or args.threads < 1:
-            raise OutriderError("option", "texts and threads must be at least 1", "See --help.")
         texts = args.texts or scale.texts
         scale = replace(scale, texts=texts, fallback=min(texts, scale.fallback))
-        print(json.dumps(run(args.engines, scale, args.threads)))
-        return 0
+        return run(args.engines, scale, args.threads)
 
-    return run_command(lambda: command(parser.parse_args(argv)))
+    quick = "3 short texts of each workload: half a minute"
+    return command("policies", __doc__, quick, "workload", measured, argv)
 
 
 if __name__ == "__main__":

@@ -7,23 +7,27 @@ draft has to read after rounds that went without it is not.
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
 from runtime.decode import Decoder
+from runtime.errors import CommandParser, OutriderError, run_command
 from runtime.rounds import Rounds
 from runtime.stats import Stats
 from runtime.text_engine import TextEngine
 from runtime.theory import expected_tokens
 
+from . import machine
 from .report_record import Round, recording
 from .timing import DISTURBED, sample
 
@@ -32,6 +36,35 @@ BUSY = "the machine was busy: what is timed needs a quieter one (largest share o
 PASSES = 3  # over a text that was disturbed
 SEEN = 8  # rounds with so many drafts, for their median to count
 Name = TypeVar("Name", bound=Hashable)
+
+
+def command(
+    name: str,
+    about: str | None,
+    quick: str,
+    each: str,
+    run: Callable[[argparse.Namespace], dict[str, Any]],
+    argv: Sequence[str] | None,
+) -> int:
+    """The command line of such a benchmark: its result is the last line of stdout.
+
+    quick: what --quick means. each: of what --texts are so many.
+    """
+    parser = CommandParser(prog=f"python -m bench.{name}", description=about)
+    add = parser.add_argument
+    add("--engines", default="build/demo", metavar="DIR", help="a bundle; default build/demo")
+    add("--quick", action="store_true", help=quick)
+    add("--texts", type=int, metavar="N", help=f"of each {each}, instead")
+    add("--threads", type=int, default=machine.physical_cores(), help="default: all cores")
+
+    def work() -> int:
+        args = parser.parse_args(argv)
+        if (args.texts is not None and args.texts < 1) or args.threads < 1:
+            raise OutriderError("option", "texts and threads must be at least 1", "See --help.")
+        print(json.dumps(run(args)))
+        return 0
+
+    return run_command(work)
 
 
 @dataclass(frozen=True)

@@ -102,10 +102,7 @@ def _single(
         )
     for note in _notes([options]):
         err.line(note)
-    plain_options = replace(
-        options, gamma=0, draft=None, verify="token", lenience=1.0, fallback="off",
-        draft_temperature=None, draft_threshold=0.0,
-    )  # fmt: skip
+    plain_options = options.plain()
     if args.baseline:
         few = min(WARM_UP, options.max_new_tokens)
         for warm_up in (options, plain_options):

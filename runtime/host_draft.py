@@ -29,7 +29,7 @@ Gammas = dict[Running, int]
 @dataclass(slots=True)
 class Drafted:
     """What a round drafted: tokens of each sequence; the logits [S, V] that they were drawn from,
-    of each step, the slots from `first_slot` on; seconds as in `rounds.Outcome`."""
+    of each step; seconds as in `rounds.Outcome`."""
 
     tokens: dict[Running, list[int]]
     logits: list[Logits] = field(default_factory=list)
@@ -55,7 +55,7 @@ class HostDraft:
         corpus: Corpus | None = None,
     ):
         self.engine, self._sampler, self._slots, self._inner = engine, sampler, slots, inner
-        self._tables, self._corpus = tables, corpus
+        self._corpus = corpus
         self.kinds: frozenset[DraftKind] = frozenset({*LOOKUPS, "random"})
         self.kinds |= frozenset({"model"} if engine else ())
         self.kinds |= frozenset({"chain"} if inner else ())
@@ -103,10 +103,10 @@ class HostDraft:
         lookup = self._lookups.get(running)
         if lookup is None:
             self._lookups[running] = lookup = Lookup(corpus=self._corpus)
-        text = running.slot.tokens
-        read = len(running.request.prompt) if running.request.draft == "copy" else len(text)
-        lookup.read(text[:read])
-        found = lookup.propose(count, [*text[read:], *drafts]) if count > 0 else []
+        request, text = running.request, running.slot.tokens
+        known = request.prompt if request.draft == "copy" else text
+        lookup.read(known)
+        found = lookup.propose(count, [*text[len(known) :], *drafts]) if count > 0 else []
         return found[: first_forbidden(running, found, self._width, len(drafts))]
 
     def _chain(self, gammas: Gammas, drafted: Drafted) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import Thread
 from types import TracebackType
 
@@ -69,11 +69,3 @@ class Smooth:
                     time.sleep(min(left, 0.02))  # and see whether the text is over
         except BaseException as error:  # noqa: BLE001 - it is raised in the other thread
             self._failure = error
-            self._drain()
-
-    def _drain(self) -> None:
-        try:
-            while True:
-                self._queue.get_nowait()
-        except Empty:
-            pass

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from operator import index
 from typing import Any, Literal, cast, get_args
@@ -23,6 +23,8 @@ from .text import Detokenizer, StopStrings, Tokenizer
 from .warping import SamplingParams, VerifyRule
 
 DEFAULT_GAMMA, CHEAP_GAMMA = 4, 8  # the latter where a token costs next to nothing
+# Options without effect where nothing is drafted.
+OF_DRAFTS = ("verify", "lenience", "fallback", "draft_temperature", "draft_threshold")
 GammaName = Literal["auto", "transformers"]
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -71,9 +73,14 @@ class Options:
     chat: bool | None = None
     system: str | None = None
 
+    def plain(self) -> Options:
+        """The same in plain decoding."""
+        usual = {name: getattr(Options, name) for name in OF_DRAFTS}
+        return replace(self, gamma=0, draft=None, **usual)
+
     def check_plain(self) -> None:
         """Refuse what has no effect where nothing is drafted. Raises OutriderError "option"."""
-        for name in ("verify", "lenience", "fallback", "draft_temperature", "draft_threshold"):
+        for name in OF_DRAFTS:
             if getattr(self, name) != getattr(Options, name):
                 raise OutriderError(
                     "option",
