@@ -11,126 +11,20 @@ plain steps (one token of the target alone, sampling and host included) from the
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
+from .costs import PRIOR, WEIGHT, Costs
 
-WINDOW = 9  # timings that a median is over
-FIRST = 2  # timings of one kind before they are believed: the lower of two is no outlier
-MOVED = 0.02  # what a median must move by, or the choices go on with the old one
-PRIOR = 0.8, 4.0  # acceptance before anything was seen, and for how many tokens that counts
+OPENING = 32  # tokens of each text that are told to later ones
 KEEP = 0.96  # what was seen counts that much less with every round
 SHRINK = 16.0  # tokens for which the common acceptance counts at each position
 SWITCH = 1.03  # another gamma must promise to be that much faster; 0 must only be faster
+HOLD = 4  # rounds that a choice is for, once a text has gained what they could lose
 PROBE_LOSS = 0.01  # of the time, by estimate, goes to rounds of another gamma while drafts pay
 PROBE_EVERY = 8  # rounds at least
 PAUSE, LONGEST_PAUSE = 16, 1024  # rounds without drafts before they are tried again
 ALLOWANCE, RATE = 4.0, 0.03  # plain steps, and of every token: what a text may lose
-
-
-class Costs:
-    """What rounds cost, by batch size and gamma; one for all requests of a decoder.
-
-    Each figure is the median of the last 9 timings: four of them may be outliers of any size (a
-    machine taken away for 50 ms), no scale has to be known as for clipped updates, and after a
-    lasting change it has followed in five rounds.
-
-    No verification is taken to cost more than a wider one that was seen. So a plain step that was
-    last timed at the end of a long text does not make drafts look fast at the start of the next.
-    A gamma that was not seen twice lies on the line between its neighbours; beyond them on the line
-    from the first to the last, never falling and never steeper than in proportion to the tokens
-    verified. With one gamma seen, every verification costs what that one does. A batch size without
-    timings has the nearest's.
-    """
-
-    def __init__(self, max_gamma: int):
-        self.max_gamma = max_gamma
-        self._sizes: dict[int, _Timings] = defaultdict(_Timings)
-        self._rounds: dict[int, list[float]] = {}  # by batch, until the next timing
-
-    def observe(self, batch: int, gamma: int, time_draft: float, time_rest: float) -> None:
-        """A round of `batch` sequences with `gamma` draft steps: seconds in those, and in all else
-        but what `caught_up` is told."""
-        mine = self._sizes[batch]
-        moved = mine.rest[gamma].add(max(time_rest, 1e-9))  # a coarse clock may say 0
-        if gamma:
-            moved |= mine.draft.add(time_draft / gamma)
-        if moved:
-            self._rounds.clear()
-
-    def caught_up(self, batch: int, tokens: int, seconds: float) -> None:
-        """The draft read tokens that rounds without it had added to one text (not the prompt)."""
-        self._sizes[batch].reading.add(seconds / max(1, tokens))
-
-    @property
-    def timed(self) -> bool:
-        """Whether draft steps have been timed; until then `rounds` has nothing to go by."""
-        return any(mine.draft.known for mine in self._sizes.values())
-
-    def rounds(self, batch: int) -> list[float]:
-        """By gamma, 0 to max_gamma: what a round costs in plain steps, gamma c + verification."""
-        if batch not in self._rounds:
-            rest = self._nearest(batch, lambda mine: bool(mine.rest)).rests(self.max_gamma)
-            near = self._nearest(batch, lambda mine: mine.draft.known)
-            cost = near.draft.value / near.rests(self.max_gamma)[0]
-            self._rounds[batch] = [rest[g] / rest[0] + g * cost for g in range(len(rest))]
-        return self._rounds[batch]
-
-    def reading(self, batch: int) -> float:
-        """Plain steps for each token that the draft has to catch up with; 0 if never seen."""
-        near = self._nearest(batch, lambda mine: bool(mine.rest) and mine.reading.known)
-        return near.reading.value / near.rests(self.max_gamma)[0] if near.rest else 0.0
-
-    def _nearest(self, batch: int, wanted: Callable[[_Timings], bool]) -> _Timings:
-        sizes = [size for size, mine in self._sizes.items() if wanted(mine)]
-        nearest = min(sizes, key=lambda size: (abs(size - batch), size), default=None)
-        return _Timings() if nearest is None else self._sizes[nearest]
-
-
-class _Median:
-    """Of the last values; of an even number the lower middle one."""
-
-    def __init__(self) -> None:
-        self.values: deque[float] = deque(maxlen=WINDOW)
-        self.value = self._told = 0.0
-
-    def add(self, value: float) -> bool:
-        """Whether it is worth computing with the new median: it moved by `MOVED`, or is young."""
-        self.values.append(value)
-        self.value = sorted(self.values)[(len(self.values) - 1) // 2]
-        moved = len(self.values) <= FIRST or abs(self.value - self._told) > MOVED * self._told
-        if moved:
-            self._told = self.value
-        return moved
-
-    @property
-    def known(self) -> bool:
-        return len(self.values) >= FIRST
-
-
-@dataclass(slots=True)
-class _Timings:
-    """Of one batch size, in seconds. rest: by gamma."""
-
-    draft: _Median = field(default_factory=_Median)  # a step
-    reading: _Median = field(default_factory=_Median)  # a token
-    rest: dict[int, _Median] = field(default_factory=lambda: defaultdict(_Median))
-
-    def rests(self, max_gamma: int) -> list[float]:
-        """By gamma, seen or not; see `Costs`."""
-        seen = sorted(g for g, rest in self.rest.items() if rest.known) or sorted(self.rest)
-        known = np.minimum.accumulate([self.rest[g].value for g in reversed(seen)])[::-1]
-        values: list[float] = np.interp(range(max_gamma + 1), seen, known).tolist()
-        low, high, first, last = seen[0], seen[-1], float(known[0]), float(known[-1])
-        slope = (last - first) / max(1, high - low)
-        for g in range(low):
-            values[g] = max(first - slope * (low - g), first * (g + 1) / (low + 1))
-        for g in range(high + 1, max_gamma + 1):
-            values[g] = min(last + slope * (g - high), last * (g + 1) / (high + 1))
-        return values
 
 
 class Policy(Protocol):
@@ -198,72 +92,109 @@ class Measured:
     """The fastest gamma by measured costs and acceptance; with `named`, what that says or 0.
 
     Theorem 3.8 of Leviathan et al. 2023 with what a round really costs in place of gamma c + 1,
-    and acceptance by position in place of alpha.
+    and acceptance by position in place of alpha. A text begins with the acceptance that earlier
+    ones began with: where that says so, without drafts.
 
     Two bounds. While drafts pay, a round of another gamma (twice as deep, or 0, in turn) comes so
     seldom that 1 % of the time is lost by it, by estimate. And of every text, whatever the draft
     does: a round with drafts is run only where the text's loss against plain decoding, should the
     round accept none, stays within 4 plain steps + 3 % of its tokens: 4.6 % of 256 tokens. Losses
-    are counted at measured costs; beyond them are the first two rounds of a decoder, which draft
-    one token each to have any, and the draft's reading of the prompt. The reading of what rounds
-    without drafts have added is a loss too: where it costs more than 3 % of a plain step a token, a
-    draft that was left behind is tried again only out of earlier gains.
+    are counted at measured costs; beyond them are three rounds of a decoder, which after three
+    plain ones draft one token each to have any, and the draft's reading of the prompt. The reading
+    of what rounds without drafts have added is a loss too: where it costs more than 3 % of a plain
+    step a token, a draft that was left behind is tried again only out of earlier gains.
 
     16 rounds after drafts were given up, what was seen is nearly forgotten and they are tried
     again, with one token if need be; each time that they lose, after twice as many rounds, up to
     1,024.
+
+    A plain step may be as short as a millisecond, and choosing takes some of that. So nothing is
+    worked out until drafts are tried again; and while they are in use, a choice is for 4 rounds
+    where the second bound leaves room for four that accept nothing at the largest gamma.
     """
 
     def __init__(self, costs: Costs, max_gamma: int, named: Policy | None = None):
         self.costs, self.max_gamma, self.named = costs, max_gamma, named
         self.current = named.next(1) if named else 1
         # Tokens examined and accepted, fading: of all positions, and of each.
-        self.seen, self.kept = PRIOR[1], PRIOR[0] * PRIOR[1]
+        self.seen, self.kept = WEIGHT, costs.prior * WEIGHT
         self.seen_at, self.kept_at = [0.0] * max_gamma, [0.0] * max_gamma
+        self.opening = OPENING  # tokens still to be told to later texts
         self.tokens, self.lost = 0, 0.0  # of the text; against plain decoding, negative is a gain
         self.lost_before = 0.0  # when drafts were last resumed
-        self.unsettled: list[tuple[int, int, int]] = []  # rounds: gamma, tokens, caught up with
+        # Rounds with drafts since the last choice: as `observe` was told, and how much was read.
+        self.unsettled: list[tuple[int, int, int, int]] = []
         self.behind = 0  # tokens that the draft has not read
-        self.since, self.pause = 0, PAUSE
+        self.since, self.pause = 0, PAUSE // 2  # doubled when drafts lose
+        self.gaining = False  # the last trial did
         self.deeper = False  # the next probe
+        self.batch, self.held = 0, 0  # of the last choice; rounds that it is still for
 
     def next(self, batch: int) -> int:
-        if not self.costs.timed:
-            return 1
-        cost, reading = self.costs.rounds(batch), self.costs.reading(batch)
-        for gamma, tokens, behind in self.unsettled:
-            self.tokens += tokens
-            self.lost += cost[gamma] + behind * reading - tokens
-            if gamma and self.current == 0:  # a trial: at once again if it gained
-                gained = tokens > cost[gamma]
-                self.pause = self.pause if gained else min(2 * self.pause, LONGEST_PAUSE)
-                self.since = self.pause if gained else 0
+        # What a trial gave is looked at at once.
+        if self.held and batch == self.batch and (self.current or not self.unsettled):
+            self.held -= 1
+            return self.named.next(batch) if self.named and self.current else self.current
+        if (lacking := self.costs.lacking) is not None:
+            return lacking
+        self.batch, self.held = batch, 0
+        cost = self.costs.rounds(batch)
+        for told in self.unsettled:
+            self._settle(cost, *told)
         self.unsettled.clear()
         named = None if self.named is None else self.named.next(batch)
         if named is not None and self.current:
             self.current = named
         gamma = self._choose(cost, range(len(cost)) if named is None else (0, named))
-        risk = self.lost + cost[gamma] - 1 + self.behind * reading
-        return gamma if risk <= ALLOWANCE + RATE * self.tokens else 0
+        if gamma == 0:
+            self._hold(0 if self.current else self.pause - self.since)
+            return 0
+        risk = cost[gamma] - 1 + self.costs.reading(batch, self.behind)
+        spare = ALLOWANCE + RATE * self.tokens - self.lost
+        if self.current and risk + (HOLD - 1) * (max(cost) - 1) <= spare:
+            self._hold(HOLD - 1)
+        return gamma if risk <= spare else 0
 
     def observe(self, gamma: int, examined: int, accepted: int, all_accepted: bool) -> None:
-        self.unsettled.append((gamma, accepted + 1, self.behind if gamma else 0))
-        if gamma == 0:
+        if gamma == 0:  # a plain step loses nothing
             self.behind += 1
+            self.tokens += 1
             return
+        self.unsettled.append((gamma, examined, accepted, self.behind))
         self.behind = 0
         if self.named:
             self.named.observe(gamma, examined, accepted, all_accepted)
-        examined = min(examined, accepted + 1)  # a rule for whole blocks looks beyond a rejection
+
+    def _hold(self, rounds: int) -> None:
+        """Go on with the current gamma."""
+        self.held = rounds
+        self.since += rounds
+
+    def _settle(
+        self, cost: list[float], gamma: int, examined: int, accepted: int, behind: int
+    ) -> None:
+        """A round with drafts, after which nothing was chosen yet."""
+        tokens = accepted + 1
+        self.tokens += tokens
+        self.lost += cost[gamma] + self.costs.reading(self.batch, behind) - tokens
+        if self.current == 0:  # a trial: at once again if it gained
+            self.gaining = tokens > cost[gamma]
+            self.pause = self.pause if self.gaining else min(2 * self.pause, LONGEST_PAUSE)
+            self.since = self.pause if self.gaining else 0
+        examined = min(examined, tokens)  # a rule for whole blocks looks beyond a rejection
+        accepted = min(accepted, examined)
+        if self.opening > 0:
+            self.opening -= examined
+            self.costs.opened(examined, accepted)
         self.seen = KEEP * self.seen + examined
-        self.kept = KEEP * self.kept + min(accepted, examined)
+        self.kept = KEEP * self.kept + accepted
         for i in range(examined):
             self.seen_at[i] = KEEP * self.seen_at[i] + 1
             self.kept_at[i] = KEEP * self.kept_at[i] + (i < accepted)
 
     def _choose(self, cost: list[float], choices: Sequence[int]) -> int:
         trial = self.current == 0 and self.since >= self.pause
-        if trial:
+        if trial and not self.gaining:
             self._forget()
         self.since += 1
         tokens = self._expected()
@@ -277,6 +208,8 @@ class Measured:
         deep = min(2 * self.current + 1, self.max_gamma)
         other = deep if self.deeper and self.named is None and deep > self.current else 0
         loss = cost[other] - tokens[other] / speed[self.current]
+        if not other:
+            loss += self.costs.reading(self.batch, 1)
         if self.since < max(PROBE_EVERY, loss / (PROBE_LOSS * cost[self.current])):
             return self.current
         self.since, self.deeper = 0, not self.deeper
@@ -290,6 +223,7 @@ class Measured:
         elif self.current == 0:
             self.lost_before = self.lost
             self.since = 0
+        self.gaining = False
         self.current = gamma
 
     def _expected(self) -> list[float]:
@@ -302,8 +236,7 @@ class Measured:
         return tokens
 
     def _forget(self) -> None:
-        """One token of what was seen stays, beside the prior."""
-        self.kept = self.kept / max(1.0, self.seen) + PRIOR[0] * PRIOR[1]
-        self.seen = min(1.0, self.seen) + PRIOR[1]
+        """One token of what was seen stays, and one of hope."""
+        self.kept, self.seen = self.kept / max(1.0, self.seen) + PRIOR, min(1.0, self.seen) + 1
         self.kept_at = [k / max(1.0, s) for k, s in zip(self.kept_at, self.seen_at, strict=True)]
         self.seen_at = [min(1.0, s) for s in self.seen_at]

@@ -12,7 +12,7 @@ from typing import get_args
 
 import numpy as np
 
-from .adaptive import Costs
+from .costs import Costs
 from .engine import Engine, Logits
 from .errors import OutriderError
 from .request import LOOKUPS, MODELS, TABLES, DraftKind, Origin, Request, Running, Token
@@ -192,10 +192,11 @@ class Decoder:
         return running.request.gamma if policy is None else policy.next(len(batch))
 
     def _behind(self, turn: Turn) -> int:
-        """How many tokens the draft has to catch up with, of rounds that went without it."""
+        """How many tokens the draft has to read before it drafts: of the prompt, or of rounds that
+        went without it."""
         slot = turn.running.slot
         drafts = min(turn.gamma, turn.limit) and turn.running.request.draft in MODELS
-        return max(0, len(slot.tokens) - 2 - slot.draft_len) if drafts and slot.draft_len else 0
+        return max(0, len(slot.tokens) - 2 - slot.draft_len) if drafts else 0
 
     def _observe(
         self, outcome: Outcome, turns: Sequence[Turn], behind: int, seconds: float

@@ -2,116 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 import pytest
+from simulated import MAX_GAMMA, STEP, Machine, simulate, texts
 
-from runtime.adaptive import ALLOWANCE, LONGEST_PAUSE, RATE, Costs, Policy, make_policy
+from runtime.adaptive import LONGEST_PAUSE, make_policy
+from runtime.costs import Costs
 from runtime.theory import best_gamma, speedup
-
-MAX_GAMMA = 8
-STEP = 0.02  # seconds of a plain step
-
-
-@dataclass
-class Machine:
-    """cost: c. growth: of a verification, for each draft token. noise: relative, of each timing.
-    outliers: how many of the rounds take 50 times as long."""
-
-    cost: float
-    growth: float
-    noise: float = 0.05
-    outliers: float = 0.0
-    seed: int = 0
-    rng: np.random.Generator = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rng = np.random.default_rng(self.seed)
-
-    def round(self, gamma: int) -> float:
-        """What it takes on average, in plain steps."""
-        return gamma * (self.cost + self.growth) + 1
-
-    def timings(self, gamma: int, slow: float = 1.0) -> tuple[float, float]:
-        factor = STEP * slow * (1 + self.noise * self.rng.standard_normal(2).clip(-3, 3))
-        factor *= 50 if self.rng.random() < self.outliers else 1
-        return gamma * self.cost * factor[0], (1 + gamma * self.growth) * factor[1]
-
-
-@dataclass
-class Run:
-    """Of one text: tokens, time in plain steps, gammas; loss: the largest excess over the promise
-    of `adaptive.Measured`, after any round, in plain steps."""
-
-    tokens: int = 0
-    time: float = 0.0
-    plain: float = 0.0
-    gammas: list[int] = field(default_factory=list)
-    at: list[int] = field(default_factory=list)  # where in the text each round began
-    loss: float = 0.0
-
-    @property
-    def speed(self) -> float:
-        return self.plain / self.time
-
-
-def simulate(
-    policy: Policy,
-    costs: Costs,
-    machine: Machine,
-    alpha: float | npt.NDArray[Any] | Callable[[int], int],
-    tokens: int = 256,
-    seed: int = 0,
-    slower: float = 0.0,
-    late: int = 0,
-) -> Run:
-    """A text. alpha: acceptance, for all or by place in the text (a place's coin is the same for
-    every policy); or a function from gamma to accepted tokens. slower: by how much a step has
-    slowed down at the end. late: rounds between a choice and its use."""
-    coins = np.random.default_rng(seed).random(tokens + 1)
-    heads = None if callable(alpha) else coins < np.append(np.broadcast_to(alpha, tokens), 0)
-    run = Run()
-    waiting = [0] * late
-    while run.tokens < tokens:
-        waiting.append(policy.next(1))
-        gamma = min(waiting.pop(0), tokens - run.tokens - 1)
-        if heads is None:
-            accepted = alpha(gamma)  # type: ignore[operator]
-        else:
-            block = heads[run.tokens : run.tokens + gamma]
-            accepted = gamma if block.all() else int(block.argmin())
-        slow = 1 + slower * run.tokens / tokens
-        policy.observe(gamma, min(gamma, accepted + 1), accepted, accepted == gamma)
-        costs.observe(1, gamma, *machine.timings(gamma, slow))
-        run.at.append(run.tokens)
-        run.gammas.append(gamma)
-        run.tokens += accepted + 1
-        run.time += slow * machine.round(gamma)
-        run.plain += slow * (accepted + 1)
-        run.loss = max(run.loss, run.time - run.plain - RATE * run.tokens - ALLOWANCE)
-    return run
-
-
-def texts(
-    gamma: int | str,
-    machine: Machine,
-    alphas: list[float],
-    tokens: int = 256,
-    fallback: bool = True,
-) -> float:
-    """Speed over plain decoding of several texts, one after the other on the same machine."""
-    costs = Costs(MAX_GAMMA)
-    runs = [
-        simulate(make_policy(gamma, costs, MAX_GAMMA, fallback=fallback), costs, machine, alpha,
-                 tokens, seed)
-        for seed, alpha in enumerate(alphas)
-    ]  # fmt: skip
-    return sum(run.plain for run in runs) / sum(run.time for run in runs)
-
 
 # auto
 
@@ -192,7 +89,7 @@ def test_the_bound_holds_against_an_adversary(
         return drafted if drafted <= most else 0
 
     costs, machine = Costs(MAX_GAMMA), Machine(cost, growth, noise=0)
-    for seen in (0, MAX_GAMMA) * 2:
+    for seen in (0, MAX_GAMMA) * 3:
         costs.observe(1, seen, *machine.timings(seen))
     policy = make_policy(gamma, costs, MAX_GAMMA, fallback=True)
     assert simulate(policy, costs, machine, tempting, 2048).loss <= 1e-9
@@ -249,13 +146,13 @@ def test_catching_up_is_a_loss() -> None:
     for _ in range(4096):
         gamma = policy.next(1)
         if gamma and behind:
-            costs.caught_up(1, behind, behind * reading * STEP)
-            time += behind * reading
+            costs.caught_up(1, behind, (0.3 + behind * reading) * STEP)
+            time += 0.3 + behind * reading
         behind = 0 if gamma else behind + 1
         policy.observe(gamma, min(gamma, 1), 0, gamma == 0)
         costs.observe(1, gamma, *machine.timings(gamma))
         time += machine.round(gamma)
-    assert costs.reading(1) == pytest.approx(reading)
+    assert costs.reading(1, 100) == pytest.approx(0.3 + 100 * reading)
     assert time / 4096 < 1.05
 
 
@@ -286,7 +183,7 @@ def test_outliers_move_nothing() -> None:
 def test_a_first_timing_that_is_an_outlier() -> None:
     """What compiles or loads when it is first run."""
     costs = Costs(MAX_GAMMA)
-    for factor in (50, 1):
+    for factor in (50, 1, 1):
         costs.observe(1, 0, 0, STEP * factor)
         costs.observe(1, 2, 2 * 0.1 * STEP * factor, STEP * factor)
     assert costs.rounds(1)[2] == pytest.approx(1.2)
@@ -294,10 +191,8 @@ def test_a_first_timing_that_is_an_outlier() -> None:
 
 def test_widths_that_were_not_seen() -> None:
     costs = Costs(MAX_GAMMA)
-    assert not costs.timed
     for _ in range(3):
         costs.observe(1, 2, 0.4, 2.0)
-    assert costs.timed
     # Every verification costs what the one seen does: 2 seconds; a draft step 0.2.
     assert costs.rounds(1) == pytest.approx([1 + 0.1 * g for g in range(9)])
     for _ in range(3):
@@ -389,6 +284,9 @@ def test_a_cut_block_says_nothing_about_the_rest() -> None:
     that were not reached do not count."""
     costs = Costs(MAX_GAMMA)
     policy = make_policy("auto", costs, MAX_GAMMA, fallback=True)
+    for lacking, gamma in ((0, 0), (0, 0), (0, 0), (1, 1), (1, 1), (1, 1), (None, 1)):
+        assert costs.lacking == lacking and costs.timed == (lacking is None)
+        costs.observe(1, gamma, 0.05 * gamma * STEP, STEP)
     for _ in range(50):
         costs.observe(1, 8, 0.4 * STEP, STEP)
         policy.observe(8, 2, 2, False)

@@ -1,0 +1,238 @@
+"""What rounds cost by measurement, and how texts began: what requests know of each other.
+
+Nothing here reads a clock. Times are seconds where they come in, and plain steps (one token of the
+target alone, sampling and host included) where they go out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+WINDOW = 9  # timings that a median is over
+FIRST = 2  # timings of one kind before they are believed: the lower of two is no outlier
+MOVED = 0.02  # what a relative cost must move by, or the choices go on with the old one
+PRIOR = 0.8  # acceptance before any draft was seen
+WEIGHT = 4.0  # tokens for which that of earlier texts counts in a new one
+MEMORY = 256  # tokens for which the beginnings of earlier texts are remembered, together
+
+
+class Costs:
+    """What requests with one kind of draft know of each other: what rounds cost, by batch size and
+    gamma, and which acceptance texts began with.
+
+    Each cost is the median of the last 9 timings: four of them may be outliers of any size (a
+    machine taken away for 50 ms), no scale has to be known as for clipped updates, and after a
+    lasting change it has followed in five rounds. The first call of each batch size and gamma does
+    not count: shapes that are new are prepared in it. What is not in use does not go stale either:
+    all costs of a batch size follow the level of the gamma that is (`_Timings`).
+
+    No verification is taken to cost more than a wider one that was seen. So a plain step that was
+    last timed at the end of a long text does not make drafts look fast at the start of the next.
+    A gamma that was not seen twice lies on the line between its neighbours; beyond them on the line
+    from the first to the last, never falling and never steeper than in proportion to the tokens
+    verified. With one gamma seen, every verification costs what that one does. A batch size without
+    timings has the nearest's.
+
+    What is observed is worked out when it is asked for: beside a plain step of a millisecond, even
+    a median takes time.
+    """
+
+    def __init__(self, max_gamma: int):
+        self.max_gamma = max_gamma
+        self._lacking: int | None = 0
+        # Rounds since then; of many, which were alike or somebody would have asked, the last.
+        self._new: deque[tuple[int, int, float, float]] = deque(maxlen=2 * WINDOW)
+        self._sizes: dict[int, _Timings] = defaultdict(_Timings)
+        self._relative: dict[int, tuple[list[float], float, float]] = {}  # see `_costs`
+        self._opened = WEIGHT, PRIOR * WEIGHT  # tokens examined and accepted, fading
+
+    def observe(self, batch: int, gamma: int, time_draft: float, time_rest: float) -> None:
+        """A round of `batch` sequences with `gamma` draft steps: seconds in those, and in all else
+        but what `caught_up` is told."""
+        self._new.append((batch, gamma, time_draft, time_rest))
+
+    def caught_up(self, batch: int, tokens: int, seconds: float) -> None:
+        """The draft read tokens that it lacked: a prompt, or what rounds without it had added."""
+        self._work_out()
+        self._sizes[batch].read(tokens, seconds)
+        self._relative.clear()
+
+    @property
+    def lacking(self) -> int | None:
+        """A gamma to time before `rounds` has something to go by: 0, what all else is compared
+        with, then 1."""
+        if self._lacking is not None:
+            self._work_out()
+            sizes = self._sizes.values()
+            plain = any(0 in mine.rest and mine.rest[0].known for mine in sizes)
+            drafts = any(mine.draft.known for mine in sizes)
+            self._lacking = 0 if not plain else None if drafts else 1
+        return self._lacking
+
+    @property
+    def timed(self) -> bool:
+        return self.lacking is None
+
+    def rounds(self, batch: int) -> list[float]:
+        """By gamma, 0 to max_gamma: what a round costs in plain steps, gamma c + verification."""
+        return self._costs(batch)[0]
+
+    def reading(self, batch: int, tokens: int) -> float:
+        """Plain steps for what the draft has to catch up with: a call, which costs what a draft
+        step does, and what each token adds to it; 0 if that was never seen."""
+        if not tokens:
+            return 0.0
+        _, call, each = self._costs(batch)
+        return call + tokens * each
+
+    def opened(self, examined: int, accepted: int) -> None:
+        """Of the first tokens that a text drafted."""
+        fade = 1 - examined / MEMORY
+        seen, kept = self._opened
+        self._opened = fade * seen + examined, fade * kept + accepted
+
+    @property
+    def prior(self) -> float:
+        """The acceptance that a text may expect."""
+        seen, kept = self._opened
+        return kept / seen
+
+    def _costs(self, batch: int) -> tuple[list[float], float, float]:
+        """In plain steps: rounds by gamma; a call of the draft; a token more to read in it."""
+        self._work_out()
+        if batch not in self._relative:
+            mine = self._nearest(batch, lambda size: bool(size.rest))
+            rest = mine.rests(self.max_gamma)
+
+            def plain(size: _Timings) -> float:
+                return rest[0] if size is mine else size.rests(self.max_gamma)[0]
+
+            near = self._nearest(batch, lambda size: size.draft.known)
+            call = near.draft.at(near.level) / plain(near)
+            near = self._nearest(batch, lambda size: bool(size.rest and size.readings))
+            each = near.reading / plain(near) if near.readings else 0.0
+            rounds = [cost / rest[0] + g * call for g, cost in enumerate(rest)]
+            self._relative[batch] = rounds, call, each
+        return self._relative[batch]
+
+    def _work_out(self) -> None:
+        for batch, gamma, time_draft, time_rest in self._new:
+            # A coarse clock may say 0.
+            if self._sizes[batch].add(gamma, time_draft, max(time_rest, 1e-9)):
+                self._relative.clear()
+        self._new.clear()
+
+    def _nearest(self, batch: int, wanted: Callable[[_Timings], bool]) -> _Timings:
+        sizes = [size for size, mine in self._sizes.items() if wanted(mine)]
+        nearest = min(sizes, key=lambda size: (abs(size - batch), size), default=None)
+        return _Timings() if nearest is None else self._sizes[nearest]
+
+
+@dataclass(slots=True)
+class _Series:
+    """Timings of one kind. value: their median in seconds, of an even number the lower middle one.
+    level: that of the batch size when they were written; told: value / level when last used."""
+
+    values: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    value: float = 0.0
+    level: float = 1.0
+    told: float = 0.0
+
+    def add(self, seconds: float, level: float) -> None:
+        if level != self.level:
+            scale, self.level = level / self.level, level
+            self.values = deque((scale * value for value in self.values), WINDOW)
+        self.values.append(seconds)
+        self.value = sorted(self.values)[(len(self.values) - 1) // 2]
+
+    def at(self, level: float) -> float:
+        return self.value * level / self.level
+
+    def moved(self) -> bool:
+        """Whether it is worth computing with the new median."""
+        now = self.value / self.level
+        if len(self.values) > FIRST and abs(now - self.told) <= MOVED * self.told:
+            return False
+        self.told = now
+        return True
+
+    @property
+    def known(self) -> bool:
+        return len(self.values) >= FIRST
+
+
+@dataclass(slots=True)
+class _Timings:
+    """Of one batch size. rest: by gamma. draft: of a step.
+
+    A longer cache, or a machine with other work, makes all of them slower, and only the gamma in
+    use is timed. So there is a common level: where the median of the gamma that was last used twice
+    in succession, `steady`, moves (which nine timings must have made), all others move by the same
+    factor. What is timed beside it, a probe, changes its own ratio to the level.
+    """
+
+    draft: _Series = field(default_factory=_Series)
+    rest: dict[int, _Series] = field(default_factory=lambda: defaultdict(_Series))
+    readings: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    level: float = 1.0
+    steady: int = -1
+    last: int = -1
+    called: set[int] = field(default_factory=set)
+    has_read: bool = False
+
+    def add(self, gamma: int, time_draft: float, time_rest: float) -> bool:
+        """Whether what rounds cost, in relation to each other, moved."""
+        if gamma not in self.called:
+            self.called.add(gamma)
+            return False
+        if gamma == self.last:
+            self.steady = gamma
+        self.last = gamma
+        rest = self.rest[gamma]
+        before = rest.value if len(rest.values) == WINDOW else 0.0
+        rest.add(time_rest, self.level)
+        if before and gamma == self.steady:
+            self.level = rest.level = self.level * rest.value / before
+        moved = rest.moved()
+        if gamma:
+            self.draft.add(time_draft / gamma, self.level)
+            moved |= self.draft.moved()
+        return moved
+
+    def read(self, tokens: int, seconds: float) -> None:
+        if self.has_read:
+            each = max(0.0, seconds - self.draft.at(self.level)) / max(1, tokens)
+            self.readings.append((each / self.level, tokens))
+        self.has_read = True
+
+    @property
+    def reading(self) -> float:
+        """Seconds for each token beside the call's own: the median by tokens, since of a call with
+        few of them it is mostly noise."""
+        half = sum(tokens for _, tokens in self.readings) / 2
+        for each, tokens in sorted(self.readings):
+            half -= tokens
+            if half <= 0:
+                return each * self.level
+        return 0.0
+
+    def rests(self, max_gamma: int) -> list[float]:
+        """By gamma, seen or not; see `Costs`."""
+        seen = sorted(g for g, rest in self.rest.items() if rest.known) or sorted(self.rest)
+        values = [0.0] * (max_gamma + 1)
+        low, high = seen[0], seen[-1]
+        values[high] = last = self.rest[high].at(self.level)
+        for left, right in zip(seen[-2::-1], seen[:0:-1], strict=True):
+            values[left] = min(values[right], self.rest[left].at(self.level))
+            slope = (values[right] - values[left]) / (right - left)
+            for g in range(left + 1, right):
+                values[g] = values[left] + slope * (g - left)
+        first = values[low]
+        slope = (last - first) / max(1, high - low)
+        for g in range(low):
+            values[g] = max(first - slope * (low - g), first * (g + 1) / (low + 1))
+        for g in range(high + 1, max_gamma + 1):
+            values[g] = min(last + slope * (g - high), last * (g + 1) / (high + 1))
+        return values
