@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from runtime.manifest import (
     GRAPH_FILE,
+    ONE_SLOT_FILE,
     ORT_LEFT_OUT,
     PROGRAM_FILE,
     Dtype,
@@ -81,6 +82,8 @@ def compare(
     original: Reference,
     dtype: Dtype,
     exact: Callable[[], Reference] | None = None,  # the original in float32
+    *,
+    file: str = GRAPH_FILE,  # or ONE_SLOT_FILE, a text at a time
 ) -> Comparison:
     """Run the graph (on ONNX Runtime, or as torch runs it) as the runtime does: two slots of
     different lengths, rejected drafts overwritten in place, every logit compared.
@@ -101,7 +104,7 @@ def compare(
     what = f"{original.ids.shape[1]} tokens, 2 slots: prefill, steps, roll-back" + original.remark
 
     def difference_from(reference: Reference) -> float:
-        graph = _Program(folder, rows) if of_torch else _Graph(folder, rows, dtype)
+        graph = _Program(folder, rows) if of_torch else _Graph(folder / file, rows, dtype)
         return _difference(graph, reference)
 
     difference = difference_from(original)
@@ -162,9 +165,12 @@ def _difference(graph: _Call, original: Reference) -> float:
 
 
 class _Graph:
-    """The exported graph with its caches handed around; plain and slow, for checking only."""
+    """The exported graph with its caches handed around; plain and slow, for checking only.
 
-    def __init__(self, folder: Path, rows: int, dtype: Dtype):
+    Both texts at once; one after the other where the graph has one slot.
+    """
+
+    def __init__(self, file: Path, rows: int, dtype: Dtype):
         import onnxruntime as ort
 
         self._dtype = dtype
@@ -174,7 +180,7 @@ class _Graph:
         options.add_session_config_entry("session.disable_prepacking", "1")
         try:
             self._session = ort.InferenceSession(
-                str(folder / GRAPH_FILE),
+                str(file),
                 options,
                 providers=["CPUExecutionProvider"],
                 disabled_optimizers=ORT_LEFT_OUT.get(dtype),
@@ -182,26 +188,35 @@ class _Graph:
         except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes
             raise _refused(dtype, error) from None
         kinds = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
-        self._caches = {
-            value.name: np.zeros((2, value.shape[1], rows, value.shape[3]), kinds[value.type])
-            for value in self._session.get_inputs()
-            if value.name.startswith(("key_", "value_"))
-        }
+        self._together = 1 if file.name == ONE_SLOT_FILE else 2
+        self._caches = [
+            {
+                value.name: np.zeros(
+                    (self._together, value.shape[1], rows, value.shape[3]), kinds[value.type]
+                )
+                for value in self._session.get_inputs()
+                if value.name.startswith(("key_", "value_"))
+            }
+            for _ in range(0, 2, self._together)
+        ]
 
     def __call__(self, ids: npt.NDArray[np.int64], position: list[int]) -> npt.NDArray[np.float32]:
-        feeds = {
-            "input_ids": ids,
-            "position": np.array(position),
-            "logits_index": np.arange(ids.shape[1]),
-        }
-        logits: npt.NDArray[np.float32]
-        names = ["logits", *(f"{name}_out" for name in self._caches)]
-        try:
-            logits, *caches = self._session.run(names, {**feeds, **self._caches})
-        except Exception as error:  # noqa: BLE001
-            raise _refused(self._dtype, error) from None
-        self._caches = dict(zip(self._caches, caches, strict=True))
-        return logits
+        found = []
+        for i, caches in enumerate(self._caches):
+            texts = slice(i * self._together, (i + 1) * self._together)
+            feeds = {
+                "input_ids": ids[texts],
+                "position": np.array(position[texts]),
+                "logits_index": np.arange(ids.shape[1]),
+            }
+            names = ["logits", *(f"{name}_out" for name in caches)]
+            try:
+                logits, *updated = self._session.run(names, {**feeds, **caches})
+            except Exception as error:  # noqa: BLE001
+                raise _refused(self._dtype, error) from None
+            self._caches[i] = dict(zip(caches, updated, strict=True))
+            found.append(logits)
+        return np.concatenate(found)
 
 
 def _refused(dtype: Dtype, error: Exception) -> OutriderError:

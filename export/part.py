@@ -16,6 +16,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from runtime.manifest import (
+    ONE_SLOT_FILE,
     PART_FILE,
     Dtype,
     Format,
@@ -31,7 +32,7 @@ from runtime.manifest import (
     write_json,
 )
 
-from . import compare, graph, program
+from . import compare, graph, one_slot, program
 from .checkpoint import (
     Checkpoint,
     cache_shapes,
@@ -173,6 +174,11 @@ def _export(
                 f"{result.max_difference:.1e}, more than {result.bound:.1e}",
                 "Build with DTYPE=float32; if that fails too, please report the architecture.",
             )
+        if form == "onnx" and dtype == "float32":
+            with stage(role, "one slot, for ONNX Runtime") as said:
+                said.note = _one_slot(partial, original, capacity)
+            if (partial / ONE_SLOT_FILE).exists():
+                files[ONE_SLOT_FILE] = file_facts(partial / ONE_SLOT_FILE)
         facts = GraphFacts(
             key=key,
             source=checkpoint.source,
@@ -192,6 +198,22 @@ def _export(
         )
         write_json(partial / PART_FILE, "graph", facts)
     return facts
+
+
+def _one_slot(folder: Path, original: compare.Reference, capacity: int) -> str:
+    """Write the graph for one slot, unless there is none or it is not right; what to say of it."""
+    reason = None
+    try:
+        nodes = one_slot.write(folder, capacity)
+        result = compare.compare(folder, original, "float32", file=ONE_SLOT_FILE)
+        if not result.passed:
+            reason = f"it would differ by {result.max_difference:.1e}"
+    except (one_slot.NotLowered, OutriderError) as error:
+        reason = str(error)
+    if reason is not None:
+        (folder / ONE_SLOT_FILE).unlink(missing_ok=True)
+        return f"none: {reason}"
+    return f"{nodes:,} nodes, largest difference {result.max_difference:.1e}"
 
 
 def _check_space(cache: Path, checkpoint: Checkpoint, dtype: Dtype) -> None:

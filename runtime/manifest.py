@@ -35,6 +35,7 @@ from .torch_files import (
 
 __all__ = [
     "MOST_GAMMA",
+    "ONE_SLOT_FILE",
     "ORT_LEFT_OUT",
     "PROGRAM_FILE",
     "TENSOR_ALIGNMENT",
@@ -74,6 +75,7 @@ SCHEMA = 1
 _KINDS = ("manifest", "pair", "graph")
 MANIFEST_FILE, PAIR_FILE, PART_FILE = "manifest.json", "pair.json", "graph.json"
 GRAPH_FILE = "graph.onnx"
+ONE_SLOT_FILE = "one_slot.onnx"  # the same for one slot, in ONNX Runtime's own operators
 PACKAGE_FILE = "engine.pt2"  # AOTInductor's
 # Optimisers of ONNX Runtime that are left out. In float16 this one makes a node and does not say
 # so; the next one asks for the node's operator, which nobody looked up, and the process dies.
@@ -418,7 +420,7 @@ def _lives(process: int) -> bool:
 
 # What our folders hold at the top; anything else in one is somebody's.
 _OURS = {
-    MANIFEST_FILE, PAIR_FILE, PART_FILE, GRAPH_FILE, PROGRAM_FILE, WEIGHTS_FILE,
+    MANIFEST_FILE, PAIR_FILE, PART_FILE, GRAPH_FILE, ONE_SLOT_FILE, PROGRAM_FILE, WEIGHTS_FILE,
     "target", "draft", "tokenizer",
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ import numpy as np
 from .cuda import CaptureError, Cuda
 from .device_engine import DeviceCall, DeviceEngine
 from .errors import OutriderError, first_line
-from .manifest import GraphFacts
+from .manifest import GRAPH_FILE, GraphFacts
 from .ort_engine import open_session
 
 PROVIDER = "CUDAExecutionProvider"
@@ -51,7 +51,7 @@ class OrtCudaEngine(DeviceEngine):
         }
         cuda.use()
         self._session = open_session(
-            folder, facts, [(self._provider, provider)], 1,
+            folder / GRAPH_FILE, facts, [(self._provider, provider)], 1,
             record_ep_graph_assignment_info="1",
             # Otherwise in the arena, which grows by powers of two.
             use_device_allocator_for_initializers="1",

@@ -11,13 +11,13 @@ import numpy.typing as npt
 from .engine import Ids
 from .errors import OutriderError, first_line
 from .host_engine import HostEngine
-from .manifest import GRAPH_FILE, ORT_LEFT_OUT, GraphFacts
+from .manifest import GRAPH_FILE, ONE_SLOT_FILE, ORT_LEFT_OUT, GraphFacts
 
 
 def open_session(
-    folder: Path, facts: GraphFacts, providers: list[Any], threads: int, **entries: str
+    file: Path, facts: GraphFacts, providers: list[Any], threads: int, **entries: str
 ) -> Any:
-    """A session of the graph. entries: of its configuration. Raises OutriderError "backend"."""
+    """A session of a graph. entries: of its configuration. Raises OutriderError "backend"."""
     try:
         import onnxruntime as ort
     except ImportError:
@@ -32,7 +32,7 @@ def open_session(
         options.add_session_config_entry(f"session.{name}", value)
     try:
         return ort.InferenceSession(
-            str(folder / GRAPH_FILE),
+            str(file),
             options,
             providers=providers,
             disabled_optimizers=ORT_LEFT_OUT.get(facts.dtype),
@@ -41,8 +41,7 @@ def open_session(
     except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes here
         raise OutriderError(
             "backend",
-            f"ONNX Runtime {ort.__version__} cannot load {folder / GRAPH_FILE}: "
-            + first_line(error),
+            f"ONNX Runtime {ort.__version__} cannot load {file}: " + first_line(error),
             "Build the bundle again; if it persists, install the pinned onnxruntime.",
         ) from None
 
@@ -62,7 +61,10 @@ class OrtEngine(HostEngine[Any]):
         buffers: int = 1,
         threads: int = 0,
     ):
-        self._session = open_session(folder, facts, ["CPUExecutionProvider"], threads)
+        # Texts of different lengths need the operators that every backend has; one goes faster.
+        one_slot = slots == 1 and ONE_SLOT_FILE in facts.files
+        file = folder / (ONE_SLOT_FILE if one_slot else GRAPH_FILE)
+        self._session = open_session(file, facts, ["CPUExecutionProvider"], threads)
         self._dtype = np.dtype(facts.dtype)
         super().__init__(facts, slots=slots, widest=widest, buffers=buffers)
 
@@ -73,7 +75,7 @@ class OrtEngine(HostEngine[Any]):
         """Everything bound by address.
 
         Input and output of a cache are the same memory: that is what makes ONNX Runtime's
-        TensorScatter write in place instead of copying the cache.
+        TensorScatter, or GroupQueryAttention, write in place instead of copying the cache.
         """
         binding = self._session.io_binding()
         inputs: tuple[tuple[str, Ids, tuple[int, ...]], ...] = (
