@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnxruntime
 import onnxruntime_genai
 
-from .peer_worker import Clock, converted
-from .peers import Request, Setup
+from .peer_worker import Clock, arrived_together, converted, weights_bytes
+from .peers import Batch, Request, Setup
 
 og: Any = onnxruntime_genai
 BUILDER = "onnxruntime_genai.models.builder"
+WEIGHTS = "model.onnx.data"
 NGRAM = 3  # of lookups: the last two tokens are looked for, as Transformers does
 
 
@@ -25,11 +29,17 @@ class Worker:
         self._folder = _build(setup, setup.target)
         self._draft = _build(setup, setup.draft) if setup.draft else None
         self._models: dict[bool, Any] = {}
+        begin = time.perf_counter()
         self._model(pair=False)
+        seconds = time.perf_counter() - begin
         self.facts = {
             "onnxruntime-genai": og.__version__,
             "onnxruntime": onnxruntime.__version__,
             "dtype": setup.precision,
+            "load_seconds": seconds,
+            "weights": weights_bytes(self._folder, WEIGHTS),
+            "draft_weights": weights_bytes(self._draft, WEIGHTS) if self._draft else 0,
+            "cache_element": 4,
         }
 
     def _model(self, *, pair: bool) -> Any:
@@ -68,6 +78,22 @@ class Worker:
             tokens = generator.get_next_tokens().tolist()
             clock.arrived(tokens, same_round=buffered > 0)
             buffered = generator.get_speculative_stats()["tokens_buffered"] if drafts else 0
+
+    def batch(self, request: Batch, clocks: Sequence[Clock]) -> None:
+        if request.mode != "plain":
+            raise ValueError("a batch is decoded without drafts")
+        model = self._model(pair=False)
+        parameters = og.GeneratorParams(model)
+        length = len(request.prompts[0]) + request.new_tokens
+        parameters.set_search_options(
+            max_length=length, batch_size=len(request.prompts), do_sample=False
+        )
+        generator = og.Generator(model, parameters)
+        generator.append_tokens(np.array(request.prompts, np.int32))
+        for _ in range(request.new_tokens):
+            # A text that has ended is padded at the cost of one that has not.
+            generator.generate_next_token()
+            arrived_together(clocks, generator.get_next_tokens().reshape(-1, 1).tolist())
 
 
 def _build(setup: Setup, checkpoint: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -12,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
 
-from .peer_worker import Clock, converted
-from .peers import Request, Setup
+from .peer_worker import Clock, arrived_together, converted
+from .peers import Batch, Request, Setup
 
 Ids = npt.NDArray[np.intc]
 # The binding's defaults restrict draws; these do not.
@@ -60,9 +61,20 @@ class Worker:
         self._target = self._write(setup.target)
         self._draft = self._write(setup.draft) if setup.draft else None
         self._models: dict[str, Any] = {}
+        self._many: _Many | None = None
         # A library that is built wrongly for this machine fails here, not amid a comparison.
+        begin = time.perf_counter()
+        self._model("plain")
+        seconds = time.perf_counter() - begin
         self.generate(Request([1, 2, 3], 1), Clock())
-        self.facts = {"llama-cpp-python": llama_cpp.__version__, "dtype": setup.precision}
+        self.facts = {
+            "llama-cpp-python": llama_cpp.__version__,
+            "dtype": setup.precision,
+            "load_seconds": seconds,
+            "weights": self._target.stat().st_size,
+            "draft_weights": self._draft.stat().st_size if self._draft else 0,
+            "cache_element": 4 if setup.precision == "float32" else 2,
+        }
 
     def _write(self, checkpoint: str) -> Path:
         source, precision = Path(checkpoint), self._setup.precision
@@ -119,3 +131,47 @@ class Worker:
         for token in islice(tokens, request.new_tokens):
             clock.arrived([int(token)], same_round=model.evaluations == seen)
             seen = model.evaluations
+
+    def batch(self, request: Batch, clocks: Sequence[Clock]) -> None:
+        """Through llama.cpp's own interface, in which a call may have tokens of several texts."""
+        if request.mode != "plain":
+            raise ValueError("the binding drafts for one text at a time")
+        if self._many is None:
+            self._many = _Many(self._model("plain"), self._setup)
+        self._many.generate(request, clocks)
+
+
+class _Many:
+    """A second context on the loaded weights, with a cache for several texts."""
+
+    def __init__(self, model: Any, setup: Setup):
+        parameters = model.context_params
+        parameters.n_ctx, parameters.n_seq_max = setup.slots * setup.max_len, setup.slots
+        parameters.n_batch = setup.max_len
+        self._context = library.llama_init_from_model(model.model, parameters)
+        self._tokens = library.llama_batch_init(setup.max_len, 0, 1)
+        self._vocab_size = model.n_vocab()
+
+    def generate(self, request: Batch, clocks: Sequence[Clock]) -> None:
+        library.llama_memory_clear(library.llama_get_memory(self._context), False)
+        last: list[int] = []
+        for text, (prompt, clock) in enumerate(zip(request.prompts, clocks, strict=True)):
+            last += self._call([(text, i, token) for i, token in enumerate(prompt)], [text])
+            clock.arrived(last[-1:])
+        texts, length = range(len(request.prompts)), len(request.prompts[0])
+        for position in range(length, length + request.new_tokens - 1):
+            last = self._call([(text, position, last[text]) for text in texts], texts)
+            arrived_together(clocks, [[token] for token in last])
+
+    def _call(self, rows: Sequence[tuple[int, int, int]], texts: Sequence[int]) -> list[int]:
+        """rows: (text, position, token). The argmax after the last row of each of the texts."""
+        call, ends = self._tokens, {text: i for i, (text, _, _) in enumerate(rows)}
+        call.n_tokens = len(rows)
+        for i, (text, position, token) in enumerate(rows):
+            call.token[i], call.pos[i] = token, position
+            call.n_seq_id[i], call.seq_id[i][0] = 1, text
+            call.logits[i] = i == ends[text]
+        if status := library.llama_decode(self._context, call):
+            raise RuntimeError(f"llama_decode gave {status}")
+        rows_of = [library.llama_get_logits_ith(self._context, ends[text]) for text in texts]
+        return [int(np.ctypeslib.as_array(r, (self._vocab_size,)).argmax()) for r in rows_of]

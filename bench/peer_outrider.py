@@ -5,16 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from runtime.bundle import load
-from runtime.text_engine import TextEngine
+from runtime.request import Running
+from runtime.text_engine import Options, TextEngine
 
-from .peer_worker import Clock
-from .peers import Request, Setup
+from .decode import step
+from .peer_worker import Clock, arrived_together
+from .peers import Batch, Request, Setup, StepCosts
+from .timing import alternate
+
+CALLS, PATIENCE = 5, 2.0  # of each width, for its cost; seconds for undisturbed ones
 
 
 class Worker:
@@ -23,11 +29,16 @@ class Worker:
     def __init__(self, setup: Setup):
         bundle = build(setup)
         begin = time.perf_counter()
-        self.engine: TextEngine = load(bundle, slots=1, threads=setup.threads, verify=False)
+        self.engine: TextEngine = load(
+            bundle, slots=setup.slots, threads=setup.threads, verify=False
+        )
         self.facts = {
             "outrider": f"onnxruntime {version('onnxruntime')}",
             "dtype": setup.precision,
-            "load_seconds": f"{time.perf_counter() - begin:.3f}",
+            "load_seconds": time.perf_counter() - begin,  # of both models, if there are two
+            "weights": self.engine.memory["target"],
+            "draft_weights": self.engine.memory.get("draft", 0),
+            "cache_element": 4,
         }
 
     def generate(self, request: Request, clock: Clock) -> None:
@@ -36,6 +47,39 @@ class Worker:
                 clock.arrived(event.token_ids)
             if event.result is not None:
                 clock.notes = event.result.stats.summary()
+
+    def batch(self, request: Batch, clocks: Sequence[Clock]) -> None:
+        """As `TextEngine.batch` with a slot for each, and the times of the rounds."""
+        decoder, running = self.engine.decoder, dict[Running, Clock]()
+        try:
+            for number, (prompt, clock) in enumerate(zip(request.prompts, clocks, strict=True)):
+                one = Request(prompt, request.new_tokens, request.mode, 0.0, number, request.gamma)
+                joined = decoder.admit(self.engine.request(prompt, Options(**options(one))))
+                running[joined] = clock
+                clock.arrived([token.id for token in joined.output])
+            while running:
+                new = decoder.round(running)
+                ids = [[token.id for token in new[text]] for text in running]
+                arrived_together(list(running.values()), ids)
+                for text in [text for text in running if text.finish_reason is not None]:
+                    running.pop(text).notes = text.stats.summary()
+                    decoder.release(text)
+        finally:
+            for text in running:
+                decoder.release(text)
+
+    def costs(self, position: int, gamma: int) -> StepCosts:
+        """See `Peer.costs`; medians of a few calls, taken in alternation."""
+        decoder = self.engine.decoder
+        if decoder.draft is None:
+            raise ValueError("no draft model was given")
+        calls: dict[str, Callable[[], object]] = {"draft": step(decoder.draft, 1, position, 1)}
+        for width in range(1, gamma + 2):
+            calls[str(width)] = step(decoder.target, width, position, width)
+        with self.engine.exclusive():
+            figures = alternate(calls, rounds=CALLS, patience=PATIENCE)
+        seconds = [1e-3 * figure.ms for figure in figures.values()]
+        return StepCosts(seconds[0], seconds[1:])
 
 
 def options(request: Request) -> dict[str, Any]:

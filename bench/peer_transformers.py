@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import copy
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
 
-from .peer_worker import Clock
-from .peers import Request, Setup
+from .peer_worker import Clock, arrived_together, weights_bytes
+from .peers import Batch, Request, Setup
 
 library: Any = transformers  # most of it is not annotated
 
 
 class _Streamer:
-    """Hands tokens to the clock, a `put` a round; the first `put` is the prompt."""
+    """Hands tokens to the clocks, a `put` a round; the first `put` is the prompts."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock, self._prompt = clock, True
+    def __init__(self, clocks: Sequence[Clock]) -> None:
+        self._clocks, self._prompt = clocks, True
 
     def put(self, tokens: torch.Tensor) -> None:
-        if not self._prompt:
-            self._clock.arrived(tokens.flatten().tolist())
+        if not self._prompt:  # of several texts, each has one
+            arrived_together(self._clocks, tokens.reshape(len(self._clocks), -1).tolist())
         self._prompt = False
 
     def end(self) -> None:
@@ -36,30 +38,45 @@ class Worker:
         library.logging.set_verbosity_error()
         library.logging.disable_progress_bar()
         torch.set_num_threads(setup.threads)
+        begin = time.perf_counter()
         self._target = _load(setup.target)
+        seconds = time.perf_counter() - begin
         self._draft_folder = setup.draft
         self._draft: Any = None
         self.facts = {
             "transformers": transformers.__version__,
             "torch": torch.__version__,
             "dtype": str(self._target.dtype).removeprefix("torch."),
+            "load_seconds": seconds,
+            "weights": sum(x.numel() * x.element_size() for x in self._target.parameters()),
+            "draft_weights": weights_bytes(setup.draft) if setup.draft else 0,
+            "cache_element": 4,
         }
 
     def generate(self, request: Request, clock: Clock) -> None:
-        self._target.set_attn_implementation("eager" if request.mode == "eager" else "sdpa")
-        ids = torch.tensor([request.prompt])
         torch.manual_seed(request.seed)
+        self._generate([request.prompt], request, [clock], **_sampling(request.temperature))
+
+    def batch(self, request: Batch, clocks: Sequence[Clock]) -> None:
+        self._generate(request.prompts, request, clocks, do_sample=False)
+
+    def _generate(
+        self, prompts: list[list[int]], request: Request | Batch, clocks: Sequence[Clock],
+        **sampling: Any,
+    ) -> None:  # fmt: skip
+        self._target.set_attn_implementation("eager" if request.mode == "eager" else "sdpa")
+        ids = torch.tensor(prompts)
         with torch.inference_mode():
             self._target.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=request.new_tokens,
-                streamer=_Streamer(clock),
-                **_sampling(request.temperature),
+                streamer=_Streamer(clocks),
+                **sampling,
                 **self._drafting(request),
             )
 
-    def _drafting(self, request: Request) -> dict[str, Any]:
+    def _drafting(self, request: Request | Batch) -> dict[str, Any]:
         if request.mode == "lookup":
             return {"prompt_lookup_num_tokens": request.gamma}
         if request.mode not in ("draft", "assistant"):

@@ -1,11 +1,12 @@
 """python -m bench.peer_worker NAME SETUP: the process of one peer; a JSON line in, a line out.
 
-The first line out has the peer's versions. The loop knows no peer: each has a module with a class
-`Worker` (see below).
+A line in names a call and has its arguments; the first line out has facts. The loop knows no peer:
+each has a module with a class `Worker` (see below).
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import os
@@ -14,13 +15,13 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from .machine import resident
-from .peers import PEERS, Request, Setup, Text
+from .peers import PEERS, Batch, Request, Setup, Text
 from .timing import lost_seconds
 
 
@@ -36,9 +37,20 @@ class Clock:
         self._round = 0  # index of its first token
         self._lost, self._begin = lost_seconds(), time.perf_counter()
 
-    def arrived(self, tokens: Sequence[int], *, same_round: bool = False) -> None:
-        """Tokens that have just come. same_round: with those before; all of them get this time."""
-        now, lost = time.perf_counter() - self._begin, lost_seconds() - self._lost
+    def now(self) -> tuple[float, float]:
+        """Seconds, and seconds lost, since it was made."""
+        return time.perf_counter() - self._begin, lost_seconds() - self._lost
+
+    def arrived(
+        self,
+        tokens: Sequence[int],
+        *,
+        same_round: bool = False,
+        at: tuple[float, float] | None = None,
+    ) -> None:
+        """Tokens that have just come, or did at a time. same_round: with those before; all of them
+        get this time."""
+        now, lost = at or self.now()
         if not same_round:
             self._round = len(self.tokens)
         self.tokens += tokens
@@ -47,15 +59,28 @@ class Clock:
         self.lost[self._round :] = [lost] * size
 
 
-class Worker(Protocol):
-    """What a peer's module has under this name. Prefixes of earlier prompts are not reused."""
+def arrived_together(clocks: Sequence[Clock], tokens: Sequence[Sequence[int]]) -> None:
+    """Tokens of several texts, a sequence each, that have just come."""
+    at = clocks[0].now()  # reading what was lost takes a while
+    for clock, some in zip(clocks, tokens, strict=True):
+        clock.arrived(some, at=at)
 
-    facts: dict[str, str]
+
+class Worker(Protocol):
+    """What a peer's module has under this name. Prefixes of earlier prompts are not reused.
+
+    facts: see `Peer.facts`. One has `costs` too, with the arguments of `Peer.costs`.
+    """
+
+    facts: dict[str, Any]
 
     def __init__(self, setup: Setup): ...
 
     def generate(self, request: Request, clock: Clock) -> None:
         """Every token goes through the clock."""
+
+    def batch(self, request: Batch, clocks: Sequence[Clock]) -> None:
+        """A clock for each text."""
 
 
 def converted(folder: Path, checkpoint: Path, module: str, *arguments: object) -> Path:
@@ -85,6 +110,11 @@ def converted(folder: Path, checkpoint: Path, module: str, *arguments: object) -
     return folder
 
 
+def weights_bytes(checkpoint: str | Path, pattern: str = "*.safetensors") -> int:
+    """Of the files that hold a model's weights."""
+    return sum(file.stat().st_size for file in Path(checkpoint).glob(pattern))
+
+
 def main(name: str, setup: Setup) -> None:
     # Libraries print what they like: to stderr, so that stdout has answers alone.
     answers = os.fdopen(os.dup(1), "w")
@@ -100,19 +130,44 @@ def main(name: str, setup: Setup) -> None:
 
     try:
         made: type[Worker] = importlib.import_module(f".{PEERS[name].module}", __package__).Worker
+        before = resident()["rss"]
         worker = made(setup)
     except Exception as error:  # noqa: BLE001 - whatever it is, the peer is missing with a reason
         answer(failed(error))
         return
-    answer({**worker.facts})
+    answer({**worker.facts, "before": before})
     for line in sys.stdin:
-        request, clock = Request(**json.loads(line)), Clock()
         try:
-            worker.generate(request, clock)
+            for call, content in json.loads(line).items():
+                answer(CALLS[call](worker, content))
         except Exception as error:  # noqa: BLE001 - as above
             answer(failed(error))
-            continue
-        answer(asdict(Text(clock.tokens, clock.times, clock.lost, resident(), clock.notes)))
+
+
+def _generate(worker: Worker, content: dict[str, Any]) -> dict[str, Any]:
+    clock = Clock()
+    worker.generate(Request(**content), clock)
+    return _answer(clock)
+
+
+def _batch(worker: Worker, content: dict[str, Any]) -> dict[str, Any]:
+    request, clock = Batch(**content), Clock()
+    clocks = [clock, *(copy.deepcopy(clock) for _ in request.prompts[1:])]  # of one beginning
+    worker.batch(request, clocks)
+    return {"texts": [_answer(clock) for clock in clocks]}
+
+
+def _costs(worker: Any, content: dict[str, Any]) -> dict[str, Any]:
+    return asdict(worker.costs(**content))
+
+
+def _answer(clock: Clock) -> dict[str, Any]:
+    return asdict(Text(clock.tokens, clock.times, clock.lost, resident(), clock.notes))
+
+
+CALLS: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
+    "generate": _generate, "batch": _batch, "costs": _costs,
+}  # fmt: skip
 
 
 if __name__ == "__main__":

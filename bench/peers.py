@@ -14,7 +14,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -88,6 +88,7 @@ def missing(name: str = "transformers") -> str | None:
 class Setup:
     """What a worker is started with. target, draft: Hugging Face folders. threads: of every pool
     that decodes. work: where it keeps converted checkpoints. max_len: rows, prompt and gamma too.
+    slots: texts that are decoded together, where a cache is made for so many.
     """
 
     target: str
@@ -96,6 +97,7 @@ class Setup:
     precision: str
     work: str
     max_len: int
+    slots: int = 1
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,25 @@ class Request:
     temperature: float = 0.0
     seed: int = 0
     gamma: int = 4
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts that are decoded together, greedily. prompts: of the same length, so that nothing has
+    to be padded. The others: as those of a `Request`."""
+
+    prompts: list[list[int]]
+    new_tokens: int
+    mode: str = "plain"
+    gamma: int = 4
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of calls of the engines alone: a draft step, and the target with 1, 2, ... tokens."""
+
+    draft: float
+    widths: list[float]
 
 
 @dataclass(frozen=True)
@@ -137,6 +158,11 @@ class Text:
         """The rounds after the first; without drafts, a token each."""
         ends = [i for i, time in enumerate(self.times) if self.times[i + 1 : i + 2] != [time]]
         return [self._between(i, j) for i, j in pairwise(ends)]
+
+    def round_tokens(self) -> list[int]:
+        """Of each round after the first."""
+        counts = [len(list(tokens)) for _, tokens in groupby(self.times)]
+        return counts[1:]
 
     def decoding(self) -> Sample:
         """Seconds a token, of the tokens after the first round."""
@@ -168,6 +194,7 @@ class Peer:
         work: Path,
         precision: str = "float32",
         max_len: int = MAX_LEN,
+        slots: int = 1,
     ):
         if (reason := missing(name)) is not None:
             raise Unavailable(reason)
@@ -181,6 +208,7 @@ class Peer:
             precision=precision,
             work=str(work.resolve()),
             max_len=max_len,
+            slots=slots,
         )
         self._prompts: dict[str, list[int]] = {}  # the last of each mode
         self._process = subprocess.Popen(
@@ -191,7 +219,9 @@ class Peer:
             cwd=Path(__file__).parents[1],
         )
         try:
-            self.facts: dict[str, str] = self._answer()  # versions and the type of the weights
+            # Versions; dtype of the weights; load_seconds, from the converted files; bytes of
+            # weights, draft_weights, a cache_element, and before: the process without a model.
+            self.facts: dict[str, Any] = self._answer()
         except BaseException:
             self.close()
             raise
@@ -236,14 +266,33 @@ class Peer:
         """
         if request.prompt == self._prompts.get(request.mode):
             raise ValueError("the same prompt twice in a row")
-        if request.mode not in self.kind.modes:
-            raise Unavailable(f"{self.name} has no mode {request.mode}")
         self._prompts[request.mode] = list(request.prompt)
+        return self._checked(self._ask("generate", request), request)
+
+    def batch(self, request: Batch) -> list[Text]:
+        """Decode texts together; all their times are from the request on. Raises Unavailable."""
+        texts: list[dict[str, Any]] = self._ask("batch", request)["texts"]
+        return [self._checked(text, request) for text in texts]
+
+    def costs(self, position: int, gamma: int) -> StepCosts:
+        """Of calls at that row of the cache, with 1 to gamma + 1 tokens; of Outrider alone."""
+        return StepCosts(**self._ask("costs", {"position": position, "gamma": gamma}))
+
+    def _ask(self, call: str, content: Request | Batch | dict[str, int]) -> dict[str, Any]:
+        if not isinstance(content, dict):
+            if content.mode not in self.kind.modes:
+                raise Unavailable(f"{self.name} has no mode {content.mode}")
+            content = asdict(content)
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # there will be no answer, which says why
-            self._process.stdin.write(json.dumps(asdict(request)) + "\n")
+            self._process.stdin.write(json.dumps({call: content}) + "\n")
             self._process.stdin.flush()
-        text = Text(**self._answer())
+        answer: dict[str, Any] = self._answer()
+        return answer
+
+    @staticmethod
+    def _checked(answer: dict[str, Any], request: Request | Batch) -> Text:
+        text = Text(**answer)
         if len(text.tokens) != request.new_tokens:
             raise Unavailable(f"it gave {len(text.tokens)} of {request.new_tokens} tokens")
         return text

@@ -3,265 +3,123 @@
 The pair is the bundled one, grown to the shape of a real model without changing what it says
 (bench/inflate.py), with a draft that agrees with it about as often as is asked for. Every system is
 a process of its own (bench/peers.py). Each prompt goes to all of them, one after the other in an
-order that rotates; ratios are taken prompt by prompt, and their median is told.
+order that changes; ratios are taken prompt by prompt, and their median is told.
 
-Progress goes to stderr, tables to stdout, one JSON line last.
+Progress goes to stderr, tables to stdout, one JSON line last; with --out also to side.json, side.md
+and plots.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from models.corpus import collect
 from runtime.errors import CommandParser, OutriderError, run_command
-from runtime.theory import speedup
 
-from . import machine, side_pair
-from .peers import PEERS, Peer, Request, Text, Unavailable
-from .timing import DISTURBED
-from .workloads import Prompts, Workload, workloads
+from . import machine, side_batch, side_figures, side_pair, side_plots, side_tables
+from .peers import PEERS
+from .side_figures import Row, sizes_of
+from .side_goals import goals
+from .side_run import (
+    GAMMA,
+    MEMORY_SHAPE,
+    OURS,
+    WARM_UPS,
+    Job,
+    Place,
+    Run,
+    System,
+    measure,
+    measure_memory,
+    say,
+    systems,
+)
+from .workloads import KINDS, Prompts, workloads
 
-GAMMA = 4
-WARM_UPS = 3
-MAX_LEN = 2048
-BASE = "transformers plain"
-OWN = "outrider plain"
-MODES = ("plain", "draft", "assistant", "auto", "lookup")  # "eager" is never the faster one
-PRECISIONS = {"llama.cpp": ("float32", "q8_0", "q4_0")}
+
+@dataclass(frozen=True)
+class Cell:
+    """kinds of prompts, of one length (tokens), with outputs of one. few: for the main systems."""
+
+    kinds: tuple[str, ...]
+    prompt: int
+    new_tokens: int
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    few: bool = False
 
 
 @dataclass(frozen=True)
 class Scale:
-    """count: prompts of a workload. shapes: (prompt, output) tokens."""
+    """count: prompts of a workload. together: sizes of batches; times: how often each; batch:
+    (prompt, output) tokens of their texts. memory: of all systems, or of the main ones."""
 
     name: str
     shape: str
     count: int
-    shapes: tuple[tuple[int, int], ...]
-    temperatures: tuple[float, ...] = (0.0, 1.0)
+    cells: tuple[Cell, ...]
+    together: tuple[int, ...]
+    times: int
+    batch: tuple[int, int]
+    memory_of_all: bool
 
 
-FULL = Scale("full", "smollm-135m", 3, ((16, 64), (128, 64), (1024, 64)))
-QUICK = Scale("quick", "smollm-135m", 2, ((128, 32),))
+FULL = Scale(
+    "full", "smollm-135m", 3,
+    (
+        Cell(KINDS, 128, 64),
+        Cell(("completion",), 16, 8, few=True),
+        Cell(("completion",), 16, 512, (0.0,), few=True),
+        Cell(("editing", "question"), 1024, 64, (0.0,), few=True),
+        Cell(("continuation",), 1500, 32, (0.0,), few=True),
+    ),
+    together=(1, 2, 4, 8), times=3, batch=(64, 32), memory_of_all=True,
+)  # fmt: skip
+QUICK = Scale(
+    "quick", "smollm-135m", 2, (Cell(("completion", "editing"), 128, 24),),
+    together=(1, 4), times=1, batch=(64, 16), memory_of_all=False,
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class System:
-    """A mode of a peer. name: what tables call it."""
-
-    peer: str
-    mode: str
-    precision: str = "float32"
-
-    @property
-    def name(self) -> str:
-        weights = "" if self.precision == "float32" else f" {self.precision}"
-        return f"{self.peer}{weights} {self.mode}"
-
-
-@dataclass
-class Run:
-    """texts: by (workload, temperature), for each prompt by system. missing: why, by system."""
-
-    texts: dict[tuple[str, float], list[dict[str, Text]]] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-    facts: dict[str, dict[str, str]] = field(default_factory=dict)
-
-
-def systems(wanted: Sequence[str]) -> list[System]:
+def jobs(scale: Scale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
     made = []
-    for name, kind in PEERS.items():
-        for precision in PRECISIONS.get(name, ("float32",)) if name in wanted else ():
-            modes = [m for m in MODES if m in kind.modes]
-            made += [
-                System(name, mode, precision)
-                for mode in modes[: None if precision == "float32" else 1]
-            ]
+    for cell in scale.cells:
+        loads = workloads(prompts, scale.count, ((cell.prompt, cell.new_tokens),), cell.kinds)
+        some = [s for s in chosen if s.among_few] if cell.few else list(chosen)
+        made += [Job(load, t, some) for t in cell.temperatures for load in loads]
     return made
 
 
-def measure(
-    all_systems: Sequence[System],
-    loads: Sequence[Workload],
-    temperatures: Sequence[float],
-    pair: side_pair.Pair,
-    *,
-    threads: int,
-    work: Path,
-) -> Run:
-    """Every prompt through every system, at every temperature."""
-    run = Run()
-    with ExitStack() as stack:
-        peers = _start(all_systems, pair, threads, work, run, stack)
-        alive = [s for s in all_systems if (s.peer, s.precision) in peers]
-        _warm_up(peers, alive, loads, run)
-        seconds, begin = 0.0, time.perf_counter()
-        total = sum(len(load.prompts) for load in loads) * len(temperatures)
-        done = 0
-        for temperature in temperatures:
-            for load in loads:
-                rows = run.texts.setdefault((load.name, temperature), [])
-                for number, prompt in enumerate(load.prompts):
-                    alive = [s for s in alive if s.name not in run.missing]
-                    turn = number % max(1, len(alive))
-                    rows.append({})
-                    for system in alive[turn:] + alive[:turn]:
-                        request = Request(
-                            prompt, load.new_tokens, system.mode, temperature, number, GAMMA
-                        )
-                        text = _ask(peers, system, request, run)
-                        if text is not None:
-                            rows[-1][system.name] = text
-                    done += 1
-                    seconds = time.perf_counter() - begin
-                    left = f"{seconds / done * (total - done):.0f} s to go"
-                    say(f"{load.name}, temperature {temperature:g}: {done}/{total}, {left}")
-    return run
+def estimate(scale: Scale, work: Sequence[Job], chosen: Sequence[System], step: float) -> float:
+    """Seconds, about: a token of a prefill is worth an eighth of a step. step: seconds of a plain
+    step of ours. The other figures are of a machine of two cores."""
 
+    def steps(system: System, prompt: int, new_tokens: int, together: int = 1) -> float:
+        pace = 2.0 if system.peer == "transformers" else 1.0
+        pace *= 0.5 if system.mode != "plain" or system.precision != "float32" else 1.0
+        return together * prompt / 8 + pace * new_tokens * (1 + (together - 1) / 8)
 
-def _start(
-    all_systems: Sequence[System], pair: side_pair.Pair, threads: int, work: Path, run: Run,
-    stack: ExitStack,
-) -> dict[tuple[str, str], Peer]:  # fmt: skip
-    peers: dict[tuple[str, str], Peer] = {}
-    for system in all_systems:
-        key = (system.peer, system.precision)
-        if key in peers or f"{system.peer} {system.precision}" in run.missing:
-            continue
-        say(f"starting {system.peer} {system.precision}")
-        try:
-            peer = Peer(
-                system.peer, pair.target, draft=pair.draft, threads=threads, work=work,
-                precision=system.precision, max_len=MAX_LEN,
-            )  # fmt: skip
-        except Unavailable as error:
-            run.missing[f"{system.peer} {system.precision}"] = str(error)
-            say(f"missing: {system.peer} {system.precision}: {error}")
-            continue
-        peers[key] = stack.enter_context(peer)
-        run.facts[f"{system.peer} {system.precision}"] = peer.facts
-    return peers
-
-
-def _ask(
-    peers: dict[tuple[str, str], Peer], system: System, request: Request, run: Run
-) -> Text | None:
-    """Its text; None from a system that has no such mode, which is noted."""
-    peer = peers[system.peer, system.precision]
-    try:
-        return peer.generate(request)
-    except Unavailable as error:
-        run.missing[system.name] = str(error)
-        say(f"missing: {system.name}: {error}")
-        return None
-
-
-def _warm_up(
-    peers: dict[tuple[str, str], Peer], alive: Sequence[System], loads: Sequence[Workload], run: Run
-) -> None:
-    say("warming up")
-    for turn in range(WARM_UPS):
-        for number, system in enumerate(alive):
-            if system.name not in run.missing:
-                prompt = loads[turn % len(loads)].prompts[0][: 8 + len(alive) * turn + number]
-                _ask(peers, system, Request(prompt, 12, system.mode, 0.0, turn, GAMMA), run)
-
-
-# What it comes to
-
-
-def ratios(rows: Sequence[dict[str, Text]], fast: str, slow: str) -> list[float]:
-    """How many times as fast one system decoded as another, for each prompt that both have."""
-    return [
-        row[slow].decoding().seconds / row[fast].decoding().seconds
-        for row in rows
-        if fast in row and slow in row
-    ]
-
-
-def summary(rows: Sequence[dict[str, Text]], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Of each system: tokens a second, TPOT and TTFT in ms (medians over prompts), and how many
-    times as fast as the bases."""
-    table: dict[str, dict[str, Any]] = {}
-    for name in names:
-        texts = [row[name] for row in rows if name in row]
-        if not texts:
-            continue
-        tpot = statistics.median(text.decoding().seconds for text in texts)
-        table[name] = {
-            "tpot_ms": round(1e3 * tpot, 3),
-            "tokens_per_second": round(1 / tpot, 2),
-            "ttft_ms": round(1e3 * statistics.median(t.first_seconds for t in texts), 2),
-            "prompts": len(texts),
-            "disturbed": sum(text.decoding().lost > DISTURBED for text in texts),
-        }
-        for base in (BASE, OWN, "llama.cpp plain"):
-            if found := ratios(rows, name, base):
-                table[name][f"over {base}"] = round(statistics.median(found), 3)
-    return table
-
-
-def theory(rows: Sequence[dict[str, Text]]) -> dict[str, float] | None:
-    """The speculative texts against Theorem 3.8 with the costs of the same texts.
-
-    alpha: accepted of examined. c, verify: a draft step, and the rest of a round, in plain steps.
-    """
-    plain = [row[OWN].notes for row in rows if OWN in row and "outrider draft" in row]
-    fast = [row["outrider draft"].notes for row in rows if OWN in row and "outrider draft" in row]
-    if not fast or not all(note.get("drafted") for note in fast):
-        return None
-
-    def total(notes: Sequence[dict[str, Any]], *names: str) -> float:
-        return float(sum(note[name] for note in notes for name in names))
-
-    rest = ("time_verify", "time_sample", "time_host")
-    step = total(plain, *rest) / total(plain, "rounds")
-    c = total(fast, "time_draft") / total(fast, "drafted") / step
-    verify = total(fast, *rest) / total(fast, "rounds") / step
-    alpha = total(fast, "accepted") / total(fast, "examined")
-    gamma = total(fast, "drafted") / total(fast, "rounds")
-    tokens = total(fast, "output_tokens") - len(fast)
-    measured = (tokens / total(fast, *rest, "time_draft")) * step
-    predicted = speedup(alpha, gamma, c, verify)
-    return {
-        "alpha": round(alpha, 4),
-        "accepted_of_drafted": round(total(fast, "accepted") / total(fast, "drafted"), 4),
-        "tau": round(tokens / total(fast, "rounds"), 3),
-        "c": round(c, 4),
-        "verify": round(verify, 3),
-        "measured": round(measured, 3),
-        "predicted": round(predicted, 3),
-        "measured_over_predicted": round(measured / predicted, 3),
-    }
-
-
-def table(title: str, rows: dict[str, dict[str, Any]]) -> str:
-    columns = ((28, ""), (8, "tok/s"), (9, "TPOT ms"), (9, "TTFT ms"), (11, "x Transf."),
-               (9, "x llama"), (7, "x own"))  # fmt: skip
-    head = "".join(f"{name:>{width}}" for width, name in columns)
-    lines = [title, head]
-    for name, row in rows.items():
-        others = [row.get(f"over {b}") for b in (BASE, "llama.cpp plain", OWN)]
-        cells = ["" if value is None else f"{value:.2f}" for value in others]
-        mark = " *" if row["disturbed"] > row["prompts"] // 2 else ""
-        lines.append(
-            f"{name:<28}{row['tokens_per_second']:>8.1f}{row['tpot_ms']:>9.2f}{row['ttft_ms']:>9.1f}"
-            f"{cells[0]:>11}{cells[1]:>9}{cells[2]:>7}{mark}"
-        )
-    return "\n".join(lines)
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    texts = sum(
+        steps(system, len(prompt), job.load.new_tokens)
+        for job in work
+        for prompt in job.load.prompts
+        for system in job.systems
+    )
+    batches = scale.times * sum(
+        steps(system, *scale.batch, size)
+        for size in scale.together
+        for system in side_batch.batched(chosen)
+    )
+    held = [s for s in chosen if scale.memory_of_all or s.among_few]
+    memory = sum(steps(system, *MEMORY_SHAPE) for system in held)
+    warm = WARM_UPS * sum(steps(system, 32, 12) for system in chosen)
+    starts = len(held) + 2 * len({system.worker for system in chosen})
+    return step * (texts + batches + memory + warm) + 5.0 * starts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -272,9 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     made = CommandParser(prog="python -m bench.side", description=(__doc__ or "").split("\n\n")[1])
     add = made.add_argument
-    add(
-        "--quick", action="store_true", help="a few minutes: one shape of prompts, two of each kind"
-    )
+    add("--quick", action="store_true", help="minutes: one shape of prompts, two of each kind")
     add(
         "--alpha", type=float, default=0.8, metavar="A", help="acceptance of the draft; default 0.8"
     )
@@ -283,51 +139,111 @@ def parser() -> argparse.ArgumentParser:
         help="of every system; default: the machine's cores")  # fmt: skip
     add("--work", type=Path, default=Path("build/side"), metavar="DIR",
         help="where pairs and what peers make of them are kept")  # fmt: skip
+    add("--out", type=Path, metavar="DIR", help="write side.json, side.md and plots")
     return made
 
 
 def _main(args: argparse.Namespace) -> int:
-    if "outrider" not in args.peers:
+    if OURS not in args.peers:
         raise OutriderError("option", "--peers leaves outrider out", "Name it too.")
     scale = QUICK if args.quick else FULL
     pair = side_pair.make(scale.shape, args.alpha, args.work)
-    corpus = collect()
     encode, begin = side_pair.encoder(pair.target)
-    prompts = Prompts(corpus.held_out, encode, begin, seed=1)
-    loads = workloads(prompts, scale.count, scale.shapes)
-    chosen = systems(args.peers)
-    reader = machine.MemoryReader(args.threads)
-    for _ in range(5):
-        reader()
-    run = measure(chosen, loads, scale.temperatures, pair, threads=args.threads, work=args.work)
-    results: dict[str, Any] = {
-        "machine": machine.describe(args.threads), "scale": scale.name, "pair": pair.facts,
-        "bytes_per_second": reader.bandwidth, "missing": run.missing, "facts": run.facts,
-        "workloads": {},
-    }  # fmt: skip
-    names = [system.name for system in chosen]
-    for temperature in scale.temperatures:
-        whole: list[dict[str, Text]] = []
-        for load in loads:
-            rows = run.texts[load.name, temperature]
-            whole += rows
-            _tell(results, load.name, temperature, rows, names)
-        _tell(results, "all", temperature, whole, names)
+    prompts = Prompts(collect().held_out, encode, begin, seed=1)
+    results = run(scale, Place(pair, args.threads, args.work), prompts, systems(args.peers))
+    print(side_tables.heading(results), end="\n\n")
+    for table in side_tables.tables(results):
+        print(table.text(), flush=True)
+    if args.out is not None:
+        for line in write(results, args.out):
+            say(line)
     print(json.dumps(results, separators=(",", ":")))
     return 0
 
 
-def _tell(
-    results: dict[str, Any], name: str, temperature: float, rows: Sequence[dict[str, Text]],
-    names: Sequence[str],
-) -> None:  # fmt: skip
-    title = f"{name}, temperature {temperature:g}"
-    found, predicted = summary(rows, names), theory(rows)
-    results["workloads"][title] = {"systems": found, "theory": predicted}
-    print(table(title, found))
-    if predicted is not None:
-        print("theory  " + " | ".join(f"{key} {value:g}" for key, value in predicted.items()))
-    print(flush=True)
+def run(scale: Scale, place: Place, prompts: Prompts, chosen: Sequence[System]) -> dict[str, Any]:
+    """Measure all of a scale; the JSON object."""
+    work, found = jobs(scale, prompts, chosen), Run()
+    reader = machine.MemoryReader(place.threads)
+    for _ in range(5):
+        reader()
+    weights = sum(file.stat().st_size for file in place.pair.target.glob("*.safetensors"))
+    minutes = estimate(scale, work, chosen, 1.3 * weights / reader.bandwidth) / 60
+    say(f"about {minutes:.0f} minutes, and longer where something is to be converted first")
+    measure(work, place, found, reader)
+    batches = side_batch.measure(
+        chosen, scale.together, scale.times, scale.batch[1],
+        lambda: prompts.completion(scale.batch[0]), place, found,
+    )  # fmt: skip
+    held = [s for s in chosen if scale.memory_of_all or s.among_few]
+    measure_memory(held, prompts.completion(MEMORY_SHAPE[0]), place, found)
+    return {
+        "machine": machine.describe(place.threads), "scale": scale.name, "gamma": GAMMA,
+        "pair": place.pair.facts, "bytes_per_second": round(reader.bandwidth),
+        **_texts(work, chosen, found, place, reader.bandwidth),
+        "batches": side_batch.summary(batches, [s.name for s in chosen]),
+        "missing": found.missing, "facts": found.facts,
+    }  # fmt: skip
+
+
+def _texts(
+    work: Sequence[Job], chosen: Sequence[System], found: Run, place: Place, rate: float
+) -> dict[str, Any]:
+    """What the texts tell: by workload, all together, memory and goals."""
+    models = place.pair.target, place.pair.draft
+    cells: list[dict[str, Any]] = []
+    by_temperature: dict[str, list[Row]] = {}
+    for job in work:
+        rows = found.texts[job.name]
+        by_temperature.setdefault(f"{job.temperature:g}", []).extend(rows)
+        some = {
+            s.name: side_figures.summary(rows, s, sizes_of(found, job, s, models, rate))
+            for s in job.systems
+            if s.worker in found.facts
+        }
+        cells.append(
+            {
+                "name": job.name, "kind": job.load.name.split()[0],
+                "prompt": len(job.load.prompts[0]), "new_tokens": job.load.new_tokens,
+                "temperature": job.temperature,
+                "systems": {name: entry for name, entry in some.items() if entry is not None},
+                "theory": side_figures.theory(rows, found.costs.get(job.name, ())),
+            }
+        )  # fmt: skip
+    whole = {}
+    for temperature, rows in by_temperature.items():
+        pairs = ((s.name, side_figures.summary(rows, s, None)) for s in chosen)
+        whole[temperature] = {
+            "systems": {name: entry for name, entry in pairs if entry is not None}
+        }
+    memory = side_figures.memory(found, *models)
+    quotients = [q for cell in cells if cell["theory"] for q in cell["theory"]["quotients"]]
+    loads = {
+        worker: asdict(spread)
+        for worker, seconds in found.loads.items()
+        if (spread := side_figures.Spread.of(seconds))
+    }
+    every = [row for rows in by_temperature.values() for row in rows]
+    told = goals(every, quotients, memory, found.loads.get(f"{OURS} float32", []))
+    return {
+        "floor_ms": round(1e3 * _floor(found, models[0], rate), 3),
+        "cells": cells, "all": whole, "memory": memory, "loads": loads,
+        "goals": [goal.json_object() for goal in told],
+    }  # fmt: skip
+
+
+def _floor(found: Run, target: Path, rate: float) -> float:
+    """Seconds in which float32 weights, without a cache, can be read."""
+    weights = [facts["weights"] for facts in found.facts.values() if facts["dtype"] == "float32"]
+    return min(weights, default=0) / rate
+
+
+def write(results: dict[str, Any], out: Path) -> list[str]:
+    """Write what --out asks for; a line for each file."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "side.json").write_text(json.dumps(results))
+    (out / "side.md").write_text(side_tables.markdown(results))
+    return ["side.json", "side.md", *side_plots.draw_or_explain(results, out)]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 Encode = Callable[[str], list[int]]
+KINDS = ("completion", "editing", "question", "continuation")  # methods of `Prompts`
 SHORTEST = 400  # characters of a document, or a function, that is of use
+ROOM = {"editing": 128, "question": 64}  # tokens that a function twice, or a passage, takes
+TRIES = 1000
 COPIES = 2  # how often a copied function stands in full before it is begun again
 
 
@@ -49,11 +52,11 @@ class Prompts:
 
     def editing(self, length: int) -> list[int]:
         """A function several times over, and its first line once more: most of the answer can be
-        copied. What is left of the length stands before it."""
-        while True:
+        copied. What is left of the length stands before it. Raises ValueError where none fits."""
+        for _ in range(TRIES):
             source = self._document(self._code)
             functions = re.findall(r"^def .*\n(?:(?:[ \t]+.*)?\n)+", source, re.MULTILINE)
-            functions = [f.rstrip() + "\n\n" for f in functions if len(f) >= SHORTEST // 2]
+            functions = [f.rstrip() + "\n\n" for f in functions if len(f) >= SHORTEST // 4]
             if not functions:
                 continue
             function = functions[self._rng.integers(len(functions))]
@@ -65,6 +68,7 @@ class Prompts:
                 while len(before) < room:
                     before += self._encode(self._document(self._code))
                 return [*self._begin, *before[:room], *ids]
+        raise ValueError(f"no function fits {COPIES} times into {length} tokens")
 
     def question(self, length: int) -> list[int]:
         """A passage, and what asks for it."""
@@ -91,21 +95,23 @@ def _is_code(document: str) -> bool:
 
 
 def workloads(
-    prompts: Prompts, count: int, shapes: Sequence[tuple[int, int]] = ((16, 64), (128, 64))
+    prompts: Prompts,
+    count: int,
+    shapes: Sequence[tuple[int, int]] = ((16, 64), (128, 64)),
+    kinds: Sequence[str] = KINDS,
 ) -> list[Workload]:
     """Each kind with each shape: `count` prompts. shapes: (prompt, output) tokens."""
-    kinds = {
-        "completion": prompts.completion, "editing": prompts.editing,
-        "question": prompts.question, "continuation": prompts.continuation,
-    }  # fmt: skip
     made = []
-    for name, make in kinds.items():
+    for name in kinds:
+        make = getattr(prompts, name)
         for length, new_tokens in shapes:
-            if name in ("editing", "question") and length < 64:
-                continue  # no room for a passage
+            if length < ROOM.get(name, 0):
+                continue
             some: list[list[int]] = []
-            while len(some) < count:
-                if (prompt := make(length)) not in some:
+            for _ in range(TRIES):
+                if len(some) < count and (prompt := make(length)) not in some:
                     some.append(prompt)
+            if len(some) < count:
+                raise ValueError(f"there are not {count} different prompts: {name} {length}")
             made.append(Workload(f"{name} {length}+{new_tokens}", some, new_tokens))
     return made

@@ -15,7 +15,7 @@ from checkpoints import CONTEXT, VOCAB_SIZE, Workshop
 
 from bench import peers
 from bench.gguf_write import interleaved, tensors, write
-from bench.peers import PEERS, Peer, Request, Text, Unavailable
+from bench.peers import PEERS, Batch, Peer, Request, Text, Unavailable
 
 NEW_TOKENS = 48
 END = 0  # the checkpoints' end of text
@@ -85,6 +85,40 @@ def test_a_prompt_is_not_given_twice_in_a_row(transformers):
         transformers.generate(Request(PROMPTS[0], 2))
 
 
+# Several texts together
+
+TOGETHER = [PROMPTS[0], PROMPTS[0][::-1]]
+
+
+def _together(peer: Peer, mode: str = "plain") -> None:
+    """They say what each says alone, as far as an end of text, after which one may be padded."""
+    texts = peer.batch(Batch(TOGETHER, 12, mode))
+    assert len(texts) == len(TOGETHER)
+    for prompt, text in zip(TOGETHER, texts, strict=True):
+        alone = peer.generate(Request(prompt, 12)).tokens
+        size = alone.index(END) if END in alone else len(alone)
+        assert size > 2 and text.tokens[:size] == alone[:size]
+        assert len(text.times) == 12 and text.times == sorted(text.times)
+    ends = [text.times[-1] for text in texts]
+    assert mode != "plain" or max(ends) == min(ends)  # one step gave the last token of both
+    assert texts[0].tokens != texts[1].tokens
+
+
+def test_transformers_decodes_texts_together(transformers):
+    _together(transformers)
+    with pytest.raises(Unavailable, match="batch_size = 1"):
+        transformers.batch(Batch(TOGETHER, 12, "draft"))
+    with pytest.raises(Unavailable, match="costs"):
+        transformers.costs(10, 4)
+
+
+def test_facts_of_a_peer(transformers, pair):
+    facts = transformers.facts
+    written = sum(file.stat().st_size for file in pair[0].glob("*.safetensors"))
+    assert 0.9 * written < facts["weights"] <= written
+    assert facts["load_seconds"] > 0 and facts["before"] > 1 << 20 and facts["dtype"] == "float32"
+
+
 # What is missing
 
 
@@ -125,6 +159,7 @@ def test_tokens_of_a_round_share_its_time():
     assert [step.lost for step in text.steps()] == pytest.approx([0.2, 0])
     assert text.decoding().seconds == pytest.approx(1 / 4)  # four tokens after the first round
     assert text.decoding().lost == pytest.approx(0.1)
+    assert text.round_tokens() == [1, 3]
 
 
 def test_a_text_of_one_round_has_no_time_a_token():
@@ -201,7 +236,15 @@ def test_a_peer_says_what_transformers_says(name, pair, plain, tmp_path):
         pytest.skip(reason)
     target, draft = pair
     options = {"threads": 1, "work": tmp_path, "max_len": CONTEXT}
-    with Peer(name, target, draft=draft, **options) as peer:
+    with Peer(name, target, draft=draft, slots=2, **options) as peer:
+        _together(peer)
+        if name == "outrider":
+            _together(peer, "draft")
+            costs = peer.costs(40, 4)
+            assert len(costs.widths) == 5 and min(costs.draft, *costs.widths) > 0
+        else:
+            with pytest.raises(Unavailable, match="drafts"):
+                peer.batch(Batch(TOGETHER, 12, "draft"))
         for mode in PEERS[name].modes:
             texts = _texts(peer, mode)
             assert [text.tokens for text in texts] == plain, mode
