@@ -6,6 +6,7 @@ PY := .venv/bin/python
 MODEL ?=
 DRAFT ?= none
 OUT ?= build/$(shell basename -- "$(MODEL)")
+BENCH_OUT ?= build/results
 # One folder of graphs for each OUT, however it is spelt.
 GRAPHS = build/.cache/graphs/$(shell realpath -m -- "$(OUT)" | sha256sum | cut -c1-12)
 BACKEND ?= onnxruntime
@@ -36,7 +37,8 @@ help:
 	@echo '                MODEL and DRAFT are Hugging Face folders or names'
 	@echo 'make test       the tests, under 10 minutes on two cores; make test-slow: the long ones'
 	@echo 'make check      ruff and mypy'
-	@echo 'make bench      what decoding costs, as ratios in one run (minutes)'
+	@echo 'make bench      ours and what else there is, side by side, then how costs grow (40 minutes)'
+	@echo '                [QUICK=1: 10 minutes] [BENCH_OUT=build/results]; more peers: pip install -e .[peers]'
 	@echo 'make report     a page with plots on what speculation gains [ENGINES=build/demo] [PROMPTS=<file>]'
 	@echo 'make plugins    compile the sampling kernel, into build/lib (the others do so by themselves)'
 	@echo 'make cubins     compile the CUDA kernels for all GPUs, into build/cuda (needs no GPU)'
@@ -94,7 +96,8 @@ check: .venv/stamp
 	$(PY) -m mypy
 
 bench: kernel
-	$(PY) -m bench.decode
+	$(PY) -m bench.side $(if $(QUICK),--quick) --out "$(BENCH_OUT)/side"
+	$(PY) -m bench.growth $(if $(QUICK),--quick) --out "$(BENCH_OUT)/growth"
 
 report: kernel
 	@$(PY) -m bench.report --engines "$(ENGINES)" $(if $(PROMPTS),--prompts "$(PROMPTS)")
