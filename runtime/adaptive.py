@@ -116,6 +116,7 @@ class Measured:
     def __init__(self, costs: Costs, max_gamma: int, named: Policy | None = None):
         self.costs, self.max_gamma, self.named = costs, max_gamma, named
         self.current = named.next(1) if named else 1
+        costs.began()
         # Tokens examined and accepted, fading: of all positions, and of each.
         self.seen, self.kept = WEIGHT, costs.prior * WEIGHT
         self.seen_at, self.kept_at = [0.0] * max_gamma, [0.0] * max_gamma
@@ -137,6 +138,7 @@ class Measured:
             return self.named.next(batch) if self.named and self.current else self.current
         if (lacking := self.costs.lacking) is not None:
             return lacking
+        self.since -= self.held  # the rounds that were not held after all
         self.batch, self.held = batch, 0
         cost = self.costs.rounds(batch)
         for told in self.unsettled:

@@ -87,7 +87,12 @@ class Costs:
         _, call, each = self._costs(batch)
         return call + tokens * each
 
-    def opened(self, examined: int, accepted: int) -> None:
+    def began(self) -> None:
+        """A text. It counts as one token of hope: texts that are too short to try a draft that did
+        badly would otherwise never hear that there is a better one."""
+        self.opened(1, PRIOR)
+
+    def opened(self, examined: int, accepted: float) -> None:
         """Of the first tokens that a text drafted."""
         fade = 1 - examined / MEMORY
         seen, kept = self._opened

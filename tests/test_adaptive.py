@@ -339,3 +339,38 @@ def test_the_same_again() -> None:
 def test_what_is_refused(gamma: int | str) -> None:
     with pytest.raises(ValueError, match=str(gamma)):
         make_policy(gamma, Costs(4), 4, fallback=True)
+
+
+def test_a_pause_lasts_whoever_comes_and_goes() -> None:
+    """Other requests change the batch, which is no reason to try a hopeless draft again."""
+    tried = {}
+    for changing in (False, True):
+        costs = Costs(MAX_GAMMA)
+        for batch in (1, 2):
+            for gamma in (0, 0, 0, 1, 1, 1):
+                costs.observe(batch, gamma, 0.3 * gamma, 1.0)
+        policy = make_policy("auto", costs, MAX_GAMMA, fallback=False)
+        gammas = []
+        for turn in range(400):
+            gammas.append(policy.next(1 + (changing and turn % 3 == 0)))
+            policy.observe(gammas[-1], min(gammas[-1], 1), 0, False)
+        tried[changing] = sum(gamma > 0 for gamma in gammas)
+    assert tried[True] <= tried[False] + 1
+
+
+def test_short_texts_find_out_that_the_draft_is_better_than_it_was() -> None:
+    """Texts of 8 rounds, too short for a trial in a pause, after some with a hopeless draft."""
+    costs = Costs(MAX_GAMMA)
+    for gamma in (0, 0, 0, 1, 1, 1):
+        costs.observe(1, gamma, 0.2 * gamma, 1.0)
+    costs.opened(200, 10)
+    drafted = []
+    for _ in range(400):
+        policy = make_policy("auto", costs, MAX_GAMMA, fallback=False)
+        drafted.append(0)
+        for _ in range(8):
+            gamma = policy.next(1)
+            drafted[-1] += gamma
+            policy.observe(gamma, gamma, gamma, True)
+    assert not any(drafted[:20]), "the control: there is something to find out"
+    assert all(drafted[-20:])
