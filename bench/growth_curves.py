@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from runtime.bundle import load
+from runtime.manifest import read_bundle
 from runtime.text_engine import TextEngine
 
 from . import inflate, machine, peer_outrider
@@ -242,39 +241,26 @@ def context(bench: Bench) -> Curves:
 
 
 def batch(bench: Bench) -> Curves:
-    calls: dict[Key, tuple[Callable[[], object], float]] = {}
-    for slots in bench.scale.slots:
-        engine = bench.open(bench.bundle, slots)
-        position = step_position(engine)
-        read = engine.memory["target"] + slots * row_bytes(engine, "target") * (position + 1)
-        calls["step", slots] = batch_step(engine, slots, position), read
-    curves = bench.steps(calls)
+    """One slot has a graph of its own (export/one_slot.py)."""
+    answers = opened(bench, {slots: (bench.bundle, slots) for slots in bench.scale.slots})
+    curves = {"step": steps_of(bench, answers)}
     add_memory(curves, bench, {slots: (slots, bench.scale.prompt) for slots in bench.scale.slots})
     return curves
 
 
-def batch_step(engine: TextEngine, slots: int, position: int) -> Callable[[], object]:
-    """One token for each slot."""
-    ids, positions = np.ones((slots, 1), np.int64), np.full(slots, position)
-    index = np.zeros(1, np.int64)
-    return lambda: engine.decoder.target.forward(ids, positions, index)
-
-
 def vocabulary(bench: Bench) -> Curves:
     scale, sizes = bench.scale, list[Point]()
-    calls: dict[Key, tuple[Callable[[], object], float]] = {}
+    bundles: dict[float, tuple[Path, int]] = {}
     for tokens in scale.vocab:
         bench.clock.note(f"a vocabulary of {tokens:,}")
         grown = {"hidden_size": scale.hidden, "vocab_size": tokens}
         checkpoint = bench.checkpoint(f"vocab-{tokens}", grown)
         bundle = build(checkpoint, None, bench.work, scale, bench.threads)
-        engine = bench.open(bundle)
-        position = step_position(engine)
-        read = engine.memory["target"] + row_bytes(engine, "target") * (position + 1)
-        calls["step", tokens] = step(engine.decoder.target, 1, position, 1), read
-        size = sum(facts.size for facts in engine.manifest.files.values())
-        sizes.append(Point(tokens, size, size, size, 4 * engine.manifest.pair.target.parameters))
-    return {**bench.steps(calls), "bundle": sizes}
+        bundles[tokens] = bundle, 1
+        manifest = read_bundle(bundle, verify=False)
+        size = sum(facts.size for facts in manifest.files.values())
+        sizes.append(Point(tokens, size, size, size, 4 * manifest.pair.target.parameters))
+    return {"step": steps_of(bench, opened(bench, bundles)), "bundle": sizes}
 
 
 def gamma(bench: Bench) -> Curves:
@@ -322,21 +308,39 @@ def model_size(bench: Bench) -> Curves:
     return dict(curves)
 
 
-def _loads(bench: Bench, bundles: Mapping[float, Path], curves: Curves) -> None:
+Answers = Mapping[float, Sequence[dict[str, Any]]]
+
+
+def opened(bench: Bench, places: Mapping[float, tuple[Path, int]]) -> Answers:
+    """Bundles opened with so many slots, by x: in a process each, for of several in one process the
+    first are slower, in turn, forwards and backwards."""
     answers = defaultdict[float, list[dict[str, Any]]](list)
     for turn in range(bench.scale.loads):
-        for x in list(bundles)[:: 1 if turn % 2 == 0 else -1]:
-            answers[x].append(ask("opened", bundles[x], bench.threads, 2 * bench.scale.rounds))
-    for x in bundles:
-        loads = figure([Sample(*a["load"]) for a in answers[x]])
-        steps = figure([Sample(*s) for a in answers[x] for s in a["steps"]])
+        for x in list(places)[:: 1 if turn % 2 == 0 else -1]:
+            bundle, slots = places[x]
+            steps = 2 * bench.scale.rounds
+            answers[x].append(ask("opened", bundle, bench.threads, steps, slots))
+    return {x: answers[x] for x in places}
+
+
+def steps_of(bench: Bench, answers: Answers) -> list[Point]:
+    return [
+        bench.point(x, figure([Sample(*s) for a in found for s in a["steps"]]), found[0]["read"])
+        for x, found in answers.items()
+    ]
+
+
+def _loads(bench: Bench, bundles: Mapping[float, Path], curves: Curves) -> None:
+    answers = opened(bench, {x: (bundle, 1) for x, bundle in bundles.items()})
+    curves["step"] = steps_of(bench, answers)
+    for x, found in answers.items():
+        loads = figure([Sample(*a["load"]) for a in found])
         size = sum(path.stat().st_size for path in bundles[x].rglob("*") if path.is_file())
         curves["load"].append(bench.point(x, loads, size))
-        curves["step"].append(bench.point(x, steps, answers[x][0]["read"]))
         for stage in ("load", "step"):
-            peaks = sorted(a[f"{stage}_peak"] for a in answers[x])
+            peaks = sorted(a[f"{stage}_peak"] for a in found)
             middle = peaks[len(peaks) // 2]
-            least = answers[x][0]["before"] + size
+            least = found[0]["before"] + size
             curves[f"{stage}, peak"].append(Point(x, middle, peaks[0], peaks[-1], least))
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from runtime.bundle import load
 from runtime.errors import OutriderError
 from runtime.text_engine import Options, TextEngine
@@ -67,18 +69,22 @@ def _command(module: str, *arguments: str) -> dict[str, Any]:
     return {"seconds": taken.seconds, "lost": taken.lost, "peak": resident()["peak"]}
 
 
-def _opened(bundle: str, threads: str, steps: str) -> dict[str, Any]:
-    """A load with every file's hash, and decoding steps after warm-ups."""
+def _opened(bundle: str, threads: str, steps: str, slots: str) -> dict[str, Any]:
+    """A load with every file's hash, and steps of a token for each slot, after warm-ups."""
     import onnxruntime  # noqa: F401 - its import is no part of a load, its size none of the bundle's
 
-    from .decode import step
-
+    count = int(slots)
     before = resident()["rss"]
     engines: list[TextEngine] = []
-    loading = sample(lambda: engines.append(load(bundle, slots=1, threads=int(threads))))
+    loading = sample(lambda: engines.append(load(bundle, slots=count, threads=int(threads))))
     (engine,), loaded = engines, resident()
     position = step_position(engine)
-    call = step(engine.decoder.target, 1, position, 1)
+    ids, positions = np.ones((count, 1), np.int64), np.full(count, position)
+    index = np.zeros(1, np.int64)
+
+    def call() -> object:
+        return engine.decoder.target.forward(ids, positions, index)
+
     for _ in range(WARM_UPS):
         call()
     taken = [sample(call) for _ in range(int(steps))]
@@ -88,7 +94,7 @@ def _opened(bundle: str, threads: str, steps: str) -> dict[str, Any]:
         "load_peak": loaded["peak"],
         "steps": [[s.seconds, s.lost] for s in taken],
         "step_peak": resident()["peak"],
-        "read": engine.memory["target"] + row_bytes(engine, "target") * (position + 1),
+        "read": engine.memory["target"] + count * row_bytes(engine, "target") * (position + 1),
     }
 
 

@@ -29,9 +29,7 @@ class Worker:
     def __init__(self, setup: Setup):
         bundle = build(setup)
         begin = time.perf_counter()
-        self.engine: TextEngine = load(
-            bundle, slots=setup.slots, threads=setup.threads, verify=False
-        )
+        self.engine: TextEngine = load(bundle, slots=setup.slots, threads=setup.threads)
         self.facts = {
             "outrider": f"onnxruntime {version('onnxruntime')}",
             "dtype": setup.precision,

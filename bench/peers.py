@@ -21,6 +21,7 @@ from typing import Any
 
 from .timing import Sample
 
+PATIENCE = 10.0  # seconds for a worker to end by itself
 MAX_LEN = 2048  # rows of a cache, where its size is fixed when the model is loaded
 
 
@@ -241,7 +242,11 @@ class Peer:
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):  # it has ended before
             self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:  # amid a text, or a conversion
+            self._process.terminate()
+            self._process.wait()
         self._process.stdout.close()
 
     def _answer(self) -> Any:

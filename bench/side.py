@@ -192,10 +192,13 @@ def _texts(
     """What the texts tell: by workload, all together, memory and goals."""
     models = place.pair.target, place.pair.draft
     cells: list[dict[str, Any]] = []
+    every: list[Row] = []
     by_temperature: dict[str, list[Row]] = {}
     for job in work:
         rows = found.texts[job.name]
-        by_temperature.setdefault(f"{job.temperature:g}", []).extend(rows)
+        every += rows
+        if set(job.systems) == set(chosen):  # or medians would be over different prompts
+            by_temperature.setdefault(f"{job.temperature:g}", []).extend(rows)
         some = {
             s.name: side_figures.summary(rows, s, sizes_of(found, job, s, models, rate))
             for s in job.systems
@@ -223,7 +226,6 @@ def _texts(
         for worker, seconds in found.loads.items()
         if (spread := side_figures.Spread.of(seconds))
     }
-    every = [row for rows in by_temperature.values() for row in rows]
     told = goals(every, quotients, memory, found.loads.get(f"{OURS} float32", []))
     return {
         "floor_ms": round(1e3 * _floor(found, models[0], rate), 3),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .peers import Batch, Text, Unavailable
-from .side_run import GAMMA, Place, Run, System, say, start
+from .side_run import GAMMA, Place, Run, System, order, say, start
 from .timing import DISTURBED
 
 MODES = ("plain", "draft")
@@ -61,10 +61,10 @@ def measure(
             for size in sizes:
                 prompts = [prompt() for _ in range(size)]
                 row: dict[str, Together] = {}
-                for system in alive[size][turn % 2 :] + alive[size][: turn % 2]:
+                for system in order(alive[size], turn, times):
                     if system.worker not in peers:
                         continue
-                    request = Batch(prompts, new_tokens if turn >= 0 else 4, system.mode, GAMMA)
+                    request = Batch(prompts, new_tokens, system.mode, GAMMA)
                     try:
                         row[system.name] = Together.of(peers[system.worker].batch(request))
                     except Unavailable as error:

@@ -177,7 +177,7 @@ def summary(rows: Sequence[Row], system: System, sizes: Sizes | None) -> dict[st
     return found
 
 
-def theory(rows: Sequence[Row], costs: Sequence[StepCosts]) -> dict[str, Any] | None:
+def theory(rows: Sequence[Row], costs: Sequence[StepCosts | None]) -> dict[str, Any] | None:
     """Our drafted texts against Theorem 3.8. None without them.
 
     measured: speed over our plain decoding, without any prefill. predicted: from alpha (accepted of
@@ -189,7 +189,7 @@ def theory(rows: Sequence[Row], costs: Sequence[StepCosts]) -> dict[str, Any] | 
     found = [
         _predicted(row[OWN].notes, row[DRAFT].notes, cost)
         for row, cost in zip(rows, costs, strict=False)
-        if OWN in row and DRAFT in row and row[DRAFT].notes.get("drafted")
+        if cost and OWN in row and DRAFT in row and row[DRAFT].notes.get("drafted")
     ]
     if not found:
         return None

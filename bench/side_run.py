@@ -100,7 +100,7 @@ class Run:
     time that it was started. memory: see `measure_memory`."""
 
     texts: dict[str, list[dict[str, Text]]] = field(default_factory=dict)
-    costs: dict[str, list[StepCosts]] = field(default_factory=dict)
+    costs: dict[str, list[StepCosts | None]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     loads: dict[str, list[float]] = field(default_factory=dict)
@@ -161,7 +161,12 @@ def measure(jobs: Sequence[Job], place: Place, run: Run, between: Callable[[], o
                         rows[-1][system.name] = text
                 position = len(prompt) + job.load.new_tokens // 2
                 if (ours := peers.get(f"{OURS} float32")) is not None:
-                    run.costs.setdefault(job.name, []).append(ours.costs(position, GAMMA))
+                    try:
+                        cost = ours.costs(position, GAMMA)
+                    except Unavailable as error:  # its texts are missing too
+                        run.lacks(f"costs of {OURS}", error)
+                        cost = None
+                    run.costs.setdefault(job.name, []).append(cost)
                 between()
                 done += _weight(job)
                 left = (time.perf_counter() - begin) / done * (total - done)

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runtime.manifest import GRAPH_FILE, EngineFacts, Format, GraphFacts, OutriderError, first_line
+from runtime.manifest import (
+    GRAPH_FILE,
+    ONE_SLOT_FILE,
+    EngineFacts,
+    Format,
+    GraphFacts,
+    OutriderError,
+    first_line,
+)
 
 DTYPES = ("float32", "float16")  # ONNX Runtime has no bfloat16 kernels for the CPU
 FORMAT: Format = "onnx"
@@ -56,7 +64,9 @@ def compile(
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")  # no second copy
     try:
-        ort.InferenceSession(str(graph / GRAPH_FILE), options, providers=["CPUExecutionProvider"])
+        for name in facts.files:
+            if name in (GRAPH_FILE, ONE_SLOT_FILE):
+                ort.InferenceSession(str(graph / name), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes
         raise OutriderError(
             "backend",

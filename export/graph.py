@@ -164,7 +164,8 @@ def _pack(model: ir.Model, x: ir.Value, products: Sequence[ir.Node]) -> None:
     ends = [node.outputs[0] for node in products]
     made = [ir.node("MatMul", [x, _packed(model, weights)])]
     sums = [found for end in ends if (found := _sum_with_bias(end)) is not None]
-    if len(sums) == len(ends):  # one sum too; where only some have a bias, it stays after the split
+    if [b.shape.numpy()[0] for _, b in sums] == [w.shape.numpy()[1] for w in weights]:
+        # One sum too. Where only some have a bias, it stays after the split.
         made.append(ir.node("Add", [made[0].outputs[0], _packed(model, [b for _, b in sums])]))
         ends = [node.outputs[0] for node, _ in sums]
     widths = ir.tensor([w.shape.numpy()[1] for w in weights], name=f"{weights[0].name}.widths")
@@ -200,7 +201,11 @@ def _packed(model: ir.Model, parts: Sequence[ir.TensorProtocol]) -> ir.Value:
     """The weights side by side, materialised only while they are written."""
 
     def materialise() -> ir.TensorProtocol:
-        return ir.tensor(np.concatenate([p.numpy() for p in parts], axis=-1), dtype=dtype)
+        packed, end = np.empty(shape.numpy(), dtype.numpy()), 0
+        for part in parts:  # one at a time: a transposed part is a copy until it is written here
+            begin, end = end, end + part.shape.numpy()[-1]
+            packed[..., begin:end] = part.numpy()
+        return ir.tensor(packed, dtype=dtype)
 
     dtype = parts[0].dtype
     *rows, _ = parts[0].shape.numpy()
