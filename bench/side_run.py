@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,8 +123,15 @@ def say(line: str) -> None:
 def start(
     chosen: Sequence[System], place: Place, run: Run, stack: ExitStack, *, slots: int = 1
 ) -> dict[str, Peer]:
-    """Workers by `System.worker`; those that cannot be started are noted as missing."""
+    """Workers by `System.worker`; those that cannot be started are noted as missing.
+
+    On some machines what is loaded first gets slower memory, by 15 % a token (docs/LOG.md). So the
+    first worker is started twice, and the one that was first is never asked.
+    """
     peers: dict[str, Peer] = {}
+    for system in chosen[:1]:
+        with suppress(Unavailable):
+            stack.enter_context(place.start(system, slots=slots))
     for system in chosen:
         if system.worker in peers or system.worker in run.missing:
             continue
