@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,11 @@ import numpy.typing as npt
 from .errors import OutriderError, first_line
 
 Array = npt.NDArray[Any]
+
+# A capture forbids everybody to wait for its context ("Stream management" of the CUDA driver's
+# documentation), and the garbage collector runs at any time: what it finds then waits here.
+_captures: list[None] = []
+_left: list[Callable[[], None]] = []
 
 
 class CaptureError(Exception):
@@ -142,14 +149,21 @@ class Cuda:
 
         Raises CaptureError; the stream is then as before.
         """
-        self._call("cuStreamBeginCapture", stream, self._capture_mode())
-        return self._executable(self._recorded(enqueue, stream))
+        with _capturing():
+            self._call("cuStreamBeginCapture", stream, self._capture_mode())
+            graph = self._recorded(enqueue, stream)
+        return self._executable(graph)
 
     def capture_loop(self, enqueue: Callable[[int], None], stream: int) -> Any:
         """The same as the body of a loop, which is repeated while a kernel of it says so.
 
         enqueue: takes the condition's handle. Raises CaptureError.
         """
+        with _capturing():
+            graph = self._recorded_loop(enqueue, stream)
+        return self._executable(graph)
+
+    def _recorded_loop(self, enqueue: Callable[[int], None], stream: int) -> Any:
         driver = self._driver
         try:
             graph = self._call("cuGraphCreate", 0)
@@ -169,7 +183,7 @@ class Cuda:
             # Of a driver, or of bindings, that has no loops.
             raise CaptureError(first_line(error)) from error
         self._recorded(lambda: enqueue(int(handle)), stream)
-        return self._executable(graph)
+        return graph
 
     def _capture_mode(self) -> Any:
         return self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -222,12 +236,27 @@ class Cuda:
         )
 
 
+@contextmanager
+def _capturing() -> Iterator[None]:
+    _captures.append(None)
+    try:
+        yield
+    finally:
+        _captures.pop()
+        while _left and not _captures:
+            _left.pop()()
+
+
 def _give_back(driver: Any, context: Any, owned: list[tuple[str, Any]]) -> None:
     """After all that was launched; what fails now, fails for nobody."""
-    driver.cuCtxSetCurrent(context)
+    if _captures:
+        _left.append(partial(_give_back, driver, context, owned))
+        return
+    driver.cuCtxPushCurrent(context)  # of whoever was interrupted, another may be current
     driver.cuCtxSynchronize()
     for name, what in reversed(owned):
         getattr(driver, name)(what)
+    driver.cuCtxPopCurrent()
 
 
 def _driver() -> Any:

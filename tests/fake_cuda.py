@@ -27,6 +27,7 @@ NAMES = {
     600: "CUDA_ERROR_NOT_READY",
     700: "CUDA_ERROR_ILLEGAL_ADDRESS",
     801: "CUDA_ERROR_NOT_SUPPORTED",
+    900: "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
     901: "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
 }
 
@@ -79,6 +80,8 @@ class FakeDriver:
         self._queue: list[Work] = []  # of the one stream there is, beside the default one
         self._recording: list[Work] | None = None
         self._invalid = False
+        self.current: list[str] = []  # contexts of the one thread there is
+        self._busy = False  # some of the stream's work is under way
 
     def enqueue(self, stream: int, work: Work) -> None:
         """What an engine's library does: put work on a stream, whose graph may be recorded."""
@@ -95,8 +98,24 @@ class FakeDriver:
 
     def drain(self) -> None:
         """What is on the stream happens."""
-        while self._queue:
+        # The collector may ask for it in the midst of some work, which nothing may overtake.
+        while self._queue and not self._busy:
+            self._step()
+
+    def _step(self) -> None:
+        self._busy = True
+        try:
             self._queue.pop(0)()
+        finally:
+            self._busy = False
+
+    def _free(self, work: Work) -> tuple[Error]:
+        """After all that is on the stream."""
+        if self._busy:
+            self._queue.append(work)
+        else:
+            work()
+        return (OK,)
 
     def cuStreamCreate(self, flags: int) -> tuple[Error, int]:
         assert flags == 1
@@ -116,7 +135,7 @@ class FakeDriver:
         """A host that asks lets the stream get on a little."""
         assert self._recording is None
         if self._queue:
-            self._queue.pop(0)()
+            self._step()
         return (Error(600) if self._queue else OK,)
 
     @staticmethod
@@ -206,7 +225,7 @@ class FakeDriver:
     def cuEventSynchronize(self, event: dict[str, int]) -> tuple[Error]:
         self.log.append("wait for event")
         while event["reached"] != event["recorded"]:
-            self._queue.pop(0)()
+            self._step()
         return (OK,)
 
     def cuMemHostAlloc(self, size: int, flags: int) -> tuple[Error, int]:
@@ -242,12 +261,22 @@ class FakeDriver:
 
     def cuCtxSetCurrent(self, context: str) -> tuple[Error]:
         assert context == "context"
+        self.current = [context]
         return (Error(0),)
 
+    def cuCtxPushCurrent(self, context: str) -> tuple[Error]:
+        self.current.append(context)
+        return (OK,)
+
+    def cuCtxPopCurrent(self) -> tuple[Error, str]:
+        return OK, self.current.pop()
+
     def cuCtxSynchronize(self) -> tuple[Error]:
-        assert self._recording is None
+        if self._recording is not None:
+            self._invalid = True
+            return (Error(900),)
         self.drain()
-        return (Error(0),)
+        return (OK,)
 
     def cuModuleLoadData(self, image: bytes) -> tuple[Error, str]:
         self.loaded = image
@@ -283,8 +312,7 @@ class FakeDriver:
         return Error(0), address
 
     def cuMemFree(self, address: int) -> tuple[Error]:
-        del self.allocated[address]
-        return (Error(0),)
+        return self._free(lambda: self.allocated.pop(address))
 
     def cuMemsetD8(self, address: int, value: int, size: int) -> tuple[Error]:
         """On the default stream, for which ours does not wait."""
@@ -296,12 +324,10 @@ class FakeDriver:
         return (OK,)
 
     def cuMemFreeHost(self, address: int) -> tuple[Error]:
-        del self.pinned[address]
-        return (OK,)
+        return self._free(lambda: self.pinned.pop(address))
 
     def cuGraphExecDestroy(self, graph: list[Work]) -> tuple[Error]:
-        graph.clear()
-        return (OK,)
+        return self._free(graph.clear)
 
     def cuFuncLoad(self, function: bytes) -> tuple[Error]:
         assert self._recording is None

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 from fake_cuda import Error, FakeDriver
+from fake_device import FakeDeviceEngine
 from rounds import broken, ids
 from test_device_rounds import (  # noqa: F401 - `driver` is a fixture
     WARM,
@@ -184,6 +185,45 @@ def test_all_memory_is_given_back(driver: FakeDriver, rounds: type[DeviceRounds]
     del decoder
     gc.collect()
     assert not driver.allocated and not driver.pinned
+
+
+@pytest.mark.parametrize("rounds", [DeviceRounds, LoopingRounds])
+@pytest.mark.parametrize("midst", ["of a capture", "of the stream's work"])
+def test_the_collector_finds_an_engine(
+    driver: FakeDriver,  # noqa: F811
+    rounds: type[DeviceRounds],
+    midst: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """When nobody may wait for the GPU, or while its work is half done."""
+    old = decoder_on(driver, rounds=rounds)
+    expected = text(old, REQUEST)
+    cycle = [old]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    decoder = decoder_on(driver, rounds=rounds)
+    caplog.clear()
+    driver.log.clear()
+    name = "enqueue" if midst == "of a capture" else "_run"
+    real, collected = getattr(FakeDeviceEngine, name), []
+
+    def collecting(*arguments) -> None:  # type: ignore[no-untyped-def]
+        if not collected and (name == "_run" or driver._recording is not None):
+            collected.append(gc.collect())
+        real(*arguments)
+
+    monkeypatch.setattr(FakeDeviceEngine, name, collecting)
+    gc.disable()  # until then
+    try:
+        del old, cycle
+        owned = len(driver.allocated)
+        assert text(decoder, REQUEST) == expected
+    finally:
+        gc.enable()
+    assert collected and len(driver.allocated) < owned, "the old one was given back"
+    captured = "capture" if rounds is DeviceRounds else "capture loop"
+    assert captured in driver.log and not caplog.messages
+    assert driver.current == ["context"]
 
 
 @pytest.mark.parametrize("rounds", [DeviceRounds, LoopingRounds])
