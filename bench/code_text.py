@@ -41,8 +41,8 @@ def held_out(
     tokenizer: Tokenizer, documents: Sequence[str], count: int, length: int
 ) -> list[list[int]]:
     """`count` prompts of `length` tokens: code of held-out documents, up to some line."""
-    prompts = _prompts(tokenizer, documents)
-    return [prompts.completion(length) for _ in range(count)]
+    made = prompts(tokenizer, documents, seed=0)
+    return [made.completion(length) for _ in range(count)]
 
 
 def functions(
@@ -92,8 +92,10 @@ def counting(
     return fresh(engine, own), len(ids)
 
 
-def _prompts(tokenizer: Tokenizer, documents: Sequence[str]) -> Prompts:
+def prompts(tokenizer: Tokenizer, documents: Sequence[str], *, seed: int) -> Prompts:
+    """Of a bundle's own tokenizer."""
+
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    return Prompts(documents, encode, tokenizer.encode(""), seed=0)
+    return Prompts(documents, encode, tokenizer.encode(""), seed=seed)

@@ -25,7 +25,7 @@ from runtime.errors import OutriderError, run_command
 from runtime.text_engine import TextEngine
 
 from . import machine, memory, models, peers, share
-from .timing import Figure, Sample, alternate, enough, figure, sample
+from .timing import Figure, Sample, alternate, figure, sample, turns
 
 WIDTHS = (1, 2, 3, 5, 8, 9)
 PROMPT = [1 + 7 * i % 250 for i in range(64)]  # ids of bytes
@@ -146,11 +146,8 @@ def plain_decoding(bench: Bench, engine: TextEngine, checkpoint: Path) -> None:
             for attention in names:
                 theirs(peer, attention)  # warm-up
         ours()
-        begin, wanted = time.perf_counter(), 2 * bench.scale.rounds
-        while not all(samples.values()) or (
-            time.perf_counter() - begin < bench.scale.patience
-            and not enough(samples.values(), wanted)
-        ):
+        wanted, patience = 2 * bench.scale.rounds, bench.scale.patience
+        for _ in turns(samples, least=1, wanted=wanted, patience=patience):
             bench.reader()
             samples["outrider"] += ours()
             for attention in names:

@@ -16,12 +16,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from models.corpus import collect
-from runtime.bundle import load
-from runtime.errors import OutriderError
 from runtime.request import LOOKUPS
 from runtime.text_engine import TextEngine
 
 from . import code_text, machine
+from .estimates import rounded
 from .timing import DISTURBED
 from .ways import (
     BUSY,
@@ -36,9 +35,9 @@ from .ways import (
     decode_all,
     disturbance,
     gain,
+    load_pair,
     predicted,
     quiet,
-    rounded,
     total,
     warm_up,
 )
@@ -291,11 +290,9 @@ GROUPS = len(DRAFTS) * len(TEMPERATURES) + 3 * (len(LOOKUPS) + 1) + 1 + len(TEMP
 
 
 def run(folder: str, scale: Scale, threads: int) -> dict[str, Any]:
-    """All sections; the object of the JSON line. Raises OutriderError as `load`, and "option"."""
+    """All sections; the object of the JSON line. Raises OutriderError as `load_pair`."""
     clock = Clock(scale.patience)
-    engine = load(folder, slots=1, threads=threads, device="cpu", verify=False)
-    if engine.decoder.draft is None:
-        raise OutriderError("option", "the bundle has no draft", "Build it with DRAFT=<draft>.")
+    engine = load_pair(folder, threads)
     clock.note("the corpus of the bundled pair, and its tables")
     corpus = collect()
     part = code_text.training_part(corpus.train, scale.characters)

@@ -26,9 +26,10 @@ from models.corpus import collect
 from runtime.errors import CommandParser, OutriderError, run_command
 
 from . import growth_plot, inflate, machine, side_pair
+from .estimates import rounded
 from .growth_curves import SECTIONS, Bench, Curves, Point, Scale, Sizes, build
 from .growth_fit import marginal, power
-from .ways import Clock, rounded
+from .ways import Clock
 
 READS = 8  # passes over memory, for its bandwidth
 BUSY = "* {} of {} points were disturbed by other processes: no exponent of theirs should be quoted"

@@ -7,7 +7,6 @@ decoding have no prefill in them, neither the target's nor the draft's.
 from __future__ import annotations
 
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from runtime.bundle import load
-from runtime.manifest import read_bundle
+from runtime.manifest import WEIGHTS_FILE, read_bundle
 from runtime.text_engine import TextEngine
 
-from . import inflate, machine, peer_outrider
+from . import code_text, inflate, machine, peer_outrider
 from .decode import step
 from .growth_process import WARM_UPS, ask, row_bytes, step_position
 from .peers import Setup
-from .timing import ENOUGH, Figure, Sample, alternate, enough, figure
+from .timing import ENOUGH, Figure, Sample, alternate, figure, turns
 from .ways import Clock, Way, decode, warm_up
-from .workloads import Prompts
 
 Sizes = dict[str, int]  # fields of a configuration, as bench/inflate.py takes them
 
@@ -97,17 +95,12 @@ class Bench:
     def __post_init__(self) -> None:
         self.reader = machine.MemoryReader(self.threads, self.scale.read_bytes)
 
-    def open(self, bundle: Path, slots: int = 1) -> TextEngine:
-        return load(bundle, slots=slots, threads=self.threads, verify=False)
+    def open(self, bundle: Path) -> TextEngine:
+        return load(bundle, slots=1, threads=self.threads, verify=False)
 
     def prompts(self, engine: TextEngine, length: int) -> list[list[int]]:
         """One for each turn: code of held-out documents."""
-        tokenizer = engine.tokenizer
-
-        def encode(text: str) -> list[int]:
-            return tokenizer.encode(text, add_special_tokens=False)
-
-        made = Prompts(self.documents, encode, tokenizer.encode(""), seed=length)
+        made = code_text.prompts(engine.tokenizer, self.documents, seed=length)
         return [made.completion(length) for _ in range(max(ENOUGH, self.scale.rounds))]
 
     def point(self, x: float, timed: Figure, read: float | None) -> Point:
@@ -118,16 +111,13 @@ class Bench:
     def texts(self, calls: Sequence[Call]) -> Curves:
         """The calls in turn, forwards and backwards; a call's turns have different prompts."""
         scale, samples, reads = self.scale, defaultdict[Key, list[Sample]](list), dict[Key, float]()
-        begin, turn = time.perf_counter(), 0
-        while turn < scale.rounds or (
-            time.perf_counter() - begin < scale.patience
-            and not enough(samples.values(), scale.rounds)
+        for turn in turns(
+            samples, least=scale.rounds, wanted=scale.rounds, patience=scale.patience
         ):
             for call in calls[:: 1 if turn % 2 == 0 else -1]:
                 for key, timed in call(turn).items():
                     samples[key].append(timed.sample)
                     reads[key] = reads.get(key, 0.0) + timed.read
-            turn += 1
         return self._curves({key: (figure(x), reads[key] / len(x)) for key, x in samples.items()})
 
     def steps(self, calls: Mapping[Key, tuple[Callable[[], object], float]]) -> Curves:
@@ -293,10 +283,9 @@ def model_size(bench: Bench) -> Curves:
                               "--cache", graphs.with_name("cache")),
                 "build": ask("command", "engines", "--graphs", graphs, "--out", bundle),
             }  # fmt: skip
-            engine = bench.open(bundle)
-            x = float(engine.manifest.pair.target.parameters)
-            read = {"export": None, "build": float(engine.memory["target"])}
-            del engine
+            target = read_bundle(bundle, verify=False).pair.target
+            x, weights = float(target.parameters), target.files[WEIGHTS_FILE].size
+            read = {"export": None, "build": float(weights)}
             bundles[x] = bundle
             for stage, answer in made.items():
                 taken = figure([Sample(answer["seconds"], answer["lost"])])

@@ -6,33 +6,24 @@ and its exponent in the legend, the floor dotted. matplotlib is of the group `de
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .paper_plot import BLUE, GREEN, MISSING, ORANGE, PURPLE, RED, SETTINGS, WIDTH
+from . import plots
+from .plots import BLUE, GREEN, ORANGE, PURPLE, RED, WIDTH
 
 FILE = "growth.json"
 COLUMNS = 2
 STYLES = ((BLUE, "o"), (RED, "s"), (GREEN, "^"), (ORANGE, "D"), (PURPLE, "v"))
-PLOTS = {"growth-time": False, "growth-memory": True}  # name and whether it is of bytes
 
 
 def draw_or_explain(report: dict[str, Any], out: Path) -> list[str]:
-    """Write the plots into `out`; a line for each, or the one that says why there is none."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return [MISSING]
-    import matplotlib as mpl
-
-    written = []
-    with mpl.rc_context(SETTINGS):
-        for name, of_bytes in PLOTS.items():
-            _plot(report, of_bytes).savefig(out / f"{name}.png")
-            written.append(f"{name}.png")
-    return written
+    """See `plots.draw_or_explain`."""
+    return plots.draw_or_explain(PLOTS, report, out)
 
 
 def in_bytes(curve: str) -> bool:
@@ -112,6 +103,12 @@ def _short(value: float) -> str:
     if value >= 1e6:
         return f"{value / 1e6:.3g}M"
     return f"{value / 1e3:.3g}k" if value >= 1000 else f"{value:g}"
+
+
+PLOTS = {
+    "growth-time": partial(_plot, of_bytes=False),
+    "growth-memory": partial(_plot, of_bytes=True),
+}
 
 
 if __name__ == "__main__":

@@ -5,21 +5,15 @@ matplotlib is of the group `dev`; without it only the plots are missing.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-MISSING = (
-    "no plots: matplotlib is not installed. "
-    "Type .venv/bin/pip install -c constraints.txt -e '.[dev]'."
-)
-# Okabe and Ito's palette: told apart with any colour vision, and by marker and dash without any.
-BLACK, ORANGE, SKY, GREEN, BLUE, RED, PURPLE = (
-    "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7",
-)  # fmt: skip
+from . import plots
+from .plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, legend, panels
+
 ALONE = "Transformers, its function alone"
 STYLES: dict[str, dict[str, Any]] = {
     "kernel, exact": {"color": BLUE, "marker": "o"},
@@ -34,40 +28,11 @@ STYLES: dict[str, dict[str, Any]] = {
     "the paper's τ and a": {"color": BLACK, "marker": "P", "linestyle": ":"},
 }
 PAPER_SHARES = 9.32 / 2000, 62.99 / 2000  # table 3: GB/s of 2 TB/s
-SETTINGS: Any = {  # its keys are literals to mypy
-
-    "font.size": 9, "axes.titlesize": 9, "legend.fontsize": 8, "lines.markersize": 4,
-    "lines.linewidth": 1.4, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False,
-    "axes.spines.right": False, "legend.frameon": False, "savefig.dpi": 150,
-}  # fmt: skip
-WIDTH = 7.0  # inches
 
 
 def draw_or_explain(report: dict[str, Any], out: Path) -> list[str]:
-    """Write the plots into `out`; a line for each, or the one that says why there is none."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return [MISSING]
-    import matplotlib as mpl
-
-    written = []
-    with mpl.rc_context(SETTINGS):
-        for name, plot in PLOTS.items():
-            plot(report).savefig(out / f"{name}.png")
-            written.append(f"{name}.png")
-    return written
-
-
-def _panels(count: int, height: float, **options: Any) -> tuple[Any, list[Any]]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    return figure, list(figure.subplots(1, count, squeeze=False, **options)[0])
-
-
-def _legend(figure: Any, axes: Any, columns: int) -> None:
-    """One for all panels, above them."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=columns)
+    """See `plots.draw_or_explain`."""
+    return plots.draw_or_explain(PLOTS, report, out)
 
 
 def _by_vocabulary(report: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
@@ -79,8 +44,8 @@ def _by_vocabulary(report: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
 
 def time_plot(report: dict[str, Any]) -> Any:
     groups = _by_vocabulary(report)
-    figure, panels = _panels(len(groups), 3.2, sharey=True)
-    for axes, (vocab_size, points) in zip(panels, groups.items(), strict=True):
+    figure, grid = panels(len(groups), 3.2, sharey=True)
+    for axes, (vocab_size, points) in zip(grid, groups.items(), strict=True):
         gammas = [p["gamma"] for p in points]
         for name in points[0]["times"]:
             figures = [p["times"][name] for p in points]
@@ -91,15 +56,15 @@ def time_plot(report: dict[str, Any]) -> Any:
         _gamma_axis(axes, gammas)
         axes.set(yscale="log", title=f"V = {vocab_size:,}")
         axes.yaxis.set_major_formatter(_plain)
-    panels[0].set_ylabel("sampling of a round, ms")
-    _legend(figure, panels[0], 3)
+    grid[0].set_ylabel("sampling of a round, ms")
+    legend(figure, grid[0], 3)
     return figure
 
 
 def bandwidth_plot(report: dict[str, Any]) -> Any:
     groups = _by_vocabulary(report)
-    figure, panels = _panels(len(groups), 3.2, sharey=True)
-    for axes, (vocab_size, points) in zip(panels, groups.items(), strict=True):
+    figure, grid = panels(len(groups), 3.2, sharey=True)
+    for axes, (vocab_size, points) in zip(grid, groups.items(), strict=True):
         gammas = [p["gamma"] for p in points]
         for name in (n for n in points[0]["gb_s"] if n not in ("kernel, block", ALONE)):
             shares = [100 * p["gb_s"][name] / report["bandwidth_gb_s"] for p in points]
@@ -110,17 +75,17 @@ def bandwidth_plot(report: dict[str, Any]) -> Any:
         _gamma_axis(axes, gammas)
         axes.set(yscale="log", title=f"V = {vocab_size:,}")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
-    panels[0].set_ylabel(f"bandwidth, % of {report['bandwidth_gb_s']:.1f} GB/s")
-    _legend(figure, panels[0], 3)
+    grid[0].set_ylabel(f"bandwidth, % of {report['bandwidth_gb_s']:.1f} GB/s")
+    legend(figure, grid[0], 3)
     return figure
 
 
 def memory_plot(report: dict[str, Any]) -> Any:
     base = dict(zip(("V", "gamma", "B"), report["memory_base"], strict=True))
-    figure, panels = _panels(3, 3.0, sharey=True)
+    figure, grid = panels(3, 3.0, sharey=True)
     names = list(dict.fromkeys(o["name"] for o in report["memory"]))
     titles = {"V": "vocabulary V", "gamma": "draft tokens γ", "B": "slots B"}
-    for axes, axis in zip(panels, base, strict=True):
+    for axes, axis in zip(grid, base, strict=True):
         others = [key for key in base if key != axis]
         line = [o for o in report["memory"] if all(o[key] == base[key] for key in others)]
         for name in names:
@@ -133,16 +98,16 @@ def memory_plot(report: dict[str, Any]) -> Any:
         axes.set(xscale="log", yscale="log", xlabel=titles[axis], title=title)
         axes.yaxis.set_major_formatter(_plain)
         _plain_ticks(axes, [x for x, _ in rows])
-    panels[0].set_ylabel("memory of a verification, MB")
-    _legend(figure, panels[0], 3)
+    grid[0].set_ylabel("memory of a verification, MB")
+    legend(figure, grid[0], 3)
     return figure
 
 
 def scaling_plot(report: dict[str, Any]) -> Any:
-    figure, panels = _panels(2, 3.2, sharey=True)
+    figure, grid = panels(2, 3.2, sharey=True)
     titles = {"eq. 5": "eq. 5", "float16": "in float16, as the paper's program"}
     exact = next(o for o in report["scaling"] if o["name"] == "exact")
-    for axes, (name, title) in zip(panels, titles.items(), strict=True):
+    for axes, (name, title) in zip(grid, titles.items(), strict=True):
         outcomes = [o for o in report["scaling"] if o["name"] == name]
         scales = [o["scale"] for o in outcomes]
         numbers = [o for o in outcomes if o["lowest"] is not None]  # and not NaN
@@ -167,8 +132,8 @@ def scaling_plot(report: dict[str, Any]) -> Any:
             text = "±10⁵ is infinite in float16: all draft\ntokens rejected, the redraw uniform"
             axes.text(8e3, 0.2, text, ha="right", va="center", fontsize=7)
         axes.set(xscale="log", title=title, xlabel="β = −α, logits", ylim=(-0.03, 1.03))
-    panels[0].set_ylabel("share, or total variation")
-    _legend(figure, panels[0], 2)
+    grid[0].set_ylabel("share, or total variation")
+    legend(figure, grid[0], 2)
     return figure
 
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -102,9 +101,8 @@ def build(setup: Setup) -> Path:
     work = Path(setup.work)
     name = f"{Path(setup.target).name}-{Path(setup.draft).name if setup.draft else 'none'}"
     graphs, bundle = work / "graphs" / name, work / "bundle" / name
-    shared = {key: str(value) for key, value in asdict(setup).items()}
     commands = [
-        ["export", "--model", shared["target"], "--draft", setup.draft or "none", "--out",
+        ["export", "--model", setup.target, "--draft", setup.draft or "none", "--out",
          str(graphs), "--dtype", setup.precision, "--max-len", str(setup.max_len), "--cache",
          str(work / "cache")],
         ["engines", "--graphs", str(graphs), "--out", str(bundle)],

@@ -20,11 +20,10 @@ from typing import Any
 
 from models.corpus import collect
 from runtime import theory
-from runtime.bundle import load
-from runtime.errors import OutriderError
 from runtime.text_engine import TextEngine
 
 from . import code_text, machine
+from .estimates import rounded
 from .timing import DISTURBED
 from .ways import (
     BUSY,
@@ -39,9 +38,9 @@ from .ways import (
     disturbance,
     fresh,
     gain,
+    load_pair,
     oracle,
     quiet,
-    rounded,
     total,
     warm_up,
 )
@@ -286,11 +285,9 @@ def fallback_lines(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> It
 
 
 def run(folder: str, scale: Scale, threads: int) -> dict[str, Any]:
-    """The object of the JSON line. Raises OutriderError as `load`, and "option"."""
+    """The object of the JSON line. Raises OutriderError as `load_pair`."""
     clock = Clock(scale.patience)
-    engine = load(folder, slots=1, threads=threads, device="cpu", verify=False)
-    if engine.decoder.draft is None:
-        raise OutriderError("option", "the bundle has no draft", "Build it with DRAFT=<draft>.")
+    engine = load_pair(folder, threads)
     most = engine.decoder.max_gamma
     clock.note("the corpus of the bundled pair")
     loads = workloads(engine, scale)

@@ -9,7 +9,8 @@ from typing import Any
 
 from runtime.theory import break_even, oracle, speedup
 
-from .paper_plot import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SETTINGS, SKY, WIDTH
+from . import plots
+from .plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, legend, panels
 from .report_data import (
     PARTS,
     Measurement,
@@ -28,17 +29,6 @@ CROWDED = 12  # bars, from which on there is no room for their figures
 COLORS = dict(zip(PARTS, (SKY, PURPLE, ORANGE, "0.7"), strict=True))
 
 
-def _axes(height: float, count: int = 1, **options: Any) -> tuple[Any, list[Any]]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    return figure, list(figure.subplots(1, count, squeeze=False, **options)[0])
-
-
-def _legend(figure: Any, axes: Any, columns: int) -> None:
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=columns)
-
-
 def _percent(value: float, _: int = 0) -> str:
     return f"{100 * value:.0f} %"
 
@@ -55,7 +45,7 @@ def _ticks(axes: Any, most: int, least: int = 0) -> None:
 
 
 def positions_plot(m: Measurement) -> Any:
-    figure, (axes,) = _axes(2.8)
+    figure, (axes,) = panels(1, 2.8)
     counts = by_position(m.rounds(*m.gammas))
     for i, (reached, accepted) in enumerate(counts, start=1):
         if not reached:
@@ -73,14 +63,14 @@ def positions_plot(m: Measurement) -> Any:
     axes.set(xlabel="draft position of a round", ylabel="accepted of reached", ylim=(0, 1.05))
     axes.yaxis.set_major_formatter(_percent)
     _ticks(axes, len(counts), 1)
-    _legend(figure, axes, 3)
+    legend(figure, axes, 3)
     return figure
 
 
 def histogram_plot(m: Measurement) -> Any:
     gammas = sorted({m.shown, max(m.gammas)})
-    figure, panels = _axes(2.9, len(gammas), sharey=True)
-    for axes, gamma in zip(panels, gammas, strict=True):
+    figure, grid = panels(len(gammas), 2.9, sharey=True)
+    for axes, gamma in zip(grid, gammas, strict=True):
         counts = accepted_counts(m.rounds(gamma), gamma)
         total = sum(counts)
         shares = [count / max(1, total) for count in counts]
@@ -92,15 +82,15 @@ def histogram_plot(m: Measurement) -> Any:
         )  # fmt: skip
         axes.set(xlabel="accepted drafts of a round", title=f"γ = {gamma}, {total:,} rounds")
         _ticks(axes, gamma)
-    panels[0].set_ylabel("share of the rounds")
-    panels[0].yaxis.set_major_formatter(_percent)
-    _legend(figure, panels[0], 2)
+    grid[0].set_ylabel("share of the rounds")
+    grid[0].yaxis.set_major_formatter(_percent)
+    legend(figure, grid[0], 2)
     return figure
 
 
 def sweep_plot(m: Measurement) -> Any:
     found, gammas = m.found, m.gammas
-    figure, (axes,) = _axes(3.4)
+    figure, (axes,) = panels(1, 3.4)
     bound = oracle(found.alpha, found.cost)
     if isfinite(bound):
         label = f"oracle's bound, {bound:.2f}x"
@@ -120,12 +110,12 @@ def sweep_plot(m: Measurement) -> Any:
     axes.set(xlabel="draft tokens γ", ylabel="speedup, without the prefill", ylim=(0, None))
     axes.yaxis.set_major_formatter(_times)
     _ticks(axes, max(gammas), 1)
-    _legend(figure, axes, 2)
+    legend(figure, axes, 2)
     return figure
 
 
 def widths_plot(m: Measurement) -> Any:
-    figure, (axes,) = _axes(2.9)
+    figure, (axes,) = panels(1, 2.9)
     places = [g + 1 for g in m.texts]
     axes.plot(
         places, m.found.verify, color=BLUE, marker="s",
@@ -137,12 +127,12 @@ def widths_plot(m: Measurement) -> Any:
     axes.axhline(1, color=BLACK, linewidth=1, label=label)
     axes.set(xlabel="width: tokens verified at once, γ + 1", ylabel="plain steps", ylim=(0, None))
     _ticks(axes, max(places), 1)
-    _legend(figure, axes, 1)
+    legend(figure, axes, 1)
     return figure
 
 
 def shares_plot(m: Measurement) -> Any:
-    figure, (axes,) = _axes(3.1)
+    figure, (axes,) = panels(1, 3.1)
     for gamma in m.texts:
         times = parts(m.stats(gamma))
         whole, below = sum(times.values()), 0.0
@@ -162,12 +152,12 @@ def shares_plot(m: Measurement) -> Any:
     axes.yaxis.set_major_formatter(_percent)
     axes.grid(visible=False)
     _ticks(axes, max(m.texts))
-    _legend(figure, axes, 4)
+    legend(figure, axes, 4)
     return figure
 
 
 def lengths_plot(m: Measurement) -> Any:
-    figure, (axes,) = _axes(3.0)
+    figure, (axes,) = panels(1, 3.0)
     points = by_length(m, m.shown)
     places = range(1, len(points) + 1)
     low, high = [p[1] for p in points], [p[2] for p in points]
@@ -183,13 +173,13 @@ def lengths_plot(m: Measurement) -> Any:
     axes.set(xlabel="output tokens", ylabel="speedup, prefill included", ylim=(0, None))
     axes.set_xlim(0, len(points) + 1)
     axes.yaxis.set_major_formatter(_times)
-    _legend(figure, axes, 2)
+    legend(figure, axes, 2)
     return figure
 
 
 def trace_plot(m: Measurement) -> Any:
     rows = traced(m)
-    figure, (axes,) = _axes(0.9 + 0.75 * len(rows))
+    figure, (axes,) = panels(1, 0.9 + 0.75 * len(rows))
     named: set[str] = set()
 
     def block(row: int, left: float, seconds: float, color: str, what: str, count: int = 1) -> None:
@@ -228,7 +218,7 @@ def trace_plot(m: Measurement) -> Any:
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    _legend(figure, axes, 4)
+    legend(figure, axes, 4)
     return figure
 
 
@@ -244,8 +234,5 @@ PLOTS: dict[str, Callable[[Measurement], Any]] = {
 
 
 def draw(m: Measurement) -> dict[str, Any]:
-    """Figures by name."""
-    import matplotlib as mpl
-
-    with mpl.rc_context(SETTINGS):
-        return {name: plot(m) for name, plot in PLOTS.items()}
+    """See `plots.draw`."""
+    return plots.draw(PLOTS, m)

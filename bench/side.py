@@ -23,6 +23,7 @@ from models.corpus import collect
 from runtime.errors import CommandParser, OutriderError, run_command
 
 from . import machine, side_batch, side_figures, side_pair, side_plots, side_tables
+from .peer_worker import weights_bytes
 from .peers import PEERS
 from .side_figures import Row, sizes_of
 from .side_goals import goals
@@ -167,7 +168,7 @@ def run(scale: Scale, place: Place, prompts: Prompts, chosen: Sequence[System]) 
     reader = machine.MemoryReader(place.threads)
     for _ in range(5):
         reader()
-    weights = sum(file.stat().st_size for file in place.pair.target.glob("*.safetensors"))
+    weights = weights_bytes(place.pair.target)
     minutes = estimate(scale, work, chosen, 1.3 * weights / reader.bandwidth) / 60
     say(f"about {minutes:.0f} minutes, and longer where something is to be converted first")
     measure(work, place, found, reader)

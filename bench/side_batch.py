@@ -86,18 +86,6 @@ def summary(rows: dict[int, Rows], names: Sequence[str]) -> list[dict[str, Any]]
             mine = [row[name] for row in repeated if name in row]
             if not mine:
                 continue
-
-            def over(
-                base: str, others: Rows, name: str = name, repeated: Rows = repeated
-            ) -> float | None:
-                pairs = zip(repeated, others, strict=True)
-                ratios = [
-                    row[name].decoding / other[base].decoding
-                    for row, other in pairs
-                    if name in row and base in other
-                ]
-                return round(statistics.median(ratios), 3) if ratios else None
-
             decoding = statistics.median(batch.decoding for batch in mine)
             found.append(
                 {
@@ -106,10 +94,20 @@ def summary(rows: dict[int, Rows], names: Sequence[str]) -> list[dict[str, Any]]
                     "tokens_per_second": round(decoding, 2),
                     "each": round(decoding / size, 2),
                     "whole": round(statistics.median(batch.whole for batch in mine), 2),
-                    "over_one": over(name, one),
-                    "over_transformers": over(BASE, repeated),
+                    "over_one": _over(repeated, name, one, name),
+                    "over_transformers": _over(repeated, name, repeated, BASE),
                     "batches": len(mine),
                     "disturbed": sum(batch.lost > DISTURBED for batch in mine),
                 }
             )
     return found
+
+
+def _over(rows: Rows, name: str, others: Rows, base: str) -> float | None:
+    """How many times as fast a system decoded as another, batch by batch; None without both."""
+    ratios = [
+        row[name].decoding / other[base].decoding
+        for row, other in zip(rows, others, strict=True)
+        if name in row and base in other
+    ]
+    return round(statistics.median(ratios), 3) if ratios else None

@@ -5,25 +5,14 @@ matplotlib is of the group `dev`; without it only the plots are missing.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .paper_plot import (
-    BLACK,
-    BLUE,
-    GREEN,
-    MISSING,
-    ORANGE,
-    PURPLE,
-    RED,
-    SETTINGS,
-    SKY,
-    WIDTH,
-)  # fmt: skip
+from . import plots
+from .plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, legend, panels
 
 COLORS = {"outrider": BLUE, "transformers": RED, "genai": ORANGE, "llama.cpp": GREEN}
 SHADES = {"plain": 0.45, "draft": 1.0}  # of a peer's colour; other modes lie between
@@ -32,30 +21,8 @@ Results = Mapping[str, Any]
 
 
 def draw_or_explain(results: Results, out: Path) -> list[str]:
-    """Write the plots into `out`; a line for each, or the one that says why there is none."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return [MISSING]
-    import matplotlib as mpl
-
-    written = []
-    with mpl.rc_context(SETTINGS):
-        for name, plot in PLOTS.items():
-            figure = plot(results)
-            if figure is not None:
-                figure.savefig(out / f"{name}.png")
-                written.append(f"{name}.png")
-    return written
-
-
-def _axes(height: float, count: int = 1, **options: Any) -> tuple[Any, list[Any]]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    return figure, list(figure.subplots(1, count, squeeze=False, **options)[0])
-
-
-def _legend(figure: Any, axes: Any, columns: int) -> None:
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=columns)
+    """See `plots.draw_or_explain`."""
+    return plots.draw_or_explain(PLOTS, results, out)
 
 
 def _plain(axes: Any) -> None:
@@ -85,8 +52,8 @@ def speeds_plot(results: Results) -> Any:
     if not most:
         return None
     names = list(cells[0]["systems"])
-    figure, panels = _axes(0.9 + 0.2 * most, len(cells), sharey=True, sharex=True)
-    for axes, cell in zip(panels, cells, strict=True):
+    figure, grid = panels(len(cells), 0.9 + 0.2 * most, sharey=True, sharex=True)
+    for axes, cell in zip(grid, cells, strict=True):
         found = [cell["systems"].get(name, {}).get("tokens_per_second", 0) for name in names]
         bars = axes.barh(
             range(most), found, 0.7,
@@ -104,8 +71,8 @@ def speeds_plot(results: Results) -> Any:
         axes.set_yticks(range(most), names)
         axes.margins(x=0.2)
         axes.grid(axis="y", visible=False)
-    panels[0].invert_yaxis()
-    _legend(figure, panels[0], 1)
+    grid[0].invert_yaxis()
+    legend(figure, grid[0], 1)
     return figure
 
 
@@ -115,7 +82,7 @@ def theory_plot(results: Results) -> Any:
     if not cells:
         return None
     found = [cell["theory"] for cell in cells]
-    figure, (axes,) = _axes(1.3 + 0.26 * len(cells))
+    figure, (axes,) = panels(1, 1.3 + 0.26 * len(cells))
     places = range(len(cells))
     measured = [t["measured"] for t in found]
     reach = [
@@ -137,7 +104,7 @@ def theory_plot(results: Results) -> Any:
     axes.invert_yaxis()
     axes.set(xlabel="times as fast as our plain decoding, without the prefill", xlim=(0, None))
     axes.grid(axis="y", visible=False)
-    _legend(figure, axes, 2)
+    legend(figure, axes, 2)
     return figure
 
 
@@ -149,7 +116,7 @@ def first_plot(results: Results) -> Any:
             if name.endswith("plain") and cell["temperature"] == 0:
                 lengths = points.setdefault(name, {})
                 lengths.setdefault(cell["prompt"], []).append(found["ttft_ms"])
-    figure, (axes,) = _axes(2.9)
+    figure, (axes,) = panels(1, 2.9)
     for name, lengths in points.items():
         places = sorted(lengths)
         means = [sum(lengths[x]) / len(lengths[x]) for x in places]
@@ -161,7 +128,7 @@ def first_plot(results: Results) -> Any:
         axes.set_xticks(ticks, [f"{x:,}" for x in ticks], minor=False)
         axes.set_xticks([], minor=True)
     _plain(axes)
-    _legend(figure, axes, 3)
+    legend(figure, axes, 3)
     return figure
 
 
@@ -170,7 +137,7 @@ def batches_plot(results: Results) -> Any:
     entries: Sequence[Mapping[str, Any]] = results["batches"]
     if not entries:
         return None
-    figure, (axes,) = _axes(2.9)
+    figure, (axes,) = panels(1, 2.9)
     sizes = sorted({entry["size"] for entry in entries})
     for name in dict.fromkeys(entry["system"] for entry in entries):
         mine = [entry for entry in entries if entry["system"] == name]
@@ -188,7 +155,7 @@ def batches_plot(results: Results) -> Any:
     axes.set_xticks(sizes, [str(size) for size in sizes], minor=False)
     axes.set_xticks([], minor=True)
     _plain(axes)
-    _legend(figure, axes, 3)
+    legend(figure, axes, 3)
     return figure
 
 

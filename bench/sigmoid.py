@@ -23,6 +23,8 @@ import numpy.typing as npt
 from runtime.engine import Engine
 from runtime.text_engine import TextEngine
 
+from .estimates import ratio_estimates, rounded
+
 Rows = npt.NDArray[Any]  # [N, V]
 Column = npt.NDArray[np.float64]  # [N]
 
@@ -127,7 +129,7 @@ def _rounded(value: Any) -> Any:
     """Four digits; JSON has no NaN."""
     if not isinstance(value, float):
         return value
-    return None if math.isnan(value) else float(f"{value:.4g}")
+    return None if math.isnan(value) else rounded(value)
 
 
 def outcomes(documents: list[tuple[Rows, Rows]]) -> list[Outcome]:
@@ -152,7 +154,7 @@ def outcomes(documents: list[tuple[Rows, Rows]]) -> list[Outcome]:
             row = (rate, distance(token, p), distance(token, q), unlikely, *ends, shifted)
             sums.append([float(x.sum()) for x in row])
             counts.append(len(rate))
-        means, errors = _over_documents(np.array(sums), np.array(counts))
+        means, errors = ratio_estimates(np.array(sums), np.array(counts))
         results.append(
             Outcome(name, scale, **dict(zip(FIELDS, means, strict=True)), error=max(errors[:3]))
         )
@@ -168,15 +170,6 @@ def released_bonus(documents: list[tuple[Rows, Rows]]) -> float:
         weights = np.maximum(z_p.astype(np.float64), FLOOR)
         distances.append(distance(weights / weights.sum(-1, keepdims=True), softmax(z_p)))
     return float(np.concatenate(distances).mean())
-
-
-def _over_documents(sums: Rows, counts: Column) -> tuple[list[float], list[float]]:
-    """Means over all positions of sums [D, M], and their standard errors as ratio estimates."""
-    means = sums.sum(0) / counts.sum()
-    off = sums - means * counts[:, None]
-    degrees = max(1, len(counts) - 1)
-    errors = np.sqrt((off**2).sum(0) * len(counts) / degrees) / counts.sum()
-    return means.tolist(), errors.tolist()
 
 
 # The logits

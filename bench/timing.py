@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,19 @@ def enough(samples: Iterable[Sequence[Sample]], wanted: int) -> bool:
     return all(sum(s.lost <= DISTURBED for s in series) >= wanted for series in samples)
 
 
+def turns(
+    samples: Mapping[Any, Sequence[Sample]], *, least: int, wanted: int, patience: float
+) -> Iterator[int]:
+    """0, 1, 2, ...: at least so many, and until every series of `samples`, to which the caller
+    adds, has as many undisturbed ones as are wanted, or `patience` (seconds) is over."""
+    begin, turn = time.perf_counter(), 0
+    while turn < least or (
+        time.perf_counter() - begin < patience and not enough(samples.values(), wanted)
+    ):
+        yield turn
+        turn += 1
+
+
 def alternate(
     calls: Mapping[str, Callable[[], object]], *, rounds: int, patience: float
 ) -> dict[str, Figure]:
@@ -102,11 +115,7 @@ def alternate(
     for call in calls.values():
         call()  # shapes seen for the first time cost more
     samples: dict[str, list[Sample]] = {name: [] for name in calls}
-    begin, turn = time.perf_counter(), 0
-    while turn < rounds or (
-        time.perf_counter() - begin < patience and not enough(samples.values(), rounds)
-    ):
+    for turn in turns(samples, least=rounds, wanted=rounds, patience=patience):
         for name in list(calls)[:: 1 if turn % 2 == 0 else -1]:
             samples[name].append(sample(calls[name]))
-        turn += 1
     return {name: figure(x) for name, x in samples.items()}

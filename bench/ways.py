@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from runtime.bundle import load
 from runtime.decode import Decoder
 from runtime.errors import CommandParser, OutriderError, run_command
 from runtime.rounds import Rounds
@@ -28,6 +29,7 @@ from runtime.text_engine import TextEngine
 from runtime.theory import expected_tokens
 
 from . import machine
+from .estimates import ratio_estimates, rounded
 from .report_record import Round, recording
 from .timing import DISTURBED, sample
 
@@ -65,6 +67,14 @@ def command(
         return 0
 
     return run_command(work)
+
+
+def load_pair(folder: str, threads: int) -> TextEngine:
+    """A bundle on the CPU, for one text at a time. Raises OutriderError as `load`, and "option"."""
+    engine = load(folder, slots=1, threads=threads, device="cpu", verify=False)
+    if engine.decoder.draft is None:
+        raise OutriderError("option", "the bundle has no draft", "Build it with DRAFT=<draft>.")
+    return engine
 
 
 @dataclass(frozen=True)
@@ -196,11 +206,10 @@ def gain(texts: Sequence[Mapping[Name, Run]], way: Name, plain: Name) -> Gain:
     """All texts have the same number of tokens; at least one of them."""
     ours = np.array([text[way].seconds for text in texts])
     theirs = np.array([text[plain].seconds for text in texts])
-    total, ratios = float(theirs.sum() / ours.sum()), sorted((theirs / ours).tolist())
-    off = theirs - total * ours  # as a ratio estimate
-    error = math.sqrt(len(off) * float((off**2).sum()) / max(1, len(off) - 1)) / theirs.sum()
+    (total,), (error,) = ratio_estimates(theirs[:, None], ours)
+    ratios = sorted((theirs / ours).tolist())
     cut = len(ratios) // 10
-    return Gain(total, statistics.median(ratios), ratios[cut], ratios[-1 - cut], float(error))
+    return Gain(total, statistics.median(ratios), ratios[cut], ratios[-1 - cut], error / total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +278,3 @@ def acceptance(runs: Sequence[Run]) -> float:
     """alpha: accepted of examined."""
     stats = total(runs)
     return stats.accepted / max(1, stats.examined)
-
-
-def rounded(value: float) -> float:
-    return float(f"{value:.4g}")

@@ -129,12 +129,13 @@ def _transpose_weights(model: ir.Model) -> None:
         assert source.const_value is not None and source.name is not None
         permutation = node.attributes["perm"].as_ints()
         stored = _transposed(source.const_value, permutation, f"{source.name}.T")
-        ir.convenience.replace_all_uses_with(node.outputs[0], _initializer(model, stored))
+        ir.convenience.replace_all_uses_with(node.outputs[0], initializer(model, stored))
         model.graph.remove(node, safe=True)
         del model.graph.initializers[source.name]
 
 
-def _initializer(model: ir.Model, tensor: ir.TensorProtocol) -> ir.Value:
+def initializer(model: ir.Model, tensor: ir.TensorProtocol) -> ir.Value:
+    """A new weight, or constant, of the graph."""
     assert isinstance(tensor.shape, ir.Shape)
     value = ir.Value(
         name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
@@ -169,7 +170,7 @@ def _pack(model: ir.Model, x: ir.Value, products: Sequence[ir.Node]) -> None:
         made.append(ir.node("Add", [made[0].outputs[0], _packed(model, [b for _, b in sums])]))
         ends = [node.outputs[0] for node, _ in sums]
     widths = ir.tensor([w.shape.numpy()[1] for w in weights], name=f"{weights[0].name}.widths")
-    inputs = [made[-1].outputs[0], _initializer(model, widths)]
+    inputs = [made[-1].outputs[0], initializer(model, widths)]
     made.append(ir.node("Split", inputs, {"axis": -1}, num_outputs=len(ends)))
     for end, part in zip(ends, made[-1].outputs, strict=True):
         part.shape, part.type = end.shape, end.type
@@ -211,7 +212,7 @@ def _packed(model: ir.Model, parts: Sequence[ir.TensorProtocol]) -> ir.Value:
     *rows, _ = parts[0].shape.numpy()
     shape = ir.Shape([*rows, sum(part.shape.numpy()[-1] for part in parts)])
     name = f"{parts[0].name}.packed"
-    return _initializer(model, ir.LazyTensor(materialise, dtype=dtype, shape=shape, name=name))
+    return initializer(model, ir.LazyTensor(materialise, dtype=dtype, shape=shape, name=name))
 
 
 def _transposed(tensor: ir.TensorProtocol, permutation: Sequence[int], name: str) -> ir.LazyTensor:

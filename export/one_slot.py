@@ -21,6 +21,8 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from runtime.manifest import GRAPH_FILE, ONE_SLOT_FILE, first_line
 
+from .graph import initializer
+
 DOMAIN = "com.microsoft"  # of ONNX Runtime's own operators
 SEEN = 16  # queries at each end of a slot whose masks are looked at
 
@@ -149,18 +151,15 @@ def _observe(
     rotaries = [layer.rotary for layer in layers if layer.rotary is not None]
     angles = _names(value for rotary in rotaries for value in (rotary.cos, rotary.sin))
     masks = _names(layer.mask for layer in layers)
-    turned = _run_part(folder, angles, position=0, tokens=capacity, rows=1)
+    turned = _run_part(folder, angles, positions=(0,), tokens=capacity, rows=1)
     tables = {name: np.ascontiguousarray(a.reshape(capacity, -1)) for name, a in turned.items()}
     tokens = min(capacity, SEEN)
-    begin, end = (
-        _run_part(folder, masks, position=position, tokens=tokens, rows=capacity)
-        for position in (0, capacity - tokens)
-    )
-    windows = {}
-    for name in masks:
-        seen = np.concatenate([mask[name].reshape(tokens, capacity) for mask in (begin, end)])
-        queries = np.concatenate([np.arange(tokens), np.arange(capacity - tokens, capacity)])
-        windows[name] = _window(seen, queries)
+    ends = 0, capacity - tokens
+    queries = np.concatenate([np.arange(first, first + tokens) for first in ends])
+    seen = _run_part(folder, masks, positions=ends, tokens=tokens, rows=capacity)
+    windows = {
+        name: _window(mask.reshape(len(queries), capacity), queries) for name, mask in seen.items()
+    }
     return tables, windows
 
 
@@ -180,10 +179,10 @@ def _window(mask: npt.NDArray[np.bool_], queries: npt.NDArray[np.int64]) -> int:
 
 
 def _run_part(
-    folder: Path, names: Sequence[str], *, position: int, tokens: int, rows: int
+    folder: Path, names: Sequence[str], *, positions: Sequence[int], tokens: int, rows: int
 ) -> dict[str, npt.NDArray[Any]]:
-    """These values of graph.onnx for that many tokens from row `position` on, in a cache of that
-    many rows. Only what makes them is run."""
+    """These values of graph.onnx, [P, ...], for that many tokens from each of P rows on, in a cache
+    of that many rows. Only what makes them is run."""
     import onnxruntime as ort
 
     if not names:
@@ -193,27 +192,30 @@ def _run_part(
     model.graph.outputs[:] = [made[name] for name in names]
     RemoveUnusedNodesPass()(model)
     model.graph.inputs[:] = used = [value for value in model.graph.inputs if value.uses()]
-    feeds: dict[str, npt.NDArray[Any]] = {}
-    for value in used:
-        name = str(value.name)
-        if name == "input_ids":
-            feeds[name] = np.zeros((1, tokens), np.int64)
-        elif name == "position":
-            feeds[name] = np.full(1, position)
-        else:  # a cache, for the number of its rows
-            feeds[name] = np.zeros((1, _size(value, 1), rows, _size(value, 3)), np.float32)
+
+    def feed(value: ir.Value, position: int) -> npt.NDArray[Any]:
+        if value.name == "input_ids":
+            return np.zeros((1, tokens), np.int64)
+        if value.name == "position":
+            return np.full(1, position)
+        # A cache, for the number of its rows.
+        return np.zeros((1, _size(value, 1), rows, _size(value, 3)), np.float32)
+
     file = folder / "part.onnx"
     ir.save(model, file)
     options = ort.SessionOptions()
     options.log_severity_level = 4
     try:
         session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-        found = session.run(list(names), feeds)
+        found = [
+            session.run(list(names), {str(value.name): feed(value, p) for value in used})
+            for p in positions
+        ]
     except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes
         raise NotLowered(f"ONNX Runtime cannot run a part of it: {first_line(error)}") from None
     finally:
         file.unlink()
-    return dict(zip(names, found, strict=True))
+    return {name: np.stack(values) for name, *values in zip(names, *found, strict=True)}
 
 
 # The new nodes
@@ -235,14 +237,8 @@ def _lengths(model: ir.Model) -> tuple[ir.Value, ir.Value]:
 
 
 def _constant(model: ir.Model, name: str, array: npt.NDArray[Any]) -> ir.Value:
-    if name not in model.graph.initializers:
-        tensor = ir.tensor(array, name=name)
-        value = ir.Value(
-            name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype),
-            const_value=tensor,
-        )  # fmt: skip
-        model.graph.register_initializer(value)
-    return model.graph.initializers[name]
+    found = model.graph.initializers.get(name)
+    return initializer(model, ir.tensor(array, name=name)) if found is None else found
 
 
 def _replace(

@@ -202,19 +202,14 @@ def _export(
 
 def _one_slot(folder: Path, original: compare.Reference, capacity: int) -> str:
     """Write the graph for one slot, unless there is none or it is not right; what to say of it."""
-    reason = None
     try:
         nodes = one_slot.write(folder, capacity)
         result = compare.compare(folder, original, "float32", file=ONE_SLOT_FILE)
         if not result.passed:
-            reason = f"it would differ by {result.max_difference:.1e}"
-    except one_slot.NotLowered as error:
-        reason = str(error)
+            raise one_slot.NotLowered(f"it would differ by {result.max_difference:.1e}")
     except Exception as error:  # noqa: BLE001 - whatever it is, the other graph is right and stays
-        reason = first_line(error)
-    if reason is not None:
         (folder / ONE_SLOT_FILE).unlink(missing_ok=True)
-        return f"none: {reason}"
+        return f"none: {first_line(error)}"
     return f"{nodes:,} nodes, largest difference {result.max_difference:.1e}"
 
 

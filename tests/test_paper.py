@@ -11,7 +11,16 @@ import pytest
 from proof import ONE, change_point, pieces
 from test_kernel import cpu_library
 
-from bench import overhead, paper, paper_plot, paper_tables, round_time, sigmoid
+from bench import (
+    estimates,
+    overhead,
+    paper,
+    paper_plot,
+    paper_tables,
+    plots,
+    round_time,
+    sigmoid,
+)  # fmt: skip
 from bench.machine import MemoryReader
 from bench.rounds import TOKEN, random_logits
 from runtime import kernel
@@ -167,7 +176,7 @@ def test_in_float16_a_clipped_draft_token_stands_where_the_target_is_not_clipped
 def test_standard_errors_are_over_documents():
     """Documents that agree within themselves count once each, however long they are."""
     sums, counts = np.array([[10.0], [0.0], [10.0], [0.0]]), np.array([10.0] * 4)
-    means, errors = sigmoid._over_documents(sums, counts)
+    means, errors = estimates.ratio_estimates(sums, counts)
     assert means == [0.5]
     assert errors[0] == pytest.approx(np.std([1, 0, 1, 0], ddof=1) / 2)
 
@@ -249,8 +258,8 @@ def test_tables_and_plots_of_a_run(tiny, tmp_path, monkeypatch):
     report = paper.report_of(scale, 1, bandwidth, points, overheads, outcomes)
     text = json.dumps(report, allow_nan=False)
     assert "/" not in json.dumps(report["machine"])
-    monkeypatch.setattr(paper_plot.importlib.util, "find_spec", lambda _: None)
-    assert paper_plot.draw_or_explain(json.loads(text), tmp_path) == [paper_plot.MISSING]
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda _: None)
+    assert paper_plot.draw_or_explain(json.loads(text), tmp_path) == [plots.MISSING]
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
