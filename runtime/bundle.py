@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from . import kernel
@@ -20,6 +23,7 @@ from .manifest import (
     GraphFacts,
     Manifest,
     read_bundle,
+    verify_weights,
 )
 from .rounds import HostRounds, Rounds
 from .sampler import NumpySampler, Sampler
@@ -55,7 +59,7 @@ def load(
     "memory", "vocabulary".
     """
     folder = Path(folder)
-    manifest = read_bundle(folder, verify=verify)
+    manifest = read_bundle(folder, verify=verify, weights=False)
     ordinal = choose_device(manifest, folder, device)
     check_bundle(manifest, folder, gpu=ordinal is not None)
     if loop and (ordinal is None or not graphs):
@@ -79,22 +83,23 @@ def load(
     )
     memory = _memory(manifest, folder, slots)
     rounds: Rounds
-    if ordinal is None:
-        tables = None
-        if table is not None:
-            tables = Tables.load(table, tokenizer.vocabulary(), pair.vocab_size)
-        looked = None if corpus is None else Corpus(_corpus(tokenizer, Path(corpus)))
-        rounds = _on_host(manifest, folder, slots, threads, tables, looked)
-    elif table or corpus:
-        raise OutriderError(
-            "option",
-            "table and corpus are for the CPU in this version",
-            "Leave them out, or use a bundle that runs on the CPU.",
-        )
-    else:
-        from .gpu import open_rounds  # what a GPU needs is imported where there is one
+    with _verifying(folder, manifest) if verify else nullcontext():
+        if ordinal is None:
+            tables = None
+            if table is not None:
+                tables = Tables.load(table, tokenizer.vocabulary(), pair.vocab_size)
+            looked = None if corpus is None else Corpus(_corpus(tokenizer, Path(corpus)))
+            rounds = _on_host(manifest, folder, slots, threads, tables, looked)
+        elif table or corpus:
+            raise OutriderError(
+                "option",
+                "table and corpus are for the CPU in this version",
+                "Leave them out, or use a bundle that runs on the CPU.",
+            )
+        else:
+            from .gpu import open_rounds  # what a GPU needs is imported where there is one
 
-        rounds = open_rounds(manifest, folder, ordinal, slots, memory, graphs=graphs, loop=loop)
+            rounds = open_rounds(manifest, folder, ordinal, slots, memory, graphs=graphs, loop=loop)
     decoder = Decoder(
         rounds,
         vocab_size=pair.vocab_size,
@@ -103,6 +108,31 @@ def load(
         draft_max_len=pair.draft.max_len if pair.draft else None,
     )
     return TextEngine(manifest, tokenizer, decoder, memory)
+
+
+@contextmanager
+def _verifying(folder: Path, manifest: Manifest) -> Iterator[None]:
+    """Verify the weights' hashes beside what is done within: they take as long as opening them."""
+    found: list[Exception] = []
+
+    def verify() -> None:
+        try:
+            verify_weights(folder, manifest)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised in the caller's thread
+            found.append(error)
+
+    thread = Thread(target=verify, daemon=True)  # an interrupt waits for no hash
+    thread.start()
+    try:
+        yield
+    except Exception:
+        thread.join()
+        if found:  # damage explains whatever went wrong with it
+            raise found[0] from None
+        raise
+    thread.join()
+    if found:
+        raise found[0]
 
 
 def choose_device(manifest: Manifest, folder: Path, device: str) -> int | None:

@@ -67,6 +67,7 @@ __all__ = [
     "size_text",
     "stage",
     "verify_files",
+    "verify_weights",
     "write_folder",
     "write_json",
 ]  # fmt: skip
@@ -245,6 +246,11 @@ class Manifest:
     pair: Pair
     files: dict[str, FileFacts]
     engines: dict[str, EngineFacts] | None = None
+
+    def weights_files(self) -> dict[str, FileFacts]:
+        """The files that hold numbers alone, by path; an engine that holds its own is none."""
+        names = {f"{role}/{WEIGHTS_FILE}" for role, _ in self.pair.models()}
+        return {name: facts for name, facts in self.files.items() if name in names}
 
     def gpu_targets(self) -> list[str]:
         """The GPU architectures that the engines were compiled for, such as sm89."""
@@ -460,9 +466,15 @@ def read_pair(folder: Path) -> Pair:
     return read_json(folder / PAIR_FILE, "pair", Pair, remedy)
 
 
-def read_bundle(folder: Path, *, verify: bool = True) -> Manifest:
-    """Read and validate a bundle's manifest and (unless verify=False) the hash of every file."""
-    remedy = "Build it again: make engines MODEL=<target> DRAFT=<draft> OUT=<folder>."
+_REBUILD = "Build it again: make engines MODEL=<target> DRAFT=<draft> OUT=<folder>."
+
+
+def read_bundle(folder: Path, *, verify: bool = True, weights: bool = True) -> Manifest:
+    """Read and validate a bundle's manifest and (unless verify=False) the hash of every file.
+
+    weights: theirs too; with False `verify_weights` is left to the caller.
+    """
+    remedy = _REBUILD
     if not folder.is_dir():
         raise OutriderError("bundle", f"{folder} is not a folder", remedy)
     if not (folder / MANIFEST_FILE).is_file():
@@ -483,8 +495,20 @@ def read_bundle(folder: Path, *, verify: bool = True) -> Manifest:
     if expected != manifest.files or not fits:
         cause = f"{folder / MANIFEST_FILE} contradicts itself: it was edited"
         raise OutriderError("bundle", cause, remedy)
-    verify_files(folder, manifest.files, contents=verify, remedy=remedy)
+    verify_files(folder, manifest.files, contents=False, remedy=remedy)
+    if verify:
+        data = manifest.weights_files()
+        rest = {name: facts for name, facts in manifest.files.items() if name not in data}
+        verify_files(folder, rest, contents=True, remedy=remedy)
+        if weights:
+            verify_weights(folder, manifest)
     return manifest
+
+
+def verify_weights(folder: Path, manifest: Manifest) -> None:
+    """The hashes of what is data alone: whoever opens it while it is damaged computes nonsense,
+    and runs none of it. Raises OutriderError "bundle"."""
+    verify_files(folder, manifest.weights_files(), contents=True, remedy=_REBUILD)
 
 
 def verify_files(folder: Path, files: dict[str, FileFacts], *, contents: bool, remedy: str) -> None:

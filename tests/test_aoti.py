@@ -357,7 +357,8 @@ def test_a_process_that_ends_early_leaves_nothing(graphs: Path, tmp_path: Path, 
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         said = process.stderr.read()
-        assert process.wait(60) == 130, said
+        # Python itself ends by the signal, 130 to a shell too, where an exec() was interrupted.
+        assert process.wait(60) in (130, -signal.SIGINT), said
         assert said.endswith("interrupted\n") and "Traceback" not in said
     assert leftovers(tmp_path) == []
     assert list(tmp_path.iterdir()) == []

@@ -185,6 +185,23 @@ def test_unverified_files_are_still_there_and_whole(bundle: Path) -> None:
         read_bundle(bundle, verify=False)
 
 
+@pytest.mark.parametrize("damaged", [True, False])
+def test_damage_is_the_cause_of_what_it_breaks(
+    bundle: Path, damaged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are verified while engines are opened, which may notice it first in their own way."""
+
+    def fails(*arguments: object, **options: object) -> None:
+        raise OutriderError("backend", "it cannot be opened", "")
+
+    monkeypatch.setattr("runtime.bundle.open_engine", fails)
+    if damaged:
+        _flip("draft/weights.bin")(bundle)
+    with pytest.raises(OutriderError) as caught:
+        load(bundle)
+    assert caught.value.kind == ("bundle" if damaged else "backend")
+
+
 def test_bundle_of_an_unknown_backend(bundle: Path) -> None:
     _manifest(lambda c: c["facts"].update(backend="tensorrt"))(bundle)
     with pytest.raises(OutriderError, match="tensorrt") as caught:
