@@ -11,7 +11,7 @@ plain steps (one token of the target alone, sampling and host included) from the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 from .costs import PRIOR, WEIGHT, Costs
@@ -41,18 +41,28 @@ class Policy(Protocol):
         ...
 
 
-def make_policy(gamma: int | str, costs: Costs, max_gamma: int, *, fallback: bool) -> Policy:
+def make_policy(
+    gamma: int | str,
+    costs: Costs,
+    max_gamma: int,
+    *,
+    fallback: bool,
+    settings: Hashable = None,
+) -> Policy:
     """gamma: a number, "auto", or "transformers". fallback: go without drafts while they lose,
-    which "auto" always does. Raises ValueError."""
+    which "auto" always does. settings: what p and q depend on beside the models. Raises
+    ValueError."""
     if gamma == "auto":
-        return Measured(costs, max_gamma)
+        return Measured(costs, max_gamma, settings=settings)
     if gamma == "transformers":
         named: Policy = Transformers(max_gamma)
     elif isinstance(gamma, int) and 0 <= gamma <= max_gamma:
         named = Constant(gamma)
     else:
         raise ValueError(f"gamma {gamma!r} of at most {max_gamma}")
-    return Measured(costs, max_gamma, named) if fallback and gamma != 0 else named
+    if fallback and gamma != 0:
+        return Measured(costs, max_gamma, named, settings)
+    return named
 
 
 class Constant:
@@ -93,10 +103,11 @@ class Measured:
 
     Theorem 3.8 of Leviathan et al. 2023 with what a round really costs in place of gamma c + 1,
     and acceptance by position in place of alpha. A text begins with the acceptance that earlier
-    ones began with: where that says so, without drafts.
+    ones with its settings began with: where that says so, without drafts.
 
-    Two bounds. While drafts pay, a round of another gamma (twice as deep, or 0, in turn) comes so
-    seldom that 1 % of the time is lost by it, by estimate. And of every text, whatever the draft
+    Two bounds. While drafts pay, a round of another gamma comes so seldom that 1 % of the time is
+    lost by it, by estimate: 0, and in turn with it the most promising one that was never timed, or
+    twice as deep a one. And of every text, whatever the draft
     does: a round with drafts is run only where the text's loss against plain decoding, should the
     round accept none, stays within 4 plain steps + 3 % of its tokens: 4.6 % of 256 tokens. Losses
     are counted at measured costs; beyond them are three rounds of a decoder, which after three
@@ -113,12 +124,19 @@ class Measured:
     where the second bound leaves room for four that accept nothing at the largest gamma.
     """
 
-    def __init__(self, costs: Costs, max_gamma: int, named: Policy | None = None):
+    def __init__(
+        self,
+        costs: Costs,
+        max_gamma: int,
+        named: Policy | None = None,
+        settings: Hashable = None,
+    ):
         self.costs, self.max_gamma, self.named = costs, max_gamma, named
         self.current = named.next(1) if named else 1
-        costs.began()
+        self.openings = costs.openings(settings)
+        self.openings.began()
         # Tokens examined and accepted, fading: of all positions, and of each.
-        self.seen, self.kept = WEIGHT, costs.prior * WEIGHT
+        self.seen, self.kept = WEIGHT, self.openings.prior * WEIGHT
         self.seen_at, self.kept_at = [0.0] * max_gamma, [0.0] * max_gamma
         self.opening = OPENING  # tokens still to be told to later texts
         self.tokens, self.lost = 0, 0.0  # of the text; against plain decoding, negative is a gain
@@ -147,7 +165,7 @@ class Measured:
         named = None if self.named is None else self.named.next(batch)
         if named is not None and self.current:
             self.current = named
-        gamma = self._choose(cost, range(len(cost)) if named is None else (0, named))
+        gamma = self._choose(batch, cost, range(len(cost)) if named is None else (0, named))
         if gamma == 0:
             self._hold(0 if self.current else self.pause - self.since)
             return 0
@@ -187,14 +205,14 @@ class Measured:
         accepted = min(accepted, examined)
         if self.opening > 0:
             self.opening -= examined
-            self.costs.opened(examined, accepted)
+            self.openings.add(examined, accepted)
         self.seen = KEEP * self.seen + examined
         self.kept = KEEP * self.kept + accepted
         for i in range(examined):
             self.seen_at[i] = KEEP * self.seen_at[i] + 1
             self.kept_at[i] = KEEP * self.kept_at[i] + (i < accepted)
 
-    def _choose(self, cost: list[float], choices: Sequence[int]) -> int:
+    def _choose(self, batch: int, cost: list[float], choices: Sequence[int]) -> int:
         trial = self.current == 0 and self.since >= self.pause
         if trial and not self.gaining:
             self._forget()
@@ -207,11 +225,16 @@ class Measured:
         if self.current == 0:
             self.since = 0 if trial else self.since
             return int(trial)
-        deep = min(2 * self.current + 1, self.max_gamma)
-        other = deep if self.deeper and self.named is None and deep > self.current else 0
+        other = 0
+        if self.deeper and self.named is None:
+            unseen = self.costs.unseen(batch)
+            other = max(
+                unseen, key=speed.__getitem__, default=min(2 * self.current + 1, self.max_gamma)
+            )
+            other = 0 if other == self.current else other
         loss = cost[other] - tokens[other] / speed[self.current]
         if not other:
-            loss += self.costs.reading(self.batch, 1)
+            loss += self.costs.reading(batch, 1)
         if self.since < max(PROBE_EVERY, loss / (PROBE_LOSS * cost[self.current])):
             return self.current
         self.since, self.deeper = 0, not self.deeper

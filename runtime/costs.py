@@ -7,20 +7,49 @@ target alone, sampling and host included) where they go out.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 WINDOW = 9  # timings that a median is over
 FIRST = 2  # timings of one kind before they are believed: the lower of two is no outlier
 MOVED = 0.02  # what a relative cost must move by, or the choices go on with the old one
 PRIOR = 0.8  # acceptance before any draft was seen
-WEIGHT = 4.0  # tokens for which that of earlier texts counts in a new one
+WEIGHT = 8.0  # tokens for which that of earlier texts counts in a new one
 MEMORY = 256  # tokens for which the beginnings of earlier texts are remembered, together
+MOST_SETTINGS = 64  # of sampling, whose beginnings are remembered apart
+
+
+class Openings:
+    """Which acceptance texts began with: tokens examined and accepted, fading.
+
+    prior: what is taken for it before there were any. among: others, which are told too.
+    """
+
+    def __init__(self, prior: float = PRIOR, among: Openings | None = None):
+        self._seen, self._kept, self._among = WEIGHT, prior * WEIGHT, among
+
+    def began(self) -> None:
+        """A text. It counts as one token of hope: texts that are too short to try a draft that did
+        badly would otherwise never hear that there is a better one."""
+        self.add(1, PRIOR)
+
+    def add(self, examined: int, accepted: float) -> None:
+        """Of the first tokens that a text drafted."""
+        fade = 1 - examined / MEMORY
+        self._seen, self._kept = fade * self._seen + examined, fade * self._kept + accepted
+        if self._among is not None:
+            self._among.add(examined, accepted)
+
+    @property
+    def prior(self) -> float:
+        """The acceptance that a text may expect."""
+        return self._kept / self._seen
 
 
 class Costs:
     """What requests with one kind of draft know of each other: what rounds cost, by batch size and
-    gamma, and which acceptance texts began with.
+    gamma, and which acceptance texts began with, by the settings of their sampling: p and q are
+    what is left after temperatures and filters, and acceptance is a property of those two.
 
     Each cost is the median of the last 9 timings: four of them may be outliers of any size (a
     machine taken away for 50 ms), no scale has to be known as for clipped updates, and after a
@@ -46,7 +75,8 @@ class Costs:
         self._new: deque[tuple[int, int, float, float]] = deque(maxlen=2 * WINDOW)
         self._sizes: dict[int, _Timings] = defaultdict(_Timings)
         self._relative: dict[int, tuple[list[float], float, float]] = {}  # see `_costs`
-        self._opened = WEIGHT, PRIOR * WEIGHT  # tokens examined and accepted, fading
+        self._openings = Openings()
+        self._settings: dict[Hashable, Openings] = {}
 
     def observe(self, batch: int, gamma: int, time_draft: float, time_rest: float) -> None:
         """A round of `batch` sequences with `gamma` draft steps: seconds in those, and in all else
@@ -79,6 +109,12 @@ class Costs:
         """By gamma, 0 to max_gamma: what a round costs in plain steps, gamma c + verification."""
         return self._costs(batch)[0]
 
+    def unseen(self, batch: int) -> list[int]:
+        """The gammas whose rounds were not timed; their costs are lines between others', and a
+        verification has steps where a matrix product's blocks are full."""
+        rest = self._sizes[batch].rest
+        return [g for g in range(1, self.max_gamma + 1) if g not in rest or not rest[g].known]
+
     def reading(self, batch: int, tokens: int) -> float:
         """Plain steps for what the draft has to catch up with: a call, which costs what a draft
         step does, and what each token adds to it; 0 if that was never seen."""
@@ -87,22 +123,13 @@ class Costs:
         _, call, each = self._costs(batch)
         return call + tokens * each
 
-    def began(self) -> None:
-        """A text. It counts as one token of hope: texts that are too short to try a draft that did
-        badly would otherwise never hear that there is a better one."""
-        self.opened(1, PRIOR)
-
-    def opened(self, examined: int, accepted: float) -> None:
-        """Of the first tokens that a text drafted."""
-        fade = 1 - examined / MEMORY
-        seen, kept = self._opened
-        self._opened = fade * seen + examined, fade * kept + accepted
-
-    @property
-    def prior(self) -> float:
-        """The acceptance that a text may expect."""
-        seen, kept = self._opened
-        return kept / seen
+    def openings(self, settings: Hashable = None) -> Openings:
+        """Of texts with these settings. New ones begin with what all others began with."""
+        mine = self._settings.pop(settings, None) or Openings(self._openings.prior, self._openings)
+        self._settings[settings] = mine  # as the one that was used last
+        if len(self._settings) > MOST_SETTINGS:
+            del self._settings[next(iter(self._settings))]
+        return mine
 
     def _costs(self, batch: int) -> tuple[list[float], float, float]:
         """In plain steps: rounds by gamma; a call of the draft; a token more to read in it."""

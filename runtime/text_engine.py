@@ -365,14 +365,15 @@ class TextEngine:
         text = _Stream(self.tokenizer, ids, seed, options)
         names = {f.name for f in fields(Options)} & {f.name for f in fields(SamplingParams)}
         sampling = {name: getattr(options, name) for name in names}
+        params = SamplingParams(**{**sampling, "seed": seed})
         request = Request(
             prompt=ids,
-            params=SamplingParams(**{**sampling, "seed": seed}),
+            params=params,
             gamma=gamma,
             draft=draft,
             draft_temperature=options.draft_temperature,
             draft_threshold=options.draft_threshold,
-            policy=self._policy(options, draft, gamma),
+            policy=self._policy(options, params, draft, gamma),
             max_new_tokens=options.max_new_tokens,
             min_new_tokens=options.min_new_tokens,
             eos_token_ids=frozenset(self.manifest.pair.tokenizer.eos_token_ids),
@@ -383,7 +384,9 @@ class TextEngine:
         self.decoder.check(request)
         return request, text
 
-    def _policy(self, options: Options, draft: DraftKind, gamma: int) -> Policy | None:
+    def _policy(
+        self, options: Options, params: SamplingParams, draft: DraftKind, gamma: int
+    ) -> Policy | None:
         if options.fallback not in ("auto", "off"):
             raise OutriderError(
                 "option", f"fallback={options.fallback!r} is unknown", 'Use "auto" or "off".'
@@ -395,7 +398,10 @@ class TextEngine:
         most = self.decoder.max_gamma
         if not 0 <= gamma <= most:
             return None  # `Decoder.check` refuses it
-        return make_policy(named, self.decoder.costs[draft], most, fallback=fallback)
+        settings = (replace(params, seed=0), options.draft_temperature)
+        return make_policy(
+            named, self.decoder.costs[draft], most, fallback=fallback, settings=settings
+        )
 
     def _draft_of(self, options: Options) -> tuple[DraftKind, int]:
         """Who proposes, and how many tokens a round. Raises "option"."""

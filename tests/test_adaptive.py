@@ -7,7 +7,7 @@ import pytest
 from simulated import MAX_GAMMA, STEP, Machine, simulate, texts
 
 from runtime.adaptive import LONGEST_PAUSE, make_policy
-from runtime.costs import Costs
+from runtime.costs import MOST_SETTINGS, Costs
 from runtime.theory import best_gamma, speedup
 
 # auto
@@ -15,7 +15,7 @@ from runtime.theory import best_gamma, speedup
 
 @pytest.mark.parametrize("alpha", [0.9, 0.6, 0.2])
 @pytest.mark.parametrize(("cost", "growth"), [(0.05, 0.02), (0.15, 0.05), (0.3, 0.1), (0.05, 0.1)])
-@pytest.mark.parametrize(("count", "tokens"), [(16, 256), (1, 4096)])
+@pytest.mark.parametrize(("count", "tokens"), [(16, 256), (3, 4096)])
 def test_auto_is_near_the_best(
     cost: float, growth: float, alpha: float, count: int, tokens: int
 ) -> None:
@@ -363,7 +363,7 @@ def test_short_texts_find_out_that_the_draft_is_better_than_it_was() -> None:
     costs = Costs(MAX_GAMMA)
     for gamma in (0, 0, 0, 1, 1, 1):
         costs.observe(1, gamma, 0.2 * gamma, 1.0)
-    costs.opened(200, 10)
+    costs.openings().add(200, 10)
     drafted = []
     for _ in range(400):
         policy = make_policy("auto", costs, MAX_GAMMA, fallback=False)
@@ -374,3 +374,31 @@ def test_short_texts_find_out_that_the_draft_is_better_than_it_was() -> None:
             policy.observe(gamma, gamma, gamma, True)
     assert not any(drafted[:20]), "the control: there is something to find out"
     assert all(drafted[-20:])
+
+
+def test_settings_are_remembered_apart() -> None:
+    """Requests whose sampling makes the draft hopeless, and others, take turns."""
+    spoiled = {}
+    for apart in (True, False):
+        costs, machine = Costs(MAX_GAMMA), Machine(0.15, 0.05)
+        runs = []
+        for seed in range(12):
+            settings = seed % 2 if apart else None
+            policy = make_policy("auto", costs, MAX_GAMMA, fallback=False, settings=settings)
+            runs.append(simulate(policy, costs, machine, (0.9, 0.1)[seed % 2], 64, seed))
+        good, bad = runs[6::2], runs[7::2]
+        spoiled[apart] = sum(run.time / run.plain for run in bad) / len(bad)
+        opened = np.mean([run.gammas[0] for run in good])
+        assert (opened >= 5) == apart, opened
+    assert spoiled[True] < 1.03 < spoiled[False]
+
+
+def test_new_settings_begin_with_what_all_others_began_with() -> None:
+    costs = Costs(MAX_GAMMA)
+    first = costs.openings("first").prior
+    costs.openings("first").add(200, 20)
+    assert costs.openings("second").prior == pytest.approx(costs.openings("first").prior, abs=0.05)
+    assert costs.openings("second").prior < first / 4
+    for other in range(MOST_SETTINGS):
+        costs.openings(other).add(50, 50)
+    assert costs.openings("first").prior > 0.9, "forgotten: there were too many since"

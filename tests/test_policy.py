@@ -4,6 +4,7 @@ that costs, is in test_adaptive.py.)"""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fakes import make_text_engine, near, random_model
@@ -91,6 +92,21 @@ def test_a_draft_that_is_hopeless_is_left_alone() -> None:
     assert running.stats.undrafted > running.stats.rounds / 2
     always = run(decoder, replace(request, policy=None))
     assert always.stats.undrafted <= 1, "the control"
+
+
+def test_what_counts_as_the_same_settings(tmp_path: Path) -> None:
+    """What p and q depend on: every option of the sampling, and no seed."""
+    engine = make_text_engine(tmp_path, MODEL, near(MODEL, 2, 0.5))
+    costs, told = engine.decoder.costs["model"], []
+    openings = costs.openings
+    costs.openings = lambda settings: told.append(settings) or openings(settings)  # type: ignore[func-returns-value,method-assign,misc,assignment]
+    for options in (
+        {"seed": 1}, {"seed": 2}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.0, "draft_temperature": 2.0},
+    ):  # fmt: skip
+        engine.generate("a b", gamma="auto", max_new_tokens=4, **options)
+    assert len(told) == 5 and told[0] == told[1]
+    assert len(set(told)) == 4
 
 
 @pytest.mark.parametrize(
