@@ -71,6 +71,7 @@ def write(folder: Path, capacity: int) -> int:
     for layer in layers:
         _replace(model, layer, lengths, tables, windows)
     _fuse_sums(model)
+    _fuse_transposed(model)
     RemoveUnusedNodesPass()(model)
     model.graph.sort()
     model.graph.opset_imports[DOMAIN] = 1
@@ -311,6 +312,24 @@ def _fuse_sums(model: ir.Model) -> None:
         for old, new in ((norm.outputs[0], fused.outputs[0]), (add.outputs[0], fused.outputs[3])):
             _put(model, old, new)
         model.graph.remove([norm, add], safe=True)
+
+
+def _fuse_transposed(model: ir.Model) -> None:
+    """The tied output matrix, read as it lies. What transposes it in a node of its own has ONNX
+    Runtime make a transposed copy of it first whenever the graph is opened, which takes four times
+    as long as preparing the matrix does (docs/LOG.md)."""
+    for product in [node for node in model.graph if node.op_type == "MatMul"]:
+        x, right = product.inputs
+        turned = right.producer() if right is not None else None
+        if turned is None or turned.op_type != "Transpose" or not _is_weight(turned.inputs[0]):
+            continue
+        weight = turned.inputs[0]
+        if tuple(turned.attributes["perm"].as_ints()) != (1, 0):
+            continue
+        fused = ir.node("FusedMatMul", [x, weight], {"transB": 1}, domain=DOMAIN)
+        model.graph.append(fused)
+        _put(model, product.outputs[0], fused.outputs[0])
+        model.graph.remove(product, safe=True)
 
 
 def _put(model: ir.Model, old: ir.Value, new: ir.Value) -> None:

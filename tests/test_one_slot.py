@@ -41,6 +41,22 @@ def test_attention_is_one_node(workshop: Workshop, name: str) -> None:
     assert not found.keys() & {"Attention", "TensorScatter", "RotaryEmbedding"}
 
 
+def test_a_tied_output_matrix_is_not_transposed(workshop: Workshop) -> None:
+    """Which would be done, in a copy, whenever the graph is opened."""
+    folder = workshop.graphs(workshop.checkpoint("llama", tie_word_embeddings=True)) / "target"
+    turned = {}
+    for file in (GRAPH_FILE, ONE_SLOT_FILE):
+        graph = onnx.load(folder / file, load_external_data=False).graph
+        weights = {weight.name for weight in graph.initializer}
+        turned[file] = [
+            node for node in graph.node if node.op_type == "Transpose" and node.input[0] in weights
+        ]
+    assert turned[GRAPH_FILE] and not turned[ONE_SLOT_FILE]
+    facts = read_pair(folder.parent).target
+    one, two = (walk(OrtEngine(folder, facts, slots=n, widest=5, threads=1)) for n in (1, 2))
+    np.testing.assert_allclose(one, two, atol=2e-5 * (1 + np.abs(two).max()), rtol=0)
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_what_the_operator_cannot_do_has_no_such_graph(workshop: Workshop, name: str) -> None:
     folder = workshop.graphs(workshop.checkpoint(name))
