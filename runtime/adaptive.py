@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
-from .costs import PRIOR, WEIGHT, Costs
+from .costs import PRIOR, WEIGHT, Costs, Openings
 
 OPENING = 32  # tokens of each text that are told to later ones
 KEEP = 0.96  # what was seen counts that much less with every round
@@ -133,10 +133,10 @@ class Measured:
     ):
         self.costs, self.max_gamma, self.named = costs, max_gamma, named
         self.current = named.next(1) if named else 1
-        self.openings = costs.openings(settings)
-        self.openings.began()
+        self.settings = settings
+        self.openings: Openings | None = None  # until the first round: a text may never run
         # Tokens examined and accepted, fading: of all positions, and of each.
-        self.seen, self.kept = WEIGHT, self.openings.prior * WEIGHT
+        self.seen, self.kept = WEIGHT, PRIOR * WEIGHT
         self.seen_at, self.kept_at = [0.0] * max_gamma, [0.0] * max_gamma
         self.opening = OPENING  # tokens still to be told to later texts
         self.tokens, self.lost = 0, 0.0  # of the text; against plain decoding, negative is a gain
@@ -150,6 +150,10 @@ class Measured:
         self.batch, self.held = 0, 0  # of the last choice; rounds that it is still for
 
     def next(self, batch: int) -> int:
+        if self.openings is None:
+            self.openings = self.costs.openings(self.settings)
+            self.openings.began()
+            self.kept = self.openings.prior * self.seen
         # What a trial gave is looked at at once.
         if self.held and batch == self.batch and (self.current or not self.unsettled):
             self.held -= 1
@@ -203,7 +207,7 @@ class Measured:
             self.since = self.pause if self.gaining else 0
         examined = min(examined, tokens)  # a rule for whole blocks looks beyond a rejection
         accepted = min(accepted, examined)
-        if self.opening > 0:
+        if self.opening > 0 and self.openings is not None:
             self.opening -= examined
             self.openings.add(examined, accepted)
         self.seen = KEEP * self.seen + examined

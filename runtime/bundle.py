@@ -128,11 +128,11 @@ def _verifying(folder: Path, manifest: Manifest) -> Iterator[None]:
     except Exception:
         thread.join()
         if found:  # damage explains whatever went wrong with it
-            raise found[0] from None
+            raise found.pop() from None  # kept, it would keep the engines in a cycle
         raise
     thread.join()
     if found:
-        raise found[0]
+        raise found.pop()
 
 
 def choose_device(manifest: Manifest, folder: Path, device: str) -> int | None:

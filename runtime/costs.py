@@ -14,7 +14,7 @@ WINDOW = 9  # timings that a median is over
 FIRST = 2  # timings of one kind before they are believed: the lower of two is no outlier
 MOVED = 0.02  # what a relative cost must move by, or the choices go on with the old one
 PRIOR = 0.8  # acceptance before any draft was seen
-WEIGHT = 8.0  # tokens for which that of earlier texts counts in a new one
+WEIGHT = 4.0  # tokens for which that of earlier texts counts in a new one
 MEMORY = 256  # tokens for which the beginnings of earlier texts are remembered, together
 MOST_SETTINGS = 64  # of sampling, whose beginnings are remembered apart
 
@@ -111,7 +111,8 @@ class Costs:
 
     def unseen(self, batch: int) -> list[int]:
         """The gammas whose rounds were not timed; their costs are lines between others', and a
-        verification has steps where a matrix product's blocks are full."""
+        verification has steps where a matrix product's blocks are full. A round of several counts
+        as its widest gamma's, so of a batch some may never be."""
         rest = self._sizes[batch].rest
         return [g for g in range(1, self.max_gamma + 1) if g not in rest or not rest[g].known]
 

@@ -7,9 +7,10 @@ enough that the tests stand in for all of it. (`cuda.core` has no launch with a 
 from __future__ import annotations
 
 import ctypes
+import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,8 @@ from .errors import OutriderError, first_line
 Array = npt.NDArray[Any]
 
 # A capture forbids everybody to wait for its context ("Stream management" of the CUDA driver's
-# documentation), and the garbage collector runs at any time: what it finds then waits here.
-_captures: list[None] = []
+# documentation), so the garbage collector pauses, and what another thread drops then waits here.
+_captures: list[bool] = []  # those under way: whether the collector ran before
 _left: list[Callable[[], None]] = []
 
 
@@ -238,13 +239,18 @@ class Cuda:
 
 @contextmanager
 def _capturing() -> Iterator[None]:
-    _captures.append(None)
+    _captures.append(gc.isenabled())
+    gc.disable()  # a library's objects wait for the context too when they end
     try:
         yield
     finally:
-        _captures.pop()
-        while _left and not _captures:
-            _left.pop()()
+        collects = _captures.pop()  # the first one's stays till the last ends
+        if not _captures:
+            if collects:
+                gc.enable()
+            with suppress(IndexError):  # another thread may have come first
+                while _left:
+                    _left.pop()()
 
 
 def _give_back(driver: Any, context: Any, owned: list[tuple[str, Any]]) -> None:
@@ -252,7 +258,8 @@ def _give_back(driver: Any, context: Any, owned: list[tuple[str, Any]]) -> None:
     if _captures:
         _left.append(partial(_give_back, driver, context, owned))
         return
-    driver.cuCtxPushCurrent(context)  # of whoever was interrupted, another may be current
+    if int(driver.cuCtxPushCurrent(context)[0]):  # whoever was interrupted may use another
+        return
     driver.cuCtxSynchronize()
     for name, what in reversed(owned):
         getattr(driver, name)(what)

@@ -265,6 +265,7 @@ class FakeDriver:
         return (Error(0),)
 
     def cuCtxPushCurrent(self, context: str) -> tuple[Error]:
+        assert context == "context"
         self.current.append(context)
         return (OK,)
 
@@ -272,6 +273,7 @@ class FakeDriver:
         return OK, self.current.pop()
 
     def cuCtxSynchronize(self) -> tuple[Error]:
+        assert self.current[-1] == "context"
         if self._recording is not None:
             self._invalid = True
             return (Error(900),)

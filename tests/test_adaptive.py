@@ -402,3 +402,33 @@ def test_new_settings_begin_with_what_all_others_began_with() -> None:
     for other in range(MOST_SETTINGS):
         costs.openings(other).add(50, 50)
     assert costs.openings("first").prior > 0.9, "forgotten: there were too many since"
+
+
+def test_a_gamma_off_the_line_is_found() -> None:
+    """4, the widest verification before one that is twice as dear; neither 3 nor 7 say so."""
+    rest = [1, 1.6, 1.6, 1.6, 1.6, 3.2, 3.2, 3.2, 3.2]
+
+    class Blocks(Machine):
+        def round(self, gamma: int) -> float:
+            return rest[gamma] + gamma * self.cost
+
+        def timings(self, gamma: int, slow: float = 1.0) -> tuple[float, float]:
+            return gamma * self.cost * STEP * slow, rest[gamma] * STEP * slow
+
+    costs, machine, gammas = Costs(MAX_GAMMA), Blocks(0.1, 0), []
+    for seed in range(8):
+        policy = make_policy("auto", costs, MAX_GAMMA, fallback=False)
+        gammas = simulate(policy, costs, machine, 0.9, 256, seed).gammas
+    assert 4 not in costs.unseen(1)
+    assert np.mean([gamma == 4 for gamma in gammas]) > 0.7
+
+
+def test_a_text_that_never_runs_tells_nothing() -> None:
+    costs = Costs(MAX_GAMMA)
+    costs.openings().add(200, 10)
+    before = costs.openings().prior
+    waiting = [make_policy("auto", costs, MAX_GAMMA, fallback=False) for _ in range(200)]
+    assert costs.openings().prior == before
+    costs.openings().add(200, 200)  # and a text that waited begins with what is known by then
+    waiting[0].next(1)
+    assert waiting[0].kept / waiting[0].seen > 0.5  # type: ignore[attr-defined]

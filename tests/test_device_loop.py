@@ -189,7 +189,7 @@ def test_all_memory_is_given_back(driver: FakeDriver, rounds: type[DeviceRounds]
 
 @pytest.mark.parametrize("rounds", [DeviceRounds, LoopingRounds])
 @pytest.mark.parametrize("midst", ["of a capture", "of the stream's work"])
-def test_the_collector_finds_an_engine(
+def test_an_engine_ends(
     driver: FakeDriver,  # noqa: F811
     rounds: type[DeviceRounds],
     midst: str,
@@ -197,33 +197,36 @@ def test_the_collector_finds_an_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """When nobody may wait for the GPU, or while its work is half done."""
-    old = decoder_on(driver, rounds=rounds)
-    expected = text(old, REQUEST)
-    cycle = [old]
-    cycle.append(cycle)  # type: ignore[arg-type]
+    old = [decoder_on(driver, rounds=rounds)]
+    expected = text(old[0], REQUEST)
     decoder = decoder_on(driver, rounds=rounds)
     caplog.clear()
     driver.log.clear()
     name = "enqueue" if midst == "of a capture" else "_run"
-    real, collected = getattr(FakeDeviceEngine, name), []
+    real, owned = getattr(FakeDeviceEngine, name), len(driver.allocated)
 
-    def collecting(*arguments) -> None:  # type: ignore[no-untyped-def]
-        if not collected and (name == "_run" or driver._recording is not None):
-            collected.append(gc.collect())
+    def ending(*arguments) -> None:  # type: ignore[no-untyped-def]
+        if old and (name == "_run" or driver._recording is not None):
+            assert gc.isenabled() == (name == "_run"), "libraries have objects of their own"
+            old.clear()
+            gc.collect()
         real(*arguments)
 
-    monkeypatch.setattr(FakeDeviceEngine, name, collecting)
-    gc.disable()  # until then
-    try:
-        del old, cycle
-        owned = len(driver.allocated)
-        assert text(decoder, REQUEST) == expected
-    finally:
-        gc.enable()
-    assert collected and len(driver.allocated) < owned, "the old one was given back"
+    monkeypatch.setattr(FakeDeviceEngine, name, ending)
+    assert text(decoder, REQUEST) == expected
+    assert gc.isenabled()
+    assert not old and len(driver.allocated) < owned, "the old one was given back"
     captured = "capture" if rounds is DeviceRounds else "capture loop"
     assert captured in driver.log and not caplog.messages
-    assert driver.current == ["context"]
+
+
+def test_an_engine_ends_while_another_gpu_is_in_use(driver: FakeDriver) -> None:  # noqa: F811
+    decoder = decoder_on(driver)
+    assert text(decoder, REQUEST)
+    driver.current = ["another"]
+    del decoder
+    gc.collect()
+    assert not driver.allocated and driver.current == ["another"]
 
 
 @pytest.mark.parametrize("rounds", [DeviceRounds, LoopingRounds])
