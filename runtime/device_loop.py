@@ -70,7 +70,9 @@ class LoopingRounds(DeviceRounds):
         for running in wanted:
             if unread := self._unread.get(running):
                 self._pending[running] = unread.popleft()
-        if not loops or any(running in self._pending for running in wanted):
+        # What was asked for once is a round by itself, not a loop.
+        alone = self._pending.keys() | self._wished.keys()
+        if not loops or not alone.isdisjoint(wanted):
             return super().run(turns)
         outcome = Outcome()
         flight = self._next()

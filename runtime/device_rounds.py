@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -100,6 +100,7 @@ class DeviceRounds:
         self._pending: dict[Running, Flight] = {}
         self._landed: list[tuple[npt.NDArray[np.uint8], Any]] = []  # pinned memory to use again
         self._flags: dict[Running, int] = {}
+        self._wished: dict[Running, int] = {}  # gammas asked for while another's round was ahead
         self._turns = b""  # those on the device
 
     # Rounds
@@ -126,7 +127,13 @@ class DeviceRounds:
     def run(self, turns: Sequence[Turn]) -> Outcome:
         self._device.use()
         outcome = Outcome()
-        new = [turn for turn in turns if turn.running not in self._pending]
+        new = []
+        for turn in turns:
+            if flight := self._pending.get(turn.running):
+                if turn.gamma != flight.wanted[turn.running]:
+                    self._wished[turn.running] = turn.gamma
+            else:  # a policy may ask for a gamma once, to try it
+                new.append(replace(turn, gamma=self._wished.pop(turn.running, turn.gamma)))
         if new:
             self._catch_up(new, outcome)
             self._launch(new, 0)
@@ -147,6 +154,7 @@ class DeviceRounds:
 
     def forget(self, running: Running) -> None:
         self._flags.pop(running, None)
+        self._wished.pop(running, None)
         if flight := self._pending.pop(running, None):
             self._read(flight, running)
 

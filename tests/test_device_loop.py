@@ -29,6 +29,7 @@ from runtime.device_loop import LoopingRounds
 from runtime.device_rounds import DeviceRounds
 from runtime.errors import OutriderError
 from runtime.request import Request
+from runtime.warping import SamplingParams
 
 REQUEST = Request([2, 3, 4], WARM, gamma=3, max_new_tokens=30)
 
@@ -218,6 +219,38 @@ def test_an_engine_ends(
     assert not old and len(driver.allocated) < owned, "the old one was given back"
     captured = "capture" if rounds is DeviceRounds else "capture loop"
     assert captured in driver.log and not caplog.messages
+
+
+class Trying:
+    """Asks for another gamma once in a while."""
+
+    def __init__(self, usual: int, other: int):
+        self.usual, self.other, self.asked, self.got = usual, other, 0, list[int]()
+
+    def next(self, batch: int) -> int:
+        self.asked += 1
+        return self.usual if self.asked % 5 else self.other
+
+    def observe(self, gamma: int, examined: int, accepted: int, all_accepted: bool) -> None:
+        self.got.append(gamma)
+
+
+@pytest.mark.parametrize("rounds", [DeviceRounds, LoopingRounds])
+@pytest.mark.parametrize(("usual", "other"), [(2, 3), (0, 1), (3, 0)])
+def test_a_gamma_that_is_asked_for_once(
+    driver: FakeDriver,  # noqa: F811
+    rounds: type[DeviceRounds],
+    usual: int,
+    other: int,
+) -> None:
+    """It is tried, although a round of the usual one was ahead; once each time."""
+    policy = Trying(usual, other)
+    plain = Request([2, 3, 4], SamplingParams(temperature=0), gamma=0, max_new_tokens=50)
+    request = replace(plain, policy=policy, gamma=max(usual, other))
+    assert text(decoder_on(driver, rounds=rounds), request) == text(decoder_on(driver), plain)
+    early = policy.got[:-2]  # the last ones are short
+    assert 1 <= early.count(other) <= policy.asked // 5
+    assert set(early) == {usual, other}
 
 
 def test_an_engine_ends_while_another_gpu_is_in_use(driver: FakeDriver) -> None:  # noqa: F811
