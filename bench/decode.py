@@ -89,10 +89,12 @@ class Bench:
         )
 
 
-def step(engine: Engine, width: int, position: int, outputs: int) -> Callable[[], object]:
-    """A call of `width` tokens with logits for the last `outputs`."""
-    ids, index = np.ones((1, width), np.int64), np.arange(width - outputs, width)
-    return lambda: engine.forward(ids, np.array([position]), index)
+def step(
+    engine: Engine, width: int, position: int, outputs: int, slots: int = 1
+) -> Callable[[], object]:
+    """A call of `width` tokens in each of the first `slots`, logits for the last `outputs`."""
+    ids, index = np.ones((slots, width), np.int64), np.arange(width - outputs, width)
+    return lambda: engine.forward(ids, np.full(slots, position), index)
 
 
 def bytes_of(engine: TextEngine, role: str) -> int:

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from runtime.bundle import load
 from runtime.errors import OutriderError
 from runtime.text_engine import Options, TextEngine
@@ -73,18 +71,15 @@ def _opened(bundle: str, threads: str, steps: str, slots: str) -> dict[str, Any]
     """A load with every file's hash, and steps of a token for each slot, after warm-ups."""
     import onnxruntime  # noqa: F401 - its import is no part of a load, its size none of the bundle's
 
+    from .decode import step
+
     count = int(slots)
     before = resident()["rss"]
     engines: list[TextEngine] = []
     loading = sample(lambda: engines.append(load(bundle, slots=count, threads=int(threads))))
     (engine,), loaded = engines, resident()
     position = step_position(engine)
-    ids, positions = np.ones((count, 1), np.int64), np.full(count, position)
-    index = np.zeros(1, np.int64)
-
-    def call() -> object:
-        return engine.decoder.target.forward(ids, positions, index)
-
+    call = step(engine.decoder.target, 1, position, 1, count)
     for _ in range(WARM_UPS):
         call()
     taken = [sample(call) for _ in range(int(steps))]

@@ -107,13 +107,13 @@ class Measured:
 
     Two bounds. While drafts pay, a round of another gamma comes so seldom that 1 % of the time is
     lost by it, by estimate: 0, and in turn with it the most promising one that was never timed, or
-    twice as deep a one. And of every text, whatever the draft
-    does: a round with drafts is run only where the text's loss against plain decoding, should the
-    round accept none, stays within 4 plain steps + 3 % of its tokens: 4.6 % of 256 tokens. Losses
-    are counted at measured costs; beyond them are three rounds of a decoder, which after three
-    plain ones draft one token each to have any, and the draft's reading of the prompt. The reading
-    of what rounds without drafts have added is a loss too: where it costs more than 3 % of a plain
-    step a token, a draft that was left behind is tried again only out of earlier gains.
+    twice as deep a one. And of every text, whatever the draft does: a round with drafts is run only
+    where the text's loss against plain decoding, should the round accept none, stays within 4 plain
+    steps + 3 % of its tokens: 4.6 % of 256 tokens. Losses are counted at measured costs; beyond
+    them are three rounds of a decoder, which after three plain ones draft one token each to have
+    any, and the draft's reading of the prompt. The reading of what rounds without drafts have added
+    is a loss too: where it costs more than 3 % of a plain step a token, a draft that was left
+    behind is tried again only out of earlier gains.
 
     16 rounds after drafts were given up, what was seen is nearly forgotten and they are tried
     again, with one token if need be; each time that they lose, after twice as many rounds, up to
@@ -150,14 +150,14 @@ class Measured:
         self.batch, self.held = 0, 0  # of the last choice; rounds that it is still for
 
     def next(self, batch: int) -> int:
-        if self.openings is None:
-            self.openings = self.costs.openings(self.settings)
-            self.openings.began()
-            self.kept = self.openings.prior * self.seen
         # What a trial gave is looked at at once.
         if self.held and batch == self.batch and (self.current or not self.unsettled):
             self.held -= 1
             return self.named.next(batch) if self.named and self.current else self.current
+        if self.openings is None:
+            self.openings = self.costs.openings(self.settings)
+            self.openings.began()
+            self.kept = self.openings.prior * self.seen
         if (lacking := self.costs.lacking) is not None:
             return lacking
         self.since -= self.held  # the rounds that were not held after all
@@ -169,7 +169,7 @@ class Measured:
         named = None if self.named is None else self.named.next(batch)
         if named is not None and self.current:
             self.current = named
-        gamma = self._choose(batch, cost, range(len(cost)) if named is None else (0, named))
+        gamma = self._choose(cost, range(len(cost)) if named is None else (0, named))
         if gamma == 0:
             self._hold(0 if self.current else self.pause - self.since)
             return 0
@@ -207,7 +207,8 @@ class Measured:
             self.since = self.pause if self.gaining else 0
         examined = min(examined, tokens)  # a rule for whole blocks looks beyond a rejection
         accepted = min(accepted, examined)
-        if self.opening > 0 and self.openings is not None:
+        if self.opening > 0:
+            assert self.openings is not None, "a round was chosen"
             self.opening -= examined
             self.openings.add(examined, accepted)
         self.seen = KEEP * self.seen + examined
@@ -216,7 +217,7 @@ class Measured:
             self.seen_at[i] = KEEP * self.seen_at[i] + 1
             self.kept_at[i] = KEEP * self.kept_at[i] + (i < accepted)
 
-    def _choose(self, batch: int, cost: list[float], choices: Sequence[int]) -> int:
+    def _choose(self, cost: list[float], choices: Sequence[int]) -> int:
         trial = self.current == 0 and self.since >= self.pause
         if trial and not self.gaining:
             self._forget()
@@ -231,14 +232,12 @@ class Measured:
             return int(trial)
         other = 0
         if self.deeper and self.named is None:
-            unseen = self.costs.unseen(batch)
-            other = max(
-                unseen, key=speed.__getitem__, default=min(2 * self.current + 1, self.max_gamma)
-            )
+            deep = min(2 * self.current + 1, self.max_gamma)
+            other = max(self.costs.unseen(self.batch), key=speed.__getitem__, default=deep)
             other = 0 if other == self.current else other
         loss = cost[other] - tokens[other] / speed[self.current]
         if not other:
-            loss += self.costs.reading(batch, 1)
+            loss += self.costs.reading(self.batch, 1)
         if self.since < max(PROBE_EVERY, loss / (PROBE_LOSS * cost[self.current])):
             return self.current
         self.since, self.deeper = 0, not self.deeper

@@ -23,7 +23,7 @@ from .manifest import (
     GraphFacts,
     Manifest,
     read_bundle,
-    verify_weights,
+    verify_part,
 )
 from .rounds import HostRounds, Rounds
 from .sampler import NumpySampler, Sampler
@@ -59,7 +59,9 @@ def load(
     "memory", "vocabulary".
     """
     folder = Path(folder)
-    manifest = read_bundle(folder, verify=verify, weights=False)
+    manifest = read_bundle(folder, verify=False)
+    if verify:
+        verify_part(folder, manifest, weights=False)
     ordinal = choose_device(manifest, folder, device)
     check_bundle(manifest, folder, gpu=ordinal is not None)
     if loop and (ordinal is None or not graphs):
@@ -117,7 +119,7 @@ def _verifying(folder: Path, manifest: Manifest) -> Iterator[None]:
 
     def verify() -> None:
         try:
-            verify_weights(folder, manifest)
+            verify_part(folder, manifest, weights=True)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is raised in the caller's thread
             found.append(error)
 

@@ -71,8 +71,7 @@ class LoopingRounds(DeviceRounds):
             if unread := self._unread.get(running):
                 self._pending[running] = unread.popleft()
         # What was asked for once is a round by itself, not a loop.
-        alone = self._pending.keys() | self._wished.keys()
-        if not loops or not alone.isdisjoint(wanted):
+        if not loops or any(x in self._pending or x in self._wished for x in wanted):
             return super().run(turns)
         outcome = Outcome()
         flight = self._next()

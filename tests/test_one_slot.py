@@ -52,9 +52,7 @@ def test_a_tied_output_matrix_is_not_transposed(workshop: Workshop) -> None:
             node for node in graph.node if node.op_type == "Transpose" and node.input[0] in weights
         ]
     assert turned[GRAPH_FILE] and not turned[ONE_SLOT_FILE]
-    facts = read_pair(folder.parent).target
-    one, two = (walk(OrtEngine(folder, facts, slots=n, widest=5, threads=1)) for n in (1, 2))
-    np.testing.assert_allclose(one, two, atol=2e-5 * (1 + np.abs(two).max()), rtol=0)
+    says_the_same(folder)
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -82,12 +80,16 @@ def walk(engine: OrtEngine) -> npt.NDArray[np.float32]:
     return np.concatenate(found, axis=1)
 
 
-@pytest.mark.parametrize("name", LOWERED)
-def test_one_slot_says_what_two_say(workshop: Workshop, name: str) -> None:
-    folder = workshop.graphs(workshop.checkpoint(name)) / "target"
+def says_the_same(folder: Path) -> None:
+    """The two graphs of a model's folder."""
     facts = read_pair(folder.parent).target
     one, two = (walk(OrtEngine(folder, facts, slots=n, widest=5, threads=1)) for n in (1, 2))
     np.testing.assert_allclose(one, two, atol=2e-5 * (1 + np.abs(two).max()), rtol=0)
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_one_slot_says_what_two_say(workshop: Workshop, name: str) -> None:
+    says_the_same(workshop.graphs(workshop.checkpoint(name)) / "target")
 
 
 def test_it_is_run_where_there_is_one_slot(workshop: Workshop, tmp_path: Path) -> None:
