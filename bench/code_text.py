@@ -21,7 +21,7 @@ from .workloads import Prompts
 FUNCTION = re.compile(r"^( *)def .*\n(?:(?:\1 +.*)?\n)+", re.MULTILINE)
 # Greedy, the bundled target goes on with these when they fill the prompt. It has learned no more
 # copying than that: a function that stands in the prompt twice it does not repeat.
-TABLES = (
+FIRST = (
     "0, 0, 0, 0, ",
     "        self.assertEqual(x, 1)\n",
     "* * * * ",
@@ -34,6 +34,23 @@ TABLES = (
     "    'a': 'b',\n",
     "    0.0, 0.0, 0.0,\n",
     "        self.assertTrue(x)\n",
+)
+LINES = (
+    "{value}, {value}, {value}, {value}, ",
+    "        self.assertEqual({name}, {value})\n",
+    "    self.{name} = {value}\n",
+    "    [{value}, {value}, {value}],\n",
+    "    print({name})\n",
+    "    ('{name}', {value}),\n",
+    "    {name} = {value}\n",
+    "    '{name}': {value},\n",
+    "        self.assertTrue({name})\n",
+    "    {name}.append({value})\n",
+)
+WORDS = ("i", "3"), ("a", "2"), ("y", "None"), ("n", "True")
+TABLES = (
+    *FIRST,
+    *(line.format(name=name, value=value) for name, value in WORDS for line in LINES),
 )
 
 

@@ -68,7 +68,7 @@ class Scale:
 
 
 # Prompt, output and drafts fit 256 rows, so that a cache has one size throughout.
-FULL = Scale(20, 64, 160, 8, 256, 30)
+FULL = Scale(50, 64, 160, 8, 256, 60)
 QUICK = Scale(3, 64, 96, 2, 128, 0)
 
 

@@ -20,7 +20,7 @@ OPENING = 32  # tokens of each text that are told to later ones
 KEEP = 0.96  # what was seen counts that much less with every round
 SHRINK = 16.0  # tokens for which the common acceptance counts at each position
 SWITCH = 1.03  # another gamma must promise to be that much faster; 0 must only be faster
-HOLD = 4  # rounds that a choice is for, once a text has gained what they could lose
+HOLD = 4  # rounds that a choice is for, while drafts gain
 PROBE_LOSS = 0.01  # of the time, by estimate, goes to rounds of another gamma while drafts pay
 PROBE_EVERY = 8  # rounds at least
 PAUSE, LONGEST_PAUSE = 16, 1024  # rounds without drafts before they are tried again
@@ -120,8 +120,8 @@ class Measured:
     1,024.
 
     A plain step may be as short as a millisecond, and choosing takes some of that. So nothing is
-    worked out until drafts are tried again; and while they are in use, a choice is for 4 rounds
-    where the second bound leaves room for four that accept nothing at the largest gamma.
+    worked out until drafts are tried again; and once they have gained, a choice is for 4 rounds,
+    where the second bound leaves room for four that accept nothing.
     """
 
     def __init__(
@@ -175,8 +175,10 @@ class Measured:
             return 0
         risk = cost[gamma] - 1 + self.costs.reading(batch, self.behind)
         spare = ALLOWANCE + RATE * self.tokens - self.lost
-        if self.current and risk + (HOLD - 1) * (max(cost) - 1) <= spare:
-            self._hold(HOLD - 1)
+        if self.current and self.lost < self.lost_before:
+            later = max(cost) if self.named else cost[self.current]
+            if risk + (HOLD - 1) * (later - 1) <= spare:
+                self._hold(HOLD - 1)
         return gamma if risk <= spare else 0
 
     def observe(self, gamma: int, examined: int, accepted: int, all_accepted: bool) -> None:

@@ -7,10 +7,11 @@ target alone, sampling and host included) where they go out.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 WINDOW = 9  # timings that a median is over
+CHANGE = 2  # rounds after a change of gamma, which say how the two are related
 FIRST = 2  # timings of one kind before they are believed: the lower of two is no outlier
 MOVED = 0.02  # what a relative cost must move by, or the choices go on with the old one
 PRIOR = 0.8  # acceptance before any draft was seen
@@ -143,7 +144,7 @@ class Costs:
                 return rest[0] if size is mine else size.rests(self.max_gamma)[0]
 
             near = self._nearest(batch, lambda size: size.draft.known)
-            call = near.draft.at(near.level) / plain(near)
+            call = near.draft.value / plain(near)
             near = self._nearest(batch, lambda size: bool(size.rest and size.readings))
             each = near.reading / plain(near) if near.readings else 0.0
             rounds = [cost / rest[0] + g * call for g, cost in enumerate(rest)]
@@ -163,32 +164,28 @@ class Costs:
         return _Timings() if nearest is None else self._sizes[nearest]
 
 
+def _median(values: Iterable[float]) -> float:
+    """Of an even number the lower middle one."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]
+
+
 @dataclass(slots=True)
 class _Series:
-    """Timings of one kind. value: their median in seconds, of an even number the lower middle one.
-    level: that of the batch size when they were written; told: value / level when last used."""
+    """Of one gamma, in relation to the level of their batch size. value: their median; told: that
+    when it was last used."""
 
     values: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     value: float = 0.0
-    level: float = 1.0
     told: float = 0.0
 
-    def add(self, seconds: float, level: float) -> None:
-        if level != self.level:
-            scale, self.level = level / self.level, level
-            self.values = deque((scale * value for value in self.values), WINDOW)
-        self.values.append(seconds)
-        self.value = sorted(self.values)[(len(self.values) - 1) // 2]
-
-    def at(self, level: float) -> float:
-        return self.value * level / self.level
-
-    def moved(self) -> bool:
+    def add(self, value: float) -> bool:
         """Whether it is worth computing with the new median."""
-        now = self.value / self.level
-        if len(self.values) > FIRST and abs(now - self.told) <= MOVED * self.told:
+        self.values.append(value)
+        self.value = _median(self.values)
+        if len(self.values) > FIRST and abs(self.value - self.told) <= MOVED * self.told:
             return False
-        self.told = now
+        self.told = self.value
         return True
 
     @property
@@ -200,18 +197,18 @@ class _Series:
 class _Timings:
     """Of one batch size. rest: by gamma. draft: of a step.
 
-    A longer cache, or a machine with other work, makes all of them slower, and only the gamma in
-    use is timed. So there is a common level: where the median of the gamma that was last used twice
-    in succession, `steady`, moves (which nine timings must have made), all others move by the same
-    factor. What is timed beside it, a probe, changes its own ratio to the level.
+    A longer cache, or a machine with other work, makes all rounds slower, and only the gamma in use
+    is timed. So there is a common level in seconds, the median of what the last nine rounds say,
+    and of each gamma a relation to it, which only a change of gamma tells something about: the
+    first two rounds after it. Of the plain step the relation stays, as what all others are relative
+    to, and the first two plain rounds change that of the gamma before them. Otherwise the gammas in
+    use would drift away from the rest together: new texts begin with a change, and are faster.
     """
 
     draft: _Series = field(default_factory=_Series)
     rest: dict[int, _Series] = field(default_factory=lambda: defaultdict(_Series))
     readings: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    level: float = 1.0
-    steady: int = -1
-    last: int = -1
+    last: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     called: set[int] = field(default_factory=set)
     has_read: bool = False
 
@@ -220,35 +217,45 @@ class _Timings:
         if gamma not in self.called:
             self.called.add(gamma)
             return False
-        if gamma == self.last:
-            self.steady = gamma
-        self.last = gamma
-        rest = self.rest[gamma]
-        before = rest.value if len(rest.values) == WINDOW else 0.0
-        rest.add(time_rest, self.level)
-        if before and gamma == self.steady:
-            self.level = rest.level = self.level * rest.value / before
-        moved = rest.moved()
-        if gamma:
-            self.draft.add(time_draft / gamma, self.level)
-            moved |= self.draft.moved()
+        before = [g for g, _, _ in self.last]
+        # Back after another gamma's round or two, it would only be compared with itself.
+        changed = before.count(gamma) <= WINDOW // 2 and before[-CHANGE:] != [gamma] * CHANGE
+        moved = changed and self._relate(gamma, time_draft, time_rest)
+        self.last.append((gamma, time_draft, time_rest))
         return moved
 
+    def _relate(self, gamma: int, time_draft: float, time_rest: float) -> bool:
+        level = self.level or time_rest
+        if gamma == 0 and 0 in self.rest and self.rest[0].known:
+            level = time_rest / self.rest[0].value
+            gamma = next(g for g, _, _ in reversed(self.last) if g)
+            time_draft = _median(draft for g, draft, _ in self.last if g == gamma)
+            time_rest = _median(rest for g, _, rest in self.last if g == gamma)
+        moved = self.rest[gamma].add(time_rest / level)
+        if gamma:
+            moved |= self.draft.add(time_draft / gamma / level)
+        return moved
+
+    @property
+    def level(self) -> float:
+        """Seconds; 0 before the first round."""
+        return _median(t / self.rest[g].value for g, _, t in self.last) if self.last else 0.0
+
     def read(self, tokens: int, seconds: float) -> None:
-        if self.has_read:
-            each = max(0.0, seconds - self.draft.at(self.level)) / max(1, tokens)
-            self.readings.append((each / self.level, tokens))
+        if self.has_read and (level := self.level):
+            each = max(0.0, seconds / level - self.draft.value) / max(1, tokens)
+            self.readings.append((each, tokens))
         self.has_read = True
 
     @property
     def reading(self) -> float:
-        """Seconds for each token beside the call's own: the median by tokens, since of a call with
-        few of them it is mostly noise."""
+        """For each token beside the call's own: the median by tokens, since of a call with few of
+        them it is mostly noise."""
         half = sum(tokens for _, tokens in self.readings) / 2
         for each, tokens in sorted(self.readings):
             half -= tokens
             if half <= 0:
-                return each * self.level
+                return each
         return 0.0
 
     def rests(self, max_gamma: int) -> list[float]:
@@ -256,9 +263,9 @@ class _Timings:
         seen = sorted(g for g, rest in self.rest.items() if rest.known) or sorted(self.rest)
         values = [0.0] * (max_gamma + 1)
         low, high = seen[0], seen[-1]
-        values[high] = last = self.rest[high].at(self.level)
+        values[high] = last = self.rest[high].value
         for left, right in zip(seen[-2::-1], seen[:0:-1], strict=True):
-            values[left] = min(values[right], self.rest[left].at(self.level))
+            values[left] = min(values[right], self.rest[left].value)
             slope = (values[right] - values[left]) / (right - left)
             for g in range(left + 1, right):
                 values[g] = values[left] + slope * (g - left)

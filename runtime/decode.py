@@ -167,6 +167,7 @@ class Decoder:
             Turn(running, self._gamma(running, batch), self._limit(running), self._left(running))
             for running in batch
         ]
+        chosen = time.perf_counter()
         behind = [self._behind(turn) for turn in turns]
         outcome = self.rounds.run(turns)
         after = time.perf_counter()
@@ -175,7 +176,7 @@ class Decoder:
             for running, part in zip(batch, outcome.parts, strict=True)
         }
         end = time.perf_counter()
-        self._observe(outcome, turns, sum(behind), end - begin)
+        self._observe(outcome, turns, sum(behind), end - chosen)
         for running in batch:
             stats = running.stats
             stats.time_verify += outcome.time_verify
@@ -201,7 +202,8 @@ class Decoder:
     def _observe(
         self, outcome: Outcome, turns: Sequence[Turn], behind: int, seconds: float
     ) -> None:
-        """Tell what a round cost to those that choose by it. seconds: all of it."""
+        """Tell what a round cost to those that choose by it. seconds: all of it but the choosing,
+        which comes before some rounds only: a gamma that is seldom tried would look dear."""
         kinds = {turn.running.request.draft for turn in turns}
         if not any(turn.running.request.policy for turn in turns) or len(kinds) > 1:
             return  # of a round with both, neither's cost is known

@@ -15,19 +15,11 @@ from runtime.theory import best_gamma, speedup
 
 @pytest.mark.parametrize("alpha", [0.9, 0.6, 0.2])
 @pytest.mark.parametrize(("cost", "growth"), [(0.05, 0.02), (0.15, 0.05), (0.3, 0.1), (0.05, 0.1)])
-@pytest.mark.parametrize(("count", "tokens"), [(16, 256), (1, 4096), (3, 4096)])
+@pytest.mark.parametrize(("count", "tokens"), [(48, 256), (1, 4096), (3, 4096)])
 def test_auto_is_near_the_best(
-    cost: float,
-    growth: float,
-    alpha: float,
-    count: int,
-    tokens: int,
-    request: pytest.FixtureRequest,
+    cost: float, growth: float, alpha: float, count: int, tokens: int
 ) -> None:
     """Within 5 % of the best fixed gamma, what it takes to find it included."""
-    if (cost, growth, alpha, count) == (0.05, 0.1, 0.2, 1):
-        reason = "gives drafts up, 0.9497 of the best: what is to be gained is 5 % in all"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     widths = [1 + growth * gamma for gamma in range(MAX_GAMMA + 1)]
     best, expected = best_gamma(alpha, cost, widths)
     fixed = texts(best, Machine(cost, growth), [alpha] * count, tokens, fallback=False)
@@ -121,8 +113,8 @@ def test_texts_that_slow_down(cost: float, growth: float, alpha: float, gamma: i
 def test_fallback_stays_away_from_a_good_draft() -> None:
     machine = Machine(0.15, 0.05)
     for gamma, alpha in ((4, 0.9), (8, 0.9), (4, 0.75)):
-        fixed = texts(gamma, machine, [alpha] * 8, fallback=False)
-        assert texts(gamma, machine, [alpha] * 8) > 0.97 * fixed
+        fixed = texts(gamma, machine, [alpha] * 32, fallback=False)
+        assert texts(gamma, machine, [alpha] * 32) > 0.97 * fixed
 
 
 @pytest.mark.parametrize("gamma", ["auto", 4])
@@ -212,6 +204,7 @@ def test_widths_that_were_not_seen() -> None:
     assert costs.rounds(1)[:3] == pytest.approx([1, (1.95 + 0.2) / 1.9, (2 + 0.4) / 1.9])
     # No verification costs more than a wider one.
     for _ in range(9):
+        costs.observe(1, 2, 0.4, 2.0)
         costs.observe(1, 0, 0.0, 5.0)
     assert costs.rounds(1)[0] == 1
     assert costs.rounds(1)[2] == pytest.approx((2 + 0.4) / 2)

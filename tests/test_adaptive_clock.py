@@ -128,20 +128,37 @@ def test_a_level_for_all_widths() -> None:
             assert not costs.timed or costs.rounds(1)  # asked after each round, as policies do
     before = costs.rounds(1)
     assert before == pytest.approx([1 + g * (COST + GROWTH) for g in range(9)])
-    for used in (4, 0, 7):
-        for _ in range(12):
-            costs.observe(1, used, used * COST * 1.3 * STEP, (1 + used * GROWTH) * 1.3 * STEP)
-            costs.rounds(1)
-        assert costs.rounds(1) == pytest.approx(before, rel=0.02), used
-        for _ in range(12):
-            costs.observe(1, used, used * COST * STEP, (1 + used * GROWTH) * STEP)
-            costs.rounds(1)
+    for used in (4, 0, 8):
+        for slow in (1.0, 1.3, 1.0):
+            for _ in range(12):
+                costs.observe(1, used, used * COST * slow * STEP, (1 + used * GROWTH) * slow * STEP)
+                costs.rounds(1)
+            assert costs.rounds(1) == pytest.approx(before, rel=0.02), used
     # What is timed beside it changes in relation to it.
     for _ in range(9):
-        costs.observe(1, 7, 7 * COST * STEP, (1 + 7 * GROWTH) * STEP)
-        costs.observe(1, 7, 7 * COST * STEP, (1 + 7 * GROWTH) * STEP)
+        costs.observe(1, 8, 8 * COST * STEP, (1 + 8 * GROWTH) * STEP)
+        costs.observe(1, 8, 8 * COST * STEP, (1 + 8 * GROWTH) * STEP)
         costs.observe(1, 0, 0, 0.5 * STEP)
-    assert costs.rounds(1)[7] == pytest.approx(2 * before[7], rel=0.02)
+        costs.rounds(1)
+    assert costs.rounds(1)[8] == pytest.approx(2 * before[8], rel=0.02)
+
+
+def test_what_was_timed_at_another_level_is_learned_anew() -> None:
+    """A machine that was twice as slow just when a gamma was first tried."""
+    costs = Costs(MAX_GAMMA)
+
+    def use(gamma: int, slow: float = 1.0) -> None:
+        for _ in range(12):
+            costs.observe(1, gamma, gamma * COST * slow * STEP, (1 + gamma * GROWTH) * slow * STEP)
+            assert not costs.timed or costs.rounds(1)
+
+    use(0)
+    use(1, 2.0)
+    assert costs.rounds(1)[1] == pytest.approx(2 * (1 + COST + GROWTH))
+    for _ in range(3):
+        use(0)
+        use(1)
+    assert costs.rounds(1)[1] == pytest.approx(1 + COST + GROWTH)
 
 
 def test_first_calls_do_not_count() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes import make_text_engine, near, random_model
@@ -82,6 +83,32 @@ def test_what_a_policy_is_told() -> None:
     assert all(
         whole == (gamma > 0 and accepted == gamma) for gamma, _, accepted, whole in policy.rounds
     )
+
+
+def test_choosing_is_no_part_of_what_a_round_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the gamma that is chosen anew each time would look dearer than the one that is kept."""
+    now = 0.0
+
+    class Slow:
+        def next(self, batch: int) -> int:
+            nonlocal now
+            now += 1.0
+            return 2
+
+        def observe(self, *told: object) -> None:
+            pass
+
+    decoder = make_decoder(MODEL, near(MODEL, 2, 1.0))
+    monkeypatch.setattr("runtime.decode.time", SimpleNamespace(perf_counter=lambda: now))
+    told = []
+    monkeypatch.setattr(
+        decoder.costs["model"],
+        "observe",
+        lambda batch, gamma, draft, rest: told.append(draft + rest),
+    )
+    running = run(decoder, Request([2, 3], gamma=2, policy=Slow(), max_new_tokens=20))
+    assert running.stats.time_rounds == pytest.approx(len(told), rel=0.01), "the text waits for it"
+    assert max(told) == pytest.approx(0)
 
 
 def test_a_draft_that_is_hopeless_is_left_alone() -> None:
