@@ -3,9 +3,10 @@
 Texts of three workloads, which a draft serves well, fairly and hardly at all, take turns, as
 requests to a service do. Each is decoded with every fixed gamma, with gamma="auto", which has to
 learn costs and acceptance meanwhile, with the schedule of Transformers and, so that the noise is
-seen, plainly once more; in an order of its own (bench/ways.py). The bound of an oracle that drafts
-what will be accepted and no more is computed from the rounds of the largest gamma. Then the
-fallback: what is lost to plain decoding with drafts that are never worth their time.
+seen, plainly once more; in an order of its own (bench/ways.py), and always to the same text with
+the same luck (bench/retold.py). The bound of an oracle that drafts what will be accepted and no
+more is computed from the rounds of the largest gamma. Then the fallback: what is lost to plain
+decoding with drafts that are never worth their time.
 
 Progress goes to stderr, tables to stdout, one JSON line last.
 """
@@ -24,6 +25,7 @@ from runtime.text_engine import TextEngine
 
 from . import code_text, machine
 from .estimates import rounded
+from .retold import retelling, story
 from .timing import DISTURBED
 from .ways import (
     BUSY,
@@ -111,10 +113,9 @@ class Outcome:
     """Of one workload, or of all as one stream. speeds: over plain decoding, by way.
 
     alpha: of all fixed gammas. best: of the gammas, chosen with hindsight and therefore a little
-    lucky. near: auto's speed over that of the best, and its standard error, of the clock and of the
-    texts, which above temperature 0 are others. noise: that of plain decoding against itself, of
-    the clock alone. oracle: as `ways.oracle`; None for a stream. texts, lost: as those of
-    `drafts.Row`.
+    lucky. near: auto's speed over that of the best, and its standard error, of the clock and of
+    which texts there are. noise: that of plain decoding against itself, of the clock alone.
+    oracle: as `ways.oracle`; None for a stream. texts, lost: as those of `drafts.Row`.
     """
 
     speeds: Mapping[str, float]
@@ -179,18 +180,20 @@ def stream(
     engine: TextEngine, loads: Sequence[Workload], scale: Scale, clock: Clock
 ) -> dict[str, list[Mapping[str, Run]]]:
     """By workload the runs of each text."""
+    fixed, sampler = retelling(engine)
     # Each policy has measured for itself alone.
-    auto, schedule = fresh(engine), fresh(engine)
+    auto, schedule = fresh(fixed), fresh(fixed)
     made: dict[str, dict[str, Way]] = {}
     for load_ in loads:
         options = load_.options
-        plain = Way(engine, plain_options(options))
+        plain = Way(fixed, plain_options(options))
         ways = {PLAIN: plain, AGAIN: plain}
         for gamma in range(1, engine.decoder.max_gamma + 1):
-            ways[f"{gamma}"] = Way(engine, {**options, "gamma": gamma})
+            ways[f"{gamma}"] = Way(fixed, {**options, "gamma": gamma})
         ways[AUTO] = Way(auto, {**options, "gamma": AUTO})
         ways[SCHEDULE] = Way(schedule, {**options, "gamma": SCHEDULE})
         made[load_.name] = ways
+        sampler.story = story(engine, load_.prompts[0], scale.tokens, 0, options)
         warm_up(ways, load_.prompts[0])
     texts: dict[str, list[Mapping[str, Run]]] = {load_.name: [] for load_ in loads}
     begin = clock.seconds
@@ -200,6 +203,7 @@ def stream(
         clock.note(f"text {number + 1} of {scale.texts} of each workload{to_go}")
         for seed, load_ in enumerate(loads, start=len(loads) * number):
             prompt = load_.prompts[number]
+            sampler.story = story(engine, prompt, scale.tokens, seed, load_.options)
             runs = decode_all(made[load_.name], prompt, scale.tokens, seed, clock)
             texts[load_.name].append(runs)
     return texts

@@ -10,8 +10,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
-WINDOW = 9  # timings that a median is over
-CHANGE = 2  # rounds after a change of gamma, which say how the two are related
+WINDOW = 9  # rounds that the level is the median of
+RELATIONS = 15  # to the level, that a gamma's is the median of
+SETTLED = 4  # rounds after a change of gamma, before one is what it costs with warm caches
 FIRST = 2  # timings of one kind before they are believed: the lower of two is no outlier
 MOVED = 0.02  # what a relative cost must move by, or the choices go on with the old one
 PRIOR = 0.8  # acceptance before any draft was seen
@@ -175,7 +176,7 @@ class _Series:
     """Of one gamma, in relation to the level of their batch size. value: their median; told: that
     when it was last used."""
 
-    values: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    values: deque[float] = field(default_factory=lambda: deque(maxlen=RELATIONS))
     value: float = 0.0
     told: float = 0.0
 
@@ -199,10 +200,14 @@ class _Timings:
 
     A longer cache, or a machine with other work, makes all rounds slower, and only the gamma in use
     is timed. So there is a common level in seconds, the median of what the last nine rounds say,
-    and of each gamma a relation to it, which only a change of gamma tells something about: the
-    first two rounds after it. Of the plain step the relation stays, as what all others are relative
-    to, and the first two plain rounds change that of the gamma before them. Otherwise the gammas in
-    use would drift away from the rest together: new texts begin with a change, and are faster.
+    and of each gamma a relation to it. Only a change of gamma tells something about that, and not
+    at once: the first round without the other's warm caches takes a tenth longer, the first draft
+    step half as long again. So it is the fifth round of a gamma that does (and the first two ever,
+    to have something to go by).
+
+    The plain step keeps its relation, as what all others are relative to: what it tells, after one
+    round already where it is a probe, is told of the gamma before it. Otherwise the gammas in use
+    would drift away from the rest together: new texts begin with a change, and are faster.
     """
 
     draft: _Series = field(default_factory=_Series)
@@ -217,15 +222,22 @@ class _Timings:
         if gamma not in self.called:
             self.called.add(gamma)
             return False
-        before = [g for g, _, _ in self.last]
-        # Back after another gamma's round or two, it would only be compared with itself.
-        changed = before.count(gamma) <= WINDOW // 2 and before[-CHANGE:] != [gamma] * CHANGE
-        moved = changed and self._relate(gamma, time_draft, time_rest)
+        moved = self._tells(gamma) and self._relate(gamma, time_draft, time_rest)
         self.last.append((gamma, time_draft, time_rest))
         return moved
 
+    def _tells(self, gamma: int) -> bool:
+        """Whether a round says how its gamma is related to those before it."""
+        if gamma not in self.rest or not self.rest[gamma].known:
+            return True
+        before = [g for g, _, _ in self.last]
+        if gamma == 0 and before[-1]:
+            return before.count(before[-1]) > SETTLED
+        just = before.count(gamma) == SETTLED and before[-SETTLED:] == [gamma] * SETTLED
+        return just and len(before) > SETTLED
+
     def _relate(self, gamma: int, time_draft: float, time_rest: float) -> bool:
-        level = self.level or time_rest
+        level = self._level_of(x for x in self.last if x[0] != gamma) or self.level or time_rest
         if gamma == 0 and 0 in self.rest and self.rest[0].known:
             level = time_rest / self.rest[0].value
             gamma = next(g for g, _, _ in reversed(self.last) if g)
@@ -239,7 +251,11 @@ class _Timings:
     @property
     def level(self) -> float:
         """Seconds; 0 before the first round."""
-        return _median(t / self.rest[g].value for g, _, t in self.last) if self.last else 0.0
+        return self._level_of(self.last)
+
+    def _level_of(self, rounds: Iterable[tuple[int, float, float]]) -> float:
+        said = [seconds / self.rest[gamma].value for gamma, _, seconds in rounds]
+        return _median(said) if said else 0.0
 
     def read(self, tokens: int, seconds: float) -> None:
         if self.has_read and (level := self.level):

@@ -43,7 +43,10 @@ def test_deeper_positions() -> None:
     conditional = [0.3] + [0.95] * (MAX_GAMMA - 1)
 
     def speed(gamma: int | str) -> float:
-        rng, costs = np.random.default_rng(1), Costs(MAX_GAMMA)
+        return float(np.mean([of_one(gamma, seed) for seed in range(6)]))
+
+    def of_one(gamma: int | str, seed: int) -> float:
+        rng, costs = np.random.default_rng(seed), Costs(MAX_GAMMA)
         policy = make_policy(gamma, costs, MAX_GAMMA, fallback=False)
 
         def copied(drafted: int) -> int:
