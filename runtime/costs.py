@@ -171,27 +171,35 @@ def _median(values: Iterable[float]) -> float:
     return ordered[(len(ordered) - 1) // 2]
 
 
+def _just_settled(before: list[int], gamma: int) -> bool:
+    """Whether a round of gamma is the fifth after those of others."""
+    last = before[-SETTLED:] == [gamma] * SETTLED
+    return last and before.count(gamma) == SETTLED < len(before)
+
+
 @dataclass(slots=True)
 class _Series:
-    """Of one gamma, in relation to the level of their batch size. value: their median; told: that
-    when it was last used."""
+    """Of one gamma, in relation to the level of their batch size. value: the median of the settled
+    ones, and before there are any of the others; told: that when it was last used."""
 
-    values: deque[float] = field(default_factory=lambda: deque(maxlen=RELATIONS))
+    settled: deque[float] = field(default_factory=lambda: deque(maxlen=RELATIONS))
+    others: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     value: float = 0.0
     told: float = 0.0
 
-    def add(self, value: float) -> bool:
+    def add(self, value: float, settled: bool) -> bool:
         """Whether it is worth computing with the new median."""
-        self.values.append(value)
-        self.value = _median(self.values)
-        if len(self.values) > FIRST and abs(self.value - self.told) <= MOVED * self.told:
+        (self.settled if settled else self.others).append(value)
+        self.value = _median(self.settled or self.others)
+        few = len(self.settled) + len(self.others) <= FIRST
+        if not few and abs(self.value - self.told) <= MOVED * self.told:
             return False
         self.told = self.value
         return True
 
     @property
     def known(self) -> bool:
-        return len(self.values) >= FIRST
+        return len(self.settled) + len(self.others) >= FIRST
 
 
 @dataclass(slots=True)
@@ -200,10 +208,9 @@ class _Timings:
 
     A longer cache, or a machine with other work, makes all rounds slower, and only the gamma in use
     is timed. So there is a common level in seconds, the median of what the last nine rounds say,
-    and of each gamma a relation to it. Only a change of gamma tells something about that, and not
-    at once: the first round without the other's warm caches takes a tenth longer, the first draft
-    step half as long again. So it is the fifth round of a gamma that does (and the first two ever,
-    to have something to go by).
+    and of each gamma a relation to it, about which only a change of gamma tells something. Not at
+    once: without the other's warm caches a round takes a tenth longer, and a first draft step half
+    as long again. So the fifth round of a gamma counts, and the four before where there is none.
 
     The plain step keeps its relation, as what all others are relative to: what it tells, after one
     round already where it is a probe, is told of the gamma before it. Otherwise the gammas in use
@@ -222,30 +229,32 @@ class _Timings:
         if gamma not in self.called:
             self.called.add(gamma)
             return False
-        moved = self._tells(gamma) and self._relate(gamma, time_draft, time_rest)
+        moved, before = False, [g for g, _, _ in self.last]
+        if gamma == 0 and 0 in self.rest and self.rest[0].known:
+            if any(before) and (before[-1] or _just_settled(before, 0)):
+                moved = self._relate_to_plain(time_rest)
+        elif (settled := _just_settled(before, gamma)) or before.count(gamma) < SETTLED:
+            others = [x for x in self.last if x[0] != gamma]
+            plain = [x for x in others if x[0] == 0]
+            level = self._level_of(plain or others or self.last) or time_rest
+            moved = self._relate(gamma, time_draft, time_rest, level, settled)
         self.last.append((gamma, time_draft, time_rest))
         return moved
 
-    def _tells(self, gamma: int) -> bool:
-        """Whether a round says how its gamma is related to those before it."""
-        if gamma not in self.rest or not self.rest[gamma].known:
-            return True
-        before = [g for g, _, _ in self.last]
-        if gamma == 0 and before[-1]:
-            return before.count(before[-1]) > SETTLED
-        just = before.count(gamma) == SETTLED and before[-SETTLED:] == [gamma] * SETTLED
-        return just and len(before) > SETTLED
+    def _relate_to_plain(self, seconds: float) -> bool:
+        """The gamma before this plain round."""
+        gamma = next(g for g, _, _ in reversed(self.last) if g)
+        mine = [(draft, rest) for g, draft, rest in self.last if g == gamma]
+        draft, rest = (_median(times) for times in zip(*mine, strict=True))
+        level = seconds / self.rest[0].value
+        return self._relate(gamma, draft, rest, level, settled=len(mine) > SETTLED)
 
-    def _relate(self, gamma: int, time_draft: float, time_rest: float) -> bool:
-        level = self._level_of(x for x in self.last if x[0] != gamma) or self.level or time_rest
-        if gamma == 0 and 0 in self.rest and self.rest[0].known:
-            level = time_rest / self.rest[0].value
-            gamma = next(g for g, _, _ in reversed(self.last) if g)
-            time_draft = _median(draft for g, draft, _ in self.last if g == gamma)
-            time_rest = _median(rest for g, _, rest in self.last if g == gamma)
-        moved = self.rest[gamma].add(time_rest / level)
+    def _relate(
+        self, gamma: int, time_draft: float, time_rest: float, level: float, settled: bool
+    ) -> bool:
+        moved = self.rest[gamma].add(time_rest / level, settled)
         if gamma:
-            moved |= self.draft.add(time_draft / gamma / level)
+            moved |= self.draft.add(time_draft / gamma / level, settled)
         return moved
 
     @property

@@ -161,6 +161,31 @@ def test_what_was_timed_at_another_level_is_learned_anew() -> None:
     assert costs.rounds(1)[1] == pytest.approx(1 + COST + GROWTH)
 
 
+def test_gammas_that_never_settle_are_timed_all_the_same() -> None:
+    """A lookup finds another number of tokens each time."""
+    costs, rng = Costs(MAX_GAMMA), np.random.default_rng(0)
+    for number in range(300):
+        gamma = int(rng.integers(0, MAX_GAMMA + 1))
+        growth = GROWTH if number > 150 else 3 * GROWTH
+        costs.observe(1, gamma, gamma * COST * STEP, (1 + gamma * growth) * STEP)
+        assert not costs.timed or costs.rounds(1)
+    assert costs.rounds(1) == pytest.approx([1 + g * (COST + GROWTH) for g in range(9)], rel=0.02)
+
+
+def test_first_rounds_after_a_change_are_slower() -> None:
+    """What a gamma costs is what it does once caches are warm, also where it is mostly tried."""
+    costs = Costs(MAX_GAMMA)
+    for rounds in (20, 1, 1, 1, 8, 1, 1):
+        for gamma, count in ((0, 20), (1, rounds)):
+            for i in range(count):
+                cold = 1.1 if i < 4 else 1.0
+                costs.observe(
+                    1, gamma, gamma * COST * cold * STEP, (1 + gamma * GROWTH) * cold * STEP
+                )
+                assert not costs.timed or costs.rounds(1)
+    assert costs.rounds(1)[1] == pytest.approx(1 + COST + GROWTH, rel=0.001)
+
+
 def test_first_calls_do_not_count() -> None:
     """The first is slow, and the second a little; the other widths are known."""
     costs, machine = Costs(MAX_GAMMA), Machine(COST, GROWTH, noise=0)
