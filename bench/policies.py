@@ -29,6 +29,7 @@ from .retold import retelling, story
 from .timing import DISTURBED
 from .ways import (
     BUSY,
+    WARM_UP,
     Clock,
     Gain,
     Run,
@@ -70,7 +71,7 @@ class Scale:
 
 
 # Prompt, output and drafts fit 256 rows, so that a cache has one size throughout.
-FULL = Scale(50, 64, 160, 8, 256, 60)
+FULL = Scale(50, 64, 160, 24, 256, 60)
 QUICK = Scale(3, 64, 96, 2, 128, 0)
 
 
@@ -193,7 +194,8 @@ def stream(
         ways[AUTO] = Way(auto, {**options, "gamma": AUTO})
         ways[SCHEDULE] = Way(schedule, {**options, "gamma": SCHEDULE})
         made[load_.name] = ways
-        sampler.story = story(engine, load_.prompts[0], scale.tokens, 0, options)
+        longest = max(WARM_UP, 2 * engine.decoder.max_gamma)
+        sampler.story = story(engine, load_.prompts[0], longest, 0, options)
         warm_up(ways, load_.prompts[0])
     texts: dict[str, list[Mapping[str, Run]]] = {load_.name: [] for load_ in loads}
     begin = clock.seconds

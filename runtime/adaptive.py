@@ -24,7 +24,7 @@ HOLD = 4  # rounds that a choice is for, while drafts gain
 PROBE_LOSS = 0.01  # of the time, by estimate, goes to rounds of another gamma while drafts pay
 PROBE_EVERY = 8  # rounds at least
 PAUSE, LONGEST_PAUSE = 16, 1024  # rounds without drafts before they are tried again
-ALLOWANCE, RATE = 4.0, 0.03  # plain steps, and of every token: what a text may lose
+ALLOWANCE, RATE = 3.0, 0.03  # plain steps, and of every token: what a text may lose
 
 
 class Policy(Protocol):
@@ -108,8 +108,8 @@ class Measured:
     Two bounds. While drafts pay, a round of another gamma comes so seldom that 1 % of the time is
     lost by it, by estimate: 0, and in turn with it the most promising one that was never timed, or
     twice as deep a one. And of every text, whatever the draft does: a round with drafts is run only
-    where the text's loss against plain decoding, should the round accept none, stays within 4 plain
-    steps + 3 % of its tokens: 4.6 % of 256 tokens. Losses are counted at measured costs; beyond
+    where the text's loss against plain decoding, should the round accept none, stays within 3 plain
+    steps + 3 % of its tokens: 4.2 % of 256 tokens. Losses are counted at measured costs; beyond
     them are three rounds of a decoder, which after three plain ones draft one token each to have
     any, and the draft's reading of the prompt. The reading of what rounds without drafts have added
     is a loss too: where it costs more than 3 % of a plain step a token, a draft that was left
@@ -117,7 +117,7 @@ class Measured:
 
     16 rounds after drafts were given up, what was seen is nearly forgotten and they are tried
     again, with one token if need be; each time that they lose, after twice as many rounds, up to
-    1,024.
+    1,024. A text that begins without drafts tries them after 32.
 
     A plain step may be as short as a millisecond, and choosing takes some of that. So nothing is
     worked out until drafts are tried again; and once they have gained, a choice is for 4 rounds,
@@ -247,8 +247,12 @@ class Measured:
 
     def _switch(self, gamma: int) -> None:
         if gamma == 0:
-            gained = self.lost <= self.lost_before
-            self.pause = PAUSE if gained else min(2 * self.pause, LONGEST_PAUSE)
+            if self.opening == OPENING:  # nothing was drafted: it is earlier texts that say so
+                self.pause = 2 * PAUSE
+            elif self.lost <= self.lost_before:
+                self.pause = PAUSE
+            else:
+                self.pause = min(2 * self.pause, LONGEST_PAUSE)
             self.since = 0
         elif self.current == 0:
             self.lost_before = self.lost

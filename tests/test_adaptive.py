@@ -86,7 +86,7 @@ def test_the_bound_holds_against_an_adversary(
     cost: float, growth: float, gamma: int | str, most: int
 ) -> None:
     """A draft that is good for as long as it is tried with few tokens, and then never. After every
-    round the loss is within 4 steps + 3 %, the costs known."""
+    round the loss is within 3 steps + 3 %, the costs known."""
 
     def tempting(drafted: int) -> int:
         return drafted if drafted <= most else 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import code_text, drafts, policies, ways
+from bench import code_text, drafts, policies, retold, ways
 from bench.report_record import Round
 from bench.ways import Clock, Run, Way
 from models.corpus import collect
@@ -214,3 +214,60 @@ def test_fixed_gammas_teach_the_policies_nothing(bundle):
     ways.decode(Way(taught, {"gamma": "auto"}), prompt, 12, 0)
     assert taught.decoder.costs["model"].timed and not engine.decoder.costs["model"].timed
     assert all(run.stats.round_tokens == 11 for run in texts[0].values())
+
+
+# The same text for all
+
+
+def test_at_temperature_0_a_text_is_told_as_it_happens(bundle):
+    """Then nothing is left to luck: rounds are those of the engine itself."""
+    engine = load(bundle, threads=1, verify=False)
+    fixed, sampler = retold.retelling(engine)
+    prompt, options = engine.tokenizer.encode("def f(x):\n"), {"draft": "model", "temperature": 0.0}
+    sampler.story = retold.story(engine, prompt, 24, 0, options)
+    for gamma in (1, 4):
+        ours, told = (
+            ways.decode(Way(x, {**options, "gamma": gamma}), prompt, 24, 0).rounds
+            for x in (engine, fixed)
+        )
+        assert [x.accepted for x in told] == [x.accepted for x in ours]
+
+
+def test_above_it_the_coins_are_the_same_for_every_gamma(bundle):
+    engine = load(bundle, threads=1, verify=False)
+    fixed, sampler = retold.retelling(engine)
+    prompt, options = engine.tokenizer.encode("import "), {"draft": "model", "temperature": 1.0}
+    sampler.story = story = retold.story(engine, prompt, 40, 3, options)
+    assert len(story.ids) == len(story.stands) == len(prompt) + 40
+    for gamma in (0, 1, 3, 8):
+        options = {"temperature": 1.0, "max_new_tokens": 40, "seed": gamma, "ignore_eos": True}
+        told = fixed.generate(prompt, gamma=gamma, **options)
+        assert [token.id for token in told.tokens] == list(story.ids[len(prompt) :])
+        begin = len(prompt) + 1  # the first token is the prefill's
+        for x in ways.decode(
+            Way(fixed, {"temperature": 1.0, "gamma": gamma}), prompt, 40, 1
+        ).rounds:
+            stands = [*story.stands[begin : begin + x.gamma], False]
+            assert x.accepted == stands.index(False)
+            begin += x.accepted + 1
+        assert begin == len(story.ids)
+
+
+def test_as_many_tokens_stand_as_in_decoding_that_is_left_to_luck(bundle, corpus):
+    """In the mean of texts; the control is a draft of temperature 3, and the difference is seen."""
+    engine = load(bundle, threads=1, verify=False)
+    fixed, sampler = retold.retelling(engine)
+    options = {"draft": "model", "temperature": 1.0}
+    prompts = code_text.held_out(engine.tokenizer, corpus.held_out, 12, 32)
+
+    def alpha(engine, hot, known=None):
+        runs = []
+        for seed, prompt in enumerate(prompts):
+            tempered = {**options, "draft_temperature": 3.0} if hot else options
+            if known is not None:
+                sampler.story = retold.story(known, prompt, 64, seed, tempered)
+            runs.append(ways.decode(Way(engine, {**tempered, "gamma": 3}), prompt, 64, seed))
+        return ways.acceptance(runs)
+
+    free, told, hot = alpha(engine, False), alpha(fixed, False, engine), alpha(fixed, True, engine)
+    assert told == pytest.approx(free, abs=0.12) and hot < free - 0.2
