@@ -53,11 +53,10 @@ class Costs:
     gamma, and which acceptance texts began with, by the settings of their sampling: p and q are
     what is left after temperatures and filters, and acceptance is a property of those two.
 
-    Each cost is the median of the last 9 timings: four of them may be outliers of any size (a
-    machine taken away for 50 ms), no scale has to be known as for clipped updates, and after a
-    lasting change it has followed in five rounds. The first call of each batch size and gamma does
-    not count: shapes that are new are prepared in it. What is not in use does not go stale either:
-    all costs of a batch size follow the level of the gamma that is (`_Timings`).
+    Each cost is a median of timings: outliers may be of any size (a machine taken away for 50 ms),
+    and no scale has to be known as for clipped updates. The first call of each batch size and gamma
+    does not count: shapes that are new are prepared in it. What is not in use does not go stale:
+    all costs of a batch size follow the level of the gamma that is, in five rounds (`_Timings`).
 
     No verification is taken to cost more than a wider one that was seen. So a plain step that was
     last timed at the end of a long text does not make drafts look fast at the start of the next.
@@ -82,7 +81,7 @@ class Costs:
 
     def observe(self, batch: int, gamma: int, time_draft: float, time_rest: float) -> None:
         """A round of `batch` sequences with `gamma` draft steps: seconds in those, and in all else
-        but what `caught_up` is told."""
+        but the choosing and what `caught_up` is told."""
         self._new.append((batch, gamma, time_draft, time_rest))
 
     def caught_up(self, batch: int, tokens: int, seconds: float) -> None:
