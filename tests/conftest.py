@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported: no test may wait for a network
+# A shell that runs the tests in the background has them ignore Ctrl-C, and the commands they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import rounds
