@@ -19,22 +19,6 @@ from .ways import fresh
 from .workloads import Prompts
 
 FUNCTION = re.compile(r"^( *)def .*\n(?:(?:\1 +.*)?\n)+", re.MULTILINE)
-# Greedy, the bundled target goes on with these when they fill the prompt. It has learned no more
-# copying than that: a function that stands in the prompt twice it does not repeat.
-FIRST = (
-    "0, 0, 0, 0, ",
-    "        self.assertEqual(x, 1)\n",
-    "* * * * ",
-    "    self.x = 1\n",
-    "    [0, 0, 0],\n",
-    "    print(x)\n",
-    "    ('a', 'b'),\n",
-    "    x = 1\n",
-    "- - - - ",
-    "    'a': 'b',\n",
-    "    0.0, 0.0, 0.0,\n",
-    "        self.assertTrue(x)\n",
-)
 LINES = (
     "{value}, {value}, {value}, {value}, ",
     "        self.assertEqual({name}, {value})\n",
@@ -48,8 +32,21 @@ LINES = (
     "    {name}.append({value})\n",
 )
 WORDS = ("i", "3"), ("a", "2"), ("y", "None"), ("n", "True")
+# Greedy, the bundled target goes on with these when they fill the prompt. It has learned no more
+# copying than that: a function that stands in the prompt twice it does not repeat.
 TABLES = (
-    *FIRST,
+    "0, 0, 0, 0, ",
+    "        self.assertEqual(x, 1)\n",
+    "* * * * ",
+    "    self.x = 1\n",
+    "    [0, 0, 0],\n",
+    "    print(x)\n",
+    "    ('a', 'b'),\n",
+    "    x = 1\n",
+    "- - - - ",
+    "    'a': 'b',\n",
+    "    0.0, 0.0, 0.0,\n",
+    "        self.assertTrue(x)\n",
     *(line.format(name=name, value=value) for name, value in WORDS for line in LINES),
 )
 

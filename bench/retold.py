@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from runtime.engine import Engine
+from runtime.host_calls import readable
 from runtime.rounds import HostRounds
 from runtime.sampler import Array, Ids, Place, Sampler
 from runtime.sampling import Verdict
@@ -61,7 +62,7 @@ def _distributions(
     params, width = SamplingParams(temperature=temperature), engine.decoder.max_gamma
     found = []
     for begin in range(0, len(ids), width):
-        part = np.array([ids[begin : begin + width]])
+        part = readable(model, ids[begin : begin + width])[None]
         (rows,) = model.forward(part, np.array([begin]), np.arange(part.shape[1]))
         found += [warp(row, params, vocab_size=engine.decoder.vocab_size) for row in rows]
     return found

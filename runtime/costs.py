@@ -97,7 +97,7 @@ class Costs:
         if self._lacking is not None:
             self._work_out()
             sizes = self._sizes.values()
-            plain = any(0 in mine.rest and mine.rest[0].known for mine in sizes)
+            plain = any(mine.knows(0) for mine in sizes)
             drafts = any(mine.draft.known for mine in sizes)
             self._lacking = 0 if not plain else None if drafts else 1
         return self._lacking
@@ -114,8 +114,8 @@ class Costs:
         """The gammas whose rounds were not timed; their costs are lines between others', and a
         verification has steps where a matrix product's blocks are full. A round of several counts
         as its widest gamma's, so of a batch some may never be."""
-        rest = self._sizes[batch].rest
-        return [g for g in range(1, self.max_gamma + 1) if g not in rest or not rest[g].known]
+        mine = self._sizes[batch]
+        return [g for g in range(1, self.max_gamma + 1) if not mine.knows(g)]
 
     def reading(self, batch: int, tokens: int) -> float:
         """Plain steps for what the draft has to catch up with: a call, which costs what a draft
@@ -172,8 +172,8 @@ def _median(values: Iterable[float]) -> float:
 
 def _just_settled(before: list[int], gamma: int) -> bool:
     """Whether a round of gamma is the fifth after those of others."""
-    last = before[-SETTLED:] == [gamma] * SETTLED
-    return last and before.count(gamma) == SETTLED < len(before)
+    in_a_row = before[-SETTLED:] == [gamma] * SETTLED
+    return in_a_row and before.count(gamma) == SETTLED < len(before)
 
 
 @dataclass(slots=True)
@@ -223,14 +223,17 @@ class _Timings:
     called: set[int] = field(default_factory=set)
     has_read: bool = False
 
+    def knows(self, gamma: int) -> bool:
+        return gamma in self.rest and self.rest[gamma].known
+
     def add(self, gamma: int, time_draft: float, time_rest: float) -> bool:
         """Whether what rounds cost, in relation to each other, moved."""
         if gamma not in self.called:
             self.called.add(gamma)
             return False
         moved, before = False, [g for g, _, _ in self.last]
-        if gamma == 0 and 0 in self.rest and self.rest[0].known:
-            if any(before) and (before[-1] or _just_settled(before, 0)):
+        if gamma == 0 and self.knows(0):
+            if before[-1] or _just_settled(before, 0):
                 moved = self._relate_to_plain(time_rest)
         elif (settled := _just_settled(before, gamma)) or before.count(gamma) < SETTLED:
             others = [x for x in self.last if x[0] != gamma]
@@ -256,17 +259,13 @@ class _Timings:
             moved |= self.draft.add(time_draft / gamma / level, settled)
         return moved
 
-    @property
-    def level(self) -> float:
-        """Seconds; 0 before the first round."""
-        return self._level_of(self.last)
-
     def _level_of(self, rounds: Iterable[tuple[int, float, float]]) -> float:
+        """Seconds; 0 of none."""
         said = [seconds / self.rest[gamma].value for gamma, _, seconds in rounds]
         return _median(said) if said else 0.0
 
     def read(self, tokens: int, seconds: float) -> None:
-        if self.has_read and (level := self.level):
+        if self.has_read and (level := self._level_of(self.last)):
             each = max(0.0, seconds / level - self.draft.value) / max(1, tokens)
             self.readings.append((each, tokens))
         self.has_read = True
