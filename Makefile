@@ -57,7 +57,7 @@ help:
 
 # Without a compiler they say so and go on: NumPy then does the sampling.
 kernel: .venv/stamp
-	@$(PY) -m plugins.build --optional
+	@$(PY) -m plugins.tools.build --optional
 
 engines: kernel
 	@test -n "$(MODEL)" || { echo 'error: option: MODEL is not set.' \
@@ -70,7 +70,7 @@ engines: kernel
 	  --max-gamma "$(MAX_GAMMA)" $(if $(MAX_LEN),--max-len "$(MAX_LEN)") \
 	  --format $(if $(filter aotinductor,$(BACKEND)),torch,onnx) \
 	  --out "$(GRAPHS)" $(if $(filter 1,$(FORCE)),--force)
-	@$(if $(filter tensorrt%,$(BACKEND)),$(PY) -m plugins.cubins > /dev/null)
+	@$(if $(filter tensorrt%,$(BACKEND)),$(PY) -m plugins.tools.cubins > /dev/null)
 	@$(PY) -m engines --graphs "$(GRAPHS)" --out "$(OUT)" \
 	  --backend "$(BACKEND)" --slots "$(SLOTS)" --sm "$(SM)" \
 	  $(if $(OPT_LEVEL),--opt-level "$(OPT_LEVEL)") $(if $(filter 1,$(FORCE)),--force)
@@ -107,21 +107,21 @@ gpu-check:
 	@$(or $(wildcard $(PY)),$(PYTHON)) -m bench.gpu_check $(if $(GPU_OUT),--out "$(GPU_OUT)")
 
 plugins: .venv/stamp
-	@$(PY) -m plugins.build
+	@$(PY) -m plugins.tools.build
 
 plugin: .venv/stamp
-	@TENSORRT_ROOT="$(TENSORRT_ROOT)" $(PY) -m plugins.build_tensorrt
+	@TENSORRT_ROOT="$(TENSORRT_ROOT)" $(PY) -m plugins.tools.build_tensorrt
 
 cubins: .venv/stamp
-	@$(PY) -m plugins.cubins
+	@$(PY) -m plugins.tools.cubins
 
 sanitize: .venv/stamp
-	$(PY) -m pytest -m slow tests/test_kernel_fuzz.py
+	$(PY) -m pytest -m slow tests/plugins/test_kernel_fuzz.py
 
 wheel: .venv/stamp
 	@rm -rf build/wheel dist/outrider-*.whl # setuptools would pack modules that are gone
-	@$(PY) -m plugins.build --optional # what the quiet build would not say
-	@$(PY) -m plugins.cubins > /dev/null
+	@$(PY) -m plugins.tools.build --optional # what the quiet build would not say
+	@$(PY) -m plugins.tools.cubins > /dev/null
 	$(PY) -m build --quiet --wheel --outdir dist .
 
 clean:

@@ -9,14 +9,14 @@ import shutil
 import sys
 from pathlib import Path
 
-from setuptools import Distribution, setup
+from setuptools import Distribution, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # a build backend does not put it there
 
-from plugins.build import NAME, BuildError, build  # noqa: E402
+from plugins.tools.build import NAME, BuildError, build  # noqa: E402
 
 LIBRARY: Path | None = None
 try:
@@ -51,6 +51,7 @@ class MaybeNative(Distribution):
 
 
 setup(
+    packages=["outrider", *(f"outrider.{room}" for room in find_packages("runtime"))],
     distclass=MaybeNative,
     cmdclass={"build_py": BuildWithKernel, "bdist_wheel": PlatformWheel},
     options={"build": {"build_base": "build/wheel"}},  # build/lib is the checkout's own

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from runtime.lookup import Corpus
-from runtime.rounds import HostRounds
-from runtime.tables import Tables
-from runtime.text import Tokenizer
-from runtime.text_engine import TextEngine
+from runtime.drafts.lookup import Corpus
+from runtime.drafts.tables import Tables
+from runtime.round import HostRounds
+from runtime.text.engine import TextEngine
+from runtime.text.tokenizer import Tokenizer
 
 from .ways import fresh
 from .workloads import Prompts

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from runtime.backends.engine import Engine
 from runtime.bundle import load
-from runtime.engine import Engine
-from runtime.errors import OutriderError, run_command
-from runtime.text_engine import TextEngine
+from runtime.files.errors import OutriderError, run_command
+from runtime.text.engine import TextEngine
 
 from . import machine, memory, models, peers, share
 from .timing import Figure, Sample, alternate, figure, sample, turns

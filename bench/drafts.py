@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from models.corpus import collect
-from runtime.request import LOOKUPS
-from runtime.text_engine import TextEngine
+from runtime.sequence import LOOKUPS
+from runtime.text.engine import TextEngine
 
 from . import code_text, machine
 from .estimates import rounded

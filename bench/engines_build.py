@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from runtime.manifest import MANIFEST_FILE, read_bundle, write_folder, write_json
+from runtime.files.manifest import MANIFEST_FILE, read_bundle, write_folder, write_json
 
 from . import constructed
 

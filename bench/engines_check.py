@@ -19,7 +19,7 @@ from typing import Any
 
 from runtime import Options, TextEngine, load
 from runtime.certificate import check as certify
-from runtime.errors import first_line
+from runtime.files.errors import first_line
 
 from .engines_build import Built
 from .pair import PROMPTS

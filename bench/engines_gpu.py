@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import OutriderError, run_command
+from runtime.files.errors import OutriderError, run_command
 
 from . import constructed, engines_build, engines_check, engines_times
 from .engines_build import Built

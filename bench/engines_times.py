@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from runtime import Options, TextEngine, load
-from runtime.errors import first_line
+from runtime.files.errors import first_line
 from runtime.stats import Stats
 
 from .engines_build import DTYPE, Built
@@ -92,7 +92,7 @@ class Times:
     def _free(self) -> int:
         if not self.gpu:
             return 0
-        from runtime.cuda import Cuda
+        from runtime.backends.cuda import Cuda
 
         return Cuda(int(self.device.partition(":")[2] or 0)).memory()[0]
 

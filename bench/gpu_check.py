@@ -29,12 +29,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from runtime.errors import first_line, run_command
+from runtime.files.errors import first_line, run_command
 
 from . import machine
 
 CHECKOUT = Path(__file__).parents[1]
-KERNEL_TESTS = ("tests/test_kernel.py", "tests/test_kernel_edges.py", "tests/test_kernel_exact.py")
+KERNEL_TESTS = (
+    "tests/sampling/test_kernel.py",
+    "tests/sampling/test_kernel_edges.py",
+    "tests/sampling/test_kernel_exact.py",
+)
 WATCHED = [sys.executable, "-m", "bench.kernel_gpu"]
 ENGINES = [sys.executable, "-m", "bench.engines_gpu"]
 COUNTERS = (
@@ -76,8 +80,8 @@ def parts(out: Path, architecture: str) -> list[Part]:
     only = ["--arch", architecture] if architecture else []  # without a GPU all are compiled
     sanitizer = ["compute-sanitizer", "--error-exitcode", "9"]
     return [
-        Part("library", [*python, "plugins.build"], 120, gpu=False),
-        Part("cubins", [*python, "plugins.cubins", *only], 200, gpu=False),
+        Part("library", [*python, "plugins.tools.build"], 120, gpu=False),
+        Part("cubins", [*python, "plugins.tools.cubins", *only], 200, gpu=False),
         Part("gpu", [*WATCHED, "--describe", str(description)], 60, reads=description.name),
         *bundled,
         Part(

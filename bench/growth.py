@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from models.corpus import collect
-from runtime.errors import CommandParser, OutriderError, run_command
+from runtime.files.errors import CommandParser, OutriderError, run_command
 
 from . import growth_plot, inflate, machine, side_pair
 from .estimates import rounded

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from runtime.bundle import load
-from runtime.manifest import WEIGHTS_FILE, read_bundle
-from runtime.text_engine import TextEngine
+from runtime.files.manifest import read_bundle
+from runtime.files.torch_files import WEIGHTS_FILE
+from runtime.text.engine import TextEngine
 
 from . import code_text, inflate, machine, peer_outrider
 from .decode import step

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime.bundle import load
-from runtime.errors import OutriderError
-from runtime.text_engine import Options, TextEngine
+from runtime.files.errors import OutriderError
+from runtime.text.engine import Options, TextEngine
 
 from .machine import resident
 from .timing import sample

@@ -21,8 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import CommandParser, OutriderError, run_command
-from runtime.manifest import note, refuse_foreign, size_text, stage, write_folder
+from runtime.files.errors import CommandParser, OutriderError, run_command
+from runtime.files.manifest import refuse_foreign, write_folder
+from runtime.files.progress import note, size_text, stage
 
 from .constructed import LLAMA_1B
 from .models import TARGET, Shape

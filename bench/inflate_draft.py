@@ -24,8 +24,9 @@ from transformers import AutoTokenizer
 
 from models.corpus import collect
 from models.measure import PairFigures, measure, sample
-from runtime.errors import OutriderError
-from runtime.manifest import refuse_foreign, stage, write_folder
+from runtime.files.errors import OutriderError
+from runtime.files.manifest import refuse_foreign, write_folder
+from runtime.files.progress import stage
 
 from .inflate import load, write_checkpoint
 from .inflate_weights import refuse

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import transformers
 
-from runtime.errors import OutriderError, first_line
+from runtime.files.errors import OutriderError, first_line
 
 library: Any = transformers  # without annotations
 

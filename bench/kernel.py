@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime import kernel
-from runtime.errors import OutriderError, run_command
-from runtime.warping import SamplingParams
+from runtime.files.errors import OutriderError, run_command
+from runtime.sampling import kernel
+from runtime.sampling.warp import SamplingParams
 
 from . import kernel_gpu, machine
 from .rounds import RULES, TOKEN, VARIANTS, Round, disagreements

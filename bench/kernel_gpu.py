@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from runtime import cuda_kernel, kernel
-from runtime.cuda_kernel import Buffers, Device, DeviceLogits, Plan, Sizes
-from runtime.errors import run_command
-from runtime.sampler import Place
-from runtime.warping import SamplingParams
+from runtime.files.errors import run_command
+from runtime.gpu import launch as cuda_kernel
+from runtime.gpu.launch import Buffers, Device, DeviceLogits, Plan, Sizes
+from runtime.sampling import kernel
+from runtime.sampling.sampler import SlotSampling
+from runtime.sampling.warp import SamplingParams
 
 from .on_gpu import flags_of, open_gpu
 from .rounds import TOKEN, VARIANTS, Round, disagreements, transformers_call
@@ -81,7 +82,7 @@ class DeviceRound:
         self._context = context.to(torch.int64)
         slots = np.zeros(batch, kernel.SLOT)
         for b in range(batch):
-            place = Place(replace(params, seed=b), gamma, 500, b)
+            place = SlotSampling(replace(params, seed=b), gamma, 500, b)
             kernel.fill_slot(slots, b, place)
             if params.repetition_penalty != 1:
                 slots[b]["context"], slots[b]["context_length"] = self._context.data_ptr(), 500

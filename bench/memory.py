@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from runtime.backends.onnxruntime import OrtEngine
 from runtime.bundle import load
-from runtime.ort_engine import OrtEngine
-from runtime.text_engine import TextEngine
+from runtime.text.engine import TextEngine
 
 from .machine import resident
 from .timing import alternate

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from runtime import cuda_kernel, kernel
-from runtime.cuda_kernel import Buffers, Device, DeviceLogits, Plan, Sizes
+from runtime.gpu import launch as cuda_kernel
+from runtime.gpu.launch import Buffers, Device, DeviceLogits, Plan, Sizes
+from runtime.sampling import kernel
 
 Array = npt.NDArray[Any]
 OK, BAD_PARAMETER, SLOT_FAILED = 0, 2, 5

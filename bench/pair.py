@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.stats import Stats
-from runtime.text_engine import TextEngine
+from runtime.text.engine import TextEngine
 
 from .timing import Sample, figure, sample
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from runtime import kernel
-from runtime.errors import OutriderError, run_command
+from runtime.files.errors import OutriderError, run_command
+from runtime.sampling import kernel
 
 from . import machine, models, overhead, paper_plot, peers, sigmoid
 from .overhead import Overhead

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from runtime.errors import OutriderError
+from runtime.files.errors import OutriderError
 
 from . import overhead, sigmoid
 from .overhead import Overhead

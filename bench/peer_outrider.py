@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime.bundle import load
-from runtime.request import Running
-from runtime.text_engine import Options, TextEngine
+from runtime.sequence import ActiveSequence
+from runtime.text.engine import Options, TextEngine
 
 from .decode import step
 from .peer_worker import Clock, arrived_together
@@ -47,22 +47,22 @@ class Worker:
 
     def batch(self, request: Batch, clocks: Sequence[Clock]) -> None:
         """As `TextEngine.batch` with a slot for each, and the times of the rounds."""
-        decoder, running = self.engine.decoder, dict[Running, Clock]()
+        decoder, sequence = self.engine.decoder, dict[ActiveSequence, Clock]()
         try:
             for number, (prompt, clock) in enumerate(zip(request.prompts, clocks, strict=True)):
                 one = Request(prompt, request.new_tokens, request.mode, 0.0, number, request.gamma)
                 joined = decoder.admit(self.engine.request(prompt, Options(**options(one))))
-                running[joined] = clock
+                sequence[joined] = clock
                 clock.arrived([token.id for token in joined.output])
-            while running:
-                new = decoder.round(running)
-                ids = [[token.id for token in new[text]] for text in running]
-                arrived_together(list(running.values()), ids)
-                for text in [text for text in running if text.finish_reason is not None]:
-                    running.pop(text).notes = text.stats.summary()
+            while sequence:
+                new = decoder.round(sequence)
+                ids = [[token.id for token in new[text]] for text in sequence]
+                arrived_together(list(sequence.values()), ids)
+                for text in [text for text in sequence if text.finish_reason is not None]:
+                    sequence.pop(text).notes = text.stats.summary()
                     decoder.release(text)
         finally:
-            for text in running:
+            for text in sequence:
                 decoder.release(text)
 
     def costs(self, position: int, gamma: int) -> StepCosts:

@@ -20,8 +20,8 @@ from statistics import median
 from typing import Any
 
 from models.corpus import collect
-from runtime import theory
-from runtime.text_engine import TextEngine
+from runtime.text.engine import TextEngine
+from runtime.theory import formulas as theory
 
 from . import code_text, machine
 from .estimates import rounded

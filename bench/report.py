@@ -24,11 +24,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from runtime.bundle import load
-from runtime.errors import CommandParser, OutriderError, run_command
-from runtime.manifest import GraphFacts, Manifest
-from runtime.prompts import prompt_from, source_name
-from runtime.text_engine import Options, TextEngine
-from runtime.theory import break_even
+from runtime.cli.prompts import prompt_from, source_name
+from runtime.files.errors import CommandParser, OutriderError, run_command
+from runtime.files.manifest import GraphFacts, Manifest
+from runtime.text.engine import Options, TextEngine
+from runtime.theory.formulas import break_even
 
 from . import machine
 from .pair import PROMPTS

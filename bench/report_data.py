@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import median
 
-from runtime.measure import Findings
 from runtime.stats import Stats
-from runtime.theory import best_gamma, break_even, expected_tokens, oracle, speedup
+from runtime.theory.formulas import best_gamma, break_even, expected_tokens, oracle, speedup
+from runtime.theory.measure import Findings
 
 from .report_record import Round, Text
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from math import isfinite
 from typing import Any
 
-from runtime.theory import break_even, oracle, speedup
+from runtime.theory.formulas import break_even, oracle, speedup
 
 from . import plots
 from .plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, legend, panels

@@ -10,12 +10,12 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from runtime.errors import OutriderError
-from runtime.measure import Costs, Findings, findings, measure
-from runtime.request import Running
-from runtime.rounds import Outcome, Part, Turn
+from runtime.files.errors import OutriderError
+from runtime.round import RoundResult, SlotPlan, SlotResult
+from runtime.sequence import ActiveSequence
 from runtime.stats import Stats
-from runtime.text_engine import TextEngine
+from runtime.text.engine import TextEngine
+from runtime.theory.measure import Costs, Findings, findings, measure
 
 from .timing import DISTURBED, sample
 
@@ -73,10 +73,10 @@ class _Mark:
     accepted: int = 0
 
     @classmethod
-    def of(cls, running: Running) -> _Mark:
-        s = running.stats
+    def of(cls, sequence: ActiveSequence) -> _Mark:
+        s = sequence.stats
         times = s.elapsed, s.time_draft_prefill, s.time_draft, s.time_verify, s.time_sample
-        return cls(*times, len(running.output))
+        return cls(*times, len(sequence.output))
 
     def to(self, other: _Mark) -> Round:
         return Round(
@@ -98,20 +98,20 @@ class Recorder:
 
     def __init__(self, rounds: Any):
         self._rounds = rounds
-        self._texts: list[tuple[Running, list[_Mark]]] = []
+        self._texts: list[tuple[ActiveSequence, list[_Mark]]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rounds, name)
 
-    def start(self, running: Running) -> Part:
-        self._texts.append((running, []))
-        part: Part = self._rounds.start(running)
+    def start(self, sequence: ActiveSequence) -> SlotResult:
+        self._texts.append((sequence, []))
+        part: SlotResult = self._rounds.start(sequence)
         return part
 
-    def run(self, turns: Sequence[Turn]) -> Outcome:
-        running, marks = self._texts[-1]
-        mark = _Mark.of(running)
-        outcome: Outcome = self._rounds.run(turns)
+    def run(self, turns: Sequence[SlotPlan]) -> RoundResult:
+        sequence, marks = self._texts[-1]
+        mark = _Mark.of(sequence)
+        outcome: RoundResult = self._rounds.run(turns)
         (part,) = outcome.parts
         drafts = tuple(part.drafts)
         marks.append(replace(mark, drafts=drafts, accepted=part.verdict.accepted))
@@ -120,10 +120,10 @@ class Recorder:
     def take(self) -> list[Text]:
         """The texts since the last call."""
         texts = []
-        for running, marks in self._texts:
-            ends = [*marks, _Mark.of(running)][1:]
+        for sequence, marks in self._texts:
+            ends = [*marks, _Mark.of(sequence)][1:]
             rounds = tuple(a.to(b) for a, b in zip(marks, ends, strict=True))
-            texts.append(Text(running.request.gamma, rounds, running.stats))
+            texts.append(Text(sequence.request.gamma, rounds, sequence.stats))
         self._texts.clear()
         return texts
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from runtime.engine import Engine
-from runtime.host_calls import readable
-from runtime.rounds import HostRounds
-from runtime.sampler import Array, Ids, Place, Sampler
-from runtime.sampling import Verdict
-from runtime.text_engine import TextEngine
-from runtime.warping import Distribution, SamplingParams, warp
+from runtime.backends.engine import Engine
+from runtime.drafts.calls import readable
+from runtime.round import HostRounds
+from runtime.sampling.rules import Verdict
+from runtime.sampling.sampler import Array, Ids, Sampler, SlotSampling
+from runtime.sampling.warp import Distribution, SamplingParams, warp
+from runtime.text.engine import TextEngine
 
 from .ways import fresh
 
@@ -75,9 +75,9 @@ class Retelling:
     def __init__(self, inner: Sampler):
         self.inner, self.vocab_size = inner, inner.vocab_size
         self.story = Story([], [])
-        self._place: Place
+        self._place: SlotSampling
 
-    def begin(self, places: Sequence[Place]) -> None:
+    def begin(self, places: Sequence[SlotSampling]) -> None:
         (self._place,) = places
         self.inner.begin(places)
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runtime.kernel import RoundSampler
-from runtime.sampling import Verdict
-from runtime.warping import SamplingParams
+from runtime.sampling.kernel import RoundSampler
+from runtime.sampling.rules import Verdict
+from runtime.sampling.warp import SamplingParams
 
 from .rounds import TOKEN, VARIANTS, Round, Rows
 from .timing import Figure, alternate

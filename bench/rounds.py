@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from runtime.kernel import RoundSampler
-from runtime.philox import Purpose
-from runtime.sampler import NumpySampler, Place, Sampler
-from runtime.sampling import Verdict
-from runtime.warping import SamplingParams
+from runtime.sampling.kernel import RoundSampler
+from runtime.sampling.philox import Purpose
+from runtime.sampling.rules import Verdict
+from runtime.sampling.sampler import NumpySampler, Sampler, SlotSampling
+from runtime.sampling.warp import SamplingParams
 
 Rows = npt.NDArray[np.float32]
-Outcome = tuple[list[int], int, int]  # drafts, accepted, token
+RoundResult = tuple[list[int], int, int]  # drafts, accepted, token
 
 ONE = 1 - 2.0**-53  # the largest uniform
 
@@ -71,7 +71,7 @@ class Round:
         self.vocab_size, self.gamma, self.batch, self.params = vocab_size, gamma, batch, params
         context = rng.integers(0, vocab_size, 500)
         self.places = [
-            Place(replace(params, seed=b), gamma, 500, b, context, name=f"slot {b}")
+            SlotSampling(replace(params, seed=b), gamma, 500, b, context, name=f"slot {b}")
             for b in range(batch)
         ]
         self.sampler = RoundSampler(vocab_size, gamma, batch, threads, library=library)
@@ -90,10 +90,10 @@ class Round:
         """Of what `numpy_draw` has drawn."""
         return self._numpy.verify(self.target)
 
-    def kernel_outcomes(self) -> list[Outcome]:
+    def kernel_outcomes(self) -> list[RoundResult]:
         return _outcomes(self.kernel_draw(), self.kernel_verify())
 
-    def numpy_outcomes(self, nudge: float = 0.0) -> list[Outcome]:
+    def numpy_outcomes(self, nudge: float = 0.0) -> list[RoundResult]:
         """nudge: relative, on every uniform."""
         self._numpy.nudge = nudge
         outcomes = _outcomes(self.numpy_draw(), self.numpy_verify())
@@ -133,15 +133,15 @@ class _Nudged(NumpySampler):
 
     nudge = 0.0
 
-    def _uniform(self, place: Place, step: int, purpose: Purpose) -> float:
+    def _uniform(self, place: SlotSampling, step: int, purpose: Purpose) -> float:
         return min(super()._uniform(place, step, purpose) * (1 + self.nudge), ONE)
 
 
-def _outcomes(drafts: list[list[int]], verdicts: list[Verdict]) -> list[Outcome]:
+def _outcomes(drafts: list[list[int]], verdicts: list[Verdict]) -> list[RoundResult]:
     return [(d, v.accepted, v.token) for d, v in zip(drafts, verdicts, strict=True)]
 
 
-def disagreements(round_: Round, ours: list[Outcome]) -> list[int]:
+def disagreements(round_: Round, ours: list[RoundResult]) -> list[int]:
     """The slots in which `ours` is not what the reference says, token for token.
 
     Where they differ, the reference decides again with its uniforms a few float32 roundings lower

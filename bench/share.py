@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from runtime.engine import Engine, Ids, Logits
-from runtime.request import Request, Running
-from runtime.rounds import HostRounds
-from runtime.text_engine import TextEngine
+from runtime.backends.engine import Engine, Ids, Logits
+from runtime.round import HostRounds
+from runtime.sequence import ActiveSequence, Request
+from runtime.text.engine import TextEngine
 
 from .timing import DISTURBED, ENOUGH, Sample, enough, sample
 
@@ -182,13 +182,13 @@ def _rounds(
     count: int,
 ) -> Iterator[_Round]:
     """The rounds of one text, except the first, in which the draft reads the prompt."""
-    running: list[Running] = []
+    sequence: list[ActiveSequence] = []
     decoder = engine.decoder
     admit = decoder.admit
 
-    def noting(request: Request) -> Running:
-        running.append(admit(request))
-        return running[-1]
+    def noting(request: Request) -> ActiveSequence:
+        sequence.append(admit(request))
+        return sequence[-1]
 
     decoder.admit = noting  # type: ignore[method-assign]
     try:
@@ -204,7 +204,7 @@ def _rounds(
         next(events)
     finally:
         decoder.admit = admit  # type: ignore[method-assign]
-    stats = running[0].stats
+    stats = sequence[0].stats
     for _ in range(count):
         in_engines, sampling = sum(clock.seconds for clock in clocks), stats.time_sample
         tokens = stats.round_tokens

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from models.corpus import collect
-from runtime.errors import CommandParser, OutriderError, run_command
+from runtime.files.errors import CommandParser, OutriderError, run_command
 
 from . import machine, side_batch, side_figures, side_pair, side_plots, side_tables
 from .peer_worker import weights_bytes

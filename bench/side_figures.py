@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.theory import expected_tokens, speedup
+from runtime.theory.formulas import expected_tokens, speedup
 
 from .peers import StepCosts, Text
 from .side_run import GAMMA, MEMORY_SHAPE, Job, Run, System

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from runtime.engine import Engine
-from runtime.text_engine import TextEngine
+from runtime.backends.engine import Engine
+from runtime.text.engine import TextEngine
 
 from .estimates import ratio_estimates, rounded
 

@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from runtime.bundle import load
-from runtime.decode import Decoder
-from runtime.errors import CommandParser, OutriderError, run_command
-from runtime.rounds import Rounds
+from runtime.decoder import Decoder
+from runtime.files.errors import CommandParser, OutriderError, run_command
+from runtime.round import Rounds
 from runtime.stats import Stats
-from runtime.text_engine import TextEngine
-from runtime.theory import expected_tokens
+from runtime.text.engine import TextEngine
+from runtime.theory.formulas import expected_tokens
 
 from . import machine
 from .estimates import ratio_estimates, rounded

@@ -7,14 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-from runtime.manifest import (
-    CommandParser,
-    OutriderError,
-    read_bundle,
-    read_pair,
-    run_command,
-    size_text,
-)
+from runtime.files.errors import CommandParser, OutriderError, run_command
+from runtime.files.manifest import read_bundle, read_pair
+from runtime.files.progress import size_text
 
 from .bundle import BACKENDS, build, check_backend, check_memory, engine_plan, memory_plan
 

@@ -19,18 +19,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.manifest import (
-    PACKAGE_FILE,
-    WEIGHTS_FILE,
-    EngineFacts,
-    Format,
-    GraphFacts,
-    OutriderError,
-    cpu_targets,
-    first_line,
-    read_program,
-    stage,
-)
+from runtime.files.errors import OutriderError, first_line
+from runtime.files.manifest import PACKAGE_FILE, EngineFacts, Format, GraphFacts
+from runtime.files.progress import stage
+from runtime.files.torch_files import WEIGHTS_FILE, cpu_targets, read_program
 
 from .keys import engine_key
 

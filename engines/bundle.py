@@ -6,23 +6,23 @@ import dataclasses
 from pathlib import Path
 from typing import Protocol
 
-from runtime.manifest import (
+from runtime.files.errors import OutriderError
+from runtime.files.manifest import (
     MANIFEST_FILE,
     EngineFacts,
     Format,
     GraphFacts,
     Manifest,
-    OutriderError,
     Pair,
     file_facts,
     link_file,
     read_bundle,
     read_pair,
-    size_text,
     verify_files,
     write_folder,
     write_json,
 )
+from runtime.files.progress import size_text
 
 from . import aotinductor_backend, onnxruntime_backend, tensorrt_backend, tensorrt_rtx_backend
 from .gpus import present_gpus

@@ -9,15 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runtime.manifest import (
-    GRAPH_FILE,
-    ONE_SLOT_FILE,
-    EngineFacts,
-    Format,
-    GraphFacts,
-    OutriderError,
-    first_line,
-)
+from runtime.files.errors import OutriderError, first_line
+from runtime.files.manifest import GRAPH_FILE, ONE_SLOT_FILE, EngineFacts, Format, GraphFacts
 
 DTYPES = ("float32", "float16")  # ONNX Runtime has no bfloat16 kernels for the CPU
 FORMAT: Format = "onnx"

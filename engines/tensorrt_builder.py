@@ -23,14 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from runtime.manifest import (
-    GRAPH_FILE,
-    EngineFacts,
-    GraphFacts,
-    OutriderError,
-    Profile,
-    first_line,
-)
+from runtime.files.errors import OutriderError, first_line
+from runtime.files.manifest import GRAPH_FILE, EngineFacts, GraphFacts, Profile
 
 from .keys import engine_key
 

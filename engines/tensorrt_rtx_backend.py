@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from runtime.manifest import EngineFacts, Format, GraphFacts, OutriderError
+from runtime.files.errors import OutriderError
+from runtime.files.manifest import EngineFacts, Format, GraphFacts
 
 from . import tensorrt_builder
 from .gpus import present_gpus

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from runtime.manifest import CommandParser, run_command
+from runtime.files.errors import CommandParser, run_command
 
 DESCRIPTION = """\
 Export a Hugging Face checkpoint pair to graphs with explicit cache slots, check them against the

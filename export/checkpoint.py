@@ -10,7 +10,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from runtime.manifest import OutriderError, file_facts, first_line
+from runtime.files.errors import OutriderError, first_line
+from runtime.files.manifest import file_facts
 
 from .decoder import NAME, UnsupportedArchitecture, traced_layers
 

@@ -13,16 +13,9 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from runtime.manifest import (
-    GRAPH_FILE,
-    ONE_SLOT_FILE,
-    ORT_LEFT_OUT,
-    PROGRAM_FILE,
-    Dtype,
-    OutriderError,
-    first_line,
-    read_program,
-)
+from runtime.files.errors import OutriderError, first_line
+from runtime.files.manifest import GRAPH_FILE, ONE_SLOT_FILE, ORT_LEFT_OUT, Dtype
+from runtime.files.torch_files import PROGRAM_FILE, read_program
 
 # Allowed difference of a logit, relative to 1 + the largest logit: some hundred roundings.
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}

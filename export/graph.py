@@ -26,7 +26,8 @@ from onnx_ir.passes.common import (
 from onnxscript.optimizer import optimize_ir
 from onnxscript.rewriter.rules.fusion import _rms_normalization, _rotary_embedding
 
-from runtime.manifest import GRAPH_FILE, WEIGHTS_FILE
+from runtime.files.manifest import GRAPH_FILE
+from runtime.files.torch_files import WEIGHTS_FILE
 
 from .decoder import Decoder, example
 

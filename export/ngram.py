@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from runtime.manifest import CommandParser, OutriderError, first_line, run_command
-from runtime.tables import Tables, fingerprint
+from runtime.drafts.tables import Tables, fingerprint
+from runtime.files.errors import CommandParser, OutriderError, first_line, run_command
 
 DISTANCES = 8
 PIECE = 1 << 20  # characters that are tokenized at a time

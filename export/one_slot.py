@@ -19,7 +19,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from runtime.manifest import GRAPH_FILE, ONE_SLOT_FILE, first_line
+from runtime.files.errors import first_line
+from runtime.files.manifest import GRAPH_FILE, ONE_SLOT_FILE
 
 from .graph import initializer
 

@@ -10,21 +10,20 @@ from typing import Literal
 import transformers
 from transformers import PreTrainedTokenizerFast
 
-from runtime.manifest import (
+from runtime.files.errors import OutriderError
+from runtime.files.manifest import (
     MOST_GAMMA,
     PAIR_FILE,
     Dtype,
     Format,
     GraphFacts,
-    OutriderError,
     Pair,
     link_file,
-    note,
     refuse_foreign,
-    stage,
     write_folder,
     write_json,
 )
+from runtime.files.progress import note, stage
 
 from . import part, vocabulary
 from .checkpoint import Checkpoint, check_length, find

@@ -15,22 +15,21 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from runtime.manifest import (
+from runtime.files.errors import OutriderError, first_line
+from runtime.files.manifest import (
     ONE_SLOT_FILE,
     PART_FILE,
     Dtype,
     Format,
     GraphFacts,
-    OutriderError,
     digest_json,
     file_facts,
-    first_line,
     read_json,
-    stage,
     verify_files,
     write_folder,
     write_json,
 )
+from runtime.files.progress import stage
 
 from . import compare, graph, one_slot, program
 from .checkpoint import (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.manifest import PROGRAM_FILE, TENSOR_ALIGNMENT, WEIGHTS_FILE, place_tensors
+from runtime.files.torch_files import PROGRAM_FILE, TENSOR_ALIGNMENT, WEIGHTS_FILE, place_tensors
 
 from .decoder import Decoder, example
 from .graph import quiet

@@ -63,7 +63,7 @@ def _state(round_number: int) -> str:
     return ", ".join(f"r{round_number}_{j}" for j in range(6))
 
 
-# runtime/philox.py's uniforms of a round, float64 [B, K]: the accept tests' of positions
+# runtime/sampling/philox.py's uniforms of a round, float64 [B, K]: the accept tests' of positions
 # position .. position + K - 2, then the final draw's. Counter (position, purpose, 0, 0).
 _UNIFORMS = """
 Uniforms (seed, position, rows) => (uniforms)
@@ -107,8 +107,8 @@ ROUNDS
     ),
 )
 
-# What is wrong with rows of logits [B, R, V] whose weights sum to `total`: plugins/outrider.h's
-# status, int32 [B, R]. A NaN or +inf, or nothing but -inf, makes the sum a NaN.
+# What is wrong with rows of logits [B, R, V] whose weights sum to `total`: the status
+# of plugins/include/outrider.h, int32 [B, R]. A NaN or +inf, or nothing but -inf, makes the sum a NaN.
 _STATUS = """
 RowStatus (logits, total) => (status)
 {
@@ -148,7 +148,7 @@ Weights (logits, temperature) => (scores, peak, weights, total)
 }
 """
 
-# Leviathan et al. 2023, Algorithm 1 (lenience: appendix A.5), with runtime/sampling.py's
+# Leviathan et al. 2023, Algorithm 1 (lenience: appendix A.5), with runtime/sampling/rules.py's
 # conventions. q gets one row more, so that there is one where nothing is drafted. It counts as 0:
 # after the last draft token the residual max(0, p - q) is p itself.
 _JUDGE = """
@@ -348,8 +348,8 @@ def functions() -> list[onnx.FunctionProto]:
     or bfloat16), drafts int64 [B, K - 1], seed int64 [B] (the bits of an unsigned one), position
     int64 [B] (absolute index of the round's first token), gamma int64 [B] (0 .. K - 1; -1: the
     slot sits out), temperature float32 [B], lenience float32 [B]) gives accepted int32 [B], token
-    int64 [B] and status int32 [B]: plugins/outrider.h's verdict. vocab_size: columns beyond it are
-    not read. A slot with a status other than 0 has the token -1.
+    int64 [B] and status int32 [B]: the verdict of plugins/include/outrider.h. vocab_size: columns
+    beyond it are not read. A slot with a status other than 0 has the token -1.
     """
     header = f'<domain: "{DOMAIN}", opset_import: ["": {OPSET}, "{DOMAIN}": 1]>'
     return [onnx.parser.parse_function(header + body) for body in _BODIES]

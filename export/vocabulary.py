@@ -7,14 +7,13 @@ from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from runtime.manifest import (
+from runtime.files.errors import OutriderError, first_line
+from runtime.files.manifest import (
     TEMPLATE_FILE,
     TOKENIZER_FILE,
-    OutriderError,
     TokenizerFacts,
     digest_json,
     file_facts,
-    first_line,
 )
 
 from .checkpoint import Checkpoint

@@ -9,10 +9,10 @@
 Installed, the package is called `outrider`; in the checkout it is `runtime`.
 """
 
-from .beam_text import BeamText, BeamTexts, beam_texts
+from .beam.text import BeamText, BeamTexts, beam_texts
 from .bundle import load
-from .errors import OutriderError
-from .text_engine import Event, Options, Result, TextEngine
+from .files.errors import OutriderError
+from .text.engine import Event, Options, Result, TextEngine
 
 __version__ = "0.1.0"
 __all__ = [

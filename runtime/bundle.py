@@ -11,25 +11,25 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from . import kernel
-from .decode import Decoder
-from .engine import Engine
-from .errors import OutriderError, first_line
-from .lookup import Corpus
-from .manifest import (
+from .backends.engine import Engine
+from .decoder import Decoder
+from .drafts.lookup import Corpus
+from .drafts.tables import Tables
+from .files.errors import OutriderError, first_line
+from .files.manifest import (
     TEMPLATE_FILE,
     TOKENIZER_FILE,
-    WEIGHTS_FILE,
     GraphFacts,
     Manifest,
     read_bundle,
     verify_part,
 )
-from .rounds import HostRounds, Rounds
-from .sampler import NumpySampler, Sampler
-from .tables import Tables
-from .text import Tokenizer
-from .text_engine import TextEngine
+from .files.torch_files import WEIGHTS_FILE
+from .round import HostRounds, Rounds
+from .sampling import kernel
+from .sampling.sampler import NumpySampler, Sampler
+from .text.engine import TextEngine
+from .text.tokenizer import Tokenizer
 
 logger = logging.getLogger("outrider")
 
@@ -99,7 +99,7 @@ def load(
                 "Leave them out, or use a bundle that runs on the CPU.",
             )
         else:
-            from .gpu import open_rounds  # what a GPU needs is imported where there is one
+            from .gpu.opening import open_rounds  # what a GPU needs is imported where there is one
 
             rounds = open_rounds(manifest, folder, ordinal, slots, memory, graphs=graphs, loop=loop)
     decoder = Decoder(
@@ -179,7 +179,7 @@ def check_bundle(manifest: Manifest, folder: Path, *, gpu: bool = False) -> None
                 f"Build it again: {manifest.rebuild_command(folder)}",
             )
     if manifest.backend == "aotinductor" and not gpu:
-        from .aoti_engine import check_processor
+        from .backends.aotinductor import check_processor
 
         check_processor(manifest, folder)
 
@@ -271,11 +271,11 @@ def open_engine(
         "slots": slots, "widest": widest, "buffers": buffers, "threads": threads,
     }  # fmt: skip
     if backend == "onnxruntime":
-        from .ort_engine import OrtEngine
+        from .backends.onnxruntime import OrtEngine
 
         return OrtEngine(folder, facts, **options)
     if backend == "aotinductor":
-        from .aoti_engine import AotiEngine
+        from .backends.aotinductor import AotiEngine
 
         return AotiEngine(folder, facts, **options)
     raise OutriderError(

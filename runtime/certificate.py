@@ -42,13 +42,13 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from .engine import Engine, Logits
-from .manifest import Dtype
-from .philox import Purpose, uniform
-from .request import Request
+from .backends.engine import Engine, Logits
+from .files.manifest import Dtype
+from .sampling.philox import Purpose, uniform
+from .sampling.warp import Distribution, SamplingParams, warp
+from .sequence import Request
 from .slots import Slot
-from .text_engine import Options, Prompt, TextEngine
-from .warping import Distribution, SamplingParams, warp
+from .text.engine import Options, Prompt, TextEngine
 
 TOKENS = 512  # of the distribution test
 RUNS = 64  # most texts generated to get them

@@ -14,17 +14,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TextIO
 
-from . import report
-from .arguments import options_from, parse
-from .beam_text import SLOTS, beam_texts, gamma_of
+from .beam.text import SLOTS, beam_texts, gamma_of
 from .bundle import load
 from .certificate import check
-from .errors import OutriderError, run_command
-from .pace import Smooth
-from .prompts import batch_requests, prompt_from, source_name
-from .request import MODELS
+from .cli import report
+from .cli.arguments import options_from, parse
+from .cli.prompts import batch_requests, prompt_from, source_name
+from .files.errors import OutriderError, run_command
+from .sequence import MODELS
 from .stats import Stats
-from .text_engine import Options, Prompt, Result, TextEngine
+from .text.engine import Options, Prompt, Result, TextEngine
+from .text.pace import Smooth
 
 WARM_UP = 16  # tokens generated in either way before --baseline measures
 NOTES = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .errors import OutriderError
+from .files.errors import OutriderError
 
 
 @dataclass(slots=True)

@@ -1,0 +1,1 @@
+"""What compiles the kernel: for this CPU, for all GPUs, as a TensorRT plugin."""

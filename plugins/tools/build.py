@@ -1,0 +1,216 @@
+"""Compile liboutrider with the compiler at hand: `python -m plugins.tools.build [--out build/lib]`.
+
+$CXX, g++ or clang++. The inner loops are compiled once per instruction set and chosen at run time,
+so the library of one x86-64 machine runs on all. The result is named by what went into it (sources,
+flags, compiler), moved into place in one step, and made once; `liboutrider.so` links to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parents[1]
+FOLDERS = ("include", "core", "cpu", "cuda")  # of the sources, all of them searched for headers
+NAME = "liboutrider.so"
+FLAGS = [
+    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden",
+    # Bits: fused operations only where the source says so.
+    "-ffp-contract=off",
+    # Speed: neither errno nor floating-point exceptions are looked at; values are not affected.
+    "-fno-math-errno", "-fno-trapping-math",
+]  # fmt: skip
+WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow"]
+Unit = tuple[str, list[str]]  # a source and its own flags
+X86 = {
+    "plain": ["-march=x86-64-v2", "-mtune=generic"],
+    "avx2": ["-mavx2", "-mfma", "-mtune=generic"],
+    "avx512": [
+        *(f"-mavx512{x}" for x in ("f", "bw", "dq", "vl")),
+        "-mfma",
+        "-mprefer-vector-width=512",
+    ],
+}
+
+
+class BuildError(Exception):
+    """One line: what is wrong, and what to do about it."""
+
+
+def find_compiler() -> list[str]:
+    """The C++ compiler's command. Raises BuildError where there is none."""
+    try:
+        command = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise BuildError(f"CXX cannot be read ({error}). Set CXX to a C++17 compiler.") from None
+    if command:
+        if shutil.which(command[0]):
+            return command
+        raise BuildError(f"CXX={command[0]} is not there. Set CXX to a C++17 compiler.")
+    for name in ("g++", "clang++", "c++"):
+        if shutil.which(name):
+            return [name]
+    raise BuildError("no C++ compiler was found. Install g++ or clang++, or set CXX.")
+
+
+def units(machine: str) -> list[Unit]:
+    """What the library is made of."""
+    sets = X86 if machine in ("x86_64", "AMD64") else {"plain": []}
+    x86 = ["-DOUTRIDER_X86", "-march=x86-64-v2", "-mtune=generic"] if len(sets) > 1 else []
+    return [("cpu/outrider_cpu.cpp", [*x86, "-pthread"])] + [
+        (
+            "cpu/outrider_tiles.cpp",
+            [f"-DOUTRIDER_TILES=outrider_tiles_{name}", f'-DOUTRIDER_TILES_NAME="{name}"', *flags],
+        )
+        for name, flags in sets.items()
+    ]
+
+
+def includes(sources: Path = HERE) -> list[str]:
+    """The compiler's options for headers."""
+    return [f"-I{sources / folder}" for folder in FOLDERS]
+
+
+def headers(sources: Path = HERE) -> list[Path]:
+    """Every file that a source may include, and the sources beside them."""
+    return [path for folder in FOLDERS for path in (sources / folder).glob("outrider*")]
+
+
+def build(out: Path, sources: Path = HERE, extra: Sequence[str] = ()) -> Path:
+    """The library's path, `out`/liboutrider.so, compiled unless it is there already.
+
+    sources: the folder of the sources (a changed copy, in tests). extra: more compiler flags.
+    Raises BuildError.
+    """
+    library = _made(out, "liboutrider", ".so", sources, ["-shared", *extra], [])
+    _link(out / NAME, library)
+    return out / NAME
+
+
+def build_emulated(out: Path) -> Path:
+    """The CPU library with the CUDA kernels of emulate.cpp. Raises BuildError."""
+    # FMA, as on a GPU; the kernels' own warnings are nvcc's business.
+    flags = ["-mfma", "-mavx2"] if "-DOUTRIDER_X86" in repr(units(platform.machine())) else []
+    # setjmp switches between stacks, and kernels read memory as words.
+    flags += ["-U_FORTIFY_SOURCE", "-fno-strict-aliasing"]
+    more = [("cuda/emulate.cpp", [*flags, "-Wno-unknown-pragmas", "-Wno-subobject-linkage"])]
+    return _made(out, "emulated", ".so", HERE, ["-shared"], more)
+
+
+def build_fuzz(out: Path, sources: Path = HERE, extra: Sequence[str] = ()) -> Path:
+    """fuzz.cpp and the library's sources as one program. Raises BuildError."""
+    return _made(out, "fuzz", "", sources, list(extra), [("tools/fuzz.cpp", [])])
+
+
+def _made(
+    out: Path, name: str, suffix: str, sources: Path, extra: list[str], more: list[Unit]
+) -> Path:
+    """What these sources and flags make, named by a digest of them."""
+    compiler = find_compiler()
+    jobs = [*units(platform.machine()), *more]
+    digest = hashlib.sha256(_version(compiler).encode())
+    digest.update(repr((compiler, jobs, FLAGS, extra)).encode())
+    for path in sorted((*headers(sources), *(sources / source for source, _ in more))):
+        digest.update(path.name.encode() + path.read_bytes())
+    made = out / f"{name}-{digest.hexdigest()[:16]}{suffix}"
+    if not made.is_file():
+        print(f"compile {name} with {' '.join(compiler)}", file=sys.stderr)
+        with in_folder(out, name) as folder:
+            os.replace(_compile(compiler, jobs, sources, extra, folder), made)
+    return made
+
+
+@contextmanager
+def in_folder(out: Path, name: str) -> Iterator[Path]:
+    """A folder in `out` to work in. Raises BuildError where the disk does not let us."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out, prefix=f".{name}-") as folder:
+            yield Path(folder)
+    except OSError as error:
+        raise BuildError(
+            f"{out} cannot be written ({error.strerror}). Make room there, or choose another --out."
+        ) from None
+
+
+def _version(compiler: list[str]) -> str:
+    return subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+
+
+def _compile(
+    compiler: list[str], jobs: list[Unit], sources: Path, extra: list[str], folder: Path
+) -> Path:
+    objects = [folder / f"{i}.o" for i in range(len(jobs))]
+    common = [*FLAGS, *WARNINGS, *includes(sources)]
+    flags = [flag for flag in extra if flag != "-shared"]
+    commands = [
+        [*compiler, *common, *own, *flags, "-c", str(sources / source), "-o", str(made)]
+        for made, (source, own) in zip(objects, jobs, strict=True)
+    ]
+    running = [
+        subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for c in commands
+    ]
+    said = [process.communicate()[0] for process in running]
+    for process, output in zip(running, said, strict=True):
+        if output:
+            print(output, file=sys.stderr, end="")
+        if process.returncode:
+            raise BuildError(f"{compiler[0]} failed: {_first_error(output)}. Use g++ 9 or newer.")
+    made = folder / "made"
+    command = [*compiler, "-pthread", *extra, *map(str, objects), "-o", str(made)]
+    linked = subprocess.run(command, capture_output=True, text=True)
+    if linked.returncode:
+        raise BuildError(f"linking failed: {_first_error(linked.stderr)}. Check the compiler.")
+    return made
+
+
+def _first_error(output: str) -> str:
+    lines = [line for line in output.splitlines() if "error" in line] or output.splitlines()
+    return lines[0].rstrip(".") if lines else "no message"
+
+
+def _link(link: Path, library: Path) -> None:
+    """Point `link` at the library in one step, so that a reader sees the old one or the new one."""
+    if link.is_symlink() and os.readlink(link) == library.name:
+        return
+    fresh = link.with_name(f".{NAME}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(library.name)
+    os.replace(fresh, link)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compile liboutrider.")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "lib")
+    parser.add_argument(
+        "--optional",
+        action="store_true",
+        help="say little, and go on without a compiler: the runtime then samples in NumPy",
+    )
+    arguments = parser.parse_args()
+    try:
+        library = build(arguments.out)
+        if not arguments.optional:
+            print(library)
+    except BuildError as error:
+        if arguments.optional:
+            print(f"note: without the native sampling kernel: {error}", file=sys.stderr)
+            return 0
+        print(f"error: backend: {error}", file=sys.stderr)
+        return 8  # runtime/files/errors.py: the backend is missing, or failed
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Compile the TensorRT plugin: `python -m plugins.tools.build_tensorrt --tensorrt-root <folder>`.
+
+Wants TensorRT's headers (<folder>/include) and CUDA's, but neither library: the plugin uses no
+symbol of libnvinfer (the linker checks it), and looks the CUDA driver up when it runs. The kernels
+are machine code inside the library: no CUDA toolkit is needed, and there is no second CUDA runtime
+beside TensorRT's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+from . import cubins
+from .build import (
+    FLAGS,
+    HERE,
+    WARNINGS,
+    BuildError,
+    Unit,
+    _compile,
+    _link,
+    _version,
+    find_compiler,
+    headers,
+    in_folder,
+)
+
+NAME = "liboutrider_tensorrt.so"
+SOURCES = HERE / "tensorrt"
+MODULES = {"outrider": cubins.SOURCE, "outrider_tensorrt": SOURCES / "pack.cu"}
+Images = dict[tuple[str, str], Path]  # (module, architecture as cubins.py names it): the file
+# Nothing is left undefined that is not in the C and C++ libraries.
+LINK = ["-shared", "-Wl,-z,defs", "-Wl,--no-as-needed,-ldl"]
+
+
+def tensorrt_headers(root: str | None) -> Path:
+    """The folder of NvInferRuntime.h. Raises BuildError."""
+    if not root:
+        raise BuildError(
+            "TENSORRT_ROOT is not set. "
+            "Type make plugin TENSORRT_ROOT=<folder with include/NvInferRuntime.h>."
+        )
+    folder = Path(root) / "include"
+    if not (folder / "NvInferRuntime.h").is_file():
+        raise BuildError(
+            f"TENSORRT_ROOT={root} has no include/NvInferRuntime.h. "
+            "Point it at TensorRT 10.14 or newer, or at a checkout of its public headers."
+        )
+    return folder
+
+
+def cuda_headers() -> Path:
+    """CUDA_HOME's, else those of PyPI's packages, else those beside nvcc. Raises BuildError."""
+    folders = [Path(os.environ["CUDA_HOME"]) / "include"] if os.environ.get("CUDA_HOME") else []
+    nvidia = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    folders += sorted(nvidia.glob("cu*/include"), reverse=True)
+    if nvcc := shutil.which("nvcc"):
+        folders.append(Path(nvcc).resolve().parents[1] / "include")
+    folders.append(Path("/usr/local/cuda/include"))
+    for folder in folders:
+        # The last one is in another package than the others, from CUDA 13 on.
+        names = ("cuda.h", "cuda_runtime_api.h", "crt/host_defines.h")
+        if all((folder / name).is_file() for name in names):
+            return folder
+    raise BuildError(
+        "CUDA's headers were not found. Set CUDA_HOME, or install them: "
+        "pip install nvidia-cuda-runtime nvidia-cuda-crt."
+    )
+
+
+def make_images(out: Path) -> Images:
+    """The kernels for every architecture, by NVRTC, in `out`. Raises BuildError."""
+    images: Images = {}
+    try:
+        for module, source in MODULES.items():
+            made = cubins.build(out, source=source, name=module)
+            images |= {(module, architecture): path for architecture, path in made.items()}
+    except cubins.CubinError as error:
+        raise BuildError(str(error)) from None
+    return images
+
+
+def build(root: str | None, out: Path, images: Images) -> Path:
+    """The plugin's path, `out`/liboutrider_tensorrt.so, compiled unless it is there already.
+
+    root: the folder with TensorRT's include/. images: of all MODULES. Raises BuildError.
+    """
+    public, cuda, compiler = tensorrt_headers(root), cuda_headers(), find_compiler()
+    flags = [f"-isystem{public}", f"-isystem{cuda}", f"-I{SOURCES}"]
+    version = public / "NvInferVersion.h"
+    if not version.is_file():
+        raise BuildError(f"{public} has no NvInferVersion.h. Give TENSORRT_ROOT all its headers.")
+    digest = hashlib.sha256(_version(compiler).encode() + version.read_bytes())
+    digest.update(repr((compiler, flags, FLAGS, WARNINGS, LINK)).encode())
+    sources = sorted((*SOURCES.iterdir(), *headers()))
+    for path in sources:
+        digest.update(path.name.encode() + path.read_bytes())
+    for key, path in sorted(images.items()):
+        digest.update(repr(key).encode() + path.read_bytes())
+    made = out / f"liboutrider_tensorrt-{digest.hexdigest()[:16]}.so"
+    if not made.is_file():
+        print(f"compile the TensorRT plugin with {' '.join(compiler)}", file=sys.stderr)
+        with in_folder(out, "tensorrt") as made_in:
+            folder = made_in.resolve()
+            table = folder / "images.cpp"
+            table.write_text(_table(images))
+            jobs: list[Unit] = [
+                *((f"tensorrt/{path.name}", flags) for path in sorted(SOURCES.glob("*.cpp"))),
+                (str(table), flags),
+            ]
+            os.replace(_compile(compiler, jobs, HERE, LINK, folder), made)
+    _link(out / NAME, made)
+    return out / NAME
+
+
+def _table(images: Images) -> str:
+    """The C++ source that holds the images: driver.h's IMAGES. The assembler reads the files."""
+    data, rows = [], []
+    for i, ((module, name), path) in enumerate(sorted(images.items())):
+        kind, _, architecture = name.partition("_")
+        ptx = kind == "compute"
+        data.append(
+            f'asm(".pushsection .rodata\\n.balign 16\\noutrider_image_{i}:\\n'
+            f'.incbin \\"{path.resolve()}\\"\\n.byte 0\\n.popsection");\n'
+            'extern "C" __attribute__((visibility("hidden"))) '
+            f"const unsigned char outrider_image_{i}[];\n"
+        )
+        rows.append(
+            f'    {{"{module}", {architecture}, {str(ptx).lower()}, outrider_image_{i}}},\n'
+        )
+    return (
+        '#include "driver.h"\n\n'
+        + "".join(data)
+        + "\nnamespace outrider_tensorrt {\nconst Image IMAGES[] = {\n"
+        + "".join(rows)
+        + f"}};\nconst int IMAGE_COUNT = {len(rows)};\n}} // namespace outrider_tensorrt\n"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compile the TensorRT plugin.")
+    parser.add_argument("--tensorrt-root", default=os.environ.get("TENSORRT_ROOT"))
+    parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "lib")
+    arguments = parser.parse_args()
+    try:
+        tensorrt_headers(arguments.tensorrt_root)  # before anything that takes minutes
+        cuda_headers()
+        images = make_images(HERE.parent / "build" / "cuda")
+        library = build(arguments.tensorrt_root, arguments.out, images)
+        print(library)
+        print(
+            "note: not linked with libnvinfer: the plugin uses none of its symbols", file=sys.stderr
+        )
+    except BuildError as error:
+        print(f"error: backend: {error}", file=sys.stderr)
+        return 8  # runtime/files/errors.py: the backend is missing, or failed
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""Compile the CUDA kernels: `python -m plugins.tools.cubins [--out build/cuda] [--arch sm_90 ...]`.
+
+By NVRTC, with no toolkit, driver or GPU: `pip install nvidia-cuda-nvrtc` is enough, which PyTorch's
+CUDA builds bring too. One cubin per architecture, and PTX for chips that have none of these.
+Prints, and writes beside them, each kernel's registers, spilt bytes, shared memory and stack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import ctypes.util
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .build import HERE, headers, includes
+
+SOURCE = HERE / "cuda" / "outrider_cuda.cu"
+# A cubin also serves later minor versions of its major one. PTX is for other majors: the lowest
+# baseline, because every newer chip can run it, and these kernels use nothing that came later.
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "compute_80")
+OPTIONS = [
+    "--std=c++17",
+    "--device-as-default-execution-space",  # the headers are the host's too
+    # Bits: fused operations only where the source says so.
+    "--fmad=false",
+    "--ptxas-options=-v",
+]
+# Bytes that a kernel may store into spilt registers: a handful, outside the loops over tiles.
+SPILL_LIMIT = 64
+Resources = dict[str, dict[str, int]]  # by kernel
+
+
+class CubinError(Exception):
+    """One line: what is wrong, and what to do about it; for a compile error its log too."""
+
+
+# --- NVRTC ------------------------------------------------------------------------------------
+
+
+class Nvrtc:
+    """The library, by its C interface. Raises CubinError where there is none."""
+
+    def __init__(self, path: Path | None = None):
+        found = [path] if path is not None else _libraries()
+        for candidate in found:
+            try:
+                # It opens this one by its bare name, which only finds what is loaded already.
+                for builtins in sorted(candidate.parent.glob("libnvrtc-builtins.so*")):
+                    ctypes.CDLL(str(builtins))
+                self._library = ctypes.CDLL(str(candidate))
+                break
+            except OSError:
+                continue
+        else:
+            raise CubinError(
+                "NVRTC was not found. Install it: pip install nvidia-cuda-nvrtc, or set CUDA_HOME."
+            )
+        self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        self.version = f"{major.value}.{minor.value}"
+
+    def compile(self, source: Path, architecture: str) -> tuple[bytes, str]:
+        """(cubin or PTX, ptxas's log). Raises CubinError."""
+        program = ctypes.c_void_p()
+        self._call(
+            "nvrtcCreateProgram", ctypes.byref(program), source.read_bytes(),
+            source.name.encode(), 0, None, None,
+        )  # fmt: skip
+        try:
+            options = [*OPTIONS, f"--gpu-architecture={architecture}", *includes()]
+            encoded = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+            failed = self._library.nvrtcCompileProgram(program, len(options), encoded)
+            log = self._read("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
+            if failed:
+                raise CubinError(
+                    f"{source.name} does not compile for {architecture} with NVRTC {self.version}. "
+                    f"Its log:\n{log}"
+                )
+            return self._read("PTX" if _is_ptx(architecture) else "CUBIN", program), log
+        finally:
+            self._library.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _read(self, what: str, program: ctypes.c_void_p) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
+        data = ctypes.create_string_buffer(size.value)
+        self._call(f"nvrtcGet{what}", program, data)
+        return data.raw
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if error := getattr(self._library, name)(*arguments):
+            text = self._library.nvrtcGetErrorString(error).decode()
+            raise CubinError(f"{name} failed: {text}. Reinstall nvidia-cuda-nvrtc.")
+
+
+def _libraries() -> list[Path]:
+    """Where NVRTC may be: PyPI's packages, the newest first, then a toolkit's."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(f) for f in spec.submodule_search_locations or ()] if spec else []
+    found = [p for f in folders for p in f.glob("*/lib/libnvrtc.so.*")]
+    found.sort(key=lambda path: int(path.suffix[1:]), reverse=True)
+    homes = [Path(os.environ["CUDA_HOME"])] if os.environ.get("CUDA_HOME") else []
+    if nvcc := shutil.which("nvcc"):
+        homes.append(Path(nvcc).resolve().parents[1])
+    found += [p for home in homes for p in sorted(home.glob("lib*/libnvrtc.so"))]
+    if name := ctypes.util.find_library("nvrtc"):
+        found.append(Path(name))
+    return found
+
+
+@cache
+def nvrtc() -> Nvrtc:
+    return Nvrtc()
+
+
+def _is_ptx(architecture: str) -> bool:
+    return architecture.startswith("compute_")
+
+
+# --- what is made -----------------------------------------------------------------------------
+
+
+def build(
+    out: Path,
+    architectures: Sequence[str] = ARCHITECTURES,
+    source: Path = SOURCE,
+    name: str = "outrider",
+) -> dict[str, Path]:
+    """The files by architecture: `out`/<name>_sm_90.cubin, <name>_compute_80.ptx and so on.
+
+    Compiled where sources, options or NVRTC have changed. `out`/<name>.json has, by architecture,
+    a digest of those and the Resources of each kernel. Raises CubinError, for too many spills too.
+    """
+    compiler = nvrtc()
+    digest = hashlib.sha256(repr((compiler.version, OPTIONS)).encode())
+    for path in sorted((source, *headers())):
+        digest.update(path.name.encode() + path.read_bytes())
+    want = digest.hexdigest()[:16]
+    record = read_record(out, name)
+    made: dict[str, Path] = {}
+    for architecture in architectures:
+        suffix = ".ptx" if _is_ptx(architecture) else ".cubin"
+        made[architecture] = path = out / f"{name}_{architecture}{suffix}"
+        if path.is_file() and record.get(architecture, {}).get("digest") == want:
+            continue
+        print(f"compile {source.name} for {architecture}", file=sys.stderr)
+        code, log = compiler.compile(source, architecture)
+        resources = parse_log(log)
+        _write(path, code)
+        # Read again: another process may be at work on other architectures.
+        record = read_record(out, name)
+        record[architecture] = {"digest": want, "kernels": resources}
+        _write(out / f"{name}.json", json.dumps(record, indent=1, sort_keys=True).encode())
+    for architecture in architectures:
+        for kernel, needs in record[architecture]["kernels"].items():
+            if needs["spill_stores"] > SPILL_LIMIT:
+                raise CubinError(
+                    f"{kernel} spills {needs['spill_stores']} bytes on {architecture}, more than "
+                    f"{SPILL_LIMIT}. Give it more registers (__launch_bounds__)."
+                )
+    return made
+
+
+def read_record(out: Path, name: str = "outrider") -> dict[str, Any]:
+    """`out`/<name>.json, or nothing."""
+    try:
+        record: dict[str, Any] = json.loads((out / f"{name}.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return record
+
+
+def parse_log(log: str) -> Resources:
+    """What ptxas says of each kernel. Spills of functions that it calls are added to its own."""
+    kernels: Resources = {}
+    for line in log.splitlines():
+        if entry := re.search(r"Compiling entry function '(\w+)'", line):
+            kernels[entry[1]] = dict.fromkeys(
+                ("registers", "spill_stores", "spill_loads", "shared", "stack"), 0
+            )
+        if not kernels:
+            continue
+        needs = kernels[list(kernels)[-1]]
+        if spilt := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            needs["spill_stores"] += int(spilt[1])
+            needs["spill_loads"] += int(spilt[2])
+        if used := re.search(r"Used (\d+) registers", line):
+            needs["registers"] = int(used[1])
+            for key, pattern in (("shared", r"(\d+) bytes smem"), ("stack", r"(\d+) bytes cumul")):
+                if found := re.search(pattern, line):
+                    needs[key] = int(found[1])
+    return kernels
+
+
+def table(record: dict[str, Any], architectures: Sequence[str]) -> str:
+    """kernel x architecture: registers / spilt bytes stored and loaded / shared memory / stack."""
+    columns = [a for a in architectures if record.get(a, {}).get("kernels")]
+    names = sorted({name for a in columns for name in record[a]["kernels"]})
+    cells = [["registers/stores/loads/shared/stack", *columns]]
+    for name in names:
+        needs = (record[a]["kernels"].get(name) for a in columns)
+        keys = ("registers", "spill_stores", "spill_loads", "shared", "stack")
+        cells.append([name, *("/".join(str(n[k]) for k in keys) if n else "" for n in needs)])
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    )
+
+
+def _write(path: Path, data: bytes) -> None:
+    """In one step, so that a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".cubin-") as folder:
+        fresh = Path(folder) / path.name
+        fresh.write_bytes(data)
+        os.replace(fresh, path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compile the CUDA kernels with NVRTC.")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "cuda")
+    parser.add_argument(
+        "--arch", nargs="+", default=ARCHITECTURES, metavar="sm_90", help="default: all"
+    )
+    arguments = parser.parse_args()
+    try:
+        made = build(arguments.out, arguments.arch)
+        print(table(read_record(arguments.out), arguments.arch))
+        print(*made.values(), sep="\n")
+    except OSError as error:
+        remedy = "Make room there, or choose another --out."
+        cause = f"{arguments.out} cannot be written ({error.strerror})"
+        print(f"error: disk: {cause}. {remedy}", file=sys.stderr)
+        return 12  # runtime/files/errors.py: the disk
+    except CubinError as error:
+        print(f"error: backend: {error}", file=sys.stderr)
+        return 8  # runtime/files/errors.py: the backend is missing, or failed
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

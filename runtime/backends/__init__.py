@@ -1,0 +1,1 @@
+"""What runs a model: protocols, and one module a backend."""

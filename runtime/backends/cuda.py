@@ -1,0 +1,282 @@
+"""A GPU through the CUDA driver: memory, a stream, graphs. Nothing here knows what runs on it.
+
+Over cuda.bindings.driver, which is the C interface name for name: stable across versions, and small
+enough that the tests stand in for all of it. (`cuda.core` has no launch with a structure by value.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..files.errors import OutriderError, first_line
+
+Array = npt.NDArray[Any]
+
+# A capture forbids everybody to wait for its context ("Stream management" of the CUDA driver's
+# documentation), so the garbage collector pauses, and what another thread drops then waits here.
+_captures: list[bool] = []  # those under way: whether the collector ran before
+_left: list[Callable[[], None]] = []
+
+
+class CaptureError(Exception):
+    """Work that a CUDA graph cannot hold; one line."""
+
+
+class Cuda:
+    """A GPU, its primary context made current.
+
+    driver: cuda.bindings.driver, or what stands in for it. Raises OutriderError("backend") where
+    there is no driver or no device, and wherever a call fails ("memory" where memory is short).
+    """
+
+    def __init__(self, ordinal: int = 0, driver: Any = None):
+        self._driver = driver or _driver()
+        self._call("cuInit", 0)
+        device = self._call("cuDeviceGet", ordinal)
+        attribute = self._driver.CUdevice_attribute
+        self.ordinal = ordinal
+        self.capability: tuple[int, int] = (
+            self._call(
+                "cuDeviceGetAttribute",
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                device,
+            ),
+            self._call(
+                "cuDeviceGetAttribute",
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+                device,
+            ),
+        )
+        self._context = self._call("cuDevicePrimaryCtxRetain", device)
+        self.use()
+        # What the driver is to be given back, newest first, once nobody has this object any more.
+        self._owned: list[tuple[str, Any]] = []
+        weakref.finalize(self, _give_back, self._driver, self._context, self._owned)
+
+    def use(self) -> None:
+        """Make the context current in this thread."""
+        self._call("cuCtxSetCurrent", self._context)
+
+    # Memory
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes free and in all."""
+        free, total = self._call("cuMemGetInfo")
+        return free, total
+
+    def allocate(self, size: int) -> int:
+        """Zeroed device memory; the address. It lives as long as this object."""
+        address = int(self._call("cuMemAlloc", max(size, 1)))
+        self._owned.append(("cuMemFree", address))
+        self._call("cuMemsetD8", address, 0, max(size, 1))
+        self._call("cuStreamSynchronize", 0)  # our streams do not wait for the default one
+        return address
+
+    def free(self, address: int) -> None:
+        """Before this object ends."""
+        self._owned.remove(("cuMemFree", address))
+        self._call("cuMemFree", address)
+
+    def pinned(self, size: int) -> npt.NDArray[np.uint8]:
+        """Page-locked host memory, which a copy from the device needs in order not to wait, and
+        which the device can address. It lives as long as this object."""
+        address = int(self._call("cuMemHostAlloc", max(size, 1), 0))
+        self._owned.append(("cuMemFreeHost", address))
+        return np.ctypeslib.as_array((ctypes.c_uint8 * max(size, 1)).from_address(address))
+
+    def write(self, address: int, source: int, size: int) -> None:
+        """Copy `size` bytes from a host address, before what is put on the default stream next."""
+        if size:
+            self._call("cuMemcpyHtoD", address, source, size)
+
+    def read(self, target: int, address: int, size: int) -> None:
+        """Copy `size` bytes to a host address. What writes them was waited for, or is on the
+        default stream."""
+        if size:
+            self._call("cuMemcpyDtoH", target, address, size)
+
+    def upload(self, address: int, array: Array, stream: int) -> None:
+        """Copy a contiguous array to the device, in the stream's order. The array may change as
+        soon as this returns: the driver stages what is not page-locked."""
+        assert array.flags.c_contiguous
+        if array.nbytes:
+            self._call("cuMemcpyHtoDAsync", address, array.ctypes.data, array.nbytes, stream)
+
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        """From device memory to device memory, in the stream's order."""
+        self._call("cuMemcpyDtoDAsync", target, source, size, stream)
+
+    def download(self, target: Array, address: int, stream: int) -> None:
+        """Copy from the device into `target` (of `pinned`), in the stream's order."""
+        self._call("cuMemcpyDtoHAsync", target.ctypes.data, address, target.nbytes, stream)
+
+    # Streams, events, graphs
+
+    def stream(self) -> int:
+        """A new stream that does not wait for the default one."""
+        return int(self._call("cuStreamCreate", 1))  # CU_STREAM_NON_BLOCKING
+
+    def wait(self, stream: int) -> None:
+        self._call("cuStreamSynchronize", stream)
+
+    def event(self) -> Any:
+        return self._call("cuEventCreate", 2)  # CU_EVENT_DISABLE_TIMING
+
+    def record(self, event: Any, stream: int) -> None:
+        self._call("cuEventRecord", event, stream)
+
+    def wait_for(self, event: Any) -> None:
+        self._call("cuEventSynchronize", event)
+
+    def done(self, stream: int) -> bool:
+        """Whether all that was launched has ended. Raises where it ended badly."""
+        status = self._driver.cuStreamQuery(stream)[0]
+        if status.name == "CUDA_ERROR_NOT_READY":
+            return False
+        self._check("cuStreamQuery", status)
+        return True
+
+    def capture(self, enqueue: Callable[[], None], stream: int) -> Any:
+        """What `enqueue` puts on the stream as a graph that can be launched. Nothing runs.
+
+        Raises CaptureError; the stream is then as before.
+        """
+        with _capturing():
+            self._call("cuStreamBeginCapture", stream, self._capture_mode())
+            graph = self._recorded(enqueue, stream)
+        return self._executable(graph)
+
+    def capture_loop(self, enqueue: Callable[[int], None], stream: int) -> Any:
+        """The same as the body of a loop, which is repeated while a kernel of it says so.
+
+        enqueue: takes the condition's handle. Raises CaptureError.
+        """
+        with _capturing():
+            graph = self._recorded_loop(enqueue, stream)
+        return self._executable(graph)
+
+    def _recorded_loop(self, enqueue: Callable[[int], None], stream: int) -> Any:
+        driver = self._driver
+        try:
+            graph = self._call("cuGraphCreate", 0)
+            # 1, CU_GRAPH_COND_ASSIGN_DEFAULT: every launch begins with a round.
+            handle = self._call("cuGraphConditionalHandleCreate", graph, self._context, 1, 1)
+            node = driver.CUgraphNodeParams()
+            node.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+            node.conditional.handle, node.conditional.ctx = handle, self._context
+            kinds = driver.CUgraphConditionalNodeType
+            node.conditional.type, node.conditional.size = kinds.CU_GRAPH_COND_TYPE_WHILE, 1
+            self._call("cuGraphAddNode", graph, None, None, 0, node)
+            body = node.conditional.phGraph_out[0]
+            self._call(
+                "cuStreamBeginCaptureToGraph", stream, body, None, None, 0, self._capture_mode()
+            )
+        except (OutriderError, AttributeError, TypeError) as error:
+            # Of a driver, or of bindings, that has no loops.
+            raise CaptureError(first_line(error)) from error
+        self._recorded(lambda: enqueue(int(handle)), stream)
+        return graph
+
+    def _capture_mode(self) -> Any:
+        return self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+    def _recorded(self, enqueue: Callable[[], None], stream: int) -> Any:
+        """The graph of what `enqueue` puts on a stream that captures."""
+        failure: BaseException | None = None
+        try:
+            enqueue()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the capture must be ended
+            failure = error
+        status, graph = self._driver.cuStreamEndCapture(stream)
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure
+        if failure is not None:
+            raise CaptureError(first_line(failure)) from failure
+        if int(status):
+            raise CaptureError(f"cuStreamEndCapture: {status.name}")
+        return graph
+
+    def _executable(self, graph: Any) -> Any:
+        status, executable = self._driver.cuGraphInstantiate(graph, 0)
+        self._call("cuGraphDestroy", graph)
+        if int(status):
+            raise CaptureError(f"cuGraphInstantiate: {status.name}")
+        self._owned.append(("cuGraphExecDestroy", executable))
+        return executable
+
+    def replay(self, graph: Any, stream: int) -> None:
+        self._call("cuGraphLaunch", graph, stream)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        error, *answer = getattr(self._driver, name)(*arguments)
+        self._check(name, error, *arguments)
+        return answer[0] if len(answer) == 1 else tuple(answer) or None
+
+    def _check(self, name: str, error: Any, *arguments: Any) -> None:
+        if not int(error):
+            return
+        if error.name == "CUDA_ERROR_OUT_OF_MEMORY":
+            raise OutriderError(
+                "memory",
+                f"the GPU has no room for {arguments[0]:,} more bytes"
+                if name == "cuMemAlloc"
+                else f"the GPU is out of memory ({name})",
+                "Use fewer SLOTS or a smaller MAX_LEN, or free its memory.",
+            )
+        raise OutriderError(
+            "backend", f"{name} failed: {error.name}", "Check the GPU with nvidia-smi."
+        )
+
+
+@contextmanager
+def _capturing() -> Iterator[None]:
+    _captures.append(gc.isenabled())
+    gc.disable()  # a library's objects wait for the context too when they end
+    try:
+        yield
+    finally:
+        collects = _captures.pop()  # the first one's stays till the last ends
+        if not _captures:
+            if collects:
+                gc.enable()
+            with suppress(IndexError):  # another thread may have come first
+                while _left:
+                    _left.pop()()
+
+
+def _give_back(driver: Any, context: Any, owned: list[tuple[str, Any]]) -> None:
+    """After all that was launched; what fails now, fails for nobody."""
+    if _captures:
+        _left.append(partial(_give_back, driver, context, owned))
+        return
+    if int(driver.cuCtxPushCurrent(context)[0]):  # whoever was interrupted may use another
+        return
+    driver.cuCtxSynchronize()
+    for name, what in reversed(owned):
+        getattr(driver, name)(what)
+    driver.cuCtxPopCurrent()
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise OutriderError(
+            "backend", "cuda-bindings is not installed", "Install it: pip install cuda-bindings."
+        ) from None
+    try:
+        driver.cuInit(0)
+    except Exception as error:  # noqa: BLE001 - its own class where there is no driver, by version
+        raise OutriderError(
+            "backend", f"there is no CUDA driver ({first_line(error)})", "Install NVIDIA's driver."
+        ) from None
+    return driver

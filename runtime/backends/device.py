@@ -1,0 +1,144 @@
+"""What a round on a GPU asks of a model: calls that are enqueued, on addresses in device memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..files.errors import OutriderError
+from ..files.manifest import GraphFacts
+from .cuda import Cuda
+from .engine import Ids, Logits
+
+CHUNK = 512  # tokens of one prefill call; bounds the activations
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCall:
+    """One call: B slots from `first_slot` on, N tokens of each, K of which get logits.
+
+    Device addresses of contiguous arrays. input_ids: int64 [B, N]. position: int64 [B].
+    logits_index: int64 [K]. logits: float32 [B, K, V].
+    """
+
+    batch: int
+    tokens: int
+    outputs: int
+    input_ids: int
+    position: int
+    logits_index: int
+    logits: int
+    first_slot: int = 0
+
+
+class DeviceEngine(ABC):
+    """See `Engine`; and its calls can be enqueued on `stream`, where they run in order.
+
+    The caches of all slots are device memory that this class allocates: [slots, Hkv, S, D] for each
+    layer and side, S the capacity. One stream for all engines of a decoder.
+
+    alignment: bytes that the addresses of a call must be a multiple of, if it has several slots.
+    """
+
+    alignment = 1
+
+    def __init__(
+        self,
+        cuda: Cuda,
+        stream: int,
+        facts: GraphFacts,
+        *,
+        slots: int,
+        widest: int,
+        buffers: int = 1,
+    ):
+        self.cuda, self.stream = cuda, stream
+        self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
+        self.chunk, self.buffers = min(CHUNK, self.capacity), buffers
+        self._item = 4 if facts.dtype == "float32" else 2
+        # In the contract's order. Zeroed: masked rows are multiplied too, and 0 times NaN is NaN.
+        self.caches: dict[str, tuple[int, tuple[int, int]]] = {
+            f"{side}_{layer}": (
+                cuda.allocate(slots * heads * self.capacity * width * self._item),
+                (heads, width),
+            )
+            for side, shapes in (("key", facts.key_shapes), ("value", facts.value_shapes))
+            for layer, (heads, width) in enumerate(shapes)
+        }
+        for name, (_, (heads, width)) in self.caches.items():
+            if slots > 1 and heads * self.capacity * width * self._item % self.alignment:
+                raise OutriderError(
+                    "backend",
+                    f"slots of {self.capacity} rows of {heads} x {width} {facts.dtype} in {name} "
+                    f"are no multiple of {self.alignment} bytes",
+                    "Use one slot, or BACKEND=onnxruntime.",
+                )
+        self._most = max(widest, 1)
+        self._spacing = 4 * slots * self._most * self.vocab_size
+
+    @abstractmethod
+    def enqueue(self, call: DeviceCall, graph: object = None) -> None:
+        """Put the call on the stream, without waiting.
+
+        graph: whose call it is; None for calls that no graph holds. An engine whose state belongs
+        to a captured graph keeps one for each. A call that is captured was made before, outside of
+        the capture, with the same shapes and the same `graph`. Raises OutriderError "backend".
+        """
+
+    def capturing(self) -> AbstractContextManager[object]:
+        """What must be in force while calls are captured."""
+        return nullcontext()
+
+    @cached_property
+    def _own(self) -> tuple[int, int, int, int]:
+        """What `forward` copies to and from: input_ids, position, logits_index, logits. Memory that
+        a round does without."""
+        sizes = (
+            8 * self.slots * max(self.chunk, self._most), 8 * self.slots, 8 * self._most,
+            self.buffers * self._spacing,
+        )  # fmt: skip
+        ids, position, index, logits = map(self.cuda.allocate, sizes)
+        return ids, position, index, logits
+
+    def cache_address(self, name: str, first_slot: int) -> int:
+        address, (heads, width) = self.caches[name]
+        return address + first_slot * heads * self.capacity * width * self._item
+
+    def forward(
+        self,
+        input_ids: Ids,
+        position: Ids,
+        logits_index: Ids,
+        first_slot: int = 0,
+        buffer: int = 0,
+    ) -> Logits:
+        """`Engine.forward`: arguments are copied up and logits down. For checks and tools; a round
+        copies neither. Returns a new array."""
+        (batch, width), outputs = input_ids.shape, len(logits_index)
+        if width > self.chunk or outputs > self._most or first_slot + batch > self.slots:
+            raise ValueError(
+                f"call of {batch} slots x {width} tokens, {outputs} outputs at slot {first_slot}"
+            )
+        if (need := int(position.max()) + width) > self.capacity:
+            raise ValueError(f"row {need} is beyond the capacity of {self.capacity}")
+        self.cuda.use()
+        ids, at, index, logits = self._own
+        for address, array in ((ids, input_ids), (at, position), (index, logits_index)):
+            self.cuda.upload(address, np.ascontiguousarray(array, np.int64), self.stream)
+        logits += buffer * self._spacing
+        self.enqueue(DeviceCall(batch, width, outputs, ids, at, index, logits, first_slot))
+        answer = np.empty((batch, outputs, self.vocab_size), np.float32)
+        self.cuda.wait(self.stream)
+        self.cuda.read(answer.ctypes.data, logits, answer.nbytes)
+        return answer
+
+    def _failed(self, library: str, call: DeviceCall, cause: str) -> OutriderError:
+        return OutriderError(
+            "backend",
+            f"{library} failed on {call.batch} slots x {call.tokens} tokens: {cause}",
+            "Free some memory of the GPU, or build with a smaller MAX_LEN or fewer SLOTS.",
+        )

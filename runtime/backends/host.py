@@ -1,0 +1,122 @@
+"""What the engines of the CPU share: slots that grow with the text, and calls prepared by shape."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from ..files.errors import OutriderError, first_line
+from ..files.manifest import GraphFacts
+from .engine import Ids, Logits
+
+CHUNK = 512  # tokens of one prefill call; bounds the activations
+FIRST_ROWS = 256  # of a slot
+Call = TypeVar("Call")
+
+
+class HostEngine(ABC, Generic[Call]):
+    """See `Engine`. The graph is that of docs/architecture.md; S rows for each slot and layer.
+
+    The cache of all slots is one array [slots, Hkv, S, D] per layer and side, so that any run of
+    consecutive slots is a plain pointer: a call for one slot touches only that slot. S grows with
+    the longest text (`_reserve`). Arguments and logits have fixed places, so that a call of a
+    shape that was seen before (`Call`) is ready; a step then only fills three small buffers.
+    """
+
+    def __init__(self, facts: GraphFacts, *, slots: int, widest: int, buffers: int):
+        self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
+        self.chunk, self.buffers = min(CHUNK, self.capacity), buffers
+        self._input_ids = np.zeros(slots * self.chunk, np.int64)
+        self._position = np.zeros(slots, np.int64)
+        self._index = np.zeros(max(widest, 1), np.int64)
+        self._logits = np.zeros((buffers, slots * max(widest, 1) * self.vocab_size), np.float32)
+        self._shapes = {
+            f"{side}_{layer}": (heads, width)
+            for side, shapes in (("key", facts.key_shapes), ("value", facts.value_shapes))
+            for layer, (heads, width) in enumerate(shapes)
+        }
+        self._cache: dict[str, Any] = {}  # in the contract's order; each [slots, Hkv, S, D]
+        self.rows = 0  # S, for now
+        self._calls: dict[tuple[int, ...], Call] = {}
+
+    @property
+    @abstractmethod
+    def _library(self) -> str:
+        """What runs the model, for errors."""
+
+    @abstractmethod
+    def _zeros(self, *shape: int) -> Any:
+        """An array of the cache's dtype."""
+
+    @abstractmethod
+    def _prepare(self, first: int, batch: int, width: int, outputs: int, buffer: int) -> Call:
+        """A call on the fixed buffers and on `batch` slots from `first` on."""
+
+    @abstractmethod
+    def _run(self, call: Call) -> None:
+        """Logits go to the start of the call's buffer."""
+
+    def forward(
+        self,
+        input_ids: Ids,
+        position: Ids,
+        logits_index: Ids,
+        first_slot: int = 0,
+        buffer: int = 0,
+    ) -> Logits:
+        (batch, width), outputs = input_ids.shape, len(logits_index)
+        if width > self.chunk or first_slot + batch > self.slots:
+            raise ValueError(f"call of {batch} slots x {width} tokens at slot {first_slot}")
+        self._reserve(position, width)
+        self._input_ids[: batch * width] = input_ids.reshape(-1)
+        self._position[:batch] = position
+        self._index[:outputs] = logits_index
+        shape = (first_slot, batch, width, outputs, buffer)
+        call = self._calls.get(shape)
+        if call is None:
+            call = self._prepare(*shape)
+            if width <= len(self._index):  # steps and verifications; prefill widths vary too much
+                self._calls[shape] = call
+        try:
+            self._run(call)
+        except Exception as error:  # noqa: BLE001 - the libraries raise anything here
+            raise OutriderError(
+                "backend",
+                f"{self._library} failed on {batch} slots x {width} tokens: {first_line(error)}",
+                "Free some memory, or build with a smaller MAX_LEN or fewer SLOTS.",
+            ) from None
+        size = batch * outputs * self.vocab_size
+        return self._logits[buffer, :size].reshape(batch, outputs, self.vocab_size)
+
+    def copy_rows(self, source: int, destination: int, rows: int) -> None:
+        """The first `rows` rows of one slot become another's; its rows from there on are garbage.
+
+        In every layer's keys and values. Only rows that a call has written can be copied.
+        """
+        for cache in self._cache.values():
+            cache[destination, :, :rows] = cache[source, :, :rows]
+
+    def _reserve(self, position: Ids, width: int) -> None:
+        """Enough rows for this call, and not many more: attention reads all S, valid or not.
+
+        S doubles from `FIRST_ROWS` to the capacity, which copies each row about once in all. With
+        one slot, a text that starts over starts small again.
+        """
+        need = int(position.max()) + width
+        if need > self.capacity:
+            raise ValueError(f"row {need} is beyond the capacity of {self.capacity}")
+        starts_over = self.slots == 1 and position[0] == 0
+        if need <= self.rows and not (starts_over and need <= self.rows // 2 >= FIRST_ROWS):
+            return
+        rows = min(self.capacity, max(FIRST_ROWS, 1 << (need - 1).bit_length()))
+        kept = 0 if starts_over else self.rows
+        for name, (heads, head_width) in self._shapes.items():
+            # zeros, not empty: masked rows are multiplied too, and 0 times NaN is NaN.
+            larger = self._zeros(self.slots, heads, rows, head_width)
+            if kept:
+                larger[:, :, :kept] = self._cache[name]
+            self._cache[name] = larger
+        self.rows = rows
+        self._calls.clear()

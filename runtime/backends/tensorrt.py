@@ -1,0 +1,257 @@
+"""TensorRT and TensorRT-RTX: one code over `tensorrt` and `tensorrt_rtx`, whose interface is one.
+
+Every call that a CUDA graph holds has an execution context of its own, since what a context was
+told last would be what all replays read. All contexts of an engine work in the same memory: calls
+are one after the other, on one stream.
+"""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..files.errors import OutriderError, first_line
+from ..files.manifest import EngineFacts, GraphFacts, Profile
+from .cuda import CaptureError, Cuda
+from .device import DeviceCall, DeviceEngine
+
+ALIGNMENT = 256  # bytes, of every tensor (NvInferRuntime.h, setTensorAddress)
+PRODUCTS = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}  # by the module's name
+
+
+class TensorRtEngine(DeviceEngine):
+    """See `DeviceEngine`. module: "tensorrt" or "tensorrt_rtx", or what stands in for one."""
+
+    alignment = ALIGNMENT
+
+    def __init__(
+        self,
+        cuda: Cuda,
+        stream: int,
+        folder: Path,
+        facts: GraphFacts,
+        engine: EngineFacts,
+        *,
+        module: Any,
+        slots: int,
+        widest: int,
+        buffers: int = 1,
+    ):
+        self._trt: Any = load_library(module) if isinstance(module, str) else module
+        self._product = PRODUCTS[self._trt.__name__]
+        self._profiles = engine.profiles
+        if slots > (most := max(profile.slots[-1] for profile in engine.profiles)):
+            raise OutriderError(
+                "option",
+                f"slots={slots} is over the {most} that the bundle was built for",
+                f"Use {most} or fewer, or build with SLOTS={slots}.",
+            )
+        self._logger = _logger(self._trt)
+        self._runtime = self._trt.Runtime(self._logger)
+        self._engine = self._load(folder / engine.file)
+        self._check_tensors(folder / engine.file, facts)
+        super().__init__(cuda, stream, facts, slots=slots, widest=widest, buffers=buffers)
+        sizes = map(self._engine.get_device_memory_size_for_profile_v2, range(len(engine.profiles)))
+        self.activations = max(sizes)
+        self._scratch = cuda.allocate(self.activations)
+        # Where ids go that lie inside of a text, and so at any multiple of 8.
+        self._staging = {
+            name: cuda.allocate(8 * size)
+            for name, size in (
+                ("input_ids", slots * max(self.chunk, widest)),
+                ("position", slots),
+                ("logits_index", widest),
+            )
+        }
+        self._compiled: Any = None  # the kernels that TensorRT-RTX finishes, shared by all contexts
+        self._contexts: dict[object, Any] = {}  # by (graph, call); or by profile, outside of graphs
+        self._capturing = False
+
+    def enqueue(self, call: DeviceCall, graph: object = None) -> None:
+        key = (graph, call) if graph is not None else self._profile(call)
+        context = self._contexts.get(key)
+        if context is None or graph is None:
+            context = self._contexts[key] = self._bind(context, call, lasting=graph is not None)
+        for name, address, count in _ids(call):
+            if address % ALIGNMENT:
+                self.cuda.copy(self._staging[name], address, 8 * count, self.stream)
+        if self._capturing and not self._capturable(context):
+            raise CaptureError(f"{self._product} does not allow it for {call.tokens} tokens")
+        if not context.execute_async_v3(self.stream):
+            raise self._refused(call)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        self._capturing = True
+        try:
+            yield
+        finally:
+            self._capturing = False
+
+    def _capturable(self, context: Any) -> bool:
+        ask = getattr(context, "is_stream_capturable", None)  # TensorRT proper has no such question
+        return ask is None or bool(ask(self.stream))
+
+    def _profile(self, call: DeviceCall) -> int:
+        """The first profile that takes the call."""
+
+        def takes(profile: Profile) -> bool:
+            asked = (
+                (call.batch, profile.slots),
+                (call.tokens, profile.tokens),
+                (call.outputs, profile.outputs),
+            )
+            return all(sizes[0] <= size <= sizes[-1] for size, sizes in asked)
+
+        for i, profile in enumerate(self._profiles):
+            if takes(profile):
+                return i
+        raise ValueError(f"no profile takes {call}")
+
+    def _bind(self, context: Any, call: DeviceCall, *, lasting: bool) -> Any:
+        """A context (a new one for None) for this call: its profile, its shapes, its addresses."""
+        index = self._profile(call)
+        if context is None:
+            context = self._context(index, lasting)
+        shapes = ((call.batch, call.tokens), (call.batch,), (call.outputs,))
+        tensors: list[tuple[str, int, tuple[int, ...]]] = [
+            (name, self._staging[name] if address % ALIGNMENT else address, shape)
+            for (name, address, _), shape in zip(_ids(call), shapes, strict=True)
+        ]
+        outputs = [("logits", call.logits)]
+        for name, (_, (heads, width)) in self.caches.items():
+            address = self.cache_address(name, call.first_slot)
+            tensors.append((name, address, (call.batch, heads, self.capacity, width)))
+            outputs.append((f"{name}_out", address))  # in place
+        good = all(
+            context.set_input_shape(name, shape) and context.set_tensor_address(name, address)
+            for name, address, shape in tensors
+        ) and all(context.set_tensor_address(name, address) for name, address in outputs)
+        if not good:
+            raise self._refused(call)
+        return context
+
+    def _context(self, profile: int, lasting: bool) -> Any:
+        trt, engine = self._trt, self._engine
+        config = engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(
+            trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        )
+        if hasattr(trt, "CudaGraphStrategy"):  # TensorRT-RTX
+            config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED  # ours holds all engines
+            if self._compiled is None:
+                self._compiled = config.create_runtime_cache()
+            config.set_runtime_cache(self._compiled)
+            if lasting:  # what is captured must be the kernel for this shape, not its stand-in
+                config.dynamic_shapes_kernel_specialization_strategy = (
+                    trt.DynamicShapesKernelSpecializationStrategy.EAGER
+                )
+        context = engine.create_execution_context(config)
+        if context is None:
+            raise OutriderError(
+                "memory",
+                f"{self._product} cannot make a context: {self._said()}",
+                "Use fewer SLOTS or a smaller MAX_LEN, or free the GPU's memory.",
+            )
+        context.set_device_memory(self._scratch, self.activations)
+        if not context.set_optimization_profile_async(profile, self.stream):
+            raise OutriderError(
+                "backend",
+                f"{self._product} refuses profile {profile}: {self._said()}",
+                "Build the bundle again.",
+            )
+        self.cuda.wait(self.stream)  # the switch may copy, and from memory of its own
+        return context
+
+    def _load(self, path: Path) -> Any:
+        """The engine of a file, which the library copies to the GPU from the mapping."""
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            self._check_validity(path, mapped)
+            engine = self._runtime.deserialize_cuda_engine(mapped)
+        finally:
+            mapped.close()
+        if engine is None:
+            raise self._unloadable(path, self._said())
+        return engine
+
+    def _check_validity(self, path: Path, code: mmap.mmap) -> None:
+        """What TensorRT-RTX says of a file before it is loaded."""
+        if not hasattr(self._runtime, "get_engine_validity"):
+            return
+        validity, why = self._runtime.get_engine_validity(code)
+        if validity != self._trt.EngineValidity.INVALID:
+            return
+        bits = self._trt.EngineInvalidityDiagnostics.__members__
+        named = [name for name, bit in bits.items() if int(why) & int(bit)]
+        raise self._unloadable(path, ", ".join(named) or self._said())
+
+    def _unloadable(self, path: Path, cause: str) -> OutriderError:
+        return OutriderError(
+            "backend",
+            f"{self._product} {self._trt.__version__} cannot load {path}: {cause}",
+            "Build the bundle again, for this GPU.",
+        )
+
+    def _check_tensors(self, path: Path, facts: GraphFacts) -> None:
+        """The engine is one of ours, and its caches are written where they are."""
+        engine = self._engine
+        names = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
+        layers = range(len(facts.key_shapes))
+        caches = {f"{side}_{layer}" for side in ("key", "value") for layer in layers}
+        wanted = {"input_ids", "position", "logits_index", "logits", *caches}
+        if odd := names ^ (wanted | {f"{name}_out" for name in caches}):
+            raise self._unloadable(path, f"it is of another graph (tensor {min(odd)})")
+        for name in sorted(caches):
+            if engine.get_aliased_input_tensor(f"{name}_out") != name:
+                raise self._unloadable(path, f"it does not update {name} in place")
+
+    def _refused(self, call: DeviceCall) -> OutriderError:
+        return self._failed(self._product, call, self._said())
+
+    def _said(self) -> str:
+        """What the library said since it was asked last; it says why in its log alone."""
+        errors, self._logger.errors = self._logger.errors, []
+        return errors[0].strip().partition("\n")[0][:200] if errors else "it gives no reason"
+
+
+def _ids(call: DeviceCall) -> list[tuple[str, int, int]]:
+    """Name, address and count of each int64 array of a call."""
+    return [
+        ("input_ids", call.input_ids, call.batch * call.tokens),
+        ("position", call.position, call.batch),
+        ("logits_index", call.logits_index, call.outputs),
+    ]
+
+
+def load_library(module: str) -> Any:
+    """`tensorrt` or `tensorrt_rtx`. Raises OutriderError "backend"."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        how = (
+            "Install it: pip install tensorrt-rtx."
+            if module == "tensorrt_rtx"
+            else "Install TensorRT 10.16 or newer and its Python module."
+        )
+        raise OutriderError(
+            "backend", f"{PRODUCTS[module]} is not installed ({first_line(error)})", how
+        ) from None
+
+
+def _logger(trt: Any) -> Any:
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
+                self.errors.append(message)
+
+    return Logger()

@@ -1,0 +1,388 @@
+"""Beam search on the target, drafted by a wider beam of the draft: appendix A.4 of Leviathan,
+Kalman, Matias 2023.
+
+The draft runs gamma steps of its own beam search from the target's beam. The target then scores, in
+one sweep, every sequence that was ever in the draft's beam, and its own beam search goes on for as
+long as the beam lies among them: the paper's top_w(M_p) within top_u(M_q). Each of these steps is
+the very step of plain beam search, on the target's own logits, so what comes out is the same
+whatever the draft says: up to the rounding of calls of other shapes, which can turn a near-tie, in
+half precision now and then. A draft that is the target is always followed where both beams are of
+one width; in a wider one the others' continuations can crowd out what the narrow one keeps.
+
+`beam_search` knows nothing of tokenizers and files; `Pool` knows nothing of beams.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from ..backends.engine import Engine, Ids, Logits
+from ..files.errors import OutriderError
+
+Tokens = tuple[int, ...]  # what was generated, without the prompt
+UNKNOWN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """tokens: generated ids, with the end-of-text id if it has one. score: the sum of their
+    log-probabilities, without a length penalty. finished: whether it ended with an end-of-text."""
+
+    tokens: Tokens
+    score: float
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class PoolStats:
+    """calls: of the engine. rows: cache rows that they computed, padding included. copied: rows
+    copied from slot to slot. seconds: in all of that."""
+
+    calls: int = 0
+    rows: int = 0
+    copied: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class BeamStats:
+    """rounds: sweeps of the target. steps: of beam search, one token each. drafted: steps that the
+    draft ran ahead. accepted: those of them that the target's beam could follow, so that
+    steps = rounds + accepted. scored: sequences whose next token the target was asked for.
+    elapsed: seconds."""
+
+    rounds: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    scored: int = 0
+    elapsed: float = 0.0
+    target: PoolStats = field(default_factory=PoolStats)
+    draft: PoolStats = field(default_factory=PoolStats)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """tau: steps of a round."""
+        return self.steps / self.rounds if self.rounds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BeamResult:
+    """hypotheses: at most `width`, best first by score / length ** length_penalty."""
+
+    hypotheses: list[Hypothesis]
+    stats: BeamStats
+
+
+def beam_search(
+    target: Engine,
+    draft: Engine | None,
+    prompt: Sequence[int],
+    *,
+    width: int,
+    draft_width: int | None = None,
+    gamma: int,
+    max_new_tokens: int,
+    max_len: int,
+    eos_token_ids: Collection[int] = (),
+    length_penalty: float = 1.0,
+    draft_max_len: int | None = None,
+    vocab_size: int | None = None,
+) -> BeamResult:
+    """The `width` best continuations that beam search finds.
+
+    A step extends every unfinished hypothesis by every token; the best `width` of these and of the
+    finished ones, which stay as they are, are the next beam. It ends when all are finished, or at
+    max_new_tokens or max_len. Ties go to the better parent, then to the lower token id. Without
+    end-of-text ids this is Transformers' `generate(num_beams=width, do_sample=False)`; with them
+    Transformers differs: it keeps `width` unfinished hypotheses beside the finished ones.
+
+    target, draft: engines that can copy rows (`Pool`). Slots are used from the first on, and what
+    they held is lost; with fewer slots than sequences the rest waits for another call. gamma: steps
+    drafted a round, less than the K (`widest`) that the target was opened for. 0, or no draft,
+    is plain beam search. draft_width: of the draft's beam, at least `width`; None for twice that.
+    max_len: longest prompt + output. draft_max_len: where the draft's own context ends; from there
+    on nothing is drafted. vocab_size: how many tokens there are; logits beyond are padding. A
+    narrower draft proposes none of the others. length_penalty: ranks the result, not the search.
+
+    Raises OutriderError: "option", "prompt", "numeric", and what the engines raise.
+    """
+    began = time.perf_counter()
+    vocab_size = target.vocab_size if vocab_size is None else vocab_size
+    draft_width = 2 * width if draft_width is None else draft_width
+    _check(width, draft_width, gamma, max_new_tokens, length_penalty)
+    _check_prompt(prompt, max_len, target.vocab_size)
+    stats = BeamStats()
+    verifier = Pool(target, prompt, stats.target, "target")
+    drafter = Pool(draft, prompt, stats.draft, "draft") if draft is not None and gamma else None
+    ends = frozenset(eos_token_ids)
+    most = min(max_new_tokens, max_len - len(prompt))
+    draft_room = (max_len if draft_max_len is None else draft_max_len) - len(prompt)
+
+    beam = [Hypothesis((), 0.0)]
+    while stats.steps < most and _unfinished(beam):
+        # The last step of all looks at no sequence that it makes.
+        ahead = min(gamma, most - stats.steps - 1, draft_room - stats.steps)
+        nodes = _unfinished(beam)
+        if drafter is not None and ahead > 0:
+            narrower = min(vocab_size, drafter.engine.vocab_size)
+            drafts = beam
+            for _ in range(ahead):
+                logits = drafter.logits(_unfinished(drafts))
+                drafts = advance(drafts, logits, draft_width, narrower, ends)
+                stats.drafted += 1
+                nodes += _unfinished(drafts)
+                if not _unfinished(drafts):
+                    break
+        known = verifier.logits(nodes)
+        stats.rounds += 1
+        stats.scored += len(nodes)
+        before = stats.steps
+        while stats.steps < most and _unfinished(beam) and contained(beam, known):
+            beam = advance(beam, known, width, vocab_size, ends)
+            stats.steps += 1
+        stats.accepted += stats.steps - before - 1
+    # Of the same length-penalised score, the better in the beam: sorting is stable.
+    beam.sort(key=lambda one: -one.score / len(one.tokens) ** length_penalty)
+    stats.elapsed = time.perf_counter() - began
+    return BeamResult(beam, stats)
+
+
+def advance(
+    beam: Sequence[Hypothesis],
+    logits: Mapping[Tokens, Logits],
+    width: int,
+    vocab_size: int,
+    ends: Collection[int],
+) -> list[Hypothesis]:
+    """One step of beam search: at most `width` hypotheses, best first.
+
+    logits: raw, float32 [V], after each unfinished hypothesis of the beam. Tokens from vocab_size
+    on, and those of probability 0, are never chosen.
+    """
+    candidates: list[tuple[float, int, int]] = []  # in the order of preference: see `beam_search`
+    for rank, one in enumerate(beam):
+        if one.finished:
+            candidates.append((-one.score, rank, UNKNOWN))
+            continue
+        totals = one.score + log_softmax(logits[one.tokens][:vocab_size])
+        candidates += [(-float(totals[token]), rank, token) for token in _best(totals, width)]
+    candidates.sort()
+    return [
+        beam[rank]
+        if token == UNKNOWN
+        else Hypothesis((*beam[rank].tokens, token), -negated, token in ends)
+        for negated, rank, token in candidates[:width]
+    ]
+
+
+def contained(beam: Iterable[Hypothesis], known: Collection[Tokens]) -> bool:
+    """Whether the target knows the logits after every hypothesis that can go on."""
+    return all(tokens in known for tokens in _unfinished(beam))
+
+
+def log_softmax(row: Logits) -> npt.NDArray[np.float64]:
+    """Of raw logits [V], in float64."""
+    logits = row.astype(np.float64)
+    logits -= logits.max()
+    shifted: npt.NDArray[np.float64] = logits - np.log(np.exp(logits).sum())
+    return shifted
+
+
+def _best(totals: npt.NDArray[np.float64], count: int) -> list[int]:
+    """Ids of the `count` largest, and of all that equal the last of them."""
+    least = np.partition(totals, -count)[-count] if count < len(totals) else -np.inf
+    ids: list[int] = np.flatnonzero((totals >= least) & (totals > -np.inf)).tolist()
+    return ids
+
+
+def _unfinished(beam: Iterable[Hypothesis]) -> list[Tokens]:
+    return [one.tokens for one in beam if not one.finished]
+
+
+@runtime_checkable
+class CopyingEngine(Engine, Protocol):
+    """An engine whose slots can take over one another's rows, as `HostEngine`'s."""
+
+    def copy_rows(self, source: int, destination: int, rows: int) -> None: ...
+
+
+class Pool:
+    """The slots of an engine as a cache of continuations of one prompt.
+
+    It remembers which tokens' rows each slot holds. Rows are never shared, a slot has its own of
+    everything: where several sequences continue what one slot holds, one of them (the first) stays
+    in that slot, and rows [0, common prefix) are copied for the others. What all sequences
+    share is computed once, in one slot, before it is copied; so a prompt is prefilled once.
+
+    prompt: at least one id. name: of the model, in errors. A narrower model reads ids that it
+    lacks as 0. Raises OutriderError("option") for engines that cannot copy rows.
+    """
+
+    def __init__(self, engine: Engine, prompt: Sequence[int], stats: PoolStats, name: str):
+        if not isinstance(engine, CopyingEngine):
+            raise OutriderError(
+                "option",
+                "beam search runs on the CPU only in this version",
+                "Use device=cpu with a bundle for the CPU, or leave the beam's width out.",
+            )
+        self.engine, self.prompt, self.stats, self.name = engine, tuple(prompt), stats, name
+        # One column more than rows, in which every sequence differs: `_common`.
+        self._held: Ids = np.full((engine.slots, engine.capacity + 1), UNKNOWN, np.int64)
+
+    def logits(self, nodes: Iterable[Tokens]) -> dict[Tokens, Logits]:
+        """Raw logits, float32 [V], after prompt + node, for each of the nodes.
+
+        nodes: continuations of the prompt; with each also its prefixes down to the length of the
+        shortest, so that the logits of inner nodes are read along the way to the leaves.
+        Raises OutriderError("numeric") where there is no finite largest logit.
+        """
+        began = time.perf_counter()
+        wanted = sorted(set(nodes))
+        first = min(map(len, wanted))
+        # In this order what continues a sequence comes right after it.
+        leaves = [
+            node
+            for node, after in zip(wanted, [*wanted[1:], None], strict=True)
+            if after is None or after[: len(node)] != node
+        ]
+        self._share(leaves, first)
+        answer: dict[Tokens, Logits] = {}
+        for begin in range(0, len(leaves), self.engine.slots):
+            some = leaves[begin : begin + self.engine.slots]
+            for leaf, rows in zip(some, self._run(some, first), strict=True):
+                for length, row in enumerate(rows[: len(leaf) - first + 1], first):
+                    answer.setdefault(leaf[:length], row)
+        for node, row in answer.items():
+            if not math.isfinite(row.max()):
+                raise OutriderError(
+                    "numeric",
+                    f"{self.name}, position {len(self.prompt) + len(node)}: the largest logit is "
+                    f"{row.max()}",
+                    "Build the engines with DTYPE=float32, and check that the checkpoint is intact",
+                )
+        self.stats.seconds += time.perf_counter() - began
+        return answer
+
+    def _share(self, sequences: Sequence[Tokens], first: int) -> None:
+        """Have one slot hold what all of the (sorted) sequences begin with."""
+        low, high = sequences[0], sequences[-1]
+        length = next((i for i in range(first) if low[i] != high[i]), first)
+        rows = len(self.prompt) + length
+        # The last row before the logits is computed in any case.
+        need = min(rows, len(self.prompt) + first - 1)
+        if len(sequences) > 1 and self._common(self._ids(low)[:rows]).max() < need:
+            self._run([low[:length]], length)
+
+    def _run(self, sequences: Sequence[Tokens], first: int) -> Logits:
+        """Feed prompt + each sequence to a slot of its own: one call, or one for each chunk.
+
+        At most as many as there are slots. Returns float32 [n, longest - first + 1, V]: logits
+        after sequence[:first], sequence[:first + 1]...; garbage past a sequence's end.
+        """
+        texts = [self._ids(sequence) for sequence in sequences]
+        row = len(self.prompt) + first - 1  # of the first logits
+        common = np.minimum([self._common(text) for text in texts], row)
+        slots = self._place(common)
+        # All from one row on: K is the same for all slots of a call, and rows that a slot has
+        # already get the same values again. Past its end a sequence is fed 0: those rows are beyond
+        # the length that is remembered.
+        start, end = int(common.max(1).min()), max(map(len, texts))
+        ids = np.zeros((len(texts), end - start), np.int64)
+        for slot, text in zip(slots, texts, strict=True):
+            ids[slot, : len(text) - start] = text[start:]
+            self._held[slot] = UNKNOWN
+            self._held[slot, : len(text)] = text
+        parts = []
+        for begin in range(start, end, self.engine.chunk):
+            piece = ids[:, begin - start : begin - start + self.engine.chunk]
+            width = piece.shape[1]
+            index = np.arange(min(max(0, row - begin), width - 1), width)
+            position = np.full(len(texts), begin, np.int64)
+            logits = self.engine.forward(piece, position, index)
+            if begin + width > row:
+                parts.append(logits.copy())
+            self.stats.calls += 1
+            self.stats.rows += piece.size
+        return np.concatenate(parts, axis=1)[slots]
+
+    def _place(self, common: npt.NDArray[np.intp]) -> list[int]:
+        """A slot for each of n sequences, holding as much of it as any slot did.
+
+        common: [n, slots], how many rows of each sequence each slot holds. They get the first n
+        slots, so that a call has no idle ones. Nothing that is still to be copied is overwritten: a
+        slot that holds the most of a sequence has been given to one, or comes after the first n.
+        """
+        count = len(common)
+        slots = [UNKNOWN] * count
+        for i, rows in enumerate(common):
+            best = np.flatnonzero(rows[:count] == rows.max()).tolist()
+            slots[i] = next((slot for slot in best if slot not in slots), UNKNOWN)
+        free = iter(sorted(set(range(count)) - set(slots)))
+        for i, rows in enumerate(common):
+            if slots[i] == UNKNOWN:
+                slots[i], source, most = next(free), int(rows.argmax()), int(rows.max())
+                if most:
+                    self.engine.copy_rows(source, slots[i], most)
+                    self.stats.copied += most
+        return slots
+
+    def _common(self, ids: Ids) -> npt.NDArray[np.intp]:
+        """How many of these ids' rows each slot holds: [slots]."""
+        differs = self._held[:, : len(ids) + 1] != np.append(ids, UNKNOWN - 1)
+        rows: npt.NDArray[np.intp] = differs.argmax(1)
+        return rows
+
+    def _ids(self, sequence: Tokens) -> Ids:
+        ids = np.array((*self.prompt, *sequence), np.int64)
+        ids[ids >= self.engine.vocab_size] = 0
+        return ids
+
+
+def _check(
+    width: int, draft_width: int, gamma: int, max_new_tokens: int, length_penalty: float
+) -> None:
+    for name, value, least in (
+        ("width", width, 1),
+        ("gamma", gamma, 0),
+        ("max_new_tokens", max_new_tokens, 1),
+        ("draft_width", draft_width, width),
+    ):
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+            raise OutriderError(
+                "option",
+                f"{name}={value!r} is out of range",
+                f"{name} must be a whole number from {least} on"
+                + (", the beam's width." if name == "draft_width" else "."),
+            )
+    # Bounded, so that length ** penalty is a number.
+    number = isinstance(length_penalty, Real) and not isinstance(length_penalty, bool)
+    if not (number and abs(length_penalty) <= 10):
+        raise OutriderError(
+            "option",
+            f"length_penalty={length_penalty!r} is out of range",
+            "length_penalty must be from -10 to 10; 0 ranks by the score alone.",
+        )
+
+
+def _check_prompt(prompt: Sequence[int], max_len: int, vocab_size: int) -> None:
+    if not 0 < len(prompt) < max_len:
+        raise OutriderError(
+            "prompt",
+            f"the prompt has {len(prompt):,} tokens and the context {max_len:,}",
+            "Give it at least one token, and fewer than the context has.",
+        )
+    if odd := [token for token in prompt if not 0 <= token < vocab_size]:
+        raise OutriderError(
+            "prompt",
+            f"the prompt has the token id {odd[0]}, and the model only 0 to {vocab_size - 1}",
+            "Leave that token out of the prompt or the chat template.",
+        )

@@ -1,0 +1,127 @@
+"""Beam search from text to text: what `TextEngine.generate` is to sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..files.errors import OutriderError
+from ..text.engine import DEFAULT_GAMMA, Options, Prompt, TextEngine
+from ..text.tokenizer import Detokenizer
+from .search import BeamStats, beam_search
+
+SLOTS = 4  # for each beam: what `draft_beams` of twice that fill with two drafted branches
+
+
+@dataclass(frozen=True)
+class BeamText:
+    """One of the texts that were found.
+
+    token_ids: with the end-of-text, where there is one. score: the sum of the tokens'
+    log-probabilities under the target. finished: whether it came to its end-of-text.
+    """
+
+    text: str
+    token_ids: list[int]
+    score: float
+    finished: bool
+
+
+@dataclass(frozen=True)
+class BeamTexts:
+    """texts: at most `beams`, best first by score / length ** length_penalty."""
+
+    texts: list[BeamText]
+    prompt_tokens: int
+    stats: BeamStats
+
+    def lines(self, beams: int, gamma: int) -> list[str]:
+        """The summary."""
+        stats, best = self.stats, self.texts[0]
+        speed = stats.steps / stats.elapsed if stats.elapsed else 0.0
+        return [
+            f"prompt {self.prompt_tokens} tok | output {len(best.token_ids)} tok | {speed:.1f} "
+            f"tok/s | finish {'eos' if best.finished else 'length'} | score {best.score:.3f}",
+            f"beams {beams} | rounds {stats.rounds} | tau {stats.mean_acceptance_length:.2f} | "
+            f"accepted {stats.accepted}/{stats.drafted} drafted steps | gamma {gamma}",
+        ]
+
+    def json_object(self) -> dict[str, Any]:
+        return {"hypotheses": [asdict(text) for text in self.texts], "stats": asdict(self.stats)}
+
+
+def beam_texts(
+    engine: TextEngine,
+    prompt: Prompt,
+    *,
+    beams: int = 4,
+    draft_beams: int | None = None,
+    gamma: int | None = None,
+    max_new_tokens: int = 256,
+    length_penalty: float = 1.0,
+    ignore_eos: bool = False,
+    chat: bool | None = None,
+    system: str | None = None,
+) -> BeamTexts:
+    """The best texts that beam search finds; see `beam.beam_search`.
+
+    gamma: steps that the draft's own beam search runs ahead; None for 4, without a draft 0. The
+    result is that of plain beam search. The others: see `Options`. All slots must be free, and a
+    bundle loaded with a few times `beams` of them is faster. Raises OutriderError: "option",
+    "prompt", "busy", "numeric".
+    """
+    decoder, pair = engine.decoder, engine.manifest.pair
+    gamma = gamma_of(engine, gamma)
+    if not 0 <= gamma <= decoder.max_gamma or (gamma and decoder.draft is None):
+        raise OutriderError(
+            "option",
+            f"gamma={gamma} is out of range"
+            if decoder.draft
+            else f"gamma={gamma} needs a draft, and the bundle has none",
+            f"Choose gamma from 0 to {decoder.max_gamma}." if decoder.draft else "Use gamma=0.",
+        )
+    ids = engine.encode(prompt, Options(chat=chat, system=system))
+    with engine.undisturbed():
+        found = beam_search(
+            decoder.target, decoder.draft, ids, width=beams, draft_width=draft_beams, gamma=gamma,
+            max_new_tokens=max_new_tokens, max_len=decoder.max_len,
+            eos_token_ids=() if ignore_eos else pair.tokenizer.eos_token_ids,
+            length_penalty=length_penalty, draft_max_len=decoder.draft_max_len,
+            vocab_size=decoder.vocab_size,
+        )  # fmt: skip
+    texts = [
+        BeamText(_text(engine, ids, one.tokens[: -1 if one.finished else None]), list(one.tokens),
+                 one.score, one.finished)
+        for one in found.hypotheses
+    ]  # fmt: skip
+    return BeamTexts(texts, len(ids), found.stats)
+
+
+def gamma_of(engine: TextEngine, gamma: int | None) -> int:
+    """What None stands for."""
+    if gamma is not None:
+        return gamma
+    return min(DEFAULT_GAMMA, engine.decoder.max_gamma) if engine.decoder.draft else 0
+
+
+def _text(engine: TextEngine, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    detokenizer = Detokenizer(engine.tokenizer, prompt)
+    return "".join([detokenizer.push(token) for token in tokens]) + detokenizer.flush()
+
+
+def excluded(options: Options, given: Mapping[str, Any]) -> str | None:
+    """The first option that has no meaning for beam search, of those that were changed.
+
+    given: other things that were asked for, by name.
+    """
+    kept = {"max_new_tokens", "gamma", "draft", "ignore_eos", "chat", "system", "seed"}
+    usual = Options()
+    for name, value in vars(options).items():
+        if name not in kept and (value or None) != (getattr(usual, name) or None):
+            return name
+    if isinstance(options.gamma, str):
+        return "gamma"
+    if options.draft not in (None, "none", "model"):
+        return "draft"
+    return next((name for name, asked in given.items() if asked), None)

@@ -1,0 +1,312 @@
+"""The command line's words: the parser, what contradicts what, and the options they make.
+
+Nothing here needs a bundle: whatever can be refused without one is refused before it is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from argparse import (
+    ArgumentParser,
+    ArgumentTypeError,
+    BooleanOptionalAction,
+    Namespace,
+    RawDescriptionHelpFormatter,
+)
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from ..beam.text import excluded
+from ..files.errors import EXIT_STATUS, INTERRUPTED, CommandParser, OutriderError
+from ..sampling.warp import SamplingParams
+from ..sequence import TABLES, DraftKind
+from ..text.engine import Options
+
+PACKAGE = __package__ or "runtime"
+PROGRAM = "outrider" if PACKAGE == "outrider" else f"python -m {PACKAGE}.generate"
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+
+_DESCRIPTION = """\
+Generate text with exact speculative decoding: a draft model rides ahead, the target checks its
+tokens, and what comes out has exactly the target's distribution. Text goes to stdout, everything
+about it to stderr."""
+
+_STATUSES = textwrap.fill(
+    ", ".join(f"{status} {kind}" for kind, status in EXIT_STATUS.items()),
+    width=90,
+    subsequent_indent="  ",
+)
+_EPILOG = f"""\
+examples:
+  {PROGRAM} --engines build/qwen --prompt "Why is the sky blue?"
+  {PROGRAM} --engines build/qwen --prompt-file story.txt --no-chat-template \\
+      --temperature 0.8 --top-p 0.95 --seed 7 --stop '\\n\\n'
+  {PROGRAM} --engines build/qwen --prompt "..." --baseline     # is it faster than plain decoding?
+  {PROGRAM} --engines build/qwen --prompt "..." --check        # is it exact?
+  {PROGRAM} --engines build/qwen --prompt "..." --color        # which tokens were the draft's?
+  {PROGRAM} --engines build/qwen --batch in.jsonl --slots 4 > out.jsonl
+
+exit status:
+  0 success, also when the reader of stdout leaves early (| head); {INTERRUPTED} interrupted;
+  otherwise that of the kind that the line `error: <kind>: ...` on stderr names:
+  {_STATUSES}"""
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise ArgumentTypeError(f"{text!r} is not a whole number from {least} up")
+        return value
+
+    return convert
+
+
+def _gamma(text: str) -> int | str:
+    if text in ("auto", "transformers"):
+        return text
+    try:
+        return _whole(0)(text)
+    except ArgumentTypeError:
+        raise ArgumentTypeError(
+            f"{text!r} is not a whole number from 0 up, auto or transformers"
+        ) from None
+
+
+def _escaped(text: str) -> str:
+    """A stop string with its escape sequences replaced."""
+
+    def character(match: re.Match[str]) -> str:
+        sequence = match[1]
+        if sequence in ESCAPES:
+            return ESCAPES[sequence]
+        if len(sequence) > 1 and int(sequence[1:], 16) not in range(0xD800, 0xE000):
+            return chr(int(sequence[1:], 16))
+        raise ArgumentTypeError(
+            f"{text!r}: there is no escape sequence \\{sequence}; there are \\n \\t \\r \\xHH "
+            r"\uHHHH, and \\ for a backslash"
+        )
+
+    return re.sub(r"\\(x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|.|$)", character, text, flags=re.DOTALL)
+
+
+def _parser() -> ArgumentParser:
+    parser = CommandParser(
+        prog=PROGRAM,
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    # fmt: off
+    add = parser.add_argument_group("engines").add_argument
+    add("--engines", type=Path, required=True, metavar="DIR", help="what `make engines` wrote")
+    add("--slots", type=_whole(1), metavar="N", help="sequences at a time (default: the bundle's)")
+    add("--threads", type=_whole(0), default=0, metavar="N",
+        help="CPU threads of each model's engine (default 0: the backend's choice)")
+    add("--device", default="auto", metavar="D",
+        help="auto, cpu, cuda or cuda:N (default auto: what the bundle was compiled for, and the "
+        "CPU for BACKEND=onnxruntime)")
+    add("--no-graphs", action="store_false", dest="graphs",
+        help="on a GPU, launch each call by itself instead of a round as one CUDA graph")
+    add("--loop", action="store_true",
+        help="let the GPU go on to the next round by itself, a whole text as one launch "
+        "(CUDA 12.4; not measured yet)")
+    add("--table", type=Path, metavar="FILE.npz",
+        help="what `python -m export.ngram` counted, for --draft unigram, bigram and skip")
+    add("--corpus", type=Path, metavar="FILE",
+        help="a text, UTF-8, in which --draft ngram looks too")
+    add("--no-verify-files", action="store_false", dest="verify_files",
+        help="do not check the bundle's files against their hashes")
+
+    group = parser.add_argument_group(
+        "prompt", "One source; the value - reads standard input. A text that is read loses one "
+        "final newline.")
+    add = group.add_mutually_exclusive_group(required=True).add_argument
+    add("--prompt", metavar="TEXT", help="the text itself")
+    add("--prompt-file", metavar="FILE", help="a text file, UTF-8")
+    add("--messages", metavar="FILE.json",
+        help='chat messages: [{"role": ..., "content": ...}, ...]')
+    add("--batch", metavar="FILE.jsonl",
+        help='a request a line: {"prompt": ...} or {"messages": [...]}, and any of these options '
+        "by its Python name (max_new_tokens); prints a JSON line for each, in the same order")
+    add = group.add_argument
+    add("--system", metavar="TEXT", help="the system message before the prompt or messages")
+    add("--no-chat-template", action="store_const", const=False, dest="chat",
+        help="give the prompt to the model as it is (default: as a user's message where the "
+        "bundle has a chat template)")
+
+    add = parser.add_argument_group("length").add_argument
+    add("--max-new-tokens", type=_whole(1), default=256, metavar="N", help="default 256")
+    add("--min-new-tokens", type=_whole(0), default=0, metavar="N",
+        help="no end-of-text before this many (default 0)")
+    add("--stop", type=_escaped, action="append", default=[], metavar="TEXT",
+        help=r"end before this text; repeatable; \n \t \r \xHH \uHHHH and \\ are understood")
+    add("--stop-token-id", type=_whole(0), action="append", default=[], metavar="ID",
+        dest="stop_token_ids", help="end at this token; repeatable")
+    add("--ignore-eos", action="store_true", help="go on after end-of-text")
+
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temperature", type=float, default=0.0, metavar="T",
+        help="0 is the most probable token each time, whatever top-k, top-p and min-p (default)")
+    add("--top-k", type=_whole(0), default=0, metavar="K", help="default 0: off")
+    add("--top-p", type=float, default=1.0, metavar="P", help="default 1: off")
+    add("--min-p", type=float, default=0.0, metavar="P", help="default 0: off")
+    add("--repetition-penalty", type=float, default=1.0, metavar="X", help="default 1: off")
+    add("--seed", type=_whole(0), metavar="N", help="default: a random one, which is printed")
+
+    add = parser.add_argument_group("speculation").add_argument
+    add("--gamma", type=_gamma, metavar="N",
+        help="draft tokens a round; 0 is plain decoding (default 4, of a lookup 8, without a "
+        "draft 0); auto chooses the fastest for each round, by measured costs and acceptance; "
+        "transformers is the schedule of that library")
+    add("--fallback", choices=("auto", "off"), default="off",
+        help="auto: go without drafts while they lose (--gamma auto always does; default off, "
+        "since rounds that go by the clock do not repeat a seed's text)")
+    add("--draft", choices=(*get_args(DraftKind), "none"), metavar="WHO",
+        help="who proposes them. model: the bundle's draft model; ngram: what followed the same "
+        "words before, in prompt or output (good where text repeats itself; needs no model); copy: "
+        "in the prompt alone; chain: the draft model, with ngram as its own draft; unigram, "
+        "bigram, skip: counts of a text (--table); random: any token; none: plain decoding "
+        "(default: what the bundle was built with)")
+    add("--draft-temperature", type=float, metavar="T",
+        help="sample the draft at this temperature (default: the target's); still exact")
+    add("--draft-threshold", type=float, default=0.0, metavar="P",
+        help="end a round's drafting after a token to which the draft gave a probability below P "
+        "(default 0: off); still exact")
+    add("--verify", choices=("token", "block", "sigmoid"), default="token",
+        help="token (default) and block (accepts more) are exact; sigmoid is not")
+    add("--lenience", type=float, default=1.0, metavar="L",
+        help="below 1 accepts more and is not exact: no token gets more than 1/L times its "
+        "probability (default 1)")
+
+    add = parser.add_argument_group(
+        "beam search", "The most probable text that a search of this width finds, in place of "
+        "sampling; a wider beam of the draft runs ahead.").add_argument
+    add("--beams", type=_whole(1), metavar="W", help="width of the target's beam")
+    add("--draft-beams", type=_whole(1), metavar="U",
+        help="width of the draft's, at least W (default: twice W)")
+    add("--length-penalty", type=float, metavar="X",
+        help="rank the result by log-probability / length^X (default 1: of a token on average)")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--stream", action=BooleanOptionalAction,
+        help="print text as it comes (default, except with --json, --batch and --baseline)")
+    add("--pace", choices=("burst", "smooth"),
+        help="of a stream: burst shows what a round brings at once (default), smooth spreads it "
+        "over the time until the next round is expected")
+    add("--color", action="store_true",
+        help="accepted draft tokens, corrections and bonus tokens in three colours")
+    add("--json", action="store_true", help="one JSON object instead of the text")
+    add("--logprobs", type=_whole(0), metavar="N",
+        help="with --json or --batch: the log-probability of each token under the target, before "
+        "any of the sampling options, and of the N most probable ones")
+    add("--stats", choices=("none", "summary", "detailed"), default="summary",
+        help="on stderr (default summary)")
+    add("--baseline", action="store_true",
+        help="also decode plainly, and print how many times faster speculation was")
+    add("--check", action="store_true",
+        help=f"certify the output: exit {EXIT_STATUS['certificate']} unless it is the target's")
+    # fmt: on
+    return parser  # fmt: skip
+
+
+def parse(argv: Sequence[str] | None) -> Namespace:
+    """The arguments, free of contradictions. Raises OutriderError("option"), or exits for --help.
+
+    `stream` is resolved to True or False; --draft none to `gamma` 0.
+    """
+    args = _parser().parse_args(argv)
+    plain = args.draft == "none" or args.gamma == 0
+    no_text = "--json" if args.json else "--batch" if args.batch else ""
+    leave = "Leave one of them out."
+    rules: list[tuple[Any, str, str]] = [
+        (args.draft == "none" and args.gamma, f"--draft none contradicts --gamma {args.gamma}",
+         leave),
+        (args.draft not in (None, "none") and args.gamma == 0,
+         f"--draft {args.draft} contradicts --gamma 0", leave),
+        (args.draft in TABLES and args.table is None,
+         f"--draft {args.draft} needs a table", "Add --table; python -m export.ngram writes one."),
+        (args.color and no_text, f"--color paints text, and {no_text} prints JSON", leave),
+        (args.stream and no_text, f"--stream prints text, and {no_text} prints JSON", leave),
+        (args.stream and args.baseline, "--baseline measures without streaming, so that both ways "
+         "of decoding are timed alike", "Leave --stream out."),
+        (args.baseline and args.batch, "--baseline measures one request, and --batch has many",
+         "Use --baseline with --prompt."),
+        (args.check and args.batch, "--check certifies one request, and --batch has many",
+         "Use --check with --prompt."),
+        (args.baseline and plain, "--baseline compares with plain decoding, which this is already",
+         "Use --gamma 1 or more."),
+        (args.logprobs is not None and not no_text, "--logprobs is part of the JSON output",
+         "Add --json."),
+        ((args.draft_beams or args.length_penalty is not None) and not args.beams,
+         "--draft-beams and --length-penalty are of a beam search", "Add --beams."),
+        (args.draft_beams and args.beams and args.draft_beams < args.beams,
+         f"--draft-beams {args.draft_beams} is narrower than --beams {args.beams}",
+         "Make it at least as wide."),
+        (args.messages and args.chat is False, "--messages need the chat template", leave),
+    ]  # fmt: skip
+    for broken, cause, remedy in rules:
+        if broken:
+            raise OutriderError("option", cause, remedy)
+    if args.pace and (args.stream is False or no_text or args.baseline or args.beams):
+        raise OutriderError("option", "--pace is of a stream, and nothing is streamed", leave)
+    if args.stream is None:
+        args.stream = not (no_text or args.baseline or args.beams)
+    if plain:
+        args.gamma = 0
+    return args
+
+
+def options_from(args: Namespace) -> Options:
+    """The options of a request, with a seed where one has a part in the text."""
+    options = Options(**{f.name: getattr(args, f.name) for f in fields(Options)})
+    refuse(options)
+    if args.beams:
+        others = ("stream", "color", "baseline", "check", "batch")
+        name = excluded(options, {name: getattr(args, name) for name in others})
+        if name is not None:
+            raise OutriderError(
+                "option", f"--{name.replace('_', '-')} has no meaning for a beam search",
+                "Leave it or --beams out.",
+            )  # fmt: skip
+    return options if args.batch else seeded(options)
+
+
+def seeded(options: Options) -> Options:
+    """Every run of a command has the same seed; at temperature 0, where it has no part, 0."""
+    if options.seed is not None:
+        return options
+    return replace(options, seed=int.from_bytes(os.urandom(4)) if options.temperature else 0)
+
+
+def refuse(options: Options) -> None:
+    """Refuse values and combinations that no bundle can honour. Raises OutriderError("option")."""
+    names = {f.name for f in fields(SamplingParams)} & {f.name for f in fields(Options)}
+    SamplingParams(**{n: getattr(options, n) for n in names - {"seed"}}, seed=options.seed or 0)
+    if options.min_new_tokens > options.max_new_tokens:
+        raise OutriderError(
+            "option",
+            f"min_new_tokens={options.min_new_tokens} is over max_new_tokens="
+            f"{options.max_new_tokens}",
+            "Choose 0 <= min_new_tokens <= max_new_tokens.",
+        )
+    if options.chat is False and options.system is not None:
+        raise OutriderError(
+            "option",
+            "a system message needs the chat template",
+            "Put it into the prompt itself, or use the chat template.",
+        )
+    if options.logprobs is not None and options.logprobs < 0:
+        raise OutriderError(
+            "option", f"logprobs={options.logprobs} is negative", "Choose 0 or more."
+        )
+    if options.gamma == 0:
+        options.check_plain()

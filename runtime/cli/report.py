@@ -1,0 +1,240 @@
+"""What a finished generation looks like: the summary, the detailed statistics, JSON, colours.
+
+Pure functions from results to lines; `generate.py` decides which of them are printed, and where.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, takewhile
+from typing import Any
+
+from ..sequence import Token
+from ..stats import Stats
+from ..text.engine import Result
+from ..theory.formulas import speedup
+
+# Figure 1 of Leviathan et al. 2023: green for what the target accepted, blue for its corrections.
+# The third colour of the figure is for rejected drafts; here it is the bonus token's.
+COLORS = {"accepted": 32, "corrected": 34, "bonus": 35}
+
+
+def color(text: str, origin: str) -> str:
+    """`text` in the colour of its token's origin; the first and plain tokens have none."""
+    code = COLORS.get(origin)
+    return text if code is None or not text else f"\x1b[{code}m{text}\x1b[0m"
+
+
+def legend() -> str:
+    return " ".join(color(origin, origin) for origin in COLORS) + " (the others: target alone)"
+
+
+def summary(result: Result, gamma: str, *, seed: bool = True) -> list[str]:
+    """The lines under a text. gamma: as requested. seed: whether it had a part in the text."""
+    stats = result.stats
+    finish = result.finish_reason
+    if result.stopped_by is not None:
+        finish += ":" + json.dumps(result.stopped_by, ensure_ascii=False)
+    first = [
+        f"prompt {stats.prompt_tokens} tok",
+        f"TTFT {_ms(stats.ttft)} ms (target prefill {_ms(stats.time_prefill)})",
+    ]
+    if stats.time_draft_prefill:
+        first.append(f"draft prefill {_ms(stats.time_draft_prefill)} ms")
+    second = [
+        f"output {stats.output_tokens} tok",
+        f"{speed(stats):.1f} tok/s",
+        f"TPOT {_ms(stats.tpot())} ms",
+        f"finish {finish}",
+    ]
+    if seed:
+        second.append(f"seed {result.seed}")
+    return [" | ".join(first), " | ".join(second), *round_lines(stats, gamma)]
+
+
+def batch_summary(results: Sequence[Result], seconds: float, gamma: str) -> list[str]:
+    """The lines after a batch. seconds: wall time of the whole."""
+    total = total_stats(results)
+    reasons = [result.finish_reason for result in results]
+    finish = " ".join(f"{reason} {reasons.count(reason)}" for reason in sorted(set(reasons)))
+    throughput = total.output_tokens / seconds if seconds else 0.0
+    return [
+        f"requests {len(results)} | prompts {total.prompt_tokens} tok | finish {finish}",
+        f"output {total.output_tokens} tok | {throughput:.1f} tok/s | {seconds:.1f} s",
+        *round_lines(total, gamma),
+    ]
+
+
+def total_stats(results: Sequence[Result]) -> Stats:
+    total = Stats()
+    for result in results:
+        total.add(result.stats)
+    return total
+
+
+def round_lines(stats: Stats, gamma: str) -> list[str]:
+    """Rounds, both acceptance rates, and where the time of the rounds went."""
+    if not stats.rounds:
+        return []
+    lines = [f"rounds {stats.rounds} | tau {stats.mean_acceptance_length:.2f}"]
+    if stats.drafted:
+        lines[0] += (
+            f" | accepted {_rate(stats.accepted, stats.drafted, 'drafted')},"
+            f" {_rate(stats.accepted, stats.examined, 'examined')}"
+        )
+        positions = " ".join(_fraction(rate) for rate in stats.acceptance_by_position)
+        lines.append(f"position {positions} | gamma {gamma}")
+    else:
+        lines[0] += " | plain decoding (gamma 0)"
+    parts = {
+        "draft": stats.time_draft,
+        "verify": stats.time_verify,
+        "sample": stats.time_sample,
+        "host": stats.time_host,
+    }
+    whole = sum(parts.values())
+    shares = " ".join(f"{name} {_percent(part, whole)}" for name, part in parts.items())
+    cost = draft_cost(stats)
+    lines.append(f"time {shares}" + (f" | c {_fraction(cost)}" if cost is not None else ""))
+    return lines
+
+
+def detailed(stats: Stats) -> list[str]:
+    """More on the rounds: each position, how many drafts rounds accepted, milliseconds, theory."""
+    lines = []
+    at = stats.accepted_at
+    if stats.drafted:
+        for i, (accepted, drafted) in enumerate(zip(at, stats.drafted_at, strict=True)):
+            # Reached: all drafts before it were accepted.
+            reached = drafted if i == 0 else min(drafted, at[i - 1])
+            lines.append(
+                f"draft {i + 1}: accepted {_rate(accepted, drafted, 'drafted')}, "
+                f"{_rate(accepted, reached, 'reached')}"
+            )
+        at_least = [stats.rounds, *at, 0]
+        exactly = (f"{i}: {a - b}" for i, (a, b) in enumerate(pairwise(at_least)))
+        lines.append("rounds by accepted drafts  " + "  ".join(exactly))
+    times = {
+        "target prefill": stats.time_prefill,
+        "draft prefill": stats.time_draft_prefill,
+        "draft": stats.time_draft,
+        "verify": stats.time_verify,
+        "sample": stats.time_sample,
+        "host": stats.time_host,
+        "total": stats.elapsed,
+    }
+    lines.append("ms  " + "  ".join(f"{name} {_ms(value)}" for name, value in times.items()))
+    cost = draft_cost(stats)
+    if cost is not None:
+        alpha = stats.accepted / stats.examined if stats.examined else 0.0
+        gamma = stats.drafted / stats.rounds
+        expected = speedup(alpha, gamma, cost)
+        lines.append(
+            f"a draft step {_ms(stats.time_draft / stats.drafted)} ms, a verification "
+            f"{_ms(stats.time_verify / stats.rounds)} ms | Theorem 3.8 at alpha "
+            f"{_fraction(alpha)}, gamma {gamma:.1f}, c {_fraction(cost)}: {expected:.2f}x"
+        )
+    return lines
+
+
+def draft_cost(stats: Stats) -> float | None:
+    """c: the time of one draft step over that of one verification; None without drafts."""
+    if not (stats.drafted and stats.time_verify):
+        return None
+    return (stats.time_draft / stats.drafted) / (stats.time_verify / stats.rounds)
+
+
+def speed(stats: Stats) -> float:
+    """Output tokens per second, from the request's start to its last token."""
+    return stats.output_tokens / stats.elapsed if stats.elapsed else 0.0
+
+
+def baseline_object(result: Result, plain: Result, *, greedy: bool) -> dict[str, Any]:
+    """The `baseline` object of --json. speedup: ratio of the tokens per second.
+
+    greedy: whether the two texts ought to be the same; above temperature 0 they are two draws.
+    """
+    theirs = speed(plain.stats)
+    body: dict[str, Any] = {
+        "tokens_per_second": round(theirs, 3),
+        "output_tokens": plain.stats.output_tokens,
+        "speedup": round(speed(result.stats) / theirs, 4) if theirs else None,
+    }
+    if greedy:
+        body["same_tokens"] = result.token_ids == plain.token_ids
+    return body
+
+
+def baseline(result: Result, plain: Result, *, greedy: bool) -> str:
+    """The baseline line. greedy: as above."""
+    ours, theirs = speed(result.stats), speed(plain.stats)
+    line = f"baseline {theirs:.1f} tok/s -> {ours / theirs if theirs else 0.0:.2f}x"
+    if not greedy:
+        return f"{line} | output {plain.stats.output_tokens} tok"
+    if result.token_ids == plain.token_ids:
+        return f"{line} | same tokens"
+    pairs = zip(result.token_ids, plain.token_ids, strict=False)
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return f"{line} | other tokens from {alike} on (--check: whether rounding explains it)"
+
+
+def memory(parts: Mapping[str, int]) -> str:
+    """The memory line, in one unit. parts: bytes of "target", "draft", "cache"; of a GPU also
+    "activations" and "buffers"."""
+    names = {
+        "target": "target", "draft": "draft", "cache": "KV", "activations": "activations",
+        "buffers": "buffers",
+    }  # fmt: skip
+    total = sum(parts.values())
+    unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
+    items = (f"{name} {parts[key] / size:.1f}" for key, name in names.items() if key in parts)
+    return f"memory {total / size:.1f} {unit} = " + " + ".join(items)
+
+
+def json_object(result: Result, *, logprobs: bool, **more: Mapping[str, Any]) -> dict[str, Any]:
+    """One request's object. more: `baseline` and `check`, where asked for."""
+    body: dict[str, Any] = {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "stopped_by": result.stopped_by,
+        "seed": result.seed,
+        "stats": result.stats.summary(),
+    }
+    if logprobs:
+        body["logprobs"] = [_logprob(token) for token in result.tokens]
+    return {**body, **more}
+
+
+def json_line(body: Mapping[str, Any]) -> str:
+    return json.dumps(body, ensure_ascii=False, allow_nan=False)
+
+
+def _logprob(token: Token) -> dict[str, Any]:
+    alternatives = [{"id": i, "logprob": _finite(value)} for i, value in token.alternatives]
+    return {"id": token.id, "logprob": _finite(token.logprob), "alternatives": alternatives}
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity: the log-probability of an impossible token is null."""
+    return None if value is None or not math.isfinite(value) else round(value, 6)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}" if seconds >= 1e-3 else f"{seconds * 1e3:.3g}"
+
+
+def _rate(part: int, whole: int, what: str) -> str:
+    return f"{part}/{whole} {what} ({_percent(part, whole)})"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f}%" if whole else "0%"
+
+
+def _fraction(value: float) -> str:
+    """Two digits, without the zero before the point."""
+    text = f"{value:.2f}"
+    return text[1:] if text.startswith("0") else text

@@ -1,0 +1,92 @@
+"""Calls of an engine for sequences in slots, as drafting and verification on the host make them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ..backends.engine import Engine, Ids, Logits
+from ..sampling.sampler import SlotSampling
+from ..sequence import ActiveSequence
+from ..slots import SlotTable
+
+
+def prefill(engine: Engine, slot: int, tokens: Sequence[int], start: int) -> Logits:
+    """Compute rows start.. of `tokens` in chunks; the logits [V] after the last one."""
+    for begin in range(start, len(tokens), engine.chunk):
+        ids = readable(engine, tokens[begin : begin + engine.chunk])[None]
+        last = np.array([ids.shape[1] - 1])
+        logits = engine.forward(ids, np.array([begin]), last, first_slot=slot)
+    row: Logits = logits[0, 0]
+    return row
+
+
+def readable(engine: Engine, tokens: Sequence[int]) -> Ids:
+    """Ids that the engine can look up: a narrower draft reads the target's extra tokens as 0.
+
+    That costs acceptance, never exactness: q is what the draft said, whatever it was fed.
+    """
+    ids = np.array(tokens, np.int64)
+    ids[ids >= engine.vocab_size] = 0
+    return ids
+
+
+def span(batch: Iterable[ActiveSequence]) -> tuple[int, int]:
+    """The run of consecutive slots [first, last) that holds all of these sequences."""
+    indices = [sequence.slot.index for sequence in batch]
+    return min(indices), max(indices) + 1
+
+
+def idle_positions(slots: SlotTable, first: int, last: int, length: str) -> Ids:
+    """Where slots that sit out a call may be written: beyond their valid rows.
+
+    length: "target_len" or "draft_len".
+    """
+    some = (slots[index] for index in range(first, last))
+    return np.array([getattr(slot, length) if slot else 0 for slot in some], np.int64)
+
+
+def early(sequence: ActiveSequence) -> int:
+    """How many of the next tokens may not end the text."""
+    return max(0, sequence.request.min_new_tokens - len(sequence.output))
+
+
+def first_forbidden(
+    sequence: ActiveSequence, tokens: Sequence[int], vocab_size: int, after: int = 0
+) -> int:
+    """Where the first token stands that the sampling cannot give; how many there are if none.
+
+    after: drafts before them.
+    """
+    masked, ends = early(sequence) - after, sequence.request.eos_token_ids
+    for i, token in enumerate(tokens):
+        if token >= vocab_size or (i < masked and token in ends):
+            return i
+    return len(tokens)
+
+
+def place(
+    sequence: ActiveSequence, gamma: int, drafts: Sequence[int] = (), seed: int | None = None
+) -> SlotSampling:
+    """A sequence's part in a round's sampling.
+
+    drafts: tokens of the round that were decided before. seed: for a round within the round, whose
+    rule is the token rule.
+    """
+    request, tokens = sequence.request, sequence.slot.tokens
+    params, masked = request.params, early(sequence) - len(drafts)
+    if seed is not None:
+        params = replace(params, seed=seed, verify="token", lenience=1.0)
+    penalised = params.repetition_penalty != 1
+    return SlotSampling(
+        params,
+        gamma,
+        position=len(tokens) + len(drafts),
+        index=sequence.slot.index,
+        context=np.array([*tokens, *drafts], np.int64) if penalised else None,
+        suppress=np.array(sorted(request.eos_token_ids), np.int64) if masked > 0 else None,
+        suppress_rows=max(0, min(masked, gamma + 1)),
+        name=f"slot {sequence.slot.index}",
+    )

@@ -1,0 +1,123 @@
+"""Draft models that are tables: the file that `python -m export.ngram` writes, and its rows.
+
+Counts of a text: of tokens, and of pairs of tokens 1 .. D apart. Their rows cost next to nothing
+(the models of c near 0 of Leviathan et al. 2023, section 4.1).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..backends.engine import Logits
+from ..files.errors import OutriderError
+
+VERSION = 1
+BACKOFF = 2.0  # how many sightings the unigram distribution counts for beside those of a pair
+_REMEDY = "Write it again: python -m export.ngram --help."
+
+
+def fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """Of a tokenizer: two with the same ids for the same tokens have the same."""
+    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
+
+
+class Tables:
+    """Logits by tables.
+
+    unigram: float32 [V], log-probabilities, one sighting added to every token's. pairs: by
+    distance, from 1: offsets int64 [V + 1], tokens int32 [M], counts int32 [M]; tokens and counts
+    of y are those at offsets[y] .. offsets[y + 1].
+    """
+
+    def __init__(
+        self, unigram: Logits, pairs: Sequence[tuple[npt.NDArray[Any], ...]], tokenizer: str = ""
+    ):
+        self.unigram, self.pairs, self.tokenizer = unigram, pairs, tokenizer
+        self._nothing = np.zeros_like(unigram)
+
+    @classmethod
+    def count(cls, text: npt.NDArray[np.int32], vocab_size: int, distances: int) -> Tables:
+        """Of token ids [N], each below vocab_size. distances: D."""
+        counts = np.bincount(text, minlength=vocab_size) + 1
+        pairs = []
+        for distance in range(1, distances + 1):
+            both = text[:-distance].astype(np.int64) * vocab_size + text[distance:]
+            found, often = np.unique(both, return_counts=True)
+            offsets = np.searchsorted(found, np.arange(vocab_size + 1, dtype=np.int64) * vocab_size)
+            tokens = (found % vocab_size).astype(np.int32)
+            pairs.append((offsets.astype(np.int64), tokens, often.astype(np.int32)))
+        return cls(np.log(counts / counts.sum()).astype(np.float32), pairs)
+
+    def row(self, kind: str, text: Sequence[int], drafts: Sequence[int]) -> Logits:
+        """Logits [V] of the token after `text` and `drafts`; not to be written to.
+
+        kind: "random" says nothing; "unigram"; "bigram" goes by the token before; "skip" by the
+        last one of the text, however far ahead: it needs none of the drafts, and could give a
+        round's rows at once.
+        """
+        if kind == "random":
+            return self._nothing
+        if kind == "unigram" or (kind == "skip" and len(drafts) >= len(self.pairs)):
+            return self.unigram
+        if kind == "skip":
+            return self._after(text[-1], len(drafts))
+        return self._after(drafts[-1] if drafts else text[-1], 0)
+
+    def _after(self, token: int, pair: int) -> Logits:
+        """(counts + BACKOFF unigram), normalised but for a constant."""
+        offsets, tokens, counts = self.pairs[pair]
+        if token >= len(offsets) - 1:
+            return self.unigram
+        start, end = offsets[token], offsets[token + 1]
+        row: Logits = self.unigram + np.float32(np.log(BACKOFF))
+        seen = tokens[start:end]
+        row[seen] = np.log(counts[start:end] + np.exp(row[seen]))
+        return row
+
+    def save(self, path: Path) -> None:
+        arrays = {"version": np.array(VERSION), "tokenizer": np.array(self.tokenizer),
+                  "unigram": self.unigram}  # fmt: skip
+        for distance, pair in enumerate(self.pairs, start=1):
+            names = (f"{what}_{distance}" for what in ("offsets", "tokens", "counts"))
+            arrays |= dict(zip(names, pair, strict=True))
+        with path.open("wb") as file:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+
+    @classmethod
+    def load(cls, path: str | Path, vocabulary: Mapping[str, int], vocab_size: int) -> Tables:
+        """vocabulary: of the tokenizer that it must have been made with. vocab_size: V.
+
+        Raises OutriderError "option", or "vocabulary" for another tokenizer.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                version = int(file["version"])
+                tokenizer, unigram = str(file["tokenizer"]), file["unigram"]
+                pairs: list[tuple[npt.NDArray[Any], ...]] = []
+                while version == VERSION and f"offsets_{len(pairs) + 1}" in file:
+                    names = (f"{what}_{len(pairs) + 1}" for what in ("offsets", "tokens", "counts"))
+                    pairs.append(tuple(file[name] for name in names))
+        except OSError as error:
+            cause = error.strerror or "it is no table"
+            raise OutriderError("option", f"cannot read {path}: {cause}", _REMEDY) from None
+        except (ValueError, KeyError, EOFError) as error:
+            raise OutriderError("option", f"{path} is no table ({error})", _REMEDY) from None
+        if version != VERSION or not pairs:
+            raise OutriderError("option", f"{path} has version {version}, not {VERSION}", _REMEDY)
+        if tokenizer != fingerprint(vocabulary):
+            raise OutriderError(
+                "vocabulary", f"{path} was made with another tokenizer than the bundle's",
+                "Write it with --tokenizer <the bundle>/tokenizer: python -m export.ngram --help.",
+            )  # fmt: skip
+        # A model may have more rows than its tokenizer has ids: those are as rare as the rarest.
+        width = min(len(unigram), vocab_size)
+        padded = np.full(vocab_size, unigram.min(), np.float32)
+        padded[:width] = unigram[:width]
+        return cls(padded, pairs, tokenizer)

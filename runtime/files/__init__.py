@@ -1,0 +1,1 @@
+"""The file contract between the rooms, and what a failure looks like."""

@@ -1,0 +1,270 @@
+"""The sampling kernel on a GPU: liboutrider plans, this module launches.
+
+A plan (plugins/include/outrider.h) holds addresses and grids alone; what varies from round to round
+lies in device memory. So a captured CUDA graph replays it, and this module is needed once a shape.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..backends.cuda import Cuda
+from ..files.errors import OutriderError
+from ..sampling import kernel
+
+FILTERS, PENALTIES, BLOCK, SHAPES = 1, 2, 4, 8  # outrider_device_sizes.flags
+KERNELS = tuple(
+    b"outrider_" + name
+    for name in (
+        b"mark", b"verify_scan", b"verify_scan_general", b"verify_filter", b"verify_rest",
+        b"verify_rest_general", b"draw_scan", b"draw_scan_general", b"draw_filter", b"begin",
+        b"feed", b"commit", b"again",
+    )
+)  # fmt: skip
+FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "build" / "cuda")
+
+
+class Sizes(ctypes.Structure):
+    """outrider_device_sizes: what a workspace and its plans are for."""
+
+    _fields_ = (
+        ("slot_count", ctypes.c_int32),
+        ("width", ctypes.c_int32),
+        ("vocab_size", ctypes.c_int32),
+        ("draft_vocab_size", ctypes.c_int32),
+        ("flags", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    )
+
+
+class Launch(ctypes.Structure):
+    _fields_ = (
+        ("kernel", ctypes.c_char_p),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32),
+        ("shared_bytes", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class Plan(ctypes.Structure):
+    """outrider_device_plan: launches in order, and the one parameter of all of them."""
+
+    _fields_ = (
+        ("launch_count", ctypes.c_int32),
+        ("call_size", ctypes.c_int32),
+        ("launches", Launch * 4),
+        ("call", ctypes.c_uint64 * 64),
+    )
+
+
+class Loop(ctypes.Structure):
+    """outrider_loop: what the kernels between the models' calls read and write."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in (
+            "sequences", "slots", "turns", "drafts", "verdicts", "draft_ids", "draft_position",
+            "step_ids", "step_position", "target_ids", "target_position", "clock",
+        )),
+        *((name, ctypes.c_int32) for name in ("slot_count", "width", "step", "draft_vocab_size")),
+    )  # fmt: skip
+
+
+class Ring(ctypes.Structure):
+    """outrider_ring."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in (
+            "condition", "sequences", "turns", "results", "ring", "written", "read", "stop",
+        )),
+        *((name, ctypes.c_int32) for name in ("slot_count", "size", "entries", "reserved")),
+    )  # fmt: skip
+
+
+# outrider_sequence
+SEQUENCE = np.dtype(
+    [
+        ("tokens", "u8"), ("draft_tokens", "u8"), ("ends", "u8"), ("end_count", "i4"),
+        ("length", "i4"), ("most", "i4"), ("draft_most", "i4"), ("unsuppressed", "i4"),
+        ("ended", "i4"),
+    ],
+    align=True,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DeviceLogits:
+    """Logits [slots, rows, V] in device memory. address, strides: bytes. dtype: float32, float16 or
+    bfloat16; rows aligned to it, and for speed to 16 bytes."""
+
+    address: int
+    slot_stride: int
+    row_stride: int
+    vocab_size: int
+    dtype: str
+
+    def structure(self) -> kernel.Logits:
+        code = ("float32", "float16", "bfloat16").index(self.dtype)
+        return kernel.Logits(self.address, self.slot_stride, self.row_stride, self.vocab_size, code)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Device addresses that draws and verifications share, each in outrider.h's layout.
+
+    slots: kernel.SLOT [B]. drafts: int64 [B, width]. rows: kernel.ROW [B, width]. verdicts:
+    kernel.VERDICT [B]. ratios: float64 [B, width]. workspace: `workspace_size` bytes, 256-byte-
+    aligned, zeroed once. 0 where outrider.h allows NULL.
+    """
+
+    slots: int
+    drafts: int
+    rows: int
+    verdicts: int
+    ratios: int
+    workspace: int
+
+
+def workspace_size(sizes: Sizes, library: ctypes.CDLL | None = None) -> int:
+    """Bytes of device memory; 0 for illegal sizes."""
+    size: int = (library or kernel.load()).outrider_device_workspace_size(ctypes.byref(sizes))
+    return size
+
+
+def plan_draw(
+    sizes: Sizes,
+    logits: DeviceLogits,
+    buffers: Buffers,
+    step: int,
+    *,
+    uniforms: int = 0,
+    kept: int = 0,
+    library: ctypes.CDLL | None = None,
+) -> Plan:
+    """The draft's draw of one step. Raises ValueError where outrider.h forbids the arguments."""
+    library, plan = library or kernel.load(), Plan()
+    status = library.outrider_device_plan_draw(
+        ctypes.byref(sizes), ctypes.byref(logits.structure()), buffers.slots, step, None, uniforms,
+        buffers.drafts, buffers.rows, kept, buffers.verdicts, buffers.workspace,
+        workspace_size(sizes, library), ctypes.byref(plan),
+    )  # fmt: skip
+    if status:
+        raise ValueError(kernel.status_text(library, status))
+    return plan
+
+
+def plan_verify(
+    sizes: Sizes,
+    target: DeviceLogits,
+    draft: DeviceLogits | None,
+    buffers: Buffers,
+    *,
+    by_index: bool = False,
+    uniforms: int = 0,
+    library: ctypes.CDLL | None = None,
+) -> Plan:
+    """The verification of a round. by_index: a slot's draft logits are at its index, as the
+    target's are, and not at its number in the round. Raises ValueError likewise."""
+    library, plan = library or kernel.load(), Plan()
+    rows = ctypes.byref(draft.structure()) if draft else None
+    status = library.outrider_device_plan_verify(
+        ctypes.byref(sizes), ctypes.byref(target.structure()), rows, int(by_index), buffers.slots,
+        uniforms, buffers.drafts, buffers.rows, buffers.verdicts, buffers.ratios,
+        buffers.workspace, workspace_size(sizes, library), ctypes.byref(plan),
+    )  # fmt: skip
+    if status:
+        raise ValueError(kernel.status_text(library, status))
+    return plan
+
+
+def find_image(major: int, minor: int, folders: tuple[Path, ...] = FOLDERS) -> Path:
+    """The kernels' machine code for a compute capability: of the same major version the highest
+    minor one that is not above; else PTX, which the driver compiles. Raises "backend"."""
+    for folder in folders:
+        for lower in range(minor, -1, -1):
+            if (path := folder / f"outrider_sm_{major}{lower}.cubin").is_file():
+                return path
+        images = {int(p.stem.rpartition("_")[2]): p for p in folder.glob("outrider_compute_*.ptx")}
+        if fitting := [version for version in images if version <= 10 * major + minor]:
+            return images[max(fitting)]
+    raise OutriderError(
+        "backend",
+        f"the sampling kernel is not compiled for compute capability {major}.{minor}",
+        "Run make cubins." if major >= 8 else "Use a GPU of compute capability 8.0 or newer.",
+    )
+
+
+class Device(Cuda):
+    """See `Cuda`; with the kernels loaded into it. Raises OutriderError("backend") also where there
+    is no machine code for this GPU."""
+
+    def __init__(self, ordinal: int = 0, image: Path | None = None, driver: Any = None):
+        super().__init__(ordinal, driver)
+        self.image = image or find_image(*self.capability)
+        code = self.image.read_bytes()
+        self._module = self._call("cuModuleLoadData", code + b"\0")  # PTX is text: it ends in 0
+        self._check_interface()
+        # Now, and to the device: a first launch inside of a capture would load them there.
+        self._kernels = {
+            name: self._call("cuModuleGetFunction", self._module, name) for name in KERNELS
+        }
+        for function in self._kernels.values():
+            self._call("cuFuncLoad", function)
+
+    def _check_interface(self) -> None:
+        """Refuse machine code that was compiled for another plugins/core/outrider_device.h."""
+        name = f"outrider_interface_{kernel.ABI_VERSION}".encode()
+        if int(self._driver.cuModuleGetFunction(self._module, name)[0]):
+            raise OutriderError(
+                "backend",
+                f"{self.image.name} is of another version than liboutrider",
+                "Run make cubins again.",
+            )
+
+    def launch(self, plan: Plan, stream: int = 0) -> None:
+        """Enqueue a plan. It may be captured into a graph; the plan may be dropped afterwards."""
+        self.use()
+        parameter = ctypes.addressof(plan) + Plan.call.offset
+        for launch in plan.launches[: plan.launch_count]:
+            self._launch(
+                launch.kernel, tuple(launch.grid), launch.block, launch.shared_bytes, parameter,
+                stream,
+            )  # fmt: skip
+
+    def launch_loop(self, kernel: str, loop: Loop | Ring, stream: int) -> None:
+        """Enqueue outrider_begin, _feed, _commit or (of a Ring) _again, likewise."""
+        self.use()
+        words = loop.size // 8 if isinstance(loop, Ring) else loop.slot_count
+        block = min(512, -(-words // 32) * 32)
+        self._launch(kernel.encode(), (1, 1, 1), block, 0, ctypes.addressof(loop), stream)
+
+    def _launch(
+        self,
+        kernel: bytes,
+        grid: tuple[int, ...],
+        block: int,
+        shared: int,
+        parameter: int,
+        stream: int,
+    ) -> None:
+        """parameter: the address of the one that the kernel takes, by value."""
+        assert kernel in self._kernels, kernel
+        parameters = (ctypes.c_void_p * 1)(parameter)
+        self._call(
+            "cuLaunchKernel", self._kernels[kernel], *grid, block, 1, 1, shared, stream,
+            ctypes.addressof(parameters), 0,
+        )  # fmt: skip
+
+
+def unavailable() -> str | None:
+    """Why nothing can be launched here, in one line; None where it can."""
+    try:
+        Device()
+    except OutriderError as error:
+        return error.cause
+    return None

@@ -1,0 +1,145 @@
+"""Rounds as a loop on the GPU: one launch, and results through a ring in page-locked memory.
+
+The round's graph is the body of a conditional node (CUDA Programming Guide, "Conditional graph
+nodes"): the GPU begins the next round without being asked. The loop ends by itself when all texts
+have ended or the host is a ring behind, and is ended when somebody joins, leaves or changes gamma.
+Off unless asked for, until it was measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..round import RoundResult, SlotPlan, SlotResult
+from ..sequence import ActiveSequence
+from .launch import Ring
+from .memory import Results
+from .rounds import DeviceRounds, InFlight, Shape, play_all
+
+ENTRIES = 16  # rounds that the GPU may be ahead; a power of two, for the counter's wrap
+PAUSE = 20e-6  # seconds between looks at the ring
+LINE = 64  # bytes: counters that different sides write lie in different cache lines
+
+
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    shape: Shape
+    wanted: dict[ActiveSequence, int]
+
+
+class LoopingRounds(DeviceRounds):
+    """See `DeviceRounds`. What cannot loop (log-probabilities, which want each round's logits; a
+    driver without conditional nodes, which is said) runs round by round."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, ahead=False, **options)
+        self._size = Results.size(self._sizes.slots, self._sizes.max_gamma)
+        self._ring = self._device.pinned(ENTRIES * self._size).reshape(ENTRIES, self._size)
+        counters = self._device.pinned(3 * LINE)
+        counters[:] = 0
+        self._written, self._seen, self._stop = (
+            counters[i * LINE :][:4].view(np.uint32) for i in range(3)
+        )
+        self._loops: dict[Shape, Any] = {}
+        self._current: _Loop | None = None
+        self._unread: dict[ActiveSequence, deque[InFlight]] = {}  # of loops that were ended
+        self._gone: set[ActiveSequence] = set()
+
+    def start(self, sequence: ActiveSequence) -> SlotResult:
+        self._end()
+        return super().start(sequence)
+
+    def forget(self, sequence: ActiveSequence) -> None:
+        # Called at any time, beside a round of others too: whoever runs next ends the loop.
+        self._stop[0] = 1
+        self._gone.add(sequence)
+        super().forget(sequence)
+
+    def run(self, turns: Sequence[SlotPlan]) -> RoundResult:
+        self._device.use()
+        wanted = {turn.sequence: turn.gamma for turn in turns}
+        loops = all(turn.sequence.request.logprobs is None for turn in turns)
+        if self._current and (self._current.wanted != wanted or not loops):
+            self._end()
+        for sequence in wanted:
+            if unread := self._unread.get(sequence):
+                self._pending[sequence] = unread.popleft()
+        # What was asked for once is a round by itself, not a loop.
+        if not loops or any(x in self._pending or x in self._wished for x in wanted):
+            return super().run(turns)
+        outcome = RoundResult()
+        flight = self._next()
+        if flight is None:
+            self._catch_up(turns, outcome)
+            if not self._begin(turns, wanted):
+                return super().run(turns)
+            flight = self._next()
+            assert flight is not None, "a loop begins with a round"
+        outcome.parts = [self._part(flight, turn, outcome) for turn in turns]
+        return outcome
+
+    def _begin(self, turns: Sequence[SlotPlan], wanted: dict[ActiveSequence, int]) -> bool:
+        """Launch a loop; False where there is none."""
+        shape = self._shape(turns, 0)
+        if shape not in self._loops:
+            self._loops[shape] = self._capture_loop(shape) if self._graphs_wanted else None
+        if self._loops[shape] is None:
+            return False
+        self._stop[0] = 0
+        self._upload_turns(wanted, shape.batch)
+        self._device.replay(self._loops[shape], self._stream)
+        self._current = _Loop(shape, wanted)
+        return True
+
+    def _next(self) -> InFlight | None:
+        """The loop's next round, once it is there; None where it has ended and all is read."""
+        if self._current is None:
+            return None
+        seen = int(self._seen[0])
+        while int(self._written[0]) == seen:
+            # In this order: a loop that has ended may have written until it did.
+            if self._device.done(self._stream) and int(self._written[0]) == seen:
+                self._current = None
+                return None
+            time.sleep(PAUSE)
+        memory = self._ring[seen % ENTRIES].copy()
+        self._seen[0] = (seen + 1) % 2**32
+        shape, wanted = self._current.shape, self._current.wanted
+        arrays = list(Results(shape.batch, shape.gamma).views(memory))
+        return InFlight(shape, wanted, memory, None, set(wanted), arrays)
+
+    def _end(self) -> None:
+        """Have the loop end after its round, and keep what nobody has read."""
+        if self._current is not None:
+            self._device.use()
+            self._stop[0] = 1
+            self._device.wait(self._stream)
+            while flight := self._next():
+                for sequence in flight.wanted:
+                    self._unread.setdefault(sequence, deque()).append(flight)
+        while self._gone:
+            self._unread.pop(self._gone.pop(), None)
+
+    def _capture_loop(self, shape: Shape) -> Any:
+        owner = ("loop", shape)  # its engines' state is not that of the graph of one round
+        program = self._program(shape, owner)
+        at, counters = self._at, (self._written, self._seen, self._stop)
+
+        def body(condition: int) -> None:
+            play_all(program)
+            written, seen, stop = (counter.ctypes.data for counter in counters)
+            ring = Ring(
+                condition, at.sequences, at.turns, at.results, self._ring.ctypes.data, written,
+                seen, stop, shape.batch, self._size, ENTRIES, 0,
+            )  # fmt: skip
+            self._device.launch_loop("outrider_again", ring, self._stream)
+
+        return self._capture(
+            shape, program, lambda: self._device.capture_loop(body, self._stream), "loop"
+        )

@@ -1,0 +1,122 @@
+"""A bundle on a GPU: whether it was compiled for that one and has room there, and its rounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..backends.device import DeviceEngine
+from ..files.errors import OutriderError
+from ..files.manifest import GraphFacts, Manifest
+from ..files.progress import size_text
+from ..sampling import kernel
+from .launch import Device
+from .loop import LoopingRounds
+from .memory import Buffers, Sizes
+from .rounds import DeviceRounds
+
+
+def open_rounds(
+    manifest: Manifest,
+    folder: Path,
+    ordinal: int,
+    slots: int,
+    memory: dict[str, int],
+    *,
+    graphs: bool = True,
+    loop: bool = False,
+    driver: Any = None,
+) -> DeviceRounds:
+    """Both engines on a GPU. memory: the bytes of weights and caches, to which the activations and
+    buffers are added. Raises OutriderError "backend", "memory", "option"."""
+    if cause := kernel.unavailable():
+        raise OutriderError(
+            "backend", f"a GPU's rounds need the kernel: {cause}", "Run make plugins."
+        )
+    device = Device(ordinal, driver=driver)
+    check_gpu(manifest, folder, device.capability)
+    memory.update(working_memory(manifest, slots))
+    check_room(memory, *device.memory())
+    pair, stream = manifest.pair, device.stream()
+    engines = {
+        role: open_engine(
+            manifest, folder / role, role, facts, device, stream, slots=slots,
+            widest=pair.max_gamma + 1 if role == "target" else 1,
+            buffers=max(1, pair.max_gamma) if role == "draft" else 1,
+        )
+        for role, facts in pair.models()
+    }  # fmt: skip
+    rounds = LoopingRounds if loop else DeviceRounds
+    return rounds(
+        device, stream, engines["target"], engines.get("draft"), vocab_size=pair.vocab_size,
+        max_len=pair.max_len, max_gamma=pair.max_gamma, graphs=graphs,
+        draft_max_len=pair.draft.max_len if pair.draft else None,
+    )  # fmt: skip
+
+
+def open_engine(
+    manifest: Manifest,
+    folder: Path,
+    role: str,
+    facts: GraphFacts,
+    device: Device,
+    stream: int,
+    *,
+    slots: int,
+    widest: int,
+    buffers: int,
+) -> DeviceEngine:
+    """The engine of one model of a bundle, on a GPU. See `bundle.open_engine`."""
+    options: dict[str, Any] = {"slots": slots, "widest": widest, "buffers": buffers}
+    if manifest.engines is None:
+        from ..backends import onnxruntime_cuda as ort_cuda
+
+        if cause := ort_cuda.unavailable():
+            raise OutriderError("backend", cause, ort_cuda.NEWER)
+        return ort_cuda.OrtCudaEngine(device, stream, folder, facts, **options)
+    if manifest.backend == "aotinductor":
+        from ..backends.aotinductor_cuda import AotiCudaEngine
+
+        return AotiCudaEngine(device, stream, folder, facts, **options)
+    from ..backends.tensorrt import TensorRtEngine
+
+    engine = manifest.engines[role]
+    return TensorRtEngine(device, stream, folder, facts, engine, module=manifest.backend, **options)
+
+
+def check_gpu(manifest: Manifest, folder: Path, capability: tuple[int, int]) -> None:
+    """Refuse engines for other GPUs. Raises OutriderError "backend" with what builds them again."""
+    targets, here = manifest.gpu_targets(), "sm{}{}".format(*capability)
+    if targets and here not in targets:
+        raise OutriderError(
+            "backend",
+            f"{folder} was compiled for {', '.join(targets)}, and this GPU is {here}",
+            f"Build it again: {manifest.rebuild_command(folder, gpu=here)}",
+        )
+
+
+def working_memory(manifest: Manifest, slots: int) -> dict[str, int]:
+    """Bytes beside weights and caches. activations: of both models, where the builder said;
+    buffers: those of a round. CUDA graphs and the libraries' own code are not in it."""
+    pair = manifest.pair
+    sizes = Sizes(
+        slots, pair.max_gamma if pair.draft else 0, pair.max_len, pair.capacity,
+        pair.target.vocab_size, pair.draft.vocab_size if pair.draft else 0,
+    )  # fmt: skip
+    activations = sum(
+        max((profile.memory or 0 for profile in engine.profiles), default=0)
+        for engine in (manifest.engines or {}).values()
+    )
+    return {"activations": activations, "buffers": sum(Buffers.bytes(sizes).values())}
+
+
+def check_room(memory: dict[str, int], free: int, total: int) -> None:
+    """Refuse what the GPU has no room for, before minutes of loading. Raises "memory"."""
+    need = sum(memory.values())
+    if need > free:
+        raise OutriderError(
+            "memory",
+            f"the bundle needs {size_text(need)} of the GPU's memory, and {size_text(free)} of "
+            f"{size_text(total)} are free",
+            "Use fewer slots, build with a smaller MAX_LEN, or free its memory.",
+        )

@@ -1,0 +1,1 @@
+"""Logits to distributions, verification rules, random numbers."""

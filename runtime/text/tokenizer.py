@@ -1,0 +1,277 @@
+"""Text on both sides of the engine: prompts become token ids, token ids become streamed text.
+
+Nothing here knows models, slots or rounds. Text is a function of the ids alone: it does not depend
+on how a round split them. A stream is `Tokenizer` -> `Detokenizer` -> `StopStrings`, one token at
+a time.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import tokenizers
+
+from ..files.errors import OutriderError, first_line
+from .chat import ChatTemplate
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # SentencePiece's spelling of one byte
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+# Byte-level BPE spells a printable Latin-1 byte as itself and the other 68, in order, from U+0100.
+_BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))
+}
+
+
+class Tokenizer:
+    """The checkpoint's own tokenizer and chat template.
+
+    Args:
+        path: `tokenizer.json`.
+        chat_template: Jinja source, None where the checkpoint has none.
+        special_tokens: texts by role (`bos_token`, `eos_token`, ...), as the template names them.
+
+    Raises:
+        OutriderError: `bundle`, when the file cannot be read.
+    """
+
+    vocab_size: int  # largest id + 1, added tokens included; ids may have gaps
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] = MappingProxyType({}),
+    ):
+        try:
+            self._model = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
+            raise OutriderError(
+                "bundle", f"cannot read the tokenizer {path}: {first_line(error)}", "Build it again"
+            ) from None
+        # A saved file may carry the padding and truncation of the training run.
+        self._model.no_truncation()
+        self._model.no_padding()
+        self._chat = ChatTemplate(chat_template, special_tokens) if chat_template else None
+        added = self._model.get_added_tokens_decoder().values()
+        self._skipped = frozenset(token.content for token in added if token.special)
+        self.vocab_size = (
+            max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        )
+        self._decoder = self._model.decoder
+        kinds = b"" if self._decoder is None else self._decoder.__getstate__()
+        self._byte_level = b'"ByteLevel"' in kinds
+        self._byte_fallback = b'"ByteFallback"' in kinds
+
+    def vocabulary(self) -> dict[str, int]:
+        """All tokens and their ids, added tokens included."""
+        return self._model.get_vocab(with_added_tokens=True)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`. Special tokens written out in it become their ids.
+
+        Args:
+            text: a prompt.
+            add_special_tokens: also add those that the checkpoint puts around every text. False for
+                the result of `render_chat`, which already has them.
+
+        Raises:
+            OutriderError: `prompt`, when the text is not valid Unicode (lone surrogates).
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # the library's own message does not say what is wrong
+            raise OutriderError(
+                "prompt", f"character {error.start} is half a character", "Pass valid UTF-8"
+            ) from None
+        return self._model.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids; ids that name no token (a padded vocabulary's) are empty.
+
+        Equal to Transformers' `decode`, with one exception. Where byte-fallback tokens hold
+        characters and then an invalid byte, Transformers destroys the characters as well, so that a
+        newline already shown would be taken back. Here, as in SentencePiece, they stay.
+        """
+        return self.join([p for i in ids if (p := self.piece(i, skip_special_tokens)) is not None])
+
+    def special_id(self, text: str) -> int | None:
+        """The id of a special token by its text; those are left out of decoded text."""
+        return self._model.token_to_id(text) if text in self._skipped else None
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt text of a conversation; see `ChatTemplate.render`."""
+        if self._chat is None:
+            raise OutriderError(
+                "prompt", "this checkpoint has no chat template", "Pass plain text as the prompt."
+            )
+        return self._chat.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def piece(self, token: int, skip_special_tokens: bool = True) -> str | None:
+        """The vocabulary's spelling of one token; None if it is not part of the text."""
+        piece = self._model.id_to_token(token)
+        return None if skip_special_tokens and piece in self._skipped else piece
+
+    def join(self, pieces: list[str]) -> str:
+        """The text of pieces. A longer list only changes the last `undecided` characters."""
+        if self._byte_fallback and any(map(_is_byte, pieces)):
+            pieces = _isolate_invalid_bytes(pieces)
+        return " ".join(pieces) if self._decoder is None else self._decoder.decode(pieces)
+
+    def undecided(self, pieces: list[str]) -> int:
+        """How many characters at the end of `join(pieces)` the next piece may still change.
+
+        They are U+FFFD, for at most 3 bytes that begin a character: one for all of them with a
+        byte-level vocabulary, one for each with byte fallback.
+        """
+        tail = pieces[-3:]  # of at least one byte each
+        if self._byte_level:
+            return min(1, _incomplete_bytes(b"".join(map(_byte_level_bytes, tail))))
+        if self._byte_fallback:
+            return _incomplete_bytes(
+                b"".join(_fallback_byte(p) if _is_byte(p) else b" " for p in tail)  # ends a run
+            )
+        return 0
+
+
+class Detokenizer:
+    """Incremental text of one request: never half a character, nothing taken back.
+
+    The pieces of `push` and `flush` concatenate to exactly what `decode(prompt_ids + ids)` has
+    beyond the text of the prompt; without `prompt_ids`, to `decode(ids)`. Pass the prompt: then
+    prompt + text reads on naturally, as in Transformers' text-generation pipeline, where decoding
+    the new ids alone would lose the leading space with SentencePiece vocabularies.
+
+    A token costs the decoding of at most `_WINDOW` tokens, however long the text.
+    """
+
+    # Tokens before the newest that are decoded with it. One decides on the leading space, and three
+    # bytes on how UTF-8 reads on.
+    _CONTEXT = 4
+    _WINDOW = 12
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()):
+        self._tokenizer = tokenizer
+        self._window: list[str] = []
+        for token in reversed(prompt_ids):
+            if (piece := tokenizer.piece(token)) is not None:
+                self._window.insert(0, piece)
+                if len(self._window) == self._CONTEXT:
+                    break
+        self._shown = len(tokenizer.join(self._window)) - tokenizer.undecided(self._window)
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes; empty for special tokens and parts of characters."""
+        piece = self._tokenizer.piece(token)
+        if piece is None:
+            return ""
+        if len(self._window) == self._WINDOW:
+            # Both windows end in the same bytes, so they read on alike, wherever they begin.
+            self._window = self._window[-self._CONTEXT :]
+            undecided = self._tokenizer.undecided(self._window)
+            self._shown = len(self._tokenizer.join(self._window)) - undecided
+        self._window.append(piece)
+        text = self._tokenizer.join(self._window)
+        begin, self._shown = self._shown, len(text) - self._tokenizer.undecided(self._window)
+        return text[begin : self._shown]
+
+    def flush(self) -> str:
+        """The incomplete character at the end, as U+FFFD; empty if there is none."""
+        text = self._tokenizer.join(self._window)
+        begin, self._shown = self._shown, len(text)
+        return text[begin:]
+
+
+class StopStrings:
+    """Finds a stop string in streamed text and holds back only what could still become one.
+
+    The stop that is complete first wins; of several that end at the same character, the longest.
+    It is the one rule that needs no look-ahead and depends on the text alone, not on how tokens
+    cut it: with stops "bcd" and "c", "abcd" ends at "c" in whatever pieces it comes.
+
+    Args:
+        stops: the stop strings; a lone string is one.
+
+    Raises:
+        OutriderError: `option`, when a stop string is empty.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        if not all(self._stops):
+            raise OutriderError("option", "a stop string is empty", "Leave it out")
+        self._held = ""
+        self._matched: str | None = None
+
+    def push(self, piece: str) -> tuple[str, str | None]:
+        """What is safe to show, and the stop string once matched; after it nothing more follows."""
+        if self._matched is not None:
+            return "", self._matched
+        text = self._held + piece
+        found = [(at + len(s), at, s) for s in self._stops if (at := text.find(s)) >= 0]
+        if found:
+            _, start, self._matched = min(found)
+            self._held = ""
+            return text[:start], self._matched
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        safe = len(text) - keep
+        self._held = text[safe:]
+        return text[:safe], None
+
+    def flush(self) -> str:
+        """What was held back, when the text ends without a match."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that begins `stop`."""
+    longest = min(len(stop) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _incomplete_bytes(tail: bytes) -> int:
+    """How many bytes at the end, 0 to 3, begin a UTF-8 character without completing it."""
+    return len(tail) - codecs.utf_8_decode(tail, "replace", False)[1]
+
+
+def _byte_level_bytes(piece: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF_CHAR[char] for char in piece)
+    except KeyError:  # an added token, spelled as itself
+        return piece.encode()
+
+
+def _is_byte(piece: str) -> bool:
+    return _BYTE_TOKEN.fullmatch(piece) is not None
+
+
+def _fallback_byte(piece: str) -> bytes:
+    return bytes.fromhex(piece[3:5])
+
+
+def _isolate_invalid_bytes(pieces: list[str]) -> list[str]:
+    """Spell each invalid byte as U+FFFD, because the decoder drops a whole run of bytes for one."""
+    out: list[str] = []
+    for is_bytes, group in groupby(pieces, _is_byte):
+        run = list(group)
+        if not is_bytes:
+            out += run
+            continue
+        at = 0
+        # surrogateescape makes every invalid byte one lone surrogate.
+        for char in b"".join(map(_fallback_byte, run)).decode(errors="surrogateescape"):
+            invalid = "\udc80" <= char <= "\udcff"
+            width = 1 if invalid else len(char.encode())
+            out += [REPLACEMENT] if invalid else run[at : at + width]
+            at += width
+    return out

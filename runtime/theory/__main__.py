@@ -1,0 +1,75 @@
+"""`python -m runtime.theory`: what speculation gains, tabulated or measured on a bundle."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ..files.errors import CommandParser, OutriderError, run_command
+from .formulas import MOST, best_gamma, break_even, oracle, table
+from .measure import recommend
+
+PACKAGE = (__package__ or "runtime.theory").partition(".")[0]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = CommandParser(
+        prog="outrider-theory" if PACKAGE == "outrider" else f"python -m {PACKAGE}.theory",
+        description="What speculative decoding gains, by the formulas of Leviathan et al. 2023: "
+        "for an acceptance and a cost, or for a bundle whose own are measured.",
+        epilog="examples:\n"
+        f"  python -m {PACKAGE}.theory --alpha 0.8 --cost 0.05\n"
+        f"  python -m {PACKAGE}.theory --engines build/demo --prompt 'def main():' "
+        "--prompt 'import os'",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("--alpha", type=float, metavar="A", help="acceptance of a draft token, 0 to 1")
+    add("--cost", type=float, metavar="C", help="c: a draft step's time over a plain step's")
+    add("--engines", metavar="DIR", help="measure both on this bundle instead, with your prompts")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="repeatable; takes part in "
+        "the acceptance, so of your own kind")  # fmt: skip
+    add("--temperature", type=float, default=0.0, metavar="T", help="of the measurement, default 0")
+    add("--tokens", type=int, default=96, metavar="N", help="generated for each prompt and gamma")
+    add("--overhead", type=float, metavar="O",
+        help="plain steps that speculation costs once (the draft's prefill), for the output "
+        "length from which on it pays")  # fmt: skip
+    add("--max-gamma", type=int, default=16, metavar="G", help="without a bundle; default 16")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return run_command(lambda: _main(parser().parse_args(argv)))
+
+
+def _main(args: argparse.Namespace) -> int:
+    given = args.alpha is not None or args.cost is not None
+    if bool(args.engines) == given or (given and None in (args.alpha, args.cost)):
+        raise _option("--alpha and --cost, or --engines, are needed", "See --help.")
+    if args.engines:
+        if not args.prompt:
+            raise _option("--engines measures on prompts", "Add --prompt, once or more often.")
+        print(recommend(args.engines, args.prompt, args.temperature, args.tokens))
+        return 0
+    if not (0 <= args.alpha <= 1 and args.cost >= 0 and 1 <= args.max_gamma <= MOST):
+        raise _option(
+            f"alpha={args.alpha}, cost={args.cost}, max-gamma={args.max_gamma} are out of range",
+            f"Use 0 <= alpha <= 1, cost >= 0, 1 <= max-gamma <= {MOST}.",
+        )
+    print(table(args.alpha, args.cost, None, range(1, args.max_gamma + 1)))
+    gamma, gain = best_gamma(args.alpha, args.cost, most=args.max_gamma)
+    print(f"best   gamma {gamma}: {gain:.2f}x" if gamma else "best   plain decoding, --gamma 0")
+    print(f"bound  {oracle(args.alpha, args.cost):.2f}x, if gamma were chosen by an oracle")
+    if args.overhead is not None:
+        print(f"pays   from {break_even(args.overhead, gain):.0f} output tokens on")
+    return 0
+
+
+def _option(cause: str, remedy: str) -> OutriderError:
+    return OutriderError("option", cause, remedy)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

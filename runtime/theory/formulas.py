@@ -1,0 +1,116 @@
+"""What speculative decoding can gain: the formulas of Leviathan, Kalman, Matias 2023, as functions.
+
+All take a token's acceptance for independent of the others (section 3.1), and times in units of a
+plain step of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..sampling.warp import Distribution, SamplingParams, warp
+
+MOST = 64
+
+
+def expected_tokens(alpha: float, gamma: float) -> float:
+    """Of a round, the correction or bonus token included: equation (1)."""
+    return gamma + 1 if alpha >= 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+
+def speedup(alpha: float, gamma: float, cost: float, verify: float = 1.0) -> float:
+    """Times as fast as plain decoding: Theorem 3.8, which has `verify` 1.
+
+    cost: c, of a draft step. verify: of the verification of gamma + 1 tokens.
+    """
+    return expected_tokens(alpha, gamma) / (gamma * cost + verify)
+
+
+def operations(alpha: float, gamma: float, cost: float) -> float:
+    """Arithmetic operations, as a multiple of plain decoding's: Theorem 3.11. cost: ĉ, the draft's
+    operations for a token."""
+    return (gamma * cost + gamma + 1) / expected_tokens(alpha, gamma)
+
+
+def best_gamma(
+    alpha: float, cost: float, verify: Sequence[float] | None = None, most: int = MOST
+) -> tuple[int, float]:
+    """The gamma up to `most` of the largest speedup, and that; 0 and 1 where nothing gains.
+
+    verify[gamma]: what the verification of gamma + 1 tokens costs; None takes 1 for all.
+    Section 3.5.
+    """
+    if verify is not None:
+        most = min(most, len(verify) - 1)
+    best = (0, 1.0)
+    for gamma in range(1, most + 1):
+        gain = speedup(alpha, gamma, cost, verify[gamma] if verify is not None else 1.0)
+        if gain > best[1]:
+            best = (gamma, gain)
+    return best
+
+
+def oracle(alpha: float, cost: float) -> float:
+    """The bound of section 3.5 on any choice of gamma: as many tokens are drafted as will be
+    accepted, alpha / (1 - alpha) on average, and a round gives one more."""
+    return float("inf") if alpha >= 1 and cost == 0 else 1 / (1 - alpha + cost * alpha)
+
+
+def break_even(overhead: float, gain: float) -> float:
+    """Output tokens from which on speculation pays.
+
+    overhead: what it costs once, in plain steps (the draft's prefill). gain: the speedup after
+    that. Infinite where there is none.
+    """
+    return overhead / (1 - 1 / gain) if gain > 1 else float("inf")
+
+
+def acceptance(target: npt.NDArray[Any], draft: npt.NDArray[Any], lenience: float = 1.0) -> float:
+    """alpha of two sets of distributions [N, V]: the mean over N of the sum of min(p / l, q).
+
+    Corollary 3.6, and appendix A.5 for a lenience l below 1.
+    """
+    if target.shape != draft.shape or target.ndim != 2 or not 0 < lenience <= 1:
+        raise ValueError(f"shapes {target.shape} and {draft.shape}, lenience {lenience}")
+    return float(np.minimum(target / lenience, draft).sum(1).mean())
+
+
+def acceptance_of_logits(
+    target: npt.NDArray[Any], draft: npt.NDArray[Any], params: SamplingParams
+) -> float:
+    """alpha of two sets of raw logits [N, V] under sampling options; at temperature 0 the share of
+    rows in which the draft's argmax is the target's, or with lenience l has p(x) >= l max p."""
+    if params.temperature == 0 and params.lenience < 1:
+        rows = np.arange(len(target))
+        drawn = target[rows, draft.argmax(1)]
+        return float((drawn >= target.max(1) + np.log(params.lenience)).mean())
+    p, q = (
+        np.stack([_probabilities(warp(row, params)) for row in logits])
+        for logits in (target, draft)
+    )
+    return acceptance(p, q, params.lenience)
+
+
+def _probabilities(row: Distribution) -> npt.NDArray[np.float64]:
+    if row.weights is not None:
+        return row.weights.astype(np.float64) / row.total
+    point = np.zeros(row.vocab_size)
+    point[row.point_mass] = 1
+    return point
+
+
+def table(alpha: float, cost: float, verify: Sequence[float] | None, gammas: Sequence[int]) -> str:
+    """A line for each gamma: tokens of a round, speedup, operations."""
+    lines = ["gamma  tokens a round  speedup  operations (c^ = c)"]
+    for gamma in gammas:
+        width = verify[gamma] if verify is not None else 1.0
+        lines.append(
+            f"{gamma:>5}  {expected_tokens(alpha, gamma):>14.2f}  "
+            f"{speedup(alpha, gamma, cost, width):>6.2f}x  "
+            f"{operations(alpha, gamma, cost):>9.2f}x"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,291 @@
+"""The engine over TensorRT's interface: contexts, profiles, addresses, and what is refused.
+
+The library itself runs on a GPU alone. Here the names that are used are held against TensorRT-RTX,
+where it is installed, and the order of calls against a stand-in that checks it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import fake_device
+import fake_tensorrt
+import pytest
+from fake_cuda import FakeDriver
+from fake_device import facts_of
+from fake_tensorrt import FakeTensorRt, FakeTensorRtx
+from fakes import EOS, FakeEngine, near, random_model
+from rounds import ids
+
+from plugins.tools.build import build_emulated
+from runtime.backends.device import DeviceCall
+from runtime.backends.tensorrt import TensorRtEngine, load_library
+from runtime.decoder import Decoder
+from runtime.files.errors import OutriderError
+from runtime.files.manifest import EngineFacts, Profile
+from runtime.gpu.launch import Device
+from runtime.gpu.rounds import DeviceRounds
+from runtime.sampling import kernel
+from runtime.sampling.warp import SamplingParams
+from runtime.sequence import Request
+
+MODEL = random_model(1, never=[EOS])
+DRAFT = near(MODEL, 2, 0.7)
+NAMES = ["input_ids", "position", "logits_index", "key_0", "value_0", "logits"]
+NAMES += ["key_0_out", "value_0_out"]
+SLOTS, CAPACITY, GAMMA = 2, 128, 4
+PROFILES = [
+    Profile("decode", [1, 2, SLOTS], [1, GAMMA + 1, GAMMA + 1], [1, GAMMA + 1, GAMMA + 1], 1000),
+    Profile("prefill", [1, 1, SLOTS], [1, 16, 16], [1, 1, 1], 3000),
+]
+
+
+class Bench:
+    """A driver, a library and a device, and engines made of them."""
+
+    def __init__(self, folder: Path, library: type[FakeTensorRt] = FakeTensorRtx):
+        self.folder = folder
+        self.driver = FakeDriver(kernel.load(build_emulated(fake_device.LIBRARIES)))
+        self.library = library(self.driver)
+        self.library.profiles = [
+            tuple((sizes[0], sizes[-1]) for sizes in (p.slots, p.tokens, p.outputs))
+            for p in PROFILES
+        ]
+        image = folder / "outrider_sm_90.cubin"
+        image.write_bytes(b"code")
+        self.device = Device(image=image, driver=self.driver)
+        self.stream = self.device.stream()
+
+    def engine(self, role: str, model: Any, *, slots: int = SLOTS, **file: Any) -> TensorRtEngine:
+        fake = FakeEngine(model, slots=SLOTS, capacity=CAPACITY, order=None)
+        self.library.fakes[role] = fake
+        path = self.folder / f"{role}.rtx"
+        path.write_text(json.dumps({"fake": role, "names": NAMES, **file}))
+        made = TensorRtEngine(
+            self.device, self.stream, self.folder, facts_of(fake),
+            EngineFacts("", path.name, ["sm90"], PROFILES),
+            module=self.library, slots=slots, widest=GAMMA + 1, buffers=GAMMA,
+        )  # fmt: skip
+        self.library.cache_of[made._engine] = made.caches["key_0"][0]
+        self.library.stride = made.cache_address("key_0", 1) - made.cache_address("key_0", 0)
+        made.chunk = fake.chunk
+        return made
+
+    def decoder(self, **options: Any) -> Decoder:
+        made = DeviceRounds(
+            self.device, self.stream, self.engine("target", MODEL), self.engine("draft", DRAFT),
+            vocab_size=32, max_len=64, max_gamma=GAMMA, **options,
+        )  # fmt: skip
+        return Decoder(made, vocab_size=32, max_len=64, max_gamma=GAMMA)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def text(decoder: Decoder, request: Request) -> list[int]:
+    sequence = decoder.admit(request)
+    while sequence.finish_reason is None:
+        decoder.round([sequence])
+    decoder.release(sequence)
+    return ids(sequence)
+
+
+WARM = SamplingParams(temperature=0.8, seed=3)
+REQUESTS = [
+    Request(list(range(2, 28)), WARM, gamma=3, max_new_tokens=20),
+    Request([2, 3], SamplingParams(), gamma=GAMMA, max_new_tokens=20),
+    Request([2, 3], WARM, gamma=0, max_new_tokens=5),
+    Request([7], WARM, gamma=3, max_new_tokens=20),
+]
+
+
+@pytest.mark.parametrize("library", [FakeTensorRtx, FakeTensorRt])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_the_tokens_of_the_fakes(tmp_path: Path, library: type[FakeTensorRt], graphs: bool) -> None:
+    bench = Bench(tmp_path, library)
+    decoder = bench.decoder(graphs=graphs)
+    expected = Decoder(
+        fake_device.make_rounds(
+            FakeEngine(MODEL, slots=SLOTS, capacity=CAPACITY, order=None),
+            FakeEngine(DRAFT, slots=SLOTS, capacity=CAPACITY, order=None),
+            vocab_size=32, max_len=64, max_gamma=GAMMA,
+        ),
+        vocab_size=32, max_len=64, max_gamma=GAMMA,
+    )  # fmt: skip
+    for request in REQUESTS:
+        assert text(decoder, request) == text(expected, request)
+
+
+def test_two_slots_at_once(bench: Bench) -> None:
+    decoder, alone = bench.decoder(), [text(bench.decoder(), request) for request in REQUESTS[:2]]
+    both = [decoder.admit(request) for request in REQUESTS[:2]]
+    while unfinished := [sequence for sequence in both if sequence.finish_reason is None]:
+        decoder.round(unfinished)
+    assert [ids(sequence) for sequence in both] == alone
+
+
+def test_a_context_for_each_call_of_a_graph(bench: Bench) -> None:
+    decoder = bench.decoder()
+    text(decoder, Request([2, 3], WARM, gamma=3, max_new_tokens=4))
+    target, draft = decoder.target, decoder.draft
+    assert isinstance(target, TensorRtEngine) and isinstance(draft, TensorRtEngine)
+    made = len(target._engine.contexts), len(draft._engine.contexts)
+    # The prompt's, one for each step of a round with drafts, one for a round without.
+    assert made == (1 + 1 + 1, 1 + 3)
+    text(decoder, Request([2, 3, 4], WARM, gamma=3, max_new_tokens=9))
+    assert made == (len(target._engine.contexts), len(draft._engine.contexts))
+    assert len({context.config.cache for context in draft._engine.contexts}) == 1
+    for context in (*target._engine.contexts, *draft._engine.contexts):
+        assert context.config.strategy == fake_tensorrt.Strategy.USER_MANAGED
+        assert context.config.cuda_graph_strategy == fake_tensorrt.GraphStrategy.DISABLED
+        kept = any(captured for captured, _ in context.runs)
+        eager = context.config.dynamic_shapes_kernel_specialization_strategy
+        assert (eager == fake_tensorrt.Specialization.EAGER) == kept
+
+
+def test_one_context_for_all_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: the stand-in would find out."""
+
+    def shared(self: TensorRtEngine, call: DeviceCall, graph: object = None) -> None:
+        context = self._contexts[0] = self._bind(self._contexts.get(0), call, lasting=True)
+        assert context.execute_async_v3(self.stream)
+
+    monkeypatch.setattr(TensorRtEngine, "enqueue", shared)
+    with pytest.raises((AssertionError, OutriderError)):
+        text(bench.decoder(), REQUESTS[0])
+
+
+def test_a_stream_that_cannot_be_captured(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    expected = text(bench.decoder(), REQUESTS[1])
+    bench.library.capturable = False
+    with caplog.at_level(logging.WARNING):
+        assert text(bench.decoder(), REQUESTS[1]) == expected
+    assert "without a CUDA graph, slower: TensorRT-RTX does not allow it for 2 tokens" in "".join(
+        record.getMessage() for record in caplog.records
+    )
+
+
+def test_activations_are_the_largest_profiles(bench: Bench) -> None:
+    assert bench.engine("target", MODEL).activations == 3000
+
+
+# What is refused
+
+
+def refused(bench: Bench, cause: str, kind: str = "backend", **options: Any) -> OutriderError:
+    with pytest.raises(OutriderError, match=cause) as caught:
+        bench.engine("target", MODEL, **options)
+    assert caught.value.kind == kind
+    return caught.value
+
+
+def test_a_file_of_another_version(bench: Bench) -> None:
+    bench.library.invalid = 3
+    error = refused(bench, "cannot load .*target.rtx: VERSION_MISMATCH, UNSUPPORTED_CC")
+    assert error.remedy == "Build the bundle again, for this GPU."
+
+
+def test_a_file_that_is_none(bench: Bench) -> None:
+    refused(bench, "TensorRT-RTX 1.2.3 cannot load .*: magic tag does not match", error="magic tag "
+            "does not match\nat line 7")  # fmt: skip
+
+
+def test_another_graphs_engine(bench: Bench) -> None:
+    refused(bench, r"it is of another graph \(tensor pixels\)", names=[*NAMES, "pixels"])
+
+
+def test_a_cache_that_is_copied(bench: Bench) -> None:
+    bench.library.in_place = False
+    refused(bench, "it does not update key_0 in place")
+
+
+def test_more_slots_than_it_was_built_for(bench: Bench) -> None:
+    refused(bench, "slots=3 is over the 2 that the bundle was built for", "option", slots=3)
+
+
+def test_slots_at_odd_places(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot that begins inside of 256 bytes; and the control, that the stand-in would notice."""
+    monkeypatch.setattr("test_trt_engine.CAPACITY", 73)
+    refused(bench, "slots of 73 rows of 1 x 1 float32 in key_0 are no multiple of 256 bytes")
+    monkeypatch.setattr(TensorRtEngine, "alignment", 1)
+    decoder = bench.decoder()
+    decoder.admit(REQUESTS[0])
+    with pytest.raises(AssertionError, match="key_0 at"):
+        decoder.admit(REQUESTS[0])
+
+
+def test_a_context_that_cannot_be_made(bench: Bench) -> None:
+    decoder = bench.decoder()
+    bench.library.no_context = True
+    with pytest.raises(OutriderError, match="cannot make a context: it gives no reason") as caught:
+        decoder.admit(REQUESTS[0])
+    assert caught.value.kind == "memory"
+
+
+def test_a_call_that_fails(bench: Bench) -> None:
+    decoder = bench.decoder()
+    bench.library.broken = "CUDA error 700"
+    with pytest.raises(OutriderError, match="failed on 1 slots x 16 tokens: CUDA error 700"):
+        decoder.admit(REQUESTS[0])
+    assert decoder.slots.free == SLOTS
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed"
+)
+def test_a_library_that_is_not_installed() -> None:
+    with pytest.raises(OutriderError, match="TensorRT is not installed") as caught:
+        load_library("tensorrt")
+    assert "10.16" in caught.value.remedy
+
+
+# The real interface
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt_rtx is not installed"
+)
+def test_the_stand_in_has_only_what_the_library_has() -> None:
+    """Every public name of the fake's classes is one of the real classes."""
+    trt = load_library("tensorrt_rtx")
+    classes = {
+        fake_tensorrt.Context: trt.IExecutionContext,
+        fake_tensorrt.Engine: trt.ICudaEngine,
+        fake_tensorrt.Runtime: trt.Runtime,
+        fake_tensorrt.Config: trt.IRuntimeConfig,
+        fake_tensorrt.Logger: trt.ILogger,
+        fake_tensorrt.Strategy: trt.ExecutionContextAllocationStrategy,
+        fake_tensorrt.Specialization: trt.DynamicShapesKernelSpecializationStrategy,
+        fake_tensorrt.GraphStrategy: trt.CudaGraphStrategy,
+        fake_tensorrt.Validity: trt.EngineValidity,
+        fake_tensorrt.Diagnostics: trt.EngineInvalidityDiagnostics,
+        FakeTensorRt: trt,
+        FakeTensorRtx: trt,
+    }
+    own = {"say", "run", "strategy", "cache"}  # the stand-in's
+    for fake, real in classes.items():
+        names = {name for name in vars(fake) if not name.startswith("_")} - own
+        missing = {name for name in names if not hasattr(real, name)}
+        assert names and not missing, f"{real.__name__} has no {missing}"
+    for fake in (fake_tensorrt.Strategy, fake_tensorrt.Specialization, fake_tensorrt.Validity):
+        for member in fake:
+            assert int(getattr(classes[fake], member.name)) == member
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt_rtx is not installed"
+)
+def test_the_real_librarys_logger() -> None:
+    from runtime.backends.tensorrt import _logger
+
+    trt = load_library("tensorrt_rtx")
+    logger = _logger(trt)
+    logger.log(trt.ILogger.ERROR, "one")
+    logger.log(trt.ILogger.WARNING, "two")
+    assert logger.errors == ["one"]

@@ -1,0 +1,110 @@
+"""Beam search from the command line and from text to text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fakes
+import pytest
+from fakes import make_text_engine, near, random_model
+from test_beam import CopyingFake
+from test_cli import Cli
+
+from runtime.beam.search import beam_search
+from runtime.beam.text import SLOTS, BeamTexts, beam_texts
+from runtime.files.errors import EXIT_STATUS, OutriderError
+from runtime.text.engine import Options, TextEngine
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TextEngine:
+    monkeypatch.setattr(fakes, "FakeEngine", CopyingFake)
+    target = random_model(1)
+    return make_text_engine(tmp_path, target, near(target, 2, 0.7), slots=4, order=None)
+
+
+def texts(found: BeamTexts) -> list[tuple[Any, ...]]:
+    return [(one.text, one.token_ids, round(one.score, 6), one.finished) for one in found.texts]
+
+
+def test_the_texts_of_the_search(engine: TextEngine) -> None:
+    decoder = engine.decoder
+    ids = engine.encode("hello", Options())
+    plain = beam_search(
+        decoder.target, None, ids, width=3, gamma=0, max_new_tokens=12, max_len=decoder.max_len,
+        eos_token_ids=engine.manifest.pair.tokenizer.eos_token_ids, vocab_size=decoder.vocab_size,
+    )  # fmt: skip
+    found = beam_texts(engine, "hello", beams=3, max_new_tokens=12)
+    assert [tuple(one.token_ids) for one in found.texts] == [h.tokens for h in plain.hypotheses]
+    assert found.stats.rounds < plain.stats.rounds == 12
+    for one in found.texts:
+        assert one.text == engine.tokenizer.decode(one.token_ids[: -1 if one.finished else None])
+    assert texts(beam_texts(engine, "hello", beams=3, max_new_tokens=12, gamma=0)) == texts(found)
+    assert decoder.slots.free == 4
+
+
+def test_a_slot_in_use(engine: TextEngine) -> None:
+    stream = engine.stream("hello", max_new_tokens=5)
+    next(stream)
+    with pytest.raises(OutriderError) as caught:
+        beam_texts(engine, "hello")
+    assert caught.value.kind == "busy"
+    stream.close()
+    beam_texts(engine, "hello", max_new_tokens=2)
+
+
+@pytest.mark.parametrize("given", [{"gamma": 9}, {"gamma": -1}, {"beams": 0}, {"draft_beams": 2}])
+def test_what_is_refused(engine: TextEngine, given: dict[str, int]) -> None:
+    with pytest.raises(OutriderError) as caught:
+        beam_texts(engine, "hello", **given)  # type: ignore[arg-type]
+    assert caught.value.kind == "option"
+
+
+def test_the_command(
+    engine: TextEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli = Cli(engine, capsys, monkeypatch)
+    found = beam_texts(engine, "hello", beams=3, max_new_tokens=9)
+    argv = ["--prompt", "hello", "--max-new-tokens", "9", "--beams", "3"]
+    status, out, err = cli(*argv)
+    assert (status, out) == (0, found.texts[0].text + "\n")
+    assert cli.loaded["slots"] == 3 * SLOTS
+    assert "beams 3 | rounds" in err and "| score -" in err
+    status, out, err = cli(*argv, "--json", "--stats", "none", "--slots", "2")
+    assert [one["text"] for one in json.loads(out)["hypotheses"]] == [t.text for t in found.texts]
+    assert (err, cli.loaded["slots"]) == ("", 2)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--beams", "2", "--top-k", "3"], "--top-k has no meaning for a beam search"),
+        (["--beams", "2", "--gamma", "auto"], "--gamma has no"),
+        (["--beams", "2", "--draft", "ngram"], "--draft has no"),
+        (["--beams", "2", "--stop", "x"], "--stop has no"),
+        (["--beams", "2", "--check"], "--check has no"),
+        (["--beams", "2", "--color"], "--color has no"),
+        (["--beams", "3", "--draft-beams", "2"], "narrower than --beams 3"),
+        (["--length-penalty", "0"], "Add --beams"),
+        (["--pace", "smooth", "--beams", "2"], "nothing is streamed"),
+        (["--pace", "smooth", "--json"], "nothing is streamed"),
+        (["--pace", "burst", "--no-stream"], "nothing is streamed"),
+    ],
+)
+def test_what_the_command_refuses(
+    more: list[str], words: str, engine: TextEngine, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    status, out, err = Cli(engine, capsys, monkeypatch)("--prompt", "hello", *more)
+    assert (status, out) == (EXIT_STATUS["option"], "")
+    assert words in err
+
+
+def test_a_smooth_stream_has_the_same_text(
+    engine: TextEngine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli = Cli(engine, capsys, monkeypatch)
+    argv = ["--prompt", "hello", "--max-new-tokens", "30"]
+    assert cli(*argv, "--pace", "smooth")[:2] == cli(*argv, "--pace", "burst")[:2] == cli(*argv)[:2]

@@ -1,0 +1,647 @@
+"""The command line, from `main` to the streams; what only a process can show, in one."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from fakes import EOS, UNKNOWN, VOCAB_SIZE, make_text_engine, near, random_model, script
+
+from runtime import generate
+from runtime.cli.arguments import PROGRAM
+from runtime.cli.prompts import JSON_TYPES
+from runtime.files.errors import EXIT_STATUS, OutriderError
+from runtime.sampling import sampler
+from runtime.sampling.rules import Verdict
+from runtime.text.engine import Options
+
+ROOT = Path(__file__).parents[2]
+PLAIN_ERROR = re.compile(r"error: [a-z]+: [^\n]+\. [^\n]+\n")
+
+
+class Cli:
+    """Runs `main` in this process on an engine of fakes, and remembers how it was loaded."""
+
+    def __init__(self, engine, capsys, monkeypatch):
+        self.engine, self.capsys, self.monkeypatch = engine, capsys, monkeypatch
+        self.loaded = None
+        monkeypatch.setattr(generate, "load", self.load)
+
+    def load(self, folder, **options):
+        self.loaded = {"folder": folder, **options}
+        return self.engine
+
+    def __call__(self, *argv, stdin=None):
+        if stdin is not None:
+            content = stdin if isinstance(stdin, bytes) else stdin.encode()
+            self.monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+        status = generate.main(["--engines", "bundle", *argv])
+        return status, *self.capsys.readouterr()
+
+    def refused(self, *argv, kind="option", loaded=False, stdin=None):
+        """The line of the error; nothing may have run."""
+        status, out, err = self(*argv, stdin=stdin)
+        assert status == EXIT_STATUS[kind], err
+        assert out == ""
+        assert PLAIN_ERROR.fullmatch(err), err
+        assert err.startswith(f"error: {kind}: ")
+        assert (self.loaded is not None) == loaded
+        assert not self.engine.decoder.target.calls
+        return err
+
+
+@pytest.fixture
+def engine(tmp_path):
+    target = random_model(1, never=[UNKNOWN, EOS])
+    return make_text_engine(tmp_path, target, near(target, 2, 1.0), slots=2)
+
+
+@pytest.fixture
+def cli(engine, capsys, monkeypatch):
+    return Cli(engine, capsys, monkeypatch)
+
+
+@pytest.fixture
+def chat_cli(tmp_path, capsys, monkeypatch):
+    target = script("yes, i do.")
+    engine = make_text_engine(tmp_path, target, near(target, 2, 1.0), order=None, chat=True)
+    return Cli(engine, capsys, monkeypatch)
+
+
+# Text and summary
+
+
+def test_text_goes_to_stdout_and_the_summary_to_stderr(cli, engine):
+    status, out, err = cli("--prompt", "hello", "--max-new-tokens", "30")
+    assert status == 0
+    assert out == engine.generate("hello", max_new_tokens=30).text + "\n"
+    number, share = r"\d+(\.\d+)?", r"\d+/\d+"
+    expected = [
+        rf"prompt 5 tok \| TTFT {number} ms \(target prefill {number}\) "
+        rf"\| draft prefill {number} ms",
+        rf"output 30 tok \| {number} tok/s \| TPOT {number} ms \| finish length",
+        rf"rounds \d+ \| tau \d\.\d\d \| accepted {share} drafted \(\d+%\), "
+        rf"{share} examined \(\d+%\)",
+        r"position( [01]?\.\d\d){4} \| gamma 4",
+        r"time draft \d+% verify \d+% sample \d+% host \d+% \| c \d*\.\d\d",
+        r"memory 6\.0 MiB = target 3\.0 \+ draft 1\.0 \+ KV 2\.0",
+    ]
+    lines = err.splitlines()
+    assert len(lines) == len(expected)
+    for line, pattern in zip(lines, expected, strict=True):
+        assert re.fullmatch(pattern, line), line
+
+
+def test_how_the_bundle_is_loaded(cli):
+    cli("--prompt", "a", "--max-new-tokens", "1")
+    usual = {"folder": Path("bundle"), "slots": None, "threads": 0, "verify": True}
+    usual |= {"table": None, "corpus": None}
+    assert cli.loaded == {**usual, "device": "auto", "graphs": True, "loop": False}
+    more = ("--slots", "3", "--threads", "2", "--no-verify-files")
+    cli(
+        "--prompt",
+        "a",
+        "--max-new-tokens",
+        "1",
+        *more,
+        "--device",
+        "cuda:1",
+        "--no-graphs",
+        "--loop",
+    )
+    own = {
+        "slots": 3,
+        "threads": 2,
+        "verify": False,
+        "device": "cuda:1",
+        "graphs": False,
+        "loop": True,
+    }
+    assert cli.loaded == {**usual, **own}
+
+
+@pytest.mark.parametrize(
+    ("argv", "options"),
+    [
+        (["--temperature", "0.9", "--seed", "3", "--top-k", "7"], {"temperature": 0.9, "top_k": 7}),
+        (["--temperature", "1", "--seed", "3", "--top-p", ".5"], {"temperature": 1, "top_p": 0.5}),
+        (["--temperature", "1", "--seed", "3", "--min-p", ".2"], {"temperature": 1, "min_p": 0.2}),
+        (["--temperature", "1", "--seed", "3", "--lenience", ".5"],
+         {"temperature": 1, "lenience": 0.5}),
+        (["--temperature", "1", "--seed", "3", "--verify", "block"],
+         {"temperature": 1, "verify": "block"}),
+        (["--repetition-penalty", "1.5"], {"repetition_penalty": 1.5}),
+        (["--min-new-tokens", "9"], {"min_new_tokens": 9}),
+        (["--stop", "e", "--stop", "k"], {"stop": ["e", "k"]}),
+        (["--stop-token-id", "9", "--stop-token-id", "10"], {"stop_token_ids": [9, 10]}),
+        (["--gamma", "2"], {"gamma": 2}),
+        (["--draft", "none"], {"gamma": 0}),
+        (["--draft", "model"], {}),
+        (["--ignore-eos"], {"ignore_eos": True}),
+    ],
+)  # fmt: skip
+def test_options_reach_the_engine(cli, argv, options):
+    status, out, _ = cli("--prompt", "hello", "--json", "--max-new-tokens", "40", *argv)
+    expected = cli.engine.generate("hello", max_new_tokens=40, seed=3, **options)
+    body = json.loads(out)
+    assert status == 0
+    assert body["token_ids"] == expected.token_ids
+    assert body["stats"]["drafted"] == expected.stats.drafted
+    assert (body["finish_reason"], body["stopped_by"]) == (
+        expected.finish_reason,
+        expected.stopped_by,
+    )
+
+
+def test_streamed_or_not_the_text_is_the_same(cli):
+    writes = []
+    write = generate._Output.write
+    cli.monkeypatch.setattr(
+        generate._Output, "write", lambda self, text: (writes.append(text), write(self, text))
+    )
+    _, streamed, _ = cli("--prompt", "hello", "--stats", "none")
+    assert len(writes) > 20
+    writes.clear()
+    _, whole, _ = cli("--prompt", "hello", "--stats", "none", "--no-stream")
+    assert writes == [whole] == [streamed]
+
+
+def test_a_random_seed_is_printed_and_repeats_the_text(cli):
+    _, first, err = cli("--prompt", "hello", "--temperature", "1")
+    seed = re.search(r"\| seed (\d+)\n", err)[1]
+    _, other, _ = cli("--prompt", "hello", "--temperature", "1")
+    _, again, _ = cli("--prompt", "hello", "--temperature", "1", "--seed", seed)
+    assert first == again != other
+
+
+def test_detailed_statistics(cli):
+    _, _, err = cli("--prompt", "hello", "--stats", "detailed")
+    assert "\ndraft 4: accepted " in err
+    assert "rounds by accepted drafts  0: " in err
+    assert "Theorem 3.8" in err
+
+
+def test_plain_decoding(cli):
+    status, _, err = cli("--prompt", "hello", "--gamma", "0", "--max-new-tokens", "9")
+    assert status == 0
+    assert "rounds 8 | tau 1.00 | plain decoding (gamma 0)\n" in err
+    assert "position" not in err
+    assert not cli.engine.decoder.draft.calls
+
+
+def test_the_stop_text_is_shown_in_the_summary(cli):
+    whole = cli.engine.generate("hello").text
+    end = whole.index("\n")
+    _, out, err = cli("--prompt", "hello", "--stop", whole[end - 1] + r"\n")
+    assert out == whole[: end - 1] + "\n"
+    assert f'finish stop:"{whole[end - 1]}\\n"\n' in err
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [
+        (r"\n\n", "\n\n"),
+        (r"a\tb", "a\tb"),
+        (r"\\n", r"\n"),
+        (r"\x41\u00e9", "Aé"),
+        ("\n", "\n"),
+        ("\\\\", "\\"),
+    ],
+)
+def test_escape_sequences_of_stop(text, meaning):
+    args = generate.parse(["--engines", "x", "--prompt", "x", "--stop", text])
+    assert args.stop == [meaning]
+
+
+@pytest.mark.parametrize("text", [r"\d", "\\", r"\x4", r"\ud800", r"\u12"])
+def test_unknown_escape_sequences_are_refused(cli, text):
+    assert "escape sequence" in cli.refused("--prompt", "x", "--stop", text)
+
+
+def test_colors(cli):
+    status, out, err = cli("--prompt", "hello", "--temperature", "1", "--seed", "1", "--color")
+    painted = {"accepted": "\x1b[32m", "corrected": "\x1b[34m", "bonus": "\x1b[35m"}
+    legend = err.splitlines()[0]
+    pieces = [
+        (piece, token.origin)
+        for event in cli.engine.stream("hello", temperature=1, seed=1)
+        for (piece, _), token in zip(event.pieces, event.tokens, strict=True)
+    ]
+    assert status == 0
+    assert out == "".join(
+        f"{painted[origin]}{piece}\x1b[0m" if origin in painted else piece
+        for piece, origin in pieces
+    ) + "\n"  # fmt: skip
+    for origin, code in painted.items():
+        assert f"{code}{origin}\x1b[0m" in legend
+        assert code in out
+
+
+def test_notes_on_what_is_not_exact(cli):
+    argv = ("--prompt", "a", "--temperature", "1", "--stats", "none", "--max-new-tokens", "9")
+    assert cli(*argv)[2] == ""
+    assert re.fullmatch(
+        r"note: verify=sigmoid is not exact.*\n", cli(*argv, "--verify", "sigmoid")[2]
+    )
+    note = cli(*argv, "--lenience", "0.5")[2]
+    assert re.fullmatch(r"note: lenience=0.5 is not exact.* up to 2 times .*\n", note)
+
+
+# JSON
+
+
+def test_json(cli):
+    status, out, _ = cli("--prompt", "hello", "--json", "--logprobs", "2", "--max-new-tokens", "5")
+    body = json.loads(out)
+    result = cli.engine.generate("hello", max_new_tokens=5, logprobs=2)
+    assert status == 0
+    assert out.count("\n") == 1
+    assert list(body) == [
+        "text", "token_ids", "finish_reason", "stopped_by", "seed", "stats", "logprobs"
+    ]  # fmt: skip
+    assert body["text"] == result.text
+    assert body["seed"] == 0
+    assert body["stats"].keys() == result.stats.summary().keys()
+    for entry, token in zip(body["logprobs"], result.tokens, strict=True):
+        assert entry["id"] == token.id
+        assert entry["logprob"] == pytest.approx(token.logprob, abs=1e-5)
+        assert [a["id"] for a in entry["alternatives"]] == [i for i, _ in token.alternatives]
+
+
+def test_json_is_utf8_whatever_the_locale(cli, monkeypatch):
+    body = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(body, encoding="ascii"))
+    cli("--prompt", "a", "--json", "--max-new-tokens", "30", "--stop", "é")
+    assert json.loads(body.getvalue())
+
+
+def test_baseline(cli):
+    status, out, err = cli("--prompt", "hello", "--baseline")
+    assert status == 0
+    assert out == cli.engine.generate("hello").text + "\n"
+    assert re.search(r"\nbaseline \d+\.\d tok/s -> \d+\.\d\dx \| same tokens\nmemory", err)
+    _, out, err = cli("--prompt", "hello", "--baseline", "--json", "--temperature", "1")
+    baseline = json.loads(out)["baseline"]
+    assert baseline.keys() == {"tokens_per_second", "output_tokens", "speedup"}
+    assert re.search(r"\nbaseline .*x \| output 256 tok\n", err)
+
+
+def test_baseline_warms_both_ways_up_first(cli):
+    asked = []
+    run = cli.engine.stream
+    cli.monkeypatch.setattr(
+        cli.engine,
+        "stream",
+        lambda prompt, **options: asked.append(options) or run(prompt, **options),
+    )
+    cli("--prompt", "hello", "--baseline", "--temperature", "1", "--verify", "block")
+    assert [(o["gamma"], o["max_new_tokens"]) for o in asked] == [
+        (None, generate.WARM_UP),
+        (0, generate.WARM_UP),
+        (None, 256),
+        (0, 256),
+    ]
+    assert len({o["seed"] for o in asked}) == 1
+
+
+def test_check(cli):
+    status, _, err = cli("--prompt", "hello", "--check", "--stats", "none")
+    assert status == 0
+    assert err.startswith("certificate PASSED | temperature 0 | 256 tokens")
+    argv = ("--prompt", "a", "--check", "--stats", "none", "--json", "--temperature", "1")
+    status, out, _ = cli(*argv)
+    assert status == 0
+    assert json.loads(out)["check"]["passed"] is True
+
+
+def test_a_check_that_fails(cli, monkeypatch):
+    monkeypatch.setattr(
+        sampler, "verify",
+        lambda p, q, drafts, accept_u, final_u, params: Verdict(
+            len(drafts), p[len(drafts)].draw(final_u), ()
+        ),
+    )  # fmt: skip
+    status, out, err = cli("--prompt", "a", "--check", "--json", "--stats", "none")
+    assert status == EXIT_STATUS["certificate"]
+    assert json.loads(out)["check"]["passed"] is False
+    assert "certificate FAILED" in err
+    assert PLAIN_ERROR.fullmatch(err.splitlines(keepends=True)[-1])
+
+
+# Prompts
+
+
+def test_a_file_and_standard_input(cli, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_bytes("\ufeffhello\n\n".encode())
+    expected = cli.engine.generate("hello\n", max_new_tokens=9).text + "\n"
+    argv = ("--max-new-tokens", "9")
+    assert cli("--prompt-file", str(file), *argv)[1] == expected
+    assert cli("--prompt-file", "-", *argv, stdin="hello\n\n")[1] == expected
+    assert cli("--prompt", "-", *argv, stdin="hello\n\r\n")[1] == expected
+
+
+def test_messages_and_system(chat_cli, tmp_path):
+    messages = [{"role": "user", "content": "do you"}]
+    file = tmp_path / "messages.json"
+    file.write_text(json.dumps(messages))
+    for argv, stdin in (
+        (["--messages", str(file)], None),
+        (["--messages", "-"], json.dumps(messages)),
+        (["--prompt", "do you"], None),
+    ):
+        status, out, err = chat_cli(*argv, stdin=stdin)
+        assert (status, out) == (0, "yes, i do.\n")
+        assert f"prompt {len('u do you|a|')} tok" in err
+    _, _, err = chat_cli("--messages", str(file), "--system", "be kind")
+    assert f"prompt {len('s be kind|u do you|a|')} tok" in err
+    _, _, err = chat_cli("--prompt", "do you\n", "--no-chat-template")
+    assert "prompt 7 tok" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "stdin", "kind", "words"),
+    [
+        (["--prompt-file", "missing.txt"], None, "prompt", "cannot read missing.txt"),
+        (["--prompt-file", "."], None, "prompt", "cannot read ."),
+        (["--prompt", "-"], b"ab\xff", "prompt", "standard input is not UTF-8: byte 2 is 0xff"),
+        (["--messages", "-"], "[{", "prompt", "standard input is not JSON"),
+        (["--messages", "-"], "[" * 100_000, "prompt", "standard input is not JSON"),
+        (["--messages", "-"], "[]", "prompt", "no list of messages"),
+        (["--messages", "-"], '[{"content": "x"}]', "prompt", "message 0 has no role"),
+        (["--messages", "-", "--system", "x"], '[{"role": "system", "content": "x"}]', "option",
+         "--system contradicts"),
+        (["--batch", "-"], "\n \n", "prompt", "has no requests"),
+        (["--batch", "-"], '{"prompt": "a"}\n\n{', "prompt", "line 3 of standard input"),
+        (["--batch", "-"], "[1]", "prompt", "line 1 of standard input is not a JSON object"),
+        (["--batch", "-"], "{}", "prompt", "line 1 of standard input needs either"),
+        (["--batch", "-"], '{"prompt": "a", "messages": []}', "prompt", "needs either"),
+        (["--batch", "-"], '{"prompt": 7}', "prompt", "neither a text nor a list of token ids"),
+        (["--batch", "-"], '{"prompt": [1, true]}', "prompt", "neither a text nor"),
+        (["--batch", "-"], '{"prompt": "a", "topk": 7}', "option", "line 1 of standard input: "
+         "unknown key 'topk'"),
+        (["--batch", "-"], '{"prompt": "a", "top_k": "7"}', "option", "line 1 of standard input: "
+         "top_k='7' does not fit"),
+        (["--batch", "-"], '{"prompt": "a", "top_p": 7}', "option", "line 1 of standard input: "
+         "top_p=7 is out of range"),
+        (["--batch", "-"], '{"prompt": "a", "max_new_tokens": null}', "option", "does not fit"),
+        (["--batch", "-", "--draft", "none"], '{"prompt": "a", "gamma": 2}', "option",
+         "contradicts --draft none"),
+        (["--batch", "-", "--no-chat-template"], '{"messages": [{"role": "user"}]}', "option",
+         "messages need the chat template"),
+    ],
+)  # fmt: skip
+def test_bad_prompts_are_refused_before_loading(cli, argv, stdin, kind, words):
+    assert words in cli.refused(*argv, kind=kind, stdin=stdin)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--draft", "none", "--gamma", "3"], "--draft none contradicts --gamma 3"),
+        (["--draft", "model", "--gamma", "0"], "--draft model contradicts --gamma 0"),
+        (["--color", "--json"], "--color paints text"),
+        (["--stream", "--json"], "--stream prints text"),
+        (["--stream", "--baseline"], "without streaming"),
+        (["--baseline", "--gamma", "0"], "which this is already"),
+        (["--baseline", "--draft", "none"], "which this is already"),
+        (["--logprobs", "3"], "part of the JSON output"),
+        (["--system", "x", "--no-chat-template"], "needs the chat template"),
+        (["--gamma", "0", "--verify", "block"], "no effect in plain decoding"),
+        (["--draft", "none", "--lenience", ".5"], "no effect in plain decoding"),
+        (["--min-new-tokens", "300"], "min_new_tokens=300 is over"),
+        (["--verify", "sigmoid"], "not defined at temperature=0"),
+        (["--verify", "block", "--lenience", ".5"], "not defined for verify=block"),
+        (["--temperature", "-1"], "temperature=-1.0 is out of range"),
+        (["--temperature", "nan"], "temperature=nan is out of range"),
+        (["--top-p", "0"], "top_p=0.0 is out of range"),
+        (["--seed", str(2**64)], "seed=18446744073709551616 is out of range"),
+        # What argparse itself refuses.
+        (["--max-new-tokens", "0"], "'0' is not a whole number from 1 up"),
+        (["--gamma", "often"], "'often' is not a whole number from 0 up, auto or transformers"),
+        (["--gamma", "-1"], "'-1' is not a whole number"),
+        (["--slots", "0"], "'0' is not a whole number from 1 up"),
+        (["--top-k", "x"], "'x' is not a whole number"),
+        (["--temperature", "warm"], "invalid float value"),
+        (["--verify", "magic"], "invalid choice"),
+        (["--temp", "1"], "unrecognized arguments: --temp"),
+        (["--prompt-file", "x"], "not allowed with argument --prompt"),
+        (["--messages", "x"], "not allowed with argument --prompt"),
+        (["--stop"], "--stop: expected one argument"),
+    ],
+)
+def test_contradictions_are_refused_before_loading(cli, argv, words):
+    assert words in cli.refused("--prompt", "hello", *argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--color"], "--color paints text"),
+        (["--stream"], "--stream prints text"),
+        (["--baseline"], "--batch has many"),
+        (["--check"], "--batch has many"),
+    ],
+)
+def test_what_a_batch_cannot_do(cli, argv, words):
+    assert words in cli.refused("--batch", "-", *argv, stdin='{"prompt": "a"}')
+
+
+def test_messages_without_a_template(cli):
+    stdin = '[{"role": "user", "content": "a"}]'
+    assert "--messages need" in cli.refused("--messages", "-", "--no-chat-template", stdin=stdin)
+    cli.refused("--messages", "-", kind="prompt", stdin=stdin, loaded=True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "kind", "words"),
+    [
+        (["--prompt", ""], "prompt", "empty"),
+        (["--prompt", "a" * 500], "prompt", "500 tokens"),
+        (["--prompt", "a", "--gamma", "9"], "option", "gamma=9"),
+        (["--prompt", "a", "--system", "x"], "option", "system message"),
+        (["--prompt", "a", "--stop", ""], "option", "stop string is empty"),
+        (["--prompt", "a", "--stop-token-id", str(VOCAB_SIZE)], "option", "does not exist"),
+        (["--prompt", "a", "--json", "--logprobs", "33"], "option", "logprobs=33"),
+        (["--batch", "-"], "prompt", "line 2 of standard input: the prompt is empty"),
+    ],
+)
+def test_what_only_the_bundle_can_refuse(cli, argv, kind, words):
+    stdin = '{"prompt": "a"}\n{"prompt": ""}\n'
+    assert words in cli.refused(*argv, kind=kind, loaded=True, stdin=stdin)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--draft", "model"], "built without a draft"),
+        (["--gamma", "2"], "needs a draft"),
+        (["--baseline"], "without a draft there is nothing else"),
+        (["--verify", "block"], "no effect in plain decoding"),
+    ],
+)
+def test_what_needs_a_draft(tmp_path, capsys, monkeypatch, argv, words):
+    cli = Cli(make_text_engine(tmp_path, random_model(1)), capsys, monkeypatch)
+    assert words in cli.refused("--prompt", "a", *argv, loaded=True)
+
+
+def test_no_prompt_at_all(cli):
+    assert "one of the arguments --prompt" in cli.refused()
+
+
+def test_every_option_has_a_json_type():
+    assert set(JSON_TYPES) == {f.name for f in fields(Options)}
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        generate.main(["--help"])
+    out = capsys.readouterr().out
+    assert exit_info.value.code == 0
+    for words in ("examples:", "exit status:", "13 certificate", PROGRAM, "--repetition-penalty"):
+        assert words in out
+
+
+# Batch
+
+
+def test_a_batch_answers_in_the_order_of_its_lines(cli):
+    lines = [
+        {"prompt": "hello", "max_new_tokens": 60},
+        {"prompt": "a", "max_new_tokens": 2, "temperature": 1, "seed": 4},
+        {"prompt": [5, 6], "gamma": 0},
+        {"prompt": "a\u2028b", "stop": ["e"], "logprobs": 1},
+        {"prompt": "b", "seed": None},
+    ]
+    stdin = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    status, out, err = cli("--batch", "-", "--max-new-tokens", "9", stdin=stdin)
+    assert status == 0
+    answers = [json.loads(line) for line in out.removesuffix("\n").split("\n")]
+    assert len(answers) == len(lines)
+    for line, answer in zip(lines, answers, strict=True):
+        options = {"max_new_tokens": 9, **line}
+        prompt = options.pop("prompt")
+        assert answer["token_ids"] == cli.engine.generate(prompt, **options).token_ids
+        assert ("logprobs" in answer) == ("logprobs" in line)
+    assert err.startswith("requests 5 | prompts 12 tok | finish ")
+    assert "| gamma 0-4\n" in err
+    assert "done" not in err
+
+
+def test_progress_on_a_terminal(cli):
+    cli.monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    stdin = '{"prompt": "a"}\n' * 3
+    _, _, err = cli("--batch", "-", "--stats", "none", stdin=stdin)
+    assert re.match(r"\r1/3 done, \d+\.\d tok/s\x1b\[K", err)
+    assert err.endswith("\r\x1b[K")
+
+
+# Failures while running
+
+
+def test_an_error_in_the_middle_keeps_the_text(cli, monkeypatch):
+    class Broken(type(cli.engine.decoder.target)):
+        def forward(self, *arguments, **options):
+            if len(self.calls) > 5:
+                raise OutriderError("numeric", "NaN in the logits", "Build it again.")
+            return super().forward(*arguments, **options)
+
+    cli.engine.decoder.target.__class__ = Broken
+    status, out, err = cli("--prompt", "hello")
+    assert status == EXIT_STATUS["numeric"]
+    assert len(out) > 5
+    assert out.endswith("\n")
+    assert err == "error: numeric: NaN in the logits. Build it again.\n"
+    assert cli.engine.decoder.slots.free == 2
+
+
+def test_memory(cli, monkeypatch):
+    def load(*_arguments, **_options):
+        raise MemoryError
+
+    monkeypatch.setattr(generate, "load", load)
+    status, _, err = cli("--prompt", "a")
+    assert status == EXIT_STATUS["memory"]
+    assert PLAIN_ERROR.fullmatch(err)
+
+
+SLOW = """
+    import pathlib, signal, sys, time
+    sys.path[:0] = [{root!r}, {tests!r}]
+    from fakes import make_text_engine, random_model
+    from runtime import generate
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    model = random_model(1, never=[1])
+    def slow(context):
+        time.sleep({pause})
+        return model(context)
+    engine = make_text_engine(pathlib.Path({folder!r}), slow)
+    generate.load = lambda *_, **__: engine
+    sys.exit(generate.main(["--engines", "x", "--prompt", "a", *sys.argv[1:]]))
+"""
+
+
+def process(folder, *argv, pause=0.0, **streams):
+    code = SLOW.format(root=str(ROOT), tests=str(ROOT / "tests"), folder=str(folder), pause=pause)
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *argv],
+        stderr=subprocess.PIPE,
+        **streams,
+    )
+
+
+def test_ctrl_c_keeps_what_was_streamed(tmp_path):
+    with process(tmp_path, pause=0.01, stdout=subprocess.PIPE) as child:
+        first = child.stdout.read(3)
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=20)
+    assert child.returncode == 130
+    assert err == b"\ninterrupted\n"
+    assert len(first + out) >= 3
+
+
+def test_a_closed_pipe_ends_quietly(tmp_path):
+    with process(tmp_path, pause=0.005, stdout=subprocess.PIPE) as child:
+        child.stdout.read(3)
+        child.stdout.close()
+        err = child.stderr.read()
+        child.wait(timeout=20)
+    assert (child.returncode, err) == (0, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("argv", [[], ["--json"]])
+def test_a_full_disk(tmp_path, argv):
+    with open("/dev/full", "w") as full, process(tmp_path, *argv, stdout=full) as child:
+        _, err = child.communicate(timeout=20)
+    assert child.returncode == EXIT_STATUS["disk"]
+    last = err.decode().splitlines()[-1]
+    assert last.startswith("error: disk: cannot write to stdout: No space left on device. ")
+
+
+def test_closed_streams(cli, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        assert cli("--prompt", "a")[0] == EXIT_STATUS["disk"]
+    monkeypatch.setattr(sys, "stderr", None)
+    status, out, _ = cli("--prompt", "a", "--max-new-tokens", "5")
+    assert (status, out) == (0, cli.engine.generate("a", max_new_tokens=5).text + "\n")
+
+
+def test_the_module_from_the_checkout(tmp_path):
+    argv = [sys.executable, "-m", "runtime.generate", "--engines", str(tmp_path / "no"), "--prompt"]
+    child = subprocess.run([*argv, "x"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (child.returncode, child.stdout) == (EXIT_STATUS["bundle"], "")
+    assert PLAIN_ERROR.fullmatch(child.stderr)

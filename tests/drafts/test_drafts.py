@@ -1,0 +1,409 @@
+"""Who else may propose, and how: tables, chains, a corpus, a temperature and a threshold of the
+draft's own. That none of them changes what comes out, and that each does what it is for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import VOCAB_SIZE, near, random_model, script
+from rounds import both, broken, check_rows, ids, make_decoder, oracle, plain, run, with_uniforms
+from test_exact import at, by_bisection, by_keys, own
+
+from export import ngram
+from runtime.drafts import host as host_draft
+from runtime.drafts.host import HostDraft
+from runtime.drafts.lookup import Corpus, Lookup
+from runtime.drafts.tables import Tables, fingerprint
+from runtime.files.errors import EXIT_STATUS, OutriderError
+from runtime.round import HostRounds
+from runtime.sampling.warp import SamplingParams
+from runtime.sequence import LOOKUPS, MODELS, TABLES, Request
+
+on_host = pytest.mark.parametrize("sampler", ["numpy", "kernel"], indirect=True)
+KINDS = sorted(MODELS | LOOKUPS | TABLES | {"random"})
+REPEATS = script("abcab.abcdab,", period=True, start=1)
+
+
+@pytest.fixture(autouse=True)
+def _sampler(sampler: None) -> None:
+    pass
+
+
+def tables(vocab_size: int = VOCAB_SIZE, seed: int = 0, length: int = 400) -> Tables:
+    rng = np.random.default_rng(seed)
+    return Tables.count(rng.integers(0, vocab_size, length).astype(np.int32), vocab_size, 3)
+
+
+def sampled(**options: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.9, "seed": 5, **options})
+
+
+# Exactness
+
+
+@on_host
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gamma", [1, 3, 8])
+def test_temperature_0_is_plain_decoding(kind: Any, gamma: int) -> None:
+    for model in (REPEATS, random_model(1)):
+        decoder = make_decoder(model, near(model, 2, 1.0), tables=tables())
+        request = Request([2, 3, 2], gamma=gamma, draft=kind, max_new_tokens=40)
+        sequence = run(decoder, request)
+        assert ids(sequence) == plain(decoder, request) == oracle(model, request)
+        assert sequence.stats.drafted > 0
+
+
+@with_uniforms
+@pytest.mark.parametrize("kind", ["unigram", "bigram", "skip", "random"])
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_tables_over_five_tokens(kind: str, rule: str) -> None:
+    params = at(verify=rule, top_k=4, repetition_penalty=1.3)
+    distance = by_bisection(params, 2, 5, asked={"draft": kind}, tables=tables(5, length=60))
+    assert distance < 1e-6
+
+
+@with_uniforms
+@pytest.mark.parametrize("temperature", [0.5, 3.0])
+def test_a_draft_with_its_own_temperature(temperature: float) -> None:
+    params = at(temperature=0.8, top_p=0.9, repetition_penalty=1.3)
+    assert by_bisection(params, 2, 5, asked={"draft_temperature": temperature}) < 1e-6
+
+
+@with_uniforms
+@pytest.mark.parametrize("threshold", [0.3, 0.75])
+def test_drafting_that_stops_early(threshold: float) -> None:
+    """Over several rounds, every number that is drawn a coin of its own."""
+    for rule in ("token", "block"):
+        asked = {"params": at(verify=rule), "draft_threshold": threshold}
+        assert by_keys(2, 4, own, **asked) < 1e-12
+
+
+# Every token is there, so that there is something to look up after each.
+ALL_TOKENS = [5, 0, 3, 6, 1, 4, 7, 2, 5, 1]
+
+
+@with_uniforms
+@pytest.mark.parametrize(
+    ("gamma", "count"), [(1, 3), (2, 4), pytest.param(3, 5, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_chain(gamma: int, count: int, seed: int) -> None:
+    proposed = 0
+
+    def propose(self: Lookup, most: int, after: Sequence[int] = ()) -> list[int]:
+        nonlocal proposed
+        found = original(self, most, after)
+        proposed += len(found)
+        return found
+
+    original = Lookup.propose
+    with broken("drafts.lookup.Lookup.propose", propose):
+        assert by_keys(gamma, count, own, seed, ALL_TOKENS, draft="chain") < 1e-12
+    assert proposed or gamma == 1
+
+
+def test_a_chain_that_shares_its_numbers_is_noticed() -> None:
+    with broken("drafts.host._seed", lambda sequence: sequence.request.params.seed):
+        assert max(by_keys(2, 4, own, s, ALL_TOKENS, draft="chain") for s in (1, 2, 3)) > 0.01
+
+
+def test_a_chain_whose_rows_are_others_is_noticed() -> None:
+    """Verified as if its tokens had been drawn from anything."""
+    fill = HostDraft._fill
+
+    def flat(self: HostDraft, row: Any, sequence: Any, drafted: Any, step: int) -> None:
+        fill(self, row, sequence, drafted, step)
+        row[:] = 0
+
+    with broken("drafts.host.HostDraft._fill", flat):
+        assert by_keys(2, 4, own, 1, ALL_TOKENS, draft="chain") > 0.01
+
+
+# What they are for
+
+
+@on_host
+def test_a_chain_drafts_what_the_model_drafts() -> None:
+    """At temperature 0 token for token, with fewer calls of the draft."""
+    model = REPEATS
+    draft = near(model, 2, 0.3)
+    texts, calls, stats = [], [], []
+    for kind in ("model", "chain"):
+        decoder = make_decoder(model, draft, order=None)
+        sequence = run(decoder, Request([2], gamma=6, draft=kind, max_new_tokens=50))  # type: ignore[arg-type]
+        texts.append([(token.id, token.origin) for token in sequence.output])
+        calls.append(len(decoder.draft.calls))  # type: ignore[union-attr, attr-defined]
+        stats.append((sequence.stats.drafted, sequence.stats.accepted))
+    assert texts[0] == texts[1] and stats[0] == stats[1]
+    assert calls[1] < 0.6 * calls[0]
+
+
+@on_host
+def test_all_kinds_side_by_side() -> None:
+    """Rows of one buffer, some of them the engine's; each as if it were alone."""
+    model = random_model(4)
+    kinds: list[Any] = [*KINDS, "model"]
+    requests = [
+        Request(
+            [2, 3, 4, 2, 3], sampled(seed=i) if i % 3 else SamplingParams(), gamma=1 + i % 5,
+            draft=kind, draft_threshold=0.2 if i == len(KINDS) else 0.0, max_new_tokens=15 + i,
+        )
+        for i, kind in enumerate(kinds)
+    ]  # fmt: skip
+
+    def decoder(slots: int) -> Any:
+        return make_decoder(model, near(model, 2, 0.5), tables=tables(), slots=slots)
+
+    alone = [ids(run(decoder(1), request)) for request in requests]
+    crowded = decoder(len(requests))
+    together = [crowded.admit(request) for request in requests]
+    while unfinished := [sequence for sequence in together if sequence.finish_reason is None]:
+        crowded.round(unfinished)
+        for sequence in unfinished:
+            check_rows(crowded, sequence)
+    # A lookup drafts no more than the others have steps, and then its coins fall otherwise.
+    for i, kind in enumerate(kinds):
+        if kind not in LOOKUPS or i % 3 == 0:
+            assert ids(together[i]) == alone[i], kind
+
+
+@on_host
+def test_a_chain_near_the_end_of_a_context() -> None:
+    model = REPEATS
+    decoder = make_decoder(model, near(model, 1, 0.2), slots=2, max_len=48)
+    requests = [
+        Request([2] * length, gamma=8, draft="chain", max_new_tokens=60) for length in (3, 40)
+    ]
+    together = [decoder.admit(request) for request in requests]
+    while unfinished := [sequence for sequence in together if sequence.finish_reason is None]:
+        decoder.round(unfinished)
+    for sequence, request in zip(together, requests, strict=True):
+        assert sequence.finish_reason == "context"
+        assert ids(sequence) == oracle(
+            model, replace(request, max_new_tokens=48 - len(request.prompt))
+        )
+
+
+@on_host
+def test_stopping_saves_drafts() -> None:
+    model = random_model(3)
+    request = Request([2, 3], sampled(), gamma=8, max_new_tokens=60)
+
+    def rates(threshold: float) -> tuple[float, float]:
+        decoder = make_decoder(model, near(model, 2, 1.0))
+        stats = run(decoder, replace(request, draft_threshold=threshold)).stats
+        return stats.accepted / stats.drafted, stats.drafted / stats.rounds
+
+    always, seldom = rates(0.0), rates(0.4)
+    assert seldom[0] > 1.3 * always[0] and seldom[1] < 0.7 * always[1]
+    assert rates(0.999)[1] < 2
+
+
+@on_host
+def test_confidence_is_the_drafts_own() -> None:
+    """Whatever temperature its tokens are drawn at."""
+    row = np.log(np.array([0.1, 0.2, 0.7], np.float32))
+    decoder = make_decoder(random_model(1), random_model(2))
+    for own_temperature in (None, 0.5, 2.0):
+        request = Request([2], sampled(), draft_temperature=own_temperature)
+        sequence = decoder.admit(request)
+        tempered = row.copy()
+        host_draft._temper(tempered, sequence)
+        weights = np.exp(tempered / np.float32(0.9))
+        expected = np.exp(row / np.float32(own_temperature or 0.9))
+        np.testing.assert_allclose(weights / weights.sum(), expected / expected.sum(), rtol=1e-5)
+        assert host_draft._confidence(tempered, sequence, 1) == pytest.approx(0.2, rel=1e-5)
+        decoder.release(sequence)
+
+
+def test_a_draft_colder_than_the_target() -> None:
+    """Of a draft that knows the target's logits: alpha = sum min(p, q), largest at p's own."""
+    model = random_model(1)
+    rates = {}
+    for own_temperature in (0.3, 1.0, 3.0):
+        request = Request(
+            [2], sampled(temperature=1.0), gamma=4, draft_temperature=own_temperature,
+            max_new_tokens=60,
+        )  # fmt: skip
+        stats = run(make_decoder(model, model), request).stats
+        rates[own_temperature] = stats.accepted / stats.examined
+    assert rates[1.0] == 1 and max(rates[0.3], rates[3.0]) < 0.9
+
+
+# Tables and texts
+
+
+def test_tables_by_definition() -> None:
+    rng = np.random.default_rng(1)
+    text = rng.integers(0, 6, 80).tolist()
+    made = Tables.count(np.array(text, np.int32), 7, 3)
+    unigram = np.array([text.count(x) + 1 for x in range(7)]) / (len(text) + 7)
+    np.testing.assert_allclose(np.exp(made.unigram), unigram, rtol=1e-6)
+
+    def pairs(token: int, distance: int) -> np.ndarray:
+        later = [b for a, b in zip(text, text[distance:], strict=False) if a == token]
+        weights = np.array([later.count(x) for x in range(7)]) + 2 * unigram
+        return weights / weights.sum()  # type: ignore[no-any-return]
+
+    def check(kind: str, drafts: list[int], expected: np.ndarray) -> None:
+        row = np.exp(made.row(kind, [4, 2], drafts).astype(np.float64))
+        np.testing.assert_allclose(row / row.sum(), expected, rtol=1e-5)
+
+    check("random", [], np.full(7, 1 / 7))
+    check("unigram", [], unigram)
+    for drafts in ([], [3], [3, 1]):
+        check("bigram", drafts, pairs((drafts or [2])[-1], 1))
+        check("skip", drafts, pairs(2, len(drafts) + 1))
+    check("skip", [3, 1, 0], unigram)
+    check("bigram", [6], unigram)  # nothing came after it
+    assert made.row("bigram", [1000], []) is made.unigram
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_corpus_by_definition(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    text = rng.integers(0, int(rng.integers(1, 9)), int(rng.integers(1, 80))).tolist()
+    corpus = Corpus(text, 3)
+    assert len(corpus) == len(text)
+    for n in (1, 2, 3, 4):
+        for _ in range(30):
+            end = rng.integers(0, 9, n).tolist()
+            starts = [i + n for i in range(len(text) - n) if text[i : i + n] == end]
+            expected = text[starts[-1] : starts[-1] + 5] if starts and n < 4 else []
+            assert corpus.after(end, 5) == expected
+
+
+def test_a_collision_in_a_corpus_is_no_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "runtime.drafts.lookup._extend", lambda keys, tokens: np.zeros(len(tokens), np.uint64)
+    )
+    corpus = Corpus([1, 2, 3, 1, 2, 4], 2)
+    assert corpus.after([2, 3], 1) == [] and corpus.after([1, 2], 1) == [4]
+
+
+def test_the_longer_match_wins() -> None:
+    corpus = Corpus([1, 2, 3, 4, 5, 9, 7])
+    lookup = Lookup(corpus=corpus)
+    lookup.read([4, 8, 3, 4])
+    assert lookup.propose(3) == [5, 9, 7]  # "3 4" of the corpus before "4" of the text
+    assert lookup.propose(3, [8]) == [3, 4, 8]  # "4 8" of the text
+    assert lookup.propose(3, [6]) == []
+
+
+@on_host
+def test_copying_looks_into_the_prompt_alone() -> None:
+    model = REPEATS
+    request = Request([9, 9], gamma=4, max_new_tokens=30)
+    by_kind = {}
+    for kind in sorted(LOOKUPS):
+        by_kind[kind] = run(make_decoder(model, None), replace(request, draft=kind)).stats.drafted  # type: ignore[arg-type]
+    assert by_kind["ngram"] > 0 == by_kind["copy"]
+    long = replace(request, prompt=oracle(model, Request([2], max_new_tokens=26)), draft="copy")
+    assert run(make_decoder(model, None), long).stats.accepted > 15
+
+
+# Files
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("def f(x):\n    return x\n\n" * 50 + "é" * 30)
+    return path
+
+
+TOKENIZER = Path(__file__).parents[2] / "models" / "target"
+
+
+def test_the_table_of_a_text(text_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "table.npz"
+    argv = ["--tokenizer", str(TOKENIZER), "--out", str(out), "--distances", "2", str(text_file)]
+    assert ngram.main(argv) == 0
+    made, tokens = ngram.count(TOKENIZER, [text_file], 2)
+    assert tokens > 300 and math.isclose(np.exp(made.unigram).sum(), 1, rel_tol=1e-5)
+    from transformers import AutoTokenizer
+
+    vocabulary = AutoTokenizer.from_pretrained(TOKENIZER).get_vocab()
+    read = Tables.load(out, vocabulary, len(vocabulary) + 3)
+    assert len(read.unigram) == len(vocabulary) + 3
+    np.testing.assert_array_equal(read.unigram[:-3], made.unigram)
+    for token in (0, 50, 4000, len(vocabulary) + 1):
+        row = read.row("bigram", [token], [])
+        np.testing.assert_allclose(row[:-3], made.row("bigram", [token], []), rtol=1e-6)
+    assert [path.name for path in out.parent.iterdir()] == ["table.npz"]
+
+
+def test_tables_that_are_refused(text_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "table.npz"
+    made = tables(5)
+    made.tokenizer = fingerprint({"a": 0})
+    made.save(out)
+    assert len(Tables.load(out, {"a": 0}, 5).pairs) == 3
+    for path, vocabulary, kind, words in [
+        (out, {"b": 0}, "vocabulary", "another tokenizer"),
+        (tmp_path / "none.npz", {"a": 0}, "option", "No such file"),
+        (tmp_path, {"a": 0}, "option", "directory"),
+        (text_file, {"a": 0}, "option", "no table"),
+    ]:
+        with pytest.raises(OutriderError, match=words) as caught:
+            Tables.load(path, vocabulary, 5)
+        assert caught.value.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("argv", "words", "kind"),
+    [
+        (["--tokenizer", "nowhere", "--out", "x.npz", "{text}"], "is no folder", "checkpoint"),
+        (["--tokenizer", "{empty}", "--out", "x.npz", "{text}"], "cannot read", "checkpoint"),
+        (["--tokenizer", str(TOKENIZER), "--out", "x.npz", "none"], "cannot read none", "option"),
+        (["--tokenizer", str(TOKENIZER), "--out", "x.npz", "--distances", "0", "{text}"],
+         "out of range", "option"),
+        (["--tokenizer", str(TOKENIZER), "--out", "{text}/x.npz", "{text}"], "File exists", "disk"),
+    ],
+)  # fmt: skip
+def test_what_the_counting_refuses(
+    argv: list[str], words: str, kind: str, text_file: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    places = {"{text}": str(text_file), "{empty}": str(tmp_path / "empty")}
+    for name, place in places.items():
+        argv = [word.replace(name, place) for word in argv]
+    assert ngram.main(argv) == EXIT_STATUS[kind]
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "x.npz").exists()
+
+
+# What is refused
+
+
+@both
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"draft": "bigram"}, "needs a table|for the CPU"),
+        ({"draft_temperature": 0.5}, "no effect at temperature=0|for the CPU"),
+        ({"draft_temperature": 0.0, "params": sampled()}, "out of range|for the CPU"),
+        ({"draft_threshold": 1.0}, "out of range|for the CPU"),
+        ({"draft_threshold": 0.5, "draft": "chain"}, "always drafts gamma|for the CPU"),
+        ({"draft_threshold": 0.5, "draft": "ngram"}, "has no probabilities|for the CPU"),
+    ],
+)
+def test_requests_that_are_refused(asked: dict[str, Any], words: str) -> None:
+    decoder = make_decoder(random_model(1), random_model(2))
+    with pytest.raises(OutriderError, match=words) as caught:
+        decoder.admit(Request([2], **asked))
+    assert caught.value.kind == "option"
+    assert isinstance(decoder.rounds, HostRounds) != ("CPU" in caught.value.cause)
+
+
+def test_a_chain_without_a_model() -> None:
+    with pytest.raises(OutriderError, match="needs a draft"):
+        make_decoder(random_model(1), None).admit(Request([2], draft="chain"))

@@ -1,0 +1,418 @@
+"""The graph's sampling node on ONNX Runtime: it agrees with the reference and the library token for
+token, and its rule is exact by enumeration. TensorRT's side is test_tensorrt_plugin.py.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import test_kernel_exact as exact
+from onnx import TensorProto, helper
+from test_kernel import Case, by_library, by_reference, cpu_library
+
+from export import sampling_functions, sampling_node
+from export.graph import OPSET
+from runtime.files.manifest import GRAPH_FILE
+from runtime.sampling.philox import Purpose, uniform
+from runtime.sampling.warp import SamplingParams
+
+TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
+SLOT = {
+    "drafts": (TensorProto.INT64, ["B", "G"]),
+    "seed": (TensorProto.INT64, ["B"]),
+    "position": (TensorProto.INT64, ["B"]),
+    "gamma": (TensorProto.INT64, ["B"]),
+    "temperature": (TensorProto.FLOAT, ["B"]),
+    "lenience": (TensorProto.FLOAT, ["B"]),
+}
+OUTPUTS = {
+    "accepted": (TensorProto.INT32, ["B"]),
+    "token": (TensorProto.INT64, ["B"]),
+    "status": (TensorProto.INT32, ["B"]),
+}
+
+
+def session(function, inputs, outputs, before=(), renamed=None, **attributes):
+    """ONNX Runtime with one node that calls `function`. before: nodes that make its inputs."""
+    renamed = renamed or {}
+    names = [renamed.get(name, name) for name in inputs]
+    node = helper.make_node(
+        function, names, list(outputs), domain=sampling_functions.DOMAIN, **attributes
+    )
+    values = [
+        [helper.make_tensor_value_info(name, *kind) for name, kind in ends.items()]
+        for ends in (inputs, outputs)
+    ]
+    model = helper.make_model(
+        helper.make_graph([*before, node], "test", *values),
+        opset_imports=[
+            helper.make_opsetid("", OPSET),
+            helper.make_opsetid(sampling_functions.DOMAIN, 1),
+        ],
+        functions=sampling_functions.functions(),
+        ir_version=11,
+    )
+    onnx.checker.check_model(model, full_check=True)
+    return start(model)
+
+
+def start(model):
+    return onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+
+
+def logits_of(kind):
+    return {"target_logits": (kind, ["B", "K", "V"]), "draft_logits": (kind, ["B", "G", "W"])}
+
+
+@cache
+def verifier(dtype="float32", **attributes):
+    """One session for all sizes. bfloat16 arrives as float32 and is cast in the graph."""
+    before, renamed = [], {}
+    if dtype == "bfloat16":
+        renamed = {name: f"{name}_16" for name in logits_of(0)}
+        before = [
+            helper.make_node("Cast", [name], [cast], to=TensorProto.BFLOAT16)
+            for name, cast in renamed.items()
+        ]
+    inputs = {**logits_of(TYPES.get(dtype, TensorProto.FLOAT)), **SLOT}
+    return session("Verify", inputs, OUTPUTS, before, renamed, **attributes)
+
+
+def judge():
+    inputs = {**logits_of(TensorProto.FLOAT), **SLOT}
+    slot = {name: inputs[name] for name in ("gamma", "temperature", "lenience")}
+    uniforms = {"drafts": SLOT["drafts"], "uniforms": (TensorProto.DOUBLE, ["B", "K"])}
+    return session("Judge", {**logits_of(TensorProto.FLOAT), **uniforms, **slot}, OUTPUTS)
+
+
+def places_of(case, params):
+    """Without the suppression that the node lacks."""
+    return [replace(place, suppress_rows=0) for place in case.places(params)]
+
+
+def feed(target, draft, drafts, places):
+    params = [place.params for place in places]
+    return {
+        "target_logits": target,
+        "draft_logits": draft,
+        "drafts": np.array(drafts, np.int64).reshape(len(places), -1),
+        "seed": np.array([p.seed for p in params], np.uint64).view(np.int64),
+        "position": np.array([place.position for place in places]),
+        "gamma": np.array([place.gamma for place in places]),
+        "temperature": np.array([p.temperature for p in params], np.float32),
+        "lenience": np.array([p.lenience for p in params], np.float32),
+    }
+
+
+def answers(run, given):
+    """[(accepted, token, status)]"""
+    return list(zip(*(output.tolist() for output in run.run(list(OUTPUTS), given)), strict=True))
+
+
+def test_the_uniforms_are_philox():
+    run = session(
+        "Uniforms",
+        {"seed": SLOT["seed"], "position": SLOT["position"], "rows": (TensorProto.INT64, [1])},
+        {"uniforms": (TensorProto.DOUBLE, ["B", "K"])},
+    )
+    seeds = [0, 2**64 - 1, 2**63, 0x0123456789ABCDEF]
+    positions = [0, 2**32 - 9, 77, 2**31]
+    for rows in (1, 2, 9):
+        given = {
+            "seed": np.array(seeds, np.uint64).view(np.int64),
+            "position": np.array(positions),
+            "rows": np.array([rows]),
+        }
+        expected = [
+            [uniform(seed, start + i, Purpose.ACCEPT) for i in range(rows - 1)]
+            + [uniform(seed, start, Purpose.RESIDUAL)]
+            for seed, start in zip(seeds, positions, strict=True)
+        ]
+        assert run.run(None, given)[0].tolist() == expected
+
+
+OPTIONS = {
+    "plain": {"temperature": 1.0},
+    "cool": {"temperature": 0.6},
+    "greedy": {},
+    "lenient": {"temperature": 1.0, "lenience": 0.25},
+    "greedy-lenient": {"lenience": 0.5},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("vocab_size", [8, 127, 2500])
+def test_agrees_with_the_library_and_the_reference(vocab_size, name, dtype):
+    run, params, rejected = verifier(dtype), SamplingParams(**OPTIONS[name]), 0
+    for gamma in (0, 1, 2, 5):
+        for slots in (1, 3, 8):
+            case = Case(30, vocab_size, gamma, slots, dtype)
+            places = places_of(case, params)
+            drafts, verdicts = by_library(cpu_library(), case, places)
+            sources = (case.p, case.q) if dtype == "bfloat16" else (case.target, case.draft)
+            got = answers(run, feed(*sources, drafts, places))
+            assert got == [(verdict.accepted, verdict.token, 0) for verdict in verdicts]
+            for place, ids, (accepted, token, _) in zip(places, drafts, got, strict=True):
+                _, theirs = by_reference(case, place, ids)
+                assert (accepted, token) == (theirs.accepted, theirs.token)
+                rejected += accepted < gamma
+    assert rejected > 5 or params.lenience < 1  # not only the easy half
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_agrees_with_the_library_on_given_uniforms(name):
+    params, rng, run = SamplingParams(**OPTIONS[name]), np.random.default_rng(31), judge()
+    for vocab_size, gamma in ((8, 3), (127, 1), (2500, 4)):
+        case = Case(32, vocab_size, gamma, slots=6)
+        places = places_of(case, params)
+        uniforms = rng.random((6, gamma + 1))
+        uniforms[0], uniforms[1] = 0, np.nextafter(1, 0)
+        drafts, verdicts = by_library(cpu_library(), case, places, uniforms=(None, uniforms))
+        given = feed(case.target, case.draft, drafts, places)
+        del given["seed"], given["position"]
+        got = answers(run, {**given, "uniforms": uniforms})
+        assert got == [(verdict.accepted, verdict.token, 0) for verdict in verdicts]
+
+
+def test_slots_are_independent():
+    case = Case(33, 127, 4, slots=5)
+    params = [SamplingParams(**options) for options in OPTIONS.values()]
+    places = [
+        replace(place, params=replace(own, seed=place.params.seed), gamma=gamma)
+        for place, own, gamma in zip(
+            places_of(case, params[0]), params, (4, 0, 2, 3, 4), strict=True
+        )
+    ]
+    drafts, verdicts = by_library(cpu_library(), case, places)
+    whole = answers(verifier(), feed(case.target, case.draft, drafts, places))
+    assert whole == [(verdict.accepted, verdict.token, 0) for verdict in verdicts]
+    for b, place in enumerate(places):
+        one = feed(case.target[b : b + 1], case.draft[b : b + 1], [drafts[b]], [place])
+        assert answers(verifier(), one) == whole[b : b + 1]
+
+
+@pytest.mark.parametrize("widths", [(40, 29), (29, 40), (64, 64)])
+@pytest.mark.parametrize("vocab_size", [None, 33])
+def test_widths_of_target_and_draft(widths, vocab_size):
+    """Beyond a row's width, and beyond the vocabulary, probability is 0."""
+    run = verifier(**({} if vocab_size is None else {"vocab_size": vocab_size}))
+    case = Case(34, 64, 3, slots=6)
+    case.target, case.p = (array[:, :, : widths[0]] for array in (case.target, case.p))
+    case.draft, case.q = (array[:, :, : widths[1]] for array in (case.draft, case.q))
+    cut = slice(vocab_size)
+    for name in ("plain", "greedy"):
+        places = places_of(case, SamplingParams(**OPTIONS[name]))
+        cut_case = Case(34, 64, 3, slots=6)
+        cut_case.p, cut_case.q = case.p[..., cut], case.q[..., cut]
+        expected = [by_reference(cut_case, place) for place in places]
+        drafts = [ids for ids, _ in expected]
+        got = answers(run, feed(case.target, case.draft, drafts, places))
+        assert got == [(verdict.accepted, verdict.token, 0) for _, verdict in expected]
+
+
+def test_broken_rows_and_parameters():
+    case, nan, inf = Case(35, 8, 2, slots=9), np.nan, np.inf
+    places = places_of(case, SamplingParams(temperature=1.0))
+    target, draft = case.target.copy(), case.draft.copy()
+    drafts = draft.argmax(axis=2)
+    best = np.take_along_axis(target[:, :2], drafts[..., None], 2)
+    np.put_along_axis(target[:, :2], drafts[..., None], best + 40, 2)  # all stand
+    target[0, 0, 3], target[1, 1] = nan, -inf
+    target[2, 2, :2] = nan, inf
+    target[3, 0, 4] = draft[4, 1, 4] = inf
+    target[5, 0] = draft[5, 0]
+    target[5, 0, drafts[5, 0]] = -inf  # rejected, so what follows is never looked at
+    target[5, 1:] = draft[5, 1:] = nan
+    given = feed(target, draft, drafts, places)
+    given["gamma"][6] = -1
+    given["gamma"][7] = 3
+    given["temperature"][8] = -1
+    got = answers(verifier(), given)
+    statuses = [6, 8, 6, 7, 7, 0, 0, 2, 2]
+    assert [status for *_, status in got] == statuses
+    assert all((token >= 0) == (b == 5) for b, (_, token, _) in enumerate(got))
+    assert all(accepted == 0 for accepted, *_ in got)
+    given["temperature"][:4] = 0  # the same rows; the draft's distribution is not read
+    given["temperature"][4] = 0
+    statuses[4] = 0
+    assert [status for *_, status in answers(verifier(), given)] == statuses
+    given["temperature"][:] = [nan, inf, 1e-9, 1e8, 1, 1, 1, 1, 1]
+    given["lenience"][4:6] = [0, 1.5]
+    assert [status for *_, status in answers(verifier(), given)] == [2] * 6 + [0, 2, 0]
+
+
+# --- enumeration ------------------------------------------------------------------------------
+
+
+def graph_rounds(run):
+    """test_kernel_exact.rounds by a session of `Judge`."""
+
+    def rounds(_, models, drafts, params):
+        count, gamma = len(drafts), models.gamma
+        target = np.stack(
+            [
+                models.target[i][tuple(drafts[:, :i].T)] * np.ones((count, 1))
+                for i in range(gamma + 1)
+            ],
+            1,
+        ).astype(np.float32)
+        draft = np.stack(
+            [models.draft[i][tuple(drafts[:, :i].T)] * np.ones((count, 1)) for i in range(gamma)], 1
+        ).astype(np.float32)
+        given = {
+            "target_logits": target,
+            "draft_logits": draft,
+            "drafts": drafts,
+            "gamma": np.full(count, gamma),
+            "temperature": np.full(count, params.temperature, np.float32),
+            "lenience": np.full(count, params.lenience, np.float32),
+        }
+
+        def outcome(u):
+            accepted, token, status = run.run(list(OUTPUTS), {**given, "uniforms": u})
+            assert not status.any()
+            return np.stack([accepted, token])
+
+        return outcome
+
+    return rounds
+
+
+@pytest.mark.parametrize("gamma", [1, 2])
+def test_a_round_has_the_targets_joint_distribution(monkeypatch, gamma):
+    monkeypatch.setattr(exact, "rounds", graph_rounds(judge()))
+    for seed in range(2):
+        assert exact.distance(None, exact.Models(seed, gamma), exact.TOKEN)[0] < 1e-6
+
+
+BREAKS = {
+    "the ratio inverted": (
+        "below = Less (left, p_x)",
+        "right = Mul (u_l, p_x)\n  below = Less (right, q_x)",
+    ),
+    "no residual": ("difference = Sub (p_scaled, q_row)", "difference = Identity (p_scaled)"),
+    "q not normalised": ("q_prob = Div (q_weight_64, q_total)", "q_prob = Identity (q_weight_64)"),
+    "one uniform for all tests": (
+        "u_l = Mul (uniforms, l)",
+        "u_first = Gather <axis = 1> (uniforms, i0)\n  u_l = Mul (u_first, l)",
+    ),
+    "a number looked at twice": (
+        "u = Gather <axis = 1> (uniforms, last)",
+        "u = Gather <axis = 1> (uniforms, i0)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_control_enumeration_notices_a_broken_body(monkeypatch, name):
+    old, new = BREAKS[name]
+    assert sum(body.count(old) for body in sampling_functions._BODIES) == 1
+    bodies = tuple(body.replace(old, new) for body in sampling_functions._BODIES)
+    monkeypatch.setattr(sampling_functions, "_BODIES", bodies)
+    monkeypatch.setattr(exact, "rounds", graph_rounds(judge()))
+    assert exact.distance(None, exact.Models(0, 2), exact.TOKEN)[0] > 0.01
+
+
+# --- in a model's graph -----------------------------------------------------------------------
+
+
+def test_a_verify_graph_verifies_itself(workshop, tmp_path):
+    folder = workshop.graphs(workshop.checkpoint("llama")) / "target"
+    for path in folder.iterdir():  # a bundle's files are hard links, which onnx_ir refuses
+        shutil.copyfile(path, tmp_path / path.name)
+    model = ir.load(tmp_path / GRAPH_FILE)
+    vocab_size = model.graph.outputs[0].shape[2]
+    sampling_node.append_verify(model, vocab_size)
+    ir.save(model, tmp_path / "verify.onnx", external_data="verify.bin")
+    onnx.checker.check_model(tmp_path / "verify.onnx", full_check=True)
+    run = onnxruntime.InferenceSession(tmp_path / "verify.onnx", providers=["CPUExecutionProvider"])
+    inputs = {value.name: value.shape for value in run.get_inputs()}
+    rng, params = np.random.default_rng(36), SamplingParams(temperature=1.0, seed=2**64 - 3)
+    for slots, gamma in ((1, 3), (2, 0), (3, 4)):
+        drafts = rng.integers(0, vocab_size, (slots, gamma))
+        draft = rng.normal(size=(slots, gamma, vocab_size)).astype(np.float32)
+        position = np.arange(slots) + 5
+        given = {
+            "input_ids": np.concatenate([rng.integers(0, vocab_size, (slots, 1)), drafts], 1),
+            "position": position,
+            "logits_index": np.arange(gamma + 1),
+            "draft_logits": draft,
+            "seed": np.full(slots, params.seed, np.uint64).view(np.int64),
+            "gamma": np.full(slots, gamma),
+            "temperature": np.ones(slots, np.float32),
+            "lenience": np.ones(slots, np.float32),
+        }
+        given |= {
+            name: np.zeros((slots, shape[1], 32, shape[3]), np.float32)
+            for name, shape in inputs.items()
+            if name.startswith(("key_", "value_"))
+        }
+        logits, *got = run.run(["logits", *OUTPUTS], given)
+        case = Case(0, vocab_size, gamma, slots)
+        case.p, case.q = logits, draft
+        places = [
+            replace(place, params=params, position=int(start) + 1)
+            for place, start in zip(places_of(case, params), position, strict=True)
+        ]
+        theirs = [
+            by_reference(case, place, ids)[1]
+            for place, ids in zip(places, drafts.tolist(), strict=True)
+        ]
+        assert np.transpose(got).tolist() == [[v.accepted, v.token, 0] for v in theirs]
+
+
+def test_what_tensorrts_parser_looks_for(workshop):
+    folder = workshop.graphs(workshop.checkpoint("llama")) / "target"
+    model = ir.load(folder / GRAPH_FILE)
+    sampling_node.append_verify(model, vocab_size=257)
+    node = model.graph.node("outrider_verify")
+    assert (node.domain, node.op_type) == ("outrider", "Verify")
+    found = {name: attribute.value for name, attribute in node.attributes.items()}
+    assert found == {
+        "plugin_namespace": "outrider", "plugin_version": "1", "rule": "token", "vocab_size": 257
+    }  # fmt: skip
+    # Its local functions are found by name alone: none may have a standard operator's.
+    standard = {schema.name for schema in onnx.defs.get_all_schemas()}
+    assert not {function.name for function in sampling_functions.functions()} & standard
+    for function in sampling_functions.functions():
+        assert {part.domain for part in function.node} <= {"", "outrider"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 5}, r"top_k=5 is not in the graph's sampling node. Use top_k=0, or"),
+        ({"top_p": 0.9, "temperature": 1.0}, "top_p=0.9"),
+        ({"min_p": 0.1}, "min_p=0.1"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
+        ({"min_new_tokens": 3}, "min_new_tokens=3"),
+        ({"verify": "block"}, "verify='block'"),
+        ({"verify": "sigmoid"}, "verify='sigmoid'"),
+    ],
+)
+def test_what_the_node_lacks_is_refused(options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        sampling_node.check_options(options)
+    assert "\n" not in str(error.value)
+
+
+def test_what_the_node_has_is_not_refused():
+    sampling_node.check_options({"temperature": 0.7, "top_p": 1.0, "lenience": 0.5, "seed": 3})
+
+
+def test_append_refuses_what_it_cannot_do():
+    empty = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}), ir_version=11)
+    with pytest.raises(ValueError, match="verify='block'"):
+        sampling_node.append_verify(empty, rule="block")
+    with pytest.raises(ValueError, match="no input_ids"):
+        sampling_node.append_verify(empty)

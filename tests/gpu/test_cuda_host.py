@@ -1,0 +1,265 @@
+"""The host side of the GPU: what it launches, with which addresses, and what failures become.
+
+Over a driver that runs the emulated kernels, so that results count and not only calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from fake_cuda import FakeDriver
+from test_kernel import OPTIONS, Case, by_library, cpu_library, emulated_library
+
+from bench import kernel_gpu, rounds
+from bench.kernel_gpu import DeviceRound, Shape
+from bench.on_gpu import OnGpu
+from bench.rounds import VARIANTS
+from runtime.files.errors import OutriderError
+from runtime.gpu import launch as cuda_kernel
+from runtime.gpu.launch import Device, Plan, Sizes, find_image
+from runtime.sampling import kernel
+from runtime.sampling.kernel import RoundSampler
+from runtime.sampling.sampler import SlotSampling
+from runtime.sampling.warp import SamplingParams
+
+
+@pytest.fixture
+def image(tmp_path):
+    path = tmp_path / "outrider_sm_90.cubin"
+    path.write_bytes(b"code")
+    return path
+
+
+@pytest.fixture
+def driver():
+    return FakeDriver(emulated_library())
+
+
+@pytest.fixture
+def device(driver, image):
+    return Device(image=image, driver=driver)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_rounds_through_the_driver(device, driver, name, dtype):
+    """Everything crosses: logits, slots, ids, drafts, rows, verdicts, ratios."""
+    rng = np.random.default_rng(0)
+    params = SamplingParams(**OPTIONS[name])
+    places = [
+        SlotSampling(
+            params, gamma, 7 * b, b, rng.integers(0, 300, 9), np.array([1, 5 + b]), b,
+            name=f"slot {b}",
+        )
+        for b, gamma in enumerate((3, 0, -1, 2))
+    ]  # fmt: skip
+    case = Case(3, 300, 3, slots=4, dtype=dtype)
+    on_gpu = OnGpu(device, cpu_library())
+    for keep in (True, False):
+        got = by_library(on_gpu, case, places, keep)
+        assert got == by_library(cpu_library(), case, places, keep)
+    assert driver.launched
+    assert not driver.allocated, "memory that was not given back"
+
+
+def test_what_is_launched_depends_on_sizes_alone(device, driver):
+    """Or a graph could not replay it."""
+    on_gpu, seen = OnGpu(device, cpu_library()), []
+    for seed in range(3):
+        case = Case(seed, 5000, 2, slots=2)
+        places = [
+            SlotSampling(SamplingParams(temperature=1.0, seed=seed + b), 2, 40, b) for b in range(2)
+        ]
+        driver.launched.clear()
+        by_library(on_gpu, case, places)
+        seen.append(list(driver.launched))
+    assert seen[0] == seen[1] == seen[2]
+    assert {name for name, *_ in seen[0]} == {
+        "outrider_draw_scan", "outrider_verify_scan", "outrider_verify_rest",
+    }  # fmt: skip
+
+
+class FakeCuda:
+    """torch.cuda, whose work is done when it is enqueued; every span takes a millisecond."""
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            pass
+
+        def elapsed_time(self, end):
+            return 1.0
+
+    class CUDAGraph:
+        replays = 0
+
+        def replay(self):
+            FakeCuda.CUDAGraph.replays += 1
+
+    graph = staticmethod(contextlib.nullcontext)
+
+    @staticmethod
+    def synchronize():
+        pass
+
+    @staticmethod
+    def current_stream():
+        return SimpleNamespace(cuda_stream=77)
+
+    @staticmethod
+    def get_device_properties(ordinal):
+        return SimpleNamespace(L2_cache_size=100_000)
+
+
+@pytest.fixture
+def torch_cuda(monkeypatch):
+    for name in ("Event", "CUDAGraph", "graph", "synchronize", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(FakeCuda, name))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", FakeCuda.get_device_properties)
+    monkeypatch.setattr(kernel_gpu, "WHERE", "cpu")
+    monkeypatch.setattr(kernel_gpu, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(kernel_gpu, "GRAPH_SECONDS", 0.002)
+
+
+@pytest.fixture
+def emulated_gpu(monkeypatch, driver, image):
+    """What opens a GPU by itself gets this one."""
+    monkeypatch.setattr(kernel_gpu, "Device", lambda: Device(image=image, driver=driver))
+    monkeypatch.setattr(
+        kernel_gpu, "open_gpu", lambda: OnGpu(Device(image=image, driver=driver), cpu_library())
+    )
+
+
+def test_the_benchmark_runs_to_its_end(torch_cuda, emulated_gpu, driver, capsys):
+    """Its arithmetic, not its times: on a GPU the one run there may be must not end in a typo."""
+    jobs = [
+        (VARIANTS[name], name, Shape(2500, 2, batch, dtype))
+        for name in VARIANTS
+        for batch, dtype in ((1, "bfloat16"), (2, "float32"))
+    ]
+    report = kernel_gpu.times(jobs)
+    json.dumps(report)
+    assert len(report["results"]) == len(jobs)
+    for result in report["results"]:
+        # A millisecond for two passes over all sets.
+        assert result["verify_rotating"]["us"] == pytest.approx(500 / result["sets"], abs=1e-3)
+        assert result["bytes"] >= result["B"] * 3 * 2500 * 2
+        assert ("transformers_us" in result) == result["name"].startswith(("token", "top-"))
+    assert {stream for *_, stream in driver.launched} == {77}
+    assert "token" in capsys.readouterr().err
+
+
+def test_the_goals_are_found(torch_cuda):
+    result = {"name": "token", "V": 128_256, "gamma": 5, "B": 1, "verify_rotating": {"us": 7.0}}
+    assert kernel_gpu.goals([result]) == {
+        "V 128256 gamma 5 B 1": {"us": 7.0, "limit_us": 6.0, "met": False}
+    }
+
+
+def test_what_watching_tools_run(torch_cuda, emulated_gpu, monkeypatch):
+    monkeypatch.setattr(kernel_gpu, "WATCHED", ((300, 2),))
+    assert kernel_gpu.one_of_each() == 0
+    assert kernel_gpu.profiled(1500, 2, 1) == 0
+
+
+def test_the_check_on_fresh_logits(emulated_gpu, monkeypatch):
+    monkeypatch.setattr(kernel_gpu, "CHECKED", (127, 1500))
+    assert kernel_gpu.check() == 0
+    # The control: logits that the kernel alone sees otherwise.
+    real = rounds.Round.kernel_verify
+
+    def other(self):
+        self.target[:, :, :3] += 5
+        verdicts = real(self)
+        self.target[:, :, :3] -= 5
+        return verdicts
+
+    monkeypatch.setattr(rounds.Round, "kernel_verify", other)
+    assert kernel_gpu.check() > 0
+
+
+def test_the_benchmarks_rounds_are_the_cpu_librarys(device, torch_cuda):
+    params = SamplingParams(temperature=0.7)
+    for dtype in ("float32", "bfloat16"):
+        round_ = DeviceRound(device, Shape(1500, 3, 2, dtype), params, sets=2)
+        for s in range(2):
+            device.launch(round_.verifies[s])
+            # The library knows NumPy's types: bfloat16 as its bits.
+            logits = [
+                x.numpy() if dtype == "float32" else x.view(round_.torch.int16).numpy().view("u2")
+                for x in (round_.target[s], round_.draft[s])
+            ]
+            sampler = RoundSampler(1500, 3, 2, library=cpu_library())
+            sampler.begin([SlotSampling(SamplingParams(temperature=0.7, seed=b), 3, 500, b)
+                           for b in range(2)])  # fmt: skip
+            for step in range(3):
+                sampler.draw(logits[1][:, step], step)
+            want = [(v.accepted, v.token) for v in sampler.verify(logits[0])]
+            np.testing.assert_array_equal(round_.drafts(s), sampler.drafts[:2])
+            got = [(int(v["accepted"]), int(v["token"])) for v in round_.verdicts(s)]
+            assert got == want
+
+
+def test_a_plan_outlives_what_it_was_made_of(device, driver):
+    """The parameter is copied into the plan, and from it into the launch."""
+    plan = Plan()
+    plan.launch_count = 1
+    plan.launches[0].kernel = b"no such kernel"
+    with pytest.raises(AssertionError, match="no such kernel"):
+        device.launch(plan)
+
+
+def test_memory_that_is_not_there(image):
+    device = Device(image=image, driver=FakeDriver(emulated_library(), memory=1000))
+    case = Case(0, 300, 1, slots=1)
+    with pytest.raises(OutriderError, match=r"the GPU has no room for .* more bytes") as caught:
+        by_library(OnGpu(device, cpu_library()), case, [SlotSampling(SamplingParams(), 1, 0)])
+    assert caught.value.kind == "memory"
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [
+        ((9, 0), "outrider_sm_90.cubin"),
+        ((8, 0), "outrider_sm_80.cubin"),
+        ((8, 7), "outrider_sm_86.cubin"),  # machine code runs on later minor versions
+        ((12, 1), "outrider_sm_120.cubin"),
+        ((11, 0), "outrider_compute_80.ptx"),
+        ((13, 0), "outrider_compute_80.ptx"),
+    ],
+)
+def test_the_image_for_a_chip(tmp_path, capability, name):
+    for made in ("sm_80.cubin", "sm_86.cubin", "sm_90.cubin", "sm_120.cubin", "compute_80.ptx"):
+        (tmp_path / f"outrider_{made}").write_bytes(b"")
+    assert find_image(*capability, folders=(tmp_path,)).name == name
+    with pytest.raises(OutriderError, match=r"7\.5"):
+        find_image(7, 5, folders=(tmp_path,))
+
+
+def test_ptx_ends_in_a_zero(driver, image):
+    Device(image=image, driver=driver)
+    assert driver.loaded == b"code\0"
+
+
+def test_machine_code_of_another_interface_is_refused(driver, image):
+    driver.interface = b"outrider_interface_1"
+    with pytest.raises(OutriderError, match="make cubins again") as caught:
+        Device(image=image, driver=driver)
+    assert "outrider_sm_90.cubin is of another version" in caught.value.cause
+
+
+def test_structures_are_those_of_the_header():
+    assert ctypes.sizeof(Sizes) == 24
+    assert ctypes.sizeof(Plan) == 8 + 4 * 32 + 64 * 8
+    assert cuda_kernel.workspace_size(Sizes(1, 4, 1000, 1000, 0, 0), cpu_library()) > 0
+    assert cuda_kernel.workspace_size(Sizes(0, 4, 1000, 1000, 0, 0), cpu_library()) == 0
+    assert kernel.SLOT.itemsize % 8 == 0
+    assert kernel.VERDICT.itemsize % 8 == 0, "a round's results are copied in words"

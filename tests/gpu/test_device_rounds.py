@@ -1,0 +1,423 @@
+"""The scheduler of a GPU's rounds over a recorded stream: which graph, which order, which buffers.
+
+That its tokens are those of the definition is what the tests of rounds prove with the sampler
+"device"; here they are also, bit for bit, those that the host's rounds draw with the same kernel.
+The driver is `fake_cuda.FakeDriver`: nothing on the stream happens until somebody waits for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import fake_device
+import numpy as np
+import pytest
+import rounds
+from fake_cuda import FakeDriver
+from fakes import EOS, FakeEngine, near, random_model, script
+from rounds import broken, ids, make_decoder
+
+from plugins.tools.build import build_emulated
+from runtime.decoder import Decoder
+from runtime.files.errors import OutriderError
+from runtime.gpu.launch import SEQUENCE
+from runtime.gpu.rounds import DeviceRounds, flags_of
+from runtime.sampling import kernel
+from runtime.sampling.warp import SamplingParams
+from runtime.sequence import ActiveSequence, Request
+
+LOOP_NAMES = ("outrider_begin", "outrider_feed", "outrider_commit")
+MODEL = random_model(1, never=[EOS])
+DRAFT = near(MODEL, 2, 0.7)
+WARM = SamplingParams(temperature=0.8, seed=5)
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver(kernel.load(build_emulated(fake_device.LIBRARIES)))
+
+
+def decoder_on(driver: FakeDriver, *, slots: int = 1, **options) -> Decoder:  # type: ignore[no-untyped-def]
+    made = fake_device.make_rounds(
+        FakeEngine(MODEL, slots=slots, capacity=73, order=None),
+        FakeEngine(DRAFT, slots=slots, capacity=73, order=None),
+        driver=driver, vocab_size=32, max_len=64, max_gamma=8, **options,
+    )  # fmt: skip
+    return Decoder(made, vocab_size=32, max_len=64, max_gamma=8)
+
+
+def text(decoder: Decoder, request: Request) -> list[int]:
+    sequence = decoder.admit(request)
+    while sequence.finish_reason is None:
+        decoder.round([sequence])
+    decoder.release(sequence)
+    return ids(sequence)
+
+
+def steps(driver: FakeDriver, action: Callable[[], object]) -> list[str]:
+    """What the driver is asked for meanwhile."""
+    driver.log.clear()
+    action()
+    return list(driver.log)
+
+
+# --- what is launched, and when -----------------------------------------------------------------
+
+
+def test_a_round_is_one_launch_and_one_wait(driver: FakeDriver) -> None:
+    decoder = decoder_on(driver)
+    sequence = decoder.admit(Request([2, 3, 4], WARM, gamma=3, max_new_tokens=40))
+    first = steps(driver, lambda: decoder.round([sequence]))
+    # Made ready, captured, launched for this round and the next; then the results are waited for.
+    assert first == ["wait", "wait", "capture", "graph", "graph", "wait for event"]
+    for _ in range(3):
+        again = steps(driver, lambda: decoder.round([sequence]))
+        assert again == ["graph", "wait for event"], "the next round comes before the results"
+
+
+def test_nothing_is_launched_ahead_where_it_is_not_wanted(driver: FakeDriver) -> None:
+    decoder = decoder_on(driver, ahead=False)
+    sequence = decoder.admit(Request([2, 3, 4], WARM, gamma=3, max_new_tokens=40))
+    decoder.round([sequence])
+    assert steps(driver, lambda: decoder.round([sequence])) == ["graph", "wait for event"]
+    (length,) = state(decoder, driver, sequence)["length"]
+    assert length == len(sequence.slot.tokens)
+
+
+def test_a_graph_for_each_shape_and_only_once(driver: FakeDriver) -> None:
+    decoder = decoder_on(driver, slots=2)
+    request = Request([2, 3], WARM, gamma=2, max_new_tokens=9)
+
+    def captured(request: Request) -> int:
+        sequence = decoder.admit(request)
+        found = steps(driver, lambda: decoder.round([sequence]))
+        decoder.release(sequence)
+        return found.count("capture")
+
+    for change in ({}, {"gamma": 0}, {"gamma": 3}, {"params": replace(WARM, top_k=5)}):
+        assert captured(replace(request, **change)) == 1
+        assert captured(replace(request, **change)) == 0
+    other = decoder.admit(request)  # in the first slot
+    assert captured(request) == 1, "a graph for two slots"
+    decoder.release(other)
+
+
+def test_the_kernels_of_a_round_in_order(driver: FakeDriver) -> None:
+    decoder = decoder_on(driver, graphs=False, ahead=False)
+    sequence = decoder.admit(Request([2, 3, 4], SamplingParams(), gamma=2, max_new_tokens=40))
+    driver.launched.clear()
+    decoder.round([sequence])
+    loops = [name for name, *_ in driver.launched if name in LOOP_NAMES]
+    assert loops == ["outrider_begin", "outrider_feed", "outrider_feed", "outrider_commit"]
+    assert driver.launched[0][0] == "outrider_begin"
+    assert driver.launched[-1][0] == "outrider_commit"
+    engines = (decoder.target.calls[-1], *decoder.draft.calls[-2:])  # type: ignore[attr-defined, union-attr]
+    assert [(call.width, call.outputs) for call in engines] == [(3, 3), (2, 1), (1, 1)]
+
+
+def test_a_plain_text_asks_nothing_of_a_draft(driver: FakeDriver) -> None:
+    decoder = decoder_on(driver)
+    text(decoder, Request([2, 3, 4], WARM, gamma=0, max_new_tokens=9))
+    assert decoder.draft.calls == []  # type: ignore[attr-defined, union-attr]
+
+
+# --- the same tokens ------------------------------------------------------------------------------
+
+PARAMS = {
+    "greedy": SamplingParams(),
+    "plain": WARM,
+    "filters": replace(WARM, top_k=9, top_p=0.9, min_p=0.01),
+    "penalty": replace(WARM, repetition_penalty=1.3),
+    "block": replace(WARM, verify="block"),
+    "all": replace(WARM, top_k=9, top_p=0.95, repetition_penalty=1.2, verify="block"),
+}
+
+
+def host(monkeypatch: pytest.MonkeyPatch, **shape: int) -> Decoder:
+    monkeypatch.setattr(rounds, "SAMPLER", "kernel")
+    return make_decoder(MODEL, DRAFT, **shape)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{}, {"graphs": False}, {"ahead": False}], ids=str)
+@pytest.mark.parametrize("name", PARAMS)
+def test_the_hosts_tokens(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, name: str, options: dict
+) -> None:
+    request = Request(
+        [2, 3, 4], PARAMS[name], gamma=4, max_new_tokens=40, min_new_tokens=5,
+        eos_token_ids=frozenset([EOS, 7]),
+    )  # fmt: skip
+    assert text(decoder_on(driver, **options), request) == text(host(monkeypatch), request)
+
+
+def wander(decoder: Decoder, seed: int, changing: float = 0.0) -> list[object]:
+    """Texts that join, sit out, and leave early or at their end, by a fixed chance. changing: the
+    chance that a text changes its gamma before a round."""
+    chance = random.Random(seed)
+    waiting = [
+        Request(
+            [chance.randrange(2, 30) for _ in range(chance.randrange(1, 40))],
+            replace(chance.choice(list(PARAMS.values())), seed=number),
+            gamma=chance.choice([0, 1, 3, 8]), max_new_tokens=chance.randrange(1, 24),
+            logprobs=chance.choice([None, None, None, 2]),
+            eos_token_ids=frozenset([7, 11]), min_new_tokens=0,
+        )
+        for number in range(16)
+    ]  # fmt: skip
+    present: list[ActiveSequence] = []
+    done: list[ActiveSequence] = []
+
+    def leave(sequence: ActiveSequence) -> None:
+        present.remove(sequence)
+        decoder.release(sequence)
+        done.append(sequence)
+
+    while waiting or present:
+        while waiting and decoder.slots.free and chance.random() < 0.7:
+            sequence = decoder.admit(waiting.pop(0))
+            present.append(sequence)
+            if sequence.finish_reason:
+                leave(sequence)
+        batch = [sequence for sequence in present if chance.random() < 0.8]
+        for sequence in batch:
+            if chance.random() < changing:
+                sequence.request = replace(sequence.request, gamma=chance.choice([0, 2, 5]))
+        if batch:
+            decoder.round(batch)
+        for sequence in [*present]:
+            if sequence.finish_reason or chance.random() < 0.03:
+                leave(sequence)
+    # With top log-probabilities, which are read from the device's logits.
+    return [[(token.id, token.alternatives) for token in sequence.output] for sequence in done]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_hosts_tokens_whoever_comes_and_goes(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    assert wander(decoder_on(driver, slots=3), seed) == wander(host(monkeypatch, slots=3), seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_gamma_that_changes(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """A round that is on its way keeps the gamma that it was launched with, so the host's tokens
+    are those of a device that waits."""
+    waiting = decoder_on(driver, slots=3, ahead=False)
+    assert wander(waiting, seed, 0.3) == wander(host(monkeypatch, slots=3), seed, 0.3)
+
+
+def test_a_gamma_that_changes_under_a_round_ahead(driver: FakeDriver) -> None:
+    decoder = decoder_on(driver)
+    request = Request([2, 3, 4], SamplingParams(), gamma=3, max_new_tokens=40)
+    expected = text(decoder_on(driver), replace(request, gamma=0))
+    sequence = decoder.admit(request)
+    for gamma in (3, 1, 5, 0, 2) * 10:
+        if sequence.finish_reason is None:
+            sequence.request = replace(request, gamma=gamma)
+            decoder.round([sequence])
+    assert ids(sequence) == expected
+
+
+def test_a_device_that_is_not_told_who_takes_part_is_noticed(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: whoever took part last does so again."""
+    expected = wander(host(monkeypatch, slots=2), 0)
+    real = DeviceRounds._upload_turns
+
+    def upload(self: DeviceRounds, wanted: dict, batch: int) -> None:
+        real(self, wanted or {r: g for r, g in told.items() if r.slot.index < batch}, batch)
+        told.update(wanted)
+
+    told: dict[ActiveSequence, int] = {}
+    with broken("gpu.rounds.DeviceRounds._upload_turns", upload):
+        try:
+            found = wander(decoder_on(driver, slots=2), 0)
+        except (OutriderError, AssertionError):
+            return
+    assert found != expected
+
+
+def test_rows_that_the_next_round_overwrites_are_noticed(driver: FakeDriver) -> None:
+    """Control: log-probabilities while the next round is launched ahead."""
+    request = Request([2, 3, 4], WARM, gamma=2, max_new_tokens=12, logprobs=3)
+
+    def tops(decoder: Decoder) -> list[object]:
+        sequence = decoder.admit(request)
+        while sequence.finish_reason is None:
+            decoder.round([sequence])
+        return [token.alternatives for token in sequence.output]
+
+    right = tops(decoder_on(driver))
+
+    def run(self: DeviceRounds, turns: list):  # type: ignore[no-untyped-def]
+        for turn in turns:
+            turn.sequence.request = replace(turn.sequence.request, logprobs=None)
+        outcome = real(self, turns)
+        for turn in turns:
+            turn.sequence.request = request
+        return outcome
+
+    real = DeviceRounds.run
+    with broken("gpu.rounds.DeviceRounds.run", run):
+        assert tops(decoder_on(driver)) != right
+
+
+# --- captures that fail ---------------------------------------------------------------------------
+
+
+def broken_by(driver: FakeDriver, how: str) -> Callable[[object], None]:
+    def fail() -> None:
+        if driver._recording is None:
+            return
+        if how == "raises":
+            raise OutriderError("backend", "an engine allocates memory", "Do without.")
+        driver.break_capture()
+
+    return lambda engine: fail()
+
+
+@pytest.mark.parametrize("how", ["raises", "invalidates"])
+def test_a_failed_capture_is_said_and_costs_no_token(
+    driver: FakeDriver, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    request = Request([2, 3, 4], WARM, gamma=3, max_new_tokens=30)
+    expected = text(decoder_on(driver), request)
+    decoder = decoder_on(driver)
+    real, fail = type(decoder.target).enqueue, broken_by(driver, how)
+
+    def enqueue(self, call, graph=None):  # type: ignore[no-untyped-def]
+        fail(self)
+        real(self, call, graph)
+
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(type(decoder.target), "enqueue", enqueue)
+        found = steps(driver, lambda: text(decoder, request))
+        assert "graph" not in found
+        assert found.count("capture") == 1, "a shape is tried once, not every round"
+        assert text(decoder, request) == expected
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1, lines
+    assert "rounds of gamma=3 run without a CUDA graph, slower: " in lines[0]
+
+
+def test_what_is_no_error_of_a_capture_is_raised(driver: FakeDriver) -> None:
+    decoder = decoder_on(driver)
+    sequence = decoder.admit(Request([2, 3, 4], WARM, gamma=3, max_new_tokens=30))
+
+    def enqueue(self, call, graph=None):  # type: ignore[no-untyped-def]
+        raise OutriderError("backend", "the engine is broken", "Build it again.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(decoder.target), "enqueue", enqueue)
+        with pytest.raises(OutriderError, match="the engine is broken"):
+            decoder.round([sequence])
+    decoder.release(sequence)
+    assert len(text(decoder, Request([2, 3], WARM, gamma=3, max_new_tokens=9))) == 9
+
+
+# --- the device's state ---------------------------------------------------------------------------
+
+
+def state(decoder: Decoder, driver: FakeDriver, sequence: ActiveSequence) -> np.ndarray:
+    """The sequence's structure, after all that was launched."""
+    driver.drain()
+    address = decoder.rounds._at.sequences + sequence.slot.index * SEQUENCE.itemsize  # type: ignore[attr-defined]
+    return np.frombuffer(ctypes.string_at(address, SEQUENCE.itemsize), SEQUENCE)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_the_text_on_the_device_is_the_hosts(driver: FakeDriver, ahead: bool) -> None:
+    decoder = decoder_on(driver, slots=2, ahead=ahead)
+    both = [
+        decoder.admit(Request([2, 3, 4], WARM, gamma=3, max_new_tokens=40)),
+        decoder.admit(Request([9], SamplingParams(), gamma=2, max_new_tokens=25)),
+    ]
+    while unfinished := [sequence for sequence in both if sequence.finish_reason is None]:
+        decoder.round(unfinished)
+        for sequence in unfinished:
+            own = state(decoder, driver, sequence)
+            (length,), (address,) = own["length"], own["tokens"]
+            tokens = np.frombuffer(ctypes.string_at(int(address), 8 * int(length)), np.int64)
+            assert length >= len(sequence.slot.tokens)
+            assert ahead or length == len(sequence.slot.tokens)
+            assert tokens[: len(sequence.slot.tokens)].tolist() == sequence.slot.tokens
+            assert bool(own["ended"][0]) >= (sequence.finish_reason is not None)
+
+
+def test_pinned_memory_is_used_again(driver: FakeDriver) -> None:
+    decoder = decoder_on(driver)
+    for _ in range(4):
+        text(decoder, Request([2, 3, 4], WARM, gamma=3, max_new_tokens=30))
+    sequence = decoder.admit(Request([2, 3, 4], WARM, gamma=3, max_new_tokens=30))
+    decoder.round([sequence])
+    decoder.release(sequence)  # a round is on its way
+    text(decoder, Request([2, 3, 4], WARM, gamma=3, max_new_tokens=30))
+    assert len(driver.pinned) <= 2
+
+
+def test_texts_allocate_nothing(driver: FakeDriver) -> None:
+    """All is there once each shape was captured: what the plan says is what is used."""
+    decoder = decoder_on(driver)
+    request = Request([2, 3, 4], WARM, gamma=3, max_new_tokens=30)
+    text(decoder, request)
+    before = len(driver.allocated)
+    for _ in range(3):
+        text(decoder, request)
+    assert len(driver.allocated) == before
+
+
+def test_more_ends_than_there_is_room_for(driver: FakeDriver) -> None:
+    decoder = decoder_on(driver)
+    request = Request([2], WARM, gamma=0, eos_token_ids=frozenset(range(300)))
+    with pytest.raises(OutriderError, match="300 ids end the text, and a GPU takes 256") as caught:
+        decoder.admit(request)
+    assert caught.value.kind == "option"
+    assert decoder.slots.free == 1
+
+
+def test_ends_that_are_not_known_to_the_device(driver: FakeDriver) -> None:
+    """A stop string: the host ends the text although the device went on."""
+    says = script("ab.cd.ef", period=True, start=1)
+    made = fake_device.make_rounds(
+        FakeEngine(says, capacity=73, order=None), FakeEngine(says, capacity=73, order=None),
+        driver=driver, vocab_size=32, max_len=64, max_gamma=8,
+    )  # fmt: skip
+    decoder = Decoder(made, vocab_size=32, max_len=64, max_gamma=8)
+    seen: list[int] = []
+
+    def stop(token: int) -> str | None:
+        seen.append(token)
+        return "stop" if len(seen) == 6 else None
+
+    request = Request([2], SamplingParams(), gamma=3, max_new_tokens=40, stop=stop)
+    assert len(text(decoder, request)) == 6
+    seen.clear()
+    assert len(text(decoder, replace(request, gamma=2))) == 6
+
+
+@pytest.mark.parametrize(
+    ("params", "early", "expected"),
+    [
+        (SamplingParams(), 0, 0),
+        (SamplingParams(top_k=5, verify="block"), 0, 0),  # nothing is filtered at temperature 0
+        (SamplingParams(repetition_penalty=1.1), 0, 2),
+        (SamplingParams(), 3, 2),
+        (SamplingParams(temperature=1.0), 0, 0),
+        (SamplingParams(temperature=1.0, top_k=5), 0, 4),
+        (SamplingParams(temperature=1.0, top_p=0.5), 0, 4),
+        (SamplingParams(temperature=1.0, min_p=0.5), 0, 4),
+    ],
+)
+def test_flags(params: SamplingParams, early: int, expected: int) -> None:
+    from runtime.gpu.launch import FILTERS, PENALTIES
+
+    names = {0: 0, 2: PENALTIES, 4: FILTERS}
+    request = Request([2], params, gamma=0, min_new_tokens=early, eos_token_ids=frozenset([1]))
+    assert flags_of(request) == names[expected]

@@ -1,0 +1,238 @@
+"""A bundle on a GPU: which device is taken, what is refused before anything is loaded, and whole
+texts through `load`, over a driver that runs the emulated kernels and fakes in place of models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fake_device
+import pytest
+from checkpoints import Workshop
+from fake_cuda import FakeDriver
+from fakes import FakeEngine, random_model
+
+from plugins.tools.build import build_emulated
+from runtime import bundle, load
+from runtime.backends import onnxruntime_cuda as ort_cuda
+from runtime.bundle import choose_device
+from runtime.files.errors import OutriderError
+from runtime.files.manifest import EngineFacts, GraphFacts, Manifest, Profile, read_bundle
+from runtime.gpu import opening as gpu
+from runtime.gpu.launch import Device
+from runtime.sampling import kernel
+
+FOLDER = Path("build/some")
+
+
+@pytest.fixture(scope="module")
+def folder(workshop: Workshop) -> Path:
+    """The portable graphs of a small pair."""
+    return workshop.bundle(workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7))
+
+
+@pytest.fixture
+def manifest(folder: Path) -> Manifest:
+    return read_bundle(folder)
+
+
+def compiled(manifest: Manifest, backend: str, *targets: str) -> Manifest:
+    profiles = [Profile("decode", [1, 2, 2], [1, 5, 5], [1, 5, 5], 1000),
+                Profile("prefill", [1, 1, 2], [1, 8, 8], [1, 1, 1], 5000)]  # fmt: skip
+    engine = EngineFacts("key", "engine", list(targets), profiles)
+    return replace(manifest, backend=backend, engines={"target": engine, "draft": engine})
+
+
+@pytest.mark.parametrize(
+    ("targets", "device", "expected"),
+    [
+        ([], "auto", None), ([], "cpu", None), ([], "cuda", 0), ([], "cuda:2", 2),
+        (["sm89", "sm120"], "auto", 0), (["sm90"], "cuda", 0), (["sm90"], "cuda:1", 1),
+        (["cpu", "x86_64"], "auto", None), (["cpu", "x86_64"], "cpu", None),
+    ],
+)  # fmt: skip
+def test_which_device(
+    manifest: Manifest, targets: list[str], device: str, expected: int | None
+) -> None:
+    made = compiled(manifest, "some", *targets) if targets else manifest
+    assert choose_device(made, FOLDER, device) == expected
+
+
+@pytest.mark.parametrize("device", ["gpu", "", "cuda:", "cuda:x", "cpu:0", "auto:1", "cuda:-1"])
+def test_devices_that_are_none(manifest: Manifest, device: str) -> None:
+    with pytest.raises(OutriderError, match="is unknown") as caught:
+        choose_device(manifest, FOLDER, device)
+    assert caught.value.kind == "option"
+
+
+@pytest.mark.parametrize(
+    ("targets", "device", "what", "remedy"),
+    [
+        (["sm89", "sm120"], "cpu", "sm89, sm120", "BACKEND=onnxruntime"),
+        (["cpu", "x86_64", "avx2"], "cuda", "the CPU", "GPU"),
+    ],
+)
+def test_a_device_that_it_was_not_compiled_for(
+    manifest: Manifest, targets: list[str], device: str, what: str, remedy: str
+) -> None:
+    with pytest.raises(OutriderError, match=f"was compiled for {what}") as caught:
+        choose_device(compiled(manifest, "some", *targets), FOLDER, device)
+    assert caught.value.kind == "option" and remedy in caught.value.remedy
+
+
+def test_another_gpu(manifest: Manifest) -> None:
+    made = compiled(manifest, "tensorrt_rtx", "sm80", "sm120")
+    gpu.check_gpu(made, FOLDER, (12, 0))
+    with pytest.raises(OutriderError) as caught:
+        gpu.check_gpu(made, FOLDER, (8, 9))
+    assert "was compiled for sm80, sm120, and this GPU is sm89" in caught.value.cause
+    assert "SM=80,89,120" in caught.value.remedy, "the old ones and this one"
+    gpu.check_gpu(manifest, FOLDER, (8, 9))  # portable graphs
+
+
+def test_only_some_backends_build_for_gpus_elsewhere(manifest: Manifest) -> None:
+    for backend in ("tensorrt", "aotinductor"):
+        command = compiled(manifest, backend, "sm90").rebuild_command(FOLDER, gpu="sm89")
+        assert "SM=" not in command and f"BACKEND={backend}" in command
+
+
+def test_threads_are_refused_on_a_gpu(folder: Path) -> None:
+    with pytest.raises(OutriderError, match="threads=2 is out of range on a GPU"):
+        load(folder, device="cuda", threads=2)
+
+
+# Through `load`
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver(kernel.load(build_emulated(fake_device.LIBRARIES)))
+
+
+@pytest.fixture
+def on_fake_gpu(driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """`load(..., device="cuda")` gets this GPU, and engines whose logits are fakes."""
+    image = tmp_path / "outrider_sm_90.cubin"
+    image.write_bytes(b"code")
+    monkeypatch.setattr(gpu, "Device", lambda ordinal, driver=None: Device(ordinal, image, fake))
+
+    def open_engine(
+        manifest: Manifest, path: Path, role: str, facts: GraphFacts, device: Device, stream: int,
+        *, slots: int, widest: int, buffers: int,
+    ) -> fake_device.FakeDeviceEngine:  # fmt: skip
+        model = FakeEngine(
+            random_model(3, facts.vocab_size, scale=4), vocab_size=facts.vocab_size, slots=slots,
+            capacity=facts.capacity, chunk=64,
+        )  # fmt: skip
+        return fake_device.FakeDeviceEngine(device, fake, stream, model)
+
+    monkeypatch.setattr(gpu, "open_engine", open_engine)
+    fake = driver
+    return driver
+
+
+def test_texts_through_load(folder: Path, on_fake_gpu: FakeDriver) -> None:
+    engine = load(folder, device="cuda", slots=2)
+    result = engine.generate("some words", max_new_tokens=24, gamma=4, ignore_eos=True)
+    assert len(result.tokens) == 24 and result.stats.accepted
+    assert on_fake_gpu.log.count("capture") >= 1
+    plain = engine.generate("some words", max_new_tokens=24, gamma=0, ignore_eos=True)
+    assert plain.token_ids == result.token_ids
+    assert set(engine.memory) == {"target", "draft", "cache", "activations", "buffers"}
+    batch = dict(
+        engine.batch(
+            [(f"words {i}", bundle_options(max_new_tokens=9 + i, seed=i)) for i in range(5)]
+        )
+    )
+    assert sorted(batch) == [0, 1, 2, 3, 4]
+
+
+def bundle_options(**options: Any) -> Any:
+    from runtime import Options
+
+    return Options(temperature=0.7, **options)
+
+
+def test_as_a_loop(folder: Path, on_fake_gpu: FakeDriver) -> None:
+    engine = load(folder, device="cuda", loop=True)
+    assert len(engine.generate("some words", max_new_tokens=9, ignore_eos=True).tokens) == 9
+    assert "capture loop" in on_fake_gpu.log
+    for options in ({"device": "cpu"}, {"device": "cuda", "graphs": False}):
+        with pytest.raises(OutriderError, match="loop is for a GPU's CUDA graphs"):
+            load(folder, loop=True, **options)
+
+
+def test_without_graphs(folder: Path, on_fake_gpu: FakeDriver) -> None:
+    engine = load(folder, device="cuda", graphs=False)
+    assert len(engine.generate("some words", max_new_tokens=9, ignore_eos=True).tokens) == 9
+    assert "capture" not in on_fake_gpu.log and "graph" not in on_fake_gpu.log
+
+
+def test_what_is_used_is_what_was_planned(folder: Path, on_fake_gpu: FakeDriver) -> None:
+    """The caches and buffers; the fakes have no weights."""
+    engine = load(folder, device="cuda", slots=2)
+    engine.generate("some words", max_new_tokens=24, gamma=4, ignore_eos=True)
+    used = sum(len(block) - 256 for block in on_fake_gpu.allocated.values())
+    facts = fake_device.facts_of(engine.decoder.target.fake)  # type: ignore[attr-defined]
+    planned = 2 * facts.cache_bytes(2) + engine.memory["buffers"]
+    assert planned <= used <= 1.1 * planned
+
+
+def test_a_gpu_that_is_too_small(folder: Path, on_fake_gpu: FakeDriver) -> None:
+    on_fake_gpu._memory = 2**16
+    cause = r"needs [\d.]+ MiB of the GPU's memory, and 0\.1 MiB of 0\.1 MiB are free"
+    with pytest.raises(OutriderError, match=cause) as caught:
+        load(folder, device="cuda")
+    assert caught.value.kind == "memory"
+    assert not on_fake_gpu.allocated, "nothing was loaded"
+
+
+def test_working_memory(manifest: Manifest) -> None:
+    made = compiled(manifest, "tensorrt_rtx", "sm89")
+    assert gpu.working_memory(made, 1)["activations"] == 2 * 5000
+    logits = manifest.pair.logits_bytes(4)
+    assert logits < gpu.working_memory(manifest, 4)["buffers"] < logits + 2**20
+
+
+@pytest.mark.parametrize(
+    ("backend", "module"),
+    [("onnxruntime", "onnxruntime_cuda"), ("aotinductor", "aotinductor_cuda"),
+     ("tensorrt_rtx", "tensorrt"), ("tensorrt", "tensorrt")],
+)  # fmt: skip
+def test_each_backend_has_its_engine(
+    manifest: Manifest, backend: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = manifest if backend == "onnxruntime" else compiled(manifest, backend, "sm89")
+    name = {"onnxruntime_cuda": "OrtCudaEngine", "aotinductor_cuda": "AotiCudaEngine"}.get(
+        module, "TensorRtEngine"
+    )
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("runtime.backends.onnxruntime_cuda.unavailable", lambda: None)
+    monkeypatch.setattr(
+        f"runtime.backends.{module}.{name}",
+        lambda *arguments, **options: calls.append((arguments, options)),
+    )
+    gpu.open_engine(
+        made, FOLDER, "draft", manifest.pair.target, None, 7, slots=1, widest=5, buffers=2  # type: ignore[arg-type]
+    )  # fmt: skip
+    ((arguments, options),) = calls
+    assert arguments[:4] == (None, 7, FOLDER, manifest.pair.target)
+    assert options.pop("module", backend) == backend
+    assert options == {"slots": 1, "widest": 5, "buffers": 2}
+
+
+@pytest.mark.skipif(ort_cuda.unavailable() is None, reason="onnxruntime-gpu is installed")
+def test_the_onnxruntime_of_a_cpu(manifest: Manifest) -> None:
+    with pytest.raises(OutriderError, match="without CUDAExecutionProvider") as caught:
+        gpu.open_engine(
+            manifest, FOLDER, "target", manifest.pair.target, None, 7, slots=1, widest=5, buffers=1  # type: ignore[arg-type]
+        )  # fmt: skip
+    assert "onnxruntime-gpu" in caught.value.remedy
+
+
+def test_the_kernel_is_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "unavailable", lambda: "there is no compiler")
+    with pytest.raises(OutriderError, match="a GPU's rounds need the kernel: there is no compiler"):
+        load(folder, device="cuda")
+    assert bundle.load  # on the CPU there is NumPy

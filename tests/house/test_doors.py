@@ -1,0 +1,186 @@
+"""What comes in through the Python API, a bundle's files and OUT is taken as meant, or refused."""
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes import make_text_engine, near, random_model
+
+from runtime.files.errors import OutriderError
+from runtime.files.manifest import FileFacts, link_file, write_folder, write_json
+from runtime.sampling.philox import Purpose, uniform
+from runtime.sampling.warp import SamplingParams
+
+
+@pytest.fixture
+def engine(tmp_path):
+    target = random_model(1)
+    return make_text_engine(tmp_path, target, near(target, 2, 1.5), slots=1)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint32, np.uint64, np.int32])
+def test_numpy_seeds_are_the_same_seeds(engine, kind):
+    assert uniform(kind(5), 7, Purpose.ACCEPT) == uniform(5, 7, Purpose.ACCEPT)
+    assert type(SamplingParams(seed=kind(5)).seed) is int
+    options = {"temperature": 1.0, "max_new_tokens": 20}
+    numpy_seed = engine.generate("ab", seed=kind(5), **options)
+    assert numpy_seed.token_ids == engine.generate("ab", seed=5, **options).token_ids
+    json.dumps(numpy_seed.stats.summary())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 6.5},
+        {"max_new_tokens": True},
+        {"gamma": "often"},
+        {"gamma": "auto", "fallback": "on"},
+        {"min_new_tokens": 1.5},
+        {"logprobs": -1},
+        {"gamma": 0, "lenience": 0.5},
+        {"gamma": 0, "verify": "block"},
+        {"stop_token_ids": [10**9]},
+    ],
+)
+def test_options_are_refused_by_the_api_too(engine, options):
+    with pytest.raises(OutriderError) as error:
+        engine.generate("ab", **options)
+    assert error.value.kind == "option"
+    assert engine.decoder.slots.free == 1
+
+
+@pytest.mark.parametrize("prompt", [[2**63], [-1], b"abc", []])
+def test_prompts_that_are_none(engine, prompt):
+    with pytest.raises(OutriderError) as error:
+        engine.generate(prompt)
+    assert error.value.kind == "prompt"
+
+
+def test_a_numpy_prompt_is_a_prompt(engine):
+    ids = engine.encode("ab", replace(_options(), max_new_tokens=4))
+    assert (
+        engine.generate(np.array(ids), max_new_tokens=4).token_ids
+        == engine.generate(ids, max_new_tokens=4).token_ids
+    )
+
+
+def _options():
+    from runtime import Options
+
+    return Options()
+
+
+def test_no_free_slot_is_no_wrong_option(engine):
+    stream = engine.stream("ab", max_new_tokens=9)
+    next(stream)
+    with pytest.raises(OutriderError) as error:
+        engine.generate("ab")
+    assert error.value.kind == "busy"
+    stream.close()
+    engine.generate("ab", max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        {"manifest.json": '{"name": "a web app"}', "app.js": "precious"},
+        {"manifest.json": "not JSON", "app.js": "precious"},
+        {"app.js": "precious"},
+    ],
+)
+def test_a_folder_of_somebody_else_is_not_replaced(tmp_path, contents):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for name, text in contents.items():
+        (folder / name).write_text(text)
+    with (
+        pytest.raises(OutriderError, match="cannot be replaced"),
+        write_folder(folder, "manifest.json"),
+    ):
+        pass
+    assert {p.name: p.read_text() for p in folder.iterdir()} == contents
+
+
+def test_a_users_file_in_a_bundle_keeps_it(engine, tmp_path):
+    folder = tmp_path / "out"
+    for _ in range(2):  # ours alone is replaced: the control
+        with write_folder(folder, "manifest.json") as partial:
+            write_json(partial / "manifest.json", "manifest", engine.manifest)
+    (folder / "results.jsonl").write_text("precious")
+    with (
+        pytest.raises(OutriderError, match=r"results\.jsonl"),
+        write_folder(folder, "manifest.json"),
+    ):
+        pass
+    assert (folder / "results.jsonl").exists()
+
+
+def test_out_through_a_symbolic_link(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "bundle")
+    with write_folder(tmp_path / "link", "manifest.json") as partial:
+        (partial / "manifest.json").write_text("{}")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "disk" / "bundle" / "manifest.json").exists()
+
+
+def test_leftovers_of_a_killed_process_are_cleared_up(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    (tmp_path / f".out.partial-{dead.pid}").mkdir()
+    (tmp_path / f".out.replaced-{dead.pid}").mkdir()
+    (tmp_path / f".out.replaced-{dead.pid}" / "manifest.json").write_text('{"kind": "manifest"}')
+    with pytest.raises(RuntimeError), write_folder(tmp_path / "out", "manifest.json"):
+        raise RuntimeError
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]  # the old one is back
+    assert (tmp_path / "out" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("name", ["../../victim", "/etc/victim"])
+def test_a_file_name_that_leads_out_is_refused(engine, tmp_path, name):
+    from runtime.files.manifest import MANIFEST_FILE, read_bundle
+
+    bad = replace(engine.manifest, files={name: FileFacts(1, "0")})
+    write_json(tmp_path / MANIFEST_FILE, "manifest", bad)
+    with pytest.raises(OutriderError, match="leads out of the folder"):
+        read_bundle(tmp_path)
+
+
+def test_linking_does_not_overwrite(tmp_path):
+    (tmp_path / "a").write_text("new")
+    (tmp_path / "b").write_text("old")
+    with pytest.raises(FileExistsError):
+        link_file(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").read_text() == "old"
+
+
+def test_sigterm_leaves_nothing_half_written(tmp_path):
+    code = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from runtime.files.errors import run_command\n"
+        "from runtime.files.manifest import write_folder\n"
+        "def work():\n"
+        "    with write_folder(Path(sys.argv[1]), 'manifest.json') as p:\n"
+        "        print('writing', flush=True)\n"
+        "        time.sleep(60)\n"
+        "    return 0\n"
+        "sys.exit(run_command(work))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "out")],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"writing\n"
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,359 @@
+"""The CUDA kernels without a GPU: emulated on the host, planned, compiled for every architecture.
+
+The emulation runs plugins/cuda/outrider_cuda.cu itself as outrider_device.h plans it, blocks and
+warps in random order: it shows that the logic is right. The tests of test_kernel.py and of
+test_kernel_edges.py run against it too; here it is compared with the CPU library, bit by bit. NVRTC
+shows that the source compiles, and what it needs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import test_kernel_exact as exact
+from test_kernel import BLOCK, OPTIONS, TOKEN, Case, by_library, cpu_library, emulated_library
+
+from plugins.tools import cubins
+from runtime.files.errors import OutriderError
+from runtime.gpu import launch as cuda_kernel
+from runtime.gpu.launch import FILTERS, PENALTIES, SHAPES, Plan, Sizes
+from runtime.sampling import kernel
+from runtime.sampling.kernel import RoundSampler, SlotSampling
+from runtime.sampling.warp import SamplingParams
+
+NEEDS = {
+    "top-k": FILTERS, "top-p": FILTERS, "min-p": FILTERS, "greedy-penalty": PENALTIES,
+    "block": cuda_kernel.BLOCK,
+}  # fmt: skip
+
+
+@contextmanager
+def emulation(added=0, removed=0, seed=0):
+    """The emulated library. added, removed: flags of the plans; seed: of the order of blocks."""
+    library = emulated_library()
+    library.outrider_emulate(added, removed, seed)
+    try:
+        yield library
+    finally:
+        library.outrider_emulate(0, 0, 0)
+
+
+def plain_places(case, params, gammas=None):
+    """Without penalties and suppression, which the fast kernels do not know."""
+    return [
+        SlotSampling(
+            params, case.gamma if gammas is None else gammas[b], 5 * b, b, name=f"slot {b}"
+        )
+        for b in range(case.slots)
+    ]
+
+
+def a_round(library, case, places, keep=True):
+    """Everything that a round leaves: drafts, rows of the draw, verdicts with ratios."""
+    width, slots = case.gamma, len(places)
+    sampler = RoundSampler(
+        case.vocab_size, width, slots, draft_vocab_size=case.draft.shape[2], library=library
+    )
+    sampler.begin(places)
+    for step in range(width):
+        sampler.draw(case.draft[:, step], step, keep=keep)
+    verdicts = sampler.verify(case.target, None if keep else case.draft)
+    rows = sampler.rows[["total", "peak", "rate", "cut", "tie_from", "min_weight", "token"]]
+    return sampler.drafts.tolist(), rows.tolist(), verdicts
+
+
+# --- the same as the CPU library, to the bit --------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("vocab_size", [8, 127, 1024, 2500])
+def test_the_kernels_give_what_the_cpu_gives(vocab_size, name, dtype):
+    params = SamplingParams(**OPTIONS[name])
+    for seed, gamma in enumerate((0, 1, 4)):
+        case = Case(20, vocab_size, gamma, slots=3, dtype=dtype)
+        for places in (plain_places(case, params), case.places(params)):
+            with emulation(seed=seed) as library:
+                assert a_round(library, case, places) == a_round(cpu_library(), case, places)
+
+
+@pytest.mark.parametrize("name", ["plain", "all", "block-top-p", "sigmoid-narrow", "greedy"])
+def test_a_large_vocabulary(name):
+    """Vectors, scalar rows (51,865 elements) and more than one tile to a warp's lane."""
+    params = SamplingParams(**OPTIONS[name])
+    for vocab_size, dtype in ((51_864, "bfloat16"), (51_865, "float32"), (300_000, "float16")):
+        case = Case(21, vocab_size, 2, slots=2, dtype=dtype)
+        places = case.places(params)
+        with emulation() as library:
+            assert a_round(library, case, places) == a_round(cpu_library(), case, places)
+
+
+def test_many_slots():
+    """So many tiles that a warp takes two."""
+    case = Case(27, 2500, 1, slots=2800)
+    places = plain_places(case, TOKEN)
+    with emulation() as library:
+        assert a_round(library, case, places) == a_round(cpu_library(), case, places)
+
+
+@pytest.mark.parametrize("name", ["plain", "all", "block", "sigmoid", "greedy-lenient"])
+def test_slots_that_differ(name):
+    """In drafts, in rule, sitting out; with all flags, and in two orders of the blocks."""
+    case = Case(22, 1500, 5, slots=6)
+    places = case.places(SamplingParams(**OPTIONS[name]), gammas=[5, 0, -1, 2, 5, 1])
+    places[4] = SlotSampling(TOKEN, 5, 3, 4)
+    want = a_round(cpu_library(), case, places)
+    for added in (0, FILTERS | PENALTIES | cuda_kernel.BLOCK | SHAPES):
+        for seed in (1, 2):  # the second round finds the first one's workspace
+            with emulation(added, seed=seed) as library:
+                assert a_round(library, case, places) == want
+
+
+@pytest.mark.parametrize("name", ["plain", "block", "all", "sigmoid"])
+@pytest.mark.parametrize("draft_vocab_size", [900, 2000])
+def test_a_draft_of_another_width(name, draft_vocab_size):
+    case = Case(23, 2500, 3, slots=4)
+    case.draft = case.draft[:, :, :draft_vocab_size]
+    for places in (plain_places(case, SamplingParams(**OPTIONS[name])),
+                   case.places(SamplingParams(**OPTIONS[name]))):  # fmt: skip
+        case.target, wide = case.target[:, :, :1500], case.target
+        case.vocab_size = 1500
+        with emulation() as library:
+            for keep in (True, False):
+                want = a_round(cpu_library(), case, places, keep)
+                assert a_round(library, case, places, keep) == want
+        case.target = wide
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.9999999])
+@pytest.mark.parametrize("top_k", [0, 3, 700])
+def test_ties(top_k, top_p):
+    """Many equal logits: the edge of the nucleus is inside a tie."""
+    params = SamplingParams(temperature=1.3, top_k=top_k, top_p=top_p)
+    case = Case(24, 2500, 2, slots=3)
+    case.target, case.draft = np.round(case.target), np.round(case.draft)
+    case.draft[0] = 0
+    with emulation() as library:
+        places = plain_places(case, params)
+        assert a_round(library, case, places) == a_round(cpu_library(), case, places)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("name", ["plain", "all", "block"])
+def test_rows_that_are_not_aligned_to_vectors(name, dtype):
+    case = Case(25, 2500, 3, slots=2, dtype=dtype)
+    places = case.places(SamplingParams(**OPTIONS[name]))
+    want = a_round(cpu_library(), case, places)
+
+    def moved(array, padding):
+        wide = np.zeros((*array.shape[:2], array.shape[2] + padding), array.dtype)
+        wide[:, :, padding:] = array
+        return wide[:, :, padding:]
+
+    for padding in (1, 4, 8):
+        case.target, case.draft = moved(case.target, padding), moved(case.draft, 9 - padding)
+        with emulation() as library:
+            assert a_round(library, case, places) == want
+            assert a_round(library, case, places, keep=False) == want
+
+
+@pytest.mark.parametrize("params", [TOKEN, BLOCK], ids=["token", "block"])
+def test_a_round_has_the_targets_joint_distribution(params):
+    with emulation() as library:
+        assert exact.distance(library, exact.Models(0, 1), params)[0] < 1e-6
+
+
+# --- what a plan does not serve ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_missing_flag_is_refused_not_wrong(name):
+    """And the slot beside it is served."""
+    case = Case(26, 1500, 2, slots=2)
+    places = plain_places(case, TOKEN)
+    want = by_library(cpu_library(), case, places)
+    places[1] = SlotSampling(
+        SamplingParams(**OPTIONS[name]), 2, 7, 1, case.context[1], name="slot 1"
+    )
+    with emulation(removed=NEEDS[name]) as library:
+        sampler = RoundSampler(1500, 2, 2, library=library)
+        sampler.begin(places)
+        for step in range(2):
+            if name == "block":  # a draw is the same by any rule
+                sampler.draw(case.draft[:, step], step)
+                continue
+            with pytest.raises(OutriderError, match=r"draft, slot 1, .*parameter is out of range"):
+                sampler.draw(case.draft[:, step], step)
+            assert sampler.drafts[1, step] == -1
+        with pytest.raises(OutriderError, match=r"target, slot 1, .*parameter is out of range"):
+            sampler.verify(case.target)
+    served = sampler._verdicts[0]
+    assert sampler.drafts[0].tolist() == want[0][0]
+    assert (served["accepted"], served["token"]) == (want[1][0].accepted, want[1][0].token)
+    assert sampler._verdicts[1]["token"] == -1
+
+
+# --- the plan ---------------------------------------------------------------------------------
+
+
+BASE = 1 << 20  # addresses are not looked at
+
+
+def planned(flags=0, slots=4, width=5, vocab_size=128_256, base=BASE, size=None, drawing=False):
+    """(status, plan) of a verification, or of a draw."""
+    library = cpu_library()
+    sizes = Sizes(slots, width, vocab_size, vocab_size, flags)
+    row = vocab_size * 2
+    logits = kernel.Logits(BASE, row * (width + 1), row, vocab_size, 2)
+    size = library.outrider_device_workspace_size(ctypes.byref(sizes)) if size is None else size
+    plan = Plan()
+    if drawing:
+        status = library.outrider_device_plan_draw(
+            ctypes.byref(sizes), ctypes.byref(logits), BASE, 0, None, None, BASE, BASE, None, None,
+            base, size, ctypes.byref(plan),
+        )  # fmt: skip
+    else:
+        status = library.outrider_device_plan_verify(
+            ctypes.byref(sizes), ctypes.byref(logits), ctypes.byref(logits), 0, BASE, None, BASE,
+            BASE, BASE, None, base, size, ctypes.byref(plan),
+        )  # fmt: skip
+    return status, plan
+
+
+def launches(plan):
+    return [(la.kernel.decode(), *la.grid, la.block) for la in plan.launches[: plan.launch_count]]
+
+
+def test_launches():
+    """One kernel for an unfiltered draw, two for an unfiltered verification."""
+    assert launches(planned(drawing=True)[1]) == [("outrider_draw_scan", 16, 1, 4, 256)]
+    assert launches(planned()[1]) == [
+        ("outrider_verify_scan", 16, 6, 4, 256),
+        ("outrider_verify_rest", 16, 1, 4, 256),
+    ]
+    assert launches(planned(cuda_kernel.BLOCK)[1])[1] == ("outrider_verify_rest", 16, 5, 4, 256)
+    assert launches(planned(slots=32, width=8)[1])[0] == ("outrider_verify_scan", 8, 9, 32, 256)
+    assert launches(planned(FILTERS | PENALTIES)[1]) == [
+        ("outrider_mark", 1, 1, 4, 512),
+        ("outrider_verify_scan_general", 16, 6, 4, 256),
+        ("outrider_verify_filter", 1, 6, 4, 512),
+        ("outrider_verify_rest_general", 16, 1, 4, 256),
+    ]
+
+
+def test_a_workspace_is_as_large_as_its_size():
+    """Of the addresses in the parameter, those in the workspace start there and end in it."""
+    for flags in range(16):
+        for slots, width, vocab_size in ((1, 0, 8), (3, 5, 2500), (32, 8, 128_256)):
+            sizes = Sizes(slots, width, vocab_size, vocab_size, flags)
+            size = cpu_library().outrider_device_workspace_size(ctypes.byref(sizes))
+            start = 1 << 40
+            status, plan = planned(flags, slots, width, vocab_size, base=start)
+            assert status == 0 and plan.call_size <= ctypes.sizeof(plan.call) and size % 256 == 0
+            inside = {word - start for word in plan.call if start <= word < start + 2 * size}
+            assert 0 in inside and len(inside) >= 6 and max(inside) <= size
+            assert all(offset % 256 == 0 for offset in inside)
+
+
+def test_illegal_plans_are_refused():
+    assert planned()[0] == 0
+    assert planned(size=100)[0] == 3
+    assert planned(base=BASE + 64)[0] == 1  # not 256-byte-aligned
+    assert planned(width=65)[0] == planned(slots=0)[0] == planned(flags=16)[0] == 1
+    assert planned(slots=65_536)[0] == 1
+    assert planned(vocab_size=0)[0] == 1
+    for sizes in (Sizes(1, -1, 8, 8, 0), Sizes(1, 1, 0, 0, 0), Sizes(1, 1, 8, 8, 32)):
+        assert cpu_library().outrider_device_workspace_size(ctypes.byref(sizes)) == 0
+    assert cpu_library().outrider_device_workspace_size(None) == 0
+
+
+# --- compiled ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nvrtc():
+    try:
+        return cubins.nvrtc()
+    except cubins.CubinError as error:
+        pytest.skip(str(error))
+
+
+LOOP_KERNELS = {"outrider_begin", "outrider_feed", "outrider_commit", "outrider_again"}
+
+
+# The newest and the oldest, and the one that is measured; `make cubins` does them all.
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(a, marks=[] if a in ("sm_80", "sm_90") else pytest.mark.slow)
+        for a in cubins.ARCHITECTURES
+    ],
+)
+def test_compiles_for(nvrtc, architecture):
+    made = cubins.build(cubins.HERE.parent / "build" / "cuda", [architecture])
+    code = made[architecture].read_bytes()
+    record = cubins.read_record(made[architecture].parent)[architecture]["kernels"]
+    expected = kernels_of_plans() | LOOP_KERNELS
+    names = {name for name in expected if name.encode() in code}
+    assert names == expected
+    if architecture.startswith("sm_"):
+        assert code.startswith(b"\x7fELF")
+        assert set(record) == names | {f"outrider_interface_{kernel.ABI_VERSION}"}
+        for needs in record.values():
+            assert 0 < needs["registers"] <= 255 and needs["shared"] <= 48 * 1024
+    else:
+        assert b".target sm_80" in code
+
+
+def kernels_of_plans():
+    return {
+        launch[0]
+        for flags in range(16)
+        for drawing in (False, True)
+        for launch in launches(planned(flags, drawing=drawing)[1])
+    }
+
+
+def test_nothing_is_compiled_twice_and_errors_are_told(nvrtc, tmp_path, monkeypatch, capsys):
+    source = tmp_path / "small.cu"
+    source.write_text('extern "C" __global__ void f(float* x) { x[threadIdx.x] *= 2; }')
+    out = tmp_path / "out"
+    (path,) = cubins.build(out, ["sm_90"], source, "small").values()
+    first = path.stat().st_mtime_ns
+    assert cubins.build(out, ["sm_90"], source, "small") == {"sm_90": path}
+    assert path.stat().st_mtime_ns == first and capsys.readouterr().err.count("compile") == 1
+    record = json.loads((out / "small.json").read_text())
+    assert list(record["sm_90"]["kernels"]) == ["f"]
+    assert cubins.table(record, ["sm_90"]).splitlines()[1].startswith("f ")
+    monkeypatch.setattr(cubins, "SPILL_LIMIT", -1)
+    with pytest.raises(cubins.CubinError, match=r"f spills 0 bytes on sm_90, more than -1\. Give"):
+        cubins.build(out, ["sm_90"], source, "small")
+    source.write_text("this is not C++")
+    with pytest.raises(cubins.CubinError, match=r"small.cu does not compile for sm_90"):
+        cubins.build(out, ["sm_90"], source, "small")
+    monkeypatch.setattr(cubins, "_libraries", list)
+    with pytest.raises(cubins.CubinError, match=r"NVRTC was not found\. Install it"):
+        cubins.Nvrtc()
+
+
+def test_the_compilers_report_is_read():
+    log = """
+ptxas info    : Compiling entry function 'outrider_a' for 'sm_90'
+ptxas info    : Function properties for outrider_a
+    304 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers, 304 bytes cumulative stack size, 39064 bytes smem
+ptxas info    : Function properties for _Z10filter_row
+    0 bytes stack frame, 16 bytes spill stores, 20 bytes spill loads
+ptxas info    : Compiling entry function 'outrider_b' for 'sm_90'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 24 registers
+"""  # noqa: E501
+    a, b = cubins.parse_log(log).values()
+    assert a == {
+        "registers": 128, "spill_stores": 24, "spill_loads": 24, "shared": 39064, "stack": 304,
+    }  # fmt: skip
+    assert b["registers"] == 24 and b["spill_stores"] == b["shared"] == b["stack"] == 0

@@ -1,0 +1,68 @@
+"""Random calls of the C interface under sanitizers: no fault, and no broken promise."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from plugins.tools.build import HERE, BuildError, build_fuzz
+
+LIBRARIES = Path(__file__).parents[2] / "build" / "lib"
+SANITIZERS = {
+    "address,undefined": ["-fsanitize=address,undefined,float-divide-by-zero,float-cast-overflow"],
+    "thread": ["-fsanitize=thread"],
+}
+ROUNDS = {"address,undefined": "1500", "thread": "500"}
+
+
+def fuzz(sanitizer, seed, folder=LIBRARIES, sources=HERE):
+    flags = [*SANITIZERS[sanitizer], "-fno-sanitize-recover=all", "-O1", "-g"]
+    flags += ["-DOUTRIDER_LOGITS_PER_THREAD=1"]  # else such small rounds would run on one thread
+    try:
+        program = build_fuzz(folder, sources, flags)
+    except BuildError as error:
+        pytest.skip(f"no sanitizer here: {error}")
+    command = [program, ROUNDS[sanitizer], str(seed)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_no_fault_and_no_broken_promise(sanitizer):
+    for seed in range(3):
+        done = fuzz(sanitizer, seed)
+        assert done.returncode == 0, done.stderr[-3000:]
+        # It reached both sides: rounds that went through, and calls that were refused.
+        accepted, refused = re.findall(r"\d+", done.stdout)[1:]
+        assert int(accepted) > 100 and int(refused) > 20
+
+
+FAULTS = {
+    "a tile read past its end": (
+        "address,undefined", "outrider_row.h", "count(k) == TILE", "true", "overflow"
+    ),
+    "an id out of range": (
+        "address,undefined", "outrider_round.h", "if (!p_row_.has(token)) return;", "",
+        "Sanitizer|runtime error",
+    ),
+    "threads that share a workspace": (
+        "thread", "outrider_cpu.cpp", "static_cast<size_t>(thread) * size",
+        "0 * size * static_cast<size_t>(thread)", "data race",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sanitizer", "name", "old", "new", "says"), FAULTS.values(), ids=FAULTS)
+def test_faults_are_found(tmp_path, sanitizer, name, old, new, says):
+    sources = tmp_path / "sources"
+    shutil.copytree(HERE, sources, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (sources / name).read_text()
+    assert text.count(old) == 1
+    (sources / name).write_text(text.replace(old, new))
+    done = fuzz(sanitizer, 0, tmp_path, sources)
+    assert done.returncode != 0 and re.search(says, done.stderr), done.stderr[-2000:]

@@ -1,0 +1,218 @@
+"""The kernel's tests fail when its source is broken on purpose: one library per mutation.
+
+Each is a replacement in a copy of plugins/, compiled and put through tests of test_kernel.py; what
+is asserted is that one of them notices. The unchanged source passes them all.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_kernel as tests
+import test_kernel_edges as edges
+import test_kernel_exact as exact
+from test_kernel import BLOCK, OPTIONS, SIGMOID, TOKEN
+
+from plugins.tools.build import HERE, build
+from runtime.sampling import kernel
+from runtime.sampling.kernel import SlotSampling, warp_weights
+from runtime.sampling.warp import SamplingParams
+
+SAMPLING, ROW, ROUND, TILES = (
+    "core/outrider_sampling.h", "core/outrider_row.h", "core/outrider_round.h",
+    "cpu/outrider_tiles.cpp"
+)  # fmt: skip
+
+MUTATIONS = {
+    "accepts at equality": (
+        SAMPLING, "accept_u(i) * lenience * q < p",
+        "accept_u(i) * lenience * q <= p",
+    ),
+    "block accepts at equality": (
+        SAMPLING, "accept_u(gamma - 1) < prefix",
+        "accept_u(gamma - 1) <= prefix",
+    ),
+    "ratio inverted": (
+        SAMPLING, "accept_u(i) * lenience * q < p",
+        "accept_u(i) * lenience * p < q",
+    ),
+    "reported ratio inverted": (SAMPLING, "p / (lenience * q)", "(lenience * q) / p"),
+    "lenience forgotten": (SAMPLING, "accept_u(i) * lenience * q < p", "accept_u(i) * q < p"),
+    "q = 0 accepted": (SAMPLING, "!(q > 0 && round", "!(q >= 0 && round"),
+    "residual not clamped": (SAMPLING, "difference > 0 ? difference : 0.0f", "difference"),
+    "residual's absolute value": (
+        SAMPLING, "difference > 0 ? difference : 0.0f",
+        "difference > 0 ? difference : -difference",
+    ),
+    "block stops at the first failure": (
+        SAMPLING, "int tau = gamma - 1; tau >= 0; --tau",
+        "int tau = 0; tau < gamma; ++tau",
+    ),
+    "block's prefix not clipped": (SAMPLING, "product < 1 ? product : 1.0", "product"),
+    "block's h without 1 - P": (SAMPLING, "mass / (mass + 1 - scale)", "mass / (mass + 1)"),
+    "block gives up at a tighter bound": (
+        SAMPLING, "accept_u(tau - 1) >= scale",
+        "accept_u(tau - 1) >= scale * scale",
+    ),
+    "block in lane 0": (
+        SAMPLING, "slot.rule == OUTRIDER_BLOCK ? slot.position : 0",
+        "0 * slot.position",
+    ),
+    "nine Philox rounds": (SAMPLING, "round < 10", "round < 9"),
+    "52 bits": (SAMPLING, "| c[1]) >> 11", "| c[1]) >> 12"),
+    "half-precision denormals": (SAMPLING, "exponent == 0 ? denormal : normal", "normal"),
+    "min-p is strict": (SAMPLING, "e >= row.min_weight", "e > row.min_weight"),
+    "fraction of a tile ignored": (
+        SAMPLING, "threshold = fraction * total",
+        "threshold = 0 * fraction",
+    ),
+    "past the end: nothing": (SAMPLING, "return highest_bit(adds);", "return -1;"),
+    "a run is entered at its end": (SAMPLING, "upto.at(i - 1)", "upto.at(i)"),
+    "no temperature in the sigmoid": (SAMPLING, "z / s.temperature", "z / 1.0f"),
+    "tile tail dropped": (ROW, "(width + TILE - 1) / TILE", "(width < TILE ? 1 : width / TILE)"),
+    "ties to the highest index": (ROW, "peak > shape->peak", "peak >= shape->peak"),
+    "tiles not rescaled": (
+        ROW, "tile_sum[k] *= static_cast<double>(scale)",
+        "tile_sum[k] *= scale > 0 ? 1.0 : 0.0",
+    ),
+    "NaN not noticed": (ROW, "broken |= static_cast<int>(!(sum < outrider::INF));", ""),
+    "NaN not noticed by argmax": (TILES, "*broken |= any;", ""),
+    "NaN hidden by suppression": (
+        ROW, "if (!(raw.at(id) < outrider::INF)) *status = diagnose(raw);",
+        "",
+    ),
+    "top-k keeps one more": (
+        ROW, "static_cast<int>(before), found) - 1",
+        "static_cast<int>(before), found - 1)",
+    ),
+    "top-p keeps the lower ids": (ROW, "a.id > b.id", "a.id < b.id"),
+    "top-p keeps one more": (ROW, "c < found && before < target", "c < found && before <= target"),
+    "penalty on the wrong sign": (ROW, "logit < 0 ? logit", "logit > 0 ? logit"),
+    "drafts are not context": (ROW, "for (int c = 0; c < i; ++c) penalty(drafts[c]);", ""),
+    "suppression never ends": (ROW, "i < slot.suppress_rows && ", ""),
+    "filtered total not recomputed": (
+        ROW, "  shape->total = total_of(tile_sum, tiles);\n  return",
+        "  shape->total = 1;\n  return",
+    ),
+    "scale missing in the residual": (
+        ROUND, "rest_scale_ * (q_.total / p_[i].total)",
+        "1.0 * (q_.total / p_[i].total)",
+    ),
+    "totals exchanged": (ROUND, "(q_.total / p_[i].total)", "(p_[i].total / q_.total)"),
+    "point mass not removed": (ROUND, "w[token % TILE] = 0;", ""),
+    "one uniform for all positions": (
+        ROUND, "slot_.position + static_cast<uint32_t>(i)",
+        "slot_.position + 0u",
+    ),
+    "final uniform is an accept one": (ROUND, "outrider::RESIDUAL", "outrider::ACCEPT"),
+    "corrected from p": (ROUND, "if (decision.residual && !greedy())", "if (false)"),
+    "a narrower draft repeats": (
+        ROUND, "if (!common) std::fill_n(v, TILE, 0.0f);",
+        "if (!common) std::fill_n(v, TILE, 1.0f);",
+    ),
+    "half a tile summed": (TILES, "v[i] = w[i] + w[i + TILE / 2]", "v[i] = w[i]"),
+    "padding counts": (
+        TILES, "for (int i = count; i < TILE; ++i) z[i] = -INF;",
+        "for (int i = count; i < TILE; ++i) z[i] = 0;",
+    ),
+}  # fmt: skip
+
+
+def half_precision_denormals(library):
+    bits = np.arange(0x0400, dtype=np.uint16)
+    rows = np.stack([bits, bits | 0x8000]).view(np.float16)
+    params = SamplingParams(temperature=1e-6)
+    for row in rows:
+        got, _ = warp_weights(row, SlotSampling(params, 0, 0), library=library)
+        want, _ = warp_weights(row.astype(np.float32), SlotSampling(params, 0, 0), library=library)
+        assert np.array_equal(got, want) and len(np.unique(got)) > 2
+
+
+def ties_across_tiles(library):
+    row = np.zeros(5000, np.float32)
+    row[[1500, 3000, 4999]] = 2.0
+    for options, first in (({}, 1500), ({"temperature": 1.0, "min_p": 1.0}, 1500)):
+        weights, _ = warp_weights(
+            row, SlotSampling(SamplingParams(**options), 0, 0), library=library
+        )
+        assert weights.argmax() == first and weights[first] == 1
+
+
+def a_narrow_draft_over_many_tiles(library):
+    """q is 0 beyond its end: what is left of p there is p, in proportion."""
+    p, q = [0.0] * 3000, [0.0] * 500
+    for u, token in ((0.001, 502), (0.5, 1750), (0.999, 2997)):
+        assert abs(edges.one(library, [p, p], [q], [2999], TOKEN, [0.9, u]).token - token) < 3
+
+
+def checks(library):
+    """The tests, the quick and likely ones first."""
+    yield lambda: edges.test_philox_gives_the_known_answers(library)
+    yield lambda: half_precision_denormals(library)
+    yield lambda: ties_across_tiles(library)
+    yield lambda: a_narrow_draft_over_many_tiles(library)
+    yield lambda: edges.test_a_token_of_weight_0_is_never_drawn(library, 5)
+    yield lambda: edges.test_temperature_0_is_the_lowest_argmax(library)
+    yield lambda: edges.test_lenience_at_temperature_0(library)
+    rejected_at_u_0 = edges.test_zero_target_or_draft_probability_is_rejected_at_u_0
+    for rule in (TOKEN, BLOCK, SIGMOID):
+        yield lambda r=rule: rejected_at_u_0(library, r)
+        yield lambda r=rule: edges.test_a_residual_of_nothing_is_the_target(library, r)
+    for rule in (TOKEN, BLOCK):
+        yield lambda r=rule: edges.test_the_test_is_strict(library, r)
+        yield lambda r=rule: edges.test_vocabularies_of_different_width(library, r)
+    for temperature in (0.0, 1.0):
+        yield lambda t=temperature: edges.test_a_broken_row_names_model_slot_and_position(
+            library, [0.0, np.nan, 1.0], "NaN in the logits", t
+        )
+    yield lambda: edges.test_ties_at_the_edge_of_the_nucleus(library, [0.0] * 8, 0.5, [4, 5, 6, 7])
+    yield lambda: edges.test_top_k_keeps_ties(library, 5)
+    yield lambda: tests.test_a_draft_without_a_distribution(library)
+    agrees = tests.test_agrees_with_the_reference
+    for options in OPTIONS.values():
+        for vocab_size in (127, 2500):
+            yield lambda v=vocab_size, o=options: agrees(library, v, o)
+    for rule in (TOKEN, BLOCK):
+        enumerated = exact.test_a_round_has_the_targets_joint_distribution
+        yield lambda r=rule, e=enumerated: e(library, r, 2)
+
+
+def caught(library):
+    for check in checks(library):
+        try:
+            check()
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - whatever a test says
+            return True
+        except pytest.skip.Exception:
+            continue
+    return False
+
+
+def compiled(folder, mutation=None):
+    """A library of a copy of the sources, quickly compiled."""
+    sources = folder / "sources"
+    shutil.copytree(HERE, sources, ignore=shutil.ignore_patterns("__pycache__"))
+    if mutation is not None:
+        name, old, new = mutation
+        text = (sources / name).read_text()
+        assert text.count(old) == 1, f"{name} holds {text.count(old)} times: {old}"
+        (sources / name).write_text(text.replace(old, new))
+    return kernel.load(build(folder / "lib", sources, extra=["-O1", "-w"]).resolve())
+
+
+def test_the_unchanged_source_passes(tmp_path: Path):
+    assert not caught(compiled(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=MUTATIONS)
+def test_a_mutation_is_caught(tmp_path, mutation):
+    assert caught(compiled(tmp_path, mutation))
+
+
+def test_every_mutation_still_applies():
+    for name, old, _ in MUTATIONS.values():
+        assert (HERE / name).read_text().count(old) == 1, f"{name}: {old}"

@@ -1,0 +1,268 @@
+"""The TensorRT plugin without TensorRT's libraries and without a GPU.
+
+It is built against real headers where TENSORRT_ROOT names them (else these tests are skipped), and
+then driven as TensorRT drives it, with a driver that records launches and runs them on the host.
+What this does not show: that an engine builds, that the sampling kernels run, how fast they are.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_kernel import LIBRARIES, Case
+from test_sampling_node import OPTIONS, answers, feed, places_of, verifier
+
+from plugins.tools import build_tensorrt, cubins
+from plugins.tools.build import (
+    FLAGS,
+    HERE,
+    WARNINGS,
+    BuildError,
+    build_emulated,
+    find_compiler,
+    includes,
+)
+from runtime.sampling.warp import SamplingParams
+
+TESTS = Path(__file__).parent
+ROOT = os.environ.get("TENSORRT_ROOT")
+ENTRY_POINTS = ["getCreators", "setLoggerFinder"]
+
+
+# --- without headers --------------------------------------------------------------------------
+
+
+def run_build(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "plugins.tools.build_tensorrt", *arguments],
+        cwd=HERE.parent,
+        env={**{k: v for k, v in os.environ.items() if k != "TENSORRT_ROOT"}, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "TENSORRT_ROOT is not set. Type make plugin TENSORRT_ROOT="),
+        (
+            ["--tensorrt-root", "/nowhere"],
+            "TENSORRT_ROOT=/nowhere has no include/NvInferRuntime.h.",
+        ),
+    ],
+)
+def test_without_headers_it_says_what_to_do(arguments, message):
+    run = run_build(*arguments)
+    assert run.returncode == 8 and run.stdout == ""
+    assert run.stderr.startswith(f"error: backend: {message}") and run.stderr.count("\n") == 1
+
+
+def test_without_cudas_headers_it_says_what_to_do(monkeypatch):
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(Path, "is_file", lambda _: False)
+    with pytest.raises(BuildError, match="pip install nvidia-cuda-runtime nvidia-cuda-crt"):
+        build_tensorrt.cuda_headers()
+
+
+def test_the_kernels_that_it_loads_are_there():
+    source = (HERE / "tensorrt" / "driver.cpp").read_text()
+    wanted = re.findall(r'^    \{"(\w+)", "(\w+)"\},$', source, re.MULTILINE)
+    assert len(wanted) == 4
+    for module, name in wanted:
+        text = build_tensorrt.MODULES[module].read_text()
+        assert re.search(rf"__global__ void[^;{{]*\b{name}\(", text), name
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "compute_80"])
+def test_the_small_kernels_compile(architecture):
+    try:
+        nvrtc = cubins.nvrtc()
+    except cubins.CubinError as error:
+        pytest.skip(str(error))
+    image, _ = nvrtc.compile(build_tensorrt.MODULES["outrider_tensorrt"], architecture)
+    assert b"outrider_tensorrt_pack" in image and b"outrider_tensorrt_unpack" in image
+
+
+# --- with them --------------------------------------------------------------------------------
+
+
+def images(path, *targets):
+    return {(module, target): path for module in build_tensorrt.MODULES for target in targets}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """The plugin, with files in the place of cubins that this driver takes for them."""
+    if not ROOT:
+        pytest.skip("TENSORRT_ROOT does not name TensorRT's headers")
+    path = tmp_path_factory.mktemp("cubins") / "cubin"
+    path.write_bytes(b"\x7fELF" + bytes(99))
+    plugin = tmp_path_factory.mktemp("plugin")
+    return build_tensorrt.build(ROOT, plugin, images(path, "sm_80", "sm_90", "compute_90"))
+
+
+def test_nothing_but_the_entry_points_is_exported(library):
+    listed = subprocess.run(
+        ["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert sorted(listed[2::3]) == ENTRY_POINTS
+    undefined = subprocess.run(
+        ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
+    ).stdout
+    assert "nvinfer" not in undefined and " cu" not in undefined
+
+
+def test_it_compiles_without_a_warning(library, tmp_path, capfd):
+    build_tensorrt.build(ROOT, tmp_path, images(library, "sm_90"))
+    assert capfd.readouterr().err == f"compile the TensorRT plugin with {find_compiler()[0]}\n"
+
+
+@pytest.fixture(scope="module")
+def tools(library, tmp_path_factory):
+    """The driver, the kernels that it runs, the harness, the plugin."""
+    folder = tmp_path_factory.mktemp("tools")
+    cuda = build_tensorrt.cuda_headers()
+    headers = [f"-isystem{build_tensorrt.tensorrt_headers(ROOT)}", f"-isystem{cuda}", *includes()]
+    for name in ("fake_driver", "tensorrt_harness"):
+        # The plugin asks for the driver by this name, and gets what is loaded already.
+        soname = ["-Wl,-soname,libcuda.so.1"] if name == "fake_driver" else []
+        command = [*find_compiler(), *FLAGS, "-O1", *WARNINGS, "-shared", *soname, *headers]
+        command += [f"{TESTS / name}.cpp", "-ldl", "-o", f"{folder / name}.so"]
+        run = subprocess.run(command, capture_output=True, text=True)
+        assert run.returncode == 0 and run.stderr == "", run.stderr
+    kernels = build_emulated(Path(LIBRARIES))
+    return folder / "fake_driver.so", kernels, folder / "tensorrt_harness.so", library
+
+
+@pytest.fixture
+def drive(tools, tmp_path):
+    """A function of cases, each {input: array}; gives for each (answers, lines)."""
+
+    def run(*cases, plugin=tools[3]):
+        for i, case in enumerate(cases):
+            options = {"vocab_size": 0, "rule": "token"}
+            np.savez(tmp_path / f"{i:03}.npz", **{**options, **case})
+        command = [sys.executable, TESTS / "tensorrt_child.py", *tools[:3], plugin, tmp_path]
+        subprocess.run(command, check=True)
+        got = []
+        for i in range(len(cases)):
+            outputs = np.load(tmp_path / f"{i:03}.out.npz")
+            lines = (tmp_path / f"{i:03}.txt").read_text().splitlines()
+            got.append(
+                (
+                    [
+                        tuple(row)
+                        for row in zip(*map(np.ndarray.tolist, outputs.values()), strict=True)
+                    ],
+                    lines,
+                )
+            )
+        return got
+
+    return run
+
+
+def a_case(seed, vocab_size, gamma, slots, name="plain", dtype="float32"):
+    """(what the plugin is given, what the graph's function is given)"""
+    case = Case(seed, vocab_size, gamma, slots, dtype)
+    places = places_of(case, SamplingParams(**OPTIONS[name]))
+    drafts = np.random.default_rng(seed).integers(0, vocab_size, (slots, gamma))
+    if gamma:
+        likely = case.q.argmax(axis=2)
+        drafts = np.where(np.arange(slots)[:, None] % 3 > 0, likely, drafts)
+    sources = (case.p, case.q) if dtype == "bfloat16" else (case.target, case.draft)
+    return feed(case.target, case.draft, drafts, places), feed(*sources, drafts, places)
+
+
+def test_the_contract(drive):
+    ((_, lines),) = drive(a_case(40, 127, 4, 3)[0])
+    assert lines[0] == "1 PLUGIN CREATOR_V3ONE outrider::Verify 1"
+    assert lines[1] == "types 3 1 1 1 1 1 1 1 1 1 1"  # so many types of each input and output
+    assert lines[2] == "build 0 0 0"
+    assert lines[3].startswith("workspace ") and int(lines[3].split()[1]) > 3 * 9 * 8
+    assert lines[4:] == [
+        "stored vocab_size 2147483647",
+        "log: outrider::Verify: enqueue before attachToContext",
+        "run 0 0",
+        "load", "load",  # two modules
+        "outrider_tensorrt_pack 1 1 1 128",
+        "outrider_verify_scan 1 9 3 256",
+        "outrider_verify_rest 1 1 3 256",
+        "outrider_tensorrt_unpack 1 1 1 128",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_an_enqueue_gives_what_the_graphs_function_gives(drive, dtype):
+    cases = [
+        a_case(41, vocab_size, gamma, slots, name, dtype)
+        for name in OPTIONS
+        for vocab_size, gamma, slots in ((8, 0, 1), (8, 2, 300), (127, 1, 3), (2500, 4, 5))
+    ]
+    accepted = 0
+    got = drive(*(given for given, _ in cases))
+    for (_, same), (outcome, lines) in zip(cases, got, strict=True):
+        assert outcome == answers(verifier(dtype), same)
+        assert "run 0 0" in lines and not [
+            line for line in lines if "odd" in line or "not 0" in line
+        ]
+        accepted += sum(n for n, *_ in outcome)
+    assert accepted > 100
+
+
+def test_widths_gammas_and_broken_slots(drive):
+    given, same = a_case(42, 64, 3, 8)
+    for case in (given, same):
+        case["target_logits"][0, 0, 5] = np.nan
+        case["gamma"][1:6] = -1, 0, 4, -(2**40), 2**33
+        case["lenience"][6], case["temperature"][7] = 0, np.nan
+        case["seed"][1:] = -1
+    narrow = {**given, "draft_logits": given["draft_logits"][..., :40]}
+    wide = {**given, "target_logits": given["target_logits"][..., :40], "vocab_size": 33}
+    got = drive(given, narrow, wide)
+    assert got[0][0] == answers(verifier(), same)
+    assert [status for *_, status in got[0][0]] == [6, 0, 0, 2, 2, 2, 2, 2]
+    assert got[1][0] == answers(verifier(), {**same, "draft_logits": narrow["draft_logits"]})
+    same["target_logits"] = wide["target_logits"]
+    assert got[2][0] == answers(verifier(vocab_size=33), same)
+    assert "stored vocab_size 33" in got[2][1]
+
+
+def test_what_it_refuses(drive):
+    good = a_case(43, 16, 2, 2)[0]
+    many = {
+        name: np.zeros((2, rows, 8), np.float32)
+        for name, rows in (("target_logits", 67), ("draft_logits", 66))
+    }
+    cases = {
+        "rule must be": {**good, "rule": "block"},
+        "vocab_size must be": {**good, "vocab_size": -1},
+        "the largest logits are not": {**good, "draft_logits": good["draft_logits"][:, :1]},
+        "the largest logits": {**good, **many},
+    }
+    for message, (outcome, lines) in zip(cases, drive(*cases.values()), strict=True):
+        assert any(line.startswith(f"log: outrider::Verify: {message}") for line in lines)
+        assert set(sum(outcome, ())) == {99} and not any("outrider_" in line for line in lines)
+
+
+def test_no_slots_are_nothing_to_do(drive):
+    nobody = {name: array[:0] for name, array in a_case(44, 8, 2, 1)[0].items()}
+    ((outcome, lines),) = drive(nobody)
+    assert outcome == [] and "nothing to do" in lines and "run 0 0" in lines
+    assert not any("outrider_" in line for line in lines)
+
+
+def test_another_architecture_is_named(drive, library, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("other")
+    other = build_tensorrt.build(ROOT, folder, images(library, "sm_80", "sm_100", "compute_100"))
+    ((_, lines),) = drive(a_case(45, 8, 1, 1)[0], plugin=other)
+    assert lines[-2:] == [
+        "log: outrider::Verify: no kernels for sm_90 in this library", "not attached"
+    ]  # fmt: skip

@@ -1,0 +1,491 @@
+"""A bundle is whole or refused, and written whole or not at all.
+
+What may be wrong with a folder is found when it is opened and said in one line; what may go wrong
+while one is written leaves the disk as it was. And the engine that opens it works in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkpoints import Workshop
+from commands import CHECKOUT, command, environment, error_line, leftovers, run
+
+import engines.__main__
+import export.compare
+from engines.bundle import build
+from export.pair import export as export_pair
+from runtime import generate, load
+from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
+from runtime.files.manifest import (
+    MANIFEST_FILE,
+    PAIR_FILE,
+    SCHEMA,
+    Manifest,
+    digest_json,
+    file_facts,
+    read_bundle,
+    read_json,
+    read_pair,
+    write_folder,
+    write_json,
+)
+
+
+@pytest.fixture(scope="module")
+def pristine(workshop: Workshop) -> Path:
+    """A bundle with a draft. Shared: not to be damaged."""
+    target, draft = workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7)
+    return workshop.bundle(target, draft)
+
+
+@pytest.fixture
+def bundle(pristine: Path, tmp_path: Path) -> Path:
+    """A copy without links into the cache."""
+    return Path(shutil.copytree(pristine, tmp_path / "bundle"))
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+# Reading
+
+
+def test_manifest_round_trip(pristine: Path, tmp_path: Path) -> None:
+    manifest = read_bundle(pristine)
+    assert manifest.pair.draft is not None
+    alone = dataclasses.replace(manifest, pair=dataclasses.replace(manifest.pair, draft=None))
+    for written in (manifest, alone):
+        write_json(tmp_path / "again.json", "manifest", written)
+        assert read_json(tmp_path / "again.json", "manifest", Manifest, "") == written
+    write_json(tmp_path / "again.json", "manifest", manifest)
+    assert (tmp_path / "again.json").read_text() == (pristine / MANIFEST_FILE).read_text()
+
+
+def _manifest(edit: Callable[[dict], object], *, checksum: bool = True) -> Callable[[Path], object]:
+    """Edit the manifest's JSON. checksum: make it right again, so that something else is wrong."""
+
+    def damage(bundle: Path) -> None:
+        content = json.loads((bundle / MANIFEST_FILE).read_text())
+        edit(content)
+        if checksum:
+            content.pop("checksum")
+            content["checksum"] = digest_json(content)
+        (bundle / MANIFEST_FILE).write_text(json.dumps(content))
+
+    return damage
+
+
+def _flip(name: str) -> Callable[[Path], object]:
+    """One bit in the middle."""
+
+    def damage(bundle: Path) -> None:
+        content = bytearray((bundle / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (bundle / name).write_bytes(content)
+
+    return damage
+
+
+def _truncate(name: str) -> Callable[[Path], object]:
+    def damage(bundle: Path) -> None:
+        content = (bundle / name).read_bytes()
+        (bundle / name).write_bytes(content[: len(content) // 2])
+
+    return damage
+
+
+def _replace(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda bundle: (bundle / name).write_bytes(content)
+
+
+def _only_config(bundle: Path) -> None:
+    shutil.rmtree(bundle)
+    bundle.mkdir()
+    (bundle / "config.json").write_text("{}")
+
+
+DAMAGE = {
+    "truncated manifest": (_truncate(MANIFEST_FILE), "truncated or edited"),
+    "binary manifest": (_replace(MANIFEST_FILE, b"\xff\x00\xfe"), "truncated or edited"),
+    "empty manifest": (_replace(MANIFEST_FILE, b""), "truncated or edited"),
+    "a list": (_replace(MANIFEST_FILE, b"[]"), "not a manifest file"),
+    "other kind": (_manifest(lambda c: c.update(kind="pair")), "not a manifest file"),
+    "newer schema": (_manifest(lambda c: c.update(schema=SCHEMA + 1)), f"schema {SCHEMA + 1}"),
+    "edited": (_manifest(lambda c: c["facts"].update(slots=7), checksum=False), "checksum"),
+    "no checksum": (_manifest(lambda c: c.pop("checksum"), checksum=False), "checksum"),
+    "unknown field": (_manifest(lambda c: c["facts"].update(odd=1)), "odd"),
+    "missing field": (_manifest(lambda c: c["facts"].pop("slots")), "slots"),
+    "no facts": (_manifest(lambda c: c.pop("facts")), "facts"),
+    "wrong type": (_manifest(lambda c: c["facts"].update(slots="1")), "slots"),
+    "wrong dtype": (
+        _manifest(lambda c: c["facts"]["pair"]["target"].update(dtype="float8")),
+        "float8",
+    ),
+    "gamma out of range": (
+        _manifest(
+            lambda c: c["facts"]["pair"].update(
+                max_gamma=65, max_len=c["facts"]["pair"]["capacity"] - 66
+            )
+        ),
+        "contradicts itself",
+    ),
+    "edited graph": (_flip("target/graph.onnx"), "its hash differs"),
+    "edited weights": (_flip("draft/weights.bin"), "its hash differs"),
+    "edited tokenizer": (_flip("tokenizer/tokenizer.json"), "its hash differs"),
+    "truncated weights": (_truncate("target/weights.bin"), "truncated or replaced"),
+    "missing weights": (lambda b: (b / "target/weights.bin").unlink(), "is missing"),
+    "missing draft": (lambda b: shutil.rmtree(b / "draft"), "is missing"),
+    "no manifest": (lambda b: (b / MANIFEST_FILE).unlink(), "no bundle"),
+    "no folder": (shutil.rmtree, "is not a folder"),
+    "Hugging Face folder": (_only_config, "is a Hugging Face checkpoint"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damaged_bundle_is_refused_in_one_line(
+    bundle: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, cause = DAMAGE[what]
+    damage(bundle)
+    with pytest.raises(OutriderError) as caught:
+        load(bundle)
+    assert caught.value.kind == "bundle"
+    assert cause in caught.value.cause
+    status = generate.main(["--engines", str(bundle), "--prompt", "x"])
+    assert status == EXIT_STATUS["bundle"]
+    assert str(bundle) in error_line(capsys.readouterr().err, "bundle")
+
+
+def test_control_the_copy_is_sound(bundle: Path) -> None:
+    assert len(load(bundle).generate([5, 6, 7], max_new_tokens=4, ignore_eos=True).tokens) == 4
+
+
+def test_unverified_files_are_still_there_and_whole(bundle: Path) -> None:
+    """verify=False skips the hashes, and nothing else."""
+    _flip("target/weights.bin")(bundle)
+    with pytest.raises(OutriderError, match="its hash differs"):
+        read_bundle(bundle)
+    read_bundle(bundle, verify=False)
+    _truncate("target/weights.bin")(bundle)
+    with pytest.raises(OutriderError, match="truncated"):
+        read_bundle(bundle, verify=False)
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_damage_is_the_cause_of_what_it_breaks(
+    bundle: Path, damaged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are verified while engines are opened, which may notice it first in their own way."""
+
+    def fails(*arguments: object, **options: object) -> None:
+        raise OutriderError("backend", "it cannot be opened", "")
+
+    monkeypatch.setattr("runtime.bundle.open_engine", fails)
+    if damaged:
+        _flip("draft/weights.bin")(bundle)
+    with pytest.raises(OutriderError) as caught:
+        load(bundle)
+    assert caught.value.kind == ("bundle" if damaged else "backend")
+
+
+def test_bundle_of_an_unknown_backend(bundle: Path) -> None:
+    _manifest(lambda c: c["facts"].update(backend="tensorrt"))(bundle)
+    with pytest.raises(OutriderError, match="tensorrt") as caught:
+        load(bundle)
+    assert caught.value.kind == "backend"
+
+
+# Writing
+
+
+def marked(text: str) -> str:
+    """What `write_folder` takes for a manifest of ours."""
+    return json.dumps({"kind": "manifest", "text": text})
+
+
+@pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("exists", [False, True])
+def test_an_interrupted_folder_leaves_no_trace(
+    tmp_path: Path, failure: type[BaseException], exists: bool
+) -> None:
+    folder = tmp_path / "out"
+    if exists:
+        folder.mkdir()
+        (folder / MANIFEST_FILE).write_text(marked("old"))
+    before = snapshot(tmp_path)
+
+    def write() -> None:
+        with write_folder(folder, MANIFEST_FILE) as partial:
+            (partial / MANIFEST_FILE).write_text(marked("new"))
+            (partial / "deeper").mkdir()
+            raise failure
+
+    with pytest.raises(failure):
+        write()
+    assert snapshot(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == (["out"] if exists else [])
+
+
+@pytest.mark.parametrize("step", ["partial", "replaced"])
+def test_an_interrupt_while_folders_change_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """The last instant: the old folder is whole until the new one has its name."""
+    folder, rename = tmp_path / "out", Path.rename
+
+    def interrupted(path: Path, target: Path) -> Path:
+        """While the new folder gets its name, or as soon as the old one has lost its own."""
+        if step == "partial" and ".partial-" in path.name:
+            raise KeyboardInterrupt
+        result = rename(path, target)
+        if step == "replaced" and ".replaced-" in target.name:
+            raise KeyboardInterrupt
+        return result
+
+    with write_folder(folder, MANIFEST_FILE) as partial:
+        (partial / MANIFEST_FILE).write_text(marked("old"))
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt), write_folder(folder, MANIFEST_FILE) as partial:
+        (partial / MANIFEST_FILE).write_text(marked("new"))
+    assert snapshot(tmp_path) == {f"out/{MANIFEST_FILE}": marked("old").encode()}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_finished_folder_takes_the_old_ones_place(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "out"
+    for text in ("draft", "target"):
+        with write_folder(folder, MANIFEST_FILE) as partial:
+            (partial / MANIFEST_FILE).write_text(marked(text))
+            (partial / text).write_text("")
+    expected = {f"a/out/{MANIFEST_FILE}": marked("target").encode(), "a/out/target": b""}
+    assert snapshot(tmp_path) == expected
+
+
+def test_a_foreign_folder_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter-1.md").write_text("years of work")
+    before = snapshot(tmp_path)
+    with pytest.raises(OutriderError) as caught, write_folder(tmp_path / "thesis", "marker"):
+        pytest.fail("the block must not run")
+    assert caught.value.kind == "disk"
+    assert snapshot(tmp_path) == before
+    (tmp_path / "empty").mkdir()  # nothing to lose
+    with write_folder(tmp_path / "empty", "marker") as partial:
+        (partial / "marker").write_text("")
+
+
+@pytest.mark.parametrize("name", ["file", "file/out", "sealed/out"])
+def test_a_place_that_cannot_be_written_is_named(
+    pristine: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    (tmp_path / "sealed").mkdir(mode=0o555)
+    try:
+        (tmp_path / "sealed" / "probe").mkdir()
+    except PermissionError:
+        pass
+    else:
+        if name.startswith("sealed"):
+            pytest.skip("this user may write everywhere")
+
+    def write() -> int:
+        with write_folder(tmp_path / name, "marker"):
+            pytest.fail("the block must not run")
+
+    assert run_command(write) == EXIT_STATUS["disk"]
+    assert str(tmp_path) in error_line(capsys.readouterr().err, "disk")
+
+
+# Building
+
+
+@pytest.fixture(scope="module")
+def graphs(workshop: Workshop) -> Path:
+    """What the pristine bundle was built from."""
+    target, draft = workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7)
+    return workshop.graphs(target, draft)
+
+
+def test_building_twice_does_nothing_twice(graphs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def again(slots: int = 1, force: bool = False) -> bool:
+        return build(graphs, out, backend="onnxruntime", slots=slots, force=force)
+
+    assert again()
+    made = (out / MANIFEST_FILE).stat().st_ino
+    assert not again()
+    assert (out / MANIFEST_FILE).stat().st_ino == made
+    assert again(force=True)
+    assert again(slots=2)
+    assert read_bundle(out).slots == 2
+    (out / "target" / "weights.bin").unlink()
+    assert again(slots=2)  # what is damaged is made again
+    read_bundle(out)
+
+
+@pytest.mark.parametrize("backend", ["openvino", "", "onnx runtime"])
+def test_unknown_backends_are_refused(
+    graphs: Path, tmp_path: Path, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--graphs", str(graphs), "--out", str(tmp_path / "out"), "--backend", backend]
+    assert engines.__main__.main(arguments) == EXIT_STATUS["backend"]
+    error_line(capsys.readouterr().err, "backend")
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_graphs_are_not_built(graphs: Path, tmp_path: Path) -> None:
+    """The same checks as for a bundle, on the file that holds the facts and on what it lists."""
+    for damage in (_truncate(PAIR_FILE), _flip("target/weights.bin"), shutil.rmtree):
+        copy = Path(shutil.copytree(graphs, tmp_path / "graphs", dirs_exist_ok=True))
+        damage(copy)
+        with pytest.raises(OutriderError) as caught:
+            build(copy, tmp_path / "out", backend="onnxruntime", slots=1)
+        assert caught.value.kind == "bundle"
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_graph_that_the_backend_refuses(graphs: Path, tmp_path: Path) -> None:
+    """Sound by its hash, and no graph."""
+    copy = Path(shutil.copytree(graphs, tmp_path / "graphs"))
+    (copy / "draft" / "graph.onnx").write_bytes(b"no protocol buffer")
+    pair = read_pair(copy)
+    assert pair.draft is not None
+    facts = file_facts(copy / "draft" / "graph.onnx")
+    draft = dataclasses.replace(pair.draft, files={**pair.draft.files, "graph.onnx": facts})
+    write_json(copy / PAIR_FILE, "pair", dataclasses.replace(pair, draft=draft))
+    with pytest.raises(OutriderError) as caught:
+        build(copy, tmp_path / "out", backend="onnxruntime", slots=1)
+    assert caught.value.kind == "backend"
+    assert [path.name for path in tmp_path.iterdir()] == ["graphs"]
+
+
+# As processes
+
+
+def test_commands_end_with_a_status_and_one_line(workshop: Workshop, tmp_path: Path) -> None:
+    """What the in-process tests cannot show: the interpreter's own exit, and nobody's warnings."""
+    good = run("engines", "--graphs", tmp_path, "--out", tmp_path / "out")
+    assert good.returncode == EXIT_STATUS["bundle"]
+    assert str(tmp_path) in error_line(good.stderr, "bundle")
+    missing = run("export", "--model", tmp_path / "nowhere", "--out", tmp_path / "out")
+    assert missing.returncode == EXIT_STATUS["checkpoint"]
+    assert "nowhere is not a folder" in error_line(missing.stderr, "checkpoint")
+    assert missing.stderr.count("\n") == 1
+    assert missing.stdout == good.stdout == ""
+    mistyped = run("engines", "--graphs", tmp_path, "--out", tmp_path / "out", "--slots", "0")
+    assert mistyped.returncode == 2
+    assert "Traceback" not in mistyped.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_stops_the_export(workshop: Workshop, tmp_path: Path) -> None:
+    """A limit on the size of a file stands in for the disk: the weights do not fit."""
+    out, cache = tmp_path / "out", tmp_path / "cache"
+    failed = run(
+        *("export", "--model", workshop.checkpoint("gpt2"), "--max-len", "64"),
+        *("--out", out, "--cache", cache),
+        largest_file=65536,
+    )
+    assert failed.returncode == EXIT_STATUS["disk"], failed.stderr
+    error_line(failed.stderr, "disk")
+    assert not out.exists()
+    assert list(cache.rglob("*")) == []
+
+
+def test_a_full_disk_stops_the_build(graphs: Path, tmp_path: Path) -> None:
+    """Even with nothing to copy: the manifest does not fit, and an older bundle survives."""
+    arguments = ("engines", "--graphs", graphs, "--out", tmp_path / "out")
+    assert run(*arguments).returncode == 0
+    before = snapshot(tmp_path)
+    failed = run(*arguments, "--slots", "2", largest_file=1024)
+    assert failed.returncode == EXIT_STATUS["disk"], failed.stderr
+    error_line(failed.stderr, "disk")
+    assert snapshot(tmp_path) == before
+    assert leftovers(tmp_path) == []
+
+
+def test_ctrl_c_during_an_export(workshop: Workshop, tmp_path: Path) -> None:
+    out, cache = tmp_path / "out", tmp_path / "cache"
+    process = subprocess.Popen(
+        command(
+            *("export", "--model", workshop.checkpoint("gpt2"), "--max-len", "64"),
+            *("--out", out, "--cache", cache),
+        ),
+        cwd=CHECKOUT,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    try:
+        said = ""
+        while "run the original" not in said:  # the tracing comes next
+            said = process.stderr.readline()
+            assert said, "it ended before it could be interrupted"
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+        process.stderr.close()
+    assert rest.endswith("interrupted\n")
+    assert "Traceback" not in rest
+    assert not out.exists()
+    assert list(cache.rglob("*")) == []
+
+
+def test_ctrl_c_while_a_part_is_checked(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The latest moment: the weights are written, and the part is not finished."""
+    seen = []
+
+    def interrupt(folder: Path, *_: object) -> None:
+        seen.extend(path.name for path in folder.iterdir())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export.compare, "compare", interrupt)
+    model = str(workshop.checkpoint("gpt2"))
+
+    def work() -> int:
+        export_pair(model, None, tmp_path / "out", max_len=64, cache=tmp_path / "cache")
+        return 0
+
+    assert run_command(work) == 130
+    assert sorted(seen) == ["graph.onnx", "weights.bin"]
+    assert snapshot(tmp_path) == {}
+    assert leftovers(tmp_path) == []
+
+
+# In place
+
+
+@pytest.mark.parametrize("how", ["same", "different"])
+def test_the_cache_is_updated_in_place(workshop: Workshop, how: str) -> None:
+    """See protected_cache.py: a step writes its own row of the cache and no other page."""
+    source = workshop.checkpoint("llama", max_position_embeddings=4096)
+    bundle = workshop.bundle(source, max_len=None)
+    script = [sys.executable, str(CHECKOUT / "tests" / "protected_cache.py"), str(bundle), how]
+    process = subprocess.run(script, env=environment(), capture_output=True, text=True)
+    if how == "different":
+        assert process.returncode == -signal.SIGSEGV, process.stderr
+        return
+    assert process.returncode == 0, process.stderr
+    said = json.loads(process.stdout)
+    # One kept copy of the cache a step would be two gigabytes.
+    assert said["growth"] < 16 * said["cache"] < said["steps"] * said["cache"] / 100

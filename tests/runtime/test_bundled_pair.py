@@ -1,0 +1,86 @@
+"""Every kind of draft on the bundled pair: the certificate of `--check` at temperature 0 and 1.
+
+The pair is trained, so its distributions are those of text, and its engines are real.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import Workshop
+from rounds import accept_everything, broken
+
+from export import ngram
+from runtime import load
+from runtime.beam.text import beam_texts
+from runtime.certificate import check
+from runtime.sequence import LOOKUPS, MODELS, TABLES
+from runtime.text.engine import Options, TextEngine
+
+CHECKOUT = Path(__file__).parents[2]
+PROMPT = "import os\n\ndef load(path):\n    with open(path) as file:\n"
+SAMPLED = Options(temperature=1.0, seed=11, max_new_tokens=128, ignore_eos=True)
+GREEDY = Options(max_new_tokens=96, ignore_eos=True)
+WAYS: dict[str, dict[str, Any]] = {
+    **{kind: {"draft": kind} for kind in sorted(MODELS | LOOKUPS | TABLES | {"random"})},
+    "block": {"verify": "block", "draft": "chain"},
+    "auto": {"gamma": "auto"},
+    "stops": {"draft_threshold": 0.4, "gamma": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def engine(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> TextEngine:
+    bundle = workshop.bundle(CHECKOUT / "models" / "target", CHECKOUT / "models" / "draft")
+    table = tmp_path_factory.mktemp("table") / "table.npz"
+    texts = [str(path) for path in sorted((CHECKOUT / "runtime").glob("*.py"))]
+    tokenizer = str(bundle / "tokenizer")
+    assert ngram.main(["--tokenizer", tokenizer, "--out", str(table), *texts]) == 0
+    return load(bundle, slots=1, table=table, corpus=CHECKOUT / "runtime" / "rounds.py", threads=1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["0", "1"])
+def test_the_output_is_the_targets(engine: TextEngine, options: Options, way: str) -> None:
+    certificate = check(engine, PROMPT, replace(options, **WAYS[way]))
+    assert certificate.passed, certificate.lines()
+    assert certificate.drafted > 0
+    if options is GREEDY:
+        plain = engine.generate(PROMPT, **vars(replace(options, gamma=0))).token_ids
+        drafted = engine.generate(PROMPT, **vars(replace(options, **WAYS[way]))).token_ids
+        assert drafted == plain or certificate.near_ties
+
+
+def test_a_draft_temperature(engine: TextEngine) -> None:
+    certificate = check(engine, PROMPT, replace(SAMPLED, draft_temperature=0.6))
+    assert certificate.passed, certificate.lines()
+
+
+def test_a_rule_that_accepts_everything_is_noticed(engine: TextEngine) -> None:
+    from runtime.round import HostRounds
+    from runtime.sampling.sampler import NumpySampler
+
+    rounds = engine.decoder.rounds
+    assert isinstance(rounds, HostRounds)
+    native = rounds.sampler
+    with (
+        broken("sampling.rules.rules.sampler.verify", accept_everything),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        slow = NumpySampler(native.vocab_size)
+        patch.setattr(rounds, "sampler", slow)
+        patch.setattr(rounds.proposer, "_sampler", slow)
+        assert not check(engine, PROMPT, replace(SAMPLED, draft="bigram", gamma=2)).passed
+
+
+def test_beams(engine: TextEngine) -> None:
+    """Speculative and plain search find the same texts."""
+    found = [
+        beam_texts(engine, PROMPT, beams=3, gamma=gamma, max_new_tokens=24, ignore_eos=True)
+        for gamma in (0, 3)
+    ]
+    assert found[0].stats.rounds == 24 > found[1].stats.rounds
+    assert [one.token_ids for one in found[0].texts] == [one.token_ids for one in found[1].texts]

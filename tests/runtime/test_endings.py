@@ -1,0 +1,257 @@
+"""Where texts end: end-of-text, stop strings and stop tokens at every place of a block, exact token
+counts, minimum lengths. Every test runs the real round; every control runs the same check on a
+round with the fault put back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes import EOS, VOCAB_SIZE, Context, encode, make_text_engine, near, random_model, script
+from rounds import both, broken, check_rows, ids, is_late, make_decoder, oracle, run
+
+from runtime.decoder import Decoder
+from runtime.sampling.sampler import NumpySampler, SlotSampling
+from runtime.sampling.warp import warp
+from runtime.sequence import ActiveSequence, Request
+from runtime.text.engine import Result, TextEngine
+
+pytestmark = pytest.mark.usefixtures("sampler")
+
+GAMMA = 4
+
+
+# --- end-of-text ------------------------------------------------------------------------------
+
+
+def ending(at: int, *, drafted: bool) -> Decoder:
+    """A target that says end-of-text as output token `at` after a prompt of 3, and letters else.
+
+    drafted: whether the draft proposes it; else it comes as a correction.
+    """
+
+    def target(context: Context) -> np.ndarray:
+        row = np.zeros(VOCAB_SIZE, np.float32)
+        row[EOS if len(context) == 3 + at else 2 + len(context) % 30] = 9
+        return row
+
+    def draft(context: Context) -> np.ndarray:
+        row = target(context).copy()
+        row[EOS] = 9 * (drafted and len(context) == 3 + at)
+        return row
+
+    return make_decoder(target, draft)
+
+
+def ends_at(at: int, *, drafted: bool, gamma: int = GAMMA) -> None:
+    decoder = ending(at, drafted=drafted)
+    request = Request([2, 3, 4], gamma=gamma, max_new_tokens=20, eos_token_ids=[EOS])
+    sequence = run(decoder, request)
+    assert ids(sequence) == oracle(decoder.target.model, request)
+    assert (ids(sequence)[-1], len(sequence.output), sequence.finish_reason) == (EOS, at + 1, "eos")
+    # And as if it were not there:
+    on = run(decoder, replace(request, ignore_eos=True))
+    assert (ids(on)[at], len(on.output), on.finish_reason) == (EOS, 20, "length")
+
+
+# Output token 0 is the prefill's; a block of 4 drafts is then 1 to 4, and its bonus 5.
+@pytest.mark.parametrize("drafted", [True, False])
+@pytest.mark.parametrize("at", range(2 * GAMMA + 3))
+def test_end_of_text_at_each_place_of_a_block(at: int, drafted: bool) -> None:
+    ends_at(at, drafted=drafted)
+    ends_at(at, drafted=drafted, gamma=0)
+
+
+def test_the_places_are_those_that_they_are_meant_to_be() -> None:
+    request = Request([2, 3, 4], gamma=GAMMA, eos_token_ids=[EOS])
+    last = [run(ending(at, drafted=True), request).output[-1].origin for at in range(6)]
+    assert last == ["first", *["accepted"] * 4, "bonus"]
+    last = [run(ending(at, drafted=False), request).output[-1].origin for at in range(5)]
+    assert last == ["first", *["corrected"] * 4]
+
+
+@pytest.mark.parametrize("at", range(GAMMA + 2))
+def test_end_of_text_noticed_late(at: int) -> None:
+    with is_late(), pytest.raises(AssertionError):
+        ends_at(at, drafted=True)
+
+
+# --- the number of tokens ---------------------------------------------------------------------
+
+
+def has_exactly(count: int, gamma: int) -> None:
+    target = random_model(5)
+    for draft in (target, near(target, 6, 1.0)):
+        decoder = make_decoder(target, draft)
+        request = Request([2, 3], gamma=gamma, max_new_tokens=count)
+        sequence = run(decoder, request)
+        assert (len(sequence.output), sequence.finish_reason) == (count, "length")
+        assert ids(sequence) == oracle(target, request)
+        # The first token needs no draft, and the last of a round has none.
+        assert draft is not target or sequence.stats.drafted < count
+
+
+@pytest.mark.parametrize("gamma", [0, 1, GAMMA, 8])
+def test_max_new_tokens_exactly(gamma: int) -> None:
+    for count in range(1, gamma + 3):
+        has_exactly(count, gamma)
+
+
+@pytest.mark.parametrize("count", range(1, GAMMA + 3))
+def test_a_count_noticed_late(count: int) -> None:
+    with is_late(), pytest.raises(AssertionError):
+        has_exactly(count, GAMMA)
+
+
+def eager(context: Context) -> np.ndarray:
+    """Wants to end at every token; otherwise as the target of other tests."""
+    row = random_model(7)(context).copy()
+    row[EOS] = 50
+    return row
+
+
+def respects_minimum(minimum: int, gamma: int) -> None:
+    decoder = make_decoder(eager, eager)
+    request = Request(
+        [2, 3], gamma=gamma, max_new_tokens=20, min_new_tokens=minimum, eos_token_ids=[EOS]
+    )
+    sequence = run(decoder, request)
+    assert ids(sequence) == oracle(eager, request)
+    assert ids(sequence).index(EOS) == minimum == len(sequence.output) - 1
+    # The draft is masked at the same tokens, or it would propose what cannot be accepted.
+    assert sequence.stats.accepted == sequence.stats.examined
+
+
+@both
+@pytest.mark.parametrize("gamma", [0, 1, GAMMA])
+def test_min_new_tokens_masks_end_of_text(gamma: int) -> None:
+    for minimum in range(gamma + 4):
+        respects_minimum(minimum, gamma)
+
+
+@pytest.mark.parametrize("model", ["target", "draft"])
+def test_end_of_text_that_is_not_masked(model: str) -> None:
+    """In the target it would end the text early; in the draft it would cost every acceptance."""
+
+    def unmasked(logits, params, context, suppress, vocab_size, where):  # type: ignore[no-untyped-def]
+        return warp(
+            logits, params, context, () if where.startswith(model) else suppress, vocab_size, where
+        )
+
+    for minimum in range(2, GAMMA + 2):
+        with broken("sampling.rules.sampler.warp", unmasked), pytest.raises(AssertionError):
+            respects_minimum(minimum, GAMMA)
+
+
+def test_a_mask_that_forgets_the_drafts_before_a_position() -> None:
+    """Counting only committed tokens would mask end-of-text for too long within a block."""
+
+    def committed(self: NumpySampler, place: SlotSampling, drafted, row, model):  # type: ignore[no-untyped-def]
+        suppress = place.suppress if place.suppress_rows else ()
+        return warp(row, place.params, (), suppress, self.vocab_size, model)
+
+    with (
+        broken("sampling.rules.sampler.NumpySampler._warp", committed),
+        pytest.raises(AssertionError),
+    ):
+        respects_minimum(3, GAMMA)
+
+
+# --- stop strings and stop tokens -------------------------------------------------------------
+
+SAYING = "the quick brown fox jumps over a lazy dog"
+
+
+def saying(folder: Path, amount: float = 0.0) -> TextEngine:
+    """An engine that says SAYING. amount: how far off the draft is."""
+    model = script(SAYING)
+    return make_text_engine(folder, model, near(model, 1, amount), order=None)
+
+
+class Left:
+    """The sequence that an engine released last, as its slot was then."""
+
+    def __init__(self, engine: TextEngine):
+        self.engine, self.sequence = engine, None
+        release = engine.decoder.release
+
+        def watch(sequence: ActiveSequence) -> None:
+            check_rows(engine.decoder, sequence)
+            self.sequence = sequence
+            release(sequence)
+
+        engine.decoder.release = watch  # type: ignore[method-assign]
+
+    def agrees(self, result: Result) -> None:
+        assert result.token_ids == ids(self.sequence)
+        assert self.sequence.slot.tokens[-len(result.tokens) :] == result.token_ids
+        assert None not in result.logprobs
+
+
+def stops_at(folder: Path, end: int, width: int, amount: float = 0.0) -> None:
+    """A stop string of `width` characters whose last one is SAYING[end - 1]."""
+    engine = saying(folder, amount)
+    left = Left(engine)
+    stop = SAYING[end - width : end]
+    cut = SAYING.index(stop)
+    options = {"stop": stop, "gamma": GAMMA, "logprobs": 2}
+    events = list(engine.stream("go\n", **options))
+    result = events[-1].result
+    assert result is not None
+    left.agrees(result)
+    assert (result.text, result.finish_reason, result.stopped_by) == (SAYING[:cut], "stop", stop)
+    assert result.token_ids == encode(SAYING[: cut + width])
+    assert "".join(event.text for event in events) == result.text
+    assert [t for event in events for t in event.token_ids] == result.token_ids
+    alone = engine.generate("go\n", **{**options, "gamma": 0})
+    left.agrees(alone)
+    assert (alone.text, alone.token_ids) == (result.text, result.token_ids)
+    assert alone.logprobs == result.logprobs
+
+
+@pytest.mark.parametrize("width", [1, 3, 7])
+@pytest.mark.parametrize("amount", [0.0, 6.0])
+def test_a_stop_string_ending_at_each_offset_of_a_block(
+    tmp_path: Path, width: int, amount: float
+) -> None:
+    for end in range(width, width + 2 * GAMMA + 3):
+        stops_at(tmp_path, end, width, amount)
+
+
+@pytest.mark.parametrize("end", range(3, 3 + GAMMA))
+def test_a_stop_string_noticed_late(tmp_path: Path, end: int) -> None:
+    with is_late(), pytest.raises(AssertionError):
+        stops_at(tmp_path, end, 3)
+
+
+def test_a_slot_that_keeps_what_follows_a_stop_string(tmp_path: Path) -> None:
+    """Where a block goes on after it."""
+    with broken("slots.Slot.roll_back", lambda self, length: None), pytest.raises(AssertionError):
+        stops_at(tmp_path, 4, 3)
+
+
+def test_stop_token_ids_at_each_offset(tmp_path: Path) -> None:
+    engine = saying(tmp_path)
+    left = Left(engine)
+    for end in range(2 * GAMMA):
+        stop = encode(SAYING)[end]
+        cut = SAYING.index(SAYING[end])
+        for gamma in (0, GAMMA):
+            result = engine.generate("go\n", stop_token_ids=[stop], gamma=gamma, logprobs=0)
+            left.agrees(result)
+            assert (result.text, result.stopped_by) == (SAYING[:cut], stop)
+            assert result.token_ids == encode(SAYING[: cut + 1])
+            assert result.finish_reason == "stop"
+
+
+def test_half_a_stop_string_is_text_when_the_text_ends(tmp_path: Path) -> None:
+    """What was held back for a stop string that never came belongs to the text."""
+    engine = saying(tmp_path)
+    whole = engine.generate("go\n", stop=["dogs", "dog!"], gamma=GAMMA)
+    assert (whole.text, whole.finish_reason) == (SAYING, "eos")
+    for count in range(1, 12):
+        cut = engine.generate("go\n", stop="quick brown cat", max_new_tokens=count, gamma=GAMMA)
+        assert (cut.text, cut.finish_reason) == (SAYING[:count], "length")

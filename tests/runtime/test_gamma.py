@@ -1,0 +1,156 @@
+"""Policies in rounds: whatever chooses gamma, the text is the target's. (What they choose, and what
+that costs, is in test_adaptive.py.)"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fakes import make_text_engine, near, random_model
+from rounds import both, ids, make_decoder, plain, run
+
+from runtime import generate
+from runtime.decoder import Decoder
+from runtime.files.errors import EXIT_STATUS, OutriderError
+from runtime.policy import make_policy
+from runtime.sampling.warp import SamplingParams
+from runtime.sequence import Request
+from runtime.text.engine import Options
+
+MODEL = random_model(1)
+NAMES = ["auto", "transformers", 4]
+
+
+@pytest.fixture(autouse=True)
+def _sampler(sampler: None) -> None:
+    pass
+
+
+def chosen(decoder: Decoder, name: int | str, fallback: bool = True, **request: object) -> Request:
+    policy = make_policy(name, decoder.costs["model"], decoder.max_gamma, fallback=fallback)
+    gamma = decoder.max_gamma if isinstance(name, str) else name
+    return Request(**{"prompt": [2, 3], "gamma": gamma, "policy": policy, **request})  # type: ignore[arg-type]
+
+
+@both
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("noise", [0.3, 3.0])
+def test_temperature_0_is_plain_decoding(name: int | str, noise: float) -> None:
+    decoder = make_decoder(MODEL, near(MODEL, 2, noise))
+    for number in range(3):  # the costs that the first ones measured are those of the others
+        request = chosen(decoder, name, prompt=[2 + number, 3], max_new_tokens=50)
+        assert ids(run(decoder, request)) == plain(decoder, request)
+
+
+@both
+def test_several_at_once(sampler: None) -> None:
+    decoder = make_decoder(MODEL, near(MODEL, 2, 0.5), slots=3)
+    requests = [
+        chosen(decoder, name, prompt=[2 + i, 5], max_new_tokens=20 + 9 * i)
+        for i, name in enumerate(NAMES)
+    ]
+    alone = [plain(decoder, request) for request in requests]
+    together = [decoder.admit(request) for request in requests]
+    while unfinished := [sequence for sequence in together if sequence.finish_reason is None]:
+        decoder.round(unfinished)
+    assert [ids(sequence) for sequence in together] == alone
+
+
+def test_what_a_policy_is_told() -> None:
+    """Each round once: what was drafted, looked at and accepted."""
+
+    class Told:
+        def __init__(self) -> None:
+            self.rounds: list[tuple[int, int, int, bool]] = []
+
+        def next(self, batch: int) -> int:
+            assert batch == 1
+            return 3
+
+        def observe(self, *told: object) -> None:
+            self.rounds.append(told)  # type: ignore[arg-type]
+
+    decoder = make_decoder(MODEL, near(MODEL, 2, 1.0))
+    policy = Told()
+    request = Request([2, 3], gamma=8, policy=policy, max_new_tokens=40)
+    sequence = run(decoder, request)
+    stats = sequence.stats
+    assert len(policy.rounds) == stats.rounds
+    assert sum(gamma for gamma, *_ in policy.rounds) == stats.drafted <= 3 * stats.rounds
+    assert sum(accepted for _, _, accepted, _ in policy.rounds) == stats.accepted
+    assert all(
+        whole == (gamma > 0 and accepted == gamma) for gamma, _, accepted, whole in policy.rounds
+    )
+
+
+def test_choosing_is_no_part_of_what_a_round_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the gamma that is chosen anew each time would look dearer than the one that is kept."""
+    now = 0.0
+
+    class Slow:
+        def next(self, batch: int) -> int:
+            nonlocal now
+            now += 1.0
+            return 2
+
+        def observe(self, *told: object) -> None:
+            pass
+
+    decoder = make_decoder(MODEL, near(MODEL, 2, 1.0))
+    monkeypatch.setattr("runtime.decoder.time", SimpleNamespace(perf_counter=lambda: now))
+    told = []
+    monkeypatch.setattr(
+        decoder.costs["model"],
+        "observe",
+        lambda batch, gamma, draft, rest: told.append(draft + rest),
+    )
+    sequence = run(decoder, Request([2, 3], gamma=2, policy=Slow(), max_new_tokens=20))
+    assert sequence.stats.time_rounds == pytest.approx(len(told), rel=0.01), "the text waits for it"
+    assert max(told) == pytest.approx(0)
+
+
+def test_a_draft_that_is_hopeless_is_left_alone() -> None:
+    decoder = make_decoder(MODEL, random_model(99), max_len=600, order=2)
+    request = chosen(decoder, 4, max_new_tokens=500, params=SamplingParams(temperature=0.9, seed=1))
+    # A stand-in's draft step costs as much as its target's: drafting never pays.
+    sequence = run(decoder, request)
+    assert sequence.stats.undrafted > sequence.stats.rounds / 2
+    always = run(decoder, replace(request, policy=None))
+    assert always.stats.undrafted <= 1, "the control"
+
+
+def test_what_counts_as_the_same_settings(tmp_path: Path) -> None:
+    """What p and q depend on: every option of the sampling, and no seed."""
+    engine = make_text_engine(tmp_path, MODEL, near(MODEL, 2, 0.5))
+    costs, told = engine.decoder.costs["model"], []
+    openings = costs.openings
+    costs.openings = lambda settings: told.append(settings) or openings(settings)  # type: ignore[func-returns-value,method-assign,misc,assignment]
+    for options in (
+        {"seed": 1}, {"seed": 2}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.0, "draft_temperature": 2.0},
+    ):  # fmt: skip
+        engine.generate("a b", gamma="auto", max_new_tokens=4, **options)
+    assert len(told) == 5 and told[0] == told[1]
+    assert len(set(told)) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [({"gamma": "often"}, "whole number"), ({"gamma": 2, "fallback": "yes"}, "fallback='yes'"),
+     ({"gamma": 0, "fallback": "auto"}, "no effect in plain decoding")],
+)  # fmt: skip
+def test_what_is_refused(options: dict, cause: str, tmp_path) -> None:  # type: ignore[no-untyped-def, type-arg]
+    engine = make_text_engine(tmp_path, MODEL, near(MODEL, 2, 0.5))
+    with pytest.raises(OutriderError, match=cause) as caught:
+        engine.request([2, 3], Options(**options))
+    assert caught.value.kind == "option"
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        generate.main(["--engines", "x", "--prompt", "x", "--gamma", "often"])
+        == EXIT_STATUS["option"]
+    )
+    assert "auto or transformers" in capsys.readouterr().err

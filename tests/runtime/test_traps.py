@@ -1,0 +1,401 @@
+"""What a round may not touch, skip or overrun: closed streams, penalties, padding, numbers that are
+none, contexts that are full. Every test runs the real round; every control runs the same check on a
+round with the fault put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes import EOS, VOCAB_SIZE, Context, Model, make_text_engine, near, random_model, script
+from rounds import both, broken, check_rows, ids, is_late, make_decoder, oracle, plain, run
+
+from runtime.decoder import Decoder
+from runtime.files.errors import OutriderError
+from runtime.sampling.sampler import NumpySampler, SlotSampling
+from runtime.sampling.warp import SamplingParams, warp
+from runtime.sequence import ActiveSequence, Request
+from runtime.slots import Slot
+from runtime.text.engine import Options, TextEngine
+
+pytestmark = pytest.mark.usefixtures("sampler")
+
+GAMMA = 4
+SAYING = "the quick brown fox jumps over a lazy dog"
+
+
+# --- streams that are closed ------------------------------------------------------------------
+
+
+def closed_at_every_yield(engine: TextEngine, fresh: Callable[[], TextEngine]) -> int:
+    """Close a stream at its first, second, ... event; each time another request must come out of
+    the same slot as it comes out of a fresh engine. Returns how many there were."""
+    first = {"temperature": 1.0, "seed": 1, "max_new_tokens": 24, "gamma": GAMMA}
+    second = {"temperature": 1.0, "seed": 2, "max_new_tokens": 24, "gamma": GAMMA}
+    expected = fresh().generate("b c\n", **second).token_ids
+    events = len(list(fresh().stream("hello there\n", **first)))
+    for taken in range(events + 1):
+        stream = engine.stream("hello there\n", **first)
+        for _ in range(taken):
+            next(stream)
+        stream.close()
+        assert engine.decoder.slots.free == 1
+        assert engine.generate("b c\n", **second).token_ids == expected
+    return events
+
+
+def test_a_stream_closed_at_every_yield(tmp_path: Path) -> None:
+    target = random_model(8, never=[EOS])
+
+    def fresh() -> TextEngine:
+        return make_text_engine(tmp_path, target, near(target, 9, 1.0), order=None)
+
+    assert closed_at_every_yield(fresh(), fresh) > 5
+
+
+def test_a_slot_that_remembers_its_last_owner(tmp_path: Path) -> None:
+    """The control: lengths that survive the release, so that a prompt is not computed again."""
+    target = random_model(8, never=[EOS])
+
+    def fresh() -> TextEngine:
+        return make_text_engine(tmp_path, target, near(target, 9, 1.0), order=None)
+
+    engine = fresh()
+    acquire, release = engine.decoder.slots.acquire, engine.decoder.release
+    left = [0]
+
+    def inherit() -> Slot:
+        slot = acquire()
+        slot.draft_len = left[0]
+        return slot
+
+    def leave(sequence: ActiveSequence) -> None:
+        left[0] = 0 if sequence.finish_reason else sequence.slot.draft_len
+        release(sequence)
+
+    engine.decoder.slots.acquire = inherit  # type: ignore[method-assign]
+    engine.decoder.release = leave  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        closed_at_every_yield(engine, fresh)
+
+
+def test_a_stream_that_is_never_begun_takes_no_slot(tmp_path: Path) -> None:
+    model = script(SAYING)
+    engine = make_text_engine(tmp_path, model, model, order=None)
+    streams = [engine.stream("go\n") for _ in range(3)]
+    assert engine.decoder.slots.free == 1
+    assert next(streams[2]).text == SAYING[0]
+    with pytest.raises(OutriderError, match="slots are in use"):
+        next(streams[0])
+    streams[2].close()
+    assert engine.decoder.slots.free == 1
+
+
+def test_a_batch_that_is_closed_gives_all_slots_back(tmp_path: Path) -> None:
+    model = script(SAYING)
+    engine = make_text_engine(tmp_path, model, model, slots=3, order=None)
+    lengths = (3, 30, 30, 30)
+    prompts = [("go\n", Options(gamma=GAMMA, max_new_tokens=n)) for n in lengths]
+    batch = engine.batch(prompts)
+    assert next(batch)[0] == 0
+    assert engine.decoder.slots.free == 1
+    batch.close()
+    assert engine.decoder.slots.free == 3
+    assert sorted(index for index, _ in engine.batch(prompts)) == [0, 1, 2, 3]
+
+
+# --- penalties --------------------------------------------------------------------------------
+
+
+def penalised(penalty: float, seeds: range = range(6)) -> None:
+    for seed in seeds:
+        target = random_model(seed)
+        decoder = make_decoder(target, near(target, 50, 0.8))
+        params = SamplingParams(repetition_penalty=penalty)
+        request = Request([2, 3, 2], params, gamma=GAMMA, max_new_tokens=30)
+        assert ids(run(decoder, request)) == oracle(target, request) == plain(decoder, request)
+
+
+@both
+@pytest.mark.parametrize("penalty", [1.5, 4.0, 0.7])
+def test_the_repetition_penalty_while_speculating(penalty: float) -> None:
+    penalised(penalty)
+
+
+@pytest.mark.parametrize("drafts_seen", [True, False])
+def test_a_penalty_that_is_ignored(drafts_seen: bool) -> None:
+    """Dropped altogether, or applied to the committed text without the drafts of the block."""
+    real = NumpySampler._warp
+
+    def careless(self: NumpySampler, place: SlotSampling, drafted, row, model):  # type: ignore[no-untyped-def]
+        if not drafts_seen:
+            return real(self, place, (), row, model)
+        return warp(row, SamplingParams(), vocab_size=self.vocab_size)
+
+    with broken("sampling.sampler.NumpySampler._warp", careless), pytest.raises(AssertionError):
+        penalised(4.0)
+
+
+@both
+def test_filters_change_nothing_at_temperature_0() -> None:
+    target = random_model(1)
+    decoder = make_decoder(target, near(target, 2, 1.0))
+    request = Request([2, 3], gamma=GAMMA, max_new_tokens=30)
+    filtered = SamplingParams(top_k=3, top_p=0.5, min_p=0.2)
+    assert ids(run(decoder, replace(request, params=filtered))) == oracle(target, request)
+
+
+# --- padding ----------------------------------------------------------------------------------
+
+
+def padded(model: Model, width: int, vocab_size: int) -> Model:
+    """`model` with more columns, of which one has the largest logit of all."""
+
+    def wide(context: Context) -> np.ndarray:
+        row = np.full(width, 80, np.float32)
+        row[:vocab_size] = model(context)[:vocab_size]
+        return row
+
+    return wide
+
+
+def ignores_padding(temperature: float, vocab_size: int = 16) -> None:
+    model = random_model(4, 16)
+    decoder = make_decoder(
+        padded(model, 24, 16), padded(near(model, 5, 0.8), 20, 16), vocab_size=vocab_size,
+        target_width=24, draft_width=20,
+    )  # fmt: skip
+    params = SamplingParams(temperature=temperature, seed=3)
+    for gamma in (0, GAMMA):
+        request = Request([2, 3], params, gamma=gamma, max_new_tokens=40, logprobs=16)
+        sequence = run(decoder, request)
+        assert max(ids(sequence)) < 16
+        if temperature == 0:
+            assert ids(sequence) == oracle(model, request, 16)
+        for token in sequence.output:
+            assert {i for i, _ in token.alternatives} == set(range(16))
+            assert sum(np.exp(logprob) for _, logprob in token.alternatives) == pytest.approx(1)
+        assert gamma == 0 or 0 < sequence.stats.accepted < sequence.stats.drafted
+
+
+@both
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_padding_is_never_emitted(temperature: float) -> None:
+    ignores_padding(temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_padding_that_is_read(temperature: float) -> None:
+    with pytest.raises(AssertionError):
+        ignores_padding(temperature, vocab_size=24)
+
+
+def narrow_draft(temperature: float) -> ActiveSequence:
+    target = random_model(4, 16)
+    draft = random_model(5, 10)
+    decoder = make_decoder(target, draft, vocab_size=16, draft_width=10, max_len=256, order=None)
+    params = SamplingParams(temperature=temperature, seed=3)
+    request = Request([15, 2, 11], params, gamma=GAMMA, max_new_tokens=200)
+    sequence = run(decoder, request)
+    assert temperature or ids(sequence) == oracle(target, request, 16)
+    assert set(range(10, 16)) & set(ids(sequence)), "the draft read tokens that it does not know"
+    assert sequence.stats.accepted > 0
+    return sequence
+
+
+@both
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_narrower_than_the_vocabulary(temperature: float) -> None:
+    narrow_draft(temperature)
+
+
+def test_ids_that_the_draft_cannot_look_up() -> None:
+    def as_they_are(engine: object, tokens: list[int]) -> np.ndarray:
+        return np.array(tokens, np.int64)
+
+    with broken("drafts.host.readable", as_they_are), pytest.raises(AssertionError):
+        narrow_draft(0.0)
+
+
+# --- numbers that are none --------------------------------------------------------------------
+
+
+def failing(model: Model, at: int, value: float = np.nan) -> Model:
+    """`model`, but one logit of the row after `at` tokens of text is not a number."""
+
+    def broken_model(context: Context) -> np.ndarray:
+        row = model(context).copy()
+        if len(context) == at:
+            row[3] = value
+        return row
+
+    return broken_model
+
+
+@both
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", ["target", "draft"])
+@pytest.mark.parametrize("at", [4, 5, 7, 9])  # 4: the prefill
+def test_numeric_failures_are_named(name: str, at: int, temperature: float, value: float) -> None:
+    model = random_model(1)
+    models = {"target": model, "draft": model, name: failing(model, at, value)}
+    decoder = make_decoder(models["target"], models["draft"], slots=2)
+    params = SamplingParams(temperature=temperature)
+    neighbour = decoder.admit(Request([2], gamma=0))
+    request = Request([2, 3, 4, 5], params, gamma=3, max_new_tokens=20)
+    if name == "draft" and at == 4:
+        at = 5  # the draft's first row here is that of the token after the prefill's
+        decoder.draft.model = failing(model, at, value)
+    with pytest.raises(OutriderError) as error:
+        run(decoder, request)
+    assert error.value.kind == "numeric"
+    assert f"{name}, slot 1, position {at}: " in error.value.cause
+    assert ("NaN" if np.isnan(value) else "+inf") in error.value.cause
+    assert decoder.slots.free == 1
+    decoder.round([neighbour])
+    check_rows(decoder, neighbour)
+
+
+@both
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_row_of_nothing_but_minus_infinity(temperature: float) -> None:
+    def nothing(context: Context) -> np.ndarray:
+        return np.full(VOCAB_SIZE, -np.inf, np.float32)
+
+    params = SamplingParams(temperature=temperature)
+    with pytest.raises(OutriderError, match="target, slot 0, position 1: every logit is -inf"):
+        run(make_decoder(nothing), Request([2], params, gamma=0))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_failure_that_is_not_looked_for(temperature: float) -> None:
+    model = random_model(1)
+    decoder = make_decoder(failing(model, 7), model)
+    params = SamplingParams(temperature=temperature)
+    request = Request([2, 3, 4, 5], params, gamma=3, max_new_tokens=20)
+    with broken("sampling.warp._check", lambda peak, where: None), np.errstate(invalid="ignore"):
+        sequence = run(decoder, request)
+    assert len(sequence.output) == 20, "tokens came out of a row that holds none"
+
+
+@pytest.mark.parametrize("at", [4, 7])
+def test_a_failure_gives_the_slot_back(tmp_path: Path, at: int) -> None:
+    model = random_model(1, never=[EOS])
+    engine = make_text_engine(tmp_path, model, failing(model, at), order=None)
+    with pytest.raises(OutriderError, match="draft, slot 0, position"):
+        engine.generate("abc", max_new_tokens=20)
+    assert engine.decoder.slots.free == 1
+    with pytest.raises(OutriderError, match="draft, slot 0, position"):
+        list(engine.batch([("abc", Options(gamma=GAMMA))]))
+    assert engine.decoder.slots.free == 1
+    assert len(engine.generate("abc", max_new_tokens=20, gamma=0).tokens) == 20
+
+
+# --- contexts ---------------------------------------------------------------------------------
+
+
+def short_draft(length: int, prompt: int, draft_max_len: int, gamma: int) -> ActiveSequence:
+    target = random_model(2)
+    decoder = make_decoder(
+        target, near(target, 3, 0.8), max_len=length, draft_max_len=draft_max_len,
+        draft_capacity=draft_max_len,  # one row too many is an error
+    )  # fmt: skip
+    request = Request(list(range(2, 2 + prompt)), gamma=gamma, max_new_tokens=length)
+    sequence = run(decoder, request)
+    assert (len(sequence.output), sequence.finish_reason) == (length - prompt, "context")
+    want = replace(request, max_new_tokens=length - prompt)
+    assert ids(sequence) == oracle(target, want)
+    return sequence
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 8])
+def test_the_draft_stops_where_its_context_ends(gamma: int) -> None:
+    for draft_max_len in range(8, 24):
+        sequence = short_draft(30, 5, draft_max_len, gamma)
+        assert sequence.stats.drafted > 0
+        assert sequence.output[-1].origin == "plain"
+
+
+@pytest.mark.parametrize("prompt", [11, 12, 13, 29])
+def test_a_prompt_longer_than_the_drafts_context(prompt: int) -> None:
+    sequence = short_draft(30, prompt, 12, 4)
+    assert sequence.stats.drafted == 0
+
+
+def test_a_draft_that_runs_over_its_context() -> None:
+    def heedless(self: Decoder, sequence: ActiveSequence) -> int:
+        left = sequence.request.max_new_tokens - len(sequence.output) - 1
+        return min(sequence.request.gamma, left, self.max_len - len(sequence.slot.tokens) - 1)
+
+    with broken("decoder.Decoder._limit", heedless), pytest.raises(AssertionError):
+        short_draft(30, 5, 12, 4)
+
+
+def fills_context(slots: int, max_gamma: int = 8, capacity: int | None = None) -> None:
+    """To the last token of max_len in all slots: the fakes have just the rows that bundles have."""
+    target = random_model(2)
+    decoder = make_decoder(
+        target, near(target, 3, 0.5), slots=slots, max_len=40, max_gamma=max_gamma,
+        capacity=capacity,
+    )  # fmt: skip
+    prompts = [[2, 3, 4] * (1 + 5 * slot) for slot in range(slots)]
+    sequence = [
+        decoder.admit(Request(prompt, gamma=max(0, max_gamma - slot), max_new_tokens=99))
+        for slot, prompt in enumerate(prompts)
+    ]
+    while batch := [r for r in sequence if r.finish_reason is None]:
+        decoder.round(batch)
+        for r in sequence:
+            check_rows(decoder, r)
+    for r, prompt in zip(sequence, prompts, strict=True):
+        assert (len(r.slot.tokens), r.finish_reason) == (40, "context")
+        request = replace(r.request, max_new_tokens=40 - len(prompt))
+        assert ids(r) == oracle(target, request)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("max_gamma", [1, 3, 8])
+def test_the_capacity_is_enough_to_the_last_token(slots: int, max_gamma: int) -> None:
+    fills_context(slots, max_gamma)
+
+
+def test_a_sequence_alone_writes_no_row_beyond_max_len() -> None:
+    fills_context(1, capacity=40)
+
+
+def test_rows_that_a_bundle_would_not_have() -> None:
+    """Drafting past the context; and a slot near its end in a call as wide as its neighbour's."""
+
+    def heedless(self: Decoder, sequence: ActiveSequence) -> int:
+        return sequence.request.gamma
+
+    with broken("decoder.Decoder._limit", heedless), pytest.raises(AssertionError, match="40"):
+        fills_context(1, capacity=40)
+    with pytest.raises(AssertionError, match="40"):
+        fills_context(3, capacity=40)
+
+
+@pytest.mark.parametrize("left", range(1, 12))
+@pytest.mark.parametrize("limit", ["max_new_tokens", "max_len"])
+def test_no_more_is_drafted_than_can_become_text(limit: str, left: int) -> None:
+    """Everything is accepted here, so every draft must be text, up to the very last token."""
+    model = random_model(2)
+    decoder = make_decoder(model, model, max_len=3 + left if limit == "max_len" else 64)
+    sequence = run(decoder, Request([2, 3, 4], gamma=4, max_new_tokens=left))
+    stats = sequence.stats
+    assert stats.output_tokens == left == 1 + stats.drafted + stats.rounds
+    request = replace(sequence.request, max_new_tokens=99)
+    if limit == "max_len":
+        stats = run(decoder, request).stats
+        assert stats.output_tokens == left == 1 + stats.drafted + stats.rounds
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_the_end_of_the_context_noticed_late(slots: int) -> None:
+    with is_late(), pytest.raises(AssertionError):
+        fills_context(slots)

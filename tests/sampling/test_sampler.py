@@ -1,0 +1,160 @@
+"""The round's sampler: the native kernel where it is there, NumPy and a line about it where not."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import rounds
+from checkpoints import Workshop
+from commands import CHECKOUT, environment
+from fakes import near, random_model
+from rounds import broken, ids, make_decoder, run
+
+from runtime import load
+from runtime.bundle import open_engine
+from runtime.files.errors import OutriderError
+from runtime.files.manifest import MOST_GAMMA, read_bundle
+from runtime.sampling import kernel
+from runtime.sampling.kernel import RoundSampler
+from runtime.sampling.sampler import NumpySampler, SlotSampling
+from runtime.sampling.warp import SamplingParams
+from runtime.sequence import Request
+
+needs_kernel = pytest.mark.skipif(not kernel.available(), reason=str(kernel.unavailable()))
+
+
+@pytest.fixture(scope="module")
+def bundle(workshop: Workshop) -> Path:
+    target, draft = workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7)
+    return workshop.bundle(target, draft)
+
+
+def no_library(path: Path | None = None) -> None:
+    raise OutriderError("backend", "liboutrider.so is not there", "Run make plugins.")
+
+
+@needs_kernel
+def test_without_the_library_numpy_says_the_same_and_one_line_says_so(
+    bundle: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"max_new_tokens": 40, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    with caplog.at_level(logging.WARNING):
+        native = load(bundle)
+        assert not caplog.records
+        assert isinstance(native.decoder.rounds.sampler, RoundSampler)
+        with broken("sampling.kernel.load", no_library):
+            plain = load(bundle)
+    assert isinstance(plain.decoder.rounds.sampler, NumpySampler)
+    (record,) = caplog.records
+    assert "liboutrider.so is not there. Run make plugins." in record.message
+    assert "\n" not in record.message
+    for prompt in ([5, 6, 7], [9]):
+        texts = [engine.generate(prompt, **options).token_ids for engine in (native, plain)]
+        assert texts[0] == texts[1]
+
+
+def test_the_line_reaches_the_terminal(bundle: Path) -> None:
+    """Nobody configures logging for a command: what Python then prints must be one plain line."""
+    code = "import runtime.kernel; runtime.kernel.FOLDERS = (); import runtime.generate as g; "
+    code += f"raise SystemExit(g.main(['--engines', {str(bundle)!r}, '--prompt', 'a']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=CHECKOUT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "NumPy" in line]
+    assert len(said) == 1 and said[0].startswith("sampling in NumPy"), done.stderr
+
+
+@needs_kernel
+@pytest.mark.parametrize("rule", ["token", "block", "sigmoid"])
+def test_both_samplers_give_the_same_text(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole texts, through the round: filters, a penalty, end-of-text held back, any gamma."""
+    target = random_model(1)
+    rng = np.random.default_rng(0)
+    for seed in range(12):
+        params = SamplingParams(
+            temperature=float(rng.choice([0.7, 1.0, 1.5])),
+            top_k=int(rng.choice([0, 5, 20])),
+            top_p=float(rng.choice([1.0, 0.8])),
+            min_p=float(rng.choice([0.0, 0.05])),
+            repetition_penalty=float(rng.choice([1.0, 1.3])),
+            seed=seed,
+            verify=rule,
+        )  # fmt: skip
+        request = Request(
+            [2, 3, 4], params, gamma=int(rng.integers(0, 9)), max_new_tokens=40,
+            min_new_tokens=10, eos_token_ids=(1, 7),
+        )  # fmt: skip
+        texts = []
+        for sampler in ("numpy", "kernel"):
+            monkeypatch.setattr(rounds, "SAMPLER", sampler)
+            sequence = run(make_decoder(target, near(target, 2, 0.7)), request)
+            texts.append((ids(sequence), sequence.stats.accepted, sequence.finish_reason))
+        assert texts[0] == texts[1]
+
+
+@needs_kernel
+def test_logits_in_an_engines_buffers_need_no_copy() -> None:
+    """As the round gives them: step by step, of slots from another first one than the target's."""
+    rng = np.random.default_rng(0)
+    width, slots, vocab = 3, 4, 100
+    params = SamplingParams(temperature=1.0)
+    pool = rng.standard_normal((width, slots, vocab)).astype(np.float32)
+    target = rng.standard_normal((2, width + 1, vocab)).astype(np.float32)
+    places = [SlotSampling(params, width, 10, index=index) for index in (2, 3)]
+    sampler = RoundSampler(vocab, width, slots)
+    verdicts = []
+    for keep in (True, False):
+        sampler.begin(places)
+        for step in range(width):
+            sampler.draw(pool[step, 1:], step, keep=keep, first_slot=1)
+        draft = None if keep else [pool[step, 1:] for step in range(width)]
+        verdicts.append(sampler.verify(target, draft, first_slot=2))
+    reference = NumpySampler(vocab)
+    reference.begin(places)
+    for step in range(width):
+        reference.draw(pool[step, 1:], step, first_slot=1)
+    verdicts.append(reference.verify(target, first_slot=2))
+    assert [(v.accepted, v.token) for v in verdicts[0]] == [
+        (v.accepted, v.token) for v in verdicts[2]
+    ]
+    assert verdicts[0] == verdicts[1]
+
+    with pytest.raises(ValueError, match="evenly"):
+        sampler.verify(target, [pool[0], pool[2], pool[1]], first_slot=2)
+
+
+def test_an_engine_keeps_the_logits_of_as_many_calls_as_it_has_buffers(bundle: Path) -> None:
+    facts = read_bundle(bundle).pair.target
+    options = {"slots": 2, "widest": 1, "buffers": 3, "threads": 1}
+    engine = open_engine("onnxruntime", bundle / "target", facts, **options)
+    assert engine.buffers == 3
+    index, steps, copies = np.array([0]), [], []
+    for step in range(3):
+        token, position = np.full((2, 1), 5 + step), np.full(2, step)
+        steps.append(engine.forward(token, position, index, buffer=step)[:, 0])
+        copies.append(steps[-1].copy())
+    for step, copy in zip(steps, copies, strict=True):
+        np.testing.assert_array_equal(step, copy)
+    assert not np.array_equal(copies[0], copies[1])
+    kernel._steps(steps)  # evenly spaced
+    engine.forward(np.full((2, 1), 9), np.full(2, 3), index, buffer=1)
+    assert not np.array_equal(steps[1], copies[1])
+    np.testing.assert_array_equal(steps[2], copies[2])
+
+
+def test_limits_are_those_of_the_library() -> None:
+    header = (CHECKOUT / "plugins" / "outrider.h").read_text()
+    assert re.search(rf"define OUTRIDER_MAX_WIDTH {MOST_GAMMA}\b", header)
+    source = (CHECKOUT / "plugins" / "outrider_cpu.cpp").read_text()
+    assert f"MAX_THREADS = {kernel.MAX_THREADS};" in source

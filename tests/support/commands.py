@@ -1,0 +1,61 @@
+"""Command lines of the checkout as a user runs them: processes, their status and their stderr."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+CHECKOUT = Path(__file__).parents[2]
+# USERS.md's promise: one line for the cause, one for the remedy, here joined by a full stop.
+ERROR = re.compile(r"error: (?P<kind>[a-z]+): (?P<cause>[^\n]+)\. (?P<remedy>[^\n]+\.)\n\Z")
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def run(
+    *arguments: str | Path, largest_file: int | None = None, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """`python -m` with these arguments. largest_file: bytes; more fails as on a full disk."""
+
+    def limit() -> None:
+        if largest_file is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+
+    return subprocess.run(
+        command(*arguments),
+        cwd=CHECKOUT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        preexec_fn=limit,  # the child only sets a limit: safe between fork and exec
+    )
+
+
+def error_line(stderr: str, kind: str) -> str:
+    """The cause in the last line of stderr, which must be the only thing said about the failure."""
+    assert "Traceback" not in stderr, stderr
+    found = ERROR.search(stderr)
+    assert found, stderr
+    assert found["kind"] == kind, stderr
+    assert stderr.count("error: ") == 1, stderr
+    return found["cause"]
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Half-written folders below this one."""
+    return [
+        str(path)
+        for path in folder.rglob("*")
+        if ".partial-" in path.name or ".replaced-" in path.name
+    ]

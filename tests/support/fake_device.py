@@ -1,0 +1,120 @@
+"""Rounds on a GPU without one: engines that enqueue on the stream of `fake_cuda.FakeDriver`."""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_cuda import FakeDriver
+from fakes import NEVER_WRITTEN, FakeEngine, Model
+
+from plugins.tools.build import BuildError, build_emulated
+from runtime.backends.cuda import Cuda
+from runtime.backends.device import DeviceCall, DeviceEngine
+from runtime.backends.engine import Ids, Logits
+from runtime.files.manifest import GraphFacts
+from runtime.gpu.launch import Device
+from runtime.gpu.rounds import DeviceRounds
+from runtime.sampling import kernel
+
+LIBRARIES = Path(__file__).parents[2] / "build" / "lib"
+
+
+class _Behind(FakeEngine):
+    """A fake whose idle slots may read rows that nobody wrote: their logits are NaN, which a
+    sampling that looks at them refuses."""
+
+    def _row(self, rows: Ids, end: int, width: int) -> Logits:
+        start = 0 if self.order is None else max(0, end - self.order)
+        if NEVER_WRITTEN in rows[start:end]:
+            return np.full(self.vocab_size, np.nan, np.float32)
+        return super()._row(rows, end, width)
+
+
+def facts_of(fake: FakeEngine) -> GraphFacts:
+    """Of a graph with one layer, whose caches nobody looks into."""
+    return GraphFacts(
+        key="", source="fake", architecture="Fake", parameters=1, dtype="float32",
+        vocab_size=fake.vocab_size, max_len=fake.capacity, capacity=fake.capacity,
+        key_shapes=[[1, 1]], value_shapes=[[1, 1]], max_difference=0.0, tolerance=0.0,
+        comparison="", versions={}, files={},
+    )  # fmt: skip
+
+
+class FakeDeviceEngine(DeviceEngine):
+    """`FakeEngine` behind `enqueue`: what it is told lies in device memory when its turn comes."""
+
+    def __init__(self, cuda: Cuda, driver: FakeDriver, stream: int, fake: FakeEngine):
+        super().__init__(
+            cuda, stream, facts_of(fake), slots=fake.slots, widest=9, buffers=fake.buffers
+        )
+        self.chunk = fake.chunk
+        fake.__class__ = type("Behind", (_Behind, type(fake)), {})
+        self._driver, self.fake = driver, fake
+        self.made: set[object] = set()  # the calls that were made outside of a capture
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.fake, name)  # cache, calls
+
+    @property
+    def model(self) -> Model:
+        return self.fake.model
+
+    @model.setter
+    def model(self, model: Model) -> None:
+        self.fake.model = model
+
+    def enqueue(self, call: DeviceCall, graph: object = None) -> None:
+        shape = (graph, call.batch, call.tokens, call.outputs)
+        if self._driver._recording is None:
+            self.made.add(shape)
+        assert shape in self.made, f"{shape} is captured before it ran"
+        me = weakref.ref(self)  # a graph holds no engine, or nothing would ever end
+
+        def work() -> None:
+            if (engine := me()) is not None:
+                engine._run(call)
+
+        self._driver.enqueue(self.stream, work)
+
+    def _run(self, call: DeviceCall) -> None:
+        def ids(address: int, *shape: int) -> Ids:
+            kind = ctypes.c_int64 * int(np.prod(shape))
+            return np.ctypeslib.as_array(kind.from_address(address)).reshape(shape)
+
+        logits = self.fake.forward(
+            ids(call.input_ids, call.batch, call.tokens).copy(),
+            ids(call.position, call.batch).copy(),
+            ids(call.logits_index, call.outputs).copy(),
+            call.first_slot,
+        )
+        ctypes.memmove(call.logits, logits.ctypes.data, logits.nbytes)
+
+
+def make_rounds(
+    target: FakeEngine,
+    draft: FakeEngine | None,
+    *,
+    driver: FakeDriver | None = None,
+    rounds: type[DeviceRounds] = DeviceRounds,
+    **options: Any,
+) -> DeviceRounds:
+    """rounds: `DeviceRounds` or `LoopingRounds`; options: its own."""
+    try:
+        emulation = kernel.load(build_emulated(LIBRARIES))
+    except BuildError as error:
+        pytest.skip(f"the emulation cannot be built here: {error}")
+    driver = driver or FakeDriver(emulation)
+    with tempfile.NamedTemporaryFile(prefix="outrider_sm_90", suffix=".cubin") as image:
+        device = Device(image=Path(image.name), driver=driver)
+    stream = device.stream()
+    engines = [
+        None if fake is None else FakeDeviceEngine(device, driver, stream, fake)
+        for fake in (target, draft)
+    ]
+    return rounds(device, stream, engines[0], engines[1], **options)  # type: ignore[arg-type]

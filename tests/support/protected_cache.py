@@ -1,0 +1,112 @@
+"""A script: steps of an engine whose cache pages cannot be written, but for the row of the step.
+
+    python tests/protected_cache.py BUNDLE same|different|sealed
+
+same: only the new row is written, and the steps run. Prints how much memory many more steps take.
+Two controls, in which the process dies of SIGSEGV. different: an OrtEngine whose cache's input and
+output are bound to different memory, so that ONNX Runtime copies it. sealed: any engine, when not
+even its row can be written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import sys
+from pathlib import Path
+
+import numpy as np
+
+CHECKOUT = Path(__file__).parents[2]
+sys.path.insert(0, str(CHECKOUT))
+
+from runtime.bundle import open_engine  # noqa: E402
+from runtime.files.manifest import read_bundle  # noqa: E402
+
+LONGEST_PROMPT, STEPS, MANY_STEPS = 300, 20, 2000
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Protected:
+    """An array on pages of its own."""
+
+    def __init__(self, like: np.ndarray):
+        self._memory = mmap.mmap(-1, like.nbytes)  # page-aligned
+        self.array = np.frombuffer(self._memory, like.dtype).reshape(like.shape)
+
+    def allow_all(self) -> None:
+        self._protect(self.array.ctypes.data, self.array.nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def allow_row(self, row: int) -> None:
+        """[slots, Hkv, S, D]: only this row of each slot and head, to the page."""
+        self._protect(self.array.ctypes.data, self.array.nbytes, mmap.PROT_READ)
+        for rows in self.array.reshape(-1, *self.array.shape[2:]):
+            first = rows[row].ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+            end = rows[row].ctypes.data + rows[row].nbytes
+            self._protect(first, end - first, mmap.PROT_READ | mmap.PROT_WRITE)
+
+    @staticmethod
+    def _protect(address: int, size: int, how: int) -> None:
+        if LIBC.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), how):
+            raise OSError(ctypes.get_errno(), "mprotect")
+
+
+def resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * mmap.PAGESIZE
+
+
+def main(folder: Path, how: str) -> None:
+    manifest = read_bundle(folder)
+    facts = manifest.pair.target
+    prompt = min(LONGEST_PROMPT, facts.max_len - STEPS)
+    engine, reference = (
+        open_engine(manifest.backend, folder / "target", facts, slots=1, widest=1, threads=1)
+        for _ in range(2)
+    )
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, facts.vocab_size, (1, prompt + STEPS))
+    last = np.array([prompt - 1])
+    for each in (engine, reference):
+        each.forward(ids[:, :prompt], np.array([0]), last)
+    # The prompt made the cache as large as the steps need it: it stays where it is from here on.
+    caches = {name: Protected(np.asarray(array)) for name, array in engine._cache.items()}
+    for name, cache in caches.items():
+        cache.array[:] = engine._cache[name]
+    if manifest.backend == "aotinductor":
+        import torch
+
+        engine._cache = {name: torch.from_numpy(cache.array) for name, cache in caches.items()}
+    else:
+        engine._cache = {name: cache.array for name, cache in caches.items()}
+    engine._calls.clear()
+    if how == "different":
+        outputs = {name: Protected(cache.array) for name, cache in caches.items()}
+        shape = (0, 1, 1, 1, 0)
+        binding = engine._calls[shape] = engine._prepare(*shape)
+        for name, output in outputs.items():
+            output.array[:] = caches[name].array
+            array = output.array
+            binding.bind_output(
+                f"{name}_out", "cpu", 0, array.dtype.type, array.shape, array.ctypes.data
+            )
+        caches |= {f"{name}_out": output for name, output in outputs.items()}
+    for position in range(prompt, prompt + STEPS):
+        for cache in caches.values():
+            cache.allow_row(position if how != "sealed" else 0)
+        token = ids[:, position : position + 1]
+        got = engine.forward(token, np.array([position]), np.array([0]))
+        expected = reference.forward(token, np.array([position]), np.array([0]))
+        np.testing.assert_array_equal(got, expected)
+    for cache in caches.values():
+        cache.allow_all()
+    before = resident()
+    for _ in range(MANY_STEPS):
+        engine.forward(token, np.array([position]), np.array([0]))
+    size = sum(cache.array.nbytes for cache in caches.values())
+    print(json.dumps({"growth": resident() - before, "cache": size, "steps": MANY_STEPS}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

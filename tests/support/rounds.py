@@ -1,0 +1,219 @@
+"""Decoders around fakes, an oracle that knows no rounds, and what must hold after every round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import fake_device
+import numpy as np
+import pytest
+from fakes import VOCAB_SIZE, FakeEngine, Model
+
+from runtime.decoder import Decoder
+from runtime.drafts.lookup import Corpus
+from runtime.drafts.tables import Tables
+from runtime.gpu.loop import LoopingRounds
+from runtime.gpu.rounds import DeviceRounds
+from runtime.round import HostRounds, Rounds
+from runtime.sampling import kernel
+from runtime.sampling.kernel import RoundSampler
+from runtime.sampling.philox import Purpose
+from runtime.sampling.rules import Verdict, verify
+from runtime.sampling.sampler import NumpySampler, Sampler
+from runtime.sampling.warp import Distribution
+from runtime.sequence import ActiveSequence, Request
+from runtime.slots import Slot
+
+SAMPLER = "numpy"  # or another of these: see the fixture `sampler`
+
+both = pytest.mark.parametrize("sampler", ["numpy", "kernel", "device", "loop"], indirect=True)
+# For long statistics: a loop runs the very kernels of a round.
+without_loop = pytest.mark.parametrize("sampler", ["numpy", "kernel", "device"], indirect=True)
+# For tests that choose the uniforms: a GPU makes its own. test_kernel_cuda.py compares its kernels
+# with the CPU's given the same numbers.
+with_uniforms = pytest.mark.parametrize("sampler", ["numpy", "kernel"], indirect=True)
+
+
+class KernelWithUniforms(RoundSampler):
+    """The kernel, with the uniforms of `sampler.uniform`, so that a test can choose them."""
+
+    def _table(self, width: int, cells: list[tuple[int, Purpose]]) -> np.ndarray:
+        """[B, width]: one column for each (step, purpose)."""
+        table = np.zeros((len(self._places), width))
+        for b, place in enumerate(self._places):
+            for column, (step, purpose) in enumerate(cells):
+                # Those of steps that a slot does not have must not be asked for either.
+                if step < max(place.gamma, purpose == Purpose.RESIDUAL):
+                    table[b, column] = NumpySampler._uniform(None, place, step, purpose)
+        return table
+
+    def draw(self, logits, step, uniforms=None, keep=True, first_slot=0):  # type: ignore[no-untyped-def]
+        table = np.zeros((len(self._places), self.width))
+        table[:, step] = self._table(1, [(step, Purpose.DRAFT)])[:, 0]
+        return super().draw(logits, step, table, keep, first_slot)
+
+    def verify(self, logits, draft_logits=None, uniforms=None, first_slot=0):  # type: ignore[no-untyped-def]
+        cells = [(i, Purpose.ACCEPT) for i in range(self.width)] + [(0, Purpose.RESIDUAL)]
+        table = self._table(self.width + 1, cells)
+        return super().verify(logits, draft_logits, table, first_slot)
+
+
+def make_sampler(vocab_size: int, draft_vocab_size: int, slots: int, max_gamma: int) -> Sampler:
+    if SAMPLER == "numpy":
+        return NumpySampler(vocab_size)
+    if cause := kernel.unavailable():
+        pytest.skip(cause)
+    return KernelWithUniforms(vocab_size, max_gamma, slots, 1, draft_vocab_size)
+
+
+def make_decoder(
+    target: Model,
+    draft: Model | None = None,
+    *,
+    vocab_size: int = VOCAB_SIZE,
+    target_width: int | None = None,
+    draft_width: int | None = None,
+    slots: int = 1,
+    max_len: int = 64,
+    max_gamma: int = 8,
+    capacity: int | None = None,
+    draft_max_len: int | None = None,
+    draft_capacity: int | None = None,
+    order: int | None = None,
+    draft_engine: type[FakeEngine] = FakeEngine,
+    tables: Tables | None = None,
+    corpus: Corpus | None = None,
+) -> Decoder:
+    """Fakes of exactly the capacity that a bundle has: a row too many is an error."""
+    capacity = capacity or max_len + max_gamma + 1
+    target_engine = FakeEngine(
+        target, vocab_size=target_width or vocab_size, slots=slots, capacity=capacity, order=order
+    )
+    other = None if draft is None else draft_engine(
+        draft, vocab_size=draft_width or vocab_size, slots=slots,
+        capacity=draft_capacity or capacity, order=order,
+    )  # fmt: skip
+    rounds: Rounds
+    if SAMPLER in ("device", "loop"):
+        rounds = fake_device.make_rounds(
+            target_engine, other, vocab_size=vocab_size, max_len=max_len, max_gamma=max_gamma,
+            draft_max_len=draft_max_len,
+            rounds=LoopingRounds if SAMPLER == "loop" else DeviceRounds,
+        )  # fmt: skip
+    else:
+        width = min(vocab_size, draft_width or vocab_size)
+        rounds = HostRounds(
+            target_engine, other, make_sampler(vocab_size, width, slots, max_gamma),
+            make_sampler(width, width, slots, max_gamma) if other else None, tables, corpus,
+        )  # fmt: skip
+    return Decoder(
+        rounds,
+        vocab_size=vocab_size,
+        max_len=max_len,
+        max_gamma=max_gamma,
+        draft_max_len=draft_max_len,
+    )
+
+
+def check_rows(decoder: Decoder, sequence: ActiveSequence) -> None:
+    """The lengths are those of the text, and the valid rows of both caches hold the text."""
+    slot = sequence.slot
+    assert slot.tokens == [*sequence.request.prompt, *ids(sequence)]
+    assert slot.target_len == len(slot.tokens) - 1
+    assert slot.draft_len <= len(slot.tokens) - 1
+    for engine, length in ((decoder.target, slot.target_len), (decoder.draft, slot.draft_len)):
+        if engine is not None:
+            text = [token if token < engine.vocab_size else 0 for token in slot.tokens[:length]]
+            assert engine.cache[slot.index, :length].tolist() == text
+
+
+def ids(sequence: ActiveSequence) -> list[int]:
+    return [token.id for token in sequence.output]
+
+
+def run(decoder: Decoder, request: Request) -> ActiveSequence:
+    """The whole text, checked after every round; the slot is given back."""
+    sequence = decoder.admit(request)
+    try:
+        check_rows(decoder, sequence)
+        while sequence.finish_reason is None:
+            decoder.round([sequence])
+            check_rows(decoder, sequence)
+    finally:
+        decoder.release(sequence)
+    return sequence
+
+
+def plain(decoder: Decoder, request: Request) -> list[int]:
+    """The same request decoded one token a round."""
+    return ids(run(decoder, replace(request, gamma=0)))
+
+
+def oracle(model: Model, request: Request, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    """What the target alone says at temperature 0, by definition: no cache, no round, no `warp`."""
+    text, output = list(request.prompt), []
+    penalty = np.float32(request.params.repetition_penalty)
+    while len(output) < request.max_new_tokens:
+        row = model(tuple(text))[:vocab_size].tolist()
+        for token in set(text):
+            z = np.float32(row[token])
+            row[token] = float(z * penalty if z < 0 else z / penalty)
+        if len(output) < request.min_new_tokens:
+            for token in request.eos_token_ids:
+                row[token] = float("-inf")
+        token = row.index(max(row))  # the lowest index on ties
+        text.append(token)
+        output.append(token)
+        if token in request.eos_token_ids and not request.ignore_eos:
+            break
+    return output
+
+
+# What breaks a round, for the controls
+
+
+@contextmanager
+def broken(name: str, value: object) -> Iterator[None]:
+    """`runtime.<module>.<attribute>` replaced for a while."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"runtime.{name}", value)
+        yield
+
+
+def accept_everything(p, q, drafts, accept_u, final_u, params):  # type: ignore[no-untyped-def]
+    """A rule that never rejects."""
+    verdict = verify(p, q, drafts, accept_u, final_u, params)
+    gamma = len(drafts)
+    return Verdict(gamma, p[gamma].draw(final_u), verdict.ratios)
+
+
+def flattened_q(p, q, drafts, accept_u, final_u, params):  # type: ignore[no-untyped-def]
+    """A q that was not drawn from: flatter, as at another temperature."""
+    flat = [Distribution.dense(np.sqrt(row.weights)) for row in q]
+    return verify(p, flat, drafts, accept_u, final_u, params)
+
+
+def commit_everything(self: Slot, tokens: list[int], gamma: int) -> None:
+    """A commit that counts the rejected drafts' rows as text."""
+    before = len(self.tokens)
+    self.tokens.extend(tokens)
+    self.target_len = self.draft_len = before + gamma
+
+
+@contextmanager
+def is_late() -> Iterator[None]:
+    """The end of a text is noticed one token too late."""
+    real = Decoder._finish_reason
+    noticed: dict[ActiveSequence, str] = {}
+
+    def finish(self: Decoder, sequence: ActiveSequence, token: int) -> str | None:
+        if sequence in noticed:
+            return noticed[sequence]
+        if (reason := real(self, sequence, token)) is not None:
+            noticed[sequence] = reason
+        return None
+
+    with broken("decoder.Decoder._finish_reason", finish):
+        yield

@@ -1,0 +1,94 @@
+"""Text at an even pace: all of it, in order, spread over the time between rounds.
+
+No clock is asked for more than an order: rounds are made to wait for what the test sees.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from runtime.text import pace
+from runtime.text.pace import Smooth
+
+
+class Screen:
+    """What was written, and how long the writer meant to wait after each piece."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.shown: list[str] = []
+        self.time, self.slept = 100.0, 0.0
+        self.changed = threading.Condition()
+        monkeypatch.setattr(pace.time, "monotonic", lambda: self.time + self.slept)
+        monkeypatch.setattr(pace.time, "sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += seconds
+
+    def write(self, piece: str) -> None:
+        with self.changed:
+            self.shown.append(f"{piece}@{self.slept:.2f}")
+            self.changed.notify()
+
+    def wait(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.shown) >= count, timeout=10)
+
+
+def test_a_round_is_spread_over_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(monkeypatch)
+    with Smooth(screen.write) as smooth:
+        screen.time += 0.2  # what the first round took
+        smooth.show(["a", "b", "", "c", "d"])
+        screen.wait(4)
+        assert screen.shown == ["a@0.00", "b@0.05", "c@0.10", "d@0.15"]
+
+
+def test_the_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(monkeypatch)
+    begun = threading.Event()
+    monkeypatch.setattr(pace.time, "sleep", lambda seconds: begun.wait(10))
+    with Smooth(screen.write) as smooth:
+        screen.time += 0.3
+        smooth.show(list("abcdefgh"))
+        screen.wait(1)
+        smooth._hurry = True  # as on leaving
+        begun.set()
+    assert [shown[0] for shown in screen.shown] == list("abcdefgh")
+    assert screen.slept == 0
+
+
+def test_a_slow_round_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(monkeypatch)
+    with Smooth(screen.write) as smooth:
+        screen.time += 60
+        smooth.show(["a", "b"])
+        screen.wait(2)
+    assert screen.shown == ["a@0.00", f"b@{pace.LONGEST / 2:.2f}"]
+
+
+def test_a_failure_to_write_reaches_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(piece: str) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError), Smooth(write) as smooth:
+        smooth.show(["a"])
+    smooth = Smooth(write)
+    with pytest.raises(BrokenPipeError), smooth:
+        smooth.show(["a"])
+    with pytest.raises(BrokenPipeError):
+        smooth.show(["b"])
+
+
+def test_the_readers_own_failure_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(piece: str) -> None:
+        raise BrokenPipeError
+
+    def read() -> None:
+        with Smooth(write) as smooth:
+            smooth.show(["a"])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        read()
