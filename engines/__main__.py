@@ -11,7 +11,8 @@ from runtime.files.errors import CommandParser, OutriderError, run_command
 from runtime.files.manifest import read_bundle, read_pair
 from runtime.files.progress import size_text
 
-from .bundle import BACKENDS, build, check_backend, check_memory, engine_plan, memory_plan
+from .bundle import build, check_backend, check_memory, engine_plan, memory_plan
+from .registry import BACKENDS
 
 
 def parser() -> argparse.ArgumentParser:

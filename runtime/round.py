@@ -99,7 +99,10 @@ class HostRounds:
         rows = prefill(self._target, slot.index, slot.tokens, slot.target_len)[None, None]
         sequence.stats.time_prefill = self._clock.lap()["verify"]
         self.sampler.begin([place(sequence, 0)])
-        (verdict,) = self.sampler.verify(rows, first_slot=slot.index)
+        try:
+            (verdict,) = self.sampler.verify(rows, first_slot=slot.index)
+        except OutriderError as error:
+            return SlotResult.broken(error)
         return SlotResult([], verdict, lambda: rows[0])
 
     def run(self, plans: Sequence[SlotPlan], /) -> RoundResult:
@@ -125,3 +128,7 @@ class HostRounds:
 
     def forget(self, sequence: ActiveSequence) -> None:
         self.proposer.forget(sequence)
+        if sequence.error is not None:  # what broke its logits may lie in its rows
+            for engine in (self.target, self.draft):
+                if engine is not None:
+                    engine.held.cut(sequence.slot.index, 0)

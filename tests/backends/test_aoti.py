@@ -23,7 +23,7 @@ from checkpoints import VOCAB_SIZE, Workshop
 from commands import CHECKOUT, command, environment, error_line, leftovers, run
 from test_transformers import _check_batch, _original
 
-from engines import aotinductor_backend
+from engines import aotinductor as aotinductor_backend
 from engines.bundle import build
 from export import compare, program
 from runtime import Options, load

@@ -28,7 +28,7 @@ from fake_cuda import FakeDriver
 from rounds import ids
 from test_aoti import parts
 
-from engines import aotinductor_backend
+from engines import aotinductor as aotinductor_backend
 from plugins.tools.build import BuildError, build_emulated
 from runtime import load
 from runtime.backends.aotinductor import AotiEngine
