@@ -159,6 +159,11 @@ class DeviceEngine(ABC):
         self.cuda.read(answer.ctypes.data, logits, answer.nbytes)
         return answer
 
+    def clear(self, slot: int) -> None:
+        for name, (_, (heads, width)) in self.caches.items():
+            zeros = np.zeros(heads * self.capacity * width * self._item, np.uint8)
+            self.cuda.upload(self.cache_address(name, slot), zeros, self.stream)
+
     def _failed(self, library: str, call: DeviceCall, cause: str) -> OutriderError:
         return OutriderError(
             "backend",

@@ -124,6 +124,11 @@ class HostEngine(ABC, Generic[Call]):
             cache[destination, :, :rows] = cache[source, :, :rows]
         self.held.copied(source, destination, rows)
 
+    def clear(self, slot: int) -> None:
+        for cache in self._cache.values():
+            cache[slot] = 0
+        self.held.cut(slot, 0)
+
     def _reserve(self, position: Ids, width: int) -> None:
         """Enough rows for this call, and not many more: attention reads all S, valid or not.
 
@@ -141,7 +146,7 @@ class HostEngine(ABC, Generic[Call]):
         rows = min(self.capacity, max(FIRST_ROWS, 1 << (need - 1).bit_length()))
         kept = start if another else self.rows
         for name, (heads, head_width) in self._shapes.items():
-            # zeros, not empty: masked rows are multiplied too, and 0 times NaN is NaN.
+            # Zeros, not empty, as in `clear`.
             larger = self._zeros(self.slots, heads, rows, head_width)
             if kept:
                 larger[:, :, :kept] = self._cache[name][:, :, :kept]
