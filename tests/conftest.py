@@ -58,9 +58,9 @@ def driver() -> FakeDriver:
 @pytest.fixture
 def on_fake_gpu(driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """`load(..., device="cuda")` gets this GPU, and engines whose logits are fakes."""
-    fake, image = driver, tmp_path / "outrider_sm_90.cubin"
+    image = tmp_path / "outrider_sm_90.cubin"
     image.write_bytes(b"code")
-    monkeypatch.setattr(opening, "Device", lambda ordinal, driver=None: Device(ordinal, image, fake))
+    monkeypatch.setattr(opening, "Device", lambda ordinal, **_: Device(ordinal, image, driver))
 
     def open_engine(
         manifest: Manifest, path: Path, role: str, facts: GraphFacts, device: Device, stream: int,
@@ -70,7 +70,7 @@ def on_fake_gpu(driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             random_model(3, facts.vocab_size, scale=4), vocab_size=facts.vocab_size, slots=slots,
             capacity=facts.capacity, chunk=64,
         )  # fmt: skip
-        return FakeDeviceEngine(device, fake, stream, model)
+        return FakeDeviceEngine(device, driver, stream, model)
 
     monkeypatch.setattr(opening, "open_engine", open_engine)
     return driver
