@@ -25,19 +25,16 @@ from engines.bundle import build
 from export.pair import export as export_pair
 from runtime import generate, load
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
+from runtime.files.folders import write_folder
 from runtime.files.manifest import (
     MANIFEST_FILE,
     PAIR_FILE,
-    SCHEMA,
     Manifest,
-    digest_json,
     file_facts,
     read_bundle,
-    read_json,
     read_pair,
-    write_folder,
-    write_json,
 )
+from runtime.files.records import SCHEMA, digest_json, read_json, write_json
 
 
 @pytest.fixture(scope="module")
