@@ -108,7 +108,7 @@ ROUNDS
 )
 
 # What is wrong with rows of logits [B, R, V] whose weights sum to `total`: the status of
-# plugins/include/outrider.h, int32 [B, R]. A NaN or +inf, or nothing but -inf, makes the sum NaN.
+# plugins/include/outrider.h, int32 [B, R]. A NaN or +inf, or nothing but -inf, makes the sum a NaN.
 _STATUS = """
 RowStatus (logits, total) => (status)
 {

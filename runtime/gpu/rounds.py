@@ -1,9 +1,9 @@
 """The round on a GPU: draft, verification and sampling as one CUDA graph, one wait a round.
 
-Texts and lengths live on the device (outrider.h, "between the calls of the models"), so the graph of
-the next round is launched before the host has read this one: its results cross while the GPU goes
-on. The host decides who takes part and when a text is over; a round that was launched for
-a text that turns out to be over is dropped.
+Texts and lengths live on the device (outrider.h, "between the calls of the models"), so the graph
+of the next round is launched before the host has read this one: its results cross while the GPU
+goes on. The host decides who takes part and when a text is over; a round that was launched for a
+text that turns out to be over is dropped.
 """
 
 from __future__ import annotations

@@ -459,7 +459,7 @@ def test_what_torch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torch_is_imported_by_who_opens_one() -> None:
-    script = "import sys, runtime.aoti_cuda; sys.exit('torch' in sys.modules)"
+    script = "import sys, runtime.backends.aotinductor_cuda; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, check=True)
 
 

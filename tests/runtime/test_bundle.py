@@ -487,7 +487,12 @@ def test_the_cache_is_updated_in_place(workshop: Workshop, how: str) -> None:
     """See protected_cache.py: a step writes its own row of the cache and no other page."""
     source = workshop.checkpoint("llama", max_position_embeddings=4096)
     bundle = workshop.bundle(source, max_len=None)
-    script = [sys.executable, str(CHECKOUT / "tests" / "protected_cache.py"), str(bundle), how]
+    script = [
+        sys.executable,
+        str(CHECKOUT / "tests" / "support" / "protected_cache.py"),
+        str(bundle),
+        how,
+    ]
     process = subprocess.run(script, env=environment(), capture_output=True, text=True)
     if how == "different":
         assert process.returncode == -signal.SIGSEGV, process.stderr

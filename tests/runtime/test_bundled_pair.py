@@ -67,7 +67,7 @@ def test_a_rule_that_accepts_everything_is_noticed(engine: TextEngine) -> None:
     assert isinstance(rounds, HostRounds)
     native = rounds.sampler
     with (
-        broken("sampling.rules.rules.sampler.verify", accept_everything),
+        broken("sampling.sampler.verify", accept_everything),
         pytest.MonkeyPatch.context() as patch,
     ):
         slow = NumpySampler(native.vocab_size)

@@ -66,7 +66,7 @@ def test_temperature_0_is_plain_decoding(gamma: int) -> None:
 
 
 def test_a_rule_that_accepts_everything_is_noticed() -> None:
-    with broken("sampling.rules.sampler.verify", accept_everything):
+    with broken("sampling.sampler.verify", accept_everything):
         assert compare(3)[0] > 0
 
 
@@ -246,7 +246,7 @@ def test_ties_that_go_to_the_highest_index_are_noticed() -> None:
         row = np.asarray(logits)[:vocab_size]
         return Distribution.point(len(row) - 1 - int(row[::-1].argmax()), len(row))
 
-    with broken("sampling.rules.sampler.warp", last_of_ties), pytest.raises(AssertionError):
+    with broken("sampling.sampler.warp", last_of_ties), pytest.raises(AssertionError):
         tied_origins(range(2))
 
 
