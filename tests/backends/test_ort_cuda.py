@@ -30,7 +30,7 @@ from runtime.gpu.launch import Device
 from runtime.gpu.rounds import DeviceRounds
 from runtime.round import HostRounds
 from runtime.sampling import kernel
-from runtime.sampling.sampler import NumpySampler
+from runtime.sampling.reference import NumpySampler
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 

@@ -28,8 +28,9 @@ from rounds import (
 
 from runtime.decoder import Decoder
 from runtime.sampling.philox import Purpose, uniform
+from runtime.sampling.reference import NumpySampler
 from runtime.sampling.rules import Verdict
-from runtime.sampling.sampler import NumpySampler, SlotSampling
+from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams, VerifyRule, warp
 from runtime.sequence import ActiveSequence, Request, Token
 from runtime.text.engine import Options
@@ -99,7 +100,7 @@ def test_the_block_rule_follows_the_target() -> None:
 @pytest.mark.parametrize("wrong", [accept_everything, flattened_q])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_wrong_rules_are_noticed(wrong: Callable[..., Verdict], temperature: float) -> None:
-    with broken("sampling.rules.sampler.verify", wrong):
+    with broken("sampling.reference.verify", wrong):
         assert min(p_values(temperature, 3).values()) < 1e-6
 
 
@@ -109,7 +110,7 @@ def test_a_number_with_two_uses_is_noticed() -> None:
     def shared(seed: int, position: int, purpose: Purpose, lane: int = 0) -> float:
         return uniform(seed, position, min(purpose, Purpose.RESIDUAL) // 2, lane)  # type: ignore[arg-type]
 
-    with broken("sampling.rules.sampler.uniform", shared):
+    with broken("sampling.reference.uniform", shared):
         assert min(p_values(1.0, 3).values()) < 1e-6
 
 
@@ -144,7 +145,7 @@ def test_numbers_that_the_block_rule_has_spent_are_noticed() -> None:
     def in_lane_0(seed: int, position: int, purpose: Purpose, lane: int = 0) -> float:
         return uniform(seed, position, purpose)
 
-    with broken("sampling.rules.sampler.uniform", in_lane_0):
+    with broken("sampling.reference.uniform", in_lane_0):
         assert words_by_block() < 1e-6
 
 
@@ -217,7 +218,7 @@ def test_numbers_that_depend_on_the_company_are_noticed(what: str) -> None:
         return uniform(place.params.seed, place.position + step, purpose, lane)
 
     with (
-        broken("sampling.rules.sampler.NumpySampler._uniform", companionable),
+        broken("sampling.reference.NumpySampler._uniform", companionable),
         pytest.raises(AssertionError),
     ):
         repeats_alone("token")
