@@ -265,6 +265,7 @@ class DeviceRounds:
                 f"{len(ends)} ids end the text, and a GPU takes {MOST_ENDS}",
                 "Leave some out.",
             )
+        cuda_kernel.check(request.params)
         texts = 8 * index * self._max_len
         record, slot = np.zeros(1, SEQUENCE), np.zeros(1, kernel.SLOT)
         kernel.fill_slot(slot, 0, SlotSampling(request.params, -1, len(ids), index=index))
@@ -284,7 +285,7 @@ class DeviceRounds:
             (at.slots + index * kernel.SLOT.itemsize, slot),
         ]
         if self.draft is not None:
-            # A narrower draft reads the target's extra tokens as 0 (see drafts.calls.readable).
+            # A narrower draft reads the target's extra tokens as 0 (see `calls.readable`).
             read = np.where(ids < self.draft.vocab_size, ids, 0)
             uploads.append((at.draft_tokens + texts, read))
         for address, array in uploads:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exact import at, by_bisection, by_keys, own
 from fakes import VOCAB_SIZE, near, random_model, script
 from rounds import both, broken, check_rows, ids, make_decoder, oracle, plain, run, with_uniforms
-from test_exact import at, by_bisection, by_keys, own
 
 from export import ngram
 from runtime.drafts import draft as draft_math
