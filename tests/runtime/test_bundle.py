@@ -478,7 +478,7 @@ def test_ctrl_c_while_a_part_is_checked(
 @pytest.mark.parametrize("how", ["same", "different"])
 def test_the_cache_is_updated_in_place(workshop: Workshop, how: str) -> None:
     """See protected_cache.py: a step writes its own row of the cache and no other page."""
-    source = workshop.checkpoint("llama", max_position_embeddings=4096)
+    source = workshop.checkpoint("llama", max_position_embeddings=4096, num_hidden_layers=1)
     bundle = workshop.bundle(source, max_len=None)
     script = [
         sys.executable,
