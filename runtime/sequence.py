@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .files.errors import OutriderError
 from .policy import Policy
 from .sampling.warp import SamplingParams
 from .slots import Slot
@@ -59,11 +60,15 @@ class Token:
 
 
 class ActiveSequence:
-    """A request in its slot."""
+    """A request in its slot.
+
+    finish_reason: None while there is more to come; "error" where `error` says what ended it.
+    """
 
     def __init__(self, request: Request, slot: Slot):
         self.request, self.slot = request, slot
         self.output: list[Token] = []
         self.finish_reason: str | None = None
+        self.error: OutriderError | None = None
         self.stats = Stats(prompt_tokens=len(request.prompt))
         self.started = time.perf_counter()

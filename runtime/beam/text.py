@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..files.errors import OutriderError
-from ..text.engine import DEFAULT_GAMMA, Options, Prompt, TextEngine
+from ..text.engine import DEFAULT_GAMMA, TextEngine
+from ..text.options import Options, Prompt
 from ..text.tokenizer import Detokenizer
 from .search import BeamStats, beam_search
 

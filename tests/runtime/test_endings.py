@@ -17,7 +17,8 @@ from runtime.decoder import Decoder
 from runtime.sampling.sampler import NumpySampler, SlotSampling
 from runtime.sampling.warp import warp
 from runtime.sequence import ActiveSequence, Request
-from runtime.text.engine import Result, TextEngine
+from runtime.text.engine import TextEngine
+from runtime.text.results import Result
 
 pytestmark = pytest.mark.usefixtures("sampler")
 
