@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Protocol
 
 from runtime.files.errors import OutriderError
+from runtime.files.folders import settle_file, take_file, write_folder
 from runtime.files.manifest import (
+    FIRST_ROWS,
     MANIFEST_FILE,
     EngineFacts,
     Format,
@@ -15,14 +18,12 @@ from runtime.files.manifest import (
     Manifest,
     Pair,
     file_facts,
-    link_file,
     read_bundle,
     read_pair,
     verify_files,
-    write_folder,
-    write_json,
 )
-from runtime.files.progress import size_text
+from runtime.files.progress import note, size_text
+from runtime.files.records import write_json
 
 from . import aotinductor_backend, onnxruntime_backend, tensorrt_backend, tensorrt_rtx_backend
 from .gpus import present_gpus
@@ -114,19 +115,20 @@ def build(
     )
     found = None if force else _intact(out)
     if found and _same(found, wanted):
+        _settle(graphs, out, wanted)
         return False
     remedy = "Export the checkpoints again: python -m export --help."
     verify_files(graphs, pair.all_files(), contents=True, remedy=remedy)
     with write_folder(out, MANIFEST_FILE) as partial:
         for name in wanted.files:
-            link_file(graphs / name, partial / name)
+            take_file(graphs / name, partial / name, out)
         made: dict[str, EngineFacts] = {}
         files = dict(wanted.files)
         for role, facts in models.items():
             to = engines[role] if engines else None
             old = (found.engines or {}).get(role) if found else None
             if to and old and old.key == to.key:  # only the other model changed
-                link_file(out / role / old.file, partial / role / old.file)
+                take_file(out / role / old.file, partial / role / old.file, out)
                 engine: EngineFacts | None = old
             else:
                 engine = builder.compile(role, graphs / role, partial / role, facts, to)
@@ -135,7 +137,14 @@ def build(
                 files[f"{role}/{engine.file}"] = file_facts(partial / role / engine.file)
         manifest = dataclasses.replace(wanted, files=files, engines=made or None)
         write_json(partial / MANIFEST_FILE, "manifest", manifest)
+    _settle(graphs, out, wanted)
     return True
+
+
+def _settle(graphs: Path, out: Path, made: Manifest) -> None:
+    """The bundle owns its files from here on. Each time: a build may have been killed before."""
+    for name in made.files:
+        settle_file(graphs / name, out / name)
 
 
 def check_backend(backend: str, dtype: str, sm: str = "", level: int | None = None) -> list[str]:
@@ -183,26 +192,40 @@ def _same(found: Manifest, wanted: Manifest) -> bool:
     return keys[0] == keys[1] and found == wanted
 
 
-def memory_plan(pair: Pair, slots: int) -> dict[str, int]:
+def memory_plan(pair: Pair, slots: int, rows: int | None = None) -> dict[str, int]:
     """Bytes that the bundle takes when it runs: weights of both models, all slots' caches, and the
-    logits of a round."""
+    logits of a round. rows: of a slot; None for all of them."""
     plan = {role: sum(f.size for f in facts.files.values()) for role, facts in pair.models()}
-    plan["KV"] = sum(facts.cache_bytes(slots) for _, facts in pair.models())
+    plan["KV"] = sum(facts.cache_bytes(slots, rows) for _, facts in pair.models())
     plan["logits"] = pair.logits_bytes(slots)
     return plan
 
 
-def check_memory(plan: dict[str, int], targets: list[str]) -> None:
-    """Refuse, before minutes of compiling, what no GPU of this machine has room for. Nothing is
-    said of GPUs that are elsewhere. Raises OutriderError "memory"."""
-    here = [size for number, size in present_gpus().items() if f"sm{number}" in targets]
-    need, room = sum(plan.values()), max(here, default=0)
-    if room and need > room:
+def check_memory(pair: Pair, slots: int, targets: list[str]) -> None:
+    """Refuse, before minutes of compiling, what this machine has no room for: no GPU of it for all
+    rows of the slots, or its processor for those that slots begin with. Nothing is said of GPUs
+    that are elsewhere. Raises OutriderError "memory"."""
+    if any(target.startswith("sm") for target in targets):
+        here = [size for number, size in present_gpus().items() if f"sm{number}" in targets]
+        need, room, what = memory_plan(pair, slots), max(here, default=0), "the GPU"
+    else:
+        need, room, what = memory_plan(pair, slots, FIRST_ROWS), host_memory(), "this machine"
+        if sum(memory_plan(pair, slots).values()) > room > 0:
+            note(f"{what} has {size_text(room)}: not enough for {slots} texts of {pair.max_len}")
+    if room and (least := sum(need.values())) > room:
         raise OutriderError(
             "memory",
-            f"the bundle needs {size_text(need)}, and the GPU has {size_text(room)}",
+            f"the bundle needs {size_text(least)}, and {what} has {size_text(room)}",
             "Use a smaller MAX_LEN, fewer SLOTS, or a smaller checkpoint.",
         )
+
+
+def host_memory() -> int:
+    """Bytes of memory that this machine has; 0 where it does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0
 
 
 def engine_plan(manifest: Manifest) -> dict[str, int] | None:

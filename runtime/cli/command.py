@@ -10,8 +10,9 @@ from dataclasses import replace
 from ..beam.text import SLOTS, beam_texts, gamma_of
 from ..bundle import load
 from ..certificate import check
+from ..drafts.registry import KINDS
 from ..files.errors import OutriderError
-from ..sequence import MODELS, Request
+from ..sequence import Request
 from ..stats import Stats
 from ..text.engine import TextEngine
 from ..text.options import Options, Prompt
@@ -61,9 +62,9 @@ def _load(args: Namespace) -> TextEngine:
         args.engines, slots=args.slots or (SLOTS * args.beams if args.beams else None),
         threads=args.threads, verify=args.verify_files,
         device=args.device, graphs=args.graphs, loop=args.loop,
-        table=args.table, corpus=args.corpus,
+        table=args.table, corpus=args.corpus, reuse=not args.baseline,
     )  # fmt: skip
-    if args.draft in MODELS and engine.decoder.draft is None:
+    if args.draft in KINDS and KINDS[args.draft].reads_model and engine.decoder.draft is None:
         raise OutriderError(
             "option",
             f"--draft {args.draft}: {args.engines} was built without a draft",
@@ -147,7 +148,7 @@ def _beams(
         engine, prompt, beams=args.beams, draft_beams=args.draft_beams, gamma=options.gamma,
         max_new_tokens=options.max_new_tokens, ignore_eos=options.ignore_eos,
         length_penalty=1.0 if args.length_penalty is None else args.length_penalty,
-        chat=options.chat, system=options.system,
+        chat=options.chat, system=options.system, special_tokens=options.special_tokens,
     )  # fmt: skip
     out.line(report.json_line(found.json_object()) if args.json else found.texts[0].text)
     if args.stats != "none":

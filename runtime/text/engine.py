@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from operator import index
 from types import TracebackType
-from typing import Any, SupportsIndex, cast, get_args
+from typing import Any, SupportsIndex, cast
 
 from ..decoder import Decoder
+from ..drafts.registry import KINDS
 from ..files.errors import OutriderError
 from ..files.manifest import Manifest
 from ..policy import Policy, make_policy
 from ..sampling.warp import SamplingParams
-from ..sequence import MODELS, ActiveSequence, DraftKind, Request, Token
+from ..sequence import ActiveSequence, Request, Token
 from ..slots import Slot
 from ..stats import Stats
 from .line import QUEUE, TIMEOUT, Caller, Line
@@ -23,8 +24,6 @@ from .options import Message, Options, Prompt
 from .results import Result, Transcript
 from .stream import Batch, Stream
 from .tokenizer import Tokenizer
-
-DEFAULT_GAMMA, CHEAP_GAMMA = 4, 8  # the latter where a token costs next to nothing
 
 
 class TextEngine:
@@ -261,12 +260,8 @@ class TextEngine:
         return [index(token) for token in items]
 
     def _policy(
-        self, options: Options, params: SamplingParams, draft: DraftKind, gamma: int
+        self, options: Options, params: SamplingParams, draft: str, gamma: int
     ) -> Policy | None:
-        if options.fallback not in ("auto", "off"):
-            raise OutriderError(
-                "option", f"fallback={options.fallback!r} is unknown", 'Use "auto" or "off".'
-            )
         named = options.gamma if isinstance(options.gamma, str) else gamma
         fallback = options.fallback == "auto"
         if gamma == 0 or not (isinstance(named, str) or fallback):
@@ -279,20 +274,13 @@ class TextEngine:
             named, self.decoder.costs[draft], most, fallback=fallback, settings=settings
         )
 
-    def _draft_of(self, options: Options) -> tuple[DraftKind, int]:
+    def _draft_of(self, options: Options) -> tuple[str, int]:
         """Who proposes, and how many tokens a round. Raises "option"."""
         kind, gamma = options.draft, options.gamma
         if isinstance(gamma, str):
             gamma = self.decoder.max_gamma
-        if kind not in (None, "none", *(kinds := get_args(DraftKind))):
-            raise OutriderError(
-                "option", f"draft={kind!r} is unknown", f"Use {', '.join(kinds)} or none."
-            )
-        if kind == "none" and gamma:
-            raise OutriderError(
-                "option", f"draft=none contradicts gamma={gamma}", "Leave one of them out."
-            )
-        if kind in MODELS and gamma != 0 and self.decoder.draft is None:
+        reads_model = kind in KINDS and KINDS[kind].reads_model
+        if reads_model and self.decoder.draft is None:
             raise OutriderError(
                 "option",
                 f"draft={kind}: the bundle was built without one",
@@ -303,8 +291,7 @@ class TextEngine:
         if kind is None or kind == "none":
             return "model", gamma or 0
         if gamma is None:
-            usual = DEFAULT_GAMMA if kind in MODELS else CHEAP_GAMMA
-            gamma = min(usual, self.decoder.max_gamma)
+            gamma = min(KINDS[kind].usual_gamma, self.decoder.max_gamma)
         return kind, gamma
 
 

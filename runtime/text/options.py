@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from ..drafts.registry import KINDS
 from ..files.errors import OutriderError
 from ..sampling.warp import SamplingParams, VerifyRule
-from ..sequence import DraftKind
 
 # Options without effect where nothing is drafted.
 OF_DRAFTS = ("verify", "lenience", "fallback", "draft_temperature", "draft_threshold")
@@ -53,7 +53,7 @@ class Options:
     seed: int | None = None
     gamma: int | GammaName | None = None
     fallback: Literal["auto", "off"] = "off"
-    draft: DraftKind | Literal["none"] | None = None
+    draft: str | None = None
     draft_temperature: float | None = None
     draft_threshold: float = 0.0
     verify: VerifyRule = "token"
@@ -95,6 +95,10 @@ class Options:
                     f"{name}={repr(value)[:80]} is out of range",
                     f"{name} must be {what}.",
                 )
+        if self.draft not in (None, "none", *KINDS):
+            raise OutriderError(
+                "option", f"draft={self.draft!r} is unknown", f"Use {', '.join(KINDS)} or none."
+            )
         self.sampling()
         if self.min_new_tokens > self.max_new_tokens:
             raise OutriderError(
@@ -165,7 +169,6 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a whole number from 0 up, auto or transformers",
     ),
     "fallback": _one_of("auto", "off"),
-    "draft": _one_of(*get_args(DraftKind), "none"),
     "draft_temperature": _NUMBER,
     "draft_threshold": _NUMBER,
     "stop": (

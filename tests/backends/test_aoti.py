@@ -31,7 +31,8 @@ from runtime.backends import host as host_engine
 from runtime.backends.aotinductor import AotiEngine
 from runtime.certificate import check
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
-from runtime.files.manifest import MANIFEST_FILE, PACKAGE_FILE, digest_json, read_bundle, read_pair
+from runtime.files.manifest import MANIFEST_FILE, PACKAGE_FILE, read_bundle, read_pair
+from runtime.files.records import digest_json
 from runtime.files.torch_files import PROGRAM_FILE, WEIGHTS_FILE, cpu_targets, read_tensors
 
 

@@ -103,7 +103,7 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(cli, engine):
 def test_how_the_bundle_is_loaded(cli):
     cli("--prompt", "a", "--max-new-tokens", "1")
     usual = {"folder": Path("bundle"), "slots": None, "threads": 0, "verify": True}
-    usual |= {"table": None, "corpus": None}
+    usual |= {"table": None, "corpus": None, "reuse": True}
     assert cli.loaded == {**usual, "device": "auto", "graphs": True, "loop": False}
     more = ("--slots", "3", "--threads", "2", "--no-verify-files")
     cli(
