@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from models.corpus import collect
-from runtime.sequence import LOOKUPS
 from runtime.text.engine import TextEngine
 
 from . import code_text, machine
@@ -44,6 +43,7 @@ from .ways import (
 
 PLAIN = "plain"
 CORPUS = "ngram + corpus"
+LOOKUPS = "ngram", "copy"
 DRAFTS = ("random", "unigram", "bigram", "skip", "ngram", CORPUS, "copy", "chain", "model")
 COUNTED = frozenset({"unigram", "bigram", "skip", CORPUS})  # of the training documents
 DISTANCES = 8  # of pairs, for "skip"
@@ -231,7 +231,7 @@ def copying(bench: Bench) -> Iterator[str]:
     yield head("prompt, draft")
     for kind in bench.prompts:
         found[kind] = {}
-        for draft in (*sorted(LOOKUPS, reverse=True), "model"):
+        for draft in (*LOOKUPS, "model"):
             way = {"draft": draft, "gamma": gamma}
             rows = bench.group(f"{kind}, {draft}", kind, 0.0, {draft: way})
             found[kind][draft] = json_of(rows, gamma)

@@ -11,8 +11,7 @@ from statistics import median
 from typing import Any
 
 from runtime.files.errors import OutriderError
-from runtime.round import RoundResult, SlotPlan, SlotResult
-from runtime.sequence import ActiveSequence
+from runtime.sequence import ActiveSequence, RoundResult, SlotPlan, SlotResult
 from runtime.stats import Stats
 from runtime.text.engine import TextEngine
 from runtime.theory.measure import Costs, Findings, findings, measure

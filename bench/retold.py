@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from runtime.backends.engine import Engine
-from runtime.drafts.calls import readable
+from runtime.calls import readable
 from runtime.round import HostRounds
 from runtime.sampling.rules import Verdict
 from runtime.sampling.sampler import Array, Ids, Sampler, SlotSampling

@@ -23,7 +23,7 @@ import numpy as np
 from runtime.bundle import load
 from runtime.decoder import Decoder
 from runtime.files.errors import CommandParser, OutriderError, run_command
-from runtime.round import Rounds
+from runtime.sequence import Rounds
 from runtime.stats import Stats
 from runtime.text.engine import TextEngine
 from runtime.theory.formulas import expected_tokens

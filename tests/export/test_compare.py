@@ -23,7 +23,7 @@ from rounds import cases
 from safetensors.torch import load_file, save_file
 from transformers import AttentionMaskInterface, AutoModelForCausalLM, masking_utils
 
-from export import checkpoint, compare, decoder
+from export import checkpoint, compare, decoder, loading
 from runtime.files.errors import EXIT_STATUS
 from runtime.files.torch_files import WEIGHTS_FILE
 
@@ -37,7 +37,7 @@ def test_float32_decides_where_the_original_rounds_badly(
     copy = shutil.copytree(workshop.graphs(source, dtype="float16") / "target", tmp_path / "target")
 
     def reference(dtype: torch.dtype) -> compare.Reference:
-        found = checkpoint.load(checkpoint.find(str(source)), dtype)
+        found = loading.load(checkpoint.find(str(source)), dtype)
         return compare.reference(found, CAPACITY, VOCAB_SIZE)
 
     rough, exact = reference(torch.float16), reference(torch.float32)

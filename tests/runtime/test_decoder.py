@@ -166,7 +166,9 @@ def test_requests_join_sit_out_and_leave(slots: int) -> None:
 
 
 def test_writing_over_a_slot_that_sits_out_is_noticed() -> None:
-    def at_the_start(slots: object, first: int, last: int, length: str) -> np.ndarray:
+    def at_the_start(
+        slots: object, engine: object, first: int, last: int, *_: object
+    ) -> np.ndarray:
         return np.zeros(last - first, np.int64)
 
     with broken("round.idle_positions", at_the_start), pytest.raises(AssertionError):
@@ -177,10 +179,11 @@ def test_a_slot_that_is_not_reset_is_noticed() -> None:
     """The next owner must not inherit lengths: its draft would skip its own prompt."""
     table = {index: Slot(index) for index in range(3)}
 
-    def stale(self: SlotTable) -> Slot:
+    def stale(self: SlotTable, *prompt: object) -> Slot:
         index = self._slots.index(None)
         self._slots[index] = table[index]
         table[index].tokens.clear()
+        table[index].target_len = 0
         return table[index]
 
     with broken("slots.SlotTable.acquire", stale), pytest.raises(AssertionError):

@@ -17,14 +17,14 @@ from runtime.drafts.lookup import Corpus
 from runtime.drafts.tables import Tables
 from runtime.gpu.loop import LoopingRounds
 from runtime.gpu.rounds import DeviceRounds
-from runtime.round import HostRounds, Rounds
+from runtime.round import HostRounds
 from runtime.sampling import kernel
 from runtime.sampling.kernel import RoundSampler
 from runtime.sampling.philox import Purpose
 from runtime.sampling.rules import Verdict, verify
 from runtime.sampling.sampler import NumpySampler, Sampler
 from runtime.sampling.warp import Distribution
-from runtime.sequence import ActiveSequence, Request
+from runtime.sequence import ActiveSequence, Request, Rounds
 from runtime.slots import Slot
 
 SAMPLER = "numpy"  # or another of these: see the fixture `sampler`
@@ -150,6 +150,8 @@ def run(decoder: Decoder, request: Request) -> ActiveSequence:
         check_rows(decoder, sequence)
         while sequence.finish_reason is None:
             decoder.round([sequence])
+            if sequence.error is not None:
+                raise sequence.error
             check_rows(decoder, sequence)
     finally:
         decoder.release(sequence)
