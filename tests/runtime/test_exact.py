@@ -24,10 +24,12 @@ from rounds import (
     with_uniforms,
 )
 
+from runtime.sampling.distribution import Distribution
 from runtime.sampling.philox import Purpose
+from runtime.sampling.reference import NumpySampler
 from runtime.sampling.rules import Verdict, residual, verify
-from runtime.sampling.sampler import NumpySampler, SlotSampling
-from runtime.sampling.warp import Distribution, SamplingParams
+from runtime.sampling.sampler import SlotSampling
+from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
 pytestmark = pytest.mark.usefixtures("sampler")
@@ -122,7 +124,7 @@ WRONG_RULES = [accept_everything, flattened_q, corrected_from_p]
 @pytest.mark.parametrize("wrong", WRONG_RULES)
 @pytest.mark.parametrize("params", [at(), at(**ALL)], ids=["plain", "all"])
 def test_bisection_notices(wrong: Callable[..., Verdict], params: SamplingParams) -> None:
-    with broken("sampling.sampler.verify", wrong):
+    with broken("sampling.reference.verify", wrong):
         assert by_bisection(params) > 0.01
 
 
@@ -132,7 +134,7 @@ def test_bisection_notices_a_penalty_without_the_drafts() -> None:
     def careless(self: NumpySampler, place: SlotSampling, drafted, row, model):  # type: ignore[no-untyped-def]
         return real(self, place, (), row, model)
 
-    with broken("sampling.sampler.NumpySampler._warp", careless):
+    with broken("sampling.reference.NumpySampler._warp", careless):
         assert by_bisection(at(repetition_penalty=1.8), 1) > 0.01
 
 
@@ -147,7 +149,7 @@ def test_three_draft_tokens_over_eight() -> None:
 
 @pytest.mark.parametrize("wrong", WRONG_RULES)
 def test_the_grid_notices(wrong: Callable[..., Verdict]) -> None:
-    with broken("sampling.sampler.verify", wrong):
+    with broken("sampling.reference.verify", wrong):
         assert by_grid(2, 2) > 0.01
 
 
@@ -181,7 +183,7 @@ def support_at_u_0() -> None:
     target = np.array([-np.inf, -np.inf, 0, 1, 2], np.float32)
     draft = np.array([3, 2, 1, -np.inf, -np.inf], np.float32)
     decoder = make_decoder(lambda c: target, lambda c: draft, vocab_size=5)
-    with broken("sampling.sampler.uniform", lambda *key: 0.0):
+    with broken("sampling.reference.uniform", lambda *key: 0.0):
         sequence = run(decoder, Request([2], at(), gamma=3, max_new_tokens=20))
     assert not {0, 1} & set(ids(sequence))
     assert sequence.stats.accepted == 0
@@ -196,7 +198,7 @@ def test_a_test_that_is_not_strict_is_noticed() -> None:
     def not_strict(p, q, drafts, accept_u, final_u, params):  # type: ignore[no-untyped-def]
         return verify(p, q, drafts, [u - 1e-9 for u in accept_u], final_u, params)
 
-    with broken("sampling.sampler.verify", not_strict), pytest.raises(AssertionError):
+    with broken("sampling.reference.verify", not_strict), pytest.raises(AssertionError):
         support_at_u_0()
 
 
@@ -218,7 +220,7 @@ def equal_up_to_rounding(rule: Callable[..., tuple[Distribution, float]]) -> Non
         decoder = make_decoder(lambda c: row, lambda c, other=other: other, vocab_size=V)
         masses.clear()
         with (
-            broken("sampling.sampler.uniform", lambda *key: ONE),
+            broken("sampling.reference.uniform", lambda *key: ONE),
             broken("sampling.rules.residual", watched),
             np.errstate(all="raise"),
         ):

@@ -19,7 +19,7 @@ from runtime.backends.engine import Engine, HeldRows, Ids, Logits
 from runtime.decoder import Decoder
 from runtime.files.manifest import GraphFacts, Manifest, Pair, TokenizerFacts
 from runtime.round import HostRounds
-from runtime.sampling.sampler import NumpySampler
+from runtime.sampling.reference import NumpySampler
 from runtime.text.engine import TextEngine
 from runtime.text.tokenizer import Tokenizer
 
