@@ -88,7 +88,7 @@ class _Agreeing:
         self._engine, self._rows = engine, rows  # rows [K, V]
         self.slots, self.capacity = engine.slots, engine.capacity
         self.chunk, self.vocab_size = engine.chunk, engine.vocab_size
-        self.buffers = engine.buffers
+        self.buffers, self.held = engine.buffers, engine.held
 
     def forward(
         self,
@@ -111,11 +111,11 @@ def agreeing(engine: TextEngine) -> Iterator[None]:
     assert draft is not None
     row = np.random.default_rng(0).standard_normal(engine.decoder.vocab_size, np.float32)
     rows = np.tile(row, (engine.decoder.max_gamma + 1, 1))
-    rounds.target, rounds.proposer.engine = _Agreeing(target, rows), _Agreeing(draft, rows)
+    rounds.target, rounds.proposer.sources.engine = _Agreeing(target, rows), _Agreeing(draft, rows)
     try:
         yield
     finally:
-        rounds.target, rounds.proposer.engine = target, draft
+        rounds.target, rounds.proposer.sources.engine = target, draft
 
 
 def measure(
