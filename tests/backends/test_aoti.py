@@ -21,7 +21,7 @@ from checkpoints import VOCAB_SIZE, Workshop
 from commands import CHECKOUT, command, environment, error_line, leftovers, run
 from originals import check_batch, original_of
 
-from engines import aotinductor_backend
+from engines import aotinductor as aotinductor_backend
 from engines.bundle import build
 from export import compare, program
 from runtime import Options, load
