@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from models.corpus import collect
+from runtime.costs import RoundCosts
 from runtime.text.engine import TextEngine
 
 from . import code_text, machine
@@ -25,11 +26,11 @@ from .ways import (
     BUSY,
     Clock,
     Gain,
-    RoundCosts,
     Run,
     Way,
     acceptance,
     command,
+    costs_object,
     costs_of,
     decode_all,
     disturbance,
@@ -112,7 +113,7 @@ def json_of(rows: Mapping[str, Row], gamma: int | None = None) -> dict[str, Any]
         **({} if gamma is None else {"gamma": gamma}),
         "texts": some.texts,
         "lost": rounded(some.lost),
-        **some.costs.json_object(),
+        **costs_object(some.costs),
         "rows": {name: row.json_object() for name, row in rows.items()},
     }
 

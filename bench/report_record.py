@@ -14,7 +14,7 @@ from runtime.files.errors import OutriderError
 from runtime.sequence import ActiveSequence, RoundResult, SlotPlan, SlotResult
 from runtime.stats import Stats
 from runtime.text.engine import TextEngine
-from runtime.theory.measure import Costs, Findings, findings, measure
+from runtime.theory.measure import Findings, findings, measure
 
 from .timing import DISTURBED, sample
 
@@ -179,9 +179,7 @@ def record(
     """What the costs come to; of every gamma the text of every prompt; and the seconds for which
     threads waited for a core in each second (bench/timing.py), the median of the quietest runs.
     Raises OutriderError "prompt"."""
-    costs = {gamma: Costs() for gamma in range(engine.decoder.max_gamma + 1)}
-    texts: dict[int, list[Text]] = {gamma: [] for gamma in costs}
-    total = Stats()
+    texts: dict[int, list[Text]] = {gamma: [] for gamma in range(engine.decoder.max_gamma + 1)}
     quiet: list[float] = []
     with recording(engine) as recorder:
         for number, prompt in enumerate(prompts, start=1):
@@ -197,7 +195,7 @@ def record(
                 # The last of each gamma: those before it warmed up.
                 runs.append({text.gamma: text for text in recorder.take()})
             quiet += sorted(lost)[:REPEATS]
-            for gamma, cost in costs.items():
+            for gamma, some in texts.items():
                 text = quickest([run[gamma] for run in runs])
                 if not text.rounds:
                     raise OutriderError(
@@ -205,8 +203,6 @@ def record(
                         f"prompt {number} leaves no room for a round",
                         "Shorten it, or build the bundle with a larger MAX_LEN",
                     )
-                texts[gamma].append(text)
-                cost.add(text.stats)
-                if gamma:
-                    total.add(text.stats)
-    return findings(costs, total), texts, median(quiet)
+                some.append(text)
+    found = findings({gamma: [text.stats for text in some] for gamma, some in texts.items()})
+    return found, texts, median(quiet)

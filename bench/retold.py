@@ -26,7 +26,7 @@ from runtime.sampling.sampler import Array, Ids, Sampler, SlotSampling
 from runtime.sampling.warp import SamplingParams, warp
 from runtime.text.engine import TextEngine
 
-from .ways import fresh
+from .ways import fresh, plain_options
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def story(
 ) -> Story:
     """Of the model draft. options: "temperature", and "draft_temperature" where it has its own."""
     temperature = options["temperature"]
-    plain = {"gamma": 0, "temperature": temperature, "ignore_eos": True}
-    text = engine.generate(prompt, max_new_tokens=tokens, seed=seed, **plain).tokens
+    plain = {**plain_options(options), "max_new_tokens": tokens, "ignore_eos": True}
+    text = engine.generate(prompt, seed=seed, **plain).tokens
     ids = [*prompt, *(token.id for token in text)]
     draft = engine.decoder.draft
     assert draft is not None

@@ -241,13 +241,6 @@ def test_a_section_that_breaks_is_named(
     assert report["transformers"]["reason"] == "no peers today"
 
 
-def test_theory() -> None:
-    """Leviathan et al. 2023, table 1's kind of figures: alpha 0.8, gamma 5, c 0."""
-    assert engines_times.theory(0.8, 5, 0.0) == pytest.approx(3.69, abs=0.005)
-    assert engines_times.theory(1.0, 4, 0.25) == 2.5
-    assert engines_times.theory(0.0, 4, 0.25, width=1.0) == 0.5
-
-
 # The command line
 
 
