@@ -11,6 +11,8 @@ Installed, the package is called `outrider`; in the checkout it is `runtime`.
 
 from .beam.text import BeamText, BeamTexts, beam_texts
 from .bundle import load
+from .drafts.draft import Draft, GuessedDraft
+from .drafts.registry import register as register_draft
 from .files.errors import OutriderError
 from .text.engine import Event, Options, Result, TextEngine
 
@@ -18,11 +20,14 @@ __version__ = "0.1.0"
 __all__ = [
     "BeamText",
     "BeamTexts",
+    "Draft",
     "Event",
+    "GuessedDraft",
     "Options",
     "OutriderError",
     "Result",
     "TextEngine",
     "beam_texts",
     "load",
+    "register_draft",
 ]
