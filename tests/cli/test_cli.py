@@ -21,7 +21,7 @@ from runtime import generate
 from runtime.cli.arguments import PROGRAM
 from runtime.cli.prompts import JSON_TYPES
 from runtime.files.errors import EXIT_STATUS, OutriderError
-from runtime.sampling import sampler
+from runtime.sampling import reference
 from runtime.sampling.rules import Verdict
 from runtime.text.engine import Options
 
@@ -294,7 +294,7 @@ def test_check(cli):
 
 def test_a_check_that_fails(cli, monkeypatch):
     monkeypatch.setattr(
-        sampler, "verify",
+        reference, "verify",
         lambda p, q, drafts, accept_u, final_u, params: Verdict(
             len(drafts), p[len(drafts)].draw(final_u), ()
         ),

@@ -218,7 +218,7 @@ def test_ids_that_the_draft_cannot_look_up() -> None:
     def as_they_are(engine: object, tokens: list[int]) -> np.ndarray:
         return np.array(tokens, np.int64)
 
-    with broken("drafts.host.readable", as_they_are), pytest.raises(AssertionError):
+    with broken("calls.readable", as_they_are), pytest.raises(AssertionError):
         narrow_draft(0.0)
 
 
