@@ -18,7 +18,7 @@ from test_kernel import OPTIONS, Case, by_library, cpu_library, emulated_library
 
 from bench import kernel_gpu, rounds
 from bench.kernel_gpu import DeviceRound, Shape
-from bench.on_gpu import OnGpu
+from on_gpu import OnGpu
 from bench.rounds import VARIANTS
 from runtime.files.errors import OutriderError
 from runtime.gpu import launch as cuda_kernel

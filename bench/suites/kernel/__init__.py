@@ -1,0 +1,3 @@
+"""The sampling kernel on the CPU: is it right, and what does it cost."""
+
+from .suite import SUITE as SUITE

@@ -1,0 +1,3 @@
+"""The analyses of the kernel paper, done again with this kernel."""
+
+from .suite import SUITE as SUITE
