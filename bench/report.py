@@ -31,6 +31,7 @@ from runtime.text.engine import Options, TextEngine
 from runtime.theory.formulas import break_even
 
 from . import machine
+from .core.record import recording
 from .pair import PROMPTS
 from .report_data import (
     Measurement,
@@ -42,7 +43,7 @@ from .report_data import (
     times,
 )
 from .report_plots import PLOTS, draw
-from .report_record import REPEATS, record, recording
+from .report_record import REPEATS, record
 
 MORE_PROMPTS = (
     "def main():\n    parser = argparse.ArgumentParser(",
