@@ -25,8 +25,8 @@ from runtime.files.errors import CommandParser, OutriderError, run_command
 from runtime.files.manifest import refuse_foreign, write_folder
 from runtime.files.progress import note, size_text, stage
 
-from .constructed import LLAMA_1B
 from .models import TARGET, Shape
+from .suites.gpu.constructed import LLAMA_1B
 
 SHAPES = {
     "smollm-135m": TARGET,

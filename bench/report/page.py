@@ -154,21 +154,31 @@ def _model(facts: GraphFacts) -> str:
 
 
 def check_place(page: Path) -> None:
-    """Raises OutriderError "disk" where something else than a page of ours would be replaced."""
+    """Raises OutriderError "disk" where something else than a page of ours would be replaced, or
+    nothing may be written."""
+    cause = ""
     if page.exists() and MARK not in page.read_bytes()[:2000]:
-        raise OutriderError("disk", f"{page} is not a page of ours", "Choose another --out.")
-    page.parent.mkdir(parents=True, exist_ok=True)
+        cause = f"{page} is not a page of ours"
+    above = next(folder for folder in page.parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        cause = f"{above} is no folder that may be written to"
+    if cause:
+        raise OutriderError("disk", cause, "Choose another --out.")
 
 
 def write(text: str, page: Path) -> None:
     """In one step: whole or not at all."""
     partial = page.with_name(f".{page.name}.partial-{os.getpid()}")
+    fresh = not page.parent.exists()
+    page.parent.mkdir(parents=True, exist_ok=True)
     try:
         # A token may be half a surrogate pair to some tokenizers.
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")
         partial.replace(page)
     finally:
         partial.unlink(missing_ok=True)
+        if fresh and not page.exists():
+            page.parent.rmdir()
 
 
 # The command line

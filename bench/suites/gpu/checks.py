@@ -28,6 +28,7 @@ from .build import BuiltPair
 
 TOLERANCE = 4 * 2**-4  # logits
 FRACTION = 0.05
+BEYOND = 150  # tokens of a long prompt behind its first prefill call
 LOOK = 64  # most probable tokens of which the reference says how probable they are
 
 
@@ -232,7 +233,7 @@ class Checks:
     def long_prompt(self) -> dict[str, Any]:
         """A prompt of two prefill calls."""
         chunk: int = self.engine.decoder.target.chunk  # type: ignore[attr-defined]
-        length, tokens = chunk + 150, min(32, self.size.tokens)
+        length, tokens = chunk + BEYOND, min(32, self.size.tokens)
         if length + tokens > (most := self.engine.manifest.pair.max_len):
             return {"passed": None, "reason": f"{length} tokens are over the bundle's {most}"}
         together = [token for prompt in self.prompts for token in prompt]
