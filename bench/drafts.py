@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from models.corpus import collect
-from runtime.sequence import LOOKUPS
+from runtime.costs import RoundCosts
 from runtime.text.engine import TextEngine
 
 from . import code_text, machine
@@ -26,11 +26,11 @@ from .ways import (
     BUSY,
     Clock,
     Gain,
-    RoundCosts,
     Run,
     Way,
     acceptance,
     command,
+    costs_object,
     costs_of,
     decode_all,
     disturbance,
@@ -44,6 +44,7 @@ from .ways import (
 
 PLAIN = "plain"
 CORPUS = "ngram + corpus"
+LOOKUPS = "ngram", "copy"
 DRAFTS = ("random", "unigram", "bigram", "skip", "ngram", CORPUS, "copy", "chain", "model")
 COUNTED = frozenset({"unigram", "bigram", "skip", CORPUS})  # of the training documents
 DISTANCES = 8  # of pairs, for "skip"
@@ -112,7 +113,7 @@ def json_of(rows: Mapping[str, Row], gamma: int | None = None) -> dict[str, Any]
         **({} if gamma is None else {"gamma": gamma}),
         "texts": some.texts,
         "lost": rounded(some.lost),
-        **some.costs.json_object(),
+        **costs_object(some.costs),
         "rows": {name: row.json_object() for name, row in rows.items()},
     }
 
@@ -231,7 +232,7 @@ def copying(bench: Bench) -> Iterator[str]:
     yield head("prompt, draft")
     for kind in bench.prompts:
         found[kind] = {}
-        for draft in (*sorted(LOOKUPS, reverse=True), "model"):
+        for draft in (*LOOKUPS, "model"):
             way = {"draft": draft, "gamma": gamma}
             rows = bench.group(f"{kind}, {draft}", kind, 0.0, {draft: way})
             found[kind][draft] = json_of(rows, gamma)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.files.errors import CommandParser, OutriderError, run_command
-from runtime.files.manifest import refuse_foreign, write_folder
+from runtime.files.folders import refuse_foreign, write_folder
 from runtime.files.progress import note, size_text, stage
 
 from .models import TARGET, Shape
@@ -98,7 +98,8 @@ def load(source: str) -> tuple[Path, Any]:
     where it is no plain Llama."""
     import torch
 
-    from export.checkpoint import find, load, refuse_architecture
+    from export.checkpoint import find, refuse_architecture
+    from export.loading import load
 
     checkpoint = find(source)
     config: Any = checkpoint.config

@@ -4,9 +4,8 @@ Texts of three workloads, which a draft serves well, fairly and hardly at all, t
 requests to a service do. Each is decoded with every fixed gamma, with gamma="auto", which has to
 learn costs and acceptance meanwhile, with the schedule of Transformers and, so that the noise is
 seen, plainly once more; in an order of its own (bench/ways.py), and always to the same text with
-the same luck (bench/retold.py). The bound of an oracle that drafts what will be accepted and no
-more is computed from the rounds of the largest gamma. Then the fallback: what is lost to plain
-decoding with drafts that are never worth their time.
+the same luck (bench/retold.py). Then the fallback: what is lost to plain decoding with drafts that
+are never worth their time.
 
 Progress goes to stderr, tables to stdout, one JSON line last.
 """
@@ -16,12 +15,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 from models.corpus import collect
 from runtime.text.engine import TextEngine
-from runtime.theory import formulas as theory
 
 from . import code_text, machine
 from .estimates import rounded
@@ -31,18 +28,16 @@ from .ways import (
     BUSY,
     WARM_UP,
     Clock,
-    Gain,
     Run,
     Way,
     acceptance,
     command,
-    costs_of,
     decode_all,
     disturbance,
     fresh,
     gain,
     load_pair,
-    oracle,
+    plain_options,
     quiet,
     total,
     warm_up,
@@ -52,6 +47,7 @@ AUTO, SCHEDULE, AGAIN, PLAIN = "auto", "transformers", "plain again", "0"
 WITHOUT, FALLBACK = "gamma 4", "fallback"
 NEAR, LOSS, NOISE = 0.95, 0.05, 0.02  # of the best fixed gamma; of plain decoding; of a total
 GAMMA = 4  # that the fallback has to do with
+ALL = "all, taking turns"
 Texts = Sequence[Mapping[str, Run]]
 
 
@@ -77,104 +73,27 @@ QUICK = Scale(3, 64, 96, 2, 128, 0)
 
 @dataclass(frozen=True)
 class Workload:
-    """options: of the draft model. plain: those of them that plain decoding has too."""
+    """options: of the draft model."""
 
     name: str
     prompts: Sequence[Sequence[int]]
-    temperature: float
-    draft_temperature: float | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        tempered = {"draft_temperature": self.draft_temperature} if self.draft_temperature else {}
-        return {"draft": "model", "temperature": self.temperature, **tempered}
+    options: Mapping[str, Any]
 
 
 def workloads(engine: TextEngine, scale: Scale) -> list[Workload]:
     """Prompts that greedy decoding goes on with; held-out code; the same with a draft so hot that
     it guesses."""
-    tokenizer, texts = engine.tokenizer, scale.texts
-    code = code_text.held_out(tokenizer, collect().held_out, texts, scale.prompt)
+    tables = code_text.tables(engine.tokenizer, scale.texts, scale.prompt)
+    code = code_text.held_out(engine.tokenizer, collect().held_out, scale.texts, scale.prompt)
+    model = {"draft": "model", "temperature": 1.0}
     return [
-        Workload("tables, T=0", code_text.tables(tokenizer, texts, scale.prompt), 0.0),
-        Workload("code, T=1", code, 1.0),
-        Workload("code, T=1, draft 3", code, 1.0, 3.0),
+        Workload("tables, T=0", tables, {**model, "temperature": 0.0}),
+        Workload("code, T=1", code, model),
+        Workload("code, T=1, draft 3", code, {**model, "draft_temperature": 3.0}),
     ]
 
 
-def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {"gamma": 0, "temperature": options["temperature"]}
-
-
 # The stream
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Of one workload, or of all as one stream. speeds: over plain decoding, by way.
-
-    alpha: of all fixed gammas. best: of the gammas, chosen with hindsight and therefore a little
-    lucky. near: auto's speed over that of the best, and its standard error, of the clock and of
-    which texts there are. noise: that of plain decoding against itself, of the clock alone.
-    oracle: as `ways.oracle`; None for a stream. texts, lost: as those of `drafts.Row`.
-    """
-
-    speeds: Mapping[str, float]
-    best: str
-    near: Gain
-    noise: float
-    plain: float
-    alpha: float
-    gamma: float
-    oracle: float | None
-    formula: float | None
-    costs: Mapping[str, Any] | None
-    texts: int
-    lost: float
-
-    def json_object(self) -> dict[str, Any]:
-        bounds = {"oracle": self.oracle, "oracle_formula": self.formula}
-        return {
-            "speeds": {name: rounded(speed) for name, speed in self.speeds.items()},
-            "best": int(self.best),
-            "auto_of_best": rounded(self.near.total),
-            "auto_of_best_error": rounded(self.near.error),
-            "noise": rounded(self.noise),
-            "plain_tokens_per_second": rounded(self.plain),
-            "alpha": rounded(self.alpha),
-            "auto_mean_gamma": rounded(self.gamma),
-            **{name: rounded(x) for name, x in bounds.items() if x is not None},
-            **(self.costs or {}),
-            "texts": self.texts,
-            "lost": rounded(self.lost),
-        }
-
-
-def outcome(texts: Texts, max_gamma: int, *, one: bool) -> Outcome:
-    """one: whether all texts are of one workload, and so have one acceptance and an oracle."""
-    gammas = [f"{gamma}" for gamma in range(max_gamma + 1)]
-    drafting = [text[gamma] for text in texts for gamma in gammas[1:]]
-    plain, auto = [text[PLAIN] for text in texts], total([text[AUTO] for text in texts])
-    alpha = acceptance(drafting)
-    costs = costs_of(plain, drafting, max_gamma) if one else None
-    deepest = [text[gammas[-1]] for text in texts]
-    seconds = sum(text[PLAIN].seconds for text in texts)
-    speeds = {name: gain(texts, name, PLAIN).total for name in texts[0] if name != AGAIN}
-    best = max(gammas, key=speeds.__getitem__)
-    return Outcome(
-        speeds=speeds,
-        best=best,
-        near=gain(texts, AUTO, best),
-        noise=gain(texts, AGAIN, PLAIN).error,
-        plain=sum(text[PLAIN].stats.round_tokens for text in texts) / seconds,
-        alpha=alpha,
-        gamma=auto.drafted / auto.rounds,
-        oracle=oracle(deepest, costs) if costs else None,
-        formula=theory.oracle(alpha, costs.draft) if costs else None,
-        costs=costs.json_object() if costs else None,
-        texts=len(texts),
-        lost=disturbance(texts),
-    )
 
 
 def stream(
@@ -186,8 +105,7 @@ def stream(
     auto, schedule = fresh(fixed), fresh(fixed)
     made: dict[str, dict[str, Way]] = {}
     for load_ in loads:
-        options = load_.options
-        plain = Way(fixed, plain_options(options))
+        options, plain = load_.options, Way(fixed, plain_options(load_.options))
         ways = {PLAIN: plain, AGAIN: plain}
         for gamma in range(1, engine.decoder.max_gamma + 1):
             ways[f"{gamma}"] = Way(fixed, {**options, "gamma": gamma})
@@ -211,18 +129,47 @@ def stream(
     return texts
 
 
-def stream_lines(outcomes: Mapping[str, Outcome], max_gamma: int) -> Iterator[str]:
-    """Columns: alpha, fixed gammas, the policies, the oracle, auto against the best gamma."""
+def outcome(texts: Texts, max_gamma: int) -> dict[str, Any]:
+    """Of one workload, or of all as one stream, the object of the JSON line.
+
+    speeds: over plain decoding, by way. alpha: of all fixed gammas. best: of the gammas, chosen
+    with hindsight and therefore a little lucky. auto_of_best: auto's speed over that, and its
+    standard error, of the clock and of which texts there are. noise: that of plain decoding against
+    itself, of the clock alone.
+    """
+    gammas = [f"{gamma}" for gamma in range(max_gamma + 1)]
+    drafting = [text[gamma] for text in texts for gamma in gammas[1:]]
+    plain, auto = (total([text[way] for text in texts]) for way in (PLAIN, AUTO))
+    speeds = {name: gain(texts, name, PLAIN).total for name in texts[0] if name != AGAIN}
+    best = max(gammas, key=speeds.__getitem__)
+    near = gain(texts, AUTO, best)
+    return {
+        "speeds": {name: rounded(speed) for name, speed in speeds.items()},
+        "best": int(best),
+        "auto_of_best": rounded(near.total),
+        "auto_of_best_error": rounded(near.error),
+        "noise": rounded(gain(texts, AGAIN, PLAIN).error),
+        "plain_tokens_per_second": rounded(
+            plain.round_tokens / sum(text[PLAIN].seconds for text in texts)
+        ),
+        "alpha": rounded(acceptance(drafting)),
+        "auto_mean_gamma": rounded(auto.drafted / auto.rounds),
+        "texts": len(texts),
+        "lost": rounded(disturbance(texts)),
+    }
+
+
+def stream_lines(outcomes: Mapping[str, Mapping[str, Any]], max_gamma: int) -> Iterator[str]:
+    """Columns: alpha, fixed gammas, the policies, auto against the best gamma."""
     gammas = [f"{gamma}" for gamma in range(max_gamma + 1)]
     head = "".join(f"{name:>6}" for name in gammas)
-    yield f"{'':<19}alpha{head} |  auto (gamma)   HF  oracle | auto/best         noise"
+    yield f"{'':<19}alpha{head} |  auto (gamma)   HF | auto/best         noise"
     for name, x in outcomes.items():
-        speeds = "".join(f"{x.speeds[gamma]:6.2f}" for gamma in gammas)
-        bound = f"{x.oracle:6.2f}" if x.oracle is not None else " " * 6
+        speeds = "".join(f"{x['speeds'][gamma]:6.2f}" for gamma in gammas)
         yield (
-            f"{name:<19}{x.alpha:5.2f}{speeds} | {x.speeds[AUTO]:5.2f} ({x.gamma:4.1f}) "
-            f"{x.speeds[SCHEDULE]:6.2f}  {bound} | {x.near.total:9.3f} "
-            f"± {x.near.error:.3f}  {x.noise:.1%}"
+            f"{name:<19}{x['alpha']:5.2f}{speeds} | {x['speeds'][AUTO]:5.2f} "
+            f"({x['auto_mean_gamma']:4.1f}) {x['speeds'][SCHEDULE]:4.2f} | "
+            f"{x['auto_of_best']:9.3f} ± {x['auto_of_best_error']:.3f}  {x['noise']:.1%}"
         )
 
 
@@ -254,37 +201,28 @@ def fallback(
             AUTO: Way(fresh(engine), {**options, "gamma": AUTO}),
         }
         warm_up(ways, hopeless.prompts[0])
-        texts = [
-            decode_all(ways, prompt, scale.long, seed, clock)
-            for seed, prompt in enumerate(hopeless.prompts[: scale.fallback])
-        ]
-        shown = WITHOUT, FALLBACK, AUTO, AGAIN
-        found[name] = {way: losses(quiet(texts), way) for way in shown}
+        texts = quiet(
+            [
+                decode_all(ways, prompt, scale.long, seed, clock)
+                for seed, prompt in enumerate(hopeless.prompts[: scale.fallback])
+            ]
+        )
+        found[name] = {way: losses(texts, way) for way in (WITHOUT, FALLBACK, AUTO, AGAIN)}
     return found
 
 
 def losses(texts: Texts, way: str) -> dict[str, float]:
-    """loss: of all texts as one, the share of plain decoding's speed; worst: of a single text.
-    overhead: what a round without drafts takes longer than in plain decoding, relative."""
-    whole = gain(texts, way, PLAIN)
+    """loss: of all texts as one, the share of plain decoding's speed; worst: of a single text."""
     worst = min(text[PLAIN].seconds / text[way].seconds for text in texts)
-    found = {"loss": rounded(1 - whole.total), "worst": rounded(1 - worst)}
-    plain, ours = (
-        [x.seconds - x.catch_up for text in texts for x in text[name].rounds if x.gamma == 0]
-        for name in (PLAIN, way)
-    )
-    if way in (FALLBACK, AUTO) and ours:
-        found["overhead"] = rounded(median(ours) / median(plain) - 1)
-    return found
+    return {"loss": rounded(1 - gain(texts, way, PLAIN).total), "worst": rounded(1 - worst)}
 
 
 def fallback_lines(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Iterator[str]:
     names = "".join(f"{way:>17}" for way in next(iter(found.values())))
-    yield f"{'loss (worst text)':<19}{names}   a round without drafts, {FALLBACK} and {AUTO}"
+    yield f"{'loss (worst text)':<19}{names}"
     for name, ways in found.items():
         cells = "".join(f"{x['loss']:>+8.1%} ({x['worst']:+6.1%})" for x in ways.values())
-        over = " and ".join(f"{x['overhead']:+.1%}" for x in ways.values() if "overhead" in x)
-        yield f"{name:<19}{cells}   {over}"
+        yield f"{name:<19}{cells}"
 
 
 # The run
@@ -297,11 +235,9 @@ def run(folder: str, scale: Scale, threads: int) -> dict[str, Any]:
     most = engine.decoder.max_gamma
     clock.note("the corpus of the bundled pair")
     loads = workloads(engine, scale)
-    texts = stream(engine, loads, scale, clock)
-    kept = {name: quiet(some) for name, some in texts.items()}
-    outcomes = {name: outcome(some, most, one=True) for name, some in kept.items()}
-    mixed = [text for some in kept.values() for text in some]
-    outcomes["all, taking turns"] = whole = outcome(mixed, most, one=False)
+    kept = {name: quiet(some) for name, some in stream(engine, loads, scale, clock).items()}
+    outcomes = {name: outcome(some, most) for name, some in kept.items()}
+    outcomes[ALL] = outcome([text for some in kept.values() for text in some], most)
     print(
         f"{scale.texts} texts of {scale.tokens} tokens of each workload; speeds over plain "
         "decoding, by gamma and policy"
@@ -309,23 +245,21 @@ def run(folder: str, scale: Scale, threads: int) -> dict[str, Any]:
     print("\n".join(stream_lines(outcomes, most)), flush=True)
     found = fallback(engine, loads, scale, clock)
     print(f"\n{scale.fallback} texts of {scale.long} tokens")
-    print("\n".join(fallback_lines(found)))
-    goals = goals_of(outcomes, whole, found)
-    print()
+    print("\n".join([*fallback_lines(found), ""]))
+    goals = goals_of(outcomes, found)
     for goal in goals:
         print(f"{'met' if goal['met'] else 'NOT MET':<8}{goal['goal']}: {goal['measured']:.3f}")
-    noise = max(each.noise for each in outcomes.values())
-    if noise > NOISE:
+    if (noise := max(x["noise"] for x in outcomes.values())) > NOISE:
         print(f"the noise of a speed is {noise:.1%}: more texts, or a quieter machine, are needed")
-    if whole.lost > DISTURBED:
-        print(BUSY.format(whole.lost))
+    if outcomes[ALL]["lost"] > DISTURBED:
+        print(BUSY.format(outcomes[ALL]["lost"]))
     return {
         "benchmark": "policies",
         "bundle": engine.manifest.name,
         "machine": machine.describe(threads),
         "texts": scale.texts,
         "tokens": scale.tokens,
-        "workloads": {name: x.json_object() for name, x in outcomes.items()},
+        "workloads": outcomes,
         "fallback": found,
         "goals": goals,
         "seconds": round(clock.seconds, 1),
@@ -333,11 +267,11 @@ def run(folder: str, scale: Scale, threads: int) -> dict[str, Any]:
 
 
 def goals_of(
-    outcomes: Mapping[str, Outcome], whole: Outcome, found: Mapping[str, Mapping[str, Any]]
+    outcomes: Mapping[str, Mapping[str, Any]], found: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """What the policies promise, and whether it held."""
-    near = rounded(min(x.near.total for x in outcomes.values() if x is not whole))
-    mixed = rounded(whole.near.total)
+    near = min(x["auto_of_best"] for name, x in outcomes.items() if name != ALL)
+    mixed = outcomes[ALL]["auto_of_best"]
     worst = max(ways[way]["loss"] for ways in found.values() for way in (FALLBACK, AUTO))
     return [
         {"goal": f"auto at least {NEAR} of the best gamma", "measured": near, "met": near >= NEAR},

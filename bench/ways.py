@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from runtime.bundle import load
+from runtime.costs import RoundCosts
 from runtime.decoder import Decoder
 from runtime.files.errors import CommandParser, OutriderError, run_command
-from runtime.round import Rounds
+from runtime.sequence import Rounds
 from runtime.stats import Stats
 from runtime.text.engine import TextEngine
 from runtime.theory.formulas import expected_tokens
@@ -142,6 +143,11 @@ def decode(way: Way, prompt: Sequence[int], tokens: int, seed: int) -> Run:
     return Run(text.rounds, text.stats, lost)
 
 
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the same text without drafts."""
+    return {"gamma": 0, "temperature": options["temperature"]}
+
+
 def warm_up(ways: Mapping[Name, Way], prompt: Sequence[int]) -> None:
     """Calls of shapes that were not seen before cost more. What a policy learns is left to it."""
     for way in ways.values():
@@ -213,42 +219,27 @@ def gain(texts: Sequence[Mapping[Name, Run]], way: Name, plain: Name) -> Gain:
     return Gain(total, statistics.median(ratios), ratios[cut], ratios[-1 - cut], error / total)
 
 
-@dataclass(frozen=True, slots=True)
-class RoundCosts:
-    """plain: seconds of a plain step, sampling and host included. In plain steps: draft, a draft
-    step (c); verify[k], all of a round with k drafts but those."""
-
-    plain: float
-    draft: float
-    verify: list[float]
-
-    def round(self, drafts: int) -> float:
-        return drafts * self.draft + self.verify[drafts]
-
-    def json_object(self) -> dict[str, Any]:
-        return {
-            "plain_ms": rounded(1e3 * self.plain),
-            "c": rounded(self.draft),
-            "verify": [rounded(x) for x in self.verify],
-        }
+def costs_object(costs: RoundCosts) -> dict[str, Any]:
+    return {
+        "plain_ms": rounded(1e3 * costs.plain),
+        "c": rounded(costs.draft),
+        "verify": [rounded(x) for x in costs.verify],
+    }
 
 
 def costs_of(plain: Sequence[Run], runs: Sequence[Run], max_gamma: int) -> RoundCosts:
     """Medians: over the texts of a draft step's mean time, over the rounds of a verification's.
 
-    plain: texts without drafts. A width that few rounds had lies between its neighbours.
+    plain: texts without drafts. A width that few rounds had does not count.
     """
     rests: dict[int, list[float]] = defaultdict(list)
     for x in (x for run in runs for x in run.rounds):
         rests[x.gamma].append(x.seconds - x.catch_up - x.draft)
-    step = statistics.median(x.seconds for run in plain for x in run.rounds)
-    rests[0] = [step] * SEEN
+    rests[0] = [statistics.median(x.seconds for run in plain for x in run.rounds)] * SEEN
     drafts = [run.stats.time_draft / run.stats.drafted for run in runs if run.stats.drafted]
-    most = max(map(len, rests.values()))
-    seen = sorted(k for k, times in rests.items() if len(times) >= min(SEEN, most))
-    values = [statistics.median(rests[k]) / step for k in seen]
-    verify = np.interp(range(max_gamma + 1), seen, values).tolist()
-    return RoundCosts(step, (statistics.median(drafts) if drafts else 0.0) / step, verify)
+    few = min(SEEN, max(map(len, rests.values())))
+    seen = {k: statistics.median(times) for k, times in rests.items() if len(times) >= few}
+    return RoundCosts.of(statistics.median(drafts) if drafts else 0.0, seen, max_gamma)
 
 
 def predicted(alpha: float, runs: Sequence[Run], costs: RoundCosts) -> float:
@@ -256,16 +247,6 @@ def predicted(alpha: float, runs: Sequence[Run], costs: RoundCosts) -> float:
     tokens than it is asked for, and a text's end has no room for more."""
     gammas = [x.gamma for run in runs for x in run.rounds]
     return sum(expected_tokens(alpha, g) for g in gammas) / sum(costs.round(g) for g in gammas)
-
-
-def oracle(runs: Sequence[Run], costs: RoundCosts) -> float:
-    """Speed over plain decoding if each of these rounds had drafted only what was accepted: section
-    3.5 of Leviathan et al. 2023, with the acceptance that was really met.
-
-    runs: with the largest gamma there is, which bounds this oracle too.
-    """
-    accepted = [x.accepted for run in runs for x in run.rounds]
-    return sum(a + 1 for a in accepted) / sum(costs.round(a) for a in accepted)
 
 
 def total(runs: Sequence[Run]) -> Stats:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from runtime.files.errors import OutriderError
+from runtime.files.folders import settle_file, take_file, write_folder
 from runtime.files.manifest import (
     MANIFEST_FILE,
     EngineFacts,
@@ -15,14 +16,12 @@ from runtime.files.manifest import (
     Manifest,
     Pair,
     file_facts,
-    link_file,
     read_bundle,
     read_pair,
     verify_files,
-    write_folder,
-    write_json,
 )
 from runtime.files.progress import size_text
+from runtime.files.records import write_json
 
 from . import aotinductor_backend, onnxruntime_backend, tensorrt_backend, tensorrt_rtx_backend
 from .gpus import present_gpus
@@ -114,19 +113,20 @@ def build(
     )
     found = None if force else _intact(out)
     if found and _same(found, wanted):
+        _settle(graphs, out, wanted)
         return False
     remedy = "Export the checkpoints again: python -m export --help."
     verify_files(graphs, pair.all_files(), contents=True, remedy=remedy)
     with write_folder(out, MANIFEST_FILE) as partial:
         for name in wanted.files:
-            link_file(graphs / name, partial / name)
+            take_file(graphs / name, partial / name, out)
         made: dict[str, EngineFacts] = {}
         files = dict(wanted.files)
         for role, facts in models.items():
             to = engines[role] if engines else None
             old = (found.engines or {}).get(role) if found else None
             if to and old and old.key == to.key:  # only the other model changed
-                link_file(out / role / old.file, partial / role / old.file)
+                take_file(out / role / old.file, partial / role / old.file, out)
                 engine: EngineFacts | None = old
             else:
                 engine = builder.compile(role, graphs / role, partial / role, facts, to)
@@ -135,7 +135,14 @@ def build(
                 files[f"{role}/{engine.file}"] = file_facts(partial / role / engine.file)
         manifest = dataclasses.replace(wanted, files=files, engines=made or None)
         write_json(partial / MANIFEST_FILE, "manifest", manifest)
+    _settle(graphs, out, wanted)
     return True
+
+
+def _settle(graphs: Path, out: Path, made: Manifest) -> None:
+    """The bundle owns its files from here on. Each time: a build may have been killed before."""
+    for name in made.files:
+        settle_file(graphs / name, out / name)
 
 
 def check_backend(backend: str, dtype: str, sm: str = "", level: int | None = None) -> list[str]:

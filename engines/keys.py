@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from runtime.files.manifest import digest_json
+from runtime.files.records import digest_json
 
 
 def engine_key(**made_from: Any) -> str:

@@ -25,9 +25,10 @@ from .files.manifest import (
     verify_part,
 )
 from .files.torch_files import WEIGHTS_FILE
-from .round import HostRounds, Rounds
+from .round import HostRounds
 from .sampling import kernel
 from .sampling.sampler import NumpySampler, Sampler
+from .sequence import Rounds
 from .text.engine import TextEngine
 from .text.tokenizer import Tokenizer
 
@@ -45,6 +46,7 @@ def load(
     loop: bool = False,
     table: str | Path | None = None,
     corpus: str | Path | None = None,
+    reuse: bool = True,
 ) -> TextEngine:
     """Open a bundle.
 
@@ -55,8 +57,9 @@ def load(
     launches each call by itself, to find out what they bring. loop: let a GPU go on to the next
     round by itself, a whole text as one launch; not measured yet. table: the file of `python -m
     export.ngram`, for draft="unigram", "bigram" and "skip". corpus: a text, UTF-8, in which
-    draft="ngram" looks after the text itself. Raises OutriderError: "bundle", "backend", "option",
-    "memory", "vocabulary".
+    draft="ngram" looks after the text itself. reuse: compute of a prompt only what no slot still
+    holds, on the CPU; a GPU computes all of it. Raises OutriderError: "bundle", "backend",
+    "option", "memory", "vocabulary".
     """
     folder = Path(folder)
     manifest = read_bundle(folder, verify=False)
@@ -91,7 +94,7 @@ def load(
             if table is not None:
                 tables = Tables.load(table, tokenizer.vocabulary(), pair.vocab_size)
             looked = None if corpus is None else Corpus(_corpus(tokenizer, Path(corpus)))
-            rounds = _on_host(manifest, folder, slots, threads, tables, looked)
+            rounds = _on_host(manifest, folder, slots, threads, tables, looked, reuse)
         elif table or corpus:
             raise OutriderError(
                 "option",
@@ -232,6 +235,7 @@ def _on_host(
     threads: int,
     tables: Tables | None,
     corpus: Corpus | None,
+    reuse: bool,
 ) -> HostRounds:
     pair = manifest.pair
     engines = {
@@ -249,7 +253,9 @@ def _on_host(
         logger.warning("sampling in NumPy, several times slower: %s", cause)
     sampler = _sampler(pair.vocab_size, narrower, pair.max_gamma, slots, threads)
     inner = None if narrower is None else _sampler(narrower, None, pair.max_gamma, slots, threads)
-    return HostRounds(engines["target"], engines.get("draft"), sampler, inner, tables, corpus)
+    return HostRounds(
+        engines["target"], engines.get("draft"), sampler, inner, tables, corpus, reuse=reuse
+    )
 
 
 def open_engine(

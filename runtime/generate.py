@@ -20,8 +20,8 @@ from .certificate import check
 from .cli import report
 from .cli.arguments import options_from, parse
 from .cli.prompts import batch_requests, prompt_from, source_name
+from .drafts.registry import KINDS
 from .files.errors import OutriderError, run_command
-from .sequence import MODELS
 from .stats import Stats
 from .text.engine import Options, Prompt, Result, TextEngine
 from .text.pace import Smooth
@@ -74,9 +74,9 @@ def _load(args: Namespace) -> TextEngine:
         args.engines, slots=args.slots or (SLOTS * args.beams if args.beams else None),
         threads=args.threads, verify=args.verify_files,
         device=args.device, graphs=args.graphs, loop=args.loop,
-        table=args.table, corpus=args.corpus,
+        table=args.table, corpus=args.corpus, reuse=not args.baseline,
     )  # fmt: skip
-    if args.draft in MODELS and engine.decoder.draft is None:
+    if args.draft in KINDS and KINDS[args.draft].reads_model and engine.decoder.draft is None:
         raise OutriderError(
             "option",
             f"--draft {args.draft}: {args.engines} was built without a draft",

@@ -18,7 +18,7 @@ import numpy as np
 from runtime.bundle import load
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
-from runtime.round import Rounds
+from runtime.sequence import Rounds
 from runtime.text.engine import TextEngine
 
 from .clock import DISTURBED, Clock, order, sample, undisturbed

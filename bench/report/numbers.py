@@ -13,7 +13,7 @@ from runtime.files.errors import OutriderError
 from runtime.stats import Stats
 from runtime.text.engine import TextEngine
 from runtime.theory.formulas import best_gamma, speedup
-from runtime.theory.measure import Costs, Findings, findings, measure
+from runtime.theory.measure import Findings, findings, measure
 
 from ..core.clock import DISTURBED, sample
 from ..core.costs import total
@@ -42,7 +42,8 @@ class Measurement:
     @property
     def best(self) -> int:
         """The gamma to use; 0 where nothing gains."""
-        return best_gamma(self.found.alpha, self.found.cost, self.found.verify)[0]
+        found = self.found
+        return best_gamma(found.alpha, found.costs.draft, found.costs.verify)[0]
 
     @property
     def shown(self) -> int:
@@ -52,7 +53,7 @@ class Measurement:
     def expected(self, gamma: int) -> float:
         """Theorem 3.8 with the verification's measured width."""
         found = self.found
-        return speedup(found.alpha, gamma, found.cost, found.verify[gamma])
+        return speedup(found.alpha, gamma, found.costs.draft, found.costs.verify[gamma])
 
     def stats(self, gamma: int) -> Stats:
         return total(self.texts[gamma])
@@ -66,8 +67,7 @@ def take(
     note: Callable[[str], None],
 ) -> Measurement:
     """Every prompt with every gamma, several times over. Raises OutriderError "prompt"."""
-    costs = {gamma: Costs() for gamma in range(engine.decoder.max_gamma + 1)}
-    texts: dict[int, list[TextRecord]] = {gamma: [] for gamma in costs}
+    texts: dict[int, list[TextRecord]] = {g: [] for g in range(engine.decoder.max_gamma + 1)}
     quiet: list[float] = []
     with recording(engine) as recorder:
         for number, prompt in enumerate(prompts, start=1):
@@ -83,7 +83,7 @@ def take(
                 # The last of each gamma: those before it warmed up.
                 runs.append({text.gamma: text for text in recorder.take()})
             quiet += sorted(lost)[:REPEATS]
-            for gamma, cost in costs.items():
+            for gamma, some in texts.items():
                 text = quickest([run[gamma] for run in runs])
                 if not text.rounds:
                     raise OutriderError(
@@ -91,10 +91,9 @@ def take(
                         f"prompt {number} leaves no room for a round",
                         "Shorten it, or build the bundle with a larger MAX_LEN.",
                     )
-                texts[gamma].append(text)
-                cost.add(text.stats)
-    drafted = total(text for gamma, each in texts.items() if gamma for text in each)
-    return Measurement(findings(costs, drafted), texts, median(quiet))
+                some.append(text)
+    found = findings({gamma: [text.stats for text in some] for gamma, some in texts.items()})
+    return Measurement(found, texts, median(quiet))
 
 
 def quickest(texts: Sequence[TextRecord]) -> TextRecord:

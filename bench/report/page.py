@@ -112,9 +112,9 @@ def key_figures(m: Measurement) -> list[tuple[str, str, str]]:
          "largest expected speedup with the measured widths"),
         ("speedup", gain, f"at {where}, without the prefill"),
         ("α", f"{found.alpha:.3f}", "accepted of examined drafts, all γ"),
-        ("c", f"{found.cost:.3f}", "a draft step, in plain steps"),
+        ("c", f"{found.costs.draft:.3f}", "a draft step, in plain steps"),
         ("τ", f"{m.stats(shown).mean_acceptance_length:.2f}", f"tokens of a round at {where}"),
-        ("a plain step", f"{1e3 * found.plain:.3g} ms", "target, sampling and host"),
+        ("a plain step", f"{1e3 * found.costs.plain:.3g} ms", "target, sampling and host"),
         ("pays from", "never" if ahead is None else f"{ahead} tokens",
          f"of output, the median prompt, prefills included; by the formula {formula}"),
     ]  # fmt: skip

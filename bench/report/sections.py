@@ -71,22 +71,23 @@ def sweep(m: Measurement) -> Section:
                 f"{stats.round_tokens / stats.time_rounds:.1f}",
                 times(found.measured.get(gamma, 1.0)),
                 of_prompts,
-                times(speedup(found.alpha, gamma, found.cost)),
+                times(speedup(found.alpha, gamma, found.costs.draft)),
                 times(m.expected(gamma)),
                 f"{stats.mean_acceptance_length:.2f}",
                 f"{expected_tokens(found.alpha, gamma):.2f}",
                 f"{stats.accepted}/{stats.examined}",
-                f"{found.verify[gamma]:.2f}",
+                f"{found.costs.verify[gamma]:.2f}",
             )
         )
     head = ("γ", "tokens/s", "measured", "of single prompts", "Theorem 3.8", "with widths", "τ",
             "equation (1)", "accepted/examined", "verification")  # fmt: skip
-    bound = oracle(found.alpha, found.cost)
+    cost = found.costs.draft
+    bound = oracle(found.alpha, cost)
     figure, (axes,) = panels(1, 3.4)
     if isfinite(bound):
         label = f"oracle's bound, {times(bound)}"
         axes.axhline(bound, color=BLACK, linewidth=1, linestyle=":", label=label)
-    theory = [speedup(found.alpha, g, found.cost) for g in gammas]
+    theory = [speedup(found.alpha, g, cost) for g in gammas]
     axes.plot(gammas, theory, color=ORANGE, marker="^", linestyle="--", label="Theorem 3.8")
     label = "Theorem 3.8 with the measured widths"
     axes.plot(gammas, [m.expected(g) for g in gammas], color=BLUE, marker="s", label=label)
@@ -102,7 +103,7 @@ def sweep(m: Measurement) -> Section:
     legend(figure, axes, 2)
     caption = (
         f"Speed of the rounds over that of plain decoding, by γ. Theorem 3.8 has α = "
-        f"{found.alpha:.3f} and c = {found.cost:.3f} of this run, and takes a verification of any "
+        f"{found.alpha:.3f} and c = {cost:.3f} of this run, and takes a verification of any "
         f"width for one plain step; the second line has what each width costs here (the last "
         f"column, sampling and host included). The oracle's bound, {times(bound)}, is for a γ "
         "chosen anew each round by one who knows how many drafts will stand (section 3.5), at "

@@ -12,7 +12,7 @@ import numpy as np
 from ..files.errors import OutriderError
 from ..files.manifest import GraphFacts
 from .cuda import Cuda
-from .engine import Ids, Logits
+from .engine import HeldRows, Ids, Logits
 
 CHUNK = 512  # tokens of one prefill call; bounds the activations
 
@@ -59,6 +59,7 @@ class DeviceEngine(ABC):
         self.cuda, self.stream = cuda, stream
         self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
         self.chunk, self.buffers = min(CHUNK, self.capacity), buffers
+        self.held = HeldRows(slots, self.vocab_size)  # empty: texts and lengths live on the device
         self._item = 4 if facts.dtype == "float32" else 2
         # In the contract's order. Zeroed: masked rows are multiplied too, and 0 times NaN is NaN.
         self.caches: dict[str, tuple[int, tuple[int, int]]] = {

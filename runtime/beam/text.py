@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..drafts.model import ModelDraft
 from ..files.errors import OutriderError
-from ..text.engine import DEFAULT_GAMMA, Options, Prompt, TextEngine
+from ..text.engine import Options, Prompt, TextEngine
 from ..text.tokenizer import Detokenizer
 from .search import BeamStats, beam_search
 
@@ -102,7 +103,7 @@ def gamma_of(engine: TextEngine, gamma: int | None) -> int:
     """What None stands for."""
     if gamma is not None:
         return gamma
-    return min(DEFAULT_GAMMA, engine.decoder.max_gamma) if engine.decoder.draft else 0
+    return min(ModelDraft.usual_gamma, engine.decoder.max_gamma) if engine.decoder.draft else 0
 
 
 def _text(engine: TextEngine, prompt: Sequence[int], tokens: Sequence[int]) -> str:

@@ -18,12 +18,12 @@ from argparse import (
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from ..beam.text import excluded
+from ..drafts.registry import KINDS
 from ..files.errors import EXIT_STATUS, INTERRUPTED, CommandParser, OutriderError
 from ..sampling.warp import SamplingParams
-from ..sequence import TABLES, DraftKind
 from ..text.engine import Options
 
 PACKAGE = __package__ or "runtime"
@@ -170,12 +170,9 @@ def _parser() -> ArgumentParser:
     add("--fallback", choices=("auto", "off"), default="off",
         help="auto: go without drafts while they lose (--gamma auto always does; default off, "
         "since rounds that go by the clock do not repeat a seed's text)")
-    add("--draft", choices=(*get_args(DraftKind), "none"), metavar="WHO",
-        help="who proposes them. model: the bundle's draft model; ngram: what followed the same "
-        "words before, in prompt or output (good where text repeats itself; needs no model); copy: "
-        "in the prompt alone; chain: the draft model, with ngram as its own draft; unigram, "
-        "bigram, skip: counts of a text (--table); random: any token; none: plain decoding "
-        "(default: what the bundle was built with)")
+    add("--draft", choices=(*KINDS, "none"), metavar="WHO",
+        help="who proposes them. " + "; ".join(f"{k}: {KINDS[k].help}" for k in KINDS)
+        + "; none: plain decoding (default: what the bundle was built with)")
     add("--draft-temperature", type=float, metavar="T",
         help="sample the draft at this temperature (default: the target's); still exact")
     add("--draft-threshold", type=float, default=0.0, metavar="P",
@@ -232,7 +229,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
          leave),
         (args.draft not in (None, "none") and args.gamma == 0,
          f"--draft {args.draft} contradicts --gamma 0", leave),
-        (args.draft in TABLES and args.table is None,
+        (args.draft in KINDS and "tables" in KINDS[args.draft].needs and args.table is None,
          f"--draft {args.draft} needs a table", "Add --table; python -m export.ngram writes one."),
         (args.color and no_text, f"--color paints text, and {no_text} prints JSON", leave),
         (args.stream and no_text, f"--stream prints text, and {no_text} prints JSON", leave),

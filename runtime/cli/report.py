@@ -38,7 +38,7 @@ def summary(result: Result, gamma: str, *, seed: bool = True) -> list[str]:
     if result.stopped_by is not None:
         finish += ":" + json.dumps(result.stopped_by, ensure_ascii=False)
     first = [
-        f"prompt {stats.prompt_tokens} tok",
+        f"prompt {stats.prompt_tokens} tok{_reused(stats)}",
         f"TTFT {_ms(stats.ttft)} ms (target prefill {_ms(stats.time_prefill)})",
     ]
     if stats.time_draft_prefill:
@@ -61,7 +61,8 @@ def batch_summary(results: Sequence[Result], seconds: float, gamma: str) -> list
     finish = " ".join(f"{reason} {reasons.count(reason)}" for reason in sorted(set(reasons)))
     throughput = total.output_tokens / seconds if seconds else 0.0
     return [
-        f"requests {len(results)} | prompts {total.prompt_tokens} tok | finish {finish}",
+        f"requests {len(results)} | prompts {total.prompt_tokens} tok{_reused(total)} "
+        f"| finish {finish}",
         f"output {total.output_tokens} tok | {throughput:.1f} tok/s | {seconds:.1f} s",
         *round_lines(total, gamma),
     ]
@@ -220,6 +221,10 @@ def _logprob(token: Token) -> dict[str, Any]:
 def _finite(value: float | None) -> float | None:
     """JSON has no infinity: the log-probability of an impossible token is null."""
     return None if value is None or not math.isfinite(value) else round(value, 6)
+
+
+def _reused(stats: Stats) -> str:
+    return f" ({stats.reused_tokens} reused)" if stats.reused_tokens else ""
 
 
 def _ms(seconds: float) -> str:

@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from ..backends.engine import Logits
 from ..files.errors import OutriderError
+from ..sequence import ActiveSequence
+from .draft import Draft
 
 VERSION = 1
 BACKOFF = 2.0  # how many sightings the unigram distribution counts for beside those of a pair
@@ -26,6 +28,30 @@ _REMEDY = "Write it again: python -m export.ngram --help."
 def fingerprint(vocabulary: Mapping[str, int]) -> str:
     """Of a tokenizer: two with the same ids for the same tokens have the same."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
+
+
+class TableDraft(Draft):
+    """Rows of the file that the bundle was opened with. kind: of `Tables.row`."""
+
+    needs = ("tables",)
+    kind = ""
+
+    def row(self, sequence: ActiveSequence, drafts: Sequence[int]) -> Logits:
+        tables = self.sources.tables
+        assert tables is not None
+        return tables.row(self.kind, sequence.slot.tokens, drafts)
+
+
+class UnigramDraft(TableDraft):
+    help, kind = "counts of a text (--table): of its tokens", "unigram"
+
+
+class BigramDraft(TableDraft):
+    help, kind = "of what came after the token before", "bigram"
+
+
+class SkipDraft(TableDraft):
+    help, kind = "of what came as far after the text's last token", "skip"
 
 
 class Tables:
@@ -40,7 +66,6 @@ class Tables:
         self, unigram: Logits, pairs: Sequence[tuple[npt.NDArray[Any], ...]], tokenizer: str = ""
     ):
         self.unigram, self.pairs, self.tokenizer = unigram, pairs, tokenizer
-        self._nothing = np.zeros_like(unigram)
 
     @classmethod
     def count(cls, text: npt.NDArray[np.int32], vocab_size: int, distances: int) -> Tables:
@@ -58,12 +83,10 @@ class Tables:
     def row(self, kind: str, text: Sequence[int], drafts: Sequence[int]) -> Logits:
         """Logits [V] of the token after `text` and `drafts`; not to be written to.
 
-        kind: "random" says nothing; "unigram"; "bigram" goes by the token before; "skip" by the
+        kind: "unigram"; "bigram" goes by the token before; "skip" by the
         last one of the text, however far ahead: it needs none of the drafts, and could give a
         round's rows at once.
         """
-        if kind == "random":
-            return self._nothing
         if kind == "unigram" or (kind == "skip" and len(drafts) >= len(self.pairs)):
             return self.unigram
         if kind == "skip":

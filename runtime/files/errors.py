@@ -61,8 +61,11 @@ class CommandParser(ArgumentParser):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a foreign error's message, without its full stop."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")[:200]
+    """The first line of a foreign error's message, without its full stop; and the second, where
+    the first only announces it."""
+    first, *more = str(error).strip().splitlines() or [type(error).__name__]
+    text = f"{first} {more[0].strip()}" if more and first.endswith(":") else first
+    return text.rstrip(".:")[:200]
 
 
 def run_command(command: Callable[[], int]) -> int:

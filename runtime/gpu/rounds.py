@@ -1,9 +1,9 @@
 """The round on a GPU: draft, verification and sampling as one CUDA graph, one wait a round.
 
-Texts and lengths live on the device (outrider.h, "between the calls of the models"), so the graph of
-the next round is launched before the host has read this one: its results cross while the GPU goes
-on. The host decides who takes part and when a text is over; a round that was launched for
-a text that turns out to be over is dropped.
+Texts and lengths live on the device (outrider.h, "between the calls of the models"), so the graph
+of the next round is launched before the host has read this one: its results cross while the GPU
+goes on. The host decides who takes part and when a text is over; a round that was launched for a
+text that turns out to be over is dropped.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from ..backends.cuda import CaptureError
 from ..backends.device import DeviceCall, DeviceEngine
 from ..backends.engine import Logits
 from ..files.errors import OutriderError
-from ..round import RoundResult, SlotPlan, SlotResult
 from ..sampling import kernel
 from ..sampling.rules import Verdict
 from ..sampling.sampler import SlotSampling
-from ..sequence import ActiveSequence, DraftKind, Request
+from ..sequence import ActiveSequence, Request, RoundResult, SlotPlan, SlotResult
 from ..slots import SlotTable
 from . import launch as cuda_kernel
 from .launch import BLOCK, FILTERS, PENALTIES, SEQUENCE, Device, DeviceLogits, Loop
@@ -83,7 +82,7 @@ class DeviceRounds:
     ):
         self.target, self.draft, self.slots = target, draft, SlotTable(target.slots)
         self.supports_draft_options = False
-        self.kinds: frozenset[DraftKind] = frozenset({"model"} if draft else ())
+        self.kinds: frozenset[str] = frozenset({"model"} if draft else ())
         self._device, self._stream = device, stream
         self._vocab_size, self._max_len = vocab_size, max_len
         self._draft_width = min(vocab_size, draft.vocab_size) if draft else 0
@@ -127,7 +126,7 @@ class DeviceRounds:
         sequence.stats.time_prefill = time.perf_counter() - begin
         return part
 
-    def run(self, turns: Sequence[SlotPlan]) -> RoundResult:
+    def run(self, turns: Sequence[SlotPlan], /) -> RoundResult:
         self._device.use()
         outcome = RoundResult()
         new = []
@@ -202,7 +201,7 @@ class DeviceRounds:
     def _part(
         self, flight: InFlight, turn: SlotPlan, outcome: RoundResult | None = None
     ) -> SlotResult:
-        """Wait for the round, and read what is this sequence's. Raises "numeric"."""
+        """Wait for the round, and read what is this sequence's."""
         if flight.arrays is None:
             self._device.wait_for(flight.event)
             layout = Results(flight.shape.batch, flight.shape.gamma)
@@ -224,7 +223,7 @@ class DeviceRounds:
                 sequence.request.params, gamma, len(sequence.slot.tokens),
                 name=f"slot {sequence.slot.index}",
             )  # fmt: skip
-            raise kernel.failure(kernel.load(), found, place)
+            return SlotResult.broken(kernel.failure(kernel.load(), found, place))
         verdict = Verdict(
             int(found["accepted"]), int(found["token"]), tuple(ratios[row, : found["examined"]])
         )

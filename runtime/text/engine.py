@@ -13,16 +13,16 @@ from operator import index
 from typing import Any, Literal, cast, get_args
 
 from ..decoder import Decoder
+from ..drafts.registry import KINDS
 from ..files.errors import OutriderError
 from ..files.manifest import Manifest
 from ..policy import Policy, make_policy
 from ..sampling.warp import SamplingParams, VerifyRule
-from ..sequence import MODELS, ActiveSequence, DraftKind, Request, Token
+from ..sequence import ActiveSequence, Request, Token
 from ..slots import Slot
 from ..stats import Stats
 from .tokenizer import Detokenizer, StopStrings, Tokenizer
 
-DEFAULT_GAMMA, CHEAP_GAMMA = 4, 8  # the latter where a token costs next to nothing
 # Options without effect where nothing is drafted.
 OF_DRAFTS = ("verify", "lenience", "fallback", "draft_temperature", "draft_threshold")
 GammaName = Literal["auto", "transformers"]
@@ -61,7 +61,7 @@ class Options:
     seed: int | None = None
     gamma: int | GammaName | None = None
     fallback: Literal["auto", "off"] = "off"
-    draft: DraftKind | Literal["none"] | None = None
+    draft: str | None = None
     draft_temperature: float | None = None
     draft_threshold: float = 0.0
     verify: VerifyRule = "token"
@@ -385,7 +385,7 @@ class TextEngine:
         return request, text
 
     def _policy(
-        self, options: Options, params: SamplingParams, draft: DraftKind, gamma: int
+        self, options: Options, params: SamplingParams, draft: str, gamma: int
     ) -> Policy | None:
         if options.fallback not in ("auto", "off"):
             raise OutriderError(
@@ -403,20 +403,21 @@ class TextEngine:
             named, self.decoder.costs[draft], most, fallback=fallback, settings=settings
         )
 
-    def _draft_of(self, options: Options) -> tuple[DraftKind, int]:
+    def _draft_of(self, options: Options) -> tuple[str, int]:
         """Who proposes, and how many tokens a round. Raises "option"."""
         kind, gamma = options.draft, options.gamma
         if isinstance(gamma, str):
             gamma = self.decoder.max_gamma
-        if kind not in (None, "none", *(kinds := get_args(DraftKind))):
+        if kind not in (None, "none", *KINDS):
             raise OutriderError(
-                "option", f"draft={kind!r} is unknown", f"Use {', '.join(kinds)} or none."
+                "option", f"draft={kind!r} is unknown", f"Use {', '.join(KINDS)} or none."
             )
         if kind == "none" and gamma:
             raise OutriderError(
                 "option", f"draft=none contradicts gamma={gamma}", "Leave one of them out."
             )
-        if kind in MODELS and gamma != 0 and self.decoder.draft is None:
+        reads_model = kind in KINDS and KINDS[kind].reads_model
+        if reads_model and gamma != 0 and self.decoder.draft is None:
             raise OutriderError(
                 "option",
                 f"draft={kind}: the bundle was built without one",
@@ -427,11 +428,12 @@ class TextEngine:
         if kind is None or kind == "none":
             return "model", gamma or 0
         if gamma is None:
-            usual = DEFAULT_GAMMA if kind in MODELS else CHEAP_GAMMA
-            gamma = min(usual, self.decoder.max_gamma)
+            gamma = min(KINDS[kind].usual_gamma, self.decoder.max_gamma)
         return kind, gamma
 
     def _event(self, running: ActiveSequence, text: _Stream, new: Sequence[Token]) -> Event:
+        if running.error is not None:
+            raise running.error
         event = text.event(running, new)
         if event.result is not None:
             with self._turn:

@@ -31,7 +31,8 @@ from runtime.backends import host as host_engine
 from runtime.backends.aotinductor import AotiEngine
 from runtime.certificate import check
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
-from runtime.files.manifest import MANIFEST_FILE, PACKAGE_FILE, digest_json, read_bundle, read_pair
+from runtime.files.manifest import MANIFEST_FILE, PACKAGE_FILE, read_bundle, read_pair
+from runtime.files.records import digest_json
 from runtime.files.torch_files import PROGRAM_FILE, WEIGHTS_FILE, cpu_targets, read_tensors
 
 
@@ -215,7 +216,12 @@ def test_threads_are_those_asked_for_and_given_back(bundle: Path) -> None:
 @pytest.mark.parametrize("how", ["same", "sealed"])
 def test_the_cache_is_updated_in_place(bundle: Path, how: str) -> None:
     """See protected_cache.py: a step writes its own row of the cache and no other page."""
-    script = [sys.executable, str(CHECKOUT / "tests" / "protected_cache.py"), str(bundle), how]
+    script = [
+        sys.executable,
+        str(CHECKOUT / "tests" / "support" / "protected_cache.py"),
+        str(bundle),
+        how,
+    ]
     process = subprocess.run(script, env=environment(), capture_output=True, text=True)
     if how == "sealed":
         assert process.returncode == -signal.SIGSEGV, process.stderr

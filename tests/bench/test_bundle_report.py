@@ -34,7 +34,7 @@ from runtime.bundle import load
 from runtime.files.errors import EXIT_STATUS
 from runtime.stats import Stats
 from runtime.theory.formulas import speedup
-from runtime.theory.measure import Costs, findings
+from runtime.theory.measure import findings
 
 NASTY = """<script>alert("&amp; it's")</script>"""
 MS = 1e-3
@@ -74,12 +74,8 @@ def measurement() -> Measurement:
         1: [text_of(1, [1, 0, 1, 1, 0, 1, 1])],
         2: [text_of(2, [2, 0, 1, 2, 2])],
     }
-    costs, total = {gamma: Costs() for gamma in texts}, Stats()
-    for gamma, each in texts.items():
-        costs[gamma].add(each[0].stats)
-        if gamma:
-            total.add(each[0].stats)
-    return Measurement(findings(costs, total), texts)
+    stats = {gamma: [text.stats for text in some] for gamma, some in texts.items()}
+    return Measurement(findings(stats), texts)
 
 
 class Page(HTMLParser):
@@ -165,7 +161,7 @@ def test_the_tables_have_the_numbers_that_were_measured() -> None:
     m = measurement()
     table = {made.name: made.table.rows for made in (make(m) for make in SECTIONS)}
     alpha = (5 + 7) / (7 + 9)
-    assert m.found.alpha == alpha and m.found.cost == pytest.approx(1 / 7)
+    assert m.found.alpha == alpha and m.found.costs.draft == pytest.approx(1 / 7)
     for gamma, (row, tau) in enumerate(zip(table["sweep"], (1, 12 / 7, 12 / 5), strict=True)):
         seconds = (2 * gamma + 7) * MS
         assert row[:3] == (
@@ -204,7 +200,8 @@ def test_where_nothing_gains_the_page_says_so_and_so_it_does_of_a_busy_machine()
     """Also: a bundle of one gamma has something for every plot."""
     m = measurement()
     few = {gamma: m.texts[gamma] for gamma in (0, 1)}
-    found = replace(m.found, cost=3.0, measured={1: 1.0}, verify=m.found.verify[:2])
+    costs = replace(m.found.costs, draft=3.0, verify=m.found.costs.verify[:2])
+    found = replace(m.found, costs=costs, measured={1: 1.0})
     dear = Measurement(found, few, lost=0.3)
     seen = Page(page.render(page.Report("x", {}, dear, [])))
     assert dear.best == 0 and seen.tables[0][0][:2] == ["recommended γ", "0: plain decoding"]
@@ -301,7 +298,7 @@ def test_all_gammas_are_measured(pair: Path) -> None:
     texts, found = m.texts, m.found
     assert list(texts) == list(range(9)) and {len(each) for each in texts.values()} == {2}
     assert all(text.gamma == gamma for gamma, each in texts.items() for text in each)
-    assert len(found.verify) == 9 and found.plain > 0 and len(said) == 2
+    assert len(found.costs.verify) == 9 and found.costs.plain > 0 and len(said) == 2
     assert all(text.stats.output_tokens == 12 for each in texts.values() for text in each)
 
 

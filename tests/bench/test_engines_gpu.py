@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_gpu
 import torch
 from checkpoints import Workshop
 from fake_cuda import FakeDriver
@@ -24,8 +23,6 @@ from runtime import load
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TINY = PRESETS["tiny"]
-# Fixtures: a GPU's driver that runs emulated kernels, with fakes in place of models.
-driver, folder, on_fake_gpu = test_gpu.driver, test_gpu.folder, test_gpu.on_fake_gpu
 
 
 # The constructed pair
@@ -244,13 +241,13 @@ def test_all_of_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_gpus_side(
-    folder: Path, on_fake_gpu: FakeDriver, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+    llama_bundle: Path, on_fake_gpu: FakeDriver, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Draft and target are one fake, so all is accepted; the reference is another model."""
     monkeypatch.setattr("runtime.backends.cuda._driver", lambda: on_fake_gpu)
     monkeypatch.setattr("bench.suites.gpu.kernel.copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(times, "_peers", lambda *_: {})
-    source, path = str(workshop.checkpoint("llama")), str(folder)
+    source, path = str(workshop.checkpoint("llama")), str(llama_bundle)
     built = BuiltPair("fake", source, source, path, path, path)
     timed = times.times(built, "cuda", times.QUICK)
     assert timed["failed"] == [], timed

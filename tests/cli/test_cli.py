@@ -594,7 +594,9 @@ SLOW = """
 
 
 def process(folder, *argv, pause=0.0, **streams):
-    code = SLOW.format(root=str(ROOT), tests=str(ROOT / "tests"), folder=str(folder), pause=pause)
+    code = SLOW.format(
+        root=str(ROOT), tests=str(ROOT / "tests" / "support"), folder=str(folder), pause=pause
+    )
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code), *argv],
         stderr=subprocess.PIPE,

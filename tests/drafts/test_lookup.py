@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from exact import Round, V, blocks, distance
 from fakes import EOS, near, random_model, script
 from rounds import both, broken, check_rows, ids, make_decoder, oracle, plain, run, with_uniforms
-from test_exact import Round, V, blocks, distance
 
 from runtime import generate
 from runtime.drafts.lookup import LONGEST, Lookup

@@ -37,8 +37,8 @@ from runtime.files.manifest import (
     file_facts,
     read_bundle,
     read_pair,
-    write_json,
 )
+from runtime.files.records import write_json
 
 HERE = importlib.util.find_spec("tensorrt_rtx") is not None
 needs_library = pytest.mark.skipif(not HERE, reason="tensorrt_rtx is not installed")

@@ -36,7 +36,7 @@ from transformers import AttentionMaskInterface, AutoModelForCausalLM, masking_u
 import export.__main__
 import export.graph
 from engines.bundle import build
-from export import checkpoint, compare, decoder, part, vocabulary
+from export import checkpoint, compare, decoder, loading, part, vocabulary
 from export.pair import DEFAULT_MAX_LEN
 from export.pair import export as export_pair
 from runtime import load
@@ -339,7 +339,7 @@ def test_float32_decides_where_the_original_rounds_badly(
     copy = shutil.copytree(workshop.graphs(source, dtype="float16") / "target", tmp_path / "target")
 
     def reference(dtype: torch.dtype) -> compare.Reference:
-        found = checkpoint.load(checkpoint.find(str(source)), dtype)
+        found = loading.load(checkpoint.find(str(source)), dtype)
         return compare.reference(found, CAPACITY, VOCAB_SIZE)
 
     rough, exact = reference(torch.float16), reference(torch.float32)

@@ -17,8 +17,9 @@ import test_kernel_exact as exact
 from onnx import TensorProto, helper
 from test_kernel import Case, by_library, by_reference, cpu_library
 
-from export import sampling_functions, sampling_node
 from export.graph import OPSET
+from export.verify_node import functions as sampling_functions
+from export.verify_node import node as sampling_node
 from runtime.files.manifest import GRAPH_FILE
 from runtime.sampling.philox import Purpose, uniform
 from runtime.sampling.warp import SamplingParams

@@ -10,18 +10,10 @@ import logging
 from dataclasses import replace
 
 import pytest
+from devices import WARM, decoder_on, host, steps, text, wander
 from fake_cuda import Error, FakeDriver
 from fake_device import FakeDeviceEngine
 from rounds import broken, ids
-from test_device_rounds import (  # noqa: F401 - `driver` is a fixture
-    WARM,
-    decoder_on,
-    driver,
-    host,
-    steps,
-    text,
-    wander,
-)
 
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
@@ -34,11 +26,11 @@ from runtime.sequence import Request
 REQUEST = Request([2, 3, 4], WARM, gamma=3, max_new_tokens=30)
 
 
-def looping(driver: FakeDriver, **options) -> Decoder:  # type: ignore[no-untyped-def]  # noqa: F811
+def looping(driver: FakeDriver, **options) -> Decoder:  # type: ignore[no-untyped-def]
     return decoder_on(driver, rounds=LoopingRounds, **options)
 
 
-def test_a_text_is_one_launch(driver: FakeDriver) -> None:  # noqa: F811
+def test_a_text_is_one_launch(driver: FakeDriver) -> None:
     decoder = looping(driver)
     expected = text(decoder_on(driver), REQUEST)
     assert text(decoder, REQUEST) == expected
@@ -56,7 +48,7 @@ def test_a_text_is_one_launch(driver: FakeDriver) -> None:  # noqa: F811
 
 @pytest.mark.parametrize("entries", [1, 2, 16])
 def test_a_host_that_is_late(
-    driver: FakeDriver,  # noqa: F811
+    driver: FakeDriver,
     monkeypatch: pytest.MonkeyPatch,
     entries: int,
 ) -> None:
@@ -75,7 +67,7 @@ def test_a_host_that_is_late(
 
 
 def test_a_ring_of_another_size_is_noticed(
-    driver: FakeDriver,  # noqa: F811
+    driver: FakeDriver,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Control: a host that reads another round's results."""
@@ -87,14 +79,14 @@ def test_a_ring_of_another_size_is_noticed(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_hosts_tokens_whoever_comes_and_goes(
-    driver: FakeDriver,  # noqa: F811
+    driver: FakeDriver,
     monkeypatch: pytest.MonkeyPatch,
     seed: int,
 ) -> None:
     assert wander(looping(driver, slots=3), seed) == wander(host(monkeypatch, slots=3), seed)
 
 
-def test_what_a_loop_left_is_read_before_anything_new(driver: FakeDriver) -> None:  # noqa: F811
+def test_what_a_loop_left_is_read_before_anything_new(driver: FakeDriver) -> None:
     """Two texts in a loop that runs ahead; one leaves, the other goes on where it was."""
     alone = text(decoder_on(driver), replace(REQUEST, prompt=[9, 8]))
     decoder = looping(driver, slots=2)
@@ -112,7 +104,7 @@ def test_what_a_loop_left_is_read_before_anything_new(driver: FakeDriver) -> Non
     assert not decoder.rounds._unread.get(leaves)  # type: ignore[attr-defined]
 
 
-def test_leftovers_that_are_forgotten_are_noticed(driver: FakeDriver) -> None:  # noqa: F811
+def test_leftovers_that_are_forgotten_are_noticed(driver: FakeDriver) -> None:
     """Control."""
 
     def end(self: LoopingRounds) -> None:
@@ -124,7 +116,7 @@ def test_leftovers_that_are_forgotten_are_noticed(driver: FakeDriver) -> None:  
         test_what_a_loop_left_is_read_before_anything_new(driver)
 
 
-def test_log_probabilities_run_round_by_round(driver: FakeDriver) -> None:  # noqa: F811
+def test_log_probabilities_run_round_by_round(driver: FakeDriver) -> None:
     decoder = looping(driver)
     request = replace(REQUEST, logprobs=2)
     sequence = decoder.admit(request)
@@ -136,7 +128,7 @@ def test_log_probabilities_run_round_by_round(driver: FakeDriver) -> None:  # no
 
 
 def test_a_driver_without_loops(
-    driver: FakeDriver,  # noqa: F811
+    driver: FakeDriver,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     expected = text(decoder_on(driver), REQUEST)
@@ -151,7 +143,7 @@ def test_a_driver_without_loops(
     assert "CUDA_ERROR_NOT_SUPPORTED" in said
 
 
-def test_a_loop_that_breaks(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_loop_that_breaks(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = looping(driver)
     sequence = decoder.admit(REQUEST)
     monkeypatch.setattr(driver, "cuStreamQuery", lambda stream: (Error(700),))
@@ -161,7 +153,7 @@ def test_a_loop_that_breaks(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("rounds", [DeviceRounds, LoopingRounds])
 def test_leaving_asks_nothing_of_the_driver(
-    driver: FakeDriver,  # noqa: F811
+    driver: FakeDriver,
     rounds: type[DeviceRounds],
 ) -> None:
     """A closed stream leaves in any thread, beside a round of others."""
@@ -179,7 +171,7 @@ def test_leaving_asks_nothing_of_the_driver(
 
 
 @pytest.mark.parametrize("rounds", [DeviceRounds, LoopingRounds])
-def test_all_memory_is_given_back(driver: FakeDriver, rounds: type[DeviceRounds]) -> None:  # noqa: F811
+def test_all_memory_is_given_back(driver: FakeDriver, rounds: type[DeviceRounds]) -> None:
     decoder = decoder_on(driver, rounds=rounds)
     text(decoder, REQUEST)
     assert driver.allocated and driver.pinned
@@ -191,7 +183,7 @@ def test_all_memory_is_given_back(driver: FakeDriver, rounds: type[DeviceRounds]
 @pytest.mark.parametrize("rounds", [DeviceRounds, LoopingRounds])
 @pytest.mark.parametrize("midst", ["of a capture", "of the stream's work"])
 def test_an_engine_ends(
-    driver: FakeDriver,  # noqa: F811
+    driver: FakeDriver,
     rounds: type[DeviceRounds],
     midst: str,
     caplog: pytest.LogCaptureFixture,
@@ -238,7 +230,7 @@ class Trying:
 @pytest.mark.parametrize("rounds", [DeviceRounds, LoopingRounds])
 @pytest.mark.parametrize(("usual", "other"), [(2, 3), (0, 1), (3, 0)])
 def test_a_gamma_that_is_asked_for_once(
-    driver: FakeDriver,  # noqa: F811
+    driver: FakeDriver,
     rounds: type[DeviceRounds],
     usual: int,
     other: int,
@@ -253,7 +245,7 @@ def test_a_gamma_that_is_asked_for_once(
     assert set(early) == {usual, other}
 
 
-def test_an_engine_ends_while_another_gpu_is_in_use(driver: FakeDriver) -> None:  # noqa: F811
+def test_an_engine_ends_while_another_gpu_is_in_use(driver: FakeDriver) -> None:
     decoder = decoder_on(driver)
     assert text(decoder, REQUEST)
     driver.current = ["another"]
@@ -264,7 +256,7 @@ def test_an_engine_ends_while_another_gpu_is_in_use(driver: FakeDriver) -> None:
 
 @pytest.mark.parametrize("rounds", [DeviceRounds, LoopingRounds])
 def test_an_interrupt_ends_the_capture(
-    driver: FakeDriver,  # noqa: F811
+    driver: FakeDriver,
     rounds: type[DeviceRounds],
 ) -> None:
     decoder = decoder_on(driver, rounds=rounds)

@@ -30,7 +30,7 @@ from plugins.tools.build import (
 )
 from runtime.sampling.warp import SamplingParams
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1] / "support"
 ROOT = os.environ.get("TENSORRT_ROOT")
 ENTRY_POINTS = ["getCreators", "setLoggerFinder"]
 

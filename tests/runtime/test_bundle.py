@@ -25,19 +25,16 @@ from engines.bundle import build
 from export.pair import export as export_pair
 from runtime import generate, load
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
+from runtime.files.folders import write_folder
 from runtime.files.manifest import (
     MANIFEST_FILE,
     PAIR_FILE,
-    SCHEMA,
     Manifest,
-    digest_json,
     file_facts,
     read_bundle,
-    read_json,
     read_pair,
-    write_folder,
-    write_json,
 )
+from runtime.files.records import SCHEMA, digest_json, read_json, write_json
 
 
 @pytest.fixture(scope="module")
@@ -136,12 +133,22 @@ DAMAGE = {
         "float8",
     ),
     "gamma out of range": (
+        _manifest(lambda c: c["facts"]["pair"].update(max_gamma=65)),
+        "max_gamma is 65, not from 1 to 64",
+    ),
+    "a short slot": (
+        _manifest(lambda c: c["facts"]["pair"].update(max_len=c["facts"]["pair"]["capacity"] - 1)),
+        "contradicts itself about its sizes",
+    ),
+    "nested without end": (_replace(MANIFEST_FILE, b"[" * 100_000), "truncated or edited"),
+    "unlisted tokenizer": (
         _manifest(
-            lambda c: c["facts"]["pair"].update(
-                max_gamma=65, max_len=c["facts"]["pair"]["capacity"] - 66
-            )
+            lambda c: [
+                c["facts"]["files"].pop("tokenizer/tokenizer.json"),
+                c["facts"]["pair"]["tokenizer"]["files"].pop("tokenizer.json"),
+            ]
         ),
-        "contradicts itself",
+        "contradicts itself about its files",
     ),
     "edited graph": (_flip("target/graph.onnx"), "its hash differs"),
     "edited weights": (_flip("draft/weights.bin"), "its hash differs"),
@@ -480,7 +487,12 @@ def test_the_cache_is_updated_in_place(workshop: Workshop, how: str) -> None:
     """See protected_cache.py: a step writes its own row of the cache and no other page."""
     source = workshop.checkpoint("llama", max_position_embeddings=4096)
     bundle = workshop.bundle(source, max_len=None)
-    script = [sys.executable, str(CHECKOUT / "tests" / "protected_cache.py"), str(bundle), how]
+    script = [
+        sys.executable,
+        str(CHECKOUT / "tests" / "support" / "protected_cache.py"),
+        str(bundle),
+        how,
+    ]
     process = subprocess.run(script, env=environment(), capture_output=True, text=True)
     if how == "different":
         assert process.returncode == -signal.SIGSEGV, process.stderr

@@ -142,7 +142,7 @@ def test_end_of_text_that_is_not_masked(model: str) -> None:
         )
 
     for minimum in range(2, GAMMA + 2):
-        with broken("sampling.rules.sampler.warp", unmasked), pytest.raises(AssertionError):
+        with broken("sampling.sampler.warp", unmasked), pytest.raises(AssertionError):
             respects_minimum(minimum, GAMMA)
 
 
@@ -154,7 +154,7 @@ def test_a_mask_that_forgets_the_drafts_before_a_position() -> None:
         return warp(row, place.params, (), suppress, self.vocab_size, model)
 
     with (
-        broken("sampling.rules.sampler.NumpySampler._warp", committed),
+        broken("sampling.sampler.NumpySampler._warp", committed),
         pytest.raises(AssertionError),
     ):
         respects_minimum(3, GAMMA)

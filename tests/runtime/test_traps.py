@@ -68,7 +68,7 @@ def test_a_slot_that_remembers_its_last_owner(tmp_path: Path) -> None:
     acquire, release = engine.decoder.slots.acquire, engine.decoder.release
     left = [0]
 
-    def inherit() -> Slot:
+    def inherit(*prompt: object) -> Slot:
         slot = acquire()
         slot.draft_len = left[0]
         return slot

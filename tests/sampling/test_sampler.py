@@ -61,7 +61,7 @@ def test_without_the_library_numpy_says_the_same_and_one_line_says_so(
 
 def test_the_line_reaches_the_terminal(bundle: Path) -> None:
     """Nobody configures logging for a command: what Python then prints must be one plain line."""
-    code = "import runtime.kernel; runtime.kernel.FOLDERS = (); import runtime.generate as g; "
+    code = "import runtime.sampling.kernel as k; k.FOLDERS = (); import runtime.generate as g; "
     code += f"raise SystemExit(g.main(['--engines', {str(bundle)!r}, '--prompt', 'a']))"
     done = subprocess.run(
         [sys.executable, "-c", code],

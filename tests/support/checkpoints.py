@@ -239,6 +239,15 @@ def write(
     return folder
 
 
+def _own_files(folder: Path) -> None:
+    """Files in place of links into the cache: no bundle that a test damages may become the owner of
+    what others build from."""
+    for link in filter(Path.is_symlink, list(folder.rglob("*"))):
+        content = link.read_bytes()
+        link.unlink()
+        link.write_bytes(content)
+
+
 class Workshop:
     """Checkpoints, graphs and bundles by what they are made from, shared by all tests of a run.
 
@@ -264,6 +273,7 @@ class Workshop:
             if not made:
                 source = str(draft) if draft else None
                 export(str(target), source, folder, cache=self.cache, **options)
+                _own_files(folder)
         return folder
 
     def bundle(

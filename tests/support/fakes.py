@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models
 
-from runtime.backends.engine import Engine, Ids, Logits
+from runtime.backends.engine import Engine, HeldRows, Ids, Logits
 from runtime.decoder import Decoder
 from runtime.files.manifest import GraphFacts, Manifest, Pair, TokenizerFacts
 from runtime.round import HostRounds
@@ -128,7 +128,7 @@ class FakeEngine(Engine):
         self.capacity, self.chunk = capacity, chunk
         self.cache = np.full((slots, capacity), NEVER_WRITTEN, np.int64)
         self.calls: list[Call] = []
-        self.buffers = buffers
+        self.buffers, self.held = buffers, HeldRows(slots, vocab_size)
         self._logits: Logits = np.empty((buffers, 0), np.float32)
 
     def forward(
@@ -159,6 +159,7 @@ class FakeEngine(Engine):
             self._logits.fill(np.nan)  # what is kept longer than it may be is noticed
             self._logits = np.empty((self.buffers, size), np.float32)
         logits = self._logits[buffer].reshape(shape)
+        self.held.wrote(first_slot, input_ids, position)
         for b in range(batch):
             rows, start = self.cache[first_slot + b], int(position[b])
             rows[start : start + width] = input_ids[b]

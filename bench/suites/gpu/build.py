@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import MANIFEST_FILE, read_bundle, write_folder, write_json
+from runtime.files.folders import write_folder
+from runtime.files.manifest import MANIFEST_FILE, read_bundle
+from runtime.files.records import write_json
 
 from ...core.timed import timed
 from . import constructed
