@@ -15,7 +15,7 @@ import pytest
 from checkpoints import Workshop
 from commands import error_line, leftovers
 
-from bench.core.record import RoundRecord, TextRecord, recording
+from bench.core.record import RoundRecord, TextRecord
 from bench.report import numbers, page
 from bench.report.numbers import (
     Measurement,
@@ -26,7 +26,6 @@ from bench.report.numbers import (
     quickest,
     speed_ratios,
     take,
-    traced,
 )
 from bench.report.sections import SECTIONS
 from bench.report.texts import ColoredText, Piece, colored
@@ -117,9 +116,6 @@ def test_positions_of_scripted_rounds() -> None:
     rounds = [round_of(3, 3), round_of(3, 0), round_of(3, 1), round_of(1, 1), round_of(0, 0)]
     assert by_position(rounds) == [(4, 3), (2, 1), (1, 1)]
     assert by_position([]) == []
-
-
-def test_an_interval() -> None:
     low, high = interval(50, 100)  # Wilson 1927
     assert (low, high) == (pytest.approx(0.4038, abs=1e-4), pytest.approx(0.5962, abs=1e-4))
     assert interval(0, 0) == (0, 1) and interval(0, 10)[0] == 0 and interval(10, 10)[1] == 1
@@ -135,12 +131,6 @@ def test_speedup_by_length_counts_from_the_start() -> None:
     assert speed_ratios(m.texts, 2) == [pytest.approx((12 / 55) / (1 / 7))]
     assert ahead_from([(1, 1, 1), (2, 2, 2), (0.9, 0, 1), (1.1, 1, 2)]) == 4
     assert ahead_from([(2, 2, 2)]) == 1 and ahead_from([(2, 2, 2), (0.5, 0, 1)]) is None
-
-
-def test_the_trace_has_the_same_tokens_for_each_gamma() -> None:
-    chosen = traced(measurement())
-    assert list(chosen) == [2, 1, 0]
-    assert [sum(x.emitted for x in rounds) for rounds in chosen.values()] == [12, 12, 12]
 
 
 def test_the_quickest_of_each_round() -> None:
@@ -256,26 +246,6 @@ def test_the_page_of_a_bundle(
     assert page.main([f"{a}" for a in argv]) == EXIT_STATUS["disk"]
     assert "is not a page of ours" in error_line(capsys.readouterr().err, "disk")
     assert leftovers(out) == []
-
-
-def test_what_is_recorded_is_what_was_generated(pair: Path) -> None:
-    engine = load(pair)
-    rounds = engine.decoder.rounds
-    with recording(engine) as recorder:
-        result = engine.generate("some words", gamma=3, max_new_tokens=16, ignore_eos=True)
-    assert engine.decoder.rounds is rounds
-    (text,) = recorder.take()
-    ids = result.token_ids
-    place = 1
-    for x in text.rounds:
-        assert tuple(ids[place : place + x.accepted]) == x.drafts[: x.accepted]
-        place += x.emitted
-    assert place == len(ids) and text.rounds[-1].end == result.stats.elapsed
-    seen = sum(x.seconds - x.catch_up for x in text.rounds)
-    assert seen == pytest.approx(result.stats.time_rounds)
-    for name in ("draft", "verify", "sample"):
-        whole = getattr(result.stats, f"time_{name}")
-        assert sum(getattr(x, name) for x in text.rounds) == pytest.approx(whole)
 
 
 def test_the_colours_are_of_the_same_text(pair: Path) -> None:

@@ -136,6 +136,9 @@ def test_at_the_published_scales_the_output_is_the_drafts():
     exact = results["exact", 0.0]
     assert exact.to_target < 1e-14
     assert exact.accepted == pytest.approx(1 - exact.to_draft)
+    # A constant on the draft's logits moves the sigmoid rule only.
+    assert exact.shifted == pytest.approx(exact.accepted, abs=1e-6)
+    assert results["eq. 5", 1.0].shifted < results["eq. 5", 1.0].accepted - 0.01
     # A token that falls is redrawn from nearly the whole vocabulary, not from where p is.
     assert results["eq. 5", 1.0].unlikely > results["eq. 5", 1e5].unlikely + 0.01
     for scale in sigmoid.PUBLISHED:
@@ -146,14 +149,7 @@ def test_at_the_published_scales_the_output_is_the_drafts():
         assert 0.61 < published.lowest < published.highest < 0.63
 
 
-def test_a_constant_on_the_drafts_logits_moves_the_sigmoid_rule_only():
-    results = {(o.name, o.scale): o for o in sigmoid.effects([logits_of(40, 2, 500)])}
-    exact, one = results["exact", 0.0], results["eq. 5", 1.0]
-    assert exact.shifted == pytest.approx(exact.accepted, abs=1e-6)
-    assert one.shifted < one.accepted - 0.01
-
-
-def test_in_float16_a_scale_of_1e5_rejects_every_draft_token():
+def test_in_float16_a_scale_of_1e5_rejects_every_draft_token_and_clipping_decides():
     z_p, z_q = logits_of(10, vocab_size=500)
     assert sigmoid.squash_half(np.zeros((1, 1), np.float32), 1e4).item() == np.float16(0.62246)
     p_hat, q_hat = (sigmoid.squash_half(z, 1e5) for z in (z_p, z_q))
@@ -162,9 +158,7 @@ def test_in_float16_a_scale_of_1e5_rejects_every_draft_token():
     rows, rate = sigmoid.emitted(p, q, p_hat, q_hat, floor=sigmoid.FLOOR)
     assert not rate.any()
     assert rows == pytest.approx(1 / 500)
-
-
-def test_in_float16_a_clipped_draft_token_stands_where_the_target_is_not_clipped():
+    # A clipped draft token stands where the target is not clipped.
     z_p, z_q = np.array([[0, -5, -5.0]]), np.array([[-5, -5, -5.0]])
     p_hat, q_hat = (sigmoid.squash_half(z, 1.0) for z in (z_p, z_q))
     assert p_hat[0, 0] > 0 and not p_hat[0, 1:].any() and not q_hat.any()

@@ -39,8 +39,8 @@ def _by_vocabulary(run: PaperRun) -> tuple[Any, Iterator[tuple[Any, list[Point],
     def each() -> Iterator[tuple[Any, list[Point], list[int]]]:
         for axes, (vocab_size, points) in zip(grid, groups.items(), strict=True):
             gammas = [p.gamma for p in points]
-            yield axes, points, gammas
             axes.set(yscale="log", title=f"V = {vocab_size:,}", xlabel="draft tokens γ")
+            yield axes, points, gammas
             axes.set_xticks([g for g in gammas if g in (1, 5, 8, 12, 16, 20) or g > 20])
             axes.set_xlim(left=0)
         legend(figure, grid[0], 3)
