@@ -20,9 +20,10 @@ import numpy as np
 from runtime.backends.engine import Engine
 from runtime.calls import readable
 from runtime.round import HostRounds
+from runtime.sampling.distribution import Distribution
 from runtime.sampling.rules import Verdict
 from runtime.sampling.sampler import Array, Ids, Sampler, SlotSampling
-from runtime.sampling.warp import Distribution, SamplingParams, warp
+from runtime.sampling.warp import SamplingParams, warp
 from runtime.text.engine import TextEngine
 
 from .ways import fresh, plain_options

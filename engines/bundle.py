@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Protocol
 
 from runtime.files.errors import OutriderError
 from runtime.files.folders import settle_file, take_file, write_folder
 from runtime.files.manifest import (
+    FIRST_ROWS,
     MANIFEST_FILE,
     EngineFacts,
     Format,
@@ -20,7 +22,7 @@ from runtime.files.manifest import (
     read_pair,
     verify_files,
 )
-from runtime.files.progress import size_text
+from runtime.files.progress import note, size_text
 from runtime.files.records import write_json
 
 from . import aotinductor_backend, onnxruntime_backend, tensorrt_backend, tensorrt_rtx_backend
@@ -190,26 +192,40 @@ def _same(found: Manifest, wanted: Manifest) -> bool:
     return keys[0] == keys[1] and found == wanted
 
 
-def memory_plan(pair: Pair, slots: int) -> dict[str, int]:
+def memory_plan(pair: Pair, slots: int, rows: int | None = None) -> dict[str, int]:
     """Bytes that the bundle takes when it runs: weights of both models, all slots' caches, and the
-    logits of a round."""
+    logits of a round. rows: of a slot; None for all of them."""
     plan = {role: sum(f.size for f in facts.files.values()) for role, facts in pair.models()}
-    plan["KV"] = sum(facts.cache_bytes(slots) for _, facts in pair.models())
+    plan["KV"] = sum(facts.cache_bytes(slots, rows) for _, facts in pair.models())
     plan["logits"] = pair.logits_bytes(slots)
     return plan
 
 
-def check_memory(plan: dict[str, int], targets: list[str]) -> None:
-    """Refuse, before minutes of compiling, what no GPU of this machine has room for. Nothing is
-    said of GPUs that are elsewhere. Raises OutriderError "memory"."""
-    here = [size for number, size in present_gpus().items() if f"sm{number}" in targets]
-    need, room = sum(plan.values()), max(here, default=0)
-    if room and need > room:
+def check_memory(pair: Pair, slots: int, targets: list[str]) -> None:
+    """Refuse, before minutes of compiling, what this machine has no room for: no GPU of it for all
+    rows of the slots, or its processor for those that slots begin with. Nothing is said of GPUs
+    that are elsewhere. Raises OutriderError "memory"."""
+    if any(target.startswith("sm") for target in targets):
+        here = [size for number, size in present_gpus().items() if f"sm{number}" in targets]
+        need, room, what = memory_plan(pair, slots), max(here, default=0), "the GPU"
+    else:
+        need, room, what = memory_plan(pair, slots, FIRST_ROWS), host_memory(), "this machine"
+        if sum(memory_plan(pair, slots).values()) > room > 0:
+            note(f"{what} has {size_text(room)}: not enough for {slots} texts of {pair.max_len}")
+    if room and (least := sum(need.values())) > room:
         raise OutriderError(
             "memory",
-            f"the bundle needs {size_text(need)}, and the GPU has {size_text(room)}",
+            f"the bundle needs {size_text(least)}, and {what} has {size_text(room)}",
             "Use a smaller MAX_LEN, fewer SLOTS, or a smaller checkpoint.",
         )
+
+
+def host_memory() -> int:
+    """Bytes of memory that this machine has; 0 where it does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0
 
 
 def engine_plan(manifest: Manifest) -> dict[str, int] | None:

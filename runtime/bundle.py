@@ -27,7 +27,9 @@ from .files.manifest import (
 from .files.torch_files import WEIGHTS_FILE
 from .round import HostRounds
 from .sampling import kernel
-from .sampling.sampler import NumpySampler, Sampler
+from .sampling.native import RoundSampler
+from .sampling.reference import NumpySampler
+from .sampling.sampler import Sampler
 from .sequence import Rounds
 from .text.engine import TextEngine
 from .text.tokenizer import Tokenizer
@@ -297,4 +299,4 @@ def _sampler(
     if not kernel.available():
         return NumpySampler(vocab_size)
     threads = min(threads, kernel.MAX_THREADS)
-    return kernel.RoundSampler(vocab_size, max_gamma, slots, threads, draft_vocab_size)
+    return RoundSampler(vocab_size, max_gamma, slots, threads, draft_vocab_size)

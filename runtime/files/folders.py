@@ -99,7 +99,10 @@ def check_place(folder: Path, marker: str) -> None:
     above = folder.parent
     while not above.exists() and above != above.parent:
         above = above.parent
-    os.rmdir(tempfile.mkdtemp(prefix=f".{folder.name}."[:99], dir=above))
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".outrider-", dir=above))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(above)) from None
 
 
 def refuse_foreign(folder: Path, marker: str) -> None:

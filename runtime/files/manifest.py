@@ -32,6 +32,7 @@ MOST_GAMMA = 64  # OUTRIDER_MAX_WIDTH of plugins/include/outrider.h
 Dtype = Literal["float32", "float16", "bfloat16"]
 Format = Literal["onnx", "torch"]  # of a graph: GRAPH_FILE or PROGRAM_FILE
 MOST_SLOTS = 1 << 16
+FIRST_ROWS = 256  # of a slot on the CPU; they double as texts grow
 
 # What a field may be. The bounds are what no model comes near, so that no product of them overflows
 # and what is wrong with a file is found when it is read.
@@ -104,9 +105,11 @@ class GraphFacts:
     def format(self) -> Format:
         return "torch" if PROGRAM_FILE in self.files else "onnx"
 
-    def cache_bytes(self, slots: int) -> int:
-        rows = sum(heads * width for heads, width in (*self.key_shapes, *self.value_shapes))
-        return slots * self.capacity * rows * (4 if self.dtype == "float32" else 2)
+    def cache_bytes(self, slots: int, rows: int | None = None) -> int:
+        """rows: of a slot; None for all of them."""
+        width = sum(heads * width for heads, width in (*self.key_shapes, *self.value_shapes))
+        rows = self.capacity if rows is None else min(rows, self.capacity)
+        return slots * rows * width * (4 if self.dtype == "float32" else 2)
 
 
 @dataclass(frozen=True)

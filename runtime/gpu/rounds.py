@@ -258,6 +258,7 @@ class DeviceRounds:
                 f"{len(ends)} ids end the text, and a GPU takes {MOST_ENDS}",
                 "Leave some out.",
             )
+        cuda_kernel.check(request.params)
         texts = 8 * index * self._max_len
         record, slot = np.zeros(1, SEQUENCE), np.zeros(1, kernel.SLOT)
         kernel.fill_slot(slot, 0, SlotSampling(request.params, -1, len(ids), index=index))

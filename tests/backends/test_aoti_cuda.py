@@ -25,7 +25,6 @@ from checkpoints import VOCAB_SIZE, Workshop
 from commands import CHECKOUT
 from fake_cuda import FakeDriver
 from rounds import ids
-from test_aoti import parts
 
 from engines import aotinductor_backend
 from runtime import load
@@ -48,12 +47,12 @@ PROMPTS = ([5, 6, 7, 8], list(range(30, 53)))
 @pytest.fixture(scope="module")
 def bundle(workshop: Workshop) -> Path:
     """Shared: not to be damaged."""
-    return workshop.bundle(*parts(workshop), backend="aotinductor")
+    return workshop.bundle(*workshop.compiled_parts(), backend="aotinductor")
 
 
 @pytest.fixture(scope="module")
 def graphs(workshop: Workshop) -> Path:
-    return workshop.graphs(*parts(workshop), form="torch")
+    return workshop.graphs(*workshop.compiled_parts(), form="torch")
 
 
 # --- what is built, for which GPU -----------------------------------------------------------------

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kernels import cpu_library
 from proof import ONE, change_point, pieces
-from test_kernel import cpu_library
 
 from bench.core.command import Suite
 from bench.core.fit import ratio_estimates
@@ -24,7 +24,7 @@ from bench.suites.paper import memory, sigmoid, suite
 from bench.suites.paper.tables import EXACT, FROM_LOGITS, SIGMOID, PaperRun, tables
 from runtime.files.errors import OutriderError
 from runtime.sampling import kernel
-from runtime.sampling.kernel import RoundSampler
+from runtime.sampling.native import RoundSampler
 from runtime.sampling.rules import verify
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams, warp

@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from command_line import PLAIN_ERROR, Cli
 from fakes import EOS, UNKNOWN, VOCAB_SIZE, make_text_engine, near, random_model, script
 
 from runtime import generate
@@ -25,38 +26,6 @@ from runtime.sampling.rules import Verdict
 from runtime.text.engine import Options
 
 ROOT = Path(__file__).parents[2]
-PLAIN_ERROR = re.compile(r"error: [a-z]+: [^\n]+\. [^\n]+\n")
-
-
-class Cli:
-    """Runs `main` in this process on an engine of fakes, and remembers how it was loaded."""
-
-    def __init__(self, engine, capsys, monkeypatch):
-        self.engine, self.capsys, self.monkeypatch = engine, capsys, monkeypatch
-        self.loaded = None
-        monkeypatch.setattr(generate, "load", self.load)
-
-    def load(self, folder, **options):
-        self.loaded = {"folder": folder, **options}
-        return self.engine
-
-    def __call__(self, *argv, stdin=None):
-        if stdin is not None:
-            content = stdin if isinstance(stdin, bytes) else stdin.encode()
-            self.monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-        status = generate.main(["--engines", "bundle", *argv])
-        return status, *self.capsys.readouterr()
-
-    def refused(self, *argv, kind="option", loaded=False, stdin=None):
-        """The line of the error; nothing may have run."""
-        status, out, err = self(*argv, stdin=stdin)
-        assert status == EXIT_STATUS[kind], err
-        assert out == ""
-        assert PLAIN_ERROR.fullmatch(err), err
-        assert err.startswith(f"error: {kind}: ")
-        assert (self.loaded is not None) == loaded
-        assert not self.engine.decoder.target.calls
-        return err
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import FakeDriver
+from kernels import OPTIONS, Case, by_library, cpu_library, emulated_library
 from on_gpu import OnGpu
-from test_kernel import OPTIONS, Case, by_library, cpu_library, emulated_library
 
 from bench.suites.gpu import kernel as kernel_gpu
 from bench.suites.gpu.kernel import DeviceRound, KernelShape

@@ -16,7 +16,8 @@ from rounds import both, broken, check_rows, ids, is_late, make_decoder, oracle,
 
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
-from runtime.sampling.sampler import NumpySampler, SlotSampling
+from runtime.sampling.reference import NumpySampler
+from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams, warp
 from runtime.sequence import ActiveSequence, Request
 from runtime.slots import Slot
@@ -136,7 +137,7 @@ def test_a_penalty_that_is_ignored(drafts_seen: bool) -> None:
             return real(self, place, (), row, model)
         return warp(row, SamplingParams(), vocab_size=self.vocab_size)
 
-    with broken("sampling.sampler.NumpySampler._warp", careless), pytest.raises(AssertionError):
+    with broken("sampling.reference.NumpySampler._warp", careless), pytest.raises(AssertionError):
         penalised(4.0)
 
 
