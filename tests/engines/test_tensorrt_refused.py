@@ -19,7 +19,7 @@ from rounds import cases
 from rtx import arguments, needs_library
 
 import engines.__main__
-from bench import gpu_check
+from bench.suites.gpu import suite as gpu_check
 from engines.bundle import build, check_backend
 from engines.tensorrt import builder as tensorrt_builder
 from engines.tensorrt import rtx as tensorrt_rtx_backend
