@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import Workshop
+from checkpoints import Workshop
 
 from runtime.backends import host as host_engine
 from runtime.bundle import open_engine
@@ -13,7 +13,7 @@ LENGTH = 700
 
 @pytest.fixture(scope="module")
 def bundle(workshop: Workshop):
-    source = workshop.checkpoint("llama", max_position_embeddings=4096)
+    source = workshop.checkpoint("llama", max_position_embeddings=4096, num_hidden_layers=1)
     return workshop.bundle(source, max_len=None)
 
 

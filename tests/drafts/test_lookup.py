@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 from exact import Round, V, blocks, distance
 from fakes import EOS, near, random_model, script
-from rounds import both, broken, check_rows, ids, make_decoder, oracle, plain, run, with_uniforms
+from rounds import (
+    both,
+    broken,
+    check_rows,
+    ids,
+    make_decoder,
+    on_host,
+    oracle,
+    plain,
+    run,
+    with_uniforms,
+)
 
 from runtime import generate
 from runtime.drafts.lookup import LONGEST, Lookup
@@ -76,9 +87,6 @@ def lookups(**request: object) -> Request:
 @pytest.fixture(autouse=True)
 def _sampler(sampler: None) -> None:
     pass
-
-
-on_host = pytest.mark.parametrize("sampler", ["numpy", "kernel"], indirect=True)
 
 
 @on_host

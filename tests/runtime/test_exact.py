@@ -16,6 +16,7 @@ from proof import ONE
 from rounds import (
     accept_everything,
     broken,
+    cases,
     flattened_q,
     ids,
     make_decoder,
@@ -66,7 +67,9 @@ def vars_of(params: SamplingParams) -> dict[str, Any]:
 
 
 @with_uniforms
-@pytest.mark.parametrize(("rule", "vocab_size"), [("token", V), ("token", 5), ("block", 5)])
+@pytest.mark.parametrize(
+    ("rule", "vocab_size"), cases([("token", 5), ("block", 5)], [("token", V), ("block", V)])
+)
 def test_two_draft_tokens(rule: str, vocab_size: int) -> None:
     options = {} if vocab_size == V else ALL
     assert by_bisection(at(**options, verify=rule), 2, vocab_size) < 1e-6
@@ -79,7 +82,7 @@ def test_end_of_text_masked_in_the_middle_of_a_block() -> None:
 
 
 @with_uniforms
-@pytest.mark.parametrize(("target_width", "draft_width"), [(12, 10), (8, 8), (12, 5), (8, 3)])
+@pytest.mark.parametrize(("target_width", "draft_width"), [(12, 10), (12, 5)])
 def test_padded_and_narrow_vocabularies(target_width: int, draft_width: int) -> None:
     target = random_model(1, target_width)
     draft = random_model(2, draft_width)
@@ -154,7 +157,7 @@ def test_the_grid_notices(wrong: Callable[..., Verdict]) -> None:
 
 
 @with_uniforms
-@pytest.mark.parametrize(("gamma", "count"), [(0, 4), (1, 4), (2, 4), (3, 5)])
+@pytest.mark.parametrize(("gamma", "count"), cases([(0, 4), (2, 4)], [(3, 5)]))
 def test_rounds_after_one_another(gamma: int, count: int) -> None:
     """A number drawn again in a later round must not have been looked at in an earlier one."""
     assert by_keys(gamma, count, own) < 1e-12

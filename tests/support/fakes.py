@@ -182,6 +182,15 @@ class FakeEngine(Engine):
         return row
 
 
+class CopyingFake(FakeEngine):
+    """One that can copy rows between slots, as a beam search asks."""
+
+    def copy_rows(self, source: int, destination: int, rows: int) -> None:
+        assert source != destination and 0 < rows <= self.capacity
+        self.cache[destination] = 1  # stale rows are another text's
+        self.cache[destination, :rows] = self.cache[source, :rows]
+
+
 def character_tokenizer() -> tokenizers.Tokenizer:
     """One token for each character of `ALPHABET`; "</s>" ends a text."""
     vocabulary = {piece: i for i, piece in enumerate([*SPECIAL, *ALPHABET])}
