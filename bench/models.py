@@ -1,63 +1,12 @@
-"""The measured pair: a checkpoint of a known model's shape, made here, compiled as a user would.
-
-The weights are random. Time and memory depend on shapes alone; what the pair says is noise, and
-the draft agrees with the target about as often as two dice do.
-"""
+"""Until the suites have moved: see bench.core.pair."""
 
 from __future__ import annotations
 
-import importlib
-import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-VOCAB_SIZE = 49_152
-END = "</s>"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A Llama with tied embeddings."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int = VOCAB_SIZE
-
-
-TARGET = Shape(576, 1536, 30, 9, 3)  # SmolLM-135M
-DRAFT = Shape(192, 512, 2, 3, 3)
-QUICK_TARGET = Shape(256, 512, 4, 4, 2, 4096)
-QUICK_DRAFT = Shape(64, 128, 2, 2, 2, 4096)
-TINY_TARGET = Shape(64, 128, 2, 2, 2, 512)  # for tests of the benchmark itself
-TINY_DRAFT = Shape(32, 64, 1, 2, 2, 512)
-
-
-def make_checkpoint(shape: Shape, folder: Path, *, max_len: int) -> Path:
-    """Write a checkpoint with random weights and a byte-level tokenizer, unless it is there."""
-    stamp = folder / "bench.json"
-    wanted = json.dumps({**asdict(shape), "max_len": max_len})
-    if stamp.is_file() and stamp.read_text() == wanted:
-        return folder
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(shape.hidden_size)
-    config = LlamaConfig(
-        **asdict(shape),
-        max_position_embeddings=max_len,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    _tokenizer(shape.vocab_size).save_pretrained(folder)
-    stamp.write_text(wanted)  # last: a checkpoint half written is made again
-    return folder
+from .core.pair import Shape as Shape
+from .core.pair import bundle
 
 
 def _tokenizer(vocab_size: int) -> Any:
@@ -65,28 +14,16 @@ def _tokenizer(vocab_size: int) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    names = [END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    names = ["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     names += [f"<unused{i}>" for i in range(vocab_size - len(names))]
     backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     fast: Any = PreTrainedTokenizerFast  # its __init__ has no annotations
-    return fast(tokenizer_object=backend, eos_token=END)
+    return fast(tokenizer_object=backend, eos_token="</s>")
 
 
 def make_bundle(
     name: str, target: Path, draft: Path | None, work: Path, *, max_len: int | None
 ) -> Path:
-    """`python -m export` and `python -m engines`, whose caches make the second run short."""
-    graphs, bundle = work / f"{name}-graphs", work / name
-    _run("export", "--model", target, "--draft", draft or "none", "--out", graphs,
-         "--cache", work / "cache", *(["--max-len", max_len] if max_len else []))  # fmt: skip
-    _run("engines", "--graphs", graphs, "--out", bundle)
-    return bundle
-
-
-def _run(module: str, *arguments: object) -> None:
-    """The command line itself; its stage lines go to stderr, a failure ends the benchmark."""
-    main = importlib.import_module(f"{module}.__main__").main
-    if code := main([str(argument) for argument in arguments]):
-        raise SystemExit(code)
+    return bundle(target, draft, work, max_len=max_len)

@@ -22,7 +22,7 @@ from typing import Any
 from runtime.files.errors import OutriderError, run_command
 from runtime.sampling import kernel
 
-from . import machine, models, overhead, paper_plot, peers, sigmoid
+from . import machine, models, overhead, paper_plot, sigmoid, systems
 from .overhead import Overhead
 from .paper_tables import (
     agreeing_table,
@@ -144,7 +144,7 @@ def run(
     def note(text: str) -> None:
         print(f"[{time.perf_counter() - started:5.0f} s] {text}", file=sys.stderr, flush=True)
 
-    if (reason := peers.missing()) is not None:  # the corpus and the pair's compilation want them
+    if (reason := systems.missing()) is not None:  # the corpus and the pair's compilation want them
         raise OutriderError("backend", reason, "Run make demo, which installs them into .venv.")
     library = kernel.load()  # an error that names the remedy, where there is no library
     out.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """What drafting costs and how often it is right, and what Theorem 3.8 makes of both.
 
 The costs of a draft step and of a verification by its width come from one of two places: from calls
-of the engines alone (`of_engines`), or from the rounds of recorded texts (`of_rounds`), where
+of the engines alone (`of_calls`), or from the rounds of recorded texts (`of_rounds`), where
 sampling and host are inside. Either way they are in plain steps, and `predicted` is the theorem
 with them. The formulas themselves are `runtime.theory.formulas`.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from runtime.backends.engine import Engine
 from runtime.stats import Stats
 from runtime.theory.formulas import expected_tokens
 
-from .clock import alternate
+from .clock import Sample, figure
 from .fit import rounded
 from .record import RoundRecord, TextRecord
 
@@ -63,17 +63,12 @@ def step(
     return lambda: engine.forward(ids, np.full(slots, position), index)
 
 
-def of_engines(
-    target: Engine, draft: Engine, position: int, gamma: int, *, rounds: int, patience: float
-) -> Costs:
-    """By calls of the engines alone at row `position`, with 1 to gamma + 1 tokens, in alternation.
-
-    rounds, patience: as `clock.alternate`.
-    """
-    calls = {"draft": step(draft, 1, position, 1)}
-    calls |= {str(n): step(target, n, position, n) for n in range(1, gamma + 2)}
-    draft_ms, *widths = (f.ms for f in alternate(calls, rounds=rounds, patience=patience).values())
-    return Costs(1e-3 * widths[0], draft_ms / widths[0], [ms / widths[0] for ms in widths])
+def of_calls(samples: Mapping[str, Sequence[Sample]]) -> Costs:
+    """By calls of the engines alone: "draft", and the target with "1", "2", ... tokens."""
+    ms = {name: figure(some).ms for name, some in samples.items()}
+    one, drafting = ms["1"], ms.pop("draft")
+    widths = [ms[str(n)] / one for n in range(1, len(ms) + 1)]
+    return Costs(1e-3 * one, drafting / one, widths)
 
 
 def of_rounds(plain: Sequence[TextRecord], texts: Sequence[TextRecord], most: int) -> Costs:
@@ -138,11 +133,6 @@ def row_bytes(checkpoint: Path, element: int) -> int:
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return int(2 * config["num_hidden_layers"] * heads * width * element)
-
-
-def weights_bytes(folder: str | Path, pattern: str = "*.safetensors") -> int:
-    """Of the files that hold a model's weights."""
-    return sum(file.stat().st_size for file in Path(folder).glob(pattern))
 
 
 @dataclass(frozen=True)
