@@ -5,10 +5,8 @@ PY := .venv/bin/python
 
 MODEL ?=
 DRAFT ?= none
-OUT ?= build/$(shell basename -- "$(MODEL)")
+OUT ?=
 BENCH_OUT ?= build/results
-# One folder of graphs for each OUT, however it is spelt.
-GRAPHS = build/.cache/graphs/$(shell realpath -m -- "$(OUT)" | sha256sum | cut -c1-12)
 BACKEND ?= onnxruntime
 DTYPE ?= float32
 MAX_LEN ?=
@@ -21,7 +19,14 @@ FORCE ?= 0
 PROMPT ?= def read_lines(path):
 ENGINES ?= build/demo
 PROMPTS ?=
+GPU_OUT ?=
+TENSORRT_ROOT ?=
 export PYTHONUNBUFFERED := 1
+# What a user writes reaches the commands as it stands: recipes take it from the environment, so
+# that neither make nor the shell looks for variables and commands in it.
+GIVEN := MODEL DRAFT OUT BENCH_OUT BACKEND DTYPE MAX_LEN MAX_GAMMA SLOTS SM OPT_LEVEL FORCE PROMPT \
+         ENGINES PROMPTS GPU_OUT TENSORRT_ROOT
+$(foreach name,$(GIVEN),$(eval override export $(name) := $$(value $(name))))
 
 .PHONY: kernel gpu-check help demo test test-slow check bench report engines plugins plugin \
         cubins sanitize wheel clean distclean
@@ -46,6 +51,8 @@ help:
 	@echo 'make gpu-check  all that a GPU can tell about this project, in 10 minutes [GPU_OUT=<folder>]'
 	@echo 'make wheel      the installable runtime, into dist/'
 	@echo 'make clean      remove what was built; make distclean: the environment too'
+	@echo 'make itself ends with 2 whatever failed; the status of the command that did, which --help of'
+	@echo '                runtime.generate lists, is in its last line: Error <status>'
 
 # The stamp is newer than what decides the environment's contents.
 .venv/stamp: constraints.txt pyproject.toml
@@ -60,25 +67,26 @@ kernel: .venv/stamp
 	@$(PY) -m plugins.tools.build --optional
 
 engines: kernel
-	@test -n "$(MODEL)" || { echo 'error: option: MODEL is not set.' \
+	@test -n "$$MODEL" || { echo 'error: option: MODEL is not set.' \
 	  'Type make engines MODEL=<folder or name> DRAFT=<folder or name, ngram, or none>.' >&2; exit 2; }
-	@case "$(FORCE)" in 0|1) ;; *) echo 'error: option: FORCE is $(FORCE). Use 0 or 1.' >&2; \
+	@case "$$FORCE" in 0|1) ;; *) echo "error: option: FORCE is $$FORCE. Use 0 or 1." >&2; \
 	  exit 2;; esac
-	@$(PY) -m engines --backend "$(BACKEND)" --supports "$(DTYPE)" --slots "$(SLOTS)" --sm "$(SM)" \
-	  $(if $(OPT_LEVEL),--opt-level "$(OPT_LEVEL)")
-	@$(PY) -m export --model "$(MODEL)" --draft "$(DRAFT)" --dtype "$(DTYPE)" \
-	  --max-gamma "$(MAX_GAMMA)" $(if $(MAX_LEN),--max-len "$(MAX_LEN)") \
-	  --format $(if $(filter aotinductor,$(BACKEND)),torch,onnx) \
-	  --out "$(GRAPHS)" $(if $(filter 1,$(FORCE)),--force)
-	@$(if $(filter tensorrt%,$(BACKEND)),$(PY) -m plugins.tools.cubins > /dev/null)
-	@$(PY) -m engines --graphs "$(GRAPHS)" --out "$(OUT)" \
-	  --backend "$(BACKEND)" --slots "$(SLOTS)" --sm "$(SM)" \
-	  $(if $(OPT_LEVEL),--opt-level "$(OPT_LEVEL)") $(if $(filter 1,$(FORCE)),--force)
+	@set -e; out=$${OUT:-build/$$(basename -- "$$MODEL")}; force=$${FORCE#0}; \
+	graphs=build/.cache/graphs/$$(realpath -m -- "$$out" | sha256sum | cut -c1-12); \
+	bundle=(--out="$$out" --backend="$$BACKEND" --slots="$$SLOTS" --sm="$$SM" \
+	  $${OPT_LEVEL:+--opt-level="$$OPT_LEVEL"}); \
+	$(PY) -m engines "$${bundle[@]}" --supports="$$DTYPE"; \
+	case "$$BACKEND" in aotinductor) format=torch;; *) format=onnx;; esac; \
+	$(PY) -m export --model="$$MODEL" --draft="$$DRAFT" --dtype="$$DTYPE" --format=$$format \
+	  --max-gamma="$$MAX_GAMMA" $${MAX_LEN:+--max-len="$$MAX_LEN"} --out="$$graphs" \
+	  $${force:+--force}; \
+	case "$$BACKEND" in tensorrt*) $(PY) -m plugins.tools.cubins > /dev/null;; esac; \
+	$(PY) -m engines "$${bundle[@]}" --graphs="$$graphs" $${force:+--force}
 
 demo: kernel
 	@$(MAKE) --no-print-directory engines MODEL=models/target DRAFT=models/draft OUT=build/demo
 	@echo
-	@$(PY) -m runtime.generate --engines build/demo --prompt "$(PROMPT)" --max-new-tokens 160 \
+	@$(PY) -m runtime.generate --engines build/demo --prompt="$$PROMPT" --max-new-tokens 160 \
 	  --temperature 0.8 --seed 3 --baseline $(if $(MAKE_TERMOUT),--color)
 	@echo
 	@echo 'The bundled target is tiny: a step of it costs little more than a step of its draft, so'
@@ -96,21 +104,21 @@ check: .venv/stamp
 	$(PY) -m mypy
 
 bench: kernel
-	$(PY) -m bench.side $(if $(QUICK),--quick) --out "$(BENCH_OUT)/side"
-	$(PY) -m bench.growth $(if $(QUICK),--quick) --out "$(BENCH_OUT)/growth"
+	$(PY) -m bench.side $(if $(QUICK),--quick) --out="$$BENCH_OUT/side"
+	$(PY) -m bench.growth $(if $(QUICK),--quick) --out="$$BENCH_OUT/growth"
 
 report: kernel
-	@$(PY) -m bench.report --engines "$(ENGINES)" $(if $(PROMPTS),--prompts "$(PROMPTS)")
+	@$(PY) -m bench.report --engines="$$ENGINES" $${PROMPTS:+--prompts="$$PROMPTS"}
 
 # Without network and .venv: bench/gpu_check.py says what a machine with a GPU must have.
 gpu-check:
-	@$(or $(wildcard $(PY)),$(PYTHON)) -m bench.gpu_check $(if $(GPU_OUT),--out "$(GPU_OUT)")
+	@$(or $(wildcard $(PY)),$(PYTHON)) -m bench.gpu_check $${GPU_OUT:+--out="$$GPU_OUT"}
 
 plugins: .venv/stamp
 	@$(PY) -m plugins.tools.build
 
 plugin: .venv/stamp
-	@TENSORRT_ROOT="$(TENSORRT_ROOT)" $(PY) -m plugins.tools.build_tensorrt
+	@$(PY) -m plugins.tools.build_tensorrt
 
 cubins: .venv/stamp
 	@$(PY) -m plugins.tools.cubins

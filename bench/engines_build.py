@@ -16,7 +16,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from runtime.files.manifest import MANIFEST_FILE, read_bundle, write_folder, write_json
+from runtime.files.folders import write_folder
+from runtime.files.manifest import MANIFEST_FILE, read_bundle
+from runtime.files.records import write_json
 
 from . import constructed
 

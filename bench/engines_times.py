@@ -24,6 +24,7 @@ import numpy as np
 from runtime import Options, TextEngine, load
 from runtime.files.errors import first_line
 from runtime.stats import Stats
+from runtime.theory.formulas import speedup
 
 from .engines_build import DTYPE, Built
 
@@ -44,17 +45,6 @@ class Scale:
 
 
 QUICK = Scale(6, 24, 2, (2,), 8)
-
-
-def expected_tokens(alpha: float, gamma: int) -> float:
-    """Of a round, if each draft is accepted with probability alpha (Leviathan et al., (1))."""
-    return gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
-
-
-def theory(alpha: float, gamma: int, c: float, width: float = 1.0) -> float:
-    """Speedup over plain decoding. c: a draft step in single target steps. width: likewise the
-    verification, 1 in Theorem 3.8."""
-    return expected_tokens(alpha, gamma) / (gamma * c + width)
 
 
 def weight_bytes(checkpoint: Path, size: int) -> int:
@@ -194,8 +184,8 @@ class Times:
                     "ratio_low": round(min(ratios), 3), "ratio_high": round(max(ratios), 3),
                     "alpha": round(alpha, 4), "tau": round(total.mean_acceptance_length, 3),
                     "c": round(c, 4), "verify_width": round(width, 4),
-                    "theorem_3_8": round(theory(alpha, gamma, c), 3),
-                    "with_measured_width": round(theory(alpha, gamma, c, width), 3),
+                    "theorem_3_8": round(speedup(alpha, gamma, c), 3),
+                    "with_measured_width": round(speedup(alpha, gamma, c, width), 3),
                     "with_measured_tau": round(
                         total.mean_acceptance_length / (gamma * c + width), 3
                     ),

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.sampling.kernel import RoundSampler
+from runtime.sampling.native import RoundSampler
 
 from .rounds import TOKEN, Round, random_logits
 

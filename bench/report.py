@@ -27,7 +27,8 @@ from runtime.bundle import load
 from runtime.cli.prompts import prompt_from, source_name
 from runtime.files.errors import CommandParser, OutriderError, run_command
 from runtime.files.manifest import GraphFacts, Manifest
-from runtime.text.engine import Options, TextEngine
+from runtime.text.engine import TextEngine
+from runtime.text.options import Options
 from runtime.theory.formulas import break_even
 
 from . import machine
@@ -184,9 +185,9 @@ def key_figures(m: Measurement) -> Table:
             ("recommended γ", use, "largest expected speedup with the measured widths"),
             ("speedup", gain, f"at {where}, without the prefill"),
             ("α", f"{found.alpha:.3f}", "accepted of examined drafts, all γ"),
-            ("c", f"{found.cost:.3f}", "a draft step, in plain steps"),
+            ("c", f"{found.costs.draft:.3f}", "a draft step, in plain steps"),
             ("τ", f"{m.stats(shown).mean_acceptance_length:.2f}", f"tokens of a round at {where}"),
-            ("a plain step", f"{1e3 * found.plain:.3g} ms", "target, sampling and host"),
+            ("a plain step", f"{1e3 * found.costs.plain:.3g} ms", "target, sampling and host"),
             (
                 "pays from",
                 "never" if ahead is None else f"{ahead} tokens",

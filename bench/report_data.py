@@ -41,7 +41,7 @@ class Measurement:
     @property
     def best(self) -> int:
         """The gamma to use; 0 where nothing gains."""
-        return best_gamma(self.found.alpha, self.found.cost, self.found.verify)[0]
+        return best_gamma(self.found.alpha, self.found.costs.draft, self.found.costs.verify)[0]
 
     @property
     def shown(self) -> int:
@@ -50,7 +50,7 @@ class Measurement:
 
     def expected(self, gamma: int) -> float:
         found = self.found
-        return speedup(found.alpha, gamma, found.cost, found.verify[gamma])
+        return speedup(found.alpha, gamma, found.costs.draft, found.costs.verify[gamma])
 
     def rounds(self, *gammas: int) -> list[Round]:
         return [x for gamma in gammas for text in self.texts[gamma] for x in text.rounds]
@@ -114,7 +114,7 @@ def speed_ratios(texts: Mapping[int, Sequence[Text]], gamma: int) -> list[float]
 def widths(m: Measurement) -> list[float | None]:
     """The median time of the target's call alone, by gamma, in plain steps."""
     calls = [[x.verify for x in m.rounds(g) if x.gamma == g] for g in m.texts]
-    return [median(each) / m.found.plain if each else None for each in calls]
+    return [median(each) / m.found.costs.plain if each else None for each in calls]
 
 
 def parts(stats: Stats) -> dict[str, float]:
@@ -244,23 +244,23 @@ def sweep_section(m: Measurement) -> Section:
                 f"{stats.round_tokens / stats.time_rounds:.1f}",
                 times(found.measured.get(gamma, 1.0)),
                 f"{times(min(ratios))} to {times(max(ratios))}" if gamma else "-",
-                times(speedup(found.alpha, gamma, found.cost)),
+                times(speedup(found.alpha, gamma, found.costs.draft)),
                 times(m.expected(gamma)),
                 f"{stats.mean_acceptance_length:.2f}",
                 f"{expected_tokens(found.alpha, gamma):.2f}",
                 f"{stats.accepted}/{stats.examined}",
-                f"{found.verify[gamma]:.2f}",
+                f"{found.costs.verify[gamma]:.2f}",
             )
         )
-    bound = oracle(found.alpha, found.cost)
+    bound = oracle(found.alpha, found.costs.draft)
     return Section(
         "sweep",
         "Which γ",
         f"Speed of the rounds over that of plain decoding, by γ. Theorem 3.8 has α = "
-        f"{found.alpha:.3f} and c = {found.cost:.3f} of this run, and takes a verification of any "
-        f"width for one plain step; the second line has what each width costs here. The oracle's "
-        f"bound, {times(bound)}, is for a γ chosen anew each round by one who knows how many "
-        "drafts will stand (section 3.5), at verifications of one plain step.",
+        f"{found.alpha:.3f} and c = {found.costs.draft:.3f} of this run, and takes a verification "
+        "of any width for one plain step; the second line has what each width costs here. The "
+        f"oracle's bound, {times(bound)}, is for a γ chosen anew each round by one who knows how "
+        "many drafts will stand (section 3.5), at verifications of one plain step.",
         f"Lines over gamma: measured speedup {_listed(r[2] for r in rows[1:])}; Theorem 3.8 "
         f"{_listed(r[4] for r in rows[1:])}; with the measured widths "
         f"{_listed(r[5] for r in rows[1:])}; the oracle's bound at {times(bound)}.",
@@ -277,16 +277,16 @@ def widths_section(m: Measurement) -> Section:
     rows = [
         (
             f"{gamma + 1}",
-            f"{m.found.verify[gamma]:.2f}",
+            f"{m.found.costs.verify[gamma]:.2f}",
             "-" if call is None else f"{call:.2f}",
-            f"{1e3 * m.found.plain * m.found.verify[gamma]:.3f}",
+            f"{1e3 * m.found.costs.plain * m.found.costs.verify[gamma]:.3f}",
         )
         for gamma, call in zip(m.texts, calls, strict=True)
     ]
     return Section(
         "widths",
         "What a verification costs",
-        f"By its width, in plain steps of {1e3 * m.found.plain:.3g} ms, sampling and host "
+        f"By its width, in plain steps of {1e3 * m.found.costs.plain:.3g} ms, sampling and host "
         "included. Theorem 3.8 takes 1 for every width, which holds where reading the weights is "
         "what takes the time.",
         f"Lines over the width from 1 to {len(rows)}: all of a round but its draft takes "

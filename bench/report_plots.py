@@ -91,11 +91,11 @@ def histogram_plot(m: Measurement) -> Any:
 def sweep_plot(m: Measurement) -> Any:
     found, gammas = m.found, m.gammas
     figure, (axes,) = panels(1, 3.4)
-    bound = oracle(found.alpha, found.cost)
+    bound = oracle(found.alpha, found.costs.draft)
     if isfinite(bound):
         label = f"oracle's bound, {bound:.2f}x"
         axes.axhline(bound, color=BLACK, linewidth=1, linestyle=":", label=label)
-    theory = [speedup(found.alpha, g, found.cost) for g in gammas]
+    theory = [speedup(found.alpha, g, found.costs.draft) for g in gammas]
     axes.plot(gammas, theory, color=ORANGE, marker="^", linestyle="--", label="Theorem 3.8")
     label = "Theorem 3.8 with the measured widths"
     axes.plot(gammas, [m.expected(g) for g in gammas], color=BLUE, marker="s", label=label)
@@ -118,7 +118,7 @@ def widths_plot(m: Measurement) -> Any:
     figure, (axes,) = panels(1, 2.9)
     places = [g + 1 for g in m.texts]
     axes.plot(
-        places, m.found.verify, color=BLUE, marker="s",
+        places, m.found.costs.verify, color=BLUE, marker="s",
         label="a round but for its draft: the target's call, sampling, host",
     )  # fmt: skip
     calls = [float("nan") if x is None else x for x in widths(m)]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runtime.sampling.kernel import RoundSampler
+from runtime.sampling.native import RoundSampler
 from runtime.sampling.rules import Verdict
 from runtime.sampling.warp import SamplingParams
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from runtime.sampling.kernel import RoundSampler
+from runtime.sampling.native import RoundSampler
 from runtime.sampling.philox import Purpose
+from runtime.sampling.reference import NumpySampler
 from runtime.sampling.rules import Verdict
-from runtime.sampling.sampler import NumpySampler, Sampler, SlotSampling
+from runtime.sampling.sampler import Sampler, SlotSampling
 from runtime.sampling.warp import SamplingParams
 
 Rows = npt.NDArray[np.float32]

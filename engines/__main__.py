@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 
 from runtime.files.errors import CommandParser, OutriderError, run_command
-from runtime.files.manifest import read_bundle, read_pair
+from runtime.files.folders import check_place
+from runtime.files.manifest import MANIFEST_FILE, MOST_SLOTS, read_bundle, read_pair
 from runtime.files.progress import size_text
 
-from .bundle import BACKENDS, build, check_backend, check_memory, engine_plan, memory_plan
+from .bundle import build, check_backend, check_memory, engine_plan, memory_plan
+from .registry import BACKENDS
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,7 +45,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--supports",
         metavar="DTYPE",
-        help="build nothing; say whether the backend runs graphs of this precision",
+        help="build nothing; say whether the backend runs graphs of this precision, and with --out "
+        "whether the bundle can be written there",
     )
     add("--force", action="store_true", help="build again even what did not change")
     return parser
@@ -52,20 +55,22 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     def command() -> int:
         arguments = parser().parse_args(argv)
-        if arguments.slots < 1:
+        if not 1 <= arguments.slots <= MOST_SLOTS:
             raise OutriderError(
-                "option", f"SLOTS={arguments.slots} is out of range", "Use at least 1."
+                "option", f"SLOTS={arguments.slots} is out of range", f"Use 1 to {MOST_SLOTS}."
             )
         if arguments.supports:
             check_backend(arguments.backend, arguments.supports, arguments.sm, arguments.opt_level)
+            if arguments.out is not None:
+                check_place(arguments.out, MANIFEST_FILE)
             return 0
         if arguments.graphs is None or arguments.out is None:
             parser().error("the following arguments are required: --graphs, --out")
         begin = time.perf_counter()
         pair = read_pair(arguments.graphs)
-        plan = memory_plan(pair, arguments.slots)
-        _say_memory(plan)
-        check_memory(plan, check_backend(arguments.backend, pair.target.dtype, arguments.sm))
+        _say_memory(memory_plan(pair, arguments.slots))
+        targets = check_backend(arguments.backend, pair.target.dtype, arguments.sm)
+        check_memory(pair, arguments.slots, targets)
         built = build(
             arguments.graphs,
             arguments.out,

@@ -3,75 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
-from typing import Protocol
 
 from runtime.files.errors import OutriderError
+from runtime.files.folders import settle_file, take_file, write_folder
 from runtime.files.manifest import (
+    FIRST_ROWS,
     MANIFEST_FILE,
     EngineFacts,
-    Format,
-    GraphFacts,
     Manifest,
     Pair,
     file_facts,
-    link_file,
     read_bundle,
     read_pair,
     verify_files,
-    write_folder,
-    write_json,
 )
-from runtime.files.progress import size_text
+from runtime.files.progress import note, size_text
+from runtime.files.records import write_json
 
-from . import aotinductor_backend, onnxruntime_backend, tensorrt_backend, tensorrt_rtx_backend
 from .gpus import present_gpus
-
-
-class Backend(Protocol):
-    """A module of this package that builds for one backend. All raise OutriderError."""
-
-    @property
-    def DTYPES(self) -> tuple[str, ...]:
-        """What it builds."""
-
-    @property
-    def FORMAT(self) -> Format:
-        """Of the graphs that it builds from."""
-
-    def versions(self) -> dict[str, str]:
-        """Of what it builds with."""
-
-    def targets(self, sm: str, dtype: str) -> list[str]:
-        """The GPU architectures that a user's list stands for; also says that it can build."""
-
-    @property
-    def LEVELS(self) -> range:
-        """Of optimisation; empty where there is no choice."""
-
-    def plan(
-        self,
-        models: dict[str, GraphFacts],
-        slots: int,
-        max_gamma: int,
-        sm: str,
-        level: int | None,
-    ) -> dict[str, EngineFacts] | None:
-        """What there is to compile, by role; None where the graphs are the engines."""
-
-    def compile(
-        self, role: str, graph: Path, out: Path, facts: GraphFacts, to: EngineFacts | None
-    ) -> EngineFacts | None:
-        """Write the engine of the graph in folder `graph` into folder `out`, or refuse the graph;
-        `to` with the figures of what was made."""
-
-
-BACKENDS: dict[str, Backend] = {
-    "onnxruntime": onnxruntime_backend,
-    "tensorrt_rtx": tensorrt_rtx_backend,
-    "tensorrt": tensorrt_backend,
-    "aotinductor": aotinductor_backend,
-}
+from .registry import find
 
 
 def build(
@@ -92,7 +44,7 @@ def build(
     """
     pair = read_pair(graphs)
     check_backend(backend, pair.target.dtype, sm, level)
-    builder = BACKENDS[backend]
+    builder = find(backend)
     models = dict(pair.models())
     for facts in models.values():
         if facts.format != builder.FORMAT:
@@ -114,19 +66,20 @@ def build(
     )
     found = None if force else _intact(out)
     if found and _same(found, wanted):
+        _settle(graphs, out, wanted)
         return False
     remedy = "Export the checkpoints again: python -m export --help."
     verify_files(graphs, pair.all_files(), contents=True, remedy=remedy)
     with write_folder(out, MANIFEST_FILE) as partial:
         for name in wanted.files:
-            link_file(graphs / name, partial / name)
+            take_file(graphs / name, partial / name, out)
         made: dict[str, EngineFacts] = {}
         files = dict(wanted.files)
         for role, facts in models.items():
             to = engines[role] if engines else None
             old = (found.engines or {}).get(role) if found else None
             if to and old and old.key == to.key:  # only the other model changed
-                link_file(out / role / old.file, partial / role / old.file)
+                take_file(out / role / old.file, partial / role / old.file, out)
                 engine: EngineFacts | None = old
             else:
                 engine = builder.compile(role, graphs / role, partial / role, facts, to)
@@ -135,25 +88,27 @@ def build(
                 files[f"{role}/{engine.file}"] = file_facts(partial / role / engine.file)
         manifest = dataclasses.replace(wanted, files=files, engines=made or None)
         write_json(partial / MANIFEST_FILE, "manifest", manifest)
+    _settle(graphs, out, wanted)
     return True
+
+
+def _settle(graphs: Path, out: Path, made: Manifest) -> None:
+    """The bundle owns its files from here on. Each time: a build may have been killed before."""
+    for name in made.files:
+        settle_file(graphs / name, out / name)
 
 
 def check_backend(backend: str, dtype: str, sm: str = "", level: int | None = None) -> list[str]:
     """What it will be built for. Refuses, before minutes of export, what cannot be built: raises
     "backend" or "option"."""
-    if backend not in BACKENDS:
-        raise OutriderError(
-            "backend",
-            f"this version cannot build for the backend {backend}",
-            f"Use BACKEND={' or '.join(BACKENDS)}.",
-        )
-    if dtype not in BACKENDS[backend].DTYPES:
+    builder = find(backend)
+    if dtype not in builder.DTYPES:
         raise OutriderError(
             "backend",
             f"the backend {backend} does not run {dtype} in this version",
-            f"Use DTYPE={' or '.join(BACKENDS[backend].DTYPES)}.",
+            f"Use DTYPE={' or '.join(builder.DTYPES)}.",
         )
-    levels = BACKENDS[backend].LEVELS
+    levels = builder.LEVELS
     if level is not None and level not in levels:
         raise OutriderError(
             "option",
@@ -162,7 +117,7 @@ def check_backend(backend: str, dtype: str, sm: str = "", level: int | None = No
             else f"OPT_LEVEL={level} is out of range",
             f"Use {levels[0]} to {levels[-1]}." if levels else "Leave OPT_LEVEL out.",
         )
-    return BACKENDS[backend].targets(sm, dtype)
+    return builder.targets(sm, dtype)
 
 
 def _intact(out: Path) -> Manifest | None:
@@ -183,26 +138,40 @@ def _same(found: Manifest, wanted: Manifest) -> bool:
     return keys[0] == keys[1] and found == wanted
 
 
-def memory_plan(pair: Pair, slots: int) -> dict[str, int]:
+def memory_plan(pair: Pair, slots: int, rows: int | None = None) -> dict[str, int]:
     """Bytes that the bundle takes when it runs: weights of both models, all slots' caches, and the
-    logits of a round."""
+    logits of a round. rows: of a slot; None for all of them."""
     plan = {role: sum(f.size for f in facts.files.values()) for role, facts in pair.models()}
-    plan["KV"] = sum(facts.cache_bytes(slots) for _, facts in pair.models())
+    plan["KV"] = sum(facts.cache_bytes(slots, rows) for _, facts in pair.models())
     plan["logits"] = pair.logits_bytes(slots)
     return plan
 
 
-def check_memory(plan: dict[str, int], targets: list[str]) -> None:
-    """Refuse, before minutes of compiling, what no GPU of this machine has room for. Nothing is
-    said of GPUs that are elsewhere. Raises OutriderError "memory"."""
-    here = [size for number, size in present_gpus().items() if f"sm{number}" in targets]
-    need, room = sum(plan.values()), max(here, default=0)
-    if room and need > room:
+def check_memory(pair: Pair, slots: int, targets: list[str]) -> None:
+    """Refuse, before minutes of compiling, what this machine has no room for: no GPU of it for all
+    rows of the slots, or its processor for those that slots begin with. Nothing is said of GPUs
+    that are elsewhere. Raises OutriderError "memory"."""
+    if any(target.startswith("sm") for target in targets):
+        here = [size for number, size in present_gpus().items() if f"sm{number}" in targets]
+        need, room, what = memory_plan(pair, slots), max(here, default=0), "the GPU"
+    else:
+        need, room, what = memory_plan(pair, slots, FIRST_ROWS), host_memory(), "this machine"
+        if sum(memory_plan(pair, slots).values()) > room > 0:
+            note(f"{what} has {size_text(room)}: not enough for {slots} texts of {pair.max_len}")
+    if room and (least := sum(need.values())) > room:
         raise OutriderError(
             "memory",
-            f"the bundle needs {size_text(need)}, and the GPU has {size_text(room)}",
+            f"the bundle needs {size_text(least)}, and {what} has {size_text(room)}",
             "Use a smaller MAX_LEN, fewer SLOTS, or a smaller checkpoint.",
         )
+
+
+def host_memory() -> int:
+    """Bytes of memory that this machine has; 0 where it does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0
 
 
 def engine_plan(manifest: Manifest) -> dict[str, int] | None:

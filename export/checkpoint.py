@@ -1,35 +1,41 @@
-"""Finding, checking and loading a Hugging Face checkpoint."""
+"""Finding a Hugging Face checkpoint, and refusing what only looks like one."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.manifest import file_facts
-
-from .decoder import NAME, UnsupportedArchitecture, traced_layers
+from runtime.files.progress import note
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_ADAPTER = ("adapter_config.json", "adapter_model*")
 _HUB_FILES = ["*.json", "*.safetensors", "pytorch_model*.bin", "*.jinja", "*.model", "*.txt"]
 _HUB_TWICE = ["consolidated*", "original/*"]  # the same weights in another layout
-# Positions beyond the original context change these embeddings for all slots of a call at once.
-_LENGTH_DEPENDENT_ROPE = {"dynamic": "dynamic NTK", "longrope": "LongRoPE"}
+_POINTER = b"version https://git-lfs.github.com/spec/"
+# What Transformers unpacks on a CPU; all other formats it would need a GPU or a package for.
+_UNPACKED = ("mxfp4",)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk. max_len: the longest sequence that it was made for, in tokens."""
+    """A checkpoint on disk. context: the longest sequence that it was made for, in tokens; None
+    where it does not say."""
 
     path: Path
     source: str
     config: PretrainedConfig
-    max_len: int
+    context: int | None
+
+    @property
+    def max_len(self) -> int:
+        return self.context or 1 << 20
 
     @property
     def text_config(self) -> PretrainedConfig:
@@ -43,26 +49,22 @@ class Checkpoint:
 def find(name: str) -> Checkpoint:
     """A folder, or a name on the Hugging Face hub that is fetched into its cache.
 
-    Raises OutriderError "checkpoint" or "architecture".
+    No code that a checkpoint brings along is run. Raises OutriderError "checkpoint" or
+    "architecture".
     """
     path = Path(name).expanduser()
     source = path.resolve().name
     if not path.is_dir():
         path, source = _fetch(name), name
-    if not (path / "config.json").is_file():
-        raise OutriderError(
-            "checkpoint",
-            f"{name} has no config.json",
-            "Point MODEL and DRAFT at a folder in the Hugging Face layout.",
-        )
-    if not weight_files(path):
-        raise OutriderError(
-            "checkpoint",
-            f"{name} has no weights (*.safetensors or pytorch_model*.bin)",
-            "Download the checkpoint completely.",
-        )
+    _check_files(name, path)
+    written = _read_config(name, path)
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        if config.is_encoder_decoder:
+            raise refuse_architecture(name, config, "it is an encoder-decoder model")
+        text = config.get_text_config(decoder=True)
+    except OutriderError:
+        raise
     except OSError as error:
         raise OutriderError(
             "checkpoint",
@@ -76,17 +78,122 @@ def find(name: str) -> Checkpoint:
             + first_line(error),
             "Use a checkpoint of an architecture that this version knows.",
         ) from None
-    if config.is_encoder_decoder:
-        raise refuse_architecture(name, config, "it is an encoder-decoder model")
-    text = config.get_text_config(decoder=True)
-    max_len = getattr(text, "max_position_embeddings", None) or 1 << 20
-    return Checkpoint(path, source, config, int(max_len))
+    context = getattr(text, "max_position_embeddings", None)
+    for field, value in (("vocab_size", text.vocab_size), ("max_position_embeddings", context)):
+        if (value is not None or field == "vocab_size") and (type(value) is not int or value < 1):
+            raise _odd_config(name, field, value)
+    if "auto_map" in written:
+        note(
+            f"{name} brings code of its own, which is not run: Transformers' "
+            f"{type(config).__name__.removesuffix('Config')} is exported"
+        )
+    return Checkpoint(path, source, config, context)
+
+
+def _check_files(name: str, path: Path) -> None:
+    """Whether the folder holds a whole model in floating point."""
+    weights = weight_files(path)
+    if any(file for pattern in _ADAPTER for file in path.glob(pattern)):
+        raise OutriderError(
+            "checkpoint",
+            f"{name} has a PEFT adapter beside its weights, and which of both is meant is not said"
+            if weights
+            else f"{name} is a PEFT adapter, which is no model by itself",
+            "Merge the adapter first (merge_and_unload), or move its adapter_* files away."
+            if weights
+            else "Merge the adapter first: load it with its base model, merge_and_unload, save.",
+        )
+    if not weights and any(path.glob("*.gguf")):
+        raise _gguf(name)
+    if not (path / "config.json").is_file():
+        raise OutriderError(
+            "checkpoint",
+            f"{name} has no config.json",
+            "Point MODEL and DRAFT at a folder in the Hugging Face layout.",
+        )
+    if not weights:
+        raise OutriderError(
+            "checkpoint",
+            f"{name} has no weights (*.safetensors or pytorch_model*.bin)",
+            "Download the checkpoint completely.",
+        )
+    for file in (path / "config.json", *weights, *path.glob("tokenizer*.*")):
+        try:
+            with file.open("rb") as content:
+                pointer = content.read(len(_POINTER)) == _POINTER
+        except OSError as error:
+            raise OutriderError(
+                "checkpoint",
+                f"{name}/{file.name} cannot be read: {error.strerror}",
+                "Make it readable for this user.",
+            ) from None
+        if pointer:
+            raise OutriderError(
+                "checkpoint",
+                f"{name}/{file.name} is a git-LFS pointer, not the file itself",
+                "Fetch the files: git lfs pull, or hf download.",
+            )
+
+
+def _gguf(name: str) -> OutriderError:
+    return OutriderError(
+        "checkpoint",
+        f"{name} is in llama.cpp's format, GGUF",
+        "Use the checkpoint that it was made from, in the Hugging Face layout.",
+    )
+
+
+def _read_config(name: str, path: Path) -> dict[str, Any]:
+    """config.json as it is written: what Transformers would ignore, or ask about, is refused."""
+    try:
+        written = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise OutriderError(
+            "checkpoint",
+            f"{name}/config.json cannot be read: {first_line(error)}",
+            "Download the checkpoint again.",
+        ) from None
+    if not isinstance(written, dict):
+        raise OutriderError(
+            "checkpoint",
+            f"{name}/config.json is no JSON object",
+            "Download the checkpoint again.",
+        )
+    names = written.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(type(n) is str for n in names)):
+        raise _odd_config(name, "architectures", names)
+    if "auto_map" in written and written.get("model_type") not in CONFIG_MAPPING:
+        raise OutriderError(
+            "architecture",
+            f"{name} needs code of its own (auto_map in its config.json), which is never run",
+            "Use a checkpoint of an architecture that Transformers knows.",
+        )
+    quantised = written.get("quantization_config")
+    if quantised is not None:
+        how = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        if how not in _UNPACKED:
+            raise OutriderError(
+                "checkpoint",
+                f"{name} is quantised (quantization_config: {str(how)[:40]})",
+                "Use the checkpoint that it was made from, with float weights.",
+            )
+    return written
+
+
+def _odd_config(name: str, field: str, value: object) -> OutriderError:
+    return OutriderError(
+        "checkpoint",
+        f"{name}/config.json has {field} = {repr(value)[:60]}",
+        "Download the checkpoint again, or mend that line.",
+    )
 
 
 def _fetch(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    if name.endswith(".gguf"):
+        raise _gguf(name)
     remedy = "Give a folder in the Hugging Face layout, or a hub name that can be reached."
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise OutriderError("checkpoint", f"{name} is not a folder", remedy)
@@ -98,160 +205,16 @@ def _fetch(name: str) -> Path:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """All of them: which ones Transformers reads is its decision."""
-    return sorted(file for pattern in _WEIGHTS for file in path.glob(pattern))
+    """All of them but an adapter's: which ones Transformers reads is its decision."""
+    files = sorted(file for pattern in _WEIGHTS for file in path.glob(pattern))
+    return [file for file in files if not file.name.startswith("adapter_")]
 
 
 def content_hashes(checkpoint: Checkpoint) -> dict[str, str]:
-    """SHA-256 of every file that decides what the graph computes."""
+    """SHA-256 of every file that decides what the graph computes; code beside them is never run."""
     indexes = sorted(checkpoint.path.glob("*.index.json"))
     files = [checkpoint.path / "config.json", *indexes, *weight_files(checkpoint.path)]
     return {path.name: file_facts(path).sha256 for path in files}
-
-
-def check_length(checkpoint: Checkpoint, max_len: int) -> None:
-    """Refuse position embeddings that change with the length of the longest sequence."""
-    text = checkpoint.text_config
-    parameters = getattr(text, "rope_parameters", None) or {}
-    per_layer = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
-    for rope in per_layer:
-        kind = rope.get("rope_type", "default")
-        original = rope.get("original_max_position_embeddings") or checkpoint.max_len
-        if kind in _LENGTH_DEPENDENT_ROPE and max_len > original:
-            raise OutriderError(
-                "architecture",
-                f"{checkpoint.source} uses {_LENGTH_DEPENDENT_ROPE[kind]} position embeddings, "
-                f"which change beyond {original} tokens and so cannot be compiled for {max_len}",
-                f"Build with MAX_LEN={original}.",
-            )
-
-
-def load(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with all its weights, in evaluation mode, with eager attention.
-
-    Raises OutriderError "checkpoint" for missing or damaged weights, "architecture" where
-    Transformers has no causal model of this kind.
-    """
-    model: PreTrainedModel
-    info: dict[str, Any]
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
-            checkpoint.path,
-            dtype=dtype,
-            attn_implementation="eager",
-            output_loading_info=True,
-        )
-    except (ValueError, KeyError, ImportError) as error:
-        raise refuse_architecture(checkpoint.source, checkpoint.config, first_line(error)) from None
-    except Exception as error:  # noqa: BLE001 - safetensors, pickle and torch raise their own
-        raise OutriderError(
-            "checkpoint",
-            f"the weights of {checkpoint.source} cannot be read: {first_line(error)}",
-            "Download the checkpoint again.",
-        ) from None
-    missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
-    if missing:
-        raise OutriderError(
-            "checkpoint",
-            f"{checkpoint.source} lacks {len(missing)} of its weights, {missing[0]} first",
-            "Download the checkpoint completely.",
-        )
-    _freeze_rope(model)
-    model.train(False)
-    model.requires_grad_(False)
-    return model
-
-
-def _freeze_rope(model: PreTrainedModel) -> None:
-    """Within the original context (`check_length`) these embeddings are their initial ones."""
-    module: Any
-    for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        if isinstance(kind, str) and kind in _LENGTH_DEPENDENT_ROPE:
-            module.rope_type = "default"
-        elif isinstance(kind, dict):
-            module.rope_type = {
-                layer: "default" if k in _LENGTH_DEPENDENT_ROPE else k for layer, k in kind.items()
-            }
-
-
-def learned_positions(model: PreTrainedModel, checkpoint: Checkpoint) -> int | None:
-    """The size of a learned position table, None where positions are rotary."""
-    rotary = any("rotary" in name.lower() for name, _ in model.named_modules())
-    return None if rotary else checkpoint.max_len
-
-
-class _Recorder:
-    """A cache that only notes what each layer stores."""
-
-    is_compileable = False
-
-    def __init__(self) -> None:
-        self.shapes: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
-
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any):  # type: ignore[no-untyped-def]
-        self.shapes[layer_idx] = (
-            (key.shape[1], key.shape[3]),
-            (value.shape[1], value.shape[3]),
-        )
-        return key, value
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, q_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return q_length, 0
-
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        return -1
-
-
-def cache_shapes(
-    model: PreTrainedModel, checkpoint: Checkpoint
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Run two tokens and note what each layer caches: (Hkv, D) of keys and of values.
-
-    Nothing is read from the configuration, so an architecture that caches otherwise than its
-    configuration suggests is seen as it is. Raises OutriderError "architecture" for models that
-    do not go through Transformers' attention and cache interfaces.
-    """
-    recorder = _Recorder()
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if isinstance(config, PretrainedConfig):
-            config._attn_implementation = NAME
-            config._experts_implementation = NAME
-    traced_layers.clear()
-    try:
-        with torch.no_grad():
-            model(
-                input_ids=torch.tensor([[0, 1]]),
-                position_ids=torch.tensor([[0, 1]]),
-                past_key_values=recorder,
-                use_cache=True,
-                logits_to_keep=torch.tensor([1]),
-            )
-    except UnsupportedArchitecture as error:
-        raise refuse_architecture(checkpoint.source, checkpoint.config, str(error)) from None
-    except Exception as error:  # noqa: BLE001 - any model code may fail in any way here
-        raise refuse_architecture(
-            checkpoint.source,
-            checkpoint.config,
-            f"it does not run with an explicit KV cache ({first_line(error)})",
-        ) from None
-    layers = sorted(recorder.shapes)
-    if len(traced_layers) < len(layers):
-        reason = "its attention does not go through Transformers' attention interface"
-        raise refuse_architecture(checkpoint.source, checkpoint.config, reason)
-    if not layers or layers != list(range(len(layers))):
-        raise refuse_architecture(
-            checkpoint.source, checkpoint.config, "not all of its layers keep a KV cache"
-        )
-    shapes = [recorder.shapes[layer] for layer in layers]
-    return [key for key, _ in shapes], [value for _, value in shapes]
 
 
 def _architecture(config: PretrainedConfig) -> str:

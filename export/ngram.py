@@ -42,7 +42,9 @@ def count(tokenizer_folder: Path, texts: Sequence[Path], distances: int) -> tupl
         if own.is_file():
             tokenizer = library.PreTrainedTokenizerFast(tokenizer_file=str(own))
         else:
-            tokenizer = library.AutoTokenizer.from_pretrained(tokenizer_folder)
+            tokenizer = library.AutoTokenizer.from_pretrained(
+                tokenizer_folder, trust_remote_code=False
+            )
     except Exception as error:  # noqa: BLE001 - the library raises anything here
         raise OutriderError(
             "checkpoint", f"cannot read the tokenizer in {tokenizer_folder}: {first_line(error)}",

@@ -11,22 +11,14 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import (
-    MOST_GAMMA,
-    PAIR_FILE,
-    Dtype,
-    Format,
-    GraphFacts,
-    Pair,
-    link_file,
-    refuse_foreign,
-    write_folder,
-    write_json,
-)
+from runtime.files.folders import point_to, refuse_foreign, write_folder
+from runtime.files.manifest import MOST_GAMMA, PAIR_FILE, Dtype, Format, GraphFacts, Pair
 from runtime.files.progress import note, stage
+from runtime.files.records import write_json
 
 from . import part, vocabulary
-from .checkpoint import Checkpoint, check_length, find
+from .checkpoint import Checkpoint, find
+from .loading import check_length
 
 DEFAULT_MAX_LEN = 2048
 SHORTEST_MAX_LEN = 32  # what the comparison with the original needs to roll back and go on
@@ -83,7 +75,9 @@ def export(
     capacity = -(-(length + max_gamma + 1) // 8) * 8
 
     tokenizer = vocabulary.load_tokenizer(target)
-    vocabulary.end_of_text_ids(target, tokenizer)  # `carry` needs them: fail now, not in minutes
+    if not vocabulary.end_of_text_ids(target, tokenizer):  # `carry` wants them in minutes
+        note(f"{target.source} names no eos_token_id: a text ends at its length or a stop string")
+    vocabulary.check_chat_template(target, tokenizer)
     _say_what_is_not_carried(target, tokenizer)
     widths = [_width(checkpoint) for checkpoint in (target, drafter) if checkpoint]
     if drafter:
@@ -106,7 +100,7 @@ def export(
         facts = vocabulary.carry(target, tokenizer, partial / "tokenizer")
         for role, (folder, graph_facts) in parts.items():
             for name in graph_facts.files:
-                link_file(folder / name, partial / role / name)
+                point_to(folder / name, partial / role / name)
         target_facts = parts["target"][1]
         pair = Pair(
             target=target_facts,

@@ -16,32 +16,23 @@ import transformers
 from transformers import PreTrainedModel
 
 from runtime.files.errors import OutriderError, first_line
+from runtime.files.folders import write_folder
 from runtime.files.manifest import (
     ONE_SLOT_FILE,
     PART_FILE,
     Dtype,
     Format,
     GraphFacts,
-    digest_json,
     file_facts,
-    read_json,
     verify_files,
-    write_folder,
-    write_json,
 )
 from runtime.files.progress import stage
+from runtime.files.records import digest_json, read_json, write_json
 
 from . import compare, graph, one_slot, program
-from .checkpoint import (
-    Checkpoint,
-    cache_shapes,
-    content_hashes,
-    learned_positions,
-    load,
-    refuse_architecture,
-    weight_files,
-)
+from .checkpoint import Checkpoint, content_hashes, refuse_architecture, weight_files
 from .decoder import Decoder, UnsupportedArchitecture
+from .loading import cache_shapes, learned_positions, load
 
 
 def versions() -> dict[str, str]:
@@ -52,7 +43,7 @@ def versions() -> dict[str, str]:
 def exporter_digest() -> str:
     """A hash of this package: a graph made by other code is another graph."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -194,6 +185,7 @@ def _export(
             comparison=result.what,
             versions=versions(),
             files=files,
+            context=checkpoint.context,
         )
         write_json(partial / PART_FILE, "graph", facts)
     return facts

@@ -8,13 +8,8 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from runtime.files.errors import OutriderError, first_line
-from runtime.files.manifest import (
-    TEMPLATE_FILE,
-    TOKENIZER_FILE,
-    TokenizerFacts,
-    digest_json,
-    file_facts,
-)
+from runtime.files.manifest import TEMPLATE_FILE, TOKENIZER_FILE, TokenizerFacts, file_facts
+from runtime.files.records import digest_json
 
 from .checkpoint import Checkpoint
 
@@ -31,11 +26,16 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
             "Copy the checkpoint's tokenizer.json beside its weights.",
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - a dozen unrelated classes, by tokenizer kind
         raise OutriderError(
             "checkpoint",
-            f"the tokenizer of {checkpoint.source} cannot be read: " + first_line(error),
+            f"the tokenizer of {checkpoint.source} cannot be read: "
+            + (
+                "it needs code of its own, which is never run"
+                if "trust_remote_code" in str(error)
+                else first_line(error)
+            ),
             "Copy the checkpoint's tokenizer.json beside its weights.",
         ) from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or len(tokenizer) == 0:
@@ -101,14 +101,27 @@ def carry(
 
 
 def end_of_text_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """What `generate` stops at: generation_config.json, else config.json, else the tokenizer."""
+    """What `generate` stops at: generation_config.json, else config.json, else the tokenizer.
+
+    Raises OutriderError "checkpoint" for what is no token of the model.
+    """
     sources: list[Any] = [getattr(checkpoint.text_config, "eos_token_id", None)]
     if (generation := _generation_config(checkpoint)) is not None:
         sources.insert(0, generation.eos_token_id)
     sources.append(tokenizer.eos_token_id)
     for ids in sources:
         if ids is not None:
-            return sorted(set(ids if isinstance(ids, list) else [ids]))
+            found = ids if isinstance(ids, list) else [ids]
+            width = checkpoint.text_config.vocab_size
+            odd = [i for i in found if type(i) is not int or not 0 <= i < width]
+            if odd:
+                raise OutriderError(
+                    "checkpoint",
+                    f"{checkpoint.source} has eos_token_id {repr(odd[0])[:40]}, and tokens 0 to "
+                    f"{width - 1}",
+                    "Mend eos_token_id in generation_config.json or config.json.",
+                )
+            return sorted(set(found))
     return []
 
 
@@ -132,13 +145,40 @@ def _generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
     if (checkpoint.path / "generation_config.json").is_file():
         try:
             return GenerationConfig.from_pretrained(checkpoint.path)
-        except (OSError, ValueError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 - Transformers checks fields by using them
             raise OutriderError(
                 "checkpoint",
-                f"{checkpoint.source}/generation_config.json cannot be read: {error}",
+                f"{checkpoint.source}/generation_config.json cannot be read: {first_line(error)}",
                 "Download the checkpoint again, or remove that file.",
             ) from None
     return None
+
+
+# What a template may expect of a message: a text, or a list of parts.
+_CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "Hi"}],
+    [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+]
+
+
+def check_chat_template(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Render the shortest conversation. Raises OutriderError "checkpoint" where none can be."""
+    template = _chat_template(tokenizer)
+    if template is None:
+        return
+    for conversation in _CONVERSATIONS:
+        try:
+            tokenizer.apply_chat_template(
+                conversation, chat_template=template, tokenize=False, add_generation_prompt=True
+            )
+            return
+        except Exception as error:  # noqa: BLE001 - the template's own code, which may raise anything
+            failure = first_line(error)
+    raise OutriderError(
+        "checkpoint",
+        f"the chat template of {checkpoint.source} cannot render a message: {failure}",
+        "Mend or remove chat_template (chat_template.jinja, or in tokenizer_config.json).",
+    )
 
 
 def _chat_template(tokenizer: PreTrainedTokenizerFast) -> str | None:

@@ -1,33 +1,73 @@
-"""What rounds cost by measurement, and how texts began: what requests know of each other.
+"""What rounds cost, and how well earlier texts were drafted: what requests know of each other.
 
-Nothing here reads a clock. Times are seconds where they come in, and plain steps (one token of the
-target alone, sampling and host included) where they go out.
+Nothing here reads a clock: times are seconds where they come in. Where they go out they are plain
+steps: one token of the target alone, sampling and host included.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median_low
 
-WINDOW = 9  # rounds that the level is the median of
-RELATIONS = 15  # to the level, that a gamma's is the median of
-SETTLED = 4  # rounds after a change of gamma, before one is what it costs with warm caches
-FIRST = 2  # timings of one kind before they are believed: the lower of two is no outlier
-MOVED = 0.02  # what a relative cost must move by, or the choices go on with the old one
-PRIOR = 0.8  # acceptance before any draft was seen
-WEIGHT = 4.0  # tokens for which that of earlier texts counts in a new one
-MEMORY = 256  # tokens for which the beginnings of earlier texts are remembered, together
-MOST_SETTINGS = 64  # of sampling, whose beginnings are remembered apart
+WINDOW = 9  # timings that a median is of: four outliers of any size do not move it far
+COLD = 4  # rounds after a change of gamma, while caches still hold what the other one used
+TIMED = 2  # rounds, the faster of which is believed
+PRIOR, WEIGHT = 0.8, 4.0  # acceptance before anything is known, and how many tokens it counts for
+MEMORY = 256  # tokens for which the acceptance of earlier texts is remembered
+MOST_SETTINGS = 64  # of sampling, whose texts are remembered apart
 
 
-class Openings:
-    """Which acceptance texts began with: tokens examined and accepted, fading.
+@dataclass(frozen=True, slots=True)
+class RoundCosts:
+    """What rounds cost. plain: seconds of a plain step. In plain steps: draft, a step of the draft
+    (the paper's c); verify[k], all else of a round with k draft tokens; reading, what each token
+    that the draft has missed adds to the call in which it reads them."""
+
+    plain: float
+    draft: float
+    verify: list[float]
+    reading: float = 0.0
+
+    @classmethod
+    def of(
+        cls, draft: float, rest: Mapping[int, float], max_gamma: int, reading: float = 0.0
+    ) -> RoundCosts:
+        """From seconds. rest: all of a round but its draft steps, by gamma, for one gamma at least.
+
+        A gamma that is not there lies on the line between its neighbours. One beyond the largest
+        lies on the line from the smallest to the largest, which does not fall; one below the
+        smallest costs what that does.
+        """
+        low, high = min(rest), max(rest)
+        slope = max(0.0, rest[high] - rest[low]) / max(1, high - low)
+        points = {max_gamma: rest[high] + slope * (max_gamma - high), **rest}
+        seconds = [rest[low]] * low
+        for left, right in pairwise(sorted(points)):
+            slope = (points[right] - points[left]) / (right - left)
+            seconds += [points[left] + slope * i for i in range(right - left)]
+        seconds.append(points[max_gamma])
+        plain = seconds[0]
+        return cls(plain, draft / plain, [each / plain for each in seconds], reading / plain)
+
+    def round(self, gamma: int) -> float:
+        """Plain steps of a round: the denominator of Theorem 3.8, with what a width costs."""
+        return gamma * self.draft + self.verify[gamma]
+
+    def catching_up(self, tokens: int) -> float:
+        """Plain steps that the draft takes to read what it has missed."""
+        return self.draft + tokens * self.reading if tokens else 0.0
+
+
+class EarlierTexts:
+    """Acceptance of the texts before, fading.
 
     prior: what is taken for it before there were any. among: others, which are told too.
     """
 
-    def __init__(self, prior: float = PRIOR, among: Openings | None = None):
+    def __init__(self, prior: float = PRIOR, among: EarlierTexts | None = None):
         self._seen, self._kept, self._among = WEIGHT, prior * WEIGHT, among
 
     def began(self) -> None:
@@ -36,266 +76,129 @@ class Openings:
         self.add(1, PRIOR)
 
     def add(self, examined: int, accepted: float) -> None:
-        """Of the first tokens that a text drafted."""
+        """Draft tokens of a round."""
         fade = 1 - examined / MEMORY
         self._seen, self._kept = fade * self._seen + examined, fade * self._kept + accepted
         if self._among is not None:
             self._among.add(examined, accepted)
 
     @property
-    def prior(self) -> float:
-        """The acceptance that a text may expect."""
+    def acceptance(self) -> float:
+        """What a text may expect."""
         return self._kept / self._seen
 
 
 class Costs:
-    """What requests with one kind of draft know of each other: what rounds cost, by batch size and
-    gamma, and which acceptance texts began with, by the settings of their sampling: p and q are
-    what is left after temperatures and filters, and acceptance is a property of those two.
-
-    Each cost is a median of timings: outliers may be of any size (a machine taken away for 50 ms),
-    and no scale has to be known as for clipped updates. The first call of each batch size and gamma
-    does not count: shapes that are new are prepared in it. What is not in use does not go stale:
-    all costs of a batch size follow the level of the gamma that is, in five rounds (`_Timings`).
-
-    No verification is taken to cost more than a wider one that was seen. So a plain step that was
-    last timed at the end of a long text does not make drafts look fast at the start of the next.
-    A gamma that was not seen twice lies on the line between its neighbours; beyond them on the line
-    from the first to the last, never falling and never steeper than in proportion to the tokens
-    verified. With one gamma seen, every verification costs what that one does. A batch size without
-    timings has the nearest's.
-
-    What is observed is worked out when it is asked for: beside a plain step of a millisecond, even
-    a median takes time.
-    """
+    """What requests with one kind of draft know of each other: what rounds cost, by batch size, and
+    how well texts were drafted, by the settings of their sampling: p and q are what is left after
+    temperatures and filters, and acceptance is a property of those two."""
 
     def __init__(self, max_gamma: int):
         self.max_gamma = max_gamma
-        self._lacking: int | None = 0
-        # Rounds since then; of many, which were alike or somebody would have asked, the last.
-        self._new: deque[tuple[int, int, float, float]] = deque(maxlen=2 * WINDOW)
-        self._sizes: dict[int, _Timings] = defaultdict(_Timings)
-        self._relative: dict[int, tuple[list[float], float, float]] = {}  # see `_costs`
-        self._openings = Openings()
-        self._settings: dict[Hashable, Openings] = {}
+        self._batches: dict[int, _Timings] = defaultdict(_Timings)
+        self._texts = EarlierTexts()
+        self._settings: dict[Hashable, EarlierTexts] = {}
 
     def observe(self, batch: int, gamma: int, time_draft: float, time_rest: float) -> None:
         """A round of `batch` sequences with `gamma` draft steps: seconds in those, and in all else
         but the choosing and what `caught_up` is told."""
-        self._new.append((batch, gamma, time_draft, time_rest))
+        self._batches[batch].add(gamma, time_draft, time_rest)
 
     def caught_up(self, batch: int, tokens: int, seconds: float) -> None:
         """The draft read tokens that it lacked: a prompt, or what rounds without it had added."""
-        self._work_out()
-        self._sizes[batch].read(tokens, seconds)
-        self._relative.clear()
+        self._batches[batch].read(tokens, seconds)
 
-    @property
-    def lacking(self) -> int | None:
+    def lacking(self, batch: int) -> int | None:
         """A gamma to time before `rounds` has something to go by: 0, what all else is compared
-        with, then 1."""
-        if self._lacking is not None:
-            self._work_out()
-            sizes = self._sizes.values()
-            plain = any(mine.knows(0) for mine in sizes)
-            drafts = any(mine.draft.known for mine in sizes)
-            self._lacking = 0 if not plain else None if drafts else 1
-        return self._lacking
+        with, then 1. None where both are known, or others decide which rounds there are."""
+        return self._batches[batch].lacking
 
-    @property
-    def timed(self) -> bool:
-        return self.lacking is None
+    def rounds(self, batch: int) -> RoundCosts:
+        """Of medians. No verification is taken to cost more than a wider one that was seen: so a
+        plain step that was last timed at the end of a long text, or on a busy machine, does not
+        make drafts look fast. A batch size must have been observed."""
+        return self._batches[batch].costs(self.max_gamma)
 
-    def rounds(self, batch: int) -> list[float]:
-        """By gamma, 0 to max_gamma: what a round costs in plain steps, gamma c + verification."""
-        return self._costs(batch)[0]
-
-    def unseen(self, batch: int) -> list[int]:
-        """The gammas whose rounds were not timed; their costs are lines between others', and a
-        verification has steps where a matrix product's blocks are full. A round of several counts
-        as its widest gamma's, so of a batch some may never be."""
-        mine = self._sizes[batch]
-        return [g for g in range(1, self.max_gamma + 1) if not mine.knows(g)]
-
-    def reading(self, batch: int, tokens: int) -> float:
-        """Plain steps for what the draft has to catch up with: a call, which costs what a draft
-        step does, and what each token adds to it; 0 if that was never seen."""
-        if not tokens:
-            return 0.0
-        _, call, each = self._costs(batch)
-        return call + tokens * each
-
-    def openings(self, settings: Hashable = None) -> Openings:
-        """Of texts with these settings. New ones begin with what all others began with."""
-        mine = self._settings.pop(settings, None) or Openings(self._openings.prior, self._openings)
+    def earlier(self, settings: Hashable = None) -> EarlierTexts:
+        """Those with these settings. New settings begin with what all texts say together."""
+        mine = self._settings.pop(settings, None) or EarlierTexts(
+            self._texts.acceptance, self._texts
+        )
         self._settings[settings] = mine  # as the one that was used last
         if len(self._settings) > MOST_SETTINGS:
             del self._settings[next(iter(self._settings))]
         return mine
 
-    def _costs(self, batch: int) -> tuple[list[float], float, float]:
-        """In plain steps: rounds by gamma; a call of the draft; a token more to read in it."""
-        self._work_out()
-        if batch not in self._relative:
-            mine = self._nearest(batch, lambda size: bool(size.rest))
-            rest = mine.rests(self.max_gamma)
-
-            def plain(size: _Timings) -> float:
-                return rest[0] if size is mine else size.rests(self.max_gamma)[0]
-
-            near = self._nearest(batch, lambda size: size.draft.known)
-            call = near.draft.value / plain(near)
-            near = self._nearest(batch, lambda size: bool(size.rest and size.readings))
-            each = near.reading / plain(near) if near.readings else 0.0
-            rounds = [cost / rest[0] + g * call for g, cost in enumerate(rest)]
-            self._relative[batch] = rounds, call, each
-        return self._relative[batch]
-
-    def _work_out(self) -> None:
-        for batch, gamma, time_draft, time_rest in self._new:
-            # A coarse clock may say 0.
-            if self._sizes[batch].add(gamma, time_draft, max(time_rest, 1e-9)):
-                self._relative.clear()
-        self._new.clear()
-
-    def _nearest(self, batch: int, wanted: Callable[[_Timings], bool]) -> _Timings:
-        sizes = [size for size, mine in self._sizes.items() if wanted(mine)]
-        nearest = min(sizes, key=lambda size: (abs(size - batch), size), default=None)
-        return _Timings() if nearest is None else self._sizes[nearest]
-
-
-def _median(values: Iterable[float]) -> float:
-    """Of an even number the lower middle one."""
-    ordered = sorted(values)
-    return ordered[(len(ordered) - 1) // 2]
-
-
-def _just_settled(before: list[int], gamma: int) -> bool:
-    """Whether a round of gamma is the fifth after those of others."""
-    in_a_row = before[-SETTLED:] == [gamma] * SETTLED
-    return in_a_row and before.count(gamma) == SETTLED < len(before)
-
 
 @dataclass(slots=True)
 class _Series:
-    """Of one gamma, in relation to the level of their batch size. value: the median of the settled
-    ones, and before there are any of the others; told: that when it was last used."""
+    """Timings of one thing. Those with warm caches count, and where there are none the others."""
 
-    settled: deque[float] = field(default_factory=lambda: deque(maxlen=RELATIONS))
-    others: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    value: float = 0.0
-    told: float = 0.0
+    cold: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    warm: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
-    def add(self, value: float, settled: bool) -> bool:
-        """Whether it is worth computing with the new median."""
-        (self.settled if settled else self.others).append(value)
-        self.value = _median(self.settled or self.others)
-        few = len(self.settled) + len(self.others) <= FIRST
-        if not few and abs(self.value - self.told) <= MOVED * self.told:
-            return False
-        self.told = self.value
-        return True
+    def add(self, seconds: float, warm: bool) -> None:
+        (self.warm if warm else self.cold).append(seconds)
 
     @property
     def known(self) -> bool:
-        return len(self.settled) + len(self.others) >= FIRST
+        return len(self.warm) + len(self.cold) >= TIMED
+
+    @property
+    def value(self) -> float:
+        return median_low(self.warm or self.cold)
 
 
 @dataclass(slots=True)
 class _Timings:
-    """Of one batch size. rest: by gamma. draft: of a step.
-
-    A longer cache, or a machine with other work, makes all rounds slower, and only the gamma in use
-    is timed. So there is a common level in seconds, the median of what the last nine rounds say,
-    and of each gamma a relation to it, about which only a change of gamma tells something. Not at
-    once: without the other's warm caches a round takes a tenth longer, and a first draft step half
-    as long again. So the fifth round of a gamma counts, and the four before where there is none.
-
-    The plain step keeps its relation, as what all others are relative to: what it tells, after one
-    round already where it is a probe, is told of the gamma before it. Otherwise the gammas in use
-    would drift away from the rest together: new texts begin with a change, and are faster.
-    """
+    """Seconds, of one batch size. rest: all of a round but its draft steps, by gamma."""
 
     draft: _Series = field(default_factory=_Series)
     rest: dict[int, _Series] = field(default_factory=lambda: defaultdict(_Series))
+    # For each token, and how many there were: of a call with few of them it is mostly noise.
     readings: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    last: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    called: set[int] = field(default_factory=set)
-    has_read: bool = False
+    count: int = 0
+    gamma: int = 0
+    stay: int = 0  # rounds of this gamma before the last
+    made: RoundCosts | None = None
 
-    def knows(self, gamma: int) -> bool:
-        return gamma in self.rest and self.rest[gamma].known
-
-    def add(self, gamma: int, time_draft: float, time_rest: float) -> bool:
-        """Whether what rounds cost, in relation to each other, moved."""
-        if gamma not in self.called:
-            self.called.add(gamma)
-            return False
-        moved, before = False, [g for g, _, _ in self.last]
-        if gamma == 0 and self.knows(0):
-            if before[-1] or _just_settled(before, 0):
-                moved = self._relate_to_plain(time_rest)
-        elif (settled := _just_settled(before, gamma)) or before.count(gamma) < SETTLED:
-            others = [x for x in self.last if x[0] != gamma]
-            plain = [x for x in others if x[0] == 0]
-            level = self._level_of(plain or others or self.last) or time_rest
-            moved = self._relate(gamma, time_draft, time_rest, level, settled)
-        self.last.append((gamma, time_draft, time_rest))
-        return moved
-
-    def _relate_to_plain(self, seconds: float) -> bool:
-        """The gamma before this plain round."""
-        gamma = next(g for g, _, _ in reversed(self.last) if g)
-        mine = [(draft, rest) for g, draft, rest in self.last if g == gamma]
-        draft, rest = (_median(times) for times in zip(*mine, strict=True))
-        level = seconds / self.rest[0].value
-        return self._relate(gamma, draft, rest, level, settled=len(mine) > SETTLED)
-
-    def _relate(
-        self, gamma: int, time_draft: float, time_rest: float, level: float, settled: bool
-    ) -> bool:
-        moved = self.rest[gamma].add(time_rest / level, settled)
+    def add(self, gamma: int, time_draft: float, time_rest: float) -> None:
+        self.count += 1
+        self.stay = self.stay + 1 if gamma == self.gamma else 0
+        self.gamma, self.made = gamma, None
+        warm = self.stay >= COLD or gamma == 0  # it is mostly the draft that grows cold
+        self.rest[gamma].add(max(time_rest, 1e-9), warm)  # a coarse clock may say 0
         if gamma:
-            moved |= self.draft.add(time_draft / gamma / level, settled)
-        return moved
-
-    def _level_of(self, rounds: Iterable[tuple[int, float, float]]) -> float:
-        """Seconds; 0 of none."""
-        said = [seconds / self.rest[gamma].value for gamma, _, seconds in rounds]
-        return _median(said) if said else 0.0
+            self.draft.add(time_draft / gamma, warm)
 
     def read(self, tokens: int, seconds: float) -> None:
-        if self.has_read and (level := self._level_of(self.last)):
-            each = max(0.0, seconds / level - self.draft.value) / max(1, tokens)
-            self.readings.append((each, tokens))
-        self.has_read = True
+        if self.draft.known:
+            self.readings.append((max(0.0, seconds - self.draft.value) / max(1, tokens), tokens))
+            self.made = None
 
     @property
-    def reading(self) -> float:
-        """For each token beside the call's own: the median by tokens, since of a call with few of
-        them it is mostly noise."""
+    def lacking(self) -> int | None:
+        if self.count >= 4 * TIMED:
+            return None
+        plain = 0 in self.rest and self.rest[0].known
+        return 0 if not plain else None if self.draft.known else 1
+
+    def costs(self, max_gamma: int) -> RoundCosts:
+        if self.made is None:
+            known = {g: rest for g, rest in self.rest.items() if rest.known} or self.rest
+            least, rest = float("inf"), {}
+            for gamma in sorted(known, reverse=True):
+                rest[gamma] = least = min(least, known[gamma].value)
+            # A draft that was never timed is tried only after a pause.
+            draft = self.draft.value if self.draft.known else min(rest.values())
+            self.made = RoundCosts.of(draft, rest, max_gamma, self._reading())
+        return self.made
+
+    def _reading(self) -> float:
+        """The median by tokens."""
         half = sum(tokens for _, tokens in self.readings) / 2
         for each, tokens in sorted(self.readings):
             half -= tokens
             if half <= 0:
                 return each
         return 0.0
-
-    def rests(self, max_gamma: int) -> list[float]:
-        """By gamma, seen or not; see `Costs`."""
-        seen = sorted(g for g, rest in self.rest.items() if rest.known) or sorted(self.rest)
-        values = [0.0] * (max_gamma + 1)
-        low, high = seen[0], seen[-1]
-        values[high] = last = self.rest[high].value
-        for left, right in zip(seen[-2::-1], seen[:0:-1], strict=True):
-            values[left] = min(values[right], self.rest[left].value)
-            slope = (values[right] - values[left]) / (right - left)
-            for g in range(left + 1, right):
-                values[g] = values[left] + slope * (g - left)
-        first = values[low]
-        slope = (last - first) / max(1, high - low)
-        for g in range(low):
-            values[g] = max(first - slope * (low - g), first * (g + 1) / (low + 1))
-        for g in range(high + 1, max_gamma + 1):
-            values[g] = min(last + slope * (g - high), last * (g + 1) / (high + 1))
-        return values

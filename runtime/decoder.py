@@ -1,22 +1,31 @@
-"""The round: draft, verify, accept or correct or extend, commit.
+"""Requests in slots: admitted, advanced round by round, released.
 
-Algorithm 1 of Leviathan et al. 2023 on cache slots. This module knows nothing of tokenizers, files
-or backends: it takes what runs a round (`rounds.Rounds`) and token ids, and owns the texts.
+This module knows nothing of tokenizers, files or backends: it takes what runs a round
+(`sequence.Rounds`) and token ids, and owns the texts. What a round is: `round.speculate`.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import get_args
 
 import numpy as np
 
 from .backends.engine import Engine, Logits
+from .checks import Limits, check_ids, check_request
 from .costs import Costs
-from .files.errors import OutriderError
-from .round import RoundResult, Rounds, SlotPlan, SlotResult
-from .sequence import LOOKUPS, MODELS, TABLES, ActiveSequence, DraftKind, Origin, Request, Token
+from .drafts.registry import KINDS
+from .sequence import (
+    ActiveSequence,
+    Origin,
+    Request,
+    RoundResult,
+    Rounds,
+    SlotPlan,
+    SlotResult,
+    Token,
+)
 
 
 class Decoder:
@@ -41,9 +50,7 @@ class Decoder:
         self.vocab_size, self.max_len, self.max_gamma = vocab_size, max_len, max_gamma
         self.draft_max_len = max_len if draft_max_len is None else draft_max_len
         # What policies choose by; a lookup costs other than a model.
-        self.costs: dict[DraftKind, Costs] = {
-            kind: Costs(max_gamma) for kind in get_args(DraftKind)
-        }
+        self.costs: dict[str, Costs] = defaultdict(lambda: Costs(max_gamma))
 
     @property
     def target(self) -> Engine:
@@ -57,95 +64,29 @@ class Decoder:
 
     def check(self, request: Request) -> None:
         """Refuse what cannot be run, before a slot is taken. Raises "prompt" or "option"."""
-        length = len(request.prompt)
-        if length == 0:
-            raise OutriderError("prompt", "the prompt is empty", "Give it at least one token.")
-        if length >= self.max_len:
-            raise OutriderError(
-                "prompt",
-                f"the prompt has {length:,} tokens and the bundle's context {self.max_len:,}",
-                f"Shorten it, or build the bundle with MAX_LEN={length + request.max_new_tokens}.",
-            )
-        self.check_ids(request.prompt)
-        if request.max_new_tokens < 1 or not 0 <= request.min_new_tokens <= request.max_new_tokens:
-            raise OutriderError(
-                "option",
-                f"min_new_tokens={request.min_new_tokens}, "
-                f"max_new_tokens={request.max_new_tokens} contradict each other",
-                "Choose 0 <= min_new_tokens <= max_new_tokens, with max_new_tokens at least 1.",
-            )
-        self._check_draft(request)
-        if not 0 <= request.gamma <= self.max_gamma:
-            raise OutriderError(
-                "option",
-                f"gamma={request.gamma} is over the {self.max_gamma} that the bundle was built for"
-                if request.gamma > 0
-                else f"gamma={request.gamma} is negative",
-                f"Choose gamma from 0 to {self.max_gamma}, or build with MAX_GAMMA.",
-            )
-        width = self.vocab_size
-        if request.logprobs is not None and not 0 <= request.logprobs <= width:
-            raise OutriderError(
-                "option",
-                f"logprobs={request.logprobs} is out of range",
-                f"Choose from 0 to {width}, the number of tokens that there are.",
-            )
-
-    def _check_draft(self, request: Request) -> None:
-        """Whether who is to propose is here, and can what is asked of it."""
-        kind, tempered = request.draft, request.draft_temperature is not None
-        stops = request.draft_threshold > 0
-        if request.gamma and kind not in self.rounds.kinds:
-            raise _absent(
-                kind, request.gamma, self.draft is not None, self.rounds.supports_draft_options
-            )
-        rules: list[tuple[object, str, str]] = [
-            (kind in LOOKUPS and request.params.verify == "sigmoid",
-             "verify=sigmoid needs the draft's logits, and a lookup has none",
-             "Use verify=token, or the draft model."),
-            ((tempered or stops) and not self.rounds.supports_draft_options,
-             "draft_temperature and draft_threshold are for the CPU in this version",
-             "Leave them out."),
-            (tempered and request.params.temperature == 0,
-             "draft_temperature has no effect at temperature=0",
-             "Leave it out, or sample with temperature above 0."),
-            (tempered and not 1e-3 <= (request.draft_temperature or 0) <= 1e3,
-             f"draft_temperature={request.draft_temperature} is out of range",
-             "It must be from 0.001 to 1000."),
-            (not 0 <= request.draft_threshold < 1,
-             f"draft_threshold={request.draft_threshold} is out of range",
-             "It must be 0 (off) or a probability below 1."),
-            ((tempered or stops) and kind in LOOKUPS,
-             f"draft={kind} has no probabilities for a temperature or threshold",
-             "Leave them out, or use the draft model."),
-            (stops and kind == "chain", "draft=chain always drafts gamma tokens",
-             "Leave draft_threshold out, or use draft=model."),
-            (stops and request.policy is not None,
-             "draft_threshold and a gamma that is chosen for each round are two ways to stop early",
-             "Use one of them."),
-        ]  # fmt: skip
-        for broken, cause, remedy in rules:
-            if broken and request.gamma:
-                raise OutriderError("option", cause, remedy)
+        check_request(
+            request,
+            Limits(
+                self.vocab_size, self.target.vocab_size, self.max_len, self.max_gamma,
+                self.rounds.kinds, self.draft is not None, self.rounds.supports_draft_options,
+            ),
+        )  # fmt: skip
 
     def check_ids(self, prompt: Sequence[int]) -> None:
         """Refuse ids that the target has no embedding for. Raises "prompt"."""
-        width = self.target.vocab_size
-        odd = next((token for token in prompt if not 0 <= token < width), None)
-        if odd is not None:
-            raise OutriderError(
-                "prompt",
-                f"the prompt has the token id {odd}, and the model only 0 to {width - 1}",
-                "Leave that token out of the prompt or the chat template.",
-            )
+        check_ids(prompt, self.target.vocab_size)
 
     def admit(self, request: Request) -> ActiveSequence:
         """Take a slot, prefill the target, emit the first token (it comes from p alone)."""
         self.check(request)
-        sequence = ActiveSequence(request, self.slots.acquire())
+        sequence = ActiveSequence(request, self.slots.acquire(request.prompt))
         try:
             sequence.slot.tokens.extend(request.prompt)
-            self._settle(sequence, self.rounds.start(sequence))
+            sequence.stats.reused_tokens = sequence.slot.target_len
+            first = self.rounds.start(sequence)
+            self._settle(sequence, first)
+            if sequence.error is not None:
+                raise sequence.error
             stats = sequence.stats
             stats.ttft = stats.elapsed = time.perf_counter() - sequence.started
         except BaseException:
@@ -154,7 +95,7 @@ class Decoder:
         return sequence
 
     def release(self, sequence: ActiveSequence) -> None:
-        """Give the slot back; its rows become garbage for the next owner to overwrite."""
+        """Give the slot back. Its rows stay, for a text that begins like this one."""
         try:
             self.rounds.forget(sequence)
         finally:
@@ -163,31 +104,35 @@ class Decoder:
     # The round
 
     def round(self, batch: Collection[ActiveSequence]) -> dict[ActiveSequence, list[Token]]:
-        """One round for all given unfinished sequences; the new tokens of each."""
+        """One round for all given unfinished sequences; the new tokens of each.
+
+        A sequence whose logits are broken gets none: it ends with `finish_reason` "error" and its
+        `error`, and is to be released. The others do not notice.
+        """
         begin = time.perf_counter()
-        turns = [
+        plans = [
             SlotPlan(
                 sequence, self._gamma(sequence, batch), self._limit(sequence), self._left(sequence)
             )
             for sequence in batch
         ]
         chosen = time.perf_counter()
-        behind = [self._behind(turn) for turn in turns]
-        outcome = self.rounds.run(turns)
+        behind = sum(plan.sequence.slot.draft_lacks for plan in plans if self._reads_model(plan))
+        result = self.rounds.run(plans)
         after = time.perf_counter()
         emitted = {
             sequence: self._settle(sequence, part)
-            for sequence, part in zip(batch, outcome.parts, strict=True)
+            for sequence, part in zip(batch, result.parts, strict=True)
         }
         end = time.perf_counter()
-        self._observe(outcome, turns, sum(behind), end - chosen)
+        self._observe(result, plans, behind, end - chosen)
         for sequence in batch:
             stats = sequence.stats
-            stats.time_verify += outcome.time_verify
-            stats.time_sample += outcome.time_sample + (end - after)
-            stats.time_draft += outcome.time_draft
-            stats.time_draft_prefill += outcome.time_draft_prefill
-            stats.time_rounds += end - begin - outcome.time_draft_prefill
+            stats.time_verify += result.time_verify
+            stats.time_sample += result.time_sample + (end - after)
+            stats.time_draft += result.time_draft
+            stats.time_draft_prefill += result.time_draft_prefill
+            stats.time_rounds += end - begin - result.time_draft_prefill
             # Not wall time since the start: a slow reader of a stream is not a slow decoder.
             stats.elapsed += end - begin
         return emitted
@@ -196,27 +141,29 @@ class Decoder:
         policy = sequence.request.policy
         return sequence.request.gamma if policy is None else policy.next(len(batch))
 
-    def _behind(self, turn: SlotPlan) -> int:
-        """How many tokens the draft has to read before it drafts: of the prompt, or of rounds that
-        went without it."""
-        slot = turn.sequence.slot
-        drafts = min(turn.gamma, turn.limit) and turn.sequence.request.draft in MODELS
-        return max(0, len(slot.tokens) - 2 - slot.draft_len) if drafts else 0
+    def _reads_model(self, plan: SlotPlan) -> bool:
+        kind = KINDS[plan.sequence.request.draft]
+        return kind.reads_model and min(plan.gamma, plan.limit) > 0
 
     def _observe(
-        self, outcome: RoundResult, turns: Sequence[SlotPlan], behind: int, seconds: float
+        self, result: RoundResult, plans: Sequence[SlotPlan], behind: int, seconds: float
     ) -> None:
-        """Tell what a round cost to those that choose by it. seconds: all of it but the choosing,
-        which comes before some rounds only: a gamma that is seldom tried would look dear."""
-        kinds = {turn.sequence.request.draft for turn in turns}
-        if not any(turn.sequence.request.policy for turn in turns) or len(kinds) > 1:
+        """Tell what a round cost to those that choose by it.
+
+        behind: tokens that the draft had to read first. seconds: all of the round but the choosing,
+        which comes before some rounds only: a gamma that is seldom tried would look dear.
+        """
+        kinds = {plan.sequence.request.draft for plan in plans}
+        if not any(plan.sequence.request.policy for plan in plans) or len(kinds) > 1:
             return  # of a round with both, neither's cost is known
-        costs, caught_up = self.costs[kinds.pop()], outcome.time_draft_prefill
-        steps = max(len(part.drafts) for part in outcome.parts)
-        rest = seconds - outcome.time_draft - caught_up
-        costs.observe(len(turns), steps, outcome.time_draft, rest)
+        if any(part.error for part in result.parts):
+            return  # it was several rounds
+        costs, caught_up = self.costs[kinds.pop()], result.time_draft_prefill
+        steps = max(len(part.drafts) for part in result.parts)
+        rest = seconds - result.time_draft - caught_up
+        costs.observe(len(plans), steps, result.time_draft, rest)
         if caught_up and behind:
-            costs.caught_up(len(turns), behind, caught_up)
+            costs.caught_up(len(plans), behind, caught_up)
 
     def _left(self, sequence: ActiveSequence) -> int:
         """How many tokens the text can still have."""
@@ -227,7 +174,7 @@ class Decoder:
 
     def _limit(self, sequence: ActiveSequence) -> int:
         """How many tokens to draft at most: what can still become text and fits the contexts."""
-        if sequence.request.draft not in MODELS:
+        if not KINDS[sequence.request.draft].reads_model:
             return max(0, self._left(sequence) - 1)
         if self.draft is None:
             return 0
@@ -235,6 +182,9 @@ class Decoder:
 
     def _settle(self, sequence: ActiveSequence, part: SlotResult) -> list[Token]:
         """Commit what becomes text of a round."""
+        if part.error is not None:
+            sequence.error, sequence.finish_reason = part.error, "error"
+            return []
         drafts, verdict = part.drafts, part.verdict
         gamma = len(drafts)
         ids = [*drafts[: verdict.accepted], verdict.token]
@@ -252,7 +202,7 @@ class Decoder:
             if sequence.finish_reason is not None:
                 break
         slot = sequence.slot
-        slot.commit(ids, gamma if sequence.request.draft in MODELS else 0)
+        slot.commit(ids, gamma if KINDS[sequence.request.draft].reads_model else 0)
         slot.roll_back(len(slot.tokens) - (len(ids) - len(emitted)))
         stats = sequence.stats
         stats.output_tokens = len(sequence.output)
@@ -290,25 +240,3 @@ class Decoder:
         best = np.argsort(-logprobs, kind="stable")[: request.logprobs]
         alternatives = tuple((int(i), float(logprobs[i])) for i in best)
         return Token(token, origin, float(logprobs[token]), alternatives)
-
-
-def _absent(kind: DraftKind, gamma: int, drafts: bool, on_host: bool) -> OutriderError:
-    """Why this kind of draft is not there, and how to get it. drafts: whether a model is."""
-    if kind in MODELS and not drafts:
-        return OutriderError(
-            "option",
-            f"gamma={gamma} needs a draft, and the bundle has none",
-            ('Use gamma=0, or draft="ngram"' if on_host else "Use gamma=0")
-            + ", or build the bundle with DRAFT=<draft>.",
-        )
-    if kind in TABLES and on_host:
-        return OutriderError(
-            "option",
-            f"draft={kind} needs a table, and none was given",
-            "Load the bundle with one (python -m export.ngram writes it), or use draft=ngram.",
-        )
-    return OutriderError(
-        "option",
-        f"draft={kind} is for the CPU in this version",
-        "Use gamma=0, or a bundle that was built with DRAFT=<draft>.",
-    )

@@ -11,18 +11,14 @@ plain steps (one token of the target alone, sampling and host included) from the
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Protocol
 
-from .costs import PRIOR, WEIGHT, Costs, Openings
+from .costs import PRIOR, WEIGHT, Costs, EarlierTexts, RoundCosts
 
-OPENING = 32  # tokens of each text that are told to later ones
 KEEP = 0.96  # what was seen counts that much less with every round
-SHRINK = 16.0  # tokens for which the common acceptance counts at each position
-SWITCH = 1.03  # another gamma must promise to be that much faster; 0 must only be faster
-HOLD = 4  # rounds that a choice is for, while drafts gain
-PROBE_LOSS = 0.01  # of the time, by estimate, goes to rounds of another gamma while drafts pay
-PROBE_EVERY = 8  # rounds at least
+STAY = 8  # rounds that a choice is for
+PROBE_EVERY = 32  # rounds with drafts
 PAUSE, LONGEST_PAUSE = 16, 1024  # rounds without drafts before they are tried again
 ALLOWANCE, RATE = 3.0, 0.03  # plain steps, and of every token: what a text may lose
 
@@ -98,30 +94,59 @@ class Transformers:
             self.gamma = max(1, self.gamma)
 
 
+class Acceptance:
+    """Of one text: which draft tokens were accepted, by their position in a round, fading.
+
+    prior: the acceptance that it begins with.
+    """
+
+    def __init__(self, max_gamma: int, prior: float):
+        # Tokens examined and accepted: of all positions, and of each.
+        self.seen, self.kept = WEIGHT, prior * WEIGHT
+        self.seen_at, self.kept_at = [0.0] * max_gamma, [0.0] * max_gamma
+
+    def add(self, examined: int, accepted: int) -> None:
+        self.seen = KEEP * self.seen + examined
+        self.kept = KEEP * self.kept + accepted
+        for i in range(examined):
+            self.seen_at[i] = KEEP * self.seen_at[i] + 1
+            self.kept_at[i] = KEEP * self.kept_at[i] + (i < accepted)
+
+    def tokens(self) -> list[float]:
+        """Of a round, by gamma: equation (1) with an acceptance for each position that was reached,
+        which few sightings leave near the common one."""
+        common, reached, tokens = self.kept / self.seen, 1.0, [1.0]
+        for seen, kept in zip(self.seen_at, self.kept_at, strict=True):
+            reached *= (kept + WEIGHT * common) / (seen + WEIGHT)
+            tokens.append(tokens[-1] + reached)
+        return tokens
+
+    def forget(self) -> None:
+        """One token of what was seen stays, and one of hope."""
+        self.kept, self.seen = self.kept / max(1.0, self.seen) + PRIOR, min(1.0, self.seen) + 1
+        self.kept_at = [k / max(1.0, s) for k, s in zip(self.kept_at, self.seen_at, strict=True)]
+        self.seen_at = [min(1.0, s) for s in self.seen_at]
+
+
 class Measured:
     """The fastest gamma by measured costs and acceptance; with `named`, what that says or 0.
 
     Theorem 3.8 of Leviathan et al. 2023 with what a round really costs in place of gamma c + 1,
-    and acceptance by position in place of alpha. A text begins with the acceptance that earlier
-    ones with its settings began with: where that says so, without drafts.
+    and acceptance by position in place of alpha. A text begins with the acceptance of earlier ones
+    with its settings: where that says so, without drafts. A choice is for 8 rounds.
 
-    Two bounds. While drafts pay, a round of another gamma comes so seldom that 1 % of the time is
-    lost by it, by estimate: 0, and in turn with it the most promising one that was never timed, or
-    twice as deep a one. And of every text, whatever the draft does: a round with drafts is run only
-    where the text's loss against plain decoding, should the round accept none, stays within 3 plain
-    steps + 3 % of its tokens: 4.2 % of 256 tokens. Losses are counted at measured costs; beyond
-    them are three rounds of a decoder, which after three plain ones draft one token each to have
-    any, the draft's reading of the prompt, and what a round takes longer whose caches are cold. The
-    reading of what rounds without drafts have added is a loss too: where it costs more than 3 % of
-    a plain step a token, a draft that was left behind is tried again only out of earlier gains.
+    What a text may lose is bounded, whatever the draft does: a round with drafts is run only where
+    the text's loss against plain decoding, should the round accept none, stays within 3 plain steps
+    + 3 % of its tokens: 4.2 % of 256 tokens. Losses are counted at measured costs; beyond them are
+    four rounds of a batch size, to have any costs, the draft's reading of the prompt, and what a
+    round takes longer whose caches are cold. The reading of what rounds without drafts have added
+    is a loss too: where it costs more than 3 % of a plain step a token, a draft that was left
+    behind is tried again only out of earlier gains.
 
     16 rounds after drafts were given up, what was seen is nearly forgotten and they are tried
-    again, with one token if need be; each time that they lose, after twice as many rounds, up to
-    1,024. A text that begins without drafts tries them after 32.
-
-    A plain step may be as short as a millisecond, and choosing takes some of that. So nothing is
-    worked out until drafts are tried again; and once they have gained, a choice is for 4 rounds,
-    where the second bound leaves room for four that accept nothing.
+    again, with one token; each time that they lose, after twice as many rounds, up to 1,024. While
+    they pay, one round in 32 drafts twice as many tokens: nothing else would tell of a draft whose
+    later tokens are better than its first.
     """
 
     def __init__(
@@ -132,54 +157,50 @@ class Measured:
         settings: Hashable = None,
     ):
         self.costs, self.max_gamma, self.named = costs, max_gamma, named
-        self.current = named.next(1) if named else 1
         self.settings = settings
-        self.openings: Openings | None = None  # until the first round: a text may never run
-        # Tokens examined and accepted, fading: of all positions, and of each.
-        self.seen, self.kept = WEIGHT, PRIOR * WEIGHT
-        self.seen_at, self.kept_at = [0.0] * max_gamma, [0.0] * max_gamma
-        self.opening = OPENING  # tokens still to be told to later texts
-        self.tokens, self.lost = 0, 0.0  # of the text; against plain decoding, negative is a gain
-        self.lost_before = 0.0  # when drafts were last resumed
-        # Rounds with drafts since the last choice: as `observe` was told, and how much was read.
+        # Both from the first round on: a text may never run.
+        self.acceptance: Acceptance | None = None
+        self.earlier: EarlierTexts | None = None
+        # What was chosen, for which batch, and how many more rounds it is for.
+        self.gamma, self.batch, self.left = 1, 0, 0
+        # Rounds with drafts since then: as `observe` was told, and how many tokens were read.
         self.unsettled: list[tuple[int, int, int, int]] = []
         self.behind = 0  # tokens that the draft has not read
-        self.since, self.pause = 0, PAUSE // 2  # doubled when drafts lose
-        self.gaining = False  # the last trial did
-        self.deeper = False  # the next probe
-        self.batch, self.held = 0, 0  # of the last choice; rounds that it is still for
+        self.tokens, self.lost = 0, 0.0  # of the text; against plain decoding, negative is a gain
+        self.lost_before = 0.0  # when drafts were last resumed
+        self.pause = PAUSE
+        self.since = 0  # rounds since the last probe
 
     def next(self, batch: int) -> int:
-        # What a trial gave is looked at at once.
-        if self.held and batch == self.batch and (self.current or not self.unsettled):
-            self.held -= 1
-            return self.named.next(batch) if self.named and self.current else self.current
-        if self.openings is None:
-            self.openings = self.costs.openings(self.settings)
-            self.openings.began()
-            self.kept = self.openings.prior * self.seen
-        if (lacking := self.costs.lacking) is not None:
+        if self.left and (batch == self.batch or self.gamma == 0):
+            self.left -= 1
+            return self.named.next(batch) if self.named and self.gamma else self.gamma
+        if self.acceptance is None or self.earlier is None:
+            self.earlier = self.costs.earlier(self.settings)
+            self.earlier.began()
+            self.acceptance = Acceptance(self.max_gamma, self.earlier.acceptance)
+        if (lacking := self.costs.lacking(batch)) is not None:
             return lacking
-        self.since -= self.held  # the rounds that were not held after all
-        self.batch, self.held = batch, 0
-        cost = self.costs.rounds(batch)
-        for told in self.unsettled:
-            self._settle(cost, *told)
+        self.batch, self.left = batch, 0
+        costs = self.costs.rounds(batch)
+        for gamma, examined, accepted, behind in self.unsettled:
+            tokens = accepted + 1
+            self.tokens += tokens
+            self.lost += costs.round(gamma) + costs.catching_up(behind) - tokens
+            examined = min(examined, tokens)  # a rule for whole blocks looks beyond a rejection
+            self.earlier.add(examined, min(accepted, examined))
+            self.acceptance.add(examined, min(accepted, examined))
         self.unsettled.clear()
-        named = None if self.named is None else self.named.next(batch)
-        if named is not None and self.current:
-            self.current = named
-        gamma = self._choose(cost, range(len(cost)) if named is None else (0, named))
+        gamma = self._choose(costs, self.acceptance)
         if gamma == 0:
-            self._hold(0 if self.current else self.pause - self.since)
             return 0
-        risk = cost[gamma] - 1 + self.costs.reading(batch, self.behind)
         spare = ALLOWANCE + RATE * self.tokens - self.lost
-        if self.current and self.lost < self.lost_before:
-            later = max(cost) if self.named else cost[self.current]
-            if risk + (HOLD - 1) * (later - 1) <= spare:
-                self._hold(HOLD - 1)
-        return gamma if risk <= spare else 0
+        spare -= costs.round(gamma) - 1 + costs.catching_up(self.behind)
+        # As many more as may all accept nothing.
+        later = costs.round(self.max_gamma if self.named else gamma) - 1
+        self.left = min(self.left, max(0, int(spare / max(later, 1e-9))))
+        self.since += self.left
+        return gamma if spare >= 0 else 0
 
     def observe(self, gamma: int, examined: int, accepted: int, all_accepted: bool) -> None:
         if gamma == 0:  # a plain step loses nothing
@@ -191,86 +212,24 @@ class Measured:
         if self.named:
             self.named.observe(gamma, examined, accepted, all_accepted)
 
-    def _hold(self, rounds: int) -> None:
-        """Go on with the current gamma."""
-        self.held = rounds
-        self.since += rounds
-
-    def _settle(
-        self, cost: list[float], gamma: int, examined: int, accepted: int, behind: int
-    ) -> None:
-        """A round with drafts, after which nothing was chosen yet."""
-        tokens = accepted + 1
-        self.tokens += tokens
-        self.lost += cost[gamma] + self.costs.reading(self.batch, behind) - tokens
-        if self.current == 0:  # a trial: at once again if it gained
-            self.gaining = tokens > cost[gamma]
-            self.pause = self.pause if self.gaining else min(2 * self.pause, LONGEST_PAUSE)
-            self.since = self.pause if self.gaining else 0
-        examined = min(examined, tokens)  # a rule for whole blocks looks beyond a rejection
-        accepted = min(accepted, examined)
-        if self.opening > 0:
-            assert self.openings is not None, "a round was chosen"
-            self.opening -= examined
-            self.openings.add(examined, accepted)
-        self.seen = KEEP * self.seen + examined
-        self.kept = KEEP * self.kept + accepted
-        for i in range(examined):
-            self.seen_at[i] = KEEP * self.seen_at[i] + 1
-            self.kept_at[i] = KEEP * self.kept_at[i] + (i < accepted)
-
-    def _choose(self, cost: list[float], choices: Sequence[int]) -> int:
-        trial = self.current == 0 and self.since >= self.pause
-        if trial and not self.gaining:
-            self._forget()
+    def _choose(self, costs: RoundCosts, acceptance: Acceptance) -> int:
+        """gamma of the next round; `gamma` of the `left` ones after it."""
+        if self.gamma == 0:  # the pause is over
+            acceptance.forget()
+            self.gamma, self.lost_before = 1, self.lost
+            return 1
+        speed = [t / costs.round(gamma) for gamma, t in enumerate(acceptance.tokens())]
+        choices = range(len(speed)) if self.named is None else (0, self.named.next(self.batch))
+        self.gamma = max(choices, key=speed.__getitem__)
+        if self.gamma == 0:
+            gained = self.lost < self.lost_before
+            self.pause = PAUSE if gained else min(2 * self.pause, LONGEST_PAUSE)
+            self.left = self.pause - 1
+            return 0
         self.since += 1
-        tokens = self._expected()
-        speed = [t / c for t, c in zip(tokens, cost, strict=True)]
-        best = max(choices, key=speed.__getitem__)
-        if speed[best] > speed[self.current] * (SWITCH if best else 1):
-            self._switch(best)
-        if self.current == 0:
-            self.since = 0 if trial else self.since
-            return int(trial)
-        other = 0
-        if self.deeper and self.named is None:
-            deep = min(2 * self.current + 1, self.max_gamma)
-            other = max(self.costs.unseen(self.batch), key=speed.__getitem__, default=deep)
-            other = 0 if other == self.current else other
-        loss = cost[other] - tokens[other] / speed[self.current]
-        if not other:
-            loss += self.costs.reading(self.batch, 1)
-        if self.since < max(PROBE_EVERY, loss / (PROBE_LOSS * cost[self.current])):
-            return self.current
-        self.since, self.deeper = 0, not self.deeper
-        return other
-
-    def _switch(self, gamma: int) -> None:
-        if gamma == 0:
-            if self.opening == OPENING:  # nothing was drafted: it is earlier texts that say so
-                self.pause = 2 * PAUSE
-            elif self.lost <= self.lost_before:
-                self.pause = PAUSE
-            else:
-                self.pause = min(2 * self.pause, LONGEST_PAUSE)
+        deeper = min(2 * self.gamma + 1, self.max_gamma)
+        if self.named is None and deeper > self.gamma and self.since >= PROBE_EVERY:
             self.since = 0
-        elif self.current == 0:
-            self.lost_before = self.lost
-            self.since = 0
-        self.gaining = False
-        self.current = gamma
-
-    def _expected(self) -> list[float]:
-        """Tokens of a round, by gamma: equation (1) with an acceptance for each position that was
-        reached, which few sightings leave near the common one."""
-        alpha, reached, tokens = self.kept / self.seen, 1.0, [1.0]
-        for seen, kept in zip(self.seen_at, self.kept_at, strict=True):
-            reached *= (kept + SHRINK * alpha) / (seen + SHRINK)
-            tokens.append(tokens[-1] + reached)
-        return tokens
-
-    def _forget(self) -> None:
-        """One token of what was seen stays, and one of hope."""
-        self.kept, self.seen = self.kept / max(1.0, self.seen) + PRIOR, min(1.0, self.seen) + 1
-        self.kept_at = [k / max(1.0, s) for k, s in zip(self.kept_at, self.seen_at, strict=True)]
-        self.seen_at = [min(1.0, s) for s in self.seen_at]
+            return deeper
+        self.left = STAY - 1
+        return self.gamma

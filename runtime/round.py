@@ -1,106 +1,66 @@
-"""A round as the decoder asks for it, and the one that the host drives, call by call.
+"""Algorithm 1 of Leviathan et al. 2023, as the host drives it.
 
-`device_rounds.DeviceRounds` is the one that a GPU runs by itself. Both give the same tokens.
+`gpu.rounds.DeviceRounds` is what a GPU runs by itself. Both give the same tokens.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from .backends.engine import Engine, Logits
-from .drafts.calls import idle_positions, place, prefill, span
+from .backends.engine import Engine
+from .calls import idle_positions, prefill, slot_sampling, span
+from .drafts.draft import Sources
 from .drafts.host import HostDraft
 from .drafts.lookup import Corpus
 from .drafts.tables import Tables
-from .sampling.rules import Verdict
+from .files.errors import OutriderError
 from .sampling.sampler import Sampler
-from .sequence import ActiveSequence, DraftKind
+from .sequence import ActiveSequence, RoundResult, SlotPlan, SlotResult
 from .slots import SlotTable
+from .stats import Stopwatch
 
 
-@dataclass(frozen=True, slots=True)
-class SlotPlan:
-    """One sequence's part of a round.
+def speculate(
+    plans: Sequence[SlotPlan], draft: HostDraft, target: Engine, sampler: Sampler, slots: SlotTable
+) -> list[SlotResult]:
+    """Algorithm 1 of Leviathan et al. 2023 for several sequences, each in its slot with its own
+    gamma, up to the commit (`Slot.commit`), which is the decoder's.
 
-    gamma: draft tokens that are wanted. limit: how many can still become text or fit a context.
-    left: tokens that the text can still have.
+    Raises OutriderError("numeric") for a broken row. Nothing is changed then that a second attempt
+    would not repeat: random numbers go by the position in the text.
     """
+    gammas = {plan.sequence: min(plan.gamma, plan.limit) for plan in plans}
+    # Sample x1..x(gamma) from the draft, with their distributions q.
+    for sequence in draft.lacking(gammas):
+        draft.read(sequence)
+    drafted = draft.propose(gammas)
 
-    sequence: ActiveSequence
-    gamma: int
-    limit: int
-    left: int
+    # Run the target once: p1..p(gamma+1) after the text, after x1, ... after x(gamma).
+    first, last = span(gammas)
+    width = max(gammas.values()) + 1
+    ids = np.zeros((last - first, width), np.int64)
+    position = idle_positions(slots, target, first, last, "target_len", width)
+    for sequence, drafts in drafted.tokens.items():
+        row = sequence.slot.index - first
+        ids[row, : len(drafts) + 1] = [sequence.slot.pending, *drafts]
+        position[row] = sequence.slot.target_len
+    logits = target.forward(ids, position, np.arange(width), first_slot=first)
 
-
-@dataclass(frozen=True, slots=True)
-class SlotResult:
-    """What a round made of one sequence. rows: the target's raw logits [K, V], K > len(drafts);
-    valid until the next round."""
-
-    drafts: list[int]
-    verdict: Verdict
-    rows: Callable[[], Logits]
-
-
-@dataclass(slots=True)
-class RoundResult:
-    """One part for each turn, and seconds: in the draft's steps, in rows that it lacked before
-    them, in the target, in draws and verification. A GPU's draws count as drafting, and its
-    verification as the target's."""
-
-    parts: list[SlotResult] = field(default_factory=list)
-    time_draft: float = 0.0
-    time_draft_prefill: float = 0.0
-    time_verify: float = 0.0
-    time_sample: float = 0.0
-
-
-class Rounds(Protocol):
-    """Two engines, their slots, and the sampling between them; one thread at a time."""
-
-    @property
-    def target(self) -> Engine: ...
-
-    @property
-    def draft(self) -> Engine | None: ...
-
-    @property
-    def slots(self) -> SlotTable: ...
-
-    @property
-    def kinds(self) -> frozenset[DraftKind]:
-        """Who can propose here."""
-        ...
-
-    @property
-    def supports_draft_options(self) -> bool:
-        """Whether a draft can have a temperature of its own, and stop where it is unsure."""
-        ...
-
-    def start(self, sequence: ActiveSequence) -> SlotResult:
-        """Prefill the target with the prompt and draw the first token. Raises "numeric"."""
-        ...
-
-    def run(self, turns: Sequence[SlotPlan]) -> RoundResult:
-        """One round: draft, verify, accept or correct or extend. Nothing is committed to the slots,
-        but `draft_len` where the draft was given rows that it lacked. One that was launched ahead
-        keeps the gamma of its launch. Raises "numeric"; of a sequence that took part nothing can be
-        said then, and it must be released."""
-        ...
-
-    def forget(self, sequence: ActiveSequence) -> None:
-        """The sequence leaves its slot."""
-        ...
+    # Accept each x with probability min(1, p/q); correct the first that is not, or extend.
+    verdicts = sampler.verify(logits, drafted.logits or None, first_slot=first)
+    return [
+        SlotResult(drafts, verdict, lambda row=sequence.slot.index - first: logits[row])  # type: ignore[misc]
+        for (sequence, drafts), verdict in zip(drafted.tokens.items(), verdicts, strict=True)
+    ]
 
 
 class HostRounds:
-    """See `Rounds`. sampler: for as many slots as the engines have. draft: who proposes; it says
-    what else may be given: `host_draft.HostDraft`."""
+    """See `Rounds`. sampler: for as many slots as the engines have. inner, tables, corpus: see
+    `drafts.draft.Sources`. reuse: take rows that a slot still holds for those of a new prompt."""
 
     supports_draft_options = True
 
@@ -112,56 +72,63 @@ class HostRounds:
         inner: Sampler | None = None,
         tables: Tables | None = None,
         corpus: Corpus | None = None,
+        *,
+        reuse: bool = True,
     ):
-        self.target, self.sampler = target, sampler
-        self.slots = SlotTable(target.slots)
-        self.proposer = HostDraft(draft, sampler, self.slots, inner, tables, corpus)
-        self.kinds = self.proposer.kinds
+        held = (target.held, draft.held if draft else None) if reuse else ()
+        self.target, self.draft, self.sampler = target, draft, sampler
+        self.slots = SlotTable(target.slots, *held)
+        self._clock = clock = Stopwatch()
+        width = min(sampler.vocab_size, draft.vocab_size) if draft else sampler.vocab_size
+        sources = Sources(width, self.slots, draft, inner, tables, corpus)
+        # The round and the drafts know of no clock: it is in what they call.
+        self._sampler = clock.around(
+            sampler, begin="host", give="host", draw="sample", verify="sample"
+        )
+        self._target = clock.around(target, forward="verify")
+        self.proposer = HostDraft(sources, self._sampler)
+        self._draft = clock.around(self.proposer, propose="draft", read="draft_prefill")
 
     @property
-    def draft(self) -> Engine | None:
-        return self.proposer.engine
+    def kinds(self) -> frozenset[str]:
+        return self.proposer.kinds
 
     def start(self, sequence: ActiveSequence) -> SlotResult:
         slot = sequence.slot
-        begin = time.perf_counter()
-        rows = prefill(self.target, slot.index, slot.tokens, 0)[None, None]
-        sequence.stats.time_prefill = time.perf_counter() - begin
-        self.sampler.begin([place(sequence, 0)])
-        (verdict,) = self.sampler.verify(rows, first_slot=slot.index)
+        self._clock.lap()
+        rows = prefill(self._target, slot.index, slot.tokens, slot.target_len)[None, None]
+        sequence.stats.time_prefill = self._clock.lap()["verify"]
+        self.sampler.begin([slot_sampling(sequence, 0)])
+        try:
+            (verdict,) = self.sampler.verify(rows, first_slot=slot.index)
+        except OutriderError as error:
+            return SlotResult.broken(error)
         return SlotResult([], verdict, lambda: rows[0])
+
+    def run(self, plans: Sequence[SlotPlan], /) -> RoundResult:
+        self._clock.lap()
+        parts = self._parts(plans)
+        times = self._clock.lap()
+        return RoundResult(
+            parts, times["draft"], times["draft_prefill"], times["verify"], times["sample"]
+        )
+
+    def _parts(self, plans: Sequence[SlotPlan]) -> list[SlotResult]:
+        """A round; where logits of one sequence are broken, each sequence by itself."""
+        try:
+            return speculate(plans, self._draft, self._target, self._sampler, self.slots)
+        except OutriderError as error:
+            if error.kind != "numeric":
+                raise
+            if len(plans) == 1:
+                return [SlotResult.broken(error)]
+        alone = (part for plan in plans for part in self._parts([plan]))
+        # Their logits share a buffer.
+        return [replace(part, rows=partial(np.asarray, part.rows().copy())) for part in alone]
 
     def forget(self, sequence: ActiveSequence) -> None:
         self.proposer.forget(sequence)
-
-    def run(self, turns: Sequence[SlotPlan]) -> RoundResult:
-        gammas = {turn.sequence: min(turn.gamma, turn.limit) for turn in turns}
-        drafted = self.proposer.propose(gammas)
-        begin = time.perf_counter()
-        first, logits = self._verify(gammas, drafted.tokens)
-        after_verify = time.perf_counter()
-        verdicts = self.sampler.verify(logits, drafted.logits or None, first_slot=first)
-        outcome = RoundResult()
-        for sequence, verdict in zip(gammas, verdicts, strict=True):
-            rows = logits[sequence.slot.index - first]
-            part = SlotResult(drafted.tokens[sequence], verdict, lambda rows=rows: rows)  # type: ignore[misc]
-            outcome.parts.append(part)
-        outcome.time_draft, outcome.time_draft_prefill = drafted.time_draft, drafted.time_prefill
-        outcome.time_verify = after_verify - begin
-        outcome.time_sample = drafted.time_sample + time.perf_counter() - after_verify
-        return outcome
-
-    def _verify(
-        self, gammas: dict[ActiveSequence, int], drafts: dict[ActiveSequence, list[int]]
-    ) -> tuple[int, Logits]:
-        """One target call over [pending, x1..x(gamma)]: logits [B, gamma+1, V] of slots first.."""
-        first, last = span(gammas)
-        width = max(gammas.values()) + 1
-        ids = np.zeros((last - first, width), np.int64)
-        position = idle_positions(self.slots, first, last, "target_len")
-        for sequence in gammas:
-            row = sequence.slot.index - first
-            feed = [sequence.slot.pending, *drafts[sequence]]
-            ids[row, : len(feed)] = feed
-            position[row] = sequence.slot.target_len
-        return first, self.target.forward(ids, position, np.arange(width), first_slot=first)
+        if sequence.error is not None:  # what broke its logits may lie in its rows
+            for engine in (self.target, self.draft):
+                if engine is not None:
+                    engine.clear(sequence.slot.index)

@@ -6,9 +6,10 @@ in the engines, so rolling back is making it smaller.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from .backends.engine import HeldRows
 from .files.errors import OutriderError
 
 
@@ -27,6 +28,12 @@ class Slot:
     @property
     def pending(self) -> int:
         return self.tokens[-1]
+
+    @property
+    def draft_lacks(self) -> int:
+        """How many tokens the draft has to read before it drafts: of the prompt, or of rounds that
+        went without it. The last two it feeds itself, in its first step."""
+        return max(0, len(self.tokens) - 2 - self.draft_len)
 
     def commit(self, tokens: Sequence[int], gamma: int) -> None:
         """Append the n accepted drafts and the token after them.
@@ -50,10 +57,15 @@ class Slot:
 
 
 class SlotTable:
-    """Hands out slots, lowest index first, so that the busy ones stay close together."""
+    """Hands out slots.
 
-    def __init__(self, count: int):
+    target, draft: what the rows of the two caches hold; without them nothing is used twice.
+    """
+
+    def __init__(self, count: int, target: HeldRows | None = None, draft: HeldRows | None = None):
         self._slots: list[Slot | None] = [None] * count
+        self._left = [Slot(index) for index in range(count)]  # as their last owners left them
+        self._target, self._draft = target, draft
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -62,21 +74,44 @@ class SlotTable:
     def free(self) -> int:
         return self._slots.count(None)
 
-    def acquire(self) -> Slot:
-        """An empty slot. Raises OutriderError("busy") when all are taken."""
-        for index, slot in enumerate(self._slots):
-            if slot is None:
-                self._slots[index] = slot = Slot(index)
-                return slot
-        raise OutriderError(
-            "busy",
-            f"all {len(self)} slots are in use",
-            "Wait for a request to finish, or load the bundle with more slots.",
-        )
+    def acquire(self, prompt: Sequence[int] = ()) -> Slot:
+        """A slot without text, whose lengths are those of the prompt's rows that it still holds.
+
+        The one in which the least is computed or lost: a text that goes on finds its rows again,
+        and another one does not cost it them while there is an empty slot. Of equal ones the
+        lowest, so that the busy ones stay close together.
+        Raises OutriderError("busy") when all are taken.
+        """
+        free = [index for index, slot in enumerate(self._slots) if slot is None]
+        if not free:
+            raise OutriderError(
+                "busy",
+                f"all {len(self)} slots are in use",
+                "Wait for a request to finish, or load the bundle with more slots.",
+            )
+        index, held = free[0], 0
+        if self._target is not None:
+            common = {index: self._target.common(index, prompt) for index in free}
+            index = min(free, key=lambda i: self._target.length(i) - 2 * common[i])  # type: ignore[union-attr]
+            held = common[index]
+        self._slots[index] = slot = Slot(index)
+        # The last token's logits are wanted, and a call of one token rounds otherwise than wider
+        # ones: so at least two are computed, here and of the draft where it lacks any.
+        slot.target_len = max(0, min(held, len(prompt) - 2))
+        if self._draft is not None:
+            drafted, need = self._draft.common(index, prompt), max(0, len(prompt) - 1)
+            slot.draft_len = need if drafted >= need else max(0, min(drafted, need - 2))
+        return slot
 
     def release(self, slot: Slot) -> None:
         if self._slots[slot.index] is slot:
-            self._slots[slot.index] = None
+            self._slots[slot.index], self._left[slot.index] = None, slot
+
+    def lengths(self, first: int, last: int, name: str) -> Iterable[int]:
+        """Of the slots first .. last - 1, how many rows are worth keeping: those of its text, or of
+        the text that it had. name: "target_len" or "draft_len"."""
+        for slot, left in zip(self._slots[first:last], self._left[first:last], strict=True):
+            yield getattr(slot or left, name)
 
     def __getitem__(self, index: int) -> Slot | None:
         return self._slots[index]

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeVar, cast
+
+T = TypeVar("T")
+Part = Literal["draft", "draft_prefill", "verify", "sample", "host"]
 
 
 @dataclass(slots=True)
 class Stats:
     """Counts and times of one request. Times are seconds here, milliseconds in `summary`.
 
+    A round that several sequences share counts in full for each: times are what this request waited
+    for, so those of requests that ran together add up to more than the wall time.
+
+    reused_tokens: of the prompt, those whose rows the target's cache still held.
     drafted: draft tokens that a verification saw. examined: those it looked at before the first
     rejection, that one included. accepted: those that became text.
     drafted_at[i], accepted_at[i]: the same for draft position i of a round.
     """
 
     prompt_tokens: int = 0
+    reused_tokens: int = 0
     output_tokens: int = 0
     rounds: int = 0
     undrafted: int = 0  # rounds without a draft token
@@ -96,6 +105,7 @@ class Stats:
 
         return {
             "prompt_tokens": self.prompt_tokens,
+            "reused_tokens": self.reused_tokens,
             "output_tokens": self.output_tokens,
             "rounds": self.rounds,
             "undrafted": self.undrafted,
@@ -116,3 +126,63 @@ class Stats:
             "time_sample": ms(self.time_sample),
             "time_host": ms(self.time_host),
         }
+
+
+class Stopwatch:
+    """Seconds of a round by what they were spent on, each second once.
+
+    What is called within another part's call counts as its own part alone. So drafting may draw
+    from the sampler, and neither of the two has to know of a clock.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[Part, float] = {}
+        self._part: Part = "host"
+        self._since = 0.0
+        self.lap()
+
+    def enter(self, part: Part) -> Part:
+        """From now on time is this part's. Returns whose it was."""
+        now, before = time.perf_counter(), self._part
+        self._seconds[before] += now - self._since
+        self._since, self._part = now, part
+        return before
+
+    def lap(self) -> dict[Part, float]:
+        """Seconds by part since the last lap."""
+        if self._seconds:
+            self.enter(self._part)
+        taken = self._seconds
+        self._seconds = {
+            "draft": 0.0,
+            "draft_prefill": 0.0,
+            "verify": 0.0,
+            "sample": 0.0,
+            "host": 0.0,
+        }
+        self._since = time.perf_counter()
+        return taken
+
+    def around(self, thing: T, **parts: Part) -> T:
+        """What stands for `thing` in a round: calls of the named methods count as a part."""
+        return cast(T, _Timed(thing, self, parts))
+
+
+class _Timed:
+    """See `Stopwatch.around`. A method is looked up at each call, so it may be replaced."""
+
+    def __init__(self, thing: Any, watch: Stopwatch, parts: dict[str, Part]):
+        self._thing = thing
+        for name, part in parts.items():
+
+            def call(*args: Any, name: str = name, part: Part = part, **options: Any) -> Any:
+                before = watch.enter(part)
+                try:
+                    return getattr(thing, name)(*args, **options)
+                finally:
+                    watch.enter(before)
+
+            setattr(self, name, call)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._thing, name)

@@ -4,26 +4,73 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported: no test may wait for a network
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny, and workers share the cores
 # A shell that runs the tests in the background has them ignore Ctrl-C, and the commands they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import rounds
-from checkpoints import Workshop
+from fake_cuda import FakeDriver
+from fake_device import FakeDeviceEngine, make_driver
+from fakes import FakeEngine, random_model
+
+from runtime.files.manifest import GraphFacts, Manifest
+from runtime.gpu import opening
+from runtime.gpu.launch import Device
+
+if TYPE_CHECKING:
+    from checkpoints import Workshop
 
 
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """One for all workers of a run: an export takes seconds."""
+    from checkpoints import Workshop  # torch and Transformers: seconds that most tests do not need
+
     base = tmp_path_factory.getbasetemp()
     parallel = "PYTEST_XDIST_WORKER" in os.environ
     return Workshop((base.parent if parallel else base) / "workshop")
 
 
+@pytest.fixture(scope="session")
+def llama_bundle(workshop: Workshop) -> Path:
+    """Of two small Llamas that disagree. Shared: not to be damaged."""
+    return workshop.bundle(workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7))
+
+
 @pytest.fixture
 def sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the decoders of rounds.py sample with: "numpy", or "kernel" where it is asked for."""
+    """What the decoders of rounds.py sample with: "numpy", or another where it is asked for."""
     monkeypatch.setattr(rounds, "SAMPLER", getattr(request, "param", "numpy"))
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    """A GPU's driver that runs the emulated kernels."""
+    return make_driver()
+
+
+@pytest.fixture
+def on_fake_gpu(driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """`load(..., device="cuda")` gets this GPU, and engines whose logits are fakes."""
+    image = tmp_path / "outrider_sm_90.cubin"
+    image.write_bytes(b"code")
+    monkeypatch.setattr(opening, "Device", lambda ordinal, **_: Device(ordinal, image, driver))
+
+    def open_engine(
+        manifest: Manifest, path: Path, role: str, facts: GraphFacts, device: Device, stream: int,
+        *, slots: int, widest: int, buffers: int,
+    ) -> FakeDeviceEngine:  # fmt: skip
+        model = FakeEngine(
+            random_model(3, facts.vocab_size, scale=4), vocab_size=facts.vocab_size, slots=slots,
+            capacity=facts.capacity, chunk=64,
+        )  # fmt: skip
+        return FakeDeviceEngine(device, driver, stream, model)
+
+    monkeypatch.setattr(opening, "open_engine", open_engine)
+    return driver

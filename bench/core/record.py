@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runtime.round import RoundResult, SlotPlan, SlotResult
-from runtime.sequence import ActiveSequence
+from runtime.sequence import ActiveSequence, RoundResult, SlotPlan, SlotResult
 from runtime.stats import Stats
 from runtime.text.engine import TextEngine
 

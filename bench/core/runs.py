@@ -18,7 +18,7 @@ import numpy as np
 from runtime.bundle import load
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
-from runtime.round import Rounds
+from runtime.sequence import Rounds
 from runtime.text.engine import TextEngine
 
 from .clock import DISTURBED, Clock, order, sample, undisturbed
@@ -51,6 +51,11 @@ class Run(TextRecord):
 
 
 Texts = Sequence[Mapping[Name, Run]]  # of each text, a run of every way
+
+
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the same text without drafts."""
+    return {"gamma": 0, "temperature": options["temperature"]}
 
 
 def load_pair(folder: str, threads: int) -> TextEngine:

@@ -25,7 +25,7 @@ from runtime.text.engine import TextEngine
 from ..core import machine
 from ..core.clock import DISTURBED, Clock
 from ..core.command import Results, Suite
-from ..core.costs import acceptance, of_rounds, predicted, total
+from ..core.costs import acceptance, costs_object, of_rounds, predicted, total
 from ..core.fit import rounded
 from ..core.prompts import Prompts
 from ..core.runs import (
@@ -162,7 +162,7 @@ def figures(texts: Texts[str], most: int) -> dict[str, Any]:
     return {
         "alpha": rounded(acceptance([text[name] for text in texts for name in names])),
         "best": best, "texts": len(kept), "lost": rounded(disturbance(kept)),
-        **costs.json_object(), "rows": rows,
+        **costs_object(costs), "rows": rows,
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -9,6 +10,47 @@ import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
+
+
+class HeldRows:
+    """What an engine's rows were computed from: an account of its calls, slot by slot.
+
+    Row i of a slot holds what token i makes of tokens 0 .. i. So a text that begins with the same
+    tokens finds its rows there. A call overwrites rows, and what lies behind them is no text's any
+    more. vocab_size: of the engine; ids beyond are read as 0 (`calls.readable`).
+    """
+
+    def __init__(self, slots: int, vocab_size: int):
+        self._tokens: list[list[int]] = [[] for _ in range(slots)]
+        self._vocab_size = vocab_size
+
+    def length(self, slot: int) -> int:
+        return len(self._tokens[slot])
+
+    def common(self, slot: int, text: Sequence[int]) -> int:
+        """How many tokens this text and the rows begin with together."""
+        held, wide = self._tokens[slot], self._vocab_size
+        pairs = enumerate(zip(held, text, strict=False))
+        alike = (i for i, (a, b) in pairs if a != (b if b < wide else 0))
+        return next(alike, min(len(held), len(text)))
+
+    def cut(self, slot: int, length: int) -> None:
+        """The rows from `length` on hold nothing of use."""
+        del self._tokens[slot][length:]
+
+    def wrote(self, first_slot: int, input_ids: Ids, position: Ids) -> None:
+        """A call as `Engine.forward` has it. Rows behind a gap are those of no text."""
+        for slot, (ids, start) in enumerate(
+            zip(input_ids.tolist(), position.tolist(), strict=True), first_slot
+        ):
+            held = self._tokens[slot]
+            del held[start:]
+            if len(held) == start:
+                held += ids
+
+    def copied(self, source: int, destination: int, length: int) -> None:
+        """The first rows of one slot became another's."""
+        self._tokens[destination] = self._tokens[source][:length]
 
 
 class Engine(Protocol):
@@ -19,7 +61,8 @@ class Engine(Protocol):
 
     slots: how many sequences it holds. capacity: rows S of each. chunk: the largest N of a call.
     vocab_size: V of the logits. buffers: how many calls' logits it can hold, evenly spaced in
-    memory where the calls have one shape.
+    memory where the calls have one shape. held: an account of the rows; empty
+    where the engine keeps none.
     """
 
     slots: int
@@ -27,6 +70,7 @@ class Engine(Protocol):
     chunk: int
     vocab_size: int
     buffers: int
+    held: HeldRows
 
     def forward(
         self,
@@ -43,4 +87,9 @@ class Engine(Protocol):
         get logits. Returns float32 [B, K, V], a view of that buffer: valid until the next call
         with it.
         """
+        ...
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot whose rows may hold NaN: masked rows are multiplied too, and 0 times NaN is
+        NaN."""
         ...

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from ..files.errors import OutriderError, first_line
-from ..files.manifest import GraphFacts
-from .engine import Ids, Logits
+from ..files.manifest import MOST_GAMMA, GraphFacts, Manifest
+from .engine import HeldRows, Ids, Logits
 
 CHUNK = 512  # tokens of one prefill call; bounds the activations
 FIRST_ROWS = 256  # of a slot
@@ -25,7 +26,8 @@ class HostEngine(ABC, Generic[Call]):
     shape that was seen before (`Call`) is ready; a step then only fills three small buffers.
     """
 
-    def __init__(self, facts: GraphFacts, *, slots: int, widest: int, buffers: int):
+    def _allocate(self, facts: GraphFacts, *, slots: int, widest: int, buffers: int) -> None:
+        """What all of them keep; the end of their `__init__`."""
         self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
         self.chunk, self.buffers = min(CHUNK, self.capacity), buffers
         self._input_ids = np.zeros(slots * self.chunk, np.int64)
@@ -39,7 +41,27 @@ class HostEngine(ABC, Generic[Call]):
         }
         self._cache: dict[str, Any] = {}  # in the contract's order; each [slots, Hkv, S, D]
         self.rows = 0  # S, for now
+        self.held = HeldRows(slots, self.vocab_size)
         self._calls: dict[tuple[int, ...], Call] = {}
+
+    @abstractmethod
+    def __init__(
+        self,
+        folder: Path,
+        facts: GraphFacts,
+        *,
+        slots: int,
+        widest: int,
+        buffers: int = 1,
+        threads: int = 0,
+    ):
+        """folder: of the model in the bundle. slots, buffers: see `Engine`. widest: the largest K
+        of a call. threads: 0 leaves the choice to the library. Raises OutriderError "backend"."""
+
+    @classmethod
+    def check(cls, manifest: Manifest, folder: Path) -> None:
+        """Refuse, before anything is loaded, a bundle that this machine cannot run. Raises
+        OutriderError "backend"."""
 
     @property
     @abstractmethod
@@ -79,6 +101,8 @@ class HostEngine(ABC, Generic[Call]):
             call = self._prepare(*shape)
             if width <= len(self._index):  # steps and verifications; prefill widths vary too much
                 self._calls[shape] = call
+        for slot, start in enumerate(position.tolist(), first_slot):
+            self.held.cut(slot, start)  # a call that fails leaves nothing of use there
         try:
             self._run(call)
         except Exception as error:  # noqa: BLE001 - the libraries raise anything here
@@ -87,6 +111,7 @@ class HostEngine(ABC, Generic[Call]):
                 f"{self._library} failed on {batch} slots x {width} tokens: {first_line(error)}",
                 "Free some memory, or build with a smaller MAX_LEN or fewer SLOTS.",
             ) from None
+        self.held.wrote(first_slot, input_ids, position)
         size = batch * outputs * self.vocab_size
         return self._logits[buffer, :size].reshape(batch, outputs, self.vocab_size)
 
@@ -97,26 +122,34 @@ class HostEngine(ABC, Generic[Call]):
         """
         for cache in self._cache.values():
             cache[destination, :, :rows] = cache[source, :, :rows]
+        self.held.copied(source, destination, rows)
+
+    def clear(self, slot: int) -> None:
+        for cache in self._cache.values():
+            cache[slot] = 0
+        self.held.cut(slot, 0)
 
     def _reserve(self, position: Ids, width: int) -> None:
         """Enough rows for this call, and not many more: attention reads all S, valid or not.
 
         S doubles from `FIRST_ROWS` to the capacity, which copies each row about once in all. With
-        one slot, a text that starts over starts small again.
+        one slot, another text starts small again.
         """
         need = int(position.max()) + width
         if need > self.capacity:
             raise ValueError(f"row {need} is beyond the capacity of {self.capacity}")
-        starts_over = self.slots == 1 and position[0] == 0
-        if need <= self.rows and not (starts_over and need <= self.rows // 2 >= FIRST_ROWS):
+        start = int(position[0])
+        # No round goes back this far: it is another text, of which the first rows may be known.
+        another = self.slots == 1 and (start == 0 or self.held.length(0) - start > 2 * MOST_GAMMA)
+        if need <= self.rows and not (another and need <= self.rows // 2 >= FIRST_ROWS):
             return
         rows = min(self.capacity, max(FIRST_ROWS, 1 << (need - 1).bit_length()))
-        kept = 0 if starts_over else self.rows
+        kept = start if another else self.rows
         for name, (heads, head_width) in self._shapes.items():
-            # zeros, not empty: masked rows are multiplied too, and 0 times NaN is NaN.
+            # Zeros, not empty, as in `clear`.
             larger = self._zeros(self.slots, heads, rows, head_width)
             if kept:
-                larger[:, :, :kept] = self._cache[name]
+                larger[:, :, :kept] = self._cache[name][:, :, :kept]
             self._cache[name] = larger
         self.rows = rows
         self._calls.clear()

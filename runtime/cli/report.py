@@ -13,7 +13,7 @@ from typing import Any
 
 from ..sequence import Token
 from ..stats import Stats
-from ..text.engine import Result
+from ..text.results import Result
 from ..theory.formulas import speedup
 
 # Figure 1 of Leviathan et al. 2023: green for what the target accepted, blue for its corrections.
@@ -38,7 +38,7 @@ def summary(result: Result, gamma: str, *, seed: bool = True) -> list[str]:
     if result.stopped_by is not None:
         finish += ":" + json.dumps(result.stopped_by, ensure_ascii=False)
     first = [
-        f"prompt {stats.prompt_tokens} tok",
+        f"prompt {stats.prompt_tokens} tok{_reused(stats)}",
         f"TTFT {_ms(stats.ttft)} ms (target prefill {_ms(stats.time_prefill)})",
     ]
     if stats.time_draft_prefill:
@@ -54,6 +54,15 @@ def summary(result: Result, gamma: str, *, seed: bool = True) -> list[str]:
     return [" | ".join(first), " | ".join(second), *round_lines(stats, gamma)]
 
 
+def answer(result: Result) -> str:
+    """The line under an answer of a conversation."""
+    stats = result.stats
+    return (
+        f"prompt {stats.prompt_tokens} tok | TTFT {_ms(stats.ttft)} ms | "
+        f"output {stats.output_tokens} tok | {speed(stats):.1f} tok/s"
+    )
+
+
 def batch_summary(results: Sequence[Result], seconds: float, gamma: str) -> list[str]:
     """The lines after a batch. seconds: wall time of the whole."""
     total = total_stats(results)
@@ -61,7 +70,8 @@ def batch_summary(results: Sequence[Result], seconds: float, gamma: str) -> list
     finish = " ".join(f"{reason} {reasons.count(reason)}" for reason in sorted(set(reasons)))
     throughput = total.output_tokens / seconds if seconds else 0.0
     return [
-        f"requests {len(results)} | prompts {total.prompt_tokens} tok | finish {finish}",
+        f"requests {len(results)} | prompts {total.prompt_tokens} tok{_reused(total)} "
+        f"| finish {finish}",
         f"output {total.output_tokens} tok | {throughput:.1f} tok/s | {seconds:.1f} s",
         *round_lines(total, gamma),
     ]
@@ -78,14 +88,14 @@ def round_lines(stats: Stats, gamma: str) -> list[str]:
     """Rounds, both acceptance rates, and where the time of the rounds went."""
     if not stats.rounds:
         return []
-    lines = [f"rounds {stats.rounds} | tau {stats.mean_acceptance_length:.2f}"]
+    lines = [f"rounds {stats.rounds} | tau {stats.mean_acceptance_length:.2f} tok/round"]
     if stats.drafted:
         lines[0] += (
             f" | accepted {_rate(stats.accepted, stats.drafted, 'drafted')},"
             f" {_rate(stats.accepted, stats.examined, 'examined')}"
         )
         positions = " ".join(_fraction(rate) for rate in stats.acceptance_by_position)
-        lines.append(f"position {positions} | gamma {gamma}")
+        lines.append(f"accepted by position {positions} | gamma {gamma}")
     else:
         lines[0] += " | plain decoding (gamma 0)"
     parts = {
@@ -97,7 +107,8 @@ def round_lines(stats: Stats, gamma: str) -> list[str]:
     whole = sum(parts.values())
     shares = " ".join(f"{name} {_percent(part, whole)}" for name, part in parts.items())
     cost = draft_cost(stats)
-    lines.append(f"time {shares}" + (f" | c {_fraction(cost)}" if cost is not None else ""))
+    said = f" | a draft step takes {_percent(cost, 1)} of a verification" if cost else ""
+    lines.append(f"time {shares}{said}")
     return lines
 
 
@@ -220,6 +231,10 @@ def _logprob(token: Token) -> dict[str, Any]:
 def _finite(value: float | None) -> float | None:
     """JSON has no infinity: the log-probability of an impossible token is null."""
     return None if value is None or not math.isfinite(value) else round(value, 6)
+
+
+def _reused(stats: Stats) -> str:
+    return f" ({stats.reused_tokens} reused)" if stats.reused_tokens else ""
 
 
 def _ms(seconds: float) -> str:

@@ -12,8 +12,47 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ..sequence import ActiveSequence
+from .draft import GuessedDraft, Sources
+
 LONGEST = 4  # tokens that are compared; longer ones are found by the first of them
 _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that products lose nothing but the carry
+
+
+class NgramDraft(GuessedDraft):
+    """See `Lookup`; one for each sequence."""
+
+    help = (
+        "what followed the same words before, in prompt or output (good where text repeats itself; "
+        "needs no model)"
+    )
+    reads_corpus = True
+
+    def __init__(self, sources: Sources):
+        super().__init__(sources)
+        self._lookups: dict[ActiveSequence, Lookup] = {}
+
+    def known(self, sequence: ActiveSequence) -> Sequence[int]:
+        """What is looked into: the beginning of the text, or all of it."""
+        return sequence.slot.tokens
+
+    def guess(self, sequence: ActiveSequence, drafts: Sequence[int], count: int) -> list[int]:
+        lookup = self._lookups.get(sequence)
+        if lookup is None:
+            self._lookups[sequence] = lookup = Lookup(corpus=self.sources.corpus)
+        known = self.known(sequence)
+        lookup.read(known)
+        return lookup.propose(count, [*sequence.slot.tokens[len(known) :], *drafts])
+
+    def forget(self, sequence: ActiveSequence) -> None:
+        self._lookups.pop(sequence, None)
+
+
+class CopyDraft(NgramDraft):
+    help = "in the prompt alone"
+
+    def known(self, sequence: ActiveSequence) -> Sequence[int]:
+        return sequence.request.prompt
 
 
 class Lookup:

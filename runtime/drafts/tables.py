@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.engine import Logits
-from ..files.errors import OutriderError
+from ..files.errors import OutriderError, first_line
+from ..sequence import ActiveSequence
+from .draft import Draft
 
 VERSION = 1
 BACKOFF = 2.0  # how many sightings the unigram distribution counts for beside those of a pair
@@ -26,6 +28,61 @@ _REMEDY = "Write it again: python -m export.ngram --help."
 def fingerprint(vocabulary: Mapping[str, int]) -> str:
     """Of a tokenizer: two with the same ids for the same tokens have the same."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
+
+
+class TableDraft(Draft):
+    """Rows of the file that the bundle was opened with. kind: of `Tables.row`."""
+
+    needs = ("tables",)
+    kind = ""
+
+    def row(self, sequence: ActiveSequence, drafts: Sequence[int]) -> Logits:
+        tables = self.sources.tables
+        assert tables is not None
+        return tables.row(self.kind, sequence.slot.tokens, drafts)
+
+
+class UnigramDraft(TableDraft):
+    help, kind = "counts of a text (--table): of its tokens", "unigram"
+
+
+class BigramDraft(TableDraft):
+    help, kind = "of what came after the token before", "bigram"
+
+
+class SkipDraft(TableDraft):
+    help, kind = "of what came as far after the text's last token", "skip"
+
+
+def _odd(unigram: npt.NDArray[Any], pairs: Sequence[tuple[npt.NDArray[Any], ...]]) -> str | None:
+    """Which arrays cannot be what `Tables` documents."""
+    if unigram.dtype != np.float32 or unigram.ndim != 1 or not np.isfinite(unigram).all():
+        return "unigrams"
+    for distance, (offsets, tokens, counts) in enumerate(pairs, start=1):
+        kinds = [array.dtype for array in (offsets, tokens, counts)]
+        if kinds != [np.int64, np.int32, np.int32] or {offsets.ndim, tokens.ndim, counts.ndim} != {
+            1
+        }:
+            return f"pairs at distance {distance}"
+        sizes = len(offsets) == len(unigram) + 1 and len(tokens) == len(counts)
+        if (
+            not sizes
+            or offsets[0] != 0
+            or offsets[-1] != len(tokens)
+            or (np.diff(offsets) < 0).any()
+        ):
+            return f"offsets at distance {distance}"
+        if (tokens < 0).any() or (tokens >= len(unigram)).any() or (counts < 1).any():
+            return f"counts at distance {distance}"
+    return None
+
+
+def _narrowed(pairs: tuple[npt.NDArray[Any], ...], width: int) -> tuple[npt.NDArray[Any], ...]:
+    """Without the pairs whose second token is `width` or more."""
+    offsets, tokens, counts = pairs
+    keep = tokens < width
+    before = np.concatenate([[0], np.cumsum(keep)])  # how many of the first n are kept
+    return before[offsets], tokens[keep], counts[keep]
 
 
 class Tables:
@@ -40,7 +97,6 @@ class Tables:
         self, unigram: Logits, pairs: Sequence[tuple[npt.NDArray[Any], ...]], tokenizer: str = ""
     ):
         self.unigram, self.pairs, self.tokenizer = unigram, pairs, tokenizer
-        self._nothing = np.zeros_like(unigram)
 
     @classmethod
     def count(cls, text: npt.NDArray[np.int32], vocab_size: int, distances: int) -> Tables:
@@ -58,12 +114,10 @@ class Tables:
     def row(self, kind: str, text: Sequence[int], drafts: Sequence[int]) -> Logits:
         """Logits [V] of the token after `text` and `drafts`; not to be written to.
 
-        kind: "random" says nothing; "unigram"; "bigram" goes by the token before; "skip" by the
+        kind: "unigram"; "bigram" goes by the token before; "skip" by the
         last one of the text, however far ahead: it needs none of the drafts, and could give a
         round's rows at once.
         """
-        if kind == "random":
-            return self._nothing
         if kind == "unigram" or (kind == "skip" and len(drafts) >= len(self.pairs)):
             return self.unigram
         if kind == "skip":
@@ -107,8 +161,9 @@ class Tables:
         except OSError as error:
             cause = error.strerror or "it is no table"
             raise OutriderError("option", f"cannot read {path}: {cause}", _REMEDY) from None
-        except (ValueError, KeyError, EOFError) as error:
-            raise OutriderError("option", f"{path} is no table ({error})", _REMEDY) from None
+        except Exception as error:  # noqa: BLE001 - zipfile, zlib and NumPy's parser, each its own
+            cause = f"{path} is no table ({first_line(error)})"
+            raise OutriderError("option", cause, _REMEDY) from None
         if version != VERSION or not pairs:
             raise OutriderError("option", f"{path} has version {version}, not {VERSION}", _REMEDY)
         if tokenizer != fingerprint(vocabulary):
@@ -116,8 +171,12 @@ class Tables:
                 "vocabulary", f"{path} was made with another tokenizer than the bundle's",
                 "Write it with --tokenizer <the bundle>/tokenizer: python -m export.ngram --help.",
             )  # fmt: skip
+        if (odd := _odd(unigram, pairs)) is not None:
+            raise OutriderError("option", f"{path} is no table: its {odd} are damaged", _REMEDY)
         # A model may have more rows than its tokenizer has ids: those are as rare as the rarest.
         width = min(len(unigram), vocab_size)
         padded = np.full(vocab_size, unigram.min(), np.float32)
         padded[:width] = unigram[:width]
+        if width < len(unigram):  # or fewer: what it lacks is never drafted
+            pairs = [_narrowed(pair, vocab_size) for pair in pairs]
         return cls(padded, pairs, tokenizer)

@@ -7,72 +7,19 @@ the dataclasses of this module and nothing else of each other. docs/architecture
 
 from __future__ import annotations
 
-import dataclasses
-import errno
 import hashlib
-import json
 import os
-import shutil
-import types
-import typing
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Literal
 
-from .errors import CommandParser, OutriderError, first_line, run_command
-from .progress import note, size_text, stage
-from .torch_files import (
-    PROGRAM_FILE,
-    TENSOR_ALIGNMENT,
-    WEIGHTS_FILE,
-    cpu_targets,
-    place_tensors,
-    read_program,
-    read_tensors,
-)
+from .errors import OutriderError
+from .records import Rule, between, read_json, readable
+from .torch_files import PROGRAM_FILE, WEIGHTS_FILE
 
-__all__ = [
-    "MOST_GAMMA",
-    "ONE_SLOT_FILE",
-    "ORT_LEFT_OUT",
-    "PROGRAM_FILE",
-    "TENSOR_ALIGNMENT",
-    "WEIGHTS_FILE",
-    "CommandParser",
-    "EngineFacts",
-    "FileFacts",
-    "Format",
-    "GraphFacts",
-    "Manifest",
-    "OutriderError",
-    "Pair",
-    "Profile",
-    "TokenizerFacts",
-    "cpu_targets",
-    "digest_json",
-    "file_facts",
-    "first_line",
-    "link_file",
-    "note",
-    "place_tensors",
-    "read_bundle",
-    "read_json",
-    "read_pair",
-    "read_program",
-    "read_tensors",
-    "refuse_foreign",
-    "run_command",
-    "size_text",
-    "stage",
-    "verify_files",
-    "write_folder",
-    "write_json",
-]  # fmt: skip
-
-SCHEMA = 1
-_KINDS = ("manifest", "pair", "graph")
+KINDS = ("manifest", "pair", "graph")
 MANIFEST_FILE, PAIR_FILE, PART_FILE = "manifest.json", "pair.json", "graph.json"
 GRAPH_FILE = "graph.onnx"
 ONE_SLOT_FILE = "one_slot.onnx"  # the same for one slot, in ONNX Runtime's own operators
@@ -84,13 +31,43 @@ TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
 MOST_GAMMA = 64  # OUTRIDER_MAX_WIDTH of plugins/include/outrider.h
 Dtype = Literal["float32", "float16", "bfloat16"]
 Format = Literal["onnx", "torch"]  # of a graph: GRAPH_FILE or PROGRAM_FILE
-T = TypeVar("T")
+MOST_SLOTS = 1 << 16
+FIRST_ROWS = 256  # of a slot on the CPU; they double as texts grow
+
+# What a field may be. The bounds are what no model comes near, so that no product of them overflows
+# and what is wrong with a file is found when it is read.
+Bytes = Annotated[int, between(0, 1 << 62)]
+Count = Annotated[int, between(1, (1 << 31) - 1)]
+Small = Annotated[int, between(1, 1 << 16)]
+TokenId = Annotated[int, between(0, (1 << 31) - 1)]
+Finite = Annotated[float, between(0, 1e30)]
+Digest = Annotated[
+    str, Rule("a SHA-256", lambda text: re.fullmatch("[0-9a-f]{64}", text) is not None)
+]
+RowShape = Annotated[list[Small], Rule("[heads, width]", lambda shape: len(shape) == 2)]
+Sizes = Annotated[
+    list[Count],
+    Rule("three ascending sizes", lambda sizes: len(sizes) == 3 and sizes == sorted(sizes)),
+]
+Target = Annotated[
+    str,
+    Rule("a GPU such as sm89", lambda text: re.fullmatch(r"sm\d{2,4}|(?!sm).+", text) is not None),
+]
+
+
+def _inside(name: str) -> bool:
+    path = Path(name)
+    return path.name != "" and not path.is_absolute() and ".." not in path.parts
+
+
+FileName = Annotated[str, Rule("a file's name: it leads out of the folder", _inside)]
+PlainName = Annotated[FileName, Rule("the name of a file", lambda name: "/" not in name)]
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    size: int
-    sha256: str
+    size: Bytes
+    sha256: Digest
 
 
 @dataclass(frozen=True)
@@ -99,7 +76,8 @@ class GraphFacts:
 
     key: content address of everything the graph was made from.
     vocab_size: the width of the logits, padding included.
-    max_len: the longest sequence, in tokens, that the model was made for.
+    max_len: the longest sequence, in tokens, that the graph was made for; context: the longest that
+        the checkpoint was made for, None where it does not say.
     key_shapes, value_shapes: per layer [kv_heads, head_dim] of a cache row.
     max_difference: largest absolute difference of the logits from the original model's; None
         where the graph could not be run (see `comparison`).
@@ -109,26 +87,29 @@ class GraphFacts:
     key: str
     source: str
     architecture: str
-    parameters: int
+    parameters: Bytes
     dtype: Dtype
-    vocab_size: int
-    max_len: int
-    capacity: int
-    key_shapes: list[list[int]]
-    value_shapes: list[list[int]]
-    max_difference: float | None
-    tolerance: float
+    vocab_size: Count
+    max_len: Count
+    capacity: Count
+    key_shapes: list[RowShape]
+    value_shapes: list[RowShape]
+    max_difference: Finite | None
+    tolerance: Finite
     comparison: str
     versions: dict[str, str]
-    files: dict[str, FileFacts]
+    files: dict[FileName, FileFacts]
+    context: Count | None = None
 
     @property
     def format(self) -> Format:
         return "torch" if PROGRAM_FILE in self.files else "onnx"
 
-    def cache_bytes(self, slots: int) -> int:
-        rows = sum(heads * width for heads, width in (*self.key_shapes, *self.value_shapes))
-        return slots * self.capacity * rows * (4 if self.dtype == "float32" else 2)
+    def cache_bytes(self, slots: int, rows: int | None = None) -> int:
+        """rows: of a slot; None for all of them."""
+        width = sum(heads * width for heads, width in (*self.key_shapes, *self.value_shapes))
+        rows = self.capacity if rows is None else min(rows, self.capacity)
+        return slots * rows * width * (4 if self.dtype == "float32" else 2)
 
 
 @dataclass(frozen=True)
@@ -139,11 +120,11 @@ class TokenizerFacts:
     """
 
     key: str
-    vocab_size: int
-    eos_token_ids: list[int]
+    vocab_size: Count
+    eos_token_ids: list[TokenId]
     special_tokens: dict[str, str]
     chat_template: bool
-    files: dict[str, FileFacts]
+    files: dict[FileName, FileFacts]
 
 
 @dataclass(frozen=True)
@@ -159,10 +140,10 @@ class Pair:
     target: GraphFacts
     draft: GraphFacts | None
     tokenizer: TokenizerFacts
-    vocab_size: int
-    max_len: int
-    max_gamma: int
-    capacity: int
+    vocab_size: Count
+    max_len: Count
+    max_gamma: Annotated[int, between(1, MOST_GAMMA)]
+    capacity: Count
     lookup: Literal["ngram"] | None = None
 
     def models(self) -> Iterator[tuple[str, GraphFacts]]:
@@ -207,10 +188,10 @@ class Profile:
     """
 
     name: str
-    slots: list[int]
-    tokens: list[int]
-    outputs: list[int]
-    memory: int | None
+    slots: Sizes
+    tokens: Sizes
+    outputs: Sizes
+    memory: Bytes | None
 
 
 @dataclass(frozen=True)
@@ -224,10 +205,10 @@ class EngineFacts:
     """
 
     key: str
-    file: str
-    targets: list[str]
+    file: PlainName
+    targets: list[Target]
     profiles: list[Profile]
-    weights: str | None = None
+    weights: PlainName | None = None
     level: int | None = None
 
 
@@ -241,10 +222,36 @@ class Manifest:
     name: str
     backend: str
     versions: dict[str, str]
-    slots: int
+    slots: Annotated[int, between(1, MOST_SLOTS)]
     pair: Pair
-    files: dict[str, FileFacts]
+    files: dict[FileName, FileFacts]
     engines: dict[str, EngineFacts] | None = None
+
+    def contradiction(self) -> str | None:
+        """What in here cannot be true together; None for what `engines/` wrote."""
+        pair, models = self.pair, dict(self.pair.models())
+        rows = pair.max_len + pair.max_gamma + 1
+        needed = {f"tokenizer/{TOKENIZER_FILE}"}
+        if pair.tokenizer.chat_template:
+            needed.add(f"tokenizer/{TEMPLATE_FILE}")
+        files = pair.carried_files(self.engines)
+        for role in models:
+            engine = self.engines.get(role) if self.engines else None
+            own = [engine.file, engine.weights] if engine else [GRAPH_FILE, WEIGHTS_FILE]
+            needed |= {f"{role}/{name}" for name in own if name}
+            if engine:  # compiled: no file of the pair
+                name = f"{role}/{engine.file}"
+                files[name] = self.files.get(name, FileFacts(-1, ""))
+        facts_that_hold = {
+            "its engines": self.engines is None or self.engines.keys() == models.keys(),
+            "its files": files == self.files and needed <= files.keys(),
+            "its sizes": all(rows <= pair.capacity == facts.capacity for facts in models.values()),
+            "its vocabulary": pair.vocab_size <= pair.target.vocab_size,
+            "its caches": all(
+                len(facts.key_shapes) == len(facts.value_shapes) > 0 for facts in models.values()
+            ),
+        }
+        return next((what for what, holds in facts_that_hold.items() if not holds), None)
 
     def gpu_targets(self) -> list[str]:
         """The GPU architectures that the engines were compiled for, such as sm89."""
@@ -285,176 +292,6 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def digest_json(value: Any) -> str:
-    """SHA-256 of a value's canonical JSON: the content address of a part."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def write_json(path: Path, kind: str, facts: Pair | GraphFacts | Manifest | TokenizerFacts) -> None:
-    """Write one of the dataclasses, with its schema and a checksum over the whole."""
-    content = dataclasses.asdict(facts)
-    for field in dataclasses.fields(facts):
-        if field.default is None and content[field.name] is None:
-            del content[field.name]  # written only where there is something, as `_build` reads it
-    body = {"kind": kind, "schema": SCHEMA, "facts": content}
-    text = json.dumps({**body, "checksum": digest_json(body)}, indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
-
-
-def read_json(path: Path, kind: str, cls: type[T], remedy: str) -> T:
-    """Read what `write_json` wrote, refusing what is truncated, edited or of another schema."""
-
-    def refuse(cause: str) -> OutriderError:
-        return OutriderError("bundle", f"{path}: {cause}", remedy)
-
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise refuse(error.strerror or str(error)) from None
-    except ValueError as error:
-        raise refuse(f"not JSON, truncated or edited ({error})") from None
-    if not isinstance(content, dict) or content.get("kind") != kind:
-        raise refuse(f"not a {kind} file of Outrider")
-    if content.get("schema") != SCHEMA:
-        raise refuse(f"schema {content.get('schema')}; this version reads schema {SCHEMA}")
-    checksum = content.pop("checksum", None)
-    if checksum != digest_json(content):
-        raise refuse("the checksum does not match: the file was edited or damaged")
-    try:
-        facts = typing.cast(T, _build(cls, content["facts"], kind))
-        _check_names(facts)
-        return facts
-    except (TypeError, ValueError, KeyError) as error:
-        raise refuse(str(error)) from None
-
-
-def _build(annotation: Any, value: Any, where: str) -> Any:
-    """A value of the annotated type from JSON; TypeError names the field that does not fit."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        return _build(next(a for a in arguments if a is not type(None)), value, where)
-    if origin is Literal:
-        if value not in arguments:
-            raise TypeError(f"{where} is {value!r}, not one of {', '.join(arguments)}")
-        return value
-    if origin is list and isinstance(value, list):
-        return [_build(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value)]
-    if origin is dict and isinstance(value, dict):
-        return {k: _build(arguments[1], v, f"{where}.{k}") for k, v in value.items()}
-    dataclass_type = isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
-    if dataclass_type and isinstance(value, dict):
-        fields = typing.get_type_hints(annotation)
-        optional = {f.name for f in dataclasses.fields(annotation) if f.default is None}
-        odd = sorted((fields.keys() ^ value.keys()) - (optional - value.keys()))
-        if odd:
-            raise TypeError(f"{where}: field {odd[0]} is missing or unknown")
-        return annotation(**{k: _build(fields[k], v, f"{where}.{k}") for k, v in value.items()})
-    if annotation is float and type(value) in (int, float):
-        return float(value)
-    if origin is None and type(value) is annotation:
-        return value
-    raise TypeError(f"{where} is {value!r}, not of type {annotation}")
-
-
-def _check_names(facts: Any) -> None:
-    """A file name may not lead out of its folder. Raises ValueError."""
-    if isinstance(facts, Pair | Manifest):
-        for part in vars(facts).values():
-            _check_names(part)
-    for name in getattr(facts, "files", ()):
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"the file name {name!r} leads out of the folder")
-
-
-@contextmanager
-def write_folder(folder: Path, marker: str) -> Iterator[Path]:
-    """A new folder that takes the place of `folder` when the block ends well, and never half.
-
-    marker: the file that tells ours apart; a folder with other contents is not replaced
-    (OutriderError "disk").
-    """
-    folder = folder.resolve()  # through a symbolic link, not in its place
-    refuse_foreign(folder, marker)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial, replaced = (
-        folder.with_name(f".{folder.name}.{what}-{os.getpid()}") for what in ("partial", "replaced")
-    )
-    _recover(folder)
-    try:
-        partial.mkdir()
-        yield partial
-        if folder.exists():
-            folder.rename(replaced)  # not removed before the new one is in its place
-        partial.rename(folder)
-    finally:
-        if replaced.exists() and not folder.exists():
-            replaced.rename(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _recover(folder: Path) -> None:
-    """Clear up after processes that were killed while they wrote this folder."""
-    for leftover in folder.parent.glob(f".{folder.name}.*-*"):
-        what, _, process = leftover.name.removeprefix(f".{folder.name}.").partition("-")
-        if what not in ("partial", "replaced") or not process.isdecimal() or _lives(int(process)):
-            continue
-        if what == "replaced" and not folder.exists():
-            leftover.rename(folder)
-        else:
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-# What our folders hold at the top; anything else in one is somebody's.
-_OURS = {
-    MANIFEST_FILE, PAIR_FILE, PART_FILE, GRAPH_FILE, ONE_SLOT_FILE, PROGRAM_FILE, WEIGHTS_FILE,
-    "target", "draft", "tokenizer",
-}  # fmt: skip
-
-
-def refuse_foreign(folder: Path, marker: str) -> None:
-    """Raises OutriderError "disk" where `write_folder` would have to replace what is not ours."""
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    try:
-        ours = json.loads((folder / marker).read_text(encoding="utf-8"))["kind"] in _KINDS
-    except (OSError, ValueError, TypeError, KeyError):
-        ours = False
-    strangers = sorted(path.name for path in folder.iterdir() if path.name not in _OURS)
-    if ours and not strangers:
-        return
-    why = f"it holds {strangers[0]}" if ours else f"it has no {marker} of ours"
-    raise OutriderError(
-        "disk",
-        f"{folder} cannot be replaced: {why}",
-        "Choose another OUT, or move it away yourself.",
-    )
-
-
-def link_file(source: Path, destination: Path) -> None:
-    """The same file under a second name; a copy where the file system has no hard links."""
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        destination.hardlink_to(source)
-    except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
-            raise
-        shutil.copyfile(source, destination)
-
-
 def read_pair(folder: Path) -> Pair:
     remedy = "Export the checkpoints again: python -m export --help."
     return read_json(folder / PAIR_FILE, "pair", Pair, remedy)
@@ -464,27 +301,21 @@ _REBUILD = "Build it again: make engines MODEL=<target> DRAFT=<draft> OUT=<folde
 
 
 def read_bundle(folder: Path, *, verify: bool = True) -> Manifest:
-    """Read and validate a bundle's manifest and (unless verify=False) the hash of every file."""
+    """Read and validate a bundle's manifest and (unless verify=False) the hash of every file.
+
+    Raises OutriderError "bundle".
+    """
     remedy = _REBUILD
-    if not folder.is_dir():
-        raise OutriderError("bundle", f"{folder} is not a folder", remedy)
-    if not (folder / MANIFEST_FILE).is_file():
-        what = "a Hugging Face checkpoint" if (folder / "config.json").is_file() else "no bundle"
-        raise OutriderError("bundle", f"{folder} is {what}: it has no {MANIFEST_FILE}", remedy)
+    with readable(folder, remedy):
+        if not folder.is_dir():
+            raise OutriderError("bundle", f"{folder} is not a folder", remedy)
+        if not (folder / MANIFEST_FILE).is_file():
+            other = (folder / "config.json").is_file()
+            what = "a Hugging Face checkpoint" if other else "no bundle"
+            raise OutriderError("bundle", f"{folder} is {what}: it has no {MANIFEST_FILE}", remedy)
     manifest = read_json(folder / MANIFEST_FILE, "manifest", Manifest, remedy)
-    pair = manifest.pair
-    rows = pair.max_len + pair.max_gamma + 1
-    fits = (
-        pair.capacity == pair.target.capacity >= rows
-        and pair.vocab_size <= pair.target.vocab_size
-        and 1 <= pair.max_gamma <= MOST_GAMMA
-    )
-    expected = pair.carried_files(manifest.engines)
-    for role, engine in (manifest.engines or {}).items():
-        name = f"{role}/{engine.file}"
-        expected[name] = manifest.files.get(name, FileFacts(-1, ""))
-    if expected != manifest.files or not fits:
-        cause = f"{folder / MANIFEST_FILE} contradicts itself: it was edited"
+    if (odd := manifest.contradiction()) is not None:
+        cause = f"{folder / MANIFEST_FILE} contradicts itself about {odd}: it was edited"
         raise OutriderError("bundle", cause, remedy)
     verify_files(folder, manifest.files, contents=verify, remedy=remedy)
     return manifest
@@ -500,14 +331,19 @@ def verify_part(folder: Path, manifest: Manifest, *, weights: bool) -> None:
 
 
 def verify_files(folder: Path, files: dict[str, FileFacts], *, contents: bool, remedy: str) -> None:
-    """Refuse missing, truncated and (with `contents`) edited files. Raises "bundle"."""
+    """Refuse missing, unreadable, truncated and (with `contents`) edited files. Raises "bundle"."""
     for name, facts in files.items():
         path = folder / name
-        if not path.is_file():
-            raise OutriderError("bundle", f"{path} is missing", remedy)
-        size = path.stat().st_size
-        if size != facts.size:
-            cause = f"{path} has {size:,} bytes, not {facts.size:,}: truncated or replaced"
-            raise OutriderError("bundle", cause, remedy)
-        if contents and _sha256(path) != facts.sha256:
+        with readable(path, remedy):
+            if not path.is_file():
+                raise OutriderError("bundle", f"{path} is missing", remedy)
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != facts.size:
+                    cause = f"{path} has {size:,} bytes, not {facts.size:,}: truncated or replaced"
+                    raise OutriderError("bundle", cause, remedy)
+                same = (
+                    not contents or facts.sha256 == hashlib.file_digest(file, "sha256").hexdigest()
+                )
+        if not same:
             raise OutriderError("bundle", f"{path} was edited or damaged: its hash differs", remedy)

@@ -1,4 +1,5 @@
-"""One line per stage: what, how long; while it runs, a ticking line on a terminal."""
+"""One line per stage: what, how long. While it runs: a ticking line on a terminal, and elsewhere a
+line now and then, so that a log does not stand still for minutes."""
 
 from __future__ import annotations
 
@@ -8,33 +9,44 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+TICK = 0.5  # seconds between two looks at the clock
+FIRST_LINE = 5.0  # seconds until a log hears of a stage that goes on; then each time twice as long
+
 
 class Stage:
-    """What to say about a stage when it is done, such as a size or a difference."""
+    """note: what to say about a stage when it is done, such as a size or a difference. phase: what
+    it is doing, for who waits."""
 
     note = ""
+    phase = ""
 
 
 @contextmanager
 def stage(part: str, what: str) -> Iterator[Stage]:
     """Print `part  what  seconds  note` on stderr when the block ends well."""
     begin, done, said = time.perf_counter(), threading.Event(), Stage()
-    head = f"{part:<9} {what:<34}"
+    head, terminal = f"{part:<9} {what:<34}", sys.stderr.isatty()
 
     def tick() -> None:
-        while not done.wait(0.5):
-            sys.stderr.write(f"\r{head} {time.perf_counter() - begin:6.1f} s ...")
-            sys.stderr.flush()
+        following = FIRST_LINE
+        while not done.wait(TICK):
+            seconds = time.perf_counter() - begin
+            text = f"{head} {seconds:6.1f} s ..."
+            if terminal:
+                sys.stderr.write(f"\r{text} {said.phase[:30]:<30}".rstrip(" ") + "\x1b[K")
+                sys.stderr.flush()
+            elif seconds >= following:
+                print(text, file=sys.stderr, flush=True)
+                following *= 2
 
     ticker = threading.Thread(target=tick, daemon=True)
-    if sys.stderr.isatty():
-        ticker.start()
+    ticker.start()
     try:
         yield said
     finally:
         done.set()
-        if ticker.is_alive():
-            ticker.join()
+        ticker.join()
+        if terminal:
             sys.stderr.write("\r\x1b[K")
     seconds = time.perf_counter() - begin
     print(f"{head} {seconds:6.1f} s  {said.note}".rstrip(), file=sys.stderr, flush=True)

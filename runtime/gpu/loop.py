@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..round import RoundResult, SlotPlan, SlotResult
-from ..sequence import ActiveSequence
+from ..sequence import ActiveSequence, RoundResult, SlotPlan, SlotResult
 from .launch import Ring
 from .memory import Results
 from .rounds import DeviceRounds, InFlight, Shape, play_all
@@ -61,7 +60,7 @@ class LoopingRounds(DeviceRounds):
         self._gone.add(sequence)
         super().forget(sequence)
 
-    def run(self, turns: Sequence[SlotPlan]) -> RoundResult:
+    def run(self, turns: Sequence[SlotPlan], /) -> RoundResult:
         self._device.use()
         wanted = {turn.sequence: turn.gamma for turn in turns}
         loops = all(turn.sequence.request.logprobs is None for turn in turns)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 from ..bundle import load
+from ..costs import RoundCosts
 from ..files.errors import OutriderError
 from ..stats import Stats
 from ..text.engine import TextEngine
@@ -15,74 +16,59 @@ from .formulas import best_gamma, break_even, oracle, speedup, table
 WARM_UP = 16  # tokens
 
 
-@dataclass(slots=True)
-class Costs:
-    """Of one gamma, a value for each prompt. Seconds: round, a draft step, all of a round but the
-    draft; and generated tokens per second, without the prefill."""
-
-    drafts: list[float] = field(default_factory=list)
-    rests: list[float] = field(default_factory=list)
-    speeds: list[float] = field(default_factory=list)
-
-    def add(self, stats: Stats) -> None:
-        if stats.drafted:
-            self.drafts.append(stats.time_draft / stats.drafted)
-        self.rests.append((stats.time_rounds - stats.time_draft) / stats.rounds)
-        self.speeds.append(stats.round_tokens / stats.time_rounds)
-
-
 def measure(
     engine: TextEngine, prompts: Sequence[str], temperature: float, tokens: int
-) -> tuple[dict[int, Costs], Stats]:
-    """Costs by gamma, and the sum of the statistics of all speculative texts.
+) -> dict[int, list[Stats]]:
+    """By gamma, the statistics of each prompt's text that has a round.
 
     All prompts with every gamma, one gamma after the other for each prompt, so that what changes
     meanwhile changes for all of them.
     """
-    costs = {gamma: Costs() for gamma in range(engine.decoder.max_gamma + 1)}
-    total = Stats()
+    texts: dict[int, list[Stats]] = {gamma: [] for gamma in range(engine.decoder.max_gamma + 1)}
     for number, prompt in enumerate(prompts):
-        for gamma, cost in costs.items():
+        for gamma, some in texts.items():
             options = {"gamma": gamma, "temperature": temperature, "seed": number}
             if number == 0:
                 engine.generate(prompt, max_new_tokens=WARM_UP, ignore_eos=True, **options)
             stats = engine.generate(prompt, max_new_tokens=tokens, ignore_eos=True, **options).stats
             if stats.rounds:
-                cost.add(stats)
-                if gamma:
-                    total.add(stats)
-    return costs, total
+                some.append(stats)
+    return texts
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What costs and statistics come to.
+    """What texts come to.
 
-    alpha: accepted of examined. cost: c. plain: seconds of a plain step, sampling and host
-    included; verify[gamma] and overhead (the draft's prefill) are in plain steps.
-    measured[gamma]: speed over that of plain decoding, without the prefill.
+    alpha: accepted of examined. overhead: the draft's prefill, in plain steps. measured[gamma]:
+    speed over that of plain decoding, without the prefill.
     """
 
     alpha: float
-    cost: float
-    plain: float
-    verify: list[float]
+    costs: RoundCosts
     overhead: float
     measured: dict[int, float]
 
 
-def findings(costs: Mapping[int, Costs], total: Stats) -> Findings:
-    """costs, total: as `measure` gives them, with a text for each gamma at least."""
-    plain = median(costs[0].rests)
-    texts = sum(len(each.rests) for gamma, each in costs.items() if gamma)
-    speed = median(costs[0].speeds)
+def findings(texts: Mapping[int, Sequence[Stats]]) -> Findings:
+    """texts: as `measure` gives them, one for each gamma at least. Medians of what they say."""
+    drafting, total = [stats for gamma, some in texts.items() if gamma for stats in some], Stats()
+    for stats in drafting:
+        total.add(stats)
+    costs = RoundCosts.of(
+        median(stats.time_draft / stats.drafted for stats in drafting if stats.drafted),
+        {
+            gamma: median((stats.time_rounds - stats.time_draft) / stats.rounds for stats in some)
+            for gamma, some in texts.items()
+        },
+        max(texts),
+    )
+    speeds = {g: median(x.round_tokens / x.time_rounds for x in some) for g, some in texts.items()}
     return Findings(
         alpha=total.accepted / max(1, total.examined),
-        cost=median(draft for each in costs.values() for draft in each.drafts) / plain,
-        plain=plain,
-        verify=[median(each.rests) / plain for each in costs.values()],
-        overhead=total.time_draft_prefill / max(1, texts) / plain,
-        measured={gamma: median(each.speeds) / speed for gamma, each in costs.items() if gamma},
+        costs=costs,
+        overhead=total.time_draft_prefill / max(1, len(drafting)) / costs.plain,
+        measured={gamma: speed / speeds[0] for gamma, speed in speeds.items() if gamma},
     )
 
 
@@ -95,17 +81,17 @@ def recommend(folder: str, prompts: Sequence[str], temperature: float, tokens: i
         )
     if tokens < 2:
         raise OutriderError("option", f"tokens={tokens} is out of range", "Use 2 or more.")
-    costs, total = measure(engine, prompts, temperature, tokens)
-    if not all(each.speeds for each in costs.values()):
+    texts = measure(engine, prompts, temperature, tokens)
+    if not all(texts.values()):
         raise OutriderError("prompt", "no prompt leaves room for a round", "Shorten the prompts.")
-    found = findings(costs, total)
-    alpha, cost, verify = found.alpha, found.cost, found.verify
+    found = findings(texts)
+    alpha, cost, verify = found.alpha, found.costs.draft, found.costs.verify
     head, *lines = table(alpha, cost, verify, list(found.measured)).splitlines()
     said = [
         f"measured on {len(prompts)} prompts, {tokens} tokens for each gamma, temperature "
         f"{temperature:g}",
         f"alpha {alpha:.3f} (accepted of examined) | c {cost:.3f} | a plain step "
-        f"{found.plain * 1e3:.2f} ms",
+        f"{found.costs.plain * 1e3:.2f} ms",
         "verify " + " ".join(f"{v:.2f}" for v in verify) + "  (widths 1 to "
         f"{len(verify)}, in plain steps; sampling and host included)",
         f"{head}  measured",

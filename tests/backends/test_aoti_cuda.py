@@ -18,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fake_device
 import numpy as np
 import pytest
 import torch
@@ -26,10 +25,8 @@ from checkpoints import VOCAB_SIZE, Workshop
 from commands import CHECKOUT
 from fake_cuda import FakeDriver
 from rounds import ids
-from test_aoti import parts
 
-from engines import aotinductor_backend
-from plugins.tools.build import BuildError, build_emulated
+from engines import aotinductor as aotinductor_backend
 from runtime import load
 from runtime.backends.aotinductor import AotiEngine
 from runtime.backends.aotinductor_cuda import ALIGNMENT, AotiCudaEngine, TorchGpu
@@ -40,7 +37,6 @@ from runtime.files.manifest import PACKAGE_FILE, EngineFacts, GraphFacts, read_b
 from runtime.files.torch_files import WEIGHTS_FILE, cpu_targets, read_tensors
 from runtime.gpu.launch import Device
 from runtime.gpu.rounds import DeviceRounds
-from runtime.sampling import kernel
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
@@ -51,12 +47,12 @@ PROMPTS = ([5, 6, 7, 8], list(range(30, 53)))
 @pytest.fixture(scope="module")
 def bundle(workshop: Workshop) -> Path:
     """Shared: not to be damaged."""
-    return workshop.bundle(*parts(workshop), backend="aotinductor")
+    return workshop.bundle(*workshop.compiled_parts(), backend="aotinductor")
 
 
 @pytest.fixture(scope="module")
 def graphs(workshop: Workshop) -> Path:
-    return workshop.graphs(*parts(workshop), form="torch")
+    return workshop.graphs(*workshop.compiled_parts(), form="torch")
 
 
 # --- what is built, for which GPU -----------------------------------------------------------------
@@ -208,14 +204,6 @@ class StandIn(TorchGpu):
         assert self.driver._recording is None
         self.captures += 1
         return nullcontext()
-
-
-@pytest.fixture
-def driver() -> FakeDriver:
-    try:
-        return FakeDriver(kernel.load(build_emulated(fake_device.LIBRARIES)))
-    except BuildError as error:
-        pytest.skip(f"the emulation cannot be built here: {error}")
 
 
 class OnDevice:
@@ -459,7 +447,7 @@ def test_what_torch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torch_is_imported_by_who_opens_one() -> None:
-    script = "import sys, runtime.aoti_cuda; sys.exit('torch' in sys.modules)"
+    script = "import sys, runtime.backends.aotinductor_cuda; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, check=True)
 
 

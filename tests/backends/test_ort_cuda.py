@@ -12,14 +12,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import fake_device
 import numpy as np
 import pytest
-from conftest import Workshop
 from fake_cuda import FakeDriver
+from fake_device import make_driver
 from rounds import ids
 
-from plugins.tools.build import build_emulated
 from runtime.backends import onnxruntime_cuda as ort_cuda
 from runtime.backends.onnxruntime_cuda import OrtCudaEngine, unavailable
 from runtime.bundle import open_engine
@@ -29,8 +27,7 @@ from runtime.files.manifest import read_bundle
 from runtime.gpu.launch import Device
 from runtime.gpu.rounds import DeviceRounds
 from runtime.round import HostRounds
-from runtime.sampling import kernel
-from runtime.sampling.sampler import NumpySampler
+from runtime.sampling.reference import NumpySampler
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
@@ -50,7 +47,7 @@ class OnHost(OrtCudaEngine):
 class Bench:
     def __init__(self, bundle: Path, folder: Path):
         self.bundle, self.manifest = bundle, read_bundle(bundle)
-        driver = FakeDriver(kernel.load(build_emulated(fake_device.LIBRARIES)))
+        driver = make_driver()
         image = folder / "outrider_sm_90.cubin"
         image.write_bytes(b"code")
         self.device = Device(image=image, driver=driver)
@@ -72,15 +69,9 @@ class Bench:
         return Decoder(made, vocab_size=pair.vocab_size, max_len=pair.max_len, max_gamma=GAMMA)
 
 
-@pytest.fixture(scope="module")
-def bundle(workshop: Workshop) -> Path:
-    target, draft = (workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7))
-    return workshop.bundle(target, draft)
-
-
 @pytest.fixture
-def bench(bundle: Path, tmp_path: Path) -> Bench:
-    return Bench(bundle, tmp_path)
+def bench(llama_bundle: Path, tmp_path: Path) -> Bench:
+    return Bench(llama_bundle, tmp_path)
 
 
 # What is computed

@@ -15,13 +15,11 @@ from typing import Any
 import fake_device
 import fake_tensorrt
 import pytest
-from fake_cuda import FakeDriver
-from fake_device import facts_of
+from fake_device import facts_of, make_driver
 from fake_tensorrt import FakeTensorRt, FakeTensorRtx
 from fakes import EOS, FakeEngine, near, random_model
 from rounds import ids
 
-from plugins.tools.build import build_emulated
 from runtime.backends.device import DeviceCall
 from runtime.backends.tensorrt import TensorRtEngine, load_library
 from runtime.decoder import Decoder
@@ -29,7 +27,6 @@ from runtime.files.errors import OutriderError
 from runtime.files.manifest import EngineFacts, Profile
 from runtime.gpu.launch import Device
 from runtime.gpu.rounds import DeviceRounds
-from runtime.sampling import kernel
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
@@ -49,7 +46,7 @@ class Bench:
 
     def __init__(self, folder: Path, library: type[FakeTensorRt] = FakeTensorRtx):
         self.folder = folder
-        self.driver = FakeDriver(kernel.load(build_emulated(fake_device.LIBRARIES)))
+        self.driver = make_driver()
         self.library = library(self.driver)
         self.library.profiles = [
             tuple((sizes[0], sizes[-1]) for sizes in (p.slots, p.tokens, p.outputs))

@@ -33,7 +33,7 @@ from runtime.bundle import load
 from runtime.files.errors import EXIT_STATUS
 from runtime.stats import Stats
 from runtime.theory.formulas import expected_tokens, speedup
-from runtime.theory.measure import Costs, findings
+from runtime.theory.measure import findings
 
 NASTY = """<script>alert("&amp; it's")</script>"""
 MS = 1e-3
@@ -73,12 +73,8 @@ def measurement() -> Measurement:
         1: [text_of(1, [1, 0, 1, 1, 0, 1, 1])],
         2: [text_of(2, [2, 0, 1, 2, 2])],
     }
-    costs, total = {gamma: Costs() for gamma in texts}, Stats()
-    for gamma, each in texts.items():
-        costs[gamma].add(each[0].stats)
-        if gamma:
-            total.add(each[0].stats)
-    return Measurement(findings(costs, total), texts)
+    stats = {gamma: [text.stats for text in some] for gamma, some in texts.items()}
+    return Measurement(findings(stats), texts)
 
 
 class Page(HTMLParser):
@@ -172,7 +168,7 @@ def test_the_tables_have_the_numbers_that_were_measured() -> None:
     m = measurement()
     table = {section.name: section.table.rows for section in sections(m)}
     alpha = (5 + 7) / (7 + 9)
-    assert m.found.alpha == alpha and m.found.cost == pytest.approx(1 / 7)
+    assert m.found.alpha == alpha and m.found.costs.draft == pytest.approx(1 / 7)
     for gamma, (row, tau) in enumerate(zip(table["sweep"], (1, 12 / 7, 12 / 5), strict=True)):
         seconds = (2 * gamma + 7) * MS
         assert row[:3] == (
@@ -221,7 +217,7 @@ def test_a_busy_machine_is_owned_up_to() -> None:
 
 def test_where_nothing_gains_the_page_says_so() -> None:
     m = measurement()
-    dear = replace(m, found=replace(m.found, cost=3.0))
+    dear = replace(m, found=replace(m.found, costs=replace(m.found.costs, draft=3.0)))
     figures = {row[0]: row[1] for row in report.key_figures(dear).rows}
     assert dear.best == 0 and figures["recommended γ"] == "0: plain decoding"
     assert draw(dear).keys() == PLOTS.keys()
@@ -230,7 +226,8 @@ def test_where_nothing_gains_the_page_says_so() -> None:
 def test_one_gamma_is_enough_for_every_plot() -> None:
     m = measurement()
     few = {gamma: m.texts[gamma] for gamma in (0, 1)}
-    one = Measurement(replace(m.found, measured={1: 1.0}, verify=m.found.verify[:2]), few)
+    narrow = replace(m.found.costs, verify=m.found.costs.verify[:2])
+    one = Measurement(replace(m.found, measured={1: 1.0}, costs=narrow), few)
     assert draw(one).keys() == PLOTS.keys() == {section.name for section in sections(one)}
 
 
@@ -329,7 +326,7 @@ def test_all_gammas_are_measured(pair: Path) -> None:
     assert lost >= 0
     assert list(texts) == list(range(9)) and {len(each) for each in texts.values()} == {2}
     assert all(text.gamma == gamma for gamma, each in texts.items() for text in each)
-    assert len(found.verify) == 9 and found.plain > 0 and len(said) == 2
+    assert len(found.costs.verify) == 9 and found.costs.plain > 0 and len(said) == 2
     assert all(text.stats.output_tokens == 12 for each in texts.values() for text in each)
 
 

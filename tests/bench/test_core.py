@@ -16,13 +16,14 @@ from bench import __main__ as command_line
 from bench.core import costs, machine, runs
 from bench.core.clock import Clock, Sample, figure, order, sampled
 from bench.core.command import Suite
-from bench.core.costs import Costs, Traffic, of_calls, of_rounds, oracle, predicted, row_bytes
+from bench.core.costs import Traffic, of_calls, of_rounds, predicted, row_bytes, verification
 from bench.core.fit import Spread, marginal, power
 from bench.core.kept import kept
 from bench.core.prompts import Prompts
 from bench.core.record import RoundRecord
 from bench.core.runs import Run, Way
 from bench.core.table import Table, table_of, update
+from runtime.costs import RoundCosts
 from runtime.files.errors import EXIT_STATUS, OutriderError
 from runtime.stats import Stats
 from runtime.theory import formulas as theory
@@ -163,7 +164,7 @@ def test_costs_come_from_rounds() -> None:
     found = of_rounds([plain], [replace(a_run(*rounds), rounds=(*rounds, slow))], 6)
     assert found.plain == pytest.approx(STEP)
     assert found.draft == pytest.approx(DRAFT / STEP)
-    assert found.verify == pytest.approx([1.0, 1.1, 1.2, 1.3, 1.4, 1.4, 1.4])
+    assert found.verify == pytest.approx([1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6])
     assert found.round(4) == pytest.approx(1.4 + 4 * 0.2)
 
 
@@ -171,23 +172,16 @@ def test_costs_come_from_calls() -> None:
     ms = {"draft": 2.0, "1": 10.0, "2": 11.0, "3": 13.0}
     found = of_calls({name: [Sample(x / 1e3)] * 5 for name, x in ms.items()})
     assert found.plain == pytest.approx(0.01) and found.draft == pytest.approx(0.2)
-    assert found.verification(1.5) == pytest.approx(1.2)
+    assert verification(found, 1.5) == pytest.approx(1.2)
 
 
-COSTS = Costs(STEP, 0.2, [1 + 0.1 * k for k in range(9)])
+COSTS = RoundCosts(STEP, 0.2, [1 + 0.1 * k for k in range(9)])
 
 
 def test_what_is_predicted_is_the_theorem_where_all_rounds_are_alike() -> None:
     assert predicted(0.7, [4] * 5, COSTS) == pytest.approx(theory.speedup(0.7, 4, 0.2, 1.4))
     both = (theory.expected_tokens(0.7, 4) + 1) / (4 * 0.2 + 1.4 + 1)
     assert predicted(0.7, [4] * 5 + [0] * 5, COSTS) == pytest.approx(both)
-
-
-def test_the_oracle_pays_for_what_is_accepted() -> None:
-    rounds = a_round(8, 0), a_round(8, 3), a_round(8, 8)
-    assert oracle(rounds, COSTS) == pytest.approx((1 + 4 + 9) / (1 + 1.9 + 3.4))
-    fixed = [(1 + min(3, g) + 1 + min(8, g) + 1) / 3 / COSTS.round(g) for g in range(9)]
-    assert oracle(rounds, COSTS) > max(fixed)
 
 
 def test_bytes_of_a_row_and_of_a_round(tmp_path: Path) -> None:

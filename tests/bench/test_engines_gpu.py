@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_gpu
 import torch
 from checkpoints import Workshop
 from fake_cuda import FakeDriver
@@ -22,8 +21,6 @@ from runtime import load
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TINY = PRESETS["tiny"]
-# Fixtures: a GPU's driver that runs emulated kernels, with fakes in place of models.
-driver, folder, on_fake_gpu = test_gpu.driver, test_gpu.folder, test_gpu.on_fake_gpu
 
 
 # The constructed pair
@@ -244,13 +241,6 @@ def test_a_section_that_breaks_is_named(
     assert report["transformers"]["reason"] == "no peers today"
 
 
-def test_theory() -> None:
-    """Leviathan et al. 2023, table 1's kind of figures: alpha 0.8, gamma 5, c 0."""
-    assert engines_times.theory(0.8, 5, 0.0) == pytest.approx(3.69, abs=0.005)
-    assert engines_times.theory(1.0, 4, 0.25) == 2.5
-    assert engines_times.theory(0.0, 4, 0.25, width=1.0) == 0.5
-
-
 # The command line
 
 
@@ -283,13 +273,13 @@ def test_all_of_it(tmp_path: Path) -> None:
 
 
 def test_the_gpus_side(
-    folder: Path, on_fake_gpu: FakeDriver, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+    llama_bundle: Path, on_fake_gpu: FakeDriver, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Draft and target are one fake, so all is accepted; the reference is another model."""
     monkeypatch.setattr("runtime.backends.cuda._driver", lambda: on_fake_gpu)
     monkeypatch.setattr("bench.kernel_gpu.copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(engines_times, "_peers", lambda *_: {})
-    source, path = str(workshop.checkpoint("llama")), str(folder)
+    source, path = str(workshop.checkpoint("llama")), str(llama_bundle)
     built = Built("fake", source, source, path, path, path)
     times = engines_times.times(built, "cuda", engines_times.QUICK)
     assert times["failed"] == [], times

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from kernels import cpu_library
 from proof import ONE, change_point, pieces
-from test_kernel import cpu_library
 
 from bench import (
     estimates,
@@ -25,7 +25,7 @@ from bench.machine import MemoryReader
 from bench.rounds import TOKEN, random_logits
 from runtime.files.errors import OutriderError
 from runtime.sampling import kernel
-from runtime.sampling.kernel import RoundSampler
+from runtime.sampling.native import RoundSampler
 from runtime.sampling.rules import verify
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams, warp

@@ -10,7 +10,7 @@ import pytest
 from test_core import CODE, PROSE
 
 from bench.core.clock import Clock
-from bench.core.costs import Costs, Traffic
+from bench.core.costs import Traffic
 from bench.core.pair import Pair
 from bench.core.prompts import Prompts
 from bench.suites.side import SUITE
@@ -20,6 +20,7 @@ from bench.suites.side.run import Found, Place, System, systems
 from bench.suites.side.suite import FULL, QUICK, jobs, run
 from bench.systems import SYSTEMS
 from bench.systems.protocol import Batch, Request, Steps, Text, Unavailable
+from runtime.costs import RoundCosts
 from runtime.theory.formulas import speedup
 
 PLAIN, FAST = System("outrider", "plain"), System("outrider", "draft")
@@ -104,14 +105,14 @@ def test_the_prediction_is_theorem_3_8_with_costs_measured_apart() -> None:
         "time_sample": 0.5, "time_host": 0.5,
     }  # fmt: skip
     rows = [{OWN: text(1, **plain), DRAFT: text(1, **COUNTS)}] * 2
-    found = theory(rows, [Costs(2.0, 0.1, [1, 1.1, 1.2, 1.3, 1.5])] * 2)
+    found = theory(rows, [RoundCosts(2.0, 0.1, [1, 1.1, 1.2, 1.3, 1.5])] * 2)
     assert found is not None
     assert found["alpha"] == 0.75 and found["c"] == pytest.approx(0.1)
     assert found["verify"] == pytest.approx(1.5) and found["tau"] == 13 / 4
     assert found["predicted"] == pytest.approx(speedup(0.75, 4, 0.1, 1.5), abs=1e-3)
     assert found["measured"] == pytest.approx(13 / 7.6, abs=1e-3)  # tokens a plain step's time
     assert found["quotients"] == [found["measured_over_predicted"]] * 2
-    dearer = theory(rows, [Costs(2.0, 0.2, [1, 1.1, 1.2, 1.3, 1.5])] * 2)
+    dearer = theory(rows, [RoundCosts(2.0, 0.2, [1, 1.1, 1.2, 1.3, 1.5])] * 2)
     assert dearer is not None and dearer["measured"] == found["measured"]
     assert dearer["predicted"] < found["predicted"]  # the costs do not cancel
     assert theory([{OWN: text(1)}], [None]) is None

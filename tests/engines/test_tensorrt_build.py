@@ -24,8 +24,10 @@ from commands import CHECKOUT, command, environment, error_line, leftovers, run
 import engines.__main__
 from bench import gpu_check
 from engines import bundle as bundles
-from engines import gpus, tensorrt_builder, tensorrt_rtx_backend
+from engines import gpus
 from engines.bundle import build, check_backend, engine_plan, memory_plan
+from engines.tensorrt import builder as tensorrt_builder
+from engines.tensorrt import rtx as tensorrt_rtx_backend
 from runtime import bundle as opening
 from runtime import generate, load
 from runtime.files.errors import EXIT_STATUS, OutriderError
@@ -37,8 +39,8 @@ from runtime.files.manifest import (
     file_facts,
     read_bundle,
     read_pair,
-    write_json,
 )
+from runtime.files.records import write_json
 
 HERE = importlib.util.find_spec("tensorrt_rtx") is not None
 needs_library = pytest.mark.skipif(not HERE, reason="tensorrt_rtx is not installed")

@@ -8,17 +8,18 @@ import shutil
 from dataclasses import replace
 from functools import cache
 
+import enumeration
 import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-import test_kernel_exact as exact
+from kernels import TOKEN, Case, by_library, by_reference, cpu_library
 from onnx import TensorProto, helper
-from test_kernel import Case, by_library, by_reference, cpu_library
 
-from export import sampling_functions, sampling_node
 from export.graph import OPSET
+from export.verify_node import functions as sampling_functions
+from export.verify_node import node as sampling_node
 from runtime.files.manifest import GRAPH_FILE
 from runtime.sampling.philox import Purpose, uniform
 from runtime.sampling.warp import SamplingParams
@@ -255,20 +256,11 @@ def test_broken_rows_and_parameters():
 
 
 def graph_rounds(run):
-    """test_kernel_exact.rounds by a session of `Judge`."""
+    """enumeration.rounds by a session of `Judge`."""
 
     def rounds(_, models, drafts, params):
         count, gamma = len(drafts), models.gamma
-        target = np.stack(
-            [
-                models.target[i][tuple(drafts[:, :i].T)] * np.ones((count, 1))
-                for i in range(gamma + 1)
-            ],
-            1,
-        ).astype(np.float32)
-        draft = np.stack(
-            [models.draft[i][tuple(drafts[:, :i].T)] * np.ones((count, 1)) for i in range(gamma)], 1
-        ).astype(np.float32)
+        target, draft = enumeration.round_logits(models, drafts)
         given = {
             "target_logits": target,
             "draft_logits": draft,
@@ -290,9 +282,9 @@ def graph_rounds(run):
 
 @pytest.mark.parametrize("gamma", [1, 2])
 def test_a_round_has_the_targets_joint_distribution(monkeypatch, gamma):
-    monkeypatch.setattr(exact, "rounds", graph_rounds(judge()))
-    for seed in range(2):
-        assert exact.distance(None, exact.Models(seed, gamma), exact.TOKEN)[0] < 1e-6
+    monkeypatch.setattr(enumeration, "rounds", graph_rounds(judge()))
+    models = enumeration.Models(0, gamma)
+    assert enumeration.distance(None, models, TOKEN)[0] < 1e-6
 
 
 BREAKS = {
@@ -319,8 +311,8 @@ def test_control_enumeration_notices_a_broken_body(monkeypatch, name):
     assert sum(body.count(old) for body in sampling_functions._BODIES) == 1
     bodies = tuple(body.replace(old, new) for body in sampling_functions._BODIES)
     monkeypatch.setattr(sampling_functions, "_BODIES", bodies)
-    monkeypatch.setattr(exact, "rounds", graph_rounds(judge()))
-    assert exact.distance(None, exact.Models(0, 2), exact.TOKEN)[0] > 0.01
+    monkeypatch.setattr(enumeration, "rounds", graph_rounds(judge()))
+    assert enumeration.distance(None, enumeration.Models(0, 2), TOKEN)[0] > 0.01
 
 
 # --- in a model's graph -----------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import FakeDriver
-from test_kernel import OPTIONS, Case, by_library, cpu_library, emulated_library
+from kernels import OPTIONS, Case, by_library, cpu_library, emulated_library
 
 from bench import kernel_gpu, rounds
 from bench.kernel_gpu import DeviceRound, Shape
@@ -24,7 +24,7 @@ from runtime.files.errors import OutriderError
 from runtime.gpu import launch as cuda_kernel
 from runtime.gpu.launch import Device, Plan, Sizes, find_image
 from runtime.sampling import kernel
-from runtime.sampling.kernel import RoundSampler
+from runtime.sampling.native import RoundSampler
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams
 

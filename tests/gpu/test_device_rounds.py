@@ -9,60 +9,26 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import fake_device
 import numpy as np
 import pytest
-import rounds
+from devices import PARAMS, WARM, decoder_on, host, steps, text, wander
 from fake_cuda import FakeDriver
-from fakes import EOS, FakeEngine, near, random_model, script
-from rounds import broken, ids, make_decoder
+from fakes import EOS, FakeEngine, script
+from rounds import broken, cases, ids
 
-from plugins.tools.build import build_emulated
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
 from runtime.gpu.launch import SEQUENCE
 from runtime.gpu.rounds import DeviceRounds, flags_of
-from runtime.sampling import kernel
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import ActiveSequence, Request
 
 LOOP_NAMES = ("outrider_begin", "outrider_feed", "outrider_commit")
-MODEL = random_model(1, never=[EOS])
-DRAFT = near(MODEL, 2, 0.7)
-WARM = SamplingParams(temperature=0.8, seed=5)
-
-
-@pytest.fixture
-def driver() -> FakeDriver:
-    return FakeDriver(kernel.load(build_emulated(fake_device.LIBRARIES)))
-
-
-def decoder_on(driver: FakeDriver, *, slots: int = 1, **options) -> Decoder:  # type: ignore[no-untyped-def]
-    made = fake_device.make_rounds(
-        FakeEngine(MODEL, slots=slots, capacity=73, order=None),
-        FakeEngine(DRAFT, slots=slots, capacity=73, order=None),
-        driver=driver, vocab_size=32, max_len=64, max_gamma=8, **options,
-    )  # fmt: skip
-    return Decoder(made, vocab_size=32, max_len=64, max_gamma=8)
-
-
-def text(decoder: Decoder, request: Request) -> list[int]:
-    sequence = decoder.admit(request)
-    while sequence.finish_reason is None:
-        decoder.round([sequence])
-    decoder.release(sequence)
-    return ids(sequence)
-
-
-def steps(driver: FakeDriver, action: Callable[[], object]) -> list[str]:
-    """What the driver is asked for meanwhile."""
-    driver.log.clear()
-    action()
-    return list(driver.log)
 
 
 # --- what is launched, and when -----------------------------------------------------------------
@@ -127,23 +93,18 @@ def test_a_plain_text_asks_nothing_of_a_draft(driver: FakeDriver) -> None:
 
 # --- the same tokens ------------------------------------------------------------------------------
 
-PARAMS = {
-    "greedy": SamplingParams(),
-    "plain": WARM,
-    "filters": replace(WARM, top_k=9, top_p=0.9, min_p=0.01),
-    "penalty": replace(WARM, repetition_penalty=1.3),
-    "block": replace(WARM, verify="block"),
-    "all": replace(WARM, top_k=9, top_p=0.95, repetition_penalty=1.2, verify="block"),
-}
+
+OPTIONS = [{}, {"graphs": False}, {"ahead": False}]
 
 
-def host(monkeypatch: pytest.MonkeyPatch, **shape: int) -> Decoder:
-    monkeypatch.setattr(rounds, "SAMPLER", "kernel")
-    return make_decoder(MODEL, DRAFT, **shape)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("options", [{}, {"graphs": False}, {"ahead": False}], ids=str)
-@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    cases(
+        [*((name, {}) for name in PARAMS), *(("all", options) for options in OPTIONS[1:])],
+        product(PARAMS, OPTIONS),
+    ),
+    ids=str,
+)
 def test_the_hosts_tokens(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, name: str, options: dict
 ) -> None:
@@ -154,55 +115,14 @@ def test_the_hosts_tokens(
     assert text(decoder_on(driver, **options), request) == text(host(monkeypatch), request)
 
 
-def wander(decoder: Decoder, seed: int, changing: float = 0.0) -> list[object]:
-    """Texts that join, sit out, and leave early or at their end, by a fixed chance. changing: the
-    chance that a text changes its gamma before a round."""
-    chance = random.Random(seed)
-    waiting = [
-        Request(
-            [chance.randrange(2, 30) for _ in range(chance.randrange(1, 40))],
-            replace(chance.choice(list(PARAMS.values())), seed=number),
-            gamma=chance.choice([0, 1, 3, 8]), max_new_tokens=chance.randrange(1, 24),
-            logprobs=chance.choice([None, None, None, 2]),
-            eos_token_ids=frozenset([7, 11]), min_new_tokens=0,
-        )
-        for number in range(16)
-    ]  # fmt: skip
-    present: list[ActiveSequence] = []
-    done: list[ActiveSequence] = []
-
-    def leave(sequence: ActiveSequence) -> None:
-        present.remove(sequence)
-        decoder.release(sequence)
-        done.append(sequence)
-
-    while waiting or present:
-        while waiting and decoder.slots.free and chance.random() < 0.7:
-            sequence = decoder.admit(waiting.pop(0))
-            present.append(sequence)
-            if sequence.finish_reason:
-                leave(sequence)
-        batch = [sequence for sequence in present if chance.random() < 0.8]
-        for sequence in batch:
-            if chance.random() < changing:
-                sequence.request = replace(sequence.request, gamma=chance.choice([0, 2, 5]))
-        if batch:
-            decoder.round(batch)
-        for sequence in [*present]:
-            if sequence.finish_reason or chance.random() < 0.03:
-                leave(sequence)
-    # With top log-probabilities, which are read from the device's logits.
-    return [[(token.id, token.alternatives) for token in sequence.output] for sequence in done]
-
-
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", cases(range(2), range(6)))
 def test_the_hosts_tokens_whoever_comes_and_goes(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     assert wander(decoder_on(driver, slots=3), seed) == wander(host(monkeypatch, slots=3), seed)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", cases([1], range(3)))
 def test_a_gamma_that_changes(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

@@ -9,32 +9,23 @@ from typing import Any
 
 import fake_device
 import pytest
-from checkpoints import Workshop
 from fake_cuda import FakeDriver
-from fakes import FakeEngine, random_model
 
-from plugins.tools.build import build_emulated
 from runtime import bundle, load
 from runtime.backends import onnxruntime_cuda as ort_cuda
+from runtime.backends.registry import device_engine
 from runtime.bundle import choose_device
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import EngineFacts, GraphFacts, Manifest, Profile, read_bundle
+from runtime.files.manifest import EngineFacts, Manifest, Profile, read_bundle
 from runtime.gpu import opening as gpu
-from runtime.gpu.launch import Device
 from runtime.sampling import kernel
 
 FOLDER = Path("build/some")
 
 
-@pytest.fixture(scope="module")
-def folder(workshop: Workshop) -> Path:
-    """The portable graphs of a small pair."""
-    return workshop.bundle(workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7))
-
-
 @pytest.fixture
-def manifest(folder: Path) -> Manifest:
-    return read_bundle(folder)
+def manifest(llama_bundle: Path) -> Manifest:
+    return read_bundle(llama_bundle)
 
 
 def compiled(manifest: Manifest, backend: str, *targets: str) -> Manifest:
@@ -97,43 +88,16 @@ def test_only_some_backends_build_for_gpus_elsewhere(manifest: Manifest) -> None
         assert "SM=" not in command and f"BACKEND={backend}" in command
 
 
-def test_threads_are_refused_on_a_gpu(folder: Path) -> None:
+def test_threads_are_refused_on_a_gpu(llama_bundle: Path) -> None:
     with pytest.raises(OutriderError, match="threads=2 is out of range on a GPU"):
-        load(folder, device="cuda", threads=2)
+        load(llama_bundle, device="cuda", threads=2)
 
 
 # Through `load`
 
 
-@pytest.fixture
-def driver() -> FakeDriver:
-    return FakeDriver(kernel.load(build_emulated(fake_device.LIBRARIES)))
-
-
-@pytest.fixture
-def on_fake_gpu(driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    """`load(..., device="cuda")` gets this GPU, and engines whose logits are fakes."""
-    image = tmp_path / "outrider_sm_90.cubin"
-    image.write_bytes(b"code")
-    monkeypatch.setattr(gpu, "Device", lambda ordinal, driver=None: Device(ordinal, image, fake))
-
-    def open_engine(
-        manifest: Manifest, path: Path, role: str, facts: GraphFacts, device: Device, stream: int,
-        *, slots: int, widest: int, buffers: int,
-    ) -> fake_device.FakeDeviceEngine:  # fmt: skip
-        model = FakeEngine(
-            random_model(3, facts.vocab_size, scale=4), vocab_size=facts.vocab_size, slots=slots,
-            capacity=facts.capacity, chunk=64,
-        )  # fmt: skip
-        return fake_device.FakeDeviceEngine(device, fake, stream, model)
-
-    monkeypatch.setattr(gpu, "open_engine", open_engine)
-    fake = driver
-    return driver
-
-
-def test_texts_through_load(folder: Path, on_fake_gpu: FakeDriver) -> None:
-    engine = load(folder, device="cuda", slots=2)
+def test_texts_through_load(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
+    engine = load(llama_bundle, device="cuda", slots=2)
     result = engine.generate("some words", max_new_tokens=24, gamma=4, ignore_eos=True)
     assert len(result.tokens) == 24 and result.stats.accepted
     assert on_fake_gpu.log.count("capture") >= 1
@@ -154,24 +118,24 @@ def bundle_options(**options: Any) -> Any:
     return Options(temperature=0.7, **options)
 
 
-def test_as_a_loop(folder: Path, on_fake_gpu: FakeDriver) -> None:
-    engine = load(folder, device="cuda", loop=True)
+def test_as_a_loop(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
+    engine = load(llama_bundle, device="cuda", loop=True)
     assert len(engine.generate("some words", max_new_tokens=9, ignore_eos=True).tokens) == 9
     assert "capture loop" in on_fake_gpu.log
     for options in ({"device": "cpu"}, {"device": "cuda", "graphs": False}):
         with pytest.raises(OutriderError, match="loop is for a GPU's CUDA graphs"):
-            load(folder, loop=True, **options)
+            load(llama_bundle, loop=True, **options)
 
 
-def test_without_graphs(folder: Path, on_fake_gpu: FakeDriver) -> None:
-    engine = load(folder, device="cuda", graphs=False)
+def test_without_graphs(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
+    engine = load(llama_bundle, device="cuda", graphs=False)
     assert len(engine.generate("some words", max_new_tokens=9, ignore_eos=True).tokens) == 9
     assert "capture" not in on_fake_gpu.log and "graph" not in on_fake_gpu.log
 
 
-def test_what_is_used_is_what_was_planned(folder: Path, on_fake_gpu: FakeDriver) -> None:
+def test_what_is_used_is_what_was_planned(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
     """The caches and buffers; the fakes have no weights."""
-    engine = load(folder, device="cuda", slots=2)
+    engine = load(llama_bundle, device="cuda", slots=2)
     engine.generate("some words", max_new_tokens=24, gamma=4, ignore_eos=True)
     used = sum(len(block) - 256 for block in on_fake_gpu.allocated.values())
     facts = fake_device.facts_of(engine.decoder.target.fake)  # type: ignore[attr-defined]
@@ -179,11 +143,11 @@ def test_what_is_used_is_what_was_planned(folder: Path, on_fake_gpu: FakeDriver)
     assert planned <= used <= 1.1 * planned
 
 
-def test_a_gpu_that_is_too_small(folder: Path, on_fake_gpu: FakeDriver) -> None:
+def test_a_gpu_that_is_too_small(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
     on_fake_gpu._memory = 2**16
     cause = r"needs [\d.]+ MiB of the GPU's memory, and 0\.1 MiB of 0\.1 MiB are free"
     with pytest.raises(OutriderError, match=cause) as caught:
-        load(folder, device="cuda")
+        load(llama_bundle, device="cuda")
     assert caught.value.kind == "memory"
     assert not on_fake_gpu.allocated, "nothing was loaded"
 
@@ -204,15 +168,15 @@ def test_each_backend_has_its_engine(
     manifest: Manifest, backend: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = manifest if backend == "onnxruntime" else compiled(manifest, backend, "sm89")
-    name = {"onnxruntime_cuda": "OrtCudaEngine", "aotinductor_cuda": "AotiCudaEngine"}.get(
-        module, "TensorRtEngine"
-    )
     calls: list[tuple[Any, ...]] = []
+
+    def note(self: object, *arguments: Any, **options: Any) -> None:
+        calls.append((arguments, options))
+
     monkeypatch.setattr("runtime.backends.onnxruntime_cuda.unavailable", lambda: None)
-    monkeypatch.setattr(
-        f"runtime.backends.{module}.{name}",
-        lambda *arguments, **options: calls.append((arguments, options)),
-    )
+    engine = device_engine(backend)
+    assert engine.__module__ == f"runtime.backends.{module}"
+    monkeypatch.setattr(engine, "__init__", note)
     gpu.open_engine(
         made, FOLDER, "draft", manifest.pair.target, None, 7, slots=1, widest=5, buffers=2  # type: ignore[arg-type]
     )  # fmt: skip
@@ -231,8 +195,8 @@ def test_the_onnxruntime_of_a_cpu(manifest: Manifest) -> None:
     assert "onnxruntime-gpu" in caught.value.remedy
 
 
-def test_the_kernel_is_needed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_needed(llama_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "unavailable", lambda: "there is no compiler")
     with pytest.raises(OutriderError, match="a GPU's rounds need the kernel: there is no compiler"):
-        load(folder, device="cuda")
+        load(llama_bundle, device="cuda")
     assert bundle.load  # on the CPU there is NumPy

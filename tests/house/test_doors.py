@@ -12,7 +12,9 @@ import pytest
 from fakes import make_text_engine, near, random_model
 
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import FileFacts, link_file, write_folder, write_json
+from runtime.files.folders import take_file, write_folder
+from runtime.files.manifest import FileFacts
+from runtime.files.records import write_json
 from runtime.sampling.philox import Purpose, uniform
 from runtime.sampling.warp import SamplingParams
 
@@ -151,11 +153,11 @@ def test_a_file_name_that_leads_out_is_refused(engine, tmp_path, name):
         read_bundle(tmp_path)
 
 
-def test_linking_does_not_overwrite(tmp_path):
+def test_taking_a_file_does_not_overwrite(tmp_path):
     (tmp_path / "a").write_text("new")
     (tmp_path / "b").write_text("old")
     with pytest.raises(FileExistsError):
-        link_file(tmp_path / "a", tmp_path / "b")
+        take_file(tmp_path / "a", tmp_path / "b", tmp_path / "old")
     assert (tmp_path / "b").read_text() == "old"
 
 
@@ -163,7 +165,7 @@ def test_sigterm_leaves_nothing_half_written(tmp_path):
     code = (
         "import sys, time\nfrom pathlib import Path\n"
         "from runtime.files.errors import run_command\n"
-        "from runtime.files.manifest import write_folder\n"
+        "from runtime.files.folders import write_folder\n"
         "def work():\n"
         "    with write_folder(Path(sys.argv[1]), 'manifest.json') as p:\n"
         "        print('writing', flush=True)\n"

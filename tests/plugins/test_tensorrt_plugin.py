@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_kernel import LIBRARIES, Case
+from kernels import LIBRARIES, Case
 from test_sampling_node import OPTIONS, answers, feed, places_of, verifier
 
 from plugins.tools import build_tensorrt, cubins
@@ -30,7 +30,7 @@ from plugins.tools.build import (
 )
 from runtime.sampling.warp import SamplingParams
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1] / "support"
 ROOT = os.environ.get("TENSORRT_ROOT")
 ENTRY_POINTS = ["getCreators", "setLoggerFinder"]
 
@@ -80,7 +80,7 @@ def test_the_kernels_that_it_loads_are_there():
         assert re.search(rf"__global__ void[^;{{]*\b{name}\(", text), name
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "compute_80"])
+@pytest.mark.parametrize("architecture", ["sm_90"])
 def test_the_small_kernels_compile(architecture):
     try:
         nvrtc = cubins.nvrtc()

@@ -17,40 +17,39 @@ from pathlib import Path
 
 import pytest
 from checkpoints import Workshop
-from commands import CHECKOUT, command, environment, error_line, leftovers, run
+from commands import (
+    CHECKOUT,
+    command,
+    environment,
+    error_line,
+    leftovers,
+    limited_files,
+    run,
+)
 
 import engines.__main__
+import export.__main__
 import export.compare
 from engines.bundle import build
 from export.pair import export as export_pair
 from runtime import generate, load
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
+from runtime.files.folders import write_folder
 from runtime.files.manifest import (
     MANIFEST_FILE,
     PAIR_FILE,
-    SCHEMA,
     Manifest,
-    digest_json,
     file_facts,
     read_bundle,
-    read_json,
     read_pair,
-    write_folder,
-    write_json,
 )
-
-
-@pytest.fixture(scope="module")
-def pristine(workshop: Workshop) -> Path:
-    """A bundle with a draft. Shared: not to be damaged."""
-    target, draft = workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7)
-    return workshop.bundle(target, draft)
+from runtime.files.records import SCHEMA, digest_json, read_json, write_json
 
 
 @pytest.fixture
-def bundle(pristine: Path, tmp_path: Path) -> Path:
+def bundle(llama_bundle: Path, tmp_path: Path) -> Path:
     """A copy without links into the cache."""
-    return Path(shutil.copytree(pristine, tmp_path / "bundle"))
+    return Path(shutil.copytree(llama_bundle, tmp_path / "bundle"))
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -64,15 +63,15 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 # Reading
 
 
-def test_manifest_round_trip(pristine: Path, tmp_path: Path) -> None:
-    manifest = read_bundle(pristine)
+def test_manifest_round_trip(llama_bundle: Path, tmp_path: Path) -> None:
+    manifest = read_bundle(llama_bundle)
     assert manifest.pair.draft is not None
     alone = dataclasses.replace(manifest, pair=dataclasses.replace(manifest.pair, draft=None))
     for written in (manifest, alone):
         write_json(tmp_path / "again.json", "manifest", written)
         assert read_json(tmp_path / "again.json", "manifest", Manifest, "") == written
     write_json(tmp_path / "again.json", "manifest", manifest)
-    assert (tmp_path / "again.json").read_text() == (pristine / MANIFEST_FILE).read_text()
+    assert (tmp_path / "again.json").read_text() == (llama_bundle / MANIFEST_FILE).read_text()
 
 
 def _manifest(edit: Callable[[dict], object], *, checksum: bool = True) -> Callable[[Path], object]:
@@ -136,12 +135,22 @@ DAMAGE = {
         "float8",
     ),
     "gamma out of range": (
+        _manifest(lambda c: c["facts"]["pair"].update(max_gamma=65)),
+        "max_gamma is 65, not from 1 to 64",
+    ),
+    "a short slot": (
+        _manifest(lambda c: c["facts"]["pair"].update(max_len=c["facts"]["pair"]["capacity"] - 1)),
+        "contradicts itself about its sizes",
+    ),
+    "nested without end": (_replace(MANIFEST_FILE, b"[" * 100_000), "truncated or edited"),
+    "unlisted tokenizer": (
         _manifest(
-            lambda c: c["facts"]["pair"].update(
-                max_gamma=65, max_len=c["facts"]["pair"]["capacity"] - 66
-            )
+            lambda c: [
+                c["facts"]["files"].pop("tokenizer/tokenizer.json"),
+                c["facts"]["pair"]["tokenizer"]["files"].pop("tokenizer.json"),
+            ]
         ),
-        "contradicts itself",
+        "contradicts itself about its files",
     ),
     "edited graph": (_flip("target/graph.onnx"), "its hash differs"),
     "edited weights": (_flip("draft/weights.bin"), "its hash differs"),
@@ -290,7 +299,7 @@ def test_a_foreign_folder_is_not_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["file", "file/out", "sealed/out"])
 def test_a_place_that_cannot_be_written_is_named(
-    pristine: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    llama_bundle: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "sealed").mkdir(mode=0o555)
@@ -315,7 +324,7 @@ def test_a_place_that_cannot_be_written_is_named(
 
 @pytest.fixture(scope="module")
 def graphs(workshop: Workshop) -> Path:
-    """What the pristine bundle was built from."""
+    """What `llama_bundle` was built from."""
     target, draft = workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7)
     return workshop.graphs(target, draft)
 
@@ -393,18 +402,18 @@ def test_commands_end_with_a_status_and_one_line(workshop: Workshop, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_stops_the_export(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_full_disk_stops_the_export(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A limit on the size of a file stands in for the disk: the weights do not fit."""
-    out, cache = tmp_path / "out", tmp_path / "cache"
-    failed = run(
-        *("export", "--model", workshop.checkpoint("gpt2"), "--max-len", "64"),
-        *("--out", out, "--cache", cache),
-        largest_file=65536,
-    )
-    assert failed.returncode == EXIT_STATUS["disk"], failed.stderr
-    error_line(failed.stderr, "disk")
-    assert not out.exists()
-    assert list(cache.rglob("*")) == []
+    places = ["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+    model = str(workshop.checkpoint("gpt2", n_layer=1))
+    with limited_files(65536):
+        status = export.__main__.main(["--model", model, "--max-len", "64", *places])
+    assert status == EXIT_STATUS["disk"]
+    error_line(capsys.readouterr().err, "disk")
+    assert not (tmp_path / "out").exists()
+    assert list((tmp_path / "cache").rglob("*")) == []
 
 
 def test_a_full_disk_stops_the_build(graphs: Path, tmp_path: Path) -> None:
@@ -419,6 +428,7 @@ def test_a_full_disk_stops_the_build(graphs: Path, tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_an_export(workshop: Workshop, tmp_path: Path) -> None:
     out, cache = tmp_path / "out", tmp_path / "cache"
     process = subprocess.Popen(
@@ -460,7 +470,7 @@ def test_ctrl_c_while_a_part_is_checked(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(export.compare, "compare", interrupt)
-    model = str(workshop.checkpoint("gpt2"))
+    model = str(workshop.checkpoint("gpt2", n_layer=1))
 
     def work() -> int:
         export_pair(model, None, tmp_path / "out", max_len=64, cache=tmp_path / "cache")
@@ -478,9 +488,14 @@ def test_ctrl_c_while_a_part_is_checked(
 @pytest.mark.parametrize("how", ["same", "different"])
 def test_the_cache_is_updated_in_place(workshop: Workshop, how: str) -> None:
     """See protected_cache.py: a step writes its own row of the cache and no other page."""
-    source = workshop.checkpoint("llama", max_position_embeddings=4096)
+    source = workshop.checkpoint("llama", max_position_embeddings=4096, num_hidden_layers=1)
     bundle = workshop.bundle(source, max_len=None)
-    script = [sys.executable, str(CHECKOUT / "tests" / "protected_cache.py"), str(bundle), how]
+    script = [
+        sys.executable,
+        str(CHECKOUT / "tests" / "support" / "protected_cache.py"),
+        str(bundle),
+        how,
+    ]
     process = subprocess.run(script, env=environment(), capture_output=True, text=True)
     if how == "different":
         assert process.returncode == -signal.SIGSEGV, process.stderr

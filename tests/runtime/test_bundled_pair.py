@@ -17,15 +17,16 @@ from export import ngram
 from runtime import load
 from runtime.beam.text import beam_texts
 from runtime.certificate import check
-from runtime.sequence import LOOKUPS, MODELS, TABLES
-from runtime.text.engine import Options, TextEngine
+from runtime.drafts.registry import KINDS
+from runtime.text.engine import TextEngine
+from runtime.text.options import Options
 
 CHECKOUT = Path(__file__).parents[2]
 PROMPT = "import os\n\ndef load(path):\n    with open(path) as file:\n"
 SAMPLED = Options(temperature=1.0, seed=11, max_new_tokens=128, ignore_eos=True)
 GREEDY = Options(max_new_tokens=96, ignore_eos=True)
 WAYS: dict[str, dict[str, Any]] = {
-    **{kind: {"draft": kind} for kind in sorted(MODELS | LOOKUPS | TABLES | {"random"})},
+    **{kind: {"draft": kind} for kind in sorted(KINDS)},
     "block": {"verify": "block", "draft": "chain"},
     "auto": {"gamma": "auto"},
     "stops": {"draft_threshold": 0.4, "gamma": 8},
@@ -61,17 +62,18 @@ def test_a_draft_temperature(engine: TextEngine) -> None:
 
 def test_a_rule_that_accepts_everything_is_noticed(engine: TextEngine) -> None:
     from runtime.round import HostRounds
-    from runtime.sampling.sampler import NumpySampler
+    from runtime.sampling.reference import NumpySampler
 
     rounds = engine.decoder.rounds
     assert isinstance(rounds, HostRounds)
     native = rounds.sampler
     with (
-        broken("sampling.rules.rules.sampler.verify", accept_everything),
+        broken("sampling.reference.verify", accept_everything),
         pytest.MonkeyPatch.context() as patch,
     ):
         slow = NumpySampler(native.vocab_size)
-        patch.setattr(rounds, "sampler", slow)
+        for name in ("sampler", "_sampler"):
+            patch.setattr(rounds, name, slow)
         patch.setattr(rounds.proposer, "_sampler", slow)
         assert not check(engine, PROMPT, replace(SAMPLED, draft="bigram", gamma=2)).passed
 

@@ -6,6 +6,7 @@ what cannot be run is refused. Each proof comes with a control: the same check o
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from rounds import (
     accept_everything,
     both,
     broken,
+    cases,
     check_rows,
     commit_everything,
     ids,
@@ -25,7 +27,8 @@ from rounds import (
 
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
-from runtime.sampling.warp import Distribution, SamplingParams
+from runtime.sampling.distribution import Distribution
+from runtime.sampling.warp import SamplingParams
 from runtime.sequence import ActiveSequence, Request
 from runtime.slots import Slot, SlotTable
 from runtime.stats import Stats
@@ -58,7 +61,7 @@ def compare(gamma: int, seeds: range = SEEDS) -> tuple[int, float]:
 
 
 @both
-@pytest.mark.parametrize("gamma", range(9))
+@pytest.mark.parametrize("gamma", [0, 1, 2, 5, 8])
 def test_temperature_0_is_plain_decoding(gamma: int) -> None:
     wrong, acceptance = compare(gamma)
     assert wrong == 0
@@ -66,7 +69,7 @@ def test_temperature_0_is_plain_decoding(gamma: int) -> None:
 
 
 def test_a_rule_that_accepts_everything_is_noticed() -> None:
-    with broken("sampling.rules.sampler.verify", accept_everything):
+    with broken("sampling.reference.verify", accept_everything):
         assert compare(3)[0] > 0
 
 
@@ -156,7 +159,7 @@ def crowd(slots: int, seed: int, count: int = 9) -> list[tuple[Request, list[int
 
 
 @both
-@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+@pytest.mark.parametrize("slots", [1, 3])
 def test_requests_join_sit_out_and_leave(slots: int) -> None:
     done = [pair for seed in range(5) for pair in crowd(slots, seed)]
     assert len(done) == 45
@@ -164,7 +167,9 @@ def test_requests_join_sit_out_and_leave(slots: int) -> None:
 
 
 def test_writing_over_a_slot_that_sits_out_is_noticed() -> None:
-    def at_the_start(slots: object, first: int, last: int, length: str) -> np.ndarray:
+    def at_the_start(
+        slots: object, engine: object, first: int, last: int, *_: object
+    ) -> np.ndarray:
         return np.zeros(last - first, np.int64)
 
     with broken("round.idle_positions", at_the_start), pytest.raises(AssertionError):
@@ -175,10 +180,11 @@ def test_a_slot_that_is_not_reset_is_noticed() -> None:
     """The next owner must not inherit lengths: its draft would skip its own prompt."""
     table = {index: Slot(index) for index in range(3)}
 
-    def stale(self: SlotTable) -> Slot:
+    def stale(self: SlotTable, *prompt: object) -> Slot:
         index = self._slots.index(None)
         self._slots[index] = table[index]
         table[index].tokens.clear()
+        table[index].target_len = 0
         return table[index]
 
     with broken("slots.SlotTable.acquire", stale), pytest.raises(AssertionError):
@@ -246,7 +252,7 @@ def test_ties_that_go_to_the_highest_index_are_noticed() -> None:
         row = np.asarray(logits)[:vocab_size]
         return Distribution.point(len(row) - 1 - int(row[::-1].argmax()), len(row))
 
-    with broken("sampling.rules.sampler.warp", last_of_ties), pytest.raises(AssertionError):
+    with broken("sampling.reference.warp", last_of_ties), pytest.raises(AssertionError):
         tied_origins(range(2))
 
 
@@ -266,13 +272,18 @@ class OneTokenFirst(FakeEngine):
         return super().forward(input_ids, position, logits_index, first_slot, buffer)
 
 
-def draft_is_target(temperature: float, draft_engine: type[FakeEngine] = FakeEngine) -> Stats:
+def draft_is_target(
+    temperature: float, draft_engine: type[FakeEngine] = FakeEngine, tokens: int = 2002
+) -> Stats:
     model = random_model(3)
     decoder = make_decoder(
         model, model, max_len=2100, max_gamma=3, order=4, draft_engine=draft_engine
     )
     request = Request(
-        prompt(3, 5), SamplingParams(temperature=temperature, seed=11), gamma=3, max_new_tokens=2002
+        prompt(3, 5),
+        SamplingParams(temperature=temperature, seed=11),
+        gamma=3,
+        max_new_tokens=tokens,
     )
     sequence = decoder.admit(request)
     while sequence.finish_reason is None:
@@ -282,8 +293,14 @@ def draft_is_target(temperature: float, draft_engine: type[FakeEngine] = FakeEng
     return sequence.stats
 
 
-@both
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("sampler", "temperature"),
+    cases(
+        [("numpy", 0.0), ("kernel", 1.0), ("device", 1.0)],
+        product(("numpy", "kernel", "device", "loop"), (0.0, 1.0)),
+    ),
+    indirect=["sampler"],
+)
 def test_a_draft_that_is_the_target_is_always_accepted(temperature: float) -> None:
     stats = draft_is_target(temperature)
     assert stats.rounds >= 500
@@ -293,7 +310,7 @@ def test_a_draft_that_is_the_target_is_always_accepted(temperature: float) -> No
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_row_that_a_full_acceptance_leaves_out_is_noticed(temperature: float) -> None:
-    stats = draft_is_target(temperature, OneTokenFirst)
+    stats = draft_is_target(temperature, OneTokenFirst, 102)
     assert stats.accepted < stats.drafted
 
 

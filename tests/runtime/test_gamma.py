@@ -17,7 +17,7 @@ from runtime.files.errors import EXIT_STATUS, OutriderError
 from runtime.policy import make_policy
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
-from runtime.text.engine import Options
+from runtime.text.options import Options
 
 MODEL = random_model(1)
 NAMES = ["auto", "transformers", 4]
@@ -125,8 +125,8 @@ def test_what_counts_as_the_same_settings(tmp_path: Path) -> None:
     """What p and q depend on: every option of the sampling, and no seed."""
     engine = make_text_engine(tmp_path, MODEL, near(MODEL, 2, 0.5))
     costs, told = engine.decoder.costs["model"], []
-    openings = costs.openings
-    costs.openings = lambda settings: told.append(settings) or openings(settings)  # type: ignore[func-returns-value,method-assign,misc,assignment]
+    earlier = costs.earlier
+    costs.earlier = lambda settings: told.append(settings) or earlier(settings)  # type: ignore[func-returns-value,method-assign,misc,assignment]
     for options in (
         {"seed": 1}, {"seed": 2}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9},
         {"temperature": 1.0, "draft_temperature": 2.0},

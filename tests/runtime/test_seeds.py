@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from proof import chi_square
 from rounds import (
     accept_everything,
     broken,
+    cases,
     check_rows,
     flattened_q,
     ids,
@@ -28,11 +30,12 @@ from rounds import (
 
 from runtime.decoder import Decoder
 from runtime.sampling.philox import Purpose, uniform
+from runtime.sampling.reference import NumpySampler
 from runtime.sampling.rules import Verdict
-from runtime.sampling.sampler import NumpySampler, SlotSampling
+from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams, VerifyRule, warp
 from runtime.sequence import ActiveSequence, Request, Token
-from runtime.text.engine import Options
+from runtime.text.options import Options
 
 pytestmark = pytest.mark.usefixtures("sampler")
 
@@ -82,25 +85,30 @@ def p_values(
     }
 
 
-@without_loop
-@pytest.mark.parametrize("gamma", [1, 3, 5])
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
+# A device draws bit for bit what the kernel draws on the host: test_device_rounds.py.
+SAMPLERS = ("numpy", "kernel", "device")
+
+
+@pytest.mark.parametrize(
+    ("sampler", "temperature", "gamma"),
+    cases([("numpy", 0.6, 5), ("kernel", 1.0, 3)], product(SAMPLERS, (0.6, 1.0), (1, 3, 5))),
+    indirect=["sampler"],
+)  # fmt: skip
 def test_tokens_follow_the_target_at_every_offset(temperature: float, gamma: int) -> None:
     found = p_values(temperature, gamma)
     assert len(found) == 2 * (gamma + 1), "every offset is tested"
     assert min(found.values()) > 1e-3, found
 
 
-@without_loop
+@pytest.mark.parametrize("sampler", cases(["kernel"], SAMPLERS), indirect=True)
 def test_the_block_rule_follows_the_target() -> None:
     assert min(p_values(1.0, 3, rule="block").values()) > 1e-3
 
 
 @pytest.mark.parametrize("wrong", [accept_everything, flattened_q])
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_wrong_rules_are_noticed(wrong: Callable[..., Verdict], temperature: float) -> None:
-    with broken("sampling.rules.sampler.verify", wrong):
-        assert min(p_values(temperature, 3).values()) < 1e-6
+def test_wrong_rules_are_noticed(wrong: Callable[..., Verdict]) -> None:
+    with broken("sampling.reference.verify", wrong):
+        assert min(p_values(1.0, 3).values()) < 1e-6
 
 
 def test_a_number_with_two_uses_is_noticed() -> None:
@@ -109,11 +117,11 @@ def test_a_number_with_two_uses_is_noticed() -> None:
     def shared(seed: int, position: int, purpose: Purpose, lane: int = 0) -> float:
         return uniform(seed, position, min(purpose, Purpose.RESIDUAL) // 2, lane)  # type: ignore[arg-type]
 
-    with broken("sampling.rules.sampler.uniform", shared):
+    with broken("sampling.reference.uniform", shared):
         assert min(p_values(1.0, 3).values()) < 1e-6
 
 
-def words_by_block(tokens: int = 12_000) -> float:
+def words_by_block(tokens: int = 9_000) -> float:
     """p-value of words of four tokens, under the block rule and two tokens in all."""
     third = np.array([1 / 3, 2 / 3])
     p, q = np.log(third).astype(np.float32), np.log(third[::-1]).astype(np.float32)
@@ -134,7 +142,7 @@ def ids_of_long(decoder: Decoder, request: Request) -> list[int]:
     return ids(sequence)
 
 
-@without_loop
+@pytest.mark.parametrize("sampler", cases(["numpy", "kernel"], SAMPLERS), indirect=True)
 def test_the_block_rule_draws_new_numbers_every_round() -> None:
     """It looks at all numbers of its round to decide, the later ones included: they are spent."""
     assert words_by_block() > 1e-3
@@ -144,7 +152,7 @@ def test_numbers_that_the_block_rule_has_spent_are_noticed() -> None:
     def in_lane_0(seed: int, position: int, purpose: Purpose, lane: int = 0) -> float:
         return uniform(seed, position, purpose)
 
-    with broken("sampling.rules.sampler.uniform", in_lane_0):
+    with broken("sampling.reference.uniform", in_lane_0):
         assert words_by_block() < 1e-6
 
 
@@ -189,8 +197,14 @@ def repeats_alone(rule: VerifyRule) -> None:
         assert len(slots) >= 2
 
 
-@without_loop
-@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize(
+    ("sampler", "rule"),
+    cases(
+        [("numpy", "token"), ("kernel", "block"), ("device", "token")],
+        product(SAMPLERS, ("token", "block")),
+    ),
+    indirect=["sampler"],
+)
 def test_interleaved_requests_repeat_alone(rule: VerifyRule) -> None:
     repeats_alone(rule)
 
@@ -217,7 +231,7 @@ def test_numbers_that_depend_on_the_company_are_noticed(what: str) -> None:
         return uniform(place.params.seed, place.position + step, purpose, lane)
 
     with (
-        broken("sampling.rules.sampler.NumpySampler._uniform", companionable),
+        broken("sampling.reference.NumpySampler._uniform", companionable),
         pytest.raises(AssertionError),
     ):
         repeats_alone("token")

@@ -15,7 +15,7 @@ from commands import error_line
 
 from runtime.files.errors import EXIT_STATUS
 from runtime.sampling.warp import SamplingParams
-from runtime.theory import formulas as theory
+from runtime.theory.__main__ import main
 from runtime.theory.formulas import (
     acceptance,
     acceptance_of_logits,
@@ -183,12 +183,12 @@ def test_acceptance_of_logits() -> None:
 
 
 def test_without_a_bundle(capsys: pytest.CaptureFixture[str]) -> None:
-    assert theory.main(["--alpha", "0.8", "--cost", "0.05", "--overhead", "10"]) == 0
+    assert main(["--alpha", "0.8", "--cost", "0.05", "--overhead", "10"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^ +5 +3\.69 +2\.95x +1\.69x$", said, re.MULTILINE)
     assert "best   gamma 8: 3.09x" in said
     assert "bound  4.17x" in said and "from 15 output tokens on" in said
-    assert theory.main(["--alpha", "0.1", "--cost", "0.5"]) == 0
+    assert main(["--alpha", "0.1", "--cost", "0.5"]) == 0
     assert "plain decoding, --gamma 0" in capsys.readouterr().out
 
 
@@ -199,7 +199,7 @@ def test_without_a_bundle(capsys: pytest.CaptureFixture[str]) -> None:
      ["--alpha", "0.5", "--cost", "0", "--max-gamma", "0"]],
 )  # fmt: skip
 def test_what_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert theory.main(argv) == EXIT_STATUS["option"]
+    assert main(argv) == EXIT_STATUS["option"]
     error_line(capsys.readouterr().err, "option")
 
 
@@ -207,12 +207,12 @@ def test_a_bundle(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> Non
     target = workshop.checkpoint("llama")
     folder = workshop.bundle(target, target)
     argv = ["--engines", str(folder), "--prompt", "some words", "--tokens", "12"]
-    assert theory.main(argv) == 0
+    assert main(argv) == 0
     said = capsys.readouterr().out
     assert "alpha 1.000" in said, "a draft that is the target"
     assert len(re.findall(r"^ +\d+ +[\d.]+ +[\d.]+x +[\d.]+x +[\d.]+x$", said, re.MULTILINE)) == 8
     assert "use --gamma" in said
     alone = workshop.bundle(target)
-    assert theory.main(["--engines", str(alone), "--prompt", "x"]) == EXIT_STATUS["option"]
-    assert theory.main(["--engines", "nowhere", "--prompt", "x"]) == EXIT_STATUS["bundle"]
+    assert main(["--engines", str(alone), "--prompt", "x"]) == EXIT_STATUS["option"]
+    assert main(["--engines", "nowhere", "--prompt", "x"]) == EXIT_STATUS["bundle"]
     assert Path("nowhere").exists() is False

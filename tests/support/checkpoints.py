@@ -21,7 +21,8 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
-from engines.bundle import BACKENDS, build
+from engines.bundle import build
+from engines.registry import find
 from export.pair import export
 
 EOS = "</s>"
@@ -190,6 +191,9 @@ ARCHITECTURES: dict[str, Callable[..., PretrainedConfig]] = {
     "t5": _gpt_like(transformers.T5Config, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4),
 }
 
+# An export of one layer takes half the time.
+ONE_LAYER = {"llama3", "qwen3", "phi3", "opt", "gpt-neox", "olmo2"}
+
 
 def tokenizer(tokens: Sequence[str] = TOKENS) -> PreTrainedTokenizerFast:
     """Bytes without merges; `tokens` in the order of their ids."""
@@ -239,6 +243,15 @@ def write(
     return folder
 
 
+def _own_files(folder: Path) -> None:
+    """Files in place of links into the cache: no bundle that a test damages may become the owner of
+    what others build from."""
+    for link in filter(Path.is_symlink, list(folder.rglob("*"))):
+        content = link.read_bytes()
+        link.unlink()
+        link.write_bytes(content)
+
+
 class Workshop:
     """Checkpoints, graphs and bundles by what they are made from, shared by all tests of a run.
 
@@ -252,10 +265,17 @@ class Workshop:
 
     def checkpoint(self, name: str, **options: Any) -> Path:
         """See `write`."""
+        options = {name: value for name, value in options.items() if (name, value) != ("seed", 0)}
         with self._once("checkpoint", name, options) as (folder, made):
             if not made:
                 write(folder.with_suffix(".part"), name, **options).rename(folder)
         return folder
+
+    def example(self, name: str) -> Path:
+        """The checkpoint that stands for this architecture, of one layer where all are alike."""
+        layers = {"num_hidden_layers": 1} if name in ONE_LAYER else {}
+        # Seed 0 happens to make a Granite that repeats itself.
+        return self.checkpoint(name, seed=1 if name == "granite" else 0, **layers)
 
     def graphs(self, target: Path, draft: Path | None = None, **options: Any) -> Path:
         """What `python -m export` writes. options: those of `export.pair.export`."""
@@ -264,6 +284,7 @@ class Workshop:
             if not made:
                 source = str(draft) if draft else None
                 export(str(target), source, folder, cache=self.cache, **options)
+                _own_files(folder)
         return folder
 
     def bundle(
@@ -275,7 +296,7 @@ class Workshop:
         **options: Any,
     ) -> Path:
         """What `python -m engines` writes, for one slot. options: as `graphs`."""
-        form = {"form": "torch"} if BACKENDS[backend].FORMAT == "torch" else {}
+        form = {"form": "torch"} if find(backend).FORMAT == "torch" else {}
         graphs = self.graphs(target, draft, **form, **options)
         with self._once("bundle", str(graphs), {}) as (folder, made):
             if not made:
@@ -283,6 +304,14 @@ class Workshop:
                 sm = "cpu" if backend == "aotinductor" else ""
                 build(graphs, folder, backend=backend, slots=1, sm=sm)
         return folder
+
+    def compiled_parts(self) -> tuple[Path, Path]:
+        """The pair that all tests of AOTInductor share: a compile takes half a minute.
+
+        A Gemma 2, whose attention is written out with soft caps and windows, and a Llama of one
+        layer, which uses torch's own attention.
+        """
+        return self.checkpoint("gemma2"), self.checkpoint("llama", seed=7, num_hidden_layers=1)
 
     @contextmanager
     def _once(self, kind: str, name: str, options: dict[str, Any]) -> Iterator[tuple[Path, bool]]:

@@ -96,6 +96,14 @@ class FakeDeviceEngine(DeviceEngine):
         ctypes.memmove(call.logits, logits.ctypes.data, logits.nbytes)
 
 
+def make_driver() -> FakeDriver:
+    """A driver that runs the emulated kernels; skips the test where they cannot be compiled."""
+    try:
+        return FakeDriver(kernel.load(build_emulated(LIBRARIES)))
+    except BuildError as error:
+        pytest.skip(f"the emulation cannot be built here: {error}")
+
+
 def make_rounds(
     target: FakeEngine,
     draft: FakeEngine | None,
@@ -105,11 +113,7 @@ def make_rounds(
     **options: Any,
 ) -> DeviceRounds:
     """rounds: `DeviceRounds` or `LoopingRounds`; options: its own."""
-    try:
-        emulation = kernel.load(build_emulated(LIBRARIES))
-    except BuildError as error:
-        pytest.skip(f"the emulation cannot be built here: {error}")
-    driver = driver or FakeDriver(emulation)
+    driver = driver or make_driver()
     with tempfile.NamedTemporaryFile(prefix="outrider_sm_90", suffix=".cubin") as image:
         device = Device(image=Path(image.name), driver=driver)
     stream = device.stream()

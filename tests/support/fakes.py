@@ -15,11 +15,11 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models
 
-from runtime.backends.engine import Engine, Ids, Logits
+from runtime.backends.engine import Engine, HeldRows, Ids, Logits
 from runtime.decoder import Decoder
 from runtime.files.manifest import GraphFacts, Manifest, Pair, TokenizerFacts
 from runtime.round import HostRounds
-from runtime.sampling.sampler import NumpySampler
+from runtime.sampling.reference import NumpySampler
 from runtime.text.engine import TextEngine
 from runtime.text.tokenizer import Tokenizer
 
@@ -128,7 +128,7 @@ class FakeEngine(Engine):
         self.capacity, self.chunk = capacity, chunk
         self.cache = np.full((slots, capacity), NEVER_WRITTEN, np.int64)
         self.calls: list[Call] = []
-        self.buffers = buffers
+        self.buffers, self.held = buffers, HeldRows(slots, vocab_size)
         self._logits: Logits = np.empty((buffers, 0), np.float32)
 
     def forward(
@@ -159,12 +159,17 @@ class FakeEngine(Engine):
             self._logits.fill(np.nan)  # what is kept longer than it may be is noticed
             self._logits = np.empty((self.buffers, size), np.float32)
         logits = self._logits[buffer].reshape(shape)
+        self.held.wrote(first_slot, input_ids, position)
         for b in range(batch):
             rows, start = self.cache[first_slot + b], int(position[b])
             rows[start : start + width] = input_ids[b]
             for k, index in enumerate(logits_index):
                 logits[b, k] = self._row(rows, start + int(index) + 1, width)
         return logits
+
+    def clear(self, slot: int) -> None:
+        self.cache[slot] = NEVER_WRITTEN
+        self.held.cut(slot, 0)
 
     def _row(self, rows: Ids, end: int, width: int) -> Logits:
         start = 0 if self.order is None else max(0, end - self.order)
@@ -175,6 +180,15 @@ class FakeEngine(Engine):
             rng = np.random.default_rng([width, *context])
             row = row + rng.uniform(-self.rounding, self.rounding, len(row)).astype(np.float32)
         return row
+
+
+class CopyingFake(FakeEngine):
+    """One that can copy rows between slots, as a beam search asks."""
+
+    def copy_rows(self, source: int, destination: int, rows: int) -> None:
+        assert source != destination and 0 < rows <= self.capacity
+        self.cache[destination] = 1  # stale rows are another text's
+        self.cache[destination, :rows] = self.cache[source, :rows]
 
 
 def character_tokenizer() -> tokenizers.Tokenizer:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import fake_device
 import numpy as np
@@ -16,28 +17,38 @@ from runtime.drafts.lookup import Corpus
 from runtime.drafts.tables import Tables
 from runtime.gpu.loop import LoopingRounds
 from runtime.gpu.rounds import DeviceRounds
-from runtime.round import HostRounds, Rounds
+from runtime.round import HostRounds
 from runtime.sampling import kernel
-from runtime.sampling.kernel import RoundSampler
+from runtime.sampling.distribution import Distribution
+from runtime.sampling.native import RoundSampler
 from runtime.sampling.philox import Purpose
+from runtime.sampling.reference import NumpySampler
 from runtime.sampling.rules import Verdict, verify
-from runtime.sampling.sampler import NumpySampler, Sampler
-from runtime.sampling.warp import Distribution
-from runtime.sequence import ActiveSequence, Request
+from runtime.sampling.sampler import Sampler
+from runtime.sequence import ActiveSequence, Request, Rounds
 from runtime.slots import Slot
 
 SAMPLER = "numpy"  # or another of these: see the fixture `sampler`
 
-both = pytest.mark.parametrize("sampler", ["numpy", "kernel", "device", "loop"], indirect=True)
-# For long statistics: a loop runs the very kernels of a round.
+# The device's loop is frozen until a GPU has shown that it beats launching ahead.
+LOOP = pytest.param("loop", marks=pytest.mark.slow)
+both = pytest.mark.parametrize("sampler", ["numpy", "kernel", "device", LOOP], indirect=True)
 without_loop = pytest.mark.parametrize("sampler", ["numpy", "kernel", "device"], indirect=True)
+on_host = pytest.mark.parametrize("sampler", ["numpy", "kernel"], indirect=True)
 # For tests that choose the uniforms: a GPU makes its own. test_kernel_cuda.py compares its kernels
 # with the CPU's given the same numbers.
-with_uniforms = pytest.mark.parametrize("sampler", ["numpy", "kernel"], indirect=True)
+with_uniforms = on_host
+
+
+def cases(fast: Iterable[Any], everything: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: everything, and all but the fast ones marked slow."""
+    fast = list(fast)
+    rest = [case if isinstance(case, tuple) else (case,) for case in everything if case not in fast]
+    return [*fast, *(pytest.param(*case, marks=pytest.mark.slow) for case in rest)]
 
 
 class KernelWithUniforms(RoundSampler):
-    """The kernel, with the uniforms of `sampler.uniform`, so that a test can choose them."""
+    """The kernel, with the uniforms of `reference.uniform`, so that a test can choose them."""
 
     def _table(self, width: int, cells: list[tuple[int, Purpose]]) -> np.ndarray:
         """[B, width]: one column for each (step, purpose)."""
@@ -140,6 +151,8 @@ def run(decoder: Decoder, request: Request) -> ActiveSequence:
         check_rows(decoder, sequence)
         while sequence.finish_reason is None:
             decoder.round([sequence])
+            if sequence.error is not None:
+                raise sequence.error
             check_rows(decoder, sequence)
     finally:
         decoder.release(sequence)

@@ -1,168 +1,147 @@
-"""Texts and costs to try policies on: coins for the drafts, injected costs, no clock."""
+"""Texts and costs to try policies on: recorded acceptance or coins, injected costs, no clock."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import FrameType
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from runtime import costs
-from runtime import policy as adaptive
-from runtime.costs import Costs
-from runtime.policy import ALLOWANCE, RATE, Policy, make_policy
+from runtime import costs, policy
 
 MAX_GAMMA = 8
 STEP = 0.02  # seconds of a plain step
+COLD = 4  # rounds until caches are warm
+# By place in a text, whether a draft's token stands there; or how many of so many are accepted.
+Fate = Sequence[bool] | Callable[[int], int]
 
 
 @dataclass
 class Machine:
-    """cost: c. growth: of a verification, for each draft token. noise: relative, of each timing.
-    outliers: how many of the rounds take 50 times as long. reading: what the draft has to catch up
-    with, in plain steps for each token beside the c of a call; None if that takes no time. first:
-    how much longer the first call of a width takes. level: where in a text all becomes slower (the
-    cache grows), and by what factor. instruction: plain steps for one of Python's that a policy
-    executes.
+    """cost: c. growth: of a verification, for each draft token; or table, what each costs. noise:
+    relative, of each timing. outliers: how many of the rounds take 50 times as long. reading: what
+    the draft has to catch up with, in plain steps for each token beside the c of a call; None if
+    that takes no time. cold: what the first round with drafts after others takes longer,
+    relative, and the three after it in decreasing measure. level: of all times, by place in the
+    text (the cache grows).
     """
 
     cost: float
-    growth: float
+    growth: float = 0.0
+    table: Sequence[float] = ()
     noise: float = 0.05
     outliers: float = 0.0
     reading: float | None = None
-    first: float = 1.0
-    level: tuple[int, float] = (0, 1.0)
-    instruction: float = 0.0
+    cold: float = 0.0
+    level: Callable[[int], float] = lambda place: 1.0
     seed: int = 0
-    rng: np.random.Generator = field(init=False)
-    called: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
 
-    def round(self, gamma: int) -> float:
-        """What it takes on average, in plain steps."""
-        return gamma * (self.cost + self.growth) + 1
+    def parts(self, gamma: int) -> tuple[float, float]:
+        """Of a round on average, in plain steps: drafts, and all else."""
+        return gamma * self.cost, self.table[gamma] if self.table else 1 + gamma * self.growth
 
     def timings(self, gamma: int, slow: float = 1.0) -> tuple[float, float]:
-        factor = STEP * slow * (1 + self.noise * self.rng.standard_normal(2).clip(-3, 3))
-        factor *= 50 if self.rng.random() < self.outliers else 1
-        return gamma * self.cost * factor[0], (1 + gamma * self.growth) * factor[1]
-
-    def slow(self, place: int, gamma: int) -> float:
-        """By what factor a round takes longer here."""
-        first = 1.0 if gamma in self.called else self.first
-        self.called.add(gamma)
-        return first * (self.level[1] if place >= self.level[0] else 1.0)
+        """Seconds, as a clock would find them."""
+        slow *= STEP * (50 if self.rng.random() < self.outliers else 1)
+        drafts, rest = (
+            slow * part * (1 + self.noise * max(-3, min(3, self.rng.standard_normal())))
+            for part in self.parts(gamma)
+        )
+        return drafts, rest
 
 
 @dataclass
 class Run:
-    """Of one text: tokens, time in plain steps, gammas; loss: the largest excess over the promise
-    of `adaptive.Measured`, after any round, in plain steps."""
+    """Of one text: tokens, time in plain steps, gammas, and where in the text each round began;
+    loss: the largest excess over the promise of `policy.Measured`, after any round."""
 
     tokens: int = 0
     time: float = 0.0
     plain: float = 0.0
     gammas: list[int] = field(default_factory=list)
-    at: list[int] = field(default_factory=list)  # where in the text each round began
+    at: list[int] = field(default_factory=list)
     loss: float = 0.0
-    instructions: int = 0
 
     @property
     def speed(self) -> float:
         return self.plain / self.time
 
 
+def coins(alpha: Any, tokens: int, seed: int = 0) -> list[bool]:
+    """alpha: acceptance, for all or by place; a place's coin is the same for every policy."""
+    heads: npt.NDArray[np.bool_] = np.random.default_rng(seed).random(tokens) < alpha
+    return heads.tolist()
+
+
 def simulate(
-    policy: Policy,
-    costs: Costs,
-    machine: Machine,
-    alpha: float | npt.NDArray[Any] | Callable[[int], int],
-    tokens: int = 256,
-    seed: int = 0,
-    slower: float = 0.0,
-    late: int = 0,
+    chooser: policy.Policy, known: costs.Costs | None, machine: Machine, fate: Fate, tokens: int
 ) -> Run:
-    """A text. alpha: acceptance, for all or by place in the text (a place's coin is the same for
-    every policy); or a function from gamma to accepted tokens. slower: by how much a step has
-    slowed down at the end. late: rounds between a choice and its use."""
-    coins = np.random.default_rng(seed).random(tokens + 1)
-    heads = None if callable(alpha) else coins < np.append(np.broadcast_to(alpha, tokens), 0)
-    run, behind = Run(), 0
-    waiting = [0] * late
-    with counted(run, machine.instruction > 0):
-        while run.tokens < tokens:
-            waiting.append(policy.next(1))
-            gamma = min(waiting.pop(0), tokens - run.tokens - 1)
-            if heads is None:
-                accepted = alpha(gamma)  # type: ignore[operator]
-            else:
-                block = heads[run.tokens : run.tokens + gamma]
-                accepted = gamma if block.all() else int(block.argmin())
-            plain = 1 + slower * run.tokens / tokens
-            plain *= machine.level[1] if run.tokens >= machine.level[0] else 1.0
-            slow = 1 + slower * run.tokens / tokens
-            slow *= machine.slow(run.tokens, gamma)
-            policy.observe(gamma, min(gamma, accepted + 1), accepted, accepted == gamma)
-            costs.observe(1, gamma, *machine.timings(gamma, slow))
-            if gamma and behind and machine.reading is not None:
-                reading = plain * (machine.cost + behind * machine.reading)
+    """known: what the policy chooses by, and is told; None where it does not."""
+    run, behind, stay = Run(), 0, 0
+    while run.tokens < tokens:
+        gamma = min(chooser.next(1), tokens - run.tokens - 1)
+        if callable(fate):
+            accepted = fate(gamma)
+        else:
+            accepted = [*fate[run.tokens : run.tokens + gamma], False].index(False)
+        slow = level = machine.level(run.tokens)
+        if gamma:
+            slow *= 1 + machine.cold * max(0, COLD - stay) / COLD
+            stay += 1
+        stay = stay if gamma else 0
+        chooser.observe(gamma, min(gamma, accepted + 1), accepted, accepted == gamma)
+        if known:
+            known.observe(1, gamma, *machine.timings(gamma, slow))
+        if gamma and behind and machine.reading is not None:
+            reading = level * (machine.cost + behind * machine.reading)
+            run.time += reading
+            if known:
                 noise = 1 + machine.noise * float(machine.rng.standard_normal())
-                costs.caught_up(1, behind, STEP * reading * noise)
-                run.time += reading
-            behind = 0 if gamma else behind + 1
-            run.at.append(run.tokens)
-            run.gammas.append(gamma)
-            run.tokens += accepted + 1
-            run.time += slow * machine.round(gamma)
-            run.plain += plain * (accepted + 1)
-            thinking = run.instructions * machine.instruction
-            run.loss = max(
-                run.loss, run.time + thinking - run.plain - RATE * run.tokens - ALLOWANCE
-            )
-    run.time += run.instructions * machine.instruction
+                known.caught_up(1, behind, STEP * reading * noise)
+        behind = 0 if gamma else behind + 1
+        run.at.append(run.tokens)
+        run.gammas.append(gamma)
+        run.tokens += accepted + 1
+        run.time += slow * sum(machine.parts(gamma))
+        run.plain += level * (accepted + 1)
+        promise = policy.ALLOWANCE + policy.RATE * run.tokens
+        run.loss = max(run.loss, run.time - run.plain - promise)
     return run
 
 
-@contextmanager
-def counted(run: Run, wanted: bool) -> Iterator[None]:
-    """Python's instructions within the policies, which are the same on every machine."""
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename not in (adaptive.__file__, costs.__file__):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        run.instructions += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    if wanted:
-        sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-def texts(
+def speeds(
     gamma: int | str,
     machine: Machine,
-    alphas: list[Any],
-    tokens: int = 256,
-    fallback: bool = True,
-) -> float:
-    """Speed over plain decoding of several texts, one after the other on the same machine."""
-    costs = Costs(MAX_GAMMA)
-    runs = [
-        simulate(make_policy(gamma, costs, MAX_GAMMA, fallback=fallback), costs, machine, alpha,
-                 tokens, seed)
-        for seed, alpha in enumerate(alphas)
-    ]  # fmt: skip
-    return sum(run.plain for run in runs) / sum(run.time for run in runs)
+    loads: Mapping[str, Sequence[Fate]],
+    tokens: int,
+    fallback: bool = False,
+) -> dict[str, float]:
+    """Over plain decoding, by workload and of "all", whose texts take turns on one machine; each
+    workload has its settings."""
+    known, machine = costs.Costs(MAX_GAMMA), replace(machine)
+    told = known if fallback or gamma == "auto" else None
+    runs: dict[str, list[Run]] = {name: [] for name in loads}
+    for texts in zip(*loads.values(), strict=True):
+        for name, fate in zip(loads, texts, strict=True):
+            chooser = policy.make_policy(gamma, known, MAX_GAMMA, fallback=fallback, settings=name)
+            runs[name].append(simulate(chooser, told, machine, fate, tokens))
+    groups = {**runs, "all": [run for some in runs.values() for run in some]}
+    return {
+        name: sum(run.plain for run in some) / sum(run.time for run in some)
+        for name, some in groups.items()
+    }
+
+
+@cache
+def recorded() -> dict[str, list[list[bool]]]:
+    """The bundled pair's: see `bench.policies.recorded`, which made the file."""
+    texts = json.loads(Path(__file__).with_name("acceptance.json").read_text())
+    return {name: [[x == "1" for x in row] for row in rows] for name, rows in texts.items()}

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from models.corpus import collect
 from models.measure import PairFigures, measure, sample
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import refuse_foreign, write_folder
+from runtime.files.folders import refuse_foreign, write_folder
 from runtime.files.progress import stage
 
 from .grow import load_llama, write_checkpoint

@@ -33,10 +33,11 @@ from typing import Any
 import torch
 import transformers
 
-from export.checkpoint import find, load, refuse_architecture
+from export.checkpoint import find, refuse_architecture
+from export.loading import load
 from models.measure import sample
 from runtime.files.errors import OutriderError, first_line
-from runtime.files.manifest import refuse_foreign, write_folder
+from runtime.files.folders import refuse_foreign, write_folder
 from runtime.files.progress import note, size_text, stage
 
 library: Any = transformers  # without annotations

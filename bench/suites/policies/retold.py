@@ -18,14 +18,15 @@ from typing import Any
 import numpy as np
 
 from runtime.backends.engine import Engine
-from runtime.drafts.calls import readable
+from runtime.calls import readable
 from runtime.round import HostRounds
+from runtime.sampling.distribution import Distribution
 from runtime.sampling.rules import Verdict
 from runtime.sampling.sampler import Array, Ids, Sampler, SlotSampling
-from runtime.sampling.warp import Distribution, SamplingParams, warp
+from runtime.sampling.warp import SamplingParams, warp
 from runtime.text.engine import TextEngine
 
-from ...core.runs import fresh
+from ...core.runs import fresh, plain_options
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ def story(
 ) -> Story:
     """Of the model draft. options: "temperature", and "draft_temperature" where it has its own."""
     temperature = options["temperature"]
-    plain = {"gamma": 0, "temperature": temperature, "ignore_eos": True}
-    text = engine.generate(prompt, max_new_tokens=tokens, seed=seed, **plain).tokens
+    plain = {**plain_options(options), "max_new_tokens": tokens, "ignore_eos": True}
+    text = engine.generate(prompt, seed=seed, **plain).tokens
     ids = [*prompt, *(token.id for token in text)]
     draft = engine.decoder.draft
     assert draft is not None
@@ -50,7 +51,8 @@ def story(
     q = _distributions(engine, draft, ids, options.get("draft_temperature", temperature))
     coins = np.random.default_rng(seed).random(len(ids))
     stands = [False] + [
-        q[i].prob(ids[i + 1]) > coins[i] * p[i].prob(ids[i + 1]) for i in range(len(ids) - 1)
+        bool(mine.prob(token) > coin * theirs.prob(token))
+        for theirs, mine, token, coin in zip(p, q, ids[1:], coins, strict=False)
     ]
     return Story(ids, stands)
 

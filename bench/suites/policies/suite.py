@@ -4,9 +4,8 @@ Texts of three workloads, which a draft serves well, fairly and hardly at all, t
 requests to a service do. Each is decoded with every fixed gamma, with gamma="auto", which has to
 learn costs and acceptance meanwhile, with the schedule of Transformers and, so that the noise is
 seen, plainly once more; in an order of its own (bench.core.runs), and always to the same text with
-the same luck (`retold`). The bound of an oracle that drafts what will be accepted and no more is
-computed from the rounds of the largest gamma. Then the fallback: what is lost to plain decoding
-with drafts that are never worth their time.
+the same luck (`retold`). Then the fallback: what is lost to plain decoding with drafts that are
+never worth their time.
 """
 
 from __future__ import annotations
@@ -14,22 +13,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from models.corpus import collect
 from runtime.text.engine import TextEngine
-from runtime.theory import formulas as theory
 
 from ...core import machine
 from ...core.clock import DISTURBED, Clock
 from ...core.command import Results, Suite
-from ...core.costs import acceptance, of_rounds, oracle, total
+from ...core.costs import acceptance, total
 from ...core.fit import rounded
 from ...core.prompts import Prompts
 from ...core.runs import (
     WARM_UP,
-    Gain,
     Run,
     Texts,
     Way,
@@ -38,6 +34,7 @@ from ...core.runs import (
     fresh,
     gain,
     load_pair,
+    plain_options,
     quiet,
     warm_up,
 )
@@ -48,6 +45,7 @@ AUTO, SCHEDULE, AGAIN, PLAIN = "auto", "transformers", "plain again", "0"
 WITHOUT, FALLBACK = "gamma 4", "fallback"
 NEAR, LOSS, NOISE = 0.95, 0.05, 0.02  # of the best fixed gamma; of plain decoding; of a total
 GAMMA = 4  # that the fallback has to do with
+ALL = "all, taking turns"
 
 
 @dataclass(frozen=True)
@@ -72,104 +70,29 @@ QUICK = PolicyScale(3, 64, 96, 2, 128, 0)
 
 @dataclass(frozen=True)
 class Load:
-    """options: of the draft model. plain: those of them that plain decoding has too."""
+    """options: of the draft model."""
 
     name: str
     prompts: Sequence[Sequence[int]]
-    temperature: float
-    draft_temperature: float | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        tempered = {"draft_temperature": self.draft_temperature} if self.draft_temperature else {}
-        return {"draft": "model", "temperature": self.temperature, **tempered}
+    options: Mapping[str, Any]
 
 
 def workloads(engine: TextEngine, scale: PolicyScale) -> list[Load]:
     """Prompts that greedy decoding goes on with; held-out code; the same with a draft so hot that
     it guesses."""
     made = Prompts.of(engine.tokenizer, collect().held_out)
-    code = made.many("completion", scale.texts, scale.prompt)
+    tables, code = (
+        made.many(kind, scale.texts, scale.prompt) for kind in ("table", "completion")
+    )
+    model = {"draft": "model", "temperature": 1.0}
     return [
-        Load("tables, T=0", made.many("table", scale.texts, scale.prompt), 0.0),
-        Load("code, T=1", code, 1.0),
-        Load("code, T=1, draft 3", code, 1.0, 3.0),
+        Load("tables, T=0", tables, {**model, "temperature": 0.0}),
+        Load("code, T=1", code, model),
+        Load("code, T=1, draft 3", code, {**model, "draft_temperature": 3.0}),
     ]
 
 
-def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {"gamma": 0, "temperature": options["temperature"]}
-
-
 # The stream
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """Of one workload, or of all as one stream. speeds: over plain decoding, by way.
-
-    alpha: of all fixed gammas. best: of the gammas, chosen with hindsight and therefore a little
-    lucky. near: auto's speed over that of the best, and its standard error, of the clock and of
-    which texts there are. noise: that of plain decoding against itself, of the clock alone.
-    oracle: as `costs.oracle`; None for a stream. texts, lost: as in `drafts.figures`.
-    """
-
-    speeds: Mapping[str, float]
-    best: str
-    near: Gain
-    noise: float
-    plain: float
-    alpha: float
-    gamma: float
-    oracle: float | None
-    formula: float | None
-    costs: Mapping[str, Any] | None
-    texts: int
-    lost: float
-
-    def json_object(self) -> dict[str, Any]:
-        bounds = {"oracle": self.oracle, "oracle_formula": self.formula}
-        return {
-            "speeds": {name: rounded(speed) for name, speed in self.speeds.items()},
-            "best": int(self.best),
-            "auto_of_best": rounded(self.near.total),
-            "auto_of_best_error": rounded(self.near.error),
-            "noise": rounded(self.noise),
-            "plain_tokens_per_second": rounded(self.plain),
-            "alpha": rounded(self.alpha),
-            "auto_mean_gamma": rounded(self.gamma),
-            **{name: rounded(x) for name, x in bounds.items() if x is not None},
-            **(self.costs or {}),
-            "texts": self.texts,
-            "lost": rounded(self.lost),
-        }
-
-
-def outcome(texts: Texts[str], max_gamma: int, *, one: bool) -> Told:
-    """one: whether all texts are of one workload, and so have one acceptance and an oracle."""
-    gammas = [f"{gamma}" for gamma in range(max_gamma + 1)]
-    drafting = [text[gamma] for text in texts for gamma in gammas[1:]]
-    plain, auto = [text[PLAIN] for text in texts], total([text[AUTO] for text in texts])
-    alpha = acceptance(drafting)
-    costs = of_rounds(plain, drafting, max_gamma) if one else None
-    deepest = [text[gammas[-1]] for text in texts]
-    seconds = sum(text[PLAIN].seconds for text in texts)
-    speeds = {name: gain(texts, name, PLAIN).total for name in texts[0] if name != AGAIN}
-    best = max(gammas, key=speeds.__getitem__)
-    return Told(
-        speeds=speeds,
-        best=best,
-        near=gain(texts, AUTO, best),
-        noise=gain(texts, AGAIN, PLAIN).error,
-        plain=sum(text[PLAIN].stats.round_tokens for text in texts) / seconds,
-        alpha=alpha,
-        gamma=auto.drafted / auto.rounds,
-        oracle=oracle((x for text in deepest for x in text.rounds), costs) if costs else None,
-        formula=theory.oracle(alpha, costs.draft) if costs else None,
-        costs=costs.json_object() if costs else None,
-        texts=len(texts),
-        lost=disturbance(texts),
-    )
 
 
 def stream(
@@ -181,8 +104,7 @@ def stream(
     auto, schedule = fresh(fixed), fresh(fixed)
     made: dict[str, dict[str, Way]] = {}
     for load_ in loads:
-        options = load_.options
-        plain = Way(fixed, plain_options(options))
+        options, plain = load_.options, Way(fixed, plain_options(load_.options))
         ways = {PLAIN: plain, AGAIN: plain}
         for gamma in range(1, engine.decoder.max_gamma + 1):
             ways[f"{gamma}"] = Way(fixed, {**options, "gamma": gamma})
@@ -204,6 +126,36 @@ def stream(
             runs = decode_all(made[load_.name], prompt, scale.tokens, seed, clock)
             texts[load_.name].append(runs)
     return texts
+
+
+def outcome(texts: Texts[str], max_gamma: int) -> dict[str, Any]:
+    """Of one workload, or of all as one stream, the object of the JSON line.
+
+    speeds: over plain decoding, by way. alpha: of all fixed gammas. best: of the gammas, chosen
+    with hindsight and therefore a little lucky. auto_of_best: auto's speed over that, and its
+    standard error, of the clock and of which texts there are. noise: that of plain decoding against
+    itself, of the clock alone.
+    """
+    gammas = [f"{gamma}" for gamma in range(max_gamma + 1)]
+    drafting = [text[gamma] for text in texts for gamma in gammas[1:]]
+    plain, auto = (total([text[way] for text in texts]) for way in (PLAIN, AUTO))
+    speeds = {name: gain(texts, name, PLAIN).total for name in texts[0] if name != AGAIN}
+    best = max(gammas, key=speeds.__getitem__)
+    near = gain(texts, AUTO, best)
+    return {
+        "speeds": {name: rounded(speed) for name, speed in speeds.items()},
+        "best": int(best),
+        "auto_of_best": rounded(near.total),
+        "auto_of_best_error": rounded(near.error),
+        "noise": rounded(gain(texts, AGAIN, PLAIN).error),
+        "plain_tokens_per_second": rounded(
+            plain.round_tokens / sum(text[PLAIN].seconds for text in texts)
+        ),
+        "alpha": rounded(acceptance(drafting)),
+        "auto_mean_gamma": rounded(auto.drafted / auto.rounds),
+        "texts": len(texts),
+        "lost": rounded(disturbance(texts)),
+    }
 
 
 # The fallback
@@ -234,31 +186,37 @@ def fallback(
             AUTO: Way(fresh(engine), {**options, "gamma": AUTO}),
         }
         warm_up(ways, hopeless.prompts[0])
-        texts = [
-            decode_all(ways, prompt, scale.long, seed, clock)
-            for seed, prompt in enumerate(hopeless.prompts[: scale.fallback])
-        ]
-        shown = WITHOUT, FALLBACK, AUTO, AGAIN
-        found[name] = {way: losses(quiet(texts), way) for way in shown}
+        texts = quiet(
+            [
+                decode_all(ways, prompt, scale.long, seed, clock)
+                for seed, prompt in enumerate(hopeless.prompts[: scale.fallback])
+            ]
+        )
+        found[name] = {way: losses(texts, way) for way in (WITHOUT, FALLBACK, AUTO, AGAIN)}
     return found
 
 
 def losses(texts: Texts[str], way: str) -> dict[str, float]:
-    """loss: of all texts as one, the share of plain decoding's speed; worst: of a single text.
-    overhead: what a round without drafts takes longer than in plain decoding, relative."""
-    whole = gain(texts, way, PLAIN)
+    """loss: of all texts as one, the share of plain decoding's speed; worst: of a single text."""
     worst = min(text[PLAIN].seconds / text[way].seconds for text in texts)
-    found = {"loss": rounded(1 - whole.total), "worst": rounded(1 - worst)}
-    plain, ours = (
-        [x.seconds - x.catch_up for text in texts for x in text[name].rounds if x.gamma == 0]
-        for name in (PLAIN, way)
-    )
-    if way in (FALLBACK, AUTO) and ours:
-        found["overhead"] = rounded(median(ours) / median(plain) - 1)
-    return found
+    return {"loss": rounded(1 - gain(texts, way, PLAIN).total), "worst": rounded(1 - worst)}
 
 
 # The run
+
+
+def recorded(folder: str, scale: PolicyScale = FULL) -> dict[str, list[str]]:
+    """By workload, of each text after its prompt whether a draft token would stand ("1"), by place:
+    tests/support/acceptance.json, of 16 texts."""
+    engine = load_pair(folder, 1)
+    return {
+        load_.name: [
+            "".join("01"[stands] for stands in told.stands[len(prompt) :])
+            for number, prompt in enumerate(load_.prompts)
+            for told in [story(engine, prompt, scale.tokens, 3 * number + seed, load_.options)]
+        ]
+        for seed, load_ in enumerate(workloads(engine, scale))
+    }
 
 
 def run(folder: str, scale: PolicyScale, threads: int, clock: Clock) -> dict[str, Any]:
@@ -268,11 +226,9 @@ def run(folder: str, scale: PolicyScale, threads: int, clock: Clock) -> dict[str
     most = engine.decoder.max_gamma
     clock.note("the corpus of the bundled pair")
     loads = workloads(engine, scale)
-    texts = stream(engine, loads, scale, clock)
-    kept = {name: quiet(some) for name, some in texts.items()}
-    outcomes = {name: outcome(some, most, one=True) for name, some in kept.items()}
-    mixed = [text for some in kept.values() for text in some]
-    outcomes["all, taking turns"] = whole = outcome(mixed, most, one=False)
+    kept = {name: quiet(some) for name, some in stream(engine, loads, scale, clock).items()}
+    outcomes = {name: outcome(some, most) for name, some in kept.items()}
+    outcomes[ALL] = outcome([text for some in kept.values() for text in some], most)
     found = fallback(engine, loads, scale, clock)
     return {
         "bundle": engine.manifest.name,
@@ -280,18 +236,18 @@ def run(folder: str, scale: PolicyScale, threads: int, clock: Clock) -> dict[str
         "texts": scale.texts,
         "tokens": scale.tokens,
         "long": scale.long,
-        "workloads": {name: x.json_object() for name, x in outcomes.items()},
+        "workloads": outcomes,
         "fallback": found,
-        "goals": goals_of(outcomes, whole, found),
+        "goals": goals_of(outcomes, found),
     }
 
 
 def goals_of(
-    outcomes: Mapping[str, Told], whole: Told, found: Mapping[str, Mapping[str, Any]]
+    outcomes: Mapping[str, Mapping[str, Any]], found: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """What the policies promise, and whether it held."""
-    near = rounded(min(x.near.total for x in outcomes.values() if x is not whole))
-    mixed = rounded(whole.near.total)
+    near = min(x["auto_of_best"] for name, x in outcomes.items() if name != ALL)
+    mixed = outcomes[ALL]["auto_of_best"]
     worst = max(ways[way]["loss"] for ways in found.values() for way in (FALLBACK, AUTO))
     return [
         {"goal": f"auto at least {NEAR} of the best gamma", "measured": near, "met": near >= NEAR},
@@ -312,9 +268,8 @@ def tables(results: Results) -> list[Table]:
     names = next(iter(results["workloads"].values()))["speeds"]
     columns: list[Column] = [("alpha", "alpha", TWO), *((name, name, TWO) for name in names)]
     columns += [
-        ("oracle", "oracle", TWO), ("auto_mean_gamma", "auto's gamma", TWO),
-        ("auto_of_best", "auto/best", THREE), ("auto_of_best_error", "±", THREE),
-        ("noise", "noise", "{:.1%}".format),
+        ("auto_mean_gamma", "auto's gamma", TWO), ("auto_of_best", "auto/best", THREE),
+        ("auto_of_best_error", "±", THREE), ("noise", "noise", "{:.1%}".format),
     ]  # fmt: skip
     speeds = (
         (name, {**x, **x["speeds"], "disturbed": x["lost"] > DISTURBED})
@@ -325,9 +280,7 @@ def tables(results: Results) -> list[Table]:
         for name, ways in results["fallback"].items()
         for way, values in ways.items()
     )
-    lost: list[Column] = [("loss", "loss", share), ("worst", "of the worst text", share),
-        ("overhead", "a round without drafts", share)]  # fmt: skip
-    goals = ((goal["goal"], goal) for goal in results["goals"])
+    lost: list[Column] = [("loss", "loss", share), ("worst", "of the worst text", share)]
     told: list[Column] = [
         ("measured", "measured", THREE), ("met", "met", lambda met: "yes" if met else "no"),
     ]  # fmt: skip
@@ -337,7 +290,7 @@ def tables(results: Results) -> list[Table]:
         table_of("Speed over plain decoding, by gamma and policy", speeds, columns,
                  [busy] if noise > NOISE else []),
         table_of(f"Loss to plain decoding, texts of {results['long']} tokens", losses, lost),
-        table_of("Goals", goals, told),
+        table_of("Goals", ((goal["goal"], goal) for goal in results["goals"]), told),
     ]  # fmt: skip
 
 

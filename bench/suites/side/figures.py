@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from runtime.costs import RoundCosts
 from runtime.theory.formulas import expected_tokens
 
 from ...core.clock import DISTURBED
-from ...core.costs import Costs, Traffic, predicted, row_bytes
+from ...core.costs import Traffic, predicted, row_bytes, verification
 from ...core.fit import Spread
 from ...systems.protocol import Text
 from .goals import BASE, DRAFT, LLAMA, OWN, Row, decodes, goals, ratios
@@ -99,7 +100,7 @@ def summary(
     return found
 
 
-def theory(rows: Sequence[Row], costs: Sequence[Costs | None]) -> dict[str, Any] | None:
+def theory(rows: Sequence[Row], costs: Sequence[RoundCosts | None]) -> dict[str, Any] | None:
     """Our drafted texts against Theorem 3.8. None without them.
 
     measured: speed over our plain decoding, without any prefill. predicted: from alpha (accepted of
@@ -125,7 +126,7 @@ def theory(rows: Sequence[Row], costs: Sequence[Costs | None]) -> dict[str, Any]
     }
 
 
-def _predicted(plain: dict[str, Any], fast: dict[str, Any], costs: Costs) -> dict[str, float]:
+def _predicted(plain: dict[str, Any], fast: dict[str, Any], costs: RoundCosts) -> dict[str, float]:
     """`theory` of one prompt. plain, fast: what our two texts have counted."""
 
     def pace(notes: dict[str, Any]) -> float:
@@ -141,7 +142,7 @@ def _predicted(plain: dict[str, Any], fast: dict[str, Any], costs: Costs) -> dic
         "tau": (fast["output_tokens"] - 1) / fast["rounds"],
         "tau_expected": expected_tokens(alpha, gamma),
         "c": costs.draft,
-        "verify": costs.verification(gamma),
+        "verify": verification(costs, gamma),
         "measured": measured,
         "predicted": expected,
         "measured_over_predicted": measured / expected,

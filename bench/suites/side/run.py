@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from runtime.costs import RoundCosts
+
 from ...core import costs
 from ...core.clock import Clock, order
-from ...core.costs import Costs
 from ...core.pair import Pair
 from ...core.prompts import Workload
 from ...systems import SYSTEMS
@@ -118,7 +119,7 @@ class Found:
 
     clock: Clock
     texts: dict[str, list[dict[str, Text]]] = field(default_factory=dict)
-    costs: dict[str, list[Costs | None]] = field(default_factory=dict)
+    costs: dict[str, list[RoundCosts | None]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     loads: dict[str, list[float]] = field(default_factory=dict)
@@ -213,7 +214,7 @@ def _batch(prompts: list[list[int]], tokens: int, peer: Peer, system: System) ->
     return peer.batch(Batch(prompts, tokens, system.mode, GAMMA))
 
 
-def _costs_at(position: int, peers: Peers, found: Found) -> Costs | None:
+def _costs_at(position: int, peers: Peers, found: Found) -> RoundCosts | None:
     """Of our engines alone; None without them."""
     name = f"costs of {OURS}"
     if (ours := peers.get(f"{OURS} float32")) is not None and name not in found.missing:

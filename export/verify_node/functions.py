@@ -1,4 +1,4 @@
-"""The bodies of the graph's sampling functions, in ONNX's text format; see sampling_node.py.
+"""The bodies of the graph's sampling functions, in ONNX's text format; see node.py.
 
 Standard operators only, and of them only what ONNX Runtime's CPU kernels have: no Where on
 booleans, no product that leaves int64. int64 [B] and float32 [B] are per slot; K = gamma + 1 rows
@@ -10,7 +10,7 @@ from __future__ import annotations
 import onnx
 import onnx.parser
 
-from .graph import OPSET
+from ..graph import OPSET
 
 DOMAIN = "outrider"
 
@@ -107,8 +107,8 @@ ROUNDS
     ),
 )
 
-# What is wrong with rows of logits [B, R, V] whose weights sum to `total`: the status
-# of plugins/include/outrider.h, int32 [B, R]. A NaN or +inf, or nothing but -inf, makes the sum a NaN.
+# What is wrong with rows of logits [B, R, V] whose weights sum to `total`: the status of
+# plugins/include/outrider.h, int32 [B, R]. A NaN or +inf, or nothing but -inf, makes the sum a NaN.
 _STATUS = """
 RowStatus (logits, total) => (status)
 {

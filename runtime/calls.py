@@ -1,4 +1,5 @@
-"""Calls of an engine for sequences in slots, as drafting and verification on the host make them."""
+"""Calls of an engine for sequences in slots, and a sequence's part in the sampling: what drafting
+and verification on the host have in common."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..backends.engine import Engine, Ids, Logits
-from ..sampling.sampler import SlotSampling
-from ..sequence import ActiveSequence
-from ..slots import SlotTable
+from .backends.engine import Engine, Ids, Logits
+from .sampling.sampler import SlotSampling
+from .sequence import ActiveSequence
+from .slots import SlotTable
 
 
 def prefill(engine: Engine, slot: int, tokens: Sequence[int], start: int) -> Logits:
@@ -39,13 +40,16 @@ def span(batch: Iterable[ActiveSequence]) -> tuple[int, int]:
     return min(indices), max(indices) + 1
 
 
-def idle_positions(slots: SlotTable, first: int, last: int, length: str) -> Ids:
-    """Where slots that sit out a call may be written: beyond their valid rows.
+def idle_positions(
+    slots: SlotTable, engine: Engine, first: int, last: int, length: str, width: int
+) -> Ids:
+    """Where slots that sit out a call of `width` tokens may be written: beyond their valid rows.
 
     length: "target_len" or "draft_len".
     """
-    some = (slots[index] for index in range(first, last))
-    return np.array([getattr(slot, length) if slot else 0 for slot in some], np.int64)
+    beyond = np.fromiter(slots.lengths(first, last, length), np.int64, last - first)
+    # A text of the full length that is over was longer than a call may begin at.
+    return np.minimum(beyond, engine.capacity - width)
 
 
 def early(sequence: ActiveSequence) -> int:
@@ -62,12 +66,12 @@ def first_forbidden(
     """
     masked, ends = early(sequence) - after, sequence.request.eos_token_ids
     for i, token in enumerate(tokens):
-        if token >= vocab_size or (i < masked and token in ends):
+        if not 0 <= token < vocab_size or (i < masked and token in ends):
             return i
     return len(tokens)
 
 
-def place(
+def slot_sampling(
     sequence: ActiveSequence, gamma: int, drafts: Sequence[int] = (), seed: int | None = None
 ) -> SlotSampling:
     """A sequence's part in a round's sampling.
@@ -79,14 +83,14 @@ def place(
     params, masked = request.params, early(sequence) - len(drafts)
     if seed is not None:
         params = replace(params, seed=seed, verify="token", lenience=1.0)
-    penalised = params.repetition_penalty != 1
     return SlotSampling(
         params,
         gamma,
         position=len(tokens) + len(drafts),
         index=sequence.slot.index,
-        context=np.array([*tokens, *drafts], np.int64) if penalised else None,
+        context=np.array([*tokens, *drafts], np.int64) if params.reads_context else None,
         suppress=np.array(sorted(request.eos_token_ids), np.int64) if masked > 0 else None,
         suppress_rows=max(0, min(masked, gamma + 1)),
         name=f"slot {sequence.slot.index}",
+        output_start=len(request.prompt),
     )

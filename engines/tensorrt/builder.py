@@ -1,6 +1,6 @@
 """From a portable graph to a TensorRT engine: one code over `tensorrt` and `tensorrt_rtx`.
 
-The library works in a process of its own (`python -m engines.tensorrt_builder`): some graphs make
+The library works in a process of its own (`python -m engines.tensorrt.builder`): some graphs make
 it abort, some failures it prints past its logger, and Ctrl-C should not wait for its next step. The
 process reads one JSON request and answers in JSON lines: phases, then a result or an error.
 """
@@ -12,24 +12,23 @@ import importlib
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.manifest import GRAPH_FILE, EngineFacts, GraphFacts, Profile
+from runtime.files.progress import Stage, stage
 
-from .keys import engine_key
+from ..keys import engine_key
 
 CHUNK = 512  # the most tokens of a prompt in one call, as on the CPU
-TIMINGS = Path(__file__).parents[1] / "build" / ".cache" / "tensorrt"
+TIMINGS = Path(__file__).parents[2] / "build" / ".cache" / "tensorrt"
 
 
 def profiles(role: str, facts: GraphFacts, slots: int, max_gamma: int) -> list[Profile]:
@@ -97,12 +96,32 @@ def compile(
         "timings": str(timings) if timings else None,
     }
     out.mkdir(exist_ok=True)
-    begin = time.perf_counter()
-    head = f"{role:<9} {'compile for ' + ' '.join(to.targets):<34}"
+    with stage(role, f"compile for {' '.join(to.targets)}") as progress:
+        memory = _ask(request, progress)
+        if len(memory) != len(to.profiles):
+            memory = [None] * len(to.profiles)  # the log of this version reads otherwise
+        made = dataclasses.replace(
+            to,
+            profiles=[
+                dataclasses.replace(profile, memory=size)
+                for profile, size in zip(to.profiles, memory, strict=True)
+            ],
+        )
+        figures = [f"{(out / to.file).stat().st_size / 2**20:,.1f} MiB"] + [
+            f"{profile.name} {profile.memory / 2**20:,.1f} MiB"
+            for profile in made.profiles
+            if profile.memory is not None
+        ]
+        progress.note = ", ".join(figures)
+    return made
+
+
+def _ask(request: dict[str, Any], progress: Stage) -> list[int | None]:
+    """Have the process compile; the bytes that each profile's activations take."""
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
-            [sys.executable, "-m", "engines.tensorrt_builder"],
-            cwd=Path(__file__).parents[1],
+            [sys.executable, "-m", "engines.tensorrt.builder"],
+            cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,
@@ -110,67 +129,32 @@ def compile(
         )
         assert process.stdin is not None and process.stdout is not None
         result: dict[str, Any] = {}
-        phase = ""
         try:
             with suppress(BrokenPipeError):  # it died at once: `_ended` will tell
                 process.stdin.write(json.dumps(request).encode())
             with suppress(BrokenPipeError):
                 process.stdin.close()
-            for message in _messages(process.stdout):
+            for line in process.stdout:
+                if not line.endswith(b"\n"):  # it died in the middle of it
+                    break
+                message = json.loads(line)
                 result.update(message)
-                phase = message.get("phase", phase)
-                if sys.stderr.isatty():
-                    seconds = time.perf_counter() - begin
-                    sys.stderr.write(f"\r{head} {seconds:6.1f} s ... {phase[:30]:<30}")
-                    sys.stderr.flush()
+                progress.phase = message.get("phase", progress.phase)
             process.wait()
         finally:
             process.kill()
             process.wait()
             process.stdout.close()
-            if sys.stderr.isatty():
-                sys.stderr.write("\r\x1b[K")
         if "errno" in result:
             raise OSError(result["errno"], os.strerror(result["errno"]), result["file"])
         if "cause" in result:
             raise OutriderError("backend", result["cause"], result["remedy"])
         if "memory" not in result:
             said.seek(0)
-            raise _ended(
-                product, facts.source, process.returncode, said.read().decode("utf-8", "replace")
-            )
-    memory = result["memory"]
-    if len(memory) != len(to.profiles):
-        memory = [None] * len(to.profiles)  # the log of this version reads otherwise
-    made = dataclasses.replace(
-        to,
-        profiles=[
-            dataclasses.replace(profile, memory=size)
-            for profile, size in zip(to.profiles, memory, strict=True)
-        ],
-    )
-    figures = [f"{(out / to.file).stat().st_size / 2**20:,.1f} MiB"] + [
-        f"{profile.name} {profile.memory / 2**20:,.1f} MiB"
-        for profile in made.profiles
-        if profile.memory is not None
-    ]
-    seconds = time.perf_counter() - begin
-    print(f"{head} {seconds:6.1f} s  {', '.join(figures)}", file=sys.stderr, flush=True)
-    return made
-
-
-def _messages(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """The process's lines as they come; an empty message for each half second without one."""
-    rest = b""
-    while True:
-        if not select.select([stream], [], [], 0.5)[0]:
-            yield {}
-            continue
-        chunk = os.read(stream.fileno(), 65536)
-        if not chunk:
-            return
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield from map(json.loads, lines)
+            text = said.read().decode("utf-8", "replace")
+            raise _ended(request["product"], request["source"], process.returncode, text)
+    memory: list[int | None] = result["memory"]
+    return memory
 
 
 def _ended(product: str, source: str, status: int, said: str) -> OutriderError:

@@ -1,0 +1,175 @@
+"""Loading a checkpoint's model: with all its weights and no others, as it is traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from runtime.files.errors import OutriderError, first_line
+
+from .checkpoint import Checkpoint, refuse_architecture
+from .decoder import NAME, UnsupportedArchitecture, traced_layers
+
+# Positions beyond the original context change these embeddings for all slots of a call at once.
+_LENGTH_DEPENDENT_ROPE = {"dynamic": "dynamic NTK", "longrope": "LongRoPE"}
+
+
+def check_length(checkpoint: Checkpoint, max_len: int) -> None:
+    """Refuse position embeddings that change with the length of the longest sequence."""
+    text = checkpoint.text_config
+    parameters = getattr(text, "rope_parameters", None) or {}
+    per_layer = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+    for rope in per_layer:
+        kind = rope.get("rope_type", "default")
+        original = rope.get("original_max_position_embeddings") or checkpoint.max_len
+        if kind in _LENGTH_DEPENDENT_ROPE and max_len > original:
+            raise OutriderError(
+                "architecture",
+                f"{checkpoint.source} uses {_LENGTH_DEPENDENT_ROPE[kind]} position embeddings, "
+                f"which change beyond {original} tokens and so cannot be compiled for {max_len}",
+                f"Build with MAX_LEN={original}.",
+            )
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with all its weights, in evaluation mode, with eager attention.
+
+    Raises OutriderError "checkpoint" for weights that are missing, damaged, or more than the model
+    takes, "architecture" where Transformers has no causal model of this kind.
+    """
+    model: PreTrainedModel
+    info: dict[str, Any]
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+            checkpoint.path,
+            dtype=dtype,
+            attn_implementation="eager",
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
+    except (ValueError, KeyError, ImportError) as error:
+        why = first_line(error)
+        if "trust_remote_code" in str(error):
+            why = "it needs code of its own, which is never run"
+        raise refuse_architecture(checkpoint.source, checkpoint.config, why) from None
+    except Exception as error:  # noqa: BLE001 - safetensors, pickle and torch raise their own
+        raise OutriderError(
+            "checkpoint",
+            f"the weights of {checkpoint.source} cannot be read: {first_line(error)}",
+            "Download the checkpoint again.",
+        ) from None
+    missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
+    if missing:
+        raise OutriderError(
+            "checkpoint",
+            f"{checkpoint.source} lacks {len(missing)} of its weights, {missing[0]} first",
+            "Download the checkpoint completely.",
+        )
+    if unused := sorted(info["unexpected_keys"]):
+        adapter = any("lora" in name for name in unused)
+        raise OutriderError(
+            "checkpoint",
+            f"{checkpoint.source} has {len(unused)} weights that a {type(model).__name__} does not "
+            f"take, {unused[0]} first",
+            "Merge the adapter first (merge_and_unload)."
+            if adapter
+            else "Check that config.json belongs to these weights.",
+        )
+    _freeze_rope(model)
+    model.train(False)
+    model.requires_grad_(False)
+    return model
+
+
+def _freeze_rope(model: PreTrainedModel) -> None:
+    """Within the original context (`check_length`) these embeddings are their initial ones."""
+    module: Any
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str) and kind in _LENGTH_DEPENDENT_ROPE:
+            module.rope_type = "default"
+        elif isinstance(kind, dict):
+            module.rope_type = {
+                layer: "default" if k in _LENGTH_DEPENDENT_ROPE else k for layer, k in kind.items()
+            }
+
+
+def learned_positions(model: PreTrainedModel, checkpoint: Checkpoint) -> int | None:
+    """The size of a learned position table, None where positions are rotary."""
+    rotary = any("rotary" in name.lower() for name, _ in model.named_modules())
+    return None if rotary else checkpoint.max_len
+
+
+class _Recorder:
+    """A cache that only notes what each layer stores."""
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any):  # type: ignore[no-untyped-def]
+        self.shapes[layer_idx] = (
+            (key.shape[1], key.shape[3]),
+            (value.shape[1], value.shape[3]),
+        )
+        return key, value
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, q_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return q_length, 0
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        return -1
+
+
+def cache_shapes(
+    model: PreTrainedModel, checkpoint: Checkpoint
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Run two tokens and note what each layer caches: (Hkv, D) of keys and of values.
+
+    Nothing is read from the configuration, so an architecture that caches otherwise than its
+    configuration suggests is seen as it is. Raises OutriderError "architecture" for models that
+    do not go through Transformers' attention and cache interfaces.
+    """
+    recorder = _Recorder()
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig):
+            config._attn_implementation = NAME
+            config._experts_implementation = NAME
+    traced_layers.clear()
+    try:
+        with torch.no_grad():
+            model(
+                input_ids=torch.tensor([[0, 1]]),
+                position_ids=torch.tensor([[0, 1]]),
+                past_key_values=recorder,
+                use_cache=True,
+                logits_to_keep=torch.tensor([1]),
+            )
+    except UnsupportedArchitecture as error:
+        raise refuse_architecture(checkpoint.source, checkpoint.config, str(error)) from None
+    except Exception as error:  # noqa: BLE001 - any model code may fail in any way here
+        raise refuse_architecture(
+            checkpoint.source,
+            checkpoint.config,
+            f"it does not run with an explicit KV cache ({first_line(error)})",
+        ) from None
+    layers = sorted(recorder.shapes)
+    if len(traced_layers) < len(layers):
+        reason = "its attention does not go through Transformers' attention interface"
+        raise refuse_architecture(checkpoint.source, checkpoint.config, reason)
+    if not layers or layers != list(range(len(layers))):
+        raise refuse_architecture(
+            checkpoint.source, checkpoint.config, "not all of its layers keep a KV cache"
+        )
+    shapes = [recorder.shapes[layer] for layer in layers]
+    return [key for key, _ in shapes], [value for _, value in shapes]

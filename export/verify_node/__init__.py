@@ -1,0 +1,1 @@
+"""The sampling of a round as a node of the target's graph, `outrider::Verify`."""

@@ -1,0 +1,139 @@
+"""What a decoder refuses of a request: every refusal, before a slot is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .drafts.registry import KINDS
+from .files.errors import OutriderError
+from .sequence import Request
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a decoder can do.
+
+    vocab_size: how many tokens there are; embeddings: how many ids the target can read. max_len,
+    max_gamma: of the bundle. kinds, draft_options: see `Rounds`. has_model: whether there is a
+    draft model.
+    """
+
+    vocab_size: int
+    embeddings: int
+    max_len: int
+    max_gamma: int
+    kinds: frozenset[str]
+    has_model: bool
+    draft_options: bool
+
+
+def check_request(request: Request, limits: Limits) -> None:
+    """Refuse what cannot be run. Raises OutriderError "prompt" or "option"."""
+    length = len(request.prompt)
+    if length == 0:
+        raise OutriderError("prompt", "the prompt is empty", "Give it at least one token.")
+    if length >= limits.max_len:
+        raise OutriderError(
+            "prompt",
+            f"the prompt has {length:,} tokens and the bundle's context {limits.max_len:,}",
+            f"Shorten it, or build the bundle with MAX_LEN={length + request.max_new_tokens}.",
+        )
+    check_ids(request.prompt, limits.embeddings)
+    if request.max_new_tokens < 1 or not 0 <= request.min_new_tokens <= request.max_new_tokens:
+        raise OutriderError(
+            "option",
+            f"min_new_tokens={request.min_new_tokens}, "
+            f"max_new_tokens={request.max_new_tokens} contradict each other",
+            "Choose 0 <= min_new_tokens <= max_new_tokens, with max_new_tokens at least 1.",
+        )
+    if request.gamma:
+        _check_draft(request, limits)
+    if not 0 <= request.gamma <= limits.max_gamma:
+        raise OutriderError(
+            "option",
+            f"gamma={request.gamma} is over the {limits.max_gamma} that the bundle was built for"
+            if request.gamma > 0
+            else f"gamma={request.gamma} is negative",
+            f"Choose gamma from 0 to {limits.max_gamma}, or build with MAX_GAMMA.",
+        )
+    if request.logprobs is not None and not 0 <= request.logprobs <= limits.vocab_size:
+        raise OutriderError(
+            "option",
+            f"logprobs={request.logprobs} is out of range",
+            f"Choose from 0 to {limits.vocab_size}, the number of tokens that there are.",
+        )
+
+
+def check_ids(prompt: Sequence[int], embeddings: int) -> None:
+    """Refuse ids that the target has no embedding for. Raises "prompt"."""
+    odd = next((token for token in prompt if not 0 <= token < embeddings), None)
+    if odd is not None:
+        raise OutriderError(
+            "prompt",
+            f"the prompt has the token id {odd}, and the model only 0 to {embeddings - 1}",
+            "Leave that token out of the prompt or the chat template.",
+        )
+
+
+def _check_draft(request: Request, limits: Limits) -> None:
+    """Whether who is to propose is here, and can what is asked of it."""
+    name, tempered = request.draft, request.draft_temperature is not None
+    kind, stops = KINDS.get(name), request.draft_threshold > 0
+    if kind is None:
+        raise OutriderError(
+            "option", f"draft={name!r} is unknown", f"Use {', '.join(KINDS)} or none."
+        )
+    if name not in limits.kinds:
+        raise _absent(name, request.gamma, limits)
+    rules: list[tuple[object, str, str]] = [
+        (kind.point_masses and request.params.verify == "sigmoid",
+         "verify=sigmoid needs the draft's logits, and a lookup has none",
+         "Use verify=token, or the draft model."),
+        ((tempered or stops) and not limits.draft_options,
+         "draft_temperature and draft_threshold are for the CPU in this version",
+         "Leave them out."),
+        (tempered and request.params.temperature == 0,
+         "draft_temperature has no effect at temperature=0",
+         "Leave it out, or sample with temperature above 0."),
+        (tempered and not 1e-3 <= (request.draft_temperature or 0) <= 1e3,
+         f"draft_temperature={request.draft_temperature} is out of range",
+         "It must be from 0.001 to 1000."),
+        (not 0 <= request.draft_threshold < 1,
+         f"draft_threshold={request.draft_threshold} is out of range",
+         "It must be 0 (off) or a probability below 1."),
+        ((tempered or stops) and kind.point_masses,
+         f"draft={name} has no probabilities for a temperature or threshold",
+         "Leave them out, or use the draft model."),
+        (stops and kind.at_once, f"draft={name} always drafts gamma tokens",
+         "Leave draft_threshold out, or use draft=model."),
+        (stops and request.policy is not None,
+         "draft_threshold and a gamma that is chosen for each round are two ways to stop early",
+         "Use one of them."),
+    ]  # fmt: skip
+    for broken, cause, remedy in rules:
+        if broken:
+            raise OutriderError("option", cause, remedy)
+
+
+def _absent(name: str, gamma: int, limits: Limits) -> OutriderError:
+    """Why this kind of draft is not there, and how to get it."""
+    kind, on_host = KINDS[name], limits.draft_options
+    if "engine" in kind.needs and not limits.has_model:
+        return OutriderError(
+            "option",
+            f"gamma={gamma} needs a draft, and the bundle has none",
+            ('Use gamma=0, or draft="ngram"' if on_host else "Use gamma=0")
+            + ", or build the bundle with DRAFT=<draft>.",
+        )
+    if "tables" in kind.needs and on_host:
+        return OutriderError(
+            "option",
+            f"draft={name} needs a table, and none was given",
+            "Load the bundle with one (python -m export.ngram writes it), or use draft=ngram.",
+        )
+    return OutriderError(
+        "option",
+        f"draft={name} is for the CPU in this version",
+        "Use gamma=0, or a bundle that was built with DRAFT=<draft>.",
+    )

@@ -1,0 +1,138 @@
+"""Dataclasses as JSON files with a schema number and a checksum, and their strict reading.
+
+Somebody else may have written the file: every value is held to its field's annotation, and to the
+rules that stand there, `Annotated[int, between(1, 8)]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from .errors import OutriderError
+
+SCHEMA = 1
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value must be, in words and as a test."""
+
+    what: str
+    holds: Callable[[Any], bool]
+
+
+def between(least: float, most: float) -> Rule:
+    """NaN is between nothing."""
+    return Rule(f"from {least} to {most}", lambda value: least <= value <= most)
+
+
+def digest_json(value: Any) -> str:
+    """SHA-256 of a value's canonical JSON: the content address of a part."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_json(path: Path, kind: str, facts: Any) -> None:
+    """Write a dataclass, with its schema and a checksum over the whole."""
+    content = dataclasses.asdict(facts)
+    for field in dataclasses.fields(facts):
+        if field.default is None and content[field.name] is None:
+            del content[field.name]  # written only where there is something, as `_build` reads it
+    body = {"kind": kind, "schema": SCHEMA, "facts": content}
+    text = json.dumps({**body, "checksum": digest_json(body)}, indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def read_json(path: Path, kind: str, cls: type[T], remedy: str) -> T:
+    """Read what `write_json` wrote, refusing what is truncated, edited, of another schema, or not
+    what the fields of `cls` may be. Raises OutriderError "bundle"."""
+
+    def refuse(cause: str) -> OutriderError:
+        return OutriderError("bundle", f"{path}: {' '.join(cause.split())[:300]}", remedy)
+
+    try:
+        with readable(path, remedy):
+            content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or content.get("kind") != kind:
+            raise refuse(f"not a {kind} file of Outrider")
+        if content.get("schema") != SCHEMA:
+            raise refuse(f"schema {content.get('schema')}; this version reads schema {SCHEMA}")
+        checksum = content.pop("checksum", None)
+        if checksum != digest_json(content):
+            raise refuse("the checksum does not match: the file was edited or damaged")
+    except (ValueError, RecursionError) as error:
+        raise refuse(f"not JSON, truncated or edited ({error})") from None
+    try:
+        return typing.cast(T, _build(cls, content["facts"], kind))
+    except (TypeError, ValueError, KeyError, OverflowError) as error:
+        raise refuse(str(error)) from None
+
+
+@contextmanager
+def readable(path: Path, remedy: str) -> Iterator[None]:
+    """What goes wrong when files are read within, as OutriderError "bundle" that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM):
+            remedy = "Make it readable for this user, with chmod or chown."
+        cause = f"{error.filename or path} cannot be read: {error.strerror or error}"
+        raise OutriderError("bundle", cause, remedy) from None
+
+
+def _build(annotation: Any, value: Any, where: str) -> Any:
+    """A value of the annotated type from JSON; TypeError names the field that does not fit."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        built = _build(arguments[0], value, where)
+        for rule in arguments[1:]:
+            if not rule.holds(built):
+                raise ValueError(f"{where} is {_shown(value)}, not {rule.what}")
+        return built
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        return _build(next(a for a in arguments if a is not type(None)), value, where)
+    if origin is Literal:
+        if value not in arguments:
+            raise TypeError(f"{where} is {_shown(value)}, not one of {', '.join(arguments)}")
+        return value
+    if origin is list and isinstance(value, list):
+        return [_build(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if origin is dict and isinstance(value, dict):
+        return {
+            _build(arguments[0], k, f"a name in {where}"): _build(arguments[1], v, f"{where}.{k}")
+            for k, v in value.items()
+        }
+    if dataclasses.is_dataclass(annotation) and isinstance(value, dict):
+        return _dataclass(typing.cast(type, annotation), value, where)
+    if annotation is float and type(value) in (int, float):
+        return float(value)
+    if origin is None and type(value) is annotation:
+        return value
+    raise TypeError(f"{where} is {_shown(value)}, not of type {annotation}")
+
+
+def _dataclass(cls: type, value: dict[str, Any], where: str) -> Any:
+    fields = typing.get_type_hints(cls, include_extras=True)
+    optional = {f.name for f in dataclasses.fields(cls) if f.default is None}
+    odd = sorted((fields.keys() ^ value.keys()) - (optional - value.keys()))
+    if odd:
+        raise TypeError(f"{where}: field {odd[0]} is missing or unknown")
+    return cls(**{k: _build(fields[k], v, f"{where}.{k}") for k, v in value.items()})
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,196 @@
+"""Who owns a file: one copy on the disk, one name each, and nobody's edit is another's surprise."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import error_line
+
+import engines.__main__
+from runtime.files import folders
+from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
+from runtime.files.folders import check_place, point_to, settle_file, take_file, write_folder
+from runtime.files.manifest import MANIFEST_FILE
+
+CONTENT = b"weights" * 100
+
+
+class Place:
+    """A cache with one part, a graphs folder that links to it, and bundles made of that."""
+
+    def __init__(self, root: Path):
+        self.root, self.part = root, root / "cache" / "key" / "weights.bin"
+        self.part.parent.mkdir(parents=True)
+        self.part.write_bytes(CONTENT)
+        self.graph = root / "cache" / "graphs" / "name" / "target" / "weights.bin"
+        point_to(self.part, self.graph)
+
+    def build(self, name: str, content: bytes = CONTENT) -> Path:
+        """As engines/bundle.py does: the bundle's own file."""
+        out = self.root / name
+        with write_folder(out, MANIFEST_FILE) as partial:
+            take_file(self.graph, partial / "target" / "weights.bin", out)
+            (partial / MANIFEST_FILE).write_text('{"kind": "manifest"}')
+        settle_file(self.graph, out / "target" / "weights.bin")
+        made = out / "target" / "weights.bin"
+        assert made.read_bytes() == content
+        assert not made.is_symlink() and made.stat().st_nlink == 1
+        return made
+
+    def inodes(self) -> set[int]:
+        """Of the files with this content, wherever they are: how often it is on the disk."""
+        files = (path for path in self.root.rglob("*") if path.is_file())
+        return {path.stat().st_ino for path in files if path.stat().st_size == len(CONTENT)}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_the_bundle_owns_the_only_copy(place: Place) -> None:
+    made = place.build("bundle")
+    assert len(place.inodes()) == 1
+    assert place.part.is_symlink() and place.graph.read_bytes() == CONTENT
+    assert not os.path.isabs(place.part.readlink()) and place.part.samefile(made)
+    # The checkout may move as a whole.
+    moved = place.root.rename(place.root.with_name("moved"))
+    assert (moved / "cache" / "key" / "weights.bin").read_bytes() == CONTENT
+
+
+def test_building_again_moves_nothing(place: Place) -> None:
+    inode = place.build("bundle").stat().st_ino
+    assert place.build("bundle").stat().st_ino == inode
+    assert len(place.inodes()) == 1
+
+
+def test_two_bundles_of_the_same_graphs(place: Place) -> None:
+    first, second = place.build("first"), place.build("second")
+    assert len(place.inodes()) == 2
+    second.write_bytes(b"edited")
+    assert first.read_bytes() == place.part.read_bytes() == CONTENT
+    shutil.rmtree(place.root / "second")
+    assert place.build("third") and place.build("first")
+
+
+def test_a_file_of_somebody_else_stays_his(place: Place) -> None:
+    """A graphs folder that was copied: it holds files, and keeps them."""
+    place.graph.unlink()
+    place.graph.write_bytes(CONTENT)
+    made = place.build("bundle")
+    assert not place.graph.is_symlink()
+    made.write_bytes(b"edited")
+    assert place.graph.read_bytes() == CONTENT
+
+
+def test_a_build_that_was_killed_before_it_settled(place: Place) -> None:
+    out = place.root / "bundle" / "weights.bin"
+    take_file(place.graph, out, out.parent)
+    assert out.stat().st_nlink == 2
+    settle_file(place.graph, out)
+    assert out.stat().st_nlink == 1 and place.part.is_symlink()
+
+
+def test_two_builds_at_the_same_time(place: Place) -> None:
+    """Both took the cache's file before either had settled: both end with a file of their own."""
+    outs = [place.root / name / "weights.bin" for name in ("first", "second")]
+    for out in outs:
+        take_file(place.graph, out, out.parent)
+    for out in outs:
+        settle_file(place.graph, out)
+    assert [out.stat().st_nlink for out in outs] == [1, 1]
+    assert {out.read_bytes() for out in (*outs, place.part)} == {CONTENT}
+
+
+def test_a_deleted_bundle_leaves_a_link_to_nothing(place: Place) -> None:
+    """Which `verify_files` calls missing, and the part is exported again."""
+    place.build("bundle")
+    shutil.rmtree(place.root / "bundle")
+    assert not place.graph.is_file() and not place.part.is_file()
+
+
+@pytest.mark.parametrize("lacks", ["hard links", "symbolic links"])
+def test_file_systems_without_links(
+    place: Place, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "hardlink_to" if lacks == "hard links" else "symlink_to", refuse)
+    place.build("bundle")
+    assert place.graph.read_bytes() == place.part.read_bytes() == CONTENT
+
+
+def test_a_file_system_that_shares_blocks(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stood in for by a copy: then the cache keeps its file, and there are no links at all."""
+
+    def clone(new: object, request: int, old: int) -> None:
+        assert request == folders._CLONE
+        new.write(os.pread(old, 1 << 20, 0))  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(folders.fcntl, "ioctl", clone)
+    made = place.build("bundle")
+    assert not place.part.is_symlink() and place.part.stat().st_nlink == 1
+    made.write_bytes(b"edited")
+    assert place.part.read_bytes() == CONTENT
+
+
+# Where a folder may be written
+
+
+def _foreign(root: Path) -> Path:
+    (root / "thesis").mkdir()
+    (root / "thesis" / "chapter.md").write_text("years of work")
+    return root / "thesis"
+
+
+def _read_only(root: Path) -> Path:
+    return Path("/proc/outrider")  # where not even root may write
+
+
+PLACES: dict[str, Callable[[Path], Path]] = {
+    "the root": lambda root: Path("/"),
+    "a foreign folder": _foreign,
+    "below a file": lambda root: Path(__file__) / "out",
+    "a read-only file system": _read_only,
+}
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_out_is_refused_before_anything_is_exported(
+    tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `make engines` asks first."""
+    out = PLACES[where](tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    arguments = ["--supports", "float32", "--out", str(out)]
+    assert engines.__main__.main(arguments) == EXIT_STATUS["disk"]
+    error_line(capsys.readouterr().err, "disk")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_place_that_is_fine_is_left_as_it_was(tmp_path: Path) -> None:
+    check_place(tmp_path / "new" / "deeper" / "out", MANIFEST_FILE)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / MANIFEST_FILE).write_text("[" * 100_000)
+    with pytest.raises(OutriderError, match="cannot be replaced"):
+        check_place(tmp_path, MANIFEST_FILE)
+
+
+def test_a_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who runs the tests may be allowed everything; the error is the system's."""
+
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied", "/tmp/odd-name")
+
+    monkeypatch.setattr(folders.tempfile, "mkdtemp", refuse)
+
+    def work() -> int:
+        check_place(tmp_path / "out", MANIFEST_FILE)
+        return 0
+
+    assert run_command(work) == EXIT_STATUS["disk"]

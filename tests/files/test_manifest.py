@@ -1,0 +1,168 @@
+"""A manifest that somebody wrote, with a right checksum: refused in one line, or it can be used."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.bundle import choose_device
+from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
+from runtime.files.manifest import (
+    MANIFEST_FILE,
+    EngineFacts,
+    FileFacts,
+    GraphFacts,
+    Manifest,
+    Pair,
+    Profile,
+    TokenizerFacts,
+    file_facts,
+    read_bundle,
+)
+from runtime.files.records import digest_json, write_json
+
+NONSENSE: list[Any] = [
+    None, True, -1, 0, 1, 65, 2**31, 2**63, 10**400, 1.5, float("nan"), float("inf"), "", "x",
+    "a\nb", "../x", "/etc/passwd", "a/b", "\0", "\ud800", [], [1], [[1]], [3, 2, 1], {}, {"a": 1},
+    "sm", "smx", "sm999999", "float8",
+]  # fmt: skip
+
+
+@pytest.fixture(params=["onnxruntime", "tensorrt_rtx"])
+def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Two models of nothing: the files are there, and no graph is in them."""
+    compiled = request.param == "tensorrt_rtx"
+    folder = tmp_path / "bundle"
+
+    def files(part: str, *names: str) -> dict[str, FileFacts]:
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        for name in names:
+            (folder / part / name).write_bytes(name.encode())
+        return {name: file_facts(folder / part / name) for name in names}
+
+    def graph(role: str) -> GraphFacts:
+        return GraphFacts(
+            key="0", source="some/name", architecture="Llama", parameters=10, dtype="float16",
+            vocab_size=300, max_len=100, capacity=112, key_shapes=[[2, 16]] * 2,
+            value_shapes=[[2, 16]] * 2, max_difference=None, tolerance=0.1, comparison="not run",
+            versions={"torch": "2"}, files=files(role, "graph.onnx", "weights.bin"), context=200,
+        )  # fmt: skip
+
+    pair = Pair(
+        target=graph("target"), draft=graph("draft"),
+        tokenizer=TokenizerFacts(
+            "0", 299, [2], {"eos_token": "</s>"}, True,
+            files("tokenizer", "tokenizer.json", "chat_template.jinja"),
+        ),
+        vocab_size=299, max_len=100, max_gamma=8, capacity=112,
+    )  # fmt: skip
+    profile = Profile("decode", [1, 1, 2], [1, 9, 9], [1, 9, 9], 1000)
+    engines = {r: EngineFacts("1", "engine.rtx", ["sm89"], [profile]) for r in ("target", "draft")}
+    made = {role: files(role, "engine.rtx")["engine.rtx"] for role in engines}
+    listed = pair.carried_files(engines if compiled else None)
+    if compiled:
+        listed |= {f"{role}/engine.rtx": facts for role, facts in made.items()}
+    manifest = Manifest(
+        "bundle", request.param, {"onnx": "1"}, 2, pair, listed, engines if compiled else None
+    )
+    write_json(folder / MANIFEST_FILE, "manifest", manifest)
+    return folder
+
+
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if path:
+        yield path
+    keys = (
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    )
+    for key in keys:
+        yield from paths(value[key], (*path, key))
+
+
+def sign(folder: Path, content: dict[str, Any]) -> None:
+    content.pop("checksum", None)
+    content["checksum"] = digest_json(content)
+    (folder / MANIFEST_FILE).write_text(json.dumps(content))
+
+
+def use(folder: Path) -> int:
+    """All that is asked of a manifest before a file of the bundle is opened."""
+    manifest = read_bundle(folder)
+    choose_device(manifest, folder, "auto")
+    assert manifest.rebuild_command(folder, "sm90").startswith("make engines MODEL=")
+    assert 0 < sum(f.cache_bytes(manifest.slots) for _, f in manifest.pair.models()) < 1 << 62
+    assert 0 < manifest.pair.logits_bytes(manifest.slots) < 1 << 62
+    return 0
+
+
+def test_nonsense_under_a_right_checksum(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Any other exception than OutriderError fails the test."""
+    assert use(bundle) == 0
+    sound = json.loads((bundle / MANIFEST_FILE).read_text())
+    places, chance, refused = list(paths(sound["facts"])), random.Random(0), 0
+    for _ in range(400):
+        content = copy.deepcopy(sound)
+        *above, last = chance.choice(places)
+        holder = content["facts"]
+        for key in above:
+            holder = holder[key]
+        match chance.randrange(8):
+            case 0 if isinstance(holder, dict):
+                del holder[last]
+            case 1 if isinstance(holder, dict):
+                holder[str(chance.choice(NONSENSE))] = holder.pop(last)
+            case 2 if isinstance(holder, list):
+                holder.append(copy.deepcopy(holder[last]))
+            case _:
+                holder[last] = chance.choice(NONSENSE)
+        sign(bundle, content)
+        status = run_command(lambda: use(bundle))
+        err = capsys.readouterr().err
+        assert status in (0, EXIT_STATUS["bundle"]), err
+        assert err.count("\n") == (status != 0)
+        refused += status != 0
+    assert refused > 250
+
+
+@pytest.mark.parametrize("depth", [900, 5_000, 100_000])
+def test_nesting_without_end(bundle: Path, depth: int) -> None:
+    """The parser gives up, or what looks at its result does."""
+    for text in ("[" * depth, '{"kind": "manifest", "a": ' + "[" * depth + "]" * depth + "}"):
+        (bundle / MANIFEST_FILE).write_text(text)
+        with pytest.raises(OutriderError) as caught:
+            read_bundle(bundle)
+        assert caught.value.kind == "bundle"
+
+
+@pytest.mark.parametrize("name", [MANIFEST_FILE, "tokenizer/tokenizer.json"])
+def test_a_file_that_may_not_be_read(
+    bundle: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bundle's failure with a remedy for it, not a disk's. Who runs the tests may be allowed
+    everything; the error is the system's."""
+    opened = Path.open
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path == bundle / name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert run_command(lambda: use(bundle)) == EXIT_STATUS["bundle"]
+    err = capsys.readouterr().err
+    assert f"{bundle / name} cannot be read: Permission denied. Make it readable" in err
+
+
+def test_the_model_s_own_limit_travels_along(bundle: Path) -> None:
+    """So that no remedy asks for more than there is; bundles of before do not have it."""
+    assert read_bundle(bundle).pair.target.context == 200
+    content = json.loads((bundle / MANIFEST_FILE).read_text())
+    del content["facts"]["pair"]["target"]["context"]
+    sign(bundle, content)
+    assert read_bundle(bundle).pair.target.context is None

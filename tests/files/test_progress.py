@@ -1,0 +1,54 @@
+"""A stage is one line; one that takes long is heard of before it ends, in a log too."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from runtime.files import progress
+
+
+def test_a_short_stage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.stage("target", "load") as said:
+        said.note = "5 M parameters"
+    err = capsys.readouterr().err
+    assert err.startswith("target    load ") and err.endswith(" s  5 M parameters\n")
+    assert err.count("\n") == 1
+
+
+def test_a_log_hears_of_a_long_stage_before_it_ends(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line twice as late as the one before: a few, however long it takes."""
+    monkeypatch.setattr(progress, "TICK", 0.001)
+    monkeypatch.setattr(progress, "FIRST_LINE", 0.01)
+    heard = ""
+    with progress.stage("target", "trace"):
+        while heard.count("\n") < 3:
+            time.sleep(0.01)
+            heard += capsys.readouterr().err
+    for line in heard.splitlines():
+        assert line.startswith("target    trace ") and line.endswith(" s ...")
+    assert not capsys.readouterr().err.rstrip().endswith("...")
+
+
+def test_a_terminal_has_one_line_that_ticks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr(progress, "TICK", 0.001)
+    heard = ""
+    with progress.stage("target", "compile") as said:
+        said.phase = "Tactic selection"
+        while "Tactic selection" not in heard:
+            time.sleep(0.01)
+            heard += capsys.readouterr().err
+    assert "\n" not in heard and heard.startswith("\rtarget    compile ")
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_stage_that_fails_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError), progress.stage("target", "load"):
+        raise ValueError
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,197 @@
+"""The house as it stands: rooms, lines, arrows. `make map` prints it and fails where a rule breaks.
+
+Imports go down the ladder and never in a circle. A folder holds at most 12 modules, and three files
+with one prefix make a folder. No two classes of a room have one name. The round stays short. A line
+of Markdown has at most 100 columns, tables aside.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+CHECKOUT = Path(__file__).parents[2]
+MOST_MODULES, MOST_COLUMNS = 12, 100
+MOST_LINES = {"runtime/round.py": 150}
+# What stands further left may not import what stands further right. A name is a folder or a module.
+LADDERS = {
+    "runtime": [
+        "files", "stats", "slots", "sampling", "backends", "policy", "sequence", "drafts", "round",
+        "checks", "decoder", "gpu", "text", "bundle", "beam", "certificate", "theory", "cli",
+        "generate",
+    ],
+    "bench": ["core", "systems", "suites", "report"],
+}  # fmt: skip
+ROOMS = ("runtime", "export", "engines", "plugins", "bench", "tests", "examples")
+SOURCES = (".py", ".h", ".cuh", ".cpp", ".cu")
+OPENINGS = ("__init__.py", "__main__.py", "conftest.py")  # of a folder: no modules of their own
+
+
+@dataclass(frozen=True)
+class Room:
+    """A top-level folder of `root`."""
+
+    root: Path
+    name: str
+
+    @cached_property
+    def modules(self) -> list[Path]:
+        """Every source file, relative to the room."""
+        folder = self.root / self.name
+        found = (path for path in folder.rglob("*") if path.suffix in SOURCES)
+        return sorted(path.relative_to(folder) for path in found if "__pycache__" not in path.parts)
+
+    def lines(self, module: Path) -> int:
+        return len((self.root / self.name / module).read_text().splitlines())
+
+    def tree(self, module: Path) -> ast.Module:
+        return ast.parse((self.root / self.name / module).read_text(), str(module))
+
+    @cached_property
+    def folders(self) -> dict[Path, list[Path]]:
+        """The modules of each folder, without those that only open it."""
+        found = defaultdict(list)
+        for module in self.modules:
+            if module.name not in OPENINGS:
+                found[module.parent].append(module)
+        return dict(found)
+
+    @cached_property
+    def arrows(self) -> dict[Path, set[Path]]:
+        """Which modules of the room each Python module imports, lazily or not."""
+        known = {".".join(module.with_suffix("").parts): module for module in self.modules}
+        known |= {
+            ".".join(module.parent.parts): module
+            for module in self.modules
+            if module.name == "__init__.py" and module.parent.parts
+        }
+        found: dict[Path, set[Path]] = {}
+        for module in self.modules:
+            if module.suffix == ".py":
+                names = _imports(self.tree(module), module, self.name)
+                found[module] = {known[name] for name in names if name in known} - {module}
+        return found
+
+    def step(self, module: Path) -> str:
+        """Where it stands on the ladder: its folder, or itself."""
+        return module.parts[0] if len(module.parts) > 1 else module.stem
+
+    def steps(self) -> dict[str, set[str]]:
+        """The arrows between the steps of the ladder."""
+        found: dict[str, set[str]] = {
+            self.step(module): set() for module in self.modules if module.parts[0] not in OPENINGS
+        }
+        for module, imported in self.arrows.items():
+            here = self.step(module)
+            if here in found:
+                found[here] |= {self.step(other) for other in imported} - {here, "__init__"}
+        return found
+
+    def faults(self) -> Iterator[str]:
+        """A line for each rule that is broken."""
+        ladder = LADDERS.get(self.name)
+        steps = self.steps()
+        if ladder is not None:
+            rank = {step: i for i, step in enumerate(ladder)}
+            for step in sorted(steps.keys() - rank.keys()):
+                yield f"{self.name}/{step}: has no place on the ladder"
+            for step, others in sorted(steps.items()):
+                for other in sorted(others):
+                    if rank.get(step, 0) < rank.get(other, 0):
+                        yield f"{self.name}: {step} imports {other}, which stands above it"
+        try:
+            TopologicalSorter(steps if ladder else self.arrows).prepare()
+        except CycleError as error:
+            yield f"{self.name}: a circle: " + " -> ".join(map(str, error.args[1]))
+        for folder, modules in sorted(self.folders.items()):
+            where = Path(self.name, folder)
+            if len(modules) > MOST_MODULES:
+                yield f"{where}: {len(modules)} modules, at most {MOST_MODULES}"
+            prefixes = Counter(
+                module.stem.split("_")[0] for module in modules if "_" in module.stem
+            )
+            for prefix, count in sorted(prefixes.items()):
+                if count > 2 and prefix not in ("test", "outrider"):  # names that others prescribe
+                    yield f"{where}: {count} modules begin with {prefix}_: make it a folder"
+        classes = defaultdict(list)
+        for module in self.modules:
+            if module.suffix == ".py" and self.name not in ("tests", "examples"):
+                for node in self.tree(module).body:
+                    if isinstance(node, ast.ClassDef):
+                        classes[node.name].append(str(module))
+        for name, places in sorted(classes.items()):
+            if len(places) > 1:
+                yield f"{self.name}: class {name} stands in {' and '.join(places)}"
+
+    def drawing(self) -> Iterator[str]:
+        """The room as lines of text: folders and modules with their lines, and what they import."""
+        total = sum(map(self.lines, self.modules))
+        yield f"{self.name}/  {total:,} lines"
+        steps = self.steps()
+        order = LADDERS.get(self.name) or sorted(steps)
+        for step in sorted(steps, key=lambda s: order.index(s) if s in order else -1):
+            inside = [module for module in self.modules if self.step(module) == step]
+            names = sorted({_shown(module) for module in inside} - {step})
+            arrows = f" -> {' '.join(sorted(steps[step]))}" if steps[step] else ""
+            counted = f"{sum(map(self.lines, inside)):>6,}"
+            yield f"  {counted}  {step}{arrows}" + (
+                f"\n          {' '.join(names)}" if names else ""
+            )
+
+
+def _shown(module: Path) -> str:
+    return module.parts[0] if len(module.parts) == 1 else "/".join(module.with_suffix("").parts[1:])
+
+
+def _imports(tree: ast.Module, module: Path, room: str) -> Iterator[str]:
+    """Dotted names within the room that a module imports."""
+    package = module.parts[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = (node.module or "").split(".") if node.module else []
+            if node.level:
+                above = package[: len(package) - node.level + 1]
+                base = [room, *above, *base]
+            whole = ".".join(base)
+            names = [f"{whole}.{alias.name}" for alias in node.names] + [whole]
+        else:
+            continue
+        for name in names:
+            if name.startswith(f"{room}."):
+                yield name.removeprefix(f"{room}.")
+
+
+def text_faults(root: Path) -> Iterator[str]:
+    """A line for each file that is too long or too wide."""
+    for name, most in MOST_LINES.items():
+        if (root / name).is_file() and (
+            count := len((root / name).read_text().splitlines())
+        ) > most:
+            yield f"{name}: {count} lines, at most {most}"
+    for path in sorted((*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("models/*.md"))):
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            if len(line) > MOST_COLUMNS and not line.startswith(("|", "![", "<")):
+                yield f"{path.relative_to(root)}:{number}: {len(line)} columns"
+
+
+def main(root: Path = CHECKOUT) -> int:
+    rooms = [Room(root, name) for name in ROOMS if (root / name).is_dir()]
+    faults = list(text_faults(root))
+    for room in rooms:
+        print("\n".join(room.drawing()), end="\n\n")
+        faults += room.faults()
+    for fault in faults:
+        print(f"error: {fault}", file=sys.stderr)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

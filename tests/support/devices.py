@@ -1,0 +1,100 @@
+"""Decoders on the driver that stands in for CUDA's, and texts that come and go on them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import fake_device
+import pytest
+import rounds
+from fake_cuda import FakeDriver
+from fakes import EOS, FakeEngine, near, random_model
+from rounds import ids, make_decoder
+
+from runtime.decoder import Decoder
+from runtime.sampling.warp import SamplingParams
+from runtime.sequence import ActiveSequence, Request
+
+MODEL = random_model(1, never=[EOS])
+DRAFT = near(MODEL, 2, 0.7)
+WARM = SamplingParams(temperature=0.8, seed=5)
+PARAMS = {
+    "greedy": SamplingParams(),
+    "plain": WARM,
+    "filters": replace(WARM, top_k=9, top_p=0.9, min_p=0.01),
+    "penalty": replace(WARM, repetition_penalty=1.3),
+    "block": replace(WARM, verify="block"),
+    "all": replace(WARM, top_k=9, top_p=0.95, repetition_penalty=1.2, verify="block"),
+}
+
+
+def host(monkeypatch: pytest.MonkeyPatch, **shape: int) -> Decoder:
+    monkeypatch.setattr(rounds, "SAMPLER", "kernel")
+    return make_decoder(MODEL, DRAFT, **shape)  # type: ignore[arg-type]
+
+
+def decoder_on(driver: FakeDriver, *, slots: int = 1, **options) -> Decoder:  # type: ignore[no-untyped-def]
+    made = fake_device.make_rounds(
+        FakeEngine(MODEL, slots=slots, capacity=73, order=None),
+        FakeEngine(DRAFT, slots=slots, capacity=73, order=None),
+        driver=driver, vocab_size=32, max_len=64, max_gamma=8, **options,
+    )  # fmt: skip
+    return Decoder(made, vocab_size=32, max_len=64, max_gamma=8)
+
+
+def text(decoder: Decoder, request: Request) -> list[int]:
+    sequence = decoder.admit(request)
+    while sequence.finish_reason is None:
+        decoder.round([sequence])
+    decoder.release(sequence)
+    return ids(sequence)
+
+
+def steps(driver: FakeDriver, action: Callable[[], object]) -> list[str]:
+    """What the driver is asked for meanwhile."""
+    driver.log.clear()
+    action()
+    return list(driver.log)
+
+
+def wander(decoder: Decoder, seed: int, changing: float = 0.0) -> list[object]:
+    """Texts that join, sit out, and leave early or at their end, by a fixed chance. changing: the
+    chance that a text changes its gamma before a round."""
+    chance = random.Random(seed)
+    waiting = [
+        Request(
+            [chance.randrange(2, 30) for _ in range(chance.randrange(1, 40))],
+            replace(chance.choice(list(PARAMS.values())), seed=number),
+            gamma=chance.choice([0, 1, 3, 8]), max_new_tokens=chance.randrange(1, 24),
+            logprobs=chance.choice([None, None, None, 2]),
+            eos_token_ids=frozenset([7, 11]), min_new_tokens=0,
+        )
+        for number in range(16)
+    ]  # fmt: skip
+    present: list[ActiveSequence] = []
+    done: list[ActiveSequence] = []
+
+    def leave(sequence: ActiveSequence) -> None:
+        present.remove(sequence)
+        decoder.release(sequence)
+        done.append(sequence)
+
+    while waiting or present:
+        while waiting and decoder.slots.free and chance.random() < 0.7:
+            sequence = decoder.admit(waiting.pop(0))
+            present.append(sequence)
+            if sequence.finish_reason:
+                leave(sequence)
+        batch = [sequence for sequence in present if chance.random() < 0.8]
+        for sequence in batch:
+            if chance.random() < changing:
+                sequence.request = replace(sequence.request, gamma=chance.choice([0, 2, 5]))
+        if batch:
+            decoder.round(batch)
+        for sequence in [*present]:
+            if sequence.finish_reason or chance.random() < 0.03:
+                leave(sequence)
+    # With top log-probabilities, which are read from the device's logits.
+    return [[(token.id, token.alternatives) for token in sequence.output] for sequence in done]
