@@ -12,10 +12,10 @@ SUITES = {
     "growth": ("bench.suites.growth", "how time and memory grow with what is asked for"),
     "drafts": ("bench.suites.drafts", "what each kind of draft brings on a bundle"),
     "policies": ("bench.suites.policies", "what choosing gamma for each round brings"),
-    "kernel": ("bench.kernel", "the sampling kernel against NumPy and Transformers"),
-    "paper": ("bench.paper", "the kernel paper's analyses, done again"),
+    "kernel": ("bench.suites.kernel", "the sampling kernel against NumPy and Transformers"),
+    "paper": ("bench.suites.paper", "the kernel paper's analyses, done again"),
     "report": ("bench.report", "a page with plots on what speculation gains on a bundle"),
-    "gpu": ("bench.gpu_check", "all that a GPU can tell about this project"),
+    "gpu": ("bench.suites.gpu", "all that a GPU can tell about this project"),
 }
 
 

@@ -18,7 +18,7 @@ from runtime.files.errors import CommandParser, OutriderError, run_command
 from . import machine
 from .clock import Clock
 from .plot import draw_or_explain
-from .table import Table
+from .table import Table, update
 
 Results = Mapping[str, Any]
 
@@ -63,6 +63,9 @@ class Suite:
             help=f"write {self.name}.json, {self.name}.md and plots there too")  # fmt: skip
         add("--show", type=Path, metavar="FILE",
             help=f"measure nothing: tables and plots of a {self.name}.json")  # fmt: skip
+        add("--update", type=Path, metavar="PAGE",
+            help="replace the tables that have a place in this document, and the plots in the "
+            "folder beside it that has its name")  # fmt: skip
         self.options(made)
         return made
 
@@ -72,6 +75,7 @@ class Suite:
 
     def _main(self, args: argparse.Namespace) -> int:
         clock = Clock()
+        document = None if args.update is None else args.update.read_text()
         if args.show is None:
             results = self.measure(args, clock)
             results = {"benchmark": self.name, **results, "seconds": round(clock.seconds, 1)}
@@ -86,6 +90,10 @@ class Suite:
             (args.out / f"{self.name}.json").write_text(line + "\n")
             (args.out / f"{self.name}.md").write_text(page)
             for text in draw_or_explain(self.plots, results, args.out):
+                clock.note(text)
+        if document is not None:
+            args.update.write_text(update(document, (table for table in tables if table.name)))
+            for text in draw_or_explain(self.plots, results, args.update.with_suffix("")):
                 clock.note(text)
         print(line)
         return 0

@@ -22,7 +22,7 @@ from checkpoints import MAX_GAMMA, MAX_LEN, Workshop
 from commands import CHECKOUT, command, environment, error_line, leftovers, run
 
 import engines.__main__
-from bench import gpu_check
+from bench.suites.gpu import suite as gpu_check
 from engines import bundle as bundles
 from engines import gpus
 from engines.bundle import build, check_backend, engine_plan, memory_plan

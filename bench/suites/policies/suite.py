@@ -81,9 +81,7 @@ def workloads(engine: TextEngine, scale: PolicyScale) -> list[Load]:
     """Prompts that greedy decoding goes on with; held-out code; the same with a draft so hot that
     it guesses."""
     made = Prompts.of(engine.tokenizer, collect().held_out)
-    tables, code = (
-        made.many(kind, scale.texts, scale.prompt) for kind in ("table", "completion")
-    )
+    tables, code = (made.many(kind, scale.texts, scale.prompt) for kind in ("table", "completion"))
     model = {"draft": "model", "temperature": 1.0}
     return [
         Load("tables, T=0", tables, {**model, "temperature": 0.0}),

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .models import Shape, _tokenizer
+from ...core.pair import Shape
 
 # Standard deviation of a logit. 128,256 normal numbers of that size, as logits, give half of the
 # probability to one token, and 1.3 between the two largest.
@@ -118,5 +118,18 @@ def _write(
         model.model.embed_tokens.weight.copy_(embedding)
         model.lm_head.weight.copy_(head)
     model.save_pretrained(folder, max_shard_size="4GB")
-    # Exactly V tokens: the bytes, and names that no text gives.
     _tokenizer(shape.vocab_size).save_pretrained(folder)
+
+
+def _tokenizer(vocab_size: int) -> Any:
+    """Of exactly V tokens: one id a byte; the others have names that no text gives."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    names += [f"<unused{i}>" for i in range(vocab_size - len(names))]
+    backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    fast: Any = PreTrainedTokenizerFast  # its __init__ has no annotations
+    return fast(tokenizer_object=backend, eos_token="</s>")

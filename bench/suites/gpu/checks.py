@@ -1,4 +1,4 @@
-"""Is what a bundle says on this device what it ought to say? Five checks, each by itself.
+"""Is what a bundle says on this device what it ought to say? Checks, each by itself.
 
 Near-ties. The bundles compute in bfloat16, the reference in float32 with the same weights, and a
 verification rounds otherwise than a step. Logits between 8 and 16, the bundled target's largest,
@@ -15,31 +15,34 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from runtime import Options, TextEngine, load
 from runtime.certificate import check as certify
 from runtime.files.errors import first_line
 
-from .engines_build import Built
-from .pair import PROMPTS
+from ...core.prompts import PROMPTS
+from ...core.record import recording
+from .build import BuiltPair
 
 TOLERANCE = 4 * 2**-4  # logits
 FRACTION = 0.05
+BEYOND = 150  # tokens of a long prompt behind its first prefill call
 LOOK = 64  # most probable tokens of which the reference says how probable they are
-ROUNDS = 500  # with draft = target
 
 
 @dataclass(frozen=True)
-class Scale:
-    """How much is checked. tokens: of a text. gammas: of graphs against direct calls."""
+class CheckSize:
+    """tokens: of a text. rounds: with draft = target. gammas: of graphs against direct calls."""
 
-    tokens: int = 160
-    rounds: int = ROUNDS
-    gammas: tuple[int, ...] = tuple(range(9))
+    tokens: int
+    rounds: int
+    gammas: tuple[int, ...]
 
 
-QUICK = Scale(24, 20, (0, 3))
+FULL = CheckSize(160, 500, tuple(range(9)))
+QUICK = CheckSize(24, 20, (0, 3))
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,9 @@ class Tie:
     token: int
     best: int
     margin: float
+
+    def json_object(self) -> dict[str, Any]:
+        return {**asdict(self), "margin": _number(self.margin)}
 
 
 def follow(reference: TextEngine, prompt: Sequence[int], text: Sequence[int]) -> list[Tie]:
@@ -75,16 +81,14 @@ def follow(reference: TextEngine, prompt: Sequence[int], text: Sequence[int]) ->
 
 def judged(ties: list[Tie], tokens: int) -> dict[str, Any]:
     """Near-ties are allowed, few of them."""
-    margins = [tie.margin for tie in ties]
+    margins = sorted((tie.margin for tie in ties), reverse=True)
+    near = sum(margin <= TOLERANCE for margin in margins)
     return {
-        "passed": all(m <= TOLERANCE for m in margins) and len(ties) <= max(1, FRACTION * tokens),
+        "passed": near == len(ties) <= max(1, FRACTION * tokens),
         "tokens": tokens,
-        "near_ties": sum(m <= TOLERANCE for m in margins),
-        "largest_margin": _number(max(margins, default=0.0)),
-        "worst": [
-            {**asdict(t), "margin": _number(t.margin)}
-            for t in sorted(ties, key=lambda t: -t.margin)[:4]
-        ],
+        "near_ties": near,
+        "largest_margin": _number(margins[0] if margins else 0.0),
+        "worst": [t.json_object() for t in sorted(ties, key=lambda t: -t.margin)[:4]],
     }
 
 
@@ -95,33 +99,30 @@ def _number(margin: float) -> float | None:
 class Checks:
     """The bundles of a folder on a device. Each method is a check and returns {"passed": ...}."""
 
-    def __init__(self, built: Built, device: str, scale: Scale):
-        self.built, self.device, self.scale = built, device, scale
+    def __init__(self, built: BuiltPair, device: str, size: CheckSize):
+        self.built, self.device, self.size = built, device, size
         self.engine = load(built.bundle, device=device, verify=False)
-        self._reference: TextEngine | None = None
+        self.prompts = [self.engine.tokenizer.encode(text) for text in PROMPTS]
+        self._drafted: dict[str, Any] = {
+            "max_new_tokens": size.tokens, "gamma": 4, "ignore_eos": True,
+        }  # fmt: skip
 
-    @property
+    @cached_property
     def reference(self) -> TextEngine:
-        if self._reference is None:
-            if self.built.reference is None:
-                raise RuntimeError(f"no reference was built: {self.built.failures}")
-            self._reference = load(self.built.reference, device="cpu")
-        return self._reference
-
-    def prompts(self) -> list[list[int]]:
-        return [self.engine.tokenizer.encode(text) for text in PROMPTS]
+        if self.built.reference is None:
+            raise RuntimeError(f"no reference was built: {self.built.failures}")
+        return load(self.built.reference, device="cpu")
 
     def texts(self) -> dict[str, Any]:
         """Temperature 0 against the CPU in float32. With log-probabilities rounds are not launched
         ahead, which must change no token; and they say how far the two computations are apart."""
         ties: list[Tie] = []
         tokens, rounding, same = 0, 0.0, True
-        for prompt in self.prompts():
-            options = {"max_new_tokens": self.scale.tokens, "gamma": 4, "ignore_eos": True}
-            text = self.engine.generate(prompt, **options).token_ids
-            told = self.engine.generate(prompt, **options, logprobs=0)
+        for prompt in self.prompts:
+            text = self.engine.generate(prompt, **self._drafted).token_ids
+            told = self.engine.generate(prompt, **self._drafted, logprobs=0)
             same &= told.token_ids == text
-            own = self.reference.generate(prompt, **{**options, "gamma": 0, "logprobs": 0})
+            own = self.reference.generate(prompt, **{**self._drafted, "gamma": 0, "logprobs": 0})
             for mine, theirs in zip(told.tokens, own.tokens, strict=True):
                 if mine.id != theirs.id:
                     break
@@ -136,16 +137,15 @@ class Checks:
     def certificates(self) -> dict[str, Any]:
         """At temperature 0 and 1, of the token and the block rule."""
         result: dict[str, Any] = {"passed": True}
-        for name, options in {
-            "temperature 0": Options(temperature=0.0),
-            "temperature 1": Options(temperature=1.0, seed=1000),
-            "temperature 0.8, top_p 0.9, block": Options(
-                temperature=0.8, top_p=0.9, verify="block", seed=2000
-            ),
-        }.items():
-            limits = {"max_new_tokens": self.scale.tokens, "gamma": 4, "ignore_eos": True}
-            given = Options(**{**vars(options), **limits})
-            certificate = certify(self.engine, PROMPTS[0], given)
+        of_rules: dict[str, dict[str, Any]] = {
+            "temperature 0": {"temperature": 0.0},
+            "temperature 1": {"temperature": 1.0, "seed": 1000},
+            "temperature 0.8, top_p 0.9, block": {
+                "temperature": 0.8, "top_p": 0.9, "verify": "block", "seed": 2000,
+            },
+        }  # fmt: skip
+        for name, options in of_rules.items():
+            certificate = certify(self.engine, PROMPTS[0], Options(**self._drafted, **options))
             print("\n".join(certificate.lines()), flush=True)
             result[name] = certificate.json_object()
             result["passed"] &= certificate.passed
@@ -156,34 +156,26 @@ class Checks:
         if self.built.same is None:
             raise RuntimeError("no bundle with draft = target was built")
         engine = load(self.built.same, device=self.device, verify=False)
-        rounds, seen = engine.decoder.rounds, []
-        run = rounds.run
-
-        def recorded(turns: Any) -> Any:
-            outcome = run(turns)
-            seen.extend(outcome.parts)
-            return outcome
-
-        rounds.run = recorded  # type: ignore[method-assign]
         ties: list[Tie] = []
         count = drafted = accepted = 0
-        room = engine.manifest.pair.max_len
-        while count < self.scale.rounds:
-            for prompt in self.prompts():
-                seen.clear()
-                wanted = min(5 * self.scale.rounds // len(PROMPTS), room - len(prompt))
-                options = {"max_new_tokens": max(8, wanted), "gamma": 4, "ignore_eos": True}
-                result = engine.generate(prompt, **options)
-                parts, stats = list(seen), result.stats
-                count, drafted = count + stats.rounds, drafted + stats.drafted
-                accepted += stats.accepted
+        while count < self.size.rounds:
+            for prompt in self.prompts:
+                room = engine.manifest.pair.max_len - len(prompt)
+                wanted = max(8, min(5 * self.size.rounds // len(PROMPTS), room))
+                with recording(engine) as recorder:
+                    options = {**self._drafted, "max_new_tokens": wanted}
+                    ids = engine.generate(prompt, **options).token_ids
+                (text,) = recorder.take()
+                count, drafted = count + text.stats.rounds, drafted + text.stats.drafted
+                accepted += text.stats.accepted
                 at = 1  # the prefill gave the first token
-                for part in parts:
-                    n = part.verdict.accepted
-                    if n < len(part.drafts):
-                        before = [*prompt, *result.token_ids[: at + n]]
-                        ties.append(_rejected(engine, before, at + n, part.drafts[n]))
-                    at += n + 1
+                for x in text.rounds:
+                    if x.accepted < x.gamma:
+                        before = [*prompt, *ids[: at + x.accepted]]
+                        ties.append(
+                            _rejected(engine, before, at + x.accepted, x.drafts[x.accepted])
+                        )
+                    at += x.accepted + 1
         return {
             **judged(ties, drafted), "rounds": count, "drafted": drafted, "accepted": accepted,
             "acceptance": round(accepted / max(1, drafted), 5),
@@ -202,43 +194,33 @@ class Checks:
         for loop in (False, True):
             engine = load(self.built.bundle, device=self.device, loop=loop, verify=False)
             for _ in range(2):  # the first is the warm-up
-                stats = engine.generate(
-                    self.prompts()[0], max_new_tokens=self.scale.tokens, gamma=4, ignore_eos=True
-                ).stats
-            seconds = {
-                "wall_ms": stats.time_rounds / stats.rounds,
-                "device_ms": (stats.time_draft + stats.time_verify) / stats.rounds,
-            }
+                stats = engine.generate(self.prompts[0], **self._drafted).stats
+            times = {"wall": stats.time_rounds, "device": stats.time_draft + stats.time_verify}
             result["loop" if loop else "round by round"] = {
-                name: round(1e3 * value, 4) for name, value in seconds.items()
+                f"{name}_ms": round(1e3 * value / stats.rounds, 4) for name, value in times.items()
             }
         return result
 
     def _agree(self, *ways: dict[str, Any]) -> dict[str, Any]:
         """Whether two ways of loading the bundle say the same."""
+        gamma = max(self.size.gammas)
         options: list[dict[str, Any]] = [
-            {"gamma": gamma, "temperature": temperature, "seed": 7 + gamma}
-            for gamma in self.scale.gammas
-            for temperature in (0.0, 1.0)
-        ]
-        gamma = max(self.scale.gammas)
-        options += [
+            *({"gamma": g, "temperature": t, "seed": 7 + g}
+              for g in self.size.gammas for t in (0.0, 1.0)),
             {"gamma": gamma, "temperature": 0.8, "seed": 3, "top_p": 0.9, "min_p": 0.05},
             {"gamma": gamma, "temperature": 0.8, "seed": 4, "verify": "block"},
             {"gamma": gamma, "temperature": 1.0, "seed": 5, "repetition_penalty": 1.3},
-        ]
-        limits: dict[str, Any] = {"max_new_tokens": min(48, self.scale.tokens), "ignore_eos": True}
-        prompts = self.prompts()
+        ]  # fmt: skip
+        limits: dict[str, Any] = {"max_new_tokens": min(48, self.size.tokens), "ignore_eos": True}
         said: list[list[list[int]]] = []
         for way in ways:
             engine = load(self.built.bundle, device=self.device, slots=2, verify=False, **way)
-            alone = [engine.generate(prompts[0], **limits, **given).token_ids for given in options]
-            together = dict(
-                engine.batch(
-                    (prompts[i % len(prompts)], Options(**limits, **given))
-                    for i, given in enumerate(options)
-                )
-            )
+            alone = [engine.generate(self.prompts[0], **limits, **o).token_ids for o in options]
+            requests = [
+                (self.prompts[i % len(self.prompts)], Options(**limits, **o))
+                for i, o in enumerate(options)
+            ]
+            together = dict(engine.batch(requests))
             said.append([*alone, *(together[i].token_ids for i in range(len(options)))])
         differ = [
             {"slots": 1 + i // len(options), **options[i % len(options)],
@@ -250,16 +232,16 @@ class Checks:
 
     def long_prompt(self) -> dict[str, Any]:
         """A prompt of two prefill calls."""
-        pair, chunk = self.engine.manifest.pair, self.engine.decoder.target.chunk  # type: ignore[attr-defined]
-        length, tokens = chunk + 150, min(32, self.scale.tokens)
-        if length + tokens > pair.max_len:
-            reason = f"{length} tokens are over the bundle's {pair.max_len}"
-            return {"passed": None, "reason": reason}
-        together = [token for prompt in self.prompts() for token in prompt]
+        chunk: int = self.engine.decoder.target.chunk  # type: ignore[attr-defined]
+        length, tokens = chunk + BEYOND, min(32, self.size.tokens)
+        if length + tokens > (most := self.engine.manifest.pair.max_len):
+            return {"passed": None, "reason": f"{length} tokens are over the bundle's {most}"}
+        together = [token for prompt in self.prompts for token in prompt]
         prompt = (together * (1 + length // len(together)))[:length]
-        text = self.engine.generate(prompt, max_new_tokens=tokens, gamma=4, ignore_eos=True)
-        ties = follow(self.reference, prompt, text.token_ids)
-        return {**judged(ties, len(text.token_ids)), "prompt_tokens": length}
+        options = {**self._drafted, "max_new_tokens": tokens}
+        text = self.engine.generate(prompt, **options).token_ids
+        ties = follow(self.reference, prompt, text)
+        return {**judged(ties, len(text)), "prompt_tokens": length}
 
 
 def _rejected(engine: TextEngine, before: list[int], position: int, draft: int) -> Tie:
@@ -274,15 +256,15 @@ NAMES = ("texts", "draft_is_target", "certificates", "graphs", "long_prompt")
 
 
 def check(
-    built: Built,
+    built: BuiltPair,
     device: str,
-    scale: Scale = Scale(),
+    size: CheckSize = FULL,
     save: Callable[[dict[str, Any]], object] = lambda report: None,
     only: Sequence[str] = NAMES,
 ) -> dict[str, Any]:
     """These checks, and "passed". One that breaks has failed and takes no other along."""
     report: dict[str, Any] = {"pair": built.name, "device": device, "tolerance": TOLERANCE}
-    checks = Checks(built, device, scale)
+    checks = Checks(built, device, size)
     for name in only:
         begin = time.perf_counter()
         try:

@@ -8,13 +8,9 @@ the target's is a number. Logits are those of a compiled pair on text that neith
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,7 +19,7 @@ import numpy.typing as npt
 from runtime.backends.engine import Engine
 from runtime.text.engine import TextEngine
 
-from .estimates import ratio_estimates, rounded
+from ...core.fit import ratio_estimates
 
 Rows = npt.NDArray[Any]  # [N, V]
 Column = npt.NDArray[np.float64]  # [N]
@@ -97,12 +93,9 @@ def distance(a: Rows, b: Rows) -> Column:
     return result
 
 
-FIELDS = ("accepted", "to_target", "to_draft", "unlikely", "lowest", "highest", "shifted")
-
-
 @dataclass(frozen=True)
-class Outcome:
-    """Means over positions; error: the largest standard error among them, over documents.
+class RuleEffect:
+    """Means over positions; error: the largest standard error of the first three, over documents.
 
     scale: beta = -alpha; 0 for the exact rule. accepted: of draft tokens. to_target, to_draft:
     total variation of the emitted token's distribution from p and from q. unlikely: its mass on
@@ -121,18 +114,21 @@ class Outcome:
     shifted: float
     error: float
 
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> RuleEffect:
+        """From a `json_object`."""
+        values: Any = {key: math.nan if x is None else x for key, x in found.items()}
+        return cls(**values)
+
     def json_object(self) -> dict[str, Any]:
-        return {name: _rounded(value) for name, value in asdict(self).items()}
+        """JSON has no NaN."""
+        return {
+            name: value if isinstance(value, str) else None if math.isnan(value) else value
+            for name, value in asdict(self).items()
+        }
 
 
-def _rounded(value: Any) -> Any:
-    """Four digits; JSON has no NaN."""
-    if not isinstance(value, float):
-        return value
-    return None if math.isnan(value) else rounded(value)
-
-
-def outcomes(documents: list[tuple[Rows, Rows]]) -> list[Outcome]:
+def effects(documents: Sequence[tuple[Rows, Rows]]) -> list[RuleEffect]:
     """The exact rule, then eq. 5 for all SCALES, then the same in float16, as published.
 
     documents: (target's logits, draft's logits) of consecutive positions, float32 [N, V] each.
@@ -142,7 +138,7 @@ def outcomes(documents: list[tuple[Rows, Rows]]) -> list[Outcome]:
         *(("eq. 5", scale, squash, 0.0) for scale in SCALES),
         *(("float16", scale, squash_half, FLOOR) for scale in SCALES),
     ]
-    results: list[Outcome] = []
+    results = []
     for name, scale, hat, floor in plans:
         sums, counts = [], []
         for z_p, z_q in documents:
@@ -155,13 +151,11 @@ def outcomes(documents: list[tuple[Rows, Rows]]) -> list[Outcome]:
             sums.append([float(x.sum()) for x in row])
             counts.append(len(rate))
         means, errors = ratio_estimates(np.array(sums), np.array(counts))
-        results.append(
-            Outcome(name, scale, **dict(zip(FIELDS, means, strict=True)), error=max(errors[:3]))
-        )
+        results.append(RuleEffect(name, scale, *[*means, max(errors[:3])]))
     return results
 
 
-def released_bonus(documents: list[tuple[Rows, Rows]]) -> float:
+def released_bonus(documents: Sequence[tuple[Rows, Rows]]) -> float:
     """Mean total variation from p of a draw from max(z_p, FLOOR): what the paper's program draws
     the bonus token from, because its kernel is launched for the gamma draft rows only and the row
     after them still has its logits."""
@@ -176,14 +170,15 @@ def released_bonus(documents: list[tuple[Rows, Rows]]) -> float:
 
 
 def held_out_logits(
-    engine: TextEngine, models: Path, *, context: int, count: int, limit: int
+    engine: TextEngine, *, context: int, count: int, limit: int
 ) -> Iterator[tuple[Rows, Rows]]:
     """Both models' logits, float32 [count, V], behind `context` and more tokens out of the middle
-    of each held-out document that is long enough, up to `limit` documents. models: the folder of
-    the bundled pair."""
+    of each held-out document that is long enough, up to `limit` documents."""
+    from models.corpus import collect
+
     target, draft = engine.decoder.target, engine.decoder.draft
     assert draft is not None
-    for text in _corpus(models).collect().held_out:
+    for text in collect().held_out:
         ids = np.array(engine.tokenizer.encode(text))
         wanted = context + count - 1
         if len(ids) >= wanted:
@@ -201,18 +196,7 @@ def _logits(model: Engine, ids: npt.NDArray[np.int64], context: int) -> Rows:
     rows = []
     begin = 0
     for end in range(context, len(ids) + 1):
-        part = ids[None, begin:end]
-        logits = model.forward(part, np.array([begin]), np.array([end - begin - 1]))
+        logits = model.forward(ids[None, begin:end], np.array([begin]), np.array([end - begin - 1]))
         rows.append(logits[0, 0, : model.vocab_size].copy())
         begin = end
     return np.stack(rows)
-
-
-def _corpus(models: Path) -> ModuleType:
-    """models/corpus.py, which belongs to a folder of scripts and not to a package."""
-    spec = importlib.util.spec_from_file_location("corpus", models / "corpus.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module

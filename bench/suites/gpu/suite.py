@@ -9,7 +9,7 @@ reason. Writes gpu-check.json and gpu-check.log.
 Two calls do all of it on a machine that is lent for ten minutes at a time:
 
     make gpu-check
-    python -m bench.gpu_check --only 8b+1b
+    python -m bench gpu --only 8b+1b
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from runtime.files.errors import first_line, run_command
+from runtime.files.errors import CommandParser, first_line, run_command
 
-from . import machine
+from ...core import machine
 
-CHECKOUT = Path(__file__).parents[1]
+CHECKOUT = Path(__file__).parents[3]
 KERNEL_TESTS = (
     "tests/sampling/test_kernel.py",
     "tests/sampling/test_kernel_edges.py",
     "tests/sampling/test_kernel_exact.py",
 )
-WATCHED = [sys.executable, "-m", "bench.kernel_gpu"]
-ENGINES = [sys.executable, "-m", "bench.engines_gpu"]
+PYTHON = [sys.executable, "-m"]
+KERNEL = [*PYTHON, "bench.suites.gpu.kernel"]
+ENGINES = [*PYTHON, "bench.suites.gpu.engines"]
+SANITIZER = ["compute-sanitizer", "--error-exitcode", "9"]
 COUNTERS = (
     "gpu__time_duration.sum",
     "dram__bytes_read.sum",
@@ -48,6 +50,8 @@ COUNTERS = (
     "sm__warps_active.avg.pct_of_peak_sustained_active",
     "launch__registers_per_thread",
 )
+PROFILER = ["ncu", "--clock-control", "none", "--metrics", ",".join(COUNTERS), "-k",
+            "regex:outrider_verify", "-s", "4", "-c", "8"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,61 +70,32 @@ class Part:
 
 def parts(out: Path, architecture: str) -> list[Part]:
     """In the order of their worth: what is cut off at the end is what can be missed best."""
-    python = [sys.executable, "-m"]
-    times, description = out / "kernel-gpu.json", out / "gpu.json"
-    bundled, small, large = (
-        list(_engines(*given))
-        for given in (
-            ("bundled", 1, 240, "check", 200),
-            ("1b+small", 8, 260, "times", 130),
-            ("8b+1b", 42, 480, "times", 200),
-        )
-    )
-    loop = str(workplace(1) / "bundled-loop.json")
     only = ["--arch", architecture] if architecture else []  # without a GPU all are compiled
-    sanitizer = ["compute-sanitizer", "--error-exitcode", "9"]
+    place = workplace(1)
+    loop = str(place / "bundled-loop.json")
     return [
-        Part("library", [*python, "plugins.tools.build"], 120, gpu=False),
-        Part("cubins", [*python, "plugins.tools.cubins", *only], 200, gpu=False),
-        Part("gpu", [*WATCHED, "--describe", str(description)], 60, reads=description.name),
-        *bundled,
-        Part(
-            "kernel tests",
-            [*python, "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-k", "cuda",
-             *KERNEL_TESTS],
-            150,
-        ),
-        *small,
-        Part("bundled: loop", [*bundled[1].command[:-1], loop, "--only", "loop"], 75, reads=loop),
-        Part(
-            "kernel times", [*python, "bench.kernel", "--gpu", "--out", str(times)], 180,
-            reads=times.name,
-        ),
-        Part(
-            "TensorRT-RTX",
-            [*ENGINES, "rtx", "--out", str(workplace(1) / "rtx"), "--json", str(out / "rtx.json")],
-            180, reads="rtx.json",
-        ),
-        *large,
-        *(
-            Part(f"sanitizer: {tool}", [*sanitizer, "--tool", tool, *WATCHED], 60,
-                 tool="compute-sanitizer")
-            for tool in ("memcheck", "racecheck", "synccheck")
-        ),
-        *(
-            Part(
-                f"counters: V {v:,} gamma {g} B {b}",
-                ["ncu", "--clock-control", "none", "--metrics", ",".join(COUNTERS), "-k",
-                 "regex:outrider_verify", "-s", "4", "-c", "8", *WATCHED, "--profile", str(v),
-                 str(g), str(b)],
-                45, tool="ncu",
-            )
-            for v, g, b in ((128_256, 5, 1), (128_256, 8, 32))
-        ),
+        Part("library", [*PYTHON, "plugins.tools.build"], 120, gpu=False),
+        Part("cubins", [*PYTHON, "plugins.tools.cubins", *only], 200, gpu=False),
+        Part("gpu", [*KERNEL, "--describe", str(out / "gpu.json")], 60, reads="gpu.json"),
+        *engines("bundled", 1, 240, "check", 200),
+        Part("kernel tests", [*PYTHON, "pytest", "-q", "--noconftest", "-p", "no:cacheprovider",
+                              "-k", "cuda", *KERNEL_TESTS], 150),
+        *engines("1b+small", 8, 260, "times", 130),
+        Part("bundled: loop", [*ENGINES, "check", "--out", str(place / "bundled"), "--json", loop,
+                               "--only", "loop"], 75, reads=loop),
+        Part("kernel times", [*KERNEL, "--times", str(out / "kernel-gpu.json")], 180,
+             reads="kernel-gpu.json"),
+        *engines("8b+1b", 42, 480, "times", 200),
+        *(Part(f"sanitizer: {tool}", [*SANITIZER, "--tool", tool, *KERNEL], 60,
+               tool="compute-sanitizer")
+          for tool in ("memcheck", "racecheck", "synccheck")),
+        *(Part(f"counters: V {v:,} gamma {g} B {b}",
+               [*PROFILER, *KERNEL, "--profile", str(v), str(g), str(b)], 45, tool="ncu")
+          for v, g, b in ((128_256, 5, 1), (128_256, 8, 32))),
     ]  # fmt: skip
 
 
-def _engines(pair: str, gib: float, build: float, what: str, use: float) -> Iterator[Part]:
+def engines(pair: str, gib: float, build: float, what: str, use: float) -> Iterator[Part]:
     """Bundles of a pair, and their checks or times. gib: of files. build, use: limits in seconds.
 
     Hashing, writing and compiling 8e9 weights takes minutes: begun with less left, they are lost.
@@ -213,15 +188,11 @@ def check(
                 limit = min(part.seconds, left)
                 outcome = run_part(replace(part, seconds=limit), out, log, no_gpu)
             report["parts"][part.name] = outcome
-            print(_line(part.name, outcome), flush=True)
-            write(out / "gpu-check.json", report)
+            more = outcome.get("reason") or f"{outcome['seconds']:.0f} s"
+            print(f"{part.name}: {outcome['status']} ({more})", flush=True)
+            save(out / "gpu-check.json", report)
     failed = {"failed", "timed out"}
     return report, not any(o["status"] in failed for o in report["parts"].values())
-
-
-def _line(name: str, outcome: dict[str, Any]) -> str:
-    more = outcome.get("reason") or f"{outcome['seconds']:.0f} s"
-    return f"{name}: {outcome['status']} ({more})"
 
 
 def find_gpu() -> tuple[str, str | None]:
@@ -247,30 +218,31 @@ def find_gpu() -> tuple[str, str | None]:
     return "sm_" + "".join(capability), None
 
 
-def write(path: Path, report: dict[str, Any]) -> None:
-    """In one step: what a later part breaks does not lose what is there."""
+def save(path: Path, report: dict[str, Any]) -> None:
+    """In one step: what breaks later does not lose what is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".partial")
     fresh.write_text(json.dumps(report, indent=1) + "\n")
     fresh.replace(path)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Check on a GPU, then time: one JSON, one log.")
-    parser.add_argument("--out", type=Path, default=CHECKOUT / "build" / "gpu-check")
-    parser.add_argument("--seconds", type=float, default=570, help="for all parts (default: 570)")
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="TEXT",
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = CommandParser(
+        prog="python -m bench gpu", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--out", type=Path, default=CHECKOUT / "build" / "gpu-check", metavar="DIR")
+    add("--seconds", type=float, default=570, help="for all parts; default 570")
+    add("--only", action="append", default=[], metavar="TEXT",
         help="of the parts that need a GPU only those whose name contains this; may be repeated",
     )  # fmt: skip
-    arguments = parser.parse_args()
 
     def command() -> int:
+        arguments = parser.parse_args(argv)
         _, good = check(arguments.out.resolve(), arguments.seconds, only=arguments.only)
         print(arguments.out / "gpu-check.json")
         return 0 if good else 1
 
     return run_command(command)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
