@@ -255,8 +255,6 @@ def test_a_draft_has_the_alpha_that_was_wanted(
     assert abs(acceptance_of_logits(p, q, SamplingParams(temperature=1.0)) - wanted) < 0.03
     agree = acceptance_of_logits(p, q, SamplingParams())
     assert abs(agree - result.alpha_greedy) < 0.06
-    # On what the target writes it is another, and the greedy one more so.
-    assert 0 < result.own_alpha < 1 and 0 < result.own_alpha_greedy <= 1
 
 
 def test_an_alpha_that_no_draft_has(tmp_path: Path) -> None:
