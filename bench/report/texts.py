@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.text.engine import Options, TextEngine
+from runtime.text.engine import TextEngine
+from runtime.text.options import Options
 
 from ..core.record import recording
 

@@ -17,7 +17,7 @@ from runtime.files.errors import EXIT_STATUS, OutriderError
 from runtime.policy import make_policy
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
-from runtime.text.engine import Options
+from runtime.text.options import Options
 
 MODEL = random_model(1)
 NAMES = ["auto", "transformers", 4]
