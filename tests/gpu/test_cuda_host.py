@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import torch
 from fake_cuda import FakeDriver
 from kernels import OPTIONS, Case, by_library, cpu_library, emulated_library
 from on_gpu import OnGpu
+from rounds import cases
 
 from bench.suites.gpu import kernel as kernel_gpu
 from bench.suites.gpu.kernel import DeviceRound, KernelShape
@@ -45,8 +47,13 @@ def device(driver, image):
     return Device(image=image, driver=driver)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    cases(
+        [("all", "float32"), ("block", "bfloat16"), ("sigmoid-narrow", "bfloat16")],
+        itertools.product(OPTIONS, ("float32", "bfloat16")),
+    ),
+)
 def test_rounds_through_the_driver(device, driver, name, dtype):
     """Everything crosses: logits, slots, ids, drafts, rows, verdicts, ratios."""
     rng = np.random.default_rng(0)
@@ -134,11 +141,12 @@ def emulated_gpu(monkeypatch, driver, image):
     monkeypatch.setattr(kernel_gpu, "Device", lambda: Device(image=image, driver=driver))
 
 
-def test_the_benchmark_runs_to_its_end(torch_cuda, emulated_gpu, driver, capsys):
+@pytest.mark.parametrize("names", cases([["token"]], [(list(VARIANTS),)]), ids=len)
+def test_the_benchmark_runs_to_its_end(torch_cuda, emulated_gpu, driver, capsys, names):
     """Its arithmetic, not its times: on a GPU the one run there may be must not end in a typo."""
     jobs = [
         (name, KernelShape(2500, 2, batch, dtype))
-        for name in VARIANTS
+        for name in names
         for batch, dtype in ((1, "bfloat16"), (2, "float32"))
     ]
     report = kernel_gpu.times(jobs)
@@ -166,7 +174,7 @@ def test_what_watching_tools_run(torch_cuda, emulated_gpu, monkeypatch):
     assert kernel_gpu.profiled(1500, 2, 1) == 0
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", cases(["token"], [name for name in VARIANTS if name != "token"]))
 def test_the_benchmarks_rounds_are_the_references(device, torch_cuda, name):
     """The control: the kernel sees other logits than the reference."""
     for dtype in ("float32", "bfloat16"):
