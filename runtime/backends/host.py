@@ -9,11 +9,10 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from ..files.errors import OutriderError, first_line
-from ..files.manifest import MOST_GAMMA, GraphFacts, Manifest
+from ..files.manifest import FIRST_ROWS, MOST_GAMMA, GraphFacts, Manifest
 from .engine import HeldRows, Ids, Logits
 
 CHUNK = 512  # tokens of one prefill call; bounds the activations
-FIRST_ROWS = 256  # of a slot
 Call = TypeVar("Call")
 
 
