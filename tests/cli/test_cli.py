@@ -20,7 +20,7 @@ from runtime import generate
 from runtime.cli import command, output
 from runtime.cli.arguments import PROGRAM, parse
 from runtime.files.errors import EXIT_STATUS, OutriderError
-from runtime.sampling import sampler
+from runtime.sampling import reference
 from runtime.sampling.rules import Verdict
 
 ROOT = Path(__file__).parents[2]
@@ -293,7 +293,7 @@ def test_check(cli):
 
 def test_a_check_that_fails(cli, monkeypatch):
     monkeypatch.setattr(
-        sampler, "verify",
+        reference, "verify",
         lambda p, q, drafts, accept_u, final_u, params: Verdict(
             len(drafts), p[len(drafts)].draw(final_u), ()
         ),
