@@ -1,5 +1,5 @@
 """Policies in rounds: whatever chooses gamma, the text is the target's. (What they choose, and what
-that costs, is in test_adaptive.py.)"""
+that costs, is in test_policy.py.)"""
 
 from __future__ import annotations
 
