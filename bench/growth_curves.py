@@ -19,7 +19,7 @@ from runtime.files.torch_files import WEIGHTS_FILE
 from runtime.text.engine import TextEngine
 
 from . import code_text, inflate, machine, peer_outrider
-from .decode import step
+from .core.costs import step
 from .growth_process import WARM_UPS, ask, row_bytes, step_position
 from .peers import Setup
 from .timing import ENOUGH, Figure, Sample, alternate, figure, turns

@@ -72,7 +72,7 @@ def _opened(bundle: str, threads: str, steps: str, slots: str) -> dict[str, Any]
     """A load with every file's hash, and steps of a token for each slot, after warm-ups."""
     import onnxruntime  # noqa: F401 - its import is no part of a load, its size none of the bundle's
 
-    from .decode import step
+    from .core.costs import step
 
     count = int(slots)
     before = resident()["rss"]

@@ -25,8 +25,9 @@ from runtime.files.errors import CommandParser, OutriderError, run_command
 from runtime.files.folders import refuse_foreign, write_folder
 from runtime.files.progress import note, size_text, stage
 
-from .constructed import LLAMA_1B
-from .models import TARGET, Shape
+from .core.pair import Shape
+from .models import TARGET
+from .suites.gpu.constructed import LLAMA_1B
 
 SHAPES = {
     "smollm-135m": TARGET,

@@ -8,28 +8,18 @@ from __future__ import annotations
 
 import importlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from .core.pair import Shape
 
 VOCAB_SIZE = 49_152
 END = "</s>"
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A Llama with tied embeddings."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int = VOCAB_SIZE
-
-
-TARGET = Shape(576, 1536, 30, 9, 3)  # SmolLM-135M
-DRAFT = Shape(192, 512, 2, 3, 3)
+TARGET = Shape(576, 1536, 30, 9, 3, VOCAB_SIZE)  # SmolLM-135M
+DRAFT = Shape(192, 512, 2, 3, 3, VOCAB_SIZE)
 QUICK_TARGET = Shape(256, 512, 4, 4, 2, 4096)
 QUICK_DRAFT = Shape(64, 128, 2, 2, 2, 4096)
 TINY_TARGET = Shape(64, 128, 2, 2, 2, 512)  # for tests of the benchmark itself

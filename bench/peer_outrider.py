@@ -15,7 +15,7 @@ from runtime.sequence import ActiveSequence
 from runtime.text.engine import TextEngine
 from runtime.text.options import Options
 
-from .decode import step
+from .core.costs import step
 from .peer_worker import Clock, arrived_together
 from .peers import Batch, Request, Setup, StepCosts
 from .timing import alternate

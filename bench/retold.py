@@ -20,9 +20,10 @@ import numpy as np
 from runtime.backends.engine import Engine
 from runtime.calls import readable
 from runtime.round import HostRounds
+from runtime.sampling.distribution import Distribution
 from runtime.sampling.rules import Verdict
 from runtime.sampling.sampler import Array, Ids, Sampler, SlotSampling
-from runtime.sampling.warp import Distribution, SamplingParams, warp
+from runtime.sampling.warp import SamplingParams, warp
 from runtime.text.engine import TextEngine
 
 from .ways import fresh, plain_options
@@ -50,7 +51,8 @@ def story(
     q = _distributions(engine, draft, ids, options.get("draft_temperature", temperature))
     coins = np.random.default_rng(seed).random(len(ids))
     stands = [False] + [
-        q[i].prob(ids[i + 1]) > coins[i] * p[i].prob(ids[i + 1]) for i in range(len(ids) - 1)
+        bool(mine.prob(token) > coin * theirs.prob(token))
+        for theirs, mine, token, coin in zip(p, q, ids[1:], coins, strict=False)
     ]
     return Story(ids, stands)
 

@@ -30,8 +30,9 @@ from runtime.text.engine import TextEngine
 from runtime.theory.formulas import expected_tokens
 
 from . import machine
+from .core.record import RoundRecord as Round
+from .core.record import recording
 from .estimates import ratio_estimates, rounded
-from .report_record import Round, recording
 from .timing import DISTURBED, sample
 
 WARM_UP = 24  # tokens

@@ -1,20 +1,25 @@
-"""Many prompts, two at a time, in the order in which they finish: python examples/batch.py
-build/demo one.txt two.txt. The prompts are read as slots free, so they may have no end."""
+"""Many requests in a few slots: each joins when a slot is free, and results come as they finish.
+They are read one by one, so a generator without an end will do as well.
+
+python -m examples.batch build/demo
+"""
+
+from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Sequence
 
-import outrider
+import runtime as outrider
 
-
-def prompts(files: list[str]) -> Iterator[tuple[str, outrider.Options]]:
-    for number, file in enumerate(files):
-        yield Path(file).read_text(), outrider.Options(temperature=0.8, seed=number)
+PROMPTS = ["import os\n", "def main(", "class Reader:\n", "# Numbers from one to ten\n", "if "]
 
 
-folder, *files = sys.argv[1:]
-with outrider.load(folder, slots=2) as engine:
-    for number, result in engine.batch(prompts(files)):
-        print(f"{files[number]}: {result.error or result.text!r}")
-    print(f"{engine.stats()['output_tokens']} tokens in all")
+def main(argv: Sequence[str]) -> None:
+    engine = outrider.load(argv[0], slots=2)
+    for number, result in engine.batch(PROMPTS, max_new_tokens=24):
+        print(f"--- {number}: {PROMPTS[number]!r}, {result.stats.rounds} rounds")
+        print(result.error or result.text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,13 +1,26 @@
-"""One text, and what it took: python examples/generate.py build/demo "def read_lines(path):"."""
+"""One text, and what it cost.
+
+    python -m examples.generate build/demo "import os"
+
+Without a prompt it takes one of its own. Installed, the package is called `outrider`.
+"""
+
+from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
-import outrider
+import runtime as outrider
 
-folder, prompt = sys.argv[1:3]
-with outrider.load(folder) as engine:
-    result = engine.generate(prompt, max_new_tokens=48, temperature=0.8, seed=7)
 
-print(prompt + result.text)
-print(f"finished by {result.finish_reason} after {len(result.token_ids)} tokens")
-print(f"{result.stats.mean_acceptance_length:.2f} tokens came from each look of the target")
+def main(argv: Sequence[str]) -> None:
+    bundle, prompt = argv[0], argv[1] if len(argv) > 1 else "def read(path):\n"
+    with outrider.load(bundle) as engine:
+        result = engine.generate(prompt, max_new_tokens=64, temperature=0.7, seed=7)
+    print(result.text)
+    stats = result.stats
+    print(f"{result.finish_reason}: {stats.output_tokens} tokens in {stats.rounds} rounds")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,19 +1,27 @@
-"""A text as it comes, until there is enough: python examples/stream.py build/demo "import os"."""
+"""A text as it comes, round by round; the tokens that the draft proposed in brackets.
+
+python -m examples.stream build/demo "import os"
+"""
+
+from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
-import outrider
+import runtime as outrider
 
-folder, prompt = sys.argv[1:3]
-with outrider.load(folder) as engine:
-    print(prompt, end="")
-    with engine.stream(prompt, max_new_tokens=200) as stream:
+
+def main(argv: Sequence[str]) -> None:
+    bundle, prompt = argv[0], argv[1] if len(argv) > 1 else "def read(path):\n"
+    engine = outrider.load(bundle)
+    with engine.stream(prompt, max_new_tokens=64) as stream:
         for event in stream:
-            print(event.text, end="", flush=True)
-            if stream.text.count("\n") >= 5:
-                break  # the slot is free after the `with` block; `stream.close()` does the same
+            for text, origin in event.pieces:
+                print(f"[{text}]" if origin == "accepted" else text, end="", flush=True)
+            if "\n\n" in stream.text:
+                break  # at the end of the `with` block the slot is free
     print()
-    try:
-        engine.generate(prompt, gamma=99)
-    except outrider.OutriderError as error:
-        print(f"{error.kind}: {error.cause}\n{error.remedy}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .beam.text import BeamText, BeamTexts, beam_texts
     from .bundle import load
+    from .drafts.draft import Draft, GuessedDraft
+    from .drafts.registry import register as register_draft
     from .files.errors import OutriderError
     from .text.engine import TextEngine
     from .text.options import Options
@@ -29,7 +31,9 @@ __all__ = [
     "Batch",
     "BeamText",
     "BeamTexts",
+    "Draft",
     "Event",
+    "GuessedDraft",
     "Options",
     "OutriderError",
     "Result",
@@ -37,10 +41,12 @@ __all__ = [
     "TextEngine",
     "beam_texts",
     "load",
+    "register_draft",
 ]
 _MODULES = {
     "beam.text": ("BeamText", "BeamTexts", "beam_texts"),
     "bundle": ("load",),
+    "drafts.draft": ("Draft", "GuessedDraft"),
     "files.errors": ("OutriderError",),
     "text.engine": ("TextEngine",),
     "text.options": ("Options",),
@@ -51,6 +57,10 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     """Imported when asked for: a command can be interrupted before all of it is there."""
+    if name == "register_draft":
+        from .drafts.registry import register
+
+        return register
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f".{module}", __name__), name)

@@ -10,10 +10,10 @@ from importlib import metadata
 from numbers import Integral
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 from .backends.engine import Engine
 from .backends.host import FIRST_ROWS
+from .backends.registry import host_engine
 from .decoder import Decoder
 from .drafts.lookup import Corpus
 from .drafts.tables import Tables
@@ -30,7 +30,9 @@ from .files.progress import size_text
 from .files.torch_files import WEIGHTS_FILE
 from .round import HostRounds
 from .sampling import kernel
-from .sampling.sampler import NumpySampler, Sampler
+from .sampling.native import RoundSampler
+from .sampling.reference import NumpySampler
+from .sampling.sampler import Sampler
 from .sequence import Rounds
 from .text.engine import TextEngine
 from .text.line import QUEUE, TIMEOUT
@@ -191,10 +193,8 @@ def check_bundle(manifest: Manifest, folder: Path, *, gpu: bool = False) -> None
                 f"{folder} was built with {package} {built}, and {installed} is installed",
                 f"Build it again: {manifest.rebuild_command(folder)}",
             )
-    if manifest.backend == "aotinductor" and not gpu:
-        from .backends.aotinductor import check_processor
-
-        check_processor(manifest, folder)
+    if not gpu:
+        host_engine(manifest.backend).check(manifest, folder)
 
 
 def check_slots(manifest: Manifest, slots: int, *, gpu: bool) -> None:
@@ -304,26 +304,13 @@ def open_engine(
     buffers: int = 1,
     threads: int,
 ) -> Engine:
-    """The engine of one model of a bundle, on the CPU. The backend is imported here alone.
+    """The engine of one model of a bundle, on the CPU.
 
     widest: the largest K of a call (gamma + 1). buffers: of logits (draft: gamma).
     threads: 0 leaves the choice to the backend.
     """
-    options: dict[str, Any] = {
-        "slots": slots, "widest": widest, "buffers": buffers, "threads": threads,
-    }  # fmt: skip
-    if backend == "onnxruntime":
-        from .backends.onnxruntime import OrtEngine
-
-        return OrtEngine(folder, facts, **options)
-    if backend == "aotinductor":
-        from .backends.aotinductor import AotiEngine
-
-        return AotiEngine(folder, facts, **options)
-    raise OutriderError(
-        "backend",
-        f"this version cannot run bundles of the backend {backend} on the CPU",
-        "Build the bundle with BACKEND=onnxruntime.",
+    return host_engine(backend)(
+        folder, facts, slots=slots, widest=widest, buffers=buffers, threads=threads
     )
 
 
@@ -333,4 +320,4 @@ def _sampler(
     if not kernel.available():
         return NumpySampler(vocab_size)
     threads = min(threads, kernel.MAX_THREADS)
-    return kernel.RoundSampler(vocab_size, max_gamma, slots, threads, draft_vocab_size)
+    return RoundSampler(vocab_size, max_gamma, slots, threads, draft_vocab_size)

@@ -71,7 +71,7 @@ def first_forbidden(
     return len(tokens)
 
 
-def place(
+def slot_sampling(
     sequence: ActiveSequence, gamma: int, drafts: Sequence[int] = (), seed: int | None = None
 ) -> SlotSampling:
     """A sequence's part in a round's sampling.
@@ -83,14 +83,14 @@ def place(
     params, masked = request.params, early(sequence) - len(drafts)
     if seed is not None:
         params = replace(params, seed=seed, verify="token", lenience=1.0)
-    penalised = params.repetition_penalty != 1
     return SlotSampling(
         params,
         gamma,
         position=len(tokens) + len(drafts),
         index=sequence.slot.index,
-        context=np.array([*tokens, *drafts], np.int64) if penalised else None,
+        context=np.array([*tokens, *drafts], np.int64) if params.reads_context else None,
         suppress=np.array(sorted(request.eos_token_ids), np.int64) if masked > 0 else None,
         suppress_rows=max(0, min(masked, gamma + 1)),
         name=f"slot {sequence.slot.index}",
+        output_start=len(request.prompt),
     )

@@ -44,8 +44,9 @@ import numpy.typing as npt
 
 from .backends.engine import Engine, Logits
 from .files.manifest import Dtype
+from .sampling.distribution import Distribution
 from .sampling.philox import Purpose, uniform
-from .sampling.warp import Distribution, SamplingParams, warp
+from .sampling.warp import SamplingParams, warp
 from .sequence import Request
 from .slots import Slot
 from .text.engine import TextEngine
@@ -273,10 +274,11 @@ class _Replay:
         return warp(
             row,
             params,
-            np.array([*request.prompt, *text]) if params.repetition_penalty != 1 else (),
+            np.array([*request.prompt, *text]) if params.reads_context else (),
             suppress=tuple(request.eos_token_ids) if len(text) < request.min_new_tokens else (),
             vocab_size=self._vocab_size,
             where=f"{model}, teacher-forced, output token {len(text)}",
+            output_start=len(request.prompt),
         )
 
 

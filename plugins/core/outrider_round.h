@@ -15,6 +15,7 @@ namespace {
 struct Memory {
   Scratch scratch;
   float* adjusted[2]; // [V] each: the target's and the draft's processed row
+  int32_t* counts;    // [V]
   double* tile_sum;   // [width + 1, tiles]: of the p rows
   double* q_sum;      // [tiles]
   double* rest;       // [tiles]: of the residual
@@ -32,6 +33,7 @@ inline Memory carve(CacheLines& carver, int vocab_size, int width) {
   m.scratch.candidates = carver.take<Candidate>(vocab);
   m.adjusted[0] = carver.take<float>(vocab);
   m.adjusted[1] = carver.take<float>(vocab);
+  m.counts = carver.take<int32_t>(vocab);
   m.tile_sum = carver.take<double>(tiles * (static_cast<size_t>(width) + 1));
   m.q_sum = carver.take<double>(tiles);
   m.rest = carver.take<double>(tiles);
@@ -177,7 +179,8 @@ private:
   bool shape_target(int i) {
     int32_t status;
     if (p_current_ != i) {
-      p_row_ = process(ops_, target_.row(i), slot_, drafts_, i, memory_.adjusted[0], &status);
+      p_row_ = process(ops_, target_.row(i), slot_, drafts_, i, memory_.adjusted[0],
+                       memory_.counts, &status);
       if (!fail(status, OUTRIDER_TARGET, i)) return false;
       p_current_ = i;
     }
@@ -190,7 +193,8 @@ private:
   bool process_draft(int i) {
     if (q_current_ == i) return true;
     int32_t status;
-    q_row_ = process(ops_, draft_.row(i), slot_, drafts_, i, memory_.adjusted[1], &status);
+    q_row_ = process(ops_, draft_.row(i), slot_, drafts_, i, memory_.adjusted[1],
+                     memory_.counts, &status);
     q_current_ = i;
     return fail(status, OUTRIDER_DRAFT, i);
   }

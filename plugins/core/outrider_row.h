@@ -1,5 +1,5 @@
 // One row of logits on the CPU: from logits to a distribution, and a draw from it. The semantics are
-// those of runtime/warping.py, which has the order of the filters and the reasons.
+// those of runtime/sampling/warp.py, which has the order of the filters and the reasons.
 #ifndef OUTRIDER_ROW_H
 #define OUTRIDER_ROW_H
 
@@ -65,29 +65,62 @@ inline int32_t diagnose(const Row& row) {
   return status;
 }
 
-// Repetition penalty, then suppression, on a copy; `raw` itself where neither applies to this row.
+// What the slot adds to the logit of an id.
+inline float bias_of(const outrider_slot& slot, int64_t id) {
+  const int64_t* end = slot.bias_ids + slot.bias_length;
+  const int64_t* at = std::lower_bound(slot.bias_ids, end, id);
+  return at != end && *at == id ? slot.biases[at - slot.bias_ids] : 0.0f;
+}
+
+// Frequency and presence penalty on `buffer`: of the output, the round's first i drafts included.
+// counts [V] is of no value before and after.
+inline void penalise_counts(const Row& raw, const outrider_slot& slot, const int64_t* drafts, int i,
+                            float* buffer, int32_t* counts) {
+  const auto each = [&](const auto& visit) {
+    for (int c = slot.output_start; c < slot.context_length; ++c)
+      if (raw.has(slot.context[c])) visit(slot.context[c]);
+    for (int c = 0; c < i; ++c)
+      if (raw.has(drafts[c])) visit(drafts[c]);
+  };
+  each([&](int64_t id) { counts[id] = 0; });
+  each([&](int64_t id) { ++counts[id]; });
+  each([&](int64_t id) {
+    if (counts[id] == 0) return; // done
+    const float frequency = slot.frequency_penalty * static_cast<float>(counts[id]);
+    buffer[id] -= frequency + slot.presence_penalty;
+    counts[id] = 0;
+  });
+}
+
+// Bias, the penalties, then suppression, on a copy; `raw` itself where none applies to this row.
 // drafts: the round's tokens before row i also count as context. Sets status for a broken row:
 // suppression must not hide a NaN.
 inline Row process(const outrider_tiles& ops, const Row& raw, const outrider_slot& slot,
-                   const int64_t* drafts, int i, float* buffer, int32_t* status) {
+                   const int64_t* drafts, int i, float* buffer, int32_t* counts, int32_t* status) {
   const bool penalise = slot.repetition_penalty != 1 && slot.context_length + i > 0;
+  const bool count = slot.frequency_penalty != 0 || slot.presence_penalty != 0;
   const bool suppress = i < slot.suppress_rows && slot.suppress_length > 0;
+  const bool biased = slot.bias_length > 0;
   *status = OUTRIDER_OK;
-  if (!penalise && !suppress) return raw;
+  if (!penalise && !count && !suppress && !biased) return raw;
   alignas(64) float z[TILE];
   for (int k = 0; k < raw.tiles(); ++k)
     std::memcpy(buffer + k * TILE, raw.load(ops, k, z),
                 static_cast<size_t>(raw.count(k)) * sizeof(float));
   const auto penalty = [&](int64_t id) {
     if (!raw.has(id)) return;
-    const float logit = raw.at(id); // from the original: a repeated id is penalised once
+    // From the original: a repeated id is penalised once.
+    const float logit = biased ? raw.at(id) + bias_of(slot, id) : raw.at(id);
     buffer[id] =
         logit < 0 ? logit * slot.repetition_penalty : logit / slot.repetition_penalty;
   };
+  for (int c = 0; c < slot.bias_length; ++c)
+    if (raw.has(slot.bias_ids[c])) buffer[slot.bias_ids[c]] += slot.biases[c];
   if (penalise) {
     for (int c = 0; c < slot.context_length; ++c) penalty(slot.context[c]);
     for (int c = 0; c < i; ++c) penalty(drafts[c]);
   }
+  if (count) penalise_counts(raw, slot, drafts, i, buffer, counts);
   if (suppress)
     for (int c = 0; c < slot.suppress_length; ++c) {
       const int64_t id = slot.suppress[c];

@@ -297,26 +297,29 @@ OUTRIDER_HD int64_t fixed(float weight, float scale) {
   return static_cast<int64_t>(weight * scale);
 }
 
-// What the tokens from the largest down are to reach; at least the first stays.
+// What the tokens from the largest down are to reach, less what sums of float32 weights cannot tell
+// apart (TOP_P_SLACK of warp.py, which has the reason); at least the first stays.
 OUTRIDER_HD int64_t nucleus_of(double top_p, double total) {
-  const int64_t target = static_cast<int64_t>(top_p * total);
+  const int64_t target = static_cast<int64_t>((top_p - 1e-6) * total);
   return target > 1 ? target : 1;
 }
 
 // --- what a slot may ask for ------------------------------------------------------------------
 
-// The ranges of runtime/warping.py's SamplingParams; each comparison is false for a NaN.
+// The ranges of runtime/sampling/warp.py's SamplingParams; each comparison is false for a NaN.
 OUTRIDER_HD bool legal(const outrider_slot& s, int width) {
   const bool temperature = s.temperature == 0 || (s.temperature >= 1e-7f && s.temperature <= 1e7f);
-  const bool ids = s.context_length >= 0 && s.suppress_length >= 0 &&
-                   (s.context != nullptr || s.context_length == 0) &&
-                   (s.suppress != nullptr || s.suppress_length == 0);
+  const bool ids = s.context_length >= 0 && s.output_start >= 0 && s.suppress_length >= 0 &&
+                   s.bias_length >= 0 && (s.context != nullptr || s.context_length == 0) &&
+                   (s.suppress != nullptr || s.suppress_length == 0) &&
+                   ((s.bias_ids != nullptr && s.biases != nullptr) || s.bias_length == 0);
   const bool rule = s.rule >= OUTRIDER_TOKEN && s.rule <= OUTRIDER_SIGMOID &&
                     (s.rule == OUTRIDER_TOKEN || s.lenience == 1) &&
                     !(s.rule == OUTRIDER_SIGMOID && s.temperature == 0);
   return temperature && ids && rule && s.top_k >= 0 && s.top_p > 0 && s.top_p <= 1 &&
          s.min_p >= 0 && s.min_p <= 1 && s.repetition_penalty > 0 &&
-         s.repetition_penalty < INF && s.lenience > 0 && s.lenience <= 1 &&
+         s.repetition_penalty < INF && s.frequency_penalty > -INF && s.frequency_penalty < INF &&
+         s.presence_penalty > -INF && s.presence_penalty < INF && s.lenience > 0 && s.lenience <= 1 &&
          s.sigmoid_alpha < 0 && s.sigmoid_beta > 0 && s.gamma >= -1 && s.gamma <= width &&
          s.index >= 0;
 }

@@ -145,7 +145,8 @@ int32_t outrider_draw(const outrider_logits* logits, const outrider_slot* slots,
              at * raw.width * outrider::element_size(raw.dtype);
     int32_t slot_status;
     const Row row =
-        process(ops, raw, slot, drafts + at - step, step, memory.adjusted[1], &slot_status);
+        process(ops, raw, slot, drafts + at - step, step, memory.adjusted[1], memory.counts,
+                &slot_status);
     outrider_row& shape = rows[at];
     const bool in_place = row.data == raw.data;
     if (copy != nullptr && !in_place)
@@ -240,7 +241,7 @@ int32_t outrider_warp(const outrider_logits* logits, const outrider_slot* slot, 
   const Memory memory = carve(carver, logits->vocab_size, 0);
   int32_t row_status;
   const Row row = process(ops, Model{logits, slot->index}.row(0), *slot, nullptr, 0,
-                          memory.adjusted[0], &row_status);
+                          memory.adjusted[0], memory.counts, &row_status);
   outrider_row shape;
   if (row_status == OUTRIDER_OK)
     row_status = shape_row(ops, row, *slot, memory.scratch, memory.tile_sum, &shape);

@@ -211,7 +211,8 @@ template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
 #define OUTRIDER_NAME(version) outrider_interface_##version
 #define OUTRIDER_INTERFACE(version) OUTRIDER_NAME(version)
 static_assert(sizeof(outrider_device_call) == 224 && sizeof(outrider_loop) == 112 &&
-                  sizeof(outrider_sequence) == 48 && sizeof(outrider_ring) == 80,
+                  sizeof(outrider_sequence) == 48 && sizeof(outrider_ring) == 80 &&
+                  sizeof(outrider_slot) == 136,
               "a new structure is a new OUTRIDER_ABI_VERSION");
 extern "C" __global__ void OUTRIDER_INTERFACE(OUTRIDER_ABI_VERSION)() {}
 

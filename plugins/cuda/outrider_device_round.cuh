@@ -19,9 +19,10 @@ DEVICE int32_t needs(const outrider_slot& slot, bool verifies) {
   return flags;
 }
 
-// Whether this plan serves the slot.
+// Whether this plan serves the slot. Counts of ids and biases are the CPU library's alone.
 DEVICE bool serves(const Call& call, const outrider_slot& slot, bool verifies) {
-  return legal(slot, call.width) && (needs(slot, verifies) & ~call.flags) == 0;
+  return legal(slot, call.width) && slot.frequency_penalty == 0 && slot.presence_penalty == 0 &&
+         slot.bias_length == 0 && (needs(slot, verifies) & ~call.flags) == 0;
 }
 
 DEVICE outrider_verdict verdict_of(int32_t status, int32_t model, int row) {

@@ -32,7 +32,7 @@ typedef unsigned long long uint64_t;
 extern "C" {
 #endif
 
-#define OUTRIDER_ABI_VERSION 3
+#define OUTRIDER_ABI_VERSION 4
 #define OUTRIDER_MAX_WIDTH 64 /* draft tokens in a round */
 
 enum {
@@ -71,14 +71,20 @@ typedef struct {
   double lenience;           /* (0, 1]; below 1 not exact */
   double sigmoid_alpha;      /* < 0 */
   double sigmoid_beta;       /* > 0 */
-  const int64_t* context;    /* the ids before the round, for the repetition penalty */
+  const int64_t* context;    /* the ids before the round, for the penalties */
   const int64_t* suppress;   /* ids that get probability 0 */
+  const int64_t* bias_ids;   /* ascending: what is added to their logits, before any penalty */
+  const float* biases;
   int32_t context_length;
+  int32_t output_start;      /* context from here on is output: its ids are counted */
   int32_t suppress_length;
+  int32_t bias_length;
   int32_t suppress_rows;     /* rows 0 .. suppress_rows - 1 of the round suppress, later ones do not */
   float temperature;         /* 0: argmax, lowest index on ties */
   float min_p;               /* [0, 1]; 0 is off */
   float repetition_penalty;  /* > 0; 1 is off */
+  float frequency_penalty;   /* off a logit for each time that its id is output; 0 is off */
+  float presence_penalty;    /* off a logit whose id is output; 0 is off */
   int32_t top_k;             /* 0 is off */
   int32_t rule;              /* block and sigmoid want lenience 1, sigmoid a temperature */
   int32_t gamma;             /* draft tokens of this slot, 0 .. width; -1: this slot sits out */
@@ -166,6 +172,8 @@ OUTRIDER_API double outrider_uniform(uint64_t seed, uint32_t position, uint32_t 
  * The workspace is device memory, 256-byte-aligned, zeroed once when it is made (the kernels leave
  * its counters at 0). It belongs to one outrider_device_sizes: draws and verifications of that may
  * share it as long as they follow each other on a stream.
+ *
+ * A GPU has no counts of ids: frequency_penalty, presence_penalty and biases are BAD_PARAMETER there.
  */
 
 /* What the slots of a plan may ask for. A slot that asks for more gets OUTRIDER_BAD_PARAMETER, as one

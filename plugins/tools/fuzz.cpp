@@ -2,6 +2,7 @@
 // infinities, huge logits, ids out of range, misaligned memory of exactly the size that is promised,
 // legal and illegal parameters. Fails where a result is outside what outrider.h promises.
 // usage: fuzz [rounds [seed]]
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -78,7 +79,8 @@ int64_t some_id(int vocab_size) {
   return below(vocab_size + 4) - 2;
 }
 
-outrider_slot some_slot(int width, int index, const std::vector<int64_t>& ids) {
+outrider_slot some_slot(int width, int index, const std::vector<int64_t>& ids,
+                        const std::vector<int64_t>& sorted, const std::vector<float>& biases) {
   outrider_slot slot{};
   slot.seed = random_bits();
   slot.position = static_cast<uint32_t>(random_bits());
@@ -89,6 +91,11 @@ outrider_slot some_slot(int width, int index, const std::vector<int64_t>& ids) {
   slot.top_p = chance(40) ? (1 + below(1000)) / 1000.0 : 1;
   slot.min_p = chance(30) ? static_cast<float>(below(101)) / 100 : 0;
   slot.repetition_penalty = chance(30) ? 0.5f + static_cast<float>(below(10)) / 5 : 1;
+  if (chance(30)) slot.frequency_penalty = static_cast<float>(below(5) - 2);
+  if (chance(30)) slot.presence_penalty = static_cast<float>(below(5) - 2);
+  slot.bias_ids = sorted.data();
+  slot.biases = biases.data();
+  slot.bias_length = chance(30) ? below(static_cast<int>(sorted.size()) + 1) : 0;
   slot.rule = below(3);
   if (slot.rule == OUTRIDER_SIGMOID && slot.temperature == 0) slot.rule = OUTRIDER_BLOCK;
   slot.lenience = slot.rule == OUTRIDER_TOKEN && chance(30) ? 0.3 : 1;
@@ -96,6 +103,7 @@ outrider_slot some_slot(int width, int index, const std::vector<int64_t>& ids) {
   slot.sigmoid_beta = chance(50) ? 1e3 : 1;
   slot.context = ids.data();
   slot.context_length = below(static_cast<int>(ids.size()) + 1);
+  slot.output_start = below(static_cast<int>(ids.size()) + 2);
   slot.suppress = ids.data();
   slot.suppress_length = chance(30) ? below(static_cast<int>(ids.size()) + 1) : 0;
   slot.suppress_rows = below(width + 2);
@@ -119,9 +127,13 @@ void one_round(long* accepted, long* failed) {
   const Logits draft = some_logits(slots, width, draft_size, chance(80) ? dtype : below(3));
   std::vector<int64_t> ids;
   for (int i = below(50); i >= 0; --i) ids.push_back(some_id(vocab_size));
+  std::vector<int64_t> sorted = ids;
+  std::sort(sorted.begin(), sorted.end());
+  sorted.erase(std::unique(sorted.begin(), sorted.end()), sorted.end());
+  const std::vector<float> biases(sorted.size(), chance(50) ? -100.0f : 2.5f);
   const auto cells = static_cast<size_t>(slots) * static_cast<size_t>(width);
   std::vector<outrider_slot> slot;
-  for (int b = 0; b < slots; ++b) slot.push_back(some_slot(width, slots - 1 - b, ids));
+  for (int b = 0; b < slots; ++b) slot.push_back(some_slot(width, slots - 1 - b, ids, sorted, biases));
   if (chance(3)) slot[0].top_p = NAN;
   std::vector<int64_t> drafts(cells);
   for (int64_t& id : drafts) id = some_id(vocab_size);

@@ -19,21 +19,6 @@ class Call(NamedTuple):
     logits: torch.Tensor  # likewise, [B, K, V]
 
 
-def check_processor(manifest: Manifest, folder: Path) -> None:
-    """Refuse code for instructions that this machine lacks. Raises OutriderError "backend"."""
-    import_torch(manifest.versions.get("torch"))
-    here = set(cpu_targets())
-    for engine in (manifest.engines or {}).values():
-        missing = [target for target in engine.targets if target not in here]
-        if missing:
-            raise OutriderError(
-                "backend",
-                f"{folder} was compiled for a processor with {', '.join(missing)}, which this "
-                "one lacks",
-                f"Build it again, on this machine: {manifest.rebuild_command(folder)}",
-            )
-
-
 def import_torch(version: str | None = None) -> Any:
     # Any build of that version: +cpu or +cu130 is where it comes from.
     wanted = f"=={version.partition('+')[0]}" if version else ""
@@ -77,7 +62,22 @@ class AotiEngine(HostEngine[Call]):
                 "Build the bundle again.",
             ) from None
         self._dtype = getattr(self._torch, facts.dtype)
-        super().__init__(facts, slots=slots, widest=widest, buffers=buffers)
+        self._allocate(facts, slots=slots, widest=widest, buffers=buffers)
+
+    @classmethod
+    def check(cls, manifest: Manifest, folder: Path) -> None:
+        """Refuse code for instructions that this machine lacks."""
+        import_torch(manifest.versions.get("torch"))
+        here = set(cpu_targets())
+        for engine in (manifest.engines or {}).values():
+            missing = [target for target in engine.targets if target not in here]
+            if missing:
+                raise OutriderError(
+                    "backend",
+                    f"{folder} was compiled for a processor with {', '.join(missing)}, which this "
+                    "one lacks",
+                    f"Build it again, on this machine: {manifest.rebuild_command(folder)}",
+                )
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         zeros: torch.Tensor = self._torch.zeros(shape, dtype=self._dtype)

@@ -68,7 +68,7 @@ class OrtEngine(HostEngine[Any]):
         file = folder / (ONE_SLOT_FILE if one_slot else GRAPH_FILE)
         self._session = open_session(file, facts, ["CPUExecutionProvider"], threads)
         self._dtype = np.dtype(facts.dtype)
-        super().__init__(facts, slots=slots, widest=widest, buffers=buffers)
+        self._allocate(facts, slots=slots, widest=widest, buffers=buffers)
 
     def _zeros(self, *shape: int) -> npt.NDArray[Any]:
         return np.zeros(shape, self._dtype)

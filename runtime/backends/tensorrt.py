@@ -71,6 +71,20 @@ class TensorRtEngine(DeviceEngine):
         self._contexts: dict[object, Any] = {}  # by (graph, call); or by profile, outside of graphs
         self._capturing = False
 
+    @classmethod
+    def open(
+        cls,
+        cuda: Cuda,
+        stream: int,
+        folder: Path,
+        facts: GraphFacts,
+        engine: EngineFacts | None,
+        backend: str,
+        **sizes: int,
+    ) -> DeviceEngine:
+        assert engine is not None
+        return cls(cuda, stream, folder, facts, engine, module=backend, **sizes)
+
     def enqueue(self, call: DeviceCall, graph: object = None) -> None:
         key = (graph, call) if graph is not None else self._profile(call)
         context = self._contexts.get(key)

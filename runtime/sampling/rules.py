@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..files.errors import OutriderError
-from .warp import Distribution, SamplingParams
+from .distribution import Distribution
+from .warp import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ def residual(p: Distribution, q: Distribution, scale: float = 1.0) -> tuple[Dist
     if q.weights is None:
         assert q.point_mass is not None
         weights = p.weights.copy()
-        if q.point_mass < p.vocab_size:
+        if 0 <= q.point_mass < p.vocab_size:
             weights[q.point_mass] = 0  # scale p(x) <= 1 = q(x)
         rest, unit = Distribution.dense(weights), p.total / scale
     else:

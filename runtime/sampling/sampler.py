@@ -1,20 +1,20 @@
-"""The sampling of a round as the decoder asks for it, and the reference that does it in NumPy.
+"""The sampling of a round as the decoder asks for it.
 
-`kernel.RoundSampler` is the native one. Both give the same tokens: same rules, same random numbers.
+`reference.NumpySampler` and `native.RoundSampler` do it, with the same tokens: same rules, same
+random numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from .philox import Purpose, uniform
-from .rules import Verdict, verify
-from .warp import Distribution, SamplingParams, warp
+from .rules import Verdict
+from .warp import SamplingParams
 
 Array = npt.NDArray[Any]
 Ids = npt.NDArray[np.int64]
@@ -25,9 +25,11 @@ class SlotSampling:
     """One slot's part of a round.
 
     gamma: draft tokens, 0..width; -1 where the slot sits out. position: the absolute index of the
-    round's first token. index: the slot's number. context: int64 [n], all ids before the round,
-    read where there is a repetition penalty. suppress: int64 [n], ids with probability 0 in the
-    round's rows 0 .. suppress_rows - 1. name: of the slot, in errors.
+    round's first token; the round must end below 2^32. index: the slot's number. context: int64
+    [n], all ids before the round, read where there is a penalty; None is an empty one.
+    output_start: where in it the output begins. suppress: int64 [n], ids with probability 0 in the
+    round's rows 0 .. suppress_rows - 1. name: of the slot, in errors. Raises ValueError for numbers
+    outside their range.
     """
 
     params: SamplingParams
@@ -38,6 +40,13 @@ class SlotSampling:
     suppress: Ids | None = None
     suppress_rows: int = 0
     name: str = "slot 0"
+    output_start: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.position <= self.position + max(self.gamma, 0) < 2**32:
+            raise ValueError(f"a round from position {self.position} does not end below 2^32")
+        if self.gamma < -1 or self.index < 0:
+            raise ValueError(f"gamma={self.gamma} or index={self.index} is out of range")
 
 
 class Sampler(Protocol):
@@ -70,7 +79,7 @@ class Sampler(Protocol):
         """The draft tokens of every slot, gamma each, which `draw` did not draw.
 
         They have the distributions of the draft's logits that `verify` is given, of the slots from
-        `first_slot` on; where it is given none they are point masses.
+        `first_slot` on; where it is given none, or at temperature 0, they are point masses.
         """
         ...
 
@@ -84,122 +93,3 @@ class Sampler(Protocol):
         broken row.
         """
         ...
-
-
-class NumpySampler:
-    """The reference: `warp`, `draw` and `verify`, row by row. See `Sampler`.
-
-    vocab_size: the width that target and draft share; columns beyond it are not read.
-    """
-
-    def __init__(self, vocab_size: int):
-        self.vocab_size = vocab_size
-        self._places: list[SlotSampling] = []
-        self._drafts: list[list[int]] = []
-        self._q: list[list[Distribution]] | None = []
-        self._draft_slot = 0
-
-    def begin(self, places: Sequence[SlotSampling]) -> None:
-        self._places = list(places)
-        self._drafts, self._q = [[] for _ in places], [[] for _ in places]
-
-    def draw(self, logits: Array, step: int, *, keep: bool = True, first_slot: int = 0) -> Ids:
-        assert self._q is not None, "draw comes before give"
-        tokens = np.zeros(len(self._places), np.int64)
-        for b, place in enumerate(self._places):
-            if step < place.gamma:
-                row = logits[place.index - first_slot]
-                q = self._warp(place, self._drafts[b], row, "draft")
-                tokens[b] = q.draw(self._uniform(place, step, Purpose.DRAFT))
-                self._drafts[b].append(int(tokens[b]))
-                self._q[b].append(q)
-        return tokens
-
-    def stop(self, b: int, gamma: int) -> None:
-        self._places[b] = replace(self._places[b], gamma=gamma)
-
-    def give(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
-        self._drafts, self._q = [list(tokens) for tokens in drafts], None
-        self._draft_slot = first_slot
-
-    def verify(
-        self, logits: Array, draft_logits: Sequence[Array] | None = None, *, first_slot: int = 0
-    ) -> list[Verdict]:
-        verdicts = []
-        all_q = self._q or [
-            self._given(place, drafts, draft_logits)
-            for place, drafts in zip(self._places, self._drafts, strict=True)
-        ]
-        for place, drafts, q in zip(self._places, self._drafts, all_q, strict=True):
-            if place.gamma < 0:
-                verdicts.append(Verdict(0, -1, ()))
-                continue
-            rows = logits[place.index - first_slot]
-            p = _LazyRows(
-                lambda i, place=place, drafts=drafts, rows=rows: self._warp(  # type: ignore[misc]
-                    place, drafts[:i], rows[i], "target"
-                ),
-                place.gamma + 1,
-            )
-            accept_u = [self._uniform(place, i, Purpose.ACCEPT) for i in range(place.gamma)]
-            # One draw a round, whatever position it lands on: the round's start names it.
-            final_u = self._uniform(place, 0, Purpose.RESIDUAL)
-            verdicts.append(verify(p, q, drafts, accept_u, final_u, place.params))
-        return verdicts
-
-    def _given(
-        self, place: SlotSampling, drafts: Sequence[int], draft_logits: Sequence[Array] | None
-    ) -> list[Distribution]:
-        if draft_logits is None:
-            return [Distribution.point(token, self.vocab_size) for token in drafts]
-        row = place.index - self._draft_slot
-        return [
-            self._warp(place, drafts[:i], draft_logits[i][row], "draft") for i in range(len(drafts))
-        ]
-
-    def _warp(
-        self, place: SlotSampling, drafted: Sequence[int], row: Array, model: str
-    ) -> Distribution:
-        """The distribution of the token after `drafted`, the same for p and for q."""
-        context: Sequence[int] | Ids = ()
-        if place.params.repetition_penalty != 1 and place.context is not None:
-            context = np.concatenate([place.context, np.array(drafted, np.int64)])
-        suppressed = place.suppress is not None and len(drafted) < place.suppress_rows
-        return warp(
-            row,
-            place.params,
-            context,
-            suppress=place.suppress if suppressed and place.suppress is not None else (),
-            vocab_size=self.vocab_size,
-            where=f"{model}, {place.name}, position {place.position + len(drafted)}",
-        )
-
-    def _uniform(self, place: SlotSampling, step: int, purpose: Purpose) -> float:
-        """The uniform of the token `step` places ahead; 0 where a point mass ignores it."""
-        params = place.params
-        if params.temperature == 0:
-            return 0.0
-        # Block verification looks at all uniforms of its round, so no later round may reuse them.
-        lane = place.position if params.verify == "block" else 0
-        return uniform(params.seed, place.position + step, purpose, lane)
-
-
-class _LazyRows(Sequence[Distribution]):
-    """p1..p(gamma+1) of one slot, each warped when the rule first looks at it.
-
-    Rows after the first rejection are conditioned on text that does not exist; most are never
-    computed.
-    """
-
-    def __init__(self, warp_row: Callable[[int], Distribution], count: int):
-        self._warp_row = warp_row
-        self._rows: list[Distribution | None] = [None] * count
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, i):  # type: ignore[no-untyped-def, override]
-        row = self._rows[i]
-        if row is None:
-            self._rows[i] = row = self._warp_row(i)
-        return row

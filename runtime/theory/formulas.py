@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..sampling.warp import Distribution, SamplingParams, warp
+from ..sampling.distribution import Distribution
+from ..sampling.warp import SamplingParams, warp
 
 MOST = 64
 

@@ -1,8 +1,6 @@
 """Bundles of AOTInductor on the CPU: exact, in place, growing, and refused where they do not fit.
 
-test_transformers.py has their texts at temperature 0. The bundle of this file is one of those
-there (a compile takes half a minute): a Gemma 2 whose attention is written out with soft caps and
-windows, and a Llama that uses torch's own attention.
+test_transformers.py has their texts at temperature 0, with the same bundle.
 """
 
 from __future__ import annotations
@@ -21,9 +19,10 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE, Workshop
 from commands import CHECKOUT, command, environment, error_line, leftovers, run
-from test_transformers import _check_batch, _original
+from originals import check_batch, original_of
 
-from engines import aotinductor_backend
+import engines.__main__
+from engines import aotinductor as aotinductor_backend
 from engines.bundle import build
 from export import compare, program
 from runtime import Options, load
@@ -36,20 +35,16 @@ from runtime.files.records import digest_json
 from runtime.files.torch_files import PROGRAM_FILE, WEIGHTS_FILE, cpu_targets, read_tensors
 
 
-def parts(workshop: Workshop) -> tuple[Path, Path]:
-    return workshop.checkpoint("gemma2", seed=0), workshop.checkpoint("llama", seed=7)
-
-
 @pytest.fixture(scope="module")
 def bundle(workshop: Workshop) -> Path:
     """Shared: not to be damaged."""
-    return workshop.bundle(*parts(workshop), backend="aotinductor")
+    return workshop.bundle(*workshop.compiled_parts(), backend="aotinductor")
 
 
 @pytest.fixture(scope="module")
 def graphs(workshop: Workshop) -> Path:
     """What it was built from."""
-    return workshop.graphs(*parts(workshop), form="torch")
+    return workshop.graphs(*workshop.compiled_parts(), form="torch")
 
 
 # What crosses from export/ to engines/
@@ -62,7 +57,7 @@ def test_the_program_has_no_weights_and_no_traces_of_its_maker(
     assert (facts.format, facts.files.keys()) == ("torch", {PROGRAM_FILE, WEIGHTS_FILE})
     assert facts.max_difference is not None
     content = (graphs / "target" / PROGRAM_FILE).read_bytes()
-    source = workshop.checkpoint("gemma2", seed=0)
+    source = workshop.compiled_parts()[0]
     for trace in (CHECKOUT, source.parent, sys.prefix, "site-packages", ".py"):
         assert str(trace).encode() not in content
     tensors = read_tensors(graphs / "target" / WEIGHTS_FILE)
@@ -72,7 +67,9 @@ def test_the_program_has_no_weights_and_no_traces_of_its_maker(
 
 
 def test_tied_weights_are_stored_once(workshop: Workshop) -> None:
-    tensors = read_tensors(workshop.graphs(*parts(workshop), form="torch") / "draft" / WEIGHTS_FILE)
+    tensors = read_tensors(
+        workshop.graphs(*workshop.compiled_parts(), form="torch") / "draft" / WEIGHTS_FILE
+    )
     embedding = tensors["decoder.model.model.embed_tokens.weight"]
     assert embedding.data_ptr() == tensors["decoder.model.lm_head.weight"].data_ptr()
     assert embedding.shape == (VOCAB_SIZE, 64)
@@ -80,9 +77,7 @@ def test_tied_weights_are_stored_once(workshop: Workshop) -> None:
 
 def test_one_wrong_weight_is_seen(workshop: Workshop, graphs: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(graphs / "target", tmp_path / "target"))
-    original = compare.reference(
-        _original(workshop.checkpoint("gemma2", seed=0)).model, 137, VOCAB_SIZE
-    )
+    original = compare.reference(original_of(workshop.compiled_parts()[0]).model, 137, VOCAB_SIZE)
     assert compare.compare(copy, original, "float32").passed
     content = bytearray((copy / WEIGHTS_FILE).read_bytes())
     middle = len(content) // 2 & ~3
@@ -95,7 +90,7 @@ def test_graphs_of_the_other_format_are_refused(
     workshop: Workshop, graphs: Path, tmp_path: Path
 ) -> None:
     for folder, backend, wants in (
-        (workshop.graphs(*parts(workshop)), "aotinductor", "torch"),
+        (workshop.graphs(*workshop.compiled_parts()), "aotinductor", "torch"),
         (graphs, "onnxruntime", "onnx"),
     ):
         with pytest.raises(OutriderError, match=f"with --format {wants}") as caught:
@@ -174,7 +169,7 @@ def test_slots_grow_and_nobody_sees_it(
     seen = []
     reserve = target._reserve
     monkeypatch.setattr(target, "_reserve", lambda *a: (reserve(*a), seen.append(target.rows)))
-    _check_batch(engine, _original(workshop.checkpoint("gemma2", seed=0)), (4, 2, 8))
+    check_batch(engine, original_of(workshop.compiled_parts()[0]), (4, 2, 8))
     assert list(dict.fromkeys(seen)) == [16, 32, 64, 128]
 
 
@@ -292,15 +287,15 @@ def test_a_package_that_is_none(bundle: Path, tmp_path: Path) -> None:
 
 
 def test_gpus_and_missing_compilers_are_refused_before_the_work(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(OutriderError, match="for this CPU") as caught:
         aotinductor_backend.targets("89", "float32")
     assert caught.value.kind == "option"
     monkeypatch.setenv("CXX", "no-such-compiler")
-    failed = run("engines", "--backend", "aotinductor", "--supports", "float32")
-    assert failed.returncode == EXIT_STATUS["backend"]
-    assert "there is no no-such-compiler" in error_line(failed.stderr, "backend")
+    asked = ["--backend", "aotinductor", "--supports", "float32"]
+    assert engines.__main__.main(asked) == EXIT_STATUS["backend"]
+    assert "there is no no-such-compiler" in error_line(capsys.readouterr().err, "backend")
 
 
 @pytest.mark.parametrize(
@@ -373,7 +368,7 @@ def test_half_precision(workshop: Workshop, dtype: str) -> None:
     engine = AotiEngine(folder / "target", facts, slots=1, widest=1, threads=1)
     ids = np.random.default_rng(5).integers(0, VOCAB_SIZE, (1, 40))
     with torch.no_grad():
-        expected = _original(source).model(torch.from_numpy(ids)).logits.numpy()
+        expected = original_of(source).model(torch.from_numpy(ids)).logits.numpy()
     for i in range(40):
         logits = engine.forward(ids[:, i : i + 1], np.array([i]), np.array([0]))
         assert np.abs(logits[0, 0] - expected[0, i]).max() < facts.tolerance

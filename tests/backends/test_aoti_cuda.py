@@ -25,9 +25,8 @@ from checkpoints import VOCAB_SIZE, Workshop
 from commands import CHECKOUT
 from fake_cuda import FakeDriver
 from rounds import ids
-from test_aoti import parts
 
-from engines import aotinductor_backend
+from engines import aotinductor as aotinductor_backend
 from runtime import load
 from runtime.backends.aotinductor import AotiEngine
 from runtime.backends.aotinductor_cuda import ALIGNMENT, AotiCudaEngine, TorchGpu
@@ -48,12 +47,12 @@ PROMPTS = ([5, 6, 7, 8], list(range(30, 53)))
 @pytest.fixture(scope="module")
 def bundle(workshop: Workshop) -> Path:
     """Shared: not to be damaged."""
-    return workshop.bundle(*parts(workshop), backend="aotinductor")
+    return workshop.bundle(*workshop.compiled_parts(), backend="aotinductor")
 
 
 @pytest.fixture(scope="module")
 def graphs(workshop: Workshop) -> Path:
-    return workshop.graphs(*parts(workshop), form="torch")
+    return workshop.graphs(*workshop.compiled_parts(), form="torch")
 
 
 # --- what is built, for which GPU -----------------------------------------------------------------
@@ -148,9 +147,8 @@ def attention_kernels() -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("target", ["sm90", "cpu"])
-@pytest.mark.parametrize("role", ["target", "draft"])
 def test_what_is_compiled(
-    graphs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, target: str
+    graphs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     seen: dict[str, Any] = {}
 
@@ -164,7 +162,7 @@ def test_what_is_compiled(
 
     monkeypatch.setattr(aotinductor_backend, "_move", move)
     monkeypatch.setattr("torch._inductor.aoti_compile_and_package", compile)
-    facts = getattr(read_pair(graphs), role)
+    role, facts = "target", read_pair(graphs).target
     to = EngineFacts("key", PACKAGE_FILE, [target], [], WEIGHTS_FILE)
     before = attention_kernels()
     assert aotinductor_backend.compile(role, graphs / role, tmp_path, facts, to) == to

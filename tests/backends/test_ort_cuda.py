@@ -27,7 +27,7 @@ from runtime.files.manifest import read_bundle
 from runtime.gpu.launch import Device
 from runtime.gpu.rounds import DeviceRounds
 from runtime.round import HostRounds
-from runtime.sampling.sampler import NumpySampler
+from runtime.sampling.reference import NumpySampler
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 

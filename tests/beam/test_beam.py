@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, Workshop
-from fakes import FakeEngine, Model, near, random_model
+from fakes import CopyingFake, FakeEngine, Model, near, random_model
 from transformers import AutoModelForCausalLM
 
 from runtime.backends.engine import Engine
@@ -39,20 +39,15 @@ EOS = 2
 MAX_LEN = 48
 
 
-class CopyingFake(FakeEngine):
+class Copying(CopyingFake):
     """Attends to all rows, so one that is stale or was copied wrongly gives other logits."""
 
     def __init__(self, model: Model, vocab_size: int = V, **options: Any):
         options = {"slots": 16, "capacity": MAX_LEN, "order": None, **options}
         super().__init__(model, vocab_size=vocab_size, **options)
 
-    def copy_rows(self, source: int, destination: int, rows: int) -> None:
-        assert source != destination and 0 < rows <= self.capacity
-        self.cache[destination] = 1  # stale rows are another text's
-        self.cache[destination, :rows] = self.cache[source, :rows]
 
-
-class Forgetful(CopyingFake):
+class Forgetful(Copying):
     def copy_rows(self, source: int, destination: int, rows: int) -> None:
         """The control."""
 
@@ -64,8 +59,7 @@ def search(target: Engine | Model, draft: Engine | Model | None = None, **option
         "eos_token_ids": {EOS}, "prompt": PROMPT, **options,
     }  # fmt: skip
     engines = [
-        one if one is None or hasattr(one, "forward") else CopyingFake(one)
-        for one in (target, draft)
+        one if one is None or hasattr(one, "forward") else Copying(one) for one in (target, draft)
     ]
     return beam_search(engines[0], engines[1], options.pop("prompt"), **options)
 
@@ -184,8 +178,8 @@ def test_speculative_is_plain(gamma: int, width: int) -> None:
         plain = search(model, width=width)
         for more, slots, chunk in ((0, 16, 16), (2, 3, 16), (width, 1, 2), (11, 4, 3)):
             result = search(
-                CopyingFake(model, slots=slots, chunk=chunk),
-                CopyingFake(draft, slots=slots, chunk=chunk),
+                Copying(model, slots=slots, chunk=chunk),
+                Copying(draft, slots=slots, chunk=chunk),
                 width=width, draft_width=width + more, gamma=gamma,
             )  # fmt: skip
             assert said(result) == said(plain)
@@ -216,7 +210,7 @@ def test_a_wider_beam_of_the_target_itself_can_lose_the_narrow_one() -> None:
     lost = 0
     for seed in range(20):
         model = random_model(seed, 8, scale=1.0)
-        engines = [CopyingFake(model, 8) for _ in range(2)]
+        engines = [Copying(model, 8) for _ in range(2)]
         result = search(*engines, draft_width=5, **options)
         lost += result.stats.rounds > 2
         assert said(result) == said(search(engines[0], **{**options, "gamma": 0}))
@@ -262,9 +256,9 @@ def test_vocabularies_of_other_sizes(draft_size: int) -> None:
         model = random_model(seed, V + 1, scale=1.0)
         draft = random_model(seed, draft_size)  # fakes assert that its ids exist
         options = {"vocab_size": V, "eos_token_ids": {EOS}, "length_penalty": 0}
-        plain = search(CopyingFake(model, V + 1), **options)
+        plain = search(Copying(model, V + 1), **options)
         assert [one.tokens for one in plain.hypotheses] == enumerated(model, 3, 9, [EOS])
-        result = search(CopyingFake(model, V + 1), CopyingFake(draft, draft_size), **options)
+        result = search(Copying(model, V + 1), Copying(draft, draft_size), **options)
         assert said(result) == said(plain)
 
 
@@ -275,7 +269,7 @@ def test_padding_is_not_drafted() -> None:
     def padded(context: tuple[int, ...]) -> np.ndarray:
         return np.append(model(context), np.full(3, 90, np.float32))
 
-    result = search(model, CopyingFake(padded, V + 3), draft_width=3, eos_token_ids=())
+    result = search(model, Copying(padded, V + 3), draft_width=3, eos_token_ids=())
     assert result.stats.accepted == result.stats.drafted > 0
 
 
@@ -284,11 +278,11 @@ def test_contexts_end() -> None:
     model = random_model(5, V)
     for max_len, draft_max_len in product((4, 5, 9, 12), (2, 3, 4, 6, 12)):
         options = {"max_len": max_len, "max_new_tokens": 30, "eos_token_ids": ()}
-        plain = search(CopyingFake(model, capacity=max_len), **options)
+        plain = search(Copying(model, capacity=max_len), **options)
         assert plain.stats.steps == max_len - len(PROMPT)
-        draft = CopyingFake(model, capacity=draft_max_len)
+        draft = Copying(model, capacity=draft_max_len)
         result = search(
-            CopyingFake(model, capacity=max_len), draft, draft_max_len=draft_max_len, **options
+            Copying(model, capacity=max_len), draft, draft_max_len=draft_max_len, **options
         )
         assert said(result) == said(plain)
         assert (result.stats.drafted > 0) == (max_len > 4 and draft_max_len > 3)
@@ -297,7 +291,7 @@ def test_contexts_end() -> None:
 def test_a_prompt_is_prefilled_once_and_in_pieces() -> None:
     prompt = np.random.default_rng(0).integers(0, V, 40).tolist()
     model = random_model(0, V)
-    engines = [CopyingFake(model, capacity=64, chunk=16) for _ in range(2)]
+    engines = [Copying(model, capacity=64, chunk=16) for _ in range(2)]
     result = search(*engines, prompt=prompt, max_len=64, max_new_tokens=8)
     for engine, stats in zip(engines, (result.stats.target, result.stats.draft), strict=True):
         assert [call.width for call in engine.calls[:3]] == [16, 16, 8]
@@ -320,7 +314,7 @@ def test_a_pool_gives_the_logits_of_any_trees_on_any_number_of_slots() -> None:
     rng = np.random.default_rng(0)
     model = random_model(0, V)
     for slots, chunk in ((1, 2), (2, 16), (3, 4), (5, 3), (8, 16)):
-        pool = Pool(CopyingFake(model, slots=slots, chunk=chunk), PROMPT, PoolStats(), "target")
+        pool = Pool(Copying(model, slots=slots, chunk=chunk), PROMPT, PoolStats(), "target")
         for _ in range(30):
             trunk = rng.integers(0, 2, (4, 6))
             depth = int(rng.integers(0, 6))
@@ -365,7 +359,7 @@ def test_prompts_that_cannot_be_run_are_refused(prompt: list[int], words: str) -
 def test_engines_that_cannot_copy_rows_are_refused() -> None:
     """As those of a GPU."""
     model = random_model(0, V)
-    for target, draft in ((FakeEngine, CopyingFake), (CopyingFake, FakeEngine)):
+    for target, draft in ((FakeEngine, Copying), (Copying, FakeEngine)):
         with pytest.raises(OutriderError, match="CPU") as caught:
             search(target(model, vocab_size=V), draft(model, vocab_size=V))
         assert caught.value.kind == "option"

@@ -8,9 +8,8 @@ from typing import Any
 
 import fakes
 import pytest
-from fakes import make_text_engine, near, random_model
-from test_beam import CopyingFake
-from test_cli import Cli
+from command_line import Cli
+from fakes import CopyingFake, make_text_engine, near, random_model
 
 from runtime.beam.search import beam_search
 from runtime.beam.text import SLOTS, BeamTexts, beam_texts

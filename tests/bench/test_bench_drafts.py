@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import code_text, drafts, policies, retold, ways
-from bench.report_record import Round
+from bench.core.record import RoundRecord as Round
 from bench.ways import Clock, Run, Way
 from models.corpus import collect
 from runtime.bundle import load

@@ -13,6 +13,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from command_line import PLAIN_ERROR, Cli
 from fakes import EOS, UNKNOWN, VOCAB_SIZE, make_text_engine, near, random_model, script
 
 import runtime
@@ -20,42 +21,10 @@ from runtime import generate
 from runtime.cli import command, output
 from runtime.cli.arguments import PROGRAM, parse
 from runtime.files.errors import EXIT_STATUS, OutriderError
-from runtime.sampling import sampler
+from runtime.sampling import reference
 from runtime.sampling.rules import Verdict
 
 ROOT = Path(__file__).parents[2]
-PLAIN_ERROR = re.compile(r"error: [a-z]+: [^\n]+\. [^\n]+\n")
-
-
-class Cli:
-    """Runs `main` in this process on an engine of fakes, and remembers how it was loaded."""
-
-    def __init__(self, engine, capsys, monkeypatch):
-        self.engine, self.capsys, self.monkeypatch = engine, capsys, monkeypatch
-        self.loaded = None
-        monkeypatch.setattr(command, "load", self.load)
-
-    def load(self, folder, **options):
-        self.loaded = {"folder": folder, **options}
-        return self.engine
-
-    def __call__(self, *argv, stdin=None):
-        if stdin is not None:
-            content = stdin if isinstance(stdin, bytes) else stdin.encode()
-            self.monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-        status = generate.main(["--engines", "bundle", *argv])
-        return status, *self.capsys.readouterr()
-
-    def refused(self, *argv, kind="option", loaded=False, stdin=None):
-        """The line of the error; nothing may have run."""
-        status, out, err = self(*argv, stdin=stdin)
-        assert status == EXIT_STATUS[kind], err
-        assert out == ""
-        assert PLAIN_ERROR.fullmatch(err), err
-        assert err.startswith(f"error: {kind}: ")
-        assert (self.loaded is not None) == loaded
-        assert not self.engine.decoder.target.calls
-        return err
 
 
 @pytest.fixture
@@ -140,6 +109,9 @@ def test_how_the_bundle_is_loaded(cli):
         (["--temperature", "1", "--seed", "3", "--verify", "block"],
          {"temperature": 1, "verify": "block"}),
         (["--repetition-penalty", "1.5"], {"repetition_penalty": 1.5}),
+        (["--frequency-penalty", "1.5"], {"frequency_penalty": 1.5}),
+        (["--presence-penalty", "2"], {"presence_penalty": 2}),
+        (["--logit-bias", "9=-100", "--logit-bias", "5=3.5"], {"logit_bias": {9: -100, 5: 3.5}}),
         (["--min-new-tokens", "9"], {"min_new_tokens": 9}),
         (["--stop", "e", "--stop", "k"], {"stop": ["e", "k"]}),
         (["--stop-token-id", "9", "--stop-token-id", "10"], {"stop_token_ids": [9, 10]}),
@@ -325,7 +297,7 @@ def test_check(cli):
 
 def test_a_check_that_fails(cli, monkeypatch):
     monkeypatch.setattr(
-        sampler, "verify",
+        reference, "verify",
         lambda p, q, drafts, accept_u, final_u, params: Verdict(
             len(drafts), p[len(drafts)].draw(final_u), ()
         ),
@@ -422,6 +394,10 @@ def test_bad_prompts_are_refused_before_loading(cli, argv, stdin, kind, words):
         (["--baseline", "--gamma", "0"], "which this is already"),
         (["--baseline", "--draft", "none"], "which this is already"),
         (["--stop", ""], "stop=[''] is out of range"),
+        (["--frequency-penalty", "3"], "frequency_penalty=3.0 is out of range"),
+        (["--logit-bias", "5"], "'5' is not a token id and a number"),
+        (["--logit-bias", "5=200"], "logit_bias must be ids with a number from -100 to 100"),
+        (["--logit-bias", "5=1", "--logit-bias", "5=2"], "--logit-bias names an id twice"),
         (["--corpus", "x", "--draft", "model"], "--corpus is only read by the drafts ngram"),
         (["--corpus", "x", "--gamma", "0"], "--corpus is only read by"),
         (["--table", "x", "--draft", "ngram"], "--table is only read by the drafts unigram"),
@@ -487,6 +463,11 @@ def test_messages_without_a_template(cli):
         (["--prompt", "a", "--corpus", "x"], "option", "--corpus is only read by"),
         (["--chat"], "option", "--chat needs a chat template, and bundle has none"),
         (["--prompt", "a", "--stop-token-id", str(VOCAB_SIZE)], "option", "does not exist"),
+        (
+            ["--prompt", "a", "--logit-bias", f"{VOCAB_SIZE}=1"],
+            "option",
+            "logit_bias: the token id",
+        ),
         (["--prompt", "a", "--json", "--logprobs", "33"], "option", "logprobs=33"),
         (["--batch", "-"], "prompt", "line 2 of standard input: the prompt is empty"),
     ],
@@ -543,7 +524,7 @@ def test_a_batch_answers_in_the_order_of_its_lines(cli):
         {"prompt": "a", "max_new_tokens": 2, "temperature": 1, "seed": 4},
         {"prompt": [5, 6], "gamma": 0},
         {"prompt": "a\u2028b", "stop": ["e"], "logprobs": 1},
-        {"prompt": "b", "seed": None},
+        {"prompt": "b", "seed": None, "logit_bias": {"5": 9.5}},
     ]
     stdin = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
     status, out, err = cli("--batch", "-", "--max-new-tokens", "9", stdin=stdin)
@@ -553,6 +534,8 @@ def test_a_batch_answers_in_the_order_of_its_lines(cli):
     for line, answer in zip(lines, answers, strict=True):
         options = {"max_new_tokens": 9, **line}
         prompt = options.pop("prompt")
+        if "logit_bias" in options:
+            options["logit_bias"] = {5: 9.5}
         assert answer["token_ids"] == cli.engine.generate(prompt, **options).token_ids
         assert ("logprobs" in answer) == ("logprobs" in line)
     assert err.startswith("requests 5 | prompts 12 tok | finish ")

@@ -11,6 +11,7 @@ import ctypes
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import fake_device
 import numpy as np
@@ -18,7 +19,7 @@ import pytest
 from devices import PARAMS, WARM, decoder_on, host, steps, text, wander
 from fake_cuda import FakeDriver
 from fakes import EOS, FakeEngine, script
-from rounds import broken, ids
+from rounds import broken, cases, ids
 
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
@@ -93,8 +94,17 @@ def test_a_plain_text_asks_nothing_of_a_draft(driver: FakeDriver) -> None:
 # --- the same tokens ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"graphs": False}, {"ahead": False}], ids=str)
-@pytest.mark.parametrize("name", PARAMS)
+OPTIONS = [{}, {"graphs": False}, {"ahead": False}]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    cases(
+        [*((name, {}) for name in PARAMS), *(("all", options) for options in OPTIONS[1:])],
+        product(PARAMS, OPTIONS),
+    ),
+    ids=str,
+)
 def test_the_hosts_tokens(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, name: str, options: dict
 ) -> None:
@@ -105,14 +115,14 @@ def test_the_hosts_tokens(
     assert text(decoder_on(driver, **options), request) == text(host(monkeypatch), request)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", cases(range(2), range(6)))
 def test_the_hosts_tokens_whoever_comes_and_goes(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     assert wander(decoder_on(driver, slots=3), seed) == wander(host(monkeypatch, slots=3), seed)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", cases([1], range(3)))
 def test_a_gamma_that_changes(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

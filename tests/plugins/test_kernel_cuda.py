@@ -1,9 +1,9 @@
 """The CUDA kernels without a GPU: emulated on the host, planned, compiled for every architecture.
 
 The emulation runs plugins/cuda/outrider_cuda.cu itself as outrider_device.h plans it, blocks and
-warps in random order: it shows that the logic is right. The tests of test_kernel.py and of
-test_kernel_edges.py run against it too; here it is compared with the CPU library, bit by bit. NVRTC
-shows that the source compiles, and what it needs.
+warps in random order: it shows that the logic is right. The tests of test_kernel_edges.py run
+against it too; here it is compared with the CPU library, bit by bit. NVRTC shows that the source
+compiles, and what it needs.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-import test_kernel_exact as exact
-from test_kernel import BLOCK, OPTIONS, TOKEN, Case, by_library, cpu_library, emulated_library
+from enumeration import Models, distance
+from kernels import BLOCK, OPTIONS, TOKEN, Case, by_library, cpu_library, emulated_library
 
 from plugins.tools import cubins
 from runtime.files.errors import OutriderError
 from runtime.gpu import launch as cuda_kernel
 from runtime.gpu.launch import FILTERS, PENALTIES, SHAPES, Plan, Sizes
 from runtime.sampling import kernel
-from runtime.sampling.kernel import RoundSampler, SlotSampling
+from runtime.sampling.native import RoundSampler
+from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams
 
+slow = pytest.mark.slow
 NEEDS = {
     "top-k": FILTERS, "top-p": FILTERS, "min-p": FILTERS, "greedy-penalty": PENALTIES,
     "block": cuda_kernel.BLOCK,
@@ -69,18 +71,35 @@ def a_round(library, case, places, keep=True):
 # --- the same as the CPU library, to the bit --------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("vocab_size", [8, 127, 1024, 2500])
-def test_the_kernels_give_what_the_cpu_gives(vocab_size, name, dtype):
+def give_what_the_cpu_gives(vocab_size, name, dtype, gammas):
     params = SamplingParams(**OPTIONS[name])
-    for seed, gamma in enumerate((0, 1, 4)):
+    for seed, gamma in enumerate(gammas):
         case = Case(20, vocab_size, gamma, slots=3, dtype=dtype)
         for places in (plain_places(case, params), case.places(params)):
             with emulation(seed=seed) as library:
                 assert a_round(library, case, places) == a_round(cpu_library(), case, places)
 
 
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, DTYPES[i % 3]) for i, name in enumerate(OPTIONS)], ids=OPTIONS
+)
+def test_the_kernels_give_what_the_cpu_gives(name, dtype):
+    """A whole tile and a part of one; the slow test has every size and type."""
+    give_what_the_cpu_gives(1500, name, dtype, (3,))
+
+
+@slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("vocab_size", [8, 127, 1024, 2500])
+def test_the_kernels_give_what_the_cpu_gives_at_all_sizes(vocab_size, name, dtype):
+    give_what_the_cpu_gives(vocab_size, name, dtype, (0, 1, 4))
+
+
+@slow
 @pytest.mark.parametrize("name", ["plain", "all", "block-top-p", "sigmoid-narrow", "greedy"])
 def test_a_large_vocabulary(name):
     """Vectors, scalar rows (51,865 elements) and more than one tile to a warp's lane."""
@@ -92,6 +111,7 @@ def test_a_large_vocabulary(name):
             assert a_round(library, case, places) == a_round(cpu_library(), case, places)
 
 
+@slow
 def test_many_slots():
     """So many tiles that a warp takes two."""
     case = Case(27, 2500, 1, slots=2800)
@@ -100,10 +120,12 @@ def test_many_slots():
         assert a_round(library, case, places) == a_round(cpu_library(), case, places)
 
 
-@pytest.mark.parametrize("name", ["plain", "all", "block", "sigmoid", "greedy-lenient"])
+@pytest.mark.parametrize(
+    "name", ["block", *(pytest.param(n, marks=slow) for n in ("all", "sigmoid", "greedy-lenient"))]
+)
 def test_slots_that_differ(name):
     """In drafts, in rule, sitting out; with all flags, and in two orders of the blocks."""
-    case = Case(22, 1500, 5, slots=6)
+    case = Case(22, 1100, 5, slots=6)
     places = case.places(SamplingParams(**OPTIONS[name]), gammas=[5, 0, -1, 2, 5, 1])
     places[4] = SlotSampling(TOKEN, 5, 3, 4)
     want = a_round(cpu_library(), case, places)
@@ -113,10 +135,17 @@ def test_slots_that_differ(name):
                 assert a_round(library, case, places) == want
 
 
-@pytest.mark.parametrize("name", ["plain", "block", "all", "sigmoid"])
-@pytest.mark.parametrize("draft_vocab_size", [900, 2000])
+@pytest.mark.parametrize(
+    ("name", "draft_vocab_size"),
+    [("plain", 900)]
+    + [
+        pytest.param(name, size, marks=slow)
+        for name in ("plain", "block", "all", "sigmoid")
+        for size in (900, 2000)
+    ],
+)
 def test_a_draft_of_another_width(name, draft_vocab_size):
-    case = Case(23, 2500, 3, slots=4)
+    case = Case(23, 2500, 2, slots=2)
     case.draft = case.draft[:, :, :draft_vocab_size]
     for places in (plain_places(case, SamplingParams(**OPTIONS[name])),
                    case.places(SamplingParams(**OPTIONS[name]))):  # fmt: skip
@@ -129,12 +158,19 @@ def test_a_draft_of_another_width(name, draft_vocab_size):
         case.target = wide
 
 
-@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.9999999])
-@pytest.mark.parametrize("top_k", [0, 3, 700])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"),
+    [(0, 0.5), (700, 0.9)]
+    + [
+        pytest.param(top_k, top_p, marks=slow)
+        for top_k in (0, 3, 700)
+        for top_p in (0.05, 0.5, 0.9, 0.9999999)
+    ],
+)
 def test_ties(top_k, top_p):
     """Many equal logits: the edge of the nucleus is inside a tie."""
     params = SamplingParams(temperature=1.3, top_k=top_k, top_p=top_p)
-    case = Case(24, 2500, 2, slots=3)
+    case = Case(24, 2500, 1, slots=2)
     case.target, case.draft = np.round(case.target), np.round(case.draft)
     case.draft[0] = 0
     with emulation() as library:
@@ -142,8 +178,15 @@ def test_ties(top_k, top_p):
         assert a_round(library, case, places) == a_round(cpu_library(), case, places)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("name", ["plain", "all", "block"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("plain", "float16")]
+    + [
+        pytest.param(name, dtype, marks=slow)
+        for name in ("plain", "all", "block")
+        for dtype in ("float32", "float16")
+    ],
+)
 def test_rows_that_are_not_aligned_to_vectors(name, dtype):
     case = Case(25, 2500, 3, slots=2, dtype=dtype)
     places = case.places(SamplingParams(**OPTIONS[name]))
@@ -161,10 +204,11 @@ def test_rows_that_are_not_aligned_to_vectors(name, dtype):
             assert a_round(library, case, places, keep=False) == want
 
 
+@slow  # the CPU library's bits, of which test_kernel_exact.py shows it in the fast run
 @pytest.mark.parametrize("params", [TOKEN, BLOCK], ids=["token", "block"])
 def test_a_round_has_the_targets_joint_distribution(params):
     with emulation() as library:
-        assert exact.distance(library, exact.Models(0, 1), params)[0] < 1e-6
+        assert distance(library, Models(0, 1), params)[0] < 1e-6
 
 
 # --- what a plan does not serve ---------------------------------------------------------------
@@ -285,14 +329,8 @@ def nvrtc():
 LOOP_KERNELS = {"outrider_begin", "outrider_feed", "outrider_commit", "outrider_again"}
 
 
-# The newest and the oldest, and the one that is measured; `make cubins` does them all.
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        pytest.param(a, marks=[] if a in ("sm_80", "sm_90") else pytest.mark.slow)
-        for a in cubins.ARCHITECTURES
-    ],
-)
+@slow
+@pytest.mark.parametrize("architecture", cubins.ARCHITECTURES)
 def test_compiles_for(nvrtc, architecture):
     made = cubins.build(cubins.HERE.parent / "build" / "cuda", [architecture])
     code = made[architecture].read_bytes()

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_kernel import LIBRARIES, Case
+from kernels import LIBRARIES, Case
+from rounds import cases
 from test_sampling_node import OPTIONS, answers, feed, places_of, verifier
 
 from plugins.tools import build_tensorrt, cubins
@@ -80,7 +81,7 @@ def test_the_kernels_that_it_loads_are_there():
         assert re.search(rf"__global__ void[^;{{]*\b{name}\(", text), name
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "compute_80"])
+@pytest.mark.parametrize("architecture", ["sm_90"])
 def test_the_small_kernels_compile(architecture):
     try:
         nvrtc = cubins.nvrtc()
@@ -199,7 +200,7 @@ def test_the_contract(drive):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", cases(["float32"], ["float16", "bfloat16"]))
 def test_an_enqueue_gives_what_the_graphs_function_gives(drive, dtype):
     cases = [
         a_case(41, vocab_size, gamma, slots, name, dtype)

@@ -15,18 +15,30 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
-from checkpoints import Workshop
-from commands import CHECKOUT, command, environment, error_line, leftovers, run
+from checkpoints import MAX_GAMMA, MAX_LEN, Workshop
+from commands import (
+    CHECKOUT,
+    command,
+    environment,
+    error_line,
+    leftovers,
+    limited_files,
+    run,
+)
 
 import engines.__main__
+import export.__main__
 import export.compare
+import export.part
 from engines.bundle import build
 from export.pair import export as export_pair
 from runtime import generate, load
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
 from runtime.files.folders import write_folder
 from runtime.files.manifest import (
+    GRAPH_FILE,
     MANIFEST_FILE,
     PAIR_FILE,
     Manifest,
@@ -37,17 +49,10 @@ from runtime.files.manifest import (
 from runtime.files.records import SCHEMA, digest_json, read_json, write_json
 
 
-@pytest.fixture(scope="module")
-def pristine(workshop: Workshop) -> Path:
-    """A bundle with a draft. Shared: not to be damaged."""
-    target, draft = workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7)
-    return workshop.bundle(target, draft)
-
-
 @pytest.fixture
-def bundle(pristine: Path, tmp_path: Path) -> Path:
+def bundle(llama_bundle: Path, tmp_path: Path) -> Path:
     """A copy without links into the cache."""
-    return Path(shutil.copytree(pristine, tmp_path / "bundle"))
+    return Path(shutil.copytree(llama_bundle, tmp_path / "bundle"))
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -61,15 +66,15 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 # Reading
 
 
-def test_manifest_round_trip(pristine: Path, tmp_path: Path) -> None:
-    manifest = read_bundle(pristine)
+def test_manifest_round_trip(llama_bundle: Path, tmp_path: Path) -> None:
+    manifest = read_bundle(llama_bundle)
     assert manifest.pair.draft is not None
     alone = dataclasses.replace(manifest, pair=dataclasses.replace(manifest.pair, draft=None))
     for written in (manifest, alone):
         write_json(tmp_path / "again.json", "manifest", written)
         assert read_json(tmp_path / "again.json", "manifest", Manifest, "") == written
     write_json(tmp_path / "again.json", "manifest", manifest)
-    assert (tmp_path / "again.json").read_text() == (pristine / MANIFEST_FILE).read_text()
+    assert (tmp_path / "again.json").read_text() == (llama_bundle / MANIFEST_FILE).read_text()
 
 
 def _manifest(edit: Callable[[dict], object], *, checksum: bool = True) -> Callable[[Path], object]:
@@ -297,7 +302,7 @@ def test_a_foreign_folder_is_not_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["file", "file/out", "sealed/out"])
 def test_a_place_that_cannot_be_written_is_named(
-    pristine: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    llama_bundle: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "sealed").mkdir(mode=0o555)
@@ -322,7 +327,7 @@ def test_a_place_that_cannot_be_written_is_named(
 
 @pytest.fixture(scope="module")
 def graphs(workshop: Workshop) -> Path:
-    """What the pristine bundle was built from."""
+    """What `llama_bundle` was built from."""
     target, draft = workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7)
     return workshop.graphs(target, draft)
 
@@ -343,6 +348,40 @@ def test_building_twice_does_nothing_twice(graphs: Path, tmp_path: Path) -> None
     (out / "target" / "weights.bin").unlink()
     assert again(slots=2)  # what is damaged is made again
     read_bundle(out)
+
+
+def test_a_bundle_is_nobody_elses(
+    workshop: Workshop, graphs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX's own tools open it, which refuse hard links; and who edits it edits no later build."""
+    cache, exported = tmp_path / "cache", tmp_path / "graphs"
+    for _, facts in read_pair(graphs).models():
+        shutil.copytree(workshop.cache / facts.key[:16], cache / facts.key[:16])
+    checkpoints = [str(workshop.checkpoint("llama", **seed)) for seed in ({}, {"seed": 7})]
+
+    def make(out: str) -> bool:
+        export_pair(*checkpoints, exported, max_len=MAX_LEN, max_gamma=MAX_GAMMA, cache=cache)
+        return build(exported, tmp_path / out, backend="onnxruntime", slots=1)
+
+    assert make("one") and not make("one") and make("two")
+    for out in ("one", "two"):
+        for role in ("target", "draft"):
+            onnx.checker.check_model(tmp_path / out / role / GRAPH_FILE)
+            onnx.load(tmp_path / out / role / GRAPH_FILE)
+    files = [path for path in tmp_path.rglob("weights.bin") if not path.is_symlink()]
+    assert len(files) == 4  # two models in two bundles: none in the cache
+    _flip("target/weights.bin")(tmp_path / "one")
+    read_bundle(tmp_path / "two")
+
+    class Again(Exception):
+        """It would be exported."""
+
+    def again(*_: object) -> None:
+        raise Again
+
+    monkeypatch.setattr(export.part, "_export", again)
+    with pytest.raises(Again):
+        make("two")
 
 
 @pytest.mark.parametrize("backend", ["openvino", "", "onnx runtime"])
@@ -400,18 +439,18 @@ def test_commands_end_with_a_status_and_one_line(workshop: Workshop, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_stops_the_export(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_full_disk_stops_the_export(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A limit on the size of a file stands in for the disk: the weights do not fit."""
-    out, cache = tmp_path / "out", tmp_path / "cache"
-    failed = run(
-        *("export", "--model", workshop.checkpoint("gpt2"), "--max-len", "64"),
-        *("--out", out, "--cache", cache),
-        largest_file=65536,
-    )
-    assert failed.returncode == EXIT_STATUS["disk"], failed.stderr
-    error_line(failed.stderr, "disk")
-    assert not out.exists()
-    assert list(cache.rglob("*")) == []
+    places = ["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+    model = str(workshop.checkpoint("gpt2", n_layer=1))
+    with limited_files(65536):
+        status = export.__main__.main(["--model", model, "--max-len", "64", *places])
+    assert status == EXIT_STATUS["disk"]
+    error_line(capsys.readouterr().err, "disk")
+    assert not (tmp_path / "out").exists()
+    assert list((tmp_path / "cache").rglob("*")) == []
 
 
 def test_a_full_disk_stops_the_build(graphs: Path, tmp_path: Path) -> None:
@@ -426,6 +465,7 @@ def test_a_full_disk_stops_the_build(graphs: Path, tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_an_export(workshop: Workshop, tmp_path: Path) -> None:
     out, cache = tmp_path / "out", tmp_path / "cache"
     process = subprocess.Popen(
@@ -467,7 +507,7 @@ def test_ctrl_c_while_a_part_is_checked(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(export.compare, "compare", interrupt)
-    model = str(workshop.checkpoint("gpt2"))
+    model = str(workshop.checkpoint("gpt2", n_layer=1))
 
     def work() -> int:
         export_pair(model, None, tmp_path / "out", max_len=64, cache=tmp_path / "cache")
@@ -485,7 +525,7 @@ def test_ctrl_c_while_a_part_is_checked(
 @pytest.mark.parametrize("how", ["same", "different"])
 def test_the_cache_is_updated_in_place(workshop: Workshop, how: str) -> None:
     """See protected_cache.py: a step writes its own row of the cache and no other page."""
-    source = workshop.checkpoint("llama", max_position_embeddings=4096)
+    source = workshop.checkpoint("llama", max_position_embeddings=4096, num_hidden_layers=1)
     bundle = workshop.bundle(source, max_len=None)
     script = [
         sys.executable,

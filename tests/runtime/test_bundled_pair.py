@@ -62,13 +62,13 @@ def test_a_draft_temperature(engine: TextEngine) -> None:
 
 def test_a_rule_that_accepts_everything_is_noticed(engine: TextEngine) -> None:
     from runtime.round import HostRounds
-    from runtime.sampling.sampler import NumpySampler
+    from runtime.sampling.reference import NumpySampler
 
     rounds = engine.decoder.rounds
     assert isinstance(rounds, HostRounds)
     native = rounds.sampler
     with (
-        broken("sampling.sampler.verify", accept_everything),
+        broken("sampling.reference.verify", accept_everything),
         pytest.MonkeyPatch.context() as patch,
     ):
         slow = NumpySampler(native.vocab_size)

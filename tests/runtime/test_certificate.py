@@ -13,8 +13,9 @@ from scipy import stats
 import runtime.certificate as certificate_module
 from runtime.certificate import LEVEL, TOKENS, check, kolmogorov_smirnov
 from runtime.sampling import philox, sampler
+from runtime.sampling.distribution import Distribution
 from runtime.sampling.rules import Verdict, verify
-from runtime.sampling.warp import Distribution, warp
+from runtime.sampling.warp import warp
 from runtime.slots import Slot
 from runtime.text.options import Options
 

@@ -27,7 +27,8 @@ from rounds import (
 
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
-from runtime.sampling.warp import Distribution, SamplingParams
+from runtime.sampling.distribution import Distribution
+from runtime.sampling.warp import SamplingParams
 from runtime.sequence import ActiveSequence, Request
 from runtime.slots import Slot, SlotTable
 from runtime.stats import Stats
@@ -68,7 +69,7 @@ def test_temperature_0_is_plain_decoding(gamma: int) -> None:
 
 
 def test_a_rule_that_accepts_everything_is_noticed() -> None:
-    with broken("sampling.sampler.verify", accept_everything):
+    with broken("sampling.reference.verify", accept_everything):
         assert compare(3)[0] > 0
 
 
@@ -251,7 +252,7 @@ def test_ties_that_go_to_the_highest_index_are_noticed() -> None:
         row = np.asarray(logits)[:vocab_size]
         return Distribution.point(len(row) - 1 - int(row[::-1].argmax()), len(row))
 
-    with broken("sampling.sampler.warp", last_of_ties), pytest.raises(AssertionError):
+    with broken("sampling.reference.warp", last_of_ties), pytest.raises(AssertionError):
         tied_origins(range(2))
 
 

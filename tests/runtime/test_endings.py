@@ -14,7 +14,8 @@ from fakes import EOS, VOCAB_SIZE, Context, encode, make_text_engine, near, rand
 from rounds import both, broken, check_rows, ids, is_late, make_decoder, oracle, run
 
 from runtime.decoder import Decoder
-from runtime.sampling.sampler import NumpySampler, SlotSampling
+from runtime.sampling.reference import NumpySampler
+from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import warp
 from runtime.sequence import ActiveSequence, Request
 from runtime.text.engine import TextEngine
@@ -137,13 +138,19 @@ def test_min_new_tokens_masks_end_of_text(gamma: int) -> None:
 def test_end_of_text_that_is_not_masked(model: str) -> None:
     """In the target it would end the text early; in the draft it would cost every acceptance."""
 
-    def unmasked(logits, params, context, suppress, vocab_size, where):  # type: ignore[no-untyped-def]
+    def unmasked(logits, params, context, suppress, vocab_size, where, output_start):  # type: ignore[no-untyped-def]
         return warp(
-            logits, params, context, () if where.startswith(model) else suppress, vocab_size, where
+            logits,
+            params,
+            context,
+            () if where.startswith(model) else suppress,
+            vocab_size,
+            where,
+            output_start,
         )
 
     for minimum in range(2, GAMMA + 2):
-        with broken("sampling.sampler.warp", unmasked), pytest.raises(AssertionError):
+        with broken("sampling.reference.warp", unmasked), pytest.raises(AssertionError):
             respects_minimum(minimum, GAMMA)
 
 
@@ -155,7 +162,7 @@ def test_a_mask_that_forgets_the_drafts_before_a_position() -> None:
         return warp(row, place.params, (), suppress, self.vocab_size, model)
 
     with (
-        broken("sampling.sampler.NumpySampler._warp", committed),
+        broken("sampling.reference.NumpySampler._warp", committed),
         pytest.raises(AssertionError),
     ):
         respects_minimum(3, GAMMA)

@@ -16,6 +16,7 @@ from proof import ONE
 from rounds import (
     accept_everything,
     broken,
+    cases,
     flattened_q,
     ids,
     make_decoder,
@@ -23,10 +24,12 @@ from rounds import (
     with_uniforms,
 )
 
+from runtime.sampling.distribution import Distribution
 from runtime.sampling.philox import Purpose
+from runtime.sampling.reference import NumpySampler
 from runtime.sampling.rules import Verdict, residual, verify
-from runtime.sampling.sampler import NumpySampler, SlotSampling
-from runtime.sampling.warp import Distribution, SamplingParams
+from runtime.sampling.sampler import SlotSampling
+from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
 pytestmark = pytest.mark.usefixtures("sampler")
@@ -64,7 +67,9 @@ def vars_of(params: SamplingParams) -> dict[str, Any]:
 
 
 @with_uniforms
-@pytest.mark.parametrize(("rule", "vocab_size"), [("token", V), ("token", 5), ("block", 5)])
+@pytest.mark.parametrize(
+    ("rule", "vocab_size"), cases([("token", 5), ("block", 5)], [("token", V), ("block", V)])
+)
 def test_two_draft_tokens(rule: str, vocab_size: int) -> None:
     options = {} if vocab_size == V else ALL
     assert by_bisection(at(**options, verify=rule), 2, vocab_size) < 1e-6
@@ -77,7 +82,7 @@ def test_end_of_text_masked_in_the_middle_of_a_block() -> None:
 
 
 @with_uniforms
-@pytest.mark.parametrize(("target_width", "draft_width"), [(12, 10), (8, 8), (12, 5), (8, 3)])
+@pytest.mark.parametrize(("target_width", "draft_width"), [(12, 10), (12, 5)])
 def test_padded_and_narrow_vocabularies(target_width: int, draft_width: int) -> None:
     target = random_model(1, target_width)
     draft = random_model(2, draft_width)
@@ -119,7 +124,7 @@ WRONG_RULES = [accept_everything, flattened_q, corrected_from_p]
 @pytest.mark.parametrize("wrong", WRONG_RULES)
 @pytest.mark.parametrize("params", [at(), at(**ALL)], ids=["plain", "all"])
 def test_bisection_notices(wrong: Callable[..., Verdict], params: SamplingParams) -> None:
-    with broken("sampling.sampler.verify", wrong):
+    with broken("sampling.reference.verify", wrong):
         assert by_bisection(params) > 0.01
 
 
@@ -129,7 +134,7 @@ def test_bisection_notices_a_penalty_without_the_drafts() -> None:
     def careless(self: NumpySampler, place: SlotSampling, drafted, row, model):  # type: ignore[no-untyped-def]
         return real(self, place, (), row, model)
 
-    with broken("sampling.sampler.NumpySampler._warp", careless):
+    with broken("sampling.reference.NumpySampler._warp", careless):
         assert by_bisection(at(repetition_penalty=1.8), 1) > 0.01
 
 
@@ -144,7 +149,7 @@ def test_three_draft_tokens_over_eight() -> None:
 
 @pytest.mark.parametrize("wrong", WRONG_RULES)
 def test_the_grid_notices(wrong: Callable[..., Verdict]) -> None:
-    with broken("sampling.sampler.verify", wrong):
+    with broken("sampling.reference.verify", wrong):
         assert by_grid(2, 2) > 0.01
 
 
@@ -152,7 +157,7 @@ def test_the_grid_notices(wrong: Callable[..., Verdict]) -> None:
 
 
 @with_uniforms
-@pytest.mark.parametrize(("gamma", "count"), [(0, 4), (1, 4), (2, 4), (3, 5)])
+@pytest.mark.parametrize(("gamma", "count"), cases([(0, 4), (2, 4)], [(3, 5)]))
 def test_rounds_after_one_another(gamma: int, count: int) -> None:
     """A number drawn again in a later round must not have been looked at in an earlier one."""
     assert by_keys(gamma, count, own) < 1e-12
@@ -178,7 +183,7 @@ def support_at_u_0() -> None:
     target = np.array([-np.inf, -np.inf, 0, 1, 2], np.float32)
     draft = np.array([3, 2, 1, -np.inf, -np.inf], np.float32)
     decoder = make_decoder(lambda c: target, lambda c: draft, vocab_size=5)
-    with broken("sampling.sampler.uniform", lambda *key: 0.0):
+    with broken("sampling.reference.uniform", lambda *key: 0.0):
         sequence = run(decoder, Request([2], at(), gamma=3, max_new_tokens=20))
     assert not {0, 1} & set(ids(sequence))
     assert sequence.stats.accepted == 0
@@ -193,7 +198,7 @@ def test_a_test_that_is_not_strict_is_noticed() -> None:
     def not_strict(p, q, drafts, accept_u, final_u, params):  # type: ignore[no-untyped-def]
         return verify(p, q, drafts, [u - 1e-9 for u in accept_u], final_u, params)
 
-    with broken("sampling.sampler.verify", not_strict), pytest.raises(AssertionError):
+    with broken("sampling.reference.verify", not_strict), pytest.raises(AssertionError):
         support_at_u_0()
 
 
@@ -215,7 +220,7 @@ def equal_up_to_rounding(rule: Callable[..., tuple[Distribution, float]]) -> Non
         decoder = make_decoder(lambda c: row, lambda c, other=other: other, vocab_size=V)
         masses.clear()
         with (
-            broken("sampling.sampler.uniform", lambda *key: ONE),
+            broken("sampling.reference.uniform", lambda *key: ONE),
             broken("sampling.rules.residual", watched),
             np.errstate(all="raise"),
         ):

@@ -30,8 +30,9 @@ from rounds import (
 
 from runtime.decoder import Decoder
 from runtime.sampling.philox import Purpose, uniform
+from runtime.sampling.reference import NumpySampler
 from runtime.sampling.rules import Verdict
-from runtime.sampling.sampler import NumpySampler, SlotSampling
+from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams, VerifyRule, warp
 from runtime.sequence import ActiveSequence, Request, Token
 from runtime.text.options import Options
@@ -106,7 +107,7 @@ def test_the_block_rule_follows_the_target() -> None:
 
 @pytest.mark.parametrize("wrong", [accept_everything, flattened_q])
 def test_wrong_rules_are_noticed(wrong: Callable[..., Verdict]) -> None:
-    with broken("sampling.sampler.verify", wrong):
+    with broken("sampling.reference.verify", wrong):
         assert min(p_values(1.0, 3).values()) < 1e-6
 
 
@@ -116,7 +117,7 @@ def test_a_number_with_two_uses_is_noticed() -> None:
     def shared(seed: int, position: int, purpose: Purpose, lane: int = 0) -> float:
         return uniform(seed, position, min(purpose, Purpose.RESIDUAL) // 2, lane)  # type: ignore[arg-type]
 
-    with broken("sampling.sampler.uniform", shared):
+    with broken("sampling.reference.uniform", shared):
         assert min(p_values(1.0, 3).values()) < 1e-6
 
 
@@ -151,7 +152,7 @@ def test_numbers_that_the_block_rule_has_spent_are_noticed() -> None:
     def in_lane_0(seed: int, position: int, purpose: Purpose, lane: int = 0) -> float:
         return uniform(seed, position, purpose)
 
-    with broken("sampling.sampler.uniform", in_lane_0):
+    with broken("sampling.reference.uniform", in_lane_0):
         assert words_by_block() < 1e-6
 
 
@@ -230,7 +231,7 @@ def test_numbers_that_depend_on_the_company_are_noticed(what: str) -> None:
         return uniform(place.params.seed, place.position + step, purpose, lane)
 
     with (
-        broken("sampling.sampler.NumpySampler._uniform", companionable),
+        broken("sampling.reference.NumpySampler._uniform", companionable),
         pytest.raises(AssertionError),
     ):
         repeats_alone("token")

@@ -1,176 +1,57 @@
-"""The native kernel is exact: by enumeration at V = 8, and by statistics at real vocabularies.
+"""The samplers are exact: by enumeration at V = 8, and by statistics at real vocabularies.
 
-Enumeration gives the uniforms to the library instead of Philox. The outcome is piecewise constant
-in each of them; bisection finds the edges, for all drafts and outcomes at once, one slot each. The
-truth is a float64 softmax, which shares nothing with the library.
+Emulated, an enumeration takes minutes, and test_kernel_cuda.py shows that the emulated kernels have
+the CPU library's bits: the emulation is enumerated once there.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from proof import ONE, chi_square
-from test_kernel import BACKENDS, BLOCK, SIGMOID, TOKEN, open_backend
+from enumeration import Models, V, bisect, distance, output_joint, softmax
+from kernels import BLOCK, NUMPY, SIGMOID, TOKEN, open_backend, open_sampler
+from proof import chi_square
 
-from runtime.sampling.kernel import RoundSampler, SlotSampling
+from runtime.sampling.native import RoundSampler
+from runtime.sampling.sampler import SlotSampling
+from runtime.sampling.warp import SamplingParams
 
-V = 8
-BISECTIONS = 36
+EXACT = pytest.mark.parametrize("params", [TOKEN, BLOCK], ids=["token", "block"])
 
 
-# Emulated, these take minutes each, and test_kernel_cuda.py shows that the emulated kernels have
-# the CPU library's bits: one enumeration of each rule is enough, and that in the slow run.
-@pytest.fixture(params=[backend for backend in BACKENDS if backend != "emulated"])
+@pytest.fixture(params=["cpu", "cuda"])
+def native(request):
+    return open_backend(request.param)
+
+
+@pytest.fixture(params=[NUMPY, "cpu", "cuda"])
 def library(request):
     return open_backend(request.param)
 
 
-emulated_too = pytest.mark.parametrize(
-    "library",
-    [pytest.param(b, marks=pytest.mark.slow) if b == "emulated" else b for b in BACKENDS],
-    indirect=True,
-)
-
-
-def softmax(logits):
-    weights = np.exp(np.float64(logits) - np.float64(logits).max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)
-
-
-def bisect(accepted, count):
-    """Length [count] of {u: accepted(u)}, for predicates that are true below some point."""
-    low, high = np.zeros(count), np.ones(count)
-    never, always = ~accepted(np.zeros(count)), accepted(np.full(count, ONE))
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        stands = accepted(middle)
-        low, high = np.where(stands, middle, low), np.where(stands, high, middle)
-    return np.where(never, 0.0, np.where(always, 1.0, low))
-
-
-class Models:
-    """Target and draft rows for every prefix over V tokens: float32 logits."""
-
-    def __init__(self, seed, gamma, scale=1.5, dtype=np.float32):
-        rng = np.random.default_rng([seed, gamma])
-        self.gamma = gamma
-        self.target = [
-            scale * rng.normal(size=(V,) * (i + 1)).astype(dtype) for i in range(gamma + 1)
-        ]
-        self.draft = [scale * rng.normal(size=(V,) * (i + 1)).astype(dtype) for i in range(gamma)]
-        for rows in (*self.target[:1], *self.draft[:1]):
-            rows[..., rng.integers(1, V)] = -np.inf
-
-    def joint(self):
-        """The target's distribution over gamma + 1 tokens."""
-        joint = np.ones(())
-        for rows in self.target:
-            joint = joint[..., None] * softmax(rows)
-        return joint
-
-
-def rounds(library, models, drafts, params):
-    """A function of uniforms [N, gamma + 1]: (accepted, token) [N]; one slot a row of drafts."""
-    count, gamma = len(drafts), models.gamma
-    target = np.empty((count, gamma + 1, V), np.float32)
-    draft = np.empty((count, gamma, V), np.float32)
-    for i in range(gamma + 1):
-        prefix = tuple(drafts[:, :i].T)
-        target[:, i] = models.target[i][prefix]
-        if i < gamma:
-            draft[:, i] = models.draft[i][prefix]
-    sampler = RoundSampler(V, gamma, count, library=library)
-    sampler.begin([SlotSampling(params, gamma, 0, index=b) for b in range(count)])
-    sampler.drafts[:] = drafts
-
-    def run(u):
-        got = sampler.verify(target, draft, np.ascontiguousarray(u))
-        return np.array([(v.accepted, v.token) for v in got]).T
-
-    return run
-
-
-def output_joint(library, models, params):
-    """Distribution of gamma + 1 tokens of a round that the target completes, and mean accepted."""
-    gamma = models.gamma
-    drafts = np.array(list(itertools.product(range(V), repeat=gamma)))
-    q = np.ones(len(drafts))
-    for i in range(gamma):
-        q *= softmax(models.draft[i])[tuple(drafts[:, : i + 1].T)]
-    drafts, q = drafts[q > 0], q[q > 0]
-    run = rounds(library, models, drafts, params)
-    others = ONE if params.verify == "block" else 0.0
-    edges = np.empty((len(drafts), gamma))
-    for i in range(gamma):
-
-        def stands(u, i=i):
-            uniforms = np.full((len(drafts), gamma + 1), others)
-            uniforms[:, i], uniforms[:, gamma] = u, 0.0
-            return run(uniforms)[0] > i
-
-        edges[:, i] = bisect(stands, len(drafts))
-
-    joint, mean = np.zeros((V,) * (gamma + 1)), 0.0
-    for below in itertools.product((True, False), repeat=gamma):
-        cell = np.prod(np.where(below, edges, 1 - edges), axis=1)
-        uniforms = np.zeros((len(drafts), gamma + 1))
-        uniforms[:, :gamma] = np.where(below, edges / 2, (edges + 1) / 2)
-        accepted = run(uniforms)[0]
-        mean += (q * cell * accepted).sum()
-        previous = np.zeros(len(drafts))
-        for token in range(V):  # the inverse CDF of the final draw is monotone in its uniform
-
-            def at_most(u, token=token, uniforms=uniforms):
-                uniforms[:, gamma] = u
-                return run(uniforms)[1] <= token
-
-            edge = bisect(at_most, len(drafts)) if token < V - 1 else np.ones(len(drafts))
-            weight = q * cell * (edge - previous)
-            previous = edge
-            for n in range(gamma + 1):
-                chosen = accepted == n
-                head = (*drafts[chosen, :n].T, np.full(chosen.sum(), token))
-                tail = completion(models, n + 1, head)
-                np.add.at(joint, head, weight[chosen].reshape(-1, *[1] * (gamma - n)) * tail)
-    assert joint.sum() == pytest.approx(1, abs=1e-6)
-    return joint, mean
-
-
-def completion(models, start, prefix):
-    """The target's distribution of tokens start .. gamma after each of N prefixes."""
-    rows = np.ones(len(prefix[0]))
-    for i in range(start, models.gamma + 1):
-        table = softmax(models.target[i])[prefix]  # [N, V, ...]: of all longer prefixes
-        rows = rows[..., None] * table
-    return rows
-
-
-def distance(library, models, params):
-    joint, mean = output_joint(library, models, params)
-    return 0.5 * np.abs(joint - models.joint()).sum(), mean
-
-
-@emulated_too
-@pytest.mark.parametrize("params", [TOKEN, BLOCK], ids=["token", "block"])
-@pytest.mark.parametrize("gamma", [1, 2])
-def test_a_round_has_the_targets_joint_distribution(library, params, gamma):
-    for seed in range(2):
-        assert distance(library, Models(seed, gamma), params)[0] < 1e-6
+@EXACT
+def test_a_round_has_the_targets_joint_distribution(library, params):
+    assert distance(library, Models(0, 2), params)[0] < 1e-6
 
 
 @pytest.mark.slow
+@EXACT
+@pytest.mark.parametrize(("seed", "gamma"), [(0, 1), (1, 2), (5, 3)])
+def test_more_rounds_have_the_targets_joint_distribution(library, params, seed, gamma):
+    assert distance(library, Models(seed, gamma), params)[0] < 1e-6
+
+
+def test_enumeration_notices_rules_that_are_not_exact(native):
+    models = Models(0, 1)
+    assert distance(native, models, replace(TOKEN, lenience=0.3))[0] > 0.02
+    assert distance(native, models, SIGMOID)[0] > 0.05
+
+
 @pytest.mark.parametrize("params", [TOKEN, BLOCK], ids=["token", "block"])
-def test_a_round_of_three_drafts_has_the_targets_joint_distribution(library, params):
-    assert distance(library, Models(5, 3), params)[0] < 1e-6
-
-
-def test_enumeration_notices_rules_that_are_not_exact(library):
-    models = Models(0, 2)
-    assert distance(library, models, replace(TOKEN, lenience=0.3))[0] > 0.02
-    assert distance(library, models, SIGMOID)[0] > 0.05
+def test_enumeration_notices_a_q_that_was_not_drawn_from(library, params):
+    assert distance(library, Models(0, 1), params, reported=Models(5, 1))[0] > 0.05
 
 
 def test_block_accepts_more_than_token(library):
@@ -184,18 +65,100 @@ def test_block_accepts_more_than_token(library):
         assert accepted == pytest.approx(mean, abs=1e-6) and far < 1e-6
 
 
-def test_the_drafts_own_draw_is_its_softmax(library):
+# --- penalties, bias, filters: p and q alike, drafted tokens counted ---------------------------
+
+CONTEXT = [2, 5, 3, 3]  # a prompt of one id, and the output after it
+BIAS = {0: 1.5, 3: -2.0, 6: 0.5}
+PENALISED = SamplingParams(
+    temperature=1.0, frequency_penalty=0.6, presence_penalty=0.9, repetition_penalty=1.3,
+    logit_bias=BIAS,
+)  # fmt: skip
+
+
+def processed(row, drafted, output=CONTEXT[1:]):
+    """By its definition: bias, then Transformers' penalty of all, then OpenAI's of the output."""
+    row = row.astype(np.float64)
+    for token, bias in BIAS.items():
+        row[token] += bias
+    for token in {*CONTEXT, *drafted}:
+        row[token] = row[token] * 1.3 if row[token] < 0 else row[token] / 1.3
+    for token in {*output, *drafted}:
+        row[token] -= 0.6 * (*output, *drafted).count(token) + 0.9
+    return row
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_penalties_and_bias_are_exact_with_drafted_tokens_counted(library, rule):
+    params, models = replace(PENALISED, verify=rule), Models(3, 2)
+    sampled = models.processed(processed)
+    assert distance(library, models, params, sampled, context=CONTEXT)[0] < 1e-6
+
+
+def test_enumeration_notices_a_prompt_that_is_counted(library):
+    """The control: penalties of another output, and drafted tokens that are not counted."""
+    models = Models(3, 1)
+    for wrong in (
+        models.processed(lambda row, drafted: processed(row, drafted, CONTEXT)),
+        models.processed(lambda row, drafted: processed(row, ())),
+    ):
+        joint, _ = output_joint(library, models, PENALISED, models.processed(processed),
+                                context=CONTEXT)  # fmt: skip
+        assert 0.5 * np.abs(joint - wrong.joint()).sum() > 0.01
+
+
+@EXACT
+def test_rows_with_filtered_tokens_are_exact(library, params):
+    """top-k makes zeros, on different tokens in target and draft."""
+    models = Models(4, 2)
+
+    def top_5(row, _):
+        return np.where(row < np.sort(row)[-5], -np.inf, row) / 0.8
+
+    params = replace(params, temperature=0.8, top_k=5)
+    assert distance(library, models, params, models.processed(top_5))[0] < 1e-6
+
+
+# --- lenience, sigmoid: not exact, by how much ------------------------------------------------
+
+
+@pytest.mark.parametrize("lenience", [1.0, 0.3])
+def test_lenience_keeps_its_guarantee(library, lenience):
+    models = Models(1, 1, scale=2.0)
+    joint, accepted = output_joint(library, models, replace(TOKEN, lenience=lenience))
+    out, p, q = joint.sum(axis=1), softmax(models.target[0]), softmax(models.draft[0])
+    assert accepted == pytest.approx(np.minimum(p / lenience, q).sum(), abs=1e-6)  # A.5
+    assert (out <= p / lenience + 1e-6).all()
+    # Tokens that the draft proposes too rarely never exceed p, so the distance is the smallest
+    # that this acceptance leaves possible.
+    assert (out[p > q] <= p[p > q] + 1e-6).all()
+    least = np.maximum(np.minimum(q, p / lenience) - p, 0).sum()
+    assert 0.5 * np.abs(out - p).sum() == pytest.approx(least, abs=1e-6)
+    if lenience < 1:  # control: it does leave the target's distribution
+        assert least > 0.02 and (out > p + 0.01).any()
+
+
+def test_sigmoid_is_close_to_the_draft_and_not_exact(library):
+    models = Models(1, 1, scale=3.0)
+    for row in (models.target[0], models.draft[0]):
+        row[np.isinf(row)] = 0
+    joint, accepted = output_joint(library, models, SIGMOID)
+    out, p, q = joint.sum(axis=1), softmax(models.target[0]), softmax(models.draft[0])
+    assert accepted > 0.995
+    assert 0.5 * np.abs(out - p).sum() > 0.2 and 0.5 * np.abs(out - q).sum() < 0.005
+
+
+# --- statistics, with Philox ------------------------------------------------------------------
+
+
+def test_the_drafts_own_draw_is_its_softmax(native):
     rows = Models(3, 1, scale=2.0).draft[0][None]
-    sampler = RoundSampler(V, 1, 1, library=library)
+    sampler = RoundSampler(V, 1, 1, library=native)
     sampler.begin([SlotSampling(TOKEN, 1, 0)])
     edges = [
         bisect(lambda u, t=t: sampler.draw(rows, 0, u[:, None]).copy() <= t, 1)[0]
         for t in range(V - 1)
     ]
     np.testing.assert_allclose(np.diff([0, *edges, 1]), softmax(rows[0]), atol=3e-7)
-
-
-# --- statistics, with Philox ------------------------------------------------------------------
 
 
 def counts_by_position(library, target, draft, params, count, misreport=None):
@@ -225,51 +188,70 @@ def rows(vocab_size, gamma, seed):
     return target.astype(np.float32), draft.astype(np.float32)
 
 
-@pytest.mark.parametrize("gamma", [1, 3, 5])
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_tokens_follow_the_target_at_every_position(library, rule, temperature, gamma):
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("rule", "temperature", "gamma"),
+    [("token", 1.0, 3), ("block", 0.6, 5)]
+    + [
+        pytest.param(rule, temperature, gamma, marks=slow)
+        for rule in ("token", "block")
+        for temperature in (0.6, 1.0)
+        for gamma in (1, 3, 5)
+    ],
+)
+def test_tokens_follow_the_target_at_every_position(native, rule, temperature, gamma):
     params = replace(TOKEN, temperature=temperature, verify=rule)
     target, draft = rows(4096, gamma, gamma)
-    counts = counts_by_position(library, target, draft, params, 8_000)
+    counts = counts_by_position(native, target, draft, params, 8_000)
     for i, counted in enumerate(counts):
         if counted.sum() >= 500:
             assert chi_square(counted, softmax(target[i] / temperature)) > 1e-3, f"position {i}"
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_a_large_vocabulary(library, temperature):
+@pytest.mark.parametrize("temperature", [0.6, pytest.param(1.0, marks=slow)])
+def test_a_large_vocabulary(native, temperature):
     params = replace(TOKEN, temperature=temperature)
     target, draft = rows(151_936, 1, 7)
-    counts = counts_by_position(library, target, draft, params, 3_000)
+    counts = counts_by_position(native, target, draft, params, 3_000)
     assert chi_square(counts[0], softmax(target[0] / temperature)) > 1e-3
     assert chi_square(counts[1], softmax(target[1] / temperature)) > 1e-3
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_statistics_notice_a_misreported_q(library, rule):
+def test_statistics_notice_a_misreported_q(native, rule):
     target, draft = rows(4096, 3, 3)
     _, other = rows(4096, 3, 33)
     counts = counts_by_position(
-        library, target, draft, replace(TOKEN, verify=rule), 3_000, misreport=other
+        native, target, draft, replace(TOKEN, verify=rule), 3_000, misreport=other
     )
     assert chi_square(counts[0], softmax(target[0])) < 1e-6
 
 
-@pytest.mark.parametrize("params", [TOKEN, BLOCK], ids=["token", "block"])
-def test_a_reversed_draft_over_32768_tokens(library, params):
-    """One text, round after round, with the counters that a decoding loop uses."""
-    p = np.array([0.35, 0.25, 0.2, 0.1, 0.05, 0.03, 0.015, 0.005])
-    target = np.tile(np.log(p).astype(np.float32), (1, 6, 1))
+def texts(library, p, gamma, params, slots, length):
+    """[slots, length] tokens, round after round with the counters of a decoding loop; q is p
+    reversed."""
+    target = np.tile(np.log(p).astype(np.float32), (1, gamma + 1, 1))
     draft = np.log(p[::-1]).astype(np.float32)[None]
-    sampler, tokens = RoundSampler(8, 5, library=library), []
-    while len(tokens) < 32_768:
-        sampler.begin([SlotSampling(replace(params, seed=7), 5, len(tokens))])
-        for step in range(5):
+    sampler = open_sampler(library, len(p), gamma, slots)
+    tokens = [[] for _ in range(slots)]
+    while min(map(len, tokens)) < length:
+        sampler.begin(
+            [SlotSampling(replace(params, seed=b), gamma, len(t)) for b, t in enumerate(tokens)]
+        )
+        for step in range(gamma):
             sampler.draw(draft, step)
-        verdict = sampler.verify(target)[0]
-        tokens += [*sampler.drafts[0, : verdict.accepted].tolist(), verdict.token]
-    tokens = np.array(tokens[:32_768])
+        drafts = sampler.drafts.tolist()
+        for text, ids, verdict in zip(tokens, drafts, sampler.verify(target), strict=True):
+            text += [*ids[: verdict.accepted], verdict.token]
+    return np.array([text[:length] for text in tokens])
+
+
+@EXACT
+def test_a_reversed_draft_over_32768_tokens(native, params):
+    p = np.array([0.35, 0.25, 0.2, 0.1, 0.05, 0.03, 0.015, 0.005])
+    tokens = texts(native, p, 5, params, 64, 512).ravel()
     counts = np.bincount(tokens, minlength=8)
     assert 0.5 * np.abs(counts / counts.sum() - p).sum() < 0.02
     pairs = np.bincount(tokens[::2] * 8 + tokens[1::2], minlength=64).astype(float)

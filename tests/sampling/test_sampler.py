@@ -20,9 +20,10 @@ from runtime import load
 from runtime.bundle import open_engine
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import MOST_GAMMA, read_bundle
-from runtime.sampling import kernel
-from runtime.sampling.kernel import RoundSampler
-from runtime.sampling.sampler import NumpySampler, SlotSampling
+from runtime.sampling import kernel, native
+from runtime.sampling.native import RoundSampler
+from runtime.sampling.reference import NumpySampler
+from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
@@ -147,14 +148,14 @@ def test_an_engine_keeps_the_logits_of_as_many_calls_as_it_has_buffers(bundle: P
     for step, copy in zip(steps, copies, strict=True):
         np.testing.assert_array_equal(step, copy)
     assert not np.array_equal(copies[0], copies[1])
-    kernel._steps(steps)  # evenly spaced
+    native._steps(steps)  # evenly spaced
     engine.forward(np.full((2, 1), 9), np.full(2, 3), index, buffer=1)
     assert not np.array_equal(steps[1], copies[1])
     np.testing.assert_array_equal(steps[2], copies[2])
 
 
 def test_limits_are_those_of_the_library() -> None:
-    header = (CHECKOUT / "plugins" / "outrider.h").read_text()
+    header = (CHECKOUT / "plugins" / "include" / "outrider.h").read_text()
     assert re.search(rf"define OUTRIDER_MAX_WIDTH {MOST_GAMMA}\b", header)
-    source = (CHECKOUT / "plugins" / "outrider_cpu.cpp").read_text()
+    source = (CHECKOUT / "plugins" / "cpu" / "outrider_cpu.cpp").read_text()
     assert f"MAX_THREADS = {kernel.MAX_THREADS};" in source

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from runtime.files.errors import OutriderError
-from runtime.sampling import kernel
+from runtime.sampling import kernel, native
+from runtime.sampling.distribution import TILE, Distribution
 from runtime.sampling.sampler import SlotSampling
-from runtime.sampling.warp import TILE, Distribution, SamplingParams, warp
+from runtime.sampling.warp import SamplingParams, warp
 
 ONE = math.nextafter(1.0, 0.0)  # the largest uniform
 
@@ -36,6 +37,7 @@ def reference(logits, params, context, suppress):
         min_p=params.min_p or None,
         repetition_penalty=float(params.repetition_penalty),
         suppress_tokens=list(suppress) or None,
+        sequence_bias={(token,): bias for token, bias in params.logit_bias} or None,
     )
     model = transformers.GenerationMixin()
     model.config = SimpleNamespace(is_encoder_decoder=False)
@@ -43,7 +45,7 @@ def reference(logits, params, context, suppress):
         config, input_ids_seq_length=len(context), device="cpu"
     )
     ids = torch.tensor([list(context)], dtype=torch.long)
-    scores = torch.from_numpy(logits.copy())[None]
+    scores = torch.from_numpy(logits.astype(np.float64))[None]
     before_top_p = None
     for processor in processors:
         if type(processor).__name__ == "TopPLogitsWarper":
@@ -83,14 +85,18 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("penalise", [False, True], ids=["plain", "penalty-suppress"])
-@pytest.mark.parametrize("vocab_size", [8, 111, 4096])
-def test_warp_is_what_transformers_samples_from(vocab_size, penalise):
+@pytest.mark.parametrize("penalise", [False, True], ids=["plain", "bias-penalty-suppress"])
+@pytest.mark.parametrize(
+    ("vocab_size", "every"),
+    [(8, 5), (111, 7), *(pytest.param(v, 1, marks=pytest.mark.slow) for v in (8, 111, 4096))],
+)
+def test_warp_is_what_transformers_samples_from(vocab_size, every, penalise):
     context = [1, 5, 5, 3, vocab_size - 1, vocab_size + 7] if penalise else []
     suppress = [2, 6] if penalise else []
-    extra = {"repetition_penalty": 1.3} if penalise else {}
+    extra = {"repetition_penalty": 1.3, "logit_bias": {1: 2.0, 4: -3.5}} if penalise else {}
     compared = 0
-    for seed, options in enumerate(OPTIONS):
+    chosen = OPTIONS[::every]
+    for seed, options in enumerate(chosen):
         params = SamplingParams(**options, **extra)
         for name, row in logit_rows(vocab_size, seed):
             before = row.copy()
@@ -107,10 +113,10 @@ def test_warp_is_what_transformers_samples_from(vocab_size, penalise):
                 continue
             weights = np.exp(np.float64(scores) - np.float64(scores).max())
             np.testing.assert_allclose(
-                got, weights / weights.sum(), rtol=3e-6, atol=1e-30, err_msg=label
+                got, weights / weights.sum(), rtol=5e-6, atol=1e-30, err_msg=label
             )
             compared += 1
-    assert compared > 0.98 * 5 * len(OPTIONS)
+    assert compared > 0.98 * 5 * len(chosen)
 
 
 @pytest.mark.parametrize(
@@ -130,21 +136,6 @@ def test_ties_at_the_edge_of_the_nucleus(row, top_p, kept):
     assert np.flatnonzero(np.isfinite(scores)).tolist() == kept
 
 
-@pytest.mark.parametrize("scale", [0.0, 1.0, 3.0, 9.0])
-@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
-def test_nucleus_of_a_large_vocabulary_against_a_float64_sort(scale, top_p):
-    logits = (scale * np.random.default_rng(4).normal(size=151_936)).astype(np.float32)
-    got = warp(logits, SamplingParams(temperature=1.0, top_p=top_p)).probs()
-    order = np.argsort(logits, kind="stable")
-    mass = np.cumsum(np.exp(np.float64(logits[order]) - logits.max()))
-    kept = np.zeros(len(logits), bool)
-    kept[order] = mass > (1 - top_p) * mass[-1]
-    different = (got > 0) != kept
-    assert different.sum() <= 1  # one token, where two sums round to two sides of the edge
-    assert kept.sum() < len(logits)
-    assert got.sum() == pytest.approx(1)
-
-
 def test_temperature_0_is_the_lowest_argmax_after_penalty_and_suppression():
     logits = np.array([1.0, 4.0, 4.0, 3.5, -1.0], np.float32)
     plain, penalty = SamplingParams(), SamplingParams(repetition_penalty=1.5)
@@ -159,54 +150,11 @@ def test_temperature_0_is_the_lowest_argmax_after_penalty_and_suppression():
     assert warp(negative, penalty, context=[0]).point_mass == 1
 
 
-def test_a_common_offset_changes_nothing():
-    row = np.random.default_rng(0).integers(-40, 40, 1000).astype(np.float32) / 8
-    params = SamplingParams(temperature=1.0, top_p=0.9)
-    np.testing.assert_array_equal(
-        warp(row, params).probs(), warp(row + np.float32(1e4), params).probs()
-    )
-
-
-def test_padding_beyond_the_common_width_is_not_read():
-    row = np.array([0.0, 1.0, np.nan, np.inf], np.float32)
-    for params in (SamplingParams(), SamplingParams(temperature=1.0)):
-        warped = warp(row, params, context=[3], suppress=[2], vocab_size=2)
-        assert warped.vocab_size == 2 and warped.probs().shape == (2,)
-        assert [warped.prob(t) for t in (2, 3, -1)] == [0, 0, 0]
-        with pytest.raises(OutriderError):  # control
-            warp(row, params, vocab_size=3)
-
-
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
 def test_other_floats_are_converted(dtype):
     row = np.array([0.5, 2.0, -1.25], dtype)
     params = SamplingParams(temperature=1.0)
     assert np.array_equal(warp(row, params).probs(), warp(row.astype(np.float32), params).probs())
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
-@pytest.mark.parametrize(
-    ("values", "cause"),
-    [
-        ([0.0, np.nan, 1.0], "NaN in the logits"),
-        ([np.nan, np.inf, 1.0], "NaN in the logits"),
-        ([0.0, np.inf, 1.0], r"\+inf in the logits"),
-        ([-np.inf, -np.inf, -np.inf], "every logit is -inf"),
-    ],
-)
-def test_a_broken_row_is_an_error_that_names_it(values, cause, temperature):
-    row, params = np.array(values, np.float32), SamplingParams(temperature=temperature)
-    where = "target, slot 0, position 17"
-    for suppress in ((), (1,)):  # suppression must not hide it
-        with pytest.raises(OutriderError, match=f"{where}: {cause}") as error:
-            warp(row, params, suppress=suppress, where=where)
-        assert error.value.kind == "numeric"
-
-
-def test_suppressing_everything_is_an_error():
-    for temperature in (0.0, 1.0):
-        with pytest.raises(OutriderError, match="every logit is -inf"):
-            warp(np.zeros(2, np.float32), SamplingParams(temperature=temperature), suppress=[0, 1])
 
 
 def test_a_matrix_is_refused():
@@ -242,16 +190,6 @@ def test_draw_inverts_the_cumulative_distribution(vocab_size):
         assert token == 0 or cumulative[token - 1] <= u + 1e-12
 
 
-@pytest.mark.parametrize("kept", [0, 5, TILE - 1, TILE, 3 * TILE - 1, 3 * TILE, 4 * TILE - 1])
-def test_draw_never_returns_a_token_of_weight_0(kept):
-    weights = np.zeros(4 * TILE, np.float32)
-    weights[kept] = 0.1
-    distribution = Distribution.dense(weights)
-    assert {distribution.draw(u) for u in (0.0, 0.25, 0.5, 0.999, ONE)} == {kept}
-    # also should rounding carry u * total to the very end, or past it
-    assert distribution.draw(1.0) == kept and distribution.draw(1.0 + 1e-9) == kept
-
-
 def test_probabilities():
     distribution = Distribution.dense(np.array([1, 0, 3], np.float32))
     assert [distribution.prob(t) for t in range(-1, 4)] == [0, 0.25, 0, 0.75, 0]
@@ -272,6 +210,12 @@ def test_probabilities():
         ("top_p", [0, -1, 1.01, math.nan]),
         ("min_p", [-0.1, 1.1, math.nan]),
         ("repetition_penalty", [0, -1.0, math.inf, math.nan]),
+        ("frequency_penalty", [-2.1, 3, math.nan, "1"]),
+        ("presence_penalty", [2.5, -math.inf, True]),
+        (
+            "logit_bias",
+            [{-1: 1.0}, {5: 101}, {5: math.nan}, {"5": 1.0}, {1.5: 1.0}, ((1, 2, 3),), 7],
+        ),
         ("seed", [-1, 2**64, 0.5]),
         ("verify", ["greedy", ""]),
         ("lenience", [0, -0.5, 1.5, math.nan]),
@@ -306,6 +250,14 @@ def test_legal_values_are_taken():
     SamplingParams(top_k=5, top_p=0.5, min_p=0.1)  # harmless at temperature 0
     SamplingParams(temperature=1, top_k=np.int64(3), min_p=np.float32(0.5), seed=2**64 - 1)
     SamplingParams(verify="block")
+    given = SamplingParams(frequency_penalty=-2, logit_bias={7: -100, np.int64(3): 5})
+    assert given.logit_bias == ((3, 5.0), (7, -100.0)) and hash(given) == hash(
+        SamplingParams(frequency_penalty=-2, logit_bias=given.logit_bias)
+    )
+    assert [params.reads_context for params in (given, SamplingParams(logit_bias={1: 1}))] == [
+        True,
+        False,
+    ]
     SamplingParams(lenience=0.1)
     SamplingParams(temperature=1e-6, verify="sigmoid", sigmoid_alpha=-1e4, sigmoid_beta=1e4)
 
@@ -317,5 +269,5 @@ def test_a_nucleus_of_equal_tokens_is_the_share_that_was_asked_for(top_p):
     assert (kept > 0).sum() == round(100 * top_p)
     if kernel.available():
         place = SlotSampling(SamplingParams(temperature=1.0, top_p=top_p), 0, 0)
-        native, _ = kernel.warp_weights(np.zeros(100, np.float32), place)
-        np.testing.assert_array_equal(native > 0, kept > 0)
+        weights, _ = native.warp_weights(np.zeros(100, np.float32), place)
+        np.testing.assert_array_equal(weights > 0, kept > 0)

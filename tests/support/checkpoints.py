@@ -10,18 +10,22 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tokenizers
 import torch
+import torch._inductor
 import transformers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
-from engines.bundle import BACKENDS, build
+from engines.bundle import build
+from engines.registry import find
 from export.pair import export
 
 EOS = "</s>"
@@ -190,6 +194,9 @@ ARCHITECTURES: dict[str, Callable[..., PretrainedConfig]] = {
     "t5": _gpt_like(transformers.T5Config, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4),
 }
 
+# An export of one layer takes half the time.
+ONE_LAYER = {"llama3", "qwen3", "phi3", "opt", "gpt-neox", "olmo2"}
+
 
 def tokenizer(tokens: Sequence[str] = TOKENS) -> PreTrainedTokenizerFast:
     """Bytes without merges; `tokens` in the order of their ids."""
@@ -248,6 +255,26 @@ def _own_files(folder: Path) -> None:
         link.write_bytes(content)
 
 
+@contextmanager
+def _compiled_once(cache: Path) -> Iterator[None]:
+    """AOTInductor's packages hold code and no weights, so models that differ in those share one."""
+    real = torch._inductor.aoti_compile_and_package
+
+    def compile(program: Any, *, package_path: str, **options: Any) -> None:
+        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in program.state_dict.items()}
+        key = hashlib.sha256(f"{program.graph} {shapes} {options}".encode()).hexdigest()[:12]
+        kept = cache / f"{key}.pt2"
+        if not kept.exists():
+            real(program, package_path=package_path, **options)
+            shutil.copyfile(package_path, kept)
+        else:
+            shutil.copyfile(kept, package_path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._inductor, "aoti_compile_and_package", compile)
+        yield
+
+
 class Workshop:
     """Checkpoints, graphs and bundles by what they are made from, shared by all tests of a run.
 
@@ -261,10 +288,17 @@ class Workshop:
 
     def checkpoint(self, name: str, **options: Any) -> Path:
         """See `write`."""
+        options = {name: value for name, value in options.items() if (name, value) != ("seed", 0)}
         with self._once("checkpoint", name, options) as (folder, made):
             if not made:
                 write(folder.with_suffix(".part"), name, **options).rename(folder)
         return folder
+
+    def example(self, name: str) -> Path:
+        """The checkpoint that stands for this architecture, of one layer where all are alike."""
+        layers = {"num_hidden_layers": 1} if name in ONE_LAYER else {}
+        # Seed 0 happens to make a Granite that repeats itself.
+        return self.checkpoint(name, seed=1 if name == "granite" else 0, **layers)
 
     def graphs(self, target: Path, draft: Path | None = None, **options: Any) -> Path:
         """What `python -m export` writes. options: those of `export.pair.export`."""
@@ -285,14 +319,19 @@ class Workshop:
         **options: Any,
     ) -> Path:
         """What `python -m engines` writes, for one slot. options: as `graphs`."""
-        form = {"form": "torch"} if BACKENDS[backend].FORMAT == "torch" else {}
+        form = {"form": "torch"} if find(backend).FORMAT == "torch" else {}
         graphs = self.graphs(target, draft, **form, **options)
         with self._once("bundle", str(graphs), {}) as (folder, made):
             if not made:
                 # Also on a machine with a GPU.
                 sm = "cpu" if backend == "aotinductor" else ""
-                build(graphs, folder, backend=backend, slots=1, sm=sm)
+                with _compiled_once(self.cache):
+                    build(graphs, folder, backend=backend, slots=1, sm=sm)
         return folder
+
+    def compiled_parts(self) -> tuple[Path, Path]:
+        """The pair that the fast tests of AOTInductor share: a compile takes half a minute."""
+        return self.checkpoint("llama"), self.checkpoint("llama", seed=7)
 
     @contextmanager
     def _once(self, kind: str, name: str, options: dict[str, Any]) -> Iterator[tuple[Path, bool]]:

@@ -7,6 +7,8 @@ import re
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 CHECKOUT = Path(__file__).parents[2]
@@ -40,6 +42,17 @@ def run(
         timeout=timeout,
         preexec_fn=limit,  # the child only sets a limit: safe between fork and exec
     )
+
+
+@contextmanager
+def limited_files(largest: int) -> Iterator[None]:
+    """In this process: a file of more bytes fails as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def error_line(stderr: str, kind: str) -> str:

@@ -34,7 +34,7 @@ class Round:
 
     def __init__(self, decoder: Decoder, request: Request):
         self.decoder, self.gamma = decoder, request.gamma
-        with broken("sampling.sampler.uniform", lambda *key: 0.5):
+        with broken("sampling.reference.uniform", lambda *key: 0.5):
             self.sequence = decoder.admit(request)
         self.start = len(self.sequence.slot.tokens)
 
@@ -51,7 +51,7 @@ class Round:
         def controlled(seed: int, position: int, purpose: Purpose, lane: int = 0) -> float:
             return table[purpose][position - self.start]
 
-        with broken("sampling.sampler.uniform", controlled):
+        with broken("sampling.reference.uniform", controlled):
             emitted = self.decoder.round([sequence])[sequence]
         # What was drafted stands in the target's cache, whether it was accepted or not.
         rows = self.decoder.target.cache[0, self.start : self.start + self.gamma]  # type: ignore[attr-defined]
@@ -242,7 +242,7 @@ def by_keys(
 
     def outcomes() -> Iterator[tuple[float, tuple[int, ...]]]:
         while True:
-            with broken("sampling.sampler.uniform", coin):
+            with broken("sampling.reference.uniform", coin):
                 text = ids(run(decoder, request))
             yield 0.5 ** len(coins), tuple(text)
             while coins and coins[last := next(reversed(coins))] == 1:

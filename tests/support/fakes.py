@@ -19,7 +19,7 @@ from runtime.backends.engine import Engine, HeldRows, Ids, Logits
 from runtime.decoder import Decoder
 from runtime.files.manifest import GraphFacts, Manifest, Pair, TokenizerFacts
 from runtime.round import HostRounds
-from runtime.sampling.sampler import NumpySampler
+from runtime.sampling.reference import NumpySampler
 from runtime.text.engine import TextEngine
 from runtime.text.tokenizer import Tokenizer
 
@@ -167,6 +167,10 @@ class FakeEngine(Engine):
                 logits[b, k] = self._row(rows, start + int(index) + 1, width)
         return logits
 
+    def clear(self, slot: int) -> None:
+        self.cache[slot] = NEVER_WRITTEN
+        self.held.cut(slot, 0)
+
     def _row(self, rows: Ids, end: int, width: int) -> Logits:
         start = 0 if self.order is None else max(0, end - self.order)
         context = tuple(rows[start:end].tolist())
@@ -176,6 +180,15 @@ class FakeEngine(Engine):
             rng = np.random.default_rng([width, *context])
             row = row + rng.uniform(-self.rounding, self.rounding, len(row)).astype(np.float32)
         return row
+
+
+class CopyingFake(FakeEngine):
+    """One that can copy rows between slots, as a beam search asks."""
+
+    def copy_rows(self, source: int, destination: int, rows: int) -> None:
+        assert source != destination and 0 < rows <= self.capacity
+        self.cache[destination] = 1  # stale rows are another text's
+        self.cache[destination, :rows] = self.cache[source, :rows]
 
 
 def character_tokenizer() -> tokenizers.Tokenizer:

@@ -19,11 +19,12 @@ from runtime.gpu.loop import LoopingRounds
 from runtime.gpu.rounds import DeviceRounds
 from runtime.round import HostRounds
 from runtime.sampling import kernel
-from runtime.sampling.kernel import RoundSampler
+from runtime.sampling.distribution import Distribution
+from runtime.sampling.native import RoundSampler
 from runtime.sampling.philox import Purpose
+from runtime.sampling.reference import NumpySampler
 from runtime.sampling.rules import Verdict, verify
-from runtime.sampling.sampler import NumpySampler, Sampler
-from runtime.sampling.warp import Distribution
+from runtime.sampling.sampler import Sampler
 from runtime.sequence import ActiveSequence, Request, Rounds
 from runtime.slots import Slot
 
@@ -47,7 +48,7 @@ def cases(fast: Iterable[Any], everything: Iterable[Any]) -> list[Any]:
 
 
 class KernelWithUniforms(RoundSampler):
-    """The kernel, with the uniforms of `sampler.uniform`, so that a test can choose them."""
+    """The kernel, with the uniforms of `reference.uniform`, so that a test can choose them."""
 
     def _table(self, width: int, cells: list[tuple[int, Purpose]]) -> np.ndarray:
         """[B, width]: one column for each (step, purpose)."""

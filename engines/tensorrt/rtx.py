@@ -1,0 +1,80 @@
+"""TensorRT-RTX: engines for RTX GPUs, built with or without one.
+
+An engine holds the weights and portable code that is finished on the GPU when it is loaded: one
+file serves all architectures of its list, at 8 bytes for each (docs/LOG.md).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from runtime.files.errors import OutriderError
+from runtime.files.manifest import EngineFacts, Format, GraphFacts
+
+from ..gpus import present_gpus
+from . import builder
+
+PRODUCT, PACKAGE = "TensorRT-RTX", "tensorrt_rtx"
+DTYPES = ("float16", "bfloat16")  # its attention has no float32 kernels
+FORMAT: Format = "onnx"
+ENGINE_FILE = "engine.rtx"
+LEVELS = range(0)  # it takes them and builds the same engine (docs/LOG.md)
+# Only when asked for: it has no bfloat16, and it makes the engine of a list another, larger one.
+TURING = "75"
+
+
+def versions() -> dict[str, str]:
+    return {PACKAGE: str(_module().__version__)}
+
+
+def _module() -> Any:
+    try:
+        import tensorrt_rtx
+    except ImportError as error:
+        raise OutriderError(
+            "backend",
+            f"{PRODUCT} is not installed ({error})",
+            "Install it: pip install tensorrt-rtx, or use BACKEND=onnxruntime.",
+        ) from None
+    return tensorrt_rtx
+
+
+def targets(sm: str, dtype: str) -> list[str]:
+    """The GPU architectures to build for, such as sm89.
+
+    sm: a list such as "80,89"; empty takes the present GPU's, and without a GPU all but Turing.
+    Raises OutriderError "option" or "backend".
+    """
+    capabilities = _module().ComputeCapability.__members__
+    known = [name.removeprefix("SM") for name in capabilities if name.startswith("SM")]
+    present = sorted(map(str, present_gpus())) if not sm else []
+    wanted = [part.strip() for part in sm.split(",")] if sm else present
+    for part in wanted:
+        if part not in known:
+            raise OutriderError(
+                "option",
+                f"{PRODUCT} {versions()[PACKAGE]} does not build for "
+                + (f"SM={part or sm}" if sm else f"the GPU of this machine (SM={part})"),
+                f"Name the GPUs that will run it, some of SM={','.join(known)}.",
+            )
+    if TURING in wanted and dtype == "bfloat16":
+        raise OutriderError(
+            "option", "Turing (SM=75) has no bfloat16", "Use DTYPE=float16, or leave 75 out of SM."
+        )
+    chosen = wanted or [part for part in known if part != TURING]
+    return [f"sm{number}" for number in sorted(set(map(int, chosen)))]
+
+
+def plan(
+    models: dict[str, GraphFacts], slots: int, max_gamma: int, sm: str, level: int | None
+) -> dict[str, EngineFacts]:
+    gpus = targets(sm, models["target"].dtype)
+    return builder.plan(ENGINE_FILE, models, slots, max_gamma, gpus, versions(), level)
+
+
+def compile(
+    role: str, graph: Path, out: Path, facts: GraphFacts, to: EngineFacts | None
+) -> EngineFacts:
+    assert to is not None
+    return builder.compile(PACKAGE, PRODUCT, role, graph, out, facts, to)

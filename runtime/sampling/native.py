@@ -1,0 +1,226 @@
+"""The sampling of a round by liboutrider, the native library (`kernel` has its interface)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..files.manifest import MOST_GAMMA
+from . import kernel
+from .kernel import ROW, SLOT, VERDICT, Logits, status_text
+from .rules import Verdict
+from .sampler import Array, Ids, SlotSampling
+
+_DTYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.uint16): 2}
+
+
+class RoundSampler:
+    """See `sampler.Sampler`.
+
+    vocab_size: the width that target and draft share; columns beyond it are not read. slots: the
+    most that take part in a round. width: the most draft tokens. threads: at most; used where they
+    pay. All memory is allocated here, once; one sampler is for one thread at a time.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        width: int,
+        slots: int = 1,
+        threads: int = 1,
+        draft_vocab_size: int | None = None,
+        library: ctypes.CDLL | None = None,
+    ):
+        self.vocab_size, self.width, self.threads = vocab_size, width, threads
+        self.draft_vocab_size = draft_vocab_size or vocab_size
+        self._library = library or kernel.load()
+        size = self._library.outrider_workspace_size(
+            max(vocab_size, self.draft_vocab_size), width, threads
+        )
+        if size == 0:
+            raise ValueError(f"no workspace for V={vocab_size}, width={width}, threads={threads}")
+        self._workspace = np.empty(size, np.uint8)
+        self._slots = np.zeros(slots, SLOT)
+        self._verdicts = np.zeros(slots, VERDICT)
+        self._ratios = np.zeros((slots, width))
+        self._kept: Array = np.empty((0,), np.float32)  # [slots, width, V], once a draft drew
+        self._drew, self._draft_slot = False, 0  # the first slot of what `draw` was given
+        self._places: list[SlotSampling] = []
+        self._held: list[object] = []  # what the slots point to, beside the places' ids
+        self.drafts = np.zeros((slots, width), np.int64)
+        self.rows = np.zeros((slots, width), ROW)
+        # `array.ctypes` costs a microsecond each time.
+        self._at_slots, self._at_drafts, self._at_rows, self._at_verdicts, self._at_ratios = (
+            array.ctypes.data
+            for array in (self._slots, self.drafts, self.rows, self._verdicts, self._ratios)
+        )
+        self._memory = self._workspace.ctypes.data, size
+
+    def begin(self, places: Sequence[SlotSampling]) -> None:
+        self._places, self._drew, self._draft_slot = list(places), False, 0
+        self._held = [kernel.fill_slot(self._slots, b, place) for b, place in enumerate(places)]
+
+    def draw(
+        self,
+        logits: Array,
+        step: int,
+        uniforms: Array | None = None,
+        keep: bool = True,
+        first_slot: int = 0,
+    ) -> Ids:
+        """See `Sampler.draw`. uniforms: float64 [B, width] in place of Philox."""
+        count = len(self._places)
+        kept = self._keep(logits.dtype) if keep else None
+        self._drew, self._draft_slot = True, first_slot
+        rows = self._rows(logits[:, None], self.draft_vocab_size, first_slot, 1, step + 1)
+        status = self._library.outrider_draw(
+            ctypes.addressof(rows), self._at_slots, count, self.width, step,
+            _pointer(uniforms, (count, self.width)), self._at_drafts, self._at_rows, kept,
+            self._at_verdicts, *self._memory, self.threads,
+        )  # fmt: skip
+        self._check(status)
+        return self.drafts[:count, step]
+
+    def stop(self, b: int, gamma: int) -> None:
+        """See `Sampler.stop`."""
+        self._places[b] = replace(self._places[b], gamma=gamma)
+        self._slots["gamma"][b] = gamma
+
+    def give(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
+        """See `Sampler.give`."""
+        self._drew, self._draft_slot = False, first_slot
+        for b, (place, tokens) in enumerate(zip(self._places, drafts, strict=True)):
+            if len(tokens) != max(0, place.gamma):
+                raise ValueError(f"{len(tokens)} drafts for {place.name}, not {place.gamma}")
+            self.drafts[b, : len(tokens)] = tokens
+
+    def verify(
+        self,
+        logits: Array,
+        draft_logits: Array | Sequence[Array] | None = None,
+        uniforms: Array | None = None,
+        first_slot: int = 0,
+    ) -> list[Verdict]:
+        """See `Sampler.verify`. uniforms: float64 [B, width + 1] in place of Philox.
+
+        draft_logits: also as one array [S, >= gamma, V]. Where they are not given and `draw` was
+        not called, the draft has no distribution (n-gram lookup): see `give`.
+        Raises OutriderError("option") where the sigmoid rule meets such a draft.
+        """
+        count, gamma = len(self._places), max((p.gamma for p in self._places), default=-1)
+        target = self._rows(logits, self.vocab_size, first_slot, gamma + 1, 0)
+        draft = Logits(None, 0, 0, 1, 0)
+        if draft_logits is not None and len(draft_logits):
+            steps = draft_logits if isinstance(draft_logits, np.ndarray) else _steps(draft_logits)
+            draft = self._rows(steps, self.draft_vocab_size, self._draft_slot, gamma, 1)
+        elif self._drew:
+            draft = _logits(self._kept, self.draft_vocab_size)
+        status = self._library.outrider_verify(
+            ctypes.addressof(target), ctypes.addressof(draft), int(draft_logits is not None),
+            self._at_slots, count, self.width, _pointer(uniforms, (count, self.width + 1)),
+            self._at_drafts, self._at_rows if self._drew else None, self._at_verdicts,
+            self._at_ratios, *self._memory, self.threads,
+        )  # fmt: skip
+        self._check(status)
+        return [
+            Verdict(accepted, token, tuple(ratios[:examined]))
+            for (token, accepted, examined, *_), ratios in zip(
+                self._verdicts[:count].tolist(), self._ratios[:count].tolist(), strict=True
+            )
+        ]
+
+    def _rows(
+        self, array: Array, vocab_size: int, first_slot: int, rows: int, gamma: int
+    ) -> Logits:
+        """Logits that hold so many rows of every slot with at least `gamma` drafts: the library
+        cannot look."""
+        if array.ndim == 3 and array.shape[1] < rows:
+            raise ValueError(f"{array.shape[1]} rows of logits are too few, not {rows}")
+        held = range(first_slot, first_slot + len(array))
+        for place in self._places:
+            if place.gamma >= gamma and place.index not in held:
+                raise ValueError(f"the logits of {held} do not hold slot {place.index}")
+        return _logits(array, vocab_size, first_slot)
+
+    def _keep(self, dtype: np.dtype[Any]) -> int:
+        shape = (*self.drafts.shape, self.draft_vocab_size)
+        if self._kept.shape != shape or self._kept.dtype != dtype:
+            self._kept = np.empty(shape, dtype)
+        address: int = self._kept.ctypes.data
+        return address
+
+    def _check(self, status: int) -> None:
+        if status == 0:
+            return
+        if status != kernel.SLOT_FAILED:
+            raise ValueError(status_text(self._library, status))
+        b = next(b for b in range(len(self._places)) if self._verdicts[b]["status"])
+        failed, place = self._verdicts[b], self._places[b]
+        raise kernel.failure(self._library, failed, place)
+
+
+def warp_weights(
+    logits: Array,
+    place: SlotSampling,
+    vocab_size: int | None = None,
+    library: ctypes.CDLL | None = None,
+) -> tuple[npt.NDArray[np.float32], float]:
+    """The warped weights [V] of one row and their total: for tests and tools, not for the loop."""
+    width = vocab_size or logits.shape[-1]
+    sampler = RoundSampler(width, MOST_GAMMA, library=library)
+    sampler.begin([place])
+    rows, total = _logits(logits[None, None], width), ctypes.c_double()
+    weights = np.empty(width, np.float32)
+    status = sampler._library.outrider_warp(
+        ctypes.addressof(rows), sampler._at_slots, weights.ctypes.data,
+        ctypes.addressof(total), *sampler._memory,
+    )  # fmt: skip
+    if status:
+        raise ValueError(status_text(sampler._library, status))
+    return weights, total.value
+
+
+def _logits(array: Array, vocab_size: int, first_slot: int = 0) -> Logits:
+    """[slots, rows, V], V contiguous; its slots are those from `first_slot` on.
+
+    bfloat16 may come as uint16.
+    """
+    strides, dtype = array.strides, array.dtype
+    if array.ndim != 3 or array.shape[-1] < vocab_size:
+        raise ValueError(f"logits {array.shape} are narrower than V={vocab_size}")
+    if strides[-1] != dtype.itemsize:
+        raise ValueError("the logits of a row must be contiguous")
+    code = _DTYPES.get(dtype)
+    if code is None:
+        if dtype.name != "bfloat16":
+            raise ValueError(f"logits of type {dtype.name}, not float32, float16 or bfloat16")
+        code = 2
+    address = array.__array_interface__["data"][0] - first_slot * strides[0]
+    return Logits(address, strides[0], strides[1], vocab_size, code)
+
+
+def _steps(rows: Sequence[Array]) -> Array:
+    """[S, V] of each step as one view [S, steps, V]: an engine's buffers are evenly spaced."""
+    first = rows[0]
+    addresses = [row.__array_interface__["data"][0] for row in rows]
+    spacing = addresses[1] - addresses[0] if len(rows) > 1 else 0
+    if any(row.strides != first.strides for row in rows) or any(
+        address != addresses[0] + i * spacing for i, address in enumerate(addresses)
+    ):
+        raise ValueError("the draft's logits of a round are not evenly spaced in memory")
+    shape = (first.shape[0], len(rows), first.shape[1])
+    strides = (first.strides[0], spacing, first.strides[1])
+    return np.lib.stride_tricks.as_strided(first, shape, strides, writeable=False)
+
+
+def _pointer(uniforms: Array | None, shape: tuple[int, ...]) -> int | None:
+    if uniforms is None:
+        return None
+    if uniforms.dtype != np.float64 or not uniforms.flags.c_contiguous or uniforms.shape != shape:
+        raise ValueError(f"uniforms must be contiguous float64 {shape}")
+    return int(uniforms.ctypes.data)

@@ -1,0 +1,109 @@
+"""The comparison with the original: another model is seen, and is no graph."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import (
+    VOCAB_SIZE,
+    Workshop,
+)
+from commands import error_line
+from exported import (
+    CAPACITY,
+    UNTIED,
+    command,
+    nothing_left,
+)
+from rounds import cases
+from safetensors.torch import load_file, save_file
+from transformers import AttentionMaskInterface, AutoModelForCausalLM, masking_utils
+
+from export import checkpoint, compare, decoder, loading
+from runtime.files.errors import EXIT_STATUS
+from runtime.files.torch_files import WEIGHTS_FILE
+
+
+@pytest.mark.slow
+def test_float32_decides_where_the_original_rounds_badly(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    """Granite's scores are not scaled down: two float16 computations are two bounds apart."""
+    source = workshop.checkpoint("granite")
+    copy = shutil.copytree(workshop.graphs(source, dtype="float16") / "target", tmp_path / "target")
+
+    def reference(dtype: torch.dtype) -> compare.Reference:
+        found = loading.load(checkpoint.find(str(source)), dtype)
+        return compare.reference(found, CAPACITY, VOCAB_SIZE)
+
+    rough, exact = reference(torch.float16), reference(torch.float32)
+    assert not compare.compare(copy, rough, "float16").passed
+    decided = compare.compare(copy, rough, "float16", lambda: exact)
+    assert decided.passed
+    assert "from the original in float32" in decided.what
+    # Controls: it is not the rougher yardstick alone that passes, and another model does not.
+    rounding = np.abs(rough.logits - exact.logits).max()
+    assert decided.max_difference is not None
+    assert decided.max_difference < rounding
+    weights = np.fromfile(copy / WEIGHTS_FILE, np.float16)
+    weights[len(weights) // 2 :: 7] = 0
+    (copy / WEIGHTS_FILE).unlink()
+    weights.tofile(copy / WEIGHTS_FILE)
+    assert not compare.compare(copy, rough, "float16", lambda: exact).passed
+
+
+@pytest.mark.parametrize("dtype", cases(["float16"], ["float32"]))
+def test_an_original_that_overflows_is_refused(
+    workshop: Workshop, tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bound made of infinite logits would hold for anything; float32 is the control."""
+    source = Path(shutil.copytree(workshop.checkpoint(UNTIED), tmp_path / "checkpoint"))
+    weights = load_file(source / "model.safetensors")
+    weights["lm_head.weight"] *= 1e5
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    status, err = command(capsys, tmp_path, source, "--dtype", dtype, "--max-len", "64")
+    if dtype == "float32":
+        assert status == 0
+    else:
+        assert status == EXIT_STATUS["checkpoint"]
+        assert "says NaN or infinity in float16" in error_line(err, "checkpoint")
+        assert nothing_left(tmp_path)
+
+
+def test_a_lost_window_fails_the_build(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A graph that ignores the architecture's mask: right on short texts, wrong on long ones."""
+
+    def causal_only(**kwargs: object) -> torch.Tensor:
+        return decoder._mask(**{**kwargs, "mask_function": masking_utils.causal_mask_function})
+
+    source = workshop.checkpoint("mistral")
+    AttentionMaskInterface.register(decoder.NAME, causal_only)
+    try:
+        status, err = command(capsys, tmp_path, source)
+    finally:
+        AttentionMaskInterface.register(decoder.NAME, decoder._mask)
+    assert status == EXIT_STATUS["difference"]
+    assert "differs from the original" in error_line(err, "difference")
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, np.nan, np.inf])
+def test_one_wrong_weight_is_seen(workshop: Workshop, tmp_path: Path, value: float) -> None:
+    source = workshop.checkpoint(UNTIED)
+    copy = Path(shutil.copytree(workshop.graphs(source) / "target", tmp_path / "target"))
+    model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
+    original = compare.reference(model, CAPACITY, VOCAB_SIZE)
+    sound = compare.compare(copy, original, "float32")
+    assert sound.passed
+    assert sound.max_difference is not None
+    weights = np.fromfile(copy / WEIGHTS_FILE, np.float32)
+    if value:  # 0 stands for the control
+        weights[len(weights) // 2] += value
+    weights.tofile(copy / WEIGHTS_FILE)
+    assert compare.compare(copy, original, "float32").passed == (value == 0)

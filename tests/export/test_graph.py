@@ -1,0 +1,203 @@
+"""The graph is the contract's (docs/graph.md) and computes what the model computes.
+
+That is the eager model on the whole text, without a cache.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from checkpoints import (
+    MAX_GAMMA,
+    VOCAB_SIZE,
+    Workshop,
+)
+from commands import CHECKOUT
+from exported import (
+    CAPACITY,
+    LAYERS,
+    SHORT,
+    TIED,
+    UNTIED,
+    eager,
+    graph,
+    text,
+    type_of,
+)
+from rounds import cases
+from transformers import AutoModelForCausalLM
+
+from export.pair import export as export_pair
+from runtime.backends.onnxruntime import OrtEngine
+from runtime.files.manifest import GRAPH_FILE, ONE_SLOT_FILE, read_pair
+from runtime.files.torch_files import WEIGHTS_FILE
+
+
+@pytest.mark.parametrize("name", [TIED, UNTIED, "gpt2", "gemma2", "mixtral"])
+def test_inputs_and_outputs(workshop: Workshop, name: str) -> None:
+    folder = workshop.graphs(workshop.checkpoint(name))
+    model = graph(folder)
+    onnx.checker.check_model(folder / "target" / GRAPH_FILE)
+    assert [(o.domain, o.version) for o in model.opset_import] == [("", 24)]
+    assert not model.functions
+    facts = read_pair(folder).target
+    caches = {
+        f"{side}_{i}": (["slots", heads, "rows", width], onnx.TensorProto.FLOAT)
+        for side, shapes in (("key", facts.key_shapes), ("value", facts.value_shapes))
+        for i, (heads, width) in enumerate(shapes)
+    }
+    assert len(caches) == 2 * LAYERS
+    inputs = {
+        "input_ids": (["slots", "tokens"], onnx.TensorProto.INT64),
+        "position": (["slots"], onnx.TensorProto.INT64),
+        "logits_index": (["outputs"], onnx.TensorProto.INT64),
+        **caches,
+    }
+    outputs = {
+        "logits": (["slots", "outputs", VOCAB_SIZE], onnx.TensorProto.FLOAT),
+        **{f"{cache}_out": shape for cache, shape in caches.items()},
+    }
+    for values, expected in ((model.graph.input, inputs), (model.graph.output, outputs)):
+        assert {value.name: type_of(value) for value in values} == expected
+    assert facts.capacity == CAPACITY
+
+
+@pytest.mark.parametrize("name", [TIED, UNTIED])
+def test_norms_and_rotary_embeddings_are_single_nodes(workshop: Workshop, name: str) -> None:
+    nodes = Counter(n.op_type for n in graph(workshop.graphs(workshop.checkpoint(name))).graph.node)
+    assert nodes["RMSNormalization"] == 2 * LAYERS + 1
+    assert nodes["RotaryEmbedding"] == 2 * LAYERS
+    assert nodes["Attention"] == LAYERS
+    assert nodes["TensorScatter"] == 2 * LAYERS
+    primitives = {"Pow", "ReduceMean", "Sqrt", "Reciprocal", "Neg", "Slice", "Softmax"}
+    assert not primitives & nodes.keys()
+
+
+@pytest.mark.parametrize("name", [TIED, UNTIED, "mistral", "mixtral"])
+def test_only_a_tied_weight_is_transposed_when_it_runs(workshop: Workshop, name: str) -> None:
+    model = graph(workshop.graphs(workshop.checkpoint(name)))
+    weights = {tensor.name for tensor in model.graph.initializer}
+    transposed = [
+        n.input[0] for n in model.graph.node if n.op_type == "Transpose" and n.input[0] in weights
+    ]
+    assert len(transposed) == (name == TIED)
+    for weight in transposed:  # the embedding, which is looked up as well
+        readers = [node.op_type for node in model.graph.node if weight in node.input]
+        assert sorted(readers) == ["Gather", "Transpose"]
+
+
+@pytest.mark.parametrize("name", [TIED, UNTIED, "mixtral"])
+def test_every_weight_is_stored_once_beside_the_graph(workshop: Workshop, name: str) -> None:
+    folder = workshop.graphs(workshop.checkpoint(name))
+    facts = read_pair(folder).target
+    assert facts.files.keys() <= {GRAPH_FILE, ONE_SLOT_FILE, WEIGHTS_FILE}
+    external = [t for t in graph(folder).graph.initializer if t.data_location == t.EXTERNAL]
+    places = {entry.value for t in external for entry in t.external_data if entry.key == "location"}
+    assert places == {WEIGHTS_FILE}
+    weights = (folder / "target" / WEIGHTS_FILE).stat().st_size
+    small = sum(len(t.raw_data) for t in graph(folder).graph.initializer)
+    assert 4 * facts.parameters * 0.98 < weights + small < 4 * facts.parameters * 1.05
+
+
+@pytest.mark.parametrize("name", [TIED, "gemma2", "mixtral"])
+def test_the_file_says_nothing_of_the_machine_that_made_it(workshop: Workshop, name: str) -> None:
+    source = workshop.checkpoint(name)
+    folder = workshop.graphs(source)
+    model = graph(folder)
+    described = [model, model.graph, *model.graph.node, *model.graph.input, *model.graph.output]
+    described += [*model.graph.value_info, *model.graph.initializer]
+    assert not any(d.doc_string for d in described)
+    assert not any(d.metadata_props for d in described)
+    content = (folder / "target" / GRAPH_FILE).read_bytes()
+    for trace in (CHECKOUT, source.parent, sys.prefix, "site-packages", ".py", "torch/"):
+        assert str(trace).encode() not in content
+
+
+def test_two_exports_are_the_same_files(workshop: Workshop, tmp_path: Path) -> None:
+    """So that a bundle can be told from its hash, and a damaged part is simply made again."""
+    options = {"max_len": 64, "cache": tmp_path / "cache"}
+    source = str(workshop.checkpoint("gpt2", n_layer=1))
+    first = export_pair(source, None, tmp_path / "out", **options)
+    damaged = next((tmp_path / "cache").glob(f"*/{WEIGHTS_FILE}"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    second = export_pair(source, None, tmp_path / "out", **options)
+    assert first == second
+    assert damaged.stat().st_size == second.target.files[WEIGHTS_FILE].size
+
+
+WALKED = cases([TIED, UNTIED, "gpt2", "gemma2", "mistral", "mixtral"], ["phi3-longrope"])
+
+
+@pytest.mark.parametrize("name", WALKED)
+def test_two_slots_of_any_lengths_with_rejected_drafts(workshop: Workshop, name: str) -> None:
+    """A random walk: calls of any width and any outputs, garbage beyond the length, roll-back."""
+    source = workshop.checkpoint(name)
+    folder = workshop.graphs(source)
+    facts = read_pair(folder).target
+    engine = OrtEngine(folder / "target", facts, slots=3, widest=MAX_GAMMA + 1, threads=1)
+    ids = text(2, 60)
+    expected = eager(source, ids)
+    bound = 1e-5 * (1 + np.abs(expected).max())
+    rng = np.random.default_rng(9)
+    length = np.array([17, 4])
+    for slot, n in enumerate(length):  # slots 1 and 2: slot 0 is never touched
+        last = np.array([n - 1])
+        logits = engine.forward(ids[slot : slot + 1, :n], np.array([0]), last, slot + 1)
+        assert np.abs(logits[0, 0] - expected[slot, n - 1]).max() < bound
+    seen = set()
+    while length.max() + MAX_GAMMA + 1 < ids.shape[1]:
+        width, garbage = int(rng.integers(1, MAX_GAMMA + 2)), int(rng.integers(0, MAX_GAMMA + 1))
+        length = np.maximum(length - rng.integers(0, 4, 2), 0)  # roll-back, into the prompt too
+        call = text(2, width, seed=int(rng.integers(1 << 30)))
+        right = max(1, width - garbage)  # the tokens that are of the text
+        for slot in range(2):
+            call[slot, :right] = ids[slot, length[slot] : length[slot] + right]
+        index = np.sort(rng.permutation(right)[: rng.integers(1, right + 1)])
+        logits = engine.forward(call, length, index, first_slot=1)
+        for slot in range(2):
+            difference = np.abs(logits[slot] - expected[slot, length[slot] + index]).max()
+            assert difference < bound, f"width {width}, lengths {length}"
+        length = length + right
+        seen.add(width)
+    assert len(seen) > 4
+    assert all(not array[0].any() for array in engine._cache.values())
+
+
+def test_soft_caps(workshop: Workshop) -> None:
+    """Written out, not as the operator's attribute, which TensorRT-RTX refuses."""
+    source = workshop.checkpoint("gemma2")
+    model = graph(workshop.graphs(source))
+    nodes = Counter(node.op_type for node in model.graph.node)
+    assert (nodes["Tanh"], nodes["Attention"]) == (LAYERS + 1, 0)
+    # Both caps bend what this checkpoint computes: without one of them it is another model.
+    ids = text(1, 20)
+    capped = eager(source, ids)
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        other = AutoModelForCausalLM.from_pretrained(
+            source, attn_implementation="eager", **{cap: 1e6}
+        )
+        with torch.no_grad():
+            free = other(torch.from_numpy(ids), use_cache=False).logits.numpy()
+        assert np.abs(free - capped).max() > 1e-2
+
+
+def test_learned_positions_to_the_end_of_the_table(workshop: Workshop) -> None:
+    """Drafted rows may lie beyond the table; those before are right all the same."""
+    source = workshop.checkpoint("gpt2", n_positions=SHORT)
+    folder = workshop.graphs(workshop.checkpoint(TIED), source)
+    facts = read_pair(folder).draft
+    assert facts is not None and (facts.max_len, facts.capacity) == (SHORT, CAPACITY)
+    engine = OrtEngine(folder / "draft", facts, slots=1, widest=MAX_GAMMA + 1, threads=1)
+    ids = text(1, SHORT)
+    expected = eager(source, ids)
+    start = SHORT - 3
+    engine.forward(ids[:, :start], np.array([0]), np.array([0]))
+    call = np.concatenate([ids[:, start:], text(1, MAX_GAMMA - 2)], axis=1)
+    logits = engine.forward(call, np.array([start]), np.arange(3))
+    assert np.abs(logits[0] - expected[0, start:]).max() < 1e-5 * (1 + np.abs(expected).max())

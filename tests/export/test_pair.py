@@ -1,0 +1,273 @@
+"""Two checkpoints become one pair, whose parts are made once; and what that takes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import (
+    MAX_GAMMA,
+    MAX_LEN,
+    TOKENS,
+    VOCAB_SIZE,
+    Workshop,
+    tokenizer,
+    write,
+)
+from commands import CHECKOUT, environment, error_line
+from exported import (
+    CAPACITY,
+    SHORT,
+    TIED,
+    UNTIED,
+    command,
+    eager,
+    nothing_left,
+    text,
+)
+from transformers import AutoModelForCausalLM
+
+from engines.bundle import build
+from export import checkpoint, part, vocabulary
+from export.pair import export as export_pair
+from runtime import load
+from runtime.files.errors import EXIT_STATUS
+from runtime.files.manifest import GRAPH_FILE, PART_FILE, Pair, read_pair
+from runtime.files.torch_files import WEIGHTS_FILE
+
+
+def test_a_pair_of_different_tokenizers(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused before anything is exported, naming the first id and how many there are."""
+    other = [*TOKENS]
+    other[139], other[140], other[141] = TOKENS[141], TOKENS[139], TOKENS[140]
+    draft = workshop.checkpoint(TIED, tokens=tuple(other))
+    target = workshop.checkpoint(UNTIED)
+    status, err = command(capsys, tmp_path, target, "--draft", str(draft), "--max-len", "64")
+    assert status == EXIT_STATUS["vocabulary"]
+    assert error_line(err, "vocabulary") == (
+        f"id 139 is {TOKENS[139]!r} in the target and {TOKENS[141]!r} in the draft (first of 3)"
+    )
+    assert nothing_left(tmp_path)
+    assert "trace" not in err
+
+
+def test_a_narrower_draft_and_padding(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Widths padded differently, and tokens that the draft lacks (traps 15 and 16).
+
+    The target has 264 tokens in 320 columns, the draft 257 in 260.
+    """
+    tokens = (*TOKENS, *(f"<extra {i}>" for i in range(7)))
+    target = workshop.checkpoint(TIED, tokens=tokens, vocab_size=320, num_hidden_layers=1)
+    draft = workshop.checkpoint(TIED, seed=7, vocab_size=260, num_hidden_layers=1)
+    bundle = workshop.bundle(target, draft)
+    pair = read_pair(workshop.graphs(target, draft))
+    assert pair.draft is not None
+    assert (pair.vocab_size, pair.target.vocab_size, pair.draft.vocab_size) == (264, 320, 260)
+    said = vocabulary.check_same_tokens(tokenizer(tokens), tokenizer(), 260)
+    assert said.startswith("7 of the target's tokens")
+    engine = load(bundle, slots=1)
+    # Greedy over the common part: what the eager model says, padding left out.
+    prompt = [263, *text(1, 9)[0].tolist()]
+    result = engine.generate(prompt, max_new_tokens=60, gamma=4, ignore_eos=True)
+    logits = eager(target, np.array([prompt + result.token_ids]))[0, len(prompt) - 1 : -1]
+    assert result.token_ids == logits[:, :264].argmax(-1).tolist()
+    # Controls: padding would have been chosen, and tokens that the draft lacks are said.
+    assert (logits.argmax(-1) >= 264).any()
+    sampled = engine.generate(prompt, max_new_tokens=110, temperature=5.0, seed=1, ignore_eos=True)
+    assert any(token >= 257 for token in sampled.token_ids)
+    assert max(sampled.token_ids) < 264
+
+
+def test_a_draft_of_a_shorter_context(workshop: Workshop) -> None:
+    """Trap 18: the draft rides as far as it can, the target goes on alone."""
+    target, draft = workshop.checkpoint(TIED), workshop.checkpoint("gpt2", n_positions=SHORT)
+    pair = read_pair(workshop.graphs(target, draft))
+    assert pair.draft is not None
+    assert (pair.max_len, pair.draft.max_len, pair.draft.capacity) == (MAX_LEN, SHORT, CAPACITY)
+    engine = load(workshop.bundle(target, draft), slots=1)
+    prompt = text(1, 10)[0].tolist()
+    result = engine.generate(prompt, max_new_tokens=100, gamma=4, ignore_eos=True)
+    logits = eager(target, np.array([prompt + result.token_ids]))[0, len(prompt) - 1 : -1]
+    assert result.token_ids == logits.argmax(-1).tolist()
+    assert result.tokens[-1].origin == "plain"
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ([5, 3, 5], 9, [3, 5]),  # the list that `generate` stops at
+        (7, 9, [7]),
+        (None, [9, 4], [4, 9]),
+        (None, None, [0]),  # the tokenizer's
+    ],
+)
+def test_end_of_text_ids(
+    tmp_path: Path, generation: object, config: object, expected: list[int]
+) -> None:
+    folder = write(tmp_path / "checkpoint", TIED)
+    for name, ids in (("config.json", config), ("generation_config.json", generation)):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**content, "eos_token_id": ids}))
+    found = checkpoint.find(str(folder))
+    assert vocabulary.end_of_text_ids(found, vocabulary.load_tokenizer(found)) == expected
+    if generation is None:
+        (folder / "generation_config.json").unlink()
+        assert vocabulary.end_of_text_ids(found, vocabulary.load_tokenizer(found)) == expected
+
+
+def test_tokenizer_and_chat_template_travel_along(workshop: Workshop, tmp_path: Path) -> None:
+    plain = read_pair(workshop.graphs(workshop.checkpoint(TIED))).tokenizer
+    assert (plain.chat_template, plain.vocab_size) == (False, VOCAB_SIZE)
+    copy = Path(shutil.copytree(workshop.checkpoint(TIED), tmp_path / "checkpoint"))
+    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}{{ eos_token }}"
+    words = tokenizer()
+    words.chat_template = template
+    words.save_pretrained(copy)
+    out = tmp_path / "out"
+    # The graph is the cached one: words are no part of it.
+    pair = export_pair(
+        str(copy), None, out, max_len=MAX_LEN, max_gamma=MAX_GAMMA, cache=workshop.cache
+    )
+    assert pair.tokenizer.chat_template
+    assert (out / "tokenizer" / "chat_template.jinja").read_text() == template
+    assert pair.tokenizer.key != plain.key
+    assert pair.tokenizer.special_tokens == {"eos_token": TOKENS[0]}
+    build(out, tmp_path / "bundle", backend="onnxruntime", slots=1)
+    engine = load(tmp_path / "bundle")
+    assert engine.tokenizer.render_chat([{"role": "user", "content": "hi"}]) == f"<hi>{TOKENS[0]}"
+    assert engine.tokenizer.encode("hi") == words.encode("hi", add_special_tokens=False)
+
+
+def test_parts_are_found_again_by_what_they_are_made_from(
+    workshop: Workshop,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cache = tmp_path / "cache"
+    source = Path(shutil.copytree(workshop.checkpoint(TIED), tmp_path / "checkpoint"))
+    shutil.copytree(workshop.graphs(workshop.checkpoint(TIED)), tmp_path / "first")
+    key = read_pair(tmp_path / "first").target.key
+    shutil.copytree(workshop.cache / key[:16], cache / key[:16])
+    made: list[str] = []
+
+    class Again(Exception):
+        """It would be exported."""
+
+    def again(*arguments: object) -> None:
+        made.append(str(arguments[-1]))
+        raise Again
+
+    monkeypatch.setattr(part, "_export", again)
+
+    def export_again(**options: object) -> Pair | None:
+        options = {"max_len": MAX_LEN, "max_gamma": MAX_GAMMA, "cache": cache, **options}
+        try:
+            return export_pair(str(source), None, tmp_path / "out", **options)
+        except Again:
+            return None
+
+    assert export_again() == read_pair(tmp_path / "first")
+    assert made == []
+    assert f"cached (key {key[:8]})" in capsys.readouterr().err
+    for changed in ({"max_len": MAX_LEN - 1}, {"max_gamma": 4}, {"dtype": "float16"}):
+        assert export_again(**changed) is None
+        assert "cached" not in capsys.readouterr().err
+    assert len({key, *made}) == 4
+    assert export_again(force=True) is None
+    assert made[3:] == [key]
+    # One weight less precise than it was.
+    weights = bytearray((source / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (source / "model.safetensors").write_bytes(weights)
+    assert export_again() is None
+    weights[-1] ^= 1
+    (source / "model.safetensors").write_bytes(weights)
+    assert export_again() is not None
+    # Parts that are not what they were.
+    for name in (GRAPH_FILE, WEIGHTS_FILE, PART_FILE):
+        intact = (cache / key[:16] / name).read_bytes()
+        for damaged in (intact[:-2], b"\0" + intact[1:], None):
+            path = cache / key[:16] / name
+            path.unlink(missing_ok=True)
+            if damaged is not None:
+                path.write_bytes(damaged)
+            assert export_again() is None, name
+            path.write_bytes(intact)
+    assert export_again() is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shards", "pickle"])
+def test_other_ways_to_store_weights(workshop: Workshop, tmp_path: Path, kind: str) -> None:
+    source = workshop.checkpoint(TIED)
+    copy = Path(shutil.copytree(source, tmp_path / "checkpoint"))
+    model = AutoModelForCausalLM.from_pretrained(source)
+    (copy / "model.safetensors").unlink()
+    if kind == "shards":
+        model.save_pretrained(copy, max_shard_size="100KB")
+        assert len(list(copy.glob("*.safetensors"))) > 2
+    else:
+        torch.save(model.state_dict(), copy / "pytorch_model.bin")
+    options = {"max_len": MAX_LEN, "max_gamma": MAX_GAMMA, "cache": tmp_path / "cache"}
+    pair = export_pair(str(copy), None, tmp_path / "out", **options)
+    assert pair.target.files == read_pair(workshop.graphs(source)).target.files
+
+
+PEAK = """
+import sys, threading
+from pathlib import Path
+import export.pair, onnxruntime, transformers.models.qwen2.modeling_qwen2
+
+def resident(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+before = peak = resident("RssAnon")
+done = threading.Event()
+
+def watch():
+    global peak
+    while not done.wait(0.005):
+        peak = max(peak, resident("RssAnon"))
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+folder = Path(sys.argv[2])
+export.pair.export(sys.argv[1], None, folder / "out", max_len=64, cache=folder / "cache")
+done.set()
+watcher.join()
+print(peak - before, resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+def test_exporting_takes_little_memory_beside_the_files(tmp_path: Path) -> None:
+    """Weights are read and written through mapped files, which the system can drop at any time;
+    what it cannot drop is a fraction of them, though the graph is run as well."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
+    source = write(tmp_path / "checkpoint", UNTIED, num_attention_heads=16, **sizes)
+    size = (source / "model.safetensors").stat().st_size
+    assert size > 350e6
+    process = subprocess.run(
+        [sys.executable, "-c", PEAK, str(source), str(tmp_path)],
+        cwd=CHECKOUT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    anonymous, everything = map(int, process.stdout.split())
+    assert anonymous < 0.5 * size
+    # Mapped pages included: 1.5 x the checkpoint, beside what tracing makes PyTorch load.
+    assert everything < 1.5 * size + 128 * 2**20

@@ -1,0 +1,61 @@
+"""What `python -m export` wrote, the original beside it, and the command in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from checkpoints import (
+    MAX_GAMMA,
+    MAX_LEN,
+    VOCAB_SIZE,
+)
+from commands import leftovers
+from transformers import AutoModelForCausalLM
+
+import export.__main__
+import export.graph
+from runtime.files.manifest import GRAPH_FILE
+
+LAYERS = 2
+CAPACITY = -(-(MAX_LEN + MAX_GAMMA + 1) // 8) * 8
+TIED, UNTIED = "llama", "qwen2"
+SHORT = 48  # the context of a draft whose learned positions end before the target's
+
+
+def graph(folder: Path) -> onnx.ModelProto:
+    return onnx.load(folder / "target" / GRAPH_FILE, load_external_data=False)
+
+
+def eager(path: Path, ids: np.ndarray) -> np.ndarray:
+    """Logits [2, T, V] of the original, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(torch.from_numpy(ids), use_cache=False).logits.numpy()
+
+
+def text(rows: int, length: int, seed: int = 5) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB_SIZE, (rows, length))
+
+
+def type_of(value: onnx.ValueInfoProto) -> tuple[list[str | int], int]:
+    tensor = value.type.tensor_type
+    return [d.dim_param or d.dim_value for d in tensor.shape.dim], tensor.elem_type
+
+
+def command(
+    capsys: pytest.CaptureFixture[str], folder: Path, model: Path | str, *more: str
+) -> tuple[int, str]:
+    """Status and stderr of `python -m export`, in this process, with everything below `folder`."""
+    places = ["--out", str(folder / "out"), "--cache", str(folder / "cache")]
+    capsys.readouterr()
+    status = export.__main__.main(["--model", str(model), *places, *more])
+    return status, capsys.readouterr().err
+
+
+def nothing_left(folder: Path) -> bool:
+    parts = list((folder / "cache").iterdir()) if (folder / "cache").exists() else []
+    return not (folder / "out").exists() and not parts and not leftovers(folder)

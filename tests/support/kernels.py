@@ -1,0 +1,263 @@
+"""The samplers under test, and rounds for them: NumPy, the CPU library, the CUDA kernels emulated
+on the host, and a GPU, whose tests are skipped, with the reason, where there is none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from on_gpu import OnGpu, open_gpu
+
+from plugins.tools.build import BuildError, build, build_emulated
+from runtime.files.errors import OutriderError
+from runtime.sampling import kernel
+from runtime.sampling.native import RoundSampler, warp_weights
+from runtime.sampling.philox import Purpose, uniform
+from runtime.sampling.reference import NumpySampler
+from runtime.sampling.rules import Verdict, verify
+from runtime.sampling.sampler import SlotSampling
+from runtime.sampling.warp import SamplingParams, warp
+
+LIBRARIES = Path(__file__).parents[2] / "build" / "lib"
+ONE = math.nextafter(1.0, 0.0)
+NUMPY = "numpy"  # in place of a library
+TOKEN = SamplingParams(temperature=1.0)
+BLOCK = SamplingParams(temperature=1.0, verify="block")
+SIGMOID = SamplingParams(temperature=1.0, verify="sigmoid")
+OPTIONS = {
+    "plain": {"temperature": 1.0},
+    "cool": {"temperature": 0.6},
+    "greedy": {},
+    "greedy-penalty": {"repetition_penalty": 1.3},
+    "greedy-lenient": {"lenience": 0.4},
+    "top-k": {"temperature": 0.8, "top_k": 5},
+    "top-p": {"temperature": 1.0, "top_p": 0.9},
+    "min-p": {"temperature": 1.4, "min_p": 0.05},
+    "all": {
+        "temperature": 0.9, "top_k": 50, "top_p": 0.8, "min_p": 0.02, "repetition_penalty": 1.2
+    },
+    "lenient": {"temperature": 1.0, "lenience": 0.3},
+    "block": {"temperature": 1.0, "verify": "block"},
+    "block-top-p": {
+        "temperature": 0.7, "verify": "block", "top_p": 0.95, "repetition_penalty": 1.1
+    },
+    "block-greedy": {"verify": "block"},
+    "sigmoid": {"temperature": 1.0, "verify": "sigmoid"},
+    "sigmoid-narrow": {
+        "temperature": 0.8, "verify": "sigmoid", "top_k": 40, "sigmoid_alpha": -2.0,
+        "sigmoid_beta": 2.0,
+    },
+}  # fmt: skip
+BIASES = {1: 3.0, 4: -2.5, 6: -100.0, 10_000_000: 1.0}
+COUNTED = {  # on the CPU alone
+    "counts": {"temperature": 1.0, "frequency_penalty": 0.7, "presence_penalty": 0.4},
+    "counts-greedy": {"frequency_penalty": -0.3, "presence_penalty": -1.0, "logit_bias": BIASES},
+    "counts-all": {
+        "temperature": 0.8, "frequency_penalty": 0.5, "presence_penalty": -0.2, "top_p": 0.9,
+        "repetition_penalty": 1.2, "verify": "block", "logit_bias": BIASES,
+    },
+}  # fmt: skip
+
+
+# --- samplers ---------------------------------------------------------------------------------
+
+
+@cache
+def cpu_library() -> ctypes.CDLL:
+    try:
+        return kernel.load(build(LIBRARIES))
+    except BuildError as error:
+        pytest.skip(f"liboutrider cannot be built here: {error}")
+
+
+@cache
+def emulated_library() -> ctypes.CDLL:
+    """The CPU library with the draw and the verification of the emulated CUDA kernels."""
+    try:
+        library = kernel.load(build_emulated(LIBRARIES))
+    except BuildError as error:
+        pytest.skip(f"the emulation cannot be built here: {error}")
+    for name in ("draw", "verify"):
+        function = getattr(library, f"outrider_emulate_{name}")
+        function.restype, function.argtypes = kernel._SIGNATURES[f"outrider_{name}"]
+        setattr(library, f"outrider_{name}", function)
+    return library
+
+
+def open_backend(name: str) -> ctypes.CDLL | OnGpu | str:
+    if name == "cuda":
+        try:
+            return open_gpu()
+        except OutriderError as error:
+            pytest.skip(f"no GPU: {error.cause}")
+    openers = {"cpu": cpu_library, "emulated": emulated_library}
+    return openers[name]() if name in openers else NUMPY
+
+
+class NumpyRounds(NumpySampler):
+    """The reference, as `RoundSampler` is called: with `drafts`, uniforms and a draft's width."""
+
+    def __init__(self, vocab_size, width, slots=1, draft_vocab_size=None, **_):
+        super().__init__(vocab_size)
+        self.drafts = np.zeros((slots, width), np.int64)
+        self._draft_vocab_size, self._given_uniforms, self._drew = draft_vocab_size, None, False
+
+    def begin(self, places):
+        super().begin(places)
+        self._drew = False
+
+    def draw(self, logits, step, uniforms=None, keep=True, first_slot=0):
+        self._given_uniforms, self._drew = uniforms, True
+        tokens = super().draw(logits, step, first_slot=first_slot)
+        self.drafts[: len(tokens), step] = tokens
+        return tokens
+
+    def give(self, drafts, first_slot=0):
+        for b, tokens in enumerate(drafts):
+            self.drafts[b, : len(tokens)] = tokens
+
+    def verify(self, logits, draft_logits=None, uniforms=None, first_slot=0):
+        self._given_uniforms = uniforms
+        if not self._drew:
+            super().give([self.drafts[b, : p.gamma].tolist() for b, p in enumerate(self._places)])
+        if isinstance(draft_logits, np.ndarray):
+            draft_logits = list(draft_logits.swapaxes(0, 1))
+        return super().verify(logits, draft_logits, first_slot=first_slot)
+
+    def _warp(self, place, drafted, row, model):
+        shared = self.vocab_size
+        if model == "draft" and self._draft_vocab_size:
+            self.vocab_size = self._draft_vocab_size
+        try:
+            return super()._warp(place, drafted, row, model)
+        finally:
+            self.vocab_size = shared
+
+    def _uniform(self, place, step, purpose):
+        if self._given_uniforms is None:
+            return super()._uniform(place, step, purpose)
+        given = self._given_uniforms[next(b for b, p in enumerate(self._places) if p is place)]
+        return float(given[-1 if purpose is Purpose.RESIDUAL else step])
+
+
+def open_sampler(library, vocab_size, width, slots=1, **options):
+    if library is NUMPY:
+        return NumpyRounds(vocab_size, width, slots, **options)
+    return RoundSampler(vocab_size, width, slots, library=library, **options)
+
+
+def weights_of(library, logits, place):
+    """The warped weights of one row, and their total."""
+    if library is not NUMPY:
+        return warp_weights(logits, place, library=library)
+    suppress = place.suppress if place.suppress_rows and place.suppress is not None else ()
+    context = () if place.context is None else place.context
+    row = warp(logits, place.params, context, suppress, output_start=place.output_start)
+    return (row.probs() if row.weights is None else row.weights), row.total
+
+
+# --- a round, by the reference and by a library -----------------------------------------------
+
+
+def as_dtype(logits, dtype):
+    """float32 logits rounded to `dtype`: (what the library gets, the same values as float32)."""
+    if dtype == "bfloat16":
+        bits = (logits.view(np.uint32) + 0x8000) >> 16
+        return bits.astype(np.uint16), (bits << 16).astype(np.uint32).view(np.float32)
+    array = logits.astype(dtype)
+    return array, array.astype(np.float32)
+
+
+class Case:
+    """Logits of a round for B slots: peaked like a language model's, q near p."""
+
+    def __init__(self, seed, vocab_size, gamma, slots, dtype="float32", noise=0.7, offset=0.0):
+        rng = np.random.default_rng([seed, vocab_size, gamma, slots])
+        target = rng.normal(0, 2.5, (slots, gamma + 1, vocab_size)).astype(np.float32)
+        draft = target[:, :gamma] + noise * rng.normal(size=(slots, gamma, vocab_size))
+        self.vocab_size, self.gamma, self.slots = vocab_size, gamma, slots
+        self.target, self.p = as_dtype(target + np.float32(offset), dtype)
+        self.draft, self.q = as_dtype(draft.astype(np.float32) + np.float32(offset), dtype)
+        self.context = rng.integers(0, vocab_size, (slots, 20))
+        self.suppress = rng.integers(0, vocab_size, 3)
+
+    def places(self, params, gammas=None):
+        return [
+            SlotSampling(
+                replace(params, seed=1000 + b),
+                gamma=self.gamma if gammas is None else gammas[b],
+                position=20 + 7 * b,
+                index=b,
+                context=self.context[b],
+                suppress=self.suppress,
+                suppress_rows=2,
+                name=f"slot {b}",
+                output_start=11,
+            )
+            for b in range(self.slots)
+        ]
+
+
+def by_library(library, case, places, keep=True, threads=1, uniforms=(None, None)):
+    """(drafts, verdicts) of one round."""
+    sampler = open_sampler(library, case.vocab_size, case.gamma, len(places), threads=threads)
+    sampler.begin(places)
+    for step in range(case.gamma):
+        sampler.draw(case.draft[:, step], step, uniforms[0], keep)
+    draft = None if keep else case.draft
+    verdicts = sampler.verify(case.target, draft, uniforms[1])
+    return sampler.drafts[: len(places)].tolist(), verdicts
+
+
+def by_reference(case, place, drafts=None, nudge=0.0):
+    """The same of one slot by NumPy. nudge: relative, on every uniform. drafts: given."""
+    params, b, start = place.params, place.index, place.position
+    lane = start if params.verify == "block" else 0
+
+    def u(step, purpose):
+        if params.temperature == 0:
+            return 0.0
+        return min(ONE, uniform(params.seed, start + step, purpose, lane) * (1 + nudge))
+
+    def warped(rows, i, drawn):
+        context = np.array([*place.context, *drawn[:i]])
+        suppress = place.suppress if i < place.suppress_rows else ()
+        return warp(rows[b, i], params, context, suppress, output_start=place.output_start)
+
+    drawn, q = [], []
+    for i in range(place.gamma):
+        q.append(warped(case.q, i, drawn))
+        drawn.append(q[i].draw(u(i, Purpose.DRAFT)) if drafts is None else drafts[i])
+    p = [warped(case.p, i, drawn) for i in range(place.gamma + 1)]
+    accept = [u(i, Purpose.ACCEPT) for i in range(place.gamma)]
+    return drawn, verify(p, q, drawn, accept, u(0, Purpose.RESIDUAL), params)
+
+
+def same(ours: Verdict, theirs: Verdict) -> bool:
+    return (ours.accepted, ours.token) == (theirs.accepted, theirs.token) and ours.ratios == (
+        pytest.approx(theirs.ratios, rel=2e-5, abs=1e-9)
+    )
+
+
+def disagreements(library, case, params, gammas=None, keep=True):
+    """Slots where library and reference differ, although no uniform is near an edge."""
+    places = case.places(params, gammas)
+    drafts, verdicts = by_library(library, case, places, keep)
+    wrong = []
+    for place, ids, verdict in zip(places, drafts, verdicts, strict=True):
+        ids = ids[: place.gamma]
+        drawn, _ = by_reference(case, place)
+        if ids != drawn:
+            nearby = {tuple(by_reference(case, place, nudge=e)[0]) for e in (-4e-6, 4e-6)}
+            if tuple(drawn) in nearby and len(nearby) == 1:
+                wrong.append((place, "draft", ids, drawn))
+        theirs = [by_reference(case, place, ids, e)[1] for e in (0, -4e-6, 4e-6)]
+        if not any(same(verdict, other) for other in theirs):
+            wrong.append((place, "verify", verdict, theirs[0]))
+    return wrong
