@@ -15,7 +15,8 @@ from typing import Any
 
 from runtime.bundle import load
 from runtime.files.errors import OutriderError
-from runtime.text.engine import Options, TextEngine
+from runtime.text.engine import TextEngine
+from runtime.text.options import Options
 
 from .machine import resident
 from .timing import sample

@@ -12,7 +12,8 @@ from typing import Any
 
 from runtime.bundle import load
 from runtime.sequence import ActiveSequence
-from runtime.text.engine import Options, TextEngine
+from runtime.text.engine import TextEngine
+from runtime.text.options import Options
 
 from .decode import step
 from .peer_worker import Clock, arrived_together

@@ -27,7 +27,8 @@ from runtime.bundle import load
 from runtime.cli.prompts import prompt_from, source_name
 from runtime.files.errors import CommandParser, OutriderError, run_command
 from runtime.files.manifest import GraphFacts, Manifest
-from runtime.text.engine import Options, TextEngine
+from runtime.text.engine import TextEngine
+from runtime.text.options import Options
 from runtime.theory.formulas import break_even
 
 from . import machine

@@ -51,7 +51,8 @@ def story(
     q = _distributions(engine, draft, ids, options.get("draft_temperature", temperature))
     coins = np.random.default_rng(seed).random(len(ids))
     stands = [False] + [
-        q[i].prob(ids[i + 1]) > coins[i] * p[i].prob(ids[i + 1]) for i in range(len(ids) - 1)
+        bool(mine.prob(token) > coin * theirs.prob(token))
+        for theirs, mine, token, coin in zip(p, q, ids[1:], coins, strict=False)
     ]
     return Story(ids, stands)
 

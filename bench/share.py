@@ -101,6 +101,9 @@ class _Agreeing:
         self._engine.forward(input_ids, position, logits_index, first_slot, buffer)
         return self._rows[None, buffer : buffer + len(logits_index)]
 
+    def clear(self, slot: int) -> None:
+        self._engine.clear(slot)
+
 
 @contextmanager
 def agreeing(engine: TextEngine) -> Iterator[None]:

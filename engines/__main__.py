@@ -12,7 +12,8 @@ from runtime.files.folders import check_place
 from runtime.files.manifest import MANIFEST_FILE, MOST_SLOTS, read_bundle, read_pair
 from runtime.files.progress import size_text
 
-from .bundle import BACKENDS, build, check_backend, check_memory, engine_plan, memory_plan
+from .bundle import build, check_backend, check_memory, engine_plan, memory_plan
+from .registry import BACKENDS
 
 
 def parser() -> argparse.ArgumentParser:

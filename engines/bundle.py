@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import Protocol
 
 from runtime.files.errors import OutriderError
 from runtime.files.folders import settle_file, take_file, write_folder
@@ -13,8 +12,6 @@ from runtime.files.manifest import (
     FIRST_ROWS,
     MANIFEST_FILE,
     EngineFacts,
-    Format,
-    GraphFacts,
     Manifest,
     Pair,
     file_facts,
@@ -25,54 +22,8 @@ from runtime.files.manifest import (
 from runtime.files.progress import note, size_text
 from runtime.files.records import write_json
 
-from . import aotinductor_backend, onnxruntime_backend, tensorrt_backend, tensorrt_rtx_backend
 from .gpus import present_gpus
-
-
-class Backend(Protocol):
-    """A module of this package that builds for one backend. All raise OutriderError."""
-
-    @property
-    def DTYPES(self) -> tuple[str, ...]:
-        """What it builds."""
-
-    @property
-    def FORMAT(self) -> Format:
-        """Of the graphs that it builds from."""
-
-    def versions(self) -> dict[str, str]:
-        """Of what it builds with."""
-
-    def targets(self, sm: str, dtype: str) -> list[str]:
-        """The GPU architectures that a user's list stands for; also says that it can build."""
-
-    @property
-    def LEVELS(self) -> range:
-        """Of optimisation; empty where there is no choice."""
-
-    def plan(
-        self,
-        models: dict[str, GraphFacts],
-        slots: int,
-        max_gamma: int,
-        sm: str,
-        level: int | None,
-    ) -> dict[str, EngineFacts] | None:
-        """What there is to compile, by role; None where the graphs are the engines."""
-
-    def compile(
-        self, role: str, graph: Path, out: Path, facts: GraphFacts, to: EngineFacts | None
-    ) -> EngineFacts | None:
-        """Write the engine of the graph in folder `graph` into folder `out`, or refuse the graph;
-        `to` with the figures of what was made."""
-
-
-BACKENDS: dict[str, Backend] = {
-    "onnxruntime": onnxruntime_backend,
-    "tensorrt_rtx": tensorrt_rtx_backend,
-    "tensorrt": tensorrt_backend,
-    "aotinductor": aotinductor_backend,
-}
+from .registry import find
 
 
 def build(
@@ -93,7 +44,7 @@ def build(
     """
     pair = read_pair(graphs)
     check_backend(backend, pair.target.dtype, sm, level)
-    builder = BACKENDS[backend]
+    builder = find(backend)
     models = dict(pair.models())
     for facts in models.values():
         if facts.format != builder.FORMAT:
@@ -150,19 +101,14 @@ def _settle(graphs: Path, out: Path, made: Manifest) -> None:
 def check_backend(backend: str, dtype: str, sm: str = "", level: int | None = None) -> list[str]:
     """What it will be built for. Refuses, before minutes of export, what cannot be built: raises
     "backend" or "option"."""
-    if backend not in BACKENDS:
-        raise OutriderError(
-            "backend",
-            f"this version cannot build for the backend {backend}",
-            f"Use BACKEND={' or '.join(BACKENDS)}.",
-        )
-    if dtype not in BACKENDS[backend].DTYPES:
+    builder = find(backend)
+    if dtype not in builder.DTYPES:
         raise OutriderError(
             "backend",
             f"the backend {backend} does not run {dtype} in this version",
-            f"Use DTYPE={' or '.join(BACKENDS[backend].DTYPES)}.",
+            f"Use DTYPE={' or '.join(builder.DTYPES)}.",
         )
-    levels = BACKENDS[backend].LEVELS
+    levels = builder.LEVELS
     if level is not None and level not in levels:
         raise OutriderError(
             "option",
@@ -171,7 +117,7 @@ def check_backend(backend: str, dtype: str, sm: str = "", level: int | None = No
             else f"OPT_LEVEL={level} is out of range",
             f"Use {levels[0]} to {levels[-1]}." if levels else "Leave OPT_LEVEL out.",
         )
-    return BACKENDS[backend].targets(sm, dtype)
+    return builder.targets(sm, dtype)
 
 
 def _intact(out: Path) -> Manifest | None:

@@ -12,6 +12,6 @@ from runtime.files.records import digest_json
 def engine_key(**made_from: Any) -> str:
     """SHA-256 of these JSON values and of this package: other code makes another engine."""
     code = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         code.update(path.read_bytes())
     return digest_json({**made_from, "builder": code.hexdigest()})

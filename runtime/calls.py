@@ -71,7 +71,7 @@ def first_forbidden(
     return len(tokens)
 
 
-def place(
+def slot_sampling(
     sequence: ActiveSequence, gamma: int, drafts: Sequence[int] = (), seed: int | None = None
 ) -> SlotSampling:
     """A sequence's part in a round's sampling.

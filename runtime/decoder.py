@@ -84,9 +84,9 @@ class Decoder:
             sequence.slot.tokens.extend(request.prompt)
             sequence.stats.reused_tokens = sequence.slot.target_len
             first = self.rounds.start(sequence)
-            if first.error is not None:
-                raise first.error
             self._settle(sequence, first)
+            if sequence.error is not None:
+                raise sequence.error
             stats = sequence.stats
             stats.ttft = stats.elapsed = time.perf_counter() - sequence.started
         except BaseException:

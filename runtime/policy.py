@@ -191,11 +191,11 @@ class Measured:
             self.earlier.add(examined, min(accepted, examined))
             self.acceptance.add(examined, min(accepted, examined))
         self.unsettled.clear()
-        gamma = self._choose(costs, self.acceptance)
+        spare = ALLOWANCE + RATE * self.tokens - self.lost - costs.catching_up(self.behind)
+        gamma = self._choose(costs, self.acceptance, spare)
         if gamma == 0:
             return 0
-        spare = ALLOWANCE + RATE * self.tokens - self.lost
-        spare -= costs.round(gamma) - 1 + costs.catching_up(self.behind)
+        spare -= costs.round(gamma) - 1
         # As many more as may all accept nothing.
         later = costs.round(self.max_gamma if self.named else gamma) - 1
         self.left = min(self.left, max(0, int(spare / max(later, 1e-9))))
@@ -212,8 +212,9 @@ class Measured:
         if self.named:
             self.named.observe(gamma, examined, accepted, all_accepted)
 
-    def _choose(self, costs: RoundCosts, acceptance: Acceptance) -> int:
-        """gamma of the next round; `gamma` of the `left` ones after it."""
+    def _choose(self, costs: RoundCosts, acceptance: Acceptance, spare: float) -> int:
+        """gamma of the next round; `gamma` of the `left` ones after it. spare: what a round may
+        still lose."""
         if self.gamma == 0:  # the pause is over
             acceptance.forget()
             self.gamma, self.lost_before = 1, self.lost
@@ -226,6 +227,9 @@ class Measured:
             self.pause = PAUSE if gained else min(2 * self.pause, LONGEST_PAUSE)
             self.left = self.pause - 1
             return 0
+        # The best may be too dear for now, and another earn what it takes.
+        within = [gamma for gamma in choices if costs.round(gamma) - 1 <= spare]
+        self.gamma = max(within, key=speed.__getitem__, default=0) or self.gamma
         self.since += 1
         deeper = min(2 * self.gamma + 1, self.max_gamma)
         if self.named is None and deeper > self.gamma and self.since >= PROBE_EVERY:

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from .backends.engine import Engine
-from .calls import idle_positions, place, prefill, span
+from .calls import idle_positions, prefill, slot_sampling, span
 from .drafts.draft import Sources
 from .drafts.host import HostDraft
 from .drafts.lookup import Corpus
@@ -98,8 +98,11 @@ class HostRounds:
         self._clock.lap()
         rows = prefill(self._target, slot.index, slot.tokens, slot.target_len)[None, None]
         sequence.stats.time_prefill = self._clock.lap()["verify"]
-        self.sampler.begin([place(sequence, 0)])
-        (verdict,) = self.sampler.verify(rows, first_slot=slot.index)
+        self.sampler.begin([slot_sampling(sequence, 0)])
+        try:
+            (verdict,) = self.sampler.verify(rows, first_slot=slot.index)
+        except OutriderError as error:
+            return SlotResult.broken(error)
         return SlotResult([], verdict, lambda: rows[0])
 
     def run(self, plans: Sequence[SlotPlan], /) -> RoundResult:
@@ -125,3 +128,7 @@ class HostRounds:
 
     def forget(self, sequence: ActiveSequence) -> None:
         self.proposer.forget(sequence)
+        if sequence.error is not None:  # what broke its logits may lie in its rows
+            for engine in (self.target, self.draft):
+                if engine is not None:
+                    engine.clear(sequence.slot.index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..files.errors import OutriderError, first_line
+from ..files.errors import OutriderError, first_line, importing
 from ..files.manifest import PACKAGE_FILE, GraphFacts, Manifest
 from ..files.torch_files import WEIGHTS_FILE, cpu_targets, read_tensors
 from .host import HostEngine
@@ -19,32 +19,12 @@ class Call(NamedTuple):
     logits: torch.Tensor  # likewise, [B, K, V]
 
 
-def check_processor(manifest: Manifest, folder: Path) -> None:
-    """Refuse code for instructions that this machine lacks. Raises OutriderError "backend"."""
-    import_torch(manifest.versions.get("torch"))
-    here = set(cpu_targets())
-    for engine in (manifest.engines or {}).values():
-        missing = [target for target in engine.targets if target not in here]
-        if missing:
-            raise OutriderError(
-                "backend",
-                f"{folder} was compiled for a processor with {', '.join(missing)}, which this "
-                "one lacks",
-                f"Build it again, on this machine: {manifest.rebuild_command(folder)}",
-            )
-
-
 def import_torch(version: str | None = None) -> Any:
-    try:
+    # Any build of that version: +cpu or +cu130 is where it comes from.
+    wanted = f"=={version.partition('+')[0]}" if version else ""
+    remedy = f"Install it: pip install torch{wanted}, or build with BACKEND=onnxruntime."
+    with importing("torch", remedy, "PyTorch"):
         import torch
-    except ImportError:
-        # Any build of that version: +cpu or +cu130 is where it comes from.
-        wanted = f"=={version.partition('+')[0]}" if version else ""
-        raise OutriderError(
-            "backend",
-            "PyTorch is not installed, and bundles of the backend aotinductor run on it",
-            f"Install it: pip install torch{wanted}, or build with BACKEND=onnxruntime.",
-        ) from None
     return torch
 
 
@@ -82,7 +62,22 @@ class AotiEngine(HostEngine[Call]):
                 "Build the bundle again.",
             ) from None
         self._dtype = getattr(self._torch, facts.dtype)
-        super().__init__(facts, slots=slots, widest=widest, buffers=buffers)
+        self._allocate(facts, slots=slots, widest=widest, buffers=buffers)
+
+    @classmethod
+    def check(cls, manifest: Manifest, folder: Path) -> None:
+        """Refuse code for instructions that this machine lacks."""
+        import_torch(manifest.versions.get("torch"))
+        here = set(cpu_targets())
+        for engine in (manifest.engines or {}).values():
+            missing = [target for target in engine.targets if target not in here]
+            if missing:
+                raise OutriderError(
+                    "backend",
+                    f"{folder} was compiled for a processor with {', '.join(missing)}, which this "
+                    "one lacks",
+                    f"Build it again, on this machine: {manifest.rebuild_command(folder)}",
+                )
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         zeros: torch.Tensor = self._torch.zeros(shape, dtype=self._dtype)

@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
 from ..files.errors import OutriderError
-from ..files.manifest import GraphFacts
+from ..files.manifest import EngineFacts, GraphFacts
 from .cuda import Cuda
 from .engine import HeldRows, Ids, Logits
 
@@ -81,6 +82,27 @@ class DeviceEngine(ABC):
         self._most = max(widest, 1)
         self._spacing = 4 * slots * self._most * self.vocab_size
 
+    @classmethod
+    def check(cls) -> None:
+        """Refuse, before anything is loaded, a library that lacks its part for GPUs. Raises
+        OutriderError "backend"."""
+        return
+
+    @classmethod
+    def open(
+        cls,
+        cuda: Cuda,
+        stream: int,
+        folder: Path,
+        facts: GraphFacts,
+        engine: EngineFacts | None,
+        backend: str,
+        **sizes: int,
+    ) -> DeviceEngine:
+        """The engine of one model of a bundle: of the graph in `folder`, or of the file there that
+        was compiled from it. sizes: slots, widest, buffers. Raises OutriderError."""
+        return cls(cuda, stream, folder, facts, **sizes)  # type: ignore[arg-type, misc]
+
     @abstractmethod
     def enqueue(self, call: DeviceCall, graph: object = None) -> None:
         """Put the call on the stream, without waiting.
@@ -136,6 +158,11 @@ class DeviceEngine(ABC):
         self.cuda.wait(self.stream)
         self.cuda.read(answer.ctypes.data, logits, answer.nbytes)
         return answer
+
+    def clear(self, slot: int) -> None:
+        for name, (_, (heads, width)) in self.caches.items():
+            zeros = np.zeros(heads * self.capacity * width * self._item, np.uint8)
+            self.cuda.upload(self.cache_address(name, slot), zeros, self.stream)
 
     def _failed(self, library: str, call: DeviceCall, cause: str) -> OutriderError:
         return OutriderError(

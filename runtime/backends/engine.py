@@ -88,3 +88,8 @@ class Engine(Protocol):
         with it.
         """
         ...
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot whose rows may hold NaN: masked rows are multiplied too, and 0 times NaN is
+        NaN."""
+        ...

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from ..files.errors import OutriderError, first_line
-from ..files.manifest import MOST_GAMMA, GraphFacts
+from ..files.manifest import MOST_GAMMA, GraphFacts, Manifest
 from .engine import HeldRows, Ids, Logits
 
 CHUNK = 512  # tokens of one prefill call; bounds the activations
@@ -25,7 +26,8 @@ class HostEngine(ABC, Generic[Call]):
     shape that was seen before (`Call`) is ready; a step then only fills three small buffers.
     """
 
-    def __init__(self, facts: GraphFacts, *, slots: int, widest: int, buffers: int):
+    def _allocate(self, facts: GraphFacts, *, slots: int, widest: int, buffers: int) -> None:
+        """What all of them keep; the end of their `__init__`."""
         self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
         self.chunk, self.buffers = min(CHUNK, self.capacity), buffers
         self._input_ids = np.zeros(slots * self.chunk, np.int64)
@@ -41,6 +43,25 @@ class HostEngine(ABC, Generic[Call]):
         self.rows = 0  # S, for now
         self.held = HeldRows(slots, self.vocab_size)
         self._calls: dict[tuple[int, ...], Call] = {}
+
+    @abstractmethod
+    def __init__(
+        self,
+        folder: Path,
+        facts: GraphFacts,
+        *,
+        slots: int,
+        widest: int,
+        buffers: int = 1,
+        threads: int = 0,
+    ):
+        """folder: of the model in the bundle. slots, buffers: see `Engine`. widest: the largest K
+        of a call. threads: 0 leaves the choice to the library. Raises OutriderError "backend"."""
+
+    @classmethod
+    def check(cls, manifest: Manifest, folder: Path) -> None:
+        """Refuse, before anything is loaded, a bundle that this machine cannot run. Raises
+        OutriderError "backend"."""
 
     @property
     @abstractmethod
@@ -103,6 +124,11 @@ class HostEngine(ABC, Generic[Call]):
             cache[destination, :, :rows] = cache[source, :, :rows]
         self.held.copied(source, destination, rows)
 
+    def clear(self, slot: int) -> None:
+        for cache in self._cache.values():
+            cache[slot] = 0
+        self.held.cut(slot, 0)
+
     def _reserve(self, position: Ids, width: int) -> None:
         """Enough rows for this call, and not many more: attention reads all S, valid or not.
 
@@ -120,7 +146,7 @@ class HostEngine(ABC, Generic[Call]):
         rows = min(self.capacity, max(FIRST_ROWS, 1 << (need - 1).bit_length()))
         kept = start if another else self.rows
         for name, (heads, head_width) in self._shapes.items():
-            # zeros, not empty: masked rows are multiplied too, and 0 times NaN is NaN.
+            # Zeros, not empty, as in `clear`.
             larger = self._zeros(self.slots, heads, rows, head_width)
             if kept:
                 larger[:, :, :kept] = self._cache[name][:, :, :kept]

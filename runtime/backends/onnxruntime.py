@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..files.errors import OutriderError, first_line
+from ..files.errors import OutriderError, first_line, importing
 from ..files.manifest import GRAPH_FILE, ONE_SLOT_FILE, ORT_LEFT_OUT, GraphFacts
 from .engine import Ids
 from .host import HostEngine
@@ -18,12 +18,8 @@ def open_session(
     file: Path, facts: GraphFacts, providers: list[Any], threads: int, **entries: str
 ) -> Any:
     """A session of a graph. entries: of its configuration. Raises OutriderError "backend"."""
-    try:
+    with importing("onnxruntime", "Install it: pip install onnxruntime."):
         import onnxruntime as ort
-    except ImportError:
-        raise OutriderError(
-            "backend", "onnxruntime is not installed", "Install it: pip install onnxruntime."
-        ) from None
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads
@@ -66,7 +62,7 @@ class OrtEngine(HostEngine[Any]):
         file = folder / (ONE_SLOT_FILE if one_slot else GRAPH_FILE)
         self._session = open_session(file, facts, ["CPUExecutionProvider"], threads)
         self._dtype = np.dtype(facts.dtype)
-        super().__init__(facts, slots=slots, widest=widest, buffers=buffers)
+        self._allocate(facts, slots=slots, widest=widest, buffers=buffers)
 
     def _zeros(self, *shape: int) -> npt.NDArray[Any]:
         return np.zeros(shape, self._dtype)

@@ -62,6 +62,11 @@ class OrtCudaEngine(DeviceEngine):
         super().__init__(cuda, stream, facts, slots=slots, widest=widest, buffers=buffers)
         self._bindings: dict[DeviceCall, Any] = {}  # of rounds; the prompts' vary too much
 
+    @classmethod
+    def check(cls) -> None:
+        if cause := unavailable():
+            raise OutriderError("backend", cause, NEWER)
+
     def enqueue(self, call: DeviceCall, graph: object = None) -> None:
         binding = self._bindings.get(call)
         try:

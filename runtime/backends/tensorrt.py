@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..files.errors import OutriderError, first_line
+from ..files.errors import OutriderError, importing
 from ..files.manifest import EngineFacts, GraphFacts, Profile
 from .cuda import CaptureError, Cuda
 from .device import DeviceCall, DeviceEngine
@@ -70,6 +70,20 @@ class TensorRtEngine(DeviceEngine):
         self._compiled: Any = None  # the kernels that TensorRT-RTX finishes, shared by all contexts
         self._contexts: dict[object, Any] = {}  # by (graph, call); or by profile, outside of graphs
         self._capturing = False
+
+    @classmethod
+    def open(
+        cls,
+        cuda: Cuda,
+        stream: int,
+        folder: Path,
+        facts: GraphFacts,
+        engine: EngineFacts | None,
+        backend: str,
+        **sizes: int,
+    ) -> DeviceEngine:
+        assert engine is not None
+        return cls(cuda, stream, folder, facts, engine, module=backend, **sizes)
 
     def enqueue(self, call: DeviceCall, graph: object = None) -> None:
         key = (graph, call) if graph is not None else self._profile(call)
@@ -231,17 +245,13 @@ def _ids(call: DeviceCall) -> list[tuple[str, int, int]]:
 
 def load_library(module: str) -> Any:
     """`tensorrt` or `tensorrt_rtx`. Raises OutriderError "backend"."""
-    try:
+    how = (
+        "Install it: pip install tensorrt-rtx."
+        if module == "tensorrt_rtx"
+        else "Install TensorRT 10.16 or newer and its Python module."
+    )
+    with importing(module, how, PRODUCTS[module]):
         return importlib.import_module(module)
-    except ImportError as error:
-        how = (
-            "Install it: pip install tensorrt-rtx."
-            if module == "tensorrt_rtx"
-            else "Install TensorRT 10.16 or newer and its Python module."
-        )
-        raise OutriderError(
-            "backend", f"{PRODUCTS[module]} is not installed ({first_line(error)})", how
-        ) from None
 
 
 def _logger(trt: Any) -> Any:

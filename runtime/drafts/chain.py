@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..backends.engine import Logits
-from ..calls import idle_positions, place, readable, span
+from ..calls import idle_positions, readable, slot_sampling, span
 from ..sampling.philox import Purpose, philox4x32
 from ..sequence import ActiveSequence
 from .draft import Draft, Sources, temper
@@ -24,7 +24,7 @@ class ChainDraft(Draft):
 
     help = "the draft model, with ngram as its own draft"
     needs = ("engine", "inner")
-    reads_model = at_once = True
+    reads_model = at_once = reads_corpus = True
     usual_gamma = 4
 
     def __init__(self, sources: Sources):
@@ -75,7 +75,7 @@ class ChainDraft(Draft):
         for sequence in active:
             temper(logits[sequence.slot.index - first], sequence)
         inner.begin([
-            place(sequence, len(guess), tokens[sequence], seeds[sequence])
+            slot_sampling(sequence, len(guess), tokens[sequence], seeds[sequence])
             for sequence, guess in zip(active, guesses, strict=True)
         ])  # fmt: skip
         inner.give(guesses)

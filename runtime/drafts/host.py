@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..backends.engine import Logits
-from ..calls import place, prefill, span
+from ..calls import prefill, slot_sampling, span
 from ..sampling.sampler import Sampler
 from ..sequence import ActiveSequence
 from .draft import Draft, Sources, confidence, temper
@@ -71,7 +71,7 @@ class HostDraft:
         drafted = Drafted({sequence: [] for sequence in gammas})
         self._at_once(gammas, drafted)
         drafts = {sequence: self._of(sequence) for sequence, gamma in gammas.items() if gamma}
-        self._sampler.begin([place(sequence, gamma) for sequence, gamma in gammas.items()])
+        self._sampler.begin([slot_sampling(sequence, gamma) for sequence, gamma in gammas.items()])
         with_rows = [draft for draft in drafts.values() if not draft.point_masses]
         if with_rows:
             self._steps(gammas, drafts, drafted)

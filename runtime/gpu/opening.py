@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..backends.device import DeviceEngine
+from ..backends.registry import device_engine
 from ..files.errors import OutriderError
 from ..files.manifest import GraphFacts, Manifest
 from ..files.progress import size_text
@@ -67,21 +68,13 @@ def open_engine(
     buffers: int,
 ) -> DeviceEngine:
     """The engine of one model of a bundle, on a GPU. See `bundle.open_engine`."""
-    options: dict[str, Any] = {"slots": slots, "widest": widest, "buffers": buffers}
-    if manifest.engines is None:
-        from ..backends import onnxruntime_cuda as ort_cuda
-
-        if cause := ort_cuda.unavailable():
-            raise OutriderError("backend", cause, ort_cuda.NEWER)
-        return ort_cuda.OrtCudaEngine(device, stream, folder, facts, **options)
-    if manifest.backend == "aotinductor":
-        from ..backends.aotinductor_cuda import AotiCudaEngine
-
-        return AotiCudaEngine(device, stream, folder, facts, **options)
-    from ..backends.tensorrt import TensorRtEngine
-
-    engine = manifest.engines[role]
-    return TensorRtEngine(device, stream, folder, facts, engine, module=manifest.backend, **options)
+    compiled = (manifest.engines or {}).get(role)
+    backend = device_engine(manifest.backend)
+    backend.check()
+    return backend.open(
+        device, stream, folder, facts, compiled, manifest.backend,
+        slots=slots, widest=widest, buffers=buffers,
+    )  # fmt: skip
 
 
 def check_gpu(manifest: Manifest, folder: Path, capability: tuple[int, int]) -> None:

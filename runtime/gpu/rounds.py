@@ -121,70 +121,75 @@ class DeviceRounds:
         self._upload_turns({sequence: 0}, index + 1)
         for action in program:
             action()
-        flight = self._fly(shape, {sequence: 0})
-        part = self._part(flight, SlotPlan(sequence, 0, 0, 1))
+        in_flight = self._fly(shape, {sequence: 0})
+        result = self._part(in_flight, SlotPlan(sequence, 0, 0, 1))
         sequence.stats.time_prefill = time.perf_counter() - begin
-        return part
+        return result
 
-    def run(self, turns: Sequence[SlotPlan], /) -> RoundResult:
+    def run(self, plans: Sequence[SlotPlan], /) -> RoundResult:
         self._device.use()
-        outcome = RoundResult()
+        result = RoundResult()
         new = []
-        for turn in turns:
-            if flight := self._pending.get(turn.sequence):
-                if turn.gamma != flight.wanted[turn.sequence]:
-                    self._wished[turn.sequence] = turn.gamma
+        for plan in plans:
+            if in_flight := self._pending.get(plan.sequence):
+                if plan.gamma != in_flight.wanted[plan.sequence]:
+                    self._wished[plan.sequence] = plan.gamma
             else:  # a policy may ask for a gamma once, to try it
-                new.append(replace(turn, gamma=self._wished.pop(turn.sequence, turn.gamma)))
+                new.append(replace(plan, gamma=self._wished.pop(plan.sequence, plan.gamma)))
         if new:
-            self._catch_up(new, outcome)
+            self._catch_up(new, result)
             self._launch(new, 0)
-        flights = [self._pending.pop(turn.sequence) for turn in turns]
+        launched = [self._pending.pop(plan.sequence) for plan in plans]
         # The rows that a log-probability is read from would be overwritten.
-        if self._ahead and all(turn.sequence.request.logprobs is None for turn in turns):
+        if self._ahead and all(plan.sequence.request.logprobs is None for plan in plans):
             self._launch(
                 [
-                    turn
-                    for turn, flight in zip(turns, flights, strict=True)
-                    if turn.left > 1 and turn.gamma == flight.wanted[turn.sequence]
+                    plan
+                    for plan, in_flight in zip(plans, launched, strict=True)
+                    if plan.left > 1 and plan.gamma == in_flight.wanted[plan.sequence]
                 ],
                 1,
             )
-        for turn, flight in zip(turns, flights, strict=True):
-            outcome.parts.append(self._part(flight, turn, outcome))
-        return outcome
+        for plan, in_flight in zip(plans, launched, strict=True):
+            result.parts.append(self._part(in_flight, plan, result))
+        return result
 
     def forget(self, sequence: ActiveSequence) -> None:
         self._flags.pop(sequence, None)
         self._wished.pop(sequence, None)
-        if flight := self._pending.pop(sequence, None):
-            self._read(flight, sequence)
+        if in_flight := self._pending.pop(sequence, None):
+            self._read(in_flight, sequence)
+        if sequence.error is not None:
+            self._device.use()
+            for engine in (self.target, self.draft):
+                if engine is not None:
+                    engine.clear(sequence.slot.index)
 
-    def _shape(self, turns: Sequence[SlotPlan], ahead: int) -> Shape:
-        """Of a round `ahead` rounds after the one that the turns' limits are of."""
+    def _shape(self, plans: Sequence[SlotPlan], ahead: int) -> Shape:
+        """Of a round `ahead` rounds after the one that the plans' limits are of."""
         # Few graphs: near the end of a text the kernels draft fewer, in a graph of the same width.
-        drafting = any(turn.gamma and turn.limit > ahead for turn in turns)
+        drafting = any(plan.gamma and plan.limit > ahead for plan in plans)
         flags = 0
-        for turn in turns:
-            flags |= self._flags[turn.sequence]
+        for plan in plans:
+            flags |= self._flags[plan.sequence]
         return Shape(
-            max(turn.gamma for turn in turns) if drafting else 0,
-            1 + max(turn.sequence.slot.index for turn in turns),
+            max(plan.gamma for plan in plans) if drafting else 0,
+            1 + max(plan.sequence.slot.index for plan in plans),
             flags,
         )
 
-    def _launch(self, turns: Sequence[SlotPlan], ahead: int) -> None:
+    def _launch(self, plans: Sequence[SlotPlan], ahead: int) -> None:
         """Launch a round for these; see `_shape`."""
-        if not turns:
+        if not plans:
             return
-        wanted = {turn.sequence: turn.gamma for turn in turns}
-        shape = self._shape(turns, ahead)
+        wanted = {plan.sequence: plan.gamma for plan in plans}
+        shape = self._shape(plans, ahead)
         play = self._player(shape)
         self._upload_turns(wanted, shape.batch)
         play()
-        flight = self._fly(shape, wanted)
+        in_flight = self._fly(shape, wanted)
         for sequence in wanted:
-            self._pending[sequence] = flight
+            self._pending[sequence] = in_flight
 
     def _fly(self, shape: Shape, wanted: dict[ActiveSequence, int]) -> InFlight:
         """Have the results of what is on the stream copied down."""
@@ -199,36 +204,38 @@ class DeviceRounds:
         return InFlight(shape, wanted, memory, event, set(wanted))
 
     def _part(
-        self, flight: InFlight, turn: SlotPlan, outcome: RoundResult | None = None
+        self, in_flight: InFlight, plan: SlotPlan, result: RoundResult | None = None
     ) -> SlotResult:
         """Wait for the round, and read what is this sequence's."""
-        if flight.arrays is None:
-            self._device.wait_for(flight.event)
-            layout = Results(flight.shape.batch, flight.shape.gamma)
-            flight.arrays = list(layout.views(flight.memory.copy()))
-        verdicts, ratios, drafts, clock = flight.arrays
-        if outcome is not None and not flight.timed:
+        if in_flight.arrays is None:
+            self._device.wait_for(in_flight.event)
+            layout = Results(in_flight.shape.batch, in_flight.shape.gamma)
+            in_flight.arrays = list(layout.views(in_flight.memory.copy()))
+        verdicts, ratios, drafts, clock = in_flight.arrays
+        if result is not None and not in_flight.timed:
             begin, drafted, end = (int(t) for t in clock)
-            outcome.time_draft += (drafted - begin) * 1e-9
-            outcome.time_verify += (end - drafted) * 1e-9
-            flight.timed = True
-        sequence = turn.sequence
-        self._read(flight, sequence)
-        alone = flight.shape.batch == 1  # a first token: of any slot
+            result.time_draft += (drafted - begin) * 1e-9
+            result.time_verify += (end - drafted) * 1e-9
+            in_flight.timed = True
+        sequence = plan.sequence
+        self._read(in_flight, sequence)
+        alone = in_flight.shape.batch == 1  # a first token: of any slot
         row = 0 if alone else sequence.slot.index
-        gamma = min(flight.wanted[sequence], turn.limit)
+        gamma = min(in_flight.wanted[sequence], plan.limit)
         found = verdicts[row]
         if found["status"]:
-            place = SlotSampling(
+            asked = SlotSampling(
                 sequence.request.params, gamma, len(sequence.slot.tokens),
                 name=f"slot {sequence.slot.index}",
             )  # fmt: skip
-            return SlotResult.broken(kernel.failure(kernel.load(), found, place))
+            return SlotResult.broken(kernel.failure(kernel.load(), found, asked))
         verdict = Verdict(
             int(found["accepted"]), int(found["token"]), tuple(ratios[row, : found["examined"]])
         )
         return SlotResult(
-            drafts[row, :gamma].tolist(), verdict, lambda: self._rows(row, flight.shape.gamma + 1)
+            drafts[row, :gamma].tolist(),
+            verdict,
+            lambda: self._rows(row, in_flight.shape.gamma + 1),
         )
 
     def _rows(self, row: int, count: int) -> Logits:
@@ -238,12 +245,12 @@ class DeviceRounds:
         self._device.read(logits.ctypes.data, address, logits.nbytes)
         return logits
 
-    def _read(self, flight: InFlight, sequence: ActiveSequence) -> None:
+    def _read(self, in_flight: InFlight, sequence: ActiveSequence) -> None:
         """This one needs the results no more. The memory may be used again although a copy into it
         is still to come: the next one into it comes later on the same stream."""
-        flight.readers.discard(sequence)
-        if not flight.readers and flight.event is not None:
-            self._landed.append((flight.memory, flight.event))
+        in_flight.readers.discard(sequence)
+        if not in_flight.readers and in_flight.event is not None:
+            self._landed.append((in_flight.memory, in_flight.event))
 
     # Texts
 
@@ -278,33 +285,33 @@ class DeviceRounds:
             (at.slots + index * kernel.SLOT.itemsize, slot),
         ]
         if self.draft is not None:
-            # A narrower draft reads the target's extra tokens as 0 (see drafts.calls.readable).
+            # A narrower draft reads the target's extra tokens as 0 (see `calls.readable`).
             read = np.where(ids < self.draft.vocab_size, ids, 0)
             uploads.append((at.draft_tokens + texts, read))
         for address, array in uploads:
             self._device.upload(address, array, self._stream)
 
     def _upload_turns(self, wanted: dict[ActiveSequence, int], batch: int) -> None:
-        turns = np.full(batch, -1, np.int32)
+        gammas = np.full(batch, -1, np.int32)
         for sequence, gamma in wanted.items():
-            turns[sequence.slot.index] = gamma
-        if turns.tobytes() != self._turns:  # from round to round the same, mostly
-            self._turns = turns.tobytes()
-            self._device.upload(self._at.turns, turns, self._stream)
+            gammas[sequence.slot.index] = gamma
+        if gammas.tobytes() != self._turns:  # from round to round the same, mostly
+            self._turns = gammas.tobytes()
+            self._device.upload(self._at.turns, gammas, self._stream)
 
-    def _catch_up(self, turns: Sequence[SlotPlan], outcome: RoundResult) -> None:
+    def _catch_up(self, plans: Sequence[SlotPlan], result: RoundResult) -> None:
         """Give the draft the rows it lacks: the prompt at first, plain rounds later."""
         begin, any_rows = time.perf_counter(), False
-        for turn in turns:
-            slot = turn.sequence.slot
+        for plan in plans:
+            slot = plan.sequence.slot
             need = len(slot.tokens) - 2  # the first draft step feeds the last two itself
-            if min(turn.gamma, turn.limit) and slot.draft_len < need:
+            if min(plan.gamma, plan.limit) and slot.draft_len < need:
                 assert self.draft is not None
                 self._prefill(self.draft, self._at.draft_tokens, slot.index, slot.draft_len, need)
                 slot.draft_len, any_rows = need, True
         if any_rows:
             self._device.wait(self._stream)  # once a text, so that its time is known
-            outcome.time_draft_prefill = time.perf_counter() - begin
+            result.time_draft_prefill = time.perf_counter() - begin
 
     def _prefill(
         self, engine: DeviceEngine, tokens: int, slot: int, start: int, end: int
@@ -448,11 +455,11 @@ class DeviceRounds:
             at.target_logits,
         )  # fmt: skip
         target = DeviceLogits(at.target_logits, (gamma + 1) * row, row, self._vocab_size, "float32")
-        plan = cuda_kernel.plan_verify(sizes, target, drafts, buffers, by_index=True)
+        verdicts = cuda_kernel.plan_verify(sizes, target, drafts, buffers, by_index=True)
         return [
             *actions,
             lambda: self.target.enqueue(verify, graph),
-            self._launch_plan(plan),
+            self._launch_plan(verdicts),
             self._launch_loop("outrider_commit", loop),
         ]
 

@@ -51,7 +51,6 @@ class RoundSampler:
         self._kept: Array = np.empty((0,), np.float32)  # [slots, width, V], once a draft drew
         self._drew, self._draft_slot = False, 0  # the first slot of what `draw` was given
         self._places: list[SlotSampling] = []
-        self._lowest, self._highest = 0, -1  # indices of the slots that take part
         self._held: list[object] = []  # what the slots point to, beside the places' ids
         self.drafts = np.zeros((slots, width), np.int64)
         self.rows = np.zeros((slots, width), ROW)
@@ -64,8 +63,6 @@ class RoundSampler:
 
     def begin(self, places: Sequence[SlotSampling]) -> None:
         self._places, self._drew, self._draft_slot = list(places), False, 0
-        indices = [place.index for place in places if place.gamma >= 0]
-        self._lowest, self._highest = min(indices, default=0), max(indices, default=-1)
         self._held = [kernel.fill_slot(self._slots, b, place) for b, place in enumerate(places)]
 
     def draw(
@@ -80,7 +77,7 @@ class RoundSampler:
         count = len(self._places)
         kept = self._keep(logits.dtype) if keep else None
         self._drew, self._draft_slot = True, first_slot
-        rows = self._rows(logits[:, None], self.draft_vocab_size, first_slot, 1)
+        rows = self._rows(logits[:, None], self.draft_vocab_size, first_slot, 1, step + 1)
         status = self._library.outrider_draw(
             ctypes.addressof(rows), self._at_slots, count, self.width, step,
             _pointer(uniforms, (count, self.width)), self._at_drafts, self._at_rows, kept,
@@ -116,11 +113,11 @@ class RoundSampler:
         Raises OutriderError("option") where the sigmoid rule meets such a draft.
         """
         count, gamma = len(self._places), max((p.gamma for p in self._places), default=-1)
-        target = self._rows(logits, self.vocab_size, first_slot, gamma + 1)
+        target = self._rows(logits, self.vocab_size, first_slot, gamma + 1, 0)
         draft = Logits(None, 0, 0, 1, 0)
         if draft_logits is not None and len(draft_logits):
             steps = draft_logits if isinstance(draft_logits, np.ndarray) else _steps(draft_logits)
-            draft = self._rows(steps, self.draft_vocab_size, self._draft_slot, gamma)
+            draft = self._rows(steps, self.draft_vocab_size, self._draft_slot, gamma, 1)
         elif self._drew:
             draft = _logits(self._kept, self.draft_vocab_size)
         status = self._library.outrider_verify(
@@ -137,16 +134,17 @@ class RoundSampler:
             )
         ]
 
-    def _rows(self, array: Array, vocab_size: int, first_slot: int, rows: int) -> Logits:
-        """Logits that hold so many rows of every slot that takes part: the library cannot look."""
+    def _rows(
+        self, array: Array, vocab_size: int, first_slot: int, rows: int, gamma: int
+    ) -> Logits:
+        """Logits that hold so many rows of every slot with at least `gamma` drafts: the library
+        cannot look."""
         if array.ndim == 3 and array.shape[1] < rows:
             raise ValueError(f"{array.shape[1]} rows of logits are too few, not {rows}")
-        last_slot = first_slot + len(array) - 1
-        if self._highest >= 0 and not first_slot <= self._lowest <= self._highest <= last_slot:
-            raise ValueError(
-                f"logits of the slots {first_slot} to {last_slot} are not those of "
-                f"{self._lowest} to {self._highest}"
-            )
+        held = range(first_slot, first_slot + len(array))
+        for place in self._places:
+            if place.gamma >= gamma and place.index not in held:
+                raise ValueError(f"the logits of {held} do not hold slot {place.index}")
         return _logits(array, vocab_size, first_slot)
 
     def _keep(self, dtype: np.dtype[Any]) -> int:

@@ -22,7 +22,7 @@ from commands import CHECKOUT, command, environment, error_line, leftovers, run
 from originals import check_batch, original_of
 
 import engines.__main__
-from engines import aotinductor_backend
+from engines import aotinductor as aotinductor_backend
 from engines.bundle import build
 from export import compare, program
 from runtime import Options, load
@@ -294,7 +294,8 @@ def test_gpus_and_missing_compilers_are_refused_before_the_work(
     assert caught.value.kind == "option"
     monkeypatch.setenv("CXX", "no-such-compiler")
     asked = ["--backend", "aotinductor", "--supports", "float32"]
-    assert engines.__main__.main(asked) == EXIT_STATUS["backend"]
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):  # CXX, when it starts
+        assert engines.__main__.main(asked) == EXIT_STATUS["backend"]
     assert "there is no no-such-compiler" in error_line(capsys.readouterr().err, "backend")
 
 

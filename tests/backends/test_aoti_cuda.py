@@ -26,7 +26,7 @@ from commands import CHECKOUT
 from fake_cuda import FakeDriver
 from rounds import ids
 
-from engines import aotinductor_backend
+from engines import aotinductor as aotinductor_backend
 from runtime import load
 from runtime.backends.aotinductor import AotiEngine
 from runtime.backends.aotinductor_cuda import ALIGNMENT, AotiCudaEngine, TorchGpu

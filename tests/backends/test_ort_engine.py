@@ -81,3 +81,18 @@ def test_a_row_beyond_the_capacity_is_refused(bundle):
     engine = open_target(bundle, 1)
     with pytest.raises(ValueError, match="beyond the capacity"):
         engine.forward(np.zeros((1, 2), np.int64), np.array([engine.capacity - 1]), np.array([0]))
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_a_slot_that_held_nan(bundle, cleared):
+    """Rows beyond a text are masked, and NaN all the same: what failed must not fail the next."""
+    engine = open_target(bundle, 2)
+    ids, index = np.full((1, 2), 5, np.int64), np.array([1])
+    expected = engine.forward(ids, np.array([0]), index, first_slot=1).copy()
+    for cache in engine._cache.values():
+        cache[1, :, 9] = np.nan
+    if cleared:
+        engine.clear(1)
+        assert engine.held.length(1) == 0
+    found = engine.forward(ids, np.array([0]), index, first_slot=1)
+    assert np.array_equal(found, expected) == cleared

@@ -8,7 +8,7 @@ import math
 from runtime.cli import report
 from runtime.decoder import Token
 from runtime.stats import Stats
-from runtime.text.engine import Result
+from runtime.text.results import Result
 
 
 def make_stats():
@@ -34,9 +34,9 @@ def test_summary():
     assert report.summary(make_result(), 5) == [
         "prompt 412 tok | TTFT 38.3 ms (target prefill 38.1) | draft prefill 6.2 ms",
         'output 256 tok | 139.1 tok/s | TPOT 7.1 ms | finish stop:"\\n\\n" | seed 7',
-        "rounds 74 | tau 3.45 | accepted 182/349 drafted (52%), 182/237 examined (77%)",
-        "position .78 .60 .46 .38 .35 | gamma 5",
-        "time draft 39% verify 56% sample 3% host 3% | c .15",
+        "rounds 74 | tau 3.45 tok/round | accepted 182/349 drafted (52%), 182/237 examined (77%)",
+        "accepted by position .78 .60 .46 .38 .35 | gamma 5",
+        "time draft 39% verify 56% sample 3% host 3% | a draft step takes 15% of a verification",
     ]
 
 
@@ -57,7 +57,7 @@ def test_a_stop_token_is_named():
 def test_plain_rounds():
     stats = Stats(rounds=9, round_tokens=9, time_verify=0.9, time_sample=0.1, time_rounds=1.0)
     assert report.round_lines(stats, "0") == [
-        "rounds 9 | tau 1.00 | plain decoding (gamma 0)",
+        "rounds 9 | tau 1.00 tok/round | plain decoding (gamma 0)",
         "time draft 0% verify 90% sample 10% host 0%",
     ]
 
@@ -105,7 +105,7 @@ def test_batch_summary():
         "requests 3 | prompts 1236 tok | finish eos 1 stop 2",
         "output 768 tok | 384.0 tok/s | 2.0 s",
     ]
-    assert lines[2].startswith("rounds 222 | tau 3.45 | accepted 546/1047")
+    assert lines[2].startswith("rounds 222 | tau 3.45 tok/round | accepted 546/1047")
 
 
 def test_colors():

@@ -9,8 +9,8 @@ from checkpoints import Workshop
 from rtx import SM
 
 from engines import bundle as bundles
-from engines import tensorrt_rtx_backend
 from engines.bundle import build
+from engines.tensorrt import rtx as tensorrt_rtx_backend
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,10 @@ from rtx import SM, arguments, needs_library
 
 import engines.__main__
 from engines import bundle as bundles
-from engines import gpus, tensorrt_builder, tensorrt_rtx_backend
+from engines import gpus
 from engines.bundle import build, engine_plan, memory_plan
+from engines.tensorrt import builder as tensorrt_builder
+from engines.tensorrt import rtx as tensorrt_rtx_backend
 from runtime.files.errors import EXIT_STATUS, OutriderError
 from runtime.files.manifest import (
     MANIFEST_FILE,

@@ -20,8 +20,9 @@ from rtx import arguments, needs_library
 
 import engines.__main__
 from bench import gpu_check
-from engines import tensorrt_builder, tensorrt_rtx_backend
 from engines.bundle import build, check_backend
+from engines.tensorrt import builder as tensorrt_builder
+from engines.tensorrt import rtx as tensorrt_rtx_backend
 from runtime import bundle as opening
 from runtime import generate, load
 from runtime.files.errors import EXIT_STATUS, OutriderError

@@ -13,6 +13,7 @@ from fake_cuda import FakeDriver
 
 from runtime import bundle, load
 from runtime.backends import onnxruntime_cuda as ort_cuda
+from runtime.backends.registry import device_engine
 from runtime.bundle import choose_device
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import EngineFacts, Manifest, Profile, read_bundle
@@ -167,15 +168,15 @@ def test_each_backend_has_its_engine(
     manifest: Manifest, backend: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = manifest if backend == "onnxruntime" else compiled(manifest, backend, "sm89")
-    name = {"onnxruntime_cuda": "OrtCudaEngine", "aotinductor_cuda": "AotiCudaEngine"}.get(
-        module, "TensorRtEngine"
-    )
     calls: list[tuple[Any, ...]] = []
+
+    def note(self: object, *arguments: Any, **options: Any) -> None:
+        calls.append((arguments, options))
+
     monkeypatch.setattr("runtime.backends.onnxruntime_cuda.unavailable", lambda: None)
-    monkeypatch.setattr(
-        f"runtime.backends.{module}.{name}",
-        lambda *arguments, **options: calls.append((arguments, options)),
-    )
+    engine = device_engine(backend)
+    assert engine.__module__ == f"runtime.backends.{module}"
+    monkeypatch.setattr(engine, "__init__", note)
     gpu.open_engine(
         made, FOLDER, "draft", manifest.pair.target, None, 7, slots=1, widest=5, buffers=2  # type: ignore[arg-type]
     )  # fmt: skip

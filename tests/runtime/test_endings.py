@@ -18,7 +18,8 @@ from runtime.sampling.reference import NumpySampler
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import warp
 from runtime.sequence import ActiveSequence, Request
-from runtime.text.engine import Result, TextEngine
+from runtime.text.engine import TextEngine
+from runtime.text.results import Result
 
 pytestmark = pytest.mark.usefixtures("sampler")
 
@@ -137,9 +138,15 @@ def test_min_new_tokens_masks_end_of_text(gamma: int) -> None:
 def test_end_of_text_that_is_not_masked(model: str) -> None:
     """In the target it would end the text early; in the draft it would cost every acceptance."""
 
-    def unmasked(logits, params, context, suppress, vocab_size, where):  # type: ignore[no-untyped-def]
+    def unmasked(logits, params, context, suppress, vocab_size, where, output_start):  # type: ignore[no-untyped-def]
         return warp(
-            logits, params, context, () if where.startswith(model) else suppress, vocab_size, where
+            logits,
+            params,
+            context,
+            () if where.startswith(model) else suppress,
+            vocab_size,
+            where,
+            output_start,
         )
 
     for minimum in range(2, GAMMA + 2):

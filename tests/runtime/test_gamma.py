@@ -11,13 +11,12 @@ import pytest
 from fakes import make_text_engine, near, random_model
 from rounds import both, ids, make_decoder, plain, run
 
-from runtime import generate
 from runtime.decoder import Decoder
-from runtime.files.errors import EXIT_STATUS, OutriderError
-from runtime.policy import make_policy
+from runtime.files.errors import OutriderError
+from runtime.policy import Measured, make_policy
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
-from runtime.text.engine import Options
+from runtime.text.options import Options
 
 MODEL = random_model(1)
 NAMES = ["auto", "transformers", 4]
@@ -124,16 +123,15 @@ def test_a_draft_that_is_hopeless_is_left_alone() -> None:
 def test_what_counts_as_the_same_settings(tmp_path: Path) -> None:
     """What p and q depend on: every option of the sampling, and no seed."""
     engine = make_text_engine(tmp_path, MODEL, near(MODEL, 2, 0.5))
-    costs, told = engine.decoder.costs["model"], []
-    earlier = costs.earlier
-    costs.earlier = lambda settings: told.append(settings) or earlier(settings)  # type: ignore[func-returns-value,method-assign,misc,assignment]
+    told = []
     for options in (
         {"seed": 1}, {"seed": 2}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9},
         {"temperature": 1.0, "draft_temperature": 2.0},
     ):  # fmt: skip
-        engine.generate("a b", gamma="auto", max_new_tokens=4, **options)
-    assert len(told) == 5 and told[0] == told[1]
-    assert len(set(told)) == 4
+        request = engine.request([2, 3], Options(gamma="auto", **options))  # type: ignore[arg-type]
+        assert isinstance(request.policy, Measured)
+        told.append(request.policy.settings)
+    assert told[0] == told[1] and len(set(told)) == 4
 
 
 @pytest.mark.parametrize(
@@ -146,11 +144,3 @@ def test_what_is_refused(options: dict, cause: str, tmp_path) -> None:  # type: 
     with pytest.raises(OutriderError, match=cause) as caught:
         engine.request([2, 3], Options(**options))
     assert caught.value.kind == "option"
-
-
-def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        generate.main(["--engines", "x", "--prompt", "x", "--gamma", "often"])
-        == EXIT_STATUS["option"]
-    )
-    assert "auto or transformers" in capsys.readouterr().err

@@ -15,14 +15,16 @@ from runtime import costs as costs_module
 from runtime import policy as policy_module
 from runtime.costs import MOST_SETTINGS, Costs, RoundCosts
 from runtime.policy import LONGEST_PAUSE, Policy, make_policy
-from runtime.theory.formulas import best_gamma, speedup
+from runtime.theory.formulas import best_gamma
 
 PAIR = Machine(0.2, 0.03, reading=0.0125, cold=0.15)  # about those of the bundled pair
 MACHINES = {
     "the bundled pair": PAIR,
-    "a cache that grows": replace(PAIR, level=lambda place: 1.15 if place >= 100 else 1.0),
+    "a cache that grows": replace(PAIR, rise=0.15),
     "a larger pair": Machine(0.085, 0.02, reading=0.004, noise=0.01, cold=0.03),
     "a noisy machine": replace(PAIR, noise=0.15, outliers=0.02),
+    # The best gamma may lose more in a round than a new text is allowed to.
+    "a dear draft": replace(PAIR, cost=0.4, growth=0.1),
     # 4 is the widest before a verification twice as dear: neither 3 nor 7 say so.
     "blocks": Machine(0.1, table=[1, *[1.1] * 4, *[1.6] * 4], reading=0.005),
 }
@@ -74,19 +76,15 @@ def test_deeper_positions() -> None:
     conditional = [0.3] + [0.95] * (MAX_GAMMA - 1)
 
     def speed(gamma: int | str) -> float:
-        runs = []
-        for seed in range(6):
-            rng, costs = np.random.default_rng(seed), Costs(MAX_GAMMA)
+        rng = np.random.default_rng(0)
 
-            def copied(drafted: int, rng: np.random.Generator = rng) -> int:
-                return [*(rng.random(drafted) < conditional[:drafted]), False].index(False)
+        def copied(drafted: int) -> int:
+            return [*(rng.random(drafted) < conditional[:drafted]), False].index(False)
 
-            policy = make_policy(gamma, costs, MAX_GAMMA, fallback=False)
-            runs.append(simulate(policy, costs, Machine(0.01, 0.05), copied, 4096))
-        return sum(run.plain for run in runs) / sum(run.time for run in runs)
+        return speeds(gamma, Machine(0.01, 0.05), {"": [copied] * 6}, 2048)["all"]
 
     fixed = {gamma: speed(gamma) for gamma in (1, 4, 8)}
-    assert fixed[8] > 1.2 * fixed[4] > 1.5 * fixed[1]
+    assert fixed[8] > 1.15 * fixed[4] > 1.5 * fixed[1]
     assert speed("auto") > max(0.88 * fixed[8], 1.08 * fixed[4])
 
 
@@ -99,13 +97,15 @@ def test_deeper_positions() -> None:
     [(0.05, 0.02, 0.0), (0.3, 0.1, 0.0), (1.5, 0.1, 0.0), (1.5, 0.1, 0.9), (0.15, 0.05, 0.1)],
 )
 def test_a_hopeless_draft(cost: float, growth: float, alpha: float, gamma: int | str) -> None:
-    """At most 5 % slower than plain decoding, from the first text of a decoder on."""
-    for machine in (Machine(cost, growth), replace(PAIR, cost=cost, growth=growth)):
-        for tokens in (256, 4096):
-            texts = {"": [coins(alpha, tokens)]}
+    """At most 5 % slower than plain decoding, from the first text of a decoder on; also where
+    caches are cold, and where steps grow dearer with the text but not for the next one."""
+    as_it_is = Machine(cost, growth)
+    for machine in (as_it_is, replace(as_it_is, cold=0.15, reading=0.0125, rise=0.6)):
+        for count, tokens in ((1, 256), (6, 256), (1, 4096)):
+            texts = {"": [coins(alpha, tokens, seed) for seed in range(count)]}
             assert speeds(gamma, machine, texts, tokens, fallback=True)["all"] > 0.95
-            if gamma != "auto":  # the control
-                assert speeds(gamma, machine, texts, tokens)["all"] < 0.95
+        if gamma != "auto":  # the control
+            assert speeds(gamma, machine, texts, tokens)["all"] < 0.95
 
 
 @pytest.mark.parametrize("gamma", ["auto", 4, 8, "transformers"])
@@ -126,19 +126,6 @@ def test_the_bound_holds_against_an_adversary(
     assert simulate(auto(costs, gamma), costs, machine, tempting, 2048).loss <= 1e-9
     constant = make_policy(8, Costs(MAX_GAMMA), MAX_GAMMA, fallback=False)
     assert simulate(constant, Costs(MAX_GAMMA), machine, tempting, 2048).loss > 10, "the control"
-
-
-@pytest.mark.parametrize("gamma", ["auto", 4])
-@pytest.mark.parametrize(("cost", "growth", "alpha"), [(0.05, 0.02, 0.0), (0.3, 0.1, 0.3)])
-def test_texts_that_slow_down(cost: float, growth: float, alpha: float, gamma: int | str) -> None:
-    """A step costs 1.6 times as much at the end of a long text; the short one after it is not
-    compared with that."""
-    costs, machine = Costs(MAX_GAMMA), Machine(cost, growth)
-    for number in range(12):
-        tokens, slower = (1024, 0.6) if number % 2 == 0 else (256, 0.15)
-        machine.level = lambda place, rise=slower / tokens: 1 + rise * place  # type: ignore[misc]
-        fate = coins(alpha, tokens, number)
-        assert simulate(auto(costs, gamma), costs, machine, fate, tokens).speed > 0.95, number
 
 
 def test_fallback_stays_away_from_a_good_draft() -> None:
@@ -165,13 +152,6 @@ def test_a_draft_that_becomes_good_again(bad: int, gamma: int | str) -> None:
     assert np.median(waited) <= min(1.5 * bad, LONGEST_PAUSE) + 64
 
 
-def test_a_text_that_begins_badly_is_not_left_to_plain_decoding() -> None:
-    bad = np.repeat([0.05, 0.8], [24, 136])
-    texts = {"": [coins(alpha, 160, seed) for seed in range(10) for alpha in (bad, 0.8)]}
-    fixed = max(speeds(gamma, PAIR, texts, 160)["all"] for gamma in range(1, 9))
-    assert speeds("auto", PAIR, texts, 160, fallback=True)["all"] > 0.95 * fixed
-
-
 def test_catching_up_is_a_loss() -> None:
     """A draft whose reading of what it missed costs 5 % of a step for each token, and which never
     gains, is tried seldom enough."""
@@ -186,8 +166,7 @@ def test_catching_up_is_a_loss() -> None:
 
 def test_gammas_that_were_not_timed_lie_on_lines() -> None:
     one = RoundCosts.of(0.2, {2: 2.0}, MAX_GAMMA)
-    assert (one.plain, one.draft) == (2.0, 0.1) and one.verify == [1.0] * 9
-    # A line through 1.6 at 0 and 2.8 at 6 goes on to 3.2 at 8.
+    assert (one.plain, one.draft, one.verify) == (2.0, 0.1, [1.0] * 9)
     two = RoundCosts.of(0.2, {0: 1.6, 6: 2.8}, MAX_GAMMA)
     assert two.verify == pytest.approx([(1.6 + 0.2 * g) / 1.6 for g in range(9)])
     assert two.round(3) == pytest.approx((2.2 + 0.6) / 1.6)
@@ -265,29 +244,18 @@ def test_batch_sizes_keep_apart() -> None:
 # What texts tell
 
 
-@pytest.mark.parametrize("max_gamma", [1, 2])
-def test_few_tokens_at_most(max_gamma: int) -> None:
-    for gamma in ("auto", "transformers", max_gamma):
-        costs = Costs(max_gamma)
-        policy = make_policy(gamma, costs, max_gamma, fallback=True)
-        run = simulate(policy, costs, Machine(0.1, 0.02), coins(0.8, 512), 512)
-        assert max(run.gammas) == max_gamma
-        share = 0.85 if gamma == "transformers" else 0.92
-        assert run.speed > share * speedup(0.8, max_gamma, 0.1, 1 + 0.02 * max_gamma)
-
-
-def test_smaller_rounds_than_asked_for() -> None:
+@pytest.mark.parametrize("gamma", ["auto", MAX_GAMMA, "transformers"])
+def test_smaller_rounds_than_asked_for(gamma: int | str) -> None:
     """A lookup finds fewer tokens or none; a context or a text ends; a GPU was a round ahead."""
     costs, machine, rng = Costs(MAX_GAMMA), Machine(0.05, 0.02), np.random.default_rng(0)
-    for gamma in ("auto", 8, "transformers"):
-        policy, asked = auto(costs, gamma), []
-        for _ in range(200):
-            asked.append(policy.next(1))
-            got = min(asked[-1], int(rng.integers(0, 4)))
-            policy.observe(got, got, got, True)
-            costs.observe(1, got, *machine.timings(got))
-        assert all(0 <= g <= MAX_GAMMA for g in asked)
-        assert np.mean(asked[50:]) > 5
+    policy, asked = auto(costs, gamma), []
+    for _ in range(200):
+        asked.append(policy.next(1))
+        got = min(asked[-1], int(rng.integers(0, 4)))
+        policy.observe(got, got, got, True)
+        costs.observe(1, got, *machine.timings(got))
+    assert all(0 <= g <= MAX_GAMMA for g in asked)
+    assert np.mean(asked[50:]) > 5
 
 
 def test_a_cut_block_says_nothing_about_the_rest() -> None:
@@ -317,18 +285,19 @@ def test_texts_begin_where_others_with_their_settings_did() -> None:
 
 def test_new_settings_begin_with_what_all_others_did() -> None:
     costs = Costs(MAX_GAMMA)
-    first = costs.earlier("first").acceptance
     costs.earlier("first").add(200, 20)
-    assert costs.earlier("second").acceptance < first / 4
+    assert costs.earlier("second").acceptance < 0.2
     for other in range(MOST_SETTINGS):
         costs.earlier(other).add(50, 50)
     assert costs.earlier("first").acceptance > 0.9, "forgotten: there were too many since"
 
 
 def test_short_texts_find_out_that_the_draft_is_better_than_it_was() -> None:
-    """Texts of 8 rounds, too short for a trial in a pause, after some with a hopeless draft."""
+    """Texts of 8 rounds, too short for a trial in a pause, after some with a hopeless draft. Those
+    that never run are not counted: what is refused would give hope."""
     costs, drafted = timed(), []
     costs.earlier().add(200, 10)
+    _waiting = [auto(costs) for _ in range(200)]
     for _ in range(400):
         policy = auto(costs)
         drafted.append(0)
@@ -336,19 +305,8 @@ def test_short_texts_find_out_that_the_draft_is_better_than_it_was() -> None:
             gamma = policy.next(1)
             drafted[-1] += gamma
             policy.observe(gamma, gamma, gamma, True)
-    assert not any(drafted[:20]), "the control: there is something to find out"
+    assert not any(drafted[:20])
     assert all(drafted[-20:])
-
-
-def test_a_text_that_never_runs_tells_nothing() -> None:
-    """And one that waited begins with what is known by then."""
-    costs = timed()
-    costs.earlier().add(200, 10)
-    waiting, before = [auto(costs) for _ in range(200)], costs.earlier().acceptance
-    assert costs.earlier().acceptance == before
-    assert auto(costs).next(1) == 0, "the control"
-    costs.earlier().add(200, 200)
-    assert waiting[0].next(1) > 0
 
 
 def test_a_pause_lasts_whoever_comes_and_goes() -> None:

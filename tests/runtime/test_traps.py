@@ -21,7 +21,8 @@ from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams, warp
 from runtime.sequence import ActiveSequence, Request
 from runtime.slots import Slot
-from runtime.text.engine import Options, TextEngine
+from runtime.text.engine import TextEngine
+from runtime.text.options import Options
 
 pytestmark = pytest.mark.usefixtures("sampler")
 
@@ -90,7 +91,7 @@ def test_a_stream_that_is_never_begun_takes_no_slot(tmp_path: Path) -> None:
     streams = [engine.stream("go\n") for _ in range(3)]
     assert engine.decoder.slots.free == 1
     assert next(streams[2]).text == SAYING[0]
-    with pytest.raises(OutriderError, match="slots are in use"):
+    with pytest.raises(OutriderError, match="in use, by streams that this thread"):
         next(streams[0])
     streams[2].close()
     assert engine.decoder.slots.free == 1
@@ -218,7 +219,7 @@ def test_ids_that_the_draft_cannot_look_up() -> None:
     def as_they_are(engine: object, tokens: list[int]) -> np.ndarray:
         return np.array(tokens, np.int64)
 
-    with broken("calls.readable", as_they_are), pytest.raises(AssertionError):
+    with broken("drafts.model.readable", as_they_are), pytest.raises(AssertionError):
         narrow_draft(0.0)
 
 
@@ -260,6 +261,42 @@ def test_numeric_failures_are_named(name: str, at: int, temperature: float, valu
     assert decoder.slots.free == 1
     decoder.round([neighbour])
     check_rows(decoder, neighbour)
+
+
+@both
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(("name", "logprobs"), [("target", None), ("draft", None), ("target", 0)])
+def test_a_failure_is_one_sequences_alone(
+    name: str, logprobs: int | None, temperature: float
+) -> None:
+    """The others of its rounds get what they get without it; on a GPU, rounds launched ahead too,
+    which log-probabilities forbid."""
+    model = random_model(1)
+    models = {"target": model, "draft": near(model, 2, 1.0)}
+    requests = [
+        Request([first, 4], SamplingParams(temperature=temperature, seed=first), gamma=3,
+                max_new_tokens=12, logprobs=logprobs)
+        for first in (2, 3, 5)
+    ]  # fmt: skip
+    alone = [run(make_decoder(**models), request).output for request in requests]
+    healthy = models[name]
+
+    def fails_after_3(context: Context) -> np.ndarray:
+        row = healthy(context).copy()
+        row[3] = np.nan if context[0] == 3 and len(context) >= 8 else row[3]
+        return row
+
+    models[name] = fails_after_3
+    decoder = make_decoder(**models, slots=3)
+    together = [decoder.admit(request) for request in requests]
+    while unfinished := [x for x in together if x.finish_reason is None]:
+        emitted = decoder.round(unfinished)
+        assert all(bool(emitted[x]) != bool(x.error) for x in unfinished)
+    assert together[0].output == alone[0] and together[2].output == alone[2]
+    broken_one, error = together[1], together[1].error
+    assert error is not None and f"{name}, slot 1, position " in error.cause
+    assert broken_one.finish_reason == "error" and 0 < len(broken_one.output) < 12
+    assert broken_one.output == alone[1][: len(broken_one.output)]
 
 
 @both

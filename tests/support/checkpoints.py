@@ -24,7 +24,8 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
-from engines.bundle import BACKENDS, build
+from engines.bundle import build
+from engines.registry import find
 from export.pair import export
 
 EOS = "</s>"
@@ -318,7 +319,7 @@ class Workshop:
         **options: Any,
     ) -> Path:
         """What `python -m engines` writes, for one slot. options: as `graphs`."""
-        form = {"form": "torch"} if BACKENDS[backend].FORMAT == "torch" else {}
+        form = {"form": "torch"} if find(backend).FORMAT == "torch" else {}
         graphs = self.graphs(target, draft, **form, **options)
         with self._once("bundle", str(graphs), {}) as (folder, made):
             if not made:

@@ -167,6 +167,10 @@ class FakeEngine(Engine):
                 logits[b, k] = self._row(rows, start + int(index) + 1, width)
         return logits
 
+    def clear(self, slot: int) -> None:
+        self.cache[slot] = NEVER_WRITTEN
+        self.held.cut(slot, 0)
+
     def _row(self, rows: Ids, end: int, width: int) -> Logits:
         start = 0 if self.order is None else max(0, end - self.order)
         context = tuple(rows[start:end].tolist())

@@ -48,7 +48,7 @@ def cases(fast: Iterable[Any], everything: Iterable[Any]) -> list[Any]:
 
 
 class KernelWithUniforms(RoundSampler):
-    """The kernel, with the uniforms of `sampler.uniform`, so that a test can choose them."""
+    """The kernel, with the uniforms of `reference.uniform`, so that a test can choose them."""
 
     def _table(self, width: int, cells: list[tuple[int, Purpose]]) -> np.ndarray:
         """[B, width]: one column for each (step, purpose)."""

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from runtime import costs, policy
+from runtime import policy
+from runtime.costs import Costs
 
 MAX_GAMMA = 8
 STEP = 0.02  # seconds of a plain step
@@ -23,39 +24,35 @@ Fate = Sequence[bool] | Callable[[int], int]
 
 @dataclass
 class Machine:
-    """cost: c. growth: of a verification, for each draft token; or table, what each costs. noise:
-    relative, of each timing. outliers: how many of the rounds take 50 times as long. reading: what
-    the draft has to catch up with, in plain steps for each token beside the c of a call; None if
-    that takes no time. cold: what the first round with drafts after others takes longer,
-    relative, and the three after it in decreasing measure. level: of all times, by place in the
-    text (the cache grows).
-    """
+    """What rounds cost, in plain steps. cost: c. growth: of a verification, for each draft token;
+    or table, what each costs. noise: relative, of each timing. outliers: how many of the rounds
+    take 50 times as long. reading: each token that the draft has to catch up with, beside the c of
+    a call. cold: what the first round with drafts after others takes longer, relative, and the
+    three after it in decreasing measure. rise: of all times, after a hundred tokens of a text."""
 
     cost: float
     growth: float = 0.0
     table: Sequence[float] = ()
     noise: float = 0.05
     outliers: float = 0.0
-    reading: float | None = None
+    reading: float = 0.0
     cold: float = 0.0
-    level: Callable[[int], float] = lambda place: 1.0
+    rise: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
 
     def parts(self, gamma: int) -> tuple[float, float]:
-        """Of a round on average, in plain steps: drafts, and all else."""
+        """Of a round on average: drafts, and all else."""
         return gamma * self.cost, self.table[gamma] if self.table else 1 + gamma * self.growth
 
     def timings(self, gamma: int, slow: float = 1.0) -> tuple[float, float]:
         """Seconds, as a clock would find them."""
         slow *= STEP * (50 if self.rng.random() < self.outliers else 1)
-        drafts, rest = (
-            slow * part * (1 + self.noise * max(-3, min(3, self.rng.standard_normal())))
-            for part in self.parts(gamma)
-        )
-        return drafts, rest
+        noise = (self.noise * self.rng.standard_normal(2).clip(-3, 3)).tolist()
+        draft, rest = self.parts(gamma)
+        return slow * draft * (1 + noise[0]), slow * rest * (1 + noise[1])
 
 
 @dataclass
@@ -70,10 +67,6 @@ class Run:
     at: list[int] = field(default_factory=list)
     loss: float = 0.0
 
-    @property
-    def speed(self) -> float:
-        return self.plain / self.time
-
 
 def coins(alpha: Any, tokens: int, seed: int = 0) -> list[bool]:
     """alpha: acceptance, for all or by place; a place's coin is the same for every policy."""
@@ -82,7 +75,7 @@ def coins(alpha: Any, tokens: int, seed: int = 0) -> list[bool]:
 
 
 def simulate(
-    chooser: policy.Policy, known: costs.Costs | None, machine: Machine, fate: Fate, tokens: int
+    chooser: policy.Policy, known: Costs | None, machine: Machine, fate: Fate, tokens: int
 ) -> Run:
     """known: what the policy chooses by, and is told; None where it does not."""
     run, behind, stay = Run(), 0, 0
@@ -92,25 +85,19 @@ def simulate(
             accepted = fate(gamma)
         else:
             accepted = [*fate[run.tokens : run.tokens + gamma], False].index(False)
-        slow = level = machine.level(run.tokens)
-        if gamma:
-            slow *= 1 + machine.cold * max(0, COLD - stay) / COLD
-            stay += 1
-        stay = stay if gamma else 0
+        level = 1 + machine.rise * min(1.0, run.tokens / 100)
+        slow = level * (1 + machine.cold * max(0, COLD - stay) / COLD if gamma else 1)
+        reading = machine.cost + behind * machine.reading if gamma and behind else 0.0
         chooser.observe(gamma, min(gamma, accepted + 1), accepted, accepted == gamma)
         if known:
             known.observe(1, gamma, *machine.timings(gamma, slow))
-        if gamma and behind and machine.reading is not None:
-            reading = level * (machine.cost + behind * machine.reading)
-            run.time += reading
-            if known:
-                noise = 1 + machine.noise * float(machine.rng.standard_normal())
-                known.caught_up(1, behind, STEP * reading * noise)
-        behind = 0 if gamma else behind + 1
+            if reading:
+                known.caught_up(1, behind, STEP * level * reading)
+        stay, behind = (stay + 1, 0) if gamma else (0, behind + 1)
         run.at.append(run.tokens)
         run.gammas.append(gamma)
         run.tokens += accepted + 1
-        run.time += slow * sum(machine.parts(gamma))
+        run.time += slow * sum(machine.parts(gamma)) + level * reading
         run.plain += level * (accepted + 1)
         promise = policy.ALLOWANCE + policy.RATE * run.tokens
         run.loss = max(run.loss, run.time - run.plain - promise)
@@ -118,26 +105,20 @@ def simulate(
 
 
 def speeds(
-    gamma: int | str,
-    machine: Machine,
-    loads: Mapping[str, Sequence[Fate]],
-    tokens: int,
+    gamma: int | str, machine: Machine, loads: Mapping[str, Sequence[Fate]], tokens: int,
     fallback: bool = False,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """Over plain decoding, by workload and of "all", whose texts take turns on one machine; each
     workload has its settings."""
-    known, machine = costs.Costs(MAX_GAMMA), replace(machine)
-    told = known if fallback or gamma == "auto" else None
+    known, machine = Costs(MAX_GAMMA), replace(machine)
     runs: dict[str, list[Run]] = {name: [] for name in loads}
     for texts in zip(*loads.values(), strict=True):
         for name, fate in zip(loads, texts, strict=True):
             chooser = policy.make_policy(gamma, known, MAX_GAMMA, fallback=fallback, settings=name)
+            told = known if fallback or gamma == "auto" else None
             runs[name].append(simulate(chooser, told, machine, fate, tokens))
     groups = {**runs, "all": [run for some in runs.values() for run in some]}
-    return {
-        name: sum(run.plain for run in some) / sum(run.time for run in some)
-        for name, some in groups.items()
-    }
+    return {name: sum(x.plain for x in g) / sum(x.time for x in g) for name, g in groups.items()}
 
 
 @cache

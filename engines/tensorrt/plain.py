@@ -1,6 +1,6 @@
 """TensorRT: engines for the NVIDIA GPU that is present when they are built.
 
-Written against the same interface as tensorrt_rtx_backend.py, and never run: TensorRT's libraries
+Written against the same interface as rtx.py, and never run: TensorRT's libraries
 are not on the package index, and it builds on a GPU only.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import EngineFacts, Format, GraphFacts
 
-from . import tensorrt_builder
-from .gpus import present_gpus
+from ..gpus import present_gpus
+from . import builder
 
 PRODUCT, PACKAGE = "TensorRT", "tensorrt"
 DTYPES = ("float16", "bfloat16")
@@ -61,7 +61,7 @@ def plan(
     models: dict[str, GraphFacts], slots: int, max_gamma: int, sm: str, level: int | None
 ) -> dict[str, EngineFacts]:
     gpus = targets(sm, models["target"].dtype)
-    return tensorrt_builder.plan(ENGINE_FILE, models, slots, max_gamma, gpus, versions(), level)
+    return builder.plan(ENGINE_FILE, models, slots, max_gamma, gpus, versions(), level)
 
 
 def compile(
@@ -69,5 +69,5 @@ def compile(
 ) -> EngineFacts:
     assert to is not None
     # It times kernels on the GPU; the times of another version or GPU are no times of this one.
-    timings = tensorrt_builder.TIMINGS / f"{to.targets[0]}-{versions()[PACKAGE]}.timings"
-    return tensorrt_builder.compile(PACKAGE, PRODUCT, role, graph, out, facts, to, timings=timings)
+    timings = builder.TIMINGS / f"{to.targets[0]}-{versions()[PACKAGE]}.timings"
+    return builder.compile(PACKAGE, PRODUCT, role, graph, out, facts, to, timings=timings)

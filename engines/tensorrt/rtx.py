@@ -12,8 +12,8 @@ from typing import Any
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import EngineFacts, Format, GraphFacts
 
-from . import tensorrt_builder
-from .gpus import present_gpus
+from ..gpus import present_gpus
+from . import builder
 
 PRODUCT, PACKAGE = "TensorRT-RTX", "tensorrt_rtx"
 DTYPES = ("float16", "bfloat16")  # its attention has no float32 kernels
@@ -70,11 +70,11 @@ def plan(
     models: dict[str, GraphFacts], slots: int, max_gamma: int, sm: str, level: int | None
 ) -> dict[str, EngineFacts]:
     gpus = targets(sm, models["target"].dtype)
-    return tensorrt_builder.plan(ENGINE_FILE, models, slots, max_gamma, gpus, versions(), level)
+    return builder.plan(ENGINE_FILE, models, slots, max_gamma, gpus, versions(), level)
 
 
 def compile(
     role: str, graph: Path, out: Path, facts: GraphFacts, to: EngineFacts | None
 ) -> EngineFacts:
     assert to is not None
-    return tensorrt_builder.compile(PACKAGE, PRODUCT, role, graph, out, facts, to)
+    return builder.compile(PACKAGE, PRODUCT, role, graph, out, facts, to)

@@ -1,6 +1,6 @@
 """From a portable graph to a TensorRT engine: one code over `tensorrt` and `tensorrt_rtx`.
 
-The library works in a process of its own (`python -m engines.tensorrt_builder`): some graphs make
+The library works in a process of its own (`python -m engines.tensorrt.builder`): some graphs make
 it abort, some failures it prints past its logger, and Ctrl-C should not wait for its next step. The
 process reads one JSON request and answers in JSON lines: phases, then a result or an error.
 """
@@ -25,10 +25,10 @@ from runtime.files.errors import OutriderError, first_line
 from runtime.files.manifest import GRAPH_FILE, EngineFacts, GraphFacts, Profile
 from runtime.files.progress import Stage, stage
 
-from .keys import engine_key
+from ..keys import engine_key
 
 CHUNK = 512  # the most tokens of a prompt in one call, as on the CPU
-TIMINGS = Path(__file__).parents[1] / "build" / ".cache" / "tensorrt"
+TIMINGS = Path(__file__).parents[2] / "build" / ".cache" / "tensorrt"
 
 
 def profiles(role: str, facts: GraphFacts, slots: int, max_gamma: int) -> list[Profile]:
@@ -120,8 +120,8 @@ def _ask(request: dict[str, Any], progress: Stage) -> list[int | None]:
     """Have the process compile; the bytes that each profile's activations take."""
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
-            [sys.executable, "-m", "engines.tensorrt_builder"],
-            cwd=Path(__file__).parents[1],
+            [sys.executable, "-m", "engines.tensorrt.builder"],
+            cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,

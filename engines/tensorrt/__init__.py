@@ -1,0 +1,1 @@
+"""TensorRT and TensorRT-RTX: two libraries with one interface, and the builder for both."""

@@ -1,0 +1,25 @@
+"""Many requests in a few slots: each joins when a slot is free, and results come as they finish.
+
+python -m examples.batch build/demo
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import runtime as outrider
+
+PROMPTS = ["import os\n", "def main(", "class Reader:\n", "# Numbers from one to ten\n", "if "]
+
+
+def main(argv: Sequence[str]) -> None:
+    engine = outrider.load(argv[0], slots=2)
+    requests = [(prompt, outrider.Options(max_new_tokens=24)) for prompt in PROMPTS]
+    for number, result in engine.batch(requests):
+        print(f"--- {number}: {PROMPTS[number]!r}, {result.stats.rounds} rounds")
+        print(result.text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

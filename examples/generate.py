@@ -1,0 +1,26 @@
+"""One text, and what it cost.
+
+    python -m examples.generate build/demo "import os"
+
+Without a prompt it takes one of its own. Installed, the package is called `outrider`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import runtime as outrider
+
+
+def main(argv: Sequence[str]) -> None:
+    bundle, prompt = argv[0], argv[1] if len(argv) > 1 else "def read(path):\n"
+    engine = outrider.load(bundle)
+    result = engine.generate(prompt, max_new_tokens=64, temperature=0.7, seed=7)
+    print(result.text)
+    stats = result.stats
+    print(f"{result.finish_reason}: {stats.output_tokens} tokens in {stats.rounds} rounds")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,24 @@
+"""A text as it comes, round by round; the tokens that the draft proposed in brackets.
+
+python -m examples.stream build/demo "import os"
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import runtime as outrider
+
+
+def main(argv: Sequence[str]) -> None:
+    bundle, prompt = argv[0], argv[1] if len(argv) > 1 else "def read(path):\n"
+    engine = outrider.load(bundle)
+    for event in engine.stream(prompt, max_new_tokens=64):
+        for text, origin in event.pieces:
+            print(f"[{text}]" if origin == "accepted" else text, end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

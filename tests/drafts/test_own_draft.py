@@ -1,0 +1,77 @@
+"""A host application's own kind of draft: registered in one line, exact at every temperature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from exact import V, by_keys, own
+from fakes import near, random_model, script
+from rounds import ids, make_decoder, oracle, plain, run, with_uniforms
+
+from examples.own_draft import Phrases
+from runtime.cli.arguments import parse
+from runtime.drafts import registry
+from runtime.files.errors import OutriderError
+from runtime.sequence import Request
+
+on_host = pytest.mark.parametrize("sampler", ["numpy", "kernel"], indirect=True)
+SAYING = script("abcab.abcdab,", period=True, start=1)
+
+
+class Liar(Phrases):
+    """It says that its tokens were drawn from anything."""
+
+    point_masses = False
+
+    def row(self, sequence: Any, drafts: Sequence[int]) -> np.ndarray:
+        return np.zeros(V, np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _known(sampler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phrases that begin with every token, and of which some are never said."""
+    first = oracle(SAYING, Request([2], max_new_tokens=30))
+    phrases = [first[i : i + 6] for i in range(8)]
+    monkeypatch.setattr(Phrases, "known", [*phrases, *([i, 7 - i, 3] for i in range(8))])
+    monkeypatch.setattr(Phrases, "least", 1)
+    monkeypatch.setitem(registry.KINDS, "liar", Liar)
+
+
+@on_host
+@pytest.mark.parametrize("gamma", [1, 3, 8])
+def test_temperature_0_is_plain_decoding(gamma: int) -> None:
+    accepted = 0
+    for model in (SAYING, random_model(1)):
+        decoder = make_decoder(model, near(model, 2, 1.0))
+        request = Request([2, 3, 2], gamma=gamma, draft="phrases", max_new_tokens=40)
+        sequence = run(decoder, request)
+        assert ids(sequence) == plain(decoder, request) == oracle(model, request)
+        assert sequence.stats.drafted > 0
+        accepted += sequence.stats.accepted
+    assert accepted > 0
+
+
+@with_uniforms
+@pytest.mark.parametrize(("gamma", "count"), [(1, 3), (2, 4)])
+def test_the_distribution_is_the_targets(gamma: int, count: int) -> None:
+    for seed in (1, 2):
+        assert by_keys(gamma, count, own, seed, draft="phrases") < 1e-12
+
+
+def test_a_q_that_is_misreported_is_noticed() -> None:
+    """The control."""
+    assert max(by_keys(2, 4, own, seed, draft="liar") for seed in (1, 2)) > 0.01
+
+
+def test_the_command_line_knows_it() -> None:
+    assert parse(["--engines", "x", "--prompt", "p", "--draft", "phrases"]).draft == "phrases"
+
+
+def test_a_name_has_one_meaning() -> None:
+    registry.register("phrases", Phrases)
+    for name in ("phrases", "model", "none"):
+        with pytest.raises(OutriderError, match="already"):
+            registry.register(name, Liar)

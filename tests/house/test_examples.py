@@ -1,0 +1,25 @@
+"""What a user copies runs. Only here is the public interface used as the README shows it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from checkpoints import Workshop
+
+EXAMPLES = sorted(path.stem for path in (Path(__file__).parents[2] / "examples").glob("*.py"))
+
+
+def test_there_are_examples() -> None:
+    assert EXAMPLES == ["batch", "generate", "own_draft", "stream"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example(name: str, workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = workshop.bundle(workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7))
+    import_module(f"examples.{name}").main([str(bundle)])
+    out = capsys.readouterr().out
+    assert out.strip()
+    if name == "own_draft":
+        assert "the same text as without: True" in out
