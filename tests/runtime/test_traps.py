@@ -328,8 +328,9 @@ def test_a_failure_gives_the_slot_back(tmp_path: Path, at: int) -> None:
     with pytest.raises(OutriderError, match="draft, slot 0, position"):
         engine.generate("abc", max_new_tokens=20)
     assert engine.decoder.slots.free == 1
-    ((_, failed),) = engine.batch([("abc", Options(gamma=GAMMA))])
-    assert failed.finish_reason == "error" and "draft, slot 0, position" in str(failed.error)
+    ((_, result),) = engine.batch([("abc", Options(gamma=GAMMA))])
+    assert result.finish_reason == "error" and result.error is not None
+    assert "draft, slot 0, position" in result.error.cause
     assert engine.decoder.slots.free == 1
     assert len(engine.generate("abc", max_new_tokens=20, gamma=0).tokens) == 20
 
