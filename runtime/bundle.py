@@ -12,13 +12,13 @@ from pathlib import Path
 from threading import Thread
 
 from .backends.engine import Engine
-from .backends.host import FIRST_ROWS
 from .backends.registry import host_engine
 from .decoder import Decoder
 from .drafts.lookup import Corpus
 from .drafts.tables import Tables
 from .files.errors import OutriderError, first_line
 from .files.manifest import (
+    FIRST_ROWS,
     TEMPLATE_FILE,
     TOKENIZER_FILE,
     GraphFacts,
@@ -123,6 +123,7 @@ def load(
         max_len=pair.max_len,
         max_gamma=pair.max_gamma,
         draft_max_len=pair.draft.max_len if pair.draft else None,
+        context=pair.target.context,
     )
     return TextEngine(manifest, tokenizer, decoder, memory, queue=queue, timeout=timeout)
 
@@ -210,7 +211,7 @@ def check_slots(manifest: Manifest, slots: int, *, gpu: bool) -> None:
     need = 0
     for role, facts in pair.models():
         steps = max(1, pair.max_gamma) if role == "draft" else 1
-        need += slots * facts.cache_bytes(1) * min(FIRST_ROWS, facts.capacity) // facts.capacity
+        need += facts.cache_bytes(slots, FIRST_ROWS)
         need += slots * (pair.max_gamma + 1) * facts.vocab_size * 4 * steps  # logits, float32
     have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if not gpu and need > have:

@@ -137,11 +137,12 @@ class Measured:
 
     What a text may lose is bounded, whatever the draft does: a round with drafts is run only where
     the text's loss against plain decoding, should the round accept none, stays within 3 plain steps
-    + 3 % of its tokens: 4.2 % of 256 tokens. Losses are counted at measured costs; beyond them are
-    four rounds of a batch size, to have any costs, the draft's reading of the prompt, and what a
-    round takes longer whose caches are cold. The reading of what rounds without drafts have added
-    is a loss too: where it costs more than 3 % of a plain step a token, a draft that was left
-    behind is tried again only out of earlier gains.
+    + 3 % of its tokens: 4.2 % of 256 tokens. Where the best gamma may lose more, the best that may
+    not earns what it takes. Losses are counted at measured costs; beyond them are four rounds of a
+    batch size, to have any costs, the draft's reading of the prompt, and what a round takes longer
+    whose caches are cold. The reading of what rounds without drafts have added is a loss too: where
+    it costs more than 3 % of a plain step a token, a draft that was left behind is tried again only
+    out of earlier gains.
 
     16 rounds after drafts were given up, what was seen is nearly forgotten and they are tried
     again, with one token; each time that they lose, after twice as many rounds, up to 1,024. While

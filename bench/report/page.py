@@ -234,7 +234,7 @@ def _main(args: argparse.Namespace) -> int:
     prompts = prompts_of(args.prompts)
     name = Path(args.engines).resolve().name
     page = Path(args.out or Path("build/report", name)).resolve() / PAGE
-    engine = load(args.engines)
+    engine = load(args.engines, reuse=False)  # every text has its prefill
     if engine.decoder.draft is None:
         raise OutriderError(
             "option", f"{args.engines} has no draft", "Build it with DRAFT=<draft>."

@@ -69,6 +69,14 @@ def _whole(least: int) -> Callable[[str], int]:
     return convert
 
 
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return _whole(0)(token), float(value)
+    except (ArgumentTypeError, ValueError):
+        raise ArgumentTypeError(f"{text!r} is not a token id and a number, ID=X") from None
+
+
 def _gamma(text: str) -> int | str:
     if text in ("auto", "transformers"):
         return text
@@ -167,6 +175,12 @@ def _parser() -> ArgumentParser:
     add("--top-p", type=float, default=1.0, metavar="P", help="default 1: off")
     add("--min-p", type=float, default=0.0, metavar="P", help="default 0: off")
     add("--repetition-penalty", type=float, default=1.0, metavar="X", help="default 1: off")
+    add("--frequency-penalty", type=float, default=0.0, metavar="X",
+        help="taken from a token's logit each time that it stands in the output; default 0: off")
+    add("--presence-penalty", type=float, default=0.0, metavar="X",
+        help="taken once, where it stands there at all; default 0: off")
+    add("--logit-bias", type=_bias, action="append", default=[], metavar="ID=X",
+        help="added to the logit of a token id, -100 to 100; repeatable")
     add("--seed", type=_whole(0), metavar="N", help="default: a random one, which is printed")
 
     add = parser.add_argument_group("speculation").add_argument
@@ -299,6 +313,9 @@ def _refuse_unread(args: Namespace, drafts: Collection[str]) -> None:
 def options_from(args: Namespace) -> Options:
     """The options of a request, with a seed where one has a part in the text."""
     options = Options(**{f.name: getattr(args, f.name) for f in fields(Options)})
+    if len(dict(args.logit_bias)) < len(args.logit_bias):
+        raise OutriderError("option", "--logit-bias names an id twice", "Give one number for each.")
+    options = replace(options, logit_bias=tuple(args.logit_bias))
     options.check()
     if args.beams:
         others = (

@@ -67,6 +67,8 @@ def _request(body: Any, options: Options, where: str) -> tuple[Prompt, Options]:
         raise OutriderError(
             "option", f"unknown key {unknown[0]!r}", f"There are {', '.join(known)}."
         )
+    if isinstance(bias := given.get("logit_bias"), dict):  # JSON's keys are strings
+        given["logit_bias"] = {int(i) if i.isdecimal() else i: x for i, x in bias.items()}
     changed = replace(options, **given)
     changed.check()
     if "messages" in body:

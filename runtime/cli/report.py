@@ -214,6 +214,8 @@ def json_object(result: Result, *, logprobs: bool, **more: Mapping[str, Any]) ->
         "seed": result.seed,
         "stats": result.stats.summary(),
     }
+    if result.error is not None:
+        body["error"] = {"kind": result.error.kind, "cause": result.error.cause}
     if logprobs:
         body["logprobs"] = [_logprob(token) for token in result.tokens]
     return {**body, **more}

@@ -81,6 +81,12 @@ def first_line(error: BaseException) -> str:
     return text.rstrip(".:")[:200]
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether a foreign library failed for want of memory. They have no class for it."""
+    words = ("bad_alloc", "allocate", "out of memory", "failed to map segment")
+    return isinstance(error, MemoryError) or any(word in str(error).lower() for word in words)
+
+
 class _Interrupts:
     """What Ctrl-C and SIGTERM do to a command: raise KeyboardInterrupt, at once or a little later.
 
@@ -134,6 +140,8 @@ def importing(library: str, remedy: str, name: str | None = None) -> Iterator[No
         missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
         if missing and f"{library}.".startswith(f"{missing}."):
             raise OutriderError("backend", f"{name} is not installed", remedy) from None
+        if out_of_memory(error):
+            raise MemoryError from None
         cause = f"{name} is installed and cannot be imported: {first_line(error)}"
         raise OutriderError("backend", cause, "Install it anew, or use another backend.") from None
 

@@ -131,14 +131,17 @@ class TextEngine:
         if gamma == 0:
             options.check_plain()
         width = self.decoder.vocab_size
-        odd = [token for token in options.stop_token_ids if not 0 <= token < width]
-        if odd:
-            raise OutriderError(
-                "option", f"stop token id {odd[0]} does not exist", f"Choose from 0 to {width - 1}."
-            )
+        params = options.sampling()
+        biased = list(dict(params.logit_bias))
+        for name, tokens in (("stop_token_ids", options.stop_token_ids), ("logit_bias", biased)):
+            if odd := [token for token in tokens if not 0 <= token < width]:
+                raise OutriderError(
+                    "option",
+                    f"{name}: the token id {odd[0]} does not exist",
+                    f"Choose from 0 to {width - 1}.",
+                )
         ids = self.encode(prompt, options)
         self.decoder.check_ids(ids)  # before the text side, which would look a stranger up
-        params = options.sampling()
         transcript = Transcript(self.tokenizer, ids, params.seed, options)
         request = Request(
             prompt=ids,

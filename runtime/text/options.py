@@ -50,6 +50,9 @@ class Options:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     gamma: int | GammaName | None = None
     fallback: Literal["auto", "off"] = "off"

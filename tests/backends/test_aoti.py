@@ -294,7 +294,8 @@ def test_gpus_and_missing_compilers_are_refused_before_the_work(
     assert caught.value.kind == "option"
     monkeypatch.setenv("CXX", "no-such-compiler")
     asked = ["--backend", "aotinductor", "--supports", "float32"]
-    assert engines.__main__.main(asked) == EXIT_STATUS["backend"]
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):  # CXX, when it starts
+        assert engines.__main__.main(asked) == EXIT_STATUS["backend"]
     assert "there is no no-such-compiler" in error_line(capsys.readouterr().err, "backend")
 
 

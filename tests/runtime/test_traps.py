@@ -329,7 +329,8 @@ def test_a_failure_gives_the_slot_back(tmp_path: Path, at: int) -> None:
         engine.generate("abc", max_new_tokens=20)
     assert engine.decoder.slots.free == 1
     ((_, result),) = engine.batch([("abc", Options(gamma=GAMMA))])
-    assert result.error is not None and "draft, slot 0, position" in result.error.cause
+    assert result.finish_reason == "error" and result.error is not None
+    assert "draft, slot 0, position" in result.error.cause
     assert engine.decoder.slots.free == 1
     assert len(engine.generate("abc", max_new_tokens=20, gamma=0).tokens) == 20
 

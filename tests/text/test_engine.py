@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fakes import EOS, Context, FakeEngine, Logits, make_text_engine, near, random_model
 
@@ -126,6 +127,27 @@ def test_one_bad_request_of_a_batch(engine: TextEngine) -> None:
     assert {results[i].finish_reason for i in (1, 2, 3, 4)} == {"error"}
     assert results[5].token_ids == engine.generate("cd", max_new_tokens=5).token_ids
     assert engine.line.free == 2
+
+
+def test_a_nan_ends_one_text_alone(tmp_path: Path) -> None:
+    """Fault: one request's NaN ends the whole batch."""
+
+    def target(context: Context) -> Logits:
+        row = MODEL(context)
+        return row * np.float32(np.nan) if context[0] == 7 and len(context) == 9 else row
+
+    engine = make_text_engine(tmp_path, target, near(MODEL, 2, 1.0), slots=2, order=None)
+    prompts = [[5, 5, 5, 5], [7, 5, 5, 5], [6, 5, 5, 5]]
+    results = dict(engine.batch(prompts, max_new_tokens=12))
+    assert [results[i].finish_reason for i in range(3)] == ["length", "error", "length"]
+    failed = results[1]
+    assert failed.error is not None and failed.error.kind == "numeric"
+    assert 1 <= len(failed.tokens) <= 5 and failed.text
+    alone = [engine.generate(prompts[i], max_new_tokens=12).token_ids for i in (0, 2)]
+    assert alone == [results[0].token_ids, results[2].token_ids]
+    with pytest.raises(OutriderError, match="numeric"):
+        engine.generate(prompts[1], max_new_tokens=12)
+    assert engine.decoder.slots.free == engine.line.free == 2
 
 
 def test_what_the_source_raises_is_raised(engine: TextEngine) -> None:

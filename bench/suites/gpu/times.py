@@ -67,7 +67,7 @@ class Times:
         self.bandwidth: float | None = None
         before = self._free()
         begin = time.perf_counter()
-        self.engine = load(built.bundle, device=device, slots=SLOTS, verify=False)
+        self.engine = load(built.bundle, device=device, slots=SLOTS, verify=False, reuse=False)
         self.load_s = round(time.perf_counter() - begin, 2)
         self._before, self._loaded = before, self._free()
         rng = np.random.default_rng(0)
