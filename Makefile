@@ -104,15 +104,15 @@ check: .venv/stamp
 	$(PY) -m mypy
 
 bench: kernel
-	$(PY) -m bench.side $(if $(QUICK),--quick) --out="$$BENCH_OUT/side"
-	$(PY) -m bench.growth $(if $(QUICK),--quick) --out="$$BENCH_OUT/growth"
+	$(PY) -m bench side $(if $(QUICK),--quick) --out="$$BENCH_OUT/side"
+	$(PY) -m bench growth $(if $(QUICK),--quick) --out="$$BENCH_OUT/growth"
 
 report: kernel
-	@$(PY) -m bench.report --engines="$$ENGINES" $${PROMPTS:+--prompts="$$PROMPTS"}
+	@$(PY) -m bench report --engines="$$ENGINES" $${PROMPTS:+--prompts="$$PROMPTS"}
 
-# Without network and .venv: bench/gpu_check.py says what a machine with a GPU must have.
+# Without network and .venv: bench/suites/gpu/suite.py says what a machine with a GPU must have.
 gpu-check:
-	@$(or $(wildcard $(PY)),$(PYTHON)) -m bench.gpu_check $${GPU_OUT:+--out="$$GPU_OUT"}
+	@$(or $(wildcard $(PY)),$(PYTHON)) -m bench gpu $${GPU_OUT:+--out="$$GPU_OUT"}
 
 plugins: .venv/stamp
 	@$(PY) -m plugins.tools.build

@@ -1,4 +1,5 @@
 """Many requests in a few slots: each joins when a slot is free, and results come as they finish.
+They are read one by one, so a generator without an end will do as well.
 
 python -m examples.batch build/demo
 """
@@ -15,10 +16,9 @@ PROMPTS = ["import os\n", "def main(", "class Reader:\n", "# Numbers from one to
 
 def main(argv: Sequence[str]) -> None:
     engine = outrider.load(argv[0], slots=2)
-    requests = [(prompt, outrider.Options(max_new_tokens=24)) for prompt in PROMPTS]
-    for number, result in engine.batch(requests):
+    for number, result in engine.batch(PROMPTS, max_new_tokens=24):
         print(f"--- {number}: {PROMPTS[number]!r}, {result.stats.rounds} rounds")
-        print(result.text)
+        print(result.error or result.text)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ import runtime as outrider
 
 def main(argv: Sequence[str]) -> None:
     bundle, prompt = argv[0], argv[1] if len(argv) > 1 else "def read(path):\n"
-    engine = outrider.load(bundle)
-    result = engine.generate(prompt, max_new_tokens=64, temperature=0.7, seed=7)
+    with outrider.load(bundle) as engine:
+        result = engine.generate(prompt, max_new_tokens=64, temperature=0.7, seed=7)
     print(result.text)
     stats = result.stats
     print(f"{result.finish_reason}: {stats.output_tokens} tokens in {stats.rounds} rounds")

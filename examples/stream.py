@@ -14,9 +14,12 @@ import runtime as outrider
 def main(argv: Sequence[str]) -> None:
     bundle, prompt = argv[0], argv[1] if len(argv) > 1 else "def read(path):\n"
     engine = outrider.load(bundle)
-    for event in engine.stream(prompt, max_new_tokens=64):
-        for text, origin in event.pieces:
-            print(f"[{text}]" if origin == "accepted" else text, end="", flush=True)
+    with engine.stream(prompt, max_new_tokens=64) as stream:
+        for event in stream:
+            for text, origin in event.pieces:
+                print(f"[{text}]" if origin == "accepted" else text, end="", flush=True)
+            if "\n\n" in stream.text:
+                break  # at the end of the `with` block the slot is free
     print()
 
 

@@ -79,9 +79,10 @@ def find(name: str) -> Checkpoint:
             "Use a checkpoint of an architecture that this version knows.",
         ) from None
     context = getattr(text, "max_position_embeddings", None)
-    for field, value in (("vocab_size", text.vocab_size), ("max_position_embeddings", context)):
-        if (value is not None or field == "vocab_size") and (type(value) is not int or value < 1):
-            raise _odd_config(name, field, value)
+    if context is not None and (type(context) is not int or context < 1):
+        raise _odd_config(name, "max_position_embeddings", context)
+    if type(width := getattr(text, "vocab_size", None)) is not int or width < 1:
+        raise _odd_config(name, "vocab_size", width)
     if "auto_map" in written:
         note(
             f"{name} brings code of its own, which is not run: Transformers' "

@@ -15,6 +15,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from runtime.files import torch_files
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.folders import write_folder
 from runtime.files.manifest import (
@@ -41,9 +42,9 @@ def versions() -> dict[str, str]:
 
 
 def exporter_digest() -> str:
-    """A hash of this package: a graph made by other code is another graph."""
+    """A hash of this package and of what lays out its weights: other code makes another graph."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    for path in (*sorted(Path(__file__).parent.rglob("*.py")), Path(torch_files.__file__)):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -108,21 +108,20 @@ def end_of_text_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) 
     sources: list[Any] = [getattr(checkpoint.text_config, "eos_token_id", None)]
     if (generation := _generation_config(checkpoint)) is not None:
         sources.insert(0, generation.eos_token_id)
-    sources.append(tokenizer.eos_token_id)
-    for ids in sources:
-        if ids is not None:
-            found = ids if isinstance(ids, list) else [ids]
-            width = checkpoint.text_config.vocab_size
-            odd = [i for i in found if type(i) is not int or not 0 <= i < width]
-            if odd:
-                raise OutriderError(
-                    "checkpoint",
-                    f"{checkpoint.source} has eos_token_id {repr(odd[0])[:40]}, and tokens 0 to "
-                    f"{width - 1}",
-                    "Mend eos_token_id in generation_config.json or config.json.",
-                )
-            return sorted(set(found))
-    return []
+    width = checkpoint.text_config.vocab_size
+    named = next((ids for ids in sources if ids is not None), None)
+    if named is None:  # the tokenizer's may be one that it added, and no token of the model
+        own = tokenizer.eos_token_id
+        return [own] if isinstance(own, int) and own < width else []
+    found = named if isinstance(named, list) else [named]
+    odd = [i for i in found if type(i) is not int or not 0 <= i < width]
+    if odd:
+        raise OutriderError(
+            "checkpoint",
+            f"{checkpoint.source} has eos_token_id {repr(odd[0])[:40]}, and {width} tokens",
+            "Mend eos_token_id in generation_config.json or config.json.",
+        )
+    return sorted(set(found))
 
 
 def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import metadata
+from numbers import Integral
 from pathlib import Path
 from threading import Thread
 
@@ -17,6 +18,7 @@ from .drafts.lookup import Corpus
 from .drafts.tables import Tables
 from .files.errors import OutriderError, first_line
 from .files.manifest import (
+    FIRST_ROWS,
     TEMPLATE_FILE,
     TOKENIZER_FILE,
     GraphFacts,
@@ -24,6 +26,7 @@ from .files.manifest import (
     read_bundle,
     verify_part,
 )
+from .files.progress import size_text
 from .files.torch_files import WEIGHTS_FILE
 from .round import HostRounds
 from .sampling import kernel
@@ -32,6 +35,7 @@ from .sampling.reference import NumpySampler
 from .sampling.sampler import Sampler
 from .sequence import Rounds
 from .text.engine import TextEngine
+from .text.line import QUEUE, TIMEOUT
 from .text.tokenizer import Tokenizer
 
 logger = logging.getLogger("outrider")
@@ -49,6 +53,8 @@ def load(
     table: str | Path | None = None,
     corpus: str | Path | None = None,
     reuse: bool = True,
+    queue: int = QUEUE,
+    timeout: float | None = TIMEOUT,
 ) -> TextEngine:
     """Open a bundle.
 
@@ -60,8 +66,9 @@ def load(
     round by itself, a whole text as one launch; not measured yet. table: the file of `python -m
     export.ngram`, for draft="unigram", "bigram" and "skip". corpus: a text, UTF-8, in which
     draft="ngram" looks after the text itself. reuse: compute of a prompt only what no slot still
-    holds, on the CPU; a GPU computes all of it. Raises OutriderError: "bundle", "backend",
-    "option", "memory", "vocabulary".
+    holds, on the CPU; a GPU computes all of it. queue, timeout: how many calls may wait for a slot,
+    and for how many seconds; see `TextEngine`. Raises OutriderError: "bundle", "backend", "option",
+    "memory", "vocabulary".
     """
     folder = Path(folder)
     manifest = read_bundle(folder, verify=False)
@@ -75,9 +82,12 @@ def load(
             "loop is for a GPU's CUDA graphs",
             "Leave it out, or graphs on, or use a bundle for a GPU.",
         )
+    if not graphs and ordinal is None:
+        raise OutriderError(
+            "option", "graphs are of a GPU, and this runs on the CPU", "Leave the option out."
+        )
     slots = manifest.slots if slots is None else slots
-    if slots < 1:
-        raise OutriderError("option", f"slots={slots} is out of range", "Use at least 1.")
+    check_slots(manifest, slots, gpu=ordinal is not None)
     _check_threads(threads, gpu=ordinal is not None)
     pair = manifest.pair
     template = None
@@ -113,8 +123,9 @@ def load(
         max_len=pair.max_len,
         max_gamma=pair.max_gamma,
         draft_max_len=pair.draft.max_len if pair.draft else None,
+        context=pair.target.context,
     )
-    return TextEngine(manifest, tokenizer, decoder, memory)
+    return TextEngine(manifest, tokenizer, decoder, memory, queue=queue, timeout=timeout)
 
 
 @contextmanager
@@ -187,6 +198,30 @@ def check_bundle(manifest: Manifest, folder: Path, *, gpu: bool = False) -> None
         host_engine(manifest.backend).check(manifest, folder)
 
 
+def check_slots(manifest: Manifest, slots: int, *, gpu: bool) -> None:
+    """Refuse slots that cannot be: what they need before any text is long is more than there is.
+
+    On a GPU `gpu.opening` holds them against its memory. Raises OutriderError "option", "memory".
+    """
+    if isinstance(slots, bool) or not isinstance(slots, Integral) or slots < 1:
+        raise OutriderError(
+            "option", f"slots={slots!r} is out of range", "Use a whole number from 1 up."
+        )
+    pair = manifest.pair
+    need = 0
+    for role, facts in pair.models():
+        steps = max(1, pair.max_gamma) if role == "draft" else 1
+        need += facts.cache_bytes(slots, FIRST_ROWS)
+        need += slots * (pair.max_gamma + 1) * facts.vocab_size * 4 * steps  # logits, float32
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if not gpu and need > have:
+        raise OutriderError(
+            "memory",
+            f"{slots:,} slots need {size_text(need)}, and this machine has {size_text(have)}",
+            "Use fewer slots, or a narrower beam.",
+        )
+
+
 def _installed(package: str) -> str | None:
     """The version of a package, without importing it."""
     try:
@@ -219,6 +254,8 @@ def _memory(manifest: Manifest, folder: Path, slots: int) -> dict[str, int]:
 def _corpus(tokenizer: Tokenizer, path: Path) -> list[int]:
     """Token ids of a text file. Raises OutriderError "option"."""
     try:
+        if path.exists() and not path.is_file():  # /dev/zero has no end
+            raise OSError(f"{path} is no file")
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise OutriderError(

@@ -49,7 +49,8 @@ from .sampling.philox import Purpose, uniform
 from .sampling.warp import SamplingParams, warp
 from .sequence import Request
 from .slots import Slot
-from .text.engine import Options, Prompt, TextEngine
+from .text.engine import TextEngine
+from .text.options import Options, Prompt
 
 TOKENS = 512  # of the distribution test
 RUNS = 64  # most texts generated to get them

@@ -15,7 +15,8 @@ class Limits:
     """What a decoder can do.
 
     vocab_size: how many tokens there are; embeddings: how many ids the target can read. max_len,
-    max_gamma: of the bundle. kinds, draft_options: see `Rounds`. has_model: whether there is a
+    max_gamma: of the bundle; context: the most that it could be built for, None where nobody knows.
+    kinds, draft_options: see `Rounds`. has_model: whether there is a
     draft model.
     """
 
@@ -26,6 +27,7 @@ class Limits:
     kinds: frozenset[str]
     has_model: bool
     draft_options: bool
+    context: int | None = None
 
 
 def check_request(request: Request, limits: Limits) -> None:
@@ -37,7 +39,7 @@ def check_request(request: Request, limits: Limits) -> None:
         raise OutriderError(
             "prompt",
             f"the prompt has {length:,} tokens and the bundle's context {limits.max_len:,}",
-            f"Shorten it, or build the bundle with MAX_LEN={length + request.max_new_tokens}.",
+            _longer(length + request.max_new_tokens, limits),
         )
     check_ids(request.prompt, limits.embeddings)
     if request.max_new_tokens < 1 or not 0 <= request.min_new_tokens <= request.max_new_tokens:
@@ -74,6 +76,15 @@ def check_ids(prompt: Sequence[int], embeddings: int) -> None:
             f"the prompt has the token id {odd}, and the model only 0 to {embeddings - 1}",
             "Leave that token out of the prompt or the chat template.",
         )
+
+
+def _longer(wanted: int, limits: Limits) -> str:
+    """What to do about a prompt that does not fit: a remedy that the model can follow."""
+    if limits.context is None or wanted <= limits.context:
+        return f"Shorten it, or build the bundle with MAX_LEN={wanted}."
+    if limits.max_len < limits.context:
+        return f"Shorten it, and build with MAX_LEN={limits.context}, all that the model can."
+    return "Shorten it: that is all that the model was made for."
 
 
 def _check_draft(request: Request, limits: Limits) -> None:

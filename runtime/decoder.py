@@ -34,7 +34,8 @@ class Decoder:
     vocab_size: how many tokens there are; logits beyond are padding. A narrower draft proposes
     none of the others.
     max_len: longest prompt + output. draft_max_len: where the draft's own context ends; a
-    sequence that reaches it goes on without drafts.
+    sequence that reaches it goes on without drafts. context: the largest max_len that the target
+    could have been built for, None where that is not known.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class Decoder:
         max_len: int,
         max_gamma: int,
         draft_max_len: int | None = None,
+        context: int | None = None,
     ):
         self.rounds, self.slots = rounds, rounds.slots
         self.vocab_size, self.max_len, self.max_gamma = vocab_size, max_len, max_gamma
         self.draft_max_len = max_len if draft_max_len is None else draft_max_len
+        self.context = context
         # What policies choose by; a lookup costs other than a model.
         self.costs: dict[str, Costs] = defaultdict(lambda: Costs(max_gamma))
 
@@ -69,6 +72,7 @@ class Decoder:
             Limits(
                 self.vocab_size, self.target.vocab_size, self.max_len, self.max_gamma,
                 self.rounds.kinds, self.draft is not None, self.rounds.supports_draft_options,
+                self.context,
             ),
         )  # fmt: skip
 

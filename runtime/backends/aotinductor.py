@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..files.errors import OutriderError, first_line
+from ..files.errors import OutriderError, first_line, importing
 from ..files.manifest import PACKAGE_FILE, GraphFacts, Manifest
 from ..files.torch_files import WEIGHTS_FILE, cpu_targets, read_tensors
 from .host import HostEngine
@@ -20,16 +20,11 @@ class Call(NamedTuple):
 
 
 def import_torch(version: str | None = None) -> Any:
-    try:
+    # Any build of that version: +cpu or +cu130 is where it comes from.
+    wanted = f"=={version.partition('+')[0]}" if version else ""
+    remedy = f"Install it: pip install torch{wanted}, or build with BACKEND=onnxruntime."
+    with importing("torch", remedy, "PyTorch"):
         import torch
-    except ImportError:
-        # Any build of that version: +cpu or +cu130 is where it comes from.
-        wanted = f"=={version.partition('+')[0]}" if version else ""
-        raise OutriderError(
-            "backend",
-            "PyTorch is not installed, and bundles of the backend aotinductor run on it",
-            f"Install it: pip install torch{wanted}, or build with BACKEND=onnxruntime.",
-        ) from None
     return torch
 
 

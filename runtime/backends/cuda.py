@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..files.errors import OutriderError, first_line
+from ..files.errors import OutriderError, first_line, importing
 
 Array = npt.NDArray[Any]
 
@@ -267,12 +267,8 @@ def _give_back(driver: Any, context: Any, owned: list[tuple[str, Any]]) -> None:
 
 
 def _driver() -> Any:
-    try:
+    with importing("cuda.bindings", "Install it: pip install cuda-bindings.", "cuda-bindings"):
         from cuda.bindings import driver
-    except ImportError:
-        raise OutriderError(
-            "backend", "cuda-bindings is not installed", "Install it: pip install cuda-bindings."
-        ) from None
     try:
         driver.cuInit(0)
     except Exception as error:  # noqa: BLE001 - its own class where there is no driver, by version

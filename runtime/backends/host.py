@@ -8,12 +8,11 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from ..files.errors import OutriderError, first_line
-from ..files.manifest import MOST_GAMMA, GraphFacts, Manifest
+from ..files.errors import OutriderError, first_line, out_of_memory
+from ..files.manifest import FIRST_ROWS, MOST_GAMMA, GraphFacts, Manifest
 from .engine import HeldRows, Ids, Logits
 
 CHUNK = 512  # tokens of one prefill call; bounds the activations
-FIRST_ROWS = 256  # of a slot
 Call = TypeVar("Call")
 
 
@@ -107,7 +106,7 @@ class HostEngine(ABC, Generic[Call]):
             self._run(call)
         except Exception as error:  # noqa: BLE001 - the libraries raise anything here
             raise OutriderError(
-                "backend",
+                "memory" if out_of_memory(error) else "backend",
                 f"{self._library} failed on {batch} slots x {width} tokens: {first_line(error)}",
                 "Free some memory, or build with a smaller MAX_LEN or fewer SLOTS.",
             ) from None

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..files.errors import OutriderError, first_line
+from ..files.errors import OutriderError, first_line, importing, out_of_memory
 from ..files.manifest import GRAPH_FILE, ONE_SLOT_FILE, ORT_LEFT_OUT, GraphFacts
 from .engine import Ids
 from .host import HostEngine
@@ -18,14 +18,10 @@ def open_session(
     file: Path, facts: GraphFacts, providers: list[Any], threads: int, **entries: str
 ) -> Any:
     """A session of a graph. entries: of its configuration. Raises OutriderError "backend"."""
-    try:
+    with importing("onnxruntime", "Install it: pip install onnxruntime."):
         import onnxruntime as ort
-    except ImportError:
-        raise OutriderError(
-            "backend", "onnxruntime is not installed", "Install it: pip install onnxruntime."
-        ) from None
     options = ort.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # what fails is raised; it need not be printed too
     options.intra_op_num_threads = threads
     # Two models share the cores: the idle one's threads must not spin on them.
     for name, value in {"force_spinning_stop": "1", **entries}.items():
@@ -39,6 +35,12 @@ def open_session(
             enable_fallback=0,  # or it prints what failed and tries again on the CPU
         )
     except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes here
+        if out_of_memory(error):
+            raise OutriderError(
+                "memory",
+                f"not enough memory to open {file}",
+                "Free some, or use a smaller checkpoint, or a bundle with a smaller DTYPE.",
+            ) from None
         raise OutriderError(
             "backend",
             f"ONNX Runtime {ort.__version__} cannot load {file}: " + first_line(error),

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..files.errors import OutriderError, first_line
+from ..files.errors import OutriderError, importing
 from ..files.manifest import EngineFacts, GraphFacts, Profile
 from .cuda import CaptureError, Cuda
 from .device import DeviceCall, DeviceEngine
@@ -245,17 +245,13 @@ def _ids(call: DeviceCall) -> list[tuple[str, int, int]]:
 
 def load_library(module: str) -> Any:
     """`tensorrt` or `tensorrt_rtx`. Raises OutriderError "backend"."""
-    try:
+    how = (
+        "Install it: pip install tensorrt-rtx."
+        if module == "tensorrt_rtx"
+        else "Install TensorRT 10.16 or newer and its Python module."
+    )
+    with importing(module, how, PRODUCTS[module]):
         return importlib.import_module(module)
-    except ImportError as error:
-        how = (
-            "Install it: pip install tensorrt-rtx."
-            if module == "tensorrt_rtx"
-            else "Install TensorRT 10.16 or newer and its Python module."
-        )
-        raise OutriderError(
-            "backend", f"{PRODUCTS[module]} is not installed ({first_line(error)})", how
-        ) from None
 
 
 def _logger(trt: Any) -> Any:

@@ -29,6 +29,7 @@ from ..files.errors import OutriderError
 
 Tokens = tuple[int, ...]  # what was generated, without the prompt
 UNKNOWN = -1
+WIDEST = 1024  # hypotheses; what is wider does not end
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,18 +351,19 @@ class Pool:
 def _check(
     width: int, draft_width: int, gamma: int, max_new_tokens: int, length_penalty: float
 ) -> None:
-    for name, value, least in (
-        ("width", width, 1),
-        ("gamma", gamma, 0),
-        ("max_new_tokens", max_new_tokens, 1),
-        ("draft_width", draft_width, width),
+    for name, value, least, most in (
+        ("width", width, 1, WIDEST),
+        ("gamma", gamma, 0, None),
+        ("max_new_tokens", max_new_tokens, 1, None),
+        ("draft_width", draft_width, width, 2 * WIDEST),
     ):
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if not whole or value < least or (most is not None and value > most):
+            until = "on" if most is None else f"to {most}"
             raise OutriderError(
                 "option",
                 f"{name}={value!r} is out of range",
-                f"{name} must be a whole number from {least} on"
-                + (", the beam's width." if name == "draft_width" else "."),
+                f"{name} must be a whole number from {least} {until}.",
             )
     # Bounded, so that length ** penalty is a number.
     number = isinstance(length_penalty, Real) and not isinstance(length_penalty, bool)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..drafts.model import ModelDraft
 from ..files.errors import OutriderError
-from ..text.engine import Options, Prompt, TextEngine
+from ..text.engine import TextEngine
+from ..text.options import Options, Prompt
 from ..text.tokenizer import Detokenizer
 from .search import BeamStats, beam_search
 
@@ -64,6 +65,7 @@ def beam_texts(
     ignore_eos: bool = False,
     chat: bool | None = None,
     system: str | None = None,
+    special_tokens: Literal["control", "text"] = "control",
 ) -> BeamTexts:
     """The best texts that beam search finds; see `beam.beam_search`.
 
@@ -82,7 +84,9 @@ def beam_texts(
             else f"gamma={gamma} needs a draft, and the bundle has none",
             f"Choose gamma from 0 to {decoder.max_gamma}." if decoder.draft else "Use gamma=0.",
         )
-    ids = engine.encode(prompt, Options(chat=chat, system=system))
+    options = Options(chat=chat, system=system, special_tokens=special_tokens)
+    options.check()
+    ids = engine.encode(prompt, options)
     with engine.undisturbed():
         found = beam_search(
             decoder.target, decoder.draft, ids, width=beams, draft_width=draft_beams, gamma=gamma,
@@ -116,10 +120,10 @@ def excluded(options: Options, given: Mapping[str, Any]) -> str | None:
 
     given: other things that were asked for, by name.
     """
-    kept = {"max_new_tokens", "gamma", "draft", "ignore_eos", "chat", "system", "seed"}
+    kept = {"max_new_tokens", "gamma", "draft", "ignore_eos", "chat", "system", "special_tokens"}
     usual = Options()
     for name, value in vars(options).items():
-        if name not in kept and (value or None) != (getattr(usual, name) or None):
+        if name not in kept and value != getattr(usual, name) and value != []:
             return name
     if isinstance(options.gamma, str):
         return "gamma"

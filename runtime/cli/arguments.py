@@ -5,7 +5,6 @@ Nothing here needs a bundle: whatever can be refused without one is refused befo
 
 from __future__ import annotations
 
-import os
 import re
 import textwrap
 from argparse import (
@@ -15,18 +14,19 @@ from argparse import (
     Namespace,
     RawDescriptionHelpFormatter,
 )
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from ..beam.text import excluded
 from ..drafts.registry import KINDS
 from ..files.errors import EXIT_STATUS, INTERRUPTED, CommandParser, OutriderError
-from ..sampling.warp import SamplingParams
-from ..text.engine import Options
+from ..sequence import Request
+from ..text.options import Options
 
-PACKAGE = __package__ or "runtime"
+PACKAGE = (__package__ or "runtime").partition(".")[0]
 PROGRAM = "outrider" if PACKAGE == "outrider" else f"python -m {PACKAGE}.generate"
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 
@@ -69,6 +69,14 @@ def _whole(least: int) -> Callable[[str], int]:
     return convert
 
 
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return _whole(0)(token), float(value)
+    except (ArgumentTypeError, ValueError):
+        raise ArgumentTypeError(f"{text!r} is not a token id and a number, ID=X") from None
+
+
 def _gamma(text: str) -> int | str:
     if text in ("auto", "transformers"):
         return text
@@ -106,6 +114,7 @@ def _parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     # fmt: off
+    parser.add_argument("--version", action="version", version=f"outrider {__version__}")
     add = parser.add_argument_group("engines").add_argument
     add("--engines", type=Path, required=True, metavar="DIR", help="what `make engines` wrote")
     add("--slots", type=_whole(1), metavar="N", help="sequences at a time (default: the bundle's)")
@@ -137,11 +146,17 @@ def _parser() -> ArgumentParser:
     add("--batch", metavar="FILE.jsonl",
         help='a request a line: {"prompt": ...} or {"messages": [...]}, and any of these options '
         "by its Python name (max_new_tokens); prints a JSON line for each, in the same order")
+    add("--chat", action="store_true", dest="conversation",
+        help="a conversation in the terminal: Ctrl-C ends an answer, /reset forgets what was said, "
+        "Ctrl-D ends it")
     add = group.add_argument
     add("--system", metavar="TEXT", help="the system message before the prompt or messages")
     add("--no-chat-template", action="store_const", const=False, dest="chat",
         help="give the prompt to the model as it is (default: as a user's message where the "
         "bundle has a chat template)")
+    add("--special-tokens", choices=("control", "text"), default="control",
+        help="what special tokens that are written out in a prompt or message are: control tokens, "
+        "as in Transformers (default), or text like any other")
 
     add = parser.add_argument_group("length").add_argument
     add("--max-new-tokens", type=_whole(1), default=256, metavar="N", help="default 256")
@@ -160,6 +175,12 @@ def _parser() -> ArgumentParser:
     add("--top-p", type=float, default=1.0, metavar="P", help="default 1: off")
     add("--min-p", type=float, default=0.0, metavar="P", help="default 0: off")
     add("--repetition-penalty", type=float, default=1.0, metavar="X", help="default 1: off")
+    add("--frequency-penalty", type=float, default=0.0, metavar="X",
+        help="taken from a token's logit each time that it stands in the output; default 0: off")
+    add("--presence-penalty", type=float, default=0.0, metavar="X",
+        help="taken once, where it stands there at all; default 0: off")
+    add("--logit-bias", type=_bias, action="append", default=[], metavar="ID=X",
+        help="added to the logit of a token id, -100 to 100; repeatable")
     add("--seed", type=_whole(0), metavar="N", help="default: a random one, which is printed")
 
     add = parser.add_argument_group("speculation").add_argument
@@ -249,6 +270,12 @@ def parse(argv: Sequence[str] | None) -> Namespace:
          f"--draft-beams {args.draft_beams} is narrower than --beams {args.beams}",
          "Make it at least as wide."),
         (args.messages and args.chat is False, "--messages need the chat template", leave),
+        (args.conversation and args.chat is False, "--chat needs the chat template", leave),
+        *((args.conversation and getattr(args, name) not in (None, False),
+           f"--{name} is of one text, and --chat has many", leave)
+          for name in ("json", "baseline", "check", "logprobs")),
+        (args.conversation and args.stream is False, "--chat shows answers as they come",
+         "Leave --no-stream out."),
     ]  # fmt: skip
     for broken, cause, remedy in rules:
         if broken:
@@ -259,51 +286,57 @@ def parse(argv: Sequence[str] | None) -> Namespace:
         args.stream = not (no_text or args.baseline or args.beams)
     if plain:
         args.gamma = 0
+    if not args.batch and (plain or args.draft is not None):
+        _refuse_unread(args, [] if plain else [args.draft])
     return args
+
+
+def refuse_unread(args: Namespace, requests: Iterable[Request]) -> None:
+    """--corpus and --table, where no request has a draft that reads them. Raises "option"."""
+    _refuse_unread(args, {request.draft for request in requests if request.gamma})
+
+
+def _refuse_unread(args: Namespace, drafts: Collection[str]) -> None:
+    all_readers = {
+        "corpus": [name for name, kind in KINDS.items() if kind.reads_corpus],
+        "table": [name for name, kind in KINDS.items() if "tables" in kind.needs],
+    }
+    for name, readers in all_readers.items():
+        if getattr(args, name) is not None and not set(readers) & set(drafts):
+            raise OutriderError(
+                "option",
+                f"--{name} is only read by the drafts {', '.join(readers)}",
+                f"Add --draft {readers[0]} or another of them, or leave --{name} out.",
+            )
 
 
 def options_from(args: Namespace) -> Options:
     """The options of a request, with a seed where one has a part in the text."""
     options = Options(**{f.name: getattr(args, f.name) for f in fields(Options)})
-    refuse(options)
+    if len(dict(args.logit_bias)) < len(args.logit_bias):
+        raise OutriderError("option", "--logit-bias names an id twice", "Give one number for each.")
+    options = replace(options, logit_bias=tuple(args.logit_bias))
+    options.check()
     if args.beams:
-        others = ("stream", "color", "baseline", "check", "batch")
+        others = (
+            "stream",
+            "color",
+            "baseline",
+            "check",
+            "batch",
+            "conversation",
+            "corpus",
+            "table",
+        )
         name = excluded(options, {name: getattr(args, name) for name in others})
         if name is not None:
+            name = "chat" if name == "conversation" else name.replace("_", "-")
             raise OutriderError(
-                "option", f"--{name.replace('_', '-')} has no meaning for a beam search",
-                "Leave it or --beams out.",
-            )  # fmt: skip
+                "option", f"--{name} has no meaning for a beam search", "Leave it or --beams out."
+            )
     return options if args.batch else seeded(options)
 
 
 def seeded(options: Options) -> Options:
     """Every run of a command has the same seed; at temperature 0, where it has no part, 0."""
-    if options.seed is not None:
-        return options
-    return replace(options, seed=int.from_bytes(os.urandom(4)) if options.temperature else 0)
-
-
-def refuse(options: Options) -> None:
-    """Refuse values and combinations that no bundle can honour. Raises OutriderError("option")."""
-    names = {f.name for f in fields(SamplingParams)} & {f.name for f in fields(Options)}
-    SamplingParams(**{n: getattr(options, n) for n in names - {"seed"}}, seed=options.seed or 0)
-    if options.min_new_tokens > options.max_new_tokens:
-        raise OutriderError(
-            "option",
-            f"min_new_tokens={options.min_new_tokens} is over max_new_tokens="
-            f"{options.max_new_tokens}",
-            "Choose 0 <= min_new_tokens <= max_new_tokens.",
-        )
-    if options.chat is False and options.system is not None:
-        raise OutriderError(
-            "option",
-            "a system message needs the chat template",
-            "Put it into the prompt itself, or use the chat template.",
-        )
-    if options.logprobs is not None and options.logprobs < 0:
-        raise OutriderError(
-            "option", f"logprobs={options.logprobs} is negative", "Choose 0 or more."
-        )
-    if options.gamma == 0:
-        options.check_plain()
+    return options.seeded() if options.temperature or options.seed else replace(options, seed=0)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 from ..files.errors import OutriderError
-from ..text.engine import Options, Prompt
-from .arguments import refuse, seeded
+from ..files.progress import size_text
+from ..text.options import Options, Prompt
+from .arguments import seeded
+
+LARGEST, LARGEST_BATCH = 16 << 20, 256 << 20  # bytes that are read; /dev/zero has no end
 
 
 def prompt_from(args: Namespace) -> Prompt:
@@ -32,12 +34,11 @@ def batch_requests(args: Namespace, options: Options) -> list[tuple[int, Prompt,
     """
     requests = []
     # Not splitlines: JSON strings may hold other line separators, such as U+2028.
-    for number, line in enumerate(_read(args.batch).split("\n"), start=1):
+    for number, line in enumerate(_read(args.batch, LARGEST_BATCH).split("\n"), start=1):
         if line.strip():
             where = f"line {number} of {source_name(args.batch)}"
             try:
-                prompt, changed = _request(_json(line, where), options, args.draft, where)
-                refuse(changed)
+                prompt, changed = _request(_json(line, where), options, where)
             except OutriderError as error:
                 cause = error.cause if where in error.cause else f"{where}: {error.cause}"
                 raise OutriderError(error.kind, cause, error.remedy) from None
@@ -50,73 +51,26 @@ def batch_requests(args: Namespace, options: Options) -> list[tuple[int, Prompt,
 _BATCH_REMEDY = 'A line is {"prompt": "..."} or {"messages": [...]}, with options if need be.'
 
 
-def _is_strings(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _is_whole(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_whole, value))
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
-_WHOLE = (_is_whole, "a whole number from 0 up")
-_NUMBER = (lambda value: type(value) in (int, float), "a number")
-_FLAG = (lambda value: type(value) is bool, "true or false")
-_STRING = (lambda value: type(value) is str, "a string")
-# What JSON may say for each option; null where the default is None.
-JSON_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_new_tokens": (lambda value: _is_whole(value) and value > 0, "a whole number from 1 up"),
-    "min_new_tokens": _WHOLE,
-    "temperature": _NUMBER,
-    "top_k": _WHOLE,
-    "top_p": _NUMBER,
-    "min_p": _NUMBER,
-    "repetition_penalty": _NUMBER,
-    "seed": _WHOLE,
-    "gamma": (
-        lambda value: _is_whole(value) or value in ("auto", "transformers"),
-        "a whole number from 0 up, auto or transformers",
-    ),
-    "fallback": _STRING,
-    "draft": _STRING,
-    "draft_temperature": _NUMBER,
-    "draft_threshold": _NUMBER,
-    "verify": _STRING,
-    "lenience": _NUMBER,
-    "stop": (lambda value: type(value) is str or _is_strings(value), "a string or a list of them"),
-    "stop_token_ids": (_is_ids, "a list of token ids"),
-    "ignore_eos": _FLAG,
-    "logprobs": _WHOLE,
-    "chat": _FLAG,
-    "system": _STRING,
-}
-
-
-def _request(body: Any, options: Options, draft: str | None, where: str) -> tuple[Prompt, Options]:
+def _request(body: Any, options: Options, where: str) -> tuple[Prompt, Options]:
     if not isinstance(body, dict):
         raise OutriderError("prompt", f"{where} is not a JSON object", _BATCH_REMEDY)
     if ("prompt" in body) == ("messages" in body):
         cause = f"{where} needs either a prompt or messages"
         raise OutriderError("prompt", cause, _BATCH_REMEDY)
-    for name, value in body.items():
-        if name in ("prompt", "messages"):
-            continue
-        if name not in JSON_TYPES:
-            raise OutriderError(
-                "option", f"unknown key {name!r}", f"There are {', '.join(JSON_TYPES)}."
-            )
-        fits, kind = JSON_TYPES[name]
-        if not fits(value) and not (value is None and getattr(Options, name) is None):
-            raise OutriderError("option", f"{name}={value!r} does not fit", f"It is {kind}.")
-    overrides = {name: body[name] for name in JSON_TYPES if name in body}
-    changed = replace(options, **overrides)
-    if draft == "none" and changed.gamma != 0:
+    known = [field.name for field in fields(Options)]
+    given = {name: value for name, value in body.items() if name not in ("prompt", "messages")}
+    if unknown := [name for name in given if name not in known]:
         raise OutriderError(
-            "option", f"gamma={changed.gamma} contradicts --draft none", "Leave one of them out."
+            "option", f"unknown key {unknown[0]!r}", f"There are {', '.join(known)}."
         )
+    if isinstance(bias := given.get("logit_bias"), dict):  # JSON's keys are strings
+        given["logit_bias"] = {int(i) if i.isdecimal() else i: x for i, x in bias.items()}
+    changed = replace(options, **given)
+    changed.check()
     if "messages" in body:
         if changed.chat is False:
             raise OutriderError(
@@ -159,22 +113,24 @@ def source_name(source: str) -> str:
     return "standard input" if source == "-" else source
 
 
-def _read(source: str) -> str:
-    """The text of a file, or of standard input for "-". Raises "prompt"."""
+def _read(source: str, largest: int = LARGEST) -> str:
+    """The text of a file, or of standard input for "-". largest: bytes. Raises "prompt"."""
     remedy = "Give a readable UTF-8 text file, or - for standard input."
+    name = source_name(source)
     try:
         if source != "-":
-            content = Path(source).read_bytes()
+            with open(source, "rb") as file:
+                content = file.read(largest + 1)
         elif sys.stdin is None:
             raise OutriderError("prompt", "standard input is closed", remedy)
         else:
-            content = sys.stdin.buffer.read()
+            content = sys.stdin.buffer.read(largest + 1)
+        if len(content) > largest:
+            cause = f"{name} has more than {size_text(largest)}"
+            raise OutriderError("prompt", cause, "Give a shorter one; no context holds that.")
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        cause = (
-            f"{source_name(source)} is not UTF-8: byte {error.start} is {content[error.start]:#04x}"
-        )
+        cause = f"{name} is not UTF-8: byte {error.start} is {content[error.start]:#04x}"
         raise OutriderError("prompt", cause, remedy) from None
     except OSError as error:
-        cause = f"cannot read {source_name(source)}: {error.strerror}"
-        raise OutriderError("prompt", cause, remedy) from None
+        raise OutriderError("prompt", f"cannot read {name}: {error.strerror}", remedy) from None

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..sequence import Token
 from ..stats import Stats
-from ..text.engine import Result
+from ..text.results import Result
 from ..theory.formulas import speedup
 
 # Figure 1 of Leviathan et al. 2023: green for what the target accepted, blue for its corrections.
@@ -54,6 +54,15 @@ def summary(result: Result, gamma: str, *, seed: bool = True) -> list[str]:
     return [" | ".join(first), " | ".join(second), *round_lines(stats, gamma)]
 
 
+def answer(result: Result) -> str:
+    """The line under an answer of a conversation."""
+    stats = result.stats
+    return (
+        f"prompt {stats.prompt_tokens} tok | TTFT {_ms(stats.ttft)} ms | "
+        f"output {stats.output_tokens} tok | {speed(stats):.1f} tok/s"
+    )
+
+
 def batch_summary(results: Sequence[Result], seconds: float, gamma: str) -> list[str]:
     """The lines after a batch. seconds: wall time of the whole."""
     total = total_stats(results)
@@ -79,14 +88,14 @@ def round_lines(stats: Stats, gamma: str) -> list[str]:
     """Rounds, both acceptance rates, and where the time of the rounds went."""
     if not stats.rounds:
         return []
-    lines = [f"rounds {stats.rounds} | tau {stats.mean_acceptance_length:.2f}"]
+    lines = [f"rounds {stats.rounds} | tau {stats.mean_acceptance_length:.2f} tok/round"]
     if stats.drafted:
         lines[0] += (
             f" | accepted {_rate(stats.accepted, stats.drafted, 'drafted')},"
             f" {_rate(stats.accepted, stats.examined, 'examined')}"
         )
         positions = " ".join(_fraction(rate) for rate in stats.acceptance_by_position)
-        lines.append(f"position {positions} | gamma {gamma}")
+        lines.append(f"accepted by position {positions} | gamma {gamma}")
     else:
         lines[0] += " | plain decoding (gamma 0)"
     parts = {
@@ -98,7 +107,8 @@ def round_lines(stats: Stats, gamma: str) -> list[str]:
     whole = sum(parts.values())
     shares = " ".join(f"{name} {_percent(part, whole)}" for name, part in parts.items())
     cost = draft_cost(stats)
-    lines.append(f"time {shares}" + (f" | c {_fraction(cost)}" if cost is not None else ""))
+    said = f" | a draft step takes {_percent(cost, 1)} of a verification" if cost else ""
+    lines.append(f"time {shares}{said}")
     return lines
 
 
@@ -204,6 +214,8 @@ def json_object(result: Result, *, logprobs: bool, **more: Mapping[str, Any]) ->
         "seed": result.seed,
         "stats": result.stats.summary(),
     }
+    if result.error is not None:
+        body["error"] = {"kind": result.error.kind, "cause": result.error.cause}
     if logprobs:
         body["logprobs"] = [_logprob(token) for token in result.tokens]
     return {**body, **more}

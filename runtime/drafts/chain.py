@@ -24,7 +24,7 @@ class ChainDraft(Draft):
 
     help = "the draft model, with ngram as its own draft"
     needs = ("engine", "inner")
-    reads_model = at_once = True
+    reads_model = at_once = reads_corpus = True
     usual_gamma = 4
 
     def __init__(self, sources: Sources):

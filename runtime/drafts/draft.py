@@ -49,7 +49,8 @@ class Draft:
     help: for `--help`. needs: the fields of `Sources` without which it is not there. reads_model:
     its tokens pass through the draft model's cache. point_masses: its tokens have no distribution.
     at_once: all tokens of a round are known before the first of them is drawn, from `propose`;
-    otherwise each is drawn from its `row`. usual_gamma: where the user asks for none.
+    otherwise each is drawn from its `row`. reads_corpus: it looks into `Sources.corpus`.
+    usual_gamma: where the user asks for none.
     """
 
     help: ClassVar[str] = ""
@@ -57,6 +58,7 @@ class Draft:
     reads_model: ClassVar[bool] = False
     point_masses: ClassVar[bool] = False
     at_once: ClassVar[bool] = False
+    reads_corpus: ClassVar[bool] = False
     usual_gamma: ClassVar[int] = 8  # where a token costs next to nothing
 
     def __init__(self, sources: Sources):

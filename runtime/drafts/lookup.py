@@ -26,6 +26,7 @@ class NgramDraft(GuessedDraft):
         "what followed the same words before, in prompt or output (good where text repeats itself; "
         "needs no model)"
     )
+    reads_corpus = True
 
     def __init__(self, sources: Sources):
         super().__init__(sources)

@@ -8,8 +8,9 @@ import signal
 import sys
 import threading
 from argparse import ArgumentParser
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 # One status per kind of failure, so that scripts can tell them apart. 2 is argparse's own (a
 # malformed command line), 130 the shell's for Ctrl-C.
@@ -44,6 +45,10 @@ class OutriderError(Exception):
         super().__init__(f"{kind}: {cause.rstrip('.')}. {remedy.rstrip('.')}.")
         self.kind, self.cause, self.remedy = kind, cause, remedy
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles: an exception's own way is to call the class with `args` again."""
+        return type(self), (self.kind, self.cause, self.remedy)
+
     @property
     def exit_status(self) -> int:
         return EXIT_STATUS[self.kind]
@@ -52,12 +57,20 @@ class OutriderError(Exception):
 class CommandParser(ArgumentParser):
     """argparse whose complaints are errors like all others: one line, a remedy, a status."""
 
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
-        raise OutriderError(
-            "option",
-            message,
-            f"See {self.prog} --help; a value that begins with - is written --option=value.",
-        )
+        remedy = f"See {self.prog} --help."
+        option = message.removeprefix("argument ").partition(":")[0]
+        pairs = zip(self._given, self._given[1:], strict=False)
+        dashed = [b for a, b in pairs if a in option.split("/") and b.startswith("-")]
+        if "expected one argument" in message and dashed:  # it was taken for the next option
+            remedy = f"A value that begins with - is written {option}={dashed[0]}."
+        raise OutriderError("option", message, remedy)
 
 
 def first_line(error: BaseException) -> str:
@@ -68,11 +81,75 @@ def first_line(error: BaseException) -> str:
     return text.rstrip(".:")[:200]
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether a foreign library failed for want of memory. They have no class for it."""
+    words = ("bad_alloc", "allocate", "out of memory", "failed to map segment")
+    return isinstance(error, MemoryError) or any(word in str(error).lower() for word in words)
+
+
+class _Interrupts:
+    """What Ctrl-C and SIGTERM do to a command: raise KeyboardInterrupt, at once or a little later.
+
+    Both leave nothing half-written. Native modules make an ImportError of an interrupt during their
+    import, or print it and go on; so there it waits.
+    """
+
+    held = waiting = False
+
+    def install(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self.held = self.waiting = False
+        signal.signal(signal.SIGTERM, self._arrived)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+            signal.signal(signal.SIGINT, self._arrived)
+
+    def _arrived(self, *_: object) -> None:
+        if not self.held:
+            raise KeyboardInterrupt
+        self.waiting = True
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        before, self.held = self.held, True
+        try:
+            yield
+        finally:
+            self.held = before
+            if self.waiting and not before:
+                self.waiting = False
+                raise KeyboardInterrupt
+
+
+_interrupts = _Interrupts()
+interrupts_wait = _interrupts.hold  # around imports; does nothing but in a command
+
+
+@contextmanager
+def importing(library: str, remedy: str, name: str | None = None) -> Iterator[None]:
+    """Around the import of a library that not everybody has.
+
+    library: as it is imported. remedy: how to install it. name: for people. Raises
+    OutriderError("backend"): not installed, or broken.
+    """
+    name = name or library
+    try:
+        with interrupts_wait():
+            yield
+    except ImportError as error:
+        missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+        if missing and f"{library}.".startswith(f"{missing}."):
+            raise OutriderError("backend", f"{name} is not installed", remedy) from None
+        if out_of_memory(error):
+            raise MemoryError from None
+        cause = f"{name} is installed and cannot be imported: {first_line(error)}"
+        raise OutriderError("backend", cause, "Install it anew, or use another backend.") from None
+
+
 def run_command(command: Callable[[], int]) -> int:
     """Run a command line's work; every foreseeable failure becomes one line and an exit status."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminated)  # leaves nothing half-written, as Ctrl-C
     try:
+        _interrupts.install()
         return command()
     except OutriderError as error:
         failure = error
@@ -95,10 +172,6 @@ def run_command(command: Callable[[], int]) -> int:
         failure = OutriderError("disk", f"{error.strerror}{where}", _DISK[error.errno])
     _say(f"error: {failure}")
     return failure.exit_status
-
-
-def _terminated(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _say(line: str) -> None:

@@ -19,7 +19,8 @@ import numpy as np
 from ..sequence import ActiveSequence, RoundResult, SlotPlan, SlotResult
 from .launch import Ring
 from .memory import Results
-from .rounds import DeviceRounds, InFlight, Shape, play_all
+from .programs import Shape, play_all
+from .rounds import DeviceRounds, InFlight
 
 ENTRIES = 16  # rounds that the GPU may be ahead; a power of two, for the counter's wrap
 PAUSE = 20e-6  # seconds between looks at the ring

@@ -8,18 +8,14 @@ text that turns out to be over is dropped.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.cuda import CaptureError
 from ..backends.device import DeviceCall, DeviceEngine
 from ..backends.engine import Logits
 from ..files.errors import OutriderError
@@ -29,20 +25,9 @@ from ..sampling.sampler import SlotSampling
 from ..sequence import ActiveSequence, Request, RoundResult, SlotPlan, SlotResult
 from ..slots import SlotTable
 from . import launch as cuda_kernel
-from .launch import BLOCK, FILTERS, PENALTIES, SEQUENCE, Device, DeviceLogits, Loop
-from .memory import MOST_ENDS, Buffers, Results, Sizes, step_bytes
-
-logger = logging.getLogger("outrider")
-Action = Callable[[], None]  # puts something on the stream
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What a graph is for: draft steps, the slots 0 .. batch - 1, what they may ask of sampling."""
-
-    gamma: int
-    batch: int
-    flags: int
+from .launch import BLOCK, FILTERS, PENALTIES, SEQUENCE, Device, DeviceLogits
+from .memory import MOST_ENDS, Results
+from .programs import Action, Programs, Shape
 
 
 @dataclass(slots=True)
@@ -59,7 +44,7 @@ class InFlight:
     timed: bool = False
 
 
-class DeviceRounds:
+class DeviceRounds(Programs):
     """See `Rounds`. The engines enqueue on `stream`, and nobody else does.
 
     graphs: capture rounds; otherwise, and where a capture fails (which is said), each call is
@@ -80,30 +65,21 @@ class DeviceRounds:
         graphs: bool = True,
         ahead: bool = True,
     ):
-        self.target, self.draft, self.slots = target, draft, SlotTable(target.slots)
+        super().__init__(
+            device, stream, target, draft, vocab_size=vocab_size, max_len=max_len,
+            max_gamma=max_gamma, graphs=graphs,
+        )  # fmt: skip
+        self.slots = SlotTable(target.slots)
         self.supports_draft_options = False
         self.kinds: frozenset[str] = frozenset({"model"} if draft else ())
-        self._device, self._stream = device, stream
-        self._vocab_size, self._max_len = vocab_size, max_len
-        self._draft_width = min(vocab_size, draft.vocab_size) if draft else 0
+        self._max_len, self._ahead = max_len, ahead
         self._draft_max_len = (draft_max_len or max_len) if draft else 0
-        self._graphs_wanted, self._ahead = graphs, ahead
-        sizes = Sizes(
-            target.slots, max_gamma if draft else 0, max_len, target.capacity, target.vocab_size,
-            draft.vocab_size if draft else 0,
-        )  # fmt: skip
-        self._sizes = sizes
-        self._at = Buffers.allocate(device, sizes, stream)
-        self._programs: dict[Shape, list[Action]] = {}
         self._first_tokens: dict[tuple[Shape, int], list[Action]] = {}  # of each slot
-        self._graphs: dict[Shape, Any] = {}
         self._pending: dict[ActiveSequence, InFlight] = {}
         self._landed: list[tuple[npt.NDArray[np.uint8], Any]] = []  # pinned memory to use again
         self._flags: dict[ActiveSequence, int] = {}
-        self._wished: dict[
-            ActiveSequence, int
-        ] = {}  # gammas asked for while another's round was ahead
-        self._turns = b""  # those on the device
+        # Gammas that were asked for while a round of another one was ahead.
+        self._wished: dict[ActiveSequence, int] = {}
 
     # Rounds
 
@@ -291,14 +267,6 @@ class DeviceRounds:
         for address, array in uploads:
             self._device.upload(address, array, self._stream)
 
-    def _upload_turns(self, wanted: dict[ActiveSequence, int], batch: int) -> None:
-        gammas = np.full(batch, -1, np.int32)
-        for sequence, gamma in wanted.items():
-            gammas[sequence.slot.index] = gamma
-        if gammas.tobytes() != self._turns:  # from round to round the same, mostly
-            self._turns = gammas.tobytes()
-            self._device.upload(self._at.turns, gammas, self._stream)
-
     def _catch_up(self, plans: Sequence[SlotPlan], result: RoundResult) -> None:
         """Give the draft the rows it lacks: the prompt at first, plain rounds later."""
         begin, any_rows = time.perf_counter(), False
@@ -329,144 +297,6 @@ class DeviceRounds:
                 )
             )  # fmt: skip
         return DeviceLogits(logits, 0, 4 * engine.vocab_size, self._vocab_size, "float32")
-
-    # What is launched
-
-    def _player(self, shape: Shape) -> Action:
-        """What puts a round of this shape on the stream: a graph, or each call by itself."""
-        program = self._programs.get(shape)
-        if program is None:
-            program = self._programs[shape] = self._program(shape, shape)
-        if self._graphs_wanted and shape not in self._graphs:
-            body = partial(play_all, program)
-            self._graphs[shape] = self._capture(
-                shape, program, lambda: self._device.capture(body, self._stream)
-            )
-        graph = self._graphs.get(shape)
-        if graph is not None:
-            return lambda: self._device.replay(graph, self._stream)
-        return lambda: play_all(program)
-
-    def _capture(
-        self, shape: Shape, program: list[Action], capture: Callable[[], Any], what: str = "graph"
-    ) -> Any:
-        """What `capture` makes of a program; None, said in one line, where it cannot be done."""
-        # Once for real, with nobody taking part: engines make ready what a capture forbids.
-        self._upload_turns({}, shape.batch)
-        play_all(program)
-        self._device.wait(self._stream)
-        try:
-            with ExitStack() as stack:
-                for engine in (self.target, self.draft):
-                    if engine is not None:
-                        stack.enter_context(engine.capturing())
-                return capture()
-        except CaptureError as error:
-            logger.warning(
-                "rounds of gamma=%d run without a CUDA %s, slower: %s", shape.gamma, what, error
-            )
-            return None
-
-    def _loop(self, shape: Shape, first: int = 0) -> Loop:
-        at, results = self._at, Results(shape.batch, shape.gamma)
-        return Loop(
-            sequences=at.sequences + first * SEQUENCE.itemsize,
-            slots=at.slots + first * kernel.SLOT.itemsize,
-            turns=at.turns + 4 * first,
-            drafts=at.results + results.drafts,
-            verdicts=at.results + results.verdicts,
-            draft_ids=at.draft_ids,
-            draft_position=at.draft_position,
-            step_ids=at.step_ids,
-            step_position=at.step_position,
-            target_ids=at.target_ids,
-            target_position=at.target_position,
-            clock=at.results + results.clock,
-            slot_count=shape.batch,
-            width=shape.gamma,
-            draft_vocab_size=self.draft.vocab_size if self.draft else 2**31 - 1,
-        )
-
-    def _launch_loop(self, name: str, loop: Loop, step: int = 0) -> Action:
-        own = Loop.from_buffer_copy(loop)
-        own.step = step
-        return lambda: self._device.launch_loop(name, own, self._stream)
-
-    def _launch_plan(self, plan: cuda_kernel.Plan) -> Action:
-        return lambda: self._device.launch(plan, self._stream)
-
-    def _sampling(self, shape: Shape, first: int) -> tuple[cuda_kernel.Sizes, cuda_kernel.Buffers]:
-        """What the plans of a shape share, with a workspace of its own."""
-        results = Results(shape.batch, shape.gamma)
-        sizes = cuda_kernel.Sizes(
-            shape.batch, shape.gamma, self._vocab_size, self._draft_width if shape.gamma else 0,
-            shape.flags, 0,
-        )  # fmt: skip
-        workspace = self._device.allocate(cuda_kernel.workspace_size(sizes))
-        return sizes, cuda_kernel.Buffers(
-            self._at.slots + first * kernel.SLOT.itemsize,
-            self._at.results + results.drafts,
-            self._at.rows,
-            self._at.results + results.verdicts,
-            self._at.results + results.ratios,
-            workspace,
-        )
-
-    def _first_token(self, shape: Shape, slot: int, logits: DeviceLogits) -> list[Action]:
-        """After a prefill: draw from p alone, as a round without drafts does."""
-        sizes, buffers = self._sampling(shape, slot)
-        loop = self._loop(shape, slot)
-        return [
-            self._launch_loop("outrider_begin", loop),
-            self._launch_plan(cuda_kernel.plan_verify(sizes, logits, None, buffers, by_index=True)),
-            self._launch_loop("outrider_commit", loop),
-        ]
-
-    def _program(self, shape: Shape, graph: object) -> list[Action]:
-        """A round, in order. All addresses are fixed; what varies is in device memory. graph: whose
-        it is (see `DeviceEngine.enqueue`)."""
-        at, batch, gamma = self._at, shape.batch, shape.gamma
-        sizes, buffers = self._sampling(shape, 0)
-        loop = self._loop(shape)
-        actions = [self._launch_loop("outrider_begin", loop)]
-        drafts = None
-        if gamma:
-            draft = self.draft
-            assert draft is not None
-            row, spacing = 4 * draft.vocab_size, step_bytes(batch, draft.vocab_size)
-            drafts = DeviceLogits(at.draft_logits, row, spacing, self._draft_width, "float32")
-            for step in range(gamma):
-                logits = at.draft_logits + step * spacing
-                # Two tokens first: after a fully accepted round the draft lacks a row.
-                call = (
-                    DeviceCall(batch, 1, 1, at.step_ids, at.step_position, at.counting, logits)
-                    if step
-                    else DeviceCall(batch, 2, 1, at.draft_ids, at.draft_position, at.one, logits)
-                )
-                actions.append(lambda call=call: draft.enqueue(call, graph))  # type: ignore[misc]
-                drawn = DeviceLogits(logits, row, row, self._draft_width, "float32")
-                actions.append(
-                    self._launch_plan(cuda_kernel.plan_draw(sizes, drawn, buffers, step))
-                )
-                actions.append(self._launch_loop("outrider_feed", loop, step))
-        row = 4 * self.target.vocab_size
-        verify = DeviceCall(
-            batch, gamma + 1, gamma + 1, at.target_ids, at.target_position, at.counting,
-            at.target_logits,
-        )  # fmt: skip
-        target = DeviceLogits(at.target_logits, (gamma + 1) * row, row, self._vocab_size, "float32")
-        verdicts = cuda_kernel.plan_verify(sizes, target, drafts, buffers, by_index=True)
-        return [
-            *actions,
-            lambda: self.target.enqueue(verify, graph),
-            self._launch_plan(verdicts),
-            self._launch_loop("outrider_commit", loop),
-        ]
-
-
-def play_all(program: list[Action]) -> None:
-    for action in program:
-        action()
 
 
 def flags_of(request: Request) -> int:

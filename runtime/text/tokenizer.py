@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +20,7 @@ import tokenizers
 
 from ..files.errors import OutriderError, first_line
 from .chat import ChatTemplate
+from .literal import LiteralTokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # SentencePiece's spelling of one byte
@@ -74,24 +76,39 @@ class Tokenizer:
         """All tokens and their ids, added tokens included."""
         return self._model.get_vocab(with_added_tokens=True)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`. Special tokens written out in it become their ids.
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, special_tokens: str = "control"
+    ) -> list[int]:
+        """The token ids of `text`.
 
         Args:
             text: a prompt.
-            add_special_tokens: also add those that the checkpoint puts around every text. False for
-                the result of `render_chat`, which already has them.
+            add_special_tokens: also add those that the checkpoint puts around every text.
+            special_tokens: "control" makes ids of those that are written out in the text, as
+                Transformers does; "text" takes them as text.
 
         Raises:
             OutriderError: `prompt`, when the text is not valid Unicode (lone surrogates).
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # the library's own message does not say what is wrong
-            raise OutriderError(
-                "prompt", f"character {error.start} is half a character", "Pass valid UTF-8"
-            ) from None
+        _check_unicode(text)
+        if special_tokens == "text":
+            return self._literal.encode(text, add_special_tokens=add_special_tokens)
         return self._model.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, special_tokens: str = "control"
+    ) -> list[int]:
+        """The token ids of a conversation's prompt. special_tokens: of the messages; those of the
+        chat template always control. Raises OutriderError: `prompt`."""
+        if special_tokens == "control":
+            return self.encode(self.render_chat(messages), add_special_tokens=False)
+        rendered = self.render_chat(self._literal.broken(messages))
+        _check_unicode(rendered)
+        return self._literal.encode_rendered(rendered)
+
+    @cached_property
+    def _literal(self) -> LiteralTokenizer:
+        return LiteralTokenizer(self._model)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids that name no token (a padded vocabulary's) are empty.
@@ -231,6 +248,16 @@ class StopStrings:
         """What was held back, when the text ends without a match."""
         held, self._held = self._held, ""
         return held
+
+
+def _check_unicode(text: str) -> None:
+    """The library's own message does not say what is wrong."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise OutriderError(
+            "prompt", f"character {error.start} is half a character", "Pass valid UTF-8"
+        ) from None
 
 
 def _overlap(text: str, stop: str) -> int:

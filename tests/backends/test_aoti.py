@@ -21,6 +21,7 @@ from checkpoints import VOCAB_SIZE, Workshop
 from commands import CHECKOUT, command, environment, error_line, leftovers, run
 from originals import check_batch, original_of
 
+import engines.__main__
 from engines import aotinductor as aotinductor_backend
 from engines.bundle import build
 from export import compare, program
@@ -56,7 +57,7 @@ def test_the_program_has_no_weights_and_no_traces_of_its_maker(
     assert (facts.format, facts.files.keys()) == ("torch", {PROGRAM_FILE, WEIGHTS_FILE})
     assert facts.max_difference is not None
     content = (graphs / "target" / PROGRAM_FILE).read_bytes()
-    source = workshop.checkpoint("gemma2")
+    source = workshop.compiled_parts()[0]
     for trace in (CHECKOUT, source.parent, sys.prefix, "site-packages", ".py"):
         assert str(trace).encode() not in content
     tensors = read_tensors(graphs / "target" / WEIGHTS_FILE)
@@ -76,7 +77,7 @@ def test_tied_weights_are_stored_once(workshop: Workshop) -> None:
 
 def test_one_wrong_weight_is_seen(workshop: Workshop, graphs: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(graphs / "target", tmp_path / "target"))
-    original = compare.reference(original_of(workshop.checkpoint("gemma2")).model, 137, VOCAB_SIZE)
+    original = compare.reference(original_of(workshop.compiled_parts()[0]).model, 137, VOCAB_SIZE)
     assert compare.compare(copy, original, "float32").passed
     content = bytearray((copy / WEIGHTS_FILE).read_bytes())
     middle = len(content) // 2 & ~3
@@ -168,7 +169,7 @@ def test_slots_grow_and_nobody_sees_it(
     seen = []
     reserve = target._reserve
     monkeypatch.setattr(target, "_reserve", lambda *a: (reserve(*a), seen.append(target.rows)))
-    check_batch(engine, original_of(workshop.checkpoint("gemma2")), (4, 2, 8))
+    check_batch(engine, original_of(workshop.compiled_parts()[0]), (4, 2, 8))
     assert list(dict.fromkeys(seen)) == [16, 32, 64, 128]
 
 
@@ -286,15 +287,16 @@ def test_a_package_that_is_none(bundle: Path, tmp_path: Path) -> None:
 
 
 def test_gpus_and_missing_compilers_are_refused_before_the_work(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(OutriderError, match="for this CPU") as caught:
         aotinductor_backend.targets("89", "float32")
     assert caught.value.kind == "option"
     monkeypatch.setenv("CXX", "no-such-compiler")
-    failed = run("engines", "--backend", "aotinductor", "--supports", "float32")
-    assert failed.returncode == EXIT_STATUS["backend"]
-    assert "there is no no-such-compiler" in error_line(failed.stderr, "backend")
+    asked = ["--backend", "aotinductor", "--supports", "float32"]
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):  # CXX, when it starts
+        assert engines.__main__.main(asked) == EXIT_STATUS["backend"]
+    assert "there is no no-such-compiler" in error_line(capsys.readouterr().err, "backend")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from fakes import CopyingFake, make_text_engine, near, random_model
 from runtime.beam.search import beam_search
 from runtime.beam.text import SLOTS, BeamTexts, beam_texts
 from runtime.files.errors import EXIT_STATUS, OutriderError
-from runtime.text.engine import Options, TextEngine
+from runtime.text.engine import TextEngine
+from runtime.text.options import Options
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""The page of bench/report.py: on a tiny bundle, and of a measurement whose numbers are known."""
+"""The report's page: on a tiny bundle, and of a measurement whose numbers are known."""
 
 from __future__ import annotations
 
+import base64
 import errno
 import importlib.util
 import re
@@ -14,25 +15,23 @@ import pytest
 from checkpoints import Workshop
 from commands import error_line, leftovers
 
-from bench import report, report_record
-from bench.report_data import (
+from bench.core.record import RoundRecord, TextRecord
+from bench.report import numbers, page
+from bench.report.numbers import (
     Measurement,
-    accepted_counts,
     ahead_from,
     by_length,
     by_position,
-    capped_geometric,
     interval,
-    sections,
+    quickest,
     speed_ratios,
-    traced,
 )
-from bench.report_plots import PLOTS, draw
-from bench.report_record import Round, Text, quickest, record, recording
+from bench.report.sections import SECTIONS
+from bench.report.texts import ColoredText, Piece, colored
 from runtime.bundle import load
 from runtime.files.errors import EXIT_STATUS
 from runtime.stats import Stats
-from runtime.theory.formulas import expected_tokens, speedup
+from runtime.theory.formulas import speedup
 from runtime.theory.measure import findings
 
 NASTY = """<script>alert("&amp; it's")</script>"""
@@ -42,15 +41,15 @@ MS = 1e-3
 # A scripted measurement: no model, no clock
 
 
-def round_of(gamma: int, accepted: int, seconds: float | None = None) -> Round:
+def round_of(gamma: int, accepted: int, seconds: float | None = None) -> RoundRecord:
     """A draft call takes 1 ms, a verification 5 + gamma, sampling 1, the host 1."""
     whole = (2 * gamma + 7) * MS if seconds is None else seconds
-    return Round(
+    return RoundRecord(
         tuple(range(gamma)), accepted, accepted + 1, 0, whole, 0, gamma * MS, (5 + gamma) * MS, MS
     )
 
 
-def text_of(gamma: int, accepted: list[int], *, ttft: float = 10 * MS) -> Text:
+def text_of(gamma: int, accepted: list[int], *, ttft: float = 10 * MS) -> TextRecord:
     """Rounds one after the other, and the statistics that a decoder would keep of them."""
     stats, rounds, now = Stats(prompt_tokens=3, output_tokens=1, ttft=ttft), [], ttft
     for n in accepted:
@@ -64,7 +63,7 @@ def text_of(gamma: int, accepted: list[int], *, ttft: float = 10 * MS) -> Text:
         stats.time_rounds += x.seconds
         stats.output_tokens += n + 1
     stats.elapsed = now
-    return Text(gamma, tuple(rounds), stats)
+    return TextRecord(gamma, tuple(rounds), stats)
 
 
 def measurement() -> Measurement:
@@ -111,22 +110,11 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-def test_positions_and_histogram_of_scripted_rounds() -> None:
+def test_positions_of_scripted_rounds() -> None:
+    """Of what was reached, not of what was drafted."""
     rounds = [round_of(3, 3), round_of(3, 0), round_of(3, 1), round_of(1, 1), round_of(0, 0)]
     assert by_position(rounds) == [(4, 3), (2, 1), (1, 1)]
-    assert accepted_counts(rounds, 3) == [1, 1, 0, 1], "the round that drafted less is left out"
     assert by_position([]) == []
-
-
-@pytest.mark.parametrize(("alpha", "gamma"), [(0.0, 3), (0.7, 1), (0.7, 5), (1.0, 4)])
-def test_the_geometric_histogram_is_equation_1(alpha: float, gamma: int) -> None:
-    shares = capped_geometric(alpha, gamma)
-    assert sum(shares) == pytest.approx(1)
-    mean = sum(k * share for k, share in enumerate(shares))
-    assert 1 + mean == pytest.approx(expected_tokens(alpha, gamma))
-
-
-def test_an_interval() -> None:
     low, high = interval(50, 100)  # Wilson 1927
     assert (low, high) == (pytest.approx(0.4038, abs=1e-4), pytest.approx(0.5962, abs=1e-4))
     assert interval(0, 0) == (0, 1) and interval(0, 10)[0] == 0 and interval(10, 10)[1] == 1
@@ -135,19 +123,13 @@ def test_an_interval() -> None:
 def test_speedup_by_length_counts_from_the_start() -> None:
     m = measurement()
     # Plain: 10 ms, then 7 ms a token. gamma 2: 10 ms, then 11 ms for 3, 1, 2, 3, 3 tokens.
-    assert [point[0] for point in by_length(m, 2)] == [
+    assert [point[0] for point in by_length(m)] == [
         pytest.approx((10 + 7 * n) / (10 + 11 * rounds))
         for n, rounds in zip(range(13), [0, 1, 1, 1, 2, 3, 3, 4, 4, 4, 5, 5, 5], strict=True)
     ]
     assert speed_ratios(m.texts, 2) == [pytest.approx((12 / 55) / (1 / 7))]
     assert ahead_from([(1, 1, 1), (2, 2, 2), (0.9, 0, 1), (1.1, 1, 2)]) == 4
     assert ahead_from([(2, 2, 2)]) == 1 and ahead_from([(2, 2, 2), (0.5, 0, 1)]) is None
-
-
-def test_the_trace_has_the_same_tokens_for_each_gamma() -> None:
-    chosen = traced(measurement())
-    assert list(chosen) == [2, 1, 0]
-    assert [sum(x.emitted for x in rounds) for rounds in chosen.values()] == [12, 12, 12]
 
 
 def test_the_quickest_of_each_round() -> None:
@@ -166,7 +148,7 @@ def test_the_quickest_of_each_round() -> None:
 
 def test_the_tables_have_the_numbers_that_were_measured() -> None:
     m = measurement()
-    table = {section.name: section.table.rows for section in sections(m)}
+    table = {made.name: made.table.rows for made in (make(m) for make in SECTIONS)}
     alpha = (5 + 7) / (7 + 9)
     assert m.found.alpha == alpha and m.found.costs.draft == pytest.approx(1 / 7)
     for gamma, (row, tau) in enumerate(zip(table["sweep"], (1, 12 / 7, 12 / 5), strict=True)):
@@ -180,10 +162,6 @@ def test_the_tables_have_the_numbers_that_were_measured() -> None:
     assert table["positions"][0][:4] == ("1", "12", "9", "75.0 %")
     assert table["positions"][1][:4] == ("2", "4", "3", "75.0 %")
     assert table["shares"][2] == ("2", "11.000", "18.2 %", "63.6 %", "9.1 %", "9.1 %")
-    assert table["widths"][1][:3] == ("2", "1.14", f"{6 / 7:.2f}")
-    assert [row[:3] for row in table["histogram"]] == [
-        ("2", "0", "1"), ("2", "1", "1"), ("2", "2", "3"),
-    ]  # fmt: skip
     assert table["trace"][0][2:] == (
         "0.000", "11.000", "0.000", "2.000", "7.000", "1.000", "2/2", "3",
     )  # fmt: skip
@@ -192,43 +170,32 @@ def test_the_tables_have_the_numbers_that_were_measured() -> None:
 
 def test_the_page_says_what_the_tables_do_and_nothing_is_markup() -> None:
     m = measurement()
-    pieces = [report.Piece("accepted", NASTY, NASTY), report.Piece("rejected", NASTY, "round 1")]
+    pieces = [Piece("accepted", NASTY, NASTY), Piece("rejected", NASTY, "round 1")]
     facts = {"Bundle": NASTY, "Command": NASTY}
-    text = report.render(report.Report(NASTY, facts, m, [report.Sample(NASTY, pieces, NASTY)]))
+    text = page.render(page.Report(NASTY, facts, m, [ColoredText(NASTY, pieces, NASTY)]))
     assert "<script" not in text and "alert(&#34;" in text
-    page = Page(text)
-    assert page.open == [] and page.text.count(NASTY) == 2 + 2 + 4
-    for section in sections(m):
+    seen = Page(text)
+    assert seen.open == [] and seen.text.count(NASTY) == 2 + 2 + 4
+    for section in (make(m) for make in SECTIONS):
         rows = [list(section.table.head), *map(list, section.table.rows)]
-        assert rows in page.tables, section.name
-    figures = {row[0]: row[1] for row in page.tables[0]}
+        assert rows in seen.tables, section.name
+    figures = {row[0]: row[1] for row in seen.tables[0]}
     assert figures["α"] == "0.750" and figures["c"] == "0.143" and figures["τ"] == "2.40"
     assert figures["recommended γ"] == "2" and figures["a plain step"] == "7 ms"
-    assert report.MARK in text.encode()[:2000]
+    assert page.MARK in text.encode()[:2000]
 
 
-def test_a_busy_machine_is_owned_up_to() -> None:
-    m = measurement()
-    quiet, busy = (
-        report.render(report.Report("x", {}, replace(m, lost=lost), [])) for lost in (0.01, 0.3)
-    )
-    assert "0.30 seconds for a core" in Page(busy).text and "for a core" not in quiet
-
-
-def test_where_nothing_gains_the_page_says_so() -> None:
-    m = measurement()
-    dear = replace(m, found=replace(m.found, costs=replace(m.found.costs, draft=3.0)))
-    figures = {row[0]: row[1] for row in report.key_figures(dear).rows}
-    assert dear.best == 0 and figures["recommended γ"] == "0: plain decoding"
-    assert draw(dear).keys() == PLOTS.keys()
-
-
-def test_one_gamma_is_enough_for_every_plot() -> None:
+def test_where_nothing_gains_the_page_says_so_and_so_it_does_of_a_busy_machine() -> None:
+    """Also: a bundle of one gamma has something for every plot."""
     m = measurement()
     few = {gamma: m.texts[gamma] for gamma in (0, 1)}
-    narrow = replace(m.found.costs, verify=m.found.costs.verify[:2])
-    one = Measurement(replace(m.found, measured={1: 1.0}, costs=narrow), few)
-    assert draw(one).keys() == PLOTS.keys() == {section.name for section in sections(one)}
+    costs = replace(m.found.costs, draft=3.0, verify=m.found.costs.verify[:2])
+    found = replace(m.found, costs=costs, measured={1: 1.0})
+    dear = Measurement(found, few, lost=0.3)
+    seen = Page(page.render(page.Report("x", {}, dear, [])))
+    assert dear.best == 0 and seen.tables[0][0][:2] == ["recommended γ", "0: plain decoding"]
+    assert "0.30 seconds for a core" in seen.text
+    assert not page.warning_of(replace(m, lost=0.01))
 
 
 # A bundle
@@ -237,17 +204,17 @@ def test_one_gamma_is_enough_for_every_plot() -> None:
 def test_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text('one\n\n"two\\nlines"\n{"a": 1}\n  12\n', encoding="utf-8")
-    assert report.prompts_of(str(file)) == ["one", "two\nlines", '{"a": 1}', "  12"]
-    assert len(report.prompts_of(None)) == 8
+    assert page.prompts_of(str(file)) == ["one", "two\nlines", '{"a": 1}', "  12"]
+    assert len(page.prompts_of(None)) == 8
     file.write_text("\n \n")
-    assert report.main(["--engines", "x", "--prompts", str(file)]) == EXIT_STATUS["prompt"]
+    assert page.main(["--engines", "x", "--prompts", str(file)]) == EXIT_STATUS["prompt"]
     assert "has no prompts" in error_line(capsys.readouterr().err, "prompt")
 
 
 @pytest.fixture
 def pair(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(report_record, "REPEATS", 2)
-    monkeypatch.setattr(report_record, "PATIENCE", 0.0)
+    monkeypatch.setattr(numbers, "REPEATS", 2)
+    monkeypatch.setattr(numbers, "PATIENCE", 0.0)
     return workshop.bundle(workshop.checkpoint("llama"), workshop.checkpoint("llama", blur=0.1))
 
 
@@ -256,61 +223,36 @@ def test_the_page_of_a_bundle(
 ) -> None:
     prompts, out = tmp_path / "prompts.txt", tmp_path / "page"
     prompts.write_text(f"some words\n{NASTY}\n", encoding="utf-8")
-    argv = ["--engines", pair, "--prompts", prompts, "--out", out, "--tokens", 16]
-    assert report.main([f"{a}" for a in argv]) == 0
+    argv = ["--engines", pair, "--prompts", prompts, "--out", out, "--tokens", 8]
+    assert page.main([f"{a}" for a in argv]) == 0
     streams = capsys.readouterr()
-    assert streams.out == f"{out / 'index.html'}\n"
+    assert streams.out == f"{out / page.PAGE}\n"
     assert "prompt 2 of 2, with gamma 0 to 8" in streams.err
-    text = (out / "index.html").read_text(encoding="utf-8")
-    page = Page(text)
-    assert page.open == [] and "<script" not in text and NASTY in page.text
-    assert [image["src"] for image in page.all("img")] == [
-        f"{section}.png" for section in ("sweep", "positions", "histogram", "widths", "shares",
-                                         "lengths", "trace")
-    ]  # fmt: skip
-    assert all(image["alt"] for image in page.all("img"))
-    for name in PLOTS:
-        image = (out / f"{name}.png").read_bytes()
-        assert image.startswith(b"\x89PNG\r\n\x1a\n") and len(image) > 5000, name
+    text = (out / page.PAGE).read_text(encoding="utf-8")
+    seen = Page(text)
+    assert seen.open == [] and "<script" not in text and NASTY in seen.text
+    assert [row[0] for row in seen.tables[2][1:]] == [f"{gamma}" for gamma in range(9)]
+    images = [base64.b64decode(str(image["src"]).split(",")[1]) for image in seen.all("img")]
+    assert len(images) == len(SECTIONS)
+    for image in images:
+        assert image.startswith(b"\x89PNG\r\n\x1a\n") and len(image) > 5000
     for said in ("recommended γ", "Bundle", "Target", "Draft", "Backend", "Machine", "Versions",
-                 "Date", "--tokens 16", "What became of the drafts", "oracle"):  # fmt: skip
-        assert said in page.text, said
+                 "Date", "--tokens 8", "What became of the drafts", "oracle"):  # fmt: skip
+        assert said in seen.text, said
     # Offline: nothing is fetched, nothing runs.
     assert not re.search(r"https?://|url\(|@import|<link|<iframe", text)
-    # Again, in its place; never in the place of something else.
-    assert report.main([f"{a}" for a in argv]) == 0
-    (out / "mine.txt").write_text("x")
-    capsys.readouterr()
-    assert report.main([f"{a}" for a in argv]) == EXIT_STATUS["disk"]
-    assert "holds mine.txt" in error_line(capsys.readouterr().err, "disk")
-    assert (out / "index.html").is_file() and leftovers(tmp_path) == []
-
-
-def test_what_is_recorded_is_what_was_generated(pair: Path) -> None:
-    engine = load(pair)
-    rounds = engine.decoder.rounds
-    with recording(engine) as recorder:
-        result = engine.generate("some words", gamma=3, max_new_tokens=16, ignore_eos=True)
-    assert engine.decoder.rounds is rounds
-    (text,) = recorder.take()
-    ids = result.token_ids
-    place = 1
-    for x in text.rounds:
-        assert tuple(ids[place : place + x.accepted]) == x.drafts[: x.accepted]
-        place += x.emitted
-    assert place == len(ids) and text.rounds[-1].end == result.stats.elapsed
-    seen = sum(x.seconds - x.catch_up for x in text.rounds)
-    assert seen == pytest.approx(result.stats.time_rounds)
-    for name in ("draft", "verify", "sample"):
-        whole = getattr(result.stats, f"time_{name}")
-        assert sum(getattr(x, name) for x in text.rounds) == pytest.approx(whole)
+    page.check_place(out / page.PAGE)  # its own may be replaced
+    (out / page.PAGE).write_text("x")
+    assert page.main([f"{a}" for a in argv]) == EXIT_STATUS["disk"]
+    assert "is not a page of ours" in error_line(capsys.readouterr().err, "disk")
+    assert leftovers(out) == []
 
 
 def test_the_colours_are_of_the_same_text(pair: Path) -> None:
     engine = load(pair)
     options = {"temperature": 1.0, "seed": 5, "gamma": 3, "max_new_tokens": 40}
     result = engine.generate(NASTY, **options)
-    sample = report.colored(engine, NASTY, 3, 1.0, 40, 5)
+    sample = colored(engine, NASTY, 3, 1.0, 40, 5)
     kept = [p for p in sample.pieces if p.kind not in ("rejected", "unread")]
     assert "".join(p.text for p in kept) == result.text
     kinds = [p.kind for p in sample.pieces]
@@ -318,16 +260,6 @@ def test_the_colours_are_of_the_same_text(pair: Path) -> None:
     for here, after in pairwise(kinds):
         if here == "rejected":
             assert after in ("unread", "corrected")
-
-
-def test_all_gammas_are_measured(pair: Path) -> None:
-    said: list[str] = []
-    found, texts, lost = record(load(pair), ["some words", "others"], 0.0, 12, said.append)
-    assert lost >= 0
-    assert list(texts) == list(range(9)) and {len(each) for each in texts.values()} == {2}
-    assert all(text.gamma == gamma for gamma, each in texts.items() for text in each)
-    assert len(found.costs.verify) == 9 and found.costs.plain > 0 and len(said) == 2
-    assert all(text.stats.output_tokens == 12 for each in texts.values() for text in each)
 
 
 def test_failures_are_one_line_and_leave_nothing(
@@ -341,7 +273,7 @@ def test_failures_are_one_line_and_leave_nothing(
 
     def failed(kind: str, *argv: object) -> str:
         given = ["--out", out, *argv] if "--out" not in argv else argv
-        assert report.main([f"{a}" for a in given]) == EXIT_STATUS[kind]
+        assert page.main([f"{a}" for a in given]) == EXIT_STATUS[kind]
         return error_line(capsys.readouterr().err, kind)
 
     alone = workshop.bundle(workshop.checkpoint("llama"))
@@ -362,15 +294,17 @@ def test_failures_are_one_line_and_leave_nothing(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(report, "record", interrupted)
-        assert report.main(["--engines", f"{pair}", "--out", f"{out}"]) == 130
+        patched.setattr(page, "take", interrupted)
+        assert page.main(["--engines", f"{pair}", "--out", f"{out}"]) == 130
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     long.write_text("some words")
     with monkeypatch.context() as patched:
-        patched.setattr(report, "write", full)
+        patched.setattr(page, "take", lambda *_: measurement())
+        patched.setattr(page, "colored", lambda *_: ColoredText("", [], ""))
+        patched.setattr(Path, "write_text", full)
         failed("disk", "--engines", pair, "--prompts", long, "--tokens", 4)
     found = importlib.util.find_spec
     monkeypatch.setattr(

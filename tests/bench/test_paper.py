@@ -1,28 +1,27 @@
-"""The formulas of bench/sigmoid.py against the rules themselves, and the benchmark on shapes so
-small that its figures mean nothing."""
+"""The formulas of the paper suite against the rules themselves, and both suites of the sampling on
+shapes so small that their figures mean nothing."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from kernels import cpu_library
 from proof import ONE, change_point, pieces
 
-from bench import (
-    estimates,
-    overhead,
-    paper,
-    paper_plot,
-    paper_tables,
-    plots,
-    round_time,
-    sigmoid,
-)  # fmt: skip
-from bench.machine import MemoryReader
-from bench.rounds import TOKEN, random_logits
+from bench.core.command import Suite
+from bench.core.fit import ratio_estimates
+from bench.core.machine import MemoryReader
+from bench.core.plot import draw_or_explain
+from bench.core.table import update
+from bench.suites.kernel import suite as kernel_suite
+from bench.suites.kernel import times
+from bench.suites.kernel.rounds import RULES, Round, random_logits
+from bench.suites.paper import memory, sigmoid, suite
+from bench.suites.paper.tables import EXACT, FROM_LOGITS, SIGMOID, PaperRun, tables
 from runtime.files.errors import OutriderError
 from runtime.sampling import kernel
 from runtime.sampling.native import RoundSampler
@@ -31,14 +30,14 @@ from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams, warp
 
 V = 8
-EXACT = SamplingParams(temperature=1.0)
+AT_1 = SamplingParams(temperature=1.0)
 
 
 def sigmoid_params(scale):
-    return replace(EXACT, verify="sigmoid", sigmoid_alpha=-scale, sigmoid_beta=scale)
+    return replace(AT_1, verify="sigmoid", sigmoid_alpha=-scale, sigmoid_beta=scale)
 
 
-def logits(rows, seed=0, vocab_size=V):
+def logits_of(rows, seed=0, vocab_size=V):
     rng = np.random.default_rng([seed, rows, vocab_size])
     target = 3 * rng.standard_normal((rows, vocab_size), np.float32) - 2
     return target, target + rng.standard_normal((rows, vocab_size), np.float32)
@@ -95,9 +94,9 @@ def by_formula(z_p, z_q, scale):
 @pytest.mark.parametrize("rule", [reference, native])
 @pytest.mark.parametrize("scale", [None, 1.0, 10.0, 1e3])
 def test_the_formula_is_what_a_verification_emits(rule, scale):
-    params = EXACT if scale is None else sigmoid_params(scale)
+    params = AT_1 if scale is None else sigmoid_params(scale)
     for seed in range(3):
-        z_p, z_q = (rows[0] for rows in logits(1, seed))
+        z_p, z_q = (rows[0] for rows in logits_of(1, seed))
         q = sigmoid.softmax(z_q[None])[0]
         weights, rate = enumerated(rule(z_p, z_q, params), q)
         expected, expected_rate = by_formula(z_p, z_q, scale)
@@ -108,7 +107,7 @@ def test_the_formula_is_what_a_verification_emits(rule, scale):
 
 @pytest.mark.parametrize("rule", [reference, native])
 def test_the_comparison_notices_another_scale_and_another_redraw(rule):
-    z_p, z_q = (rows[0] for rows in logits(1))
+    z_p, z_q = (rows[0] for rows in logits_of(1))
     p, q = (sigmoid.softmax(z[None]) for z in (z_p, z_q))
     weights, rate = enumerated(rule(z_p, z_q, sigmoid_params(1.0)), q[0])
     other, other_rate = by_formula(z_p, z_q, 1.3)
@@ -120,7 +119,7 @@ def test_the_comparison_notices_another_scale_and_another_redraw(rule):
 
 
 def test_the_exact_rule_emits_the_target():
-    z_p, z_q = logits(50, vocab_size=500)
+    z_p, z_q = logits_of(50, vocab_size=500)
     p, q = sigmoid.softmax(z_p), sigmoid.softmax(z_q)
     rows, rate = sigmoid.emitted(p, q, p, q)
     assert sigmoid.distance(rows, p).max() < 1e-14
@@ -133,10 +132,13 @@ def test_the_exact_rule_emits_the_target():
 
 
 def test_at_the_published_scales_the_output_is_the_drafts():
-    results = {(o.name, o.scale): o for o in sigmoid.outcomes([logits(40, 1, 500)])}
+    results = {(o.name, o.scale): o for o in sigmoid.effects([logits_of(40, 1, 500)])}
     exact = results["exact", 0.0]
     assert exact.to_target < 1e-14
     assert exact.accepted == pytest.approx(1 - exact.to_draft)
+    # A constant on the draft's logits moves the sigmoid rule only.
+    assert exact.shifted == pytest.approx(exact.accepted, abs=1e-6)
+    assert results["eq. 5", 1.0].shifted < results["eq. 5", 1.0].accepted - 0.01
     # A token that falls is redrawn from nearly the whole vocabulary, not from where p is.
     assert results["eq. 5", 1.0].unlikely > results["eq. 5", 1e5].unlikely + 0.01
     for scale in sigmoid.PUBLISHED:
@@ -147,15 +149,8 @@ def test_at_the_published_scales_the_output_is_the_drafts():
         assert 0.61 < published.lowest < published.highest < 0.63
 
 
-def test_a_constant_on_the_drafts_logits_moves_the_sigmoid_rule_only():
-    results = {(o.name, o.scale): o for o in sigmoid.outcomes([logits(40, 2, 500)])}
-    exact, one = results["exact", 0.0], results["eq. 5", 1.0]
-    assert exact.shifted == pytest.approx(exact.accepted, abs=1e-6)
-    assert one.shifted < one.accepted - 0.01
-
-
-def test_in_float16_a_scale_of_1e5_rejects_every_draft_token():
-    z_p, z_q = logits(10, vocab_size=500)
+def test_in_float16_a_scale_of_1e5_rejects_every_draft_token_and_clipping_decides():
+    z_p, z_q = logits_of(10, vocab_size=500)
     assert sigmoid.squash_half(np.zeros((1, 1), np.float32), 1e4).item() == np.float16(0.62246)
     p_hat, q_hat = (sigmoid.squash_half(z, 1e5) for z in (z_p, z_q))
     assert np.isnan(p_hat).all()
@@ -163,9 +158,7 @@ def test_in_float16_a_scale_of_1e5_rejects_every_draft_token():
     rows, rate = sigmoid.emitted(p, q, p_hat, q_hat, floor=sigmoid.FLOOR)
     assert not rate.any()
     assert rows == pytest.approx(1 / 500)
-
-
-def test_in_float16_a_clipped_draft_token_stands_where_the_target_is_not_clipped():
+    # A clipped draft token stands where the target is not clipped.
     z_p, z_q = np.array([[0, -5, -5.0]]), np.array([[-5, -5, -5.0]])
     p_hat, q_hat = (sigmoid.squash_half(z, 1.0) for z in (z_p, z_q))
     assert p_hat[0, 0] > 0 and not p_hat[0, 1:].any() and not q_hat.any()
@@ -176,7 +169,7 @@ def test_in_float16_a_clipped_draft_token_stands_where_the_target_is_not_clipped
 def test_standard_errors_are_over_documents():
     """Documents that agree within themselves count once each, however long they are."""
     sums, counts = np.array([[10.0], [0.0], [10.0], [0.0]]), np.array([10.0] * 4)
-    means, errors = estimates.ratio_estimates(sums, counts)
+    means, errors = ratio_estimates(sums, counts)
     assert means == [0.5]
     assert errors[0] == pytest.approx(np.std([1, 0, 1, 0], ddof=1) / 2)
 
@@ -185,43 +178,63 @@ def test_standard_errors_are_over_documents():
 
 
 @pytest.fixture(scope="module")
-def tiny():
+def run():
     if (reason := kernel.unavailable()) is not None:
         pytest.skip(reason)
-    scale = replace(
-        paper.QUICK, name="tiny", vocabularies=(2_048,), gammas=(1, 3), base=(2_048, 2, 1),
-        memory_vocabularies=(1_024, 2_048), memory_gammas=(2, 8), memory_batches=(1, 4),
+    size = replace(
+        suite.QUICK, base=(2_048, 2, 1), varied=((1_024, 2_048), (2, 8), (1, 4)),
     )  # fmt: skip
     reader = MemoryReader(1, 1 << 20)
-    drawn = [random_logits(2_048, 3, 1) for _ in range(2)]
-    points = [
-        round_time.measure(drawn, gamma, 1, rounds=2, patience=0.05) for gamma in scale.gammas
-    ]
     reader()
-    return scale, reader.bandwidth, points, paper.memory(scale, 1)
+    logits = [random_logits(2_048, 3, 1) for _ in range(2)]
+    points = [suite.point(logits, gamma, size, 0.01, 1) for gamma in (1, 3)]
+    documents = [logits_of(4, 3, 100)]
+    return PaperRun(
+        reader.bandwidth, points, points, size.base, suite.overheads(size, 1),
+        sigmoid.effects(documents), 0.5, 1, 4,
+    )  # fmt: skip
 
 
-def test_bytes_are_those_of_the_outcome(tiny):
-    for point in tiny[2]:
-        row = 2_048 * 4
-        for rule in (round_time.EXACT, round_time.SIGMOID):
-            assert 2 * row <= point.sizes[rule] <= (point.gamma + 1) * row
-        more = point.sizes[round_time.RAW] - point.sizes[round_time.EXACT]
-        assert more == pytest.approx(row * point.accepted[round_time.EXACT])
-        assert point.accepted[round_time.SIGMOID] > point.gamma - 0.5
+def test_bytes_are_those_of_the_outcome(run):
+    row = 2_048 * 4
+    for point in run.points:
+        for name in (EXACT, SIGMOID):
+            assert 2 * row <= point.bytes[name] <= (point.gamma + 1) * row
+        more = point.bytes[FROM_LOGITS] - point.bytes[EXACT]
+        assert more == pytest.approx(row * point.accepted["token"])
+        assert point.accepted["sigmoid"] > point.gamma - 0.5
         assert all(figure.ms > 0 for figure in point.times.values())
 
 
-def test_the_kernel_allocates_nothing_that_grows_with_the_round(tiny):
-    found = {(o.name, o.vocab_size, o.gamma, o.batch): o for o in tiny[3]}
-    small, wide, many = (
-        found[overhead.KERNEL, 2_048, gamma, batch] for gamma, batch in ((2, 1), (8, 1), (2, 4))
-    )
+def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
+    """The logits are other ones when the kernel sees them."""
+    real = Round.verify
+
+    def other(self):
+        self.target[:, :, :3] += 5
+        verdicts = real(self)
+        self.target[:, :, :3] -= 5
+        return verdicts
+
+    logits = random_logits(2_048, 3, 4, seed=0)
+    rounds = {"token": [Round(logits, RULES["token"])]}
+    ways = [("token", times.VERIFY)]
+    assert times.measure(rounds, ways, samples=1, patience=0).times
+    monkeypatch.setattr(Round, "verify", other)
+    with pytest.raises(OutriderError, match=r"token, V 2048: .*not as by NumPy") as caught:
+        times.measure(rounds, ways, samples=1, patience=0)
+    assert caught.value.kind == "numeric"
+
+
+def test_the_kernel_allocates_nothing_that_grows_with_the_round(run):
+    found = {(o.name, o.size): o for o in run.overheads}
+    sizes = [(2_048, 2, 1), (2_048, 8, 1), (2_048, 2, 4)]
+    small, *_ = ours = [found[memory.KERNEL, size] for size in sizes]
     row = 2_048 * 4
-    for o in (small, wide, many):
+    for o in ours:
         assert o.call < row  # the verdicts, which are Python's
         assert o.extra == pytest.approx(small.extra, abs=row)
-    assert found[overhead.NUMPY, 2_048, 2, 1].call >= row  # and tracemalloc does see NumPy
+    assert found[memory.NUMPY, sizes[0]].call >= row  # and tracemalloc does see NumPy
 
 
 def test_the_peak_of_pytorch_is_that_of_its_allocations():
@@ -235,48 +248,43 @@ def test_the_peak_of_pytorch_is_that_of_its_allocations():
         third = torch.empty(size, dtype=torch.uint8)
         del second, third
 
-    assert overhead._torch_peak(call) == pytest.approx(3 * size, abs=4096)
+    assert memory.torch_peak(call) == pytest.approx(3 * size, abs=4096)
 
 
-def test_tables_and_plots_of_a_run(tiny, tmp_path, monkeypatch):
-    scale, bandwidth, points, overheads = tiny
-    outcomes = sigmoid.outcomes([logits(4, 3, 100)])
-    for table in (
-        paper_tables.time_table(points, bandwidth),
-        paper_tables.agreeing_table(points),
-        paper_tables.bandwidth_table(points, bandwidth),
-        paper_tables.memory_table(overheads),
-        paper_tables.scaling_table(outcomes, 1, 4),
-    ):
-        lines = table.text(markdown=True).splitlines()[2:]
-        document = f"before\n<!-- {table.name} -->\nold\n<!-- end -->\nafter\n"
-        new = paper_tables.update(document, [table])
-        assert "old" not in new and lines[-1] in new and new.endswith("-->\nafter\n")
-        assert paper_tables.update(new, [table]) == new
-        assert {line.count("|") for line in lines} == {len(table.head) + 1}
-        assert len(lines) == len(table.rows) + 2
-    report = paper.report_of(scale, 1, bandwidth, points, overheads, outcomes)
-    text = json.dumps(report, allow_nan=False)
-    assert "/" not in json.dumps(report["machine"])
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda _: None)
-    assert paper_plot.draw_or_explain(json.loads(text), tmp_path) == [plots.MISSING]
-    assert not list(tmp_path.iterdir())
-    monkeypatch.undo()
+def test_a_run_is_told_from_its_json(run, tmp_path):
+    """Every table has its place in the document, every plot is drawn; NaN is no JSON."""
+    results = json.loads(json.dumps(run.json_object(), allow_nan=False))
+    document = (Path(suite.__file__).parents[3] / "docs" / "paper.md").read_text()
+    made = [table for table in tables(results) if table.name]
+    assert len(made) == document.count("<!-- end -->") == 5
+    new = update(document, made)
+    assert new != document and update(new, made) == new
     pytest.importorskip("matplotlib")
-    written = paper_plot.draw_or_explain(json.loads(text), tmp_path)
+    written = draw_or_explain(suite.PLOTS, results, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(written)
     assert len(written) == 4
 
 
-def test_the_document_has_a_place_for_each_table(tiny):
-    document = (paper.ROOT / "docs" / "paper.md").read_text()
-    table = paper_tables.agreeing_table(tiny[2])
-    assert document.count("<!-- end -->") == 5
-    assert paper_tables.update(document, [table]) != document
-    with pytest.raises(OutriderError, match="places"):
-        paper_tables.update(document, [replace(table, name="another")])
-
-
-def test_the_rules_compared_are_the_published_ones():
-    assert round_time.RULES[round_time.EXACT] == TOKEN
-    assert round_time.RULES[round_time.SIGMOID].sigmoid_beta in sigmoid.PUBLISHED
+def test_the_kernel_suite(monkeypatch, tmp_path, capsys):
+    """A run at small sizes, told again from its file, and its table's place in the document."""
+    if (reason := kernel.unavailable()) is not None:
+        pytest.skip(reason)
+    for name, value in {
+        "GOAL": (2_048, 2, 1), "SIZES": [(1_024, 2, 2)], "READ_BYTES": 1 << 20, "SAMPLES": 1,
+        "TABLED": [(2_048, 2, 1), (1_024, 2, 2)],
+    }.items():  # fmt: skip
+        monkeypatch.setattr(kernel_suite, name, value)
+    made: Suite = kernel_suite.SUITE
+    assert made.main(["--patience", "0", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    results = json.loads(said.splitlines()[-1])
+    assert len(results["points"]) == 8 + 3
+    assert {"token: Transformers", "token: round"} < results["points"][0]["times"].keys()
+    page = tmp_path / "page.md"
+    page.write_text("<!-- kernel -->\nold\n<!-- end -->\n")
+    file = str(tmp_path / "kernel.json")
+    assert made.main(["--show", file, "--update", str(page)]) == 0
+    assert capsys.readouterr().out == said
+    assert "| 2,048 | 2 | 1 |" in page.read_text() and "old" not in page.read_text()
+    performance = Path(suite.__file__).parents[3] / "docs" / "performance.md"
+    update(performance.read_text(), [kernel_suite.kernel_table(results)])

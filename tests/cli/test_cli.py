@@ -10,20 +10,19 @@ import signal
 import subprocess
 import sys
 import textwrap
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from command_line import PLAIN_ERROR, Cli
 from fakes import EOS, UNKNOWN, VOCAB_SIZE, make_text_engine, near, random_model, script
 
+import runtime
 from runtime import generate
-from runtime.cli.arguments import PROGRAM
-from runtime.cli.prompts import JSON_TYPES
+from runtime.cli import command, output
+from runtime.cli.arguments import PROGRAM, parse
 from runtime.files.errors import EXIT_STATUS, OutriderError
-from runtime.sampling import sampler
+from runtime.sampling import reference
 from runtime.sampling.rules import Verdict
-from runtime.text.engine import Options
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,10 +57,11 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(cli, engine):
         rf"prompt 5 tok \| TTFT {number} ms \(target prefill {number}\) "
         rf"\| draft prefill {number} ms",
         rf"output 30 tok \| {number} tok/s \| TPOT {number} ms \| finish length",
-        rf"rounds \d+ \| tau \d\.\d\d \| accepted {share} drafted \(\d+%\), "
+        rf"rounds \d+ \| tau \d\.\d\d tok/round \| accepted {share} drafted \(\d+%\), "
         rf"{share} examined \(\d+%\)",
-        r"position( [01]?\.\d\d){4} \| gamma 4",
-        r"time draft \d+% verify \d+% sample \d+% host \d+% \| c \d*\.\d\d",
+        r"accepted by position( [01]?\.\d\d){4} \| gamma 4",
+        r"time draft \d+% verify \d+% sample \d+% host \d+% "
+        r"\| a draft step takes \d+% of a verification",
         r"memory 6\.0 MiB = target 3\.0 \+ draft 1\.0 \+ KV 2\.0",
     ]
     lines = err.splitlines()
@@ -73,7 +73,7 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(cli, engine):
 def test_how_the_bundle_is_loaded(cli):
     cli("--prompt", "a", "--max-new-tokens", "1")
     usual = {"folder": Path("bundle"), "slots": None, "threads": 0, "verify": True}
-    usual |= {"table": None, "corpus": None}
+    usual |= {"table": None, "corpus": None, "reuse": True}
     assert cli.loaded == {**usual, "device": "auto", "graphs": True, "loop": False}
     more = ("--slots", "3", "--threads", "2", "--no-verify-files")
     cli(
@@ -109,6 +109,9 @@ def test_how_the_bundle_is_loaded(cli):
         (["--temperature", "1", "--seed", "3", "--verify", "block"],
          {"temperature": 1, "verify": "block"}),
         (["--repetition-penalty", "1.5"], {"repetition_penalty": 1.5}),
+        (["--frequency-penalty", "1.5"], {"frequency_penalty": 1.5}),
+        (["--presence-penalty", "2"], {"presence_penalty": 2}),
+        (["--logit-bias", "9=-100", "--logit-bias", "5=3.5"], {"logit_bias": {9: -100, 5: 3.5}}),
         (["--min-new-tokens", "9"], {"min_new_tokens": 9}),
         (["--stop", "e", "--stop", "k"], {"stop": ["e", "k"]}),
         (["--stop-token-id", "9", "--stop-token-id", "10"], {"stop_token_ids": [9, 10]}),
@@ -133,9 +136,9 @@ def test_options_reach_the_engine(cli, argv, options):
 
 def test_streamed_or_not_the_text_is_the_same(cli):
     writes = []
-    write = generate._Output.write
+    write = output.Output.write
     cli.monkeypatch.setattr(
-        generate._Output, "write", lambda self, text: (writes.append(text), write(self, text))
+        output.Output, "write", lambda self, text: (writes.append(text), write(self, text))
     )
     _, streamed, _ = cli("--prompt", "hello", "--stats", "none")
     assert len(writes) > 20
@@ -162,7 +165,7 @@ def test_detailed_statistics(cli):
 def test_plain_decoding(cli):
     status, _, err = cli("--prompt", "hello", "--gamma", "0", "--max-new-tokens", "9")
     assert status == 0
-    assert "rounds 8 | tau 1.00 | plain decoding (gamma 0)\n" in err
+    assert "rounds 8 | tau 1.00 tok/round | plain decoding (gamma 0)\n" in err
     assert "position" not in err
     assert not cli.engine.decoder.draft.calls
 
@@ -187,7 +190,7 @@ def test_the_stop_text_is_shown_in_the_summary(cli):
     ],
 )
 def test_escape_sequences_of_stop(text, meaning):
-    args = generate.parse(["--engines", "x", "--prompt", "x", "--stop", text])
+    args = parse(["--engines", "x", "--prompt", "x", "--stop", text])
     assert args.stop == [meaning]
 
 
@@ -274,8 +277,8 @@ def test_baseline_warms_both_ways_up_first(cli):
     )
     cli("--prompt", "hello", "--baseline", "--temperature", "1", "--verify", "block")
     assert [(o["gamma"], o["max_new_tokens"]) for o in asked] == [
-        (None, generate.WARM_UP),
-        (0, generate.WARM_UP),
+        (None, command.WARM_UP),
+        (0, command.WARM_UP),
         (None, 256),
         (0, 256),
     ]
@@ -294,7 +297,7 @@ def test_check(cli):
 
 def test_a_check_that_fails(cli, monkeypatch):
     monkeypatch.setattr(
-        sampler, "verify",
+        reference, "verify",
         lambda p, q, drafts, accept_u, final_u, params: Verdict(
             len(drafts), p[len(drafts)].draw(final_u), ()
         ),
@@ -342,6 +345,9 @@ def test_messages_and_system(chat_cli, tmp_path):
     [
         (["--prompt-file", "missing.txt"], None, "prompt", "cannot read missing.txt"),
         (["--prompt-file", "."], None, "prompt", "cannot read ."),
+        (["--prompt-file", "/dev/zero"], None, "prompt", "/dev/zero has more than 16.0 MiB"),
+        (["--messages", "-"], '[{"content": ' + "[" * 100_000, "prompt", "is not JSON"),
+        (["--batch", "-"], "[" * 100_000, "prompt", "line 1 of standard input is not JSON"),
         (["--prompt", "-"], b"ab\xff", "prompt", "standard input is not UTF-8: byte 2 is 0xff"),
         (["--messages", "-"], "[{", "prompt", "standard input is not JSON"),
         (["--messages", "-"], "[" * 100_000, "prompt", "standard input is not JSON"),
@@ -359,12 +365,13 @@ def test_messages_and_system(chat_cli, tmp_path):
         (["--batch", "-"], '{"prompt": "a", "topk": 7}', "option", "line 1 of standard input: "
          "unknown key 'topk'"),
         (["--batch", "-"], '{"prompt": "a", "top_k": "7"}', "option", "line 1 of standard input: "
-         "top_k='7' does not fit"),
+         "top_k='7' is out of range"),
         (["--batch", "-"], '{"prompt": "a", "top_p": 7}', "option", "line 1 of standard input: "
          "top_p=7 is out of range"),
-        (["--batch", "-"], '{"prompt": "a", "max_new_tokens": null}', "option", "does not fit"),
+        (["--batch", "-"], '{"prompt": "a", "max_new_tokens": null}', "option",
+         "max_new_tokens=None is out of range"),
         (["--batch", "-", "--draft", "none"], '{"prompt": "a", "gamma": 2}', "option",
-         "contradicts --draft none"),
+         "draft=none contradicts gamma=2"),
         (["--batch", "-", "--no-chat-template"], '{"messages": [{"role": "user"}]}', "option",
          "messages need the chat template"),
     ],
@@ -386,6 +393,17 @@ def test_bad_prompts_are_refused_before_loading(cli, argv, stdin, kind, words):
         (["--stream", "--baseline"], "without streaming"),
         (["--baseline", "--gamma", "0"], "which this is already"),
         (["--baseline", "--draft", "none"], "which this is already"),
+        (["--stop", ""], "stop=[''] is out of range"),
+        (["--frequency-penalty", "3"], "frequency_penalty=3.0 is out of range"),
+        (["--logit-bias", "5"], "'5' is not a token id and a number"),
+        (["--logit-bias", "5=200"], "logit_bias must be ids with a number from -100 to 100"),
+        (["--logit-bias", "5=1", "--logit-bias", "5=2"], "--logit-bias names an id twice"),
+        (["--corpus", "x", "--draft", "model"], "--corpus is only read by the drafts ngram"),
+        (["--corpus", "x", "--gamma", "0"], "--corpus is only read by"),
+        (["--table", "x", "--draft", "ngram"], "--table is only read by the drafts unigram"),
+        (["--corpus", "x", "--beams", "2"], "--corpus has no meaning for a beam search"),
+        (["--seed", "0", "--beams", "2"], "--seed has no meaning for a beam search"),
+        (["--chat"], "not allowed with argument --prompt"),
         (["--logprobs", "3"], "part of the JSON output"),
         (["--system", "x", "--no-chat-template"], "needs the chat template"),
         (["--gamma", "0", "--verify", "block"], "no effect in plain decoding"),
@@ -408,7 +426,8 @@ def test_bad_prompts_are_refused_before_loading(cli, argv, stdin, kind, words):
         (["--temp", "1"], "unrecognized arguments: --temp"),
         (["--prompt-file", "x"], "not allowed with argument --prompt"),
         (["--messages", "x"], "not allowed with argument --prompt"),
-        (["--stop"], "--stop: expected one argument"),
+        (["--stop"], "--stop: expected one argument. See "),
+        (["--stop", "-x"], "A value that begins with - is written --stop=-x."),
     ],
 )
 def test_contradictions_are_refused_before_loading(cli, argv, words):
@@ -441,8 +460,14 @@ def test_messages_without_a_template(cli):
         (["--prompt", "a" * 500], "prompt", "500 tokens"),
         (["--prompt", "a", "--gamma", "9"], "option", "gamma=9"),
         (["--prompt", "a", "--system", "x"], "option", "system message"),
-        (["--prompt", "a", "--stop", ""], "option", "stop string is empty"),
+        (["--prompt", "a", "--corpus", "x"], "option", "--corpus is only read by"),
+        (["--chat"], "option", "--chat needs a chat template, and bundle has none"),
         (["--prompt", "a", "--stop-token-id", str(VOCAB_SIZE)], "option", "does not exist"),
+        (
+            ["--prompt", "a", "--logit-bias", f"{VOCAB_SIZE}=1"],
+            "option",
+            "logit_bias: the token id",
+        ),
         (["--prompt", "a", "--json", "--logprobs", "33"], "option", "logprobs=33"),
         (["--batch", "-"], "prompt", "line 2 of standard input: the prompt is empty"),
     ],
@@ -470,8 +495,15 @@ def test_no_prompt_at_all(cli):
     assert "one of the arguments --prompt" in cli.refused()
 
 
-def test_every_option_has_a_json_type():
-    assert set(JSON_TYPES) == {f.name for f in fields(Options)}
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        generate.main(["--version"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == f"outrider {runtime.__version__}\n"
+
+
+def test_the_program_is_called_as_it_is():
+    assert PROGRAM == "python -m runtime.generate"
 
 
 def test_help_teaches(capsys):
@@ -492,7 +524,7 @@ def test_a_batch_answers_in_the_order_of_its_lines(cli):
         {"prompt": "a", "max_new_tokens": 2, "temperature": 1, "seed": 4},
         {"prompt": [5, 6], "gamma": 0},
         {"prompt": "a\u2028b", "stop": ["e"], "logprobs": 1},
-        {"prompt": "b", "seed": None},
+        {"prompt": "b", "seed": None, "logit_bias": {"5": 9.5}},
     ]
     stdin = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
     status, out, err = cli("--batch", "-", "--max-new-tokens", "9", stdin=stdin)
@@ -502,6 +534,8 @@ def test_a_batch_answers_in_the_order_of_its_lines(cli):
     for line, answer in zip(lines, answers, strict=True):
         options = {"max_new_tokens": 9, **line}
         prompt = options.pop("prompt")
+        if "logit_bias" in options:
+            options["logit_bias"] = {5: 9.5}
         assert answer["token_ids"] == cli.engine.generate(prompt, **options).token_ids
         assert ("logprobs" in answer) == ("logprobs" in line)
     assert err.startswith("requests 5 | prompts 12 tok | finish ")
@@ -515,6 +549,88 @@ def test_progress_on_a_terminal(cli):
     _, _, err = cli("--batch", "-", "--stats", "none", stdin=stdin)
     assert re.match(r"\r1/3 done, \d+\.\d tok/s\x1b\[K", err)
     assert err.endswith("\r\x1b[K")
+
+
+def test_a_line_that_fails_is_named_and_the_others_are_printed(cli, monkeypatch):
+    failing = cli.engine.enter
+
+    def enter(request):
+        if len(request.prompt) == 3:
+            raise OutriderError("numeric", "NaN in the logits", "Build it again.")
+        return failing(request)
+
+    monkeypatch.setattr(cli.engine, "enter", enter)
+    stdin = '{"prompt": "a"}\n{"prompt": "abc"}\n{"prompt": "b"}\n'
+    status, out, err = cli("--batch", "-", "--stats", "none", stdin=stdin)
+    assert status == EXIT_STATUS["numeric"]
+    bodies = [json.loads(line) for line in out.splitlines()]
+    assert [body["finish_reason"] for body in bodies] == ["length", "error", "length"]
+    assert bodies[1]["error"] == {"kind": "numeric", "cause": "NaN in the logits"}
+    assert err == ("error: numeric: line 2 of standard input: NaN in the logits. Build it again.\n")
+
+
+# Conversations
+
+
+def test_a_conversation(chat_cli):
+    """Every prompt has what was said before; /reset forgets it; the template is the bundle's."""
+    asked = []
+    stream = chat_cli.engine.stream
+    chat_cli.monkeypatch.setattr(
+        chat_cli.engine, "stream",
+        lambda said, **options: asked.append([dict(m) for m in said]) or stream(said, **options),
+    )  # fmt: skip
+    status, out, err = chat_cli("--chat", stdin="do you\n\nreally\n/reset\nhm")
+    assert (status, out) == (0, "yes, i do.\n" * 3)
+    user, answer = {"role": "user"}, {"role": "assistant", "content": "yes, i do."}
+    first = [user | {"content": "do you"}]
+    assert asked == [
+        first,
+        [*first, answer, user | {"content": "really"}],
+        [user | {"content": "hm"}],
+    ]
+    assert err.count("| output 11 tok |") == 3
+
+
+def test_a_message_that_is_refused_is_not_said(chat_cli):
+    stdin = "x" * 500 + "\ndo you\n"
+    status, out, err = chat_cli("--chat", "--stats", "none", stdin=stdin)
+    assert (status, out) == (0, "yes, i do.\n")
+    assert err.startswith("error: prompt: the prompt has ")
+    assert err.count("\n") == 1
+
+
+def test_an_answer_that_is_interrupted_stays_as_far_as_it_came(chat_cli):
+    stream, asked = chat_cli.engine.stream, []
+
+    def interrupted(said, **options):
+        asked.append([dict(message) for message in said])
+        running = stream(said, **options)
+        if len(asked) == 1:
+            advance = running._advance
+
+            def once():
+                if running.text:
+                    raise KeyboardInterrupt
+                return advance()
+
+            running._advance = once
+        return running
+
+    chat_cli.monkeypatch.setattr(chat_cli.engine, "stream", interrupted)
+    status, out, _ = chat_cli("--chat", stdin="do you\nwell\n")
+    partial, whole = out.splitlines()
+    assert (status, whole) == (0, "yes, i do.")
+    assert whole.startswith(partial) and partial != whole
+    assert asked[1][1] == {"role": "assistant", "content": partial}
+    assert chat_cli.engine.decoder.slots.free == 1
+
+
+@pytest.mark.parametrize("option", ["--json", "--baseline", "--check", "--no-stream"])
+def test_what_a_conversation_cannot_have(chat_cli, option):
+    status, _, err = chat_cli("--chat", option, stdin="")
+    assert status == EXIT_STATUS["option"]
+    assert "--chat" in err
 
 
 # Failures while running
@@ -540,7 +656,7 @@ def test_memory(cli, monkeypatch):
     def load(*_arguments, **_options):
         raise MemoryError
 
-    monkeypatch.setattr(generate, "load", load)
+    monkeypatch.setattr(command, "load", load)
     status, _, err = cli("--prompt", "a")
     assert status == EXIT_STATUS["memory"]
     assert PLAIN_ERROR.fullmatch(err)
@@ -551,13 +667,14 @@ SLOW = """
     sys.path[:0] = [{root!r}, {tests!r}]
     from fakes import make_text_engine, random_model
     from runtime import generate
+    from runtime.cli import command
     signal.signal(signal.SIGINT, signal.default_int_handler)
     model = random_model(1, never=[1])
     def slow(context):
         time.sleep({pause})
         return model(context)
     engine = make_text_engine(pathlib.Path({folder!r}), slow)
-    generate.load = lambda *_, **__: engine
+    command.load = lambda *_, **__: engine
     sys.exit(generate.main(["--engines", "x", "--prompt", "a", *sys.argv[1:]]))
 """
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exact import V, by_keys, own
 from fakes import near, random_model, script
 from rounds import ids, make_decoder, oracle, plain, run, with_uniforms
-from test_exact import V, by_keys, own
 
 from examples.own_draft import Phrases
 from runtime.cli.arguments import parse

@@ -51,7 +51,7 @@ def test_float32_decides_where_the_original_rounds_badly(
     assert decided.max_difference < rounding
     weights = np.fromfile(copy / WEIGHTS_FILE, np.float16)
     weights[len(weights) // 2 :: 7] = 0
-    (copy / WEIGHTS_FILE).unlink()  # a link, like the cache's
+    (copy / WEIGHTS_FILE).unlink()
     weights.tofile(copy / WEIGHTS_FILE)
     assert not compare.compare(copy, rough, "float16", lambda: exact).passed
 

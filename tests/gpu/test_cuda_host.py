@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -15,16 +16,16 @@ import pytest
 import torch
 from fake_cuda import FakeDriver
 from kernels import OPTIONS, Case, by_library, cpu_library, emulated_library
+from on_gpu import OnGpu
+from rounds import cases
 
-from bench import kernel_gpu, rounds
-from bench.kernel_gpu import DeviceRound, Shape
-from bench.on_gpu import OnGpu
-from bench.rounds import VARIANTS
+from bench.suites.gpu import kernel as kernel_gpu
+from bench.suites.gpu.kernel import DeviceRound, KernelShape
+from bench.suites.kernel.rounds import VARIANTS
 from runtime.files.errors import OutriderError
 from runtime.gpu import launch as cuda_kernel
 from runtime.gpu.launch import Device, Plan, Sizes, find_image
 from runtime.sampling import kernel
-from runtime.sampling.native import RoundSampler
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams
 
@@ -46,8 +47,13 @@ def device(driver, image):
     return Device(image=image, driver=driver)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    cases(
+        [("all", "float32"), ("block", "bfloat16"), ("sigmoid-narrow", "bfloat16")],
+        itertools.product(OPTIONS, ("float32", "bfloat16")),
+    ),
+)
 def test_rounds_through_the_driver(device, driver, name, dtype):
     """Everything crosses: logits, slots, ids, drafts, rows, verdicts, ratios."""
     rng = np.random.default_rng(0)
@@ -133,21 +139,19 @@ def torch_cuda(monkeypatch):
 def emulated_gpu(monkeypatch, driver, image):
     """What opens a GPU by itself gets this one."""
     monkeypatch.setattr(kernel_gpu, "Device", lambda: Device(image=image, driver=driver))
-    monkeypatch.setattr(
-        kernel_gpu, "open_gpu", lambda: OnGpu(Device(image=image, driver=driver), cpu_library())
-    )
 
 
-def test_the_benchmark_runs_to_its_end(torch_cuda, emulated_gpu, driver, capsys):
+@pytest.mark.parametrize("names", cases([["token"]], [(list(VARIANTS),)]), ids=len)
+def test_the_benchmark_runs_to_its_end(torch_cuda, emulated_gpu, driver, capsys, names):
     """Its arithmetic, not its times: on a GPU the one run there may be must not end in a typo."""
     jobs = [
-        (VARIANTS[name], name, Shape(2500, 2, batch, dtype))
-        for name in VARIANTS
+        (name, KernelShape(2500, 2, batch, dtype))
+        for name in names
         for batch, dtype in ((1, "bfloat16"), (2, "float32"))
     ]
     report = kernel_gpu.times(jobs)
     json.dumps(report)
-    assert len(report["results"]) == len(jobs)
+    assert len(report["results"]) == len(jobs) and report["disagree"] == 0
     for result in report["results"]:
         # A millisecond for two passes over all sets.
         assert result["verify_rotating"]["us"] == pytest.approx(500 / result["sets"], abs=1e-3)
@@ -170,42 +174,14 @@ def test_what_watching_tools_run(torch_cuda, emulated_gpu, monkeypatch):
     assert kernel_gpu.profiled(1500, 2, 1) == 0
 
 
-def test_the_check_on_fresh_logits(emulated_gpu, monkeypatch):
-    monkeypatch.setattr(kernel_gpu, "CHECKED", (127, 1500))
-    assert kernel_gpu.check() == 0
-    # The control: logits that the kernel alone sees otherwise.
-    real = rounds.Round.kernel_verify
-
-    def other(self):
-        self.target[:, :, :3] += 5
-        verdicts = real(self)
-        self.target[:, :, :3] -= 5
-        return verdicts
-
-    monkeypatch.setattr(rounds.Round, "kernel_verify", other)
-    assert kernel_gpu.check() > 0
-
-
-def test_the_benchmarks_rounds_are_the_cpu_librarys(device, torch_cuda):
-    params = SamplingParams(temperature=0.7)
+@pytest.mark.parametrize("name", cases(["token"], [name for name in VARIANTS if name != "token"]))
+def test_the_benchmarks_rounds_are_the_references(device, torch_cuda, name):
+    """The control: the kernel sees other logits than the reference."""
     for dtype in ("float32", "bfloat16"):
-        round_ = DeviceRound(device, Shape(1500, 3, 2, dtype), params, sets=2)
-        for s in range(2):
-            device.launch(round_.verifies[s])
-            # The library knows NumPy's types: bfloat16 as its bits.
-            logits = [
-                x.numpy() if dtype == "float32" else x.view(round_.torch.int16).numpy().view("u2")
-                for x in (round_.target[s], round_.draft[s])
-            ]
-            sampler = RoundSampler(1500, 3, 2, library=cpu_library())
-            sampler.begin([SlotSampling(SamplingParams(temperature=0.7, seed=b), 3, 500, b)
-                           for b in range(2)])  # fmt: skip
-            for step in range(3):
-                sampler.draw(logits[1][:, step], step)
-            want = [(v.accepted, v.token) for v in sampler.verify(logits[0])]
-            np.testing.assert_array_equal(round_.drafts(s), sampler.drafts[:2])
-            got = [(int(v["accepted"]), int(v["token"])) for v in round_.verdicts(s)]
-            assert got == want
+        round_ = DeviceRound(device, KernelShape(1500, 3, 2, dtype), VARIANTS[name], sets=2)
+        assert [round_.disagreements(s) for s in range(2)] == [[], []]
+    round_.target.reverse()
+    assert round_.disagreements(0)
 
 
 def test_a_plan_outlives_what_it_was_made_of(device, driver):

@@ -22,9 +22,9 @@ MOST_LINES = {"runtime/round.py": 150}
 # What stands further left may not import what stands further right. A name is a folder or a module.
 LADDERS = {
     "runtime": [
-        "files", "stats", "slots", "sampling", "backends", "policy", "sequence", "drafts", "round",
-        "checks", "decoder", "gpu", "text", "bundle", "beam", "certificate", "theory", "cli",
-        "generate",
+        "files", "stats", "sampling", "backends", "slots", "costs", "policy", "sequence", "calls",
+        "drafts", "round", "checks", "decoder", "gpu", "text", "bundle", "beam", "certificate",
+        "theory", "cli", "generate",
     ],
     "bench": ["core", "systems", "suites", "report"],
 }  # fmt: skip

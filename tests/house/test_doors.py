@@ -1,6 +1,8 @@
 """What comes in through the Python API, a bundle's files and OUT is taken as meant, or refused."""
 
+import copy
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -11,6 +13,8 @@ import numpy as np
 import pytest
 from fakes import make_text_engine, near, random_model
 
+import runtime
+from runtime.bundle import check_slots
 from runtime.files.errors import OutriderError
 from runtime.files.folders import take_file, write_folder
 from runtime.files.manifest import FileFacts
@@ -39,6 +43,17 @@ def test_numpy_seeds_are_the_same_seeds(engine, kind):
     "options",
     [
         {"max_new_tokens": 6.5},
+        {"max_new_tokens": None},
+        {"stop": None},
+        {"stop": [1]},
+        {"stop": ["a", ""]},
+        {"stop_token_ids": None},
+        {"ignore_eos": None},
+        {"temperature": None},
+        {"system": 7},
+        {"special_tokens": "none"},
+        {"draft": ["model"]},
+        {"draft": "ngram", "gamma": 0},
         {"max_new_tokens": True},
         {"gamma": "often"},
         {"gamma": "auto", "fallback": "on"},
@@ -56,7 +71,7 @@ def test_options_are_refused_by_the_api_too(engine, options):
     assert engine.decoder.slots.free == 1
 
 
-@pytest.mark.parametrize("prompt", [[2**63], [-1], b"abc", []])
+@pytest.mark.parametrize("prompt", [[2**63], [-1], b"abc", [], None, 7, ["a"], [1, {}], {}, [1.5]])
 def test_prompts_that_are_none(engine, prompt):
     with pytest.raises(OutriderError) as error:
         engine.generate(prompt)
@@ -186,3 +201,40 @@ def test_sigterm_leaves_nothing_half_written(tmp_path):
     assert process.returncode == 130
     assert b"Traceback" not in err
     assert not list(tmp_path.iterdir())
+
+
+def test_an_error_crosses_processes():
+    """Fault: a process pool dies of BrokenProcessPool where a worker raises one."""
+    error = OutriderError("prompt", "it is empty.", "Fill it.")
+    for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(twin) is OutriderError and str(twin) == str(error)
+        assert (twin.kind, twin.cause, twin.remedy, twin.exit_status) == (
+            "prompt", "it is empty.", "Fill it.", 9,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("slots", [0, -1, 2.5, True, "2", 10**6, 10**30])
+def test_slots_that_cannot_be(engine, slots):
+    """Fault: a traceback, or a machine that swaps, where a line would do. The control: some."""
+    check_slots(engine.manifest, 4, gpu=False)
+    pair = engine.manifest.pair
+    wide = replace(pair, target=replace(pair.target, vocab_size=2**17))
+    with pytest.raises(OutriderError, match="slots") as error:
+        check_slots(replace(engine.manifest, pair=wide), slots, gpu=False)
+    assert error.value.kind == ("memory" if slots in (10**6, 10**30) else "option")
+
+
+def test_what_the_package_says_of_itself():
+    """It names what it has without importing it: Ctrl-C during an import is no traceback."""
+    script = "import sys, runtime; print(*dir(runtime), *sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    names = set(run.stdout.split())
+    assert set(runtime.__all__) <= names
+    assert not {"numpy", "tokenizers", "jinja2", "runtime.bundle"} & names
+    assert "outrider.load(" in runtime.__doc__
+    assert all(getattr(runtime, name) for name in runtime.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        runtime.nothing  # noqa: B018

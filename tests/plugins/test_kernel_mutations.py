@@ -100,7 +100,7 @@ MUTATIONS = {
     "drafts are not counted": (ROW, "visit(drafts[c]);", "(void)0;"),
     "presence forgotten": (ROW, "frequency + slot.presence_penalty", "frequency"),
     "bias after the penalty": (ROW, "biased ? raw.at(id) + bias_of(slot, id) : ", ""),
-    "bias of one id alone": (ROW, "c < slot.bias_length; ++c", "c < 1; ++c"),
+    "half of the biases": (ROW, "c < slot.bias_length; ++c", "c < slot.bias_length / 2; ++c"),
     "no slack at top-p": (SAMPLING, "(top_p - 1e-6) * total", "top_p * total"),
     "suppression never ends": (ROW, "i < slot.suppress_rows && ", ""),
     "filtered total not recomputed": (

@@ -15,8 +15,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
-from checkpoints import Workshop
+from checkpoints import MAX_GAMMA, MAX_LEN, Workshop
 from commands import (
     CHECKOUT,
     command,
@@ -30,12 +31,14 @@ from commands import (
 import engines.__main__
 import export.__main__
 import export.compare
+import export.part
 from engines.bundle import build
 from export.pair import export as export_pair
 from runtime import generate, load
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
 from runtime.files.folders import write_folder
 from runtime.files.manifest import (
+    GRAPH_FILE,
     MANIFEST_FILE,
     PAIR_FILE,
     Manifest,
@@ -345,6 +348,40 @@ def test_building_twice_does_nothing_twice(graphs: Path, tmp_path: Path) -> None
     (out / "target" / "weights.bin").unlink()
     assert again(slots=2)  # what is damaged is made again
     read_bundle(out)
+
+
+def test_a_bundle_is_nobody_elses(
+    workshop: Workshop, graphs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX's own tools open it, which refuse hard links; and who edits it edits no later build."""
+    cache, exported = tmp_path / "cache", tmp_path / "graphs"
+    for _, facts in read_pair(graphs).models():
+        shutil.copytree(workshop.cache / facts.key[:16], cache / facts.key[:16])
+    checkpoints = [str(workshop.checkpoint("llama", **seed)) for seed in ({}, {"seed": 7})]
+
+    def make(out: str) -> bool:
+        export_pair(*checkpoints, exported, max_len=MAX_LEN, max_gamma=MAX_GAMMA, cache=cache)
+        return build(exported, tmp_path / out, backend="onnxruntime", slots=1)
+
+    assert make("one") and not make("one") and make("two")
+    for out in ("one", "two"):
+        for role in ("target", "draft"):
+            onnx.checker.check_model(tmp_path / out / role / GRAPH_FILE)
+            onnx.load(tmp_path / out / role / GRAPH_FILE)
+    files = [path for path in tmp_path.rglob("weights.bin") if not path.is_symlink()]
+    assert len(files) == 4  # two models in two bundles: none in the cache
+    _flip("target/weights.bin")(tmp_path / "one")
+    read_bundle(tmp_path / "two")
+
+    class Again(Exception):
+        """It would be exported."""
+
+    def again(*_: object) -> None:
+        raise Again
+
+    monkeypatch.setattr(export.part, "_export", again)
+    with pytest.raises(Again):
+        make("two")
 
 
 @pytest.mark.parametrize("backend", ["openvino", "", "onnx runtime"])

@@ -18,7 +18,8 @@ from runtime import load
 from runtime.beam.text import beam_texts
 from runtime.certificate import check
 from runtime.drafts.registry import KINDS
-from runtime.text.engine import Options, TextEngine
+from runtime.text.engine import TextEngine
+from runtime.text.options import Options
 
 CHECKOUT = Path(__file__).parents[2]
 PROMPT = "import os\n\ndef load(path):\n    with open(path) as file:\n"

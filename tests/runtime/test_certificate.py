@@ -17,7 +17,7 @@ from runtime.sampling.distribution import Distribution
 from runtime.sampling.rules import Verdict, verify
 from runtime.sampling.warp import warp
 from runtime.slots import Slot
-from runtime.text.engine import Options
+from runtime.text.options import Options
 
 GREEDY = Options(max_new_tokens=100, gamma=4)
 SAMPLED = Options(max_new_tokens=100, gamma=4, temperature=1.0, seed=5)

@@ -18,7 +18,8 @@ from runtime.sampling.reference import NumpySampler
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import warp
 from runtime.sequence import ActiveSequence, Request
-from runtime.text.engine import Result, TextEngine
+from runtime.text.engine import TextEngine
+from runtime.text.results import Result
 
 pytestmark = pytest.mark.usefixtures("sampler")
 

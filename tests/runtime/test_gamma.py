@@ -16,7 +16,7 @@ from runtime.files.errors import OutriderError
 from runtime.policy import Measured, make_policy
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
-from runtime.text.engine import Options
+from runtime.text.options import Options
 
 MODEL = random_model(1)
 NAMES = ["auto", "transformers", 4]

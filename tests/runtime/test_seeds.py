@@ -35,7 +35,7 @@ from runtime.sampling.rules import Verdict
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams, VerifyRule, warp
 from runtime.sequence import ActiveSequence, Request, Token
-from runtime.text.engine import Options
+from runtime.text.options import Options
 
 pytestmark = pytest.mark.usefixtures("sampler")
 

@@ -21,7 +21,8 @@ from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams, warp
 from runtime.sequence import ActiveSequence, Request
 from runtime.slots import Slot
-from runtime.text.engine import Options, TextEngine
+from runtime.text.engine import TextEngine
+from runtime.text.options import Options
 
 pytestmark = pytest.mark.usefixtures("sampler")
 
@@ -90,7 +91,7 @@ def test_a_stream_that_is_never_begun_takes_no_slot(tmp_path: Path) -> None:
     streams = [engine.stream("go\n") for _ in range(3)]
     assert engine.decoder.slots.free == 1
     assert next(streams[2]).text == SAYING[0]
-    with pytest.raises(OutriderError, match="slots are in use"):
+    with pytest.raises(OutriderError, match="in use, by streams that this thread"):
         next(streams[0])
     streams[2].close()
     assert engine.decoder.slots.free == 1
@@ -327,8 +328,9 @@ def test_a_failure_gives_the_slot_back(tmp_path: Path, at: int) -> None:
     with pytest.raises(OutriderError, match="draft, slot 0, position"):
         engine.generate("abc", max_new_tokens=20)
     assert engine.decoder.slots.free == 1
-    with pytest.raises(OutriderError, match="draft, slot 0, position"):
-        list(engine.batch([("abc", Options(gamma=GAMMA))]))
+    ((_, result),) = engine.batch([("abc", Options(gamma=GAMMA))])
+    assert result.finish_reason == "error" and result.error is not None
+    assert "draft, slot 0, position" in result.error.cause
     assert engine.decoder.slots.free == 1
     assert len(engine.generate("abc", max_new_tokens=20, gamma=0).tokens) == 20
 

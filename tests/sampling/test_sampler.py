@@ -79,7 +79,7 @@ def test_the_line_reaches_the_terminal(bundle: Path) -> None:
 @needs_kernel
 @pytest.mark.parametrize("rule", ["token", "block", "sigmoid"])
 def test_both_samplers_give_the_same_text(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole texts, through the round: filters, a penalty, end-of-text held back, any gamma."""
+    """Whole texts, through the round: filters, penalties, end-of-text held back, any gamma."""
     target = random_model(1)
     rng = np.random.default_rng(0)
     for seed in range(12):
@@ -89,6 +89,9 @@ def test_both_samplers_give_the_same_text(rule: str, monkeypatch: pytest.MonkeyP
             top_p=float(rng.choice([1.0, 0.8])),
             min_p=float(rng.choice([0.0, 0.05])),
             repetition_penalty=float(rng.choice([1.0, 1.3])),
+            frequency_penalty=float(rng.choice([0.0, 0.6])),
+            presence_penalty=float(rng.choice([0.0, -0.4])),
+            logit_bias={3: 1.5} if seed % 2 else {},
             seed=seed,
             verify=rule,
         )  # fmt: skip
@@ -102,6 +105,25 @@ def test_both_samplers_give_the_same_text(rule: str, monkeypatch: pytest.MonkeyP
             sequence = run(make_decoder(target, near(target, 2, 0.7)), request)
             texts.append((ids(sequence), sequence.stats.accepted, sequence.finish_reason))
         assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("sampler", ["numpy", pytest.param("kernel", marks=needs_kernel)])
+def test_penalties_count_the_output_and_not_the_prompt(
+    sampler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault: a round that hands over a context without where its output begins."""
+    monkeypatch.setattr(rounds, "SAMPLER", sampler)
+    target, prompt, text = random_model(1), [2, 3, 3, 4], list[int]()
+    while len(text) < 30:
+        row = target((*prompt, *text)).astype(np.float64)
+        row[3] += 2
+        for token in set(text):
+            row[token] -= 1.5 * text.count(token) + 0.5
+        text.append(int(row.argmax()))
+    params = SamplingParams(frequency_penalty=1.5, presence_penalty=0.5, logit_bias={3: 2})
+    request = Request(prompt, params, gamma=4, max_new_tokens=30)
+    sequence = run(make_decoder(target, near(target, 2, 0.3)), request)
+    assert ids(sequence) == text and sequence.stats.accepted > 3
 
 
 @needs_kernel

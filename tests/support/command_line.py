@@ -7,6 +7,7 @@ import re
 import sys
 
 from runtime import generate
+from runtime.cli import command
 from runtime.files.errors import EXIT_STATUS
 
 PLAIN_ERROR = re.compile(r"error: [a-z]+: [^\n]+\. [^\n]+\n")
@@ -18,7 +19,7 @@ class Cli:
     def __init__(self, engine, capsys, monkeypatch):
         self.engine, self.capsys, self.monkeypatch = engine, capsys, monkeypatch
         self.loaded = None
-        monkeypatch.setattr(generate, "load", self.load)
+        monkeypatch.setattr(command, "load", self.load)
 
     def load(self, folder, **options):
         self.loaded = {"folder": folder, **options}

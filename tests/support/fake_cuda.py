@@ -46,7 +46,7 @@ Work = Callable[[], object]
 
 
 class FakeDriver:
-    """emulation: the library of plugins/emulate.cpp. memory: bytes that the device has.
+    """emulation: the library of plugins/cuda/emulate.cpp. memory: bytes that the device has.
 
     launched: every kernel that ran. log: what was asked of streams and graphs, in order.
     """

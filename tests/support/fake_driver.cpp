@@ -1,5 +1,5 @@
 // A CUDA driver without a GPU, for the TensorRT plugin: device memory is host memory, launches are
-// recorded and run at once. The sampling kernels run in plugins/emulate.cpp, a library of its own;
+// recorded and run at once. The sampling kernels run in plugins/cuda/emulate.cpp, a library of its own;
 // the two small ones around them here, thread by thread.
 #include <cstdio>
 #include <cstring>

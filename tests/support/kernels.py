@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from on_gpu import OnGpu, open_gpu
 
-from bench.on_gpu import OnGpu, open_gpu
 from plugins.tools.build import BuildError, build, build_emulated
 from runtime.files.errors import OutriderError
 from runtime.sampling import kernel

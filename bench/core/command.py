@@ -1,0 +1,113 @@
+"""The command line that all suites share: options, progress, tables, plots, the line of JSON.
+
+A suite measures and returns a JSON object; its tables and plots are made of that object alone, so
+`--show` can tell those of a run before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runtime.files.errors import CommandParser, OutriderError, run_command
+
+from . import machine
+from .clock import Clock
+from .plot import draw_or_explain
+from .table import Table, update
+
+Results = Mapping[str, Any]
+
+
+def at_least_one(text: str) -> int:
+    """An option's value: a whole number above 0."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A benchmark as a command.
+
+    about: its help; the first paragraph says what it measures. quick: what --quick means. options:
+    adds others. measure: from the options, with notes on the clock, to the JSON object. tables,
+    heading, plots: of that object. Tables go to stdout, progress to stderr, and the last line of
+    stdout is the object.
+    """
+
+    name: str
+    about: str
+    quick: str
+    measure: Callable[[argparse.Namespace, Clock], dict[str, Any]]
+    tables: Callable[[Results], Sequence[Table]]
+    heading: Callable[[Results], str] = lambda results: machine.sentence(results["machine"])
+    options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    plots: Mapping[str, Callable[[Results], Any]] = field(default_factory=dict)
+
+    def parser(self) -> argparse.ArgumentParser:
+        made = CommandParser(
+            prog=f"python -m bench {self.name}",
+            description=self.about,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add = made.add_argument
+        add("--quick", action="store_true", help=self.quick)
+        add("--threads", type=at_least_one, default=machine.physical_cores(), metavar="N",
+            help="default: the machine's cores")  # fmt: skip
+        add("--out", type=Path, metavar="DIR",
+            help=f"write {self.name}.json, {self.name}.md and plots there too")  # fmt: skip
+        add("--show", type=Path, metavar="FILE",
+            help=f"measure nothing: tables and plots of a {self.name}.json")  # fmt: skip
+        add("--update", type=Path, metavar="PAGE",
+            help="replace the tables that have a place in this document, and the plots in the "
+            "folder beside it that has its name")  # fmt: skip
+        self.options(made)
+        return made
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Run the command line; returns the exit status."""
+        return run_command(lambda: self._main(self.parser().parse_args(argv)))
+
+    def _main(self, args: argparse.Namespace) -> int:
+        clock = Clock()
+        document = None if args.update is None else args.update.read_text()
+        if args.show is None:
+            results = self.measure(args, clock)
+            results = {"benchmark": self.name, **results, "seconds": round(clock.seconds, 1)}
+        else:
+            results = _read(args.show, self.name)
+        heading, tables = self.heading(results), self.tables(results)
+        print("\n".join([heading, "", *(table.text() for table in tables)]))
+        line = json.dumps(results, separators=(",", ":"))
+        if args.out is not None:
+            args.out.mkdir(parents=True, exist_ok=True)
+            page = "\n".join([heading, "", *(table.text(markdown=True) for table in tables)])
+            (args.out / f"{self.name}.json").write_text(line + "\n")
+            (args.out / f"{self.name}.md").write_text(page)
+            for text in draw_or_explain(self.plots, results, args.out):
+                clock.note(text)
+        if document is not None:
+            args.update.write_text(update(document, (table for table in tables if table.name)))
+            for text in draw_or_explain(self.plots, results, args.update.with_suffix("")):
+                clock.note(text)
+        print(line)
+        return 0
+
+
+def _read(path: Path, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict) or found.get("benchmark") != name:
+        raise OutriderError(
+            "option",
+            f"{path} holds no results of {name}",
+            f"Name the {name}.json that --out has written.",
+        )
+    return found

@@ -1,0 +1,131 @@
+"""What drafting costs and how often it is right, and what Theorem 3.8 makes of both.
+
+The costs of a draft step and of a verification by its width come from one of two places: from calls
+of the engines alone (`of_calls`), or from the rounds of recorded texts (`of_rounds`), where
+sampling and host are inside. Either way they are `RoundCosts` in plain steps, and `predicted` is
+the theorem with them. The formulas themselves are `runtime.theory.formulas`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.backends.engine import Engine
+from runtime.costs import RoundCosts
+from runtime.stats import Stats
+from runtime.theory.formulas import expected_tokens
+
+from .clock import Sample, figure
+from .fit import rounded
+from .record import TextRecord
+
+SEEN = 8  # rounds with so many drafts, for their median to count
+
+
+def costs_object(costs: RoundCosts) -> dict[str, Any]:
+    """As a JSON object has them."""
+    return {
+        "plain_ms": rounded(1e3 * costs.plain),
+        "c": rounded(costs.draft),
+        "verify": [rounded(x) for x in costs.verify],
+    }
+
+
+def step(
+    engine: Engine, width: int, position: int, outputs: int, slots: int = 1
+) -> Callable[[], object]:
+    """A call of `width` tokens in each of the first `slots`, at row `position`, with logits for the
+    last `outputs` of them."""
+    ids, index = np.ones((slots, width), np.int64), np.arange(width - outputs, width)
+    return lambda: engine.forward(ids, np.full(slots, position), index)
+
+
+def of_calls(samples: Mapping[str, Sequence[Sample]]) -> RoundCosts:
+    """By calls of the engines alone: "draft", and the target with "1", "2", ... tokens."""
+    seconds = {name: figure(some).ms / 1e3 for name, some in samples.items()}
+    draft = seconds.pop("draft")
+    return RoundCosts.of(draft, {int(n) - 1: x for n, x in seconds.items()}, len(seconds) - 1)
+
+
+def of_rounds(plain: Sequence[TextRecord], texts: Sequence[TextRecord], most: int) -> RoundCosts:
+    """By recorded texts: `plain` without drafts, `texts` with up to `most` a round.
+
+    A draft step is the median over texts of its mean, a verification the median over rounds. A
+    width that few rounds had does not count.
+    """
+    rests: dict[int, list[float]] = defaultdict(list)
+    for x in (x for text in texts for x in text.rounds):
+        rests[x.gamma].append(x.seconds - x.catch_up - x.draft)
+    rests[0] = [statistics.median(x.seconds for text in plain for x in text.rounds)] * SEEN
+    drafts = [text.stats.time_draft / text.stats.drafted for text in texts if text.stats.drafted]
+    few = min(SEEN, max(map(len, rests.values())))
+    seen = {k: statistics.median(times) for k, times in rests.items() if len(times) >= few}
+    return RoundCosts.of(statistics.median(drafts) if drafts else 0.0, seen, most)
+
+
+def verification(costs: RoundCosts, drafts: float) -> float:
+    """Plain steps of all of a round but its draft steps; between whole numbers a line."""
+    return float(np.interp(drafts, range(len(costs.verify)), costs.verify))
+
+
+def predicted(alpha: float, gammas: Iterable[float], costs: RoundCosts) -> float:
+    """The speedup of Theorem 3.8 with measured costs.
+
+    gammas: the drafts that rounds had. A lookup finds fewer tokens than it is asked for, and a
+    text's end has no room for more. One number that is their mean will do.
+    """
+    every = list(gammas)
+    spent = sum(g * costs.draft + verification(costs, g) for g in every)
+    return sum(expected_tokens(alpha, g) for g in every) / spent
+
+
+def total(texts: Iterable[TextRecord]) -> Stats:
+    """The counts and times of several texts."""
+    stats = Stats()
+    for text in texts:
+        stats.add(text.stats)
+    return stats
+
+
+def acceptance(texts: Iterable[TextRecord]) -> float:
+    """alpha: accepted of examined."""
+    stats = total(texts)
+    return stats.accepted / max(1, stats.examined)
+
+
+# Bytes
+
+
+def row_bytes(checkpoint: Path, element: int) -> int:
+    """Of one token's keys and values in all layers. element: bytes of a number."""
+    config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(2 * config["num_hidden_layers"] * heads * width * element)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that decoding has to read: of the weights, of a row of all layers' caches; the draft's.
+
+    rows: how many are in the cache, on average.
+    """
+
+    weights: float
+    row: float
+    rows: float
+    draft_weights: float = 0.0
+    draft_row: float = 0.0
+
+    def of_round(self, drafted: float = 0.0) -> float:
+        """What a round with so many draft steps has to read."""
+        target = self.weights + self.rows * self.row
+        return target + drafted * (self.draft_weights + self.rows * self.draft_row)

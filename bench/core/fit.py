@@ -1,0 +1,163 @@
+"""What many figures come to: a median with quartiles, ratio estimates, exponents of growth.
+
+How fast y grows with x is a power law, or a power law on top of a constant. `power` is least
+squares in log-log, with Student's t for the 95 % interval: what a curve does over the measured
+range, good or bad as a power law may describe it (`worst` says which). A time that has a part that
+does not grow (reading the weights, starting Python) bends there. `marginal` fits y = a + b x^k with
+relative errors, so that k is the exponent of what does grow. Its interval is the profile's: all k
+that fit hardly worse than the best one (an F test of one parameter).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.float64]
+
+# Student's t, 97.5 %, for 1, 2, ... degrees of freedom; the last one, a little wide, beyond.
+T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
+EXPONENTS = np.arange(1, 301) / 100  # that `marginal` tries
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median and the quartiles, of `count` values."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread | None:
+        """None of no values."""
+        if not values:
+            return None
+        low, middle, high = (
+            statistics.quantiles(values, n=4, method="inclusive")
+            if len(values) > 1
+            else [values[0]] * 3
+        )
+        return Spread(round(middle, 3), round(low, 3), round(high, 3), len(values))
+
+    def __str__(self) -> str:
+        if self.count == 1:
+            return f"{self.median:.2f}"
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def ratio_estimates(sums: Numbers, counts: Numbers) -> tuple[list[float], list[float]]:
+    """All sums over all counts, [M], and the standard errors of those.
+
+    sums: [D, M], of D documents or texts. counts: [D]. The errors are those of ratio estimates, in
+    which each of the D counts once, however large it is.
+    """
+    means = sums.sum(0) / counts.sum()
+    off = sums - means * counts[:, None]
+    degrees = max(1, len(counts) - 1)
+    errors = np.sqrt((off**2).sum(0) * len(counts) / degrees) / counts.sum()
+    return means.tolist(), errors.tolist()
+
+
+def rounded(value: float) -> float:
+    """To four digits."""
+    return float(f"{value:.4g}")
+
+
+@dataclass(frozen=True)
+class Power:
+    """y = c x^exponent for x from `first` to `last`.
+
+    error: standard error of the exponent; low, high: its 95 % interval. worst: the largest
+    deviation of a point from the line, relative to it.
+    """
+
+    exponent: float
+    scale: float
+    error: float
+    low: float
+    high: float
+    worst: float
+    first: float
+    last: float
+
+    def at(self, x: float) -> float:
+        return float(self.scale * x**self.exponent)
+
+    def __str__(self) -> str:
+        return (
+            f"x^{self.exponent:.2f} ±{self.error:.2f} ({self.low:.2f} to {self.high:.2f}) from "
+            f"{self.first:,.0f} to {self.last:,.0f}, off by {self.worst:.0%} at most"
+        )
+
+
+@dataclass(frozen=True)
+class Marginal:
+    """y = constant + b x^exponent. low, high: the 95 % interval, None where the points do not bound
+    it: what there is beside the constant is too little, or too few points show it."""
+
+    constant: float
+    exponent: float
+    low: float | None
+    high: float | None
+
+    @property
+    def bounded(self) -> bool:
+        return self.low is not None and self.high is not None
+
+
+def power(x: Sequence[float], y: Sequence[float]) -> Power | None:
+    """None for fewer than three points, or where one is not positive."""
+    if len(x) < 3 or min(*x, *y) <= 0:
+        return None
+    log_x, log_y = np.log(x), np.log(y)
+    slope, level = np.polyfit(log_x, log_y, 1)
+    off = log_y - (slope * log_x + level)
+    freedom = len(x) - 2
+    spread = ((log_x - log_x.mean()) ** 2).sum()
+    error = float(np.sqrt((off**2).sum() / freedom / spread))
+    half = _student(freedom) * error
+    return Power(
+        exponent=float(slope), scale=float(np.exp(level)), error=error,
+        low=float(slope - half), high=float(slope + half),
+        worst=float(np.abs(np.expm1(off)).max()), first=min(x), last=max(x),
+    )  # fmt: skip
+
+
+def marginal(x: Sequence[float], y: Sequence[float]) -> Marginal | None:
+    """None for fewer than four points, or where one is not positive."""
+    if len(x) < 4 or min(*x, *y) <= 0:
+        return None
+    scaled, weights = np.asarray(x) / max(x), 1 / np.asarray(y)
+    fits = [_with_constant(scaled**k * weights, weights) for k in EXPONENTS]
+    losses = np.array([loss for loss, _ in fits])
+    best = int(losses.argmin())
+    freedom = len(x) - 3
+    near = EXPONENTS[losses <= losses[best] * (1 + _student(freedom) ** 2 / freedom)]
+    inside = near[0] > EXPONENTS[0], near[-1] < EXPONENTS[-1]
+    return Marginal(
+        constant=fits[best][1], exponent=float(EXPONENTS[best]),
+        low=float(near[0]) if inside[0] else None, high=float(near[-1]) if inside[1] else None,
+    )  # fmt: skip
+
+
+def _with_constant(growing: Numbers, constant: Numbers) -> tuple[float, float]:
+    """Least squares of a * constant + b * growing = 1 with a, b >= 0: the sum and a."""
+    design = np.stack([constant, growing], axis=1)
+    solution = np.linalg.lstsq(design, np.ones(len(design)))[0]
+    if solution.min() < 0:  # then the best has one of them at 0
+        alone = [
+            np.array([constant.sum() / (constant @ constant), 0.0]),
+            np.array([0.0, growing.sum() / (growing @ growing)]),
+        ]
+        solution = min(alone, key=lambda s: float(((design @ s - 1) ** 2).sum()))
+    return float(((design @ solution - 1) ** 2).sum()), float(solution[0])
+
+
+def _student(freedom: int) -> float:
+    return T975[min(freedom, len(T975)) - 1]

@@ -1,0 +1,140 @@
+"""Pairs to measure: checkpoints that cost what real ones cost, and bundles of them.
+
+A small trained pair does not have the costs of real models, and random weights have no acceptance.
+So the bundled target is grown to a real model's shape without changing what it says (`grow`), and a
+draft is made that agrees with it about as often as is asked for (`blur`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..kept import kept
+from ..timed import CHECKOUT, Timed, timed
+
+TARGET, DRAFT = CHECKOUT / "models" / "target", CHECKOUT / "models" / "draft"
+BUILDERS = "export", "engines", "runtime/files"  # what a bundle is made by
+DRAFT_HIDDEN = 288  # a larger vocabulary takes three channels more than the bundled target has
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama's, as its configuration names it."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+
+
+# config.json of HuggingFaceTB/SmolLM-135M; of Qwen/Qwen2.5-0.5B, but for the biases of its q, k, v.
+SHAPES = {
+    "smollm-135m": Shape(576, 1536, 30, 9, 3, 49_152),
+    "0.5b": Shape(896, 4864, 24, 14, 2, 151_936),
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Folders of two checkpoints, and how they were made."""
+
+    target: Path
+    draft: Path
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Built:
+    """What the export and the build of a bundle took."""
+
+    export: Timed
+    build: Timed
+
+
+def make(shape: str, alpha: float, work: Path) -> Pair:
+    """The bundled target in that shape, and a draft of acceptance alpha; made unless it is there.
+
+    The draft is the bundled target with noise, as it was before it was grown, but with as many
+    tokens: so its cost is that of a small model with a large vocabulary. Raises OutriderError as
+    `grow.grow` and `blur.blur`.
+    """
+    from .blur import blur
+    from .grow import grow
+
+    sizes = asdict(SHAPES[shape])
+    target, draft = work / shape, work / f"draft-{alpha:g}"
+    blurred, stamp = work / f"blurred-{alpha:g}", work / f"{shape}-{alpha:g}.json"
+    if not stamp.is_file():
+        facts: dict[str, Any] = {"shape": shape, "alpha_wanted": alpha}
+        if not target.is_dir():
+            facts["difference"] = grow(TARGET, target, sizes).difference
+        if not draft.is_dir():
+            if not blurred.is_dir():
+                made = blur(TARGET, blurred, alpha)
+                facts |= {f"draft_{key}": value for key, value in asdict(made).items()}
+            more = {"vocab_size": sizes["vocab_size"], "hidden_size": DRAFT_HIDDEN}
+            grow(blurred, draft, more)
+        stamp.write_text(json.dumps(facts))
+    return Pair(target, draft, json.loads(stamp.read_text()))
+
+
+def place(
+    target: Path,
+    draft: Path | None,
+    work: Path,
+    *,
+    max_len: int | None = None,
+    dtype: str = "float32",
+) -> tuple[Path, list[Path]]:
+    """The folder of the bundle of a pair, and the folders that it is made of."""
+    named = f"{target.name}-{draft.name if draft else 'none'}-{max_len or 'own'}-{dtype}"
+    models = [target, draft] if draft else [target]
+    return work / "bundles" / named, [*models, *(CHECKOUT / room for room in BUILDERS)]
+
+
+def bundle(
+    target: Path,
+    draft: Path | None,
+    work: Path,
+    *,
+    max_len: int | None = None,
+    dtype: str = "float32",
+    built: Callable[[Built], object] = lambda made: None,
+) -> Path:
+    """What `make engines` makes of a pair, in `work`, made unless it is there.
+
+    max_len: None for the checkpoints' own. built: told what making it took, if it was made. Raises
+    OutriderError "backend"; stderr has said why.
+    """
+    folder, sources = place(target, draft, work, max_len=max_len, dtype=dtype)
+
+    def make() -> None:
+        graphs = work / "graphs" / folder.name
+        length = ["--max-len", max_len] if max_len else []
+        export = timed(
+            "export", "--model", target, "--draft", draft or "none", "--out", graphs,
+            "--dtype", dtype, "--cache", work / "cache", *length,
+        )  # fmt: skip
+        built(Built(export, timed("engines", "--graphs", graphs, "--out", folder)))
+
+    return kept(folder, sources, make)
+
+
+def encoder(checkpoint: Path) -> tuple[Callable[[str], list[int]], list[int]]:
+    """From text to ids without special tokens, and the ids that begin every text."""
+    import transformers
+
+    library: Any = transformers
+    tokenizer = library.AutoTokenizer.from_pretrained(checkpoint)
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    return encode, tokenizer("")["input_ids"]

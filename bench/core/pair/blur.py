@@ -1,0 +1,110 @@
+"""A draft that agrees with its target as often as is wanted: the target itself, with noise.
+
+Every matrix gets Gaussian noise of `noise` times its own standard deviation, the same numbers at
+every size. Bisection finds the size at which alpha, the mean of sum min(p, q) at temperature 1
+(Corollary 3.6), is what is wanted on held-out text. Noise only takes away from an alpha of 1.
+
+Alpha depends on the text. What decoding meets is what the target writes itself, whose acceptance
+the suites tell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from models.corpus import collect
+from models.measure import PairFigures, measure
+from runtime.files.errors import OutriderError
+from runtime.files.folders import refuse_foreign, write_folder
+from runtime.files.progress import stage
+
+from .grow import load_llama, write_checkpoint
+
+WINDOWS, WINDOW = 32, 256  # of text: 8,160 predictions, by which alpha is known to about 0.005
+CLOSE = 1e-3  # the bisection ends this near to the wanted alpha
+FIRST_NOISE = 0.05
+MOST_TRIES = 30
+
+
+@dataclass(frozen=True)
+class Blurred:
+    """What was written. noise: relative to each matrix. The others: the acceptance on held-out
+    text, at temperature 1 and at 0, where it is the share of equal argmaxes."""
+
+    noise: float
+    alpha: float
+    alpha_greedy: float
+
+
+def blur(target: Path, out: Path, alpha: float) -> Blurred:
+    """Write `target` with noise to `out`, which must be new or empty.
+
+    Raises OutriderError "checkpoint", "architecture", "option", "disk".
+    """
+    if not 0 < alpha < 1:
+        raise OutriderError(
+            "option", f"an acceptance of {alpha:g} is out of range", "Use one between 0 and 1."
+        )
+    refuse_foreign(out, "config.json")
+    with stage("draft", "load"):
+        judge, model = load_llama(target), load_llama(target)
+        windows = _windows(target, model.config.max_position_embeddings)
+    with stage("draft", f"find noise for alpha {alpha:g}") as said:
+        noise, figures = _bisect(_noisy(judge, model, windows), alpha)
+        said.note = f"noise {noise:.4f}, alpha {figures.acceptance_rate:.3f}"
+    with write_folder(out, "config.json") as partial, stage("draft", "write"):
+        write_checkpoint(model, target, partial)
+    return Blurred(noise, figures.acceptance_rate, figures.greedy_agreement)
+
+
+def _windows(folder: Path, context: int) -> torch.Tensor:
+    """int64 [WINDOWS or fewer, WINDOW], spread over the texts; each begins as its text does."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    width = min(WINDOW, context)
+    found = []
+    for text in collect().held_out:
+        ids = tokenizer(text).input_ids
+        found += [ids[:1] + ids[i : i + width - 1] for i in range(1, len(ids) - width + 2, width)]
+    return torch.tensor(found[:: -(-len(found) // WINDOWS)])
+
+
+def _noisy(target: Any, draft: Any, windows: torch.Tensor) -> Callable[[float], PairFigures]:
+    """What gives the draft noise of a size, and measures it."""
+    generator = torch.Generator().manual_seed(0)
+    matrices = [p for p in draft.parameters() if p.dim() > 1]
+    quiet = [p.detach().clone() for p in matrices]
+    noise = [torch.randn(p.shape, generator=generator) * p.std() for p in matrices]
+
+    def at(size: float) -> PairFigures:
+        with torch.no_grad():
+            for matrix, clean, random in zip(matrices, quiet, noise, strict=True):
+                matrix.copy_(clean + size * random)
+        return measure(target, draft, windows)
+
+    return at
+
+
+def _bisect(at: Callable[[float], PairFigures], alpha: float) -> tuple[float, PairFigures]:
+    """The size of noise, and the figures at it; the draft is left with that."""
+    size, low, high = FIRST_NOISE, 0.0, math.inf
+    for _ in range(MOST_TRIES):
+        found = at(size)
+        if abs(found.acceptance_rate - alpha) <= CLOSE:
+            return size, found
+        if found.acceptance_rate > alpha:
+            low = size
+        else:
+            high = size
+        size = (low + high) / 2 if high < math.inf else 2 * low
+    raise OutriderError(
+        "option",
+        f"no noise gave an acceptance of {alpha:g}, the last one {found.acceptance_rate:.3f}",
+        "Use one that is not so near to 0 or 1.",
+    )

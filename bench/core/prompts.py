@@ -1,0 +1,175 @@
+"""The texts that everything is measured on.
+
+`PROMPTS` are four beginnings of code for the bundled pair. `Prompts` makes token ids of an exact
+length in kinds like those of Spec-Bench (arXiv 2401.07851), from text that may be shipped: the
+bundled pair's held-out documents, files of Python's standard library that neither model has seen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from runtime.text.tokenizer import Tokenizer
+
+PROMPTS = (
+    "def read_lines(path):\n",
+    "class Stack:\n    def __init__(self):\n",
+    "import os\nimport sys\n\n",
+    "for key, value in items.items():\n",
+)
+Encode = Callable[[str], list[int]]
+KINDS = ("completion", "editing", "question", "continuation")  # methods of `Prompts`
+SHORTEST = 400  # characters of a document that is of use
+ROOM = {"editing": 128, "question": 64}  # tokens that a function twice, or a passage, takes
+TRIES = 1000
+COPIES = 2  # how often a copied function stands in full before it is begun again
+
+# Greedy, the bundled target goes on with these when they fill the prompt. It has learned no more
+# copying than that: a function that stands in the prompt twice it does not repeat.
+_LINES = (
+    "{value}, {value}, {value}, {value}, ",
+    "        self.assertEqual({name}, {value})\n",
+    "    self.{name} = {value}\n",
+    "    [{value}, {value}, {value}],\n",
+    "    print({name})\n",
+    "    ('{name}', {value}),\n",
+    "    {name} = {value}\n",
+    "    '{name}': {value},\n",
+    "        self.assertTrue({name})\n",
+    "    {name}.append({value})\n",
+)
+_WORDS = ("i", "3"), ("a", "2"), ("y", "None"), ("n", "True")
+TABLES = (
+    "0, 0, 0, 0, ",
+    "        self.assertEqual(x, 1)\n",
+    "* * * * ",
+    "    self.x = 1\n",
+    "    [0, 0, 0],\n",
+    "    print(x)\n",
+    "    ('a', 'b'),\n",
+    "    x = 1\n",
+    "- - - - ",
+    "    'a': 'b',\n",
+    "    0.0, 0.0, 0.0,\n",
+    "        self.assertTrue(x)\n",
+    *(line.format(name=name, value=value) for name, value in _WORDS for line in _LINES),
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """prompts: token ids. new_tokens: of each output."""
+
+    name: str
+    prompts: list[list[int]]
+    new_tokens: int
+
+
+class Prompts:
+    """Makes prompts from documents; raises ValueError where these have no code or no prose.
+
+    encode: from text to ids without special tokens. begin: the ids before every prompt.
+    """
+
+    def __init__(
+        self, documents: Sequence[str], encode: Encode, begin: Sequence[int] = (), seed: int = 0
+    ):
+        self._encode, self._begin = encode, list(begin)
+        self._rng = np.random.default_rng(seed)
+        usable = [document for document in documents if len(document) >= SHORTEST]
+        self._code = [d for d in usable if _is_code(d)]
+        self._prose = [d for d in usable if not _is_code(d)]
+        if not self._code or not self._prose:
+            raise ValueError("the documents need code and prose")
+        self._tables = 0
+
+    @staticmethod
+    def of(tokenizer: Tokenizer, documents: Sequence[str], seed: int = 0) -> Prompts:
+        """With a bundle's own tokenizer."""
+
+        def encode(text: str) -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=False)
+
+        return Prompts(documents, encode, tokenizer.encode(""), seed)
+
+    def many(self, kind: str, count: int, length: int) -> list[list[int]]:
+        """`count` different prompts of a kind. Raises ValueError where there are not so many."""
+        make, some = getattr(self, kind), list[list[int]]()
+        for _ in range(TRIES):
+            if len(some) < count and (prompt := make(length)) not in some:
+                some.append(prompt)
+        if len(some) < count:
+            raise ValueError(f"there are not {count} different prompts: {kind} {length}")
+        return some
+
+    def workload(self, kind: str, count: int, length: int, new_tokens: int) -> Workload | None:
+        """Prompts of `length` tokens for outputs of `new_tokens`; None where the kind has no room
+        in so few."""
+        if length < ROOM.get(kind, 0):
+            return None
+        name = f"{kind} {length}+{new_tokens}"
+        return Workload(name, self.many(kind, count, length), new_tokens)
+
+    def completion(self, length: int) -> list[int]:
+        """Code up to some line."""
+        return self._cut(self._document(self._code), length)
+
+    def continuation(self, length: int) -> list[int]:
+        """Prose up to some place."""
+        return self._cut(self._document(self._prose), length)
+
+    def editing(self, length: int) -> list[int]:
+        """A function several times over, and its first line once more.
+
+        Most of the answer can be copied. What is left of the length stands before it. Raises
+        ValueError where none fits.
+        """
+        for _ in range(TRIES):
+            source = self._document(self._code)
+            functions = re.findall(r"^def .*\n(?:(?:[ \t]+.*)?\n)+", source, re.MULTILINE)
+            functions = [f.rstrip() + "\n\n" for f in functions if len(f) >= SHORTEST // 4]
+            if not functions:
+                continue
+            function = functions[self._rng.integers(len(functions))]
+            head = function.split("\n", 1)[0] + "\n"
+            ids = self._encode(function * COPIES + head)
+            room = length - len(self._begin) - len(ids)
+            if room >= 0:
+                before = self._encode(source)
+                while len(before) < room:
+                    before += self._encode(self._document(self._code))
+                return [*self._begin, *before[:room], *ids]
+        raise ValueError(f"no function fits {COPIES} times into {length} tokens")
+
+    def question(self, length: int) -> list[int]:
+        """A passage, and what asks for it."""
+        ending = self._encode("\n\nQuestion: what does this say?\n\nAnswer: this says that ")
+        passage = self._cut(self._document(self._prose), length - len(ending))
+        return [*passage, *ending]
+
+    def table(self, length: int) -> list[int]:
+        """A line of a table, the next one each time, until the prompt is full."""
+        line = TABLES[self._tables % len(TABLES)]
+        self._tables += 1
+        return [*self._begin, *self._encode(line * length)][:length]
+
+    def _document(self, documents: Sequence[str]) -> str:
+        return documents[int(self._rng.integers(len(documents)))]
+
+    def _cut(self, text: str, length: int) -> list[int]:
+        """`length` ids from some line on; documents that are too short follow one another."""
+        lines = text.splitlines(keepends=True)
+        start = int(self._rng.integers(max(1, len(lines) // 2)))
+        ids = self._encode("".join(lines[start:]))
+        want = length - len(self._begin)
+        while len(ids) < want:
+            ids += self._encode(self._document(self._code if _is_code(text) else self._prose))
+        return [*self._begin, *ids[:want]]
+
+
+def _is_code(document: str) -> bool:
+    return len(re.findall(r"^\s*(?:def|class|import|from) ", document, re.MULTILINE)) > 3

@@ -1,0 +1,87 @@
+"""Tables of figures, for a terminal and for a document, and the places that they have in one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.files.errors import OutriderError
+
+Shown = Callable[[Any], str]
+Column = tuple[str, str, Shown]  # key of a row's values, heading, how to show one
+MARKED = " *"  # of a row whose figures other processes disturbed
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, a heading for each column, rows of cells, and lines of notes below.
+
+    name: of its place in a document, between `<!-- name -->` and `<!-- end -->`.
+    """
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+    name: str = ""
+
+    def text(self, markdown: bool = False) -> str:
+        """Aligned columns, the first to the left; or Markdown."""
+        if markdown:
+            rule = ["---", *["---:"] * (len(self.head) - 1)]
+            lines = [f"| {' | '.join(line)} |" for line in (self.head, rule, *self.rows)]
+            below = [line for note in self.notes for line in ("", note)]
+            return "\n".join([f"**{self.title}**", "", *lines, *below, ""])
+        cells = [self.head, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [
+            "  ".join(
+                [line[0].ljust(widths[0])]
+                + [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+            ).rstrip()
+            for line in cells
+        ]
+        return "\n".join([self.title, *lines, *self.notes, ""])
+
+
+def decimals(digits: int) -> Shown:
+    """Shows a number with so many digits behind the point."""
+    return lambda value: f"{value:,.{digits}f}"
+
+
+def table_of(
+    title: str,
+    rows: Iterable[tuple[str, Mapping[str, Any]]],
+    columns: Sequence[Column],
+    notes: Sequence[str] = (),
+) -> Table:
+    """A table of named rows of values, without the columns in which no row has any.
+
+    A row whose values have a true "disturbed" is marked.
+    """
+    found = list(rows)
+    used = [c for c in columns if any(values.get(c[0]) is not None for _, values in found)]
+    cells = [
+        [name + (MARKED if values.get("disturbed") else "")]
+        + [show(values[key]) if values.get(key) is not None else "" for key, _, show in used]
+        for name, values in found
+    ]
+    return Table(title, ["", *(head for _, head, _ in used)], cells, notes)
+
+
+def update(document: str, tables: Iterable[Table]) -> str:
+    """The document with these tables in their places. Raises OutriderError "option"."""
+    for table in tables:
+        pattern = rf"(<!-- {table.name} -->\n).*?(<!-- end -->)"
+        place = re.compile(pattern, re.DOTALL)
+        if len(place.findall(document)) != 1:
+            raise OutriderError(
+                "option",
+                f"the document has no one place for the table {table.name}",
+                f"Add a line <!-- {table.name} --> and after it a line <!-- end -->.",
+            )
+        made = table.text(markdown=True).replace("\\", r"\\")
+        document = place.sub(rf"\g<1>{made}\n\g<2>", document)
+    return document

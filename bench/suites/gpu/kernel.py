@@ -1,0 +1,378 @@
+"""python -m bench.suites.gpu.kernel: the sampling kernel's time on a GPU, Transformers' beside it.
+
+Rounds run inside a CUDA graph. Hot: one set of logits, which the L2 cache holds where it can.
+Rotating: as many sets as are larger than twice the L2 cache, so that every round reads from memory.
+The floor is what must be read, at the bandwidth of a copy measured in the same run. What is timed
+is first held against the NumPy reference. Memory and graphs are PyTorch's.
+
+Without an option it runs a few small rounds of every rule, for a sanitizer to watch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.files.errors import CommandParser, run_command
+from runtime.gpu import launch
+from runtime.gpu.launch import Buffers, Device, DeviceLogits, Plan, Sizes
+from runtime.gpu.rounds import flags_of
+from runtime.sampling import kernel
+from runtime.sampling.sampler import SlotSampling
+from runtime.sampling.warp import SamplingParams
+from runtime.sequence import Request
+
+from ..kernel.rounds import CONTEXT, RULES, VARIANTS, Fate, Round, disagreements, transformers_call
+from ..kernel.suite import BATCHES, SIZES
+from .suite import save
+
+WHERE = "cuda"  # PyTorch's name of the memory
+REPLAYS = 5  # samples of each graph; the median counts
+GRAPH_SECONDS = 0.002  # of work in one replay, so that the launch of the graph does not count
+COPY_BYTES = 1 << 31
+CHECKED = 8  # slots of a round that the reference, which takes its time, looks at at most
+WATCHED = ((2500, 3), (32_001, 2))  # V and B of the rounds that a sanitizer sees
+# KERNEL.md's goals in microseconds, bfloat16: by V, gamma, B.
+GOALS_US = {(128_256, 5, 1): 6.0, (128_256, 5, 8): 12.0, (128_256, 8, 32): 40.0}
+
+
+@dataclass(frozen=True)
+class KernelShape:
+    vocab_size: int
+    gamma: int
+    batch: int
+    dtype: str = "bfloat16"
+
+    @property
+    def row_bytes(self) -> int:
+        return self.vocab_size * (4 if self.dtype == "float32" else 2)
+
+
+class DeviceRound:
+    """Rounds of B slots on the GPU: `sets` of logits, each with its drafts drawn.
+
+    Peaked rows with draft rows near them, so that some drafts stand and some fall.
+    """
+
+    def __init__(self, device: Device, shape: KernelShape, params: SamplingParams, sets: int):
+        import torch
+
+        self.torch, self.device, self.shape, self.sets = torch, device, shape, sets
+        self.params = params
+        batch, gamma, vocab_size = shape.batch, shape.gamma, shape.vocab_size
+        generator = torch.Generator(device=WHERE)
+        generator.manual_seed(0)
+        self.target, self.draft = [], []
+        for _ in range(sets):
+            size = (batch, gamma + 1, vocab_size)
+            target = 2.5 * torch.randn(size, generator=generator, device=WHERE)
+            noise = torch.randn(size, generator=generator, device=WHERE)[:, :gamma]
+            dtype = getattr(torch, shape.dtype)
+            self.target.append(target.to(dtype))
+            self.draft.append((target[:, :gamma] + 0.7 * noise).to(dtype))
+        self.context = np.random.default_rng(0).integers(0, vocab_size, CONTEXT)
+        self._context = self._bytes(self.context)
+        slots = np.zeros(batch, kernel.SLOT)
+        for b in range(batch):
+            kernel.fill_slot(slots, b, SlotSampling(replace(params, seed=b), gamma, CONTEXT, b))
+            if params.repetition_penalty != 1:
+                slots[b]["context"] = self._context.data_ptr()
+                slots[b]["context_length"] = CONTEXT
+        self._slots = self._bytes(slots)
+        flags = flags_of(Request([0], params))
+        self.sizes = Sizes(batch, gamma, vocab_size, vocab_size, flags, 0)
+        # A set's drafts, rows, verdicts and ratios are its own; the workspace is everyone's.
+        self._workspace = self._bytes(np.zeros(launch.workspace_size(self.sizes), np.uint8))
+        kinds = np.dtype(np.int64), kernel.ROW, kernel.VERDICT, np.dtype(np.float64)
+        counts = batch * gamma, batch * gamma, batch, batch * gamma
+        self._own = [
+            [self._bytes(np.zeros(n, kind)) for kind, n in zip(kinds, counts, strict=True)]
+            for _ in range(sets)
+        ]
+        self.draws = [[self._plan_draw(s, i) for i in range(gamma)] for s in range(sets)]
+        self.verifies = [self._plan_verify(s) for s in range(sets)]
+        for plans in self.draws:
+            for plan in plans:
+                self.launch(plan)
+        torch.cuda.synchronize()
+
+    def _bytes(self, array: npt.NDArray[Any]) -> Any:
+        """A copy on the device, aligned to 256 bytes."""
+        memory = self.torch.zeros(array.nbytes + 256, device=WHERE, dtype=self.torch.uint8)
+        skip = -memory.data_ptr() % 256
+        there = memory[skip : skip + array.nbytes]
+        there.copy_(self.torch.from_numpy(array.view(np.uint8).copy()))
+        return there
+
+    def _buffers(self, s: int) -> Buffers:
+        drafts, rows, verdicts, ratios = (tensor.data_ptr() for tensor in self._own[s])
+        workspace = self._workspace.data_ptr()
+        return Buffers(self._slots.data_ptr(), drafts, rows, verdicts, ratios, workspace)
+
+    def _logits(self, tensor: Any) -> DeviceLogits:
+        shape, size = self.shape, tensor.element_size()
+        strides = (tensor.stride(0) * size, tensor.stride(1) * size)
+        return DeviceLogits(tensor.data_ptr(), *strides, shape.vocab_size, shape.dtype)
+
+    def _plan_draw(self, s: int, step: int) -> Plan:
+        logits = self._logits(self.draft[s][:, step:])
+        return launch.plan_draw(self.sizes, logits, self._buffers(s), step)
+
+    def _plan_verify(self, s: int) -> Plan:
+        logits = self._logits(self.target[s]), self._logits(self.draft[s])
+        return launch.plan_verify(self.sizes, *logits, self._buffers(s), by_index=True)
+
+    def launch(self, plan: Plan) -> None:
+        self.device.launch(plan, self.torch.cuda.current_stream().cuda_stream)
+
+    def drafts(self, s: int = 0) -> npt.NDArray[np.int64]:
+        """int64 [B, gamma], on the host."""
+        raw: npt.NDArray[np.int64] = self._own[s][0].cpu().numpy().view(np.int64)
+        return raw.reshape(self.shape.batch, self.shape.gamma)
+
+    def verdicts(self, s: int = 0) -> npt.NDArray[Any]:
+        """kernel.VERDICT [B], on the host."""
+        verdicts: npt.NDArray[Any] = self._own[s][2].cpu().numpy().view(kernel.VERDICT)
+        return verdicts
+
+    def fates(self, s: int = 0) -> list[Fate]:
+        """Of a verification that was launched."""
+        verdicts = self.verdicts(s)[["accepted", "token"]].tolist()
+        return [(d, *v) for d, v in zip(self.drafts(s).tolist(), verdicts, strict=True)]
+
+    def disagreements(self, s: int = 0) -> list[int]:
+        """The slots, of the first `CHECKED`, in which the GPU is not the reference."""
+        self.launch(self.verifies[s])
+        self.torch.cuda.synchronize()
+        target, draft = (x[s][:CHECKED].float().cpu().numpy() for x in (self.target, self.draft))
+        round_ = Round((target, draft), self.params, context=self.context)
+        return disagreements(round_, self.fates(s)[:CHECKED])
+
+    def bytes_read(self) -> float:
+        """Of one verification, the mean of the sets: all target rows, and for each rejection the
+        draft's row. By the block rule the draft's rows too, whatever was accepted."""
+        batch, gamma = self.shape.batch, self.shape.gamma
+        rows = self.sets * batch * (gamma + 1)
+        if self.sizes.flags & launch.BLOCK:
+            rows += self.sets * batch * gamma
+        else:
+            rows += sum(int((self.verdicts(s)["accepted"] < gamma).sum()) for s in range(self.sets))
+        return rows * self.shape.row_bytes / self.sets
+
+    # Times
+
+    def microseconds(self, plans: list[list[Plan]]) -> dict[str, float]:
+        """Of one element of `plans` inside a graph that runs through them: median, low, high."""
+        once = self._graph(plans, 1)
+        passes = max(1, round(GRAPH_SECONDS / max(1e-7, _seconds(self.torch, once.replay))))
+        graph = self._graph(plans, passes) if passes > 1 else once
+        times = sorted(
+            1e6 * _seconds(self.torch, graph.replay) / (passes * len(plans)) for _ in range(REPLAYS)
+        )
+        figures = {"us": times[len(times) // 2], "low": times[0], "high": times[-1]}
+        return {name: round(value, 3) for name, value in figures.items()}
+
+    def _graph(self, plans: list[list[Plan]], passes: int) -> Any:
+        torch = self.torch
+        for plan in plans[0]:
+            self.launch(plan)  # modules are loaded lazily: not in a capture
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(passes):
+                for group in plans:
+                    for plan in group:
+                        self.launch(plan)
+        graph.replay()
+        torch.cuda.synchronize()
+        return graph
+
+    def transformers(self) -> float | None:
+        """Microseconds of the same verification by Transformers, host waits included."""
+        torch = self.torch
+        drafts = torch.from_numpy(self.drafts()).to(WHERE)
+        logits = self.target[0].float(), self.draft[0].float()
+        call = transformers_call(*logits, drafts, self.params)
+        if call is None:
+            return None
+        call()
+        times = []
+        for _ in range(REPLAYS):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        return 1e6 * sorted(times)[len(times) // 2]
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of the best of ten large copies."""
+    import torch
+
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=WHERE)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / min(_seconds(torch, lambda: target.copy_(source)) for _ in range(10))
+
+
+def _seconds(torch: Any, work: Callable[[], object]) -> float:
+    """What the GPU takes for `work`, by its own clock."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    torch.cuda.synchronize()
+    seconds: float = begin.elapsed_time(end) / 1e3
+    return seconds
+
+
+def measure(device: Device, name: str, shape: KernelShape, bandwidth: float) -> dict[str, Any]:
+    """One variant at one shape, checked and timed: microseconds of a verification and of gamma
+    draws."""
+    import torch
+
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    set_bytes = shape.batch * (2 * shape.gamma + 1) * shape.row_bytes
+    sets = max(2, -(-2 * cache // set_bytes))
+    round_ = DeviceRound(device, shape, VARIANTS[name], sets)
+    wrong = round_.disagreements()
+    hot = round_.microseconds([[round_.verifies[0]]])
+    rotating = round_.microseconds([[plan] for plan in round_.verifies])
+    draws = round_.microseconds(round_.draws)
+    bad = [s for s in range(round_.sets) if round_.verdicts(s)["status"].any()]
+    if bad:
+        raise RuntimeError(f"{name} {shape}: slots failed in the sets {bad}")
+    size = round_.bytes_read()
+    floor = 1e6 * size / bandwidth
+    result = {
+        "name": name, "V": shape.vocab_size, "gamma": shape.gamma, "B": shape.batch,
+        "dtype": shape.dtype, "sets": round_.sets, "disagree": len(wrong), "bytes": round(size),
+        "floor_us": round(floor, 3), "fraction_of_floor": round(floor / rotating["us"], 3),
+        "verify_hot": hot, "verify_rotating": rotating, "gamma_draws_rotating": draws,
+        "mean_accepted": round(float(np.mean(round_.verdicts()["accepted"])), 3),
+    }  # fmt: skip
+    if (theirs := round_.transformers()) is not None:
+        result["transformers_us"] = round(theirs, 1)
+        result["less_time_than_transformers"] = round(1 - rotating["us"] / theirs, 4)
+    return result
+
+
+def times(
+    jobs: Sequence[tuple[str, KernelShape]],
+    keep: Callable[[dict[str, Any]], object] = lambda report: None,
+) -> dict[str, Any]:
+    """Every variant's and shape's figures, the bandwidth and the goals. keep: called with what
+    there is after each, for a run may be cut off. Raises OutriderError "backend"."""
+    device, bandwidth = Device(), copy_bandwidth()
+    print(f"copy {bandwidth / 1e9:.0f} GB/s, {device.image.name}", file=sys.stderr)
+    results: list[dict[str, Any]] = []
+    report: dict[str, Any] = {
+        "copy_gb_s": round(bandwidth / 1e9, 1), "image": device.image.name, "disagree": 0,
+        "goals": {}, "results": results,
+    }  # fmt: skip
+    for name, shape in jobs:
+        results.append(measure(device, name, shape, bandwidth))
+        print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+        report["disagree"] += results[-1]["disagree"]
+        report["goals"] = goals(results)
+        keep(report)
+    for name, goal in report["goals"].items():
+        print(f"{name}: {goal['us']:.2f} us, goal {goal['limit_us']:.0f}")
+    return report
+
+
+def goals(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """KERNEL.md's goals: microseconds, the limit, and whether it is met."""
+    found = {}
+    for result in results:
+        v, gamma, batch = result["V"], result["gamma"], result["B"]
+        limit = GOALS_US.get((v, gamma, batch))
+        if limit and result["name"] == "token":
+            us = result["verify_rotating"]["us"]
+            found[f"V {v} gamma {gamma} B {batch}"] = {
+                "us": us, "limit_us": limit, "met": us <= limit,
+            }  # fmt: skip
+    return found
+
+
+def describe() -> dict[str, Any]:
+    """What PyTorch says of the GPU, and a copy's bandwidth."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "l2_mib": properties.L2_cache_size // 2**20,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "cuda": torch.version.cuda,
+        "copy_gb_s": round(copy_bandwidth() / 1e9, 1),
+    }
+
+
+def one_of_each() -> int:
+    """A few small rounds of every rule, for a sanitizer to watch."""
+    device = Device()
+    for vocab_size, batch in WATCHED:
+        for dtype in ("float32", "bfloat16"):
+            for params in VARIANTS.values():
+                round_ = DeviceRound(device, KernelShape(vocab_size, 3, batch, dtype), params, 1)
+                round_.launch(round_.verifies[0])
+                round_.torch.cuda.synchronize()
+                assert not round_.verdicts()["status"].any()
+    return 0
+
+
+def profiled(vocab_size: int, gamma: int, batch: int) -> int:
+    """One verification again and again, for a profiler to watch."""
+    round_ = DeviceRound(Device(), KernelShape(vocab_size, gamma, batch), VARIANTS["token"], 2)
+    for i in range(6):
+        round_.launch(round_.verifies[i % 2])
+    round_.torch.cuda.synchronize()
+    return 0
+
+
+def jobs(quick: bool) -> list[tuple[str, KernelShape]]:
+    """Variants and shapes, the goals' first: a run may be cut off."""
+    sizes = [*GOALS_US, *((128_256, g, b) for g in (5, 8) for b in BATCHES)]
+    found = [("token", size) for size in sizes]
+    if not quick:
+        found += [(rule, size) for rule in RULES for size in SIZES]
+    found += [(v, (151_936, 5, b)) for v in VARIANTS if v not in RULES for b in (1, 8)]
+    return [(variant, KernelShape(*size)) for variant, size in dict.fromkeys(found)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = CommandParser(prog="python -m bench.suites.gpu.kernel", description=__doc__)
+    add = parser.add_argument
+    add("--times", type=Path, metavar="FILE", help="check, time, and write the figures there")
+    add("--quick", action="store_true", help="of --times: a few shapes instead of all")
+    add("--describe", type=Path, metavar="FILE", help="write what the GPU is there")
+    add("--profile", nargs=3, type=int, metavar=("V", "GAMMA", "B"),
+        help="one verification again and again, for a profiler to watch")  # fmt: skip
+
+    def command() -> int:
+        args = parser.parse_args(argv)
+        if args.describe:
+            save(args.describe, describe())
+            return 0
+        if args.times:
+            report = times(jobs(args.quick), lambda found: save(args.times, found))
+            return 1 if report["disagree"] else 0
+        return profiled(*args.profile) if args.profile else one_of_each()
+
+    return run_command(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

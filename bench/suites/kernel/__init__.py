@@ -1,0 +1,5 @@
+"""The sampling kernel on the CPU: is it right, and what does it cost."""
+
+from .suite import SUITE as SUITE
+
+main = SUITE.main

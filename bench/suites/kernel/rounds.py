@@ -1,0 +1,204 @@
+"""Rounds on random logits: by the kernel, by NumPy and as Transformers verifies them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.sampling.native import RoundSampler
+from runtime.sampling.philox import Purpose
+from runtime.sampling.reference import NumpySampler
+from runtime.sampling.rules import Verdict
+from runtime.sampling.sampler import Sampler, SlotSampling
+from runtime.sampling.warp import SamplingParams
+
+Rows = npt.NDArray[np.float32]
+Fate = tuple[list[int], int, int]  # of a slot: drafts, accepted, token
+
+ONE = 1 - 2.0**-53  # the largest uniform
+NUDGE = 4e-6  # of a uniform, relative: a few float32 roundings
+CONTEXT = 500  # tokens before the round, for the penalty
+
+TOKEN = SamplingParams(temperature=0.7)
+RULES = {
+    "token": TOKEN,
+    "block": replace(TOKEN, verify="block"),
+    "sigmoid": replace(TOKEN, verify="sigmoid"),
+}
+VARIANTS = {
+    **RULES,
+    "greedy": SamplingParams(),
+    "top-k 50, top-p 0.9": replace(TOKEN, top_k=50, top_p=0.9),
+    "top-p 0.9": replace(TOKEN, top_p=0.9),
+    "min-p 0.05": replace(TOKEN, min_p=0.05),
+    "penalty 1.1": replace(TOKEN, repetition_penalty=1.1),
+}
+
+
+def random_logits(
+    vocab_size: int, gamma: int, batch: int, seed: int | None = None
+) -> tuple[Rows, Rows]:
+    """Peaked rows float32 [B, gamma + 1, V] with draft rows near them, so that some drafts stand
+    and some fall. seed: None for fresh ones."""
+    rng = np.random.default_rng(seed)
+    shape = (batch, gamma + 1, vocab_size)
+    target = 2.5 * rng.standard_normal(shape, dtype=np.float32)
+    noise = rng.standard_normal((batch, gamma, vocab_size), dtype=np.float32)
+    return target, target[:, :gamma] + np.float32(0.7) * noise
+
+
+class Round:
+    """Logits of B slots and the round on them.
+
+    The uniforms are the counters': every call does the same work.
+    """
+
+    def __init__(
+        self,
+        logits: tuple[Rows, Rows],
+        params: SamplingParams,
+        *,
+        seed: int = 0,
+        threads: int = 1,
+        context: npt.NDArray[np.int64] | None = None,
+    ):
+        """logits: the target's [B, gamma + 1, V] and the draft's [B, gamma, V]. seed: of the first
+        slot, then one more for each. context: what the penalty counts, or random tokens."""
+        self.target, self.draft = logits
+        self.batch, self.gamma, self.vocab_size = map(int, self.draft.shape)
+        self.params, self.threads = params, threads
+        if context is None:
+            context = np.random.default_rng().integers(0, self.vocab_size, CONTEXT)
+        self.places = [
+            SlotSampling(
+                replace(params, seed=seed + b), self.gamma, CONTEXT, b, context, name=f"slot {b}"
+            )
+            for b in range(self.batch)
+        ]
+        self.sampler = self.new_sampler()
+        self._numpy = _Nudged(self.vocab_size)
+
+    def new_sampler(self) -> RoundSampler:
+        return RoundSampler(self.vocab_size, self.gamma, self.batch, self.threads)
+
+    def draw(self, keep: bool = True) -> list[list[int]]:
+        return self._draw(self.sampler, keep)
+
+    def verify(self) -> list[Verdict]:
+        """Of what `draw` has drawn."""
+        return self.sampler.verify(self.target, self.draft)
+
+    def numpy_draw(self) -> list[list[int]]:
+        return self._draw(self._numpy, True)
+
+    def numpy_verify(self) -> list[Verdict]:
+        """Of what `numpy_draw` has drawn."""
+        return self._numpy.verify(self.target)
+
+    def fates(self) -> list[Fate]:
+        """A round by the kernel."""
+        return _fates(self.draw(), self.verify())
+
+    def numpy_fates(self, nudge: float = 0.0) -> list[Fate]:
+        """The same by the reference. nudge: relative, on every uniform."""
+        self._numpy.nudge = nudge
+        fates = _fates(self.numpy_draw(), self.numpy_verify())
+        self._numpy.nudge = 0.0
+        return fates
+
+    def _draw(self, sampler: Sampler, keep: bool) -> list[list[int]]:
+        sampler.begin(self.places)
+        steps = [
+            sampler.draw(self.draft[:, step], step, keep=keep).copy() for step in range(self.gamma)
+        ]
+        drafts: list[list[int]] = np.stack(steps, axis=1).tolist()
+        return drafts
+
+    def bytes_read(self, verdicts: list[Verdict]) -> int:
+        """What these outcomes have to read: the rows up to the first rejection and, where there was
+        one, the draft's row. By the block rule all."""
+        rows, row = 0, self.vocab_size * self.target.itemsize
+        for verdict in verdicts:
+            rows += len(verdict.ratios) if verdict.accepted < self.gamma else self.gamma + 1
+            rows += verdict.accepted < self.gamma
+        return rows * row
+
+
+class _Nudged(NumpySampler):
+    """The reference, with every uniform a little larger or smaller."""
+
+    nudge = 0.0
+
+    def _uniform(self, place: SlotSampling, step: int, purpose: Purpose) -> float:
+        return min(super()._uniform(place, step, purpose) * (1 + self.nudge), ONE)
+
+
+def _fates(drafts: list[list[int]], verdicts: list[Verdict]) -> list[Fate]:
+    return [(d, v.accepted, v.token) for d, v in zip(drafts, verdicts, strict=True)]
+
+
+def disagreements(round_: Round, ours: list[Fate]) -> list[int]:
+    """The slots in which `ours` is not what the reference says, token for token.
+
+    Where they differ, the reference decides again with its uniforms a few float32 roundings lower
+    and higher: if that changes its own mind, the slot was on an edge, which says nothing.
+    """
+    theirs = round_.numpy_fates()
+    differ = [b for b, (a, c) in enumerate(zip(ours, theirs, strict=True)) if a != c]
+    if differ:
+        lower, higher = round_.numpy_fates(-NUDGE), round_.numpy_fates(NUDGE)
+        differ = [b for b in differ if lower[b] == higher[b]]
+    return differ
+
+
+def transformers_call(
+    target: Any, draft: Any, drafts: Any, params: SamplingParams, *, processed: bool = False
+) -> Callable[[], object] | None:
+    """What assisted generation does with the logits of a round, on whatever device they are; None
+    where Transformers is not installed or has no such rule.
+
+    target: float32 [B, gamma + 1, V], draft: [B, gamma, V], drafts: int64 [B, gamma] torch tensors.
+    Its processors on the target's rows, then `_speculative_sampling`, slot by slot, for it takes
+    one sequence; the draft's scores come processed out of its own generate. processed: the target's
+    too, which leaves `_speculative_sampling` alone.
+    """
+    # It knows one rule, and at temperature 0 it is not called.
+    supported = params.temperature > 0 and params.verify == "token"
+    if not supported or params.min_p > 0 or params.repetition_penalty != 1:
+        return None
+    try:
+        from transformers import LogitsProcessorList
+        from transformers.generation import logits_process as processes
+        from transformers.generation.utils import _speculative_sampling
+    except ImportError:
+        return None
+    gamma = drafts.shape[1]
+    processors = LogitsProcessorList([processes.TemperatureLogitsWarper(params.temperature)])
+    if params.top_k:
+        processors.append(processes.TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        processors.append(processes.TopPLogitsWarper(params.top_p))
+
+    def scores_of(logits: Any) -> Any:
+        flat = logits.reshape(-1, logits.shape[-1])
+        return processors(drafts[:, :0], flat).reshape(logits.shape)
+
+    scores = scores_of(draft)
+    ready = scores_of(target) if processed else None
+
+    def call() -> None:
+        for b in range(len(drafts)):
+            ids = drafts[b : b + 1]
+            if ready is not None:
+                new_logits = ready[b : b + 1]
+            else:
+                new_logits = target[b : b + 1].clone()  # assisted generation's own copy
+                for i in range(gamma + 1):
+                    new_logits[:, i] = processors(ids[:, :i], new_logits[:, i])
+            _speculative_sampling(ids, scores[b : b + 1], gamma, new_logits)
+
+    return call

@@ -1,0 +1,190 @@
+"""What can be asked of one text: `Options`, the keyword arguments of `TextEngine`'s methods."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from ..drafts.registry import KINDS
+from ..files.errors import OutriderError
+from ..sampling.warp import SamplingParams, VerifyRule
+
+# Options without effect where nothing is drafted.
+OF_DRAFTS = ("verify", "lenience", "fallback", "draft_temperature", "draft_threshold")
+GammaName = Literal["auto", "transformers"]
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to generate; the keyword arguments of `generate`, `stream` and `batch`.
+
+    seed: None draws one, which the result reports. draft: who proposes tokens, the bundle's draft
+    "model", an "ngram" lookup in prompt and output, or "none"; None is what the bundle was built
+    with. "chain": the draft model with lookups as its own draft; "copy": lookups in the prompt
+    alone; "unigram", "bigram", "skip": tables, of the file that the bundle was loaded with;
+    "random": any token. gamma: draft tokens a round, 0 for plain decoding; None for 4 of a model, 8
+    of the others; "auto" for what is fastest by measured costs and acceptance, "transformers" for
+    the schedule of Transformers. draft_temperature: of what the draft is sampled with, None for the
+    target's. draft_threshold: a round drafts no more after a token to which the draft gave a
+    probability below this. fallback: "auto" goes without drafts while they lose. Where rounds go by
+    the clock (gamma or fallback "auto") a seed repeats the distribution, not the text. stop: texts
+    that end the output and are not part of it; stop_token_ids likewise. logprobs: alternatives
+    reported for each token, None for no log-probabilities. chat: whether a plain-text prompt is a
+    user's message for the chat template; None does so where the bundle has one. system: the system
+    message in that case. special_tokens: whether special tokens that are written out in a prompt or
+    message, such as "</s>", are "control" tokens, as in Transformers, or "text"; those that the
+    chat template writes always control. The others are those of `SamplingParams`.
+    """
+
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    gamma: int | GammaName | None = None
+    fallback: Literal["auto", "off"] = "off"
+    draft: str | None = None
+    draft_temperature: float | None = None
+    draft_threshold: float = 0.0
+    verify: VerifyRule = "token"
+    lenience: float = 1.0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    chat: bool | None = None
+    system: str | None = None
+    special_tokens: Literal["control", "text"] = "control"
+
+    @property
+    def stops(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    def seeded(self) -> Options:
+        """With a seed, drawn where there is none."""
+        return self if self.seed is not None else replace(self, seed=int.from_bytes(os.urandom(4)))
+
+    def sampling(self) -> SamplingParams:
+        """The part that samplers know. Raises OutriderError "option"."""
+        names = {f.name for f in fields(Options)} & {f.name for f in fields(SamplingParams)}
+        return SamplingParams(**{n: getattr(self, n) for n in names} | {"seed": self.seed or 0})
+
+    def plain(self) -> Options:
+        """The same in plain decoding."""
+        usual = {name: getattr(Options, name) for name in OF_DRAFTS}
+        return replace(self, gamma=0, draft=None, **usual)
+
+    def check(self) -> None:
+        """Refuse what no bundle can honour. Raises OutriderError "option"."""
+        for name, (fits, what) in _RULES.items():
+            value = getattr(self, name)
+            if not fits(value) and not (value is None and getattr(Options, name) is None):
+                raise OutriderError(
+                    "option",
+                    f"{name}={repr(value)[:80]} is out of range",
+                    f"{name} must be {what}.",
+                )
+        if self.draft not in (None, "none", *KINDS):
+            raise OutriderError(
+                "option", f"draft={self.draft!r} is unknown", f"Use {', '.join(KINDS)} or none."
+            )
+        self.sampling()
+        if self.min_new_tokens > self.max_new_tokens:
+            raise OutriderError(
+                "option",
+                f"min_new_tokens={self.min_new_tokens} is over max_new_tokens="
+                f"{self.max_new_tokens}",
+                "Choose 0 <= min_new_tokens <= max_new_tokens.",
+            )
+        if self.chat is False and self.system is not None:
+            raise OutriderError(
+                "option",
+                "a system message needs the chat template",
+                "Put it into the prompt itself, or use the chat template.",
+            )
+        if self.gamma == 0 if self.draft not in (None, "none") else self.draft and self.gamma:
+            raise OutriderError(
+                "option",
+                f"draft={self.draft} contradicts gamma={self.gamma}",
+                "Leave one of them out.",
+            )
+        if self.gamma == 0 or self.draft == "none":
+            self.check_plain()
+
+    def check_plain(self) -> None:
+        """Refuse what has no effect where nothing is drafted. Raises OutriderError "option"."""
+        for name in OF_DRAFTS:
+            if getattr(self, name) != getattr(Options, name):
+                raise OutriderError(
+                    "option",
+                    f"{name}={getattr(self, name)} has no effect in plain decoding (gamma=0)",
+                    f"Leave {name} out, or use a draft.",
+                )
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: (
+        isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+    )
+
+
+def _texts(value: Any) -> bool:
+    return _list(value) and all(isinstance(text, str) and text for text in value)
+
+
+def _list(value: Any) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
+
+
+def _is_id(value: Any) -> bool:
+    return _whole(0)(value)
+
+
+def _one_of(*names: str) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: isinstance(value, str) and value in names, " or ".join(
+        filter(None, (", ".join(names[:-1]), names[-1]))
+    )
+
+
+_NUMBER = (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number")
+_FLAG = (lambda value: isinstance(value, bool | np.bool_), "True or False")
+# What `SamplingParams` does not check; None fits where it is the default.
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_new_tokens": (_whole(1), "a whole number from 1 up"),
+    "min_new_tokens": (_whole(0), "a whole number from 0 up"),
+    "seed": (_is_id, "a whole number from 0 up"),
+    "gamma": (
+        lambda value: _whole(0)(value) or (isinstance(value, str) and value in get_args(GammaName)),
+        "a whole number from 0 up, auto or transformers",
+    ),
+    "fallback": _one_of("auto", "off"),
+    "draft_temperature": _NUMBER,
+    "draft_threshold": _NUMBER,
+    "stop": (
+        lambda value: _texts([value] if isinstance(value, str) else value),
+        "a text or a list of texts, none of them empty",
+    ),
+    "stop_token_ids": (
+        lambda value: _list(value) and all(map(_is_id, value)),
+        "a list of token ids",
+    ),
+    "ignore_eos": _FLAG,
+    "logprobs": (_whole(0), "a whole number from 0 up"),
+    "chat": _FLAG,
+    "system": (lambda value: isinstance(value, str), "a text"),
+    "special_tokens": _one_of("control", "text"),
+}

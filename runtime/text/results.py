@@ -1,0 +1,112 @@
+"""What comes out of a request: its text round by round, and the whole of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..files.errors import OutriderError
+from ..sequence import ActiveSequence, Token
+from ..stats import Stats
+from .options import Options
+from .tokenizer import Detokenizer, StopStrings, Tokenizer
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished text.
+
+    finish_reason: "eos", "stop" (see stopped_by), "length" (max_new_tokens), "context" (the
+    bundle's max_len) or, of a batch, "error". tokens: ids with origin and log-probabilities.
+    token_ids includes the token that ended the text (end-of-text, or the one that completed a stop
+    string). error: why a request of a batch was refused or failed; text and tokens are what there
+    was by then.
+    """
+
+    text: str
+    tokens: tuple[Token, ...]
+    finish_reason: str
+    stopped_by: str | int | None
+    seed: int
+    stats: Stats
+    error: OutriderError | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+    @property
+    def logprobs(self) -> list[float | None]:
+        return [token.logprob for token in self.tokens]
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one round added. text: sum of pieces, each (text, origin of its token); text that may
+    still become a stop string or half a character comes with a later event. result: on the last."""
+
+    pieces: tuple[tuple[str, str], ...]
+    tokens: tuple[Token, ...]
+    result: Result | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(piece for piece, _ in self.pieces)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+
+class Transcript:
+    """The text side of one request: detokenization and stop strings, token by token."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], seed: int, options: Options):
+        # A special token has no text in which it could be found: it is a stop by its id.
+        stops = options.stops
+        self._special = {i: t for t in stops if (i := tokenizer.special_id(t)) is not None}
+        self._detokenizer = Detokenizer(tokenizer, prompt)
+        self._stops = StopStrings([t for t in stops if t not in self._special.values()])
+        self._stop_ids = frozenset(options.stop_token_ids)
+        self._pieces: list[str] = []  # one for each token pushed since the last event
+        self.seed, self.text = seed, ""
+        self.stopped_by: str | int | None = None
+
+    def push(self, token: int) -> str | None:
+        """`Request.stop`: a finish reason when the text ends after this token."""
+        if token in self._stop_ids or token in self._special:
+            self.stopped_by = self._special.get(token, token)
+            return "stop"
+        piece, match = self._stops.push(self._detokenizer.push(token))
+        self._pieces.append(piece)
+        if match is None:
+            return None
+        self.stopped_by = match
+        return "stop"
+
+    def event(self, sequence: ActiveSequence, new: Sequence[Token]) -> Event:
+        """The event of the tokens that a round emitted, with the result if they were the last."""
+        # A token that ends the text unsaid (end-of-text, a stop id) comes last and has no piece.
+        pieces = [(p, t.origin) for p, t in zip(self._pieces, new, strict=False) if p]
+        self._pieces.clear()
+        if sequence.finish_reason is None:
+            self.text += "".join(piece for piece, _ in pieces)
+            return Event(tuple(pieces), tuple(new))
+        if tail := self._flush():
+            pieces.append((tail, new[-1].origin))
+        self.text += "".join(piece for piece, _ in pieces)
+        return Event(tuple(pieces), tuple(new), self.result(sequence, sequence.finish_reason))
+
+    def result(
+        self, sequence: ActiveSequence, reason: str, error: OutriderError | None = None
+    ) -> Result:
+        tokens = tuple(sequence.output)
+        stats = sequence.stats
+        return Result(self.text, tokens, reason, self.stopped_by, self.seed, stats, error)
+
+    def _flush(self) -> str:
+        """What was held back, when the text ended otherwise than by a stop string in it."""
+        if isinstance(self.stopped_by, str) and self.stopped_by not in self._special.values():
+            return ""
+        piece, match = self._stops.push(self._detokenizer.flush())
+        return piece if match is not None else piece + self._stops.flush()

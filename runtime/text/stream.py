@@ -1,0 +1,203 @@
+"""Requests on their way: one text as it comes, and many that share the slots."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+from ..files.errors import OutriderError
+from ..sequence import ActiveSequence, Request, Token
+from ..stats import Stats
+from .line import Caller, Cancelled
+from .options import Options
+from .results import Event, Result, Transcript
+
+if TYPE_CHECKING:
+    from .engine import TextEngine
+
+# Errors of a request that are none of its neighbours'.
+OF_ONE = ("prompt", "option", "numeric")
+Item = TypeVar("Item")
+
+
+class Running(ABC, Generic[Item]):
+    """An iterator that holds slots while it has something to say.
+
+    They are given back at its end, by `close`, at the end of a `with` block, or when nothing refers
+    to it any more. Thread-safe: threads that iterate over it take turns.
+    """
+
+    def __init__(self, engine: TextEngine):
+        self._engine, self._caller = engine, Caller()
+        self._advancing = threading.Lock()
+        self._ended = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Item:
+        self._caller.touch()
+        try:
+            with self._advancing:
+                if self._ended or self._caller.cancelled:
+                    raise StopIteration
+                try:
+                    return self._advance()
+                except BaseException as error:
+                    self._end()
+                    if isinstance(error, Cancelled):
+                        raise StopIteration from None
+                    raise
+        finally:
+            if self._caller.cancelled:  # since the round began
+                self.close()
+
+    def close(self) -> None:
+        """End it, from any thread. Its slots are free then; where another thread is in a round of
+        it, as soon as that round is over, and that thread's iteration ends."""
+        self._engine.line.cancel(self._caller)
+        if self._advancing.acquire(blocking=False):
+            try:
+                self._end()
+            finally:
+                self._advancing.release()
+
+    def _end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._leave()
+
+    @abstractmethod
+    def _advance(self) -> Item:
+        """The next thing to say. Raises StopIteration where there is none."""
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """Give all slots back."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Stream(Running[Event]):
+    """A text as it comes: an event a round, the last of them with the result.
+
+    The slot is taken with the first event. result: None until then, and where it was closed.
+    """
+
+    def __init__(self, engine: TextEngine, request: Request, transcript: Transcript):
+        super().__init__(engine)
+        self._request, self._transcript = request, transcript
+        self._sequence: ActiveSequence | None = None
+        self.result: Result | None = None
+
+    @property
+    def text(self) -> str:
+        """Of all events until now."""
+        return self._transcript.text
+
+    def _advance(self) -> Event:
+        if self._sequence is None:
+            self._sequence = self._engine.admit(self._caller, self._request)
+            new: Sequence[Token] = self._sequence.output[:]
+        else:
+            new = self._engine.round([self._sequence])[self._sequence]
+        if self._sequence.error is not None:
+            raise self._sequence.error
+        event = self._transcript.event(self._sequence, new)
+        if event.result is not None:
+            self.result = event.result
+            self._engine.count(event.result)
+            self._end()
+        return event
+
+    def _leave(self) -> None:
+        if self._sequence is not None:
+            self._engine.leave(self._caller, self._sequence)
+
+
+class Batch(Running[tuple[int, Result]]):
+    """Texts of many prompts: (index of the prompt, result) in the order in which they finish."""
+
+    def __init__(self, engine: TextEngine, prompts: Iterator[Any], usual: Options):
+        super().__init__(engine)
+        self._source, self._usual = enumerate(prompts), usual
+        self._sequences: dict[ActiveSequence, tuple[int, Transcript]] = {}
+        self._finished: deque[tuple[int, Result]] = deque()
+        self._read = False  # whether all prompts have been
+
+    def _advance(self) -> tuple[int, Result]:
+        while not self._finished:
+            while not self._read and self._slot():
+                self._join()
+            if self._sequences:
+                for sequence, new in self._engine.round(self._sequences).items():
+                    self._tell(sequence, new)
+            elif self._read and not self._finished:
+                raise StopIteration
+        return self._finished.popleft()
+
+    def _slot(self) -> bool:
+        """Whether there is one more. Without any, it is waited for in line."""
+        line = self._engine.line
+        if self._sequences:
+            return line.take_if_free(self._caller)
+        line.take(self._caller)
+        return True
+
+    def _join(self) -> None:
+        """The next prompt, in a slot that has been taken for it."""
+        number, sequence = -1, None
+        try:
+            number, given = next(self._source)
+            prompt, options = given, self._usual
+            if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Options):
+                prompt, options = given
+            request, transcript = self._engine.prepare(prompt, options)
+            sequence = self._engine.enter(request)
+        except StopIteration:
+            self._read = True
+        except OutriderError as error:
+            if error.kind not in OF_ONE:
+                raise
+            result = Result("", (), "error", None, options.seed or 0, Stats(), error)
+            self._finished.append((number, result))
+        finally:
+            if sequence is None:
+                self._engine.line.give_back(self._caller)
+        if sequence is not None:
+            self._sequences[sequence] = (number, transcript)
+            self._tell(sequence, sequence.output[:])
+
+    def _tell(self, sequence: ActiveSequence, new: Sequence[Token]) -> None:
+        number, transcript = self._sequences[sequence]
+        if sequence.error is not None:
+            result = transcript.result(sequence, "error", sequence.error)
+        elif (finished := transcript.event(sequence, new).result) is not None:
+            result = finished
+            self._engine.count(result)
+        else:
+            return
+        del self._sequences[sequence]
+        self._engine.leave(self._caller, sequence)
+        self._finished.append((number, result))
+
+    def _leave(self) -> None:
+        while self._sequences:
+            sequence, _ = self._sequences.popitem()
+            self._engine.leave(self._caller, sequence)

@@ -1,0 +1,34 @@
+"""Engines for RTX GPUs, built without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoints import Workshop
+from rtx import SM
+
+from engines import bundle as bundles
+from engines.bundle import build
+from engines.tensorrt import rtx as tensorrt_rtx_backend
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on a machine that has one."""
+    monkeypatch.setattr(tensorrt_rtx_backend, "present_gpus", dict)
+    monkeypatch.setattr(bundles, "present_gpus", dict)
+
+
+@pytest.fixture(scope="session")
+def graphs(workshop: Workshop) -> Path:
+    target, draft = workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7)
+    return workshop.graphs(target, draft, dtype="float16")
+
+
+@pytest.fixture(scope="session")
+def rtx_bundle(graphs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shared: not to be damaged."""
+    out = tmp_path_factory.mktemp("rtx") / "bundle"
+    assert build(graphs, out, backend="tensorrt_rtx", slots=3, sm=SM)
+    return out

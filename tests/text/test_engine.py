@@ -1,0 +1,222 @@
+"""Callers of one engine: threads, streams that are closed, endless batches, a closed engine."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fakes import EOS, Context, FakeEngine, Logits, make_text_engine, near, random_model
+
+from runtime import Options, OutriderError, TextEngine
+from runtime.text.line import Line
+
+MODEL = random_model(1, never=[EOS])
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> TextEngine:
+    return make_text_engine(tmp_path, MODEL, near(MODEL, 2, 1.0), slots=2)
+
+
+class Gate:
+    """A model that stops in the middle of a round, when asked to."""
+
+    def __init__(self) -> None:
+        self.closed, self.reached, self.opened = False, threading.Event(), threading.Event()
+
+    def __call__(self, context: Context) -> Logits:
+        if self.closed:
+            self.reached.set()
+            assert self.opened.wait(30)
+        return MODEL(context)
+
+
+def test_more_callers_than_slots(engine: TextEngine) -> None:
+    """Fault: "busy" at once. And threads in turn get what they get alone."""
+    alone = engine.generate("abc", max_new_tokens=40).token_ids
+    with ThreadPoolExecutor(8) as pool:
+        runs = [pool.submit(engine.generate, "abc", max_new_tokens=40) for _ in range(12)]
+        assert all(run.result(60).token_ids == alone for run in runs)
+    assert engine.decoder.slots.free == engine.line.free == 2
+    assert engine.stats()["requests"] == 13
+
+
+def test_a_stream_is_closed_by_another_thread(tmp_path: Path) -> None:
+    """Fault: "generator already executing", and the text goes on to its end."""
+    gate = Gate()
+    engine = make_text_engine(tmp_path, gate)
+    stream = engine.stream("abc")
+    next(stream)
+    gate.closed = True
+    with ThreadPoolExecutor(1) as pool:
+        rest = pool.submit(list, stream)
+        assert gate.reached.wait(30)  # the other thread is in a round
+        stream.close()
+        assert engine.line.free == 0
+        gate.opened.set()
+        assert len(rest.result(30)) <= 1
+    assert stream.result is None
+    assert engine.decoder.slots.free == engine.line.free == 1
+    stream.close()
+    assert list(stream) == []
+
+
+def test_a_stream_that_waits_is_closed(tmp_path: Path) -> None:
+    engine = make_text_engine(tmp_path, MODEL)
+    with engine.stream("abc") as first, ThreadPoolExecutor(1) as pool:
+        next(first)
+        second = engine.stream("abc")
+        rest = pool.submit(list, second)
+        while not engine.line._waiting:
+            threading.Event().wait(0.001)
+        second.close()
+        assert rest.result(30) == []
+    assert engine.line.free == 1
+
+
+def test_a_stream_that_nobody_refers_to(engine: TextEngine) -> None:
+    for _ in range(5):
+        next(engine.stream("abc"))
+        next(engine.batch(["abc"] * 3, max_new_tokens=3))
+    assert engine.decoder.slots.free == engine.line.free == 2
+
+
+# Batches
+
+
+def test_a_batch_reads_as_slots_free(engine: TextEngine) -> None:
+    """Fault: an endless iterable is read to its end before anything runs."""
+    read = 0
+
+    def prompts() -> Iterator[str]:
+        nonlocal read
+        while True:
+            read += 1
+            yield "abc"
+
+    with engine.batch(prompts(), max_new_tokens=5) as batch:
+        for done, (number, result) in enumerate(itertools.islice(batch, 20), start=1):
+            assert (result.finish_reason, number < read) == ("length", True)
+            assert read <= done + len(engine.decoder.slots)
+    assert engine.line.free == 2
+
+
+def test_a_batch_of_prompts_and_of_pairs(engine: TextEngine) -> None:
+    prompts = ["ab", [5, 6], ("cd", Options(max_new_tokens=3))]
+    results = dict(engine.batch(prompts, max_new_tokens=7))
+    assert [len(results[i].tokens) for i in range(3)] == [7, 7, 3]
+    assert results[0].token_ids == engine.generate("ab", max_new_tokens=7).token_ids
+    with pytest.raises(OutriderError, match="one prompt"):
+        engine.batch("ab")
+
+
+def test_one_bad_request_of_a_batch(engine: TextEngine) -> None:
+    """Fault: its neighbours, half done, are lost with it."""
+    prompts = ["ab", ("ab", Options(gamma=99)), [], 7, ("ab", Options(seed=-1)), "cd"]
+    results = dict(engine.batch(prompts, max_new_tokens=5))
+    errors = [results[i].error for i in range(6)]
+    kinds = [None if error is None else error.kind for error in errors]
+    assert kinds == [None, "option", "prompt", "prompt", "option", None]
+    assert {results[i].finish_reason for i in (1, 2, 3, 4)} == {"error"}
+    assert results[5].token_ids == engine.generate("cd", max_new_tokens=5).token_ids
+    assert engine.line.free == 2
+
+
+def test_a_nan_ends_one_text_alone(tmp_path: Path) -> None:
+    """Fault: one request's NaN ends the whole batch."""
+
+    def target(context: Context) -> Logits:
+        row = MODEL(context)
+        return row * np.float32(np.nan) if context[0] == 7 and len(context) == 9 else row
+
+    engine = make_text_engine(tmp_path, target, near(MODEL, 2, 1.0), slots=2, order=None)
+    prompts = [[5, 5, 5, 5], [7, 5, 5, 5], [6, 5, 5, 5]]
+    results = dict(engine.batch(prompts, max_new_tokens=12))
+    assert [results[i].finish_reason for i in range(3)] == ["length", "error", "length"]
+    failed = results[1]
+    assert failed.error is not None and failed.error.kind == "numeric"
+    assert 1 <= len(failed.tokens) <= 5 and failed.text
+    alone = [engine.generate(prompts[i], max_new_tokens=12).token_ids for i in (0, 2)]
+    assert alone == [results[0].token_ids, results[2].token_ids]
+    with pytest.raises(OutriderError, match="numeric"):
+        engine.generate(prompts[1], max_new_tokens=12)
+    assert engine.decoder.slots.free == engine.line.free == 2
+
+
+def test_what_the_source_raises_is_raised(engine: TextEngine) -> None:
+    def prompts() -> Iterator[str]:
+        yield "ab"
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        list(engine.batch(prompts(), max_new_tokens=5))
+    assert engine.decoder.slots.free == engine.line.free == 2
+
+
+def test_a_batch_leaves_slots_to_who_waits(engine: TextEngine) -> None:
+    """Fault: an endless batch never lets anybody in."""
+    with (
+        ThreadPoolExecutor(1) as pool,
+        engine.batch(itertools.repeat("ab"), max_new_tokens=9) as batch,
+    ):
+        next(batch)
+        other = pool.submit(engine.generate, "abc", max_new_tokens=5)
+        while not other.done():
+            next(batch)
+        assert len(other.result().tokens) == 5
+
+
+# Closing
+
+
+def test_a_closed_engine(engine: TextEngine) -> None:
+    with engine:
+        stream = engine.stream("abc")
+        next(stream)
+        weights = weakref.ref(engine.decoder.target)
+    assert weights() is None, "the memory is given back with a stream open"
+    for use in (
+        lambda: next(stream),
+        lambda: engine.generate("abc"),
+        lambda: next(engine.batch(["abc"])),
+        lambda: engine.decoder,
+    ):
+        with pytest.raises(OutriderError, match="bundle: the engine is closed") as error:
+            use()
+        assert error.value.kind == "bundle"
+    engine.close()
+    assert engine.stats()["requests"] == 0
+
+
+def test_memory_is_given_back_without_the_garbage_collector(tmp_path: Path) -> None:
+    """Fault: a cycle keeps gigabytes until the collector happens to run."""
+    engine = make_text_engine(tmp_path, MODEL, near(MODEL, 2, 1.0))
+    engine.generate("abc", max_new_tokens=9, gamma="auto", stop="x", logprobs=2)
+    list(engine.batch(["abc"], max_new_tokens=5))
+    with pytest.raises(OutriderError):
+        engine.generate([])
+    assert isinstance(engine.decoder.target, FakeEngine)
+    weights = weakref.ref(engine.decoder.target)
+    gc.disable()
+    try:
+        del engine
+        assert weights() is None
+    finally:
+        gc.enable()
+
+
+def test_the_line_of_an_engine(tmp_path: Path, engine: TextEngine) -> None:
+    full = TextEngine(engine.manifest, engine.tokenizer, engine.decoder, queue=0)
+    assert isinstance(full.line, Line)
+    held = [full.stream("abc") for _ in range(2)]
+    for stream in held:
+        next(stream)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(OutriderError, match="all slots are in use"):
+        pool.submit(full.generate, "abc").result(30)

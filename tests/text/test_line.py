@@ -1,0 +1,166 @@
+"""The line for slots, with threads that stand in it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from runtime.files.errors import OutriderError
+from runtime.text.line import Caller, Cancelled, Line
+
+
+class Crowd:
+    """Threads that come to a line one after the other."""
+
+    def __init__(self, pool: ThreadPoolExecutor):
+        self.served: list[str] = []
+        self._pool = pool
+
+    def come(
+        self, line: Line, name: str, slots: int = 1, holds: Caller | None = None
+    ) -> tuple[Caller, Future[None]]:
+        """Returns once the caller waits. holds: what its thread holds already."""
+        caller = Caller()
+        waiting = len(line._waiting)
+
+        def take() -> None:
+            caller.owner = threading.get_ident()
+            if holds is not None:
+                holds.owner = threading.get_ident()
+            line.take(caller, slots)
+            self.served.append(name)
+
+        future = self._pool.submit(take)
+        while len(line._waiting) == waiting and not future.done():
+            threading.Event().wait(0.001)
+        return caller, future
+
+
+@pytest.fixture
+def crowd() -> Iterator[Crowd]:
+    with ThreadPoolExecutor(8) as pool:
+        yield Crowd(pool)
+
+
+def foreign(line: Line, slots: int = 1) -> Caller:
+    """Somebody holds slots whom nobody can suspect of waiting."""
+    caller = Caller()
+    caller.owner = None
+    line.take(caller, slots)
+    return caller
+
+
+def test_first_come_first_served(crowd: Crowd) -> None:
+    """Fault: a free slot goes to whoever wakes up first."""
+    line = Line(1)
+    held = foreign(line)
+    came = [crowd.come(line, name) for name in "abcde"]
+    line.give_back(held)
+    for caller, future in came:
+        future.result(30)
+        line.give_back(caller)
+    assert "".join(crowd.served) == "abcde"
+    assert line.free == 1
+
+
+def test_who_wants_all_slots_is_not_overtaken(crowd: Crowd) -> None:
+    """Fault: beam search waits for ever while single texts come and go."""
+    line = Line(2)
+    held = foreign(line)
+    everything, first = crowd.come(line, "all", slots=2)
+    one, second = crowd.come(line, "one")
+    assert not line.take_if_free(Caller())  # a slot is free, and somebody waits for it
+    line.give_back(held)
+    first.result(30)
+    assert not second.done()
+    line.give_back(everything, 2)
+    second.result(30)
+    assert crowd.served == ["all", "one"]
+    line.give_back(one)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (Line(1, queue=0), "the only slot is in use. Try again later"),
+        (Line(1, timeout=0.0), "in use after a wait of 0 s"),
+    ],
+)
+def test_who_may_not_wait_is_told_at_once(line: Line, words: str) -> None:
+    foreign(line)
+    with pytest.raises(OutriderError, match=words) as error:
+        line.take(Caller())
+    assert error.value.kind == "busy"
+    assert not line._waiting
+
+
+def test_a_full_line(crowd: Crowd) -> None:
+    line = Line(2, queue=1)
+    held = foreign(line, 2)
+    waiting, future = crowd.come(line, "a")
+    with pytest.raises(OutriderError, match="all slots are in use, and 1 callers wait already"):
+        line.take(Caller())
+    line.give_back(held, 2)
+    future.result(30)
+    line.give_back(waiting)
+
+
+def test_a_thread_does_not_wait_for_itself() -> None:
+    line = Line(1)
+    line.take(Caller())
+    with pytest.raises(OutriderError, match="by streams that this thread itself has begun"):
+        line.take(Caller())
+
+
+def test_threads_do_not_wait_for_one_another(crowd: Crowd) -> None:
+    """Fault: two threads, each with one of two slots and waiting for a second one, hang."""
+    line = Line(2)
+    mine, theirs = Caller(), Caller()
+    line.take(mine)
+    line.take(theirs)
+    _, future = crowd.come(line, "first", holds=theirs)
+    with pytest.raises(OutriderError, match="this thread itself"):
+        line.take(Caller())
+    line.give_back(mine)  # and the other one goes on
+    future.result(30)
+
+
+def test_control_a_stream_that_threads_share_is_no_suspect(crowd: Crowd) -> None:
+    """A pool's thread has advanced a stream, and now waits: another one will finish it."""
+    line = Line(1)
+    shared = Caller()
+    line.take(shared)
+
+    def elsewhere() -> None:
+        shared.touch()
+        shared.touch()
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    threading.Timer(0.05, line.give_back, [shared]).start()
+    line.take(Caller())
+
+
+def test_who_waits_can_be_called_away(crowd: Crowd) -> None:
+    line = Line(1)
+    held = foreign(line)
+    caller, future = crowd.come(line, "a")
+    line.cancel(caller)
+    with pytest.raises(Cancelled):
+        future.result(30)
+    _, future = crowd.come(line, "b")
+    line.close()
+    with pytest.raises(OutriderError, match="the engine is closed"):
+        future.result(30)
+    line.give_back(held)
+    assert line.free == 1
+
+
+@pytest.mark.parametrize("wrong", [{"queue": -1}, {"timeout": -1.0}, {"timeout": float("nan")}])
+def test_what_is_no_line(wrong: dict[str, float]) -> None:
+    with pytest.raises(OutriderError, match="out of range"):
+        Line(1, **wrong)  # type: ignore[arg-type]
