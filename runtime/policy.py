@@ -18,7 +18,6 @@ from .costs import PRIOR, WEIGHT, Costs, EarlierTexts, RoundCosts
 
 KEEP = 0.96  # what was seen counts that much less with every round
 STAY = 8  # rounds that a choice is for
-PROBE_EVERY = 32  # rounds with drafts
 PAUSE, LONGEST_PAUSE = 16, 1024  # rounds without drafts before they are tried again
 ALLOWANCE, RATE = 3.0, 0.03  # plain steps, and of every token: what a text may lose
 
@@ -145,9 +144,7 @@ class Measured:
     out of earlier gains.
 
     16 rounds after drafts were given up, what was seen is nearly forgotten and they are tried
-    again, with one token; each time that they lose, after twice as many rounds, up to 1,024. While
-    they pay, one round in 32 drafts twice as many tokens: nothing else would tell of a draft whose
-    later tokens are better than its first.
+    again, with one token; each time that they lose, after twice as many rounds, up to 1,024.
     """
 
     def __init__(
@@ -170,7 +167,6 @@ class Measured:
         self.tokens, self.lost = 0, 0.0  # of the text; against plain decoding, negative is a gain
         self.lost_before = 0.0  # when drafts were last resumed
         self.pause = PAUSE
-        self.since = 0  # rounds since the last probe
 
     def next(self, batch: int) -> int:
         if self.left and (batch == self.batch or self.gamma == 0):
@@ -200,7 +196,6 @@ class Measured:
         # As many more as may all accept nothing.
         later = costs.round(self.max_gamma if self.named else gamma) - 1
         self.left = min(self.left, max(0, int(spare / max(later, 1e-9))))
-        self.since += self.left
         return gamma if spare >= 0 else 0
 
     def observe(self, gamma: int, examined: int, accepted: int, all_accepted: bool) -> None:
@@ -231,10 +226,5 @@ class Measured:
         # The best may be too dear for now, and another earn what it takes.
         within = [gamma for gamma in choices if costs.round(gamma) - 1 <= spare]
         self.gamma = max(within, key=speed.__getitem__, default=0) or self.gamma
-        self.since += 1
-        deeper = min(2 * self.gamma + 1, self.max_gamma)
-        if self.named is None and deeper > self.gamma and self.since >= PROBE_EVERY:
-            self.since = 0
-            return deeper
         self.left = STAY - 1
         return self.gamma
