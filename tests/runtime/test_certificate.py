@@ -12,7 +12,7 @@ from scipy import stats
 
 import runtime.certificate as certificate_module
 from runtime.certificate import LEVEL, TOKENS, check, kolmogorov_smirnov
-from runtime.sampling import philox, sampler
+from runtime.sampling import philox, reference
 from runtime.sampling.distribution import Distribution
 from runtime.sampling.rules import Verdict, verify
 from runtime.sampling.warp import warp
@@ -98,7 +98,7 @@ def test_its_random_numbers_are_its_own(engine, monkeypatch):
 
         return uniform
 
-    monkeypatch.setattr(sampler, "uniform", record("generation"))
+    monkeypatch.setattr(reference, "uniform", record("generation"))
     monkeypatch.setattr(certificate_module, "uniform", record("certificate"))
     check(engine, PROMPT, replace(SAMPLED, verify="block"))
     assert len(drawn["certificate"]) == TOKENS
@@ -196,7 +196,7 @@ def never_resample(p, q, drafts, accept_u, final_u, params):
 )
 def test_a_wrong_rule_fails(engine, monkeypatch, rule, options):
     assert check(engine, PROMPT, options).passed
-    monkeypatch.setattr(sampler, "verify", rule)
+    monkeypatch.setattr(reference, "verify", rule)
     certificate = check(engine, PROMPT, options)
     assert not certificate.passed
     assert "FAILED" in certificate.lines()[0]
@@ -236,7 +236,7 @@ def test_a_suppressed_token_fails(tmp_path, monkeypatch, temperature):
 
     engine = make_text_engine(tmp_path, target, near(target, 2, 0.5))
     assert check(engine, PROMPT, options).passed
-    monkeypatch.setattr(sampler, "warp", forgetful)
+    monkeypatch.setattr(reference, "warp", forgetful)
     certificate = check(engine, PROMPT, options)
     assert not certificate.passed
     assert certificate.violations[0].token == EOS
@@ -248,7 +248,7 @@ def test_a_filter_that_was_not_applied_fails(engine, monkeypatch):
     def unfiltered(row, params, *arguments, **options):
         return warp(row, replace(params, top_k=0), *arguments, **options)
 
-    monkeypatch.setattr(sampler, "warp", unfiltered)
+    monkeypatch.setattr(reference, "warp", unfiltered)
     certificate = check(engine, PROMPT, replace(SAMPLED, top_k=3))
     assert not certificate.passed
     assert len(certificate.violations) > 20
