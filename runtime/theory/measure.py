@@ -74,7 +74,7 @@ def findings(texts: Mapping[int, Sequence[Stats]]) -> Findings:
 
 def recommend(folder: str, prompts: Sequence[str], temperature: float, tokens: int) -> str:
     """Measure a bundle and say which gamma to use. Raises OutriderError as `load`."""
-    engine = load(folder, reuse=False)  # every text has its prefills
+    engine = load(folder)
     if engine.decoder.draft is None:
         raise OutriderError(
             "option", f"{folder} has no draft", "Build it with DRAFT=<draft>, or give --alpha."
