@@ -104,8 +104,8 @@ check: .venv/stamp
 	$(PY) -m mypy
 
 bench: kernel
-	$(PY) -m bench.side $(if $(QUICK),--quick) --out="$$BENCH_OUT/side"
-	$(PY) -m bench.growth $(if $(QUICK),--quick) --out="$$BENCH_OUT/growth"
+	$(PY) -m bench side $(if $(QUICK),--quick) --out="$$BENCH_OUT/side"
+	$(PY) -m bench growth $(if $(QUICK),--quick) --out="$$BENCH_OUT/growth"
 
 report: kernel
 	@$(PY) -m bench report --engines="$$ENGINES" $${PROMPTS:+--prompts="$$PROMPTS"}

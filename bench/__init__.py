@@ -1,1 +1,2 @@
-"""What decoding costs, as ratios measured in one run: `python -m bench.decode`."""
+"""Measurement: `python -m bench SUITE`. core: each concept once; systems: decoders on the same
+checkpoints; suites: what is measured where; report: a page on one bundle."""

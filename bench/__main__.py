@@ -6,14 +6,12 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from runtime.files.errors import OutriderError, run_command
-
 # name: module with a `main`, and what it measures
 SUITES = {
-    "side": ("bench.side", "Outrider and what a user would pick instead, side by side"),
-    "growth": ("bench.growth", "how time and memory grow with what is asked for"),
-    "drafts": ("bench.drafts", "what each kind of draft brings on a bundle"),
-    "policies": ("bench.policies", "what choosing gamma for each round brings"),
+    "side": ("bench.suites.side", "Outrider and what a user would pick instead, side by side"),
+    "growth": ("bench.suites.growth", "how time and memory grow with what is asked for"),
+    "drafts": ("bench.suites.drafts", "what each kind of draft brings on a bundle"),
+    "policies": ("bench.suites.policies", "what choosing gamma for each round brings"),
     "kernel": ("bench.suites.kernel", "the sampling kernel against NumPy and Transformers"),
     "paper": ("bench.suites.paper", "the kernel paper's analyses, done again"),
     "report": ("bench.report", "a page with plots on what speculation gains on a bundle"),
@@ -29,10 +27,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, (_, about) in SUITES.items():
             print(f"  {name:<9} {about}")
         return 0
+    # Here, because the processes of bench.systems import this module too, and their memory is told.
+    from runtime.files.errors import run_command
+
     return run_command(lambda: _run(arguments))
 
 
 def _run(arguments: list[str]) -> int:
+    from runtime.files.errors import OutriderError
+
     name = arguments[0] if arguments else ""
     if name not in SUITES:
         cause = f"there is no suite {name}" if name else "no suite was named"

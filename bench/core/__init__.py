@@ -10,5 +10,6 @@
 | `costs` | draft steps, verifications and acceptance; what Theorem 3.8 makes of them; bytes |
 | `fit` | quartiles, ratio estimates, exponents |
 | `table`, `plot`, `command` | how figures are told: tables, plots, the last line of JSON |
+| `kept` | what is made once, such as a bundle |
 | `timed` | a command line of this project in a process of its own |
 """

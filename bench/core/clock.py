@@ -146,9 +146,9 @@ def turns(
         turn += 1
 
 
-def alternate(
+def sampled(
     calls: Mapping[str, Callable[[], object]], *, rounds: int, patience: float
-) -> dict[str, Figure]:
+) -> dict[str, list[Sample]]:
     """Run the calls in turn (`order`) until each has `rounds` undisturbed samples.
 
     patience: seconds after which what there is has to do.
@@ -159,4 +159,12 @@ def alternate(
     for turn in turns(samples, least=rounds, wanted=rounds, patience=patience):
         for name in order(list(calls), turn):
             samples[name].append(sample(calls[name]))
-    return {name: figure(x) for name, x in samples.items()}
+    return samples
+
+
+def alternate(
+    calls: Mapping[str, Callable[[], object]], *, rounds: int, patience: float
+) -> dict[str, Figure]:
+    """What the samples of `sampled` come to."""
+    found = sampled(calls, rounds=rounds, patience=patience)
+    return {name: figure(x) for name, x in found.items()}

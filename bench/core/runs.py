@@ -53,6 +53,11 @@ class Run(TextRecord):
 Texts = Sequence[Mapping[Name, Run]]  # of each text, a run of every way
 
 
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the same text without drafts."""
+    return {"gamma": 0, "temperature": options["temperature"]}
+
+
 def load_pair(folder: str, threads: int) -> TextEngine:
     """A bundle on the CPU, for one text at a time. Raises OutriderError as `load`, and "option"."""
     engine = load(folder, slots=1, threads=threads, device="cpu", verify=False)

@@ -46,7 +46,7 @@ class Table:
         return "\n".join([self.title, *lines, *self.notes, ""])
 
 
-def number(digits: int) -> Shown:
+def decimals(digits: int) -> Shown:
     """Shows a number with so many digits behind the point."""
     return lambda value: f"{value:,.{digits}f}"
 

@@ -8,13 +8,16 @@ draft is made that agrees with it about as often as is asked for (`blur`).
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..kept import kept
 from ..timed import CHECKOUT, Timed, timed
 
 TARGET, DRAFT = CHECKOUT / "models" / "target", CHECKOUT / "models" / "draft"
+BUILDERS = "export", "engines", "runtime/files"  # what a bundle is made by
 DRAFT_HIDDEN = 288  # a larger vocabulary takes three channels more than the bundled target has
 
 
@@ -48,9 +51,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class Built:
-    """A bundle, and what its export and its build took."""
+    """What the export and the build of a bundle took."""
 
-    folder: Path
     export: Timed
     build: Timed
 
@@ -82,6 +84,20 @@ def make(shape: str, alpha: float, work: Path) -> Pair:
     return Pair(target, draft, json.loads(stamp.read_text()))
 
 
+def place(
+    target: Path,
+    draft: Path | None,
+    work: Path,
+    *,
+    max_len: int | None = None,
+    dtype: str = "float32",
+) -> tuple[Path, list[Path]]:
+    """The folder of the bundle of a pair, and the folders that it is made of."""
+    named = f"{target.name}-{draft.name if draft else 'none'}-{max_len or 'own'}-{dtype}"
+    models = [target, draft] if draft else [target]
+    return work / "bundles" / named, [*models, *(CHECKOUT / room for room in BUILDERS)]
+
+
 def bundle(
     target: Path,
     draft: Path | None,
@@ -89,18 +105,36 @@ def bundle(
     *,
     max_len: int | None = None,
     dtype: str = "float32",
-    cache: Path | None = None,
-) -> Built:
-    """What `make engines` makes of a pair, in work/bundle; finished parts are kept.
+    built: Callable[[Built], object] = lambda made: None,
+) -> Path:
+    """What `make engines` makes of a pair, in `work`, made unless it is there.
 
-    max_len: None for the checkpoints' own. cache: of exported parts, work/cache if None. Raises
+    max_len: None for the checkpoints' own. built: told what making it took, if it was made. Raises
     OutriderError "backend"; stderr has said why.
     """
-    name = f"{target.name}-{draft.name if draft else 'none'}"
-    graphs, folder = work / "graphs" / name, work / "bundle" / name
-    length = ["--max-len", max_len] if max_len else []
-    export = timed(
-        "export", "--model", target, "--draft", draft or "none", "--out", graphs,
-        "--dtype", dtype, "--cache", cache or work / "cache", *length,
-    )  # fmt: skip
-    return Built(folder, export, timed("engines", "--graphs", graphs, "--out", folder))
+    folder, sources = place(target, draft, work, max_len=max_len, dtype=dtype)
+
+    def make() -> None:
+        graphs = work / "graphs" / folder.name
+        length = ["--max-len", max_len] if max_len else []
+        export = timed(
+            "export", "--model", target, "--draft", draft or "none", "--out", graphs,
+            "--dtype", dtype, "--cache", work / "cache", *length,
+        )  # fmt: skip
+        built(Built(export, timed("engines", "--graphs", graphs, "--out", folder)))
+
+    return kept(folder, sources, make)
+
+
+def encoder(checkpoint: Path) -> tuple[Callable[[str], list[int]], list[int]]:
+    """From text to ids without special tokens, and the ids that begin every text."""
+    import transformers
+
+    library: Any = transformers
+    tokenizer = library.AutoTokenizer.from_pretrained(checkpoint)
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    return encode, tokenizer("")["input_ids"]

@@ -4,9 +4,8 @@ Every matrix gets Gaussian noise of `noise` times its own standard deviation, th
 every size. Bisection finds the size at which alpha, the mean of sum min(p, q) at temperature 1
 (Corollary 3.6), is what is wanted on held-out text. Noise only takes away from an alpha of 1.
 
-Alpha depends on the text. What decoding meets is what the target writes itself, so the acceptance
-on that is measured as well: at temperature 1 on text drawn at 1, at temperature 0, where it is the
-share of equal argmaxes, on greedy text.
+Alpha depends on the text. What decoding meets is what the target writes itself, whose acceptance
+the suites tell.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from transformers import AutoTokenizer
 
 from models.corpus import collect
-from models.measure import PairFigures, measure, sample
+from models.measure import PairFigures, measure
 from runtime.files.errors import OutriderError
 from runtime.files.folders import refuse_foreign, write_folder
 from runtime.files.progress import stage
@@ -29,7 +28,6 @@ from runtime.files.progress import stage
 from .grow import load_llama, write_checkpoint
 
 WINDOWS, WINDOW = 32, 256  # of text: 8,160 predictions, by which alpha is known to about 0.005
-PROMPT, WRITTEN = 32, 96  # of a window, which the target continues: 3,072 predictions
 CLOSE = 1e-3  # the bisection ends this near to the wanted alpha
 FIRST_NOISE = 0.05
 MOST_TRIES = 30
@@ -37,14 +35,12 @@ MOST_TRIES = 30
 
 @dataclass(frozen=True)
 class Blurred:
-    """What was written. noise: relative to each matrix. alpha: on held-out text. Others: the
-    acceptance at temperatures 0 and 1 there and on the target's own text of that temperature."""
+    """What was written. noise: relative to each matrix. The others: the acceptance on held-out
+    text, at temperature 1 and at 0, where it is the share of equal argmaxes."""
 
     noise: float
     alpha: float
     alpha_greedy: float
-    own_alpha: float
-    own_alpha_greedy: float
 
 
 def blur(target: Path, out: Path, alpha: float) -> Blurred:
@@ -65,18 +61,7 @@ def blur(target: Path, out: Path, alpha: float) -> Blurred:
         said.note = f"noise {noise:.4f}, alpha {figures.acceptance_rate:.3f}"
     with write_folder(out, "config.json") as partial, stage("draft", "write"):
         write_checkpoint(model, target, partial)
-    with stage("draft", "measure on the target's text") as said:
-        drawn, greedy = (_own(judge, model, windows, t) for t in (1.0, 0.0))
-        said.note = (
-            f"{drawn.acceptance_rate:.3f} at temperature 1, {greedy.greedy_agreement:.3f} at 0"
-        )
-    return Blurred(
-        noise,
-        figures.acceptance_rate,
-        figures.greedy_agreement,
-        drawn.acceptance_rate,
-        greedy.greedy_agreement,
-    )
+    return Blurred(noise, figures.acceptance_rate, figures.greedy_agreement)
 
 
 def _windows(folder: Path, context: int) -> torch.Tensor:
@@ -123,12 +108,3 @@ def _bisect(at: Callable[[float], PairFigures], alpha: float) -> tuple[float, Pa
         f"no noise gave an acceptance of {alpha:g}, the last one {found.acceptance_rate:.3f}",
         "Use one that is not so near to 0 or 1.",
     )
-
-
-def _own(target: Any, draft: Any, windows: torch.Tensor, temperature: float) -> PairFigures:
-    """The pair on what the target writes behind the windows' first tokens."""
-    generator = torch.Generator().manual_seed(0)
-    prompts = windows[:, : min(PROMPT, windows.shape[1] // 2)]
-    length = min(prompts.shape[1] + WRITTEN, windows.shape[1])
-    texts = sample(target, prompts, length, torch.full((len(prompts),), temperature), generator)
-    return measure(target, draft, texts, prompt=prompts.shape[1])

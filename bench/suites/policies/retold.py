@@ -1,0 +1,119 @@
+"""The same text, and the same luck with each of its tokens, however it is decoded.
+
+Above temperature 0, two ways of decoding give two texts, one of which may be easier to draft, and
+that difference is larger than what is to be compared. But where a text x came from p, a draft token
+at a place all before which stands is accepted with probability min(1, q(x) / p(x)), whatever gamma
+was: in Algorithm 1 (Leviathan et al. 2023) a token is x by acceptance with probability min(p, q),
+of p in all. So a text is decoded plainly, one coin is thrown for each place, and then every way
+tells it again: the models and the sampler do all their work, for as long, and what they find is put
+aside. The rounds of each way have the distribution that they would have had, given this text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from runtime.backends.engine import Engine
+from runtime.calls import readable
+from runtime.round import HostRounds
+from runtime.sampling.distribution import Distribution
+from runtime.sampling.rules import Verdict
+from runtime.sampling.sampler import Array, Ids, Sampler, SlotSampling
+from runtime.sampling.warp import SamplingParams, warp
+from runtime.text.engine import TextEngine
+
+from ...core.runs import fresh, plain_options
+
+
+@dataclass(frozen=True)
+class Story:
+    """ids: of the prompt and the text. stands: whether a draft's token would, by place."""
+
+    ids: Sequence[int]
+    stands: Sequence[bool]
+
+
+def story(
+    engine: TextEngine, prompt: Sequence[int], tokens: int, seed: int, options: Mapping[str, Any]
+) -> Story:
+    """Of the model draft. options: "temperature", and "draft_temperature" where it has its own."""
+    temperature = options["temperature"]
+    plain = {**plain_options(options), "max_new_tokens": tokens, "ignore_eos": True}
+    text = engine.generate(prompt, seed=seed, **plain).tokens
+    ids = [*prompt, *(token.id for token in text)]
+    draft = engine.decoder.draft
+    assert draft is not None
+    p = _distributions(engine, engine.decoder.target, ids, temperature)
+    q = _distributions(engine, draft, ids, options.get("draft_temperature", temperature))
+    coins = np.random.default_rng(seed).random(len(ids))
+    stands = [False] + [
+        bool(mine.prob(token) > coin * theirs.prob(token))
+        for theirs, mine, token, coin in zip(p, q, ids[1:], coins, strict=False)
+    ]
+    return Story(ids, stands)
+
+
+def _distributions(
+    engine: TextEngine, model: Engine, ids: Sequence[int], temperature: float
+) -> list[Distribution]:
+    """After each token."""
+    params, width = SamplingParams(temperature=temperature), engine.decoder.max_gamma
+    found = []
+    for begin in range(0, len(ids), width):
+        part = readable(model, ids[begin : begin + width])[None]
+        (rows,) = model.forward(part, np.array([begin]), np.arange(part.shape[1]))
+        found += [warp(row, params, vocab_size=engine.decoder.vocab_size) for row in rows]
+    return found
+
+
+class Retelling:
+    """A sampler that works as `inner` does, for one slot whose drafts are drawn, and says what
+    stands in `story`."""
+
+    def __init__(self, inner: Sampler):
+        self.inner, self.vocab_size = inner, inner.vocab_size
+        self.story = Story([], [])
+        self._place: SlotSampling
+
+    def begin(self, places: Sequence[SlotSampling]) -> None:
+        (self._place,) = places
+        self.inner.begin(places)
+
+    def draw(self, logits: Array, step: int, *, keep: bool = True, first_slot: int = 0) -> Ids:
+        drawn = self.inner.draw(logits, step, keep=keep, first_slot=first_slot)
+        place = self._place.position + step
+        token = self.story.ids[place]
+        if not self.story.stands[place]:
+            token = int(drawn[0]) if drawn[0] != token else (token + 1) % self.vocab_size
+        return np.array([token])
+
+    def stop(self, b: int, gamma: int) -> None:
+        self._place = replace(self._place, gamma=gamma)
+        self.inner.stop(b, gamma)
+
+    def give(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
+        if any(drafts):
+            raise NotImplementedError("a draft whose tokens are not drawn one by one")
+        self.inner.give(drafts, first_slot)
+
+    def verify(
+        self, logits: Array, draft_logits: Sequence[Array] | None = None, *, first_slot: int = 0
+    ) -> list[Verdict]:
+        (verdict,) = self.inner.verify(logits, draft_logits, first_slot=first_slot)
+        begin, gamma = self._place.position, self._place.gamma
+        stands = [*self.story.stands[begin : begin + gamma], False]
+        accepted = stands.index(False)
+        ratios = (verdict.ratios + (1.0,) * gamma)[: min(gamma, accepted + 1)]
+        return [Verdict(accepted, self.story.ids[begin + accepted], ratios)]
+
+
+def retelling(engine: TextEngine) -> tuple[TextEngine, Retelling]:
+    """The same models, on the CPU, that tell a story; one text at a time."""
+    rounds = engine.decoder.rounds
+    assert isinstance(rounds, HostRounds)
+    sampler = Retelling(rounds.sampler)
+    return fresh(engine, HostRounds(rounds.target, rounds.draft, sampler)), sampler

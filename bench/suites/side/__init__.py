@@ -1,0 +1,3 @@
+from .suite import SUITE, main
+
+__all__ = ["SUITE", "main"]

@@ -1,0 +1,124 @@
+"""ONNX Runtime GenAI, on what its own model builder makes of the checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import onnxruntime_genai
+
+from .protocol import Batch, Request, Setup
+from .worker import Arrivals, arrived_together, converted, loading, weights_bytes
+
+og: Any = onnxruntime_genai
+BUILDER = "onnxruntime_genai.models.builder"
+WEIGHTS = "model.onnx.data"
+NGRAM = 3  # of lookups: the last two tokens are looked for, as Transformers does
+
+
+class Worker:
+    """See `worker.Worker`. The pair is loaded when a request drafts: a model of its own."""
+
+    def __init__(self, setup: Setup):
+        self._threads = setup.threads
+        self._folder = _build(setup, setup.target)
+        self._draft = _build(setup, setup.draft) if setup.draft else None
+        self._models: dict[bool, Any] = {}
+        _, self.load = loading(lambda: self._model(pair=False))
+        self.facts = {
+            "onnxruntime-genai": og.__version__,
+            "onnxruntime": onnxruntime.__version__,
+            "dtype": setup.precision,
+            "weights": weights_bytes(self._folder, WEIGHTS),
+            "draft_weights": weights_bytes(self._draft, WEIGHTS) if self._draft else 0,
+            "cache_element": 4,
+        }
+
+    def _model(self, *, pair: bool) -> Any:
+        """The target alone, or target and draft."""
+        if pair not in self._models:
+            threads = {"session_options": {"intra_op_num_threads": self._threads}}
+            changes: dict[str, Any] = {"decoder": threads}
+            config = og.Config(str(self._folder))
+            if pair:
+                if self._draft is None:
+                    raise ValueError("no draft model was given")
+                changes["draft"] = _linked(self._draft, self._folder, threads)
+            config.overlay(json.dumps({"model": changes}))
+            self._models[pair] = og.Model(config)
+        return self._models[pair]
+
+    def generate(self, request: Request, text: Arrivals) -> None:
+        model = self._model(pair=request.mode == "draft")
+        parameters = og.GeneratorParams(model)
+        parameters.set_search_options(
+            max_length=len(request.prompt) + request.new_tokens, **_sampling(request)
+        )
+        if drafts := request.mode != "plain":
+            ngram = NGRAM if request.mode == "lookup" else 0
+            parameters.set_speculative_options(max_draft_tokens=request.gamma, ngram_size=ngram)
+        generator = og.Generator(model, parameters)
+        generator.append_tokens(request.prompt)
+        buffered = 0  # tokens of the last round that are not yet out
+        tokens: list[int] = []
+        while len(text.tokens) < request.new_tokens:
+            if generator.is_done():
+                # It cannot be told that no token ends a text. The one that does is left out of its
+                # sequence: given as a prompt it is read, at the cost of any other step.
+                generator.append_tokens(tokens)
+            generator.generate_next_token()
+            tokens = generator.get_next_tokens().tolist()
+            text.arrived(tokens, same_round=buffered > 0)
+            buffered = generator.get_speculative_stats()["tokens_buffered"] if drafts else 0
+
+    def batch(self, request: Batch, texts: Sequence[Arrivals]) -> None:
+        if request.mode != "plain":
+            raise ValueError("a batch is decoded without drafts")
+        model = self._model(pair=False)
+        parameters = og.GeneratorParams(model)
+        length = len(request.prompts[0]) + request.new_tokens
+        parameters.set_search_options(
+            max_length=length, batch_size=len(request.prompts), do_sample=False
+        )
+        generator = og.Generator(model, parameters)
+        generator.append_tokens(np.array(request.prompts, np.int32))
+        for _ in range(request.new_tokens):
+            # A text that has ended is padded at the cost of one that has not.
+            generator.generate_next_token()
+            arrived_together(texts, generator.get_next_tokens().reshape(-1, 1).tolist())
+
+
+def _build(setup: Setup, checkpoint: str) -> Path:
+    source = Path(checkpoint)
+    folder = Path(setup.work) / "genai" / source.name
+    return converted(
+        folder, source, BUILDER, "-i", source, "-o", folder, "-p", "fp32", "-e", "cpu",
+        "-c", folder.parent / "cache", "--extra_options", "hf_token=false",
+    )  # fmt: skip
+
+
+def _linked(draft: Path, folder: Path, threads: dict[str, Any]) -> dict[str, Any]:
+    """The draft's section of the target's configuration; its files have to lie in that folder."""
+    place = folder / "draft"
+    place.mkdir(exist_ok=True)
+    for file in draft.glob("model.onnx*"):
+        (place / file.name).unlink(missing_ok=True)
+        (place / file.name).hardlink_to(file)
+    section: dict[str, Any] = json.loads((draft / "genai_config.json").read_text())["model"]
+    return {**section["decoder"], **threads, "filename": "draft/model.onnx"}
+
+
+def _sampling(request: Request) -> dict[str, Any]:
+    if request.temperature == 0:
+        return {"do_sample": False}
+    return {
+        "do_sample": True,
+        "temperature": request.temperature,
+        "top_k": 0,
+        "top_p": 1.0,
+        "random_seed": request.seed,
+    }

@@ -1,0 +1,120 @@
+"""python -m bench.systems.gguf CHECKPOINT FILE [--type q8_0]: a Llama for llama.cpp.
+
+The file has no vocabulary, only its size: whoever reads it feeds and gets token ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float32]
+# llama.cpp's mixtures; where a row is no multiple of a block, it takes a wider type by itself.
+MIXTURES = {
+    "q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0",
+    "q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0",
+}
+
+
+def write(checkpoint: Path, file: Path) -> None:
+    """The checkpoint's weights in float32, under llama.cpp's names.
+
+    Raises:
+        ValueError: it is no plain Llama.
+    """
+    import gguf
+
+    config = json.loads((checkpoint / "config.json").read_text())
+    rope = config.get("rope_parameters") or {}
+    if config["model_type"] != "llama" or rope.get("rope_type", "default") != "default":
+        raise ValueError("only Llama with its default rotary embedding is written")
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_block_count(layers)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_rope_dimension_count(width)
+    writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta", 10_000.0))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
+    for source, tensor in tensors(checkpoint):
+        name = names.get_name(source, try_suffixes=(".weight",))
+        if name is None:
+            raise ValueError(f"llama.cpp has no name for {source}")
+        if source.endswith("q_proj.weight"):
+            tensor = interleaved(tensor, heads)
+        elif source.endswith("k_proj.weight"):
+            tensor = interleaved(tensor, kv_heads)
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def tensors(checkpoint: Path) -> Iterator[tuple[str, Array]]:
+    """Names and float32 values of all that is stored."""
+    import safetensors
+    import torch
+
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safetensors.safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                yield name, file.get_tensor(name).to(torch.float32).numpy()
+
+
+def interleaved(weight: Array, heads: int) -> Array:
+    """Rows of a projection [heads * width, hidden] in the order of llama.cpp's rotation.
+
+    Transformers rotates row i of a head with row i + width / 2, llama.cpp row 2 i with 2 i + 1.
+    """
+    halves = weight.reshape(heads, 2, -1, weight.shape[-1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def quantize(source: Path, file: Path, mixture: str, threads: int) -> None:
+    """A float32 GGUF file in one of `MIXTURES`, by llama.cpp itself."""
+    import llama_cpp
+
+    library: Any = llama_cpp
+    parameters = library.llama_model_quantize_default_params()
+    parameters.ftype = getattr(library, MIXTURES[mixture])
+    parameters.nthread = threads
+    if library.llama_model_quantize(bytes(source), bytes(file), parameters):
+        raise RuntimeError(f"llama.cpp cannot quantise to {mixture}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.systems.gguf", description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--type", choices=("float32", *MIXTURES), default="float32")
+    parser.add_argument("--threads", type=int, default=1)
+    given = parser.parse_args()
+    if given.type == "float32":
+        write(given.checkpoint, given.file)
+        return
+    whole = given.file.with_suffix(".float32")
+    write(given.checkpoint, whole)
+    quantize(whole, given.file, given.type, given.threads)
+    whole.unlink()
+
+
+if __name__ == "__main__":
+    main()

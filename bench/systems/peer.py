@@ -1,0 +1,135 @@
+"""The process of a system, as those see it who ask it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..core.clock import Sample
+from . import SYSTEMS, missing
+from .protocol import Batch, Request, Setup, Steps, Text, Unavailable
+from .worker import serve
+
+PATIENCE = 10.0  # seconds for a worker to end by itself
+MAX_LEN = 2048  # rows of a cache, where its size is fixed when the model is loaded
+
+
+class Peer:
+    """The worker of one system on one checkpoint, or a pair; a context manager.
+
+    facts: the library's versions, dtype of the weights; load_seconds and load_lost, from the
+    converted files; bytes of weights, draft_weights, a cache_element, `before`, of the process
+    without a model, and `loaded`, its peak with it.
+
+    Raises:
+        Unavailable: its packages are missing, or it does not take the checkpoint.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: Path,
+        *,
+        draft: Path | None = None,
+        threads: int,
+        work: Path,
+        precision: str = "float32",
+        max_len: int = MAX_LEN,
+        slots: int = 1,
+    ):
+        if (reason := missing(name)) is not None:
+            raise Unavailable(reason)
+        self.name, self.kind = name, SYSTEMS[name]
+        if precision not in self.kind.precisions:
+            raise Unavailable(f"{name} has no weights of {precision}")
+        setup = Setup(
+            target=str(target.resolve()),
+            draft=str(draft.resolve()) if draft else None,
+            threads=threads,
+            precision=precision,
+            work=str(work.resolve()),
+            max_len=max_len,
+            slots=slots,
+        )
+        self._prompts: dict[str, list[int]] = {}  # the last of each mode
+        context = multiprocessing.get_context("spawn")  # nothing of this process is in it
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, name, setup), daemon=True)
+        self._process.start()
+        theirs.close()
+        try:
+            self.facts: dict[str, Any] = self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(PATIENCE)
+        if self._process.is_alive():  # amid a text, or a conversion
+            self._process.terminate()
+            self._process.join()
+
+    def generate(self, request: Request) -> Text:
+        """Decode one text.
+
+        Raises:
+            Unavailable: it has no such mode, or failed.
+            ValueError: the prompt is the one before in this mode: a cache of prefixes, which a
+                worker should not have, would show.
+        """
+        if request.prompt == self._prompts.get(request.mode):
+            raise ValueError("the same prompt twice in a row")
+        self._prompts[request.mode] = list(request.prompt)
+        text: Text = self._ask(request)
+        return self._checked(text, request)
+
+    def batch(self, request: Batch) -> list[Text]:
+        """Decode texts together; all their times are from the request on. Raises Unavailable."""
+        return [self._checked(text, request) for text in self._ask(request)]
+
+    def steps(self, request: Steps) -> tuple[dict[str, list[Sample]], int]:
+        """Of Outrider alone: samples by "draft" and width, and the process's peak by then, bytes.
+        Raises Unavailable."""
+        answer: tuple[dict[str, list[Sample]], int] = self._ask(request)
+        return answer
+
+    def _ask(self, request: Request | Batch | Steps) -> Any:
+        if not isinstance(request, Steps) and request.mode not in self.kind.modes:
+            raise Unavailable(f"{self.name} has no mode {request.mode}")
+        with suppress(BrokenPipeError):  # there will be no answer, which says why
+            self._pipe.send(request)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        try:
+            answer = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            status = self._process.exitcode or 0
+            why = signal.Signals(-status).name if status < 0 else f"status {status}"
+            raise Unavailable(f"its worker ended with {why}") from None
+        if isinstance(answer, Unavailable):
+            raise answer
+        return answer
+
+    @staticmethod
+    def _checked(text: Text, request: Request | Batch) -> Text:
+        if len(text.tokens) != request.new_tokens:
+            raise Unavailable(f"it gave {len(text.tokens)} of {request.new_tokens} tokens")
+        return text

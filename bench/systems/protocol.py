@@ -1,0 +1,104 @@
+"""What a system is asked and what it answers, as it crosses between the processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from ..core.clock import Sample
+
+
+class Unavailable(Exception):
+    """A system, or what is asked of it, is not there; the text says why."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker is started with.
+
+    target, draft: Hugging Face folders. threads: of every pool that decodes. work: where converted
+    checkpoints are kept. max_len: rows, prompt and gamma too. slots: texts that are decoded
+    together, where a cache is made for so many.
+    """
+
+    target: str
+    draft: str | None
+    threads: int
+    precision: str
+    work: str
+    max_len: int
+    slots: int = 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text of exactly `new_tokens` tokens: its end is never recognised. gamma: tokens drafted a
+    round. seed: of the draws at a temperature above 0, which are from the whole vocabulary."""
+
+    prompt: list[int]
+    new_tokens: int
+    mode: str = "plain"
+    temperature: float = 0.0
+    seed: int = 0
+    gamma: int = 4
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts that are decoded together, greedily. prompts: of the same length, so that nothing has
+    to be padded. The others: as those of a `Request`."""
+
+    prompts: list[list[int]]
+    new_tokens: int
+    mode: str = "plain"
+    gamma: int = 4
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Calls of Outrider's engines alone: a step of the draft, if there is one, and the target with
+    each of `widths` tokens in each of `slots`, at row `position`. rounds, patience: as
+    `clock.sampled`."""
+
+    position: int
+    widths: list[int]
+    slots: int = 1
+    rounds: int = 5
+    patience: float = 2.0
+
+
+@dataclass(frozen=True)
+class Text:
+    """A system's answer.
+
+    times: seconds from the request to each token; tokens of one round share theirs. lost: seconds
+    for which its threads have waited for a core by then (`core.clock`). memory: bytes of the
+    worker, as `machine.resident`; its peak counts everything since the worker started, so whoever
+    compares peaks asks each worker for one mode, and gives it a draft only to draft with. notes:
+    what the system itself has counted, if anything.
+    """
+
+    tokens: list[int]
+    times: list[float]
+    lost: list[float]
+    memory: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def first(self) -> Sample:
+        """To the first token: all of the prefill, and the first round where one drafts."""
+        return Sample(self.times[0], self.lost[0] / self.times[0])
+
+    def round_tokens(self) -> list[int]:
+        """Of each round after the first."""
+        counts = [len(list(tokens)) for _, tokens in groupby(self.times)]
+        return counts[1:]
+
+    def decoding(self) -> Sample:
+        """Seconds a token, of the tokens after the first round. Raises ValueError without any."""
+        after = sum(self.round_tokens())
+        if not after:
+            raise ValueError("the text has one round: no token after the prefill")
+        seconds = self.times[-1] - self.times[0]
+        return Sample(seconds / after, (self.lost[-1] - self.lost[0]) / seconds)

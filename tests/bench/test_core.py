@@ -1,0 +1,338 @@
+"""What suites are made of: timing, orders, fits, costs, tables, prompts, the command line."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import error_line
+
+from bench import __main__ as command_line
+from bench.core import costs, machine, runs
+from bench.core.clock import Clock, Sample, figure, order, sampled
+from bench.core.command import Suite
+from bench.core.costs import Traffic, of_calls, of_rounds, predicted, row_bytes, verification
+from bench.core.fit import Spread, marginal, power
+from bench.core.kept import kept
+from bench.core.prompts import Prompts
+from bench.core.record import RoundRecord
+from bench.core.runs import Run, Way
+from bench.core.table import Table, table_of, update
+from runtime.costs import RoundCosts
+from runtime.files.errors import EXIT_STATUS, OutriderError
+from runtime.stats import Stats
+from runtime.theory import formulas as theory
+
+X = [1.0, 2, 4, 8, 16, 32, 64]
+STEP, DRAFT, WIDER = 0.01, 0.002, 0.001  # seconds: a plain step, a draft step, each further token
+FUNCTION = "def area(width, height):\n" + "".join(
+    f"    total_{i} = width * height + {i}\n" for i in range(12)
+)
+CODE = [f"import os\n\nclass A{i}:\n    pass\n\n{FUNCTION}\nfrom a import b\n" for i in range(6)]
+PROSE = [f"Line {i} of a text about nothing much.\n" * 40 for i in range(5)]
+
+
+# Time
+
+
+def test_a_figure_leaves_disturbed_samples_out() -> None:
+    quiet = [Sample(0.010 + i * 1e-5) for i in range(9)]
+    mixed = figure([*quiet, *[Sample(0.5, lost=0.9)] * 20])
+    assert mixed.ms == pytest.approx(10.04)
+    assert (mixed.kept, mixed.taken) == (9, 29)
+
+
+def test_a_figure_of_a_busy_machine_takes_the_least_disturbed_and_says_so() -> None:
+    busy = figure([Sample(0.02 + i, lost=0.1 + i / 100) for i in range(20)])
+    assert busy.kept == 0 and busy.ms == pytest.approx(2020)
+    assert "disturbed" in str(busy)
+
+
+@pytest.mark.parametrize("count", [2, 3, 16])
+def test_nothing_is_always_first_or_always_after_the_same(count: int) -> None:
+    items = list(range(count))
+    orders = [order(items, turn) for turn in range(12)]
+    assert all(sorted(x) == items for x in orders)
+    firsts = Counter(x[0] for x in orders)
+    assert max(firsts.values()) <= 6
+    before = Counter((a, b) for x in orders for a, b in pairwise(x))
+    assert all(before[b, a] > 0 for a, b in before)
+    assert order([], 3) == []
+
+
+def test_calls_take_turns() -> None:
+    seen: list[str] = []
+    calls = {name: lambda name=name: seen.append(name) for name in "ab"}
+    taken = sampled(calls, rounds=3, patience=0.0)
+    assert "".join(seen) == "ab" + "ab" + "ba" + "ba"  # the first of each is the warm-up
+    assert {name: len(some) for name, some in taken.items()} == {"a": 3, "b": 3}
+
+
+# Fits
+
+
+@pytest.mark.parametrize("exponent", [-1.0, 0.0, 2.0])
+def test_a_power_law_is_recovered(exponent: float) -> None:
+    fit = power(X, [3 * x**exponent for x in X])
+    assert fit is not None
+    assert fit.exponent == pytest.approx(exponent, abs=1e-9) and fit.scale == pytest.approx(3)
+    assert fit.error == pytest.approx(0, abs=1e-9) and fit.worst == pytest.approx(0, abs=1e-9)
+
+
+def intervals(trials: int, bend: float = 0.0) -> float:
+    """The share of noisy curves x (1 + bend ln x) whose 95 % interval has the exponent 1."""
+    rng, inside = np.random.default_rng(0), 0
+    for _ in range(trials):
+        noise = np.exp(0.1 * rng.standard_normal(len(X)))
+        fit = power(X, [x * (1 + bend * np.log(x)) * n for x, n in zip(X, noise, strict=True)])
+        assert fit is not None
+        inside += fit.low <= 1 <= fit.high
+    return inside / trials
+
+
+def test_the_interval_covers_what_it_says_and_no_other_curve() -> None:
+    assert intervals(1000) == pytest.approx(0.95, abs=0.02)
+    assert intervals(100, bend=1.0) < 0.2  # the control
+
+
+@pytest.mark.parametrize(("constant", "exponent"), [(20.0, 1.0), (500.0, 2.0)])
+def test_what_grows_beside_a_constant(constant: float, exponent: float) -> None:
+    y = [constant + x**exponent for x in X]
+    fit, line = marginal(X, y), power(X, y)
+    assert fit is not None and line is not None
+    assert fit.exponent == pytest.approx(exponent) and fit.constant == pytest.approx(constant)
+    assert line.exponent < 0.7 * exponent and line.worst > 0.02  # control: no power law
+
+
+def test_its_interval_under_noise_and_beside_nothing() -> None:
+    rng, inside, trials = np.random.default_rng(1), 0, 40
+    for _ in range(trials):
+        noise = 1 + 0.02 * rng.standard_normal(len(X))
+        fit = marginal(X, [(20 + x) * n for x, n in zip(X, noise, strict=True)])
+        assert fit is not None and fit.low is not None and fit.high is not None
+        inside += fit.low <= 1 <= fit.high
+    assert inside / trials > 0.9
+    flat = marginal(X, [5 * (1 + 0.02 * n) for n in rng.standard_normal(len(X))])
+    assert flat is not None and (flat.low is None or flat.high is None)
+
+
+def test_too_few_points_or_none_above_zero() -> None:
+    assert power([1, 2], [1, 2]) is None and marginal([1, 2, 3], [1, 2, 3]) is None
+    assert power([1, 2, 3], [0, 1, 2]) is None and marginal([1, 2, 3, 4], [0, 1, 2, 3]) is None
+
+
+def test_a_spread_is_a_median_and_quartiles() -> None:
+    assert Spread.of([1, 2, 3, 4, 10]) == Spread(3, 2, 4, 5)
+    assert f"{Spread.of([2])}" == "2.00" and Spread.of([]) is None
+
+
+# Costs
+
+
+def a_round(gamma: int, accepted: int, catch_up: float = 0.0) -> RoundRecord:
+    draft = gamma * DRAFT
+    return RoundRecord(
+        drafts=(7,) * gamma, accepted=accepted, emitted=accepted + 1, begin=0.0,
+        end=catch_up + draft + STEP + gamma * WIDER, catch_up=catch_up, draft=draft,
+        verify=STEP, sample=0.0,
+    )  # fmt: skip
+
+
+def a_run(*rounds: RoundRecord, lost: float = 0.0) -> Run:
+    stats = Stats()
+    for x in rounds:
+        stats.count_round(x.gamma, x.accepted, min(x.gamma, x.accepted + 1), x.emitted)
+        stats.time_draft += x.draft
+    return Run(4, rounds, stats, lost)
+
+
+def test_a_text_s_time_has_no_prompt_in_it_but_all_later_reading() -> None:
+    plain = a_round(0, 0)
+    run = a_run(plain, a_round(1, 0, catch_up=0.5), plain, a_round(1, 0, catch_up=0.25))
+    assert run.seconds == pytest.approx(2 * STEP + 2 * (STEP + DRAFT + WIDER) + 0.25)
+
+
+def test_costs_come_from_rounds() -> None:
+    plain = a_run(*[a_round(0, 0)] * 20)
+    rounds = [*[a_round(4, 1)] * 20, *[a_round(2, 2)] * 20, a_round(3, 0)]
+    slow = replace(rounds[-1], end=9.0)  # one round says nothing
+    found = of_rounds([plain], [replace(a_run(*rounds), rounds=(*rounds, slow))], 6)
+    assert found.plain == pytest.approx(STEP)
+    assert found.draft == pytest.approx(DRAFT / STEP)
+    assert found.verify == pytest.approx([1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6])
+    assert found.round(4) == pytest.approx(1.4 + 4 * 0.2)
+
+
+def test_costs_come_from_calls() -> None:
+    ms = {"draft": 2.0, "1": 10.0, "2": 11.0, "3": 13.0}
+    found = of_calls({name: [Sample(x / 1e3)] * 5 for name, x in ms.items()})
+    assert found.plain == pytest.approx(0.01) and found.draft == pytest.approx(0.2)
+    assert verification(found, 1.5) == pytest.approx(1.2)
+
+
+COSTS = RoundCosts(STEP, 0.2, [1 + 0.1 * k for k in range(9)])
+
+
+def test_what_is_predicted_is_the_theorem_where_all_rounds_are_alike() -> None:
+    assert predicted(0.7, [4] * 5, COSTS) == pytest.approx(theory.speedup(0.7, 4, 0.2, 1.4))
+    both = (theory.expected_tokens(0.7, 4) + 1) / (4 * 0.2 + 1.4 + 1)
+    assert predicted(0.7, [4] * 5 + [0] * 5, COSTS) == pytest.approx(both)
+
+
+def test_bytes_of_a_row_and_of_a_round(tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert row_bytes(tmp_path, 4) == 2 * 3 * 32 * 4
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 1}))
+    assert row_bytes(tmp_path, 2) == 2 * 3 * 8 * 2
+    traffic = Traffic(weights=900, row=1, rows=100, draft_weights=90)
+    assert traffic.of_round() == 1000 and traffic.of_round(4) == 1360
+
+
+# Texts decoded in several ways
+
+
+def test_gains_and_quiet_texts() -> None:
+    fast, slow = (a_run(*[a_round(0, 0)] * n) for n in (10, 15))
+    texts = [{"plain": slow, "way": way} for way in (fast, slow, slow)]
+    gain = runs.gain(texts, "way", "plain")
+    assert gain.total == pytest.approx(45 / 40) and gain.median == pytest.approx(1)
+    assert (gain.low, gain.high) == pytest.approx((1, 1.5)) and gain.error > 0.05
+    assert runs.gain([{"plain": slow, "way": slow}] * 3, "way", "plain").error == 0
+    disturbed = [{"way": replace(fast, lost=lost)} for lost in (0.3, 0.0, 0.5, 0.4)]
+    assert [text["way"].lost for text in runs.quiet(disturbed)] == [0.0, 0.3]
+    assert len(runs.quiet([{"way": fast}] * 3)) == 3
+
+
+@pytest.mark.parametrize(("patience", "passes"), [(0.0, 1), (9.0, 3)])
+def test_disturbed_texts_are_decoded_again_while_there_is_patience(
+    monkeypatch: pytest.MonkeyPatch, patience: float, passes: int
+) -> None:
+    losses = iter([0.5, 0.1, 0.3])
+    monkeypatch.setattr(runs, "decode", lambda *_: replace(a_run(), lost=next(losses)))
+    found = runs.decode_all({"way": Way(None, {})}, [0], 8, 0, Clock(patience))
+    assert len(list(losses)) == 3 - passes
+    assert found["way"].lost == (0.5 if passes == 1 else 0.1)
+
+
+# Prompts
+
+
+def encode(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+def prompts(seed: int = 0) -> Prompts:
+    return Prompts([*CODE, *PROSE], encode, [7], seed)
+
+
+@pytest.mark.parametrize("kind", ["completion", "continuation", "editing", "question", "table"])
+def test_prompts_have_the_length_that_was_asked_for_and_differ(kind: str) -> None:
+    made = prompts().many(kind, 3, 1500)
+    assert all(len(prompt) == 1500 and prompt[0] == 7 for prompt in made)
+    assert len({tuple(prompt) for prompt in made}) == 3
+
+
+def test_what_a_copying_prompt_ends_with() -> None:
+    text = "".join(map(chr, prompts().editing(1500)))
+    assert text.endswith("def area(width, height):\n")
+    assert text.count(FUNCTION) >= 2
+
+
+def test_prompts_that_there_are_not() -> None:
+    with pytest.raises(ValueError, match="no function fits"):
+        prompts().editing(200)
+    assert prompts().workload("editing", 3, 16, 8) is None
+    same = Prompts([CODE[0], PROSE[0]], lambda text: [1] * len(text), [7], 0)
+    with pytest.raises(ValueError, match="3 different prompts: continuation 16"):
+        same.many("continuation", 3, 16)
+    with pytest.raises(ValueError, match="code and prose"):
+        Prompts(CODE, encode)
+
+
+# Tables and commands
+
+
+def test_tables_leave_out_what_no_row_has_and_mark_what_was_disturbed() -> None:
+    rows = [("a", {"x": 10.0, "disturbed": True}), ("b", {})]
+    table = table_of("some", rows, [("x", "tok/s", "{:.1f}".format), ("y", "no", str)], ["note"])
+    assert table.head == ["", "tok/s"] and table.rows == [["a *", "10.0"], ["b", ""]]
+    assert table.text() == "some\n     tok/s\na *   10.0\nb\nnote\n"
+    assert "| a * | 10.0 |" in table.text(markdown=True)
+
+
+def test_a_document_gets_its_tables() -> None:
+    table = Table("some", ["a"], [["1\\g"]], name="here")
+    page = "before\n<!-- here -->\nold\n<!-- end -->\nafter\n<!-- end -->\n"
+    made = update(page, [table])
+    assert made.startswith("before\n<!-- here -->\n**some**") and "old" not in made
+    assert "| 1\\g |" in made and made.endswith("after\n<!-- end -->\n")
+    assert update(made, [table]) == made
+    with pytest.raises(OutriderError, match="no one place for the table there"):
+        update(page, [replace(table, name="there")])
+
+
+SUITE = Suite(
+    name="made-up",
+    about="Nothing.",
+    quick="less",
+    measure=lambda args, clock: {"machine": machine.describe(args.threads), "value": 3.0},
+    tables=lambda results: [table_of("t", [("r", dict(results))], [("value", "v", str)])],
+)
+
+
+def test_a_suite_writes_what_it_found_and_shows_it_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert SUITE.main(["--threads", "1", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    found = json.loads(said[-1])
+    assert found["benchmark"] == "made-up" and found["value"] == 3.0
+    assert "/" not in json.dumps(found["machine"])  # no path of this machine
+    assert json.loads((tmp_path / "made-up.json").read_text()) == found
+    assert "| r | 3.0 |" in (tmp_path / "made-up.md").read_text()
+    assert SUITE.main(["--show", str(tmp_path / "made-up.json")]) == 0
+    assert capsys.readouterr().out.splitlines() == said
+
+
+@pytest.mark.parametrize("suite", ["side", "growth", "drafts"])
+def test_options_that_make_no_sense(
+    suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, cause in (
+        (["--threads", "0"], "0 is less than 1"),
+        (["--show", str(tmp_path / "nothing.json")], f"holds no results of {suite}"),
+    ):
+        assert command_line.main([suite, *options]) == EXIT_STATUS["option"]
+        assert cause in error_line(capsys.readouterr().err, "option")
+
+
+def test_the_command_line_names_its_suites(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"  {name} " in said for name in command_line.SUITES)
+    assert command_line.main(["nothing"]) == EXIT_STATUS["option"]
+    assert "there is no suite nothing" in error_line(capsys.readouterr().err, "option")
+
+
+def test_what_is_kept_is_made_again_when_its_sources_changed(tmp_path: Path) -> None:
+    source, folder, made = tmp_path / "source", tmp_path / "made", []
+    source.mkdir()
+    (source / "a").write_text("a")
+    for _ in range(2):
+        kept(folder, [source], lambda: made.append(1))
+    assert len(made) == 1
+    (source / "a").write_text("other")
+    with pytest.raises(ValueError, match="half"):
+        kept(folder, [source], lambda: (_ for _ in ()).throw(ValueError("half")))
+    kept(folder, [source], lambda: made.append(2))
+    assert made == [1, 2]
+
+
+def test_alpha_is_accepted_of_examined() -> None:
+    assert costs.acceptance([a_run(a_round(4, 1), a_round(4, 4))]) == pytest.approx(5 / 6)
