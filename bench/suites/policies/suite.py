@@ -217,20 +217,6 @@ def recorded(folder: str, scale: PolicyScale = FULL) -> dict[str, list[str]]:
     }
 
 
-def recorded(folder: str, scale: PolicyScale = FULL) -> dict[str, list[str]]:
-    """By workload, of each text after its prompt whether a draft token would stand ("1"), by place:
-    tests/support/acceptance.json, of 16 texts."""
-    engine = load_pair(folder, 1)
-    return {
-        load_.name: [
-            "".join("01"[stands] for stands in told.stands[len(prompt) :])
-            for number, prompt in enumerate(load_.prompts)
-            for told in [story(engine, prompt, scale.tokens, 3 * number + seed, load_.options)]
-        ]
-        for seed, load_ in enumerate(workloads(engine, scale))
-    }
-
-
 def run(folder: str, scale: PolicyScale, threads: int, clock: Clock) -> dict[str, Any]:
     """The JSON object. Raises OutriderError as `load_pair`."""
     clock.patience = scale.patience
