@@ -223,3 +223,18 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     status = generate.main(["--engines", "x", "--prompt", "x", "--draft", "ngram", "--gamma", "0"])
     assert status == EXIT_STATUS["option"]
     assert "--draft ngram contradicts --gamma 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sampler", ["numpy"], indirect=True)
+def test_a_lookup_beside_a_model_stays_a_point_mass(sampler: None) -> None:
+    """The sampler is told that what was looked up was certain, whatever the draft's row says there:
+    otherwise it would be accepted by a q that nothing was drawn from."""
+    decoder = make_decoder(REPEATS, near(REPEATS, 2, 1.0), order=None, slots=2)
+    beside = lookups(max_new_tokens=20, params=SamplingParams(temperature=1.0, seed=2), gamma=2)
+    batch = [decoder.admit(replace(beside, draft=kind)) for kind in ("model", "ngram")]
+    drafted = decoder.rounds.proposer.propose(dict.fromkeys(batch, 2))  # type: ignore[attr-defined]
+    guessed = drafted.tokens[batch[1]]
+    assert len(guessed) == 2
+    for logits, token in zip(drafted.logits, guessed, strict=True):
+        row = logits[batch[1].slot.index]
+        assert row[token] == 0 and np.isneginf(np.delete(row, token)).all()

@@ -8,6 +8,7 @@ of Markdown has at most 100 columns, tables aside.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -137,16 +138,29 @@ class Room:
         order = LADDERS.get(self.name) or sorted(steps)
         for step in sorted(steps, key=lambda s: order.index(s) if s in order else -1):
             inside = [module for module in self.modules if self.step(module) == step]
-            names = sorted({_shown(module) for module in inside} - {step})
-            arrows = f" -> {' '.join(sorted(steps[step]))}" if steps[step] else ""
-            counted = f"{sum(map(self.lines, inside)):>6,}"
-            yield f"  {counted}  {step}{arrows}" + (
-                f"\n          {' '.join(names)}" if names else ""
-            )
+            lines = sum(map(self.lines, inside))
+            yield f"  {lines:>6,}  {step:<12} {self.purpose(inside)}".rstrip()
+            if steps[step]:
+                yield f"          imports {' '.join(sorted(steps[step]))}"
+            if names := [name for module in inside if (name := _shown(module))]:
+                yield f"          holds   {' '.join(names)}"
+
+    def purpose(self, modules: list[Path]) -> str:
+        """What a step is for: the first sentence of its module, or of the one that opens it."""
+        first = next((m for m in modules if m.name == "__init__.py"), modules[0])
+        said = ast.get_docstring(self.tree(first)) if first.suffix == ".py" else None
+        if said is None or (len(modules) > 1 and first.name != "__init__.py"):
+            return ""
+        paragraph = said.split("\n\n")[0].replace("\n", " ")
+        return re.split(r"(?<! al)\. ", paragraph)[0].rstrip(".")
 
 
 def _shown(module: Path) -> str:
-    return module.parts[0] if len(module.parts) == 1 else "/".join(module.with_suffix("").parts[1:])
+    """A module inside of a folder; what is not Python with its ending."""
+    inside = Path(*module.parts[1:])
+    if inside.name in ("", "__init__.py"):
+        return ""
+    return str(inside.with_suffix("") if inside.suffix == ".py" else inside)
 
 
 def _imports(tree: ast.Module, module: Path, room: str) -> Iterator[str]:
