@@ -28,7 +28,7 @@ GIVEN := MODEL DRAFT OUT BENCH_OUT BACKEND DTYPE MAX_LEN MAX_GAMMA SLOTS SM OPT_
          ENGINES PROMPTS GPU_OUT TENSORRT_ROOT
 $(foreach name,$(GIVEN),$(eval override export $(name) := $$(value $(name))))
 
-.PHONY: kernel gpu-check help demo test test-slow check bench report engines plugins plugin \
+.PHONY: kernel gpu-check help demo test test-slow check map bench report engines plugins plugin \
         cubins sanitize wheel clean distclean
 .DEFAULT_GOAL := help
 
@@ -40,8 +40,8 @@ help:
 	@echo '                or elsewhere; BACKEND=tensorrt [OPT_LEVEL=0..5] for the GPU of this machine'
 	@echo '             BACKEND=aotinductor [DTYPE=...|bfloat16] for the GPU here, or with SM=cpu for the CPU'
 	@echo '                MODEL and DRAFT are Hugging Face folders or names'
-	@echo 'make test       the tests, under 10 minutes on two cores; make test-slow: the long ones'
-	@echo 'make check      ruff and mypy'
+	@echo 'make test       the proofs, minutes on two cores; make test-slow: the long ones'
+	@echo 'make check      ruff, mypy and the rules of the house; make map draws the house'
 	@echo 'make bench      ours and what else there is, side by side, then how costs grow (40 minutes)'
 	@echo '                [QUICK=1: 10 minutes] [BENCH_OUT=build/results]; more peers: pip install -e .[peers]'
 	@echo 'make report     a page with plots on what speculation gains [ENGINES=build/demo] [PROMPTS=<file>]'
@@ -89,8 +89,12 @@ demo: kernel
 	@$(PY) -m runtime.generate --engines build/demo --prompt="$$PROMPT" --max-new-tokens 160 \
 	  --temperature 0.8 --seed 3 --baseline $(if $(MAKE_TERMOUT),--color)
 	@echo
-	@echo 'The bundled target is tiny: a step of it costs little more than a step of its draft, so'
-	@echo 'speculation can gain little here. docs/performance.md measures a target worth drafting for.'
+	@echo 'The bundled target is tiny: a step of it costs little more than a step of its draft, so a'
+	@echo 'draft model can gain little here. docs/performance.md measures a target worth drafting for.'
+	@echo 'Where a text copies, looking it up drafts for nothing:'
+	@echo
+	@$(PY) -m runtime.generate --engines build/demo --prompt-file examples/copying.txt \
+	  --max-new-tokens 160 --draft ngram --baseline $(if $(MAKE_TERMOUT),--color)
 
 test: kernel
 	$(PY) -m pytest -m "not slow" -n 2
@@ -102,6 +106,10 @@ check: .venv/stamp
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	@$(PY) tests/house/house.py > /dev/null
+
+map: .venv/stamp
+	@$(PY) tests/house/house.py
 
 bench: kernel
 	$(PY) -m bench side $(if $(QUICK),--quick) --out="$$BENCH_OUT/side"

@@ -15,8 +15,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 import rounds
-from fake_cuda import FakeDriver
-from fake_device import FakeDeviceEngine, make_driver
+from cuda_standin import FakeDriver
+from device_standin import FakeDeviceEngine, make_driver
 from fakes import FakeEngine, random_model
 
 from runtime.files.manifest import GraphFacts, Manifest

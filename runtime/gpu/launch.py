@@ -30,7 +30,7 @@ KERNELS = tuple(
 FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "build" / "cuda")
 
 
-class Sizes(ctypes.Structure):
+class KernelSizes(ctypes.Structure):
     """outrider_device_sizes: what a workspace and its plans are for."""
 
     _fields_ = (
@@ -115,7 +115,7 @@ class DeviceLogits:
 
 
 @dataclass(frozen=True)
-class Buffers:
+class KernelBuffers:
     """Device addresses that draws and verifications share, each in outrider.h's layout.
 
     slots: kernel.SLOT [B]. drafts: int64 [B, width]. rows: kernel.ROW [B, width]. verdicts:
@@ -131,16 +131,16 @@ class Buffers:
     workspace: int
 
 
-def workspace_size(sizes: Sizes, library: ctypes.CDLL | None = None) -> int:
+def workspace_size(sizes: KernelSizes, library: ctypes.CDLL | None = None) -> int:
     """Bytes of device memory; 0 for illegal sizes."""
     size: int = (library or kernel.load()).outrider_device_workspace_size(ctypes.byref(sizes))
     return size
 
 
 def plan_draw(
-    sizes: Sizes,
+    sizes: KernelSizes,
     logits: DeviceLogits,
-    buffers: Buffers,
+    buffers: KernelBuffers,
     step: int,
     *,
     uniforms: int = 0,
@@ -160,10 +160,10 @@ def plan_draw(
 
 
 def plan_verify(
-    sizes: Sizes,
+    sizes: KernelSizes,
     target: DeviceLogits,
     draft: DeviceLogits | None,
-    buffers: Buffers,
+    buffers: KernelBuffers,
     *,
     by_index: bool = False,
     uniforms: int = 0,

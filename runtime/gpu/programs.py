@@ -135,15 +135,17 @@ class Programs:
     def _launch_plan(self, plan: cuda_kernel.Plan) -> Action:
         return lambda: self._device.launch(plan, self._stream)
 
-    def _sampling(self, shape: Shape, first: int) -> tuple[cuda_kernel.Sizes, cuda_kernel.Buffers]:
+    def _sampling(
+        self, shape: Shape, first: int
+    ) -> tuple[cuda_kernel.KernelSizes, cuda_kernel.KernelBuffers]:
         """What the plans of a shape share, with a workspace of its own."""
         results = Results(shape.batch, shape.gamma)
-        sizes = cuda_kernel.Sizes(
+        sizes = cuda_kernel.KernelSizes(
             shape.batch, shape.gamma, self._vocab_size, self._draft_width if shape.gamma else 0,
             shape.flags, 0,
         )  # fmt: skip
         workspace = self._device.allocate(cuda_kernel.workspace_size(sizes))
-        return sizes, cuda_kernel.Buffers(
+        return sizes, cuda_kernel.KernelBuffers(
             self._at.slots + first * kernel.SLOT.itemsize,
             self._at.results + results.drafts,
             self._at.rows,

@@ -1,6 +1,6 @@
 """AOTInductor on a GPU, without one: what is built, and the engine over a recorded stream.
 
-The device memory of `fake_cuda.FakeDriver` is host memory, so the package that was compiled for the
+The device memory of `cuda_standin.FakeDriver` is host memory, so the package that was compiled for the
 CPU (the bundle of test_aoti.py) runs in `AotiCudaEngine` as one compiled for a GPU does: on the
 stream's turn, over raw addresses, captured and replayed. What torch.cuda does is not tested here.
 """
@@ -23,7 +23,7 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE, Workshop
 from commands import CHECKOUT
-from fake_cuda import FakeDriver
+from cuda_standin import FakeDriver
 from rounds import ids
 
 from engines import aotinductor as aotinductor_backend

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_cuda import FakeDriver
-from fake_device import make_driver
+from cuda_standin import FakeDriver
+from device_standin import make_driver
 from rounds import ids
 
 from runtime.backends import onnxruntime_cuda as ort_cuda

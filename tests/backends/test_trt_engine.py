@@ -12,13 +12,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import fake_device
-import fake_tensorrt
+import device_standin
 import pytest
-from fake_device import facts_of, make_driver
-from fake_tensorrt import FakeTensorRt, FakeTensorRtx
+import tensorrt_standin
+from device_standin import facts_of, make_driver
 from fakes import EOS, FakeEngine, near, random_model
 from rounds import ids
+from tensorrt_standin import FakeTensorRt, FakeTensorRtx
 
 from runtime.backends.device import DeviceCall
 from runtime.backends.tensorrt import TensorRtEngine, load_library
@@ -108,7 +108,7 @@ def test_the_tokens_of_the_fakes(tmp_path: Path, library: type[FakeTensorRt], gr
     bench = Bench(tmp_path, library)
     decoder = bench.decoder(graphs=graphs)
     expected = Decoder(
-        fake_device.make_rounds(
+        device_standin.make_rounds(
             FakeEngine(MODEL, slots=SLOTS, capacity=CAPACITY, order=None),
             FakeEngine(DRAFT, slots=SLOTS, capacity=CAPACITY, order=None),
             vocab_size=32, max_len=64, max_gamma=GAMMA,
@@ -139,11 +139,11 @@ def test_a_context_for_each_call_of_a_graph(bench: Bench) -> None:
     assert made == (len(target._engine.contexts), len(draft._engine.contexts))
     assert len({context.config.cache for context in draft._engine.contexts}) == 1
     for context in (*target._engine.contexts, *draft._engine.contexts):
-        assert context.config.strategy == fake_tensorrt.Strategy.USER_MANAGED
-        assert context.config.cuda_graph_strategy == fake_tensorrt.GraphStrategy.DISABLED
+        assert context.config.strategy == tensorrt_standin.Strategy.USER_MANAGED
+        assert context.config.cuda_graph_strategy == tensorrt_standin.GraphStrategy.DISABLED
         kept = any(captured for captured, _ in context.runs)
         eager = context.config.dynamic_shapes_kernel_specialization_strategy
-        assert (eager == fake_tensorrt.Specialization.EAGER) == kept
+        assert (eager == tensorrt_standin.Specialization.EAGER) == kept
 
 
 def test_one_context_for_all_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,16 +252,16 @@ def test_the_stand_in_has_only_what_the_library_has() -> None:
     """Every public name of the fake's classes is one of the real classes."""
     trt = load_library("tensorrt_rtx")
     classes = {
-        fake_tensorrt.Context: trt.IExecutionContext,
-        fake_tensorrt.Engine: trt.ICudaEngine,
-        fake_tensorrt.Runtime: trt.Runtime,
-        fake_tensorrt.Config: trt.IRuntimeConfig,
-        fake_tensorrt.Logger: trt.ILogger,
-        fake_tensorrt.Strategy: trt.ExecutionContextAllocationStrategy,
-        fake_tensorrt.Specialization: trt.DynamicShapesKernelSpecializationStrategy,
-        fake_tensorrt.GraphStrategy: trt.CudaGraphStrategy,
-        fake_tensorrt.Validity: trt.EngineValidity,
-        fake_tensorrt.Diagnostics: trt.EngineInvalidityDiagnostics,
+        tensorrt_standin.Context: trt.IExecutionContext,
+        tensorrt_standin.Engine: trt.ICudaEngine,
+        tensorrt_standin.Runtime: trt.Runtime,
+        tensorrt_standin.Config: trt.IRuntimeConfig,
+        tensorrt_standin.Logger: trt.ILogger,
+        tensorrt_standin.Strategy: trt.ExecutionContextAllocationStrategy,
+        tensorrt_standin.Specialization: trt.DynamicShapesKernelSpecializationStrategy,
+        tensorrt_standin.GraphStrategy: trt.CudaGraphStrategy,
+        tensorrt_standin.Validity: trt.EngineValidity,
+        tensorrt_standin.Diagnostics: trt.EngineInvalidityDiagnostics,
         FakeTensorRt: trt,
         FakeTensorRtx: trt,
     }
@@ -270,7 +270,11 @@ def test_the_stand_in_has_only_what_the_library_has() -> None:
         names = {name for name in vars(fake) if not name.startswith("_")} - own
         missing = {name for name in names if not hasattr(real, name)}
         assert names and not missing, f"{real.__name__} has no {missing}"
-    for fake in (fake_tensorrt.Strategy, fake_tensorrt.Specialization, fake_tensorrt.Validity):
+    for fake in (
+        tensorrt_standin.Strategy,
+        tensorrt_standin.Specialization,
+        tensorrt_standin.Validity,
+    ):
         for member in fake:
             assert int(getattr(classes[fake], member.name)) == member
 

@@ -17,7 +17,7 @@ from checkpoints import VOCAB_SIZE, Workshop
 from fakes import CopyingFake, FakeEngine, Model, near, random_model
 from transformers import AutoModelForCausalLM
 
-from runtime.backends.engine import Engine
+from runtime.backends.engine import Engine, HeldRows
 from runtime.backends.host import HostEngine
 from runtime.beam import search as beam
 from runtime.beam.search import (
@@ -443,7 +443,8 @@ def test_copied_rows_are_the_first_of_every_layer_and_side(zeros: Any) -> None:
     cache = {name: zeros((3, 2, 6, 4)) for name in ("key_0", "value_0", "key_1")}
     for number, array in enumerate(cache.values(), 1):
         array[1] = number
-    HostEngine.copy_rows(SimpleNamespace(_cache=cache), 1, 2, 5)  # type: ignore[arg-type]
+    engine = SimpleNamespace(_cache=cache, held=HeldRows(3, 8))
+    HostEngine.copy_rows(engine, 1, 2, 5)  # type: ignore[arg-type]
     for number, array in enumerate(cache.values(), 1):
         assert (array[2, :, :5] == number).all() and (array[2, :, 5:] == 0).all()
         assert (array[0] == 0).all() and (array[1] == number).all()

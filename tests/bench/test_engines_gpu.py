@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import Workshop
-from fake_cuda import FakeDriver
+from cuda_standin import FakeDriver
 from transformers import AutoModelForCausalLM
 
 from bench.core.timed import Timed

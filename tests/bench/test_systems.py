@@ -233,6 +233,7 @@ def test_what_is_no_plain_llama_is_not_written(gguf, workshop, tmp_path, name):
 # The peers that are not Transformers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SYSTEMS if name != "transformers"])
 def test_a_system_says_what_transformers_says(name, pair, plain, tmp_path, workshop):
     if (reason := systems.missing(name)) is not None:

@@ -39,7 +39,7 @@ from runtime.files.manifest import GRAPH_FILE, ONE_SLOT_FILE, read_pair
 from runtime.files.torch_files import WEIGHTS_FILE
 
 
-@pytest.mark.parametrize("name", [TIED, UNTIED, "gpt2", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", cases([TIED, UNTIED, "gpt2"], ["gemma2", "mixtral"]))
 def test_inputs_and_outputs(workshop: Workshop, name: str) -> None:
     folder = workshop.graphs(workshop.checkpoint(name))
     model = graph(folder)

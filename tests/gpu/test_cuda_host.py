@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fake_cuda import FakeDriver
+from cuda_standin import FakeDriver
 from kernels import OPTIONS, Case, by_library, cpu_library, emulated_library
 from on_gpu import OnGpu
 from rounds import cases
@@ -24,7 +24,7 @@ from bench.suites.gpu.kernel import DeviceRound, KernelShape
 from bench.suites.kernel.rounds import VARIANTS
 from runtime.files.errors import OutriderError
 from runtime.gpu import launch as cuda_kernel
-from runtime.gpu.launch import Device, Plan, Sizes, find_image
+from runtime.gpu.launch import Device, KernelSizes, Plan, find_image
 from runtime.sampling import kernel
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams
@@ -233,9 +233,9 @@ def test_machine_code_of_another_interface_is_refused(driver, image):
 
 
 def test_structures_are_those_of_the_header():
-    assert ctypes.sizeof(Sizes) == 24
+    assert ctypes.sizeof(KernelSizes) == 24
     assert ctypes.sizeof(Plan) == 8 + 4 * 32 + 64 * 8
-    assert cuda_kernel.workspace_size(Sizes(1, 4, 1000, 1000, 0, 0), cpu_library()) > 0
-    assert cuda_kernel.workspace_size(Sizes(0, 4, 1000, 1000, 0, 0), cpu_library()) == 0
+    assert cuda_kernel.workspace_size(KernelSizes(1, 4, 1000, 1000, 0, 0), cpu_library()) > 0
+    assert cuda_kernel.workspace_size(KernelSizes(0, 4, 1000, 1000, 0, 0), cpu_library()) == 0
     assert kernel.SLOT.itemsize % 8 == 0
     assert kernel.VERDICT.itemsize % 8 == 0, "a round's results are copied in words"

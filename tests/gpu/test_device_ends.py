@@ -6,9 +6,9 @@ import gc
 from dataclasses import replace
 
 import pytest
+from cuda_standin import FakeDriver
+from device_standin import FakeDeviceEngine
 from devices import WARM, decoder_on, text
-from fake_cuda import FakeDriver
-from fake_device import FakeDeviceEngine
 from rounds import cases, ids
 
 from runtime.gpu.loop import LoopingRounds

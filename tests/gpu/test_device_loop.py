@@ -10,8 +10,8 @@ import logging
 from dataclasses import replace
 
 import pytest
+from cuda_standin import Error, FakeDriver
 from devices import WARM, decoder_on, host, steps, text, wander
-from fake_cuda import Error, FakeDriver
 from rounds import broken, ids
 
 from runtime.decoder import Decoder

@@ -2,7 +2,7 @@
 
 That its tokens are those of the definition is what the tests of rounds prove with the sampler
 "device"; here they are also, bit for bit, those that the host's rounds draw with the same kernel.
-The driver is `fake_cuda.FakeDriver`: nothing on the stream happens until somebody waits for it.
+The driver is `cuda_standin.FakeDriver`: nothing on the stream happens until somebody waits for it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
-import fake_device
+import device_standin
 import numpy as np
 import pytest
+from cuda_standin import FakeDriver
 from devices import PARAMS, WARM, decoder_on, host, steps, text, wander
-from fake_cuda import FakeDriver
 from fakes import EOS, FakeEngine, script
 from rounds import broken, cases, ids
 
@@ -305,7 +305,7 @@ def test_more_ends_than_there_is_room_for(driver: FakeDriver) -> None:
 def test_ends_that_are_not_known_to_the_device(driver: FakeDriver) -> None:
     """A stop string: the host ends the text although the device went on."""
     says = script("ab.cd.ef", period=True, start=1)
-    made = fake_device.make_rounds(
+    made = device_standin.make_rounds(
         FakeEngine(says, capacity=73, order=None), FakeEngine(says, capacity=73, order=None),
         driver=driver, vocab_size=32, max_len=64, max_gamma=8,
     )  # fmt: skip

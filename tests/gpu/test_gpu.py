@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fake_device
+import device_standin
 import pytest
-from fake_cuda import FakeDriver
+from cuda_standin import FakeDriver
 
 from runtime import bundle, load
 from runtime.backends import onnxruntime_cuda as ort_cuda
@@ -138,7 +138,7 @@ def test_what_is_used_is_what_was_planned(llama_bundle: Path, on_fake_gpu: FakeD
     engine = load(llama_bundle, device="cuda", slots=2)
     engine.generate("some words", max_new_tokens=24, gamma=4, ignore_eos=True)
     used = sum(len(block) - 256 for block in on_fake_gpu.allocated.values())
-    facts = fake_device.facts_of(engine.decoder.target.fake)  # type: ignore[attr-defined]
+    facts = device_standin.facts_of(engine.decoder.target.fake)  # type: ignore[attr-defined]
     planned = 2 * facts.cache_bytes(2) + engine.memory["buffers"]
     assert planned <= used <= 1.1 * planned
 

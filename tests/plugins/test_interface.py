@@ -59,7 +59,7 @@ def test_structures_have_the_layout_of_the_header(tmp_path):
     got = [n for t in (kernel.SLOT, kernel.ROW, kernel.VERDICT)
            for n in (t.itemsize, t.fields[t.names[-1]][1])]  # fmt: skip
     for structure, last in (
-        (kernel.Logits, "dtype"), (cuda_kernel.Sizes, "reserved"),
+        (kernel.Logits, "dtype"), (cuda_kernel.KernelSizes, "reserved"),
         (cuda_kernel.Launch, "reserved"), (cuda_kernel.Plan, "call"),
     ):  # fmt: skip
         got += [ctypes.sizeof(structure), getattr(structure, last).offset]

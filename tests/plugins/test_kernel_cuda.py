@@ -20,7 +20,7 @@ from kernels import BLOCK, OPTIONS, TOKEN, Case, by_library, cpu_library, emulat
 from plugins.tools import cubins
 from runtime.files.errors import OutriderError
 from runtime.gpu import launch as cuda_kernel
-from runtime.gpu.launch import FILTERS, PENALTIES, SHAPES, Plan, Sizes
+from runtime.gpu.launch import FILTERS, PENALTIES, SHAPES, KernelSizes, Plan
 from runtime.sampling import kernel
 from runtime.sampling.native import RoundSampler
 from runtime.sampling.sampler import SlotSampling
@@ -250,7 +250,7 @@ BASE = 1 << 20  # addresses are not looked at
 def planned(flags=0, slots=4, width=5, vocab_size=128_256, base=BASE, size=None, drawing=False):
     """(status, plan) of a verification, or of a draw."""
     library = cpu_library()
-    sizes = Sizes(slots, width, vocab_size, vocab_size, flags)
+    sizes = KernelSizes(slots, width, vocab_size, vocab_size, flags)
     row = vocab_size * 2
     logits = kernel.Logits(BASE, row * (width + 1), row, vocab_size, 2)
     size = library.outrider_device_workspace_size(ctypes.byref(sizes)) if size is None else size
@@ -293,7 +293,7 @@ def test_a_workspace_is_as_large_as_its_size():
     """Of the addresses in the parameter, those in the workspace start there and end in it."""
     for flags in range(16):
         for slots, width, vocab_size in ((1, 0, 8), (3, 5, 2500), (32, 8, 128_256)):
-            sizes = Sizes(slots, width, vocab_size, vocab_size, flags)
+            sizes = KernelSizes(slots, width, vocab_size, vocab_size, flags)
             size = cpu_library().outrider_device_workspace_size(ctypes.byref(sizes))
             start = 1 << 40
             status, plan = planned(flags, slots, width, vocab_size, base=start)
@@ -310,7 +310,11 @@ def test_illegal_plans_are_refused():
     assert planned(width=65)[0] == planned(slots=0)[0] == planned(flags=16)[0] == 1
     assert planned(slots=65_536)[0] == 1
     assert planned(vocab_size=0)[0] == 1
-    for sizes in (Sizes(1, -1, 8, 8, 0), Sizes(1, 1, 0, 0, 0), Sizes(1, 1, 8, 8, 32)):
+    for sizes in (
+        KernelSizes(1, -1, 8, 8, 0),
+        KernelSizes(1, 1, 0, 0, 0),
+        KernelSizes(1, 1, 8, 8, 32),
+    ):
         assert cpu_library().outrider_device_workspace_size(ctypes.byref(sizes)) == 0
     assert cpu_library().outrider_device_workspace_size(None) == 0
 

@@ -31,7 +31,7 @@ from plugins.tools.build import (
 )
 from runtime.sampling.warp import SamplingParams
 
-TESTS = Path(__file__).parents[1] / "support"
+TESTS = Path(__file__).parents[1] / "standins"
 ROOT = os.environ.get("TENSORRT_ROOT")
 ENTRY_POINTS = ["getCreators", "setLoggerFinder"]
 
@@ -131,15 +131,15 @@ def tools(library, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tools")
     cuda = build_tensorrt.cuda_headers()
     headers = [f"-isystem{build_tensorrt.tensorrt_headers(ROOT)}", f"-isystem{cuda}", *includes()]
-    for name in ("fake_driver", "tensorrt_harness"):
+    for name in ("driver_standin", "plugin_harness"):
         # The plugin asks for the driver by this name, and gets what is loaded already.
-        soname = ["-Wl,-soname,libcuda.so.1"] if name == "fake_driver" else []
+        soname = ["-Wl,-soname,libcuda.so.1"] if name == "driver_standin" else []
         command = [*find_compiler(), *FLAGS, "-O1", *WARNINGS, "-shared", *soname, *headers]
         command += [f"{TESTS / name}.cpp", "-ldl", "-o", f"{folder / name}.so"]
         run = subprocess.run(command, capture_output=True, text=True)
         assert run.returncode == 0 and run.stderr == "", run.stderr
     kernels = build_emulated(Path(LIBRARIES))
-    return folder / "fake_driver.so", kernels, folder / "tensorrt_harness.so", library
+    return folder / "driver_standin.so", kernels, folder / "plugin_harness.so", library
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def drive(tools, tmp_path):
         for i, case in enumerate(cases):
             options = {"vocab_size": 0, "rule": "token"}
             np.savez(tmp_path / f"{i:03}.npz", **{**options, **case})
-        command = [sys.executable, TESTS / "tensorrt_child.py", *tools[:3], plugin, tmp_path]
+        command = [sys.executable, TESTS / "plugin_child.py", *tools[:3], plugin, tmp_path]
         subprocess.run(command, check=True)
         got = []
         for i in range(len(cases)):

@@ -529,7 +529,7 @@ def test_the_cache_is_updated_in_place(workshop: Workshop, how: str) -> None:
     bundle = workshop.bundle(source, max_len=None)
     script = [
         sys.executable,
-        str(CHECKOUT / "tests" / "support" / "protected_cache.py"),
+        str(CHECKOUT / "tests" / "standins" / "protected_cache.py"),
         str(bundle),
         how,
     ]

@@ -40,7 +40,7 @@ def engine(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Text
     texts = [str(path) for path in sorted((CHECKOUT / "runtime").glob("*.py"))]
     tokenizer = str(bundle / "tokenizer")
     assert ngram.main(["--tokenizer", tokenizer, "--out", str(table), *texts]) == 0
-    return load(bundle, slots=1, table=table, corpus=CHECKOUT / "runtime" / "rounds.py", threads=1)
+    return load(bundle, slots=1, table=table, corpus=CHECKOUT / "runtime" / "round.py", threads=1)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import fake_device
+import device_standin
 import numpy as np
 import pytest
 from fakes import VOCAB_SIZE, FakeEngine, Model
@@ -108,7 +108,7 @@ def make_decoder(
     )  # fmt: skip
     rounds: Rounds
     if SAMPLER in ("device", "loop"):
-        rounds = fake_device.make_rounds(
+        rounds = device_standin.make_rounds(
             target_engine, other, vocab_size=vocab_size, max_len=max_len, max_gamma=max_gamma,
             draft_max_len=draft_max_len,
             rounds=LoopingRounds if SAMPLER == "loop" else DeviceRounds,

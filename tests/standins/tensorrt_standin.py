@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
-from fake_cuda import STREAM, FakeDriver
+from cuda_standin import STREAM, FakeDriver
 from fakes import FakeEngine
 
 from runtime.backends.engine import Ids

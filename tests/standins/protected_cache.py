@@ -1,6 +1,6 @@
 """A script: steps of an engine whose cache pages cannot be written, but for the row of the step.
 
-    python tests/support/protected_cache.py BUNDLE same|different|sealed
+    python tests/standins/protected_cache.py BUNDLE same|different|sealed
 
 same: only the new row is written, and the steps run. Prints how much memory many more steps take.
 Two controls, in which the process dies of SIGSEGV. different: an OrtEngine whose cache's input and

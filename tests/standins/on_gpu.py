@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.gpu import launch as cuda_kernel
-from runtime.gpu.launch import Buffers, Device, DeviceLogits, Plan, Sizes
+from runtime.gpu.launch import Device, DeviceLogits, KernelBuffers, KernelSizes, Plan
 from runtime.sampling import kernel
 
 Array = npt.NDArray[Any]
@@ -53,7 +53,7 @@ class OnGpu:
             places = memory.slots(slots, count)
             at, places["index"] = np.unique(places["index"], return_inverse=True)
             device_logits = memory.logits(given, at, 1)
-            sizes = Sizes(count, width, 0, given.vocab_size, flags_of(places), 0)
+            sizes = KernelSizes(count, width, 0, given.vocab_size, flags_of(places), 0)
             buffers = memory.buffers(sizes, places, drafts, rows)
             kept_size = count * width * given.vocab_size * (4 if given.dtype == 0 else 2)
             device_kept = memory.copied(kept, kept_size) if kept else 0
@@ -90,7 +90,7 @@ class OnGpu:
             flags = flags_of(places)
             if device_draft is not None and not rows:
                 flags |= cuda_kernel.SHAPES
-            sizes = Sizes(
+            sizes = KernelSizes(
                 count, width, given.vocab_size,
                 device_draft.vocab_size if device_draft else 0, flags, 0,
             )  # fmt: skip
@@ -104,7 +104,7 @@ class OnGpu:
             self._device.read(ratios, buffers.ratios, 8 * count * width)
         return status
 
-    def _run(self, plan: Plan, buffers: Buffers, verdicts: int, count: int) -> int:
+    def _run(self, plan: Plan, buffers: KernelBuffers, verdicts: int, count: int) -> int:
         self._device.launch(plan)
         size = kernel.VERDICT.itemsize
         self._device.read(verdicts, buffers.verdicts, size * count)
@@ -165,10 +165,12 @@ class _Memory:
         address = self.copied(together.ctypes.data, together.nbytes)
         return DeviceLogits(address, count * size, size, given.vocab_size, DTYPES[given.dtype])
 
-    def buffers(self, sizes: Sizes, slots: Array, drafts: int, rows: int | None) -> Buffers:
+    def buffers(
+        self, sizes: KernelSizes, slots: Array, drafts: int, rows: int | None
+    ) -> KernelBuffers:
         count, width = sizes.slot_count, sizes.width
         row_size = kernel.ROW.itemsize * count * width
-        return Buffers(
+        return KernelBuffers(
             slots=self.copied(slots.ctypes.data, slots.nbytes),
             drafts=self.copied(drafts, 8 * count * width),
             rows=self.copied(rows, row_size) if rows else 0,

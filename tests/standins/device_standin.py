@@ -1,4 +1,4 @@
-"""Rounds on a GPU without one: engines that enqueue on the stream of `fake_cuda.FakeDriver`."""
+"""Rounds on a GPU without one: engines that enqueue on the stream of `cuda_standin.FakeDriver`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_cuda import FakeDriver
+from cuda_standin import FakeDriver
 from fakes import NEVER_WRITTEN, FakeEngine, Model
 
 from plugins.tools.build import BuildError, build_emulated

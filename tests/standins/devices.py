@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-import fake_device
+import device_standin
 import pytest
 import rounds
-from fake_cuda import FakeDriver
+from cuda_standin import FakeDriver
 from fakes import EOS, FakeEngine, near, random_model
 from rounds import ids, make_decoder
 
@@ -36,7 +36,7 @@ def host(monkeypatch: pytest.MonkeyPatch, **shape: int) -> Decoder:
 
 
 def decoder_on(driver: FakeDriver, *, slots: int = 1, **options) -> Decoder:  # type: ignore[no-untyped-def]
-    made = fake_device.make_rounds(
+    made = device_standin.make_rounds(
         FakeEngine(MODEL, slots=slots, capacity=73, order=None),
         FakeEngine(DRAFT, slots=slots, capacity=73, order=None),
         driver=driver, vocab_size=32, max_len=64, max_gamma=8, **options,
