@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from runtime.files.errors import CommandParser, OutriderError, run_command
 from . import machine
 from .clock import Clock
 from .plot import draw_or_explain
-from .table import Table, update
+from .table import PAGE, Table, update
 
 Results = Mapping[str, Any]
 
@@ -86,7 +87,8 @@ class Suite:
         line = json.dumps(results, separators=(",", ":"))
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
-            page = "\n".join([heading, "", *(table.text(markdown=True) for table in tables)])
+            told = (table.text(markdown=True) for table in tables)
+            page = "\n".join([textwrap.fill(heading, PAGE), "", *told])
             (args.out / f"{self.name}.json").write_text(line + "\n")
             (args.out / f"{self.name}.md").write_text(page)
             for text in draw_or_explain(self.plots, results, args.out):

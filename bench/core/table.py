@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from runtime.files.errors import OutriderError
 
 Shown = Callable[[Any], str]
 Column = tuple[str, str, Shown]  # key of a row's values, heading, how to show one
+PAGE = 100  # columns of a document's text
 MARKED = " *"  # of a row whose figures other processes disturbed
 
 
@@ -32,7 +34,7 @@ class Table:
         if markdown:
             rule = ["---", *["---:"] * (len(self.head) - 1)]
             lines = [f"| {' | '.join(line)} |" for line in (self.head, rule, *self.rows)]
-            below = [line for note in self.notes for line in ("", note)]
+            below = [line for note in self.notes for line in ("", textwrap.fill(note, PAGE))]
             return "\n".join([f"**{self.title}**", "", *lines, *below, ""])
         cells = [self.head, *self.rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

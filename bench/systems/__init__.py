@@ -1,7 +1,7 @@
 """Decoders on the same checkpoints, each in a process of its own: its threads and its memory stay
 out of ours.
 
-A system is a module with a class `Worker` (`worker.Worker`) and a line in `SYSTEMS`. `peer.Peer`
+A system is a module with a worker (`worker.Worker`) and a line in `SYSTEMS`. `peer.Peer`
 starts the process, sends it what `protocol` has, and gets a `Text` for a request, or why not.
 """
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kind:
-    """A system. module: in this package. packages: what the module imports. extra: the group in
-    pyproject.toml that brings them.
+    """A system. module: in this package, with the class `worker`. packages: what the module
+    imports. extra: the group in pyproject.toml that brings them.
 
     modes, of one name in all systems: "plain" decoding; "draft", with the draft model, and
     "lookup", with n-grams of the text, of gamma tokens a round; "auto" chooses gamma for each
@@ -22,6 +22,7 @@ class Kind:
     """
 
     module: str
+    worker: str
     packages: tuple[str, ...]
     extra: str
     modes: tuple[str, ...]
@@ -30,19 +31,19 @@ class Kind:
 
 SYSTEMS = {
     "outrider": Kind(
-        "ours", ("onnxruntime", "torch", "transformers"), "dev",
+        "ours", "OutriderWorker", ("onnxruntime", "torch", "transformers"), "dev",
         ("plain", "draft", "auto", "lookup"),
     ),
     "transformers": Kind(
-        "transformers", ("torch", "transformers"), "dev",
+        "transformers", "TransformersWorker", ("torch", "transformers"), "dev",
         ("plain", "draft", "assistant", "lookup"),
     ),
     "genai": Kind(
-        "genai", ("onnxruntime_genai", "onnx_ir", "torch", "transformers"), "genai",
+        "genai", "GenaiWorker", ("onnxruntime_genai", "onnx_ir", "torch", "transformers"), "genai",
         ("plain", "draft", "lookup"),
     ),
     "llama.cpp": Kind(
-        "llama", ("llama_cpp", "gguf", "torch", "safetensors"), "llama",
+        "llama", "LlamaWorker", ("llama_cpp", "gguf", "torch", "safetensors"), "llama",
         ("plain", "draft", "lookup"), ("float32", "q8_0", "q4_0"),
     ),
 }  # fmt: skip

@@ -20,7 +20,7 @@ WEIGHTS = "model.onnx.data"
 NGRAM = 3  # of lookups: the last two tokens are looked for, as Transformers does
 
 
-class Worker:
+class GenaiWorker:
     """See `worker.Worker`. The pair is loaded when a request drafts: a model of its own."""
 
     def __init__(self, setup: Setup):

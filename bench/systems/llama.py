@@ -52,7 +52,7 @@ class _Draft(LlamaDraftModel):  # type: ignore[misc]
         return np.array(drafted, np.intc)
 
 
-class Worker:
+class LlamaWorker:
     """See `worker.Worker`. A mode's models are loaded with the first request for it."""
 
     def __init__(self, setup: Setup):

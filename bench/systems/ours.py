@@ -21,7 +21,7 @@ from .worker import Arrivals, arrived_together, loading
 WARM_UPS = 3  # of a step
 
 
-class Worker:
+class OutriderWorker:
     """See `worker.Worker`. precision: a dtype of the graphs."""
 
     def __init__(self, setup: Setup):

@@ -30,7 +30,7 @@ class _Streamer:
         pass
 
 
-class Worker:
+class TransformersWorker:
     """See `worker.Worker`. The draft is loaded when a request drafts."""
 
     def __init__(self, setup: Setup):

@@ -1,4 +1,4 @@
-"""The process of a system. Its loop knows no system: each has a module with a class `Worker`.
+"""The process of a system. Its loop knows no system: each has a module with a `Worker`.
 
 Nothing of the runtime is imported here, so that the memory of the others is theirs.
 """
@@ -70,7 +70,7 @@ def arrived_together(texts: Sequence[Arrivals], tokens: Sequence[Sequence[int]])
 
 
 class Worker(Protocol):
-    """What a system's module has under this name. Prefixes of earlier prompts are not reused.
+    """What a system's module has. Prefixes of earlier prompts are not reused.
 
     load: what `loading` gave. facts: see `Peer`; those that `serve` does not add. One worker has
     `steps` too, from `Steps` to samples by name.
@@ -130,9 +130,10 @@ def serve(pipe: Connection, name: str, setup: Setup) -> None:
     """
     os.dup2(2, 1)  # libraries print what they like, and stdout is the suite's
     try:
-        module = importlib.import_module(f".{SYSTEMS[name].module}", __package__)
+        kind = SYSTEMS[name]
+        module = importlib.import_module(f".{kind.module}", __package__)
         before = resident()["rss"]
-        worker: Worker = module.Worker(setup)
+        worker: Worker = getattr(module, kind.worker)(setup)
     except Exception as error:  # noqa: BLE001 - whatever it is, the system is missing with a reason
         pipe.send(_failed(error))
         return

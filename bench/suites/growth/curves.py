@@ -354,7 +354,7 @@ def _size(folder: Path) -> int:
 
 
 @dataclass(frozen=True)
-class Section:
+class CurveSection:
     """What grows along the axis, and how it is measured."""
 
     axis: str
@@ -362,10 +362,10 @@ class Section:
 
 
 SECTIONS = {
-    "output length": Section("tokens decoded", output_length),
-    "context": Section("tokens of the prompt", context),
-    "batch": Section("slots", batch),
-    "vocabulary": Section("tokens of the vocabulary", vocabulary),
-    "gamma": Section("positions verified, gamma + 1", gamma),
-    "model size": Section("parameters", model_size),
+    "output length": CurveSection("tokens decoded", output_length),
+    "context": CurveSection("tokens of the prompt", context),
+    "batch": CurveSection("slots", batch),
+    "vocabulary": CurveSection("tokens of the vocabulary", vocabulary),
+    "gamma": CurveSection("positions verified, gamma + 1", gamma),
+    "model size": CurveSection("parameters", model_size),
 }
