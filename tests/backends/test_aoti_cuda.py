@@ -1,7 +1,7 @@
 """AOTInductor on a GPU, without one: what is built, and the engine over a recorded stream.
 
-The device memory of `cuda_standin.FakeDriver` is host memory, so the package that was compiled for the
-CPU (the bundle of test_aoti.py) runs in `AotiCudaEngine` as one compiled for a GPU does: on the
+The device memory of `cuda_standin.FakeDriver` is host memory, so the package that was compiled for
+the CPU (the bundle of test_aoti.py) runs in `AotiCudaEngine` as one compiled for a GPU does: on the
 stream's turn, over raw addresses, captured and replayed. What torch.cuda does is not tested here.
 """
 

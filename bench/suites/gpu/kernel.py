@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from runtime.files.errors import CommandParser, run_command
 from runtime.gpu import launch
-from runtime.gpu.launch import Buffers, Device, DeviceLogits, Plan, Sizes
+from runtime.gpu.launch import Device, DeviceLogits, KernelBuffers, KernelSizes, Plan
 from runtime.gpu.rounds import flags_of
 from runtime.sampling import kernel
 from runtime.sampling.sampler import SlotSampling
@@ -88,7 +88,7 @@ class DeviceRound:
                 slots[b]["context_length"] = CONTEXT
         self._slots = self._bytes(slots)
         flags = flags_of(Request([0], params))
-        self.sizes = Sizes(batch, gamma, vocab_size, vocab_size, flags, 0)
+        self.sizes = KernelSizes(batch, gamma, vocab_size, vocab_size, flags, 0)
         # A set's drafts, rows, verdicts and ratios are its own; the workspace is everyone's.
         self._workspace = self._bytes(np.zeros(launch.workspace_size(self.sizes), np.uint8))
         kinds = np.dtype(np.int64), kernel.ROW, kernel.VERDICT, np.dtype(np.float64)
@@ -112,10 +112,10 @@ class DeviceRound:
         there.copy_(self.torch.from_numpy(array.view(np.uint8).copy()))
         return there
 
-    def _buffers(self, s: int) -> Buffers:
+    def _buffers(self, s: int) -> KernelBuffers:
         drafts, rows, verdicts, ratios = (tensor.data_ptr() for tensor in self._own[s])
         workspace = self._workspace.data_ptr()
-        return Buffers(self._slots.data_ptr(), drafts, rows, verdicts, ratios, workspace)
+        return KernelBuffers(self._slots.data_ptr(), drafts, rows, verdicts, ratios, workspace)
 
     def _logits(self, tensor: Any) -> DeviceLogits:
         shape, size = self.shape, tensor.element_size()
