@@ -34,10 +34,8 @@ class Phrases(outrider.GuessedDraft):
         return []
 
 
-outrider.register_draft("phrases", Phrases)
-
-
 def main(argv: Sequence[str]) -> None:
+    outrider.register_draft("phrases", Phrases)
     engine = outrider.load(argv[0])
     encode = engine.tokenizer.encode
     Phrases.known = [encode(phrase, add_special_tokens=False) for phrase in PHRASES]

@@ -37,6 +37,7 @@ def _known(sampler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     phrases = [first[i : i + 6] for i in range(8)]
     monkeypatch.setattr(Phrases, "known", [*phrases, *([i, 7 - i, 3] for i in range(8))])
     monkeypatch.setattr(Phrases, "least", 1)
+    monkeypatch.setitem(registry.KINDS, "phrases", Phrases)
     monkeypatch.setitem(registry.KINDS, "liar", Liar)
 
 

@@ -21,7 +21,7 @@ from runtime.files.manifest import GRAPH_FILE, ONE_SLOT_FILE, read_pair
 
 CAPACITY = MAX_LEN + 16  # rows of a slot, at least
 # Plain; packed with biases; norms between; a window; a rotation of longer texts; learned positions.
-LOWERED = ["llama", "qwen2", "qwen3", "mistral", "phi3", "opt"]
+LOWERED = cases(["llama", "qwen2", "qwen3", "mistral"], ["phi3", "opt"])
 KEPT = {
     "gpt2": "products of flattened rows",
     "gemma2": "soft caps",

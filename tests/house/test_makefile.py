@@ -65,7 +65,7 @@ def test_what_is_given_is_not_looked_into(checkout: Path, how: str) -> None:
         assert not (checkout / "pwned").exists()
         return ran
 
-    assert f"--prompt={HOSTILE}" in given("PROMPT", "demo")[-1]
+    assert f"--prompt={HOSTILE}" in given("PROMPT", "demo")[-2]
     assert f"--engines={HOSTILE}" in given("ENGINES", "report")[0]
     assert f"--out={HOSTILE}" in given("GPU_OUT", "gpu-check")[0]
     _, export, _ = given("MODEL", "engines")
