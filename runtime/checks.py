@@ -9,6 +9,8 @@ from .drafts.registry import KINDS
 from .files.errors import OutriderError
 from .sequence import Request
 
+COUNTS_AND_BIASES = ("frequency_penalty", "presence_penalty", "logit_bias")
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -16,8 +18,8 @@ class Limits:
 
     vocab_size: how many tokens there are; embeddings: how many ids the target can read. max_len,
     max_gamma: of the bundle; context: the most that it could be built for, None where nobody knows.
-    kinds, draft_options: see `Rounds`. has_model: whether there is a
-    draft model.
+    kinds, draft_options, counts_and_biases: see `Rounds`. has_model: whether there is a draft
+    model.
     """
 
     vocab_size: int
@@ -27,6 +29,7 @@ class Limits:
     kinds: frozenset[str]
     has_model: bool
     draft_options: bool
+    counts_and_biases: bool
     context: int | None = None
 
 
@@ -59,6 +62,13 @@ def check_request(request: Request, limits: Limits) -> None:
             else f"gamma={request.gamma} is negative",
             f"Choose gamma from 0 to {limits.max_gamma}, or build with MAX_GAMMA.",
         )
+    for name in () if limits.counts_and_biases else COUNTS_AND_BIASES:
+        if getattr(request.params, name):
+            raise OutriderError(
+                "option",
+                f"{name} is not in the sampling kernel of a GPU",
+                "Leave it out, or use a bundle that runs on the CPU.",
+            )
     if request.logprobs is not None and not 0 <= request.logprobs <= limits.vocab_size:
         raise OutriderError(
             "option",
@@ -130,7 +140,7 @@ def _check_draft(request: Request, limits: Limits) -> None:
 def _absent(name: str, gamma: int, limits: Limits) -> OutriderError:
     """Why this kind of draft is not there, and how to get it."""
     kind, on_host = KINDS[name], limits.draft_options
-    if "engine" in kind.needs and not limits.has_model:
+    if {"engine", "inner"} & set(kind.needs) and not limits.has_model:
         return OutriderError(
             "option",
             f"gamma={gamma} needs a draft, and the bundle has none",
@@ -142,6 +152,12 @@ def _absent(name: str, gamma: int, limits: Limits) -> OutriderError:
             "option",
             f"draft={name} needs a table, and none was given",
             "Load the bundle with one (python -m export.ngram writes it), or use draft=ngram.",
+        )
+    if "corpus" in kind.needs and on_host:
+        return OutriderError(
+            "option",
+            f"draft={name} needs a corpus, and none was given",
+            "Load the bundle with one (corpus=FILE, --corpus FILE), or use draft=ngram.",
         )
     return OutriderError(
         "option",

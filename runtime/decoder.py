@@ -72,7 +72,7 @@ class Decoder:
             Limits(
                 self.vocab_size, self.target.vocab_size, self.max_len, self.max_gamma,
                 self.rounds.kinds, self.draft is not None, self.rounds.supports_draft_options,
-                self.context,
+                self.rounds.supports_counts_and_biases, self.context,
             ),
         )  # fmt: skip
 

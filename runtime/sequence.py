@@ -121,7 +121,8 @@ class Rounds(Protocol):
     """Two engines, their slots, and the sampling between them; one thread at a time.
 
     kinds: who can propose here, names of `drafts.registry`. supports_draft_options: whether a draft
-    can have a temperature of its own, and stop where it is unsure.
+    can have a temperature of its own, and stop where it is unsure. supports_counts_and_biases:
+    whether the sampling knows frequency and presence penalties, and biases.
     """
 
     @property
@@ -138,6 +139,9 @@ class Rounds(Protocol):
 
     @property
     def supports_draft_options(self) -> bool: ...
+
+    @property
+    def supports_counts_and_biases(self) -> bool: ...
 
     def start(self, sequence: ActiveSequence) -> SlotResult:
         """Prefill the target with what it lacks of the prompt, and draw the first token."""

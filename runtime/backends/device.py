@@ -13,9 +13,7 @@ import numpy as np
 from ..files.errors import OutriderError
 from ..files.manifest import EngineFacts, GraphFacts
 from .cuda import Cuda
-from .engine import HeldRows, Ids, Logits
-
-CHUNK = 512  # tokens of one prefill call; bounds the activations
+from .engine import CHUNK, HeldRows, Ids, Logits
 
 
 @dataclass(frozen=True, slots=True)

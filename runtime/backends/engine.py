@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
+CHUNK = 512  # tokens of one prefill call; bounds the activations
 
 
 class HeldRows:

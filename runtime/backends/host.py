@@ -10,9 +10,8 @@ import numpy as np
 
 from ..files.errors import OutriderError, first_line, out_of_memory
 from ..files.manifest import FIRST_ROWS, MOST_GAMMA, GraphFacts, Manifest
-from .engine import HeldRows, Ids, Logits
+from .engine import CHUNK, HeldRows, Ids, Logits
 
-CHUNK = 512  # tokens of one prefill call; bounds the activations
 Call = TypeVar("Call")
 
 
@@ -144,11 +143,13 @@ class HostEngine(ABC, Generic[Call]):
             return
         rows = min(self.capacity, max(FIRST_ROWS, 1 << (need - 1).bit_length()))
         kept = start if another else self.rows
+        other = {}  # whole before it is used: an interrupt or a lack of memory changes nothing
         for name, (heads, head_width) in self._shapes.items():
             # Zeros, not empty, as in `clear`.
-            larger = self._zeros(self.slots, heads, rows, head_width)
+            other[name] = self._zeros(self.slots, heads, rows, head_width)
             if kept:
-                larger[:, :, :kept] = self._cache[name][:, :, :kept]
-            self._cache[name] = larger
-        self.rows = rows
-        self._calls.clear()
+                other[name][:, :, :kept] = self._cache[name][:, :, :kept]
+        if another:
+            self.held.cut(0, kept)
+        self._calls.clear()  # they have the addresses
+        self._cache, self.rows = other, rows

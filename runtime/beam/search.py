@@ -264,6 +264,8 @@ class Pool:
                     answer.setdefault(leaf[:length], row)
         for node, row in answer.items():
             if not math.isfinite(row.max()):
+                for slot in np.flatnonzero(self._held[:, 0] != UNKNOWN).tolist():
+                    self.engine.clear(slot)  # what broke the logits may lie in its rows
                 raise OutriderError(
                     "numeric",
                     f"{self.name}, position {len(self.prompt) + len(node)}: the largest logit is "

@@ -69,7 +69,8 @@ class Draft:
         return all(getattr(sources, name) is not None for name in cls.needs)
 
     def propose(self, wanted: Mapping[ActiveSequence, int]) -> dict[ActiveSequence, list[int]]:
-        """At most as many tokens as are wanted of each sequence, where `at_once`."""
+        """At most as many tokens as are wanted of each sequence, where `at_once`; what is beyond,
+        or comes from the first token on that the sampling cannot give, is left out."""
         raise NotImplementedError
 
     def row(self, sequence: ActiveSequence, drafts: Sequence[int]) -> Logits:
@@ -92,7 +93,7 @@ class GuessedDraft(Draft, ABC):
         where nothing comes to mind."""
 
     def propose(self, wanted: Mapping[ActiveSequence, int]) -> dict[ActiveSequence, list[int]]:
-        return {sequence: self.possible(sequence, [], count) for sequence, count in wanted.items()}
+        return {sequence: self.guess(sequence, [], count) for sequence, count in wanted.items()}
 
     def possible(self, sequence: ActiveSequence, drafts: Sequence[int], count: int) -> list[int]:
         """The guess up to the first token that the sampling cannot give."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..backends.engine import Logits
-from ..calls import prefill, slot_sampling, span
+from ..calls import first_forbidden, prefill, slot_sampling, span
 from ..sampling.sampler import Sampler
 from ..sequence import ActiveSequence
 from .draft import Draft, Sources, confidence, temper
@@ -100,7 +100,9 @@ class HostDraft:
             if others and draft.point_masses:
                 # Beside drafts by the step a guess takes part in those steps, and has no others.
                 wanted = {sequence: min(gamma, others) for sequence, gamma in wanted.items()}
-            for sequence, tokens in draft.propose(wanted).items():
+            for sequence, proposed in draft.propose(wanted).items():
+                tokens = list(proposed)[: wanted[sequence]]
+                tokens = tokens[: first_forbidden(sequence, tokens, self.sources.width)]
                 gammas[sequence], drafted.tokens[sequence] = len(tokens), tokens
 
     def _steps(self, gammas: Gammas, drafts: dict[ActiveSequence, Draft], drafted: Drafted) -> None:

@@ -16,7 +16,6 @@ import numpy as np
 from ..backends.cuda import Cuda
 from ..files.errors import OutriderError
 from ..sampling import kernel
-from ..sampling.warp import SamplingParams
 
 FILTERS, PENALTIES, BLOCK, SHAPES = 1, 2, 4, 8  # outrider_device_sizes.flags
 KERNELS = tuple(
@@ -181,17 +180,6 @@ def plan_verify(
     if status:
         raise ValueError(kernel.status_text(library, status))
     return plan
-
-
-def check(params: SamplingParams) -> None:
-    """Raises OutriderError("option") for what these kernels lack: counts of ids, and biases."""
-    for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
-        if getattr(params, name):
-            raise OutriderError(
-                "option",
-                f"{name} is not in the sampling kernel of a GPU",
-                "Leave it out, or use a bundle that runs on the CPU.",
-            )
 
 
 def find_image(major: int, minor: int, folders: tuple[Path, ...] = FOLDERS) -> Path:

@@ -24,7 +24,6 @@ from ..sampling.rules import Verdict
 from ..sampling.sampler import SlotSampling
 from ..sequence import ActiveSequence, Request, RoundResult, SlotPlan, SlotResult
 from ..slots import SlotTable
-from . import launch as cuda_kernel
 from .launch import BLOCK, FILTERS, PENALTIES, SEQUENCE, Device, DeviceLogits
 from .memory import MOST_ENDS, Results
 from .programs import Action, Programs, Shape
@@ -70,7 +69,7 @@ class DeviceRounds(Programs):
             max_gamma=max_gamma, graphs=graphs,
         )  # fmt: skip
         self.slots = SlotTable(target.slots)
-        self.supports_draft_options = False
+        self.supports_draft_options = self.supports_counts_and_biases = False
         self.kinds: frozenset[str] = frozenset({"model"} if draft else ())
         self._max_len, self._ahead = max_len, ahead
         self._draft_max_len = (draft_max_len or max_len) if draft else 0
@@ -241,7 +240,6 @@ class DeviceRounds(Programs):
                 f"{len(ends)} ids end the text, and a GPU takes {MOST_ENDS}",
                 "Leave some out.",
             )
-        cuda_kernel.check(request.params)
         texts = 8 * index * self._max_len
         record, slot = np.zeros(1, SEQUENCE), np.zeros(1, kernel.SLOT)
         kernel.fill_slot(slot, 0, SlotSampling(request.params, -1, len(ids), index=index))

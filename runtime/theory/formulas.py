@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..sampling.distribution import Distribution
 from ..sampling.warp import SamplingParams, warp
 
 MOST = 64
@@ -89,19 +88,8 @@ def acceptance_of_logits(
         rows = np.arange(len(target))
         drawn = target[rows, draft.argmax(1)]
         return float((drawn >= target.max(1) + np.log(params.lenience)).mean())
-    p, q = (
-        np.stack([_probabilities(warp(row, params)) for row in logits])
-        for logits in (target, draft)
-    )
+    p, q = (np.stack([warp(row, params).probs() for row in logits]) for logits in (target, draft))
     return acceptance(p, q, params.lenience)
-
-
-def _probabilities(row: Distribution) -> npt.NDArray[np.float64]:
-    if row.weights is not None:
-        return row.weights.astype(np.float64) / row.total
-    point = np.zeros(row.vocab_size)
-    point[row.point_mass] = 1
-    return point
 
 
 def table(alpha: float, cost: float, verify: Sequence[float] | None, gammas: Sequence[int]) -> str:

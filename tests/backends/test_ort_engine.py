@@ -77,6 +77,36 @@ def test_one_slot_starts_small_again(bundle):
     assert engine.rows == 256
 
 
+@pytest.mark.parametrize("start", [200, 0])
+def test_an_interrupt_while_the_rows_are_replaced(bundle, monkeypatch, start):
+    """Prepared calls once kept the addresses of arrays that were gone, and the account its rows."""
+    engine, whole = open_target(bundle, 1), open_target(bundle, 1)
+    ids = np.arange(600)[None] % engine.vocab_size
+    length = 250 if start else 600
+    for n in range(0, length, 50):
+        engine.forward(ids[:, n : n + 50], np.array([n]), np.array([0]))
+    step = ids[:, length - 5 : length], np.array([length - 5]), np.arange(5)
+    engine.forward(*step)
+    arrays, real = list(engine._cache.values()), engine._zeros
+
+    def interrupted(*shape):
+        monkeypatch.setattr(engine, "_zeros", stopped)
+        return real(*shape)
+
+    def stopped(*shape):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "_zeros", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.forward(ids[:, start : start + 100], np.array([start]), np.array([0]))
+    monkeypatch.undo()
+    assert all(a is b for a, b in zip(engine._cache.values(), arrays, strict=True))
+    assert engine.held.length(0) == length
+    for n in range(0, length, 50):
+        whole.forward(ids[:, n : n + 50], np.array([n]), np.array([0]))
+    np.testing.assert_allclose(engine.forward(*step), whole.forward(*step), atol=1e-5)
+
+
 def test_a_row_beyond_the_capacity_is_refused(bundle):
     engine = open_target(bundle, 1)
     with pytest.raises(ValueError, match="beyond the capacity"):

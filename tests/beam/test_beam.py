@@ -381,6 +381,15 @@ def test_broken_logits_are_an_error_that_names_model_and_position(
     assert caught.value.kind == "numeric"
 
 
+def test_slots_with_broken_rows_are_emptied() -> None:
+    """Their account outlived the search, and the next request took the NaN rows for its own."""
+    engine = Copying(lambda context: np.full(V, np.nan if len(context) == 6 else 0, np.float32))
+    with pytest.raises(OutriderError, match="target, position 6"):
+        search(engine, eos_token_ids=())
+    assert engine.calls
+    assert [engine.held.length(slot) for slot in range(engine.slots)] == [0] * engine.slots
+
+
 # Real engines
 
 

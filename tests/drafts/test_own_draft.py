@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,8 +14,9 @@ from rounds import ids, make_decoder, oracle, plain, run, with_uniforms
 from examples.own_draft import Phrases
 from runtime.cli.arguments import parse
 from runtime.drafts import registry
+from runtime.drafts.draft import Draft
 from runtime.files.errors import OutriderError
-from runtime.sequence import Request
+from runtime.sequence import ActiveSequence, Request
 
 on_host = pytest.mark.parametrize("sampler", ["numpy", "kernel"], indirect=True)
 SAYING = script("abcab.abcdab,", period=True, start=1)
@@ -28,6 +29,19 @@ class Liar(Phrases):
 
     def row(self, sequence: Any, drafts: Sequence[int]) -> np.ndarray:
         return np.zeros(V, np.float32)
+
+
+class Careless(Draft):
+    """It knows neither how many tokens are wanted nor which there are."""
+
+    at_once = True
+    proposal: ClassVar[list[int]] = []
+
+    def propose(self, wanted: Mapping[ActiveSequence, int]) -> dict[ActiveSequence, list[int]]:
+        return dict.fromkeys(wanted, self.proposal)
+
+    def row(self, sequence: Any, drafts: Sequence[int]) -> np.ndarray:
+        return np.zeros(self.sources.width, np.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +90,31 @@ def test_a_name_has_one_meaning() -> None:
     for name in ("phrases", "model", "none"):
         with pytest.raises(OutriderError, match="already"):
             registry.register(name, Liar)
+
+
+@on_host
+@pytest.mark.parametrize(("proposal", "drafted"), [([3, 10**6], 1), ([-5, 3], 0), ([3] * 20, 4)])
+def test_what_cannot_be_a_draft_is_left_out(
+    proposal: list[int], drafted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that come with rows too, and more than were asked for."""
+    monkeypatch.setitem(registry.KINDS, "careless", Careless)
+    monkeypatch.setattr(Careless, "proposal", proposal)
+    decoder = make_decoder(random_model(1))
+    request = Request([2, 3, 2], gamma=4, draft="careless", max_new_tokens=20, ignore_eos=True)
+    sequence = decoder.admit(request)
+    decoder.round([sequence])
+    assert sequence.stats.drafted == drafted
+    decoder.release(sequence)
+    assert ids(run(decoder, request)) == plain(decoder, request)
+
+
+def test_a_kind_that_needs_what_there_never_is() -> None:
+    """It once broke every request of every engine."""
+
+    class Typo(Phrases):
+        needs = ("korpus",)
+
+    with pytest.raises(OutriderError, match="needs 'korpus'"):
+        registry.register("typo", Typo)
+    assert "typo" not in registry.KINDS
