@@ -2,97 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
-from pathlib import Path
-
-from runtime.files.errors import CommandParser, OutriderError, run_command
-from runtime.files.folders import check_place
-from runtime.files.manifest import MANIFEST_FILE, MOST_SLOTS, read_bundle, read_pair
-from runtime.files.progress import size_text
-
-from .bundle import build, check_backend, check_memory, engine_plan, memory_plan
-from .registry import BACKENDS
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="python -m engines",
-        description="Build a bundle from what `python -m export` wrote. `make engines` runs both.",
-        epilog="example:\n  python -m engines --graphs build/graphs/demo --out build/demo",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--graphs", type=Path, help="folder that `python -m export` wrote")
-    add("--out", type=Path, help="bundle to write")
-    add(
-        "--backend",
-        default="onnxruntime",
-        help=f"what runs the engines: {', '.join(BACKENDS)} (default: onnxruntime)",
-    )
-    add("--slots", type=int, default=1, help="sequences at a time (default: 1)")
-    add(
-        "--sm",
-        default="",
-        help="GPUs that tensorrt_rtx builds for, such as 80,89 (default: the present one, or all)",
-    )
-    add(
-        "--opt-level",
-        type=int,
-        help="how long TensorRT looks for faster kernels, 0 to 5 (default: the library's own)",
-    )
-    add(
-        "--supports",
-        metavar="DTYPE",
-        help="build nothing; say whether the backend runs graphs of this precision, and with --out "
-        "whether the bundle can be written there",
-    )
-    add("--force", action="store_true", help="build again even what did not change")
-    return parser
+from runtime.files.errors import interrupts_wait, run_command
 
 
 def main(argv: list[str] | None = None) -> int:
-    def command() -> int:
-        arguments = parser().parse_args(argv)
-        if not 1 <= arguments.slots <= MOST_SLOTS:
-            raise OutriderError(
-                "option", f"SLOTS={arguments.slots} is out of range", f"Use 1 to {MOST_SLOTS}."
-            )
-        if arguments.supports:
-            check_backend(arguments.backend, arguments.supports, arguments.sm, arguments.opt_level)
-            if arguments.out is not None:
-                check_place(arguments.out, MANIFEST_FILE)
-            return 0
-        if arguments.graphs is None or arguments.out is None:
-            parser().error("the following arguments are required: --graphs, --out")
-        begin = time.perf_counter()
-        pair = read_pair(arguments.graphs)
-        _say_memory(memory_plan(pair, arguments.slots))
-        targets = check_backend(arguments.backend, pair.target.dtype, arguments.sm)
-        check_memory(pair, arguments.slots, targets)
-        built = build(
-            arguments.graphs,
-            arguments.out,
-            backend=arguments.backend,
-            slots=arguments.slots,
-            sm=arguments.sm,
-            level=arguments.opt_level,
-            force=arguments.force,
-        )
-        if made := engine_plan(read_bundle(arguments.out, verify=False)):
-            _say_memory(made)
-        seconds = time.perf_counter() - begin
-        note = arguments.backend if built else "cached: nothing changed"
-        print(f"{'bundle':<9} {arguments.out!s:<34} {seconds:6.1f} s  {note}", file=sys.stderr)
-        return 0
-
-    return run_command(command)
+    """Run the command line; returns the exit status."""
+    return run_command(lambda: _main(argv))
 
 
-def _say_memory(plan: dict[str, int]) -> None:
-    parts = " + ".join(f"{part} {size_text(size)}" for part, size in plan.items())
-    print(f"{'bundle':<9} memory {size_text(sum(plan.values()))} = {parts}", file=sys.stderr)
+def _main(argv: list[str] | None) -> int:
+    with interrupts_wait():
+        from .command import run  # here, where Ctrl-C ends it with one line
+    return run(argv)
 
 
 if __name__ == "__main__":

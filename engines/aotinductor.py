@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.files.errors import OutriderError, first_line
+from runtime.files.errors import OutriderError, first_line, importing
 from runtime.files.manifest import PACKAGE_FILE, EngineFacts, Format, GraphFacts
 from runtime.files.progress import stage
 from runtime.files.torch_files import WEIGHTS_FILE, cpu_targets, read_program
@@ -50,14 +50,9 @@ def versions() -> dict[str, str]:
 
 
 def _torch() -> Any:
-    try:
+    remedy = "Install it: pip install torch, or use BACKEND=onnxruntime."
+    with importing("torch", remedy, "PyTorch"):
         import torch
-    except ImportError as error:
-        raise OutriderError(
-            "backend",
-            f"PyTorch is not installed ({error})",
-            "Install it: pip install torch, or use BACKEND=onnxruntime.",
-        ) from None
     return torch
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runtime.files.errors import OutriderError, first_line
+from runtime.files.errors import OutriderError, first_line, importing
 from runtime.files.manifest import GRAPH_FILE, ONE_SLOT_FILE, EngineFacts, Format, GraphFacts
 
 DTYPES = ("float32", "float16")  # ONNX Runtime has no bfloat16 kernels for the CPU
@@ -18,7 +18,8 @@ LEVELS = range(0)
 
 
 def versions() -> dict[str, str]:
-    import onnxruntime
+    with importing("onnxruntime", "Install it: pip install onnxruntime."):
+        import onnxruntime
 
     return {"onnxruntime": onnxruntime.__version__}
 

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from runtime.files.errors import CommandParser, run_command
+from runtime.files.errors import CommandParser, interrupts_wait, run_command
 
 DESCRIPTION = """\
 Export a Hugging Face checkpoint pair to graphs with explicit cache slots, check them against the
@@ -82,7 +82,8 @@ def main(argv: list[str] | None = None) -> int:
         arguments = parser().parse_args(argv)
         # Imported late: --help and a mistyped option should not wait for torch.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        from .pair import export
+        with interrupts_wait():
+            from .pair import export
 
         export(
             arguments.model,

@@ -11,12 +11,18 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from runtime.files.errors import (
+    CommandParser,
+    OutriderError,
+    first_line,
+    interrupts_wait,
+    run_command,
+)
 
-from runtime.drafts.tables import Tables, fingerprint
-from runtime.files.errors import CommandParser, OutriderError, first_line, run_command
+if TYPE_CHECKING:
+    from runtime.drafts.tables import Tables
 
 DISTANCES = 8
 PIECE = 1 << 20  # characters that are tokenized at a time
@@ -28,9 +34,14 @@ def count(tokenizer_folder: Path, texts: Sequence[Path], distances: int) -> tupl
     tokenizer_folder: a checkpoint, or a bundle's folder `tokenizer`. Raises OutriderError
     "checkpoint" or "option".
     """
-    import transformers
+    with interrupts_wait():
+        import numpy as np
+        import transformers
 
-    library: Any = transformers  # most of it is not annotated
+        from runtime.drafts.tables import Tables, fingerprint
+
+        library: Any = transformers  # most of it is not annotated
+        any_tokenizer, own_tokenizer = library.AutoTokenizer, library.PreTrainedTokenizerFast
 
     if not tokenizer_folder.is_dir():
         raise OutriderError(
@@ -40,11 +51,9 @@ def count(tokenizer_folder: Path, texts: Sequence[Path], distances: int) -> tupl
     own = tokenizer_folder / "tokenizer.json"  # all that a bundle has
     try:
         if own.is_file():
-            tokenizer = library.PreTrainedTokenizerFast(tokenizer_file=str(own))
+            tokenizer = own_tokenizer(tokenizer_file=str(own))
         else:
-            tokenizer = library.AutoTokenizer.from_pretrained(
-                tokenizer_folder, trust_remote_code=False
-            )
+            tokenizer = any_tokenizer.from_pretrained(tokenizer_folder, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - the library raises anything here
         raise OutriderError(
             "checkpoint", f"cannot read the tokenizer in {tokenizer_folder}: {first_line(error)}",

@@ -27,6 +27,7 @@ from .files.manifest import (
     verify_part,
 )
 from .files.progress import size_text
+from .files.records import readable
 from .files.torch_files import WEIGHTS_FILE
 from .round import HostRounds
 from .sampling import kernel
@@ -92,7 +93,9 @@ def load(
     pair = manifest.pair
     template = None
     if pair.tokenizer.chat_template:
-        template = (folder / "tokenizer" / TEMPLATE_FILE).read_text(encoding="utf-8")
+        path = folder / "tokenizer" / TEMPLATE_FILE
+        with readable(path, f"Build it again: {manifest.rebuild_command(folder)}"):
+            template = path.read_text(encoding="utf-8")
     tokenizer = Tokenizer(
         folder / "tokenizer" / TOKENIZER_FILE,
         chat_template=template,

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ _OURS = {
     MANIFEST_FILE, PAIR_FILE, PART_FILE, GRAPH_FILE, ONE_SLOT_FILE, PROGRAM_FILE, WEIGHTS_FILE,
     "target", "draft", "tokenizer",
 }  # fmt: skip
+_BEING_WRITTEN = re.compile(r"\.(.+)\.(\d+)")  # `_replacing`: the file's name, the process
 # What a file system says that has no links, or not between these two places.
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 _CLONE = 0x40049409  # FICLONE of linux/fs.h
@@ -81,7 +83,7 @@ def _recover(folder: Path) -> None:
 def _lives(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass
@@ -113,7 +115,7 @@ def refuse_foreign(folder: Path, marker: str) -> None:
         ours = json.loads((folder / marker).read_text(encoding="utf-8"))["kind"] in KINDS
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         ours = False
-    strangers = sorted(path.name for path in folder.iterdir() if path.name not in _OURS)
+    strangers = sorted(path.name for path in folder.iterdir() if not _is_ours(path.name))
     if ours and not strangers:
         return
     why = f"it holds {strangers[0]}" if ours else f"it has no {marker} of ours"
@@ -124,14 +126,22 @@ def refuse_foreign(folder: Path, marker: str) -> None:
     )
 
 
+def _is_ours(name: str) -> bool:
+    """Also what a process left that was killed in `_replacing`."""
+    left = _BEING_WRITTEN.fullmatch(name)
+    return (left[1] if left else name) in _OURS
+
+
 # Sharing files
 
 
-def point_to(source: Path, link: Path) -> None:
+def point_to(source: Path, link: Path, *, clone: bool = False) -> None:
     """Make `link` a relative symbolic link to the file `source`, in place of what it was; a copy
-    where the file system has no such links."""
+    where the file system has no such links. clone: rather share the blocks, where it does that."""
     link.parent.mkdir(parents=True, exist_ok=True)
     with _replacing(link) as new:
+        if clone and _clone(source, new):
+            return
         try:
             new.symlink_to(os.path.relpath(_own_path(source), link.parent.resolve()))
         except OSError as error:
@@ -163,13 +173,25 @@ def take_file(source: Path, destination: Path, old: Path) -> None:
 
 
 def settle_file(source: Path, owner: Path) -> None:
-    """Make `owner`, which `take_file` made of `source`, a file that nobody else has a name for."""
+    """Make `owner`, which `take_file` made of `source`, a file that nobody else has a name for, and
+    have the cache point to it. Whoever calls knows that both have the same content."""
     cached = _cached(source)
-    if cached and cached.is_file() and not cached.is_symlink() and cached.samefile(owner):
-        point_to(owner, cached)
+    if cached and os.path.lexists(cached):  # not where the cache was cleared
+        _clear(cached)
+        if not (cached.is_symlink() and cached.exists() and cached.samefile(owner)):
+            point_to(owner, cached, clone=True)
+    _clear(owner)
     if owner.stat().st_nlink > 1:  # another build took it at the same time
         with _replacing(owner) as new:
             shutil.copyfile(owner, new)
+
+
+def _clear(path: Path) -> None:
+    """Remove what processes left that were killed while they wrote the file `path`."""
+    for other in path.parent.iterdir():
+        left = _BEING_WRITTEN.fullmatch(other.name)
+        if left and left[1] == path.name and not _lives(int(left[2])):
+            other.unlink(missing_ok=True)
 
 
 def _cached(source: Path) -> Path | None:
@@ -181,6 +203,7 @@ def _cached(source: Path) -> Path | None:
 def _replacing(path: Path) -> Iterator[Path]:
     """Where to write what takes the place of the file `path`, in one step."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.unlink(missing_ok=True)  # of a killed process that had the same number
     try:
         yield new
         new.replace(path)

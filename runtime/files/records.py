@@ -89,6 +89,8 @@ def readable(path: Path, remedy: str) -> Iterator[None]:
             remedy = "Make it readable for this user, with chmod or chown."
         cause = f"{error.filename or path} cannot be read: {error.strerror or error}"
         raise OutriderError("bundle", cause, remedy) from None
+    except UnicodeDecodeError:
+        raise OutriderError("bundle", f"{path} is not UTF-8", remedy) from None
 
 
 def _build(annotation: Any, value: Any, where: str) -> Any:

@@ -58,7 +58,7 @@ def test_noise_sets_the_acceptance(tmp_path: Path) -> None:
 
 def test_it_builds_as_make_engines_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two rooms take these options."""
-    import engines.__main__
+    import engines.command
     import export.__main__
 
     commands: list[list[str]] = []
@@ -75,7 +75,7 @@ def test_it_builds_as_make_engines_does(tmp_path: Path, monkeypatch: pytest.Monk
         assert BuiltPair.read(tmp_path) == built and built.reference is None
         given = export.__main__.parser().parse_args(commands[0][1:])
         assert (given.dtype, given.format, given.max_len) == ("bfloat16", "torch", TINY.max_len)
-        made = engines.__main__.parser().parse_args(commands[1][1:])
+        made = engines.command.parser().parse_args(commands[1][1:])
         assert (made.backend, made.sm) == ("aotinductor", sm)
 
 

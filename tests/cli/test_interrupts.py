@@ -16,19 +16,30 @@ from runtime.files.errors import INTERRUPTED, OutriderError, importing, interrup
 CHECKOUT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("entry", ["runtime.generate", "runtime"])
+WHILE = [
+    ("tokenizers", "runtime.generate --engines x --prompt x"),
+    ("tokenizers", "runtime --engines x --prompt x"),
+    ("transformers", "export --model x --out x"),
+    ("transformers", "export.ngram --tokenizer x --out x x"),
+    ("hashlib", "engines --graphs x --out x"),
+    ("torch", "engines --backend aotinductor --supports float32"),
+]
+
+
+@pytest.mark.parametrize(("module", "entry"), WHILE, ids=[f"{e.split()[0]}-{m}" for m, e in WHILE])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_while_it_imports(tmp_path: Path, entry: str, name: str) -> None:
-    """Fault: a traceback, or "onnxruntime is not installed"."""
-    # Signals itself where NumPy's native modules would make an ImportError of it.
-    (tmp_path / "tokenizers.py").write_text(
+def test_while_it_imports(tmp_path: Path, module: str, entry: str, name: str) -> None:
+    """Fault: a traceback, or "PyTorch is not installed"."""
+    # Signals itself, and makes an ImportError of it as NumPy's native modules do.
+    (tmp_path / f"{module}.py").write_text(
         "import os, signal\n"
-        f"os.kill(os.getpid(), signal.{name})\n"
-        "class Tokenizer: ...\n"
-        "class AddedToken: ...\n"
+        "try:\n"
+        f"    os.kill(os.getpid(), signal.{name})\n"
+        "except KeyboardInterrupt:\n"
+        "    raise ImportError\n"
     )
     run = subprocess.run(
-        [sys.executable, "-m", entry, "--engines", "x", "--prompt", "x"], cwd=CHECKOUT,
+        [sys.executable, "-m", *entry.split()], cwd=CHECKOUT,
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert (run.returncode, run.stdout, run.stderr) == (INTERRUPTED, "", "\ninterrupted\n")

@@ -71,10 +71,10 @@ def test_building_again_moves_nothing(place: Place) -> None:
 def test_two_bundles_of_the_same_graphs(place: Place) -> None:
     first, second = place.build("first"), place.build("second")
     assert len(place.inodes()) == 2
-    second.write_bytes(b"edited")
-    assert first.read_bytes() == place.part.read_bytes() == CONTENT
-    shutil.rmtree(place.root / "second")
-    assert place.build("third") and place.build("first")
+    first.write_bytes(b"edited")
+    assert second.read_bytes() == place.part.read_bytes() == CONTENT
+    shutil.rmtree(place.root / "first")
+    assert place.build("third") and place.build("second")
 
 
 def test_a_file_of_somebody_else_stays_his(place: Place) -> None:
@@ -111,6 +111,47 @@ def test_a_deleted_bundle_leaves_a_link_to_nothing(place: Place) -> None:
     place.build("bundle")
     shutil.rmtree(place.root / "bundle")
     assert not place.graph.is_file() and not place.part.is_file()
+
+
+def test_the_newest_bundle_owns_the_file(place: Place) -> None:
+    """Fault: the cache went with the first bundle, though the second held the same file."""
+    first, second = place.build("first"), place.build("second")
+    assert place.part.samefile(second)
+    shutil.rmtree(place.root / "second")
+    settle_file(place.graph, first)  # as a build does that finds its bundle unchanged
+    assert place.part.is_symlink() and place.part.samefile(first)
+
+
+def test_a_part_that_was_exported_again(place: Place) -> None:
+    """Fault: the cache kept its copy beside the bundle's for good."""
+    made = place.build("bundle")
+    place.part.unlink()
+    place.part.write_bytes(CONTENT)
+    settle_file(place.graph, made)
+    assert len(place.inodes()) == 1 and not made.is_symlink()
+    shutil.rmtree(place.part.parent)
+    settle_file(place.graph, made)  # the cache was cleared: nothing is put back
+    assert not place.part.parent.exists()
+
+
+def test_leftovers_of_a_killed_process(place: Place) -> None:
+    """Fault: they blocked the cache for good, and stayed in the bundle at full size."""
+    made = place.build("bundle")
+    (place.part.parent / "graph.json").write_text('{"kind": "graph"}')
+    dead, same, living = 1 << 40, os.getpid(), os.getppid()
+    for beside in (place.part, made):
+        for process in (dead, living):
+            beside.with_name(f".{beside.name}.{process}").write_bytes(CONTENT)
+    check_place(place.part.parent, "graph.json")  # may be written anew
+    settle_file(place.graph, made)
+    for beside in (place.part, made):
+        left = {path.name for path in beside.parent.glob(".*")}
+        assert left == {f".{beside.name}.{living}"}
+    place.graph.with_name(f".{place.graph.name}.{same}").symlink_to("x")
+    point_to(place.part, place.graph)  # its number is this process's
+    (place.part.parent / ".notes.1").write_text("somebody's")
+    with pytest.raises(OutriderError, match=r"it holds \.notes\.1"):
+        check_place(place.part.parent, "graph.json")
 
 
 @pytest.mark.parametrize("lacks", ["hard links", "symbolic links"])

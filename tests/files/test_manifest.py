@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from runtime.bundle import choose_device
+from runtime.bundle import choose_device, load
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
 from runtime.files.manifest import (
     MANIFEST_FILE,
@@ -157,6 +157,16 @@ def test_a_file_that_may_not_be_read(
     assert run_command(lambda: use(bundle)) == EXIT_STATUS["bundle"]
     err = capsys.readouterr().err
     assert f"{bundle / name} cannot be read: Permission denied. Make it readable" in err
+
+
+@pytest.mark.parametrize("bundle", ["onnxruntime"], indirect=True)
+def test_a_template_that_is_no_text(bundle: Path) -> None:
+    """Fault: a traceback, where the hash is right."""
+    template = bundle / "tokenizer" / "chat_template.jinja"
+    template.write_bytes(b"\xff" * template.stat().st_size)
+    with pytest.raises(OutriderError, match="is not UTF-8") as error:
+        load(bundle, verify=False)
+    assert error.value.kind == "bundle"
 
 
 def test_the_model_s_own_limit_travels_along(bundle: Path) -> None:
