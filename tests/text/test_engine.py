@@ -106,9 +106,13 @@ def test_a_stream_is_collected_anywhere(engine: TextEngine) -> None:
 def test_a_batch_is_closed_by_another_thread(tmp_path: Path) -> None:
     """Fault: it goes on until its next text is finished."""
     gate = Gate()
-    engine = make_text_engine(tmp_path, gate)
-    batch = engine.batch(["abc"], max_new_tokens=40, gamma=0)
-    gate.closed = True
+    engine = make_text_engine(tmp_path, gate, slots=2)
+
+    def prompts() -> Iterator[str]:
+        yield "abc"
+        gate.closed = True  # all are read, and only rounds follow
+
+    batch = engine.batch(prompts(), max_new_tokens=40, gamma=0)
     with ThreadPoolExecutor(1) as pool:
         rest = pool.submit(list, batch)
         assert gate.reached.wait(30)
@@ -116,7 +120,7 @@ def test_a_batch_is_closed_by_another_thread(tmp_path: Path) -> None:
         gate.opened.set()
         assert rest.result(30) == []
     assert engine.stats()["requests"] == 0
-    assert engine.line.free == 1
+    assert engine.line.free == 2
 
 
 def test_a_batch_reads_as_slots_free(engine: TextEngine) -> None:
