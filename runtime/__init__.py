@@ -15,56 +15,48 @@ has a kind, a cause and a remedy. From a checkout the package is called `runtime
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from .beam.text import BeamText, BeamTexts, beam_texts
-    from .bundle import load
-    from .drafts.draft import Draft, GuessedDraft
-    from .drafts.registry import register as register_draft
-    from .files.errors import OutriderError
-    from .text.engine import TextEngine
-    from .text.options import Options
-    from .text.results import Event, Result
-    from .text.stream import Batch, Stream
+if TYPE_CHECKING:  # "as" makes them public for type checkers
+    from .beam.text import BeamText as BeamText
+    from .beam.text import BeamTexts as BeamTexts
+    from .beam.text import beam_texts as beam_texts
+    from .bundle import load as load
+    from .drafts.draft import Draft as Draft
+    from .drafts.draft import GuessedDraft as GuessedDraft
+    from .drafts.registry import register as register_draft  # noqa: F401
+    from .files.errors import OutriderError as OutriderError
+    from .text.engine import TextEngine as TextEngine
+    from .text.options import Options as Options
+    from .text.results import Event as Event
+    from .text.results import Result as Result
+    from .text.stream import Batch as Batch
+    from .text.stream import Stream as Stream
 
 __version__ = "0.1.0"
-__all__ = [
-    "Batch",
-    "BeamText",
-    "BeamTexts",
-    "Draft",
-    "Event",
-    "GuessedDraft",
-    "Options",
-    "OutriderError",
-    "Result",
-    "Stream",
-    "TextEngine",
-    "beam_texts",
-    "load",
-    "register_draft",
-]
-_MODULES = {
-    "beam.text": ("BeamText", "BeamTexts", "beam_texts"),
-    "bundle": ("load",),
-    "drafts.draft": ("Draft", "GuessedDraft"),
-    "files.errors": ("OutriderError",),
-    "text.engine": ("TextEngine",),
-    "text.options": ("Options",),
-    "text.results": ("Event", "Result"),
-    "text.stream": ("Batch", "Stream"),
+_PLACES = {
+    "Batch": ("text.stream", "Batch"),
+    "BeamText": ("beam.text", "BeamText"),
+    "BeamTexts": ("beam.text", "BeamTexts"),
+    "Draft": ("drafts.draft", "Draft"),
+    "Event": ("text.results", "Event"),
+    "GuessedDraft": ("drafts.draft", "GuessedDraft"),
+    "Options": ("text.options", "Options"),
+    "OutriderError": ("files.errors", "OutriderError"),
+    "Result": ("text.results", "Result"),
+    "Stream": ("text.stream", "Stream"),
+    "TextEngine": ("text.engine", "TextEngine"),
+    "beam_texts": ("beam.text", "beam_texts"),
+    "load": ("bundle", "load"),
+    "register_draft": ("drafts.registry", "register"),
 }
+__all__ = list(_PLACES)
 
 
 def __getattr__(name: str) -> Any:
     """Imported when asked for: a command can be interrupted before all of it is there."""
-    if name == "register_draft":
-        from .drafts.registry import register
-
-        return register
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(import_module(f".{module}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _PLACES[name]
+    return getattr(import_module(f".{module}", __name__), attribute)
 
 
 def __dir__() -> list[str]:

@@ -36,7 +36,7 @@ from .sampling.reference import NumpySampler
 from .sampling.sampler import Sampler
 from .sequence import Rounds
 from .text.engine import TextEngine
-from .text.line import QUEUE, TIMEOUT
+from .text.line import QUEUE, TIMEOUT, check_line
 from .text.tokenizer import Tokenizer
 
 logger = logging.getLogger("outrider")
@@ -71,6 +71,7 @@ def load(
     and for how many seconds; see `TextEngine`. Raises OutriderError: "bundle", "backend", "option",
     "memory", "vocabulary".
     """
+    check_line(queue, timeout)
     folder = Path(folder)
     manifest = read_bundle(folder, verify=False)
     if verify:

@@ -1,4 +1,7 @@
-"""What a decoder refuses of a request: every refusal, before a slot is taken."""
+"""What a decoder refuses of a request, before a slot is taken.
+
+What no bundle could honour, `Options.check` has refused before.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +48,6 @@ def check_request(request: Request, limits: Limits) -> None:
             _longer(length + request.max_new_tokens, limits),
         )
     check_ids(request.prompt, limits.embeddings)
-    if request.max_new_tokens < 1 or not 0 <= request.min_new_tokens <= request.max_new_tokens:
-        raise OutriderError(
-            "option",
-            f"min_new_tokens={request.min_new_tokens}, "
-            f"max_new_tokens={request.max_new_tokens} contradict each other",
-            "Choose 0 <= min_new_tokens <= max_new_tokens, with max_new_tokens at least 1.",
-        )
     if request.gamma:
         _check_draft(request, limits)
     if not 0 <= request.gamma <= limits.max_gamma:
@@ -100,11 +96,7 @@ def _longer(wanted: int, limits: Limits) -> str:
 def _check_draft(request: Request, limits: Limits) -> None:
     """Whether who is to propose is here, and can what is asked of it."""
     name, tempered = request.draft, request.draft_temperature is not None
-    kind, stops = KINDS.get(name), request.draft_threshold > 0
-    if kind is None:
-        raise OutriderError(
-            "option", f"draft={name!r} is unknown", f"Use {', '.join(KINDS)} or none."
-        )
+    kind, stops = KINDS[name], request.draft_threshold > 0
     if name not in limits.kinds:
         raise _absent(name, request.gamma, limits)
     rules: list[tuple[object, str, str]] = [

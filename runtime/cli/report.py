@@ -58,7 +58,7 @@ def answer(result: Result) -> str:
     """The line under an answer of a conversation."""
     stats = result.stats
     return (
-        f"prompt {stats.prompt_tokens} tok | TTFT {_ms(stats.ttft)} ms | "
+        f"prompt {stats.prompt_tokens} tok{_reused(stats)} | TTFT {_ms(stats.ttft)} ms | "
         f"output {stats.output_tokens} tok | {speed(stats):.1f} tok/s"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -50,7 +51,8 @@ class TextEngine:
         self.memory = dict(memory or {})  # bytes of weights and caches, by part
         self.line = Line(len(decoder.slots), queue, timeout)
         self._decoder: Decoder | None = decoder
-        self._turn = threading.RLock()  # a stream may be collected, and leave, within a round
+        self._turn = threading.RLock()  # who has all slots may close it
+        self._dropped: deque[ActiveSequence] = deque()
         self._total = Stats()
         self._requests = 0
 
@@ -67,6 +69,7 @@ class TextEngine:
         self.line.close()
         with self._turn:
             self._decoder = None
+            self._dropped.clear()
 
     def __enter__(self) -> TextEngine:
         return self
@@ -176,22 +179,30 @@ class TextEngine:
 
     def enter(self, request: Request) -> ActiveSequence:
         """The request in a slot that the caller has taken."""
-        with self._turn:
+        with self._in_turn():
             return self.decoder.admit(request)
 
     def round(self, sequences: Collection[ActiveSequence]) -> dict[ActiveSequence, list[Token]]:
         """One round of these; the new tokens of each."""
-        with self._turn:
+        with self._in_turn():
             return self.decoder.round(sequences)
 
     def leave(self, caller: Caller, sequence: ActiveSequence) -> None:
         """The sequence's slot is free again."""
         try:
-            with self._turn:
+            with self._in_turn():
                 if self._decoder is not None:
                     self._decoder.release(sequence)
         finally:
             self.line.give_back(caller)
+
+    def drop(self, caller: Caller, sequences: Collection[ActiveSequence]) -> None:
+        """Nobody refers to a stream any more: its slots are free for whoever comes next.
+
+        Waits for no lock: the garbage collector runs anywhere, within a round or in the line.
+        """
+        self._dropped.extend(sequences)
+        self.line.drop(caller)
 
     def count(self, result: Result) -> None:
         """A text is finished."""
@@ -222,12 +233,22 @@ class TextEngine:
         caller = Caller()
         self.line.take(caller, slots)
         try:
-            with self._turn:
+            with self._in_turn():
                 yield
         finally:
             self.line.give_back(caller, slots)
 
     # Inside
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """While no other thread uses the decoder, and without what was dropped."""
+        with self._turn:
+            while self._dropped:
+                sequence = self._dropped.popleft()
+                if self._decoder is not None:
+                    self._decoder.release(sequence)
+            yield
 
     def encode(self, prompt: Prompt, options: Options) -> list[int]:
         """Token ids of a prompt: text as it is or through the chat template, messages, or ids.

@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 
 from ..files.errors import OutriderError
 
 QUEUE, TIMEOUT = 64, 600.0  # callers that wait, and seconds, unless a bundle is loaded with others
+GRACE = 1.0  # seconds without a change until a thread is said to wait for itself
+
+
+def check_line(queue: int, timeout: float | None) -> None:
+    """Refuse what is no line. Raises OutriderError "option"."""
+    if queue < 0 or not (timeout is None or timeout >= 0):
+        raise OutriderError(
+            "option",
+            f"queue={queue}, timeout={timeout}: one of them is out of range",
+            "Use 0 or more callers and seconds; timeout=None waits as long as it takes.",
+        )
 
 
 class Caller:
     """Who waits for slots and holds them.
 
-    owner: the thread that alone has used it; None once a second one has.
+    threads: that have used it.
     """
 
-    __slots__ = ("cancelled", "owner")
+    __slots__ = ("cancelled", "threads")
 
     def __init__(self) -> None:
-        self.owner: int | None = threading.get_ident()
+        self.threads: set[int] = set()
         self.cancelled = False
 
     def touch(self) -> None:
         """The calling thread uses it."""
-        if self.owner != threading.get_ident():
-            self.owner = None
+        self.threads.add(threading.get_ident())
 
 
 class Cancelled(Exception):
@@ -40,21 +51,20 @@ class Line:
     """
 
     def __init__(self, slots: int, queue: int = QUEUE, timeout: float | None = TIMEOUT):
-        if queue < 0 or not (timeout is None or timeout >= 0):
-            raise OutriderError(
-                "option",
-                f"queue={queue}, timeout={timeout}: one of them is out of range",
-                "Use 0 or more callers and seconds; timeout=None waits as long as it takes.",
-            )
+        check_line(queue, timeout)
         self._slots, self._queue, self._timeout = slots, queue, timeout
         self._held: dict[Caller, int] = {}
         self._waiting: dict[Caller, tuple[int, int]] = {}  # in order: slots wanted, thread
-        self._changed = threading.Condition()  # reentrant: a stream may be collected anywhere
+        self._dropped: deque[Caller] = deque()
+        self._changed = threading.Condition()
         self._closed = False
 
     @property
     def free(self) -> int:
-        return self._slots - sum(list(self._held.values()))
+        with self._changed:
+            while self._dropped:
+                self._held.pop(self._dropped.popleft(), None)
+            return self._slots - sum(self._held.values())
 
     def take(self, caller: Caller, slots: int = 1) -> None:
         """Hold so many slots more, once all who came before have had theirs.
@@ -63,6 +73,7 @@ class Line:
         wait themselves, or the time is over; "bundle" once the line is closed. Raises `Cancelled`
         where `cancel` came first.
         """
+        caller.touch()
         with self._changed:
             if not self._waiting and self._granted(caller, slots):
                 return
@@ -83,6 +94,13 @@ class Line:
                 del self._held[caller]
             self._changed.notify_all()
 
+    def drop(self, caller: Caller) -> None:
+        """Nobody refers to this caller any more: what it holds is free. Waits for no lock."""
+        self._dropped.append(caller)
+        if self._changed.acquire(blocking=False):
+            self._changed.notify_all()  # else who waits sees it within the grace
+            self._changed.release()
+
     def cancel(self, caller: Caller) -> None:
         """From any thread: this caller waits no longer, now and later."""
         with self._changed:
@@ -98,16 +116,17 @@ class Line:
     def _wait(self, caller: Caller, slots: int) -> None:
         until = None if self._timeout is None else time.monotonic() + self._timeout
         self._waiting[caller] = (slots, threading.get_ident())
+        changed = True
         try:
             while next(iter(self._waiting)) is not caller or not self._granted(caller, slots):
-                if self._stuck():
+                if not changed and self._stuck():
                     mine = ", by streams that this thread itself has begun"
                     raise self._busy(slots, mine, "Finish or close them first")
-                left = None if until is None else until - time.monotonic()
-                if left is not None and left <= 0:
+                left = GRACE if until is None else until - time.monotonic()
+                if left <= 0:
                     late = f" after a wait of {self._timeout:g} s"
                     raise self._busy(slots, late, "Try again later")
-                self._changed.wait(left)
+                changed = self._changed.wait(min(left, GRACE))
                 self._refuse(caller)
         finally:
             del self._waiting[caller]
@@ -129,9 +148,15 @@ class Line:
     def _stuck(self) -> bool:
         """Whether this thread waits for itself: all who hold slots are waiting, and it is one."""
         wanted, _ = next(iter(self._waiting.values()))
-        owners = {caller.owner for caller in list(self._held)}
         waiting = {thread for _, thread in self._waiting.values()}
-        return wanted > self.free and threading.get_ident() in owners and owners <= waiting
+        alone = [caller.threads for caller in self._held if len(caller.threads) == 1]
+        mine = {threading.get_ident()} in alone
+        return (
+            wanted > self.free
+            and mine
+            and len(alone) == len(self._held)
+            and (all(threads <= waiting for threads in alone))
+        )
 
     def _busy(self, slots: int, how: str, remedy: str) -> OutriderError:
         what = "all slots are" if self._slots > 1 else "the only slot is"

@@ -16,6 +16,7 @@ import tokenizers
 from ..files.errors import OutriderError
 
 _OPEN, _CLOSE, _BREAK = "\ufdd0", "\ufdd1", "\ufdd2"
+_ALONE = "\ufdd3"  # before a special token of one character, which cannot be broken
 
 
 class LiteralTokenizer:
@@ -40,7 +41,10 @@ class LiteralTokenizer:
                 self._model.add_tokens([marked])
                 self._ids[self._model.token_to_id(marked.content)] = number
         names.sort(key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        any_name = "|".join(map(re.escape, names)) or r"(?!)"
+        self._special = re.compile(f"(?<!{_ALONE})(?:{any_name})")
+        self._heads = tuple({name[:n] for name in names for n in range(1, len(name))})
+        self._tails = tuple({name[n:] for name in names for n in range(1, len(name))})
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text in which nothing controls. Raises OutriderError "prompt"."""
@@ -48,14 +52,23 @@ class LiteralTokenizer:
         return [self._ids.get(i, i) for i in ids]
 
     def broken(self, value: Any) -> Any:
-        """Messages, or a part of them, whose special tokens are broken."""
+        """Messages, or a part of them, whose special tokens are broken.
+
+        Those too that a template could put together from the end of one text and the begin of
+        another, trimmed or not.
+        """
         if isinstance(value, str):
             _checked(value)
             while self._special.search(value):  # breaking one may leave another that overlaps it
-                value = self._special.sub(lambda found: found[0][0] + _BREAK + found[0][1:], value)
+                value = self._special.sub(_apart, value)
+            begin, end = len(value) - len(value.lstrip()), len(value.rstrip())
+            cuts = {at for at in (0, begin) if value.startswith(self._tails, at)}
+            cuts |= {at for at in (end, len(value)) if value.endswith(self._heads, 0, at)}
+            for at in sorted(cuts, reverse=True):
+                value = value[:at] + _BREAK + value[at:]
             return value
         if isinstance(value, Mapping):
-            return {key: self.broken(item) for key, item in value.items()}
+            return {self.broken(key): self.broken(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.broken(item) for item in value]
         return value
@@ -63,12 +76,18 @@ class LiteralTokenizer:
     def encode_rendered(self, text: str) -> list[int]:
         """The token ids of a template's text, rendered from `broken` messages."""
         marked = self._special.sub(lambda found: _OPEN + found[0] + _CLOSE, text)
-        ids = self._model.encode(marked.replace(_BREAK, ""), add_special_tokens=False).ids
+        plain = marked.replace(_BREAK, "").replace(_ALONE, "")
+        ids = self._model.encode(plain, add_special_tokens=False).ids
         return [self._ids.get(i, i) for i in ids]
 
 
+def _apart(found: re.Match[str]) -> str:
+    token = found[0]
+    return _ALONE + token if len(token) == 1 else token[0] + _BREAK + token[1:]
+
+
 def _checked(text: str) -> str:
-    if odd := {_OPEN, _CLOSE, _BREAK} & set(text):
+    if odd := {_OPEN, _CLOSE, _BREAK, _ALONE} & set(text):
         raise OutriderError(
             "prompt",
             f"the prompt has the noncharacter U+{ord(min(odd)):04X}",

@@ -69,15 +69,16 @@ class Running(ABC, Generic[Item]):
     def _end(self) -> None:
         if not self._ended:
             self._ended = True
-            self._leave()
+            for sequence in self._held():
+                self._engine.leave(self._caller, sequence)
 
     @abstractmethod
     def _advance(self) -> Item:
         """The next thing to say. Raises StopIteration where there is none."""
 
     @abstractmethod
-    def _leave(self) -> None:
-        """Give all slots back."""
+    def _held(self) -> list[ActiveSequence]:
+        """What is in its slots."""
 
     def __enter__(self) -> Self:
         return self
@@ -91,7 +92,8 @@ class Running(ABC, Generic[Item]):
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if not self._ended:
+            self._engine.drop(self._caller, self._held())
 
 
 class Stream(Running[Event]):
@@ -126,9 +128,8 @@ class Stream(Running[Event]):
             self._end()
         return event
 
-    def _leave(self) -> None:
-        if self._sequence is not None:
-            self._engine.leave(self._caller, self._sequence)
+    def _held(self) -> list[ActiveSequence]:
+        return [] if self._sequence is None else [self._sequence]
 
 
 class Batch(Running[tuple[int, Result]]):
@@ -143,6 +144,8 @@ class Batch(Running[tuple[int, Result]]):
 
     def _advance(self) -> tuple[int, Result]:
         while not self._finished:
+            if self._caller.cancelled:  # in the round before
+                raise Cancelled
             while not self._read and self._slot():
                 self._join()
             if self._sequences:
@@ -162,27 +165,30 @@ class Batch(Running[tuple[int, Result]]):
 
     def _join(self) -> None:
         """The next prompt, in a slot that has been taken for it."""
-        number, sequence = -1, None
+        sequence = None
         try:
-            number, given = next(self._source)
+            try:
+                number, given = next(self._source)
+            except StopIteration:
+                self._read = True
+                return
             prompt, options = given, self._usual
             if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Options):
                 prompt, options = given
-            request, transcript = self._engine.prepare(prompt, options)
-            sequence = self._engine.enter(request)
-        except StopIteration:
-            self._read = True
-        except OutriderError as error:
-            if error.kind not in OF_ONE:
-                raise
-            result = Result("", (), "error", None, options.seed or 0, Stats(), error)
-            self._finished.append((number, result))
+            try:
+                request, transcript = self._engine.prepare(prompt, options)
+                sequence = self._engine.enter(request)
+            except OutriderError as error:
+                if error.kind not in OF_ONE:
+                    raise
+                result = Result("", (), "error", None, options.seed or 0, Stats(), error)
+                self._finished.append((number, result))
+                return
         finally:
             if sequence is None:
                 self._engine.line.give_back(self._caller)
-        if sequence is not None:
-            self._sequences[sequence] = (number, transcript)
-            self._tell(sequence, sequence.output[:])
+        self._sequences[sequence] = (number, transcript)
+        self._tell(sequence, sequence.output[:])
 
     def _tell(self, sequence: ActiveSequence, new: Sequence[Token]) -> None:
         number, transcript = self._sequences[sequence]
@@ -197,7 +203,5 @@ class Batch(Running[tuple[int, Result]]):
         self._engine.leave(self._caller, sequence)
         self._finished.append((number, result))
 
-    def _leave(self) -> None:
-        while self._sequences:
-            sequence, _ = self._sequences.popitem()
-            self._engine.leave(self._caller, sequence)
+    def _held(self) -> list[ActiveSequence]:
+        return list(self._sequences)

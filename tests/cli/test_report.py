@@ -50,6 +50,12 @@ def test_summary_of_a_first_token_only():
     assert report.detailed(stats)[0].startswith("ms  target prefill 10.0  draft prefill 0")
 
 
+def test_what_a_conversation_reuses():
+    stats = Stats(prompt_tokens=9, reused_tokens=7, output_tokens=1, ttft=0.02, elapsed=0.02)
+    said = report.answer(make_result(stats))
+    assert said == "prompt 9 tok (7 reused) | TTFT 20.0 ms | output 1 tok | 50.0 tok/s"
+
+
 def test_a_stop_token_is_named():
     assert "finish stop:9 |" in report.summary(make_result(stopped_by=9), 4)[1]
 

@@ -167,6 +167,11 @@ DAMAGE = {
 }
 
 
+def test_a_line_that_cannot_be_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(OutriderError, match="queue=-1"):
+        load(tmp_path / "nothing", queue=-1)
+
+
 @pytest.mark.parametrize("what", DAMAGE)
 def test_damaged_bundle_is_refused_in_one_line(
     bundle: Path, what: str, capsys: pytest.CaptureFixture[str]

@@ -85,10 +85,42 @@ def test_a_stream_that_nobody_refers_to(engine: TextEngine) -> None:
     for _ in range(5):
         next(engine.stream("abc"))
         next(engine.batch(["abc"] * 3, max_new_tokens=3))
-    assert engine.decoder.slots.free == engine.line.free == 2
+    assert engine.line.free == 2
+    with engine.undisturbed():
+        assert engine.decoder.slots.free == 2
+
+
+def test_a_stream_is_collected_anywhere(engine: TextEngine) -> None:
+    """Fault: a collection in a round wants the line's lock, one in the line wants the round's."""
+    stream = engine.stream("abc")
+    next(stream)
+    with engine._turn, engine.line._changed, ThreadPoolExecutor(1) as pool:
+        pool.submit(stream.__del__).result(30)
+    stream._ended = True  # as if it were gone
+    assert engine.line.free == 2
 
 
 # Batches
+
+
+def test_a_batch_is_closed_by_another_thread(tmp_path: Path) -> None:
+    """Fault: it goes on until its next text is finished."""
+    gate = Gate()
+    engine = make_text_engine(tmp_path, gate, slots=2)
+
+    def prompts() -> Iterator[str]:
+        yield "abc"
+        gate.closed = True  # all are read, and only rounds follow
+
+    batch = engine.batch(prompts(), max_new_tokens=40, gamma=0)
+    with ThreadPoolExecutor(1) as pool:
+        rest = pool.submit(list, batch)
+        assert gate.reached.wait(30)
+        batch.close()
+        gate.opened.set()
+        assert rest.result(30) == []
+    assert engine.stats()["requests"] == 0
+    assert engine.line.free == 2
 
 
 def test_a_batch_reads_as_slots_free(engine: TextEngine) -> None:
@@ -150,12 +182,15 @@ def test_a_nan_ends_one_text_alone(tmp_path: Path) -> None:
     assert engine.decoder.slots.free == engine.line.free == 2
 
 
-def test_what_the_source_raises_is_raised(engine: TextEngine) -> None:
-    def prompts() -> Iterator[str]:
-        yield "ab"
-        raise KeyError("lost")
+@pytest.mark.parametrize("lost", [KeyError("lost"), OutriderError("prompt", "lost", "Find it.")])
+def test_what_the_source_raises_is_raised(engine: TextEngine, lost: Exception) -> None:
+    """Fault: the source's own error is taken for a request's."""
 
-    with pytest.raises(KeyError, match="lost"):
+    def prompts() -> Iterator[str]:
+        raise lost
+        yield "ab"
+
+    with pytest.raises(type(lost), match="lost"):
         list(engine.batch(prompts(), max_new_tokens=5))
     assert engine.decoder.slots.free == engine.line.free == 2
 

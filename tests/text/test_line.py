@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import pytest
 
 from runtime.files.errors import OutriderError
+from runtime.text import line as line_module
 from runtime.text.line import Caller, Cancelled, Line
 
 
@@ -27,9 +28,8 @@ class Crowd:
         waiting = len(line._waiting)
 
         def take() -> None:
-            caller.owner = threading.get_ident()
             if holds is not None:
-                holds.owner = threading.get_ident()
+                holds.touch()
             line.take(caller, slots)
             self.served.append(name)
 
@@ -48,9 +48,14 @@ def crowd() -> Iterator[Crowd]:
 def foreign(line: Line, slots: int = 1) -> Caller:
     """Somebody holds slots whom nobody can suspect of waiting."""
     caller = Caller()
-    caller.owner = None
     line.take(caller, slots)
+    caller.threads = {-1}
     return caller
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_module, "GRACE", 0.01)
 
 
 def test_first_come_first_served(crowd: Crowd) -> None:
@@ -108,27 +113,63 @@ def test_a_full_line(crowd: Crowd) -> None:
     line.give_back(waiting)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_thread_does_not_wait_for_itself() -> None:
+    """Fault: a stream that another thread made, and this one uses, is no suspect."""
     line = Line(1)
-    line.take(Caller())
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(Caller).result(30)
+    line.take(made)
     with pytest.raises(OutriderError, match="by streams that this thread itself has begun"):
         line.take(Caller())
 
 
+@pytest.mark.usefixtures("impatient")
 def test_threads_do_not_wait_for_one_another(crowd: Crowd) -> None:
     """Fault: two threads, each with one of two slots and waiting for a second one, hang."""
     line = Line(2)
-    mine, theirs = Caller(), Caller()
-    line.take(mine)
-    line.take(theirs)
-    _, future = crowd.come(line, "first", holds=theirs)
+    held = [foreign(line), foreign(line)]
+    for caller in held:
+        caller.threads.clear()
+    runs = {crowd.come(line, "x", holds=caller)[1]: caller for caller in held}
+    done, waits = wait(runs, 30, FIRST_COMPLETED)
+    (refused,), (other,) = done, waits
     with pytest.raises(OutriderError, match="this thread itself"):
-        line.take(Caller())
-    line.give_back(mine)  # and the other one goes on
+        refused.result()
+    line.give_back(runs[refused])  # and the other one goes on
+    other.result(30)
+
+
+def test_a_stream_may_be_handed_to_a_thread_that_has_not_begun() -> None:
+    """Fault: "busy" at once, before the other thread has had a chance."""
+    line = Line(1)
+    held = Caller()
+    line.take(held)
+    threading.Timer(0.05, line.give_back, [held]).start()
+    line.take(Caller())
+
+
+def test_what_is_dropped_is_free_for_who_waits(crowd: Crowd) -> None:
+    line = Line(1)
+    held = foreign(line)
+    _, future = crowd.come(line, "a")
+    line.drop(held)
     future.result(30)
+    assert line.free == 0
 
 
-def test_control_a_stream_that_threads_share_is_no_suspect(crowd: Crowd) -> None:
+@pytest.mark.usefixtures("impatient")
+def test_a_drop_waits_for_no_lock(crowd: Crowd) -> None:
+    """Fault: the garbage collector hangs where two threads hold what the other one needs."""
+    line = Line(1)
+    held = foreign(line)
+    with line._changed, ThreadPoolExecutor(1) as pool:
+        pool.submit(line.drop, held).result(30)
+    assert line.free == 1
+
+
+@pytest.mark.usefixtures("impatient")
+def test_control_a_stream_that_threads_share_is_no_suspect() -> None:
     """A pool's thread has advanced a stream, and now waits: another one will finish it."""
     line = Line(1)
     shared = Caller()
@@ -158,6 +199,15 @@ def test_who_waits_can_be_called_away(crowd: Crowd) -> None:
         future.result(30)
     line.give_back(held)
     assert line.free == 1
+
+
+def test_a_wait_without_end(crowd: Crowd) -> None:
+    """Fault: OverflowError, and only where somebody has to wait."""
+    line = Line(1, timeout=float("inf"))
+    held = foreign(line)
+    _, future = crowd.come(line, "a")
+    line.give_back(held)
+    future.result(30)
 
 
 @pytest.mark.parametrize("wrong", [{"queue": -1}, {"timeout": -1.0}, {"timeout": float("nan")}])

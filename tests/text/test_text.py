@@ -13,6 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from runtime.files.errors import OutriderError
+from runtime.text.literal import LiteralTokenizer
 from runtime.text.tokenizer import REPLACEMENT, Detokenizer, StopStrings, Tokenizer
 
 CORPUS = [
@@ -571,6 +572,36 @@ class TestSpecialTokensAsText:
             ids = tokenizer.encode_chat(messages, special_tokens="text")
             assert min(ids) >= len(SPECIAL)
             assert tokenizer.decode(ids) == text
+
+    @pytest.mark.parametrize(
+        ("template", "content"),
+        [
+            ("{% for c in messages[0].content %}{{ c }}{% endfor %}", ["a<", "/", "s>"]),
+            ("{% for c in messages[0].content %}{{ c | trim }}{% endfor %}", ["a</ ", "\ns>"]),
+            ("{{ messages[0].content }}s>", "a</"),
+            ("a<{{ messages[0].content }}", "/s>"),
+            ("{{ messages[0].content | tojson }}", {"</s>": 1}),
+        ],
+    )
+    def test_what_a_template_puts_together(
+        self, files: dict[str, Path], template: str, content: Any
+    ) -> None:
+        """Fault: a special token in two parts, which are harmless each, controls."""
+        tokenizer = Tokenizer(files["byte_level"], chat_template=template)
+        end = tokenizer.special_id("</s>")
+        talk = [{"role": "user", "content": content}]
+        assert tokenizer.encode_chat(talk).count(end) == 1  # the control
+        ids = tokenizer.encode_chat(talk, special_tokens="text")
+        assert end not in ids and "</s>" in tokenizer.decode(ids)
+
+    def test_a_special_token_of_one_character(self, files: dict[str, Path]) -> None:
+        """Fault: it cannot be broken, and trying never ends."""
+        model = tokenizers.Tokenizer.from_file(str(files["byte_level"]))
+        model.add_special_tokens(["\N{BULLET}"])
+        literal, bullet = LiteralTokenizer(model), model.token_to_id("\N{BULLET}")
+        ids = literal.encode_rendered("\N{BULLET}" + literal.broken("a \N{BULLET} b"))
+        assert ids.count(bullet) == 1 and ids[0] == bullet
+        assert model.decode(ids, skip_special_tokens=False).count("\N{BULLET}") == 2
 
     def test_the_marks_cannot_be_written(self, files: dict[str, Path]) -> None:
         tokenizer = Tokenizer(files["byte_level"], chat_template=CHATML)
