@@ -122,7 +122,7 @@ def _only_config(bundle: Path) -> None:
 
 DAMAGE = {
     "truncated manifest": (_truncate(MANIFEST_FILE), "truncated or edited"),
-    "binary manifest": (_replace(MANIFEST_FILE, b"\xff\x00\xfe"), "truncated or edited"),
+    "binary manifest": (_replace(MANIFEST_FILE, b"\xff\x00\xfe"), "not UTF-8"),
     "empty manifest": (_replace(MANIFEST_FILE, b""), "truncated or edited"),
     "a list": (_replace(MANIFEST_FILE, b"[]"), "not a manifest file"),
     "other kind": (_manifest(lambda c: c.update(kind="pair")), "not a manifest file"),
@@ -375,8 +375,8 @@ def test_a_bundle_is_nobody_elses(
             onnx.load(tmp_path / out / role / GRAPH_FILE)
     files = [path for path in tmp_path.rglob("weights.bin") if not path.is_symlink()]
     assert len(files) == 4  # two models in two bundles: none in the cache
-    _flip("target/weights.bin")(tmp_path / "one")
-    read_bundle(tmp_path / "two")
+    _flip("target/weights.bin")(tmp_path / "two")  # the newest, which the cache links to
+    read_bundle(tmp_path / "one")
 
     class Again(Exception):
         """It would be exported."""
