@@ -113,3 +113,10 @@ def _read(path: Path, name: str) -> dict[str, Any]:
             f"Name the {name}.json that --out has written.",
         )
     return found
+
+
+def bundle_option(parser: argparse.ArgumentParser) -> None:
+    """For suites that measure on a bundle."""
+    parser.add_argument(
+        "--engines", default="build/demo", metavar="DIR", help="a bundle; default build/demo"
+    )

@@ -9,7 +9,6 @@ before the next one, and the times of the rounds are compared (bench.core.runs).
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from runtime.text.engine import TextEngine
 
 from ..core import machine
 from ..core.clock import DISTURBED, Clock
-from ..core.command import Results, Suite
+from ..core.command import Results, Suite, bundle_option
 from ..core.costs import acceptance, costs_object, of_rounds, predicted, total
 from ..core.fit import rounded
 from ..core.prompts import Prompts
@@ -272,12 +271,6 @@ def heading(results: Results) -> str:
     )
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--engines", default="build/demo", metavar="DIR", help="a bundle; default build/demo"
-    )
-
-
 SUITE = Suite(
     name="drafts",
     about=__doc__ or "",
@@ -287,6 +280,6 @@ SUITE = Suite(
     ),
     tables=tables,
     heading=heading,
-    options=_options,
+    options=bundle_option,
 )
 main = SUITE.main

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from exact import V, by_keys, own
 from fakes import near, random_model, script
-from rounds import ids, make_decoder, oracle, plain, run, with_uniforms
+from rounds import ids, make_decoder, on_host, oracle, plain, run, with_uniforms
 
 from examples.own_draft import Phrases
 from runtime.cli.arguments import parse
@@ -18,7 +18,6 @@ from runtime.drafts.draft import Draft
 from runtime.files.errors import OutriderError
 from runtime.sequence import ActiveSequence, Request
 
-on_host = pytest.mark.parametrize("sampler", ["numpy", "kernel"], indirect=True)
 SAYING = script("abcab.abcdab,", period=True, start=1)
 
 

@@ -10,7 +10,6 @@ never worth their time.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from runtime.text.engine import TextEngine
 
 from ...core import machine
 from ...core.clock import DISTURBED, Clock
-from ...core.command import Results, Suite
+from ...core.command import Results, Suite, bundle_option
 from ...core.costs import acceptance, total
 from ...core.fit import rounded
 from ...core.prompts import Prompts
@@ -300,12 +299,6 @@ def heading(results: Results) -> str:
     )
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--engines", default="build/demo", metavar="DIR", help="a bundle; default build/demo"
-    )
-
-
 SUITE = Suite(
     name="policies",
     about=__doc__ or "",
@@ -315,6 +308,6 @@ SUITE = Suite(
     ),
     tables=tables,
     heading=heading,
-    options=_options,
+    options=bundle_option,
 )
 main = SUITE.main
