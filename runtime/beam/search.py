@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.engine import Engine, Ids, Logits
+from ..checks import check_ids
 from ..files.errors import OutriderError
 
 Tokens = tuple[int, ...]  # what was generated, without the prompt
@@ -120,7 +121,13 @@ def beam_search(
     vocab_size = target.vocab_size if vocab_size is None else vocab_size
     draft_width = 2 * width if draft_width is None else draft_width
     _check(width, draft_width, gamma, max_new_tokens, length_penalty)
-    _check_prompt(prompt, max_len, target.vocab_size)
+    if not 0 < len(prompt) < max_len:
+        raise OutriderError(
+            "prompt",
+            f"the prompt has {len(prompt):,} tokens and the context {max_len:,}",
+            "Give it at least one token, and fewer than the context has.",
+        )
+    check_ids(prompt, target.vocab_size)
     stats = BeamStats()
     verifier = Pool(target, prompt, stats.target, "target")
     drafter = Pool(draft, prompt, stats.draft, "draft") if draft is not None and gamma else None
@@ -361,11 +368,9 @@ def _check(
     ):
         whole = isinstance(value, Integral) and not isinstance(value, bool)
         if not whole or value < least or (most is not None and value > most):
-            until = "on" if most is None else f"to {most}"
+            remedy = f"a whole number from {least} {'on' if most is None else f'to {most}'}."
             raise OutriderError(
-                "option",
-                f"{name}={value!r} is out of range",
-                f"{name} must be a whole number from {least} {until}.",
+                "option", f"{name}={value!r} is out of range", f"{name} must be {remedy}"
             )
     # Bounded, so that length ** penalty is a number.
     number = isinstance(length_penalty, Real) and not isinstance(length_penalty, bool)
@@ -374,19 +379,4 @@ def _check(
             "option",
             f"length_penalty={length_penalty!r} is out of range",
             "length_penalty must be from -10 to 10; 0 ranks by the score alone.",
-        )
-
-
-def _check_prompt(prompt: Sequence[int], max_len: int, vocab_size: int) -> None:
-    if not 0 < len(prompt) < max_len:
-        raise OutriderError(
-            "prompt",
-            f"the prompt has {len(prompt):,} tokens and the context {max_len:,}",
-            "Give it at least one token, and fewer than the context has.",
-        )
-    if odd := [token for token in prompt if not 0 <= token < vocab_size]:
-        raise OutriderError(
-            "prompt",
-            f"the prompt has the token id {odd[0]}, and the model only 0 to {vocab_size - 1}",
-            "Leave that token out of the prompt or the chat template.",
         )

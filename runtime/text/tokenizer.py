@@ -34,13 +34,9 @@ _BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTABLE} | {
 class Tokenizer:
     """The checkpoint's own tokenizer and chat template.
 
-    Args:
-        path: `tokenizer.json`.
-        chat_template: Jinja source, None where the checkpoint has none.
-        special_tokens: texts by role (`bos_token`, `eos_token`, ...), as the template names them.
-
-    Raises:
-        OutriderError: `bundle`, when the file cannot be read.
+    path: `tokenizer.json`. chat_template: Jinja source, None where the checkpoint has none.
+    special_tokens: texts by role (`bos_token`, `eos_token`, ...), as the template names them.
+    Raises OutriderError "bundle" when the file cannot be read.
     """
 
     vocab_size: int  # largest id + 1, added tokens included; ids may have gaps
@@ -79,16 +75,12 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, special_tokens: str = "control"
     ) -> list[int]:
-        """The token ids of `text`.
+        """The token ids of a prompt.
 
-        Args:
-            text: a prompt.
-            add_special_tokens: also add those that the checkpoint puts around every text.
-            special_tokens: "control" makes ids of those that are written out in the text, as
-                Transformers does; "text" takes them as text.
-
-        Raises:
-            OutriderError: `prompt`, when the text is not valid Unicode (lone surrogates).
+        add_special_tokens: also add those that the checkpoint puts around every text.
+        special_tokens: "control" makes ids of those that are written out in the text, as
+        Transformers does; "text" takes them as text. Raises OutriderError "prompt" where the text
+        is not valid Unicode (lone surrogates).
         """
         _check_unicode(text)
         if special_tokens == "text":
@@ -123,15 +115,13 @@ class Tokenizer:
         """The id of a special token by its text; those are left out of decoded text."""
         return self._model.token_to_id(text) if text in self._skipped else None
 
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
-    ) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt text of a conversation; see `ChatTemplate.render`."""
         if self._chat is None:
             raise OutriderError(
                 "prompt", "this checkpoint has no chat template", "Pass plain text as the prompt."
             )
-        return self._chat.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._chat.render(messages)
 
     def piece(self, token: int, skip_special_tokens: bool = True) -> str | None:
         """The vocabulary's spelling of one token; None if it is not part of the text."""
@@ -213,20 +203,12 @@ class StopStrings:
 
     The stop that is complete first wins; of several that end at the same character, the longest.
     It is the one rule that needs no look-ahead and depends on the text alone, not on how tokens
-    cut it: with stops "bcd" and "c", "abcd" ends at "c" in whatever pieces it comes.
-
-    Args:
-        stops: the stop strings; a lone string is one.
-
-    Raises:
-        OutriderError: `option`, when a stop string is empty.
+    cut it: with stops "bcd" and "c", "abcd" ends at "c" in whatever pieces it comes. Empty ones
+    have been refused by `Options.check`.
     """
 
     def __init__(self, stops: Sequence[str]):
-        self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
-        if not all(self._stops):
-            raise OutriderError("option", "a stop string is empty", "Leave it out")
-        self._held = ""
+        self._stops, self._held = stops, ""
         self._matched: str | None = None
 
     def push(self, piece: str) -> tuple[str, str | None]:

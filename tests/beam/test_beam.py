@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from runtime.backends.engine import Engine, HeldRows
 from runtime.backends.host import HostEngine
+from runtime.backends.registry import host_engine
 from runtime.beam import search as beam
 from runtime.beam.search import (
     BeamResult,
@@ -29,7 +30,6 @@ from runtime.beam.search import (
     beam_search,
     log_softmax,
 )
-from runtime.bundle import open_engine
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import read_bundle
 
@@ -401,8 +401,8 @@ class Bundle:
 
     def engine(self, role: str, slots: int) -> Engine:
         manifest = read_bundle(self.folder, verify=False)
-        return open_engine(
-            manifest.backend, self.folder / role, getattr(manifest.pair, role), slots=slots,
+        return host_engine(manifest.backend)(
+            self.folder / role, getattr(manifest.pair, role), slots=slots,
             widest=manifest.pair.max_gamma + 1 if role == "target" else 1, threads=1,
         )  # fmt: skip
 

@@ -14,11 +14,9 @@ from checkpoints import Workshop
 from commands import error_line
 
 from runtime.files.errors import EXIT_STATUS
-from runtime.sampling.warp import SamplingParams
 from runtime.theory.__main__ import main
 from runtime.theory.formulas import (
     acceptance,
-    acceptance_of_logits,
     best_gamma,
     break_even,
     expected_tokens,
@@ -161,22 +159,6 @@ def test_acceptance_is_that_of_the_rule() -> None:
     assert acceptance(p[None], p[None]) == pytest.approx(1)
     with pytest.raises(ValueError, match="lenience 0"):
         acceptance(p[None], q[None], 0.0)
-
-
-def test_acceptance_of_logits() -> None:
-    rng = np.random.default_rng(3)
-    target, draft = rng.standard_normal((2, 50, 9), np.float32) * 2
-    at_0 = acceptance_of_logits(target, draft, SamplingParams())
-    assert at_0 == pytest.approx((target.argmax(1) == draft.argmax(1)).mean())
-    warm = SamplingParams(temperature=0.7, top_k=4)
-    exp = np.exp(target / 0.7), np.exp(draft / 0.7)
-    kept = [np.where(e >= np.sort(e, 1)[:, -4:-3], e, 0) for e in exp]
-    p, q = (k / k.sum(1, keepdims=True) for k in kept)
-    assert acceptance_of_logits(target, draft, warm) == pytest.approx(acceptance(p, q), abs=1e-6)
-    lenient = [
-        acceptance_of_logits(target, draft, SamplingParams(lenience=x)) for x in (1, 0.3, 0.01)
-    ]
-    assert lenient == sorted(lenient) and lenient[0] == at_0 and lenient[-1] > at_0
 
 
 # The tool
