@@ -14,7 +14,7 @@ from argparse import (
     Namespace,
     RawDescriptionHelpFormatter,
 )
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -23,7 +23,6 @@ from .. import __version__
 from ..beam.text import excluded
 from ..drafts.registry import KINDS
 from ..files.errors import EXIT_STATUS, INTERRUPTED, CommandParser, OutriderError, refuse_first
-from ..sequence import Request
 from ..text.options import GammaName, Options
 
 PACKAGE = (__package__ or "runtime").partition(".")[0]
@@ -278,16 +277,12 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     if plain:
         args.gamma = 0
     if not args.batch and (plain or args.draft is not None):
-        _refuse_unread(args, [] if plain else [args.draft])
+        refuse_unread(args, [] if plain else [args.draft])
     return args
 
 
-def refuse_unread(args: Namespace, requests: Iterable[Request]) -> None:
-    """--corpus and --table, where no request has a draft that reads them. Raises "option"."""
-    _refuse_unread(args, {request.draft for request in requests if request.gamma})
-
-
-def _refuse_unread(args: Namespace, drafts: Collection[str]) -> None:
+def refuse_unread(args: Namespace, drafts: Collection[str]) -> None:
+    """--corpus and --table, where none of these drafts reads them. Raises "option"."""
     all_readers = {
         "corpus": [name for name, kind in KINDS.items() if kind.reads_corpus],
         "table": [name for name, kind in KINDS.items() if "tables" in kind.needs],

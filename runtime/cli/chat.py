@@ -27,7 +27,8 @@ def converse(session: Session) -> None:
             f"--chat needs a chat template, and {args.engines} has none",
             "Use --prompt, or a checkpoint with a chat template.",
         )
-    refuse_unread(args, [engine.request("", session.options)])
+    request = engine.request("", session.options)
+    refuse_unread(args, [request.draft] if request.gamma else [])
     if err.terminal:
         with suppress(ImportError):
             import readline  # noqa: F401 - arrow keys and history, where Python has them

@@ -53,7 +53,7 @@ def _load(args: Namespace) -> TextEngine:
 def _single(session: Session, prompt: Prompt) -> None:
     engine, args, options, err = session.engine, session.args, session.options, session.err
     request = engine.request(prompt, options)
-    refuse_unread(args, [request])
+    refuse_unread(args, [request.draft] if request.gamma else [])
     if args.baseline and request.gamma == 0:
         raise OutriderError(
             "option",
@@ -141,7 +141,7 @@ def _batch(session: Session, requests: Sequence[tuple[int, Prompt, Options]]) ->
             asked.append(engine.request(prompt, options))
         except OutriderError as error:
             raise at_line(args, number, error) from None
-    refuse_unread(args, asked)
+    refuse_unread(args, {request.draft for request in asked if request.gamma})
     all_options = [options for _, _, options in requests]
     err.lines(_notes(all_options))
     begin = time.perf_counter()

@@ -69,11 +69,6 @@ class Options:
     system: str | None = None
     special_tokens: Literal["control", "text"] = "control"
 
-    @property
-    def stops(self) -> list[str]:
-        """`stop` as a list."""
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
-
     def seeded(self) -> Options:
         """With a seed, drawn where there is none."""
         return self if self.seed is not None else replace(self, seed=int.from_bytes(os.urandom(4)))

@@ -39,8 +39,6 @@ class Tokenizer:
     Raises OutriderError "bundle" when the file cannot be read.
     """
 
-    vocab_size: int  # largest id + 1, added tokens included; ids may have gaps
-
     def __init__(
         self,
         path: Path,
@@ -60,9 +58,6 @@ class Tokenizer:
         self._chat = ChatTemplate(chat_template, special_tokens) if chat_template else None
         added = self._model.get_added_tokens_decoder().values()
         self._skipped = frozenset(token.content for token in added if token.special)
-        self.vocab_size = (
-            max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        )
         self._decoder = self._model.decoder
         kinds = b"" if self._decoder is None else self._decoder.__getstate__()
         self._byte_level = b'"ByteLevel"' in kinds
@@ -174,7 +169,8 @@ class Detokenizer:
                 self._window.insert(0, piece)
                 if len(self._window) == self._CONTEXT:
                     break
-        self._shown = len(tokenizer.join(self._window)) - tokenizer.undecided(self._window)
+        self._shown = 0
+        self._show()
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty for special tokens and parts of characters."""
@@ -184,11 +180,14 @@ class Detokenizer:
         if len(self._window) == self._WINDOW:
             # Both windows end in the same bytes, so they read on alike, wherever they begin.
             self._window = self._window[-self._CONTEXT :]
-            undecided = self._tokenizer.undecided(self._window)
-            self._shown = len(self._tokenizer.join(self._window)) - undecided
+            self._show()
         self._window.append(piece)
-        text = self._tokenizer.join(self._window)
-        begin, self._shown = self._shown, len(text) - self._tokenizer.undecided(self._window)
+        return self._show()
+
+    def _show(self) -> str:
+        """What the window has beyond what was shown, but for what the next token may change."""
+        text, begin = self._tokenizer.join(self._window), self._shown
+        self._shown = len(text) - self._tokenizer.undecided(self._window)
         return text[begin : self._shown]
 
     def flush(self) -> str:

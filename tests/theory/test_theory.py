@@ -16,7 +16,6 @@ from commands import error_line
 from runtime.files.errors import EXIT_STATUS
 from runtime.theory.__main__ import main
 from runtime.theory.formulas import (
-    acceptance,
     best_gamma,
     break_even,
     expected_tokens,
@@ -142,23 +141,6 @@ def test_break_even() -> None:
     assert break_even(10, 2) == pytest.approx(20)
     assert break_even(0, 2) == 0
     assert break_even(10, 1) == break_even(10, 0.5) == math.inf
-
-
-# alpha
-
-
-def test_acceptance_is_that_of_the_rule() -> None:
-    """Corollary 3.6 and A.5, by drawing from q and accepting with min(1, p / (l q))."""
-    rng = np.random.default_rng(2)
-    p, q = rng.dirichlet(np.ones(6), 2)
-    for lenience in (1.0, 0.5, 0.1):
-        drawn = rng.choice(6, 400_000, p=q)
-        accepted = rng.random(400_000) < p[drawn] / (lenience * q[drawn])
-        alpha = acceptance(p[None], q[None], lenience)
-        assert alpha == pytest.approx(accepted.mean(), abs=0.004)
-    assert acceptance(p[None], p[None]) == pytest.approx(1)
-    with pytest.raises(ValueError, match="lenience 0"):
-        acceptance(p[None], q[None], 0.0)
 
 
 # The tool
