@@ -6,6 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from ..files.errors import OutriderError
@@ -156,13 +157,12 @@ class Batch(Running[tuple[int, Result]]):
 
     def _join(self) -> None:
         """The next prompt, in a slot that has been taken for it."""
-        sequence = None
-        try:
-            try:
-                number, given = next(self._source)
-            except StopIteration:
+        with ExitStack() as refused:
+            refused.callback(self._engine.line.give_back, self._caller)
+            if (following := next(self._source, None)) is None:
                 self._read = True
                 return
+            number, given = following
             prompt, options = given, self._usual
             if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Options):
                 prompt, options = given
@@ -175,9 +175,7 @@ class Batch(Running[tuple[int, Result]]):
                 result = Result("", (), "error", None, options.seed or 0, Stats(), error)
                 self._finished.append((number, result))
                 return
-        finally:
-            if sequence is None:
-                self._engine.line.give_back(self._caller)
+            refused.pop_all()
         self._sequences[sequence] = (number, transcript)
         self._tell(sequence, sequence.output[:])
 

@@ -11,7 +11,7 @@ import codecs
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -163,12 +163,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._window: list[str] = []
-        for token in reversed(prompt_ids):
-            if (piece := tokenizer.piece(token)) is not None:
-                self._window.insert(0, piece)
-                if len(self._window) == self._CONTEXT:
-                    break
+        pieces = (p for token in reversed(prompt_ids) if (p := tokenizer.piece(token)) is not None)
+        self._window = list(islice(pieces, self._CONTEXT))[::-1]
         self._shown = 0
         self._show()
 
