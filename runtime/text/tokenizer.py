@@ -39,6 +39,8 @@ class Tokenizer:
     Raises OutriderError "bundle" when the file cannot be read.
     """
 
+    vocab_size: int  # largest id + 1, added tokens included; ids may have gaps
+
     def __init__(
         self,
         path: Path,
@@ -58,6 +60,7 @@ class Tokenizer:
         self._chat = ChatTemplate(chat_template, special_tokens) if chat_template else None
         added = self._model.get_added_tokens_decoder().values()
         self._skipped = frozenset(token.content for token in added if token.special)
+        self.vocab_size = max(self.vocabulary().values(), default=-1) + 1
         self._decoder = self._model.decoder
         kinds = b"" if self._decoder is None else self._decoder.__getstate__()
         self._byte_level = b'"ByteLevel"' in kinds
@@ -110,13 +113,15 @@ class Tokenizer:
         """The id of a special token by its text; those are left out of decoded text."""
         return self._model.token_to_id(text) if text in self._skipped else None
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
         """The prompt text of a conversation; see `ChatTemplate.render`."""
         if self._chat is None:
             raise OutriderError(
                 "prompt", "this checkpoint has no chat template", "Pass plain text as the prompt."
             )
-        return self._chat.render(messages)
+        return self._chat.render(messages, add_generation_prompt=add_generation_prompt)
 
     def piece(self, token: int, skip_special_tokens: bool = True) -> str | None:
         """The vocabulary's spelling of one token; None if it is not part of the text."""
@@ -198,12 +203,15 @@ class StopStrings:
 
     The stop that is complete first wins; of several that end at the same character, the longest.
     It is the one rule that needs no look-ahead and depends on the text alone, not on how tokens
-    cut it: with stops "bcd" and "c", "abcd" ends at "c" in whatever pieces it comes. Empty ones
-    have been refused by `Options.check`.
+    cut it: with stops "bcd" and "c", "abcd" ends at "c" in whatever pieces it comes.
+    stops: a lone string is one. Raises OutriderError "option" for an empty one.
     """
 
     def __init__(self, stops: Sequence[str]):
-        self._stops, self._held = stops, ""
+        self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        if not all(self._stops):
+            raise OutriderError("option", "a stop string is empty", "Leave it out")
+        self._held = ""
         self._matched: str | None = None
 
     def push(self, piece: str) -> tuple[str, str | None]:

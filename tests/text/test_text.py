@@ -126,11 +126,11 @@ def random_ids(tokenizer: Tokenizer, rng: random.Random) -> list[int]:
         ids = tokenizer.encode(rng.choice([*CORPUS, UNSEEN]) + UNSEEN)
         start = rng.randrange(len(ids))
         return ids[start : start + rng.randrange(60)]
-    length, vocab_size = rng.randrange(40), len(tokenizer.vocabulary())
+    length = rng.randrange(40)
     if kind == 1:
-        return [rng.randrange(vocab_size + 3) for _ in range(length)]
+        return [rng.randrange(tokenizer.vocab_size + 3) for _ in range(length)]
     characters = "😀é龘\n"
-    few = sorted({*tokenizer.encode(characters), 0, rng.randrange(vocab_size)})
+    few = sorted({*tokenizer.encode(characters), 0, rng.randrange(tokenizer.vocab_size)})
     return [rng.choice(few) for _ in range(length)]
 
 
@@ -285,6 +285,15 @@ class TestTokenizer:
         assert len(model.encode(CORPUS[0]).ids) == 99
         assert Tokenizer(tmp_path / "tokenizer.json").encode(CORPUS[0]) == expected
 
+    def test_vocab_size_counts_gaps_and_added_tokens(self, tmp_path: Path) -> None:
+        model = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
+        model.save(str(tmp_path / "tokenizer.json"))
+        assert Tokenizer(tmp_path / "tokenizer.json").vocab_size == 8
+        model = byte_level()
+        model.save(str(tmp_path / "added.json"))
+        tokenizer = Tokenizer(tmp_path / "added.json")
+        assert tokenizer.vocab_size == max(model.get_added_tokens_decoder()) + 1
+
     def test_errors(self, files: dict[str, Path], tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_text("{")
         for path in (tmp_path / "tokenizer.json", tmp_path / "absent.json"):
@@ -380,6 +389,14 @@ class TestStopStrings:
     ) -> None:
         assert run_stops(stops, pieces) == expected
 
+    def test_a_lone_string_is_one_stop(self) -> None:
+        assert StopStrings("ab").push("xbab") == ("xb", "ab")
+
+    def test_empty_stop_strings_are_refused(self) -> None:
+        with pytest.raises(OutriderError, match="empty") as error:
+            StopStrings(["a", ""])
+        assert error.value.kind == "option"
+
     def test_behind_the_detokenizer_the_completing_token_is_the_last(
         self, files: dict[str, Path]
     ) -> None:
@@ -456,8 +473,9 @@ SPECIAL_TEXTS = {"bos_token": "<s>", "eos_token": "</s>"}
 class TestChat:
     @pytest.mark.parametrize("template", [CHATML, LLAMA, LOOPS, REASONING])
     @pytest.mark.parametrize("messages", [TALK[1:], TALK, TOOLS])
+    @pytest.mark.parametrize("prompt", [True, False])
     def test_equals_transformers(
-        self, files: dict[str, Path], template: str, messages: list[dict[str, Any]]
+        self, files: dict[str, Path], template: str, messages: list[dict[str, Any]], prompt: bool
     ) -> None:
         transformers = pytest.importorskip("transformers")
         path = files["byte_level"]
@@ -470,8 +488,10 @@ class TestChat:
             with pytest.raises(OutriderError, match="the chat template refused the messages"):
                 ours.render_chat(messages)
             return
-        expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert ours.render_chat(messages) == expected
+        expected = theirs.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=prompt
+        )
+        assert ours.render_chat(messages, add_generation_prompt=prompt) == expected
         assert messages[-1]["role"] in expected or len(expected) > 40  # it did render something
 
     def test_control_a_plain_environment_renders_differently(self, files: dict[str, Path]) -> None:
@@ -480,6 +500,11 @@ class TestChat:
         ours = Tokenizer(files["byte_level"], chat_template=source).render_chat(TALK)
         assert ours == '  <b>\n"<"'
         assert ours != jinja2.Template(source).render(messages=TALK)
+
+    def test_the_generation_prompt_is_the_default(self, files: dict[str, Path]) -> None:
+        ours = Tokenizer(files["byte_level"], chat_template=CHATML)
+        assert ours.render_chat(TALK).endswith("<|im_start|>assistant\n")
+        assert not ours.render_chat(TALK, add_generation_prompt=False).endswith("assistant\n")
 
     @pytest.mark.parametrize(
         ("template", "messages", "cause"),
