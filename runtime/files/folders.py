@@ -35,7 +35,6 @@ _OURS = {
     MANIFEST_FILE, PAIR_FILE, PART_FILE, GRAPH_FILE, ONE_SLOT_FILE, PROGRAM_FILE, WEIGHTS_FILE,
     "target", "draft", "tokenizer",
 }  # fmt: skip
-_BEING_WRITTEN = re.compile(r"\.(.+)\.partial-\d+")  # `_replacing`: the file's name
 # What a file system says that has no links, or not between these two places.
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 _CLONE = 0x40049409  # FICLONE of linux/fs.h
@@ -130,8 +129,7 @@ def refuse_foreign(folder: Path, marker: str) -> None:
 
 def _is_ours(name: str) -> bool:
     """Also what a process left that was killed in `_replacing`."""
-    left = _BEING_WRITTEN.fullmatch(name)
-    return (left[1] if left else name) in _OURS
+    return re.sub(r"^\.(.+)\.partial-\d+$", r"\1", name) in _OURS
 
 
 # Sharing files
