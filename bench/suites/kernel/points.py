@@ -52,21 +52,13 @@ def points_table(
     return replace(table_of(title, rows, columns), name=name)
 
 
-def ranges_table(
-    title: str, points: Sequence[Point], rows: Iterable[Column], goals: Mapping[str, str] = {}
-) -> Table:
-    """Least, median and most of the points, which are the same of one; what is asked for, by
-    key."""
+def ranges_table(title: str, points: Sequence[Point], rows: Iterable[Column]) -> Table:
+    """Least, median and most of all points."""
     told = []
     for key, heading, show in rows:
         if found := sorted(p[key] for p in points if key in p):
-            figures = {"least": found[0], "median": statistics.median(found), "most": found[-1]}
-            if len(points) == 1:
-                figures = {"measured": found[0]}
-            shown = {name: show(figure) for name, figure in figures.items()}
-            told.append((heading, {**shown, "goal": goals.get(key)}))
-    names = "measured", "least", "median", "most", "goal"
-    return table_of(title, told, [(name, name, str) for name in names])
+            told.append((heading, *map(show, (found[0], statistics.median(found), found[-1]))))
+    return Table(title, ("", "least", "median", "most"), told)
 
 
 def percent(digits: int) -> Shown:
