@@ -67,7 +67,7 @@ def open_engine(
     widest: int,
     buffers: int,
 ) -> DeviceEngine:
-    """The engine of one model of a bundle, on a GPU. widest: the largest K of a call."""
+    """The engine of one model of a bundle, on a GPU. See `bundle.open_engine`."""
     compiled = (manifest.engines or {}).get(role)
     backend = device_engine(manifest.backend)
     backend.check()
