@@ -44,7 +44,8 @@ class ChainDraft(Draft):
         if len(self._rows) < (most := max(wanted.values())):
             self._rows = np.zeros((most, len(slots), width), np.float32)
         tokens: dict[ActiveSequence, list[int]] = {sequence: [] for sequence in wanted}
-        seeds = {sequence: _seed(sequence) for sequence in wanted}
+        coupled = [x for x in wanted if x.request.params.verify == "coupled"]
+        seeds = {x: None if x in coupled else _seed(x) for x in wanted}
         while active := [x for x in wanted if len(tokens[x]) < wanted[x]]:
             guesses = [
                 self._lookup.possible(x, tokens[x], wanted[x] - len(tokens[x]) - 1) for x in active

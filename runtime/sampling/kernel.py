@@ -17,11 +17,11 @@ import numpy as np
 from ..files.errors import OutriderError
 from .sampler import Array, Ids, SlotSampling
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 MAX_THREADS = 64
 FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "build" / "lib")
 
-RULES = {"token": 0, "block": 1, "sigmoid": 2}
+RULES = {"token": 0, "block": 1, "sigmoid": 2, "coupled": 3}
 _REMEDY = "Run make plugins in a checkout, or install a wheel that was built with a C++ compiler."
 SLOT_FAILED, _NO_DRAFT_LOGITS = 5, 4
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from .distribution import Distribution, FloatRow
 TOP_P_SLACK = 1e-6
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
-VerifyRule = Literal["token", "block", "sigmoid"]
+VerifyRule = Literal["token", "block", "coupled", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,9 @@ class SamplingParams:
     frequency_penalty, presence_penalty: 0 is off. Every occurrence of an id in the output so far,
     or the first one, takes as much from its logit; the prompt does not count (OpenAI, vLLM).
     logit_bias: what is added to the logits of some ids; a mapping, kept as pairs in order of id.
-    verify: "token" (speculative sampling) and "block" (arXiv 2403.10444) are exact; "sigmoid"
-    is not: it is a published approximation whose output stays close to the draft's.
+    verify: "token" (speculative sampling), "block" (arXiv 2403.10444) and "coupled" (`coupled`:
+    the seed alone decides the text) are exact; "sigmoid" is not: it is a published approximation
+    whose output stays close to the draft's.
     lenience: below 1 not exact either: no token is drawn with more than p / lenience.
     sigmoid_alpha, sigmoid_beta: the scale of the sigmoid rule, in logits.
     """
@@ -82,7 +83,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", self._ordered_bias())
         self._require(_is_int(self.seed) and 0 <= self.seed < 2**64, "seed", "in [0, 2^64)")
         self._require(
-            self.verify in ("token", "block", "sigmoid"), "verify", "token, block or sigmoid"
+            self.verify in get_args(VerifyRule), "verify", "token, block, coupled or sigmoid"
         )
         self._require(_is_real(self.lenience) and 0 < self.lenience <= 1, "lenience", "in (0, 1]")
         self._require(
