@@ -79,7 +79,7 @@ class NumpySampler:
     def _given(
         self, place: SlotSampling, drafts: Sequence[int], draft_logits: Sequence[Array] | None
     ) -> list[Distribution]:
-        if draft_logits is None or place.params.temperature == 0 or place.params.verify == "coupled":
+        if draft_logits is None or place.params.settled:
             return [Distribution.point(token, self.vocab_size) for token in drafts]
         row = place.index - self._draft_slot
         return [
@@ -113,7 +113,7 @@ class NumpySampler:
     def _uniform(self, place: SlotSampling, step: int, purpose: Purpose) -> float:
         """The uniform of the token `step` places ahead; 0 where a point mass ignores it."""
         params = place.params
-        if params.temperature == 0:
+        if params.settled:
             return 0.0
         # Block verification looks at all uniforms of its round, so no later round may reuse them.
         lane = place.position if params.verify == "block" else 0

@@ -112,6 +112,11 @@ class SamplingParams:
             )
 
     @property
+    def settled(self) -> bool:
+        """Whether each row is one token, whatever the round: no uniform decides."""
+        return self.temperature == 0 or self.verify == "coupled"
+
+    @property
     def reads_context(self) -> bool:
         """Whether the distribution depends on which ids came before."""
         penalties = self.repetition_penalty - 1, self.frequency_penalty, self.presence_penalty

@@ -1,5 +1,5 @@
-"""Gumbel coupling: the noise is exponential, a draw is exact, and target and draft agree as often as
-the formula says."""
+"""Gumbel coupling: the noise is exponential, a draw is exact, and target and draft agree as often
+as the formula says."""
 
 from __future__ import annotations
 
@@ -78,13 +78,9 @@ def test_acceptance_is_that_of_the_formula(distance):
     assert (1 - tv) / (1 + tv) <= formula <= 1 - tv
     ours, theirs = (Distribution.dense(row.astype(np.float32)) for row in (p, q))
     n = 8000
-    same = sum(
-        settle(ours, 2, i).point_mass == settle(theirs, 2, i).point_mass for i in range(n)
-    )
+    same = sum(settle(ours, 2, i).point_mass == settle(theirs, 2, i).point_mass for i in range(n))
     assert abs(same / n - formula) < 4 * math.sqrt(formula * (1 - formula) / n)
-    apart = sum(
-        settle(ours, 2, i).point_mass == settle(theirs, 3, i).point_mass for i in range(n)
-    )
+    apart = sum(settle(ours, 2, i).point_mass == settle(theirs, 3, i).point_mass for i in range(n))
     assert apart / n < formula - 0.1  # the control: noise of another seed
 
 
