@@ -19,7 +19,8 @@ class ChainDraft(Draft):
     """Tokens of the draft model by speculative decoding of its own.
 
     The rounds within have a stream of random numbers of their own, another for each round: what
-    they looked at beyond the target's first rejection is not looked at again.
+    they looked at beyond the target's first rejection is not looked at again. By the coupled rule
+    they have the text's own noise, as every draft.
     """
 
     help = "the draft model, with ngram as its own draft"
@@ -44,7 +45,7 @@ class ChainDraft(Draft):
         if len(self._rows) < (most := max(wanted.values())):
             self._rows = np.zeros((most, len(slots), width), np.float32)
         tokens: dict[ActiveSequence, list[int]] = {sequence: [] for sequence in wanted}
-        seeds = {sequence: _seed(sequence) for sequence in wanted}
+        seeds = {x: _seed(x) for x in wanted}
         while active := [x for x in wanted if len(tokens[x]) < wanted[x]]:
             guesses = [
                 self._lookup.possible(x, tokens[x], wanted[x] - len(tokens[x]) - 1) for x in active
@@ -57,7 +58,7 @@ class ChainDraft(Draft):
         active: Sequence[ActiveSequence],
         guesses: Sequence[list[int]],
         tokens: Mapping[ActiveSequence, list[int]],
-        seeds: Mapping[ActiveSequence, int],
+        seeds: Mapping[ActiveSequence, int | None],
     ) -> None:
         """Draft with lookups, verify with the draft model, accept or correct or extend."""
         engine, inner = self.sources.engine, self.sources.inner
@@ -85,8 +86,11 @@ class ChainDraft(Draft):
             mine += drawn
 
 
-def _seed(sequence: ActiveSequence) -> int:
-    """Of the rounds between lookups and draft in the round that starts here."""
+def _seed(sequence: ActiveSequence) -> int | None:
+    """Of the rounds between lookups and draft in the round that starts here; None for the text's
+    own."""
+    if sequence.request.params.verify == "coupled":
+        return None
     position = len(sequence.slot.tokens)
     low, high, _, _ = philox4x32(sequence.request.params.seed, (position, Purpose.CHAIN, 0, 0))
     return high << 32 | low

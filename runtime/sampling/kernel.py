@@ -19,12 +19,12 @@ from .rules import no_draft_logits
 from .sampler import Array, Ids, SlotSampling
 from .warp import broken_row
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 MAX_THREADS = 64
 FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "build" / "lib")
 
 DTYPES = ("float32", "float16", "bfloat16")
-RULES = {"token": 0, "block": 1, "sigmoid": 2}
+RULES = {"token": 0, "block": 1, "sigmoid": 2, "coupled": 3}
 _REMEDY = "Run make plugins in a checkout, or install a wheel that was built with a C++ compiler."
 SLOT_FAILED, _NO_DRAFT_LOGITS = 5, 4
 

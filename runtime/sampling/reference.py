@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 
+from .coupled import settle
 from .distribution import Distribution
 from .philox import Purpose, uniform
 from .rules import Verdict, verify
@@ -79,7 +80,7 @@ class NumpySampler:
     def _given(
         self, place: SlotSampling, drafts: Sequence[int], draft_logits: Sequence[Array] | None
     ) -> list[Distribution]:
-        if draft_logits is None or place.params.temperature == 0:
+        if draft_logits is None or place.params.settled:
             return [Distribution.point(token, self.vocab_size) for token in drafts]
         row = place.index - self._draft_slot
         return [
@@ -96,20 +97,24 @@ class NumpySampler:
             if place.context is not None:
                 context = np.concatenate([place.context, context])
         suppressed = place.suppress is not None and len(drafted) < place.suppress_rows
-        return warp(
+        position = place.position + len(drafted)
+        warped = warp(
             row,
             place.params,
             context,
             suppress=place.suppress if suppressed and place.suppress is not None else (),
             vocab_size=self.vocab_size,
-            where=f"{model}, {place.name}, position {place.position + len(drafted)}",
+            where=f"{model}, {place.name}, position {position}",
             output_start=place.output_start,
         )
+        if place.params.verify == "coupled":
+            return settle(warped, place.params.seed, position)
+        return warped
 
     def _uniform(self, place: SlotSampling, step: int, purpose: Purpose) -> float:
         """The uniform of the token `step` places ahead; 0 where a point mass ignores it."""
         params = place.params
-        if params.temperature == 0:
+        if params.settled:
             return 0.0
         # Block verification looks at all uniforms of its round, so no later round may reuse them.
         lane = place.position if params.verify == "block" else 0

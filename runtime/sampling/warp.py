@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from .distribution import Distribution, FloatRow
 TOP_P_SLACK = 1e-6
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
-VerifyRule = Literal["token", "block", "sigmoid"]
+VerifyRule = Literal["token", "block", "coupled", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,9 @@ class SamplingParams:
     frequency_penalty, presence_penalty: 0 is off. Every occurrence of an id in the output so far,
     or the first one, takes as much from its logit; the prompt does not count (OpenAI, vLLM).
     logit_bias: what is added to the logits of some ids; a mapping, kept as pairs in order of id.
-    verify: "token" (speculative sampling) and "block" (arXiv 2403.10444) are exact; "sigmoid"
-    is not: it is a published approximation whose output stays close to the draft's.
+    verify: "token" (speculative sampling), "block" (arXiv 2403.10444) and "coupled" (`coupled`:
+    the seed alone decides the text) are exact; "sigmoid" is not: it is a published approximation
+    whose output stays close to the draft's.
     lenience: below 1 not exact either: no token is drawn with more than p / lenience.
     sigmoid_alpha, sigmoid_beta: the scale of the sigmoid rule, in logits.
     """
@@ -79,6 +80,11 @@ class SamplingParams:
         for broken, cause, remedy in conflicts:
             if broken:
                 raise OutriderError("option", cause, remedy)
+
+    @property
+    def settled(self) -> bool:
+        """Whether each row is one token, whatever the round: no uniform decides."""
+        return self.temperature == 0 or self.verify == "coupled"
 
     @property
     def reads_context(self) -> bool:
@@ -125,7 +131,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "frequency_penalty": (_real(lambda x: abs(x) <= 2), "from -2 to 2; 0 is off"),
     "presence_penalty": (_real(lambda x: abs(x) <= 2), "from -2 to 2; 0 is off"),
     "seed": (lambda x: _is_int(x) and 0 <= x < 2**64, "in [0, 2^64)"),
-    "verify": (lambda x: x in ("token", "block", "sigmoid"), "token, block or sigmoid"),
+    "verify": (lambda x: x in get_args(VerifyRule), "token, block, coupled or sigmoid"),
     "lenience": (_real(lambda x: 0 < x <= 1), "in (0, 1]"),
     "sigmoid_alpha": (_real(lambda x: x < 0), "negative"),
     "sigmoid_beta": (_real(lambda x: x > 0), "positive"),
