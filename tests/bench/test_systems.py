@@ -139,7 +139,6 @@ def test_what_a_peer_cannot_do_is_unavailable_with_the_reason(transformers, tmp_
     with pytest.raises(Unavailable, match="Error"):
         transformers.generate(Request([], 2))
     assert len(transformers.generate(Request(PROMPTS[1], 2)).tokens) == 2  # it goes on
-    transformers.generate(Request(PROMPTS[1], 2, "lookup"))
     with pytest.raises(ValueError, match="twice"):  # a cache of prefixes would show
         transformers.generate(Request(PROMPTS[1], 2))
 

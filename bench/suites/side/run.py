@@ -181,9 +181,10 @@ class SideRun:
                 else:
                     request = Request(prompts[0], new_tokens, mode, job.temperature, seed, GAMMA)
                     texts = [peer.generate(request)]
-                row, draft_row = self.rows(peer.facts["cache_element"])
-                sizes = peer.facts["weights"], row, len(prompts[0]) + new_tokens / 2
-                return told(texts, mode, Traffic(*sizes, peer.facts["draft_weights"], draft_row))
+                facts, rows = peer.facts, len(prompts[0]) + new_tokens / 2
+                row, more = self.rows(facts["cache_element"])
+                traffic = Traffic(facts["weights"], row, rows, facts["draft_weights"], more)
+                return told(texts, mode, traffic)
         return {}
 
     def rows(self, element: int) -> tuple[int, int]:
@@ -212,11 +213,10 @@ class SideRun:
             with self.lacking(f"memory of {system.name}"), ExitStack() as stack:
                 peer = self.start(stack, system, draft=drafts)
                 text = peer.generate(Request(prompt, MEMORY_SHAPE[1], system.mode, gamma=GAMMA))
-                peak, before = text.memory["peak"], peer.facts["before"]
-                weights = peer.facts["weights"] + peer.facts["draft_weights"]
-                cache = sum(MEMORY_SHAPE) * sum(
-                    self.rows(peer.facts["cache_element"])[: 1 + drafts]
-                )
+                facts, peak = peer.facts, text.memory["peak"]
+                before, weights = facts["before"], facts["weights"] + facts["draft_weights"]
+                row = sum(self.rows(facts["cache_element"])[: 1 + drafts])
+                cache = sum(MEMORY_SHAPE) * row
                 found[system.name] = {
                     "peak": peak, "before": before, "weights": weights, "cache": cache,
                     "ratio": peak / (weights + cache), "own": (peak - before) / (weights + cache),
