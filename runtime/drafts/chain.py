@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..backends.engine import Logits
-from ..calls import idle_positions, readable, slot_sampling, span
+from ..backends.engine import Ids, Logits
+from ..calls import feed, readable, slot_sampling, span
 from ..sampling.philox import Purpose, philox4x32
 from ..sequence import ActiveSequence
 from .draft import Draft, Sources, temper
@@ -62,16 +62,13 @@ class ChainDraft(Draft):
         """Draft with lookups, verify with the draft model, accept or correct or extend."""
         engine, inner = self.sources.engine, self.sources.inner
         assert engine is not None and inner is not None
-        first, last = span(active)
-        width = 2 + max(map(len, guesses))  # two known tokens, as in a first step
-        ids = np.zeros((last - first, width), np.int64)
-        position = idle_positions(self.sources.slots, engine, first, last, "draft_len", width)
+        within = first, _ = span(active)
+        fed: dict[ActiveSequence, tuple[int, Sequence[int] | Ids]] = {}
         for sequence, guess in zip(active, guesses, strict=True):
-            row, text = sequence.slot.index - first, sequence.slot.tokens
-            known = [*text[-2:], *tokens[sequence]]
-            ids[row, : 2 + len(guess)] = readable(engine, [*known[-2:], *guess])
-            position[row] = len(text) + len(known) - 4
-        logits = engine.forward(ids, position, np.arange(1, width), first_slot=first)
+            known = [*sequence.slot.tokens[-2:], *tokens[sequence]]  # two, as in a first step
+            start = len(sequence.slot.tokens) + len(known) - 4
+            fed[sequence] = start, readable(engine, [*known[-2:], *guess])
+        logits = feed(engine, self.sources.slots, "draft_len", within, fed, since=1)
         for sequence in active:
             temper(logits[sequence.slot.index - first], sequence)
         inner.begin([

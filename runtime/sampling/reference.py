@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -123,14 +124,10 @@ class _LazyRows(Sequence[Distribution]):
     """
 
     def __init__(self, warp_row: Callable[[int], Distribution], count: int):
-        self._warp_row = warp_row
-        self._rows: list[Distribution | None] = [None] * count
+        self._row, self._count = cache(warp_row), count
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._count
 
     def __getitem__(self, i):  # type: ignore[no-untyped-def, override]
-        row = self._rows[i]
-        if row is None:
-            self._rows[i] = row = self._warp_row(i)
-        return row
+        return self._row(i)
