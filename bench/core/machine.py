@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+CHECKOUT = Path(__file__).parents[2]
 PACKAGES = ("numpy", "onnxruntime", "tokenizers", "torch", "transformers")
 READ_BYTES = 1 << 29  # for each thread's share to be far beyond any cache of its own
 

@@ -152,12 +152,10 @@ def run(folder: str, scale: DraftScale, threads: int, clock: Clock) -> dict[str,
     every, found = list(groups(scale, most)), []
     for number, group in enumerate(every, 1):
         clock.note(f"{number} of {len(every)} groups | {group.section}: {group.name}")
-        temperature, where = (
-            {"temperature": group.temperature},
-            counted if group.counted else engine,
-        )
-        ways = {PLAIN: Way(engine, {"gamma": 0, **temperature})}
-        ways |= {name: Way(where, options | temperature) for name, options in group.ways.items()}
+        at: dict[str, Any] = {"temperature": group.temperature}
+        drafting = counted if group.counted else engine
+        ways = {name: Way(drafting, {**options, **at}) for name, options in group.ways.items()}
+        ways[PLAIN] = Way(engine, {"gamma": 0, **at})
         runs.warm_up(ways, prompts[group.prompts][0])
         texts = [
             runs.decode_all(ways, prompt, scale.tokens, seed, clock)

@@ -31,7 +31,7 @@ from typing import Any, TextIO
 from runtime.files.errors import CommandParser, first_line, run_command
 
 from ...core import machine
-from ...core.timed import CHECKOUT
+from ...core.machine import CHECKOUT
 from .constructed import DTYPE
 
 KERNEL_TESTS = (

@@ -23,7 +23,8 @@ from runtime.theory.formulas import speedup
 
 from ...core.clock import Clock
 from ...core.costs import Traffic, total
-from ...core.runs import Run, Way, decode_all, gain
+from ...core.record import Run
+from ...core.runs import Way, decode_all, gain
 from .constructed import DTYPE
 from .suite import goal
 

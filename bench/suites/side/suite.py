@@ -75,15 +75,14 @@ def workloads(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> l
     few = [system for system in chosen if system.among_few]
     for cell in (scale.shared, *scale.lengths):
         group, some = (SHARED, chosen) if cell is scale.shared else (LENGTHS, few)
-        loads = [
-            load
+        loads = {
+            f"{kind} {cell.prompt}+{cell.new_tokens}": prompts.many(kind, scale.count, cell.prompt)
             for kind in cell.kinds
-            if (load := prompts.workload(kind, scale.count, cell.prompt, cell.new_tokens))
-        ]
+        }
         made += [
-            Job(group, load.name, [[p] for p in load.prompts], cell.new_tokens, temperature, some)
+            Job(group, name, [[p] for p in load], cell.new_tokens, temperature, some)
             for temperature in cell.temperatures
-            for load in loads
+            for name, load in loads.items()
         ]
     return made
 
