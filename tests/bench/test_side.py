@@ -14,8 +14,21 @@ from bench.core.costs import Traffic
 from bench.core.pair import Pair
 from bench.core.prompts import Prompts
 from bench.suites.side import SUITE
-from bench.suites.side.run import DRAFT, OWN, SideRun, System, Told, drafting, systems, theory, told
-from bench.suites.side.suite import FULL, LENGTHS, QUICK, SHARED, batches, run, workloads
+from bench.suites.side import run as measuring
+from bench.suites.side.run import (
+    DRAFT,
+    LENGTHS,
+    OWN,
+    SHARED,
+    TOGETHER,
+    SideRun,
+    Told,
+    drafting,
+    systems,
+    theory,
+    told,
+)
+from bench.suites.side.suite import FULL, QUICK, alone, run, together
 from bench.suites.side.tables import BASE, figures, goals
 from bench.systems import SYSTEMS
 from bench.systems.protocol import Batch, Request, Steps, Text, Unavailable
@@ -101,14 +114,18 @@ def test_goals_are_met_by_medians_or_not_told() -> None:
     }  # fmt: skip
     held = {OWN: {"ratio": 1.3}, BASE: {"ratio": 9.0}}
     loads = {"outrider float32": [1.0, 3.0]}
-    met = [
-        goal["met"]
-        for _, goal in goals({"cells": [{"rows": [row]}], "memory": held, "loads": loads})
-    ]
-    assert met == ["yes"] * 8 + ["no"]
-    slow = {"cells": [{"rows": [{**row, OWN: plain(2, first=0.7)}]}], "memory": {}, "loads": {}}
-    assert [goal["met"] for _, goal in goals(slow)][:2] == ["no", "no"]
-    assert goals(slow)[-1][1]["met"] == "not measured"
+
+    def met(row: dict[str, Told], **more: Any) -> list[str]:
+        batches = {
+            "group": TOGETHER,
+            "rows": [{OWN: plain(9), BASE: plain(1)}] * 3,
+        }  # no part of it
+        cells = [{"group": SHARED, "rows": [row]}, batches]
+        return [goal["met"] for _, goal in goals({"cells": cells, **more})]
+
+    assert met(row, memory=held, loads=loads) == ["yes"] * 8 + ["no"]
+    slow = met({**row, OWN: plain(2, first=0.7)}, memory={}, loads={})
+    assert slow[:2] == ["no", "no"] and slow[-1] == "not measured"
 
 
 def test_who_gets_which_workload() -> None:
@@ -117,12 +134,12 @@ def test_who_gets_which_workload() -> None:
     assert {OWN, BASE, "llama.cpp plain", "llama.cpp q4_0 plain"} <= names
     assert "llama.cpp q4_0 draft" not in names
     prompts = Prompts([*CODE, *PROSE], sparse, [7], 0)
-    work = workloads(FULL, prompts, every)
+    work = alone(FULL, prompts, every)
     assert {len(job.systems) for job in work if job.group == SHARED} == {len(every)}
     few = sum(system.among_few for system in every)
     assert {len(job.systems) for job in work if job.group == LENGTHS} == {few}
     assert {len(x[0]) for job in work for x in job.requests} == {16, 128, 1024, 1500}
-    sizes = [[len(x) for x in job.requests] for job in batches(FULL, prompts, every)]
+    sizes = [[len(x) for x in job.requests] for job in together(FULL, prompts, every)]
     assert sizes == [[n] * 3 for n in (1, 2, 4, 8)]
 
 
@@ -134,8 +151,8 @@ class FakePeer:
         "before": 100, "dtype": "float32",
     }  # fmt: skip
 
-    def __init__(self, system: System):
-        self.peer = system.peer
+    def __init__(self, name: str, target: Path, **options: Any):
+        self.peer = name
 
     def __enter__(self) -> FakePeer:
         return self
@@ -165,7 +182,7 @@ def test_a_whole_run_with_systems_that_only_pretend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the whole: what is missing is noted once and costs no other figure; --out has it all."""
-    monkeypatch.setattr(SideRun, "start", lambda side, system, **options: FakePeer(system))
+    monkeypatch.setattr(measuring, "Peer", FakePeer)
     config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     pair = Pair(tmp_path, tmp_path, {"shape": "s", "alpha_wanted": 0.8})

@@ -26,10 +26,11 @@ from ...systems.peer import Peer
 from ...systems.protocol import Batch, Request, Steps, Text, Unavailable
 
 GAMMA = 4
-WARM_UPS = 3
+WARM_UPS = 4  # as many as there are sizes of batches
 OWN, DRAFT = "outrider plain", "outrider draft"
 MODES = ("plain", "draft", "assistant", "auto", "lookup")
 FEW = {"outrider": ("plain", "draft", "auto"), "transformers": ("plain", "assistant")}
+SHARED, LENGTHS, TOGETHER = "Workloads", "Other lengths", "Texts decoded together"
 MEMORY_SHAPE = 128, 64  # (prompt, output) tokens
 ROUND = ("time_draft", "time_verify", "time_sample", "time_host")  # ms, the draft's prefill apart
 Told = dict[str, float]  # of the texts of a request, see `told`
@@ -71,7 +72,7 @@ def systems(wanted: Sequence[str]) -> list[System]:
 
 @dataclass(frozen=True)
 class Job:
-    """requests: of each, the prompts that are decoded together. group: the table that has it."""
+    """A workload. group: the table that has it. requests: the prompts that are decoded together."""
 
     group: str
     name: str
@@ -97,16 +98,15 @@ class SideRun:
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     loads: dict[str, list[float]] = field(default_factory=dict)
 
-    def start(self, system: System, *, draft: bool = True, slots: int = 1) -> Peer:
+    def start(self, stack: ExitStack, system: System, draft: bool = True, slots: int = 1) -> Peer:
         """A worker of the system. Raises Unavailable."""
-        return Peer(
+        peer = Peer(
             system.peer, self.pair.target, draft=self.pair.draft if draft else None,
             threads=self.threads, work=self.work, precision=system.precision, slots=slots,
         )  # fmt: skip
-
-    def started(self, system: System, peer: Peer) -> None:
         self.facts.setdefault(system.worker, peer.facts)
         self.loads.setdefault(system.worker, []).append(peer.facts["load_seconds"])
+        return stack.enter_context(peer)
 
     @contextmanager
     def lacking(self, name: str) -> Iterator[None]:
@@ -117,7 +117,7 @@ class SideRun:
             self.missing[name] = re.sub(r"/\S*/", "", str(error))
             self.clock.note(f"missing: {name}: {error}")
 
-    def workers(self, chosen: Sequence[System], slots: int, stack: ExitStack) -> dict[str, Peer]:
+    def workers(self, stack: ExitStack, chosen: Sequence[System], slots: int) -> dict[str, Peer]:
         """Workers of the systems, but for those that cannot be started.
 
         On some machines what is loaded first gets slower memory, by 15 % a token (docs/LOG.md). So
@@ -125,14 +125,12 @@ class SideRun:
         """
         peers: dict[str, Peer] = {}
         with suppress(Unavailable):
-            stack.enter_context(self.start(chosen[0], slots=slots))
+            self.start(stack, chosen[0], slots=slots)
         for system in chosen:
             if system.worker not in peers and system.worker not in self.missing:
                 self.clock.note(f"starting {system.worker}")
                 with self.lacking(system.worker):
-                    peer = stack.enter_context(self.start(system, slots=slots))
-                    peers[system.worker] = peer
-                    self.started(system, peer)
+                    peers[system.worker] = self.start(stack, system, slots=slots)
         return peers
 
     def measure(self, jobs: Sequence[Job], between: Callable[[], object]) -> list[dict[str, Any]]:
@@ -144,13 +142,13 @@ class SideRun:
         every = list(dict.fromkeys(system for job in jobs for system in job.systems))
         cells = []
         with ExitStack() as stack:
-            peers = self.workers(every, slots, stack)
+            peers = self.workers(stack, every, slots)
             for turn in range(WARM_UPS):
+                job = jobs[turn % len(jobs)]
                 for number, system in enumerate(every):  # another prompt for each
                     size = 8 + len(every) * turn + number
-                    for job in jobs:
-                        prompts = [prompt[:size] for prompt in job.requests[0]]
-                        self.ask(peers, system, job, prompts, 12, turn)
+                    prompts = [prompt[:size] for prompt in job.requests[0]]
+                    self.ask(peers, system, job, prompts, 12, turn)
             for job in jobs:
                 rows = []
                 for turn, prompts in enumerate(job.requests):
@@ -183,9 +181,10 @@ class SideRun:
                 else:
                     request = Request(prompts[0], new_tokens, mode, job.temperature, seed, GAMMA)
                     texts = [peer.generate(request)]
-                row, draft_row = self.rows(peer.facts["cache_element"])
-                sizes = peer.facts["weights"], row, len(prompts[0]) + new_tokens / 2
-                return told(texts, mode, Traffic(*sizes, peer.facts["draft_weights"], draft_row))
+                facts, rows = peer.facts, len(prompts[0]) + new_tokens / 2
+                row, more = self.rows(facts["cache_element"])
+                traffic = Traffic(facts["weights"], row, rows, facts["draft_weights"], more)
+                return told(texts, mode, traffic)
         return {}
 
     def rows(self, element: int) -> tuple[int, int]:
@@ -212,14 +211,12 @@ class SideRun:
             drafts = system.mode not in ("plain", "lookup")
             self.clock.note(f"memory of {system.name}")
             with self.lacking(f"memory of {system.name}"), ExitStack() as stack:
-                peer = stack.enter_context(self.start(system, draft=drafts))
-                self.started(system, peer)
+                peer = self.start(stack, system, draft=drafts)
                 text = peer.generate(Request(prompt, MEMORY_SHAPE[1], system.mode, gamma=GAMMA))
-                peak, before = text.memory["peak"], peer.facts["before"]
-                weights = peer.facts["weights"] + peer.facts["draft_weights"]
-                cache = sum(MEMORY_SHAPE) * sum(
-                    self.rows(peer.facts["cache_element"])[: 1 + drafts]
-                )
+                facts, peak = peer.facts, text.memory["peak"]
+                before, weights = facts["before"], facts["weights"] + facts["draft_weights"]
+                row = sum(self.rows(facts["cache_element"])[: 1 + drafts])
+                cache = sum(MEMORY_SHAPE) * row
                 found[system.name] = {
                     "peak": peak, "before": before, "weights": weights, "cache": cache,
                     "ratio": peak / (weights + cache), "own": (peak - before) / (weights + cache),

@@ -23,82 +23,65 @@ from ...core.command import Suite
 from ...core.prompts import KINDS, Prompts
 from ...systems import SYSTEMS
 from . import tables
-from .run import GAMMA, MEMORY_SHAPE, Job, SideRun, System, systems
+from .run import GAMMA, LENGTHS, MEMORY_SHAPE, SHARED, TOGETHER, Job, SideRun, System, systems
 
-SHAPE = "smollm-135m"
-SHARED, LENGTHS, TOGETHER = "Workloads", "Other lengths", "Texts decoded together"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """kinds of prompts, of one length (tokens), with outputs of one."""
-
-    kinds: tuple[str, ...]
-    prompt: int
-    new_tokens: int
-    temperatures: tuple[float, ...] = (0.0, 1.0)
+BOTH, GREEDY = (0.0, 1.0), (0.0,)
+Shape = tuple[Sequence[str], int, int, Sequence[float]]  # kinds, (prompt, output) tokens, T
 
 
 @dataclass(frozen=True)
 class SideScale:
-    """count: prompts of a workload. shared: the cell that all systems get; lengths: those of the
-    main ones. together: sizes of batches; times: how often each; batch: (prompt, output) tokens of
-    their texts."""
+    """count: prompts of a workload. shared: the one shape that all systems get; lengths: those of
+    the main ones. together: sizes of batches, `times` of each; batch: (prompt, output) tokens."""
 
     count: int
-    shared: Cell
-    lengths: tuple[Cell, ...]
-    together: tuple[int, ...]
+    shared: Shape
+    lengths: Sequence[Shape]
+    together: Sequence[int]
     times: int
     batch: tuple[int, int]
 
 
 FULL = SideScale(
-    3,
-    Cell(KINDS, 128, 64),
-    (
-        Cell(("completion",), 16, 8),
-        Cell(("completion",), 16, 512, (0.0,)),
-        Cell(("editing", "question"), 1024, 64, (0.0,)),
-        Cell(("continuation",), 1500, 32, (0.0,)),
-    ),
-    together=(1, 2, 4, 8), times=3, batch=(64, 32),
-)  # fmt: skip
-QUICK = SideScale(
-    2, Cell(("completion", "editing"), 128, 24), (), together=(1, 4), times=1, batch=(64, 16)
+    count=3,
+    shared=(KINDS, 128, 64, BOTH),
+    lengths=[
+        (["completion"], 16, 8, BOTH),
+        (["completion"], 16, 512, GREEDY),
+        (["editing", "question"], 1024, 64, GREEDY),
+        (["continuation"], 1500, 32, GREEDY),
+    ],
+    together=(1, 2, 4, 8),
+    times=3,
+    batch=(64, 32),
 )
+QUICK = SideScale(2, (["completion", "editing"], 128, 24, BOTH), [], (1, 4), 1, (64, 16))
 
 
-def workloads(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
-    """Texts that are decoded alone: every kind at its temperatures."""
-    made = []
+def alone(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
+    """Texts that are decoded one at a time."""
     few = [system for system in chosen if system.among_few]
-    for cell in (scale.shared, *scale.lengths):
-        group, some = (SHARED, chosen) if cell is scale.shared else (LENGTHS, few)
-        loads = {
-            f"{kind} {cell.prompt}+{cell.new_tokens}": prompts.many(kind, scale.count, cell.prompt)
-            for kind in cell.kinds
-        }
-        made += [
-            Job(group, name, [[p] for p in load], cell.new_tokens, temperature, some)
-            for temperature in cell.temperatures
-            for name, load in loads.items()
-        ]
-    return made
+    groups = [(SHARED, scale.shared, chosen)]
+    groups += [(LENGTHS, shape, few) for shape in scale.lengths]
+    return [
+        Job(group, f"{kind} {length}+{new}", [[p] for p in loads], new, temperature, some)
+        for group, (kinds, length, new, temperatures), some in groups
+        for kind in kinds
+        for loads in [prompts.many(kind, scale.count, length)]
+        for temperature in temperatures
+    ]
 
 
-def batches(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
-    """Fresh prompts, of each size `times` batches, for plain decoding and drafts."""
+def together(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
+    """Batches, plain and with drafts."""
     some = [s for s in chosen if s.mode in ("plain", "draft") and s.precision == "float32"]
     length, new_tokens = scale.batch
-
-    def requests(size: int) -> list[list[list[int]]]:
-        return [[prompts.completion(length) for _ in range(size)] for _ in range(scale.times)]
-
     return [
-        Job(TOGETHER, f"{size} together", requests(size), new_tokens, 0.0, some)
+        Job(TOGETHER, f"{size} together",
+            [prompts.many("completion", size, length) for _ in range(scale.times)],
+            new_tokens, 0.0, some)
         for size in scale.together
-    ]
+    ]  # fmt: skip
 
 
 def run(
@@ -108,8 +91,8 @@ def run(
     reader = machine.MemoryReader(side.threads)
     for _ in range(5):
         reader()
-    cells = side.measure(workloads(scale, prompts, chosen), reader)
-    cells += side.measure(batches(scale, prompts, chosen), reader)
+    cells = side.measure(alone(scale, prompts, chosen), reader)
+    cells += side.measure(together(scale, prompts, chosen), reader)
     return {
         "machine": machine.describe(side.threads), "gamma": GAMMA, "pair": side.pair.facts,
         "bytes_per_second": reader.bandwidth, "systems": [system.name for system in chosen],
@@ -130,7 +113,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     if "outrider" not in args.systems:
         raise OutriderError("option", "--systems leaves outrider out", "Name it too.")
-    made = pair.make(SHAPE, args.alpha, args.work)
+    made = pair.make("smollm-135m", args.alpha, args.work)
     prompts = Prompts(collect().held_out, *pair.encoder(made.target), seed=1)
     side = SideRun(made, args.threads, args.work, clock)
     return run(QUICK if args.quick else FULL, side, prompts, systems(args.systems))

@@ -15,7 +15,7 @@ from ...core.command import Results
 from ...core.fit import Spread
 from ...core.machine import sentence
 from ...core.table import MARKED, Column, Table, decimals, table_of
-from .run import DRAFT, OWN, Told
+from .run import DRAFT, OWN, SHARED, TOGETHER, Told
 
 BASE, LLAMA = "transformers plain", "llama.cpp plain"
 OTHERS = (BASE, "genai plain", LLAMA)  # in float32, as we are
@@ -94,7 +94,7 @@ def _speeds(group: str, cells: Sequence[Results], results: Results) -> list[Tabl
         cell["name"]: {name: figures(cell["rows"], name, rate) for name in results["systems"]}
         for cell in cells
     }
-    if group != "Workloads":
+    if group != SHARED:
         every = [(f"{w}, {n}", f) for w, some in found.items() for n, f in some.items() if f]
         return [table_of(title, every, SPEEDS)]
 
@@ -141,7 +141,8 @@ def tables(results: Results) -> list[Table]:
 
 def goals(results: Results) -> list[tuple[str, dict[str, Any]]]:
     """What the project wants of the median, what it is, and whether that will do."""
-    rows = [row for cell in results["cells"] for row in cell["rows"]]
+    alone = (cell["rows"] for cell in results["cells"] if cell["group"] != TOGETHER)
+    rows = [row for some in alone for row in some]
     quotients = [q for row in rows if (q := row.get(DRAFT, {}).get("quotient"))]
     memory = results["memory"].items()
     peaks = [sizes["ratio"] for name, sizes in memory if name.startswith("outrider")]
