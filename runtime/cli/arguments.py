@@ -190,8 +190,9 @@ def _parser() -> ArgumentParser:
     add("--draft-threshold", type=float, default=0.0, metavar="P",
         help="end a round's drafting after a token to which the draft gave a probability below P "
         "(default 0: off); still exact")
-    add("--verify", choices=("token", "block", "sigmoid"), default="token",
-        help="token (default) and block (accepts more) are exact; sigmoid is not")
+    add("--verify", choices=("token", "block", "coupled", "sigmoid"), default="token",
+        help="token (default), block (accepts more) and coupled (the seed alone decides the text, "
+        "whatever is drafted) are exact; sigmoid is not")
     add("--lenience", type=float, default=1.0, metavar="L",
         help="below 1 accepts more and is not exact: no token gets more than 1/L times its "
         "probability (default 1)")

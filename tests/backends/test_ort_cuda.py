@@ -18,8 +18,8 @@ from cuda_standin import FakeDriver
 from device_standin import make_driver
 from rounds import ids
 
-from runtime.backends import onnxruntime_cuda as ort_cuda
-from runtime.backends.onnxruntime_cuda import OrtCudaEngine, unavailable
+from runtime.backends import onnxruntime as ort_cuda
+from runtime.backends.onnxruntime import OrtCudaEngine, unavailable
 from runtime.backends.registry import host_engine
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
@@ -179,10 +179,10 @@ def test_bindings_are_kept_for_rounds_alone(bench: Bench) -> None:
     target = decoder.target
     assert isinstance(target, OrtCudaEngine)
     texts(decoder)
-    kept = dict(target._bindings)
+    kept = dict(target._prepared)
     assert {(call.batch, call.tokens) for call in kept} == {(b, n) for b in (1, 2) for n in (1, 5)}
     texts(decoder)
-    assert target._bindings == kept
+    assert target._prepared == kept
 
 
 # What is refused
