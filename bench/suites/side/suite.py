@@ -64,10 +64,10 @@ def alone(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[
     groups = [(SHARED, scale.shared, chosen)]
     groups += [(LENGTHS, shape, few) for shape in scale.lengths]
     return [
-        Job(group, load.name, [[p] for p in load.prompts], new_tokens, temperature, some)
-        for group, (kinds, length, new_tokens, temperatures), some in groups
+        Job(group, f"{kind} {length}+{new}", [[p] for p in loads], new, temperature, some)
+        for group, (kinds, length, new, temperatures), some in groups
         for kind in kinds
-        if (load := prompts.workload(kind, scale.count, length, new_tokens))
+        for loads in [prompts.many(kind, scale.count, length)]
         for temperature in temperatures
     ]
 
