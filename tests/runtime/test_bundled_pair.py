@@ -15,7 +15,6 @@ from rounds import accept_everything, broken
 
 from export import ngram
 from runtime import load
-from runtime.beam.text import beam_texts
 from runtime.certificate import check
 from runtime.drafts.registry import KINDS
 from runtime.text.engine import TextEngine
@@ -76,13 +75,3 @@ def test_a_rule_that_accepts_everything_is_noticed(engine: TextEngine) -> None:
             patch.setattr(rounds, name, slow)
         patch.setattr(rounds.proposer, "_sampler", slow)
         assert not check(engine, PROMPT, replace(SAMPLED, draft="bigram", gamma=2)).passed
-
-
-def test_beams(engine: TextEngine) -> None:
-    """Speculative and plain search find the same texts."""
-    found = [
-        beam_texts(engine, PROMPT, beams=3, gamma=gamma, max_new_tokens=24, ignore_eos=True)
-        for gamma in (0, 3)
-    ]
-    assert found[0].stats.rounds == 24 > found[1].stats.rounds
-    assert [one.token_ids for one in found[0].texts] == [one.token_ids for one in found[1].texts]

@@ -13,16 +13,7 @@ import pytest
 from exact import Key, V, at, by_bisection, by_grid, by_keys, own
 from fakes import random_model
 from proof import ONE
-from rounds import (
-    accept_everything,
-    broken,
-    cases,
-    flattened_q,
-    ids,
-    make_decoder,
-    run,
-    with_uniforms,
-)
+from rounds import WRONG_RULES, broken, cases, ids, make_decoder, run, with_uniforms
 
 from runtime.sampling.distribution import Distribution
 from runtime.sampling.philox import Purpose
@@ -42,28 +33,13 @@ ALL = {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.05, "repetition_
 
 @with_uniforms
 @pytest.mark.parametrize(
-    "params",
-    [
-        at(),
-        at(verify="block"),
-        at(temperature=0.6),
-        at(top_k=3),
-        at(top_p=0.7),
-        at(min_p=0.15),
-        at(repetition_penalty=1.8),
-        at(**ALL),
-        at(**ALL, verify="block"),
-    ],
-    ids=lambda p: "-".join(f"{k}={v}" for k, v in vars_of(p).items()) or "plain",
-)
-def test_one_draft_token_over_eight(params: SamplingParams) -> None:
-    assert by_bisection(params) < 1e-6
-
-
-def vars_of(params: SamplingParams) -> dict[str, Any]:
-    default = at()
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "verify")
-    return {n: getattr(params, n) for n in names if getattr(params, n) != getattr(default, n)}
+    "options",
+    [{}, {"verify": "block"}, {"temperature": 0.6}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.15},
+     {"repetition_penalty": 1.8}, ALL, {**ALL, "verify": "block"}],
+    ids=lambda options: "-".join(options) or "plain",
+)  # fmt: skip
+def test_one_draft_token_over_eight(options: dict[str, Any]) -> None:
+    assert by_bisection(at(**options)) < 1e-6
 
 
 @with_uniforms
@@ -110,15 +86,6 @@ def test_rows_that_are_easily_divided_by_zero(rule: str, p: list[float], q: list
     with np.errstate(all="raise", under="ignore"):
         found = by_bisection(params, 1, 4, target=lambda c: target, draft=lambda c: draft)
     assert found < 1e-6
-
-
-def corrected_from_p(p, q, drafts, accept_u, final_u, params):  # type: ignore[no-untyped-def]
-    """A correction drawn from the target instead of the residual."""
-    verdict = verify(p, q, drafts, accept_u, final_u, params)
-    return Verdict(verdict.accepted, p[verdict.accepted].draw(final_u), verdict.ratios)
-
-
-WRONG_RULES = [accept_everything, flattened_q, corrected_from_p]
 
 
 @pytest.mark.parametrize("wrong", WRONG_RULES)

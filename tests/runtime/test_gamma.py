@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from fakes import make_text_engine, near, random_model
-from rounds import both, ids, make_decoder, plain, run
+from rounds import both, ids, make_decoder, plain, run, together
 
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
@@ -44,12 +44,7 @@ def test_temperature_0_is_plain_decoding(sampler: None, noise: float) -> None:
             for i, name in enumerate(NAMES)
         ]
         alone = [plain(decoder, request) for request in requests]
-        together = [decoder.admit(request) for request in requests]
-        while unfinished := [sequence for sequence in together if sequence.finish_reason is None]:
-            decoder.round(unfinished)
-        for sequence in together:
-            decoder.release(sequence)
-        assert [ids(sequence) for sequence in together] == alone
+        assert [ids(sequence) for sequence in together(decoder, requests)] == alone
 
 
 def test_what_policies_and_costs_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
 from simulated import MAX_GAMMA, STEP, Machine, coins, recorded, simulate, speeds
 
-from runtime import costs as costs_module
-from runtime import policy as policy_module
 from runtime.costs import MOST_SETTINGS, Costs, RoundCosts
 from runtime.policy import LONGEST_PAUSE, Measured, Policy, make_policy
 from runtime.theory.formulas import best_gamma
@@ -344,28 +339,3 @@ def test_the_schedule_of_transformers() -> None:
 def test_what_is_refused(gamma: int | str) -> None:
     with pytest.raises(ValueError, match=str(gamma)):
         make_policy(gamma, Costs(4), 4, fallback=True)
-
-
-# The time that choosing takes
-
-
-@pytest.mark.parametrize(("alpha", "most"), [(0.0, 0.006), (0.65, 0.018), (0.93, 0.012)])
-def test_choosing_is_cheap(alpha: float, most: float) -> None:
-    """By Python's instructions, the same on every machine, at 30 ns each beside a step of 1 ms."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal count
-        if frame.f_code.co_filename not in (policy_module.__file__, costs_module.__file__):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        count += event == "opcode"
-        return trace
-
-    costs, before = Costs(MAX_GAMMA), sys.gettrace()
-    sys.settrace(trace)
-    try:
-        run = simulate(auto(costs), costs, PAIR, coins(alpha, 1024), 1024)
-    finally:
-        sys.settrace(before)
-    assert 0 < 3e-5 * count < most * run.time

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes import EOS, VOCAB_SIZE, Context, Model, make_text_engine, near, random_model, script
+from fakes import EOS, Context, Model, make_text_engine, near, random_model, script
 from rounds import both, broken, check_rows, ids, is_late, make_decoder, oracle, plain, run
 
 from runtime.decoder import Decoder
@@ -22,7 +22,6 @@ from runtime.sampling.warp import SamplingParams, warp
 from runtime.sequence import ActiveSequence, Request
 from runtime.slots import Slot
 from runtime.text.engine import TextEngine
-from runtime.text.options import Options
 
 pytestmark = pytest.mark.usefixtures("sampler")
 
@@ -95,19 +94,6 @@ def test_a_stream_that_is_never_begun_takes_no_slot(tmp_path: Path) -> None:
         next(streams[0])
     streams[2].close()
     assert engine.decoder.slots.free == 1
-
-
-def test_a_batch_that_is_closed_gives_all_slots_back(tmp_path: Path) -> None:
-    model = script(SAYING)
-    engine = make_text_engine(tmp_path, model, model, slots=3, order=None)
-    lengths = (3, 30, 30, 30)
-    prompts = [("go\n", Options(gamma=GAMMA, max_new_tokens=n)) for n in lengths]
-    batch = engine.batch(prompts)
-    assert next(batch)[0] == 0
-    assert engine.decoder.slots.free == 1
-    batch.close()
-    assert engine.decoder.slots.free == 3
-    assert sorted(index for index, _ in engine.batch(prompts)) == [0, 1, 2, 3]
 
 
 # --- penalties --------------------------------------------------------------------------------
@@ -226,38 +212,36 @@ def test_ids_that_the_draft_cannot_look_up() -> None:
 # --- numbers that are none --------------------------------------------------------------------
 
 
-def failing(model: Model, at: int, value: float = np.nan) -> Model:
+def failing(model: Model, at: int) -> Model:
     """`model`, but one logit of the row after `at` tokens of text is not a number."""
 
     def broken_model(context: Context) -> np.ndarray:
         row = model(context).copy()
         if len(context) == at:
-            row[3] = value
+            row[3] = np.nan
         return row
 
     return broken_model
 
 
 @both
-@pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("name", ["target", "draft"])
 @pytest.mark.parametrize("at", [4, 5, 7, 9])  # 4: the prefill
-def test_numeric_failures_are_named(name: str, at: int, temperature: float, value: float) -> None:
+def test_numeric_failures_are_named(name: str, at: int, temperature: float) -> None:
     model = random_model(1)
-    models = {"target": model, "draft": model, name: failing(model, at, value)}
+    models = {"target": model, "draft": model, name: failing(model, at)}
     decoder = make_decoder(models["target"], models["draft"], slots=2)
     params = SamplingParams(temperature=temperature)
     neighbour = decoder.admit(Request([2], gamma=0))
     request = Request([2, 3, 4, 5], params, gamma=3, max_new_tokens=20)
     if name == "draft" and at == 4:
         at = 5  # the draft's first row here is that of the token after the prefill's
-        decoder.draft.model = failing(model, at, value)
+        decoder.draft.model = failing(model, at)
     with pytest.raises(OutriderError) as error:
         run(decoder, request)
     assert error.value.kind == "numeric"
-    assert f"{name}, slot 1, position {at}: " in error.value.cause
-    assert ("NaN" if np.isnan(value) else "+inf") in error.value.cause
+    assert f"{name}, slot 1, position {at}: NaN" in error.value.cause
     assert decoder.slots.free == 1
     decoder.round([neighbour])
     check_rows(decoder, neighbour)
@@ -299,17 +283,6 @@ def test_a_failure_is_one_sequences_alone(
     assert broken_one.output == alone[1][: len(broken_one.output)]
 
 
-@both
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_row_of_nothing_but_minus_infinity(temperature: float) -> None:
-    def nothing(context: Context) -> np.ndarray:
-        return np.full(VOCAB_SIZE, -np.inf, np.float32)
-
-    params = SamplingParams(temperature=temperature)
-    with pytest.raises(OutriderError, match="target, slot 0, position 1: every logit is -inf"):
-        run(make_decoder(nothing), Request([2], params, gamma=0))
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_failure_that_is_not_looked_for(temperature: float) -> None:
     model = random_model(1)
@@ -319,20 +292,6 @@ def test_a_failure_that_is_not_looked_for(temperature: float) -> None:
     with broken("sampling.warp._check", lambda peak, where: None), np.errstate(invalid="ignore"):
         sequence = run(decoder, request)
     assert len(sequence.output) == 20, "tokens came out of a row that holds none"
-
-
-@pytest.mark.parametrize("at", [4, 7])
-def test_a_failure_gives_the_slot_back(tmp_path: Path, at: int) -> None:
-    model = random_model(1, never=[EOS])
-    engine = make_text_engine(tmp_path, model, failing(model, at), order=None)
-    with pytest.raises(OutriderError, match="draft, slot 0, position"):
-        engine.generate("abc", max_new_tokens=20)
-    assert engine.decoder.slots.free == 1
-    ((_, result),) = engine.batch([("abc", Options(gamma=GAMMA))])
-    assert result.finish_reason == "error" and result.error is not None
-    assert "draft, slot 0, position" in result.error.cause
-    assert engine.decoder.slots.free == 1
-    assert len(engine.generate("abc", max_new_tokens=20, gamma=0).tokens) == 20
 
 
 # --- contexts ---------------------------------------------------------------------------------
@@ -417,24 +376,15 @@ def test_rows_that_a_bundle_would_not_have() -> None:
         fills_context(1, capacity=40)
     with pytest.raises(AssertionError, match="40"):
         fills_context(3, capacity=40)
+    with is_late(), pytest.raises(AssertionError):
+        fills_context(3)
 
 
 @pytest.mark.parametrize("left", range(1, 12))
-@pytest.mark.parametrize("limit", ["max_new_tokens", "max_len"])
-def test_no_more_is_drafted_than_can_become_text(limit: str, left: int) -> None:
+def test_no_more_is_drafted_than_can_become_text(left: int) -> None:
     """Everything is accepted here, so every draft must be text, up to the very last token."""
     model = random_model(2)
-    decoder = make_decoder(model, model, max_len=3 + left if limit == "max_len" else 64)
-    sequence = run(decoder, Request([2, 3, 4], gamma=4, max_new_tokens=left))
-    stats = sequence.stats
-    assert stats.output_tokens == left == 1 + stats.drafted + stats.rounds
-    request = replace(sequence.request, max_new_tokens=99)
-    if limit == "max_len":
-        stats = run(decoder, request).stats
+    for max_len, count in ((64, left), (3 + left, left), (3 + left, 99)):
+        decoder = make_decoder(model, model, max_len=max_len)
+        stats = run(decoder, Request([2, 3, 4], gamma=4, max_new_tokens=count)).stats
         assert stats.output_tokens == left == 1 + stats.drafted + stats.rounds
-
-
-@pytest.mark.parametrize("slots", [1, 3])
-def test_the_end_of_the_context_noticed_late(slots: int) -> None:
-    with is_late(), pytest.raises(AssertionError):
-        fills_context(slots)

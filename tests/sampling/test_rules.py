@@ -7,11 +7,10 @@ test_kernel_edges.py.
 import numpy as np
 import pytest
 from kernels import BLOCK, SIGMOID, TOKEN
-from proof import ONE
 
 from runtime.files.errors import OutriderError
 from runtime.sampling.distribution import Distribution
-from runtime.sampling.rules import Verdict, residual, verify
+from runtime.sampling.rules import residual, verify
 from runtime.sampling.warp import SamplingParams, warp
 
 
@@ -33,13 +32,6 @@ class Rows:
         return self.distributions[i]
 
 
-@pytest.mark.parametrize("params", [TOKEN, BLOCK], ids=["token", "block"])
-def test_gamma_0_is_plain_sampling(params):
-    p = dense(0.25, 0.25, 0.5)
-    for u, token in ((0.0, 0), (0.24, 0), (0.26, 1), (0.6, 2), (ONE, 2)):
-        assert verify([p], [], [], [], u, params) == Verdict(0, token, ())
-
-
 @pytest.mark.parametrize("params", [TOKEN, SIGMOID], ids=["token", "sigmoid"])
 def test_rows_after_the_first_rejection_are_not_touched(params):
     z = np.array([0.0, 0.0, -np.inf], np.float32)
@@ -48,13 +40,6 @@ def test_rows_after_the_first_rejection_are_not_touched(params):
     verdict = verify(p, q, [1, 2, 1], [0.0] * 3, 0.5, params)
     assert verdict.accepted == 1 and len(verdict.ratios) == 2
     assert set(p.touched) == {0, 1}
-
-
-@pytest.mark.parametrize("params", [TOKEN, BLOCK], ids=["token", "block"])
-def test_equal_rows_are_always_accepted(params):
-    row = warp(np.random.default_rng(0).normal(size=3000).astype(np.float32), params)
-    drafts = [row.draw(u) for u in (0.0, 0.3, ONE)]
-    assert verify([row] * 4, [row] * 3, drafts, [ONE] * 3, 0.5, params).accepted == 3
 
 
 def test_a_residual_of_nothing_is_the_target():

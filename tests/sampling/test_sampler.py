@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import rounds
 from checkpoints import Workshop
-from commands import CHECKOUT, environment
+from commands import CHECKOUT
 from fakes import near, random_model
 from rounds import broken, ids, make_decoder, run
 
@@ -58,22 +56,6 @@ def test_without_the_library_numpy_says_the_same_and_one_line_says_so(
     for prompt in ([5, 6, 7], [9]):
         texts = [engine.generate(prompt, **options).token_ids for engine in (native, plain)]
         assert texts[0] == texts[1]
-
-
-def test_the_line_reaches_the_terminal(bundle: Path) -> None:
-    """Nobody configures logging for a command: what Python then prints must be one plain line."""
-    code = "import runtime.sampling.kernel as k; k.FOLDERS = (); import runtime.generate as g; "
-    code += f"raise SystemExit(g.main(['--engines', {str(bundle)!r}, '--prompt', 'a']))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=CHECKOUT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    said = [line for line in done.stderr.splitlines() if "NumPy" in line]
-    assert len(said) == 1 and said[0].startswith("sampling in NumPy"), done.stderr
 
 
 @needs_kernel
