@@ -6,6 +6,7 @@ Each with controls: rounds that are wrong by little, and must be found out.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -108,10 +109,13 @@ def test_bisection_notices_a_penalty_without_the_drafts() -> None:
 # --- grid -------------------------------------------------------------------------------------
 
 
-@with_uniforms
-def test_three_draft_tokens_over_eight() -> None:
-    assert by_grid(1) < 1e-12
-    assert by_grid(2, 2) < 1e-12
+@pytest.mark.parametrize(
+    ("sampler", "seed", "gamma"),
+    cases([("numpy", 2, 2), ("kernel", 1, 3)], product(("numpy", "kernel"), (1, 2), (2, 3))),
+    indirect=["sampler"],
+)
+def test_two_and_three_draft_tokens_over_eight(seed: int, gamma: int) -> None:
+    assert by_grid(seed, gamma) < 1e-12
 
 
 @pytest.mark.parametrize("wrong", WRONG_RULES)

@@ -85,7 +85,7 @@ SAMPLERS = ("numpy", "kernel", "device")
 
 @pytest.mark.parametrize(
     ("sampler", "temperature", "gamma"),
-    cases([("numpy", 0.6, 5), ("kernel", 1.0, 3)], product(SAMPLERS, (0.6, 1.0), (1, 3, 5))),
+    cases([("numpy", 0.6, 3), ("kernel", 1.0, 5)], product(SAMPLERS, (0.6, 1.0), (1, 3, 5))),
     indirect=["sampler"],
 )  # fmt: skip
 def test_tokens_follow_the_target_at_every_offset(temperature: float, gamma: int) -> None:
@@ -136,7 +136,7 @@ def ids_of_long(decoder: Decoder, request: Request) -> list[int]:
     return ids(sequence)
 
 
-@pytest.mark.parametrize("sampler", cases(["numpy", "kernel"], SAMPLERS), indirect=True)
+@pytest.mark.parametrize("sampler", cases(["kernel"], SAMPLERS), indirect=True)
 def test_the_block_rule_draws_new_numbers_every_round() -> None:
     """It looks at all numbers of its round to decide, the later ones included: they are spent."""
     assert words_by_block() > 1e-3
