@@ -15,6 +15,7 @@ import pytest
 from exact import at, by_bisection, by_keys, own
 from fakes import VOCAB_SIZE, near, random_model, script
 from rounds import (
+    accept_everything,
     broken,
     cases,
     ids,
@@ -24,7 +25,6 @@ from rounds import (
     plain,
     run,
     together,
-    with_uniforms,
 )
 
 from export import ngram
@@ -32,8 +32,8 @@ from runtime.drafts import draft as draft_math
 from runtime.drafts.host import HostDraft
 from runtime.drafts.lookup import Corpus, Lookup
 from runtime.drafts.registry import KINDS
-from runtime.drafts.tables import Tables, fingerprint
-from runtime.files.errors import EXIT_STATUS, OutriderError
+from runtime.drafts.tables import Tables
+from runtime.files.errors import EXIT_STATUS
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
@@ -75,7 +75,7 @@ def test_temperature_0_is_plain_decoding(kind: Any, gamma: int) -> None:
             assert decoder.draft.calls == []  # type: ignore[union-attr, attr-defined]
 
 
-@with_uniforms
+@on_host
 @pytest.mark.parametrize(
     ("kind", "rule"),
     cases(
@@ -89,7 +89,7 @@ def test_tables_over_five_tokens(kind: str, rule: str) -> None:
     assert distance < 1e-6
 
 
-@with_uniforms
+@on_host
 @pytest.mark.parametrize("temperature", [0.5, 3.0])
 def test_a_draft_with_its_own_temperature(temperature: float) -> None:
     params = at(temperature=0.8, top_p=0.9, repetition_penalty=1.3)
@@ -112,7 +112,7 @@ def test_drafting_that_stops_early(threshold: float) -> None:
 ALL_TOKENS = [5, 0, 3, 6, 1, 4, 7, 2, 5, 1]
 
 
-@with_uniforms
+@on_host
 @pytest.mark.parametrize(
     ("gamma", "count", "seed"), cases([(2, 4, 1)], [(1, 3, 1), (2, 4, 2), (3, 5, 1), (3, 5, 2)])
 )
@@ -129,6 +129,18 @@ def test_a_chain(gamma: int, count: int, seed: int) -> None:
     with broken("drafts.lookup.Lookup.propose", propose):
         assert by_keys(gamma, count, own, seed, ALL_TOKENS, draft="chain") < 1e-12
     assert proposed or gamma == 1
+
+
+@on_host
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_lookups(rule: Any) -> None:
+    asked = {"prompt": ALL_TOKENS, "draft": "ngram", "params": at(verify=rule)}
+    assert by_keys(2, 4, own, **asked) < 1e-12
+
+
+def test_a_rule_that_takes_every_lookup_is_noticed() -> None:
+    with broken("sampling.reference.verify", accept_everything):
+        assert by_keys(2, 4, own, prompt=ALL_TOKENS, draft="ngram") > 0.01
 
 
 def test_a_chain_that_shares_its_numbers_is_noticed() -> None:
@@ -350,23 +362,6 @@ def test_the_table_of_a_text(text_file: Path, tmp_path: Path) -> None:
         row = read.row("bigram", [token], [])
         np.testing.assert_allclose(row[:-3], made.row("bigram", [token], []), rtol=1e-6)
     assert [path.name for path in out.parent.iterdir()] == ["table.npz"]
-
-
-def test_tables_that_are_refused(text_file: Path, tmp_path: Path) -> None:
-    out = tmp_path / "table.npz"
-    made = tables(5)
-    made.tokenizer = fingerprint({"a": 0})
-    made.save(out)
-    assert len(Tables.load(out, {"a": 0}, 5).pairs) == 3
-    for path, vocabulary, kind, words in [
-        (out, {"b": 0}, "vocabulary", "another tokenizer"),
-        (tmp_path / "none.npz", {"a": 0}, "option", "No such file"),
-        (tmp_path, {"a": 0}, "option", "directory"),
-        (text_file, {"a": 0}, "option", "no table"),
-    ]:
-        with pytest.raises(OutriderError, match=words) as caught:
-            Tables.load(path, vocabulary, 5)
-        assert caught.value.kind == kind
 
 
 @pytest.mark.parametrize(

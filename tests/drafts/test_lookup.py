@@ -7,22 +7,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from exact import Round, V, blocks, distance
 from fakes import EOS, near, random_model, script
 from rounds import (
-    accept_everything,
-    broken,
     check_rows,
     ids,
     make_decoder,
     on_host,
     plain,
     run,
-    with_uniforms,
 )
 
 from runtime.drafts.lookup import LONGEST, Lookup
-from runtime.sampling.warp import SamplingParams, warp
+from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
 
@@ -94,37 +90,6 @@ def test_ends_that_may_not_come_yet() -> None:
     for draft in (None, near(model, 1, 1.0)):
         sequence = run(make_decoder(model, draft), request)
         assert EOS not in ids(sequence)[:6]
-
-
-@with_uniforms
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_a_round_has_the_targets_distribution(rule: str) -> None:
-    """Enumerated over its uniforms; the prompt makes the lookup propose two tokens."""
-    assert enumerated(rule) < 1e-6
-
-
-def enumerated(rule: str) -> float:
-    target = random_model(1, V)
-    decoder = make_decoder(target, None, vocab_size=V, capacity=64)
-    prompt = [5, 6, 3, 4, 5, 6]
-    params = SamplingParams(temperature=1.0, verify=rule)  # type: ignore[arg-type]
-
-    def propose(self: Lookup, count: int, after: object) -> list[int]:
-        return [3, 4][:count]  # whatever the first token is
-
-    with broken("drafts.lookup.Lookup.propose", propose):
-        round_ = Round(decoder, Request(prompt, params, gamma=2, draft="ngram", max_new_tokens=9))
-        text = tuple(round_.sequence.slot.tokens)
-
-        def probs(context: tuple[int, ...]) -> np.ndarray:
-            return warp(target(context), params).probs()
-
-        return distance(blocks(round_, rule), probs, text, 3)
-
-
-def test_a_rule_that_takes_every_proposal_is_noticed() -> None:
-    with broken("sampling.reference.verify", accept_everything):
-        assert enumerated("token") > 0.1
 
 
 @pytest.mark.parametrize("sampler", ["numpy"], indirect=True)

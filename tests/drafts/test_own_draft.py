@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from exact import V, by_keys, own
 from fakes import near, random_model, script
-from rounds import ids, make_decoder, on_host, oracle, plain, run, with_uniforms
+from rounds import ids, make_decoder, on_host, oracle, plain, run
 
 from examples.own_draft import Phrases
 from runtime.cli.arguments import parse
@@ -68,7 +68,7 @@ def test_temperature_0_is_plain_decoding(gamma: int) -> None:
     assert accepted > 0
 
 
-@with_uniforms
+@on_host
 def test_the_distribution_is_the_targets() -> None:
     for seed in (1, 2):
         assert by_keys(2, 4, own, seed, draft="phrases") < 1e-12

@@ -190,52 +190,41 @@ def marked(text: str) -> str:
     return json.dumps({"kind": "manifest", "text": text})
 
 
-@pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize(
+    ("when", "exists"),
+    [("error", False), ("error", True), ("partial", False), ("partial", True), ("replaced", True)],
+)
 def test_an_interrupted_folder_leaves_no_trace(
-    tmp_path: Path, failure: type[BaseException], exists: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, exists: bool
 ) -> None:
-    folder = tmp_path / "out"
+    """To the last instant, when folders change places: while the new one gets its name, or as soon
+    as the old one has lost its own, which is whole until then."""
+    folder, rename = tmp_path / "out", Path.rename
     if exists:
-        folder.mkdir()
-        (folder / MANIFEST_FILE).write_text(marked("old"))
+        with write_folder(folder, MANIFEST_FILE) as partial:
+            (partial / MANIFEST_FILE).write_text(marked("old"))
     before = snapshot(tmp_path)
+
+    def interrupted(path: Path, target: Path) -> Path:
+        if when == "partial" and ".partial-" in path.name:
+            raise KeyboardInterrupt
+        result = rename(path, target)
+        if when == "replaced" and ".replaced-" in target.name:
+            raise KeyboardInterrupt
+        return result
 
     def write() -> None:
         with write_folder(folder, MANIFEST_FILE) as partial:
             (partial / MANIFEST_FILE).write_text(marked("new"))
             (partial / "deeper").mkdir()
-            raise failure
+            if when == "error":
+                raise KeyboardInterrupt
 
-    with pytest.raises(failure):
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         write()
     assert snapshot(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == (["out"] if exists else [])
-
-
-@pytest.mark.parametrize("step", ["partial", "replaced"])
-def test_an_interrupt_while_folders_change_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    """The last instant: the old folder is whole until the new one has its name."""
-    folder, rename = tmp_path / "out", Path.rename
-
-    def interrupted(path: Path, target: Path) -> Path:
-        """While the new folder gets its name, or as soon as the old one has lost its own."""
-        if step == "partial" and ".partial-" in path.name:
-            raise KeyboardInterrupt
-        result = rename(path, target)
-        if step == "replaced" and ".replaced-" in target.name:
-            raise KeyboardInterrupt
-        return result
-
-    with write_folder(folder, MANIFEST_FILE) as partial:
-        (partial / MANIFEST_FILE).write_text(marked("old"))
-    monkeypatch.setattr(Path, "rename", interrupted)
-    with pytest.raises(KeyboardInterrupt), write_folder(folder, MANIFEST_FILE) as partial:
-        (partial / MANIFEST_FILE).write_text(marked("new"))
-    assert snapshot(tmp_path) == {f"out/{MANIFEST_FILE}": marked("old").encode()}
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_foreign_folder_is_not_replaced(tmp_path: Path) -> None:

@@ -248,10 +248,3 @@ def test_kolmogorov_smirnov_against_scipy(n):
         statistic, p_value = kolmogorov_smirnov(sample.tolist())
         assert statistic == pytest.approx(expected.statistic, abs=1e-12)
         assert p_value == pytest.approx(expected.pvalue, rel=0.1, abs=0.005)
-
-
-def test_lines(engine):
-    lines = check(engine, PROMPT, SAMPLED).lines()
-    assert lines[0].startswith("certificate PASSED | temperature 1 | 512 tokens of 6 texts")
-    assert lines[1].startswith("uniformity D 0.")
-    assert len(check(engine, PROMPT, GREEDY).lines()) == 2

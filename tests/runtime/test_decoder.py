@@ -17,7 +17,6 @@ from rounds import (
     broken,
     cases,
     check_rows,
-    commit_everything,
     ids,
     make_decoder,
     oracle,
@@ -70,22 +69,6 @@ def test_temperature_0_is_plain_decoding(gamma: int) -> None:
 def test_a_rule_that_accepts_everything_is_noticed() -> None:
     with broken("sampling.reference.verify", accept_everything):
         assert compare(3)[0] > 0
-
-
-@pytest.mark.parametrize("gamma", [1, 4])
-def test_rows_that_are_not_rolled_back_are_noticed(gamma: int) -> None:
-    target = random_model(1)
-    decoder = make_decoder(target, near(target, 2, 1.5))
-    request = Request([2, 3], gamma=gamma, max_new_tokens=30)
-    sequence = decoder.admit(request)
-    # `roll_back` cuts lengths down to the text as well: both must fail.
-    with (
-        broken("slots.Slot.commit", commit_everything),
-        broken("slots.Slot.roll_back", lambda self, length: None),
-    ):
-        while sequence.finish_reason is None:
-            decoder.round([sequence])
-    assert ids(sequence) != oracle(target, request)
 
 
 def restless(seed: int) -> None:

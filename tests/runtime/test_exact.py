@@ -1,4 +1,4 @@
-"""The real round has the target's distribution, by the three ways of integration of `exact`.
+"""The real round has the target's distribution, by the two ways of integration of `exact`.
 
 Each with controls: rounds that are wrong by little, and must be found out.
 """
@@ -6,15 +6,14 @@ Each with controls: rounds that are wrong by little, and must be found out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
-from exact import Key, V, at, by_bisection, by_grid, by_keys, own
+from exact import Key, V, at, by_bisection, by_keys, own
 from fakes import random_model
 from proof import ONE
-from rounds import WRONG_RULES, broken, cases, ids, make_decoder, run, with_uniforms
+from rounds import WRONG_RULES, broken, cases, ids, make_decoder, on_host, run
 
 from runtime.sampling.distribution import Distribution
 from runtime.sampling.philox import Purpose
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("sampler")
 ALL = {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.4}
 
 
-@with_uniforms
+@on_host
 @pytest.mark.parametrize(
     "options",
     [{}, {"verify": "block"}, {"temperature": 0.6}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.15},
@@ -43,7 +42,7 @@ def test_one_draft_token_over_eight(options: dict[str, Any]) -> None:
     assert by_bisection(at(**options)) < 1e-6
 
 
-@with_uniforms
+@on_host
 @pytest.mark.parametrize(
     ("rule", "vocab_size"), cases([("token", 5), ("block", 5)], [("token", V), ("block", V)])
 )
@@ -52,13 +51,13 @@ def test_two_draft_tokens(rule: str, vocab_size: int) -> None:
     assert by_bisection(at(**options, verify=rule), 2, vocab_size) < 1e-6
 
 
-@with_uniforms
+@on_host
 def test_end_of_text_masked_in_the_middle_of_a_block() -> None:
     """The first token and the first draft are masked, the second draft and the bonus are not."""
     assert by_bisection(at(), 2, 4, min_new_tokens=2) < 1e-6
 
 
-@with_uniforms
+@on_host
 @pytest.mark.parametrize(("target_width", "draft_width"), [(12, 10), (12, 5)])
 def test_padded_and_narrow_vocabularies(target_width: int, draft_width: int) -> None:
     target = random_model(1, target_width)
@@ -68,7 +67,7 @@ def test_padded_and_narrow_vocabularies(target_width: int, draft_width: int) -> 
     assert by_bisection(at(verify="block"), target=target, draft=draft, **options) < 1e-6
 
 
-@with_uniforms
+@on_host
 @pytest.mark.parametrize(
     ("p", "q"),
     [
@@ -106,28 +105,10 @@ def test_bisection_notices_a_penalty_without_the_drafts() -> None:
         assert by_bisection(at(repetition_penalty=1.8), 1) > 0.01
 
 
-# --- grid -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("sampler", "seed", "gamma"),
-    cases([("numpy", 2, 2), ("kernel", 1, 3)], product(("numpy", "kernel"), (1, 2), (2, 3))),
-    indirect=["sampler"],
-)
-def test_two_and_three_draft_tokens_over_eight(seed: int, gamma: int) -> None:
-    assert by_grid(seed, gamma) < 1e-12
-
-
-@pytest.mark.parametrize("wrong", WRONG_RULES)
-def test_the_grid_notices(wrong: Callable[..., Verdict]) -> None:
-    with broken("sampling.reference.verify", wrong):
-        assert by_grid(2, 2) > 0.01
-
-
 # --- keys -------------------------------------------------------------------------------------
 
 
-@with_uniforms
+@on_host
 @pytest.mark.parametrize(("gamma", "count"), cases([(0, 4), (2, 4)], [(3, 5)]))
 def test_rounds_after_one_another(gamma: int, count: int) -> None:
     """A number drawn again in a later round must not have been looked at in an earlier one."""
@@ -160,7 +141,7 @@ def support_at_u_0() -> None:
     assert sequence.stats.accepted == 0
 
 
-@with_uniforms
+@on_host
 def test_probability_0_is_not_accepted_at_u_0() -> None:
     support_at_u_0()
 

@@ -26,7 +26,6 @@ from runtime.sampling.reference import NumpySampler
 from runtime.sampling.rules import Verdict, verify
 from runtime.sampling.sampler import Sampler
 from runtime.sequence import ActiveSequence, Request, Rounds
-from runtime.slots import Slot
 
 SAMPLER = "numpy"  # or another of these: see the fixture `sampler`
 
@@ -34,10 +33,9 @@ SAMPLER = "numpy"  # or another of these: see the fixture `sampler`
 LOOP = pytest.param("loop", marks=pytest.mark.slow)
 both = pytest.mark.parametrize("sampler", ["numpy", "kernel", "device", LOOP], indirect=True)
 without_loop = pytest.mark.parametrize("sampler", ["numpy", "kernel", "device"], indirect=True)
+# Also where a test chooses the uniforms: a GPU makes its own, and test_kernel_cuda.py compares its
+# kernels with the CPU's given the same numbers.
 on_host = pytest.mark.parametrize("sampler", ["numpy", "kernel"], indirect=True)
-# For tests that choose the uniforms: a GPU makes its own. test_kernel_cuda.py compares its kernels
-# with the CPU's given the same numbers.
-with_uniforms = on_host
 
 
 def cases(fast: Iterable[Any], everything: Iterable[Any]) -> list[Any]:
@@ -227,13 +225,6 @@ def corrected_from_p(p, q, drafts, accept_u, final_u, params):  # type: ignore[n
 
 
 WRONG_RULES = [accept_everything, flattened_q, corrected_from_p]
-
-
-def commit_everything(self: Slot, tokens: list[int], gamma: int) -> None:
-    """A commit that counts the rejected drafts' rows as text."""
-    before = len(self.tokens)
-    self.tokens.extend(tokens)
-    self.target_len = self.draft_len = before + gamma
 
 
 @contextmanager
