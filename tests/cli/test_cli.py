@@ -565,8 +565,7 @@ def test_memory(cli, monkeypatch):
 
     monkeypatch.setattr(command, "load", load)
     status, _, err = cli("--prompt", "a")
-    assert status == EXIT_STATUS["memory"]
-    assert PLAIN_ERROR.fullmatch(err)
+    assert status == EXIT_STATUS["memory"] and PLAIN_ERROR.fullmatch(err)
 
 
 SLOW = """

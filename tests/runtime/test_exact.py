@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 from exact import Key, V, at, by_bisection, by_keys, own
 from fakes import random_model
-from proof import ONE
 from rounds import WRONG_RULES, broken, cases, ids, make_decoder, on_host, run
 
-from runtime.sampling.distribution import Distribution
 from runtime.sampling.philox import Purpose
 from runtime.sampling.reference import NumpySampler
-from runtime.sampling.rules import Verdict, residual, verify
+from runtime.sampling.rules import Verdict, verify
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
@@ -152,46 +150,3 @@ def test_a_test_that_is_not_strict_is_noticed() -> None:
 
     with broken("sampling.reference.verify", not_strict), pytest.raises(AssertionError):
         support_at_u_0()
-
-
-def equal_up_to_rounding(rule: Callable[..., tuple[Distribution, float]]) -> None:
-    """Rows that rounding alone tells apart, and the largest uniforms: they reject where p < q by
-    the last bit, and p - q may be positive nowhere. There the correction comes from p."""
-    rng = np.random.default_rng(0)
-    row = rng.standard_normal(V).astype(np.float32)
-    masses: list[float] = []
-
-    def watched(p: Distribution, q: Distribution, scale: float = 1.0) -> tuple[Distribution, float]:
-        rest, mass = rule(p, q, scale)
-        masses.append(mass)
-        return rest, mass
-
-    nothing_left = 0
-    for _ in range(60):
-        other = row + np.float32(1e-7) * rng.standard_normal(V, dtype=np.float32)
-        decoder = make_decoder(lambda c: row, lambda c, other=other: other, vocab_size=V)
-        masses.clear()
-        with (
-            broken("sampling.reference.uniform", lambda *key: ONE),
-            broken("sampling.rules.residual", watched),
-            np.errstate(all="raise"),
-        ):
-            sequence = run(decoder, Request([2], at(), gamma=4, max_new_tokens=20))
-        assert all(0 <= mass < 1e-6 for mass in masses)
-        if 0 in masses:
-            nothing_left += 1
-            assert set(ids(sequence)) == {V - 1}, "what the largest uniform draws from p"
-    assert nothing_left > 0
-
-
-def test_equal_rows_up_to_rounding() -> None:
-    equal_up_to_rounding(residual)
-
-
-def test_a_residual_of_nothing_is_noticed() -> None:
-    def left_as_it_is(p: Distribution, q: Distribution, scale: float) -> tuple[Distribution, float]:
-        rest, mass = residual(p, q, scale)
-        return (rest, mass) if mass else (Distribution.dense(np.zeros(V, np.float32)), mass)
-
-    with pytest.raises(AssertionError):
-        equal_up_to_rounding(left_as_it_is)

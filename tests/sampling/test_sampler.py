@@ -58,37 +58,6 @@ def test_without_the_library_numpy_says_the_same_and_one_line_says_so(
         assert texts[0] == texts[1]
 
 
-@needs_kernel
-@pytest.mark.parametrize("rule", ["token", "block", "sigmoid"])
-def test_both_samplers_give_the_same_text(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole texts, through the round: filters, penalties, end-of-text held back, any gamma."""
-    target = random_model(1)
-    rng = np.random.default_rng(0)
-    for seed in range(12):
-        params = SamplingParams(
-            temperature=float(rng.choice([0.7, 1.0, 1.5])),
-            top_k=int(rng.choice([0, 5, 20])),
-            top_p=float(rng.choice([1.0, 0.8])),
-            min_p=float(rng.choice([0.0, 0.05])),
-            repetition_penalty=float(rng.choice([1.0, 1.3])),
-            frequency_penalty=float(rng.choice([0.0, 0.6])),
-            presence_penalty=float(rng.choice([0.0, -0.4])),
-            logit_bias={3: 1.5} if seed % 2 else {},
-            seed=seed,
-            verify=rule,
-        )  # fmt: skip
-        request = Request(
-            [2, 3, 4], params, gamma=int(rng.integers(0, 9)), max_new_tokens=40,
-            min_new_tokens=10, eos_token_ids=(1, 7),
-        )  # fmt: skip
-        texts = []
-        for sampler in ("numpy", "kernel"):
-            monkeypatch.setattr(rounds, "SAMPLER", sampler)
-            sequence = run(make_decoder(target, near(target, 2, 0.7)), request)
-            texts.append((ids(sequence), sequence.stats.accepted, sequence.finish_reason))
-        assert texts[0] == texts[1]
-
-
 @pytest.mark.parametrize("sampler", ["numpy", pytest.param("kernel", marks=needs_kernel)])
 def test_penalties_count_the_output_and_not_the_prompt(
     sampler: str, monkeypatch: pytest.MonkeyPatch

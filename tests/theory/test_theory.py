@@ -112,15 +112,6 @@ def test_the_oracle() -> None:
     assert oracle(1, 0) == math.inf
 
 
-def test_a_simulated_round() -> None:
-    """Equation (1) and Theorem 3.8 by drawing: gamma coins, the tokens before the first tail."""
-    rng = np.random.default_rng(1)
-    for alpha, gamma in ((0.3, 2), (0.8, 5), (0.95, 8)):
-        heads = rng.random((200_000, gamma)) < alpha
-        tokens = 1 + np.cumprod(heads, 1).sum(1).mean()
-        assert tokens == pytest.approx(expected_tokens(alpha, gamma), rel=0.01)
-
-
 def test_break_even() -> None:
     # 10 plain steps for the draft's prefill; then each token takes half a step less.
     assert break_even(10, 2) == pytest.approx(20)
