@@ -337,6 +337,7 @@ def test_a_graph_that_the_backend_refuses(graphs: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["graphs"]
 
 
+@pytest.mark.slow  # a process that imports Transformers; exit statuses: test_cli.py
 def test_a_command_ends_with_a_status_and_one_line(tmp_path: Path) -> None:
     """What only a process can show: the interpreter's own exit, and no library's warnings."""
     missing = run("export", "--model", tmp_path / "nowhere", "--out", tmp_path / "out")

@@ -6,6 +6,7 @@ Each with controls: rounds that are wrong by little, and must be found out.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -55,14 +56,18 @@ def test_end_of_text_masked_in_the_middle_of_a_block() -> None:
     assert by_bisection(at(), 2, 4, min_new_tokens=2) < 1e-6
 
 
-@on_host
-@pytest.mark.parametrize(("target_width", "draft_width"), [(12, 10), (12, 5)])
-def test_padded_and_narrow_vocabularies(target_width: int, draft_width: int) -> None:
-    target = random_model(1, target_width)
-    draft = random_model(2, draft_width)
-    options = {"target_width": target_width, "draft_width": draft_width}
-    assert by_bisection(at(), target=target, draft=draft, **options) < 1e-6
-    assert by_bisection(at(verify="block"), target=target, draft=draft, **options) < 1e-6
+@pytest.mark.parametrize(
+    ("sampler", "draft_width", "rule"),
+    cases(
+        [("numpy", 10, "token"), ("kernel", 5, "token"), ("kernel", 10, "block")],
+        product(("numpy", "kernel"), (10, 5), ("token", "block")),
+    ),
+    indirect=["sampler"],
+)
+def test_padded_and_narrow_vocabularies(draft_width: int, rule: str) -> None:
+    models = {"target": random_model(1, 12), "draft": random_model(2, draft_width)}
+    options = {"target_width": 12, "draft_width": draft_width}
+    assert by_bisection(at(verify=rule), **models, **options) < 1e-6
 
 
 @on_host
