@@ -19,15 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from runtime.backends.engine import Engine, HeldRows
 from runtime.backends.host import HostEngine
-from runtime.beam import search as beam
-from runtime.beam.search import (
-    BeamResult,
-    Hypothesis,
-    Pool,
-    PoolStats,
-    advance,
-    beam_search,
-)
+from runtime.beam.search import BeamResult, Pool, PoolStats, beam_search
 from runtime.bundle import open_engine
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import read_bundle
@@ -183,29 +175,6 @@ def test_a_draft_that_is_the_target_is_always_right() -> None:
         )  # fmt: skip
         assert result.stats.rounds == math.ceil(steps / (gamma + 1))
         assert result.stats.accepted == result.stats.drafted == steps - result.stats.rounds
-
-
-def test_control_containment_is_what_makes_it_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Going on with those of the beam that the draft had thought of is another search."""
-
-    def partly(hypotheses: Any, known: Any) -> bool:
-        return any(one.tokens in known for one in hypotheses)
-
-    def of_known(hypotheses: Any, logits: Any, *rest: Any) -> list[Hypothesis]:
-        return advance([one for one in hypotheses if one.tokens in logits], logits, *rest)
-
-    different = 0
-    for seed in range(6):
-        model = random_model(seed, V, scale=1.5)
-        draft = near(model, seed, 0.7)
-        plain = said(search(model, eos_token_ids=()))
-        with monkeypatch.context() as patch:
-            patch.setattr(beam, "contained", partly)
-            with pytest.raises(KeyError):  # and it would not go unnoticed
-                search(model, draft, eos_token_ids=())
-            patch.setattr(beam, "advance", of_known)
-            different += said(search(model, draft, eos_token_ids=())) != plain
-    assert different >= 3
 
 
 def test_control_rows_that_are_not_copied_show() -> None:

@@ -8,14 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fakes import EOS, near, random_model, script
-from rounds import (
-    check_rows,
-    ids,
-    make_decoder,
-    on_host,
-    plain,
-    run,
-)
+from rounds import check_rows, ids, make_decoder, on_host, plain, run
 
 from runtime.drafts.lookup import LONGEST, Lookup
 from runtime.sampling.warp import SamplingParams

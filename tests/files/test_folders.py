@@ -86,14 +86,6 @@ def test_a_file_of_somebody_else_stays_his(place: Place) -> None:
     assert place.graph.read_bytes() == CONTENT
 
 
-def test_a_build_that_was_killed_before_it_settled(place: Place) -> None:
-    out = place.root / "bundle" / "weights.bin"
-    take_file(place.graph, out, out.parent)
-    assert out.stat().st_nlink == 2
-    settle_file(place.graph, out)
-    assert out.stat().st_nlink == 1 and place.part.is_symlink()
-
-
 def test_two_builds_at_the_same_time(place: Place) -> None:
     """Both took the cache's file before either had settled: both end with a file of their own."""
     outs = [place.root / name / "weights.bin" for name in ("first", "second")]

@@ -148,15 +148,6 @@ def test_a_draft_that_becomes_good_again(bad: int, gamma: int | str) -> None:
     assert np.median(waited) <= min(1.5 * bad, LONGEST_PAUSE) + 64
 
 
-def test_catching_up_is_a_loss() -> None:
-    """A draft whose reading of what it missed costs 5 % of a step for each token, and which never
-    gains, is tried seldom enough."""
-    costs, machine = Costs(MAX_GAMMA), Machine(0.3, 0.05, noise=0, reading=0.05)
-    run = simulate(auto(costs), costs, machine, lambda gamma: 0, 4096)
-    assert costs.rounds(1).catching_up(100) == pytest.approx(0.3 + 100 * 0.05)
-    assert run.time / run.plain < 1.05
-
-
 # Costs
 
 
