@@ -28,8 +28,13 @@ from rounds import ids
 
 from engines import aotinductor as aotinductor_backend
 from runtime import load
-from runtime.backends.aotinductor import AotiEngine
-from runtime.backends.aotinductor_cuda import ALIGNMENT, AotiCudaEngine, TorchGpu
+from runtime.backends.aotinductor import (
+    ALIGNMENT,
+    AotiCudaEngine,
+    AotiEngine,
+    TorchGpu,
+    load_weights,
+)
 from runtime.backends.device import DeviceCall
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
@@ -187,8 +192,8 @@ def test_an_older_torch_compiles_for_a_gpu_and_for_no_processor(
 class StandIn(TorchGpu):
     """torch.cuda, where the device is the host and its stream that of a `FakeDriver`."""
 
-    def __init__(self, driver: FakeDriver, stream: int):
-        self.driver, self.stream = driver, stream
+    def __init__(self, cuda: Any, stream: int):
+        self.driver, self.stream = cuda._driver, stream
         self.index, self.device = -1, "cpu"
         self.captures = 0
 
@@ -205,6 +210,10 @@ class StandIn(TorchGpu):
         return nullcontext()
 
 
+class OnHost(AotiCudaEngine):
+    _gpu = StandIn
+
+
 class OnDevice:
     """The engines of a bundle on a device that is none."""
 
@@ -218,9 +227,9 @@ class OnDevice:
     def engine(self, role: str, **change: Any) -> AotiCudaEngine:
         facts = replace(getattr(self.pair, role), **change)
         widest = {"target": self.pair.max_gamma + 1, "draft": 1}[role]
-        return AotiCudaEngine(
+        return OnHost(
             self.device, self.stream, self.bundle / role, facts, slots=self.slots, widest=widest,
-            buffers=2, gpu=StandIn(self.driver, self.stream),
+            buffers=2,
         )  # fmt: skip
 
     def decoder(self, **options: Any) -> Decoder:
@@ -263,7 +272,7 @@ def test_the_logits_of_the_host(bundle: Path, driver: FakeDriver) -> None:
             assert found.shape == (batch, outputs, VOCAB_SIZE)
             np.testing.assert_allclose(found, expected, atol=1e-5)
         lengths[first : first + batch] += width
-    assert engine._arguments == {}, "the calls of no graph are not kept"
+    assert engine._prepared == {}, "the calls of no graph are not kept"
 
 
 @pytest.mark.parametrize("options", [{}, {"graphs": False}], ids=str)
@@ -310,13 +319,13 @@ def test_calls_are_prepared_once_and_recorded(bundle: Path, driver: FakeDriver) 
     assert isinstance(draft, AotiCudaEngine)
     loader = Loader(draft)
     texts(decoder, 4)
-    prepared = dict(draft._arguments)
+    prepared = dict(draft._prepared)
     texts(decoder, 4)
     assert loader.capturing == 0, "a capture records, and runs nothing"
     # 4 steps of a round with both slots, of one with the first alone, and none of a prefill.
     assert len(prepared) in (4, 8)
-    assert draft._arguments.keys() == prepared.keys()
-    assert all(draft._arguments[call] is prepared[call] for call in prepared)
+    assert draft._prepared.keys() == prepared.keys()
+    assert all(draft._prepared[call] is prepared[call] for call in prepared)
 
 
 def test_the_package_is_given_aligned_memory(bundle: Path, driver: FakeDriver) -> None:
@@ -347,11 +356,7 @@ def test_slots_that_would_be_copied_are_refused(bundle: Path, driver: FakeDriver
 def test_tied_weights_are_loaded_once(graphs: Path) -> None:
     path = graphs / "draft" / WEIGHTS_FILE
     names = list(read_tensors(path))
-    engine: Any = SimpleNamespace(
-        _loader=SimpleNamespace(get_constant_fqns=lambda: names),
-        gpu=SimpleNamespace(device="meta"),
-    )
-    loaded = AotiCudaEngine._load(engine, path)
+    loaded = load_weights(path, names, "meta")
     assert {weight.device.type for weight in loaded.values()} == {"meta"}
     embedding = loaded.pop("decoder.model.lm_head.weight")
     assert embedding is loaded["decoder.model.model.embed_tokens.weight"]
@@ -360,7 +365,7 @@ def test_tied_weights_are_loaded_once(graphs: Path) -> None:
 
 def test_half_precision_and_its_memory(driver: FakeDriver) -> None:
     """The bytes of a bfloat16 cache, which no array interface has a name for."""
-    gpu = StandIn(driver, 0)
+    gpu = StandIn(SimpleNamespace(_driver=driver), 0)
     address = driver.cuMemAlloc(64)[1]
     driver.cuMemsetD8(address, 0, 64)
     driver.cuStreamSynchronize(0)
@@ -446,7 +451,7 @@ def test_what_torch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torch_is_imported_by_who_opens_one() -> None:
-    script = "import sys, runtime.backends.aotinductor_cuda; sys.exit('torch' in sys.modules)"
+    script = "import sys, runtime.backends.aotinductor; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, check=True)
 
 

@@ -18,9 +18,9 @@ from cuda_standin import FakeDriver
 from device_standin import make_driver
 from rounds import ids
 
-from runtime.backends import onnxruntime_cuda as ort_cuda
-from runtime.backends.onnxruntime_cuda import OrtCudaEngine, unavailable
-from runtime.bundle import open_engine
+from runtime.backends import onnxruntime as ort_cuda
+from runtime.backends.onnxruntime import OrtCudaEngine, unavailable
+from runtime.backends.registry import host_engine
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import read_bundle
@@ -103,8 +103,8 @@ def test_the_logits_of_the_host(bench: Bench) -> None:
 
 def expected(bench: Bench) -> list[np.ndarray]:
     facts = bench.manifest.pair.target
-    host = open_engine(
-        "onnxruntime", bench.bundle / "target", facts, slots=SLOTS, widest=GAMMA + 1, threads=1
+    host = host_engine("onnxruntime")(
+        bench.bundle / "target", facts, slots=SLOTS, widest=GAMMA + 1, threads=1
     )
     return walk(host.forward, facts.vocab_size, facts.capacity)
 
@@ -157,8 +157,8 @@ def texts(decoder: Decoder) -> list[list[int]]:
 def test_the_texts_of_the_host(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     pair, decoder = bench.manifest.pair, bench.decoder()
     engines = [
-        open_engine(
-            "onnxruntime", bench.bundle / role, facts, slots=SLOTS, widest=GAMMA + 1,
+        host_engine("onnxruntime")(
+            bench.bundle / role, facts, slots=SLOTS, widest=GAMMA + 1,
             buffers=GAMMA, threads=1,
         )
         for role, facts in pair.models()
@@ -179,10 +179,10 @@ def test_bindings_are_kept_for_rounds_alone(bench: Bench) -> None:
     target = decoder.target
     assert isinstance(target, OrtCudaEngine)
     texts(decoder)
-    kept = dict(target._bindings)
+    kept = dict(target._prepared)
     assert {(call.batch, call.tokens) for call in kept} == {(b, n) for b in (1, 2) for n in (1, 5)}
     texts(decoder)
-    assert target._bindings == kept
+    assert target._prepared == kept
 
 
 # What is refused

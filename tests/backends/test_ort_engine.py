@@ -5,7 +5,7 @@ import pytest
 from checkpoints import Workshop
 
 from runtime.backends import host as host_engine
-from runtime.bundle import open_engine
+from runtime.backends import registry
 from runtime.files.manifest import read_bundle
 
 LENGTH = 700
@@ -20,7 +20,9 @@ def bundle(workshop: Workshop):
 def open_target(bundle, slots):
     manifest = read_bundle(bundle)
     facts = manifest.pair.target
-    return open_engine(manifest.backend, bundle / "target", facts, slots=slots, widest=5, threads=1)
+    return registry.host_engine(manifest.backend)(
+        bundle / "target", facts, slots=slots, widest=5, threads=1
+    )
 
 
 def walk(engine, slots):

@@ -86,7 +86,7 @@ def test_the_rest_is_all_that_is_computed() -> None:
 
 def test_without_reuse_everything_is_computed() -> None:
     used = decoder(1)
-    used.rounds.slots = used.slots = SlotTable(1)  # type: ignore[misc]
+    used.rounds.slots = used.slots = SlotTable(1)
     assert [run(used, request).stats.reused_tokens for request in requests(SAMPLED)] == [0] * 7
 
 
