@@ -44,7 +44,7 @@ help:
 	@echo 'make check      ruff, mypy and the rules of the house; make map draws the house'
 	@echo 'make bench      ours and what else there is, side by side, then how costs grow (40 minutes)'
 	@echo '                [QUICK=1: 10 minutes] [BENCH_OUT=build/results]; more peers: pip install -e .[peers]'
-	@echo 'make report     a page with plots on what speculation gains [ENGINES=build/demo] [PROMPTS=<file>]'
+	@echo 'make report     a page with a plot of what speculation gains [ENGINES=build/demo] [PROMPTS=<file>]'
 	@echo 'make plugins    compile the sampling kernel, into build/lib (the others do so by themselves)'
 	@echo 'make cubins     compile the CUDA kernels for all GPUs, into build/cuda (needs no GPU)'
 	@echo 'make plugin TENSORRT_ROOT=<folder with include/>   the TensorRT plugin, into build/lib'

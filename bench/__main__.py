@@ -14,7 +14,7 @@ SUITES = {
     "policies": ("bench.suites.policies", "what choosing gamma for each round brings"),
     "kernel": ("bench.suites.kernel", "the sampling kernel against NumPy and Transformers"),
     "paper": ("bench.suites.paper", "the kernel paper's analyses, done again"),
-    "report": ("bench.report", "a page with plots on what speculation gains on a bundle"),
+    "report": ("bench.report", "a page with a plot of what speculation gains on a bundle"),
     "gpu": ("bench.suites.gpu", "all that a GPU can tell about this project"),
 }
 

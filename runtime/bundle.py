@@ -11,17 +11,15 @@ from numbers import Integral
 from pathlib import Path
 from threading import Thread
 
-from .backends.engine import Engine
 from .backends.registry import host_engine
 from .decoder import Decoder
 from .drafts.lookup import Corpus
 from .drafts.tables import Tables
-from .files.errors import OutriderError, first_line
+from .files.errors import OutriderError, first_line, refuse_first
 from .files.manifest import (
     FIRST_ROWS,
     TEMPLATE_FILE,
     TOKENIZER_FILE,
-    GraphFacts,
     Manifest,
     read_bundle,
     verify_part,
@@ -77,20 +75,23 @@ def load(
     if verify:
         verify_part(folder, manifest, weights=False)
     ordinal = choose_device(manifest, folder, device)
-    check_bundle(manifest, folder, gpu=ordinal is not None)
-    if loop and (ordinal is None or not graphs):
-        raise OutriderError(
-            "option",
-            "loop is for a GPU's CUDA graphs",
-            "Leave it out, or graphs on, or use a bundle for a GPU.",
-        )
-    if not graphs and ordinal is None:
-        raise OutriderError(
-            "option", "graphs are of a GPU, and this runs on the CPU", "Leave the option out."
-        )
+    gpu = ordinal is not None
+    check_bundle(manifest, folder, gpu=gpu)
+    most_threads = 0 if gpu else 4 * (os.cpu_count() or 1)
+    refuse_first([
+        (loop and not (gpu and graphs), "loop is for a GPU's CUDA graphs",
+         "Leave it out, or graphs on, or use a bundle for a GPU."),
+        (not (graphs or gpu), "graphs are of a GPU, and this runs on the CPU",
+         "Leave the option out."),
+        (gpu and (table or corpus), "table and corpus are for the CPU in this version",
+         "Leave them out, or use a bundle that runs on the CPU."),
+        (not 0 <= threads <= most_threads,
+         f"threads={threads} is out of range" + (" on a GPU" if gpu else ""),
+         "Leave it out: it is of a CPU's engines." if gpu else
+         f"Use 0 (automatic) to {most_threads}."),
+    ])  # fmt: skip
     slots = manifest.slots if slots is None else slots
-    check_slots(manifest, slots, gpu=ordinal is not None)
-    _check_threads(threads, gpu=ordinal is not None)
+    check_slots(manifest, slots, gpu=gpu)
     pair = manifest.pair
     template = None
     if pair.tokenizer.chat_template:
@@ -106,17 +107,12 @@ def load(
     rounds: Rounds
     with _verifying(folder, manifest) if verify else nullcontext():
         if ordinal is None:
-            tables = None
+            tables = looked = None
             if table is not None:
                 tables = Tables.load(table, tokenizer.vocabulary(), pair.vocab_size)
-            looked = None if corpus is None else Corpus(_corpus(tokenizer, Path(corpus)))
+            if corpus is not None:
+                looked = Corpus(_corpus(tokenizer, Path(corpus)))
             rounds = _on_host(manifest, folder, slots, threads, tables, looked, reuse)
-        elif table or corpus:
-            raise OutriderError(
-                "option",
-                "table and corpus are for the CPU in this version",
-                "Leave them out, or use a bundle that runs on the CPU.",
-            )
         else:
             from .gpu.opening import open_rounds  # what a GPU needs is imported where there is one
 
@@ -171,16 +167,12 @@ def choose_device(manifest: Manifest, folder: Path, device: str) -> int | None:
     if kind == "auto":
         kind = runs_on[0]
     if kind not in runs_on:
-        what = ", ".join(manifest.gpu_targets()) or "the CPU"
+        backend = "onnxruntime." if kind == "cpu" else "tensorrt_rtx, on or for a GPU."
         raise OutriderError(
             "option",
-            f"device={device}: {folder} was compiled for {what}",
-            "Leave the device out, or build with "
-            + (
-                "BACKEND=onnxruntime."
-                if kind == "cpu"
-                else "BACKEND=tensorrt_rtx, on or for a GPU."
-            ),
+            f"device={device}: {folder} was compiled for "
+            f"{', '.join(manifest.gpu_targets()) or 'the CPU'}",
+            f"Leave the device out, or build with BACKEND={backend}",
         )
     return int(number or 0) if kind == "cuda" else None
 
@@ -234,16 +226,6 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _check_threads(threads: int, *, gpu: bool) -> None:
-    most = 0 if gpu else 4 * (os.cpu_count() or 1)
-    if not 0 <= threads <= most:
-        raise OutriderError(
-            "option",
-            f"threads={threads} is out of range" + (" on a GPU" if gpu else ""),
-            f"Use 0 (automatic) to {most}." if most else "Leave it out: it is of a CPU's engines.",
-        )
-
-
 def _memory(manifest: Manifest, folder: Path, slots: int) -> dict[str, int]:
     """Bytes of both models' weights and of all slots' caches."""
     memory = {}
@@ -280,49 +262,25 @@ def _on_host(
 ) -> HostRounds:
     pair = manifest.pair
     engines = {
-        role: open_engine(
-            manifest.backend, folder / role, facts, slots=slots,
+        role: host_engine(manifest.backend)(
+            folder / role, facts, slots=slots,
             widest=pair.max_gamma + 1,
             buffers=max(1, pair.max_gamma) if role == "draft" else 1,
             threads=threads,
         )
         for role, facts in pair.models()
     }  # fmt: skip
-    threads = threads or os.cpu_count() or 1
-    narrower = min(pair.draft.vocab_size, pair.vocab_size) if pair.draft else None
     if cause := kernel.unavailable():
         logger.warning("sampling in NumPy, several times slower: %s", cause)
-    sampler = _sampler(pair.vocab_size, narrower, pair.max_gamma, slots, threads)
-    inner = None if narrower is None else _sampler(narrower, None, pair.max_gamma, slots, threads)
+    threads = min(threads or os.cpu_count() or 1, kernel.MAX_THREADS)
+
+    def sampler(vocab_size: int, draft_vocab_size: int | None) -> Sampler:
+        if cause:
+            return NumpySampler(vocab_size)
+        return RoundSampler(vocab_size, pair.max_gamma, slots, threads, draft_vocab_size)
+
+    narrower = min(pair.draft.vocab_size, pair.vocab_size) if pair.draft else None
     return HostRounds(
-        engines["target"], engines.get("draft"), sampler, inner, tables, corpus, reuse=reuse
-    )
-
-
-def open_engine(
-    backend: str,
-    folder: Path,
-    facts: GraphFacts,
-    *,
-    slots: int,
-    widest: int,
-    buffers: int = 1,
-    threads: int,
-) -> Engine:
-    """The engine of one model of a bundle, on the CPU.
-
-    widest: the largest K of a call (gamma + 1). buffers: of logits (draft: gamma).
-    threads: 0 leaves the choice to the backend.
-    """
-    return host_engine(backend)(
-        folder, facts, slots=slots, widest=widest, buffers=buffers, threads=threads
-    )
-
-
-def _sampler(
-    vocab_size: int, draft_vocab_size: int | None, max_gamma: int, slots: int, threads: int
-) -> Sampler:
-    if not kernel.available():
-        return NumpySampler(vocab_size)
-    threads = min(threads, kernel.MAX_THREADS)
-    return RoundSampler(vocab_size, max_gamma, slots, threads, draft_vocab_size)
+        engines["target"], engines.get("draft"), sampler(pair.vocab_size, narrower),
+        None if narrower is None else sampler(narrower, None), tables, corpus, reuse=reuse,
+    )  # fmt: skip

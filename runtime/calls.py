@@ -3,7 +3,7 @@ and verification on the host have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -43,13 +43,34 @@ def span(batch: Iterable[ActiveSequence]) -> tuple[int, int]:
 def idle_positions(
     slots: SlotTable, engine: Engine, first: int, last: int, length: str, width: int
 ) -> Ids:
-    """Where slots that sit out a call of `width` tokens may be written: beyond their valid rows.
-
-    length: "target_len" or "draft_len".
-    """
+    """Where slots that sit out a call of `width` tokens may be written: beyond their valid rows."""
     beyond = np.fromiter(slots.lengths(first, last, length), np.int64, last - first)
     # A text of the full length that is over was longer than a call may begin at.
     return np.minimum(beyond, engine.capacity - width)
+
+
+def feed(
+    engine: Engine,
+    slots: SlotTable,
+    length: str,
+    within: tuple[int, int],
+    fed: Mapping[ActiveSequence, tuple[int, Sequence[int] | Ids]],
+    since: int = 0,
+    buffer: int = 0,
+) -> Logits:
+    """One call for the slots `within` [first, last): logits [S, K, V] after the tokens from number
+    `since` on.
+
+    length: which one is the engine's, "target_len" or "draft_len". fed: the row that a sequence's
+    first token goes to, and its tokens; the widest is the call's width.
+    """
+    (first, last), width = within, max(len(tokens) for _, tokens in fed.values())
+    ids = np.zeros((last - first, width), np.int64)
+    position = idle_positions(slots, engine, first, last, length, width)
+    for sequence, (start, tokens) in fed.items():
+        row = sequence.slot.index - first
+        ids[row, : len(tokens)], position[row] = tokens, start
+    return engine.forward(ids, position, np.arange(since, width), first_slot=first, buffer=buffer)
 
 
 def early(sequence: ActiveSequence) -> int:

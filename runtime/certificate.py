@@ -46,7 +46,7 @@ from .backends.engine import Engine, Logits
 from .files.manifest import Dtype
 from .sampling.distribution import Distribution
 from .sampling.philox import Purpose, uniform
-from .sampling.warp import SamplingParams, warp
+from .sampling.warp import warp
 from .sequence import Request
 from .slots import Slot
 from .text.engine import TextEngine
@@ -171,15 +171,18 @@ def check(engine: TextEngine, prompt: Prompt, options: Options) -> Certificate:
     mismatches: list[Mismatch] = []
     rounding = _Rounding(engine.decoder.vocab_size, params.repetition_penalty)
     with engine.exclusive() as slot:
-        target = _Forced(engine.decoder.target, slot, request.prompt)
-        draft = _draft(engine, slot, request) if params.temperature else None
+        target, draft = _Forced(engine.decoder.target, slot, request.prompt), None
+        if params.temperature and request.gamma and request.draft == "model":
+            model, room = engine.decoder.draft, engine.decoder.draft_max_len
+            if model is not None and len(request.prompt) < room:
+                draft = _Forced(model, slot, request.prompt, room)
         for run, (seed, text) in enumerate(zip(seeds, texts, strict=False)):
             plain = rounding.watch(target.rows(text))
             if params.temperature == 0:
-                mismatches += _argmax_mismatches(replay, plain, text)
+                mismatches += replay.not_argmax(plain, text)
             else:
                 q_rows = draft.rows(text) if draft is not None else iter(())
-                numbers += _transform(replay, plain, q_rows, text, seed, run, mismatches)
+                numbers += replay.transform(plain, q_rows, text, seed, run, mismatches)
             if width > 1:
                 rounding.compare(target.rows(text, width))
 
@@ -196,7 +199,11 @@ def check(engine: TextEngine, prompt: Prompt, options: Options) -> Certificate:
         # and outside a filter's support rounding moves mass of that order: one more is chance.
         if len(near) > 1 + tokens * bound / 4:
             near, violations = (), (*violations, *near)
-    caveat = _caveat(params)
+    caveat = None
+    if params.verify == "sigmoid":
+        caveat = "verify=sigmoid is not exact by design: no sample can certify it"
+    elif params.lenience != 1:
+        caveat = f"lenience={params.lenience:g} is not exact by design: no sample can certify it"
     if request.gamma and not drafted:
         caveat = "nothing was drafted, so speculation was not tested: let the texts be longer"
     passed = not violations and caveat is None and (p_value is None or p_value >= LEVEL)
@@ -258,7 +265,7 @@ class _Forced:
 
 
 class _Replay:
-    """The warping of a request, as a function of the text alone."""
+    """The warping of a request, as a function of the text alone, and tokens held against it."""
 
     def __init__(self, engine: TextEngine, request: Request):
         self._request, self._vocab_size = request, engine.decoder.vocab_size
@@ -280,6 +287,56 @@ class _Replay:
             where=f"{model}, teacher-forced, output token {len(text)}",
             output_start=len(request.prompt),
         )
+
+    def not_argmax(self, rows: Iterator[Logits], text: Sequence[int]) -> Iterator[Mismatch]:
+        """The tokens of a text that plain decoding at temperature 0 would not have chosen."""
+        for i, (token, row) in enumerate(zip(text, rows, strict=True)):
+            p = self.warp(row, text[:i], "target", greedy=True)
+            assert p.point_mass is not None
+            if token != p.point_mass:
+                yield Mismatch(0, i, token, p.point_mass, -p.margin(token))
+
+    def transform(
+        self,
+        p_rows: Iterator[Logits],
+        q_rows: Iterator[Logits],
+        text: Sequence[int],
+        seed: int,
+        run: int,
+        mismatches: list[Mismatch],
+    ) -> Iterator[tuple[float, float]]:
+        """The U of a text's tokens; those of probability 0 are appended to `mismatches`.
+
+        q_rows: the draft's, may end early: without one, tokens are in order of their ids.
+        """
+        for i, (token, p_row) in enumerate(zip(text, p_rows, strict=True)):
+            p = self.warp(p_row, text[:i], "target").probs()
+            q = np.zeros(len(p))
+            if (q_row := next(q_rows, None)) is not None:
+                known = self.warp(q_row, text[:i], "draft").probs()[: len(p)]
+                q[: len(known)] = known
+            v = uniform(seed, i, Purpose.RESIDUAL, LANE)
+            if not 0 <= token < len(p) or p[token] == 0:
+                best, margin = self._removed(p_row, text[:i], token, p)
+                mismatches.append(Mismatch(run, i, token, best, margin))
+                yield v, v  # it has no U, and is judged as a mismatch instead
+                continue
+            # p_i / q_i against p_x / q_x, without dividing.
+            by_ratio = _below(p * q[token], p[token] * q, token)
+            by_p = _below(p, p[token : token + 1], token)
+            yield float(p[by_ratio].sum() + v * p[token]), float(p[by_p].sum() + v * p[token])
+
+    def _removed(
+        self, row: Logits, before: Sequence[int], token: int, p: npt.NDArray[np.float64]
+    ) -> tuple[int, float]:
+        """The best of the tokens that top-k, top-p or min-p remove, and by how much it is ahead of
+        this one. Rounding may move a filter's edge by a token, so the best is a near-tie."""
+        greedy = self.warp(row, before, "target", greedy=True)
+        assert greedy.processed is not None
+        removed = np.where(p > 0, -np.inf, greedy.processed)
+        best = int(removed.argmax())
+        here = removed.item(token) if 0 <= token < len(removed) else -math.inf
+        return best, removed.item(best) - here if math.isfinite(here) else math.inf
 
 
 class _Rounding:
@@ -321,58 +378,6 @@ def _cap(dtype: Dtype, scale: float) -> float:
     return min(0.5, scale * 2**-11) if dtype == "float32" else 0.5
 
 
-def _argmax_mismatches(
-    replay: _Replay, rows: Iterator[Logits], text: Sequence[int]
-) -> Iterator[Mismatch]:
-    for i, (token, row) in enumerate(zip(text, rows, strict=True)):
-        p = replay.warp(row, text[:i], "target", greedy=True)
-        assert p.point_mass is not None
-        if token != p.point_mass:
-            yield Mismatch(0, i, token, p.point_mass, -p.margin(token))
-
-
-def _draft(engine: TextEngine, slot: Slot, request: Request) -> _Forced | None:
-    draft, max_len = engine.decoder.draft, engine.decoder.draft_max_len
-    if (
-        draft is None
-        or request.gamma == 0
-        or request.draft != "model"
-        or len(request.prompt) >= max_len
-    ):
-        return None
-    return _Forced(draft, slot, request.prompt, max_len)
-
-
-def _transform(
-    replay: _Replay,
-    p_rows: Iterator[Logits],
-    q_rows: Iterator[Logits],
-    text: Sequence[int],
-    seed: int,
-    run: int,
-    mismatches: list[Mismatch],
-) -> Iterator[tuple[float, float]]:
-    """The U of a text's tokens; those of probability 0 are appended to `mismatches`.
-
-    q_rows: the draft's rows, may end early: without one, tokens are in order of their ids.
-    """
-    for i, (token, p_row) in enumerate(zip(text, p_rows, strict=True)):
-        p = replay.warp(p_row, text[:i], "target").probs()
-        q = np.zeros(len(p))
-        if (q_row := next(q_rows, None)) is not None:
-            known = replay.warp(q_row, text[:i], "draft").probs()[: len(p)]
-            q[: len(known)] = known
-        v = uniform(seed, i, Purpose.RESIDUAL, LANE)
-        if not 0 <= token < len(p) or p[token] == 0:
-            mismatches.append(_outside(replay, p_row, text, i, p, run))
-            yield v, v  # it has no U, and is judged as a mismatch instead
-            continue
-        # p_i / q_i against p_x / q_x, without dividing.
-        by_ratio = _below(p * q[token], p[token] * q, token)
-        by_p = _below(p, p[token : token + 1], token)
-        yield float(p[by_ratio].sum() + v * p[token]), float(p[by_p].sum() + v * p[token])
-
-
 def _below(
     ours: npt.NDArray[np.float64], theirs: npt.NDArray[np.float64], token: int
 ) -> npt.NDArray[np.bool_]:
@@ -380,33 +385,3 @@ def _below(
     below: npt.NDArray[np.bool_] = ours < theirs
     below[:token] |= (ours == theirs)[:token]
     return below
-
-
-def _outside(
-    replay: _Replay,
-    row: Logits,
-    text: Sequence[int],
-    i: int,
-    p: npt.NDArray[np.float64],
-    run: int,
-) -> Mismatch:
-    """A token that top-k, top-p or min-p remove from the plain row.
-
-    Rounding may move a filter's edge by a token, so the best of the removed is a near-tie.
-    """
-    greedy = replay.warp(row, text[:i], "target", greedy=True)
-    assert greedy.processed is not None
-    removed = np.where(p > 0, -np.inf, greedy.processed)
-    best = int(removed.argmax())
-    token = text[i]
-    here = removed.item(token) if 0 <= token < len(removed) else -math.inf
-    margin = removed.item(best) - here if math.isfinite(here) else math.inf
-    return Mismatch(run, i, token, best, margin)
-
-
-def _caveat(params: SamplingParams) -> str | None:
-    if params.verify == "sigmoid":
-        return "verify=sigmoid is not exact by design: no sample can certify it"
-    if params.lenience != 1:
-        return f"lenience={params.lenience:g} is not exact by design: no sample can certify it"
-    return None

@@ -38,7 +38,7 @@ class Limits:
 
 def check_request(request: Request, limits: Limits) -> None:
     """Refuse what cannot be run. Raises OutriderError "prompt" or "option"."""
-    length = len(request.prompt)
+    length, gamma = len(request.prompt), request.gamma
     if length == 0:
         raise OutriderError("prompt", "the prompt is empty", "Give it at least one token.")
     if length >= limits.max_len:
@@ -48,29 +48,27 @@ def check_request(request: Request, limits: Limits) -> None:
             _longer(length + request.max_new_tokens, limits),
         )
     check_ids(request.prompt, limits.embeddings)
-    if request.gamma:
+    if gamma:
         _check_draft(request, limits)
-    if not 0 <= request.gamma <= limits.max_gamma:
-        raise OutriderError(
-            "option",
-            f"gamma={request.gamma} is over the {limits.max_gamma} that the bundle was built for"
-            if request.gamma > 0
-            else f"gamma={request.gamma} is negative",
-            f"Choose gamma from 0 to {limits.max_gamma}, or build with MAX_GAMMA.",
-        )
-    for name in () if limits.counts_and_biases else COUNTS_AND_BIASES:
-        if getattr(request.params, name):
-            raise OutriderError(
-                "option",
-                f"{name} is not in the sampling kernel of a GPU",
-                "Leave it out, or use a bundle that runs on the CPU.",
-            )
-    if request.logprobs is not None and not 0 <= request.logprobs <= limits.vocab_size:
-        raise OutriderError(
-            "option",
-            f"logprobs={request.logprobs} is out of range",
-            f"Choose from 0 to {limits.vocab_size}, the number of tokens that there are.",
-        )
+    counted = () if limits.counts_and_biases else COUNTS_AND_BIASES
+    within = f"Choose gamma from 0 to {limits.max_gamma}, or build with MAX_GAMMA."
+    _refuse(
+        (gamma < 0, f"gamma={gamma} is negative", within),
+        (gamma > limits.max_gamma,
+         f"gamma={gamma} is over the {limits.max_gamma} that the bundle was built for", within),
+        *((getattr(request.params, name), f"{name} is not in the sampling kernel of a GPU",
+           "Leave it out, or use a bundle that runs on the CPU.") for name in counted),
+        (request.logprobs is not None and not 0 <= request.logprobs <= limits.vocab_size,
+         f"logprobs={request.logprobs} is out of range",
+         f"Choose from 0 to {limits.vocab_size}, the number of tokens that there are."),
+    )  # fmt: skip
+
+
+def _refuse(*rules: tuple[object, str, str]) -> None:
+    """Raise OutriderError "option" with cause and remedy of the first rule that is broken."""
+    for broken, cause, remedy in rules:
+        if broken:
+            raise OutriderError("option", cause, remedy)
 
 
 def check_ids(prompt: Sequence[int], embeddings: int) -> None:
@@ -99,7 +97,7 @@ def _check_draft(request: Request, limits: Limits) -> None:
     kind, stops = KINDS[name], request.draft_threshold > 0
     if name not in limits.kinds:
         raise _absent(name, request.gamma, limits)
-    rules: list[tuple[object, str, str]] = [
+    _refuse(
         (kind.point_masses and request.params.verify == "sigmoid",
          "verify=sigmoid needs the draft's logits, and a lookup has none",
          "Use verify=token, or the draft model."),
@@ -123,10 +121,7 @@ def _check_draft(request: Request, limits: Limits) -> None:
         (stops and request.policy is not None,
          "draft_threshold and a gamma that is chosen for each round are two ways to stop early",
          "Use one of them."),
-    ]  # fmt: skip
-    for broken, cause, remedy in rules:
-        if broken:
-            raise OutriderError("option", cause, remedy)
+    )  # fmt: skip
 
 
 def _absent(name: str, gamma: int, limits: Limits) -> OutriderError:
@@ -139,18 +134,16 @@ def _absent(name: str, gamma: int, limits: Limits) -> OutriderError:
             ('Use gamma=0, or draft="ngram"' if on_host else "Use gamma=0")
             + ", or build the bundle with DRAFT=<draft>.",
         )
-    if "tables" in kind.needs and on_host:
-        return OutriderError(
-            "option",
-            f"draft={name} needs a table, and none was given",
-            "Load the bundle with one (python -m export.ngram writes it), or use draft=ngram.",
-        )
-    if "corpus" in kind.needs and on_host:
-        return OutriderError(
-            "option",
-            f"draft={name} needs a corpus, and none was given",
-            "Load the bundle with one (corpus=FILE, --corpus FILE), or use draft=ngram.",
-        )
+    for source, what, how in (
+        ("tables", "table", "python -m export.ngram writes it"),
+        ("corpus", "corpus", "corpus=FILE, --corpus FILE"),
+    ):
+        if source in kind.needs and on_host:
+            return OutriderError(
+                "option",
+                f"draft={name} needs a {what}, and none was given",
+                f"Load the bundle with one ({how}), or use draft=ngram.",
+            )
     return OutriderError(
         "option",
         f"draft={name} is for the CPU in this version",

@@ -88,48 +88,6 @@ class EarlierTexts:
         return self._kept / self._seen
 
 
-class Costs:
-    """What requests with one kind of draft know of each other: what rounds cost, by batch size, and
-    how well texts were drafted, by the settings of their sampling: p and q are what is left after
-    temperatures and filters, and acceptance is a property of those two."""
-
-    def __init__(self, max_gamma: int):
-        self.max_gamma = max_gamma
-        self._batches: dict[int, _Timings] = defaultdict(_Timings)
-        self._texts = EarlierTexts()
-        self._settings: dict[Hashable, EarlierTexts] = {}
-
-    def observe(self, batch: int, gamma: int, time_draft: float, time_rest: float) -> None:
-        """A round of `batch` sequences with `gamma` draft steps: seconds in those, and in all else
-        but the choosing and what `caught_up` is told."""
-        self._batches[batch].add(gamma, time_draft, time_rest)
-
-    def caught_up(self, batch: int, tokens: int, seconds: float) -> None:
-        """The draft read tokens that it lacked: a prompt, or what rounds without it had added."""
-        self._batches[batch].read(tokens, seconds)
-
-    def lacking(self, batch: int) -> int | None:
-        """A gamma to time before `rounds` has something to go by: 0, what all else is compared
-        with, then 1. None where both are known, or others decide which rounds there are."""
-        return self._batches[batch].lacking
-
-    def rounds(self, batch: int) -> RoundCosts:
-        """Of medians. No verification is taken to cost more than a wider one that was seen: so a
-        plain step that was last timed at the end of a long text, or on a busy machine, does not
-        make drafts look fast. A batch size must have been observed."""
-        return self._batches[batch].costs(self.max_gamma)
-
-    def earlier(self, settings: Hashable = None) -> EarlierTexts:
-        """Those with these settings. New settings begin with what all texts say together."""
-        mine = self._settings.pop(settings, None) or EarlierTexts(
-            self._texts.acceptance, self._texts
-        )
-        self._settings[settings] = mine  # as the one that was used last
-        if len(self._settings) > MOST_SETTINGS:
-            del self._settings[next(iter(self._settings))]
-        return mine
-
-
 @dataclass(slots=True)
 class _Series:
     """Timings of one thing. Those with warm caches count, and where there are none the others."""
@@ -162,39 +120,7 @@ class _Timings:
     stay: int = 0  # rounds of this gamma before the last
     made: RoundCosts | None = None
 
-    def add(self, gamma: int, time_draft: float, time_rest: float) -> None:
-        self.count += 1
-        self.stay = self.stay + 1 if gamma == self.gamma else 0
-        self.gamma, self.made = gamma, None
-        warm = self.stay >= COLD or gamma == 0  # it is mostly the draft that grows cold
-        self.rest[gamma].add(max(time_rest, 1e-9), warm)  # a coarse clock may say 0
-        if gamma:
-            self.draft.add(time_draft / gamma, warm)
-
-    def read(self, tokens: int, seconds: float) -> None:
-        if self.draft.known:
-            self.readings.append((max(0.0, seconds - self.draft.value) / max(1, tokens), tokens))
-            self.made = None
-
-    @property
-    def lacking(self) -> int | None:
-        if self.count >= 4 * TIMED:
-            return None
-        plain = 0 in self.rest and self.rest[0].known
-        return 0 if not plain else None if self.draft.known else 1
-
-    def costs(self, max_gamma: int) -> RoundCosts:
-        if self.made is None:
-            known = {g: rest for g, rest in self.rest.items() if rest.known} or self.rest
-            least, rest = float("inf"), {}
-            for gamma in sorted(known, reverse=True):
-                rest[gamma] = least = min(least, known[gamma].value)
-            # A draft that was never timed is tried only after a pause.
-            draft = self.draft.value if self.draft.known else min(rest.values())
-            self.made = RoundCosts.of(draft, rest, max_gamma, self._reading())
-        return self.made
-
-    def _reading(self) -> float:
+    def reading(self) -> float:
         """The median by tokens."""
         half = sum(tokens for _, tokens in self.readings) / 2
         for each, tokens in sorted(self.readings):
@@ -202,3 +128,69 @@ class _Timings:
             if half <= 0:
                 return each
         return 0.0
+
+
+class Costs:
+    """What requests with one kind of draft know of each other: what rounds cost, by batch size, and
+    how well texts were drafted, by the settings of their sampling: p and q are what is left after
+    temperatures and filters, and acceptance is a property of those two."""
+
+    def __init__(self, max_gamma: int):
+        self.max_gamma = max_gamma
+        self._batches: dict[int, _Timings] = defaultdict(_Timings)
+        self._texts = EarlierTexts()
+        self._settings: dict[Hashable, EarlierTexts] = {}
+
+    def observe(self, batch: int, gamma: int, time_draft: float, time_rest: float) -> None:
+        """A round of `batch` sequences with `gamma` draft steps: seconds in those, and in all else
+        but the choosing and what `caught_up` is told."""
+        seen = self._batches[batch]
+        seen.count += 1
+        seen.stay = seen.stay + 1 if gamma == seen.gamma else 0
+        seen.gamma, seen.made = gamma, None
+        warm = seen.stay >= COLD or gamma == 0  # it is mostly the draft that grows cold
+        seen.rest[gamma].add(max(time_rest, 1e-9), warm)  # a coarse clock may say 0
+        if gamma:
+            seen.draft.add(time_draft / gamma, warm)
+
+    def caught_up(self, batch: int, tokens: int, seconds: float) -> None:
+        """The draft read tokens that it lacked: a prompt, or what rounds without it had added."""
+        seen = self._batches[batch]
+        if seen.draft.known:
+            each = max(0.0, seconds - seen.draft.value) / max(1, tokens)
+            seen.readings.append((each, tokens))
+            seen.made = None
+
+    def lacking(self, batch: int) -> int | None:
+        """A gamma to time before `rounds` has something to go by: 0, what all else is compared
+        with, then 1. None where both are known, or others decide which rounds there are."""
+        seen = self._batches[batch]
+        if seen.count >= 4 * TIMED:
+            return None
+        plain = 0 in seen.rest and seen.rest[0].known
+        return 0 if not plain else None if seen.draft.known else 1
+
+    def rounds(self, batch: int) -> RoundCosts:
+        """Of medians. No verification is taken to cost more than a wider one that was seen: so a
+        plain step that was last timed at the end of a long text, or on a busy machine, does not
+        make drafts look fast. A batch size must have been observed."""
+        seen = self._batches[batch]
+        if seen.made is None:
+            known = {g: rest for g, rest in seen.rest.items() if rest.known} or seen.rest
+            least, rest = float("inf"), {}
+            for gamma in sorted(known, reverse=True):
+                rest[gamma] = least = min(least, known[gamma].value)
+            # A draft that was never timed is tried only after a pause.
+            draft = seen.draft.value if seen.draft.known else min(rest.values())
+            seen.made = RoundCosts.of(draft, rest, self.max_gamma, seen.reading())
+        return seen.made
+
+    def earlier(self, settings: Hashable = None) -> EarlierTexts:
+        """Those with these settings. New settings begin with what all texts say together."""
+        mine = self._settings.pop(settings, None) or EarlierTexts(
+            self._texts.acceptance, self._texts
+        )
+        self._settings[settings] = mine  # as the one that was used last
+        if len(self._settings) > MOST_SETTINGS:
+            del self._settings[next(iter(self._settings))]
+        return mine

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from .backends.engine import Engine, Logits
+from .backends.engine import Logits
 from .checks import Limits, check_ids, check_request
 from .costs import Costs
 from .drafts.registry import KINDS
@@ -49,19 +49,12 @@ class Decoder:
         context: int | None = None,
     ):
         self.rounds, self.slots = rounds, rounds.slots
+        self.target, self.draft = rounds.target, rounds.draft
         self.vocab_size, self.max_len, self.max_gamma = vocab_size, max_len, max_gamma
         self.draft_max_len = max_len if draft_max_len is None else draft_max_len
         self.context = context
         # What policies choose by; a lookup costs other than a model.
         self.costs: dict[str, Costs] = defaultdict(lambda: Costs(max_gamma))
-
-    @property
-    def target(self) -> Engine:
-        return self.rounds.target
-
-    @property
-    def draft(self) -> Engine | None:
-        return self.rounds.draft
 
     # Joining and leaving
 
@@ -114,12 +107,7 @@ class Decoder:
         `error`, and is to be released. The others do not notice.
         """
         begin = time.perf_counter()
-        plans = [
-            SlotPlan(
-                sequence, self._gamma(sequence, batch), self._limit(sequence), self._left(sequence)
-            )
-            for sequence in batch
-        ]
+        plans = [self._plan(sequence, len(batch)) for sequence in batch]
         chosen = time.perf_counter()
         behind = sum(plan.sequence.slot.draft_lacks for plan in plans if self._reads_model(plan))
         result = self.rounds.run(plans)
@@ -141,9 +129,10 @@ class Decoder:
             stats.elapsed += end - begin
         return emitted
 
-    def _gamma(self, sequence: ActiveSequence, batch: Collection[ActiveSequence]) -> int:
-        policy = sequence.request.policy
-        return sequence.request.gamma if policy is None else policy.next(len(batch))
+    def _plan(self, sequence: ActiveSequence, together: int) -> SlotPlan:
+        request = sequence.request
+        gamma = request.gamma if request.policy is None else request.policy.next(together)
+        return SlotPlan(sequence, gamma, self._limit(sequence), self._left(sequence))
 
     def _reads_model(self, plan: SlotPlan) -> bool:
         kind = KINDS[plan.sequence.request.draft]

@@ -28,12 +28,10 @@ class Policy(Protocol):
     def next(self, batch: int) -> int:
         """gamma for the next round, in which `batch` sequences take part. Each request chooses as
         if the others did the same."""
-        ...
 
     def observe(self, gamma: int, examined: int, accepted: int, all_accepted: bool) -> None:
         """A round gave this. gamma: drafts that were verified, which may be fewer than asked for.
         examined: of them, looked at before the first rejection, that one included."""
-        ...
 
 
 def make_policy(

@@ -12,14 +12,14 @@ from functools import partial
 import numpy as np
 
 from .backends.engine import Engine
-from .calls import idle_positions, prefill, slot_sampling, span
+from .calls import feed, prefill, slot_sampling, span
 from .drafts.draft import Sources
 from .drafts.host import HostDraft
 from .drafts.lookup import Corpus
 from .drafts.tables import Tables
 from .files.errors import OutriderError
 from .sampling.sampler import Sampler
-from .sequence import ActiveSequence, RoundResult, SlotPlan, SlotResult
+from .sequence import ActiveSequence, RoundResult, Rounds, SlotPlan, SlotResult
 from .slots import SlotTable
 from .stats import Stopwatch
 
@@ -40,25 +40,21 @@ def speculate(
     drafted = draft.propose(gammas)
 
     # Run the target once: p1..p(gamma+1) after the text, after x1, ... after x(gamma).
-    first, last = span(gammas)
-    width = max(gammas.values()) + 1
-    ids = np.zeros((last - first, width), np.int64)
-    position = idle_positions(slots, target, first, last, "target_len", width)
-    for sequence, drafts in drafted.tokens.items():
-        row = sequence.slot.index - first
-        ids[row, : len(drafts) + 1] = [sequence.slot.pending, *drafts]
-        position[row] = sequence.slot.target_len
-    logits = target.forward(ids, position, np.arange(width), first_slot=first)
+    within = span(gammas)
+    fed = {
+        x: (x.slot.target_len, [x.slot.pending, *drafts]) for x, drafts in drafted.tokens.items()
+    }
+    logits = feed(target, slots, "target_len", within, fed)
 
     # Accept each x with probability min(1, p/q); correct the first that is not, or extend.
-    verdicts = sampler.verify(logits, drafted.logits or None, first_slot=first)
+    verdicts = sampler.verify(logits, drafted.logits or None, first_slot=within[0])
     return [
-        SlotResult(drafts, verdict, lambda row=sequence.slot.index - first: logits[row])  # type: ignore[misc]
+        SlotResult(drafts, verdict, lambda row=sequence.slot.index - within[0]: logits[row])  # type: ignore[misc]
         for (sequence, drafts), verdict in zip(drafted.tokens.items(), verdicts, strict=True)
     ]
 
 
-class HostRounds:
+class HostRounds(Rounds):
     """See `Rounds`. sampler: for as many slots as the engines have. inner, tables, corpus: see
     `drafts.draft.Sources`. reuse: take rows that a slot still holds for those of a new prompt."""
 
@@ -128,7 +124,5 @@ class HostRounds:
 
     def forget(self, sequence: ActiveSequence) -> None:
         self.proposer.forget(sequence)
-        if sequence.error is not None:  # what broke its logits may lie in its rows
-            for engine in (self.target, self.draft):
-                if engine is not None:
-                    engine.clear(sequence.slot.index)
+        if sequence.error is not None:
+            self.clear(sequence)

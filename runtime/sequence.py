@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -125,34 +126,32 @@ class Rounds(Protocol):
     whether the sampling knows frequency and presence penalties, and biases.
     """
 
-    @property
-    def target(self) -> Engine: ...
+    target: Engine
+    draft: Engine | None
+    slots: SlotTable
+    supports_draft_options: bool
+    supports_counts_and_biases: bool
 
     @property
-    def draft(self) -> Engine | None: ...
-
-    @property
-    def slots(self) -> SlotTable: ...
-
-    @property
+    @abstractmethod
     def kinds(self) -> frozenset[str]: ...
 
-    @property
-    def supports_draft_options(self) -> bool: ...
-
-    @property
-    def supports_counts_and_biases(self) -> bool: ...
-
+    @abstractmethod
     def start(self, sequence: ActiveSequence) -> SlotResult:
         """Prefill the target with what it lacks of the prompt, and draw the first token."""
-        ...
 
+    @abstractmethod
     def run(self, plans: Sequence[SlotPlan], /) -> RoundResult:
         """One round: draft, verify, accept or correct or extend. Nothing is committed to the slots,
         but `draft_len` where the draft was given rows that it lacked. One that was launched ahead
         keeps the gamma of its launch."""
-        ...
 
+    @abstractmethod
     def forget(self, sequence: ActiveSequence) -> None:
         """The sequence leaves its slot."""
-        ...
+
+    def clear(self, sequence: ActiveSequence) -> None:
+        """What broke its logits may lie in its rows."""
+        for engine in (self.target, self.draft):
+            if engine is not None:
+                engine.clear(sequence.slot.index)

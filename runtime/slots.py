@@ -63,8 +63,8 @@ class SlotTable:
     """
 
     def __init__(self, count: int, target: HeldRows | None = None, draft: HeldRows | None = None):
-        self._slots: list[Slot | None] = [None] * count
-        self._left = [Slot(index) for index in range(count)]  # as their last owners left them
+        self._slots = [Slot(index) for index in range(count)]  # the free ones as they were left
+        self._busy: set[int] = set()
         self._target, self._draft = target, draft
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class SlotTable:
 
     @property
     def free(self) -> int:
-        return self._slots.count(None)
+        return len(self) - len(self._busy)
 
     def acquire(self, prompt: Sequence[int] = ()) -> Slot:
         """A slot without text, whose lengths are those of the prompt's rows that it still holds.
@@ -82,7 +82,7 @@ class SlotTable:
         lowest, so that the busy ones stay close together.
         Raises OutriderError("busy") when all are taken.
         """
-        free = [index for index, slot in enumerate(self._slots) if slot is None]
+        free = [index for index in range(len(self)) if index not in self._busy]
         if not free:
             raise OutriderError(
                 "busy",
@@ -95,6 +95,7 @@ class SlotTable:
             index = min(free, key=lambda i: self._target.length(i) - 2 * common[i])  # type: ignore[union-attr]
             held = common[index]
         self._slots[index] = slot = Slot(index)
+        self._busy.add(index)
         # The last token's logits are wanted, and a call of one token rounds otherwise than wider
         # ones: so at least two are computed, here and of the draft where it lacks any.
         slot.target_len = max(0, min(held, len(prompt) - 2))
@@ -105,13 +106,9 @@ class SlotTable:
 
     def release(self, slot: Slot) -> None:
         if self._slots[slot.index] is slot:
-            self._slots[slot.index], self._left[slot.index] = None, slot
+            self._busy.discard(slot.index)
 
     def lengths(self, first: int, last: int, name: str) -> Iterable[int]:
         """Of the slots first .. last - 1, how many rows are worth keeping: those of its text, or of
         the text that it had. name: "target_len" or "draft_len"."""
-        for slot, left in zip(self._slots[first:last], self._left[first:last], strict=True):
-            yield getattr(slot or left, name)
-
-    def __getitem__(self, index: int) -> Slot | None:
-        return self._slots[index]
+        return (getattr(slot, name) for slot in self._slots[first:last])

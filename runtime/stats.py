@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 T = TypeVar("T")
 Part = Literal["draft", "draft_prefill", "verify", "sample", "host"]
@@ -103,28 +103,20 @@ class Stats:
         def ms(seconds: float) -> float:
             return round(seconds * 1e3, 3)
 
+        counts = (
+            "prompt_tokens", "reused_tokens", "output_tokens", "rounds", "undrafted", "drafted",
+            "examined", "accepted",
+        )  # fmt: skip
+        times = ("prefill", "draft_prefill", "draft", "verify", "sample", "host")
+        speed = self.output_tokens / self.elapsed if self.elapsed else 0.0
         return {
-            "prompt_tokens": self.prompt_tokens,
-            "reused_tokens": self.reused_tokens,
-            "output_tokens": self.output_tokens,
-            "rounds": self.rounds,
-            "undrafted": self.undrafted,
-            "drafted": self.drafted,
-            "examined": self.examined,
-            "accepted": self.accepted,
+            **{name: getattr(self, name) for name in counts},
             "acceptance_by_position": [round(rate, 4) for rate in self.acceptance_by_position],
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "ttft_ms": ms(self.ttft / max(1, requests)),
             "tpot_ms": ms(self.tpot(requests)),
-            "tokens_per_second": round(self.output_tokens / self.elapsed, 3)
-            if self.elapsed
-            else 0.0,
-            "time_prefill": ms(self.time_prefill),
-            "time_draft_prefill": ms(self.time_draft_prefill),
-            "time_draft": ms(self.time_draft),
-            "time_verify": ms(self.time_verify),
-            "time_sample": ms(self.time_sample),
-            "time_host": ms(self.time_host),
+            "tokens_per_second": round(speed, 3),
+            **{f"time_{part}": ms(getattr(self, f"time_{part}")) for part in times},
         }
 
 
@@ -153,13 +145,7 @@ class Stopwatch:
         if self._seconds:
             self.enter(self._part)
         taken = self._seconds
-        self._seconds = {
-            "draft": 0.0,
-            "draft_prefill": 0.0,
-            "verify": 0.0,
-            "sample": 0.0,
-            "host": 0.0,
-        }
+        self._seconds = dict.fromkeys(get_args(Part), 0.0)
         self._since = time.perf_counter()
         return taken
 

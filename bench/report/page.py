@@ -1,7 +1,7 @@
-"""python -m bench report: one page on what speculative decoding gains on a bundle, and why.
+"""python -m bench report: one page on what speculative decoding gains on a bundle.
 
-It measures every prompt with every gamma, keeping every round, and writes one HTML file with its
-plots inside, for a browser without a network. Progress goes to stderr, the page's path to stdout.
+It measures every prompt with every gamma and writes one HTML file with its plot inside, for a
+browser without a network. Progress goes to stderr, the page's path to stdout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,44 +22,25 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from runtime.bundle import load
 from runtime.cli.prompts import prompt_from, source_name
 from runtime.files.errors import CommandParser, OutriderError, run_command
-from runtime.files.manifest import GraphFacts, Manifest
+from runtime.files.manifest import Manifest
 from runtime.text.options import Options
-from runtime.theory.formulas import break_even
+from runtime.theory.formulas import speedup
 
 from ..core import machine
 from ..core.clock import Clock
-from ..core.plot import SETTINGS
+from ..core.plot import BLUE, ORANGE, RED, draw, legend, panels
 from ..core.prompts import PROMPTS
-from .numbers import REPEATS, Measurement, ahead_from, by_length, take
-from .sections import SECTIONS, Section, times
-from .texts import ColoredText, colored
+from .numbers import REPEATS, Measurement, key_figures, position_table, speed_table, take
 
-MORE_PROMPTS = (
-    "def main():\n    parser = argparse.ArgumentParser(",
-    "class Node:\n    def __init__(self, value):\n",
-    "def add(first, second):\n    return",
-    '"""Return the ',
-)
-TEMPLATE = "page.html.jinja"
 PAGE = "index.html"
 MARK = b'<meta name="generator" content="Outrider bench.report">'  # tells our pages apart
 BUSY = 0.1  # of `Measurement.lost`, from which on the page warns
 
 
-@dataclass(frozen=True)
-class Report:
-    """All that the page says. facts: of the head, by name."""
-
-    name: str
-    facts: Mapping[str, str]
-    measurement: Measurement
-    samples: Sequence[ColoredText]
-
-
-def render(report: Report) -> str:
+def render(name: str, facts: Mapping[str, str], m: Measurement) -> str:
     """The page. Whatever a model, a prompt or a bundle says is text in it, never markup."""
-    import matplotlib as mpl
-
+    image = io.BytesIO()
+    draw({"speed": speed_plot}, m)["speed"].savefig(image, dpi=150)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -68,89 +48,56 @@ def render(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    with mpl.rc_context(SETTINGS):
-        shown = [(s, _image(s)) for s in (make(report.measurement) for make in SECTIONS)]
-    return environment.get_template(TEMPLATE).render(
-        name=report.name,
+    return environment.get_template("page.html.jinja").render(
+        name=name,
         mark=MARK.decode(),
-        key_figures=key_figures(report.measurement),
-        facts=report.facts,
-        warning=warning_of(report.measurement),
-        sections=shown,
-        samples=report.samples,
-        gamma=report.measurement.shown,
+        key_figures=key_figures(m),
+        facts=facts,
+        lost=m.lost if m.lost > BUSY else None,
+        plot=f"data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}",
+        tables=[speed_table(m), position_table(m)],
     )
 
 
-def _image(section: Section) -> str:
-    """A PNG as an address."""
-    data = io.BytesIO()
-    section.plot.savefig(data)
-    return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+def speed_plot(m: Measurement) -> Any:
+    found, gammas = m.found, list(m.found.measured)
+    figure, (axes,) = panels(1, 3.4)
+    theory = [speedup(found.alpha, g, found.costs.draft) for g in gammas]
+    axes.plot(gammas, theory, color=ORANGE, marker="^", linestyle="--", label="Theorem 3.8")
+    label = "Theorem 3.8 with the measured widths"
+    axes.plot(gammas, [m.expected(g) for g in gammas], color=BLUE, marker="s", label=label)
+    label = "measured, median of the prompts"
+    axes.plot(gammas, list(found.measured.values()), color=RED, marker="o", label=label)
+    low, high = zip(*((min(r), max(r)) for r in map(m.ratios, gammas)), strict=True)
+    label = "least and most of the prompts"
+    axes.vlines(gammas, low, high, color=RED, alpha=0.35, linewidth=3, label=label)
+    axes.axhline(1, color="0.4", linewidth=1, label="plain decoding")
+    axes.set(xlabel="draft tokens γ", ylabel="speedup, without the prefill", ylim=(0, None))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    legend(figure, axes, 2)
+    return figure
 
 
-def warning_of(m: Measurement) -> str:
-    if m.lost <= BUSY:
-        return ""
-    return (
-        f"The machine was busy: this process's threads waited {m.lost:.2f} seconds for a core in "
-        "each second, all together. That costs wide calls more than narrow ones, so the times of "
-        "this page, and the γ that follows from them, are those of a busy machine: make the page "
-        "again on a quiet one."
-    )
-
-
-def key_figures(m: Measurement) -> list[tuple[str, str, str]]:
-    """Name, figure, what it is."""
-    found, best, shown = m.found, m.best, m.shown
-    gain = f"{times(m.expected(shown))} expected, {times(found.measured[shown])} measured"
-    pays, ahead = break_even(found.overhead, m.expected(shown)), ahead_from(by_length(m))
-    where = f"γ = {shown}" if best else f"γ = {shown}, the least bad"
-    formula = f"{max(1, pays):.0f}" if pays < float("inf") else "never"
-    return [
-        ("recommended γ", f"{best}" if best else "0: plain decoding",
-         "largest expected speedup with the measured widths"),
-        ("speedup", gain, f"at {where}, without the prefill"),
-        ("α", f"{found.alpha:.3f}", "accepted of examined drafts, all γ"),
-        ("c", f"{found.costs.draft:.3f}", "a draft step, in plain steps"),
-        ("τ", f"{m.stats(shown).mean_acceptance_length:.2f}", f"tokens of a round at {where}"),
-        ("a plain step", f"{1e3 * found.costs.plain:.3g} ms", "target, sampling and host"),
-        ("pays from", "never" if ahead is None else f"{ahead} tokens",
-         f"of output, the median prompt, prefills included; by the formula {formula}"),
-    ]  # fmt: skip
-
-
-def facts_of(
-    manifest: Manifest, args: argparse.Namespace, prompts: Sequence[str]
-) -> dict[str, str]:
-    here, pair = machine.describe(0), manifest.pair
-    assert pair.draft is not None
-    words = ["python", "-m", "bench", "report", "--engines", args.engines]
-    words += ["--prompts", args.prompts] if args.prompts else []
-    words += ["--out", args.out] if args.out else []
-    words += ["--tokens", f"{args.tokens}", "--temperature", f"{args.temperature:g}"]
-    backend = [manifest.backend, *(f"{k} {v}" for k, v in manifest.versions.items() if v)]
-    facts = {
+def facts_of(manifest: Manifest, args: argparse.Namespace, prompts: int) -> dict[str, str]:
+    pair, about = manifest.pair, machine.describe(machine.physical_cores())
+    models = {"Target": pair.target, "Draft": pair.draft}
+    words = ["python", "-m", "bench", "report"]
+    words += [f"--{key}={value}" for key, value in vars(args).items() if value is not None]
+    return {
         "Bundle": f"{manifest.name}, context {pair.max_len:,}, γ up to {pair.max_gamma}",
-        "Target": _model(pair.target),
-        "Draft": _model(pair.draft),
-        "Backend": ", ".join(backend),
-        "Compiled for": ", ".join(manifest.gpu_targets()),
-        "Machine": f"{here['cpu']}, {here['cores']} cores, {here['memory_gib']} GiB, "
-        f"{here['system']}",
-        "Versions": ", ".join(f"{k} {v}" for k, v in here["versions"].items() if v != "missing"),
-        "Date": here["date"],
-        "Measured": f"{len(prompts)} prompts, {args.tokens} tokens each with every γ, temperature "
-        f"{args.temperature:g}; a round's time is the least of {REPEATS} runs, "
-        "or of more where other processes disturbed them",
+        **{
+            name: f"{m.source} ({m.architecture}, {m.parameters / 1e6:.1f} M parameters, {m.dtype})"
+            for name, m in models.items()
+            if m is not None
+        },
+        "Backend": ", ".join([manifest.backend, *manifest.gpu_targets()]),
+        "Machine": machine.sentence(about),
+        "Versions": ", ".join(
+            f"{k} {v}" for k, v in {**about["versions"], **manifest.versions}.items() if v
+        ),
+        "Measured": f"{prompts} prompts with every γ, of {REPEATS} runs the quickest",
         "Command": shlex.join(words),
     }
-    return {name: fact for name, fact in facts.items() if fact}
-
-
-def _model(facts: GraphFacts) -> str:
-    millions = facts.parameters / 1e6
-    return f"{facts.source} ({facts.architecture}, {millions:.1f} M parameters, {facts.dtype})"
 
 
 def check_place(page: Path) -> None:
@@ -168,40 +115,31 @@ def check_place(page: Path) -> None:
 
 def write(text: str, page: Path) -> None:
     """In one step: whole or not at all."""
-    partial = page.with_name(f".{page.name}.partial-{os.getpid()}")
-    fresh = not page.parent.exists()
     page.parent.mkdir(parents=True, exist_ok=True)
+    partial = page.with_name(f".{page.name}.partial-{os.getpid()}")
     try:
         # A token may be half a surrogate pair to some tokenizers.
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")
         partial.replace(page)
     finally:
         partial.unlink(missing_ok=True)
-        if fresh and not page.exists():
-            page.parent.rmdir()
-
-
-# The command line
 
 
 def prompts_of(source: str | None) -> list[str]:
     """One a line; a line that is a JSON string is what that says. Raises "prompt"."""
     if source is None:
-        return [*PROMPTS, *MORE_PROMPTS]
+        return list(PROMPTS)
     whole = prompt_from(argparse.Namespace(messages=None, prompt=None, prompt_file=source))
-    assert isinstance(whole, str)
     prompts = []
-    for line in whole.split("\n"):
+    for line in str(whole).split("\n"):
         try:
-            said = json.loads(line)
-        except (ValueError, RecursionError):
-            said = line
-        prompts.append(said if isinstance(said, str) else line.removesuffix("\r"))
+            prompts.append(json.loads(line) if line.startswith('"') else line.removesuffix("\r"))
+        except ValueError:
+            prompts.append(line.removesuffix("\r"))
     prompts = [prompt for prompt in prompts if prompt.strip()]
     if not prompts:
-        raise OutriderError(
-            "prompt", f"{source_name(source)} has no prompts", "Write one on each line."
-        )
+        cause = f"{source_name(source)} has no prompts"
+        raise OutriderError("prompt", cause, "Write one on each line.")
     return prompts
 
 
@@ -210,7 +148,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--engines", required=True, metavar="DIR", help="a bundle with a draft")
     add("--prompts", metavar="FILE", help="one a line, of your own kind; a line may be a JSON "
-        'string, "for several\\nlines"; default: eight beginnings of Python files')  # fmt: skip
+        'string, "for several\\nlines"; default: four beginnings of Python files')  # fmt: skip
     add("--out", metavar="DIR", help="the page's folder; default: build/report/<name>")
     add("--tokens", type=int, default=96, metavar="N", help="for each prompt and gamma; default 96")
     add("--temperature", type=float, default=0.0, metavar="T", help="default 0")
@@ -232,30 +170,17 @@ def _main(args: argparse.Namespace) -> int:
     if args.tokens < 2:
         raise OutriderError("option", f"tokens={args.tokens} is out of range", "Use 2 or more.")
     prompts = prompts_of(args.prompts)
-    name = Path(args.engines).resolve().name
-    page = Path(args.out or Path("build/report", name)).resolve() / PAGE
+    page = Path(args.out or Path("build/report", Path(args.engines).resolve().name)) / PAGE
     engine = load(args.engines, reuse=False)  # every text has its prefill
     if engine.decoder.draft is None:
         raise OutriderError(
             "option", f"{args.engines} has no draft", "Build it with DRAFT=<draft>."
         )
-    given: dict[str, Any] = {"temperature": args.temperature}
     for prompt in prompts:
-        engine.request(prompt, Options(**given))
-    check_place(page)
-    facts = facts_of(engine.manifest, args, prompts)
+        engine.request(prompt, Options(temperature=args.temperature))
+    check_place(page.resolve())
     measurement = take(engine, prompts, args.temperature, args.tokens, clock.note)
-    facts["Disturbed"] = (
-        f"{measurement.lost:.3f} seconds of waiting for a core in each, by all threads together"
-    )
-    if warning := warning_of(measurement):
-        clock.note(f"note: {warning}")
-    clock.note(f"the texts, with gamma {measurement.shown}")
-    samples = [
-        colored(engine, prompt, measurement.shown, args.temperature, args.tokens, seed)
-        for seed, prompt in enumerate(prompts)
-    ]
-    clock.note("plots and page")
-    write(render(Report(name, facts, measurement, samples)), page)
-    print(page)
+    facts = facts_of(engine.manifest, args, len(prompts))
+    write(render(engine.manifest.name, facts, measurement), page.resolve())
+    print(page.resolve())
     return 0

@@ -66,12 +66,12 @@ public:
       : ops_(ops), memory_(memory), slot_(slot), target_(target), draft_(draft), drafts_(drafts),
         rows_(rows), uniforms_(uniforms), width_(width) {}
 
-  bool greedy() const { return slot_.temperature == 0; }
-  bool point_draft() const { return greedy() || draft_.logits->data == nullptr; }
+  bool settled() const { return outrider::settled(slot_); }
+  bool point_draft() const { return settled() || draft_.logits->data == nullptr; }
   const Failure& failure() const { return failure_; }
 
   double accept_u(int i) const {
-    if (greedy()) return 0;
+    if (settled()) return 0;
     if (uniforms_ != nullptr) return uniforms_[i];
     return outrider::uniform(slot_.seed, slot_.position + static_cast<uint32_t>(i),
                              outrider::ACCEPT, outrider::lane_of(slot_));
@@ -79,7 +79,6 @@ public:
 
   // One draw a round, whatever position it lands on: the round's start names it.
   double final_u() const {
-    if (greedy()) return 0;
     if (uniforms_ != nullptr) return uniforms_[width_];
     return outrider::uniform(slot_.seed, slot_.position, outrider::RESIDUAL,
                              outrider::lane_of(slot_));
@@ -92,7 +91,7 @@ public:
     const outrider_row& shape = p_[i];
     *p = 0;
     *q = 1;
-    if (greedy()) {
+    if (settled()) {
       *p = token == shape.token ? 1 : 0;
       if (slot_.lenience < 1 && p_row_.has(token)) {
         // Accept when p(x) >= l max p, in the logits before they became a point mass.
@@ -126,7 +125,7 @@ public:
     if (!shape_target(i)) return false;
     rest_of_ = i;
     rest_scale_ = scale;
-    if (greedy()) {
+    if (settled()) {
       const double q = drafts_[i] == p_[i].token ? 1 : 0;
       *mass = scale > q ? scale - q : 0;
       return true;
@@ -150,8 +149,11 @@ public:
   bool draw(const outrider::Decision& decision, int64_t* token) {
     const int i = decision.accepted;
     if (!shape_target(i)) return false;
-    outrider_row shape = p_[i];
-    if (decision.residual && !greedy()) {
+    if (settled()) {
+      *token = p_[i].token;
+      return true;
+    }
+    if (decision.residual) {
       double mass;
       if ((rest_of_ != i || rest_scale_ != decision.scale) &&
           !residual_mass(i, decision.scale, &mass))
@@ -161,6 +163,7 @@ public:
         return true;
       }
     }
+    outrider_row shape = p_[i];
     draw_row(ops_, p_row_, sums(i), final_u(), -1, &shape);
     *token = shape.token;
     return true;
@@ -187,6 +190,9 @@ private:
     if (i < p_known_) return true;
     status = shape_row(ops_, p_row_, slot_, memory_.scratch, sums(i), &p_[i]);
     p_known_ = i + 1;
+    if (status == OUTRIDER_OK && slot_.rule == OUTRIDER_COUPLED && slot_.temperature > 0)
+      couple_row(ops_, p_row_, slot_, slot_.position + static_cast<uint32_t>(i),
+                 memory_.scratch.tile_max, &p_[i]);
     return fail(status, OUTRIDER_TARGET, i);
   }
 

@@ -317,11 +317,10 @@ inline int32_t shape_row(const outrider_tiles& ops, const Row& row, const outrid
   return OUTRIDER_OK;
 }
 
-// The token at u of a row's inverse CDF. without: a token that has weight 0, or -1; then tile_sum is
+// The token at u of the inverse CDF of a row that is no point mass. without: a token that has weight 0, or -1; then tile_sum is
 // without it too. Sets shape->token and its weight.
 inline void draw_row(const outrider_tiles& ops, const Row& row, const double* tile_sum, double u,
                      int64_t without, outrider_row* shape) {
-  if (shape->rate == 0) return; // a point mass
   alignas(64) float buffer[TILE], w[TILE];
   double fraction = 0;
   const int k = choose_tile(tile_sum, row.tiles(), u, &fraction);
@@ -331,6 +330,43 @@ inline void draw_row(const outrider_tiles& ops, const Row& row, const double* ti
   const int i = choose_token(w, fraction);
   shape->token = k * TILE + i;
   shape->weight = w[i];
+}
+
+// The token that the slot's noise chooses at `position`: see tile_noise. scratch.tile_max is the row's.
+inline void couple_row(const outrider_tiles& ops, const Row& row, const outrider_slot& slot,
+                       uint32_t position, const float* tile_max, outrider_row* shape) {
+  alignas(64) float buffer[TILE], w[TILE];
+  double best = static_cast<double>(outrider::INF);
+  const auto visit = [&](int k) {
+    if (tile_max[k] < shape->cut) return;
+    const float most = ops.exp2((tile_max[k] - shape->peak) * shape->rate);
+    const outrider::Noise tile = outrider::tile_noise(slot.seed, position, k);
+    if (!outrider::may_win(tile.least, best, most)) return;
+    ops.weights(w, row.load(ops, k, buffer), shape, k * TILE);
+    for (int g = 0; g < TILE / outrider::GROUP; ++g) {
+      const float* of = w + g * outrider::GROUP;
+      float heaviest = of[0];
+      for (int i = 1; i < outrider::GROUP; ++i) heaviest = of[i] > heaviest ? of[i] : heaviest;
+      if (!outrider::may_win(tile.least, best, heaviest)) continue; // no number of the tile is less
+      const outrider::Noise group = outrider::group_noise(slot.seed, position, k, tile, g);
+      if (!outrider::may_win(group.least, best, heaviest)) continue;
+      uint32_t words[4];
+      for (int i = 0; i < outrider::GROUP; ++i) {
+        if (i % 4 == 0) outrider::token_words(slot.seed, position, k, g, i, words);
+        if (!(of[i] > 0)) continue;
+        const double quotient = outrider::token_noise(group, i, words) / static_cast<double>(of[i]);
+        const int id = k * TILE + g * outrider::GROUP + i;
+        if (quotient > best || (quotient == best && id > shape->token)) continue;
+        best = quotient;
+        shape->token = id;
+        shape->weight = of[i];
+      }
+    }
+  };
+  const int first = static_cast<int>(std::max_element(tile_max, tile_max + row.tiles()) - tile_max);
+  visit(first); // it is likely to win, and the rest need not be looked at then
+  for (int k = 0; k < row.tiles(); ++k)
+    if (k != first) visit(k);
 }
 
 } // namespace

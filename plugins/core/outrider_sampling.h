@@ -96,7 +96,7 @@ OUTRIDER_HD float load(const void* row, int dtype, int64_t i) {
 
 // --- random numbers ---------------------------------------------------------------------------
 
-enum Purpose { DRAFT = 0, ACCEPT = 1, RESIDUAL = 2 };
+enum Purpose { DRAFT = 0, ACCEPT = 1, RESIDUAL = 2, COUPLED = 4 }; // 3: drafts of drafts, in Python
 
 // Philox 4x32-10 (Salmon et al., SC 2011). key: low word first.
 OUTRIDER_HD void philox4x32(uint64_t key, uint32_t c[4]) {
@@ -124,6 +124,102 @@ OUTRIDER_HD double uniform(uint64_t seed, uint32_t position, uint32_t purpose, u
 // Block verification looks at all uniforms of its round: no later round may use them again.
 OUTRIDER_HD uint32_t lane_of(const outrider_slot& slot) {
   return slot.rule == OUTRIDER_BLOCK ? slot.position : 0;
+}
+
+// --- coupling ---------------------------------------------------------------------------------
+
+// Gumbel coupling (Daliri, Musco, Suresh 2024, arXiv 2408.07978): the token with the least e_x / w_x,
+// where e_x is a standard exponential number that belongs to (seed, position, x). That is an exact draw
+// from the weights w, and argmax log w_x + g_x with the Gumbel noise g_x = -log e_x. Target and draft
+// look at the same e, so the target's token depends on the seed and on p alone.
+//
+// The numbers are made from the top down, so that few are needed: of a tile of 1024 first the least one
+// (an exponential number / 1024) and its token, which is any with the same chance; then of each of its
+// 32 groups of 32, and in a group of each token. The least of n is where it is; what is left of the
+// others is exponential again. So a tile of which even the least number is too large is not looked at.
+constexpr int GROUP = 32;
+
+// log v for v in (0, 1), relative error below 4e-16: 2 artanh((m - 1) / (m + 1)) + n log 2. In plain
+// operations, so that every compiler and NumPy get the same bits.
+OUTRIDER_HD double log_of(double v) {
+#if defined(__CUDA_ARCH__)
+  uint64_t bits = static_cast<uint64_t>(__double_as_longlong(v));
+#else
+  uint64_t bits;
+  __builtin_memcpy(&bits, &v, sizeof bits);
+#endif
+  int n = static_cast<int>(bits >> 52) - 1022;
+  bits = (bits & 0xFFFFFFFFFFFFFull) | 0x3FE0000000000000ull; // [1/2, 1)
+#if defined(__CUDA_ARCH__)
+  double m = __longlong_as_double(static_cast<long long>(bits));
+#else
+  double m;
+  __builtin_memcpy(&m, &bits, sizeof m);
+#endif
+  if (m < 0.7071067811865476) {
+    m = m + m;
+    n = n - 1;
+  }
+  const double s = (m - 1.0) / (m + 1.0), t = s * s;
+  double p = 1.0 / 19.0;
+  p = p * t + 1.0 / 17.0;
+  p = p * t + 1.0 / 15.0;
+  p = p * t + 1.0 / 13.0;
+  p = p * t + 1.0 / 11.0;
+  p = p * t + 1.0 / 9.0;
+  p = p * t + 1.0 / 7.0;
+  p = p * t + 1.0 / 5.0;
+  p = p * t + 1.0 / 3.0;
+  return 2.0 * (s + s * (t * p)) + static_cast<double>(n) * 0.6931471805599453;
+}
+
+// An exponential number, from the middle of one of 2^32 intervals.
+OUTRIDER_HD double exponential(uint32_t word) {
+  return -log_of((static_cast<double>(word) + 0.5) * (1.0 / 4294967296.0));
+}
+
+// The numbers of a tile, or of a group of it.
+struct Noise {
+  double least;
+  int at; // of the tile, or of the group: the token whose number that is
+};
+
+OUTRIDER_HD Noise tile_noise(uint64_t seed, uint32_t position, int tile) {
+  uint32_t c[4] = {position, COUPLED, static_cast<uint32_t>(tile), 0};
+  philox4x32(seed, c);
+  // 52 bits, for how rare the rarest token may be.
+  const uint64_t bits = (static_cast<uint64_t>(c[0]) << 32 | c[1]) >> 12;
+  const double v = (static_cast<double>(bits) + 0.5) * (1.0 / 4503599627370496.0);
+  return {-log_of(v) * (1.0 / TILE), static_cast<int>(c[2] >> 22)};
+}
+
+OUTRIDER_HD Noise group_noise(uint64_t seed, uint32_t position, int tile, const Noise& of, int group) {
+  if (of.at / GROUP == group) return {of.least, of.at % GROUP};
+  uint32_t c[4] = {position, COUPLED, static_cast<uint32_t>(tile),
+                   1 + static_cast<uint32_t>(group) / 2};
+  philox4x32(seed, c);
+  const int word = group % 2 * 2;
+  return {of.least + exponential(c[word]) * (1.0 / GROUP), static_cast<int>(c[word + 1] >> 27)};
+}
+
+// Of token i of a group. words: of counter `token_counter`, which four tokens share.
+OUTRIDER_HD void token_words(uint64_t seed, uint32_t position, int tile, int group, int i,
+                             uint32_t words[4]) {
+  words[0] = position;
+  words[1] = COUPLED;
+  words[2] = static_cast<uint32_t>(tile);
+  words[3] = 17 + static_cast<uint32_t>(group * GROUP + i) / 4;
+  philox4x32(seed, words);
+}
+
+OUTRIDER_HD double token_noise(const Noise& group, int i, const uint32_t words[4]) {
+  return i == group.at ? group.least : group.least + exponential(words[i % 4]);
+}
+
+// Whether a number this small may win against the least quotient so far, for weights up to `weight`.
+// A maximum's weight may round to less than its neighbour's: hence the margin.
+OUTRIDER_HD bool may_win(double number, double best, float weight) {
+  return weight > 0 && number <= best * static_cast<double>(weight) * (1.0 + 1e-5);
 }
 
 // --- elementwise ------------------------------------------------------------------------------
@@ -313,7 +409,7 @@ OUTRIDER_HD bool legal(const outrider_slot& s, int width) {
                    s.bias_length >= 0 && (s.context != nullptr || s.context_length == 0) &&
                    (s.suppress != nullptr || s.suppress_length == 0) &&
                    ((s.bias_ids != nullptr && s.biases != nullptr) || s.bias_length == 0);
-  const bool rule = s.rule >= OUTRIDER_TOKEN && s.rule <= OUTRIDER_SIGMOID &&
+  const bool rule = s.rule >= OUTRIDER_TOKEN && s.rule <= OUTRIDER_COUPLED &&
                     (s.rule == OUTRIDER_TOKEN || s.lenience == 1) &&
                     !(s.rule == OUTRIDER_SIGMOID && s.temperature == 0);
   return temperature && ids && rule && s.top_k >= 0 && s.top_p > 0 && s.top_p <= 1 &&
@@ -322,6 +418,12 @@ OUTRIDER_HD bool legal(const outrider_slot& s, int width) {
          s.presence_penalty > -INF && s.presence_penalty < INF && s.lenience > 0 && s.lenience <= 1 &&
          s.sigmoid_alpha < 0 && s.sigmoid_beta > 0 && s.gamma >= -1 && s.gamma <= width &&
          s.index >= 0;
+}
+
+// Whether every row of the slot is one token, whatever the round: p and q are then point masses, and a
+// draft stands where it is the target's token.
+OUTRIDER_HD bool settled(const outrider_slot& s) {
+  return s.temperature == 0 || s.rule == OUTRIDER_COUPLED;
 }
 
 // --- the rules --------------------------------------------------------------------------------

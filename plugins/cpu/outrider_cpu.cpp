@@ -138,9 +138,9 @@ int32_t outrider_draw(const outrider_logits* logits, const outrider_slot* slots,
     if (step >= slot.gamma) return;
     const int64_t at = int64_t{b} * width + step;
     const Row raw = Model{logits, slot.index}.row(0);
-    // At temperature 0 a verification never reads q.
+    // A verification never reads the q of a row that is one token.
     unsigned char* copy = nullptr;
-    if (kept != nullptr && slot.temperature > 0)
+    if (kept != nullptr && !outrider::settled(slot))
       copy = static_cast<unsigned char*>(kept) +
              at * raw.width * outrider::element_size(raw.dtype);
     int32_t slot_status;
@@ -156,13 +156,15 @@ int32_t outrider_draw(const outrider_logits* logits, const outrider_slot* slots,
       slot_status = shape_row(ops, row, slot, memory.scratch, memory.q_sum, &shape,
                               in_place ? copy : nullptr);
     if (slot_status == OUTRIDER_OK) {
-      double u = 0;
-      if (slot.temperature > 0)
-        u = uniforms != nullptr
-                ? uniforms[at]
-                : outrider::uniform(slot.seed, slot.position + static_cast<uint32_t>(step),
-                                    outrider::DRAFT, outrider::lane_of(slot));
-      draw_row(ops, row, memory.q_sum, u, -1, &shape);
+      const uint32_t position = slot.position + static_cast<uint32_t>(step);
+      if (!outrider::settled(slot)) {
+        const double u = uniforms != nullptr ? uniforms[at]
+                                             : outrider::uniform(slot.seed, position, outrider::DRAFT,
+                                                                 outrider::lane_of(slot));
+        draw_row(ops, row, memory.q_sum, u, -1, &shape);
+      } else if (slot.temperature > 0) {
+        couple_row(ops, row, slot, position, memory.scratch.tile_max, &shape);
+      }
       drafts[at] = shape.token;
       return;
     }

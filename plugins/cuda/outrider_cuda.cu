@@ -185,7 +185,7 @@ template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
   const Row row = row_of(call, slot, b, call.draft, slot.index, 0, step);
   outrider_device_tile* const tiles = call.tiles + tiles_at(call, b, 0);
   scan_row<GENERAL>(call, row, tiles, shape_of(slot).rate);
-  if (call.kept != nullptr && slot.temperature > 0) { // at temperature 0 no verification reads q
+  if (call.kept != nullptr && !settled(slot)) { // else no verification reads q
     unsigned char* const kept = call.kept + (static_cast<int64_t>(b) * call.width + step) *
                                                 row.width * element_size(row.dtype);
     for (int j = 0; j < call.span; ++j) {

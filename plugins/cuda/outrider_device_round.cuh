@@ -48,7 +48,7 @@ DEVICE outrider_row draft_shape(const Call& call, int b, int i) {
                             : call.draft_rows[static_cast<int64_t>(b) * call.width + i];
 }
 DEVICE bool point_draft(const Call& call, const outrider_slot& slot) {
-  return slot.temperature == 0 || call.draft.data == nullptr;
+  return settled(slot) || call.draft.data == nullptr;
 }
 
 // Row r of a scan: the target's 0 .. width, then the draft's.
@@ -59,20 +59,78 @@ struct ScanRow {
 DEVICE ScanRow scan_row(const Call& call, const outrider_slot& slot, int r) {
   const bool draft = r > call.width;
   const int i = draft ? r - call.width - 1 : r;
-  return {draft ? i < slot.gamma && slot.temperature > 0 : i <= slot.gamma, draft, i};
+  return {draft ? i < slot.gamma && !settled(slot) : i <= slot.gamma, draft, i};
 }
 // How many of them are wanted.
 DEVICE int scan_rows(const Call& call, const outrider_slot& slot) {
-  return slot.gamma + 1 + (shapes_draft(call) && slot.temperature > 0 ? slot.gamma : 0);
+  return slot.gamma + 1 + (shapes_draft(call) && !settled(slot) ? slot.gamma : 0);
 }
 
 DEVICE double uniform_of(const Call& call, const outrider_slot& slot, int b, int i,
                          uint32_t purpose) {
-  if (slot.temperature == 0) return 0;
+  if (settled(slot)) return 0;
   if (call.uniforms != nullptr)
     return call.uniforms[static_cast<int64_t>(b) * (call.width + 1) +
                          (purpose == RESIDUAL ? call.width : i)];
   return uniform(slot.seed, slot.position + static_cast<uint32_t>(i), purpose, lane_of(slot));
+}
+
+// --- coupling ---------------------------------------------------------------------------------
+
+// The token that the slot's noise chooses, by one warp: couple_row of the CPU library, a tile's groups
+// side by side in the lanes, then a group's tokens.
+__device__ __noinline__ void couple_row(const outrider_slot& slot, const Row& row, uint32_t position,
+                                        const outrider_device_tile* tiles, outrider_row* shape) {
+  const int n = (row.width + TILE - 1) / TILE, lane = lane_id();
+  double best = static_cast<double>(INF);
+  shape->token = -1;
+  // First the tiles with the maximum, which are likely to win; then the others.
+  for (int pass = 0; pass < 2; ++pass)
+    for (int k = 0; k < n; ++k) {
+      const float top = fresh(tiles + k).max;
+      if ((top == shape->peak) != (pass == 0) || top < shape->cut) continue;
+      const Noise tile = tile_noise(slot.seed, position, k);
+      if (!may_win(tile.least, best, exp2_of((top - shape->peak) * shape->rate))) continue;
+      float w[EACH]; // of group q the lane's token
+      load_tile<true>(row, k, 0, w);
+      weigh<true>(w, 0, k, *shape);
+      float heaviest = 0; // of the lane's group
+#pragma unroll
+      for (int q = 0; q < EACH; ++q) {
+        const float found = from_key(__reduce_max_sync(ALL, key_of(w[q])));
+        if (q == lane) heaviest = found;
+      }
+      const Noise mine = group_noise(slot.seed, position, k, tile, lane);
+#pragma unroll 1
+      for (int g = 0; g < TILE / GROUP; ++g) {
+        const Noise group = {__shfl_sync(ALL, mine.least, g), __shfl_sync(ALL, mine.at, g)};
+        if (!may_win(group.least, best, __shfl_sync(ALL, heaviest, g))) continue;
+        float weight = 0;
+#pragma unroll
+        for (int q = 0; q < EACH; ++q)
+          if (q == g) weight = w[q];
+        uint32_t words[4];
+        token_words(slot.seed, position, k, g, lane, words);
+        double quotient = static_cast<double>(INF);
+        if (weight > 0) quotient = token_noise(group, lane, words) / static_cast<double>(weight);
+        int id = k * TILE + g * GROUP + lane;
+        for (int distance = 16; distance > 0; distance /= 2) {
+          const double other = __shfl_xor_sync(ALL, quotient, distance);
+          const int token = __shfl_xor_sync(ALL, id, distance);
+          const float heavy = __shfl_xor_sync(ALL, weight, distance);
+          if (other < quotient || (other == quotient && token < id))
+            quotient = other, id = token, weight = heavy;
+        }
+        if (quotient > best || (quotient == best && id > shape->token)) continue;
+        best = quotient;
+        shape->token = id;
+        shape->weight = weight;
+      }
+    }
+}
+
+DEVICE bool couples(const outrider_slot& slot) {
+  return slot.rule == OUTRIDER_COUPLED && slot.temperature > 0;
 }
 
 // --- the accept tests -------------------------------------------------------------------------
@@ -99,7 +157,7 @@ DEVICE Position position_of(const Call& call, const outrider_slot& slot, int b, 
   const Row target = target_row(call, slot, b, i);
   const bool in_p = token >= 0 && token < target.width;
   const float z = in_p ? logit_at(target, token) : -INF;
-  if (slot.temperature == 0) {
+  if (settled(slot)) {
     at.p = token == p_row.token ? 1 : 0;
     // Accept when p(x) >= l max p, in the logits before they became a point mass.
     if (slot.lenience < 1 && in_p)
@@ -162,6 +220,16 @@ __device__ __noinline__ void decide(const Call& call, int b) {
   __shared__ Position positions[MAX_ROWS];
   const outrider_slot& slot = call.slots[b];
   const int gamma = slot.gamma;
+  if (couples(slot)) {
+    for (int i = warp_id(); i <= gamma; i += warps()) {
+      outrider_row shape = fresh(row_at(call, b, i));
+      if (shape.status == OUTRIDER_OK)
+        couple_row(slot, target_row(call, slot, b, i), slot.position + static_cast<uint32_t>(i),
+                   call.tiles + tiles_at(call, b, i), &shape);
+      if (lane_id() == 0) *row_at(call, b, i) = shape;
+    }
+    __syncthreads();
+  }
   for (int i = static_cast<int>(threadIdx.x); i <= gamma; i += static_cast<int>(blockDim.x))
     positions[i] = position_of(call, slot, b, i);
   __syncthreads();
@@ -170,25 +238,25 @@ __device__ __noinline__ void decide(const Call& call, int b) {
   outrider_device_state& state = call.states[b];
   outrider_verdict& verdict = call.verdicts[b];
   double* ratios = call.ratios + static_cast<int64_t>(b) * call.width;
-  const bool by_block = slot.rule == OUTRIDER_BLOCK, greedy = slot.temperature == 0;
+  const bool by_block = slot.rule == OUTRIDER_BLOCK, certain = settled(slot);
   DeviceRound round = {positions, nullptr, 0, positions[0], 0};
   Decision decision = {gamma, gamma, false, 1.0};
   bool all = true;
   bool sound = by_block ? block_prefixes(round, gamma, state.prefix, ratios, &all)
                         : decide_token(round, gamma, slot.lenience, ratios, &decision);
-  if (sound && by_block && !all && greedy) sound = block_tau(round, gamma, state.prefix, &decision);
-  const bool pending = by_block && !all && !greedy;
+  if (sound && by_block && !all && certain) sound = block_tau(round, gamma, state.prefix, &decision);
+  const bool pending = by_block && !all && !certain;
   if (sound && !pending) {
     double p, q;
     sound = round.probs(decision.accepted, &p, &q); // the row that the next token comes from
   }
-  state.draws = sound && !greedy;
+  state.draws = sound && !certain;
   if (!sound) {
     verdict = verdict_of(round.failed.status, round.failed.model, round.row);
     return;
   }
   verdict = verdict_of(OUTRIDER_OK, OUTRIDER_TARGET, 0);
-  if (greedy) verdict.token = fresh(row_at(call, b, decision.accepted)).token;
+  if (certain) verdict.token = fresh(row_at(call, b, decision.accepted)).token;
   state.residual = pending || decision.residual;
   state.first = state.last = decision.accepted;
   if (pending) {
@@ -280,7 +348,10 @@ DEVICE void draw_draft(const Call& call, const outrider_slot& slot, int b, int s
                        outrider_row shape, TileWeights& weights) {
   const int64_t at = static_cast<int64_t>(b) * call.width + step;
   const int32_t status = shape.status;
-  if (status == OUTRIDER_OK && slot.temperature > 0) {
+  if (status == OUTRIDER_OK && couples(slot)) {
+    couple_row(slot, row_of(call, slot, b, call.draft, slot.index, 0, step),
+               slot.position + static_cast<uint32_t>(step), call.tiles + tiles_at(call, b, 0), &shape);
+  } else if (status == OUTRIDER_OK && slot.temperature > 0) {
     const double u = call.uniforms != nullptr
                          ? call.uniforms[at]
                          : uniform(slot.seed, slot.position + static_cast<uint32_t>(step), DRAFT,

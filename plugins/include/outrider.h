@@ -32,7 +32,7 @@ typedef unsigned long long uint64_t;
 extern "C" {
 #endif
 
-#define OUTRIDER_ABI_VERSION 4
+#define OUTRIDER_ABI_VERSION 5
 #define OUTRIDER_MAX_WIDTH 64 /* draft tokens in a round */
 
 enum {
@@ -50,8 +50,9 @@ enum {
 
 enum { OUTRIDER_FLOAT32 = 0, OUTRIDER_FLOAT16 = 1, OUTRIDER_BFLOAT16 = 2 };
 
-/* `greedy` is any exact rule at temperature 0. */
-enum { OUTRIDER_TOKEN = 0, OUTRIDER_BLOCK = 1, OUTRIDER_SIGMOID = 2 };
+/* `greedy` is any exact rule at temperature 0. By the coupled rule the seed alone decides which token p
+ * gives at a position, and the draft's draws use the same noise: a draft stands where it is that token. */
+enum { OUTRIDER_TOKEN = 0, OUTRIDER_BLOCK = 1, OUTRIDER_SIGMOID = 2, OUTRIDER_COUPLED = 3 };
 
 enum { OUTRIDER_TARGET = 0, OUTRIDER_DRAFT = 1 };
 
@@ -86,7 +87,7 @@ typedef struct {
   float frequency_penalty;   /* off a logit for each time that its id is output; 0 is off */
   float presence_penalty;    /* off a logit whose id is output; 0 is off */
   int32_t top_k;             /* 0 is off */
-  int32_t rule;              /* block and sigmoid want lenience 1, sigmoid a temperature */
+  int32_t rule;              /* all but token want lenience 1, sigmoid a temperature */
   int32_t gamma;             /* draft tokens of this slot, 0 .. width; -1: this slot sits out */
   uint32_t position;         /* absolute index of the round's first token */
   int32_t index;             /* which slot of the logits is this one's */

@@ -96,7 +96,7 @@ outrider_slot some_slot(int width, int index, const std::vector<int64_t>& ids,
   slot.bias_ids = sorted.data();
   slot.biases = biases.data();
   slot.bias_length = chance(30) ? below(static_cast<int>(sorted.size()) + 1) : 0;
-  slot.rule = below(3);
+  slot.rule = below(4);
   if (slot.rule == OUTRIDER_SIGMOID && slot.temperature == 0) slot.rule = OUTRIDER_BLOCK;
   slot.lenience = slot.rule == OUTRIDER_TOKEN && chance(30) ? 0.3 : 1;
   slot.sigmoid_alpha = chance(50) ? -1e3 : -1;

@@ -1,22 +1,34 @@
-"""AOTInductor on the CPU: torch's own graph, compiled; caches written where they are."""
+"""AOTInductor: torch's own graph, compiled; caches written where they are."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..files.errors import OutriderError, first_line, importing
-from ..files.manifest import PACKAGE_FILE, GraphFacts, Manifest
+from ..files.manifest import PACKAGE_FILE, EngineFacts, GraphFacts, Manifest
 from ..files.torch_files import WEIGHTS_FILE, cpu_targets, read_tensors
+from .cuda import Cuda
+from .device import DeviceCall, PreparedEngine
+from .engine import Ids, Logits
 from .host import HostEngine
 
 if TYPE_CHECKING:
     import torch
 
+ALIGNMENT = 16  # bytes: compiled code reads its arguments in steps of that, or copies them first
+
 
 class Call(NamedTuple):
-    inputs: list[torch.Tensor]  # views of the engine's memory, in the graph's order
-    logits: torch.Tensor  # likewise, [B, K, V]
+    """Views of the engine's memory."""
+
+    ids: list[torch.Tensor]  # int64: input_ids [B, N], position [B], logits_index [K]
+    caches: list[torch.Tensor]  # in the contract's order, each [B, Hkv, S, D]
+    logits: torch.Tensor  # float32 [B, K, V]
 
 
 def import_torch(version: str | None = None) -> Any:
@@ -28,41 +40,57 @@ def import_torch(version: str | None = None) -> Any:
     return torch
 
 
+class Package:
+    """The code of a model, and its weights on a device. index: of a GPU, -1 for the CPU."""
+
+    def __init__(self, folder: Path, index: int = -1, device: str = "cpu"):
+        # Not torch._inductor.aoti_load_package: it imports the compiler, for the same loader.
+        # Single-threaded: the turns are the caller's, and otherwise it waits for events, which no
+        # CUDA graph can hold.
+        loader = import_torch()._C._aoti.AOTIModelPackageLoader(
+            str(folder / PACKAGE_FILE), "model", True, 1, index
+        )
+        # The code uses them where they are; this dictionary keeps them there.
+        names = loader.get_constant_fqns()
+        self._weights = load_weights(folder / WEIGHTS_FILE, names, device)
+        loader.load_constants(self._weights, False, True, True)
+        self.run = loader.run
+
+
+def load_weights(path: Path, names: list[str], device: str) -> dict[str, torch.Tensor]:
+    """Those of a file on a device; tied ones, which share their place in the file, once."""
+    weights, loaded = read_tensors(path), {}
+    moved: dict[tuple[object, ...], torch.Tensor] = {}
+    for name in names:
+        place = (weights[name].data_ptr(), weights[name].dtype, weights[name].shape)
+        if place not in moved:
+            moved[place] = weights[name].to(device)
+        loaded[name] = moved[place]
+    return loaded
+
+
+@contextmanager
+def opening(folder: Path, remedy: str) -> Iterator[None]:
+    """What fails within is a package that cannot be loaded: OutriderError "backend"."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - torch raises what its C++ raises
+        path, version = folder / PACKAGE_FILE, import_torch().__version__
+        raise OutriderError(
+            "backend", f"torch {version} cannot load {path}: {first_line(error)}", remedy
+        ) from None
+
+
 class AotiEngine(HostEngine[Call]):
     """See `HostEngine`; a call is the list of its arguments."""
 
     _library = "AOTInductor"
 
-    def __init__(
-        self,
-        folder: Path,
-        facts: GraphFacts,
-        *,
-        slots: int,
-        widest: int,
-        buffers: int = 1,
-        threads: int = 0,
-    ):
+    def _open(self, folder: Path, facts: GraphFacts, threads: int) -> None:
         self._torch, self._threads = import_torch(), threads
-        try:
-            # Not torch._inductor.aoti_load_package: it imports the compiler, for the same loader.
-            # Single-threaded: the turns are the caller's, as for every engine.
-            self._loader = self._torch._C._aoti.AOTIModelPackageLoader(
-                str(folder / PACKAGE_FILE), "model", True, 1, -1
-            )
-            # The code uses them where they are mapped; this dictionary keeps them there.
-            weights = read_tensors(folder / WEIGHTS_FILE)
-            self._weights = {name: weights[name] for name in self._loader.get_constant_fqns()}
-            self._loader.load_constants(self._weights, False, True, True)
-        except Exception as error:  # noqa: BLE001 - torch raises what its C++ raises
-            raise OutriderError(
-                "backend",
-                f"torch {self._torch.__version__} cannot load {folder / PACKAGE_FILE}: "
-                + first_line(error),
-                "Build the bundle again.",
-            ) from None
+        with opening(folder, "Build the bundle again."):
+            self._loader = Package(folder)
         self._dtype = getattr(self._torch, facts.dtype)
-        self._allocate(facts, slots=slots, widest=widest, buffers=buffers)
 
     @classmethod
     def check(cls, manifest: Manifest, folder: Path) -> None:
@@ -83,18 +111,9 @@ class AotiEngine(HostEngine[Call]):
         zeros: torch.Tensor = self._torch.zeros(shape, dtype=self._dtype)
         return zeros
 
-    def _prepare(self, first: int, batch: int, width: int, outputs: int, buffer: int) -> Call:
+    def _bind(self, ids: dict[str, Ids], caches: dict[str, Any], logits: Logits) -> Call:
         view = self._torch.from_numpy
-        shape = (batch, outputs, self.vocab_size)
-        return Call(
-            [
-                view(self._input_ids[: batch * width]).reshape(batch, width),
-                view(self._position[:batch]),
-                view(self._index[:outputs]),
-                *(array[first : first + batch] for array in self._cache.values()),
-            ],
-            view(self._logits[buffer, : batch * outputs * self.vocab_size]).reshape(shape),
-        )
+        return Call([*map(view, ids.values())], [*caches.values()], view(logits))
 
     def _run(self, call: Call) -> None:
         before = self._torch.get_num_threads()
@@ -102,7 +121,93 @@ class AotiEngine(HostEngine[Call]):
             self._torch.set_num_threads(self._threads)
         try:
             # A package allocates its output: that is copied, the caches are not.
-            call.logits.copy_(self._loader.run(call.inputs)[0])
+            call.logits.copy_(self._loader.run([*call.ids, *call.caches])[0])
         finally:
             if self._threads:
                 self._torch.set_num_threads(before)
+
+
+class TorchGpu:
+    """The device and the stream of a `Cuda`, to torch: all that is asked of torch.cuda."""
+
+    def __init__(self, cuda: Cuda, stream: int):
+        self._torch = import_torch()
+        cuda.use()  # torch goes by the current device
+        self._torch.cuda.init()
+        self.index, self.device = cuda.ordinal, f"cuda:{cuda.ordinal}"
+        self._stream = self._torch.cuda.ExternalStream(stream, self.device)
+        self._pool = self._torch.cuda.MemPool()
+
+    def bytes(self, address: int, size: int) -> torch.Tensor:
+        """uint8 [size] over device memory that is not torch's."""
+        memory = SimpleNamespace(
+            __cuda_array_interface__={
+                "data": (address, False), "shape": (size,), "typestr": "|u1", "version": 2,
+            }
+        )  # fmt: skip
+        tensor: torch.Tensor = self._torch.as_tensor(memory, device=self.device)
+        return tensor
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        """Put on the stream what `work` has torch do."""
+        with self._torch.cuda.stream(self._stream):
+            work()
+
+    def capturing(self) -> AbstractContextManager[object]:
+        """Give what is allocated meanwhile from a pool of this object's.
+
+        A graph writes to the addresses of its capture at every replay. Memory of a pool is given
+        to nobody outside of it, and not back to the driver while the pool lives. All graphs may
+        share it: they replay one after the other, and nothing in it is needed between replays.
+
+        Before cudaMalloc torch asks the stream itself whether it captures. Events it must not query
+        then: 2.11 takes a pool in use for a capture and does not, 2.13 does but has none, since
+        nothing here is used on a second stream.
+        """
+        pooled: AbstractContextManager[object] = self._torch.cuda.use_mem_pool(self._pool)
+        return pooled
+
+
+class AotiCudaEngine(PreparedEngine):
+    """See `DeviceEngine`. Raises OutriderError "backend" where torch cannot load the package."""
+
+    alignment = ALIGNMENT  # the copy of a cache would be updated in its place
+    _library, _gpu = "AOTInductor", TorchGpu  # what the tests stand in for
+
+    def _open(self, folder: Path, facts: GraphFacts, engine: EngineFacts | None) -> None:
+        self._torch = import_torch()
+        self._dtype = getattr(self._torch, facts.dtype)
+        self._slots: dict[tuple[int, int], list[torch.Tensor]] = {}  # by first slot and how many
+        remedy = "Build the bundle again, on this machine, or free some memory of the GPU."
+        with opening(folder, remedy):
+            self.gpu = self._gpu(self.cuda, self.stream)
+            self._loader = Package(folder, self.gpu.index, self.gpu.device)
+
+    def capturing(self) -> AbstractContextManager[object]:
+        return self.gpu.capturing()
+
+    def _run(self, call: Call) -> None:
+        def work() -> None:
+            # The package would copy ids itself where they are not aligned, but warns each time.
+            ids = [x if x.data_ptr() % ALIGNMENT == 0 else x.clone() for x in call.ids]
+            (logits,) = self._loader.run([*ids, *call.caches])
+            call.logits.copy_(logits, non_blocking=True)
+
+        self.gpu.enqueue(work)
+
+    def _prepare(self, call: DeviceCall) -> Call:
+        torch = self._torch
+        slots = self._slots.get((call.first_slot, call.batch))
+        if slots is None:
+            slots = self._slots[call.first_slot, call.batch] = [
+                self._view(address, self._dtype, *shape)
+                for _, address, shape in self.caches_of(call)
+            ]
+        return Call(
+            [self._view(address, torch.int64, *shape) for _, address, shape in call.ids()],
+            slots,
+            self._view(call.logits, torch.float32, call.batch, call.outputs, self.vocab_size),
+        )
+
+    def _view(self, address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return self.gpu.bytes(address, prod(shape) * dtype.itemsize).view(dtype).view(shape)

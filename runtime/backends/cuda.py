@@ -42,19 +42,11 @@ class Cuda:
         self._driver = driver or _driver()
         self._call("cuInit", 0)
         device = self._call("cuDeviceGet", ordinal)
-        attribute = self._driver.CUdevice_attribute
         self.ordinal = ordinal
+        kinds, name = self._driver.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY"
         self.capability: tuple[int, int] = (
-            self._call(
-                "cuDeviceGetAttribute",
-                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-                device,
-            ),
-            self._call(
-                "cuDeviceGetAttribute",
-                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-                device,
-            ),
+            self._call("cuDeviceGetAttribute", getattr(kinds, f"{name}_MAJOR"), device),
+            self._call("cuDeviceGetAttribute", getattr(kinds, f"{name}_MINOR"), device),
         )
         self._context = self._call("cuDevicePrimaryCtxRetain", device)
         self.use()
@@ -81,22 +73,12 @@ class Cuda:
         self._call("cuStreamSynchronize", 0)  # our streams do not wait for the default one
         return address
 
-    def free(self, address: int) -> None:
-        """Before this object ends."""
-        self._owned.remove(("cuMemFree", address))
-        self._call("cuMemFree", address)
-
     def pinned(self, size: int) -> npt.NDArray[np.uint8]:
         """Page-locked host memory, which a copy from the device needs in order not to wait, and
         which the device can address. It lives as long as this object."""
         address = int(self._call("cuMemHostAlloc", max(size, 1), 0))
         self._owned.append(("cuMemFreeHost", address))
         return np.ctypeslib.as_array((ctypes.c_uint8 * max(size, 1)).from_address(address))
-
-    def write(self, address: int, source: int, size: int) -> None:
-        """Copy `size` bytes from a host address, before what is put on the default stream next."""
-        if size:
-            self._call("cuMemcpyHtoD", address, source, size)
 
     def read(self, target: int, address: int, size: int) -> None:
         """Copy `size` bytes to a host address. What writes them was waited for, or is on the

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ..files.errors import OutriderError
+from ..files.errors import OutriderError, first_line
 from ..files.manifest import EngineFacts, GraphFacts
 from .cuda import Cuda
-from .engine import CHUNK, HeldRows, Ids, Logits
+from .engine import CHUNK, HeldRows, Ids, Logits, cache_shapes
+
+Tensor = tuple[str, int, tuple[int, ...]]  # name, device address, shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,13 @@ class DeviceCall:
     logits: int
     first_slot: int = 0
 
+    def ids(self) -> tuple[Tensor, Tensor, Tensor]:
+        return (
+            ("input_ids", self.input_ids, (self.batch, self.tokens)),
+            ("position", self.position, (self.batch,)),
+            ("logits_index", self.logits_index, (self.outputs,)),
+        )
+
 
 class DeviceEngine(ABC):
     """See `Engine`; and its calls can be enqueued on `stream`, where they run in order.
@@ -44,62 +55,54 @@ class DeviceEngine(ABC):
     """
 
     alignment = 1
+    _library: str  # what runs the model, for errors
 
     def __init__(
         self,
         cuda: Cuda,
         stream: int,
+        folder: Path,
         facts: GraphFacts,
+        engine: EngineFacts | None = None,
         *,
         slots: int,
         widest: int,
         buffers: int = 1,
     ):
+        """The engine of one model of a bundle: of the graph in `folder`, or of the file there that
+        was compiled from it (`engine`). slots, widest, buffers: see `HostEngine`. Raises
+        OutriderError."""
         self.cuda, self.stream = cuda, stream
         self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
         self.chunk, self.buffers = min(CHUNK, self.capacity), buffers
         self.held = HeldRows(slots, self.vocab_size)  # empty: texts and lengths live on the device
-        self._item = 4 if facts.dtype == "float32" else 2
+        self._most = max(widest, 1)
+        self._spacing = 4 * slots * self._most * self.vocab_size
+        self._open(folder, facts, engine)
+        item = 4 if facts.dtype == "float32" else 2
+        self._slot_bytes: dict[str, int] = {}
         # In the contract's order. Zeroed: masked rows are multiplied too, and 0 times NaN is NaN.
-        self.caches: dict[str, tuple[int, tuple[int, int]]] = {
-            f"{side}_{layer}": (
-                cuda.allocate(slots * heads * self.capacity * width * self._item),
-                (heads, width),
-            )
-            for side, shapes in (("key", facts.key_shapes), ("value", facts.value_shapes))
-            for layer, (heads, width) in enumerate(shapes)
-        }
-        for name, (_, (heads, width)) in self.caches.items():
-            if slots > 1 and heads * self.capacity * width * self._item % self.alignment:
+        self.caches: dict[str, tuple[int, tuple[int, int]]] = {}
+        for name, (heads, width) in cache_shapes(facts).items():
+            self._slot_bytes[name] = size = heads * self.capacity * width * item
+            if slots > 1 and size % self.alignment:
                 raise OutriderError(
                     "backend",
                     f"slots of {self.capacity} rows of {heads} x {width} {facts.dtype} in {name} "
                     f"are no multiple of {self.alignment} bytes",
                     "Use one slot, or BACKEND=onnxruntime.",
                 )
-        self._most = max(widest, 1)
-        self._spacing = 4 * slots * self._most * self.vocab_size
+            self.caches[name] = cuda.allocate(slots * size), (heads, width)
+
+    @abstractmethod
+    def _open(self, folder: Path, facts: GraphFacts, engine: EngineFacts | None) -> None:
+        """What runs the model."""
 
     @classmethod
     def check(cls) -> None:
         """Refuse, before anything is loaded, a library that lacks its part for GPUs. Raises
         OutriderError "backend"."""
         return
-
-    @classmethod
-    def open(
-        cls,
-        cuda: Cuda,
-        stream: int,
-        folder: Path,
-        facts: GraphFacts,
-        engine: EngineFacts | None,
-        backend: str,
-        **sizes: int,
-    ) -> DeviceEngine:
-        """The engine of one model of a bundle: of the graph in `folder`, or of the file there that
-        was compiled from it. sizes: slots, widest, buffers. Raises OutriderError."""
-        return cls(cuda, stream, folder, facts, **sizes)  # type: ignore[arg-type, misc]
 
     @abstractmethod
     def enqueue(self, call: DeviceCall, graph: object = None) -> None:
@@ -126,8 +129,12 @@ class DeviceEngine(ABC):
         return ids, position, index, logits
 
     def cache_address(self, name: str, first_slot: int) -> int:
-        address, (heads, width) = self.caches[name]
-        return address + first_slot * heads * self.capacity * width * self._item
+        return self.caches[name][0] + first_slot * self._slot_bytes[name]
+
+    def caches_of(self, call: DeviceCall) -> Iterator[Tensor]:
+        for name, (_, (heads, width)) in self.caches.items():
+            address = self.cache_address(name, call.first_slot)
+            yield name, address, (call.batch, heads, self.capacity, width)
 
     def forward(
         self,
@@ -158,13 +165,41 @@ class DeviceEngine(ABC):
         return answer
 
     def clear(self, slot: int) -> None:
-        for name, (_, (heads, width)) in self.caches.items():
-            zeros = np.zeros(heads * self.capacity * width * self._item, np.uint8)
+        for name, size in self._slot_bytes.items():
+            zeros = np.zeros(size, np.uint8)
             self.cuda.upload(self.cache_address(name, slot), zeros, self.stream)
 
-    def _failed(self, library: str, call: DeviceCall, cause: str) -> OutriderError:
+    def _failed(self, call: DeviceCall, cause: str) -> OutriderError:
         return OutriderError(
             "backend",
-            f"{library} failed on {call.batch} slots x {call.tokens} tokens: {cause}",
+            f"{self._library} failed on {call.batch} slots x {call.tokens} tokens: {cause}",
             "Free some memory of the GPU, or build with a smaller MAX_LEN or fewer SLOTS.",
         )
+
+
+class PreparedEngine(DeviceEngine):
+    """An engine without state for each graph: a call is prepared once for all of them."""
+
+    def __init__(self, *arguments: Any, **sizes: Any):
+        # The calls of rounds; the prompts' addresses and widths vary too much.
+        self._prepared: dict[DeviceCall, Any] = {}
+        super().__init__(*arguments, **sizes)
+
+    def enqueue(self, call: DeviceCall, graph: object = None) -> None:
+        try:
+            prepared = self._prepared.get(call)
+            if prepared is None:
+                prepared = self._prepare(call)
+                if graph is not None:
+                    self._prepared[call] = prepared
+            self._run(prepared)
+        except Exception as error:  # noqa: BLE001 - the libraries raise anything here
+            raise self._failed(call, first_line(error)) from None
+
+    @abstractmethod
+    def _prepare(self, call: DeviceCall) -> Any:
+        """What the library needs for a call."""
+
+    @abstractmethod
+    def _run(self, call: Any) -> None:
+        """Enqueue what `_prepare` made."""

@@ -8,9 +8,20 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ..files.manifest import GraphFacts
+
 Ids = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
 CHUNK = 512  # tokens of one prefill call; bounds the activations
+
+
+def cache_shapes(facts: GraphFacts) -> dict[str, tuple[int, int]]:
+    """Hkv and D of each cache, in the contract's order."""
+    return {
+        f"{side}_{layer}": (heads, width)
+        for side, shapes in (("key", facts.key_shapes), ("value", facts.value_shapes))
+        for layer, (heads, width) in enumerate(shapes)
+    }
 
 
 class HeldRows:
@@ -88,9 +99,7 @@ class Engine(Protocol):
         get logits. Returns float32 [B, K, V], a view of that buffer: valid until the next call
         with it.
         """
-        ...
 
     def clear(self, slot: int) -> None:
         """Empty a slot whose rows may hold NaN: masked rows are multiplied too, and 0 times NaN is
         NaN."""
-        ...

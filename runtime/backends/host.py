@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
 from ..files.errors import OutriderError, first_line, out_of_memory
 from ..files.manifest import FIRST_ROWS, MOST_GAMMA, GraphFacts, Manifest
-from .engine import CHUNK, HeldRows, Ids, Logits
+from .engine import CHUNK, HeldRows, Ids, Logits, cache_shapes
 
 Call = TypeVar("Call")
 
@@ -24,25 +24,8 @@ class HostEngine(ABC, Generic[Call]):
     shape that was seen before (`Call`) is ready; a step then only fills three small buffers.
     """
 
-    def _allocate(self, facts: GraphFacts, *, slots: int, widest: int, buffers: int) -> None:
-        """What all of them keep; the end of their `__init__`."""
-        self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
-        self.chunk, self.buffers = min(CHUNK, self.capacity), buffers
-        self._input_ids = np.zeros(slots * self.chunk, np.int64)
-        self._position = np.zeros(slots, np.int64)
-        self._index = np.zeros(max(widest, 1), np.int64)
-        self._logits = np.zeros((buffers, slots * max(widest, 1) * self.vocab_size), np.float32)
-        self._shapes = {
-            f"{side}_{layer}": (heads, width)
-            for side, shapes in (("key", facts.key_shapes), ("value", facts.value_shapes))
-            for layer, (heads, width) in enumerate(shapes)
-        }
-        self._cache: dict[str, Any] = {}  # in the contract's order; each [slots, Hkv, S, D]
-        self.rows = 0  # S, for now
-        self.held = HeldRows(slots, self.vocab_size)
-        self._calls: dict[tuple[int, ...], Call] = {}
+    _library: ClassVar[str]  # what runs the model, for errors
 
-    @abstractmethod
     def __init__(
         self,
         folder: Path,
@@ -55,28 +38,51 @@ class HostEngine(ABC, Generic[Call]):
     ):
         """folder: of the model in the bundle. slots, buffers: see `Engine`. widest: the largest K
         of a call. threads: 0 leaves the choice to the library. Raises OutriderError "backend"."""
+        self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
+        self.chunk, self.buffers = min(CHUNK, self.capacity), buffers
+        self._open(folder, facts, threads)
+        self._input_ids = np.zeros(slots * self.chunk, np.int64)
+        self._position = np.zeros(slots, np.int64)
+        self._index = np.zeros(max(widest, 1), np.int64)
+        self._logits = np.zeros((buffers, slots * max(widest, 1) * self.vocab_size), np.float32)
+        self._shapes = cache_shapes(facts)
+        self._cache: dict[str, Any] = {}  # in the contract's order; each [slots, Hkv, S, D]
+        self.rows = 0  # S, for now
+        self.held = HeldRows(slots, self.vocab_size)
+        self._calls: dict[tuple[int, ...], Call] = {}
 
     @classmethod
     def check(cls, manifest: Manifest, folder: Path) -> None:
         """Refuse, before anything is loaded, a bundle that this machine cannot run. Raises
         OutriderError "backend"."""
 
-    @property
     @abstractmethod
-    def _library(self) -> str:
-        """What runs the model, for errors."""
+    def _open(self, folder: Path, facts: GraphFacts, threads: int) -> None:
+        """What runs the model."""
 
     @abstractmethod
     def _zeros(self, *shape: int) -> Any:
         """An array of the cache's dtype."""
 
-    @abstractmethod
     def _prepare(self, first: int, batch: int, width: int, outputs: int, buffer: int) -> Call:
         """A call on the fixed buffers and on `batch` slots from `first` on."""
+        ids = {
+            "input_ids": self._input_ids[: batch * width].reshape(batch, width),
+            "position": self._position[:batch],
+            "logits_index": self._index[:outputs],
+        }
+        caches = {name: array[first : first + batch] for name, array in self._cache.items()}
+        size = batch * outputs * self.vocab_size
+        logits = self._logits[buffer, :size].reshape(batch, outputs, self.vocab_size)
+        return self._bind(ids, caches, logits)
+
+    @abstractmethod
+    def _bind(self, ids: dict[str, Ids], caches: dict[str, Any], logits: Logits) -> Call:
+        """A call on this memory. Caches are written where they are."""
 
     @abstractmethod
     def _run(self, call: Call) -> None:
-        """Logits go to the start of the call's buffer."""
+        """Until the logits are there."""
 
     def forward(
         self,

@@ -1,7 +1,13 @@
-"""ONNX Runtime on the CPU: fixed buffers, caches updated in place, one binding per shape."""
+"""ONNX Runtime: fixed buffers, caches updated in place, one binding per shape.
+
+A GPU wants onnxruntime-gpu 1.25 or newer, the first with CUDA kernels for TensorScatter and
+Attention.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +15,21 @@ import numpy as np
 import numpy.typing as npt
 
 from ..files.errors import OutriderError, first_line, importing, out_of_memory
-from ..files.manifest import GRAPH_FILE, ONE_SLOT_FILE, ORT_LEFT_OUT, GraphFacts
-from .engine import Ids
+from ..files.manifest import GRAPH_FILE, ONE_SLOT_FILE, ORT_LEFT_OUT, EngineFacts, GraphFacts
+from .cuda import CaptureError
+from .device import DeviceCall, PreparedEngine, Tensor
+from .engine import Ids, Logits
 from .host import HostEngine
+
+PROVIDER = "CUDAExecutionProvider"
+NEWER = "Install onnxruntime-gpu 1.25 or newer in place of onnxruntime."
+LIBRARIES = "Install the CUDA and cuDNN that this onnxruntime-gpu wants; its warning names them."
+# What ONNX Runtime does on the CPU by choice: it makes shapes of shapes, which lie in host memory.
+# So "session.disable_cpu_ep_fallback" is of no use here: it refuses every graph that does.
+SHAPES = {
+    "Add", "Cast", "Concat", "Div", "Gather", "Mul", "Range", "Shape", "Slice", "Squeeze", "Sub",
+    "Unsqueeze",
+}  # fmt: skip
 
 
 def open_session(
@@ -48,54 +66,133 @@ def open_session(
         ) from None
 
 
+def bind(
+    session: Any,
+    place: tuple[str, int],
+    ids: Iterable[Tensor],
+    logits: Tensor,
+    caches: Iterable[Tensor],
+    dtype: Any,
+) -> Any:
+    """A call, as addresses on a device. dtype: of the caches.
+
+    Input and output of a cache are the same memory: that is what makes ONNX Runtime's
+    TensorScatter, or GroupQueryAttention, write in place instead of copying the cache.
+    """
+    binding = session.io_binding()
+    for name, address, shape in ids:
+        binding.bind_input(name, *place, np.int64, shape, address)
+    name, address, shape = logits
+    binding.bind_output(name, *place, np.float32, shape, address)
+    for name, address, shape in caches:
+        binding.bind_input(name, *place, dtype, shape, address)
+        binding.bind_output(f"{name}_out", *place, dtype, shape, address)
+    return binding
+
+
 class OrtEngine(HostEngine[Any]):
     """See `HostEngine`; a call is an IOBinding."""
 
     _library = "ONNX Runtime"
 
-    def __init__(
-        self,
-        folder: Path,
-        facts: GraphFacts,
-        *,
-        slots: int,
-        widest: int,
-        buffers: int = 1,
-        threads: int = 0,
-    ):
+    def _open(self, folder: Path, facts: GraphFacts, threads: int) -> None:
         # Texts of different lengths need the operators that every backend has; one goes faster.
-        one_slot = slots == 1 and ONE_SLOT_FILE in facts.files
+        one_slot = self.slots == 1 and ONE_SLOT_FILE in facts.files
         file = folder / (ONE_SLOT_FILE if one_slot else GRAPH_FILE)
         self._session = open_session(file, facts, ["CPUExecutionProvider"], threads)
         self._dtype = np.dtype(facts.dtype)
-        self._allocate(facts, slots=slots, widest=widest, buffers=buffers)
 
     def _zeros(self, *shape: int) -> npt.NDArray[Any]:
         return np.zeros(shape, self._dtype)
 
-    def _prepare(self, first: int, batch: int, width: int, outputs: int, buffer: int) -> Any:
-        """Everything bound by address.
+    def _bind(self, ids: dict[str, Ids], caches: dict[str, Any], logits: Logits) -> Any:
+        def tensors(arrays: dict[str, Any]) -> list[Tensor]:
+            return [(name, array.ctypes.data, array.shape) for name, array in arrays.items()]
 
-        Input and output of a cache are the same memory: that is what makes ONNX Runtime's
-        TensorScatter, or GroupQueryAttention, write in place instead of copying the cache.
-        """
-        binding = self._session.io_binding()
-        inputs: tuple[tuple[str, Ids, tuple[int, ...]], ...] = (
-            ("input_ids", self._input_ids, (batch, width)),
-            ("position", self._position, (batch,)),
-            ("logits_index", self._index, (outputs,)),
-        )
-        for name, array, shape in inputs:
-            binding.bind_input(name, "cpu", 0, np.int64, shape, array.ctypes.data)
-        logits_shape = (batch, outputs, self.vocab_size)
-        logits = self._logits[buffer].ctypes.data
-        binding.bind_output("logits", "cpu", 0, np.float32, logits_shape, logits)
-        for name, array in self._cache.items():
-            rows = array[first : first + batch]
-            arguments = ("cpu", 0, array.dtype.type, rows.shape, rows.ctypes.data)
-            binding.bind_input(name, *arguments)
-            binding.bind_output(f"{name}_out", *arguments)
-        return binding
+        (answer,) = tensors({"logits": logits})
+        place, dtype = ("cpu", 0), self._dtype.type
+        return bind(self._session, place, tensors(ids), answer, tensors(caches), dtype)
 
     def _run(self, call: Any) -> None:
         self._session.run_with_iobinding(call)
+
+
+class OrtCudaEngine(PreparedEngine):
+    """See `DeviceEngine`; a call is an IOBinding."""
+
+    _library = "ONNX Runtime"
+    _provider, _place = PROVIDER, "cuda"  # the tests replace them
+
+    def _open(self, folder: Path, facts: GraphFacts, engine: EngineFacts | None) -> None:
+        provider = {
+            "device_id": str(self.cuda.ordinal),
+            "user_compute_stream": str(self.stream),
+            "use_tf32": "0",  # float32 is what the bundle was checked in
+        }
+        self.cuda.use()
+        self._session = open_session(
+            folder / GRAPH_FILE, facts, [(self._provider, provider)], 1,
+            record_ep_graph_assignment_info="1",
+            # Otherwise in the arena, which grows by powers of two.
+            use_device_allocator_for_initializers="1",
+        )  # fmt: skip
+        self._check_placement()
+        self._options = _run_options()
+        self._dtype = np.dtype(facts.dtype).type
+
+    @classmethod
+    def check(cls) -> None:
+        if cause := unavailable():
+            raise OutriderError("backend", cause, NEWER)
+
+    def capturing(self) -> AbstractContextManager[object]:
+        """Raises CaptureError: up to 1.31 ONNX Runtime does not support it. What a run copies from
+        the host (mixtures of experts do) a graph would read again from memory that is somebody
+        else's by then; and a capture from outside can end the process (its pull request 32081)."""
+        raise CaptureError("ONNX Runtime does not let others capture its runs")
+
+    def _run(self, call: Any) -> None:
+        self._session.run_with_iobinding(call, self._options)
+
+    def _prepare(self, call: DeviceCall) -> Any:
+        logits = ("logits", call.logits, (call.batch, call.outputs, self.vocab_size))
+        place = (self._place, self.cuda.ordinal)
+        return bind(self._session, place, call.ids(), logits, self.caches_of(call), self._dtype)
+
+    def _check_placement(self) -> None:
+        """Everything but shapes is computed on the GPU. Raises OutriderError "backend"."""
+        if self._provider not in self._session.get_providers():  # it logs a warning, and goes on
+            raise OutriderError("backend", "ONNX Runtime cannot start on this GPU", LIBRARIES)
+        placement = getattr(self._session, "get_provider_graph_assignment_info", None)
+        if placement is None:
+            raise OutriderError("backend", "this onnxruntime-gpu is older than 1.24", NEWER)
+        elsewhere = {
+            node.op_type
+            for part in placement()
+            if part.ep_name != self._provider
+            for node in part.get_nodes()
+        }
+        if missing := sorted(elsewhere - SHAPES):
+            raise OutriderError(
+                "backend", f"ONNX Runtime has no CUDA kernel for {', '.join(missing)}", NEWER
+            )
+
+
+def unavailable() -> str | None:
+    """None where ONNX Runtime has its CUDA provider; otherwise the cause, in one line."""
+    try:
+        import onnxruntime as ort
+    except ImportError:
+        return "onnxruntime is not installed"
+    if PROVIDER in ort.get_available_providers():
+        return None
+    return f"onnxruntime {ort.__version__} is without {PROVIDER}, which onnxruntime-gpu has"
+
+
+def _run_options() -> Any:
+    import onnxruntime as ort
+
+    options = ort.RunOptions()
+    # Or a run waits for the stream at its end.
+    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    return options

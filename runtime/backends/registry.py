@@ -25,9 +25,9 @@ class Backend:
 
 
 BACKENDS = {
-    "onnxruntime": Backend("onnxruntime.OrtEngine", "onnxruntime_cuda.OrtCudaEngine"),
-    "aotinductor": Backend("aotinductor.AotiEngine", "aotinductor_cuda.AotiCudaEngine"),
-    "tensorrt_rtx": Backend(device="tensorrt.TensorRtEngine"),
+    "onnxruntime": Backend("onnxruntime.OrtEngine", "onnxruntime.OrtCudaEngine"),
+    "aotinductor": Backend("aotinductor.AotiEngine", "aotinductor.AotiCudaEngine"),
+    "tensorrt_rtx": Backend(device="tensorrt.TensorRtRtxEngine"),
     "tensorrt": Backend(device="tensorrt.TensorRtEngine"),
 }
 

@@ -11,13 +11,15 @@ import importlib
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from ..files.errors import OutriderError, importing
-from ..files.manifest import EngineFacts, GraphFacts, Profile
-from .cuda import CaptureError, Cuda
+from ..files.manifest import EngineFacts, GraphFacts
+from .cuda import CaptureError
 from .device import DeviceCall, DeviceEngine
+from .engine import cache_shapes
 
 ALIGNMENT = 256  # bytes, of every tensor (NvInferRuntime.h, setTensorAddress)
 PRODUCTS = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}  # by the module's name
@@ -27,76 +29,52 @@ class TensorRtEngine(DeviceEngine):
     """See `DeviceEngine`. module: "tensorrt" or "tensorrt_rtx", or what stands in for one."""
 
     alignment = ALIGNMENT
+    module: Any = "tensorrt"
 
-    def __init__(
-        self,
-        cuda: Cuda,
-        stream: int,
-        folder: Path,
-        facts: GraphFacts,
-        engine: EngineFacts,
-        *,
-        module: Any,
-        slots: int,
-        widest: int,
-        buffers: int = 1,
-    ):
-        self._trt: Any = load_library(module) if isinstance(module, str) else module
-        self._product = PRODUCTS[self._trt.__name__]
+    def _open(self, folder: Path, facts: GraphFacts, engine: EngineFacts | None) -> None:
+        assert engine is not None
+        named = isinstance(self.module, str)
+        self._trt: Any = load_library(self.module) if named else self.module
+        self._library = PRODUCTS[self._trt.__name__]
         self._profiles = engine.profiles
-        if slots > (most := max(profile.slots[-1] for profile in engine.profiles)):
+        if self.slots > (most := max(profile.slots[-1] for profile in engine.profiles)):
             raise OutriderError(
                 "option",
-                f"slots={slots} is over the {most} that the bundle was built for",
-                f"Use {most} or fewer, or build with SLOTS={slots}.",
+                f"slots={self.slots} is over the {most} that the bundle was built for",
+                f"Use {most} or fewer, or build with SLOTS={self.slots}.",
             )
         self._logger = _logger(self._trt)
         self._runtime = self._trt.Runtime(self._logger)
         self._engine = self._load(folder / engine.file)
         self._check_tensors(folder / engine.file, facts)
-        super().__init__(cuda, stream, facts, slots=slots, widest=widest, buffers=buffers)
         sizes = map(self._engine.get_device_memory_size_for_profile_v2, range(len(engine.profiles)))
         self.activations = max(sizes)
-        self._scratch = cuda.allocate(self.activations)
+        self._scratch = self.cuda.allocate(self.activations)
         # Where ids go that lie inside of a text, and so at any multiple of 8.
         self._staging = {
-            name: cuda.allocate(8 * size)
+            name: self.cuda.allocate(8 * size)
             for name, size in (
-                ("input_ids", slots * max(self.chunk, widest)),
-                ("position", slots),
-                ("logits_index", widest),
+                ("input_ids", self.slots * max(self.chunk, self._most)),
+                ("position", self.slots),
+                ("logits_index", self._most),
             )
         }
         self._compiled: Any = None  # the kernels that TensorRT-RTX finishes, shared by all contexts
         self._contexts: dict[object, Any] = {}  # by (graph, call); or by profile, outside of graphs
         self._capturing = False
 
-    @classmethod
-    def open(
-        cls,
-        cuda: Cuda,
-        stream: int,
-        folder: Path,
-        facts: GraphFacts,
-        engine: EngineFacts | None,
-        backend: str,
-        **sizes: int,
-    ) -> DeviceEngine:
-        assert engine is not None
-        return cls(cuda, stream, folder, facts, engine, module=backend, **sizes)
-
     def enqueue(self, call: DeviceCall, graph: object = None) -> None:
         key = (graph, call) if graph is not None else self._profile(call)
         context = self._contexts.get(key)
         if context is None or graph is None:
             context = self._contexts[key] = self._bind(context, call, lasting=graph is not None)
-        for name, address, count in _ids(call):
+        for name, address, shape in call.ids():
             if address % ALIGNMENT:
-                self.cuda.copy(self._staging[name], address, 8 * count, self.stream)
+                self.cuda.copy(self._staging[name], address, 8 * prod(shape), self.stream)
         if self._capturing and not self._capturable(context):
-            raise CaptureError(f"{self._product} does not allow it for {call.tokens} tokens")
+            raise CaptureError(f"{self._library} does not allow it for {call.tokens} tokens")
         if not context.execute_async_v3(self.stream):
-            raise self._refused(call)
+            raise self._failed(call, self._said())
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -112,17 +90,10 @@ class TensorRtEngine(DeviceEngine):
 
     def _profile(self, call: DeviceCall) -> int:
         """The first profile that takes the call."""
-
-        def takes(profile: Profile) -> bool:
-            asked = (
-                (call.batch, profile.slots),
-                (call.tokens, profile.tokens),
-                (call.outputs, profile.outputs),
-            )
-            return all(sizes[0] <= size <= sizes[-1] for size, sizes in asked)
-
+        asked = call.batch, call.tokens, call.outputs
         for i, profile in enumerate(self._profiles):
-            if takes(profile):
+            ranges = profile.slots, profile.tokens, profile.outputs
+            if all(r[0] <= size <= r[-1] for size, r in zip(asked, ranges, strict=True)):
                 return i
         raise ValueError(f"no profile takes {call}")
 
@@ -131,22 +102,19 @@ class TensorRtEngine(DeviceEngine):
         index = self._profile(call)
         if context is None:
             context = self._context(index, lasting)
-        shapes = ((call.batch, call.tokens), (call.batch,), (call.outputs,))
-        tensors: list[tuple[str, int, tuple[int, ...]]] = [
+        caches = list(self.caches_of(call))
+        tensors = [
             (name, self._staging[name] if address % ALIGNMENT else address, shape)
-            for (name, address, _), shape in zip(_ids(call), shapes, strict=True)
-        ]
+            for name, address, shape in call.ids()
+        ] + caches
         outputs = [("logits", call.logits)]
-        for name, (_, (heads, width)) in self.caches.items():
-            address = self.cache_address(name, call.first_slot)
-            tensors.append((name, address, (call.batch, heads, self.capacity, width)))
-            outputs.append((f"{name}_out", address))  # in place
+        outputs += [(f"{name}_out", address) for name, address, _ in caches]  # in place
         good = all(
             context.set_input_shape(name, shape) and context.set_tensor_address(name, address)
             for name, address, shape in tensors
         ) and all(context.set_tensor_address(name, address) for name, address in outputs)
         if not good:
-            raise self._refused(call)
+            raise self._failed(call, self._said())
         return context
 
     def _context(self, profile: int, lasting: bool) -> Any:
@@ -168,14 +136,14 @@ class TensorRtEngine(DeviceEngine):
         if context is None:
             raise OutriderError(
                 "memory",
-                f"{self._product} cannot make a context: {self._said()}",
+                f"{self._library} cannot make a context: {self._said()}",
                 "Use fewer SLOTS or a smaller MAX_LEN, or free the GPU's memory.",
             )
         context.set_device_memory(self._scratch, self.activations)
         if not context.set_optimization_profile_async(profile, self.stream):
             raise OutriderError(
                 "backend",
-                f"{self._product} refuses profile {profile}: {self._said()}",
+                f"{self._library} refuses profile {profile}: {self._said()}",
                 "Build the bundle again.",
             )
         self.cuda.wait(self.stream)  # the switch may copy, and from memory of its own
@@ -208,7 +176,7 @@ class TensorRtEngine(DeviceEngine):
     def _unloadable(self, path: Path, cause: str) -> OutriderError:
         return OutriderError(
             "backend",
-            f"{self._product} {self._trt.__version__} cannot load {path}: {cause}",
+            f"{self._library} {self._trt.__version__} cannot load {path}: {cause}",
             "Build the bundle again, for this GPU.",
         )
 
@@ -216,8 +184,7 @@ class TensorRtEngine(DeviceEngine):
         """The engine is one of ours, and its caches are written where they are."""
         engine = self._engine
         names = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
-        layers = range(len(facts.key_shapes))
-        caches = {f"{side}_{layer}" for side in ("key", "value") for layer in layers}
+        caches = cache_shapes(facts).keys()
         wanted = {"input_ids", "position", "logits_index", "logits", *caches}
         if odd := names ^ (wanted | {f"{name}_out" for name in caches}):
             raise self._unloadable(path, f"it is of another graph (tensor {min(odd)})")
@@ -225,22 +192,14 @@ class TensorRtEngine(DeviceEngine):
             if engine.get_aliased_input_tensor(f"{name}_out") != name:
                 raise self._unloadable(path, f"it does not update {name} in place")
 
-    def _refused(self, call: DeviceCall) -> OutriderError:
-        return self._failed(self._product, call, self._said())
-
     def _said(self) -> str:
         """What the library said since it was asked last; it says why in its log alone."""
         errors, self._logger.errors = self._logger.errors, []
         return errors[0].strip().partition("\n")[0][:200] if errors else "it gives no reason"
 
 
-def _ids(call: DeviceCall) -> list[tuple[str, int, int]]:
-    """Name, address and count of each int64 array of a call."""
-    return [
-        ("input_ids", call.input_ids, call.batch * call.tokens),
-        ("position", call.position, call.batch),
-        ("logits_index", call.logits_index, call.outputs),
-    ]
+class TensorRtRtxEngine(TensorRtEngine):
+    module = "tensorrt_rtx"
 
 
 def load_library(module: str) -> Any:

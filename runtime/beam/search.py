@@ -114,13 +114,13 @@ def beam_search(
     on nothing is drafted. vocab_size: how many tokens there are; logits beyond are padding. A
     narrower draft proposes none of the others. length_penalty: ranks the result, not the search.
 
-    Raises OutriderError: "option", "prompt", "numeric", and what the engines raise.
+    The prompt, gamma and max_new_tokens are what `TextEngine.request` lets pass. Raises
+    OutriderError: "option", "numeric", and what the engines raise.
     """
     began = time.perf_counter()
     vocab_size = target.vocab_size if vocab_size is None else vocab_size
     draft_width = 2 * width if draft_width is None else draft_width
-    _check(width, draft_width, gamma, max_new_tokens, length_penalty)
-    _check_prompt(prompt, max_len, target.vocab_size)
+    _check(width, draft_width, length_penalty)
     stats = BeamStats()
     verifier = Pool(target, prompt, stats.target, "target")
     drafter = Pool(draft, prompt, stats.draft, "draft") if draft is not None and gamma else None
@@ -350,22 +350,17 @@ class Pool:
         return ids
 
 
-def _check(
-    width: int, draft_width: int, gamma: int, max_new_tokens: int, length_penalty: float
-) -> None:
+def _check(width: int, draft_width: int, length_penalty: float) -> None:
     for name, value, least, most in (
         ("width", width, 1, WIDEST),
-        ("gamma", gamma, 0, None),
-        ("max_new_tokens", max_new_tokens, 1, None),
         ("draft_width", draft_width, width, 2 * WIDEST),
     ):
         whole = isinstance(value, Integral) and not isinstance(value, bool)
-        if not whole or value < least or (most is not None and value > most):
-            until = "on" if most is None else f"to {most}"
+        if not whole or not least <= value <= most:
             raise OutriderError(
                 "option",
                 f"{name}={value!r} is out of range",
-                f"{name} must be a whole number from {least} {until}.",
+                f"{name} must be a whole number from {least} to {most}.",
             )
     # Bounded, so that length ** penalty is a number.
     number = isinstance(length_penalty, Real) and not isinstance(length_penalty, bool)
@@ -374,19 +369,4 @@ def _check(
             "option",
             f"length_penalty={length_penalty!r} is out of range",
             "length_penalty must be from -10 to 10; 0 ranks by the score alone.",
-        )
-
-
-def _check_prompt(prompt: Sequence[int], max_len: int, vocab_size: int) -> None:
-    if not 0 < len(prompt) < max_len:
-        raise OutriderError(
-            "prompt",
-            f"the prompt has {len(prompt):,} tokens and the context {max_len:,}",
-            "Give it at least one token, and fewer than the context has.",
-        )
-    if odd := [token for token in prompt if not 0 <= token < vocab_size]:
-        raise OutriderError(
-            "prompt",
-            f"the prompt has the token id {odd[0]}, and the model only 0 to {vocab_size - 1}",
-            "Leave that token out of the prompt or the chat template.",
         )

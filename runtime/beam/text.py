@@ -74,24 +74,22 @@ def beam_texts(
     bundle loaded with a few times `beams` of them is faster. Raises OutriderError: "option",
     "prompt", "busy", "numeric".
     """
-    decoder, pair = engine.decoder, engine.manifest.pair
+    decoder = engine.decoder
     gamma = gamma_of(engine, gamma)
-    if not 0 <= gamma <= decoder.max_gamma or (gamma and decoder.draft is None):
-        raise OutriderError(
-            "option",
-            f"gamma={gamma} is out of range"
-            if decoder.draft
-            else f"gamma={gamma} needs a draft, and the bundle has none",
-            f"Choose gamma from 0 to {decoder.max_gamma}." if decoder.draft else "Use gamma=0.",
-        )
-    options = Options(chat=chat, system=system, special_tokens=special_tokens)
-    options.check()
-    ids = engine.encode(prompt, options)
+    if gamma and decoder.draft is None:
+        cause = f"gamma={gamma} needs a draft, and the bundle has none"
+        raise OutriderError("option", cause, "Use gamma=0.")
+    options = Options(
+        gamma=gamma, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, chat=chat,
+        system=system, special_tokens=special_tokens,
+    )  # fmt: skip
+    request = engine.request(prompt, options)
+    ids = request.prompt
     with engine.undisturbed():
         found = beam_search(
             decoder.target, decoder.draft, ids, width=beams, draft_width=draft_beams, gamma=gamma,
             max_new_tokens=max_new_tokens, max_len=decoder.max_len,
-            eos_token_ids=() if ignore_eos else pair.tokenizer.eos_token_ids,
+            eos_token_ids=() if ignore_eos else request.eos_token_ids,
             length_penalty=length_penalty, draft_max_len=decoder.draft_max_len,
             vocab_size=decoder.vocab_size,
         )  # fmt: skip

@@ -14,17 +14,16 @@ from argparse import (
     Namespace,
     RawDescriptionHelpFormatter,
 )
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from .. import __version__
 from ..beam.text import excluded
 from ..drafts.registry import KINDS
-from ..files.errors import EXIT_STATUS, INTERRUPTED, CommandParser, OutriderError
-from ..sequence import Request
-from ..text.options import Options
+from ..files.errors import EXIT_STATUS, INTERRUPTED, CommandParser, OutriderError, refuse_first
+from ..text.options import GammaName, Options
 
 PACKAGE = (__package__ or "runtime").partition(".")[0]
 PROGRAM = "outrider" if PACKAGE == "outrider" else f"python -m {PACKAGE}.generate"
@@ -56,15 +55,18 @@ exit status:
   {_STATUSES}"""
 
 
-def _whole(least: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
+def _whole(least: int, *names: str) -> Callable[[str], Any]:
+    """names: that may stand in place of a number."""
+
+    def convert(text: str) -> int | str:
         try:
             value = int(text)
         except ValueError:
             value = least - 1
-        if value < least:
-            raise ArgumentTypeError(f"{text!r} is not a whole number from {least} up")
-        return value
+        if value < least and text not in names:
+            more = f", {' or '.join(names)}" if names else ""
+            raise ArgumentTypeError(f"{text!r} is not a whole number from {least} up{more}")
+        return text if text in names else value
 
     return convert
 
@@ -75,17 +77,6 @@ def _bias(text: str) -> tuple[int, float]:
         return _whole(0)(token), float(value)
     except (ArgumentTypeError, ValueError):
         raise ArgumentTypeError(f"{text!r} is not a token id and a number, ID=X") from None
-
-
-def _gamma(text: str) -> int | str:
-    if text in ("auto", "transformers"):
-        return text
-    try:
-        return _whole(0)(text)
-    except ArgumentTypeError:
-        raise ArgumentTypeError(
-            f"{text!r} is not a whole number from 0 up, auto or transformers"
-        ) from None
 
 
 def _escaped(text: str) -> str:
@@ -184,7 +175,7 @@ def _parser() -> ArgumentParser:
     add("--seed", type=_whole(0), metavar="N", help="default: a random one, which is printed")
 
     add = parser.add_argument_group("speculation").add_argument
-    add("--gamma", type=_gamma, metavar="N",
+    add("--gamma", type=_whole(0, *get_args(GammaName)), metavar="N",
         help="draft tokens a round; 0 is plain decoding (default 4, of a lookup 8, without a "
         "draft 0); auto chooses the fastest for each round, by measured costs and acceptance; "
         "transformers is the schedule of that library")
@@ -199,8 +190,9 @@ def _parser() -> ArgumentParser:
     add("--draft-threshold", type=float, default=0.0, metavar="P",
         help="end a round's drafting after a token to which the draft gave a probability below P "
         "(default 0: off); still exact")
-    add("--verify", choices=("token", "block", "sigmoid"), default="token",
-        help="token (default) and block (accepts more) are exact; sigmoid is not")
+    add("--verify", choices=("token", "block", "coupled", "sigmoid"), default="token",
+        help="token (default), block (accepts more) and coupled (the seed alone decides the text, "
+        "whatever is drafted) are exact; sigmoid is not")
     add("--lenience", type=float, default=1.0, metavar="L",
         help="below 1 accepts more and is not exact: no token gets more than 1/L times its "
         "probability (default 1)")
@@ -245,7 +237,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     plain = args.draft == "none" or args.gamma == 0
     no_text = "--json" if args.json else "--batch" if args.batch else ""
     leave = "Leave one of them out."
-    rules: list[tuple[Any, str, str]] = [
+    no_stream = no_text or args.baseline or args.beams
+    rules: list[tuple[object, str, str]] = [
         (args.draft == "none" and args.gamma, f"--draft none contradicts --gamma {args.gamma}",
          leave),
         (args.draft not in (None, "none") and args.gamma == 0,
@@ -276,38 +269,31 @@ def parse(argv: Sequence[str] | None) -> Namespace:
           for name in ("json", "baseline", "check", "logprobs")),
         (args.conversation and args.stream is False, "--chat shows answers as they come",
          "Leave --no-stream out."),
+        (args.pace and (args.stream is False or no_stream),
+         "--pace is of a stream, and nothing is streamed", leave),
     ]  # fmt: skip
-    for broken, cause, remedy in rules:
-        if broken:
-            raise OutriderError("option", cause, remedy)
-    if args.pace and (args.stream is False or no_text or args.baseline or args.beams):
-        raise OutriderError("option", "--pace is of a stream, and nothing is streamed", leave)
+    refuse_first(rules)
     if args.stream is None:
-        args.stream = not (no_text or args.baseline or args.beams)
+        args.stream = not no_stream
     if plain:
         args.gamma = 0
     if not args.batch and (plain or args.draft is not None):
-        _refuse_unread(args, [] if plain else [args.draft])
+        refuse_unread(args, [] if plain else [args.draft])
     return args
 
 
-def refuse_unread(args: Namespace, requests: Iterable[Request]) -> None:
-    """--corpus and --table, where no request has a draft that reads them. Raises "option"."""
-    _refuse_unread(args, {request.draft for request in requests if request.gamma})
-
-
-def _refuse_unread(args: Namespace, drafts: Collection[str]) -> None:
+def refuse_unread(args: Namespace, drafts: Collection[str]) -> None:
+    """--corpus and --table, where none of these drafts reads them. Raises "option"."""
     all_readers = {
         "corpus": [name for name, kind in KINDS.items() if kind.reads_corpus],
         "table": [name for name, kind in KINDS.items() if "tables" in kind.needs],
     }
-    for name, readers in all_readers.items():
-        if getattr(args, name) is not None and not set(readers) & set(drafts):
-            raise OutriderError(
-                "option",
-                f"--{name} is only read by the drafts {', '.join(readers)}",
-                f"Add --draft {readers[0]} or another of them, or leave --{name} out.",
-            )
+    refuse_first(
+        (getattr(args, name) is not None and not set(readers) & set(drafts),
+         f"--{name} is only read by the drafts {', '.join(readers)}",
+         f"Add --draft {readers[0]} or another of them, or leave --{name} out.")
+        for name, readers in all_readers.items()
+    )  # fmt: skip
 
 
 def options_from(args: Namespace) -> Options:
@@ -318,22 +304,12 @@ def options_from(args: Namespace) -> Options:
     options = replace(options, logit_bias=tuple(args.logit_bias))
     options.check()
     if args.beams:
-        others = (
-            "stream",
-            "color",
-            "baseline",
-            "check",
-            "batch",
-            "conversation",
-            "corpus",
-            "table",
-        )
-        name = excluded(options, {name: getattr(args, name) for name in others})
+        more = ("stream", "color", "baseline", "check", "batch", "conversation", "corpus", "table")
+        name = excluded(options, {name: getattr(args, name) for name in more})
         if name is not None:
             name = "chat" if name == "conversation" else name.replace("_", "-")
-            raise OutriderError(
-                "option", f"--{name} has no meaning for a beam search", "Leave it or --beams out."
-            )
+            cause = f"--{name} has no meaning for a beam search"
+            raise OutriderError("option", cause, "Leave it or --beams out.")
     return options if args.batch else seeded(options)
 
 

@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from contextlib import suppress
 from typing import Any
 
 from ..files.errors import OutriderError
-from ..text.engine import TextEngine
-from ..text.options import Options
 from . import report
 from .arguments import refuse_unread
-from .output import Output, show
+from .output import Output, Session
 
 HELP = "Ctrl-C ends an answer, /reset forgets what was said, Ctrl-D ends the conversation."
 
 
-def converse(
-    engine: TextEngine, args: Namespace, options: Options, out: Output, err: Output
-) -> int:
+def converse(session: Session) -> None:
     """Read a line, stream the answer, and again until standard input ends.
 
     An answer that is interrupted stays in the conversation as far as it came; a message that is
     refused does not.
     """
+    engine, args, err = session.engine, session.args, session.err
     if not engine.manifest.pair.tokenizer.chat_template:
         raise OutriderError(
             "option",
             f"--chat needs a chat template, and {args.engines} has none",
             "Use --prompt, or a checkpoint with a chat template.",
         )
-    refuse_unread(args, [engine.request("", options)])
+    request = engine.request("", session.options)
+    refuse_unread(args, [request.draft] if request.gamma else [])
     if err.terminal:
-        _line_editing()
+        with suppress(ImportError):
+            import readline  # noqa: F401 - arrow keys and history, where Python has them
         err.line(HELP)
     said: list[dict[str, Any]] = []
     while (text := _read(err)) is not None:
@@ -42,32 +40,23 @@ def converse(
         elif text.strip():
             said.append({"role": "user", "content": text})
             try:
-                answer = _answer(engine, args, said, options, out, err)
-                said.append({"role": "assistant", "content": answer})
+                said.append({"role": "assistant", "content": _answer(session, said)})
             except OutriderError as error:
                 said.pop()
                 err.line(f"error: {error}")
-    return 0
 
 
-def _answer(
-    engine: TextEngine,
-    args: Namespace,
-    said: list[dict[str, Any]],
-    options: Options,
-    out: Output,
-    err: Output,
-) -> str:
+def _answer(session: Session, said: list[dict[str, Any]]) -> str:
     """The answer's text, shown as it comes."""
-    with engine.stream(said, **vars(options)) as stream:
+    with session.engine.stream(said, **vars(session.options)) as stream:
         try:
-            show(stream, args, out)
+            session.show(stream)
         except KeyboardInterrupt:
             stream.close()
         finally:
-            out.write("\n")
-    if stream.result is not None and args.stats != "none":
-        err.line(report.answer(stream.result))
+            session.out.write("\n")
+    if stream.result is not None and session.args.stats != "none":
+        session.err.line(report.answer(stream.result))
     return stream.text
 
 
@@ -88,9 +77,3 @@ def _read(err: Output) -> str | None:
             err.line("")
         except UnicodeDecodeError:
             err.line("error: prompt: the message is not UTF-8. Type it again.")
-
-
-def _line_editing() -> None:
-    """Arrow keys and history, where Python has them."""
-    with suppress(ImportError):
-        import readline  # noqa: F401

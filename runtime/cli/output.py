@@ -7,11 +7,14 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TextIO
 
 from ..files.errors import OutriderError
+from ..text.engine import TextEngine
+from ..text.options import Options
 from ..text.pace import Smooth
 from ..text.stream import Stream
 from . import report
@@ -26,10 +29,6 @@ class Output:
     def __init__(self, stream: TextIO | None, name: str):
         self._stream, self._name = stream, name
         self.terminal = stream is not None and stream.isatty()
-
-    def encode(self, encoding: str | None, errors: str) -> None:
-        if self._stream is not None and hasattr(self._stream, "reconfigure"):
-            self._stream.reconfigure(encoding=encoding, errors=errors)
 
     def write(self, text: str) -> None:
         if self._stream is None:
@@ -51,24 +50,40 @@ class Output:
     def line(self, text: str) -> None:
         self.write(text + "\n")
 
-    def lines(self, lines: Sequence[str]) -> None:
+    def lines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.line(line)
 
 
-def show(stream: Stream, args: Namespace, out: Output) -> str:
-    """Write a text as it comes, or with --no-stream nothing; returns what is to be seen of it."""
-    shown: list[str] = []
-    with ExitStack() as stack:
-        smooth = stack.enter_context(Smooth(out.write)) if args.pace == "smooth" else None
-        for event in stream:
-            pieces = [report.color(*p) if args.color else p[0] for p in event.pieces]
-            if smooth is not None:
-                smooth.show(pieces)
-            elif args.stream:
-                out.write("".join(pieces))
-            shown += pieces
-    return "".join(shown)
+@dataclass(frozen=True)
+class Session:
+    """What a command works with: an open bundle, what was asked for, stdout and stderr."""
+
+    engine: TextEngine
+    args: Namespace
+    options: Options
+    out: Output
+    err: Output
+
+    def show(self, stream: Stream) -> str:
+        """Write a text as it comes, or with --no-stream nothing; returns what is to be seen."""
+        shown: list[str] = []
+        with ExitStack() as stack:
+            smooth = None
+            if self.args.pace == "smooth":
+                smooth = stack.enter_context(Smooth(self.out.write))
+            for event in stream:
+                pieces = [report.color(*p) if self.args.color else p[0] for p in event.pieces]
+                if smooth is not None:
+                    smooth.show(pieces)
+                elif self.args.stream:
+                    self.out.write("".join(pieces))
+                shown += pieces
+        return "".join(shown)
+
+    def show_memory(self) -> None:
+        if self.args.stats != "none" and self.engine.memory:
+            self.err.line(report.memory(self.engine.memory))
 
 
 def standard_streams(*, json: bool) -> tuple[Output, Output]:
@@ -77,15 +92,15 @@ def standard_streams(*, json: bool) -> tuple[Output, Output]:
     if sys.stdout is None:  # `>&-`
         raise OutriderError("disk", "stdout is closed", "Redirect it to a file or a pipe.")
     out = Output(sys.stdout, "stdout")
-    if json:
-        out.encode("utf-8", "strict")
-    else:
-        out.encode(None, "backslashreplace")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(
+            encoding="utf-8" if json else None, errors="strict" if json else "backslashreplace"
+        )
     return out, Output(sys.stderr, "stderr")
 
 
 class Progress:
-    """A line on a terminal that is rewritten in place, and gone at the end."""
+    """A line on a terminal that is rewritten in place, and gone at the end of the block."""
 
     def __init__(self, err: Output, count: int):
         self._err, self._count, self._shown = err, count, 0.0
@@ -96,6 +111,9 @@ class Progress:
             self._shown = now
             self._err.write(f"\r{done}/{self._count} done, {speed:.1f} tok/s\x1b[K")
 
-    def clear(self) -> None:
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self._shown:
             self._err.write("\r\x1b[K")

@@ -40,19 +40,21 @@ def batch_requests(args: Namespace, options: Options) -> list[tuple[int, Prompt,
             try:
                 prompt, changed = _request(_json(line, where), options, where)
             except OutriderError as error:
-                cause = error.cause if where in error.cause else f"{where}: {error.cause}"
-                raise OutriderError(error.kind, cause, error.remedy) from None
+                raise at_line(args, number, error) from None
             requests.append((number, prompt, seeded(changed)))
     if not requests:
         raise OutriderError("prompt", f"{source_name(args.batch)} has no requests", _BATCH_REMEDY)
     return requests
 
 
+def at_line(args: Namespace, number: int, error: OutriderError, more: str = "") -> OutriderError:
+    """The error of one line of --batch, which it names. more: to say after the line."""
+    where = f"line {number} of {source_name(args.batch)}"
+    cause = error.cause if where in error.cause else f"{where}{more}: {error.cause}"
+    return OutriderError(error.kind, cause, error.remedy)
+
+
 _BATCH_REMEDY = 'A line is {"prompt": "..."} or {"messages": [...]}, with options if need be.'
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
 def _request(body: Any, options: Options, where: str) -> tuple[Prompt, Options]:
@@ -61,24 +63,23 @@ def _request(body: Any, options: Options, where: str) -> tuple[Prompt, Options]:
     if ("prompt" in body) == ("messages" in body):
         cause = f"{where} needs either a prompt or messages"
         raise OutriderError("prompt", cause, _BATCH_REMEDY)
-    known = [field.name for field in fields(Options)]
     given = {name: value for name, value in body.items() if name not in ("prompt", "messages")}
+    known = [field.name for field in fields(Options)]
     if unknown := [name for name in given if name not in known]:
-        raise OutriderError(
-            "option", f"unknown key {unknown[0]!r}", f"There are {', '.join(known)}."
-        )
+        cause = f"unknown key {unknown[0]!r}"
+        raise OutriderError("option", cause, f"There are {', '.join(known)}.")
     if isinstance(bias := given.get("logit_bias"), dict):  # JSON's keys are strings
         given["logit_bias"] = {int(i) if i.isdecimal() else i: x for i, x in bias.items()}
     changed = replace(options, **given)
     changed.check()
     if "messages" in body:
         if changed.chat is False:
-            raise OutriderError(
-                "option", "messages need the chat template", "Leave --no-chat-template out."
-            )
+            cause = "messages need the chat template"
+            raise OutriderError("option", cause, "Leave --no-chat-template out.")
         return _messages(body["messages"], changed.system, where), changed
     prompt = body["prompt"]
-    if not isinstance(prompt, str) and not _is_ids(prompt):
+    ids = isinstance(prompt, list) and all(type(item) is int and item >= 0 for item in prompt)
+    if not (ids or isinstance(prompt, str)):
         cause = f"{where}: the prompt is neither a text nor a list of token ids"
         raise OutriderError("prompt", cause, _BATCH_REMEDY)
     return prompt, changed
@@ -92,11 +93,8 @@ def _messages(value: Any, system: str | None, where: str) -> list[Mapping[str, A
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise OutriderError("prompt", f"{where}: message {i} has no role", remedy)
         if system is not None and message["role"] == "system":
-            raise OutriderError(
-                "option",
-                f"--system contradicts the system message of {where}",
-                "Leave one of them out.",
-            )
+            cause = f"--system contradicts the system message of {where}"
+            raise OutriderError("option", cause, "Leave one of them out.")
     return value
 
 
@@ -104,9 +102,8 @@ def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise OutriderError(
-            "prompt", f"{where} is not JSON: {error}", "Check it with python -m json.tool."
-        ) from None
+        cause = f"{where} is not JSON: {error}"
+        raise OutriderError("prompt", cause, "Check it with python -m json.tool.") from None
 
 
 def source_name(source: str) -> str:

@@ -37,21 +37,14 @@ def summary(result: Result, gamma: str, *, seed: bool = True) -> list[str]:
     finish = result.finish_reason
     if result.stopped_by is not None:
         finish += ":" + json.dumps(result.stopped_by, ensure_ascii=False)
-    first = [
-        f"prompt {stats.prompt_tokens} tok{_reused(stats)}",
-        f"TTFT {_ms(stats.ttft)} ms (target prefill {_ms(stats.time_prefill)})",
+    drafts = f" | draft prefill {_ms(t)} ms" if (t := stats.time_draft_prefill) else ""
+    return [
+        f"prompt {stats.prompt_tokens} tok{_reused(stats)} | TTFT {_ms(stats.ttft)} ms "
+        f"(target prefill {_ms(stats.time_prefill)}){drafts}",
+        f"output {stats.output_tokens} tok | {speed(stats):.1f} tok/s | TPOT {_ms(stats.tpot())} ms"
+        f" | finish {finish}" + (f" | seed {result.seed}" if seed else ""),
+        *round_lines(stats, gamma),
     ]
-    if stats.time_draft_prefill:
-        first.append(f"draft prefill {_ms(stats.time_draft_prefill)} ms")
-    second = [
-        f"output {stats.output_tokens} tok",
-        f"{speed(stats):.1f} tok/s",
-        f"TPOT {_ms(stats.tpot())} ms",
-        f"finish {finish}",
-    ]
-    if seed:
-        second.append(f"seed {result.seed}")
-    return [" | ".join(first), " | ".join(second), *round_lines(stats, gamma)]
 
 
 def answer(result: Result) -> str:
@@ -98,12 +91,7 @@ def round_lines(stats: Stats, gamma: str) -> list[str]:
         lines.append(f"accepted by position {positions} | gamma {gamma}")
     else:
         lines[0] += " | plain decoding (gamma 0)"
-    parts = {
-        "draft": stats.time_draft,
-        "verify": stats.time_verify,
-        "sample": stats.time_sample,
-        "host": stats.time_host,
-    }
+    parts = _times(stats)
     whole = sum(parts.values())
     shares = " ".join(f"{name} {_percent(part, whole)}" for name, part in parts.items())
     cost = draft_cost(stats)
@@ -130,10 +118,7 @@ def detailed(stats: Stats) -> list[str]:
     times = {
         "target prefill": stats.time_prefill,
         "draft prefill": stats.time_draft_prefill,
-        "draft": stats.time_draft,
-        "verify": stats.time_verify,
-        "sample": stats.time_sample,
-        "host": stats.time_host,
+        **_times(stats),
         "total": stats.elapsed,
     }
     lines.append("ms  " + "  ".join(f"{name} {_ms(value)}" for name, value in times.items()))
@@ -148,6 +133,11 @@ def detailed(stats: Stats) -> list[str]:
             f"{_fraction(alpha)}, gamma {gamma:.1f}, c {_fraction(cost)}: {expected:.2f}x"
         )
     return lines
+
+
+def _times(stats: Stats) -> dict[str, float]:
+    """Seconds of the rounds."""
+    return {name: getattr(stats, f"time_{name}") for name in ("draft", "verify", "sample", "host")}
 
 
 def draft_cost(stats: Stats) -> float | None:
@@ -168,14 +158,12 @@ def baseline_object(result: Result, plain: Result, *, greedy: bool) -> dict[str,
     greedy: whether the two texts ought to be the same; above temperature 0 they are two draws.
     """
     theirs = speed(plain.stats)
-    body: dict[str, Any] = {
+    return {
         "tokens_per_second": round(theirs, 3),
         "output_tokens": plain.stats.output_tokens,
         "speedup": round(speed(result.stats) / theirs, 4) if theirs else None,
+        **({"same_tokens": result.token_ids == plain.token_ids} if greedy else {}),
     }
-    if greedy:
-        body["same_tokens"] = result.token_ids == plain.token_ids
-    return body
 
 
 def baseline(result: Result, plain: Result, *, greedy: bool) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..backends.engine import Logits
-from ..calls import idle_positions, readable, slot_sampling, span
+from ..backends.engine import Ids, Logits
+from ..calls import feed, readable, slot_sampling, span
 from ..sampling.philox import Purpose, philox4x32
 from ..sequence import ActiveSequence
 from .draft import Draft, Sources, temper
@@ -19,7 +19,8 @@ class ChainDraft(Draft):
     """Tokens of the draft model by speculative decoding of its own.
 
     The rounds within have a stream of random numbers of their own, another for each round: what
-    they looked at beyond the target's first rejection is not looked at again.
+    they looked at beyond the target's first rejection is not looked at again. By the coupled rule
+    they have the text's own noise, as every draft.
     """
 
     help = "the draft model, with ngram as its own draft"
@@ -44,7 +45,7 @@ class ChainDraft(Draft):
         if len(self._rows) < (most := max(wanted.values())):
             self._rows = np.zeros((most, len(slots), width), np.float32)
         tokens: dict[ActiveSequence, list[int]] = {sequence: [] for sequence in wanted}
-        seeds = {sequence: _seed(sequence) for sequence in wanted}
+        seeds = {x: _seed(x) for x in wanted}
         while active := [x for x in wanted if len(tokens[x]) < wanted[x]]:
             guesses = [
                 self._lookup.possible(x, tokens[x], wanted[x] - len(tokens[x]) - 1) for x in active
@@ -57,21 +58,18 @@ class ChainDraft(Draft):
         active: Sequence[ActiveSequence],
         guesses: Sequence[list[int]],
         tokens: Mapping[ActiveSequence, list[int]],
-        seeds: Mapping[ActiveSequence, int],
+        seeds: Mapping[ActiveSequence, int | None],
     ) -> None:
         """Draft with lookups, verify with the draft model, accept or correct or extend."""
         engine, inner = self.sources.engine, self.sources.inner
         assert engine is not None and inner is not None
-        first, last = span(active)
-        width = 2 + max(map(len, guesses))  # two known tokens, as in a first step
-        ids = np.zeros((last - first, width), np.int64)
-        position = idle_positions(self.sources.slots, engine, first, last, "draft_len", width)
+        within = first, _ = span(active)
+        fed: dict[ActiveSequence, tuple[int, Sequence[int] | Ids]] = {}
         for sequence, guess in zip(active, guesses, strict=True):
-            row, text = sequence.slot.index - first, sequence.slot.tokens
-            known = [*text[-2:], *tokens[sequence]]
-            ids[row, : 2 + len(guess)] = readable(engine, [*known[-2:], *guess])
-            position[row] = len(text) + len(known) - 4
-        logits = engine.forward(ids, position, np.arange(1, width), first_slot=first)
+            known = [*sequence.slot.tokens[-2:], *tokens[sequence]]  # two, as in a first step
+            start = len(sequence.slot.tokens) + len(known) - 4
+            fed[sequence] = start, readable(engine, [*known[-2:], *guess])
+        logits = feed(engine, self.sources.slots, "draft_len", within, fed, since=1)
         for sequence in active:
             temper(logits[sequence.slot.index - first], sequence)
         inner.begin([
@@ -88,8 +86,11 @@ class ChainDraft(Draft):
             mine += drawn
 
 
-def _seed(sequence: ActiveSequence) -> int:
-    """Of the rounds between lookups and draft in the round that starts here."""
+def _seed(sequence: ActiveSequence) -> int | None:
+    """Of the rounds between lookups and draft in the round that starts here; None for the text's
+    own."""
+    if sequence.request.params.verify == "coupled":
+        return None
     position = len(sequence.slot.tokens)
     low, high, _, _ = philox4x32(sequence.request.params.seed, (position, Purpose.CHAIN, 0, 0))
     return high << 32 | low

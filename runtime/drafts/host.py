@@ -23,9 +23,10 @@ Gammas = dict[ActiveSequence, int]
 
 @dataclass(slots=True)
 class Drafted:
-    """What a round drafted: tokens of each sequence; the logits [S, V] that they were drawn from,
-    of each step, none where all are point masses."""
+    """A round's drafts: how many there are and the tokens, by sequence; the logits [S, V] that they
+    were drawn from, of each step, none where all are point masses."""
 
+    gammas: Gammas
     tokens: dict[ActiveSequence, list[int]]
     logits: list[Logits] = field(default_factory=list)
 
@@ -67,14 +68,15 @@ class HostDraft:
         slot.draft_len = need
 
     def propose(self, gammas: Gammas) -> Drafted:
-        """Draft for these sequences, at most gamma tokens each; gammas become what was drafted."""
-        drafted = Drafted({sequence: [] for sequence in gammas})
-        self._at_once(gammas, drafted)
+        """Draft for these sequences, at most gamma tokens each."""
+        drafted = Drafted(dict(gammas), {sequence: [] for sequence in gammas})
+        self._at_once(drafted)
+        gammas = drafted.gammas
         drafts = {sequence: self._of(sequence) for sequence, gamma in gammas.items() if gamma}
         self._sampler.begin([slot_sampling(sequence, gamma) for sequence, gamma in gammas.items()])
         with_rows = [draft for draft in drafts.values() if not draft.point_masses]
         if with_rows:
-            self._steps(gammas, drafts, drafted)
+            self._steps(drafts, drafted)
         if not with_rows or any(draft.at_once for draft in with_rows):
             self._sampler.give(list(drafted.tokens.values()), span(drafts or gammas)[0])
         return drafted
@@ -86,79 +88,62 @@ class HostDraft:
             self._drafts[name] = draft = KINDS[name](self.sources)
         return draft
 
-    def _at_once(self, gammas: Gammas, drafted: Drafted) -> None:
+    def _at_once(self, drafted: Drafted) -> None:
         """All tokens of those who know them; their gamma becomes how many there are."""
+        asked = [(x, self._of(x), gamma) for x, gamma in drafted.gammas.items() if gamma]
+        # Beside drafts by the step a guess takes part in those steps, and has no others.
+        steps = max((gamma for _, draft, gamma in asked if not draft.point_masses), default=0)
         by_draft: dict[Draft, Gammas] = {}
-        others = 0  # the steps of those whose tokens have rows
-        for sequence, gamma in gammas.items():
-            if gamma:
-                draft = self._of(sequence)
-                others = others if draft.point_masses else max(others, gamma)
-                if draft.at_once:
-                    by_draft.setdefault(draft, {})[sequence] = gamma
+        for sequence, draft, gamma in asked:
+            if draft.at_once:
+                most = min(gamma, steps) if steps and draft.point_masses else gamma
+                by_draft.setdefault(draft, {})[sequence] = most
         for draft, wanted in by_draft.items():
-            if others and draft.point_masses:
-                # Beside drafts by the step a guess takes part in those steps, and has no others.
-                wanted = {sequence: min(gamma, others) for sequence, gamma in wanted.items()}
             for sequence, proposed in draft.propose(wanted).items():
                 tokens = list(proposed)[: wanted[sequence]]
                 tokens = tokens[: first_forbidden(sequence, tokens, self.sources.width)]
-                gammas[sequence], drafted.tokens[sequence] = len(tokens), tokens
+                drafted.gammas[sequence], drafted.tokens[sequence] = len(tokens), tokens
 
-    def _steps(self, gammas: Gammas, drafts: dict[ActiveSequence, Draft], drafted: Drafted) -> None:
+    def _steps(self, drafts: dict[ActiveSequence, Draft], drafted: Drafted) -> None:
         """x1..x(gamma) of each sequence from q; of tokens that are there already, the rows."""
         first, last = span(drafts)
-        tokens = drafted.tokens
-        model, drafting = None, []
-        for sequence, draft in drafts.items():
-            if isinstance(draft, ModelDraft):
-                model = draft
-                drafting.append(sequence)
+        gammas, tokens = drafted.gammas, drafted.tokens
+        drafting = [x for x, draft in drafts.items() if isinstance(draft, ModelDraft)]
+        model = drafts[drafting[0]] if drafting else None
         ahead = {x: len(tokens[x]) for x, d in drafts.items() if d.at_once and d.reads_model}
-        draws = [x for x, draft in drafts.items() if not draft.at_once]
+        draws = {x for x, draft in drafts.items() if not draft.at_once}
         step = 0
         while step < max(gammas.values()):
-            if model is not None:
+            if isinstance(model, ModelDraft):
                 logits = model.step(drafting, ahead, tokens, step, first, last)
             else:
                 logits = self._buffer(max(gammas.values()))[step, first:last]
+            drafted.logits.append(logits)
             for sequence, draft in drafts.items():
                 if step < gammas[sequence]:
-                    self._fill(logits[sequence.slot.index - first], sequence, draft, tokens, step)
-            drafted.logits.append(logits)
+                    row = logits[sequence.slot.index - first]
+                    self._fill(row, sequence, draft, tokens[sequence], step)
             if draws:
-                self._draw(draws, gammas, drafted, step, first)
+                self._draw(draws, drafted, step, first)
             step += 1
 
     def _fill(
-        self,
-        row: Logits,
-        sequence: ActiveSequence,
-        draft: Draft,
-        tokens: dict[ActiveSequence, list[int]],
-        step: int,
+        self, row: Logits, sequence: ActiveSequence, draft: Draft, tokens: list[int], step: int
     ) -> None:
         """Make a row [V] what this sequence's token of the step is drawn from."""
         if draft.point_masses:  # what was guessed is what will be drawn
             row[:] = -np.inf
-            row[tokens[sequence][step]] = 0
+            row[tokens[step]] = 0
             return
         if not isinstance(draft, ModelDraft):
             width = self.sources.width
-            row[:width] = draft.row(sequence, tokens[sequence][:step])[:width]
+            row[:width] = draft.row(sequence, tokens[:step])[:width]
         if not draft.at_once:
             temper(row, sequence)
 
-    def _draw(
-        self,
-        draws: list[ActiveSequence],
-        gammas: Gammas,
-        drafted: Drafted,
-        step: int,
-        first: int,
-    ) -> None:
+    def _draw(self, draws: set[ActiveSequence], drafted: Drafted, step: int, first: int) -> None:
         """A token of each who draws; and none after one that the draft itself is unsure of."""
-        logits = drafted.logits[step]
+        gammas, logits = drafted.gammas, drafted.logits[step]
         drawn = self._sampler.draw(logits, step, keep=False, first_slot=first).tolist()
         for b, (sequence, token) in enumerate(zip(gammas, drawn, strict=True)):
             if step >= gammas[sequence] or sequence not in draws:

@@ -115,9 +115,6 @@ class Corpus:
             self._keys.append(found)
             self._ends.append((len(keys) - 1 - last + n).astype(np.int32))
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
     def after(self, end: Sequence[int], count: int) -> list[int]:
         """At most `count` tokens after the last occurrence of this n-gram; none if it has none."""
         n = len(end)

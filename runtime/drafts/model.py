@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
-from ..backends.engine import Logits
-from ..calls import idle_positions, readable
+from ..backends.engine import Ids, Logits
+from ..calls import feed, readable
 from ..sequence import ActiveSequence
 from .draft import Draft
 
@@ -35,17 +33,18 @@ class ModelDraft(Draft):
         """
         engine, slots = self.sources.engine, self.sources.slots
         assert engine is not None
-        # Two tokens first: after a fully accepted round the draft lacks a row (Slot.commit).
-        width = 1 if step else 2
-        ids = np.zeros((last - first, width), np.int64)
-        position = idle_positions(slots, engine, first, last, "draft_len", width)
-        for sequence, count in ahead.items():
-            position[sequence.slot.index - first] = len(sequence.slot.tokens) - 1 + count
+        fed: dict[ActiveSequence, tuple[int, Sequence[int] | Ids]] = {
+            sequence: (len(sequence.slot.tokens) - 1 + count, [])
+            for sequence, count in ahead.items()
+        }
         for sequence in drafting:
             text, drafts = sequence.slot.tokens, tokens[sequence]
-            row, length = sequence.slot.index - first, len(text)
+            # Two tokens first: after a fully accepted round the draft lacks a row (Slot.commit).
             # Past its own gamma a sequence repeats its last draft: the row is never committed.
-            ids[row] = readable(engine, drafts[-1:] if step else text[-2:])
-            position[row] = length - 1 + len(drafts) if step else length - 2
-        index = np.array([width - 1])
-        return engine.forward(ids, position, index, first_slot=first, buffer=step)[:, 0]
+            fed[sequence] = (
+                (len(text) - 1 + len(drafts), readable(engine, drafts[-1:]))
+                if step
+                else (len(text) - 2, readable(engine, text[-2:]))
+            )
+        since = 0 if step else 1
+        return feed(engine, slots, "draft_len", (first, last), fed, since, buffer=step)[:, 0]

@@ -9,8 +9,7 @@ from .chain import ChainDraft
 from .draft import Draft, Sources
 from .lookup import CopyDraft, NgramDraft
 from .model import ModelDraft
-from .random import RandomDraft
-from .tables import BigramDraft, SkipDraft, UnigramDraft
+from .tables import BigramDraft, RandomDraft, SkipDraft, UnigramDraft
 
 KINDS: dict[str, type[Draft]] = {
     "model": ModelDraft,

@@ -20,6 +20,7 @@ from ..files.errors import OutriderError, first_line
 from ..sequence import ActiveSequence
 from .draft import Draft
 
+Pairs = tuple[npt.NDArray[Any], ...]  # offsets, tokens, counts: see `Tables`
 VERSION = 1
 BACKOFF = 2.0  # how many sightings the unigram distribution counts for beside those of a pair
 _REMEDY = "Write it again: python -m export.ngram --help."
@@ -54,22 +55,26 @@ class SkipDraft(TableDraft):
     help, kind = "of what came as far after the text's last token", "skip"
 
 
-def _odd(unigram: npt.NDArray[Any], pairs: Sequence[tuple[npt.NDArray[Any], ...]]) -> str | None:
+class RandomDraft(Draft):
+    """Each token as likely: what speculation costs where nothing is known."""
+
+    help = "any token"
+
+    def row(self, sequence: ActiveSequence, drafts: Sequence[int]) -> Logits:
+        return np.broadcast_to(np.float32(0), self.sources.width)
+
+
+def _odd(unigram: npt.NDArray[Any], pairs: Sequence[Pairs]) -> str | None:
     """Which arrays cannot be what `Tables` documents."""
     if unigram.dtype != np.float32 or unigram.ndim != 1 or not np.isfinite(unigram).all():
         return "unigrams"
     for distance, (offsets, tokens, counts) in enumerate(pairs, start=1):
-        kinds = [array.dtype for array in (offsets, tokens, counts)]
-        if kinds != [np.int64, np.int32, np.int32] or {offsets.ndim, tokens.ndim, counts.ndim} != {
-            1
-        }:
+        kinds = [(array.dtype.name, array.ndim) for array in (offsets, tokens, counts)]
+        if kinds != [("int64", 1), ("int32", 1), ("int32", 1)]:
             return f"pairs at distance {distance}"
-        sizes = len(offsets) == len(unigram) + 1 and len(tokens) == len(counts)
-        if (
-            not sizes
-            or offsets[0] != 0
-            or offsets[-1] != len(tokens)
-            or (np.diff(offsets) < 0).any()
+        size = len(tokens)
+        if (len(offsets), len(counts)) != (len(unigram) + 1, size) or (
+            [offsets[0], offsets[-1]] != [0, size] or (np.diff(offsets) < 0).any()
         ):
             return f"offsets at distance {distance}"
         if (tokens < 0).any() or (tokens >= len(unigram)).any() or (counts < 1).any():
@@ -77,12 +82,17 @@ def _odd(unigram: npt.NDArray[Any], pairs: Sequence[tuple[npt.NDArray[Any], ...]
     return None
 
 
-def _narrowed(pairs: tuple[npt.NDArray[Any], ...], width: int) -> tuple[npt.NDArray[Any], ...]:
+def _narrowed(pairs: Pairs, width: int) -> Pairs:
     """Without the pairs whose second token is `width` or more."""
     offsets, tokens, counts = pairs
     keep = tokens < width
     before = np.concatenate([[0], np.cumsum(keep)])  # how many of the first n are kept
     return before[offsets], tokens[keep], counts[keep]
+
+
+def _names(distance: int) -> list[str]:
+    """Of the arrays in the file."""
+    return [f"{what}_{distance}" for what in ("offsets", "tokens", "counts")]
 
 
 class Tables:
@@ -93,9 +103,7 @@ class Tables:
     of y are those at offsets[y] .. offsets[y + 1].
     """
 
-    def __init__(
-        self, unigram: Logits, pairs: Sequence[tuple[npt.NDArray[Any], ...]], tokenizer: str = ""
-    ):
+    def __init__(self, unigram: Logits, pairs: Sequence[Pairs], tokenizer: str = ""):
         self.unigram, self.pairs, self.tokenizer = unigram, pairs, tokenizer
 
     @classmethod
@@ -114,9 +122,7 @@ class Tables:
     def row(self, kind: str, text: Sequence[int], drafts: Sequence[int]) -> Logits:
         """Logits [V] of the token after `text` and `drafts`; not to be written to.
 
-        kind: "unigram"; "bigram" goes by the token before; "skip" by the
-        last one of the text, however far ahead: it needs none of the drafts, and could give a
-        round's rows at once.
+        kind: "unigram"; "bigram" goes by the token before; "skip" by the last one of the text.
         """
         if kind == "unigram" or (kind == "skip" and len(drafts) >= len(self.pairs)):
             return self.unigram
@@ -139,8 +145,7 @@ class Tables:
         arrays = {"version": np.array(VERSION), "tokenizer": np.array(self.tokenizer),
                   "unigram": self.unigram}  # fmt: skip
         for distance, pair in enumerate(self.pairs, start=1):
-            names = (f"{what}_{distance}" for what in ("offsets", "tokens", "counts"))
-            arrays |= dict(zip(names, pair, strict=True))
+            arrays |= dict(zip(_names(distance), pair, strict=True))
         with path.open("wb") as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
@@ -154,10 +159,9 @@ class Tables:
             with np.load(path, allow_pickle=False) as file:
                 version = int(file["version"])
                 tokenizer, unigram = str(file["tokenizer"]), file["unigram"]
-                pairs: list[tuple[npt.NDArray[Any], ...]] = []
+                pairs: list[Pairs] = []
                 while version == VERSION and f"offsets_{len(pairs) + 1}" in file:
-                    names = (f"{what}_{len(pairs) + 1}" for what in ("offsets", "tokens", "counts"))
-                    pairs.append(tuple(file[name] for name in names))
+                    pairs.append(tuple(file[name] for name in _names(len(pairs) + 1)))
         except OSError as error:
             cause = error.strerror or "it is no table"
             raise OutriderError("option", f"cannot read {path}: {cause}", _REMEDY) from None

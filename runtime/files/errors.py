@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -52,6 +52,13 @@ class OutriderError(Exception):
     @property
     def exit_status(self) -> int:
         return EXIT_STATUS[self.kind]
+
+
+def refuse_first(rules: Iterable[tuple[object, str, str]]) -> None:
+    """Raises OutriderError "option" for the first (broken, cause, remedy) that is broken."""
+    for broken, cause, remedy in rules:
+        if broken:
+            raise OutriderError("option", cause, remedy)
 
 
 class CommandParser(ArgumentParser):

@@ -35,7 +35,6 @@ _OURS = {
     MANIFEST_FILE, PAIR_FILE, PART_FILE, GRAPH_FILE, ONE_SLOT_FILE, PROGRAM_FILE, WEIGHTS_FILE,
     "target", "draft", "tokenizer",
 }  # fmt: skip
-_BEING_WRITTEN = re.compile(r"\.(.+)\.(\d+)")  # `_replacing`: the file's name, the process
 # What a file system says that has no links, or not between these two places.
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 _CLONE = 0x40049409  # FICLONE of linux/fs.h
@@ -68,16 +67,18 @@ def write_folder(folder: Path, marker: str) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _recover(folder: Path) -> None:
-    """Clear up after processes that were killed while they wrote this folder."""
-    for leftover in folder.parent.glob(f".{folder.name}.*-*"):
-        what, _, process = leftover.name.removeprefix(f".{folder.name}.").partition("-")
+def _recover(path: Path) -> None:
+    """Clear up after processes that were killed while they wrote this folder or file."""
+    for leftover in path.parent.glob(f".{path.name}.*-*"):
+        what, _, process = leftover.name.removeprefix(f".{path.name}.").partition("-")
         if what not in ("partial", "replaced") or not process.isdecimal() or _lives(int(process)):
             continue
-        if what == "replaced" and not folder.exists():
-            leftover.rename(folder)
-        else:
+        if what == "replaced" and not path.exists():
+            leftover.rename(path)
+        elif leftover.is_dir() and not leftover.is_symlink():
             shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
 
 
 def _lives(process: int) -> bool:
@@ -128,8 +129,7 @@ def refuse_foreign(folder: Path, marker: str) -> None:
 
 def _is_ours(name: str) -> bool:
     """Also what a process left that was killed in `_replacing`."""
-    left = _BEING_WRITTEN.fullmatch(name)
-    return (left[1] if left else name) in _OURS
+    return re.sub(r"^\.(.+)\.partial-\d+$", r"\1", name) in _OURS
 
 
 # Sharing files
@@ -177,21 +177,13 @@ def settle_file(source: Path, owner: Path) -> None:
     have the cache point to it. Whoever calls knows that both have the same content."""
     cached = _cached(source)
     if cached and os.path.lexists(cached):  # not where the cache was cleared
-        _clear(cached)
+        _recover(cached)
         if not (cached.is_symlink() and cached.exists() and cached.samefile(owner)):
             point_to(owner, cached, clone=True)
-    _clear(owner)
+    _recover(owner)
     if owner.stat().st_nlink > 1:  # another build took it at the same time
         with _replacing(owner) as new:
             shutil.copyfile(owner, new)
-
-
-def _clear(path: Path) -> None:
-    """Remove what processes left that were killed while they wrote the file `path`."""
-    for other in path.parent.iterdir():
-        left = _BEING_WRITTEN.fullmatch(other.name)
-        if left and left[1] == path.name and not _lives(int(left[2])):
-            other.unlink(missing_ok=True)
 
 
 def _cached(source: Path) -> Path | None:
@@ -202,7 +194,7 @@ def _cached(source: Path) -> Path | None:
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """Where to write what takes the place of the file `path`, in one step."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new = path.with_name(f".{path.name}.partial-{os.getpid()}")
     new.unlink(missing_ok=True)  # of a killed process that had the same number
     try:
         yield new

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -259,12 +260,10 @@ class Manifest:
         targets = {target for engine in engines for target in engine.targets}
         return sorted((t for t in targets if t.startswith("sm")), key=lambda t: int(t[2:]))
 
-    def _level(self) -> int | None:
-        return next((engine.level for engine in (self.engines or {}).values()), None)
-
     def rebuild_command(self, out: Path, gpu: str | None = None) -> str:
         """What makes this bundle again, for the remedy of an error. gpu: one more, such as sm89."""
         pair = self.pair
+        level = next((engine.level for engine in (self.engines or {}).values()), None)
         targets = {*self.gpu_targets(), *([gpu] if gpu else [])}
         # The others build for the GPU that is there.
         gpus = [t.removeprefix("sm") for t in targets if self.backend == "tensorrt_rtx"]
@@ -274,7 +273,7 @@ class Manifest:
             "BACKEND": self.backend,
             "DTYPE": pair.target.dtype,
             **({"SM": ",".join(sorted(gpus, key=int))} if gpus else {}),
-            **({"OPT_LEVEL": level} if (level := self._level()) is not None else {}),
+            **({"OPT_LEVEL": level} if level is not None else {}),
             "MAX_LEN": pair.max_len,
             "MAX_GAMMA": pair.max_gamma,
             "SLOTS": self.slots,
@@ -284,12 +283,12 @@ class Manifest:
 
 
 def file_facts(path: Path) -> FileFacts:
-    return FileFacts(path.stat().st_size, _sha256(path))
-
-
-def _sha256(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return FileFacts(os.fstat(file.fileno()).st_size, _sha256(file))
+
+
+def _sha256(file: BufferedReader) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_pair(folder: Path) -> Pair:
@@ -305,19 +304,20 @@ def read_bundle(folder: Path, *, verify: bool = True) -> Manifest:
 
     Raises OutriderError "bundle".
     """
-    remedy = _REBUILD
-    with readable(folder, remedy):
+    path = folder / MANIFEST_FILE
+    with readable(folder, _REBUILD):
         if not folder.is_dir():
-            raise OutriderError("bundle", f"{folder} is not a folder", remedy)
-        if not (folder / MANIFEST_FILE).is_file():
+            raise OutriderError("bundle", f"{folder} is not a folder", _REBUILD)
+        if not path.is_file():
             other = (folder / "config.json").is_file()
             what = "a Hugging Face checkpoint" if other else "no bundle"
-            raise OutriderError("bundle", f"{folder} is {what}: it has no {MANIFEST_FILE}", remedy)
-    manifest = read_json(folder / MANIFEST_FILE, "manifest", Manifest, remedy)
+            cause = f"{folder} is {what}: it has no {MANIFEST_FILE}"
+            raise OutriderError("bundle", cause, _REBUILD)
+    manifest = read_json(path, "manifest", Manifest, _REBUILD)
     if (odd := manifest.contradiction()) is not None:
-        cause = f"{folder / MANIFEST_FILE} contradicts itself about {odd}: it was edited"
-        raise OutriderError("bundle", cause, remedy)
-    verify_files(folder, manifest.files, contents=verify, remedy=remedy)
+        cause = f"{path} contradicts itself about {odd}: it was edited"
+        raise OutriderError("bundle", cause, _REBUILD)
+    verify_files(folder, manifest.files, contents=verify, remedy=_REBUILD)
     return manifest
 
 
@@ -342,8 +342,6 @@ def verify_files(folder: Path, files: dict[str, FileFacts], *, contents: bool, r
                 if size != facts.size:
                     cause = f"{path} has {size:,} bytes, not {facts.size:,}: truncated or replaced"
                     raise OutriderError("bundle", cause, remedy)
-                same = (
-                    not contents or facts.sha256 == hashlib.file_digest(file, "sha256").hexdigest()
-                )
-        if not same:
+                edited = contents and _sha256(file) != facts.sha256
+        if edited:
             raise OutriderError("bundle", f"{path} was edited or damaged: its hash differs", remedy)

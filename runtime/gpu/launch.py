@@ -32,14 +32,9 @@ FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "build" / "cud
 class KernelSizes(ctypes.Structure):
     """outrider_device_sizes: what a workspace and its plans are for."""
 
-    _fields_ = (
-        ("slot_count", ctypes.c_int32),
-        ("width", ctypes.c_int32),
-        ("vocab_size", ctypes.c_int32),
-        ("draft_vocab_size", ctypes.c_int32),
-        ("flags", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-    )
+    _fields_ = tuple((name, ctypes.c_int32) for name in (
+        "slot_count", "width", "vocab_size", "draft_vocab_size", "flags", "reserved",
+    ))  # fmt: skip
 
 
 class Launch(ctypes.Structure):
@@ -98,22 +93,6 @@ SEQUENCE = np.dtype(
 
 
 @dataclass(frozen=True)
-class DeviceLogits:
-    """Logits [slots, rows, V] in device memory. address, strides: bytes. dtype: float32, float16 or
-    bfloat16; rows aligned to it, and for speed to 16 bytes."""
-
-    address: int
-    slot_stride: int
-    row_stride: int
-    vocab_size: int
-    dtype: str
-
-    def structure(self) -> kernel.Logits:
-        code = ("float32", "float16", "bfloat16").index(self.dtype)
-        return kernel.Logits(self.address, self.slot_stride, self.row_stride, self.vocab_size, code)
-
-
-@dataclass(frozen=True)
 class KernelBuffers:
     """Device addresses that draws and verifications share, each in outrider.h's layout.
 
@@ -138,7 +117,7 @@ def workspace_size(sizes: KernelSizes, library: ctypes.CDLL | None = None) -> in
 
 def plan_draw(
     sizes: KernelSizes,
-    logits: DeviceLogits,
+    logits: kernel.Logits,
     buffers: KernelBuffers,
     step: int,
     *,
@@ -146,10 +125,11 @@ def plan_draw(
     kept: int = 0,
     library: ctypes.CDLL | None = None,
 ) -> Plan:
-    """The draft's draw of one step. Raises ValueError where outrider.h forbids the arguments."""
+    """The draft's draw of one step. logits: device addresses, rows aligned to their type, and for
+    speed to 16 bytes. Raises ValueError where outrider.h forbids the arguments."""
     library, plan = library or kernel.load(), Plan()
     status = library.outrider_device_plan_draw(
-        ctypes.byref(sizes), ctypes.byref(logits.structure()), buffers.slots, step, None, uniforms,
+        ctypes.byref(sizes), ctypes.byref(logits), buffers.slots, step, None, uniforms,
         buffers.drafts, buffers.rows, kept, buffers.verdicts, buffers.workspace,
         workspace_size(sizes, library), ctypes.byref(plan),
     )  # fmt: skip
@@ -160,8 +140,8 @@ def plan_draw(
 
 def plan_verify(
     sizes: KernelSizes,
-    target: DeviceLogits,
-    draft: DeviceLogits | None,
+    target: kernel.Logits,
+    draft: kernel.Logits | None,
     buffers: KernelBuffers,
     *,
     by_index: bool = False,
@@ -171,9 +151,9 @@ def plan_verify(
     """The verification of a round. by_index: a slot's draft logits are at its index, as the
     target's are, and not at its number in the round. Raises ValueError likewise."""
     library, plan = library or kernel.load(), Plan()
-    rows = ctypes.byref(draft.structure()) if draft else None
+    rows = ctypes.byref(draft) if draft else None
     status = library.outrider_device_plan_verify(
-        ctypes.byref(sizes), ctypes.byref(target.structure()), rows, int(by_index), buffers.slots,
+        ctypes.byref(sizes), ctypes.byref(target), rows, int(by_index), buffers.slots,
         uniforms, buffers.drafts, buffers.rows, buffers.verdicts, buffers.ratios,
         buffers.workspace, workspace_size(sizes, library), ctypes.byref(plan),
     )  # fmt: skip
@@ -259,12 +239,3 @@ class Device(Cuda):
             "cuLaunchKernel", self._kernels[kernel], *grid, block, 1, 1, shared, stream,
             ctypes.addressof(parameters), 0,
         )  # fmt: skip
-
-
-def unavailable() -> str | None:
-    """Why nothing can be launched here, in one line; None where it can."""
-    try:
-        Device()
-    except OutriderError as error:
-        return error.cause
-    return None

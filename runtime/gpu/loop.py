@@ -11,14 +11,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..sequence import ActiveSequence, RoundResult, SlotPlan, SlotResult
 from .launch import Ring
-from .memory import Results
+from .memory import results
 from .programs import Shape, play_all
 from .rounds import DeviceRounds, InFlight
 
@@ -27,19 +26,13 @@ PAUSE = 20e-6  # seconds between looks at the ring
 LINE = 64  # bytes: counters that different sides write lie in different cache lines
 
 
-@dataclass(frozen=True, slots=True)
-class _Loop:
-    shape: Shape
-    wanted: dict[ActiveSequence, int]
-
-
 class LoopingRounds(DeviceRounds):
     """See `DeviceRounds`. What cannot loop (log-probabilities, which want each round's logits; a
     driver without conditional nodes, which is said) runs round by round."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, ahead=False, **options)
-        self._size = Results.size(self._sizes.slots, self._sizes.max_gamma)
+        self._size = results(self._sizes.slots, self._sizes.max_gamma).itemsize
         self._ring = self._device.pinned(ENTRIES * self._size).reshape(ENTRIES, self._size)
         counters = self._device.pinned(3 * LINE)
         counters[:] = 0
@@ -47,7 +40,7 @@ class LoopingRounds(DeviceRounds):
             counters[i * LINE :][:4].view(np.uint32) for i in range(3)
         )
         self._loops: dict[Shape, Any] = {}
-        self._current: _Loop | None = None
+        self._current: tuple[Shape, dict[ActiveSequence, int]] | None = None  # and who takes part
         self._unread: dict[ActiveSequence, deque[InFlight]] = {}  # of loops that were ended
         self._gone: set[ActiveSequence] = set()
 
@@ -65,7 +58,7 @@ class LoopingRounds(DeviceRounds):
         self._device.use()
         wanted = {turn.sequence: turn.gamma for turn in turns}
         loops = all(turn.sequence.request.logprobs is None for turn in turns)
-        if self._current and (self._current.wanted != wanted or not loops):
+        if self._current and (self._current[1] != wanted or not loops):
             self._end()
         for sequence in wanted:
             if unread := self._unread.get(sequence):
@@ -94,7 +87,7 @@ class LoopingRounds(DeviceRounds):
         self._stop[0] = 0
         self._upload_turns(wanted, shape.batch)
         self._device.replay(self._loops[shape], self._stream)
-        self._current = _Loop(shape, wanted)
+        self._current = shape, wanted
         return True
 
     def _next(self) -> InFlight | None:
@@ -110,9 +103,8 @@ class LoopingRounds(DeviceRounds):
             time.sleep(PAUSE)
         memory = self._ring[seen % ENTRIES].copy()
         self._seen[0] = (seen + 1) % 2**32
-        shape, wanted = self._current.shape, self._current.wanted
-        arrays = list(Results(shape.batch, shape.gamma).views(memory))
-        return InFlight(shape, wanted, memory, None, set(wanted), arrays)
+        shape, wanted = self._current
+        return InFlight(shape, wanted, memory, None, set(wanted), shape.read(memory))
 
     def _end(self) -> None:
         """Have the loop end after its round, and keep what nobody has read."""

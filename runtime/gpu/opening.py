@@ -13,7 +13,7 @@ from ..files.progress import size_text
 from ..sampling import kernel
 from .launch import Device
 from .loop import LoopingRounds
-from .memory import Buffers, Sizes
+from .memory import Sizes
 from .rounds import DeviceRounds
 
 
@@ -62,19 +62,13 @@ def open_engine(
     facts: GraphFacts,
     device: Device,
     stream: int,
-    *,
-    slots: int,
-    widest: int,
-    buffers: int,
+    **sizes: int,
 ) -> DeviceEngine:
-    """The engine of one model of a bundle, on a GPU. See `bundle.open_engine`."""
-    compiled = (manifest.engines or {}).get(role)
+    """The engine of one model of a bundle, on a GPU. sizes: see `DeviceEngine`."""
     backend = device_engine(manifest.backend)
     backend.check()
-    return backend.open(
-        device, stream, folder, facts, compiled, manifest.backend,
-        slots=slots, widest=widest, buffers=buffers,
-    )  # fmt: skip
+    compiled = (manifest.engines or {}).get(role)
+    return backend(device, stream, folder, facts, compiled, **sizes)
 
 
 def check_gpu(manifest: Manifest, folder: Path, capability: tuple[int, int]) -> None:
@@ -100,7 +94,7 @@ def working_memory(manifest: Manifest, slots: int) -> dict[str, int]:
         max((profile.memory or 0 for profile in engine.profiles), default=0)
         for engine in (manifest.engines or {}).values()
     )
-    return {"activations": activations, "buffers": sum(Buffers.bytes(sizes).values())}
+    return {"activations": activations, "buffers": sum(sizes.bytes().values())}
 
 
 def check_room(memory: dict[str, int], free: int, total: int) -> None:

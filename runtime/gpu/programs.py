@@ -10,14 +10,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..backends.cuda import CaptureError
 from ..backends.device import DeviceCall, DeviceEngine
 from ..sampling import kernel
-from ..sequence import ActiveSequence
-from . import launch as cuda_kernel
-from .launch import SEQUENCE, Device, DeviceLogits, Loop
-from .memory import Buffers, Results, Sizes, step_bytes
+from ..sequence import ActiveSequence, Rounds
+from . import launch
+from .launch import SEQUENCE, Device, KernelBuffers, KernelSizes, Loop, Plan
+from .memory import Buffers, Sizes, results, step_bytes
 
 logger = logging.getLogger("outrider")
 Action = Callable[[], None]  # puts something on the stream
@@ -31,8 +32,16 @@ class Shape:
     batch: int
     flags: int
 
+    @property
+    def results(self) -> np.dtype[Any]:
+        return results(self.batch, self.gamma)
 
-class Programs:
+    def read(self, memory: npt.NDArray[np.uint8]) -> Any:
+        """The results of a round in host memory, as a view of it."""
+        return memory[: self.results.itemsize].view(self.results)[0]
+
+
+class Programs(Rounds):
     """Rounds as lists of actions, and as CUDA graphs, by shape.
 
     graphs: capture them; otherwise, and where a capture fails (which is said), each call is
@@ -49,9 +58,10 @@ class Programs:
         vocab_size: int,
         max_len: int,
         max_gamma: int,
-        graphs: bool,
+        graphs: bool = True,
     ):
-        self.target, self.draft = target, draft
+        self.target: DeviceEngine = target
+        self.draft: DeviceEngine | None = draft
         self._device, self._stream = device, stream
         self._vocab_size, self._graphs_wanted = vocab_size, graphs
         self._draft_width = min(vocab_size, draft.vocab_size) if draft else 0
@@ -59,7 +69,7 @@ class Programs:
             target.slots, max_gamma if draft else 0, max_len, target.capacity, target.vocab_size,
             draft.vocab_size if draft else 0,
         )  # fmt: skip
-        self._at = Buffers.allocate(device, self._sizes, stream)
+        self._at = Buffers(device, self._sizes, stream)
         self._programs: dict[Shape, list[Action]] = {}
         self._graphs: dict[Shape, Any] = {}
         self._turns = b""  # those on the device
@@ -107,21 +117,23 @@ class Programs:
             )
             return None
 
+    def _result(self, shape: Shape, name: str) -> int:
+        """The address of one of `memory.results`."""
+        fields: Any = shape.results.fields
+        address: int = self._at.results + fields[name][1]
+        return address
+
     def _loop(self, shape: Shape, first: int = 0) -> Loop:
-        at, results = self._at, Results(shape.batch, shape.gamma)
+        at = self._at
+        calls = [
+            f"{call}_{what}" for call in ("draft", "step", "target") for what in ("ids", "position")
+        ]
         return Loop(
+            **{name: getattr(at, name) for name in calls},
+            **{name: self._result(shape, name) for name in ("drafts", "verdicts", "clock")},
             sequences=at.sequences + first * SEQUENCE.itemsize,
             slots=at.slots + first * kernel.SLOT.itemsize,
             turns=at.turns + 4 * first,
-            drafts=at.results + results.drafts,
-            verdicts=at.results + results.verdicts,
-            draft_ids=at.draft_ids,
-            draft_position=at.draft_position,
-            step_ids=at.step_ids,
-            step_position=at.step_position,
-            target_ids=at.target_ids,
-            target_position=at.target_position,
-            clock=at.results + results.clock,
             slot_count=shape.batch,
             width=shape.gamma,
             draft_vocab_size=self.draft.vocab_size if self.draft else 2**31 - 1,
@@ -132,35 +144,27 @@ class Programs:
         own.step = step
         return lambda: self._device.launch_loop(name, own, self._stream)
 
-    def _launch_plan(self, plan: cuda_kernel.Plan) -> Action:
+    def _launch_plan(self, plan: Plan) -> Action:
         return lambda: self._device.launch(plan, self._stream)
 
-    def _sampling(
-        self, shape: Shape, first: int
-    ) -> tuple[cuda_kernel.KernelSizes, cuda_kernel.KernelBuffers]:
+    def _sampling(self, shape: Shape, first: int) -> tuple[KernelSizes, KernelBuffers]:
         """What the plans of a shape share, with a workspace of its own."""
-        results = Results(shape.batch, shape.gamma)
-        sizes = cuda_kernel.KernelSizes(
-            shape.batch, shape.gamma, self._vocab_size, self._draft_width if shape.gamma else 0,
-            shape.flags, 0,
-        )  # fmt: skip
-        workspace = self._device.allocate(cuda_kernel.workspace_size(sizes))
-        return sizes, cuda_kernel.KernelBuffers(
-            self._at.slots + first * kernel.SLOT.itemsize,
-            self._at.results + results.drafts,
-            self._at.rows,
-            self._at.results + results.verdicts,
-            self._at.results + results.ratios,
-            workspace,
+        width = self._draft_width if shape.gamma else 0
+        sizes = KernelSizes(shape.batch, shape.gamma, self._vocab_size, width, shape.flags, 0)
+        return sizes, KernelBuffers(
+            **{name: self._result(shape, name) for name in ("drafts", "verdicts", "ratios")},
+            slots=self._at.slots + first * kernel.SLOT.itemsize,
+            rows=self._at.rows,
+            workspace=self._device.allocate(launch.workspace_size(sizes)),
         )
 
-    def _first_token(self, shape: Shape, slot: int, logits: DeviceLogits) -> list[Action]:
+    def _first_token(self, shape: Shape, slot: int, logits: kernel.Logits) -> list[Action]:
         """After a prefill: draw from p alone, as a round without drafts does."""
         sizes, buffers = self._sampling(shape, slot)
         loop = self._loop(shape, slot)
         return [
             self._launch_loop("outrider_begin", loop),
-            self._launch_plan(cuda_kernel.plan_verify(sizes, logits, None, buffers, by_index=True)),
+            self._launch_plan(launch.plan_verify(sizes, logits, None, buffers, by_index=True)),
             self._launch_loop("outrider_commit", loop),
         ]
 
@@ -176,7 +180,7 @@ class Programs:
             draft = self.draft
             assert draft is not None
             row, spacing = 4 * draft.vocab_size, step_bytes(batch, draft.vocab_size)
-            drafts = DeviceLogits(at.draft_logits, row, spacing, self._draft_width, "float32")
+            drafts = kernel.Logits(at.draft_logits, row, spacing, self._draft_width)
             for step in range(gamma):
                 logits = at.draft_logits + step * spacing
                 # Two tokens first: after a fully accepted round the draft lacks a row.
@@ -186,18 +190,16 @@ class Programs:
                     else DeviceCall(batch, 2, 1, at.draft_ids, at.draft_position, at.one, logits)
                 )
                 actions.append(lambda call=call: draft.enqueue(call, graph))  # type: ignore[misc]
-                drawn = DeviceLogits(logits, row, row, self._draft_width, "float32")
-                actions.append(
-                    self._launch_plan(cuda_kernel.plan_draw(sizes, drawn, buffers, step))
-                )
+                drawn = kernel.Logits(logits, row, row, self._draft_width)
+                actions.append(self._launch_plan(launch.plan_draw(sizes, drawn, buffers, step)))
                 actions.append(self._launch_loop("outrider_feed", loop, step))
         row = 4 * self.target.vocab_size
         verify = DeviceCall(
             batch, gamma + 1, gamma + 1, at.target_ids, at.target_position, at.counting,
             at.target_logits,
         )  # fmt: skip
-        target = DeviceLogits(at.target_logits, (gamma + 1) * row, row, self._vocab_size, "float32")
-        verdicts = cuda_kernel.plan_verify(sizes, target, drafts, buffers, by_index=True)
+        target = kernel.Logits(at.target_logits, (gamma + 1) * row, row, self._vocab_size)
+        verdicts = launch.plan_verify(sizes, target, drafts, buffers, by_index=True)
         return [
             *actions,
             lambda: self.target.enqueue(verify, graph),

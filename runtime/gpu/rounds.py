@@ -11,6 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -24,9 +26,9 @@ from ..sampling.rules import Verdict
 from ..sampling.sampler import SlotSampling
 from ..sequence import ActiveSequence, Request, RoundResult, SlotPlan, SlotResult
 from ..slots import SlotTable
-from .launch import BLOCK, FILTERS, PENALTIES, SEQUENCE, Device, DeviceLogits
-from .memory import MOST_ENDS, Results
-from .programs import Action, Programs, Shape
+from .launch import BLOCK, FILTERS, PENALTIES, SEQUENCE
+from .memory import MOST_ENDS, results
+from .programs import Action, Programs, Shape, play_all
 
 
 @dataclass(slots=True)
@@ -39,46 +41,36 @@ class InFlight:
     memory: npt.NDArray[np.uint8]
     event: Any
     readers: set[ActiveSequence] = field(default_factory=set)
-    arrays: list[Any] | None = None  # of Results.views, once it has landed
+    results: Any = None  # see `memory.results`, once it has landed
     timed: bool = False
 
 
 class DeviceRounds(Programs):
-    """See `Rounds`. The engines enqueue on `stream`, and nobody else does.
+    """See `Rounds`; engines and options are those of `Programs`. The engines enqueue on the stream,
+    and nobody else does.
 
-    graphs: capture rounds; otherwise, and where a capture fails (which is said), each call is
-    launched by itself. ahead: launch a round before the last one's results are read.
+    draft_max_len: where the draft's own context ends. ahead: launch a round before the last one's
+    results are read.
     """
 
     def __init__(
-        self,
-        device: Device,
-        stream: int,
-        target: DeviceEngine,
-        draft: DeviceEngine | None,
-        *,
-        vocab_size: int,
-        max_len: int,
-        max_gamma: int,
-        draft_max_len: int | None = None,
-        graphs: bool = True,
-        ahead: bool = True,
+        self, *engines: Any, draft_max_len: int | None = None, ahead: bool = True, **options: Any
     ):
-        super().__init__(
-            device, stream, target, draft, vocab_size=vocab_size, max_len=max_len,
-            max_gamma=max_gamma, graphs=graphs,
-        )  # fmt: skip
-        self.slots = SlotTable(target.slots)
+        super().__init__(*engines, **options)
+        self.slots = SlotTable(self.target.slots)
         self.supports_draft_options = self.supports_counts_and_biases = False
-        self.kinds: frozenset[str] = frozenset({"model"} if draft else ())
-        self._max_len, self._ahead = max_len, ahead
-        self._draft_max_len = (draft_max_len or max_len) if draft else 0
+        self._max_len, self._ahead = self._sizes.max_len, ahead
+        self._draft_max_len = (draft_max_len or self._max_len) if self.draft else 0
         self._first_tokens: dict[tuple[Shape, int], list[Action]] = {}  # of each slot
         self._pending: dict[ActiveSequence, InFlight] = {}
         self._landed: list[tuple[npt.NDArray[np.uint8], Any]] = []  # pinned memory to use again
         self._flags: dict[ActiveSequence, int] = {}
         # Gammas that were asked for while a round of another one was ahead.
         self._wished: dict[ActiveSequence, int] = {}
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        return frozenset({"model"} if self.draft else ())
 
     # Rounds
 
@@ -94,8 +86,7 @@ class DeviceRounds(Programs):
         if program is None:
             program = self._first_tokens[shape, index] = self._first_token(shape, index, logits)
         self._upload_turns({sequence: 0}, index + 1)
-        for action in program:
-            action()
+        play_all(program)
         in_flight = self._fly(shape, {sequence: 0})
         result = self._part(in_flight, SlotPlan(sequence, 0, 0, 1))
         sequence.stats.time_prefill = time.perf_counter() - begin
@@ -136,21 +127,16 @@ class DeviceRounds(Programs):
             self._read(in_flight, sequence)
         if sequence.error is not None:
             self._device.use()
-            for engine in (self.target, self.draft):
-                if engine is not None:
-                    engine.clear(sequence.slot.index)
+            self.clear(sequence)
 
     def _shape(self, plans: Sequence[SlotPlan], ahead: int) -> Shape:
         """Of a round `ahead` rounds after the one that the plans' limits are of."""
         # Few graphs: near the end of a text the kernels draft fewer, in a graph of the same width.
         drafting = any(plan.gamma and plan.limit > ahead for plan in plans)
-        flags = 0
-        for plan in plans:
-            flags |= self._flags[plan.sequence]
         return Shape(
             max(plan.gamma for plan in plans) if drafting else 0,
             1 + max(plan.sequence.slot.index for plan in plans),
-            flags,
+            reduce(or_, (self._flags[plan.sequence] for plan in plans)),
         )
 
     def _launch(self, plans: Sequence[SlotPlan], ahead: int) -> None:
@@ -171,9 +157,9 @@ class DeviceRounds(Programs):
         if self._landed:
             memory, event = self._landed.pop()
         else:
-            most = Results.size(self._sizes.slots, self._sizes.max_gamma)
+            most = results(self._sizes.slots, self._sizes.max_gamma).itemsize
             memory, event = self._device.pinned(most), self._device.event()
-        end = Results(shape.batch, shape.gamma).end
+        end = shape.results.itemsize
         self._device.download(memory[:end], self._at.results, self._stream)
         self._device.record(event, self._stream)
         return InFlight(shape, wanted, memory, event, set(wanted))
@@ -182,13 +168,12 @@ class DeviceRounds(Programs):
         self, in_flight: InFlight, plan: SlotPlan, result: RoundResult | None = None
     ) -> SlotResult:
         """Wait for the round, and read what is this sequence's."""
-        if in_flight.arrays is None:
+        if in_flight.results is None:
             self._device.wait_for(in_flight.event)
-            layout = Results(in_flight.shape.batch, in_flight.shape.gamma)
-            in_flight.arrays = list(layout.views(in_flight.memory.copy()))
-        verdicts, ratios, drafts, clock = in_flight.arrays
+            in_flight.results = in_flight.shape.read(in_flight.memory.copy())
+        landed = in_flight.results
         if result is not None and not in_flight.timed:
-            begin, drafted, end = (int(t) for t in clock)
+            begin, drafted, end = landed["clock"].tolist()
             result.time_draft += (drafted - begin) * 1e-9
             result.time_verify += (end - drafted) * 1e-9
             in_flight.timed = True
@@ -197,7 +182,7 @@ class DeviceRounds(Programs):
         alone = in_flight.shape.batch == 1  # a first token: of any slot
         row = 0 if alone else sequence.slot.index
         gamma = min(in_flight.wanted[sequence], plan.limit)
-        found = verdicts[row]
+        found, ratios = landed["verdicts"][row], landed["ratios"][row]
         if found["status"]:
             asked = SlotSampling(
                 sequence.request.params, gamma, len(sequence.slot.tokens),
@@ -205,13 +190,10 @@ class DeviceRounds(Programs):
             )  # fmt: skip
             return SlotResult.broken(kernel.failure(kernel.load(), found, asked))
         verdict = Verdict(
-            int(found["accepted"]), int(found["token"]), tuple(ratios[row, : found["examined"]])
+            int(found["accepted"]), int(found["token"]), tuple(ratios[: found["examined"]])
         )
-        return SlotResult(
-            drafts[row, :gamma].tolist(),
-            verdict,
-            lambda: self._rows(row, in_flight.shape.gamma + 1),
-        )
+        drafts = landed["drafts"][row, :gamma].tolist()
+        return SlotResult(drafts, verdict, lambda: self._rows(row, in_flight.shape.gamma + 1))
 
     def _rows(self, row: int, count: int) -> Logits:
         """The target's logits of the last round, from the device."""
@@ -241,27 +223,29 @@ class DeviceRounds(Programs):
                 "Leave some out.",
             )
         texts = 8 * index * self._max_len
+        text, draft_text = at.tokens + texts, at.draft_tokens + texts
+        own_ends = at.ends + 8 * index * MOST_ENDS
         record, slot = np.zeros(1, SEQUENCE), np.zeros(1, kernel.SLOT)
         kernel.fill_slot(slot, 0, SlotSampling(request.params, -1, len(ids), index=index))
-        slot["context"] = at.tokens + texts if request.params.repetition_penalty != 1 else 0
-        slot["suppress"] = at.ends + 8 * index * MOST_ENDS
+        slot["context"] = text if request.params.repetition_penalty != 1 else 0
+        slot["suppress"] = own_ends
         slot["suppress_length"] = len(ends)
         record[0] = (
-            at.tokens + texts, at.draft_tokens + texts, at.ends + 8 * index * MOST_ENDS,
+            text, draft_text, own_ends,
             0 if request.ignore_eos else len(ends), len(ids),
             min(len(ids) + request.max_new_tokens, self._max_len), self._draft_max_len,
             len(ids) + request.min_new_tokens, 0,
         )  # fmt: skip
         uploads = [
-            (at.tokens + texts, ids),
-            (at.ends + 8 * index * MOST_ENDS, ends),
+            (text, ids),
+            (own_ends, ends),
             (at.sequences + index * SEQUENCE.itemsize, record),
             (at.slots + index * kernel.SLOT.itemsize, slot),
         ]
         if self.draft is not None:
             # A narrower draft reads the target's extra tokens as 0 (see `calls.readable`).
             read = np.where(ids < self.draft.vocab_size, ids, 0)
-            uploads.append((at.draft_tokens + texts, read))
+            uploads.append((draft_text, read))
         for address, array in uploads:
             self._device.upload(address, array, self._stream)
 
@@ -281,7 +265,7 @@ class DeviceRounds(Programs):
 
     def _prefill(
         self, engine: DeviceEngine, tokens: int, slot: int, start: int, end: int
-    ) -> DeviceLogits:
+    ) -> kernel.Logits:
         """Compute the rows start .. end - 1 from the ids at `tokens`; where the last one's logits
         are."""
         counting = self._at.counting
@@ -294,7 +278,7 @@ class DeviceRounds(Programs):
                     counting + 8 * begin, counting + 8 * (count - 1), logits, slot,
                 )
             )  # fmt: skip
-        return DeviceLogits(logits, 0, 4 * engine.vocab_size, self._vocab_size, "float32")
+        return kernel.Logits(logits, 0, 4 * engine.vocab_size, self._vocab_size)
 
 
 def flags_of(request: Request) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -14,6 +15,7 @@ FloatRow = npt.NDArray[np.float32]  # [V]
 SumRow = npt.NDArray[np.float64]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Distribution:
     """A distribution over V tokens: weights, or a point mass that holds no row at all.
 
@@ -30,37 +32,18 @@ class Distribution:
     sigmoid: float32 [V], the sigmoid of the warped logits, owned; only with verify="sigmoid".
     """
 
-    __slots__ = (
-        "_cumulative",
-        "point_mass",
-        "processed",
-        "sigmoid",
-        "total",
-        "vocab_size",
-        "weights",
-    )
-
     vocab_size: int
-    point_mass: int | None
-    weights: FloatRow | None
-    total: float
-    processed: FloatRow | None
-    sigmoid: FloatRow | None
-    _cumulative: SumRow  # [tiles], over the tiles' sums; dense only
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self.point_mass = None
-        self.weights = None
-        self.total = 1.0
-        self.processed = None
-        self.sigmoid = None
+    point_mass: int | None = None
+    weights: FloatRow | None = None
+    total: float = 1.0
+    processed: FloatRow | None = None
+    sigmoid: FloatRow | None = None
+    _cumulative: SumRow = field(init=False)  # [tiles], over the tiles' sums; dense only
 
     @classmethod
     def dense(cls, weights: FloatRow) -> Distribution:
         """From non-negative float32 weights [V], which it keeps. `total` may come out as 0."""
-        self = cls(len(weights))
-        self.weights = weights
+        self = cls(len(weights), weights=weights)
         tiles = np.add.reduceat(weights, _tile_starts(self.vocab_size), dtype=np.float64)
         self._cumulative = tiles.cumsum()
         self.total = float(self._cumulative[-1])
@@ -69,9 +52,7 @@ class Distribution:
     @classmethod
     def point(cls, token: int, vocab_size: int) -> Distribution:
         """All mass on one token."""
-        self = cls(vocab_size)
-        self.point_mass = token
-        return self
+        return cls(vocab_size, token)
 
     def prob(self, token: int) -> float:
         """p(token); 0 outside [0, V)."""

@@ -15,13 +15,16 @@ from typing import Any
 import numpy as np
 
 from ..files.errors import OutriderError
+from .rules import no_draft_logits
 from .sampler import Array, Ids, SlotSampling
+from .warp import broken_row
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 MAX_THREADS = 64
 FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "build" / "lib")
 
-RULES = {"token": 0, "block": 1, "sigmoid": 2}
+DTYPES = ("float32", "float16", "bfloat16")
+RULES = {"token": 0, "block": 1, "sigmoid": 2, "coupled": 3}
 _REMEDY = "Run make plugins in a checkout, or install a wheel that was built with a C++ compiler."
 SLOT_FAILED, _NO_DRAFT_LOGITS = 5, 4
 
@@ -68,6 +71,7 @@ class Logits(ctypes.Structure):
 
 _INT, _POINTER, _SIZE = ctypes.c_int32, ctypes.c_void_p, ctypes.c_size_t
 _TAIL = (_POINTER, _SIZE)  # workspace, workspace_size
+_PLAN = (_POINTER,) * 3 + (_INT,) + (_POINTER,) * 6 + _TAIL + (_POINTER,)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "outrider_abi_version": (_INT, ()),
     "outrider_status_text": (ctypes.c_char_p, (_INT,)),
@@ -81,33 +85,23 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "outrider_philox4x32": (None, (ctypes.c_uint64, _POINTER, _POINTER)),
     "outrider_uniform": (ctypes.c_double, (ctypes.c_uint64,) + (ctypes.c_uint32,) * 3),
     "outrider_device_workspace_size": (_SIZE, (_POINTER,)),
-    "outrider_device_plan_draw": (
-        _INT,
-        (_POINTER,) * 3 + (_INT,) + (_POINTER,) * 6 + _TAIL + (_POINTER,),
-    ),
-    "outrider_device_plan_verify": (
-        _INT,
-        (_POINTER,) * 3 + (_INT,) + (_POINTER,) * 6 + _TAIL + (_POINTER,),
-    ),
+    "outrider_device_plan_draw": (_INT, _PLAN),
+    "outrider_device_plan_verify": (_INT, _PLAN),
     "outrider_instruction_set": (ctypes.c_char_p, ()),
     "outrider_use": (_INT, (ctypes.c_char_p,)),
 }
 
 
-def load(path: Path | None = None) -> ctypes.CDLL:
-    """The library at `path`, or the one that `FOLDERS` hold. Raises OutriderError("backend")."""
-    return _open(path) if path is not None else _default()
-
-
 @lru_cache(maxsize=1)
-def _default() -> ctypes.CDLL:
+def load() -> ctypes.CDLL:
+    """The library that `FOLDERS` hold. Raises OutriderError("backend")."""
     for folder in FOLDERS:
         if (folder / "liboutrider.so").is_file():
-            return _open(folder / "liboutrider.so")
+            return load_file(folder / "liboutrider.so")
     raise OutriderError("backend", "liboutrider.so is not there", _REMEDY)
 
 
-def _open(path: Path) -> ctypes.CDLL:
+def load_file(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
@@ -140,19 +134,11 @@ def available() -> bool:
 
 def failure(library: ctypes.CDLL, verdict: Any, place: SlotSampling) -> OutriderError:
     """What a verdict (of `VERDICT`) with a status says, for people."""
-    text = status_text(library, int(verdict["status"]))
     if verdict["status"] == _NO_DRAFT_LOGITS:
-        return OutriderError(
-            "option",
-            "verify=sigmoid needs the draft's logits, and this draft has none",
-            "Use verify=token, or a draft model.",
-        )
-    model = ("target", "draft")[verdict["model"]]
-    return OutriderError(
-        "numeric",
-        f"{model}, {place.name}, position {place.position + verdict['row']}: {text}",
-        "Build the engines with DTYPE=float32, and check that the checkpoint is intact.",
-    )
+        return no_draft_logits()
+    where = f"{('target', 'draft')[verdict['model']]}, {place.name}"
+    where += f", position {place.position + verdict['row']}"
+    return broken_row(where, status_text(library, int(verdict["status"])))
 
 
 def fill_slot(slots: Array, b: int, place: SlotSampling) -> object:

@@ -8,9 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ..files.manifest import MOST_GAMMA
 from . import kernel
 from .kernel import ROW, SLOT, VERDICT, Logits, status_text
 from .rules import Verdict
@@ -162,27 +160,6 @@ class RoundSampler:
         b = next(b for b in range(len(self._places)) if self._verdicts[b]["status"])
         failed, place = self._verdicts[b], self._places[b]
         raise kernel.failure(self._library, failed, place)
-
-
-def warp_weights(
-    logits: Array,
-    place: SlotSampling,
-    vocab_size: int | None = None,
-    library: ctypes.CDLL | None = None,
-) -> tuple[npt.NDArray[np.float32], float]:
-    """The warped weights [V] of one row and their total: for tests and tools, not for the loop."""
-    width = vocab_size or logits.shape[-1]
-    sampler = RoundSampler(width, MOST_GAMMA, library=library)
-    sampler.begin([place])
-    rows, total = _logits(logits[None, None], width), ctypes.c_double()
-    weights = np.empty(width, np.float32)
-    status = sampler._library.outrider_warp(
-        ctypes.addressof(rows), sampler._at_slots, weights.ctypes.data,
-        ctypes.addressof(total), *sampler._memory,
-    )  # fmt: skip
-    if status:
-        raise ValueError(status_text(sampler._library, status))
-    return weights, total.value
 
 
 def _logits(array: Array, vocab_size: int, first_slot: int = 0) -> Logits:

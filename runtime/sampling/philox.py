@@ -11,6 +11,10 @@ lane = the absolute position at which the round starts.
 """
 
 from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
@@ -24,6 +28,7 @@ class Purpose(IntEnum):
     ACCEPT = 1
     RESIDUAL = 2
     CHAIN = 3
+    COUPLED = 4
 
 
 def philox4x32(key: int, counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
@@ -44,6 +49,24 @@ def philox4x32(key: int, counter: tuple[int, int, int, int]) -> tuple[int, int, 
         k0 = k0 + _WEYL_0 & _WORD
         k1 = k1 + _WEYL_1 & _WORD
     return c0, c1, c2, c3
+
+
+def blocks(
+    key: int, position: int, purpose: Purpose, c2: npt.NDArray[Any], c3: npt.NDArray[Any]
+) -> npt.NDArray[np.uint64]:
+    """`philox4x32` for many counters (position, purpose, c2, c3): their four words, [..., 4]."""
+    word, half = np.uint64(_WORD), np.uint64(32)
+    start = np.broadcast_arrays(np.uint64(position), np.uint64(purpose), c2, c3)
+    c = [np.asarray(counter, np.uint64) for counter in start]
+    k0, k1 = key & _WORD, key >> 32 & _WORD
+    for _ in range(10):
+        product_0, product_1 = np.uint64(_MULTIPLIER_0) * c[0], np.uint64(_MULTIPLIER_1) * c[2]
+        c = [
+            product_1 >> half ^ c[1] ^ np.uint64(k0), product_1 & word,
+            product_0 >> half ^ c[3] ^ np.uint64(k1), product_0 & word,
+        ]  # fmt: skip
+        k0, k1 = k0 + _WEYL_0 & _WORD, k1 + _WEYL_1 & _WORD
+    return np.stack(c, axis=-1)
 
 
 def uniform(seed: int, position: int, purpose: Purpose, lane: int = 0) -> float:

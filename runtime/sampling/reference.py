@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
+from .coupled import settle
 from .distribution import Distribution
 from .philox import Purpose, uniform
 from .rules import Verdict, verify
@@ -78,7 +80,7 @@ class NumpySampler:
     def _given(
         self, place: SlotSampling, drafts: Sequence[int], draft_logits: Sequence[Array] | None
     ) -> list[Distribution]:
-        if draft_logits is None or place.params.temperature == 0:
+        if draft_logits is None or place.params.settled:
             return [Distribution.point(token, self.vocab_size) for token in drafts]
         row = place.index - self._draft_slot
         return [
@@ -95,20 +97,24 @@ class NumpySampler:
             if place.context is not None:
                 context = np.concatenate([place.context, context])
         suppressed = place.suppress is not None and len(drafted) < place.suppress_rows
-        return warp(
+        position = place.position + len(drafted)
+        warped = warp(
             row,
             place.params,
             context,
             suppress=place.suppress if suppressed and place.suppress is not None else (),
             vocab_size=self.vocab_size,
-            where=f"{model}, {place.name}, position {place.position + len(drafted)}",
+            where=f"{model}, {place.name}, position {position}",
             output_start=place.output_start,
         )
+        if place.params.verify == "coupled":
+            return settle(warped, place.params.seed, position)
+        return warped
 
     def _uniform(self, place: SlotSampling, step: int, purpose: Purpose) -> float:
         """The uniform of the token `step` places ahead; 0 where a point mass ignores it."""
         params = place.params
-        if params.temperature == 0:
+        if params.settled:
             return 0.0
         # Block verification looks at all uniforms of its round, so no later round may reuse them.
         lane = place.position if params.verify == "block" else 0
@@ -123,14 +129,10 @@ class _LazyRows(Sequence[Distribution]):
     """
 
     def __init__(self, warp_row: Callable[[int], Distribution], count: int):
-        self._warp_row = warp_row
-        self._rows: list[Distribution | None] = [None] * count
+        self._row, self._count = cache(warp_row), count
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._count
 
     def __getitem__(self, i):  # type: ignore[no-untyped-def, override]
-        row = self._rows[i]
-        if row is None:
-            self._rows[i] = row = self._warp_row(i)
-        return row
+        return self._row(i)

@@ -16,6 +16,9 @@ from ..files.errors import OutriderError
 from .distribution import Distribution
 from .warp import SamplingParams
 
+Rows = Sequence[Distribution]
+Uniforms = Sequence[float]
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -33,10 +36,10 @@ class Verdict:
 
 
 def verify(
-    p: Sequence[Distribution],
-    q: Sequence[Distribution],
+    p: Rows,
+    q: Rows,
     drafts: Sequence[int],
-    accept_u: Sequence[float],
+    accept_u: Uniforms,
     final_u: float,
     params: SamplingParams,
 ) -> Verdict:
@@ -62,10 +65,10 @@ def verify(
 
 
 def verify_token(
-    p: Sequence[Distribution],
-    q: Sequence[Distribution],
+    p: Rows,
+    q: Rows,
     drafts: Sequence[int],
-    accept_u: Sequence[float],
+    accept_u: Uniforms,
     final_u: float,
     lenience: float = 1.0,
 ) -> Verdict:
@@ -94,11 +97,7 @@ def _lenient_prob(p: Distribution, token: int, q_x: float, lenience: float) -> f
 
 
 def verify_block(
-    p: Sequence[Distribution],
-    q: Sequence[Distribution],
-    drafts: Sequence[int],
-    accept_u: Sequence[float],
-    final_u: float,
+    p: Rows, q: Rows, drafts: Sequence[int], accept_u: Uniforms, final_u: float
 ) -> Verdict:
     """Block verification (Sun et al. 2024, arXiv 2403.10444, Algorithm 2): exact, never worse.
 
@@ -130,11 +129,7 @@ def verify_block(
 
 
 def verify_sigmoid(
-    p: Sequence[Distribution],
-    q: Sequence[Distribution],
-    drafts: Sequence[int],
-    accept_u: Sequence[float],
-    final_u: float,
+    p: Rows, q: Rows, drafts: Sequence[int], accept_u: Uniforms, final_u: float
 ) -> Verdict:
     """The sigmoid rule of "Optimized Speculative Sampling for GPU Hardware Accelerators" (arXiv
     2406.11016, eq. 5), as published. It is *not* exact: at the published scale of 1e3 logits
@@ -146,11 +141,7 @@ def verify_sigmoid(
     for i, token in enumerate(drafts):
         p_hat, q_hat = p[i].sigmoid, q[i].sigmoid
         if p_hat is None or q_hat is None:
-            raise OutriderError(
-                "option",
-                "verify=sigmoid needs the draft's logits, and this draft has none",
-                "Use verify=token, or a draft model.",
-            )
+            raise no_draft_logits()
         p_x = p_hat.item(token) if token < len(p_hat) else 0.0
         q_x = q_hat.item(token)
         ratios.append(min(1.0, p_x / q_x) if q_x > 0 else 0.0)
@@ -159,6 +150,14 @@ def verify_sigmoid(
             chosen = correction if correction.total > 0 else p[i]
             return Verdict(i, chosen.draw(final_u), tuple(ratios))
     return Verdict(len(drafts), p[len(drafts)].draw(final_u), tuple(ratios))
+
+
+def no_draft_logits() -> OutriderError:
+    return OutriderError(
+        "option",
+        "verify=sigmoid needs the draft's logits, and this draft has none",
+        "Use verify=token, or a draft model.",
+    )
 
 
 def residual(p: Distribution, q: Distribution, scale: float = 1.0) -> tuple[Distribution, float]:

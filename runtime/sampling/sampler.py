@@ -59,7 +59,6 @@ class Sampler(Protocol):
 
     def begin(self, places: Sequence[SlotSampling]) -> None:
         """Start a round of these slots; their order is that of all answers."""
-        ...
 
     def draw(self, logits: Array, step: int, *, keep: bool = True, first_slot: int = 0) -> Ids:
         """Draw the draft token of `step` for every slot with step < gamma.
@@ -69,11 +68,9 @@ class Sampler(Protocol):
         Returns int64 [B]; what stands where step >= gamma means nothing. Raises
         OutriderError("numeric") for a broken row.
         """
-        ...
 
     def stop(self, b: int, gamma: int) -> None:
         """The b-th slot drafts no more than gamma tokens after all."""
-        ...
 
     def give(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
         """The draft tokens of every slot, gamma each, which `draw` did not draw.
@@ -81,7 +78,6 @@ class Sampler(Protocol):
         They have the distributions of the draft's logits that `verify` is given, of the slots from
         `first_slot` on; where it is given none, or at temperature 0, they are point masses.
         """
-        ...
 
     def verify(
         self, logits: Array, draft_logits: Sequence[Array] | None = None, *, first_slot: int = 0
@@ -92,4 +88,3 @@ class Sampler(Protocol):
         by step; None where it kept them, or there are none. Raises OutriderError("numeric") for a
         broken row.
         """
-        ...

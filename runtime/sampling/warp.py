@@ -8,10 +8,10 @@ This module knows nothing of engines, caches or rounds.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from .distribution import Distribution, FloatRow
 TOP_P_SLACK = 1e-6
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
-VerifyRule = Literal["token", "block", "sigmoid"]
+VerifyRule = Literal["token", "block", "coupled", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,9 @@ class SamplingParams:
     frequency_penalty, presence_penalty: 0 is off. Every occurrence of an id in the output so far,
     or the first one, takes as much from its logit; the prompt does not count (OpenAI, vLLM).
     logit_bias: what is added to the logits of some ids; a mapping, kept as pairs in order of id.
-    verify: "token" (speculative sampling) and "block" (arXiv 2403.10444) are exact; "sigmoid"
-    is not: it is a published approximation whose output stays close to the draft's.
+    verify: "token" (speculative sampling), "block" (arXiv 2403.10444) and "coupled" (`coupled`:
+    the seed alone decides the text) are exact; "sigmoid" is not: it is a published approximation
+    whose output stays close to the draft's.
     lenience: below 1 not exact either: no token is drawn with more than p / lenience.
     sigmoid_alpha, sigmoid_beta: the scale of the sigmoid rule, in logits.
     """
@@ -61,80 +62,51 @@ class SamplingParams:
         if isinstance(self.seed, Integral):
             # A NumPy integer would wrap in Philox's products.
             object.__setattr__(self, "seed", int(self.seed))
-        # The lower bound keeps logits / temperature finite in float32.
-        self._require(
-            _is_real(self.temperature)
-            and (self.temperature == 0 or 1e-6 <= self.temperature <= 1e6),
-            "temperature",
-            "0, or from 1e-6 to 1e6",
-        )
-        self._require(_is_int(self.top_k) and self.top_k >= 0, "top_k", "0 (off) or more")
-        self._require(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]")
-        self._require(_is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", "in [0, 1]")
-        self._require(
-            _is_real(self.repetition_penalty) and 1e-3 <= self.repetition_penalty <= 1e3,
-            "repetition_penalty",
-            "from 0.001 to 1000; 1 is off",
-        )
-        for name in ("frequency_penalty", "presence_penalty"):
-            value = getattr(self, name)
-            self._require(_is_real(value) and abs(value) <= 2, name, "from -2 to 2; 0 is off")
+        for name, (fits, legal) in _RANGES.items():
+            if not fits(getattr(self, name)):
+                raise self._out_of_range(name, legal)
         object.__setattr__(self, "logit_bias", self._ordered_bias())
-        self._require(_is_int(self.seed) and 0 <= self.seed < 2**64, "seed", "in [0, 2^64)")
-        self._require(
-            self.verify in ("token", "block", "sigmoid"), "verify", "token, block or sigmoid"
-        )
-        self._require(_is_real(self.lenience) and 0 < self.lenience <= 1, "lenience", "in (0, 1]")
-        self._require(
-            _is_real(self.sigmoid_alpha) and self.sigmoid_alpha < 0, "sigmoid_alpha", "negative"
-        )
-        self._require(
-            _is_real(self.sigmoid_beta) and self.sigmoid_beta > 0, "sigmoid_beta", "positive"
-        )
-        if self.lenience != 1 and self.verify != "token":
-            raise OutriderError(
-                "option",
-                f"lenience={self.lenience!r} is not defined for verify={self.verify}",
-                "Use lenience with verify=token, or leave it at 1.",
-            )
-        if self.verify == "sigmoid" and self.temperature == 0:
-            raise OutriderError(
-                "option",
-                "verify=sigmoid is not defined at temperature=0",
-                "Use verify=token, or a positive temperature.",
-            )
-        if self.verify != "sigmoid" and (self.sigmoid_alpha, self.sigmoid_beta) != (-1e3, 1e3):
-            raise OutriderError(
-                "option",
-                f"sigmoid_alpha and sigmoid_beta have no effect with verify={self.verify}",
-                "Use verify=sigmoid, or leave them out.",
-            )
+        conflicts = (
+            (self.lenience != 1 and self.verify != "token",
+             f"lenience={self.lenience!r} is not defined for verify={self.verify}",
+             "Use lenience with verify=token, or leave it at 1."),
+            (self.verify == "sigmoid" and self.temperature == 0,
+             "verify=sigmoid is not defined at temperature=0",
+             "Use verify=token, or a positive temperature."),
+            (self.verify != "sigmoid" and (self.sigmoid_alpha, self.sigmoid_beta) != (-1e3, 1e3),
+             f"sigmoid_alpha and sigmoid_beta have no effect with verify={self.verify}",
+             "Use verify=sigmoid, or leave them out."),
+        )  # fmt: skip
+        for broken, cause, remedy in conflicts:
+            if broken:
+                raise OutriderError("option", cause, remedy)
+
+    @property
+    def settled(self) -> bool:
+        """Whether each row is one token, whatever the round: no uniform decides."""
+        return self.temperature == 0 or self.verify == "coupled"
 
     @property
     def reads_context(self) -> bool:
         """Whether the distribution depends on which ids came before."""
-        penalties = self.repetition_penalty - 1, self.frequency_penalty, self.presence_penalty
-        return any(penalties)
+        return any((self.repetition_penalty - 1, self.frequency_penalty, self.presence_penalty))
 
     def _ordered_bias(self) -> tuple[tuple[int, float], ...]:
-        given = self.logit_bias
         try:
-            pairs = dict(given)
+            pairs = dict(self.logit_bias)
             legal = all(
                 _is_int(token) and 0 <= token < 2**31 and _is_real(bias) and abs(bias) <= 100
                 for token, bias in pairs.items()
             )
         except (TypeError, ValueError):  # neither a mapping nor pairs
             legal = False
-        self._require(legal, "logit_bias", "ids with a number from -100 to 100 each")
+        if not legal:
+            raise self._out_of_range("logit_bias", "ids with a number from -100 to 100 each")
         return tuple(sorted((int(token), float(bias)) for token, bias in pairs.items()))
 
-    def _require(self, legal: bool, name: str, legal_range: str) -> None:
-        if not legal:
-            value = getattr(self, name)
-            raise OutriderError(
-                "option", f"{name}={value!r} is out of range", f"{name} must be {legal_range}."
-            )
+    def _out_of_range(self, name: str, legal: str) -> OutriderError:
+        cause = f"{name}={getattr(self, name)!r} is out of range"
+        return OutriderError("option", cause, f"{name} must be {legal}.")
 
 
 def _is_real(value: object) -> bool:
@@ -143,6 +115,27 @@ def _is_real(value: object) -> bool:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _real(fits: Callable[[float], bool]) -> Callable[[Any], bool]:
+    return lambda value: _is_real(value) and fits(value)
+
+
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    # The lower bound keeps logits / temperature finite in float32.
+    "temperature": (_real(lambda x: x == 0 or 1e-6 <= x <= 1e6), "0, or from 1e-6 to 1e6"),
+    "top_k": (lambda x: _is_int(x) and x >= 0, "0 (off) or more"),
+    "top_p": (_real(lambda x: 0 < x <= 1), "in (0, 1]"),
+    "min_p": (_real(lambda x: 0 <= x <= 1), "in [0, 1]"),
+    "repetition_penalty": (_real(lambda x: 1e-3 <= x <= 1e3), "from 0.001 to 1000; 1 is off"),
+    "frequency_penalty": (_real(lambda x: abs(x) <= 2), "from -2 to 2; 0 is off"),
+    "presence_penalty": (_real(lambda x: abs(x) <= 2), "from -2 to 2; 0 is off"),
+    "seed": (lambda x: _is_int(x) and 0 <= x < 2**64, "in [0, 2^64)"),
+    "verify": (lambda x: x in get_args(VerifyRule), "token, block, coupled or sigmoid"),
+    "lenience": (_real(lambda x: 0 < x <= 1), "in (0, 1]"),
+    "sigmoid_alpha": (_real(lambda x: x < 0), "negative"),
+    "sigmoid_beta": (_real(lambda x: x > 0), "positive"),
+}
 
 
 def warp(
@@ -244,9 +237,13 @@ def _check(peak: float, where: str) -> None:
     what = "NaN in the logits"
     if not math.isnan(peak):
         what = "+inf in the logits" if peak > 0 else "every logit is -inf"
-    raise OutriderError(
+    raise broken_row(where or "logits", what)
+
+
+def broken_row(where: str, what: str) -> OutriderError:
+    return OutriderError(
         "numeric",
-        f"{where or 'logits'}: {what}",
+        f"{where}: {what}",
         "Build the engines with DTYPE=float32, and check that the checkpoint is intact.",
     )
 

@@ -33,12 +33,9 @@ class ChatTemplate:
     ) -> str:
         """The prompt text of a conversation, as Transformers' `apply_chat_template` renders it.
 
-        Args:
-            messages: dicts with `role`, `content` and whatever else the template reads.
-            add_generation_prompt: end with the header of the assistant's turn.
-
-        Raises:
-            OutriderError: `prompt`, when there is no message, or the template fails.
+        messages: dicts with `role`, `content` and whatever else the template reads.
+        add_generation_prompt: end with the header of the assistant's turn. Raises OutriderError
+        "prompt" when there is no message, or the template fails.
         """
         if not messages:
             raise OutriderError("prompt", "the conversation is empty", "Pass at least one message.")

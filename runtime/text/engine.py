@@ -8,12 +8,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import index
-from types import TracebackType
 from typing import Any, SupportsIndex, cast
 
 from ..decoder import Decoder
 from ..drafts.registry import KINDS
-from ..files.errors import OutriderError
+from ..files.errors import OutriderError, refuse_first
 from ..files.manifest import Manifest
 from ..policy import Policy, make_policy
 from ..sampling.warp import SamplingParams
@@ -74,12 +73,7 @@ class TextEngine:
     def __enter__(self) -> TextEngine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # What users call
@@ -136,13 +130,12 @@ class TextEngine:
         width = self.decoder.vocab_size
         params = options.sampling()
         biased = list(dict(params.logit_bias))
-        for name, tokens in (("stop_token_ids", options.stop_token_ids), ("logit_bias", biased)):
-            if odd := [token for token in tokens if not 0 <= token < width]:
-                raise OutriderError(
-                    "option",
-                    f"{name}: the token id {odd[0]} does not exist",
-                    f"Choose from 0 to {width - 1}.",
-                )
+        refuse_first(
+            (not 0 <= token < width, f"{name}: the token id {token} does not exist",
+             f"Choose from 0 to {width - 1}.")
+            for name, tokens in (("stop_token_ids", options.stop_token_ids), ("logit_bias", biased))
+            for token in tokens
+        )  # fmt: skip
         ids = self.encode(prompt, options)
         self.decoder.check_ids(ids)  # before the text side, which would look a stranger up
         transcript = Transcript(self.tokenizer, ids, params.seed, options)
@@ -215,7 +208,7 @@ class TextEngine:
     @contextmanager
     def exclusive(self) -> Iterator[Slot]:
         """A slot while no other call runs, for calling the decoder's engines directly."""
-        with self._taken(1):
+        with self.undisturbed(1):
             slot = self.decoder.slots.acquire()
             try:
                 yield slot
@@ -223,14 +216,9 @@ class TextEngine:
                 self.decoder.slots.release(slot)
 
     @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """All slots while no other call runs. Raises OutriderError "busy"."""
-        with self._taken(len(self.decoder.slots)):
-            yield
-
-    @contextmanager
-    def _taken(self, slots: int) -> Iterator[None]:
-        caller = Caller()
+    def undisturbed(self, slots: int | None = None) -> Iterator[None]:
+        """While no other call runs. slots: that have to be free, None for all. Raises "busy"."""
+        caller, slots = Caller(), len(self.decoder.slots) if slots is None else slots
         self.line.take(caller, slots)
         try:
             with self._in_turn():
@@ -274,29 +262,26 @@ class TextEngine:
             if options.system is not None:
                 messages.insert(0, {"role": "system", "content": options.system})
             return self.tokenizer.encode_chat(messages, special_tokens=special)
-        for name in ("system", "special_tokens"):
-            if getattr(options, name) != getattr(Options, name):
-                raise OutriderError(
-                    "option",
-                    f"{name} has no meaning where the prompt is token ids",
-                    "Give the prompt as text or as messages.",
-                )
+        refuse_first(
+            (getattr(options, name) != getattr(Options, name),
+             f"{name} has no meaning where the prompt is token ids",
+             "Give the prompt as text or as messages.")
+            for name in ("system", "special_tokens")
+        )  # fmt: skip
         return [index(token) for token in items]
 
     def _policy(
         self, options: Options, params: SamplingParams, draft: str, gamma: int
     ) -> Policy | None:
-        named = options.gamma if isinstance(options.gamma, str) else gamma
+        chosen, most = isinstance(options.gamma, str), self.decoder.max_gamma
         fallback = options.fallback == "auto"
-        if gamma == 0 or not (isinstance(named, str) or fallback):
+        if not (chosen or fallback) or not 0 < gamma <= most:  # `Decoder.check` refuses the others
             return None
-        most = self.decoder.max_gamma
-        if not 0 <= gamma <= most:
-            return None  # `Decoder.check` refuses it
         settings = (replace(params, seed=0), options.draft_temperature)
         return make_policy(
-            named, self.decoder.costs[draft], most, fallback=fallback, settings=settings
-        )
+            options.gamma if isinstance(options.gamma, str) else gamma,
+            self.decoder.costs[draft], most, fallback=fallback, settings=settings,
+        )  # fmt: skip
 
     def _draft_of(self, options: Options) -> tuple[str, int]:
         """Who proposes, and how many tokens a round. Raises "option"."""
@@ -307,8 +292,8 @@ class TextEngine:
         if reads_model and self.decoder.draft is None:
             raise OutriderError(
                 "option",
-                f"draft={kind}: the bundle was built without one",
-                "Leave it out, or build the bundle with DRAFT=<draft>.",
+                f"draft={kind}: the bundle was built without a draft",
+                "Leave that option out, or build the bundle with DRAFT=<draft>.",
             )
         if kind is None:
             kind = "model" if self.decoder.draft is not None else self.manifest.pair.lookup

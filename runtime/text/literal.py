@@ -25,9 +25,7 @@ class LiteralTokenizer:
     def __init__(self, model: tokenizers.Tokenizer):
         self._model = tokenizers.Tokenizer.from_str(model.to_str())
         self._model.encode_special_tokens = True  # as text
-        self._ids: dict[
-            int | None, int
-        ] = {}  # of the tokens between the marks: what they stand for
+        self._ids: dict[int | None, int] = {}  # tokens between the marks: what they stand for
         names = []
         for number, token in model.get_added_tokens_decoder().items():
             if token.special:

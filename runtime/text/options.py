@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from ..drafts.registry import KINDS
-from ..files.errors import OutriderError
+from ..files.errors import OutriderError, refuse_first
 from ..sampling.warp import SamplingParams, VerifyRule
 
 # Options without effect where nothing is drafted.
@@ -69,11 +69,6 @@ class Options:
     system: str | None = None
     special_tokens: Literal["control", "text"] = "control"
 
-    @property
-    def stops(self) -> list[str]:
-        """`stop` as a list."""
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
-
     def seeded(self) -> Options:
         """With a seed, drawn where there is none."""
         return self if self.seed is not None else replace(self, seed=int.from_bytes(os.urandom(4)))
@@ -93,47 +88,33 @@ class Options:
         for name, (fits, what) in _RULES.items():
             value = getattr(self, name)
             if not fits(value) and not (value is None and getattr(Options, name) is None):
-                raise OutriderError(
-                    "option",
-                    f"{name}={repr(value)[:80]} is out of range",
-                    f"{name} must be {what}.",
-                )
-        if self.draft not in (None, "none", *KINDS):
-            raise OutriderError(
-                "option", f"draft={self.draft!r} is unknown", f"Use {', '.join(KINDS)} or none."
-            )
+                cause = f"{name}={repr(value)[:80]} is out of range"
+                raise OutriderError("option", cause, f"{name} must be {what}.")
         self.sampling()
-        if self.min_new_tokens > self.max_new_tokens:
-            raise OutriderError(
-                "option",
-                f"min_new_tokens={self.min_new_tokens} is over max_new_tokens="
-                f"{self.max_new_tokens}",
-                "Choose 0 <= min_new_tokens <= max_new_tokens.",
-            )
-        if self.chat is False and self.system is not None:
-            raise OutriderError(
-                "option",
-                "a system message needs the chat template",
-                "Put it into the prompt itself, or use the chat template.",
-            )
-        if self.gamma == 0 if self.draft not in (None, "none") else self.draft and self.gamma:
-            raise OutriderError(
-                "option",
-                f"draft={self.draft} contradicts gamma={self.gamma}",
-                "Leave one of them out.",
-            )
+        drafted = self.draft not in (None, "none")
+        refuse_first([
+            (drafted and self.draft not in tuple(KINDS), f"draft={self.draft!r} is unknown",
+             f"Use {', '.join(KINDS)} or none."),
+            (self.min_new_tokens > self.max_new_tokens,
+             f"min_new_tokens={self.min_new_tokens} is over max_new_tokens={self.max_new_tokens}",
+             "Choose 0 <= min_new_tokens <= max_new_tokens."),
+            (self.chat is False and self.system is not None,
+             "a system message needs the chat template",
+             "Put it into the prompt itself, or use the chat template."),
+            (self.gamma == 0 if drafted else self.draft and self.gamma,
+             f"draft={self.draft} contradicts gamma={self.gamma}", "Leave one of them out."),
+        ])  # fmt: skip
         if self.gamma == 0 or self.draft == "none":
             self.check_plain()
 
     def check_plain(self) -> None:
         """Refuse what has no effect where nothing is drafted. Raises OutriderError "option"."""
-        for name in OF_DRAFTS:
-            if getattr(self, name) != getattr(Options, name):
-                raise OutriderError(
-                    "option",
-                    f"{name}={getattr(self, name)} has no effect in plain decoding (gamma=0)",
-                    f"Leave {name} out, or use a draft.",
-                )
+        refuse_first(
+            (getattr(self, name) != getattr(Options, name),
+             f"{name}={getattr(self, name)} has no effect in plain decoding (gamma=0)",
+             f"Leave {name} out, or use a draft.")
+            for name in OF_DRAFTS
+        )  # fmt: skip
 
 
 def _whole(least: int) -> Callable[[Any], bool]:
@@ -142,31 +123,31 @@ def _whole(least: int) -> Callable[[Any], bool]:
     )
 
 
-def _texts(value: Any) -> bool:
-    return _list(value) and all(isinstance(text, str) and text for text in value)
+def _list(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return (
+        isinstance(value, Collection)
+        and not isinstance(value, str | bytes | Mapping)
+        and all(map(fits, value))
+    )
 
 
-def _list(value: Any) -> bool:
-    return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
-
-
-def _is_id(value: Any) -> bool:
-    return _whole(0)(value)
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _one_of(*names: str) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: isinstance(value, str) and value in names, " or ".join(
-        filter(None, (", ".join(names[:-1]), names[-1]))
-    )
+    what = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return lambda value: isinstance(value, str) and value in names, what
 
 
 _NUMBER = (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number")
 _FLAG = (lambda value: isinstance(value, bool | np.bool_), "True or False")
+_FROM_0 = (_whole(0), "a whole number from 0 up")
 # What `SamplingParams` does not check; None fits where it is the default.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_new_tokens": (_whole(1), "a whole number from 1 up"),
-    "min_new_tokens": (_whole(0), "a whole number from 0 up"),
-    "seed": (_is_id, "a whole number from 0 up"),
+    "min_new_tokens": _FROM_0,
+    "seed": _FROM_0,
     "gamma": (
         lambda value: _whole(0)(value) or (isinstance(value, str) and value in get_args(GammaName)),
         "a whole number from 0 up, auto or transformers",
@@ -175,16 +156,13 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "draft_temperature": _NUMBER,
     "draft_threshold": _NUMBER,
     "stop": (
-        lambda value: _texts([value] if isinstance(value, str) else value),
+        lambda value: _list([value] if _is_text(value) else value, lambda t: t and _is_text(t)),
         "a text or a list of texts, none of them empty",
     ),
-    "stop_token_ids": (
-        lambda value: _list(value) and all(map(_is_id, value)),
-        "a list of token ids",
-    ),
+    "stop_token_ids": (lambda value: _list(value, _whole(0)), "a list of token ids"),
     "ignore_eos": _FLAG,
-    "logprobs": (_whole(0), "a whole number from 0 up"),
+    "logprobs": _FROM_0,
     "chat": _FLAG,
-    "system": (lambda value: isinstance(value, str), "a text"),
+    "system": (_is_text, "a text"),
     "special_tokens": _one_of("control", "text"),
 }

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from threading import Thread
-from types import TracebackType
 
 FOLLOW = 0.3  # what the latest interval between rounds counts in the expected one
 LONGEST = 0.5  # seconds; a round that takes longer is not waited for
@@ -35,12 +34,7 @@ class Smooth:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._hurry = True
         self._queue.put(None)
         self._thread.join()

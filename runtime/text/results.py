@@ -63,7 +63,7 @@ class Transcript:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], seed: int, options: Options):
         # A special token has no text in which it could be found: it is a stop by its id.
-        stops = options.stops
+        stops = [options.stop] if isinstance(options.stop, str) else options.stop
         self._special = {i: t for t in stops if (i := tokenizer.special_id(t)) is not None}
         self._detokenizer = Detokenizer(tokenizer, prompt)
         self._stops = StopStrings([t for t in stops if t not in self._special.values()])
@@ -89,19 +89,17 @@ class Transcript:
         # A token that ends the text unsaid (end-of-text, a stop id) comes last and has no piece.
         pieces = [(p, t.origin) for p, t in zip(self._pieces, new, strict=False) if p]
         self._pieces.clear()
-        if sequence.finish_reason is None:
-            self.text += "".join(piece for piece, _ in pieces)
-            return Event(tuple(pieces), tuple(new))
-        if tail := self._flush():
+        ended = sequence.finish_reason
+        if ended is not None and (tail := self._flush()):
             pieces.append((tail, new[-1].origin))
         self.text += "".join(piece for piece, _ in pieces)
-        return Event(tuple(pieces), tuple(new), self.result(sequence, sequence.finish_reason))
+        result = None if ended is None else self.result(sequence, ended)
+        return Event(tuple(pieces), tuple(new), result)
 
     def result(
         self, sequence: ActiveSequence, reason: str, error: OutriderError | None = None
     ) -> Result:
-        tokens = tuple(sequence.output)
-        stats = sequence.stats
+        tokens, stats = tuple(sequence.output), sequence.stats
         return Result(self.text, tokens, reason, self.stopped_by, self.seed, stats, error)
 
     def _flush(self) -> str:

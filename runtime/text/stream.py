@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from types import TracebackType
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from ..files.errors import OutriderError
@@ -33,6 +33,7 @@ class Running(ABC, Generic[Item]):
 
     def __init__(self, engine: TextEngine):
         self._engine, self._caller = engine, Caller()
+        self._sequences: dict[ActiveSequence, tuple[int, Transcript]] = {}  # in its slots
         self._advancing = threading.Lock()
         self._ended = False
 
@@ -69,31 +70,26 @@ class Running(ABC, Generic[Item]):
     def _end(self) -> None:
         if not self._ended:
             self._ended = True
-            for sequence in self._held():
-                self._engine.leave(self._caller, sequence)
+            for sequence in list(self._sequences):
+                self._leave(sequence)
+
+    def _leave(self, sequence: ActiveSequence) -> None:
+        del self._sequences[sequence]
+        self._engine.leave(self._caller, sequence)
 
     @abstractmethod
     def _advance(self) -> Item:
         """The next thing to say. Raises StopIteration where there is none."""
 
-    @abstractmethod
-    def _held(self) -> list[ActiveSequence]:
-        """What is in its slots."""
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
         if not self._ended:
-            self._engine.drop(self._caller, self._held())
+            self._engine.drop(self._caller, list(self._sequences))
 
 
 class Stream(Running[Event]):
@@ -105,7 +101,6 @@ class Stream(Running[Event]):
     def __init__(self, engine: TextEngine, request: Request, transcript: Transcript):
         super().__init__(engine)
         self._request, self._transcript = request, transcript
-        self._sequence: ActiveSequence | None = None
         self.result: Result | None = None
 
     @property
@@ -114,22 +109,20 @@ class Stream(Running[Event]):
         return self._transcript.text
 
     def _advance(self) -> Event:
-        if self._sequence is None:
-            self._sequence = self._engine.admit(self._caller, self._request)
-            new: Sequence[Token] = self._sequence.output[:]
+        if self._sequences:
+            ((sequence, new),) = self._engine.round(self._sequences).items()
         else:
-            new = self._engine.round([self._sequence])[self._sequence]
-        if self._sequence.error is not None:
-            raise self._sequence.error
-        event = self._transcript.event(self._sequence, new)
+            sequence = self._engine.admit(self._caller, self._request)
+            self._sequences[sequence] = (0, self._transcript)
+            new = sequence.output[:]
+        if sequence.error is not None:
+            raise sequence.error
+        event = self._transcript.event(sequence, new)
         if event.result is not None:
             self.result = event.result
             self._engine.count(event.result)
             self._end()
         return event
-
-    def _held(self) -> list[ActiveSequence]:
-        return [] if self._sequence is None else [self._sequence]
 
 
 class Batch(Running[tuple[int, Result]]):
@@ -138,7 +131,6 @@ class Batch(Running[tuple[int, Result]]):
     def __init__(self, engine: TextEngine, prompts: Iterator[Any], usual: Options):
         super().__init__(engine)
         self._source, self._usual = enumerate(prompts), usual
-        self._sequences: dict[ActiveSequence, tuple[int, Transcript]] = {}
         self._finished: deque[tuple[int, Result]] = deque()
         self._read = False  # whether all prompts have been
 
@@ -165,13 +157,12 @@ class Batch(Running[tuple[int, Result]]):
 
     def _join(self) -> None:
         """The next prompt, in a slot that has been taken for it."""
-        sequence = None
-        try:
-            try:
-                number, given = next(self._source)
-            except StopIteration:
+        with ExitStack() as refused:
+            refused.callback(self._engine.line.give_back, self._caller)
+            if (following := next(self._source, None)) is None:
                 self._read = True
                 return
+            number, given = following
             prompt, options = given, self._usual
             if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Options):
                 prompt, options = given
@@ -184,9 +175,7 @@ class Batch(Running[tuple[int, Result]]):
                 result = Result("", (), "error", None, options.seed or 0, Stats(), error)
                 self._finished.append((number, result))
                 return
-        finally:
-            if sequence is None:
-                self._engine.line.give_back(self._caller)
+            refused.pop_all()
         self._sequences[sequence] = (number, transcript)
         self._tell(sequence, sequence.output[:])
 
@@ -199,9 +188,5 @@ class Batch(Running[tuple[int, Result]]):
             self._engine.count(result)
         else:
             return
-        del self._sequences[sequence]
-        self._engine.leave(self._caller, sequence)
+        self._leave(sequence)
         self._finished.append((number, result))
-
-    def _held(self) -> list[ActiveSequence]:
-        return list(self._sequences)

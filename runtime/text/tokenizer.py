@@ -11,7 +11,7 @@ import codecs
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -34,13 +34,9 @@ _BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTABLE} | {
 class Tokenizer:
     """The checkpoint's own tokenizer and chat template.
 
-    Args:
-        path: `tokenizer.json`.
-        chat_template: Jinja source, None where the checkpoint has none.
-        special_tokens: texts by role (`bos_token`, `eos_token`, ...), as the template names them.
-
-    Raises:
-        OutriderError: `bundle`, when the file cannot be read.
+    path: `tokenizer.json`. chat_template: Jinja source, None where the checkpoint has none.
+    special_tokens: texts by role (`bos_token`, `eos_token`, ...), as the template names them.
+    Raises OutriderError "bundle" when the file cannot be read.
     """
 
     vocab_size: int  # largest id + 1, added tokens included; ids may have gaps
@@ -64,9 +60,7 @@ class Tokenizer:
         self._chat = ChatTemplate(chat_template, special_tokens) if chat_template else None
         added = self._model.get_added_tokens_decoder().values()
         self._skipped = frozenset(token.content for token in added if token.special)
-        self.vocab_size = (
-            max(self._model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        )
+        self.vocab_size = max(self.vocabulary().values(), default=-1) + 1
         self._decoder = self._model.decoder
         kinds = b"" if self._decoder is None else self._decoder.__getstate__()
         self._byte_level = b'"ByteLevel"' in kinds
@@ -79,16 +73,12 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, special_tokens: str = "control"
     ) -> list[int]:
-        """The token ids of `text`.
+        """The token ids of a prompt.
 
-        Args:
-            text: a prompt.
-            add_special_tokens: also add those that the checkpoint puts around every text.
-            special_tokens: "control" makes ids of those that are written out in the text, as
-                Transformers does; "text" takes them as text.
-
-        Raises:
-            OutriderError: `prompt`, when the text is not valid Unicode (lone surrogates).
+        add_special_tokens: also add those that the checkpoint puts around every text.
+        special_tokens: "control" makes ids of those that are written out in the text, as
+        Transformers does; "text" takes them as text. Raises OutriderError "prompt" where the text
+        is not valid Unicode (lone surrogates).
         """
         _check_unicode(text)
         if special_tokens == "text":
@@ -178,13 +168,10 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._window: list[str] = []
-        for token in reversed(prompt_ids):
-            if (piece := tokenizer.piece(token)) is not None:
-                self._window.insert(0, piece)
-                if len(self._window) == self._CONTEXT:
-                    break
-        self._shown = len(tokenizer.join(self._window)) - tokenizer.undecided(self._window)
+        pieces = (p for token in reversed(prompt_ids) if (p := tokenizer.piece(token)) is not None)
+        self._window = list(islice(pieces, self._CONTEXT))[::-1]
+        self._shown = 0
+        self._show()
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty for special tokens and parts of characters."""
@@ -194,11 +181,14 @@ class Detokenizer:
         if len(self._window) == self._WINDOW:
             # Both windows end in the same bytes, so they read on alike, wherever they begin.
             self._window = self._window[-self._CONTEXT :]
-            undecided = self._tokenizer.undecided(self._window)
-            self._shown = len(self._tokenizer.join(self._window)) - undecided
+            self._show()
         self._window.append(piece)
-        text = self._tokenizer.join(self._window)
-        begin, self._shown = self._shown, len(text) - self._tokenizer.undecided(self._window)
+        return self._show()
+
+    def _show(self) -> str:
+        """What the window has beyond what was shown, but for what the next token may change."""
+        text, begin = self._tokenizer.join(self._window), self._shown
+        self._shown = len(text) - self._tokenizer.undecided(self._window)
         return text[begin : self._shown]
 
     def flush(self) -> str:
@@ -214,12 +204,7 @@ class StopStrings:
     The stop that is complete first wins; of several that end at the same character, the longest.
     It is the one rule that needs no look-ahead and depends on the text alone, not on how tokens
     cut it: with stops "bcd" and "c", "abcd" ends at "c" in whatever pieces it comes.
-
-    Args:
-        stops: the stop strings; a lone string is one.
-
-    Raises:
-        OutriderError: `option`, when a stop string is empty.
+    stops: a lone string is one. Raises OutriderError "option" for an empty one.
     """
 
     def __init__(self, stops: Sequence[str]):

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ..files.errors import CommandParser, OutriderError, run_command
+from ..files.errors import CommandParser, OutriderError, refuse_first, run_command
 from .formulas import MOST, best_gamma, break_even, oracle, table
 from .measure import recommend
 
@@ -46,15 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     given = args.alpha is not None or args.cost is not None
-    if bool(args.engines) == given or (given and None in (args.alpha, args.cost)):
-        raise _option("--alpha and --cost, or --engines, are needed", "See --help.")
+    refuse_first([
+        (bool(args.engines) == given or (given and None in (args.alpha, args.cost)),
+         "--alpha and --cost, or --engines, are needed", "See --help."),
+        (args.engines and not args.prompt, "--engines measures on prompts",
+         "Add --prompt, once or more often."),
+    ])  # fmt: skip
     if args.engines:
-        if not args.prompt:
-            raise _option("--engines measures on prompts", "Add --prompt, once or more often.")
         print(recommend(args.engines, args.prompt, args.temperature, args.tokens))
         return 0
     if not (0 <= args.alpha <= 1 and args.cost >= 0 and 1 <= args.max_gamma <= MOST):
-        raise _option(
+        raise OutriderError(
+            "option",
             f"alpha={args.alpha}, cost={args.cost}, max-gamma={args.max_gamma} are out of range",
             f"Use 0 <= alpha <= 1, cost >= 0, 1 <= max-gamma <= {MOST}.",
         )
@@ -65,10 +68,6 @@ def _main(args: argparse.Namespace) -> int:
     if args.overhead is not None:
         print(f"pays   from {break_even(args.overhead, gain):.0f} output tokens on")
     return 0
-
-
-def _option(cause: str, remedy: str) -> OutriderError:
-    return OutriderError("option", cause, remedy)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,6 @@ plain step of the target.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-
-from ..sampling.warp import SamplingParams, warp
 
 MOST = 64
 
@@ -67,29 +61,6 @@ def break_even(overhead: float, gain: float) -> float:
     that. Infinite where there is none.
     """
     return overhead / (1 - 1 / gain) if gain > 1 else float("inf")
-
-
-def acceptance(target: npt.NDArray[Any], draft: npt.NDArray[Any], lenience: float = 1.0) -> float:
-    """alpha of two sets of distributions [N, V]: the mean over N of the sum of min(p / l, q).
-
-    Corollary 3.6, and appendix A.5 for a lenience l below 1.
-    """
-    if target.shape != draft.shape or target.ndim != 2 or not 0 < lenience <= 1:
-        raise ValueError(f"shapes {target.shape} and {draft.shape}, lenience {lenience}")
-    return float(np.minimum(target / lenience, draft).sum(1).mean())
-
-
-def acceptance_of_logits(
-    target: npt.NDArray[Any], draft: npt.NDArray[Any], params: SamplingParams
-) -> float:
-    """alpha of two sets of raw logits [N, V] under sampling options; at temperature 0 the share of
-    rows in which the draft's argmax is the target's, or with lenience l has p(x) >= l max p."""
-    if params.temperature == 0 and params.lenience < 1:
-        rows = np.arange(len(target))
-        drawn = target[rows, draft.argmax(1)]
-        return float((drawn >= target.max(1) + np.log(params.lenience)).mean())
-    p, q = (np.stack([warp(row, params).probs() for row in logits]) for logits in (target, draft))
-    return acceptance(p, q, params.lenience)
 
 
 def table(alpha: float, cost: float, verify: Sequence[float] | None, gammas: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ from statistics import median
 
 from ..bundle import load
 from ..costs import RoundCosts
-from ..files.errors import OutriderError
+from ..files.errors import OutriderError, refuse_first
 from ..stats import Stats
 from ..text.engine import TextEngine
 from .formulas import best_gamma, break_even, oracle, speedup, table
@@ -75,12 +75,11 @@ def findings(texts: Mapping[int, Sequence[Stats]]) -> Findings:
 def recommend(folder: str, prompts: Sequence[str], temperature: float, tokens: int) -> str:
     """Measure a bundle and say which gamma to use. Raises OutriderError as `load`."""
     engine = load(folder, reuse=False)  # the prefills are part of what is measured
-    if engine.decoder.draft is None:
-        raise OutriderError(
-            "option", f"{folder} has no draft", "Build it with DRAFT=<draft>, or give --alpha."
-        )
-    if tokens < 2:
-        raise OutriderError("option", f"tokens={tokens} is out of range", "Use 2 or more.")
+    no_draft = engine.decoder.draft is None
+    refuse_first([
+        (no_draft, f"{folder} has no draft", "Build it with DRAFT=<draft>, or give --alpha."),
+        (tokens < 2, f"tokens={tokens} is out of range", "Use 2 or more."),
+    ])  # fmt: skip
     texts = measure(engine, prompts, temperature, tokens)
     if not all(texts.values()):
         raise OutriderError("prompt", "no prompt leaves room for a round", "Shorten the prompts.")
@@ -98,15 +97,14 @@ def recommend(folder: str, prompts: Sequence[str], temperature: float, tokens: i
         *(f"{x}  {m:>7.2f}x" for x, m in zip(lines, found.measured.values(), strict=True)),
     ]
     gamma, gain = best_gamma(alpha, cost, verify)
-    if not gamma:
-        return "\n".join([*said, "use --gamma 0: no draft length gains anything here"])
-    return "\n".join(
-        [
-            *said,
+    if gamma:
+        said += [
             f"use --gamma {gamma}: {gain:.2f}x expected, {found.measured[gamma]:.2f}x measured; "
             f"Theorem 3.8 without the width of the verification {speedup(alpha, gamma, cost):.2f}x;"
             f" an oracle's bound {oracle(alpha, cost):.2f}x",
             f"it pays from {max(1, break_even(found.overhead, gain)):.0f} output tokens on (the "
             f"draft's prefill is {found.overhead:.1f} plain steps)",
         ]
-    )
+    else:
+        said.append("use --gamma 0: no draft length gains anything here")
+    return "\n".join(said)

@@ -27,11 +27,11 @@ from device_standin import make_device
 from devices import texts
 
 from runtime import load
-from runtime.backends import onnxruntime_cuda as ort_cuda
-from runtime.backends.aotinductor_cuda import ALIGNMENT, AotiCudaEngine, TorchGpu
+from runtime.backends import onnxruntime as ort_cuda
+from runtime.backends.aotinductor import ALIGNMENT, AotiCudaEngine, TorchGpu, load_weights
 from runtime.backends.device import DeviceCall, DeviceEngine
-from runtime.backends.onnxruntime_cuda import OrtCudaEngine, unavailable
-from runtime.bundle import open_engine
+from runtime.backends.onnxruntime import OrtCudaEngine, unavailable
+from runtime.backends.registry import host_engine
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import GRAPH_FILE, PACKAGE_FILE, read_bundle
@@ -55,8 +55,8 @@ class OrtOnHost(OrtCudaEngine):
 class HostTorch(TorchGpu):
     """torch.cuda, where the device is the host and its stream that of a `FakeDriver`."""
 
-    def __init__(self, driver: FakeDriver, stream: int):
-        self.driver, self.stream = driver, stream
+    def __init__(self, cuda: Any, stream: int):
+        self.driver, self.stream = cuda._driver, stream
         self.index, self.device = -1, "cpu"
         self.captures = 0
 
@@ -76,9 +76,7 @@ class HostTorch(TorchGpu):
 class AotiOnHost(AotiCudaEngine):
     """The package that was compiled for the CPU."""
 
-    def __init__(self, cuda: Any, stream: int, *arguments: Any, **options: Any):
-        gpu = HostTorch(cuda._driver, stream)
-        super().__init__(cuda, stream, *arguments, gpu=gpu, **options)
+    _gpu = HostTorch
 
 
 ENGINES: dict[str, type[DeviceEngine]] = {"onnxruntime": OrtOnHost, "aotinductor": AotiOnHost}
@@ -110,10 +108,9 @@ class OnDevice:
         return Decoder(rounds, **sizes)
 
     def on_host(self) -> Any:
-        return open_engine(
-            self.backend, self.bundle / "target", self.pair.target, slots=SLOTS, widest=GAMMA + 1,
-            threads=1,
-        )  # fmt: skip
+        return host_engine(self.backend)(
+            self.bundle / "target", self.pair.target, slots=SLOTS, widest=GAMMA + 1, threads=1
+        )
 
     def texts_on_host(self) -> list[list[int]]:
         return all_texts(load(self.bundle, slots=SLOTS, threads=1).decoder)
@@ -169,8 +166,7 @@ def same_logits(on_device: OnDevice, engine: Any) -> bool:
 def test_the_logits_of_the_host(on_device: OnDevice) -> None:
     engine = on_device.engine()
     assert same_logits(on_device, engine)
-    kept = engine._bindings if on_device.backend == "onnxruntime" else engine._arguments
-    assert kept == {}, "the calls of no graph are not kept"
+    assert engine._prepared == {}, "the calls of no graph are not kept"
 
 
 def forget_the_slot(engine: Any) -> None:
@@ -216,10 +212,10 @@ def test_the_texts_of_the_host(ort: OnDevice, caplog: pytest.LogCaptureFixture) 
     assert said in caplog.text
     assert not ort.driver.log.count("capture"), "it might end the process"
     target: Any = decoder.target
-    kept = dict(target._bindings)  # of rounds alone
+    kept = dict(target._prepared)  # of rounds alone
     assert {(call.batch, call.tokens) for call in kept} == {(b, n) for b in (1, 2) for n in (1, 5)}
     all_texts(decoder)
-    assert target._bindings == kept
+    assert target._prepared == kept
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -277,11 +273,11 @@ def test_calls_are_prepared_once_and_recorded(aoti: OnDevice) -> None:
 
     draft.enqueue = enqueue
     all_texts(decoder)
-    prepared = dict(draft._arguments)
+    prepared = dict(draft._prepared)
     all_texts(decoder)
     assert loader.capturing == 0, "a capture records, and runs nothing"
-    assert draft._arguments.keys() == prepared.keys()
-    assert all(draft._arguments[call] is prepared[call] for call in prepared)
+    assert draft._prepared.keys() == prepared.keys()
+    assert all(draft._prepared[call] is prepared[call] for call in prepared)
     assert {call.tokens for call in prepared} == {1, 2}, "none of a prefill"
     # Otherwise the package copies by itself, and says so on stderr at each call.
     assert {address % ALIGNMENT for address in loader.addresses} == {0}
@@ -290,10 +286,8 @@ def test_calls_are_prepared_once_and_recorded(aoti: OnDevice) -> None:
 
 def test_tied_weights_are_loaded_once(aoti: OnDevice) -> None:
     path = aoti.bundle / "draft" / WEIGHTS_FILE
-    loader = SimpleNamespace(get_constant_fqns=lambda: list(read_tensors(path)))
     # The meta device takes a GPU's place: it is the other one that torch has everywhere.
-    engine: Any = SimpleNamespace(_loader=loader, gpu=SimpleNamespace(device="meta"))
-    loaded = AotiCudaEngine._load(engine, path)
+    loaded = load_weights(path, list(read_tensors(path)), "meta")
     assert {weight.device.type for weight in loaded.values()} == {"meta"}
     embedding = loaded.pop("decoder.model.lm_head.weight")
     assert embedding is loaded["decoder.model.model.embed_tokens.weight"]
@@ -305,7 +299,7 @@ def test_half_precision_and_its_memory(driver: FakeDriver) -> None:
     address = driver.cuMemAlloc(64)[1]
     driver.cuMemsetD8(address, 0, 64)
     driver.cuStreamSynchronize(0)
-    engine: Any = SimpleNamespace(gpu=HostTorch(driver, 0))
+    engine: Any = SimpleNamespace(gpu=HostTorch(SimpleNamespace(_driver=driver), 0))
     view = AotiCudaEngine._view(engine, address, torch.bfloat16, 2, 3)
     view[1, 2] = 1.0
     assert ctypes.string_at(address, 12) == bytes(10) + b"\x80\x3f"

@@ -16,7 +16,7 @@ from checkpoints import Workshop
 from commands import CHECKOUT, environment
 
 from runtime.backends import host
-from runtime.bundle import open_engine
+from runtime.backends.registry import host_engine
 from runtime.files.manifest import read_bundle
 
 both = pytest.mark.parametrize("bundle", ["onnxruntime", "aotinductor"], indirect=True)
@@ -34,10 +34,9 @@ def bundle(
 
 def open_target(bundle: Path, slots: int = 1, buffers: int = 1) -> Any:
     manifest = read_bundle(bundle)
-    return open_engine(
-        manifest.backend, bundle / "target", manifest.pair.target, slots=slots, widest=5,
-        buffers=buffers, threads=1,
-    )  # fmt: skip
+    return host_engine(manifest.backend)(
+        bundle / "target", manifest.pair.target, slots=slots, widest=5, buffers=buffers, threads=1
+    )
 
 
 def walk(engine: Any) -> Iterator[np.ndarray]:

@@ -55,11 +55,15 @@ def test_a_slot_in_use(engine: TextEngine) -> None:
     beam_texts(engine, "hello", max_new_tokens=2)
 
 
-@pytest.mark.parametrize("given", [{"gamma": 9}, {"gamma": -1}, {"beams": 0}, {"draft_beams": 2}])
-def test_what_is_refused(engine: TextEngine, given: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [{"gamma": 9}, {"gamma": -1}, {"max_new_tokens": 0}, {"beams": 0},
+     {"draft_beams": 2}, {"prompt": []}, {"prompt": [1] * 2000}, {"prompt": [10**6]}],
+)  # fmt: skip
+def test_what_is_refused(engine: TextEngine, given: dict[str, Any]) -> None:
     with pytest.raises(OutriderError) as caught:
-        beam_texts(engine, "hello", **given)  # type: ignore[arg-type]
-    assert caught.value.kind == "option"
+        beam_texts(engine, **{"prompt": "hello", **given})
+    assert caught.value.kind == ("prompt" if "prompt" in given else "option")
 
 
 def test_the_command(

@@ -186,7 +186,8 @@ def test_building_twice_compiles_nothing_twice(
         """Which models were compiled; all that was said."""
         capfd.readouterr()
         assert engines.__main__.main([*arguments(graphs, out, sm), *more]) == 0
-        said = capfd.readouterr().err
+        told = capfd.readouterr().err.splitlines(keepends=True)
+        said = "".join(line for line in told if not line.endswith("...\n"))  # on a slow machine
         return re.findall(r"^(\w+) +compile", said, re.MULTILINE), said
 
     compiled, said = again(graphs)

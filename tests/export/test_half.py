@@ -18,7 +18,7 @@ from engines.bundle import build
 from export import compare
 from export.pair import export as export_pair
 from runtime import load
-from runtime.bundle import open_engine
+from runtime.backends.registry import host_engine
 from runtime.files.errors import EXIT_STATUS, OutriderError
 from runtime.files.manifest import read_pair
 
@@ -37,7 +37,7 @@ def test_logits_and_text(workshop: Workshop, name: str, backend: str, dtype: str
     facts = read_pair(workshop.graphs(source, dtype=dtype, **form)).target
     assert facts.max_difference is not None
     assert 0 < facts.max_difference <= facts.tolerance
-    engine = open_engine(backend, bundle / "target", facts, slots=1, widest=1, threads=1)
+    engine = host_engine(backend)(bundle / "target", facts, slots=1, widest=1, threads=1)
     ids = text(1, 40)
     expected = eager(source, ids)
     difference = 0.0

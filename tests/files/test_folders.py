@@ -141,13 +141,13 @@ def test_leftovers_of_a_killed_process(place: Place) -> None:
     dead, same, living = 1 << 40, os.getpid(), os.getppid()
     for beside in (place.part, made):
         for process in (dead, living):
-            beside.with_name(f".{beside.name}.{process}").write_bytes(CONTENT)
+            beside.with_name(f".{beside.name}.partial-{process}").write_bytes(CONTENT)
     check_place(place.part.parent, "graph.json")  # may be written anew
     settle_file(place.graph, made)
     for beside in (place.part, made):
         left = {path.name for path in beside.parent.glob(".*")}
-        assert left == {f".{beside.name}.{living}"}
-    place.graph.with_name(f".{place.graph.name}.{same}").symlink_to("x")
+        assert left == {f".{beside.name}.partial-{living}"}
+    place.graph.with_name(f".{place.graph.name}.partial-{same}").symlink_to("x")
     point_to(place.part, place.graph)  # its number is this process's
     (place.part.parent / ".notes.1").write_text("somebody's")
     with pytest.raises(OutriderError, match=r"it holds \.notes\.1"):

@@ -12,7 +12,7 @@ import pytest
 from cuda_standin import FakeDriver
 
 from runtime import Options, load
-from runtime.backends import onnxruntime_cuda as ort_cuda
+from runtime.backends import onnxruntime as ort_cuda
 from runtime.backends.registry import device_engine
 from runtime.bundle import choose_device
 from runtime.files.errors import OutriderError
@@ -151,7 +151,7 @@ def test_working_memory(manifest: Manifest) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "module"),
-    [("onnxruntime", "onnxruntime_cuda"), ("aotinductor", "aotinductor_cuda"),
+    [("onnxruntime", "onnxruntime"), ("aotinductor", "aotinductor"),
      ("tensorrt_rtx", "tensorrt"), ("tensorrt", "tensorrt")],
 )  # fmt: skip
 def test_each_backend_has_its_engine(
@@ -163,7 +163,7 @@ def test_each_backend_has_its_engine(
     def note(self: object, *arguments: Any, **options: Any) -> None:
         calls.append((arguments, options))
 
-    monkeypatch.setattr("runtime.backends.onnxruntime_cuda.unavailable", lambda: None)
+    monkeypatch.setattr("runtime.backends.onnxruntime.unavailable", lambda: None)
     engine = device_engine(backend)
     assert engine.__module__ == f"runtime.backends.{module}"
     monkeypatch.setattr(engine, "__init__", note)
@@ -172,7 +172,7 @@ def test_each_backend_has_its_engine(
     )  # fmt: skip
     ((arguments, options),) = calls
     assert arguments[:4] == (None, 7, FOLDER, manifest.pair.target)
-    assert options.pop("module", backend) == backend
+    assert getattr(engine, "module", backend) == backend
     assert options == {"slots": 1, "widest": 5, "buffers": 2}
 
 

@@ -120,7 +120,7 @@ def test_illegal_calls_are_refused_with_a_text(native):
 
 def test_a_missing_or_foreign_library_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel, "FOLDERS", (tmp_path,))
-    kernel._default.cache_clear()
+    kernel.load.cache_clear()
     try:
         assert kernel.unavailable().startswith("liboutrider.so is not there. Run make plugins")
         assert not kernel.available()
@@ -128,7 +128,7 @@ def test_a_missing_or_foreign_library_is_one_line(tmp_path, monkeypatch):
         with pytest.raises(OutriderError, match="cannot be loaded"):
             kernel.load()
     finally:
-        kernel._default.cache_clear()
+        kernel.load.cache_clear()
 
 
 def test_a_missing_compiler_is_one_line(tmp_path, monkeypatch):

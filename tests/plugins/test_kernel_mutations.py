@@ -15,11 +15,10 @@ import test_interface as interface
 import test_kernel as tests
 import test_kernel_edges as edges
 import test_kernel_exact as exact
-from kernels import BLOCK, COUNTED, OPTIONS, SIGMOID, TOKEN, Case, disagreements
+from kernels import BLOCK, COUNTED, OPTIONS, SIGMOID, TOKEN, Case, disagreements, warp_weights
 
 from plugins.tools.build import HERE, build
 from runtime.sampling import kernel
-from runtime.sampling.native import warp_weights
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams
 
@@ -205,7 +204,7 @@ def compiled(folder, mutation=None):
         text = (sources / name).read_text()
         assert text.count(old) == 1, f"{name} holds {text.count(old)} times: {old}"
         (sources / name).write_text(text.replace(old, new))
-    return kernel.load(build(folder / "lib", sources, extra=["-O1", "-w"]).resolve())
+    return kernel.load_file(build(folder / "lib", sources, extra=["-O1", "-w"]).resolve())
 
 
 @pytest.mark.slow

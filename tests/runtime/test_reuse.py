@@ -99,7 +99,7 @@ def test_two_conversations_in_two_slots_do_not_cost_each_other_their_rows() -> N
 
 def test_without_reuse_everything_is_computed() -> None:
     used = decoder(1)
-    used.rounds.slots = used.slots = SlotTable(1)  # type: ignore[misc]
+    used.rounds.slots = used.slots = SlotTable(1)
     assert [run(used, request).stats.reused_tokens for request in requests(SAMPLED)] == [0] * 7
 
 

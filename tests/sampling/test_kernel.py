@@ -22,10 +22,11 @@ from kernels import (
     disagreements,
     open_backend,
     same,
+    warp_weights,
 )
 
 from runtime.sampling.distribution import Distribution
-from runtime.sampling.native import RoundSampler, warp_weights
+from runtime.sampling.native import RoundSampler
 from runtime.sampling.philox import Purpose, uniform
 from runtime.sampling.rules import Verdict, verify
 from runtime.sampling.warp import SamplingParams, warp

@@ -17,7 +17,7 @@ from fakes import near, random_model
 from rounds import broken, ids, make_decoder, run
 
 from runtime import load
-from runtime.bundle import open_engine
+from runtime.backends.registry import host_engine
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import MOST_GAMMA, read_bundle
 from runtime.sampling import kernel, native
@@ -160,7 +160,7 @@ def test_logits_in_an_engines_buffers_need_no_copy() -> None:
 def test_an_engine_keeps_the_logits_of_as_many_calls_as_it_has_buffers(bundle: Path) -> None:
     facts = read_bundle(bundle).pair.target
     options = {"slots": 2, "widest": 1, "buffers": 3, "threads": 1}
-    engine = open_engine("onnxruntime", bundle / "target", facts, **options)
+    engine = host_engine("onnxruntime")(bundle / "target", facts, **options)
     assert engine.buffers == 3
     index, steps, copies = np.array([0]), [], []
     for step in range(3):

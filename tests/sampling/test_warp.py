@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from kernels import warp_weights
 
 from runtime.files.errors import OutriderError
-from runtime.sampling import kernel, native
+from runtime.sampling import kernel
 from runtime.sampling.distribution import TILE, Distribution
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams, warp
@@ -269,5 +270,5 @@ def test_a_nucleus_of_equal_tokens_is_the_share_that_was_asked_for(top_p):
     assert (kept > 0).sum() == round(100 * top_p)
     if kernel.available():
         place = SlotSampling(SamplingParams(temperature=1.0, top_p=top_p), 0, 0)
-        weights, _ = native.warp_weights(np.zeros(100, np.float32), place)
+        weights, _ = warp_weights(np.zeros(100, np.float32), place, kernel.load())
         np.testing.assert_array_equal(weights > 0, kept > 0)

@@ -51,12 +51,15 @@ class FakeDeviceEngine(DeviceEngine):
 
     def __init__(self, cuda: Cuda, driver: FakeDriver, stream: int, fake: FakeEngine):
         super().__init__(
-            cuda, stream, facts_of(fake), slots=fake.slots, widest=9, buffers=fake.buffers
+            cuda, stream, Path(), facts_of(fake), slots=fake.slots, widest=9, buffers=fake.buffers
         )
         self.chunk = fake.chunk
         fake.__class__ = type("Behind", (_Behind, type(fake)), {})
         self._driver, self.fake = driver, fake
         self.made: set[object] = set()  # the calls that were made outside of a capture
+
+    def _open(self, *_: object) -> None:
+        pass
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.fake, name)  # cache, calls
@@ -99,7 +102,7 @@ class FakeDeviceEngine(DeviceEngine):
 def make_driver() -> FakeDriver:
     """A driver that runs the emulated kernels; skips the test where they cannot be compiled."""
     try:
-        return FakeDriver(kernel.load(build_emulated(LIBRARIES)))
+        return FakeDriver(kernel.load_file(build_emulated(LIBRARIES)))
     except BuildError as error:
         pytest.skip(f"the emulation cannot be built here: {error}")
 

@@ -15,12 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.gpu import launch as cuda_kernel
-from runtime.gpu.launch import Device, DeviceLogits, KernelBuffers, KernelSizes, Plan
+from runtime.gpu.launch import Device, KernelBuffers, KernelSizes, Plan
 from runtime.sampling import kernel
 
 Array = npt.NDArray[Any]
 OK, BAD_PARAMETER, SLOT_FAILED = 0, 2, 5
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 def flags_of(slots: Array) -> int:
@@ -131,7 +130,8 @@ class _Memory:
 
     def free(self) -> None:
         for address in self._taken:
-            self._device.free(address)
+            self._device._owned.remove(("cuMemFree", address))
+            self._device._call("cuMemFree", address)
 
     def zeroed(self, size: int) -> int:
         self._taken.append(self._device.allocate(size))
@@ -139,7 +139,8 @@ class _Memory:
 
     def copied(self, source: int, size: int) -> int:
         address = self.zeroed(size)
-        self._device.write(address, source, size)
+        if size:
+            self._device._call("cuMemcpyHtoD", address, source, size)
         return address
 
     def slots(self, address: int, count: int) -> Array:
@@ -151,7 +152,7 @@ class _Memory:
                     slot[name] = self.copied(int(slot[name]), 8 * length)
         return slots
 
-    def logits(self, given: kernel.Logits, indices: Iterable[int], count: int) -> DeviceLogits:
+    def logits(self, given: kernel.Logits, indices: Iterable[int], count: int) -> kernel.Logits:
         """`count` rows of each of these, one after the other."""
         size = given.vocab_size * (4 if given.dtype == 0 else 2)
         sources = [
@@ -163,7 +164,7 @@ class _Memory:
         for at, source in enumerate(sources):
             ctypes.memmove(together.ctypes.data + at * size, source, size)
         address = self.copied(together.ctypes.data, together.nbytes)
-        return DeviceLogits(address, count * size, size, given.vocab_size, DTYPES[given.dtype])
+        return kernel.Logits(address, count * size, size, given.vocab_size, given.dtype)
 
     def buffers(
         self, sizes: KernelSizes, slots: Array, drafts: int, rows: int | None

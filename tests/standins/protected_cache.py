@@ -19,7 +19,7 @@ import numpy as np
 CHECKOUT = Path(__file__).parents[2]
 sys.path.insert(0, str(CHECKOUT))
 
-from runtime.bundle import open_engine  # noqa: E402
+from runtime.backends.registry import host_engine  # noqa: E402
 from runtime.files.manifest import read_bundle  # noqa: E402
 
 LONGEST_PROMPT, STEPS, MANY_STEPS = 300, 20, 2000
@@ -60,7 +60,7 @@ def main(folder: Path, how: str) -> None:
     facts = manifest.pair.target
     prompt = min(LONGEST_PROMPT, facts.max_len - STEPS)
     engine, reference = (
-        open_engine(manifest.backend, folder / "target", facts, slots=1, widest=1, threads=1)
+        host_engine(manifest.backend)(folder / "target", facts, slots=1, widest=1, threads=1)
         for _ in range(2)
     )
     rng = np.random.default_rng(0)

@@ -16,8 +16,9 @@ from on_gpu import OnGpu, open_gpu
 
 from plugins.tools.build import BuildError, build, build_emulated
 from runtime.files.errors import OutriderError
-from runtime.sampling import kernel
-from runtime.sampling.native import RoundSampler, warp_weights
+from runtime.files.manifest import MOST_GAMMA
+from runtime.sampling import kernel, native
+from runtime.sampling.native import RoundSampler
 from runtime.sampling.philox import Purpose, uniform
 from runtime.sampling.reference import NumpySampler
 from runtime.sampling.rules import Verdict, verify
@@ -71,7 +72,7 @@ COUNTED = {  # on the CPU alone
 @cache
 def cpu_library() -> ctypes.CDLL:
     try:
-        return kernel.load(build(LIBRARIES))
+        return kernel.load_file(build(LIBRARIES))
     except BuildError as error:
         pytest.skip(f"liboutrider cannot be built here: {error}")
 
@@ -80,7 +81,7 @@ def cpu_library() -> ctypes.CDLL:
 def emulated_library() -> ctypes.CDLL:
     """The CPU library with the draw and the verification of the emulated CUDA kernels."""
     try:
-        library = kernel.load(build_emulated(LIBRARIES))
+        library = kernel.load_file(build_emulated(LIBRARIES))
     except BuildError as error:
         pytest.skip(f"the emulation cannot be built here: {error}")
     for name in ("draw", "verify"):
@@ -150,6 +151,20 @@ def open_sampler(library, vocab_size, width, slots=1, **options):
     if library is NUMPY:
         return NumpyRounds(vocab_size, width, slots, **options)
     return RoundSampler(vocab_size, width, slots, library=library, **options)
+
+
+def warp_weights(logits, place, library):
+    """The warped weights [V] of one row by a library, and their total."""
+    sampler = RoundSampler(logits.shape[-1], MOST_GAMMA, library=library)
+    sampler.begin([place])
+    weights, total = np.empty(logits.shape[-1], np.float32), ctypes.c_double()
+    row = native._logits(logits[None, None], logits.shape[-1])
+    status = library.outrider_warp(
+        ctypes.addressof(row), sampler._at_slots, weights.ctypes.data, ctypes.addressof(total),
+        *sampler._memory,
+    )  # fmt: skip
+    assert status == 0, kernel.status_text(library, status)
+    return weights, total.value
 
 
 def weights_of(library, logits, place):

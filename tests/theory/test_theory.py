@@ -14,11 +14,8 @@ from checkpoints import Workshop
 from commands import error_line
 
 from runtime.files.errors import EXIT_STATUS
-from runtime.sampling.warp import SamplingParams
 from runtime.theory.__main__ import main
 from runtime.theory.formulas import (
-    acceptance,
-    acceptance_of_logits,
     best_gamma,
     break_even,
     expected_tokens,
@@ -144,39 +141,6 @@ def test_break_even() -> None:
     assert break_even(10, 2) == pytest.approx(20)
     assert break_even(0, 2) == 0
     assert break_even(10, 1) == break_even(10, 0.5) == math.inf
-
-
-# alpha
-
-
-def test_acceptance_is_that_of_the_rule() -> None:
-    """Corollary 3.6 and A.5, by drawing from q and accepting with min(1, p / (l q))."""
-    rng = np.random.default_rng(2)
-    p, q = rng.dirichlet(np.ones(6), 2)
-    for lenience in (1.0, 0.5, 0.1):
-        drawn = rng.choice(6, 400_000, p=q)
-        accepted = rng.random(400_000) < p[drawn] / (lenience * q[drawn])
-        alpha = acceptance(p[None], q[None], lenience)
-        assert alpha == pytest.approx(accepted.mean(), abs=0.004)
-    assert acceptance(p[None], p[None]) == pytest.approx(1)
-    with pytest.raises(ValueError, match="lenience 0"):
-        acceptance(p[None], q[None], 0.0)
-
-
-def test_acceptance_of_logits() -> None:
-    rng = np.random.default_rng(3)
-    target, draft = rng.standard_normal((2, 50, 9), np.float32) * 2
-    at_0 = acceptance_of_logits(target, draft, SamplingParams())
-    assert at_0 == pytest.approx((target.argmax(1) == draft.argmax(1)).mean())
-    warm = SamplingParams(temperature=0.7, top_k=4)
-    exp = np.exp(target / 0.7), np.exp(draft / 0.7)
-    kept = [np.where(e >= np.sort(e, 1)[:, -4:-3], e, 0) for e in exp]
-    p, q = (k / k.sum(1, keepdims=True) for k in kept)
-    assert acceptance_of_logits(target, draft, warm) == pytest.approx(acceptance(p, q), abs=1e-6)
-    lenient = [
-        acceptance_of_logits(target, draft, SamplingParams(lenience=x)) for x in (1, 0.3, 0.01)
-    ]
-    assert lenient == sorted(lenient) and lenient[0] == at_0 and lenient[-1] > at_0
 
 
 # The tool

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from runtime.files.errors import CommandParser, run_command
 from runtime.gpu import launch
-from runtime.gpu.launch import Device, DeviceLogits, KernelBuffers, KernelSizes, Plan
+from runtime.gpu.launch import Device, KernelBuffers, KernelSizes, Plan
 from runtime.gpu.rounds import flags_of
 from runtime.sampling import kernel
 from runtime.sampling.sampler import SlotSampling
@@ -117,10 +117,12 @@ class DeviceRound:
         workspace = self._workspace.data_ptr()
         return KernelBuffers(self._slots.data_ptr(), drafts, rows, verdicts, ratios, workspace)
 
-    def _logits(self, tensor: Any) -> DeviceLogits:
+    def _logits(self, tensor: Any) -> kernel.Logits:
         shape, size = self.shape, tensor.element_size()
         strides = (tensor.stride(0) * size, tensor.stride(1) * size)
-        return DeviceLogits(tensor.data_ptr(), *strides, shape.vocab_size, shape.dtype)
+        return kernel.Logits(
+            tensor.data_ptr(), *strides, shape.vocab_size, kernel.DTYPES.index(shape.dtype)
+        )
 
     def _plan_draw(self, s: int, step: int) -> Plan:
         logits = self._logits(self.draft[s][:, step:])

@@ -52,7 +52,7 @@ def random_logits(
 
 
 class Round:
-    """Logits of B slots and the round on them.
+    """Logits of B slots and the round on them, by either sampler.
 
     The uniforms are the counters': every call does the same work.
     """
@@ -79,44 +79,26 @@ class Round:
             )
             for b in range(self.batch)
         ]
-        self.sampler = self.new_sampler()
-        self._numpy = _Nudged(self.vocab_size)
+        self.native = RoundSampler(self.vocab_size, self.gamma, self.batch, threads)
+        self.reference = NumpySampler(self.vocab_size)
 
-    def new_sampler(self) -> RoundSampler:
-        return RoundSampler(self.vocab_size, self.gamma, self.batch, self.threads)
-
-    def draw(self, keep: bool = True) -> list[list[int]]:
-        return self._draw(self.sampler, keep)
-
-    def verify(self) -> list[Verdict]:
-        """Of what `draw` has drawn."""
-        return self.sampler.verify(self.target, self.draft)
-
-    def numpy_draw(self) -> list[list[int]]:
-        return self._draw(self._numpy, True)
-
-    def numpy_verify(self) -> list[Verdict]:
-        """Of what `numpy_draw` has drawn."""
-        return self._numpy.verify(self.target)
-
-    def fates(self) -> list[Fate]:
-        """A round by the kernel."""
-        return _fates(self.draw(), self.verify())
-
-    def numpy_fates(self, nudge: float = 0.0) -> list[Fate]:
-        """The same by the reference. nudge: relative, on every uniform."""
-        self._numpy.nudge = nudge
-        fates = _fates(self.numpy_draw(), self.numpy_verify())
-        self._numpy.nudge = 0.0
-        return fates
-
-    def _draw(self, sampler: Sampler, keep: bool) -> list[list[int]]:
+    def draw(self, sampler: Sampler, keep: bool = True) -> list[list[int]]:
+        """gamma tokens of each slot. keep: see `Sampler.draw`."""
         sampler.begin(self.places)
         steps = [
             sampler.draw(self.draft[:, step], step, keep=keep).copy() for step in range(self.gamma)
         ]
         drafts: list[list[int]] = np.stack(steps, axis=1).tolist()
         return drafts
+
+    def verify(self, sampler: Any) -> list[Verdict]:
+        """Of what the same sampler has drawn; the reference has kept its rows."""
+        verdicts: list[Verdict] = sampler.verify(self.target, self.draft)
+        return verdicts
+
+    def fates(self, sampler: Sampler) -> list[Fate]:
+        drafts, verdicts = self.draw(sampler), self.verify(sampler)
+        return [(d, v.accepted, v.token) for d, v in zip(drafts, verdicts, strict=True)]
 
     def bytes_read(self, verdicts: list[Verdict]) -> int:
         """What these outcomes have to read: the rows up to the first rejection and, where there was
@@ -131,14 +113,12 @@ class Round:
 class _Nudged(NumpySampler):
     """The reference, with every uniform a little larger or smaller."""
 
-    nudge = 0.0
+    def __init__(self, vocab_size: int, nudge: float):
+        super().__init__(vocab_size)
+        self._nudge = nudge
 
     def _uniform(self, place: SlotSampling, step: int, purpose: Purpose) -> float:
-        return min(super()._uniform(place, step, purpose) * (1 + self.nudge), ONE)
-
-
-def _fates(drafts: list[list[int]], verdicts: list[Verdict]) -> list[Fate]:
-    return [(d, v.accepted, v.token) for d, v in zip(drafts, verdicts, strict=True)]
+        return min(super()._uniform(place, step, purpose) * (1 + self._nudge), ONE)
 
 
 def disagreements(round_: Round, ours: list[Fate]) -> list[int]:
@@ -147,10 +127,12 @@ def disagreements(round_: Round, ours: list[Fate]) -> list[int]:
     Where they differ, the reference decides again with its uniforms a few float32 roundings lower
     and higher: if that changes its own mind, the slot was on an edge, which says nothing.
     """
-    theirs = round_.numpy_fates()
+    theirs = round_.fates(round_.reference)
     differ = [b for b, (a, c) in enumerate(zip(ours, theirs, strict=True)) if a != c]
     if differ:
-        lower, higher = round_.numpy_fates(-NUDGE), round_.numpy_fates(NUDGE)
+        lower, higher = (
+            round_.fates(_Nudged(round_.vocab_size, nudge)) for nudge in (-NUDGE, NUDGE)
+        )
         differ = [b for b in differ if lower[b] == higher[b]]
     return differ
 

@@ -1,17 +1,21 @@
 """How long the sampling of a round takes, by the kernel and by others, and the bytes that have to
-be read for its outcome: the one way in which both suites of the sampling time it."""
+be read for its outcome. Both suites of the sampling check and time it here; `points` tells it."""
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from runtime.files.errors import OutriderError
+from runtime.sampling import kernel
+from runtime.sampling.native import RoundSampler
 
-from ...core.clock import Figure, alternate
-from .rounds import Round, disagreements, transformers_call
+from ...core import machine
+from ...core.clock import Clock, alternate
+from .rounds import VARIANTS, Round, disagreements, random_logits, transformers_call
 
 # Verifications, and whole rounds: gamma draws and the verification.
 VERIFY, RAW = "verify", "verify, q from logits"
@@ -19,113 +23,112 @@ ROUND, COPYING = "round", "round, copying"
 NUMPY, NUMPY_ROUND = "NumPy verify", "NumPy round"
 TRANSFORMERS, FUNCTION = "Transformers", "Transformers, its function alone"
 
-Way = Callable[[Round], Callable[[], object] | None]
+SAMPLES = 5  # undisturbed, of each call
+READ_BYTES = 1 << 28  # of a pass over the memory, for the floor
+
+Call = Callable[[], object]
+Job = tuple[Sequence[str], tuple[int, int, int]]  # variants; V, gamma and B
 
 
-def _from_logits(round_: Round) -> Callable[[], object]:
+def _from_logits(round_: Round) -> Call:
     """The kernel without the normalisers that its own draft steps hand over."""
-    sampler = round_.new_sampler()
+    sampler = RoundSampler(round_.vocab_size, round_.gamma, round_.batch, round_.threads)
     sampler.begin(round_.places)
-    sampler.drafts[:] = round_.sampler.drafts
-    return lambda: sampler.verify(round_.target, round_.draft)
+    sampler.drafts[:] = round_.native.drafts
+    return partial(round_.verify, sampler)
 
 
-def _transformers(round_: Round, *, processed: bool) -> Callable[[], object] | None:
+def _transformers(round_: Round, *, processed: bool) -> Call | None:
     try:
         import torch
     except ImportError:
         return None
     logits = torch.from_numpy(round_.target), torch.from_numpy(round_.draft)
-    drafts = torch.from_numpy(round_.sampler.drafts[: round_.batch].copy())
+    drafts = torch.from_numpy(round_.native.drafts.copy())
     return transformers_call(*logits, drafts, round_.params, processed=processed)
 
 
-WAYS: dict[str, Way] = {
-    VERIFY: lambda r: r.verify,
+WAYS: dict[str, Callable[[Round], Call | None]] = {
+    VERIFY: lambda r: partial(r.verify, r.native),
     RAW: _from_logits,
     # As the runtime has it: the engine keeps the draft's logits, nothing is copied.
-    ROUND: lambda r: lambda: (r.draw(keep=False), r.verify()),
-    COPYING: lambda r: lambda: (r.draw(), r.verify()),
-    NUMPY: lambda r: r.numpy_verify,
-    NUMPY_ROUND: lambda r: lambda: (r.numpy_draw(), r.numpy_verify()),
+    ROUND: lambda r: lambda: (r.draw(r.native, keep=False), r.verify(r.native)),
+    COPYING: lambda r: lambda: (r.draw(r.native), r.verify(r.native)),
+    NUMPY: lambda r: partial(r.verify, r.reference),
+    NUMPY_ROUND: lambda r: lambda: (r.draw(r.reference), r.verify(r.reference)),
     TRANSFORMERS: lambda r: _transformers(r, processed=False),
     FUNCTION: lambda r: _transformers(r, processed=True),  # what the paper timed
 }
 
 
-def call(variant: str, way: str) -> str:
-    """The name of a variant's way in a `Point`."""
-    return f"{variant}: {way}"
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(threads=1)
+    parser.add_argument("--patience", type=float, default=1.0, metavar="SECONDS",
+                        help="how long a size waits for quiet; default 1")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Point:
-    """Rounds of one V, gamma and B, means over the draws.
+def run(
+    jobs: Iterable[Job],
+    calls: Sequence[str],
+    args: argparse.Namespace,
+    clock: Clock,
+    seeds: Sequence[int | None] = (None,),
+) -> dict[str, Any]:
+    """A suite's results: every job, measured in those `calls` whose variant it has.
 
-    accepted: draft tokens of a slot that stand, by variant. By `call`: bytes, what a verification
-    has to read; times, of one round.
+    seeds: of the random logits, a round for each; None for fresh ones.
     """
+    library = kernel.load()  # an error that names the remedy, where there is no library
+    reader = machine.MemoryReader(args.threads, READ_BYTES)
+    try:
+        import torch
 
-    vocab_size: int
-    gamma: int
-    batch: int
-    accepted: Mapping[str, float]
-    bytes: Mapping[str, float]
-    times: Mapping[str, Figure]
-
-    @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Point:
-        """From a `json_object`."""
-        times = {name: Figure(**figure) for name, figure in found["times"].items()}
-        return cls(**{**found, "times": times})
-
-    def json_object(self) -> dict[str, Any]:
-        times = {name: figure.json_object() for name, figure in self.times.items()}
-        return {**vars(self), "times": times}
-
-    def ms(self, name: str) -> float:
-        return self.times[name].ms
-
-    def saved(self, ours: str, theirs: str) -> float:
-        """The share of their time that ours does not take."""
-        return 1 - self.ms(ours) / self.ms(theirs)
-
-    def bandwidth(self, name: str) -> float:
-        """Bytes a second."""
-        return 1e3 * self.bytes[name] / self.ms(name)
+        torch.set_num_threads(args.threads)
+    except ImportError:
+        clock.note("Transformers is not installed: it is not compared")
+    points = []
+    for variants, size in jobs:
+        clock.note("{}: V {:,}, gamma {}, B {}".format(", ".join(variants), *size))
+        logits = [random_logits(*size, seed=seed) for seed in seeds]
+        rounds = {
+            v: [Round(x, VARIANTS[v], seed=n, threads=args.threads) for n, x in enumerate(logits)]
+            for v in variants
+        }
+        points.append(measure(rounds, calls, args.patience))
+        alternate({"read": reader}, rounds=2, patience=1)
+    return {
+        "machine": machine.describe(args.threads),
+        "instruction_set": library.outrider_instruction_set().decode(),
+        "bandwidth_gb_s": round(reader.bandwidth / 1e9, 2),
+        "points": points,
+    }
 
 
 def measure(
-    rounds: Mapping[str, Sequence[Round]],
-    ways: Iterable[tuple[str, str]],
-    *,
-    samples: int,
-    patience: float,
-) -> Point:
-    """Check the rounds against the reference, then time them. Raises OutriderError "numeric".
+    rounds: Mapping[str, Sequence[Round]], calls: Sequence[str], patience: float
+) -> dict[str, Any]:
+    """Check the rounds against the reference, then time them.
 
-    rounds: of each variant as many, on the same logits. ways: of a variant; what is not there is
-    left out. One sample runs through all of a variant's rounds, so that it meets short and long
-    ones. samples, patience: see `alternate`. What is called in turn must not empty the caches for
-    the next one, nor fill them for itself: all find the logits in the last level, as after an
-    engine's call.
+    rounds: of each variant as many, on the same logits. calls: "variant: way", of WAYS. One sample
+    runs through all of a variant's rounds, so that it meets short and long ones. What is called in
+    turn must not empty the caches for the next one, nor fill them for itself: all find the logits
+    in the last level, as after an engine's call. Raises OutriderError "numeric".
     """
     accepted, read, work, sizes = {}, {}, {}, {}
     for variant, some in rounds.items():
-        if wrong := [r.places[b].name for r in some for b in disagreements(r, r.fates())]:
+        if wrong := [r.places[b].name for r in some for b in disagreements(r, r.fates(r.native))]:
             cause = f"{variant}, V {some[0].vocab_size}: {', '.join(wrong)} not as by NumPy"
             raise OutriderError("numeric", cause, "Do not use this kernel; report it.")
-        verdicts = [r.verify() for r in some]
-        accepted[variant] = statistics.mean(v.accepted for each in verdicts for v in each)
-        of_each = [r.bytes_read(each) for r, each in zip(some, verdicts, strict=True)]
-        read[variant] = statistics.mean(of_each)
+        verdicts = [(r, r.verify(r.native)) for r in some]
+        accepted[variant] = statistics.mean(v.accepted for _, each in verdicts for v in each)
+        read[variant] = statistics.mean(r.bytes_read(each) for r, each in verdicts)
     one = next(iter(rounds.values()))
     row = one[0].vocab_size * one[0].batch * one[0].draft.itemsize
-    for variant, way in ways:
-        made = [timed for r in rounds[variant] if (timed := WAYS[way](r)) is not None]
+    for name in calls:
+        variant, way = name.split(": ")
+        made = [timed for r in rounds.get(variant, ()) if (timed := WAYS[way](r)) is not None]
         if made:
-            name = call(variant, way)
-            work[name] = _all(made)
+            work[name] = partial(_each, made)
             # Some normalise the draft's rows themselves, which else is left to the draft steps.
             own = accepted[variant] if way in (RAW, TRANSFORMERS, FUNCTION) else 0
             sizes[name] = read[variant] + row * own
@@ -134,18 +137,16 @@ def measure(
         for round_ in one:
             round_.target.max(), round_.draft.max()
 
-    taken = alternate({"": touch, **work}, rounds=samples, patience=patience)
-    times = {name: _share(taken[name], len(one)) for name in work}
-    return Point(one[0].vocab_size, one[0].gamma, one[0].batch, accepted, sizes, times)
+    taken = alternate({"": touch, **work}, rounds=SAMPLES, patience=patience)
+    times = {name: taken[name].json_object() for name in work}
+    for figure in times.values():
+        figure.update({key: figure[key] / len(one) for key in ("ms", "low", "high")})
+    return {
+        "vocab_size": one[0].vocab_size, "gamma": one[0].gamma, "batch": one[0].batch,
+        "accepted": accepted, "bytes": sizes, "times": times,
+    }  # fmt: skip
 
 
-def _all(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
-    def each() -> None:
-        for one in calls:
-            one()
-
-    return each
-
-
-def _share(figure: Figure, of: int) -> Figure:
-    return replace(figure, ms=figure.ms / of, low=figure.low / of, high=figure.high / of)
+def _each(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()

@@ -41,11 +41,10 @@ def story(
     engine: TextEngine, prompt: Sequence[int], tokens: int, seed: int, options: Mapping[str, Any]
 ) -> Story:
     """Of the model draft. options: "temperature", and "draft_temperature" where it has its own."""
-    temperature = options["temperature"]
     plain = {**plain_options(options), "max_new_tokens": tokens, "ignore_eos": True}
     text = engine.generate(prompt, seed=seed, **plain).tokens
     ids = [*prompt, *(token.id for token in text)]
-    draft = engine.decoder.draft
+    draft, temperature = engine.decoder.draft, options["temperature"]
     assert draft is not None
     p = _distributions(engine, engine.decoder.target, ids, temperature)
     q = _distributions(engine, draft, ids, options.get("draft_temperature", temperature))
@@ -105,8 +104,7 @@ class Retelling:
     ) -> list[Verdict]:
         (verdict,) = self.inner.verify(logits, draft_logits, first_slot=first_slot)
         begin, gamma = self._place.position, self._place.gamma
-        stands = [*self.story.stands[begin : begin + gamma], False]
-        accepted = stands.index(False)
+        accepted = [*self.story.stands[begin : begin + gamma], False].index(False)
         ratios = (verdict.ratios + (1.0,) * gamma)[: min(gamma, accepted + 1)]
         return [Verdict(accepted, self.story.ids[begin + accepted], ratios)]
 

@@ -17,26 +17,13 @@ from typing import Any
 from models.corpus import collect
 from runtime.text.engine import TextEngine
 
-from ...core import machine
+from ...core import machine, runs
 from ...core.clock import DISTURBED, Clock
 from ...core.command import Results, Suite, bundle_option
 from ...core.costs import acceptance, total
 from ...core.fit import rounded
 from ...core.prompts import Prompts
-from ...core.runs import (
-    WARM_UP,
-    Run,
-    Texts,
-    Way,
-    decode_all,
-    disturbance,
-    fresh,
-    gain,
-    load_pair,
-    plain_options,
-    quiet,
-    warm_up,
-)
+from ...core.runs import Texts, Way, gain
 from ...core.table import Column, Table, decimals, table_of
 from .retold import retelling, story
 
@@ -49,10 +36,9 @@ ALL = "all, taking turns"
 
 @dataclass(frozen=True)
 class PolicyScale:
-    """texts: of a workload. fallback: of a draft, no more than of a workload. prompt, tokens, long:
-    of a prompt, an output, one of the fallback's, which promises a share of 256 tokens. patience:
-    seconds for disturbed texts.
-    """
+    """texts: of a workload. prompt, tokens: of a prompt, of an output. fallback: texts of a draft,
+    no more than of a workload. long: tokens of one of those; the promise is a share of 256.
+    patience: seconds for disturbed texts."""
 
     texts: int
     prompt: int
@@ -67,62 +53,50 @@ FULL = PolicyScale(50, 64, 160, 24, 256, 60)
 QUICK = PolicyScale(3, 64, 96, 2, 128, 0)
 
 
-@dataclass(frozen=True)
-class Load:
-    """options: of the draft model."""
-
-    name: str
-    prompts: Sequence[Sequence[int]]
-    options: Mapping[str, Any]
+# Of a workload: prompts, and the options of the draft model.
+Load = tuple[Sequence[Sequence[int]], Mapping[str, Any]]
 
 
-def workloads(engine: TextEngine, scale: PolicyScale) -> list[Load]:
+def workloads(engine: TextEngine, scale: PolicyScale) -> dict[str, Load]:
     """Prompts that greedy decoding goes on with; held-out code; the same with a draft so hot that
     it guesses."""
     made = Prompts.of(engine.tokenizer, collect().held_out)
     tables, code = (made.many(kind, scale.texts, scale.prompt) for kind in ("table", "completion"))
     model = {"draft": "model", "temperature": 1.0}
-    return [
-        Load("tables, T=0", tables, {**model, "temperature": 0.0}),
-        Load("code, T=1", code, model),
-        Load("code, T=1, draft 3", code, {**model, "draft_temperature": 3.0}),
-    ]
-
-
-# The stream
+    return {
+        "tables, T=0": (tables, {**model, "temperature": 0.0}),
+        "code, T=1": (code, model),
+        "code, T=1, draft 3": (code, {**model, "draft_temperature": 3.0}),
+    }
 
 
 def stream(
-    engine: TextEngine, loads: Sequence[Load], scale: PolicyScale, clock: Clock
-) -> dict[str, list[Mapping[str, Run]]]:
-    """By workload the runs of each text."""
+    engine: TextEngine, loads: Mapping[str, Load], scale: PolicyScale, clock: Clock
+) -> dict[str, list[Mapping[str, runs.Run]]]:
+    """By workload the undisturbed texts, and the runs of each; all ways tell the same text."""
     fixed, sampler = retelling(engine)
-    # Each policy has measured for itself alone.
-    auto, schedule = fresh(fixed), fresh(fixed)
+    auto, schedule = runs.fresh(fixed), runs.fresh(fixed)  # each has measured for itself alone
+    most = engine.decoder.max_gamma
     made: dict[str, dict[str, Way]] = {}
-    for load_ in loads:
-        options, plain = load_.options, Way(fixed, plain_options(load_.options))
-        ways = {PLAIN: plain, AGAIN: plain}
-        for gamma in range(1, engine.decoder.max_gamma + 1):
-            ways[f"{gamma}"] = Way(fixed, {**options, "gamma": gamma})
-        ways[AUTO] = Way(auto, {**options, "gamma": AUTO})
-        ways[SCHEDULE] = Way(schedule, {**options, "gamma": SCHEDULE})
-        made[load_.name] = ways
-        longest = max(WARM_UP, 2 * engine.decoder.max_gamma)
-        sampler.story = story(engine, load_.prompts[0], longest, 0, options)
-        warm_up(ways, load_.prompts[0])
-    texts: dict[str, list[Mapping[str, Run]]] = {load_.name: [] for load_ in loads}
-    begin = clock.seconds
+    for name, (prompts, options) in loads.items():
+        plain = Way(fixed, runs.plain_options(options))
+        made[name] = {
+            PLAIN: plain,
+            AGAIN: plain,
+            **{f"{gamma}": Way(fixed, {**options, "gamma": gamma}) for gamma in range(1, most + 1)},
+            AUTO: Way(auto, {**options, "gamma": AUTO}),
+            SCHEDULE: Way(schedule, {**options, "gamma": SCHEDULE}),
+        }
+        sampler.story = story(engine, prompts[0], max(runs.WARM_UP, 2 * most), 0, options)
+        runs.warm_up(made[name], prompts[0])
+    texts: dict[str, list[Mapping[str, runs.Run]]] = {name: [] for name in loads}
     for number in range(scale.texts):
-        left = (clock.seconds - begin) / max(1, number) * (scale.texts - number)
-        to_go = f" | {left:.0f} s to go, then the fallback" if number else ""
-        clock.note(f"text {number + 1} of {scale.texts} of each workload{to_go}")
-        for seed, load_ in enumerate(loads, start=len(loads) * number):
-            prompt = load_.prompts[number]
-            sampler.story = story(engine, prompt, scale.tokens, seed, load_.options)
-            runs = decode_all(made[load_.name], prompt, scale.tokens, seed, clock)
-            texts[load_.name].append(runs)
-    return texts
+        clock.note(f"text {number + 1} of {scale.texts} of each workload")
+        for seed, (name, (prompts, options)) in enumerate(loads.items(), len(loads) * number):
+            prompt = prompts[number]
+            sampler.story = story(engine, prompt, scale.tokens, seed, options)
+            texts[name].append(runs.decode_all(made[name], prompt, scale.tokens, seed, clock))
+    return {name: runs.quiet(some) for name, some in texts.items()}
 
 
 def outcome(texts: Texts[str], max_gamma: int) -> dict[str, Any]:
@@ -139,57 +113,48 @@ def outcome(texts: Texts[str], max_gamma: int) -> dict[str, Any]:
     speeds = {name: gain(texts, name, PLAIN).total for name in texts[0] if name != AGAIN}
     best = max(gammas, key=speeds.__getitem__)
     near = gain(texts, AUTO, best)
+    seconds = sum(text[PLAIN].seconds for text in texts)
     return {
         "speeds": {name: rounded(speed) for name, speed in speeds.items()},
         "best": int(best),
         "auto_of_best": rounded(near.total),
         "auto_of_best_error": rounded(near.error),
         "noise": rounded(gain(texts, AGAIN, PLAIN).error),
-        "plain_tokens_per_second": rounded(
-            plain.round_tokens / sum(text[PLAIN].seconds for text in texts)
-        ),
+        "plain_tokens_per_second": rounded(plain.round_tokens / seconds),
         "alpha": rounded(acceptance(drafting)),
         "auto_mean_gamma": rounded(auto.drafted / auto.rounds),
-        "texts": len(texts),
-        "lost": rounded(disturbance(texts)),
+        "lost": rounded(runs.disturbance(texts)),
     }
 
 
-# The fallback
-
-
 def fallback(
-    engine: TextEngine, loads: Sequence[Load], scale: PolicyScale, clock: Clock
-) -> dict[str, dict[str, Any]]:
-    """By draft and way: what is lost to plain decoding, all texts as one, and of the worst text.
-
-    loads: the one with the worst draft, which is tried as it is and with any token as the draft.
-    """
-    hopeless = loads[-1]
-    found: dict[str, dict[str, Any]] = {}
+    engine: TextEngine, hopeless: Load, scale: PolicyScale, clock: Clock
+) -> dict[str, dict[str, dict[str, float]]]:
+    """By draft and way what is lost to plain decoding: the workload's own draft, and any token as
+    the draft."""
+    prompts, own = hopeless
+    gamma, found = min(GAMMA, engine.decoder.max_gamma), {}
     for name, options in {
-        hopeless.name: hopeless.options,
+        "code, T=1, draft 3": own,
         "random, T=1": {"draft": "random", "temperature": 1.0},
         "random, T=0": {"draft": "random", "temperature": 0.0},
     }.items():
         clock.note(f"fallback: {name}")
-        gamma = min(GAMMA, engine.decoder.max_gamma)
-        plain = Way(engine, plain_options(options))
+        plain = Way(engine, runs.plain_options(options))
         ways = {
             PLAIN: plain,
             AGAIN: plain,
             WITHOUT: Way(engine, {**options, "gamma": gamma}),
-            FALLBACK: Way(fresh(engine), {**options, "gamma": gamma, "fallback": "auto"}),
-            AUTO: Way(fresh(engine), {**options, "gamma": AUTO}),
+            FALLBACK: Way(runs.fresh(engine), {**options, "gamma": gamma, "fallback": "auto"}),
+            AUTO: Way(runs.fresh(engine), {**options, "gamma": AUTO}),
         }
-        warm_up(ways, hopeless.prompts[0])
-        texts = quiet(
-            [
-                decode_all(ways, prompt, scale.long, seed, clock)
-                for seed, prompt in enumerate(hopeless.prompts[: scale.fallback])
-            ]
-        )
-        found[name] = {way: losses(texts, way) for way in (WITHOUT, FALLBACK, AUTO, AGAIN)}
+        runs.warm_up(ways, prompts[0])
+        texts = [
+            runs.decode_all(ways, prompt, scale.long, seed, clock)
+            for seed, prompt in enumerate(prompts[: scale.fallback])
+        ]
+        kept = runs.quiet(texts)
+        found[name] = {way: losses(kept, way) for way in (WITHOUT, FALLBACK, AUTO, AGAIN)}
     return found
 
 
@@ -199,95 +164,83 @@ def losses(texts: Texts[str], way: str) -> dict[str, float]:
     return {"loss": rounded(1 - gain(texts, way, PLAIN).total), "worst": rounded(1 - worst)}
 
 
-# The run
-
-
 def recorded(folder: str, scale: PolicyScale = FULL) -> dict[str, list[str]]:
     """By workload, of each text after its prompt whether a draft token would stand ("1"), by place:
     tests/support/acceptance.json, of 16 texts."""
-    engine = load_pair(folder, 1)
+    engine = runs.load_pair(folder, 1)
     return {
-        load_.name: [
+        name: [
             "".join("01"[stands] for stands in told.stands[len(prompt) :])
-            for number, prompt in enumerate(load_.prompts)
-            for told in [story(engine, prompt, scale.tokens, 3 * number + seed, load_.options)]
+            for number, prompt in enumerate(prompts)
+            for told in [story(engine, prompt, scale.tokens, 3 * number + seed, options)]
         ]
-        for seed, load_ in enumerate(workloads(engine, scale))
+        for seed, (name, (prompts, options)) in enumerate(workloads(engine, scale).items())
     }
 
 
 def run(folder: str, scale: PolicyScale, threads: int, clock: Clock) -> dict[str, Any]:
     """The JSON object. Raises OutriderError as `load_pair`."""
     clock.patience = scale.patience
-    engine = load_pair(folder, threads)
+    engine = runs.load_pair(folder, threads)
     most = engine.decoder.max_gamma
     clock.note("the corpus of the bundled pair")
     loads = workloads(engine, scale)
-    kept = {name: quiet(some) for name, some in stream(engine, loads, scale, clock).items()}
-    outcomes = {name: outcome(some, most) for name, some in kept.items()}
-    outcomes[ALL] = outcome([text for some in kept.values() for text in some], most)
-    found = fallback(engine, loads, scale, clock)
+    kept = stream(engine, loads, scale, clock)
+    kept[ALL] = [text for some in kept.values() for text in some]
     return {
         "bundle": engine.manifest.name,
         "machine": machine.describe(threads),
         "texts": scale.texts,
         "tokens": scale.tokens,
         "long": scale.long,
-        "workloads": outcomes,
-        "fallback": found,
-        "goals": goals_of(outcomes, found),
+        "workloads": {name: outcome(some, most) for name, some in kept.items()},
+        "fallback": fallback(engine, [*loads.values()][-1], scale, clock),
     }
 
 
-def goals_of(
-    outcomes: Mapping[str, Mapping[str, Any]], found: Mapping[str, Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """What the policies promise, and whether it held."""
-    near = min(x["auto_of_best"] for name, x in outcomes.items() if name != ALL)
-    mixed = outcomes[ALL]["auto_of_best"]
-    worst = max(ways[way]["loss"] for ways in found.values() for way in (FALLBACK, AUTO))
-    return [
-        {"goal": f"auto at least {NEAR} of the best gamma", "measured": near, "met": near >= NEAR},
-        {"goal": "auto faster than any gamma on the stream", "measured": mixed, "met": mixed > 1},
-        {"goal": f"a loss of at most {LOSS}", "measured": worst, "met": worst <= LOSS},
-    ]
-
-
 TWO, THREE = decimals(2), decimals(3)
+SHARE = "{:+.1%}".format
 
 
-def share(value: float) -> str:
-    return f"{value:+.1%}"
+def goals(results: Results) -> list[tuple[str, float, bool]]:
+    """What the policies promise, what was measured, and whether that holds."""
+    ratios = {name: x["auto_of_best"] for name, x in results["workloads"].items()}
+    mixed, near = ratios.pop(ALL), min(ratios.values())
+    ways = results["fallback"].values()
+    lost = max(losses[way]["loss"] for losses in ways for way in (FALLBACK, AUTO))
+    return [
+        (f"auto at least {NEAR} of the best gamma", near, near >= NEAR),
+        ("auto faster than any gamma on the stream", mixed, mixed > 1),
+        (f"a loss of at most {LOSS}", lost, lost <= LOSS),
+    ]
 
 
 def tables(results: Results) -> list[Table]:
     """Speeds over plain decoding by gamma and policy; losses of the fallback; goals."""
-    names = next(iter(results["workloads"].values()))["speeds"]
-    columns: list[Column] = [("alpha", "alpha", TWO), *((name, name, TWO) for name in names)]
-    columns += [
+    loads = results["workloads"]
+    columns: list[Column] = [
+        ("alpha", "alpha", TWO), *((name, name, TWO) for name in loads[ALL]["speeds"]),
         ("auto_mean_gamma", "auto's gamma", TWO), ("auto_of_best", "auto/best", THREE),
         ("auto_of_best_error", "±", THREE), ("noise", "noise", "{:.1%}".format),
     ]  # fmt: skip
     speeds = (
         (name, {**x, **x["speeds"], "disturbed": x["lost"] > DISTURBED})
-        for name, x in results["workloads"].items()
+        for name, x in loads.items()
     )
-    losses = (
+    lost = (
         (f"{name}: {way}", values)
         for name, ways in results["fallback"].items()
         for way, values in ways.items()
     )
-    lost: list[Column] = [("loss", "loss", share), ("worst", "of the worst text", share)]
-    told: list[Column] = [
-        ("measured", "measured", THREE), ("met", "met", lambda met: "yes" if met else "no"),
-    ]  # fmt: skip
-    noise = max(x["noise"] for x in results["workloads"].values())
+    noise = max(x["noise"] for x in loads.values())
     busy = f"The noise of a speed is {noise:.1%}: more texts, or a quieter machine, are needed."
+    told = [[goal, THREE(value), "yes" if met else "no"] for goal, value, met in goals(results)]
     return [
         table_of("Speed over plain decoding, by gamma and policy", speeds, columns,
                  [busy] if noise > NOISE else []),
-        table_of(f"Loss to plain decoding, texts of {results['long']} tokens", losses, lost),
-        table_of("Goals", ((goal["goal"], goal) for goal in results["goals"]), told),
+        table_of(f"Loss to plain decoding, texts of {results['long']} tokens", lost,
+                 [("loss", "loss", SHARE), ("worst", "of the worst text", SHARE)]),
+        Table("Goals", ["", "measured", "met"], told),
     ]  # fmt: skip
 
 

@@ -1,0 +1,277 @@
+"""How time and memory grow with what is asked for.
+
+With the tokens of the prompt, the positions of one call, slots, and the size of the model. Each
+curve gets an exponent with its interval and, as far as there are points for it, the exponent of
+what grows beside a constant (bench.core.fit). Below each curve stands its floor. That of a time is
+what memory sets: the bytes that have to be read, over the bandwidth measured in this run. A model
+that fits into the processor's caches can be faster; a prefill is bound by arithmetic. That of a
+peak is the weights and what the process had before it loaded anything. A star says that other
+processes disturbed a figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from models.corpus import collect
+
+from ..core import machine, pair
+from ..core.clock import ENOUGH, Clock, Sample, figure, order, turns
+from ..core.command import Results, Suite
+from ..core.costs import row_bytes
+from ..core.fit import marginal, power, rounded
+from ..core.pair import SHAPES, TARGET, Shape
+from ..core.pair.grow import grow
+from ..core.prompts import Prompts
+from ..core.table import Table
+from ..systems.peer import Peer
+from ..systems.protocol import Request, Steps
+
+SIZES = {"16m": Shape(384, 1024, 8, 6, 2, 8192), "46m": Shape(512, 1408, 12, 8, 2, 24_576)} | SHAPES
+PROMPTS = (16, 64, 192, 448, 960, 1500)  # tokens
+POSITIONS = tuple(range(1, 10))
+SLOTS = (1, 2, 3, 4, 6, 8)
+ROWS = 200  # of a slot, before a call
+ROUNDS = 10  # samples of a call in each process, at least
+TOKENS = 17  # of a text; the first is the prefill's
+READS = 8  # passes over memory, for its bandwidth
+WARM_UPS = 3
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class GrowthScale:
+    """target: what all but the model's size grows on. sizes: beside the bundled target's. loads:
+    processes of a point. patience: seconds for which each waits for undisturbed samples."""
+
+    target: str
+    sizes: Sequence[str]
+    loads: int
+    patience: float
+
+
+Place = tuple[str, int]  # name of a model, and slots
+Told = tuple[Mapping[str, Any], Mapping[str, Sequence[Sample]]]  # facts of `Peer`, calls by width
+
+FULL = GrowthScale("smollm-135m", list(SIZES), loads=3, patience=10)
+QUICK = GrowthScale("16m", ["16m", "46m"], loads=2, patience=0.5)
+
+Point = dict[str, Any]
+Curves = Mapping[str, Sequence[Point]]
+
+
+def point(
+    x: float, y: float, low: float, high: float, floor: float, *, quiet: bool = True
+) -> Point:
+    """As the JSON object has it: y at x and its range, of peaks in MiB, of all else in ms.
+
+    quiet: enough of the samples were undisturbed.
+    """
+    values = {"y": y, "low": low, "high": high, "floor": floor}
+    return {"x": x, "quiet": quiet, **{name: rounded(value) for name, value in values.items()}}
+
+
+@dataclass
+class Growing:
+    """One run. work: of checkpoints and bundles, which are kept."""
+
+    scale: GrowthScale
+    threads: int
+    work: Path
+    prompts: Prompts
+    reader: machine.MemoryReader
+    clock: Clock
+
+    def checkpoint(self, name: str) -> Path:
+        """The bundled target, grown to the size of that name unless that is there."""
+        if name not in SIZES:
+            return TARGET
+        folder = self.work / name
+        if not folder.is_dir():
+            self.clock.note(f"growing the bundled target: {name}")
+            grow(TARGET, folder, asdict(SIZES[name]))
+        return folder
+
+    def peer(self, name: str, slots: int = 1) -> Peer:
+        """A process that has loaded the model of that name."""
+        checkpoint = self.checkpoint(name)
+        return Peer("outrider", checkpoint, threads=self.threads, work=self.work, slots=slots)
+
+    def read(self, name: str, facts: Mapping[str, Any], rows: float) -> float:
+        """Bytes that a call reads: the weights, and so many rows of all slots. facts: of `Peer`."""
+        row = row_bytes(self.checkpoint(name), facts["cache_element"])
+        return float(facts["weights"] + rows * row)
+
+    def timed(self, x: float, samples: Sequence[Sample], read: float) -> Point:
+        """read: bytes, for the floor."""
+        found, floor = figure(samples), 1e3 * read / self.reader.bandwidth
+        quiet = found.kept >= min(found.taken, ENOUGH)
+        return point(x, found.ms, found.low, found.high, floor, quiet=quiet)
+
+    def opened(self, places: Sequence[Place], positions: Sequence[int]) -> dict[Place, list[Told]]:
+        """Fresh processes of each place, in turn."""
+        found: dict[Place, list[Told]] = {place: [] for place in places}
+        for turn in range(self.scale.loads):
+            for name, slots in order(places, turn):
+                request = Steps(ROWS, list(positions), slots, ROUNDS, self.scale.patience)
+                with self.peer(name, slots) as peer:
+                    found[name, slots].append((peer.facts, peer.steps(request)[0]))
+        return found
+
+    def call(self, x: float, place: Place, told: Sequence[Told], positions: int) -> Point:
+        """A call of all processes of one place."""
+        (name, slots), (facts, _) = place, told[0]
+        samples = [sample for _, calls in told for sample in calls[f"{positions}"]]
+        return self.timed(x, samples, self.read(name, facts, slots * (ROWS + positions)))
+
+
+# What is measured along each axis
+
+
+def by_prompt(run: Growing) -> Curves:
+    """The first token, and a token after it."""
+    target, samples = run.scale.target, defaultdict[tuple[str, int], list[Sample]](list)
+    prompts = {n: cycle(run.prompts.many("completion", ENOUGH, n)) for n in PROMPTS}
+    with run.peer(target) as peer:
+        for _ in range(WARM_UPS):
+            peer.generate(Request(next(prompts[PROMPTS[0]]), TOKENS))
+        patience = len(PROMPTS) * run.scale.patience
+        for turn in turns(samples, least=ENOUGH, wanted=ENOUGH, patience=patience):
+            for n in order(PROMPTS, turn):
+                text = peer.generate(Request(next(prompts[n]), TOKENS))
+                samples["first token", n].append(text.first)
+                samples["a token", n].append(text.decoding())
+    curves = defaultdict[str, list[Point]](list)
+    for (name, n), some in sorted(samples.items()):
+        rows = n if name == "first token" else n + TOKENS / 2
+        curves[name].append(run.timed(n, some, run.read(target, peer.facts, rows)))
+    return curves
+
+
+def by_positions(run: Growing) -> Curves:
+    """A call of the target, such as a verification of gamma + 1."""
+    ((place, told),) = run.opened([(run.scale.target, 1)], POSITIONS).items()
+    return {"a call": [run.call(n, place, told, n) for n in POSITIONS]}
+
+
+def by_slots(run: Growing) -> Curves:
+    """A step of all slots. One slot has a graph of its own (export/one_slot.py)."""
+    found = run.opened([(run.scale.target, slots) for slots in SLOTS], [1])
+    return {"step": [run.call(place[1], place, told, 1) for place, told in found.items()]}
+
+
+def by_size(run: Growing) -> Curves:
+    """Load, with its peak of memory, and step."""
+    curves = defaultdict[str, list[Point]](list)
+    places = [(name, 1) for name in ("bundled", *run.scale.sizes)]
+    for place, told in run.opened(places, [1]).items():
+        every = [facts for facts, _ in told]
+        weights, before = every[0]["weights"], every[0]["before"]
+        x = weights / 4  # float32
+        loads = [Sample(facts["load_seconds"], facts["load_lost"]) for facts in every]
+        peaks = [facts["loaded"] / MIB for facts in every]
+        least = (before + weights) / MIB
+        curves["load"].append(run.timed(x, loads, weights))
+        curves["peak of memory"].append(point(x, max(peaks), min(peaks), max(peaks), least))
+        curves["step"].append(run.call(x, place, told, 1))
+    return curves
+
+
+SECTIONS: Mapping[str, tuple[str, Callable[[Growing], Curves]]] = {  # by name the axis
+    "prompt": ("tokens of the prompt", by_prompt),
+    "positions": ("positions of a call, gamma + 1", by_positions),
+    "slots": ("slots", by_slots),
+    "model size": ("parameters", by_size),
+}
+
+
+def run(growing: Growing) -> dict[str, Any]:
+    """Measure all sections; the JSON object."""
+    sections = {}
+    for name, (axis, measure) in SECTIONS.items():
+        growing.clock.note(name)
+        for _ in range(READS):
+            growing.reader()
+        sections[name] = {"axis": axis, "curves": measure(growing)}
+    return {
+        "machine": machine.describe(growing.threads), "target": growing.scale.target,
+        "bytes_per_second": round(growing.reader.bandwidth), "sections": sections,
+    }  # fmt: skip
+
+
+# What is told
+
+
+def heading(results: Results) -> str:
+    """What the figures are of."""
+    return (
+        f"{machine.sentence(results['machine'])}; the target is {results['target']}; memory reads "
+        f"at {results['bytes_per_second'] / 1e9:.1f} GB/s. * other processes took over 2 % of the "
+        "time: no exponent of such points should be quoted"
+    )
+
+
+def tables(results: Results) -> list[Table]:
+    """A table for each section: values and floors of each curve, and its exponents below."""
+    made = []
+    for name, section in results["sections"].items():
+        rows, notes = list[list[str]](), []
+        for curve, points in section["curves"].items():
+            unit = "MiB" if curve.startswith("peak") else "ms"
+            values = [_number(p["y"]) + ("" if p["quiet"] else "*") for p in points]
+            rows.append([f"{curve}, {unit}", *values])
+            rows.append(["  floor", *(_number(p["floor"]) for p in points)])
+            notes.append(f"{curve}: {exponents(points, unit)}")
+        places = [f"{x / 1e6:.1f} M" if x >= 1e6 else f"{x:,.0f}" for x in (p["x"] for p in points)]
+        made.append(Table(f"{name}: {section['axis']}", ["", *places], rows, notes))
+    return made
+
+
+def exponents(points: Sequence[Point], unit: str) -> str:
+    """Those of a curve, in words."""
+    x, y = [p["x"] for p in points], [p["y"] for p in points]
+    line, beyond = power(x, y), marginal(x, y)
+    if line is None:
+        return "no fit: too few points"
+    if beyond is None:
+        return str(line)
+    if beyond.low is None or beyond.high is None:
+        return f"{line} | a constant cannot be told from it"
+    interval = f"({beyond.low:.2f} to {beyond.high:.2f})"
+    return f"{line} | beyond {_number(beyond.constant)} {unit}: x^{beyond.exponent:.2f} {interval}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--work", type=Path, default=Path("build/side"), metavar="DIR",
+        help="where checkpoints and bundles are kept; default build/side")  # fmt: skip
+
+
+def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
+    args.work.mkdir(parents=True, exist_ok=True)
+    clock.note("the text that prompts are cut from")
+    prompts = Prompts(collect().held_out, *pair.encoder(TARGET))
+    reader = machine.MemoryReader(args.threads)
+    scale = QUICK if args.quick else FULL
+    return run(Growing(scale, args.threads, args.work, prompts, reader, clock))
+
+
+SUITE = Suite(
+    name="growth",
+    about=__doc__ or "",
+    quick="smaller models: two minutes once they are made",
+    measure=_measure,
+    tables=tables,
+    heading=heading,
+    options=_options,
+)
+main = SUITE.main

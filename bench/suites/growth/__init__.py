@@ -1,3 +1,0 @@
-from .suite import SUITE, main
-
-__all__ = ["SUITE", "main"]

@@ -1,0 +1,140 @@
+"""Gumbel coupling: the noise is exponential, a draw is exact, and target and draft agree as often
+as the formula says."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from kernels import NUMPY, cpu_library, emulated_library, open_sampler
+from scipy import stats
+
+from runtime.sampling.coupled import noise, settle
+from runtime.sampling.philox import Purpose, blocks, philox4x32
+from runtime.sampling.sampler import SlotSampling
+from runtime.sampling.warp import SamplingParams, warp
+
+LEAST = 1e-3  # of a p-value
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """Noise of 1,500 positions over a tile and a part: [1500, 1100]."""
+    return np.array([noise(7, position, 1100) for position in range(1500)])
+
+
+def test_many_counters_at_once_are_those_of_philox():
+    words = blocks(2**63 + 5, 9, Purpose.COUPLED, np.arange(3)[:, None], np.arange(4))
+    for i, j in np.ndindex(3, 4):
+        assert tuple(words[i, j]) == philox4x32(2**63 + 5, (9, Purpose.COUPLED, i, j))
+
+
+def test_the_noise_is_exponential(drawn):
+    for token in (0, 31, 32, 1023, 1024, 1099):
+        assert stats.kstest(drawn[:, token], "expon").pvalue > LEAST
+    assert stats.kstest(drawn[::50].ravel(), "expon").pvalue > LEAST
+    # The control: a little more of each.
+    assert stats.kstest(drawn[:, 0] + 0.15, "expon").pvalue < 1e-9
+
+
+@pytest.mark.parametrize("other", [1, 31, 33, 500, 1024])
+def test_numbers_of_a_group_a_tile_and_a_row_are_independent(drawn, other):
+    """Sums and least ones of pairs: exponential ones of both add up to gamma(2) and halve."""
+    a, b = drawn[:, 0], drawn[:, other]
+    assert stats.kstest(a + b, "gamma", args=(2,)).pvalue > LEAST
+    assert stats.kstest(2 * np.minimum(a, b), "expon").pvalue > LEAST
+
+
+def test_a_tiles_least_number_is_anywhere(drawn):
+    counts = np.bincount(drawn[:, :1024].argmin(axis=1) // 32, minlength=32)
+    assert stats.chisquare(counts).pvalue > LEAST
+
+
+def tokens_of(library, target, draft, params, position, context=()):
+    """(drafts, verdict) of a round in slot 0. target: [gamma + 1, V]."""
+    gamma, vocab_size = draft.shape
+    sampler = open_sampler(library, vocab_size, gamma)
+    sampler.begin([SlotSampling(params, gamma, position, context=np.array(context, np.int64))])
+    drafts = [int(sampler.draw(draft[None, i], i)[0]) for i in range(gamma)]
+    return drafts, sampler.verify(target[None])[0]
+
+
+def test_a_draw_is_exact():
+    """Of plain decoding: gamma is 0."""
+    rng = np.random.default_rng(3)
+    logits = (3 * np.log(rng.exponential(size=(1, 40)))).astype(np.float32)
+    params = SamplingParams(temperature=1.0, seed=11, verify="coupled")
+    nothing = np.empty((0, 40), np.float32)
+    counts = np.zeros(40)
+    for position in range(10_000):
+        counts[tokens_of(cpu_library(), logits, nothing, params, position)[1].token] += 1
+    expected = warp(logits[0], params).probs() * counts.sum()
+    large = expected > 5
+    fold = lambda x: [*x[large], x[~large].sum() + 1e-9]  # noqa: E731
+    assert stats.chisquare(fold(counts), fold(expected)).pvalue > LEAST
+    flatter = fold(expected**0.9 / (expected**0.9).sum() * counts.sum())
+    assert stats.chisquare(fold(counts), flatter).pvalue < 1e-9  # the control
+
+
+@pytest.mark.parametrize("distance", [0.2, 1.0])
+def test_acceptance_is_that_of_the_formula(distance):
+    """sum_x 1 / sum_y max(p_y / p_x, q_y / q_x), arXiv 2408.07978."""
+    rng = np.random.default_rng(5)
+    logits = rng.normal(size=30)
+    logits = np.stack([logits, logits + distance * rng.normal(size=30)]).astype(np.float32)
+    params = SamplingParams(temperature=1.0, seed=2, verify="coupled")
+    p, q = (warp(row, params).probs() for row in logits)
+    formula = sum(1 / np.maximum(p / p[x], q / q[x]).sum() for x in range(30))
+    tv = np.abs(p - q).sum() / 2
+    assert (1 - tv) / (1 + tv) <= formula <= 1 - tv
+
+    n = 5000
+    target, draft = logits[[0, 0]], logits[[1]]
+    rounds = [tokens_of(cpu_library(), target, draft, params, 2 * i) for i in range(n)]
+    stood = sum(verdict.accepted for _, verdict in rounds) / n
+    assert abs(stood - formula) < 4 * math.sqrt(formula * (1 - formula) / n)
+    # The control: with noise of its own the draft would agree by chance alone.
+    apart = np.mean([a[0][0] == b[1].token for a, b in itertools.pairwise(rounds)])
+    assert apart < formula - 0.2
+
+
+OPTIONS = {
+    "plain": {},
+    "hot": {"temperature": 3.0},
+    "nucleus": {"temperature": 0.8, "top_p": 0.9},
+    "all": {"top_k": 60, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2},
+    "greedy": {"temperature": 0.0},
+}
+
+
+@pytest.mark.parametrize("vocab_size", [8, 111, 2500, 51_864])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("library", [cpu_library, emulated_library], ids=["cpu", "emulated"])
+def test_kernel_and_reference_give_the_same_tokens(library, options, vocab_size):
+    params = SamplingParams(**{"temperature": 1.0, "seed": 77, "verify": "coupled"} | options)
+    rng = np.random.default_rng([1, vocab_size])
+    rounds = 2 if vocab_size > 2000 else 8
+    for position in range(100, 100 + rounds):
+        target = rng.normal(0, 2.5, (4, vocab_size)).astype(np.float32)
+        draft = (target[:3] + rng.normal(0, 0.5, (3, vocab_size))).astype(np.float32)
+        round_of = target, draft, params, position, range(0, 40, 3)
+        assert tokens_of(library(), *round_of) == tokens_of(NUMPY, *round_of)
+
+
+@pytest.mark.parametrize("library", [cpu_library, emulated_library], ids=["cpu", "emulated"])
+def test_the_drafts_decide_nothing(library):
+    """Whatever stands before it, the first token that is not the target's is the target's own."""
+    params = SamplingParams(temperature=1.0, seed=5, verify="coupled", top_p=0.95)
+    target = np.random.default_rng(9).normal(0, 2, (5, 700)).astype(np.float32)
+    rows = [warp(row, params) for row in target]
+    own = [settle(row, 5, 50 + i).point_mass for i, row in enumerate(rows)]
+    for wrong in range(5):
+        drafts = [token if i != wrong else 699 - token for i, token in enumerate(own[:4])]
+        sampler = open_sampler(library(), 700, 4)
+        sampler.begin([SlotSampling(params, 4, 50)])
+        sampler.give([drafts])
+        (verdict,) = sampler.verify(target[None])
+        assert (verdict.accepted, verdict.token) == (wrong, own[wrong])
+        assert verdict.ratios == (1.0,) * wrong + (0.0,) * (wrong < 4)
