@@ -263,7 +263,7 @@ def test_launches():
 
 def test_a_workspace_is_as_large_as_its_size():
     """Of the addresses in the parameter, those in the workspace start there and end in it."""
-    for flags in range(16):
+    for flags in range(32):
         for slots, width, vocab_size in ((1, 0, 8), (3, 5, 2500), (32, 8, 128_256)):
             sizes = KernelSizes(slots, width, vocab_size, vocab_size, flags)
             size = cpu_library().outrider_device_workspace_size(ctypes.byref(sizes))
@@ -279,7 +279,7 @@ def test_illegal_plans_are_refused():
     assert planned()[0] == 0
     assert planned(size=100)[0] == 3
     assert planned(base=BASE + 64)[0] == 1  # not 256-byte-aligned
-    assert planned(width=65)[0] == planned(slots=0)[0] == planned(flags=16)[0] == 1
+    assert planned(width=65)[0] == planned(slots=0)[0] == planned(flags=32)[0] == 1
     assert planned(slots=65_536)[0] == 1
     assert planned(vocab_size=0)[0] == 1
     for sizes in (

@@ -95,10 +95,10 @@ MUTATIONS = {
         "totals exchanged": ("(q_.total / p_[i].total)", "(p_[i].total / q_.total)"),
         "point mass not removed": ("w[token % TILE] = 0;", ""),
         "one uniform for all positions": (
-            "slot_.position + static_cast<uint32_t>(i)", "slot_.position + 0u",
+            "slot_.seed, slot_.position + static_cast<uint32_t>(i)", "slot_.seed, slot_.position",
         ),
         "final uniform is an accept one": ("outrider::RESIDUAL", "outrider::ACCEPT"),
-        "corrected from p": ("if (decision.residual && !greedy())", "if (false)"),
+        "corrected from p": ("if (decision.residual)", "if (false)"),
         "a narrower draft repeats": (
             "if (!common) std::fill_n(v, TILE, 0.0f);", "if (!common) std::fill_n(v, TILE, 1.0f);",
         ),
