@@ -1,7 +1,7 @@
 """A bundle is whole or refused, and written whole or not at all.
 
 What may be wrong with a folder is found when it is opened and said in one line; what may go wrong
-while one is written leaves the disk as it was. And the engine that opens it works in place.
+while one is written leaves the disk as it was.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import onnx
 import pytest
 from checkpoints import MAX_GAMMA, MAX_LEN, Workshop
-from commands import CHECKOUT, environment, error_line, leftovers, limited_files, run
+from commands import error_line, leftovers, limited_files, run
 
 import engines.__main__
 import export.__main__
@@ -397,24 +394,3 @@ def test_ctrl_c_while_a_part_is_checked(
     assert sorted(seen) == ["graph.onnx", "weights.bin"]
     assert snapshot(tmp_path) == {}
     assert leftovers(tmp_path) == []
-
-
-# In place
-
-
-@pytest.mark.parametrize("how", ["same", "different"])
-def test_the_cache_is_updated_in_place(workshop: Workshop, how: str) -> None:
-    """See protected_cache.py: a step writes its own row of the cache and no other page."""
-    source = workshop.checkpoint("llama", max_position_embeddings=4096, num_hidden_layers=1)
-    bundle = workshop.bundle(source, max_len=None)
-    script = CHECKOUT / "tests" / "standins" / "protected_cache.py"
-    process = subprocess.run(
-        [sys.executable, script, bundle, how], env=environment(), capture_output=True, text=True
-    )
-    if how == "different":
-        assert process.returncode == -signal.SIGSEGV, process.stderr
-        return
-    assert process.returncode == 0, process.stderr
-    said = json.loads(process.stdout)
-    # One kept copy of the cache a step would be two gigabytes.
-    assert said["growth"] < 16 * said["cache"] < said["steps"] * said["cache"] / 100
