@@ -244,7 +244,8 @@ class _Forced:
     def rows(self, text: Sequence[int], width: int = 1) -> Iterator[Logits]:
         """The logits [V] that predict text[0], text[1], ...: each valid until the next.
 
-        width: tokens of a call. 1 is plain decoding. Rows end early where the model's context does.
+        width: tokens of a call that are asked for. 1 is plain decoding. Rows end early where the
+        model's context does.
         """
         yield self._first
         wanted = min(len(text) - 1, self._room)
@@ -258,7 +259,8 @@ class _Forced:
     def _forward(
         self, tokens: Sequence[int], position: int, index: npt.NDArray[np.int64]
     ) -> Logits:
-        ids = np.array([tokens], np.int64)
+        ids = np.zeros((1, max(len(tokens), self._engine.narrowest)), np.int64)
+        ids[0, : len(tokens)] = tokens
         ids[ids >= self._engine.vocab_size] = 0  # as the round: a draft may know fewer tokens
         logits = self._engine.forward(ids, np.array([position]), index, first_slot=self._slot)
         return cast(Logits, logits[0])

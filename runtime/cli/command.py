@@ -47,6 +47,7 @@ def _load(args: Namespace) -> TextEngine:
         threads=args.threads, verify=args.verify_files,
         device=args.device, graphs=args.graphs, loop=args.loop,
         table=args.table, corpus=args.corpus, reuse=not args.baseline,
+        plain_width=args.plain_width,
     )  # fmt: skip
 
 

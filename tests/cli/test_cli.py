@@ -73,7 +73,7 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(cli, engine):
 def test_how_the_bundle_is_loaded(cli):
     cli("--prompt", "a", "--max-new-tokens", "1")
     usual = {"folder": Path("bundle"), "slots": None, "threads": 0, "verify": True}
-    usual |= {"table": None, "corpus": None, "reuse": True}
+    usual |= {"table": None, "corpus": None, "reuse": True, "plain_width": None}
     assert cli.loaded == {**usual, "device": "auto", "graphs": True, "loop": False}
     more = ("--slots", "3", "--threads", "2", "--no-verify-files")
     cli(
@@ -387,6 +387,7 @@ def test_bad_prompts_are_refused_before_loading(cli, argv, stdin, kind, words):
     ("argv", "words"),
     [
         (["--draft", "none", "--gamma", "3"], "--draft none contradicts --gamma 3"),
+        (["--plain-width", "1", "--verify", "coupled"], "--plain-width 1 ties a text to its gamma"),
         (["--draft", "model", "--gamma", "0"], "--draft model contradicts --gamma 0"),
         (["--color", "--json"], "--color paints text"),
         (["--stream", "--json"], "--stream prints text"),
