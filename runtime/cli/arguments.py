@@ -185,7 +185,7 @@ def _parser() -> ArgumentParser:
         "transformers is the schedule of that library")
     add("--fallback", choices=("auto", "off"), default="off",
         help="auto: go without drafts while they lose (--gamma auto always does; default off, "
-        "since rounds that go by the clock do not repeat a seed's text)")
+        "since rounds that go by the clock repeat a seed's text with --verify coupled only)")
     add("--draft", choices=(*KINDS, "none"), metavar="WHO",
         help="who proposes them. " + "; ".join(f"{k}: {KINDS[k].help}" for k in KINDS)
         + "; none: plain decoding (default: what the bundle was built with)")
@@ -196,7 +196,7 @@ def _parser() -> ArgumentParser:
         "(default 0: off); still exact")
     add("--verify", choices=("token", "block", "coupled", "sigmoid"), default="token",
         help="token (default), block (accepts more) and coupled (the seed alone decides the text, "
-        "whatever is drafted) are exact; sigmoid is not")
+        "whatever is drafted, with --gamma 0 too) are exact; sigmoid is not")
     add("--lenience", type=float, default=1.0, metavar="L",
         help="below 1 accepts more and is not exact: no token gets more than 1/L times its "
         "probability (default 1)")

@@ -265,6 +265,10 @@ def test_baseline(cli):
     baseline = json.loads(out)["baseline"]
     assert baseline.keys() == {"tokens_per_second", "output_tokens", "speedup"}
     assert re.search(r"\nbaseline .*x \| output 256 tok\n", err)
+    coupled = ("--temperature", "1", "--top-p", ".9", "--gamma", "auto", "--verify", "coupled")
+    _, out, err = cli("--prompt", "hello", "--baseline", "--json", *coupled)
+    assert json.loads(out)["baseline"]["same_tokens"] is True
+    assert "| same tokens" in err
 
 
 def test_baseline_warms_both_ways_up_first(cli):
