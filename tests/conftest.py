@@ -16,7 +16,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest
 import rounds
 from cuda_standin import FakeDriver
-from device_standin import FakeDeviceEngine, make_driver
+from device_standin import FakeDeviceEngine, make_device, make_driver
 from fakes import FakeEngine, random_model
 
 from runtime.files.manifest import GraphFacts, Manifest
@@ -40,7 +40,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 @pytest.fixture(scope="session")
 def llama_bundle(workshop: Workshop) -> Path:
     """Of two small Llamas that disagree. Shared: not to be damaged."""
-    return workshop.bundle(workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7))
+    return workshop.bundle(*workshop.pair())
 
 
 @pytest.fixture
@@ -56,11 +56,9 @@ def driver() -> FakeDriver:
 
 
 @pytest.fixture
-def on_fake_gpu(driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+def on_fake_gpu(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """`load(..., device="cuda")` gets this GPU, and engines whose logits are fakes."""
-    image = tmp_path / "outrider_sm_90.cubin"
-    image.write_bytes(b"code")
-    monkeypatch.setattr(opening, "Device", lambda ordinal, **_: Device(ordinal, image, driver))
+    monkeypatch.setattr(opening, "Device", lambda ordinal, **_: make_device(driver, ordinal))
 
     def open_engine(
         manifest: Manifest, path: Path, role: str, facts: GraphFacts, device: Device, stream: int,

@@ -11,5 +11,4 @@
 | `fit` | quartiles, ratio estimates, exponents |
 | `table`, `plot`, `command` | how figures are told: tables, plots, the last line of JSON |
 | `kept` | what is made once, such as a bundle |
-| `timed` | a command line of this project in a process of its own |
 """

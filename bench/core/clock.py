@@ -8,12 +8,12 @@ figure says so. What is compared runs in alternation (`order`), so that drift hi
 
 from __future__ import annotations
 
-import os
+import contextlib
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,23 +44,8 @@ class Figure:
     kept: int
     taken: int
 
-    @property
-    def spread(self) -> float:
-        """Half the range, relative to the median."""
-        return (self.high - self.low) / (2 * self.ms) if self.ms else 0.0
-
-    def __str__(self) -> str:
-        mark = "" if self.kept >= ENOUGH else " (disturbed)"
-        return f"{self.ms:.2f} ms ±{self.spread:.0%}{mark}"
-
     def json_object(self) -> dict[str, Any]:
-        return {
-            "ms": round(self.ms, 4),
-            "low": round(self.low, 4),
-            "high": round(self.high, 4),
-            "kept": self.kept,
-            "taken": self.taken,
-        }
+        return {name: round(value, 4) for name, value in asdict(self).items()}
 
 
 @dataclass
@@ -85,11 +70,9 @@ class Clock:
 def lost_seconds() -> float:
     """Seconds that all threads of this process have waited for a core so far; 0 if not counted."""
     total = 0
-    for task in Path("/proc/self/task").iterdir() if os.path.isdir("/proc/self/task") else ():
-        try:
-            total += int((task / "schedstat").read_text().split()[1])
-        except (OSError, IndexError, ValueError):  # a thread that ended, or a kernel without it
-            continue
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # a thread that ended
+            total += int(path.read_text().split()[1])
     return total / 1e9
 
 

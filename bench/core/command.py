@@ -1,6 +1,6 @@
-"""The command line that all suites share: options, progress, tables, plots, the line of JSON.
+"""The command line that all suites share: options, progress, tables, the line of JSON.
 
-A suite measures and returns a JSON object; its tables and plots are made of that object alone, so
+A suite measures and returns a JSON object; its tables are made of that object alone, so
 `--show` can tell those of a run before.
 """
 
@@ -10,7 +10,7 @@ import argparse
 import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from runtime.files.errors import CommandParser, OutriderError, run_command
 
 from . import machine
 from .clock import Clock
-from .plot import draw_or_explain
 from .table import PAGE, Table, update
 
 Results = Mapping[str, Any]
@@ -37,7 +36,7 @@ class Suite:
 
     about: its help; the first paragraph says what it measures. quick: what --quick means. options:
     adds others. measure: from the options, with notes on the clock, to the JSON object. tables,
-    heading, plots: of that object. Tables go to stdout, progress to stderr, and the last line of
+    heading: of that object. Tables go to stdout, progress to stderr, and the last line of
     stdout is the object.
     """
 
@@ -48,7 +47,6 @@ class Suite:
     tables: Callable[[Results], Sequence[Table]]
     heading: Callable[[Results], str] = lambda results: machine.sentence(results["machine"])
     options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
-    plots: Mapping[str, Callable[[Results], Any]] = field(default_factory=dict)
 
     def parser(self) -> argparse.ArgumentParser:
         made = CommandParser(
@@ -61,12 +59,11 @@ class Suite:
         add("--threads", type=at_least_one, default=machine.physical_cores(), metavar="N",
             help="default: the machine's cores")  # fmt: skip
         add("--out", type=Path, metavar="DIR",
-            help=f"write {self.name}.json, {self.name}.md and plots there too")  # fmt: skip
+            help=f"write {self.name}.json and {self.name}.md there too")  # fmt: skip
         add("--show", type=Path, metavar="FILE",
-            help=f"measure nothing: tables and plots of a {self.name}.json")  # fmt: skip
+            help=f"measure nothing: tables of a {self.name}.json")  # fmt: skip
         add("--update", type=Path, metavar="PAGE",
-            help="replace the tables that have a place in this document, and the plots in the "
-            "folder beside it that has its name")  # fmt: skip
+            help="replace the tables that have a place in this document")  # fmt: skip
         self.options(made)
         return made
 
@@ -91,12 +88,8 @@ class Suite:
             page = "\n".join([textwrap.fill(heading, PAGE), "", *told])
             (args.out / f"{self.name}.json").write_text(line + "\n")
             (args.out / f"{self.name}.md").write_text(page)
-            for text in draw_or_explain(self.plots, results, args.out):
-                clock.note(text)
         if document is not None:
             args.update.write_text(update(document, (table for table in tables if table.name)))
-            for text in draw_or_explain(self.plots, results, args.update.with_suffix("")):
-                clock.note(text)
         print(line)
         return 0
 

@@ -25,7 +25,7 @@ from runtime.theory.formulas import expected_tokens
 
 from .clock import Sample, figure
 from .fit import rounded
-from .record import TextRecord
+from .record import Run
 
 SEEN = 8  # rounds with so many drafts, for their median to count
 
@@ -55,7 +55,7 @@ def of_calls(samples: Mapping[str, Sequence[Sample]]) -> RoundCosts:
     return RoundCosts.of(draft, {int(n) - 1: x for n, x in seconds.items()}, len(seconds) - 1)
 
 
-def of_rounds(plain: Sequence[TextRecord], texts: Sequence[TextRecord], most: int) -> RoundCosts:
+def of_rounds(plain: Sequence[Run], texts: Sequence[Run], most: int) -> RoundCosts:
     """By recorded texts: `plain` without drafts, `texts` with up to `most` a round.
 
     A draft step is the median over texts of its mean, a verification the median over rounds. A
@@ -87,7 +87,7 @@ def predicted(alpha: float, gammas: Iterable[float], costs: RoundCosts) -> float
     return sum(expected_tokens(alpha, g) for g in every) / spent
 
 
-def total(texts: Iterable[TextRecord]) -> Stats:
+def total(texts: Iterable[Run]) -> Stats:
     """The counts and times of several texts."""
     stats = Stats()
     for text in texts:
@@ -95,7 +95,7 @@ def total(texts: Iterable[TextRecord]) -> Stats:
     return stats
 
 
-def acceptance(texts: Iterable[TextRecord]) -> float:
+def acceptance(texts: Iterable[Run]) -> float:
     """alpha: accepted of examined."""
     stats = total(texts)
     return stats.accepted / max(1, stats.examined)

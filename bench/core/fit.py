@@ -10,7 +10,6 @@ that fit hardly worse than the best one (an F test of one parameter).
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,12 +37,8 @@ class Spread:
         """None of no values."""
         if not values:
             return None
-        low, middle, high = (
-            statistics.quantiles(values, n=4, method="inclusive")
-            if len(values) > 1
-            else [values[0]] * 3
-        )
-        return Spread(round(middle, 3), round(low, 3), round(high, 3), len(values))
+        low, middle, high = np.quantile(values, [0.25, 0.5, 0.75]).round(3).tolist()
+        return Spread(middle, low, high, len(values))
 
     def __str__(self) -> str:
         if self.count == 1:
@@ -71,28 +66,19 @@ def rounded(value: float) -> float:
 
 @dataclass(frozen=True)
 class Power:
-    """y = c x^exponent for x from `first` to `last`.
-
-    error: standard error of the exponent; low, high: its 95 % interval. worst: the largest
-    deviation of a point from the line, relative to it.
-    """
+    """y = c x^exponent. error: standard error of the exponent; low, high: its 95 % interval. worst:
+    the largest deviation of a point from the line, relative to it."""
 
     exponent: float
-    scale: float
     error: float
     low: float
     high: float
     worst: float
-    first: float
-    last: float
-
-    def at(self, x: float) -> float:
-        return float(self.scale * x**self.exponent)
 
     def __str__(self) -> str:
         return (
-            f"x^{self.exponent:.2f} ±{self.error:.2f} ({self.low:.2f} to {self.high:.2f}) from "
-            f"{self.first:,.0f} to {self.last:,.0f}, off by {self.worst:.0%} at most"
+            f"x^{self.exponent:.2f} ±{self.error:.2f} ({self.low:.2f} to {self.high:.2f}), off by "
+            f"{self.worst:.0%} at most"
         )
 
 
@@ -106,10 +92,6 @@ class Marginal:
     low: float | None
     high: float | None
 
-    @property
-    def bounded(self) -> bool:
-        return self.low is not None and self.high is not None
-
 
 def power(x: Sequence[float], y: Sequence[float]) -> Power | None:
     """None for fewer than three points, or where one is not positive."""
@@ -122,11 +104,8 @@ def power(x: Sequence[float], y: Sequence[float]) -> Power | None:
     spread = ((log_x - log_x.mean()) ** 2).sum()
     error = float(np.sqrt((off**2).sum() / freedom / spread))
     half = _student(freedom) * error
-    return Power(
-        exponent=float(slope), scale=float(np.exp(level)), error=error,
-        low=float(slope - half), high=float(slope + half),
-        worst=float(np.abs(np.expm1(off)).max()), first=min(x), last=max(x),
-    )  # fmt: skip
+    worst = float(np.abs(np.expm1(off)).max())
+    return Power(float(slope), error, float(slope - half), float(slope + half), worst)
 
 
 def marginal(x: Sequence[float], y: Sequence[float]) -> Marginal | None:
@@ -139,24 +118,19 @@ def marginal(x: Sequence[float], y: Sequence[float]) -> Marginal | None:
     best = int(losses.argmin())
     freedom = len(x) - 3
     near = EXPONENTS[losses <= losses[best] * (1 + _student(freedom) ** 2 / freedom)]
-    inside = near[0] > EXPONENTS[0], near[-1] < EXPONENTS[-1]
-    return Marginal(
-        constant=fits[best][1], exponent=float(EXPONENTS[best]),
-        low=float(near[0]) if inside[0] else None, high=float(near[-1]) if inside[1] else None,
-    )  # fmt: skip
+    low = float(near[0]) if near[0] > EXPONENTS[0] else None
+    high = float(near[-1]) if near[-1] < EXPONENTS[-1] else None
+    return Marginal(fits[best][1], float(EXPONENTS[best]), low, high)
 
 
 def _with_constant(growing: Numbers, constant: Numbers) -> tuple[float, float]:
     """Least squares of a * constant + b * growing = 1 with a, b >= 0: the sum and a."""
     design = np.stack([constant, growing], axis=1)
-    solution = np.linalg.lstsq(design, np.ones(len(design)))[0]
-    if solution.min() < 0:  # then the best has one of them at 0
-        alone = [
-            np.array([constant.sum() / (constant @ constant), 0.0]),
-            np.array([0.0, growing.sum() / (growing @ growing)]),
-        ]
-        solution = min(alone, key=lambda s: float(((design @ s - 1) ** 2).sum()))
-    return float(((design @ solution - 1) ** 2).sum()), float(solution[0])
+    tried = [np.linalg.lstsq(design, np.ones(len(design)))[0]]
+    if tried[0].min() < 0:  # then the best has one of them at 0
+        one, other = (v.sum() / (v @ v) for v in (constant, growing))
+        tried = [np.array([one, 0.0]), np.array([0.0, other])]
+    return min((float(((design @ s - 1) ** 2).sum()), float(s[0])) for s in tried)
 
 
 def _student(freedom: int) -> float:

@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,27 +14,22 @@ from typing import Any
 
 import numpy as np
 
+CHECKOUT = Path(__file__).parents[2]
 PACKAGES = ("numpy", "onnxruntime", "tokenizers", "torch", "transformers")
 READ_BYTES = 1 << 29  # for each thread's share to be far beyond any cache of its own
 
 
 def describe(threads: int) -> dict[str, Any]:
     """No host name, no path: this goes into public text."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "missing"
+    installed = {d.name: d.version for d in importlib.metadata.distributions()}
+    versions = {package: installed.get(package, "missing") for package in PACKAGES}
     return {
-        "cpu": _cpu_name(),
-        "cores": physical_cores(),
-        "threads": threads,
+        "cpu": _cpu_name(), "cores": physical_cores(), "threads": threads,
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.system(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {"python": platform.python_version(), **versions},
-    }
+    }  # fmt: skip
 
 
 def sentence(about: dict[str, Any]) -> str:
@@ -53,14 +49,9 @@ def physical_cores() -> int:
 
 
 def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
+    path = Path("/proc/cpuinfo")
     # A virtual machine may hide the model's name; its family and model number tell.
-    info: dict[str, str] = {}
-    for key, _, value in (line.partition(":") for line in lines):
-        info.setdefault(key.strip(), value.strip())
+    info = dict(re.findall(r"(.*?)\t*: (.*)", path.read_text() if path.is_file() else ""))
     name = info.get("model name", platform.machine())
     return f"{name} (family {info.get('cpu family', '?')}, model {info.get('model', '?')})"
 
@@ -92,14 +83,7 @@ class MemoryReader:
 
 def resident() -> dict[str, int]:
     """Bytes of this process: `anonymous`, `file` (mapped files), `rss` (both), `peak`."""
-    status = {}
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if value.endswith("kB"):
-            status[name] = int(value.split()[0]) * 1024
-    return {
-        "anonymous": status["RssAnon"],
-        "file": status["RssFile"],
-        "rss": status["VmRSS"],
-        "peak": status["VmHWM"],
-    }
+    found = re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/self/status").read_text())
+    sizes = {name: 1024 * int(size) for name, size in found}
+    names = {"anonymous": "RssAnon", "file": "RssFile", "rss": "VmRSS", "peak": "VmHWM"}
+    return {ours: sizes[theirs] for ours, theirs in names.items()}

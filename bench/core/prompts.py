@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,7 +23,6 @@ PROMPTS = (
 Encode = Callable[[str], list[int]]
 KINDS = ("completion", "editing", "question", "continuation")  # methods of `Prompts`
 SHORTEST = 400  # characters of a document that is of use
-ROOM = {"editing": 128, "question": 64}  # tokens that a function twice, or a passage, takes
 TRIES = 1000
 COPIES = 2  # how often a copied function stands in full before it is begun again
 
@@ -58,15 +56,6 @@ TABLES = (
     "        self.assertTrue(x)\n",
     *(line.format(name=name, value=value) for name, value in _WORDS for line in _LINES),
 )
-
-
-@dataclass(frozen=True)
-class Workload:
-    """prompts: token ids. new_tokens: of each output."""
-
-    name: str
-    prompts: list[list[int]]
-    new_tokens: int
 
 
 class Prompts:
@@ -106,14 +95,6 @@ class Prompts:
             raise ValueError(f"there are not {count} different prompts: {kind} {length}")
         return some
 
-    def workload(self, kind: str, count: int, length: int, new_tokens: int) -> Workload | None:
-        """Prompts of `length` tokens for outputs of `new_tokens`; None where the kind has no room
-        in so few."""
-        if length < ROOM.get(kind, 0):
-            return None
-        name = f"{kind} {length}+{new_tokens}"
-        return Workload(name, self.many(kind, count, length), new_tokens)
-
     def completion(self, length: int) -> list[int]:
         """Code up to some line."""
         return self._cut(self._document(self._code), length)
@@ -132,17 +113,12 @@ class Prompts:
             source = self._document(self._code)
             functions = re.findall(r"^def .*\n(?:(?:[ \t]+.*)?\n)+", source, re.MULTILINE)
             functions = [f.rstrip() + "\n\n" for f in functions if len(f) >= SHORTEST // 4]
-            if not functions:
-                continue
-            function = functions[self._rng.integers(len(functions))]
-            head = function.split("\n", 1)[0] + "\n"
-            ids = self._encode(function * COPIES + head)
+            function = self._document(functions) if functions else ""
+            ids = self._encode(function * COPIES + function.split("\n", 1)[0] + "\n")
             room = length - len(self._begin) - len(ids)
-            if room >= 0:
-                before = self._encode(source)
-                while len(before) < room:
-                    before += self._encode(self._document(self._code))
-                return [*self._begin, *before[:room], *ids]
+            if functions and room >= 0:
+                before = self._filled(self._encode(source), self._code, room)
+                return [*self._begin, *before, *ids]
         raise ValueError(f"no function fits {COPIES} times into {length} tokens")
 
     def question(self, length: int) -> list[int]:
@@ -161,14 +137,18 @@ class Prompts:
         return documents[int(self._rng.integers(len(documents)))]
 
     def _cut(self, text: str, length: int) -> list[int]:
-        """`length` ids from some line on; documents that are too short follow one another."""
+        """`length` ids from some line on."""
         lines = text.splitlines(keepends=True)
         start = int(self._rng.integers(max(1, len(lines) // 2)))
+        others = self._code if _is_code(text) else self._prose
         ids = self._encode("".join(lines[start:]))
-        want = length - len(self._begin)
-        while len(ids) < want:
-            ids += self._encode(self._document(self._code if _is_code(text) else self._prose))
-        return [*self._begin, *ids[:want]]
+        return [*self._begin, *self._filled(ids, others, length - len(self._begin))]
+
+    def _filled(self, ids: list[int], documents: Sequence[str], length: int) -> list[int]:
+        """So many ids, with those of further documents behind them."""
+        while len(ids) < length:
+            ids += self._encode(self._document(documents))
+        return ids[:length]
 
 
 def _is_code(document: str) -> bool:

@@ -1,8 +1,4 @@
-"""The same texts decoded in several ways by engines in this process, and what that gains.
-
-A text's time is that of its rounds. The prompts' prefills, the draft's too, are left out. What a
-draft has to read after rounds that went without it is not.
-"""
+"""The same texts decoded in several ways by engines in this process, and what that gains."""
 
 from __future__ import annotations
 
@@ -21,9 +17,9 @@ from runtime.files.errors import OutriderError
 from runtime.sequence import Rounds
 from runtime.text.engine import TextEngine
 
-from .clock import DISTURBED, Clock, order, sample, undisturbed
+from .clock import DISTURBED, Clock, order, undisturbed
 from .fit import ratio_estimates, rounded
-from .record import TextRecord, recording
+from .record import Run, recorded
 
 WARM_UP = 24  # tokens
 PASSES = 3  # over a text that was disturbed
@@ -36,18 +32,6 @@ class Way:
 
     engine: TextEngine
     options: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Run(TextRecord):
-    """One text. lost: the share of its time that went to other processes."""
-
-    lost: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        prompt = next((x.catch_up for x in self.rounds if x.catch_up), 0.0)
-        return sum(x.seconds for x in self.rounds) - prompt
 
 
 Texts = Sequence[Mapping[Name, Run]]  # of each text, a run of every way
@@ -86,10 +70,7 @@ def fresh(engine: TextEngine, rounds: Rounds | None = None) -> TextEngine:
 def decode(way: Way, prompt: Sequence[int], tokens: int, seed: int) -> Run:
     """Exactly `tokens` tokens: an end of the text counts as any other token."""
     options = {**way.options, "max_new_tokens": tokens, "seed": seed, "ignore_eos": True}
-    with recording(way.engine) as recorder:
-        lost = sample(lambda: way.engine.generate(prompt, **options)).lost
-        (text,) = recorder.take()
-    return Run(text.gamma, text.rounds, text.stats, lost)
+    return recorded(way.engine, lambda: way.engine.generate(prompt, **options))
 
 
 def warm_up(ways: Mapping[Name, Way], prompt: Sequence[int]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import base64
 import importlib.util
-import io
 import json
 import os
 import shlex
@@ -28,7 +27,7 @@ from runtime.theory.formulas import speedup
 
 from ..core import machine
 from ..core.clock import Clock
-from ..core.plot import BLUE, ORANGE, RED, draw, legend, panels
+from ..core.plot import BLUE, ORANGE, RED, png
 from ..core.prompts import PROMPTS
 from .numbers import REPEATS, Measurement, key_figures, position_table, speed_table, take
 
@@ -39,8 +38,7 @@ BUSY = 0.1  # of `Measurement.lost`, from which on the page warns
 
 def render(name: str, facts: Mapping[str, str], m: Measurement) -> str:
     """The page. Whatever a model, a prompt or a bundle says is text in it, never markup."""
-    image = io.BytesIO()
-    draw({"speed": speed_plot}, m)["speed"].savefig(image, dpi=150)
+    image = png(lambda axes: speed_plot(axes, m))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -54,14 +52,13 @@ def render(name: str, facts: Mapping[str, str], m: Measurement) -> str:
         key_figures=key_figures(m),
         facts=facts,
         lost=m.lost if m.lost > BUSY else None,
-        plot=f"data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}",
+        plot=f"data:image/png;base64,{base64.b64encode(image).decode()}",
         tables=[speed_table(m), position_table(m)],
     )
 
 
-def speed_plot(m: Measurement) -> Any:
+def speed_plot(axes: Any, m: Measurement) -> None:
     found, gammas = m.found, list(m.found.measured)
-    figure, (axes,) = panels(1, 3.4)
     theory = [speedup(found.alpha, g, found.costs.draft) for g in gammas]
     axes.plot(gammas, theory, color=ORANGE, marker="^", linestyle="--", label="Theorem 3.8")
     label = "Theorem 3.8 with the measured widths"
@@ -74,8 +71,6 @@ def speed_plot(m: Measurement) -> Any:
     axes.axhline(1, color="0.4", linewidth=1, label="plain decoding")
     axes.set(xlabel="draft tokens γ", ylabel="speedup, without the prefill", ylim=(0, None))
     axes.xaxis.get_major_locator().set_params(integer=True)
-    legend(figure, axes, 2)
-    return figure
 
 
 def facts_of(manifest: Manifest, args: argparse.Namespace, prompts: int) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Decoders on the same checkpoints, each in a process of its own: its threads and its memory stay
 out of ours.
 
-A system is a module with a worker (`worker.Worker`) and a line in `SYSTEMS`. `peer.Peer`
-starts the process, sends it what `protocol` has, and gets a `Text` for a request, or why not.
+A system is a module with a worker (`worker.Worker`) and a line in `SYSTEMS`. `peer.Peer` starts the
+process, sends it what `protocol` has, and gets a `Text` for each prompt, or why not.
 """
 
 from __future__ import annotations
@@ -13,44 +13,41 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kind:
-    """A system. module: in this package, with the class `worker`. packages: what the module
-    imports. extra: the group in pyproject.toml that brings them.
+    """A system. worker: a module of this package and its class. packages: what the module imports.
+    extra: the group in pyproject.toml that brings them.
 
     modes, of one name in all systems: "plain" decoding; "draft", with the draft model, and
     "lookup", with n-grams of the text, of gamma tokens a round; "auto" chooses gamma for each
     round; "assistant" drafts as the library sets it up. precisions: of the weights.
     """
 
-    module: str
     worker: str
     packages: tuple[str, ...]
     extra: str
     modes: tuple[str, ...]
     precisions: tuple[str, ...] = ("float32",)
 
+    def missing(self) -> str | None:
+        """Why there is no such system, None if its packages are installed."""
+        absent = [package for package in self.packages if not importlib.util.find_spec(package)]
+        return f"{' and '.join(absent)} not installed (group {self.extra})" if absent else None
+
 
 SYSTEMS = {
     "outrider": Kind(
-        "ours", "OutriderWorker", ("onnxruntime", "torch", "transformers"), "dev",
+        "ours.OutriderWorker", ("onnxruntime", "torch", "transformers"), "dev",
         ("plain", "draft", "auto", "lookup"),
     ),
     "transformers": Kind(
-        "transformers", "TransformersWorker", ("torch", "transformers"), "dev",
+        "transformers.TransformersWorker", ("torch", "transformers"), "dev",
         ("plain", "draft", "assistant", "lookup"),
     ),
     "genai": Kind(
-        "genai", "GenaiWorker", ("onnxruntime_genai", "onnx_ir", "torch", "transformers"), "genai",
+        "genai.GenaiWorker", ("onnxruntime_genai", "onnx_ir", "torch", "transformers"), "genai",
         ("plain", "draft", "lookup"),
     ),
     "llama.cpp": Kind(
-        "llama", "LlamaWorker", ("llama_cpp", "gguf", "torch", "safetensors"), "llama",
+        "llama.LlamaWorker", ("llama_cpp", "gguf", "torch", "safetensors"), "llama",
         ("plain", "draft", "lookup"), ("float32", "q8_0", "q4_0"),
     ),
 }  # fmt: skip
-
-
-def missing(name: str = "transformers") -> str | None:
-    """Why there is no such system, None if its packages are installed."""
-    kind = SYSTEMS[name]
-    absent = [package for package in kind.packages if not importlib.util.find_spec(package)]
-    return f"{' and '.join(absent)} not installed (group {kind.extra})" if absent else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import onnxruntime
 import onnxruntime_genai
 
 from .protocol import Batch, Request, Setup
-from .worker import Arrivals, arrived_together, converted, loading, weights_bytes
+from .worker import Arrivals, converted, weights_bytes
 
 og: Any = onnxruntime_genai
 BUILDER = "onnxruntime_genai.models.builder"
@@ -24,15 +23,17 @@ class GenaiWorker:
     """See `worker.Worker`. The pair is loaded when a request drafts: a model of its own."""
 
     def __init__(self, setup: Setup):
-        self._threads = setup.threads
+        self._threads = {"session_options": {"intra_op_num_threads": setup.threads}}
         self._folder = _build(setup, setup.target)
         self._draft = _build(setup, setup.draft) if setup.draft else None
         self._models: dict[bool, Any] = {}
-        _, self.load = loading(lambda: self._model(pair=False))
-        self.facts = {
+
+    def load(self) -> dict[str, Any]:
+        self._model(pair=False)
+        return {
             "onnxruntime-genai": og.__version__,
             "onnxruntime": onnxruntime.__version__,
-            "dtype": setup.precision,
+            "dtype": "float32",
             "weights": weights_bytes(self._folder, WEIGHTS),
             "draft_weights": weights_bytes(self._draft, WEIGHTS) if self._draft else 0,
             "cache_element": 4,
@@ -41,67 +42,64 @@ class GenaiWorker:
     def _model(self, *, pair: bool) -> Any:
         """The target alone, or target and draft."""
         if pair not in self._models:
-            threads = {"session_options": {"intra_op_num_threads": self._threads}}
-            changes: dict[str, Any] = {"decoder": threads}
+            changes: dict[str, Any] = {"decoder": self._threads}
             config = og.Config(str(self._folder))
             if pair:
                 if self._draft is None:
                     raise ValueError("no draft model was given")
-                changes["draft"] = _linked(self._draft, self._folder, threads)
+                changes["draft"] = {**_linked(self._draft, self._folder), **self._threads}
             config.overlay(json.dumps({"model": changes}))
             self._models[pair] = og.Model(config)
         return self._models[pair]
 
-    def generate(self, request: Request, text: Arrivals) -> None:
+    def _generator(self, request: Request | Batch) -> Any:
         model = self._model(pair=request.mode == "draft")
         parameters = og.GeneratorParams(model)
+        sampling: dict[str, Any] = {"do_sample": False}
+        if request.temperature:
+            unrestricted = {"top_k": 0, "top_p": 1.0, "random_seed": request.seed}
+            sampling = {"do_sample": True, "temperature": request.temperature, **unrestricted}
         parameters.set_search_options(
-            max_length=len(request.prompt) + request.new_tokens, **_sampling(request)
+            max_length=len(request.prompts[0]) + request.new_tokens,
+            batch_size=len(request.prompts),
+            **sampling,
         )
-        if drafts := request.mode != "plain":
+        if request.mode != "plain":
             ngram = NGRAM if request.mode == "lookup" else 0
             parameters.set_speculative_options(max_draft_tokens=request.gamma, ngram_size=ngram)
         generator = og.Generator(model, parameters)
-        generator.append_tokens(request.prompt)
+        generator.append_tokens(np.array(request.prompts, np.int32))
+        return generator
+
+    def generate(self, request: Request | Batch, arrivals: Arrivals) -> None:
+        alone, drafts = len(request.prompts) == 1, request.mode != "plain"
+        if drafts and not alone:
+            raise ValueError("a batch is decoded without drafts")
+        generator = self._generator(request)
         buffered = 0  # tokens of the last round that are not yet out
         tokens: list[int] = []
-        while len(text.tokens) < request.new_tokens:
-            if generator.is_done():
-                # It cannot be told that no token ends a text. The one that does is left out of its
-                # sequence: given as a prompt it is read, at the cost of any other step.
+        while len(arrivals.texts[0].tokens) < request.new_tokens:
+            # It cannot be told that no token ends a text. Alone, the one that does is left out of
+            # its sequence: given as a prompt it is read, at the cost of any other step. Among
+            # others, a text that has ended is padded at the cost of one that has not.
+            if alone and generator.is_done():
                 generator.append_tokens(tokens)
             generator.generate_next_token()
             tokens = generator.get_next_tokens().tolist()
-            text.arrived(tokens, same_round=buffered > 0)
+            some = [tokens] if alone else [[token] for token in tokens]
+            arrivals.add(enumerate(some), same_round=buffered > 0)
             buffered = generator.get_speculative_stats()["tokens_buffered"] if drafts else 0
 
-    def batch(self, request: Batch, texts: Sequence[Arrivals]) -> None:
-        if request.mode != "plain":
-            raise ValueError("a batch is decoded without drafts")
-        model = self._model(pair=False)
-        parameters = og.GeneratorParams(model)
-        length = len(request.prompts[0]) + request.new_tokens
-        parameters.set_search_options(
-            max_length=length, batch_size=len(request.prompts), do_sample=False
-        )
-        generator = og.Generator(model, parameters)
-        generator.append_tokens(np.array(request.prompts, np.int32))
-        for _ in range(request.new_tokens):
-            # A text that has ended is padded at the cost of one that has not.
-            generator.generate_next_token()
-            arrived_together(texts, generator.get_next_tokens().reshape(-1, 1).tolist())
 
-
-def _build(setup: Setup, checkpoint: str) -> Path:
-    source = Path(checkpoint)
-    folder = Path(setup.work) / "genai" / source.name
+def _build(setup: Setup, checkpoint: Path) -> Path:
+    folder = setup.work / "genai" / checkpoint.name
     return converted(
-        folder, source, BUILDER, "-i", source, "-o", folder, "-p", "fp32", "-e", "cpu",
+        folder, checkpoint, BUILDER, "-i", checkpoint, "-o", folder, "-p", "fp32", "-e", "cpu",
         "-c", folder.parent / "cache", "--extra_options", "hf_token=false",
     )  # fmt: skip
 
 
-def _linked(draft: Path, folder: Path, threads: dict[str, Any]) -> dict[str, Any]:
+def _linked(draft: Path, folder: Path) -> dict[str, Any]:
     """The draft's section of the target's configuration; its files have to lie in that folder."""
     place = folder / "draft"
     place.mkdir(exist_ok=True)
@@ -109,16 +107,4 @@ def _linked(draft: Path, folder: Path, threads: dict[str, Any]) -> dict[str, Any
         (place / file.name).unlink(missing_ok=True)
         (place / file.name).hardlink_to(file)
     section: dict[str, Any] = json.loads((draft / "genai_config.json").read_text())["model"]
-    return {**section["decoder"], **threads, "filename": "draft/model.onnx"}
-
-
-def _sampling(request: Request) -> dict[str, Any]:
-    if request.temperature == 0:
-        return {"do_sample": False}
-    return {
-        "do_sample": True,
-        "temperature": request.temperature,
-        "top_k": 0,
-        "top_p": 1.0,
-        "random_seed": request.seed,
-    }
+    return {**section["decoder"], "filename": "draft/model.onnx"}

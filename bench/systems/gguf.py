@@ -16,10 +16,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float32]
 # llama.cpp's mixtures; where a row is no multiple of a block, it takes a wider type by itself.
-MIXTURES = {
-    "q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0",
-    "q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0",
-}
+MIXTURES = {"q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0"}
 
 
 def write(checkpoint: Path, file: Path) -> None:
@@ -53,15 +50,13 @@ def write(checkpoint: Path, file: Path) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
+    rotated = {"q_proj.weight": heads, "k_proj.weight": kv_heads}
     for source, tensor in tensors(checkpoint):
         name = names.get_name(source, try_suffixes=(".weight",))
         if name is None:
             raise ValueError(f"llama.cpp has no name for {source}")
-        if source.endswith("q_proj.weight"):
-            tensor = interleaved(tensor, heads)
-        elif source.endswith("k_proj.weight"):
-            tensor = interleaved(tensor, kv_heads)
-        writer.add_tensor(name, tensor)
+        many = next((count for end, count in rotated.items() if source.endswith(end)), None)
+        writer.add_tensor(name, interleaved(tensor, many) if many else tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

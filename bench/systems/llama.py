@@ -13,12 +13,18 @@ import numpy.typing as npt
 from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
 
 from .protocol import Batch, Request, Setup
-from .worker import Arrivals, arrived_together, converted, loading
+from .worker import Arrivals, converted
 
 Ids = npt.NDArray[np.intc]
 # The binding's defaults restrict draws; these do not.
 UNRESTRICTED = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repeat_penalty": 1.0}
 library: Any = llama_cpp
+
+
+def _argmax(context: Any, row: int, vocab_size: int) -> int:
+    """Of a row of logits of the last call."""
+    logits = library.llama_get_logits_ith(context, row)
+    return int(np.ctypeslib.as_array(logits, (vocab_size,)).argmax())
 
 
 class _Counting(llama_cpp.Llama):  # type: ignore[misc]  # the binding has no annotations to check
@@ -46,8 +52,7 @@ class _Draft(LlamaDraftModel):  # type: ignore[misc]
         drafted: list[int] = []
         for _ in range(self.gamma):
             model.eval(unread)
-            logits = library.llama_get_logits_ith(model.ctx, -1)
-            unread = [int(np.ctypeslib.as_array(logits, (model.n_vocab(),)).argmax())]
+            unread = [_argmax(model.ctx, -1, model.n_vocab())]
             drafted += unread
         return np.array(drafted, np.intc)
 
@@ -61,23 +66,22 @@ class LlamaWorker:
         self._draft = self._write(setup.draft) if setup.draft else None
         self._models: dict[str, Any] = {}
         self._many: _Many | None = None
-        # A library that is built wrongly for this machine fails here, not amid a comparison.
-        _, self.load = loading(lambda: self._model("plain"))
-        self.generate(Request([1, 2, 3], 1), Arrivals())
-        self.facts = {
+
+    def load(self) -> dict[str, Any]:
+        self._model("plain")
+        return {
             "llama-cpp-python": llama_cpp.__version__,
-            "dtype": setup.precision,
+            "dtype": self._setup.precision,
             "weights": self._target.stat().st_size,
             "draft_weights": self._draft.stat().st_size if self._draft else 0,
-            "cache_element": 4 if setup.precision == "float32" else 2,
+            "cache_element": 4 if self._setup.precision == "float32" else 2,
         }
 
-    def _write(self, checkpoint: str) -> Path:
-        source, precision = Path(checkpoint), self._setup.precision
-        folder = Path(self._setup.work) / "gguf" / f"{source.name}-{precision}"
-        file = folder / "model.gguf"
+    def _write(self, checkpoint: Path) -> Path:
+        precision = self._setup.precision
+        file = self._setup.work / "gguf" / f"{checkpoint.name}-{precision}" / "model.gguf"
         converted(
-            folder, source, f"{__package__}.gguf", source, file,
+            file.parent, checkpoint, f"{__package__}.gguf", checkpoint, file,
             "--type", precision, "--threads", self._setup.threads,
         )  # fmt: skip
         return file
@@ -90,13 +94,13 @@ class LlamaWorker:
             elif mode == "draft":
                 if self._draft is None:
                     raise ValueError("no draft model was given")
-                draft = _Draft(self._load(self._draft))
+                draft = _Draft(self._read(self._draft))
             # The binding keeps logits of drafts where they fit: in as many rows as the cache has.
             more = {"draft_model": draft, "logits_all": True} if draft else {}
-            self._models[mode] = self._load(self._target, **more)
+            self._models[mode] = self._read(self._target, **more)
         return self._models[mode]
 
-    def _load(self, file: Path, **more: Any) -> Any:
+    def _read(self, file: Path, **more: Any) -> Any:
         # llama.cpp's cache is float16 unless it is told; a float32 model is to be one throughout.
         cache = library.GGML_TYPE_F32 if self._setup.precision == "float32" else None
         return _Counting(
@@ -110,10 +114,16 @@ class LlamaWorker:
             **more,
         )
 
-    def generate(self, request: Request, text: Arrivals) -> None:
-        rows = len(request.prompt) + request.new_tokens + request.gamma
+    def generate(self, request: Request | Batch, arrivals: Arrivals) -> None:
+        rows = len(request.prompts[0]) + request.new_tokens + request.gamma
         if rows > self._setup.max_len:
             raise ValueError(f"the text needs {rows} rows of {self._setup.max_len}")
+        if len(request.prompts) > 1:
+            if request.mode != "plain":
+                raise ValueError("the binding drafts for one text at a time")
+            self._many = self._many or _Many(self._model("plain"), self._setup)
+            self._many.generate(request, arrivals)
+            return
         model = self._model(request.mode)
         model.reset()  # else it keeps the longest prefix that the prompts share
         model.set_seed(request.seed)
@@ -122,23 +132,16 @@ class LlamaWorker:
         elif request.mode == "draft":
             model.draft_model.model.reset()
             model.draft_model.gamma = request.gamma
-        tokens = model.generate(request.prompt, temp=request.temperature, **UNRESTRICTED)
+        tokens = model.generate(request.prompts[0], temp=request.temperature, **UNRESTRICTED)
         seen = None
         for token in islice(tokens, request.new_tokens):
-            text.arrived([int(token)], same_round=model.evaluations == seen)
+            arrivals.add([(0, [int(token)])], same_round=model.evaluations == seen)
             seen = model.evaluations
-
-    def batch(self, request: Batch, texts: Sequence[Arrivals]) -> None:
-        """Through llama.cpp's own interface, in which a call may have tokens of several texts."""
-        if request.mode != "plain":
-            raise ValueError("the binding drafts for one text at a time")
-        if self._many is None:
-            self._many = _Many(self._model("plain"), self._setup)
-        self._many.generate(request, texts)
 
 
 class _Many:
-    """A second context on the loaded weights, with a cache for several texts."""
+    """A second context on the loaded weights, with a cache for several texts. It goes through
+    llama.cpp's own interface, in which a call may have tokens of several texts."""
 
     def __init__(self, model: Any, setup: Setup):
         parameters = model.context_params
@@ -148,18 +151,18 @@ class _Many:
         self._tokens = library.llama_batch_init(setup.max_len, 0, 1)
         self._vocab_size = model.n_vocab()
 
-    def generate(self, request: Batch, texts: Sequence[Arrivals]) -> None:
+    def generate(self, request: Request | Batch, arrivals: Arrivals) -> None:
         library.llama_memory_clear(library.llama_get_memory(self._context), False)
         last: list[int] = []
-        for number, (prompt, text) in enumerate(zip(request.prompts, texts, strict=True)):
-            last += self._call([(number, i, token) for i, token in enumerate(prompt)], [number])
-            text.arrived(last[-1:])
-        every, length = range(len(request.prompts)), len(request.prompts[0])
+        for number, prompt in enumerate(request.prompts):
+            last += self._call([(number, i, token) for i, token in enumerate(prompt)])
+            arrivals.add([(number, last[-1:])])
+        length = len(request.prompts[0])
         for position in range(length, length + request.new_tokens - 1):
-            last = self._call([(i, position, last[i]) for i in every], every)
-            arrived_together(texts, [[token] for token in last])
+            last = self._call([(text, position, token) for text, token in enumerate(last)])
+            arrivals.add((text, [token]) for text, token in enumerate(last))
 
-    def _call(self, rows: Sequence[tuple[int, int, int]], texts: Sequence[int]) -> list[int]:
+    def _call(self, rows: Sequence[tuple[int, int, int]]) -> list[int]:
         """rows: (text, position, token). The argmax after the last row of each of the texts."""
         call, ends = self._tokens, {text: i for i, (text, _, _) in enumerate(rows)}
         call.n_tokens = len(rows)
@@ -169,5 +172,4 @@ class _Many:
             call.logits[i] = i == ends[text]
         if status := library.llama_decode(self._context, call):
             raise RuntimeError(f"llama_decode gave {status}")
-        rows_of = [library.llama_get_logits_ith(self._context, ends[text]) for text in texts]
-        return [int(np.ctypeslib.as_array(r, (self._vocab_size,)).argmax()) for r in rows_of]
+        return [_argmax(self._context, end, self._vocab_size) for end in ends.values()]

@@ -1,10 +1,8 @@
-"""Outrider under the same conditions as the others: a process of its own, one prompt at a time."""
+"""Outrider under the same conditions as the others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from runtime.bundle import load
@@ -16,7 +14,7 @@ from ..core.clock import Sample, sampled
 from ..core.costs import step
 from ..core.pair import bundle
 from .protocol import Batch, Request, Setup, Steps
-from .worker import Arrivals, arrived_together, loading
+from .worker import Arrivals
 
 WARM_UPS = 3  # of a step
 
@@ -24,17 +22,19 @@ WARM_UPS = 3  # of a step
 class OutriderWorker:
     """See `worker.Worker`. precision: a dtype of the graphs."""
 
+    engine: TextEngine
+
     def __init__(self, setup: Setup):
-        draft = Path(setup.draft) if setup.draft else None
-        folder = bundle(
-            Path(setup.target), draft, Path(setup.work),
-            max_len=setup.max_len, dtype=setup.precision,
-        )  # fmt: skip
-        self.engine: TextEngine
-        self.engine, self.load = loading(
-            lambda: load(folder, slots=setup.slots, threads=setup.threads)
+        self._setup = setup
+        self._folder = bundle(
+            setup.target, setup.draft, setup.work, max_len=setup.max_len, dtype=setup.precision
         )
-        self.facts = {
+
+    def load(self) -> dict[str, Any]:
+        setup = self._setup
+        # The same prompt comes once in every mode; what a slot still holds of it must not help.
+        self.engine = load(self._folder, slots=setup.slots, threads=setup.threads, reuse=False)
+        return {
             "outrider": f"onnxruntime {version('onnxruntime')}",
             "dtype": setup.precision,
             "weights": self.engine.memory["target"],
@@ -42,31 +42,22 @@ class OutriderWorker:
             "cache_element": 4,
         }
 
-    def generate(self, request: Request, text: Arrivals) -> None:
-        for event in self.engine.stream(request.prompt, **options(request)):
-            if event.tokens:
-                text.arrived(event.token_ids)
-            if event.result is not None:
-                text.notes = event.result.stats.summary()
-
-    def batch(self, request: Batch, texts: Sequence[Arrivals]) -> None:
-        """As `TextEngine.batch` with a slot for each, and the times of the rounds."""
-        decoder, running = self.engine.decoder, dict[ActiveSequence, Arrivals]()
+    def generate(self, request: Request | Batch, arrivals: Arrivals) -> None:
+        """As `TextEngine.batch` with a slot for each text, and the times of the rounds."""
+        decoder, numbers = self.engine.decoder, dict[ActiveSequence, int]()
         try:
-            for number, (prompt, text) in enumerate(zip(request.prompts, texts, strict=True)):
-                one = Request(prompt, request.new_tokens, request.mode, 0.0, number, request.gamma)
-                joined = decoder.admit(self.engine.request(prompt, Options(**options(one))))
-                running[joined] = text
-                text.arrived([token.id for token in joined.output])
-            while running:
+            for number, prompt in enumerate(request.prompts):
+                options = Options(**_options(request), seed=request.seed + number)
+                joined = decoder.admit(self.engine.request(prompt, options))
+                numbers[joined] = number
+                arrivals.add([(number, [token.id for token in joined.output])])
+            while running := [x for x in numbers if x.finish_reason is None]:
                 new = decoder.round(running)
-                ids = [[token.id for token in new[sequence]] for sequence in running]
-                arrived_together(list(running.values()), ids)
-                for done in [x for x in running if x.finish_reason is not None]:
-                    running.pop(done).notes = done.stats.summary()
-                    decoder.release(done)
+                arrivals.add((numbers[x], [token.id for token in new[x]]) for x in running)
+            for sequence, number in numbers.items():
+                arrivals.texts[number].notes = sequence.stats.summary()
         finally:
-            for sequence in running:
+            for sequence in numbers:
                 decoder.release(sequence)
 
     def steps(self, request: Steps) -> dict[str, list[Sample]]:
@@ -84,18 +75,13 @@ class OutriderWorker:
             return sampled(calls, rounds=request.rounds, patience=request.patience)
 
 
-def options(request: Request) -> dict[str, Any]:
-    """Those of `TextEngine.stream`."""
-    modes: dict[str, dict[str, Any]] = {
-        "plain": {"gamma": 0},
-        "draft": {"gamma": request.gamma},
-        "auto": {"gamma": "auto"},
-        "lookup": {"draft": "ngram", "gamma": request.gamma},
-    }
+def _options(request: Request | Batch) -> dict[str, Any]:
+    """Those of `Options`, but for the seed."""
+    gammas: dict[str, int | str] = {"plain": 0, "auto": "auto"}
     return {
-        **modes[request.mode],
+        "gamma": gammas.get(request.mode, request.gamma),
+        "draft": "ngram" if request.mode == "lookup" else None,
         "max_new_tokens": request.new_tokens,
         "temperature": request.temperature,
-        "seed": request.seed,
         "ignore_eos": True,
     }

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ..core.clock import Sample
-from . import SYSTEMS, missing
+from . import SYSTEMS
 from .protocol import Batch, Request, Setup, Steps, Text, Unavailable
 from .worker import serve
 
 PATIENCE = 10.0  # seconds for a worker to end by itself
-MAX_LEN = 2048  # rows of a cache, where its size is fixed when the model is loaded
 
 
-class Peer:
-    """The worker of one system on one checkpoint, or a pair; a context manager.
+class Peer(AbstractContextManager["Peer"]):
+    """The worker of one system on one checkpoint, or a pair. options: those of `Setup`.
 
     facts: the library's versions, dtype of the weights; load_seconds and load_lost, from the
     converted files; bytes of weights, draft_weights, a cache_element, `before`, of the process
@@ -29,32 +27,12 @@ class Peer:
         Unavailable: its packages are missing, or it does not take the checkpoint.
     """
 
-    def __init__(
-        self,
-        name: str,
-        target: Path,
-        *,
-        draft: Path | None = None,
-        threads: int,
-        work: Path,
-        precision: str = "float32",
-        max_len: int = MAX_LEN,
-        slots: int = 1,
-    ):
-        if (reason := missing(name)) is not None:
+    def __init__(self, name: str, target: Path, **options: Any):
+        setup, self.name, self.kind = Setup(target, **options), name, SYSTEMS[name]
+        if (reason := self.kind.missing()) is not None:
             raise Unavailable(reason)
-        self.name, self.kind = name, SYSTEMS[name]
-        if precision not in self.kind.precisions:
-            raise Unavailable(f"{name} has no weights of {precision}")
-        setup = Setup(
-            target=str(target.resolve()),
-            draft=str(draft.resolve()) if draft else None,
-            threads=threads,
-            precision=precision,
-            work=str(work.resolve()),
-            max_len=max_len,
-            slots=slots,
-        )
+        if setup.precision not in self.kind.precisions:
+            raise Unavailable(f"{name} has no weights of {setup.precision}")
         self._prompts: dict[str, list[int]] = {}  # the last of each mode
         context = multiprocessing.get_context("spawn")  # nothing of this process is in it
         self._pipe, theirs = context.Pipe()
@@ -67,15 +45,7 @@ class Peer:
             self.close()
             raise
 
-    def __enter__(self) -> Peer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -96,12 +66,11 @@ class Peer:
         if request.prompt == self._prompts.get(request.mode):
             raise ValueError("the same prompt twice in a row")
         self._prompts[request.mode] = list(request.prompt)
-        text: Text = self._ask(request)
-        return self._checked(text, request)
+        return self._texts(request)[0]
 
     def batch(self, request: Batch) -> list[Text]:
         """Decode texts together; all their times are from the request on. Raises Unavailable."""
-        return [self._checked(text, request) for text in self._ask(request)]
+        return self._texts(request)
 
     def steps(self, request: Steps) -> tuple[dict[str, list[Sample]], int]:
         """Of Outrider alone: samples by "draft" and width, and the process's peak by then, bytes.
@@ -109,9 +78,16 @@ class Peer:
         answer: tuple[dict[str, list[Sample]], int] = self._ask(request)
         return answer
 
-    def _ask(self, request: Request | Batch | Steps) -> Any:
-        if not isinstance(request, Steps) and request.mode not in self.kind.modes:
+    def _texts(self, request: Request | Batch) -> list[Text]:
+        if request.mode not in self.kind.modes:
             raise Unavailable(f"{self.name} has no mode {request.mode}")
+        texts: list[Text] = self._ask(request)
+        for text in texts:
+            if len(text.tokens) != request.new_tokens:
+                raise Unavailable(f"it gave {len(text.tokens)} of {request.new_tokens} tokens")
+        return texts
+
+    def _ask(self, request: Request | Batch | Steps) -> Any:
         with suppress(BrokenPipeError):  # there will be no answer, which says why
             self._pipe.send(request)
         return self._answer()
@@ -127,9 +103,3 @@ class Peer:
         if isinstance(answer, Unavailable):
             raise answer
         return answer
-
-    @staticmethod
-    def _checked(text: Text, request: Request | Batch) -> Text:
-        if len(text.tokens) != request.new_tokens:
-            raise Unavailable(f"it gave {len(text.tokens)} of {request.new_tokens} tokens")
-        return text

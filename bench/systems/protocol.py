@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from ..core.clock import Sample
 
@@ -18,16 +19,16 @@ class Setup:
     """What a worker is started with.
 
     target, draft: Hugging Face folders. threads: of every pool that decodes. work: where converted
-    checkpoints are kept. max_len: rows, prompt and gamma too. slots: texts that are decoded
-    together, where a cache is made for so many.
+    checkpoints are kept. max_len: rows of a cache, prompt and gamma too. slots: texts that are
+    decoded together, where a cache is made for so many.
     """
 
-    target: str
-    draft: str | None
-    threads: int
-    precision: str
-    work: str
-    max_len: int
+    target: Path
+    draft: Path | None = None
+    threads: int = 1
+    work: Path = Path("build/side")
+    precision: str = "float32"
+    max_len: int = 2048
     slots: int = 1
 
 
@@ -43,6 +44,10 @@ class Request:
     seed: int = 0
     gamma: int = 4
 
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [self.prompt]
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -53,6 +58,8 @@ class Batch:
     new_tokens: int
     mode: str = "plain"
     gamma: int = 4
+    temperature: ClassVar[float] = 0.0
+    seed: ClassVar[int] = 0
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class Steps:
     patience: float = 2.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Text:
     """A system's answer.
 
@@ -79,9 +86,9 @@ class Text:
     what the system itself has counted, if anything.
     """
 
-    tokens: list[int]
-    times: list[float]
-    lost: list[float]
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    lost: list[float] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -92,8 +99,7 @@ class Text:
 
     def round_tokens(self) -> list[int]:
         """Of each round after the first."""
-        counts = [len(list(tokens)) for _, tokens in groupby(self.times)]
-        return counts[1:]
+        return [len(list(tokens)) for _, tokens in groupby(self.times)][1:]
 
     def decoding(self) -> Sample:
         """Seconds a token, of the tokens after the first round. Raises ValueError without any."""

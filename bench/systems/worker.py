@@ -5,19 +5,18 @@ Nothing of the runtime is imported here, so that the memory of the others is the
 
 from __future__ import annotations
 
-import copy
 import importlib
 import os
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..core.clock import Sample, lost_seconds, sample
+from ..core.clock import lost_seconds, sample
 from ..core.kept import kept
 from ..core.machine import resident
 from . import SYSTEMS
@@ -25,74 +24,38 @@ from .protocol import Batch, Request, Setup, Steps, Text, Unavailable
 
 
 class Arrivals:
-    """Which tokens came when: seconds, and seconds lost, since it was made. notes: what a worker
-    wants to tell with them."""
+    """The texts of a request, to which tokens come. Times are since it was made."""
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.times: list[float] = []
-        self.lost: list[float] = []
-        self.notes: dict[str, Any] = {}
-        self._round = 0  # index of its first token
+    def __init__(self, count: int = 1) -> None:
+        self.texts = [Text() for _ in range(count)]
         self._lost, self._begin = lost_seconds(), time.perf_counter()
 
-    def now(self) -> tuple[float, float]:
-        """Seconds, and seconds lost, since it was made."""
-        return time.perf_counter() - self._begin, lost_seconds() - self._lost
-
-    def arrived(
-        self,
-        tokens: Sequence[int],
-        *,
-        same_round: bool = False,
-        at: tuple[float, float] | None = None,
-    ) -> None:
-        """Tokens that have just come, or did at a time. same_round: with those before; all of them
-        get this time."""
-        now, lost = at or self.now()
-        if not same_round:
-            self._round = len(self.tokens)
-        self.tokens += tokens
-        size = len(self.tokens) - self._round
-        self.times[self._round :] = [now] * size
-        self.lost[self._round :] = [lost] * size
-
-    def text(self) -> Text:
-        """All that came."""
-        return Text(self.tokens, self.times, self.lost, resident(), self.notes)
-
-
-def arrived_together(texts: Sequence[Arrivals], tokens: Sequence[Sequence[int]]) -> None:
-    """Tokens of several texts, a sequence each, that have just come."""
-    at = texts[0].now()  # reading what was lost takes a while
-    for text, some in zip(texts, tokens, strict=True):
-        text.arrived(some, at=at)
+    def add(self, tokens: Iterable[tuple[int, Sequence[int]]], *, same_round: bool = False) -> None:
+        """Tokens that have just come, by the number of their text. same_round: with those before;
+        all of them get this time."""
+        now, lost = time.perf_counter() - self._begin, lost_seconds() - self._lost
+        for number, some in tokens:
+            text = self.texts[number]
+            text.tokens += some
+            begin = text.times.index(text.times[-1]) if same_round else len(text.times)
+            size = len(text.tokens) - begin
+            text.times[begin:], text.lost[begin:] = [now] * size, [lost] * size
 
 
 class Worker(Protocol):
-    """What a system's module has. Prefixes of earlier prompts are not reused.
+    """What a system's module has. What it is made of is converted when it is made, and read by
+    `load`, which is timed. It reuses no prefixes of earlier prompts.
 
-    load: what `loading` gave. facts: see `Peer`; those that `serve` does not add. One worker has
-    `steps` too, from `Steps` to samples by name.
+    One worker has `steps` too, from `Steps` to samples by name.
     """
-
-    load: Sample
-    facts: dict[str, Any]
 
     def __init__(self, setup: Setup): ...
 
-    def generate(self, request: Request, text: Arrivals) -> None:
-        """Every token goes through `text`."""
+    def load(self) -> dict[str, Any]:
+        """The facts of a `Peer`, those apart that `serve` adds."""
 
-    def batch(self, request: Batch, texts: Sequence[Arrivals]) -> None:
-        """Arrivals for each text."""
-
-
-def loading(load: Callable[[], Any]) -> tuple[Any, Sample]:
-    """What a load gives, and what it took."""
-    loaded: list[Any] = []
-    taken = sample(lambda: loaded.append(load()))
-    return loaded[0], taken
+    def generate(self, request: Request | Batch, arrivals: Arrivals) -> None:
+        """Every token goes through `arrivals`."""
 
 
 def converted(folder: Path, checkpoint: Path, module: str, *arguments: object) -> Path:
@@ -102,15 +65,12 @@ def converted(folder: Path, checkpoint: Path, module: str, *arguments: object) -
     """
 
     def convert() -> None:
+        texts = [str(a.resolve()) if isinstance(a, Path) else str(a) for a in arguments]
         done = subprocess.run(
-            [sys.executable, "-m", module, *map(str, arguments)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        )
+            [sys.executable, "-m", module, *texts],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            cwd=Path(__file__).parents[2], env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
         if done.returncode:
             lines = done.stdout.strip().splitlines() or [f"status {done.returncode}"]
             raise RuntimeError(f"{module} cannot convert the checkpoint: {lines[-1]}")
@@ -118,9 +78,9 @@ def converted(folder: Path, checkpoint: Path, module: str, *arguments: object) -
     return kept(folder, [checkpoint], convert)
 
 
-def weights_bytes(folder: str | Path, pattern: str = "*.safetensors") -> int:
+def weights_bytes(folder: Path, pattern: str = "*.safetensors") -> int:
     """Of the files that hold a model's weights."""
-    return sum(file.stat().st_size for file in Path(folder).glob(pattern))
+    return sum(file.stat().st_size for file in folder.glob(pattern))
 
 
 def serve(pipe: Connection, name: str, setup: Setup) -> None:
@@ -129,16 +89,18 @@ def serve(pipe: Connection, name: str, setup: Setup) -> None:
     An answer may be `Unavailable`, whatever the system has failed with.
     """
     os.dup2(2, 1)  # libraries print what they like, and stdout is the suite's
+    facts: dict[str, Any] = {}
     try:
-        kind = SYSTEMS[name]
-        module = importlib.import_module(f".{kind.module}", __package__)
-        before = resident()["rss"]
-        worker: Worker = getattr(module, kind.worker)(setup)
+        module, kind = SYSTEMS[name].worker.split(".")
+        made = getattr(importlib.import_module(f".{module}", __package__), kind)
+        facts["before"] = resident()["rss"]
+        worker: Worker = made(setup)
+        taken = sample(lambda: facts.update(worker.load()))
     except Exception as error:  # noqa: BLE001 - whatever it is, the system is missing with a reason
         pipe.send(_failed(error))
         return
-    load = {"load_seconds": worker.load.seconds, "load_lost": worker.load.lost}
-    pipe.send({"before": before, "loaded": resident()["peak"], **load, **worker.facts})
+    facts |= {"load_seconds": taken.seconds, "load_lost": taken.lost}
+    pipe.send({**facts, "loaded": resident()["peak"]})
     while True:
         try:
             request = pipe.recv()
@@ -158,10 +120,8 @@ def _failed(error: Exception) -> Unavailable:
 def _answer(worker: Any, request: Request | Batch | Steps) -> Any:
     if isinstance(request, Steps):
         return worker.steps(request), resident()["peak"]
-    first = Arrivals()
-    if isinstance(request, Request):
-        worker.generate(request, first)
-        return first.text()
-    texts = [first, *(copy.deepcopy(first) for _ in request.prompts[1:])]  # of one beginning
-    worker.batch(request, texts)
-    return [text.text() for text in texts]
+    arrivals = Arrivals(len(request.prompts))
+    worker.generate(request, arrivals)
+    for text in arrivals.texts:
+        text.memory = resident()
+    return arrivals.texts

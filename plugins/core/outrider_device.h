@@ -8,6 +8,8 @@
 //                                                      block combines them, then decides or draws
 //   outrider_*_filter     grid (1, rows, B)            top-k, top-p, min-p of a row; the slot's last
 //                                                      block then decides or draws in the scan's place
+//   outrider_verify_couple grid (1, rows, B)           by the coupled rule, the token of each row; the
+//                                                      slot's last block decides in the others' place
 //   outrider_verify_rest  grid (tile groups, 1, B)     tile sums of the residual of one row (by the
 //                                                      block rule of up to `width`); the slot's last
 //                                                      block draws
@@ -69,7 +71,8 @@ namespace outrider_device {
 
 constexpr int32_t TILE = 1024; // as in outrider_sampling.h
 constexpr int32_t ALL_FLAGS = OUTRIDER_DEVICE_FILTERS | OUTRIDER_DEVICE_PENALTIES |
-                              OUTRIDER_DEVICE_BLOCK | OUTRIDER_DEVICE_SHAPES;
+                              OUTRIDER_DEVICE_BLOCK | OUTRIDER_DEVICE_SHAPES |
+                              OUTRIDER_DEVICE_COUPLED;
 // More tiles than this are several waves of blocks on any GPU: then a warp takes two.
 constexpr int64_t MANY_TILES = 16384;
 
@@ -222,6 +225,8 @@ inline int32_t plan_verify(const outrider_device_sizes* sizes, const outrider_lo
   const int32_t tiles = shapes ? call.tile_count : tiles_of(target->vocab_size);
   add_scan(plan, &call, tiles, sizes->width + 1 + (shapes ? sizes->width : 0),
            "outrider_verify_scan", "outrider_verify_scan_general", "outrider_verify_filter");
+  if ((call.flags & OUTRIDER_DEVICE_COUPLED) != 0)
+    add(plan, "outrider_verify_couple", 1, sizes->width + 1, call.slot_count, 1);
   const bool general = (call.flags & (OUTRIDER_DEVICE_FILTERS | OUTRIDER_DEVICE_PENALTIES)) != 0;
   add(plan, general ? "outrider_verify_rest_general" : "outrider_verify_rest", (tiles_of(target->vocab_size) + WARPS - 1) / WARPS,
       call.rest_count, call.slot_count, WARPS);

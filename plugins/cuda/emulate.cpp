@@ -218,6 +218,7 @@ const Kernels<Call> kernels = {
     KERNEL(outrider_verify_scan),
     KERNEL(outrider_verify_scan_general),
     KERNEL(outrider_verify_filter),
+    KERNEL(outrider_verify_couple),
     KERNEL(outrider_verify_rest),
     KERNEL(outrider_verify_rest_general),
     KERNEL(outrider_draw_scan),

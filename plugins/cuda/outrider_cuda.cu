@@ -66,7 +66,9 @@ template <bool GENERAL> DEVICE void verify_scan(const Call& call) {
                                        call.mass + at);
     if (lane_id() == 0) *row_at(call, b, row) = shape;
   }
-  if (GENERAL && (call.flags & OUTRIDER_DEVICE_FILTERS) != 0) return;
+  constexpr int32_t LATER = GENERAL ? OUTRIDER_DEVICE_FILTERS | OUTRIDER_DEVICE_COUPLED
+                                    : OUTRIDER_DEVICE_COUPLED;
+  if ((call.flags & LATER) != 0) return;
   __syncthreads();
   decide(call, b);
 }
@@ -257,7 +259,22 @@ extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
   const int64_t at = tiles_at(call, b, r);
   filter_row(slot, row_of(call, slot, b, scanned), call.tiles + at, call.mass + at,
              row_at(call, b, r));
-  if (last_block(call, b, scan_rows(call, slot))) decide(call, b);
+  const bool last = last_block(call, b, scan_rows(call, slot));
+  if (last && (call.flags & OUTRIDER_DEVICE_COUPLED) == 0) decide(call, b);
+}
+
+extern "C" __global__ void __launch_bounds__(LANES)
+    outrider_verify_couple(const __grid_constant__ Call call) {
+  const int b = block_z(), i = block_y();
+  const outrider_slot& slot = call.slots[b];
+  if (i > slot.gamma || !serves(call, slot, true)) return;
+  outrider_row shape = *row_at(call, b, i);
+  if (shape.status == OUTRIDER_OK && couples(slot)) {
+    couple_row(slot, target_row(call, slot, b, i), slot.position + static_cast<uint32_t>(i),
+               call.tiles + tiles_at(call, b, i), &shape);
+    if (lane_id() == 0) *row_at(call, b, i) = shape;
+  }
+  if (last_block(call, b, slot.gamma + 1)) decide(call, b);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)

@@ -16,6 +16,7 @@ DEVICE int32_t needs(const outrider_slot& slot, bool verifies) {
   if (slot.temperature == 0) return flags;
   if (slot.top_k > 0 || slot.top_p < 1 || slot.min_p > 0) flags |= OUTRIDER_DEVICE_FILTERS;
   if (verifies && slot.rule == OUTRIDER_BLOCK) flags |= OUTRIDER_DEVICE_BLOCK;
+  if (verifies && slot.rule == OUTRIDER_COUPLED) flags |= OUTRIDER_DEVICE_COUPLED;
   return flags;
 }
 
@@ -79,8 +80,8 @@ DEVICE double uniform_of(const Call& call, const outrider_slot& slot, int b, int
 
 // The token that the slot's noise chooses, by one warp: couple_row of the CPU library, a tile's groups
 // side by side in the lanes, then a group's tokens.
-__device__ __noinline__ void couple_row(const outrider_slot& slot, const Row& row, uint32_t position,
-                                        const outrider_device_tile* tiles, outrider_row* shape) {
+DEVICE void couple_row(const outrider_slot& slot, const Row& row, uint32_t position,
+                       const outrider_device_tile* tiles, outrider_row* shape) {
   const int n = (row.width + TILE - 1) / TILE, lane = lane_id();
   double best = static_cast<double>(INF);
   shape->token = -1;
@@ -220,16 +221,6 @@ __device__ __noinline__ void decide(const Call& call, int b) {
   __shared__ Position positions[MAX_ROWS];
   const outrider_slot& slot = call.slots[b];
   const int gamma = slot.gamma;
-  if (couples(slot)) {
-    for (int i = warp_id(); i <= gamma; i += warps()) {
-      outrider_row shape = fresh(row_at(call, b, i));
-      if (shape.status == OUTRIDER_OK)
-        couple_row(slot, target_row(call, slot, b, i), slot.position + static_cast<uint32_t>(i),
-                   call.tiles + tiles_at(call, b, i), &shape);
-      if (lane_id() == 0) *row_at(call, b, i) = shape;
-    }
-    __syncthreads();
-  }
   for (int i = static_cast<int>(threadIdx.x); i <= gamma; i += static_cast<int>(blockDim.x))
     positions[i] = position_of(call, slot, b, i);
   __syncthreads();

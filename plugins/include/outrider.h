@@ -183,7 +183,8 @@ enum {
   OUTRIDER_DEVICE_FILTERS = 1,   /* top_k, top_p, min_p */
   OUTRIDER_DEVICE_PENALTIES = 2, /* repetition_penalty, suppress */
   OUTRIDER_DEVICE_BLOCK = 4,     /* the block rule */
-  OUTRIDER_DEVICE_SHAPES = 8     /* to verify with rows == NULL against a draft's logits */
+  OUTRIDER_DEVICE_SHAPES = 8,    /* to verify with rows == NULL against a draft's logits */
+  OUTRIDER_DEVICE_COUPLED = 16   /* the coupled rule */
 };
 
 typedef struct {
@@ -203,7 +204,7 @@ typedef struct {
   uint32_t reserved;
 } outrider_device_launch;
 
-#define OUTRIDER_DEVICE_MAX_LAUNCHES 4
+#define OUTRIDER_DEVICE_MAX_LAUNCHES 5
 
 typedef struct {
   int32_t launch_count;

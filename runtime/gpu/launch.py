@@ -17,13 +17,13 @@ from ..backends.cuda import Cuda
 from ..files.errors import OutriderError
 from ..sampling import kernel
 
-FILTERS, PENALTIES, BLOCK, SHAPES = 1, 2, 4, 8  # outrider_device_sizes.flags
+FILTERS, PENALTIES, BLOCK, SHAPES, COUPLED = 1, 2, 4, 8, 16  # outrider_device_sizes.flags
 KERNELS = tuple(
     b"outrider_" + name
     for name in (
-        b"mark", b"verify_scan", b"verify_scan_general", b"verify_filter", b"verify_rest",
-        b"verify_rest_general", b"draw_scan", b"draw_scan_general", b"draw_filter", b"begin",
-        b"feed", b"commit", b"again",
+        b"mark", b"verify_scan", b"verify_scan_general", b"verify_filter", b"verify_couple",
+        b"verify_rest", b"verify_rest_general", b"draw_scan", b"draw_scan_general", b"draw_filter",
+        b"begin", b"feed", b"commit", b"again",
     )
 )  # fmt: skip
 FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "build" / "cuda")
@@ -53,7 +53,7 @@ class Plan(ctypes.Structure):
     _fields_ = (
         ("launch_count", ctypes.c_int32),
         ("call_size", ctypes.c_int32),
-        ("launches", Launch * 4),
+        ("launches", Launch * 5),
         ("call", ctypes.c_uint64 * 64),
     )
 

@@ -26,7 +26,7 @@ from ..sampling.rules import Verdict
 from ..sampling.sampler import SlotSampling
 from ..sequence import ActiveSequence, Request, RoundResult, SlotPlan, SlotResult
 from ..slots import SlotTable
-from .launch import BLOCK, FILTERS, PENALTIES, SEQUENCE
+from .launch import BLOCK, COUPLED, FILTERS, PENALTIES, SEQUENCE
 from .memory import MOST_ENDS, results
 from .programs import Action, Programs, Shape, play_all
 
@@ -291,4 +291,6 @@ def flags_of(request: Request) -> int:
             flags |= FILTERS
         if params.verify == "block":
             flags |= BLOCK
+        if params.verify == "coupled":
+            flags |= COUPLED
     return flags

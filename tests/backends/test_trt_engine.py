@@ -9,32 +9,31 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import device_standin
 import pytest
 import tensorrt_standin
-from device_standin import facts_of, make_driver
-from fakes import EOS, FakeEngine, near, random_model
-from rounds import ids
+from device_standin import facts_of, make_device, make_driver
+from devices import DRAFT, MODEL, text, texts
+from fakes import FakeEngine
 from tensorrt_standin import FakeTensorRt, FakeTensorRtx
 
 from runtime.backends.device import DeviceCall
-from runtime.backends.tensorrt import TensorRtEngine, load_library
+from runtime.backends.tensorrt import TensorRtEngine, _logger, load_library
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import EngineFacts, Profile
-from runtime.gpu.launch import Device
 from runtime.gpu.rounds import DeviceRounds
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
-MODEL = random_model(1, never=[EOS])
-DRAFT = near(MODEL, 2, 0.7)
 NAMES = ["input_ids", "position", "logits_index", "key_0", "value_0", "logits"]
 NAMES += ["key_0_out", "value_0_out"]
 SLOTS, CAPACITY, GAMMA = 2, 128, 4
+SIZES: dict[str, Any] = {"vocab_size": 32, "max_len": 64, "max_gamma": GAMMA}
 PROFILES = [
     Profile("decode", [1, 2, SLOTS], [1, GAMMA + 1, GAMMA + 1], [1, GAMMA + 1, GAMMA + 1], 1000),
     Profile("prefill", [1, 1, SLOTS], [1, 16, 16], [1, 1, 1], 3000),
@@ -52,9 +51,7 @@ class Bench:
             tuple((sizes[0], sizes[-1]) for sizes in (p.slots, p.tokens, p.outputs))
             for p in PROFILES
         ]
-        image = folder / "outrider_sm_90.cubin"
-        image.write_bytes(b"code")
-        self.device = Device(image=image, driver=self.driver)
+        self.device = make_device(self.driver)
         self.stream = self.device.stream()
 
     def engine(self, role: str, model: Any, *, slots: int = SLOTS, **file: Any) -> TensorRtEngine:
@@ -76,22 +73,14 @@ class Bench:
     def decoder(self, **options: Any) -> Decoder:
         made = DeviceRounds(
             self.device, self.stream, self.engine("target", MODEL), self.engine("draft", DRAFT),
-            vocab_size=32, max_len=64, max_gamma=GAMMA, **options,
+            **SIZES, **options,
         )  # fmt: skip
-        return Decoder(made, vocab_size=32, max_len=64, max_gamma=GAMMA)
+        return Decoder(made, **SIZES)
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
-
-
-def text(decoder: Decoder, request: Request) -> list[int]:
-    sequence = decoder.admit(request)
-    while sequence.finish_reason is None:
-        decoder.round([sequence])
-    decoder.release(sequence)
-    return ids(sequence)
 
 
 WARM = SamplingParams(temperature=0.8, seed=3)
@@ -108,24 +97,11 @@ REQUESTS = [
 def test_the_tokens_of_the_fakes(tmp_path: Path, library: type[FakeTensorRt], graphs: bool) -> None:
     bench = Bench(tmp_path, library)
     decoder = bench.decoder(graphs=graphs)
-    expected = Decoder(
-        device_standin.make_rounds(
-            FakeEngine(MODEL, slots=SLOTS, capacity=CAPACITY, order=None),
-            FakeEngine(DRAFT, slots=SLOTS, capacity=CAPACITY, order=None),
-            vocab_size=32, max_len=64, max_gamma=GAMMA,
-        ),
-        vocab_size=32, max_len=64, max_gamma=GAMMA,
-    )  # fmt: skip
-    for request in REQUESTS:
-        assert text(decoder, request) == text(expected, request)
-
-
-def test_two_slots_at_once(bench: Bench) -> None:
-    decoder, alone = bench.decoder(), [text(bench.decoder(), request) for request in REQUESTS[:2]]
-    both = [decoder.admit(request) for request in REQUESTS[:2]]
-    while unfinished := [sequence for sequence in both if sequence.finish_reason is None]:
-        decoder.round(unfinished)
-    assert [ids(sequence) for sequence in both] == alone
+    fakes = [FakeEngine(m, slots=SLOTS, capacity=CAPACITY, order=None) for m in (MODEL, DRAFT)]
+    expected = Decoder(device_standin.make_rounds(*fakes, **SIZES), **SIZES)
+    alone = [text(expected, request) for request in REQUESTS]
+    assert [text(decoder, request) for request in REQUESTS] == alone
+    assert texts(decoder, *REQUESTS[:2]) == alone[:2], "two slots at once"
 
 
 def test_a_context_for_each_call_of_a_graph(bench: Bench) -> None:
@@ -176,31 +152,43 @@ def test_activations_are_the_largest_profiles(bench: Bench) -> None:
 # What is refused
 
 
-def refused(bench: Bench, cause: str, kind: str = "backend", **options: Any) -> OutriderError:
+def refused(bench: Bench, cause: str, kind: str = "backend", **options: Any) -> None:
     with pytest.raises(OutriderError, match=cause) as caught:
         bench.engine("target", MODEL, **options)
     assert caught.value.kind == kind
-    return caught.value
 
 
-def test_a_file_of_another_version(bench: Bench) -> None:
-    bench.library.invalid = 3
-    error = refused(bench, "cannot load .*target.rtx: VERSION_MISMATCH, UNSUPPORTED_CC")
-    assert error.remedy == "Build the bundle again, for this GPU."
+Change = Callable[[FakeTensorRtx], None]
 
 
-def test_a_file_that_is_none(bench: Bench) -> None:
-    refused(bench, "TensorRT-RTX 1.2.3 cannot load .*: magic tag does not match", error="magic tag "
-            "does not match\nat line 7")  # fmt: skip
-
-
-def test_another_graphs_engine(bench: Bench) -> None:
-    refused(bench, r"it is of another graph \(tensor pixels\)", names=[*NAMES, "pixels"])
-
-
-def test_a_cache_that_is_copied(bench: Bench) -> None:
-    bench.library.in_place = False
-    refused(bench, "it does not update key_0 in place")
+@pytest.mark.parametrize(
+    ("change", "file", "cause"),
+    [
+        (
+            lambda library: setattr(library, "invalid", 3), {},
+            "cannot load .*target.rtx: VERSION_MISMATCH, UNSUPPORTED_CC. Build the bundle again, "
+            "for this GPU",
+        ),
+        (
+            lambda library: None, {"error": "magic tag does not match\nat line 7"},
+            "TensorRT-RTX 1.2.3 cannot load .*: magic tag does not match",
+        ),
+        (
+            lambda library: None, {"names": [*NAMES, "pixels"]},
+            r"it is of another graph \(tensor pixels\)",
+        ),
+        (
+            lambda library: setattr(library, "in_place", False), {},
+            "it does not update key_0 in place",
+        ),
+    ],
+    ids=["another version", "no engine", "another graph", "a cache that is copied"],
+)  # fmt: skip
+def test_files_that_are_refused(
+    bench: Bench, change: Change, file: dict[str, Any], cause: str
+) -> None:
+    change(bench.library)  # type: ignore[arg-type]
+    refused(bench, cause, **file)
 
 
 def test_more_slots_than_it_was_built_for(bench: Bench) -> None:
@@ -245,47 +233,42 @@ def test_a_library_that_is_not_installed() -> None:
 
 # The real interface
 
-
-@pytest.mark.skipif(
+real = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt_rtx is not installed"
 )
+
+
+@real
 def test_the_stand_in_has_only_what_the_library_has() -> None:
     """Every public name of the fake's classes is one of the real classes."""
     trt = load_library("tensorrt_rtx")
+    numbers = {
+        tensorrt_standin.Strategy: trt.ExecutionContextAllocationStrategy,
+        tensorrt_standin.Specialization: trt.DynamicShapesKernelSpecializationStrategy,
+        tensorrt_standin.Validity: trt.EngineValidity,
+    }
     classes = {
         tensorrt_standin.Context: trt.IExecutionContext,
         tensorrt_standin.Engine: trt.ICudaEngine,
         tensorrt_standin.Runtime: trt.Runtime,
         tensorrt_standin.Config: trt.IRuntimeConfig,
         tensorrt_standin.Logger: trt.ILogger,
-        tensorrt_standin.Strategy: trt.ExecutionContextAllocationStrategy,
-        tensorrt_standin.Specialization: trt.DynamicShapesKernelSpecializationStrategy,
         tensorrt_standin.GraphStrategy: trt.CudaGraphStrategy,
-        tensorrt_standin.Validity: trt.EngineValidity,
         tensorrt_standin.Diagnostics: trt.EngineInvalidityDiagnostics,
         FakeTensorRt: trt,
         FakeTensorRtx: trt,
     }
     own = {"say", "run", "strategy", "cache"}  # the stand-in's
-    for fake, real in classes.items():
+    for fake, actual in (numbers | classes).items():
         names = {name for name in vars(fake) if not name.startswith("_")} - own
-        missing = {name for name in names if not hasattr(real, name)}
-        assert names and not missing, f"{real.__name__} has no {missing}"
-    for fake in (
-        tensorrt_standin.Strategy,
-        tensorrt_standin.Specialization,
-        tensorrt_standin.Validity,
-    ):
-        for member in fake:
-            assert int(getattr(classes[fake], member.name)) == member
+        missing = {name for name in names if not hasattr(actual, name)}
+        assert names and not missing, f"{actual.__name__} has no {missing}"
+    for fake, actual in numbers.items():
+        assert all(int(getattr(actual, member.name)) == member for member in fake)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt_rtx is not installed"
-)
+@real
 def test_the_real_librarys_logger() -> None:
-    from runtime.backends.tensorrt import _logger
-
     trt = load_library("tensorrt_rtx")
     logger = _logger(trt)
     logger.log(trt.ILogger.ERROR, "one")

@@ -13,7 +13,7 @@ from fakes import CopyingFake, make_text_engine, near, random_model
 
 from runtime.beam.search import beam_search
 from runtime.beam.text import SLOTS, BeamTexts, beam_texts
-from runtime.files.errors import EXIT_STATUS, OutriderError
+from runtime.files.errors import OutriderError
 from runtime.text.engine import TextEngine
 from runtime.text.options import Options
 
@@ -79,31 +79,6 @@ def test_the_command(
     status, out, err = cli(*argv, "--json", "--stats", "none", "--slots", "2")
     assert [one["text"] for one in json.loads(out)["hypotheses"]] == [t.text for t in found.texts]
     assert (err, cli.loaded["slots"]) == ("", 2)
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--beams", "2", "--top-k", "3"], "--top-k has no meaning for a beam search"),
-        (["--beams", "2", "--gamma", "auto"], "--gamma has no"),
-        (["--beams", "2", "--draft", "ngram"], "--draft has no"),
-        (["--beams", "2", "--stop", "x"], "--stop has no"),
-        (["--beams", "2", "--check"], "--check has no"),
-        (["--beams", "2", "--color"], "--color has no"),
-        (["--beams", "3", "--draft-beams", "2"], "narrower than --beams 3"),
-        (["--length-penalty", "0"], "Add --beams"),
-        (["--pace", "smooth", "--beams", "2"], "nothing is streamed"),
-        (["--pace", "smooth", "--json"], "nothing is streamed"),
-        (["--pace", "burst", "--no-stream"], "nothing is streamed"),
-    ],
-)
-def test_what_the_command_refuses(
-    more: list[str], words: str, engine: TextEngine, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    status, out, err = Cli(engine, capsys, monkeypatch)("--prompt", "hello", *more)
-    assert (status, out) == (EXIT_STATUS["option"], "")
-    assert words in err
 
 
 def test_a_smooth_stream_has_the_same_text(

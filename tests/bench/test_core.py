@@ -13,15 +13,23 @@ import pytest
 from commands import error_line
 
 from bench import __main__ as command_line
-from bench.core import costs, machine, runs
+from bench.core import machine, runs
 from bench.core.clock import Clock, Sample, figure, order, sampled
 from bench.core.command import Suite
-from bench.core.costs import Traffic, of_calls, of_rounds, predicted, row_bytes, verification
+from bench.core.costs import (
+    Traffic,
+    acceptance,
+    of_calls,
+    of_rounds,
+    predicted,
+    row_bytes,
+    verification,
+)
 from bench.core.fit import Spread, marginal, power
 from bench.core.kept import kept
-from bench.core.prompts import Prompts
-from bench.core.record import RoundRecord
-from bench.core.runs import Run, Way
+from bench.core.prompts import KINDS, Prompts
+from bench.core.record import RoundRecord, Run
+from bench.core.runs import Way
 from bench.core.table import Table, table_of, update
 from runtime.costs import RoundCosts
 from runtime.files.errors import EXIT_STATUS, OutriderError
@@ -40,17 +48,12 @@ PROSE = [f"Line {i} of a text about nothing much.\n" * 40 for i in range(5)]
 # Time
 
 
-def test_a_figure_leaves_disturbed_samples_out() -> None:
+def test_a_figure_leaves_disturbed_samples_out_while_there_are_enough() -> None:
     quiet = [Sample(0.010 + i * 1e-5) for i in range(9)]
     mixed = figure([*quiet, *[Sample(0.5, lost=0.9)] * 20])
-    assert mixed.ms == pytest.approx(10.04)
-    assert (mixed.kept, mixed.taken) == (9, 29)
-
-
-def test_a_figure_of_a_busy_machine_takes_the_least_disturbed_and_says_so() -> None:
+    assert mixed.ms == pytest.approx(10.04) and (mixed.kept, mixed.taken) == (9, 29)
     busy = figure([Sample(0.02 + i, lost=0.1 + i / 100) for i in range(20)])
-    assert busy.kept == 0 and busy.ms == pytest.approx(2020)
-    assert "disturbed" in str(busy)
+    assert busy.kept == 0 and busy.ms == pytest.approx(2020)  # the least disturbed
 
 
 @pytest.mark.parametrize("count", [2, 3, 16])
@@ -76,12 +79,12 @@ def test_calls_take_turns() -> None:
 # Fits
 
 
-@pytest.mark.parametrize("exponent", [-1.0, 0.0, 2.0])
-def test_a_power_law_is_recovered(exponent: float) -> None:
-    fit = power(X, [3 * x**exponent for x in X])
-    assert fit is not None
-    assert fit.exponent == pytest.approx(exponent, abs=1e-9) and fit.scale == pytest.approx(3)
+def test_a_power_law_is_recovered() -> None:
+    fit = power(X, [3 * x**2 for x in X])
+    assert fit is not None and fit.exponent == pytest.approx(2, abs=1e-9)
     assert fit.error == pytest.approx(0, abs=1e-9) and fit.worst == pytest.approx(0, abs=1e-9)
+    assert power([1, 2], [1, 2]) is None and marginal([1, 2, 3], [1, 2, 3]) is None
+    assert power([1, 2, 3], [0, 1, 2]) is None and marginal([1, 2, 3, 4], [0, 1, 2, 3]) is None
 
 
 def intervals(trials: int, bend: float = 0.0) -> float:
@@ -121,11 +124,6 @@ def test_its_interval_under_noise_and_beside_nothing() -> None:
     assert flat is not None and (flat.low is None or flat.high is None)
 
 
-def test_too_few_points_or_none_above_zero() -> None:
-    assert power([1, 2], [1, 2]) is None and marginal([1, 2, 3], [1, 2, 3]) is None
-    assert power([1, 2, 3], [0, 1, 2]) is None and marginal([1, 2, 3, 4], [0, 1, 2, 3]) is None
-
-
 def test_a_spread_is_a_median_and_quartiles() -> None:
     assert Spread.of([1, 2, 3, 4, 10]) == Spread(3, 2, 4, 5)
     assert f"{Spread.of([2])}" == "2.00" and Spread.of([]) is None
@@ -134,21 +132,19 @@ def test_a_spread_is_a_median_and_quartiles() -> None:
 # Costs
 
 
-def a_round(gamma: int, accepted: int, catch_up: float = 0.0) -> RoundRecord:
+def a_round(gamma: int, accepted: int, catch_up: float = 0.0) -> tuple[RoundRecord, int]:
+    """And how many drafts stood."""
     draft = gamma * DRAFT
-    return RoundRecord(
-        drafts=(7,) * gamma, accepted=accepted, emitted=accepted + 1, begin=0.0,
-        end=catch_up + draft + STEP + gamma * WIDER, catch_up=catch_up, draft=draft,
-        verify=STEP, sample=0.0,
-    )  # fmt: skip
+    seconds = catch_up + draft + STEP + gamma * WIDER
+    return RoundRecord(gamma, seconds, catch_up, draft), accepted
 
 
-def a_run(*rounds: RoundRecord, lost: float = 0.0) -> Run:
+def a_run(*rounds: tuple[RoundRecord, int], lost: float = 0.0) -> Run:
     stats = Stats()
-    for x in rounds:
-        stats.count_round(x.gamma, x.accepted, min(x.gamma, x.accepted + 1), x.emitted)
+    for x, accepted in rounds:
+        stats.count_round(x.gamma, accepted, min(x.gamma, accepted + 1), accepted + 1)
         stats.time_draft += x.draft
-    return Run(4, rounds, stats, lost)
+    return Run([x for x, _ in rounds], stats, lost)
 
 
 def test_a_text_s_time_has_no_prompt_in_it_but_all_later_reading() -> None:
@@ -160,8 +156,8 @@ def test_a_text_s_time_has_no_prompt_in_it_but_all_later_reading() -> None:
 def test_costs_come_from_rounds() -> None:
     plain = a_run(*[a_round(0, 0)] * 20)
     rounds = [*[a_round(4, 1)] * 20, *[a_round(2, 2)] * 20, a_round(3, 0)]
-    slow = replace(rounds[-1], end=9.0)  # one round says nothing
-    found = of_rounds([plain], [replace(a_run(*rounds), rounds=(*rounds, slow))], 6)
+    run, slow = a_run(*rounds), RoundRecord(3, 9.0, 0.0, 0.0)  # one round says nothing
+    found = of_rounds([plain], [replace(run, rounds=[*run.rounds, slow])], 6)
     assert found.plain == pytest.approx(STEP)
     assert found.draft == pytest.approx(DRAFT / STEP)
     assert found.verify == pytest.approx([1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6])
@@ -180,6 +176,8 @@ COSTS = RoundCosts(STEP, 0.2, [1 + 0.1 * k for k in range(9)])
 
 def test_what_is_predicted_is_the_theorem_where_all_rounds_are_alike() -> None:
     assert predicted(0.7, [4] * 5, COSTS) == pytest.approx(theory.speedup(0.7, 4, 0.2, 1.4))
+    texts = [a_run(a_round(4, 1), a_round(4, 4))]
+    assert acceptance(texts) == pytest.approx(5 / 6)  # accepted of examined
     both = (theory.expected_tokens(0.7, 4) + 1) / (4 * 0.2 + 1.4 + 1)
     assert predicted(0.7, [4] * 5 + [0] * 5, COSTS) == pytest.approx(both)
 
@@ -227,27 +225,25 @@ def encode(text: str) -> list[int]:
     return [ord(character) for character in text]
 
 
-def prompts(seed: int = 0) -> Prompts:
-    return Prompts([*CODE, *PROSE], encode, [7], seed)
+def prompts() -> Prompts:
+    return Prompts([*CODE, *PROSE], encode, [7])
 
 
-@pytest.mark.parametrize("kind", ["completion", "continuation", "editing", "question", "table"])
-def test_prompts_have_the_length_that_was_asked_for_and_differ(kind: str) -> None:
-    made = prompts().many(kind, 3, 1500)
-    assert all(len(prompt) == 1500 and prompt[0] == 7 for prompt in made)
-    assert len({tuple(prompt) for prompt in made}) == 3
+def test_prompts_have_the_length_that_was_asked_for_and_differ() -> None:
+    for kind in (*KINDS, "table"):
+        made = prompts().many(kind, 3, 1500)
+        assert all(len(prompt) == 1500 and prompt[0] == 7 for prompt in made)
+        assert len({tuple(prompt) for prompt in made}) == 3
 
 
 def test_what_a_copying_prompt_ends_with() -> None:
     text = "".join(map(chr, prompts().editing(1500)))
-    assert text.endswith("def area(width, height):\n")
-    assert text.count(FUNCTION) >= 2
+    assert text.endswith("def area(width, height):\n") and text.count(FUNCTION) >= 2
 
 
 def test_prompts_that_there_are_not() -> None:
     with pytest.raises(ValueError, match="no function fits"):
         prompts().editing(200)
-    assert prompts().workload("editing", 3, 16, 8) is None
     same = Prompts([CODE[0], PROSE[0]], lambda text: [1] * len(text), [7], 0)
     with pytest.raises(ValueError, match="3 different prompts: continuation 16"):
         same.many("continuation", 3, 16)
@@ -300,15 +296,12 @@ def test_a_suite_writes_what_it_found_and_shows_it_again(
     assert capsys.readouterr().out.splitlines() == said
 
 
-@pytest.mark.parametrize("suite", ["side", "growth", "drafts"])
-def test_options_that_make_no_sense(
-    suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_make_no_sense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, cause in (
         (["--threads", "0"], "0 is less than 1"),
-        (["--show", str(tmp_path / "nothing.json")], f"holds no results of {suite}"),
+        (["--show", str(tmp_path / "nothing.json")], "holds no results of made-up"),
     ):
-        assert command_line.main([suite, *options]) == EXIT_STATUS["option"]
+        assert SUITE.main(options) == EXIT_STATUS["option"]
         assert cause in error_line(capsys.readouterr().err, "option")
 
 
@@ -332,7 +325,3 @@ def test_what_is_kept_is_made_again_when_its_sources_changed(tmp_path: Path) -> 
         kept(folder, [source], lambda: (_ for _ in ()).throw(ValueError("half")))
     kept(folder, [source], lambda: made.append(2))
     assert made == [1, 2]
-
-
-def test_alpha_is_accepted_of_examined() -> None:
-    assert costs.acceptance([a_run(a_round(4, 1), a_round(4, 4))]) == pytest.approx(5 / 6)

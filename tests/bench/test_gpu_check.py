@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from bench.suites.gpu import engines, suite
+import engines.command
+import export.__main__
+from bench.suites.gpu import engines as measuring
+from bench.suites.gpu import suite
 from bench.suites.gpu.suite import Part, check, parts
 
 PYTHON = [sys.executable, "-c"]
@@ -27,12 +29,10 @@ def outcomes(report):
 def test_every_gpu_part_is_skipped_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "find_gpu", lambda: ("", "there is no CUDA driver"))
     report, good = check(tmp_path, 60, lambda out, sm: [p for p in parts(out, sm) if p.gpu])
-    assert good
-    assert report["gpu"] is None
+    assert good and report["gpu"] is None
     assert {
-        "kernel tests", "kernel times", "bundled: build", "bundled: check", "bundled: loop",
-        "1b+small: build", "1b+small: times", "8b+1b: build", "8b+1b: times",
-        "sanitizer: memcheck",
+        "smoke", "kernel, quick", "1b+small: times", "8b+1b: times", "bundled: check",
+        "bundled: loop", "kernel tests", "sanitizer: memcheck", "kernel times",
     } < report["parts"].keys()  # fmt: skip
     assert set(outcomes(report).values()) == {"skipped"}
     assert {part["reason"] for part in report["parts"].values()} == {"there is no CUDA driver"}
@@ -44,31 +44,32 @@ def test_what_breaks_breaks_nothing_else(tmp_path, a_gpu):
     that leaves an earlier run's."""
     child = "import time; time.sleep(60)"
     hangs = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    writes = f"open({str(tmp_path / 'r.json')!r}, 'w').write('{{\"us\": 5}}')"
-    half = f"open({str(tmp_path / 'h.json')!r}, 'w').write('{{')"
-    (tmp_path / "old.json").write_text('{"us": 1}')
+    result, half, old = (tmp_path / name for name in ("r.json", "h.json", "old.json"))
+    old.write_text('{"us": 1}')
     chosen = [
         Part("fails", [*PYTHON, "print('why'); raise SystemExit(3)"], 20),
         Part("hangs", [*PYTHON, hangs], 1),
-        Part("no tool", [*PYTHON, ""], 20, tool="no-such-tool"),
-        Part("writes", [*PYTHON, writes], 20, reads="r.json"),
-        Part("no program", ["/no/such/program"], 20),
-        Part("half a result", [*PYTHON, half], 20, reads="h.json"),
-        Part("silent", [*PYTHON, ""], 20, reads="old.json"),
+        Part("no tool", ["no-such-tool"], 20),
+        Part("writes", [*PYTHON, f"open({str(result)!r}, 'w').write('{{\"us\": 5}}')"], 20,
+             reads=result),
+        Part("half a result", [*PYTHON, f"open({str(half)!r}, 'w').write('{{')"], 20, reads=half),
+        Part("silent", [*PYTHON, ""], 20, reads=old),
+        Part("rests on nothing", [*PYTHON, ""], 20, needs=tmp_path / "bundle"),
         Part("too little left", [*PYTHON, ""], 480, least=240),
         Part("fine", [*PYTHON, "print('fine')"], 20),
-    ]
+    ]  # fmt: skip
     report, good = check(tmp_path, 60, lambda out, sm: chosen)
     assert not good
     assert outcomes(report) == {
         "fails": "failed", "hangs": "timed out", "no tool": "skipped", "writes": "ok",
-        "no program": "failed", "half a result": "failed", "silent": "ok",
+        "half a result": "failed", "silent": "ok", "rests on nothing": "skipped",
         "too little left": "skipped", "fine": "ok",
     }  # fmt: skip
-    assert report["parts"]["fails"]["exit"] == 3
-    assert report["parts"]["writes"]["result"] == {"us": 5}
-    assert "result" not in report["parts"]["silent"]
-    assert "too few to begin" in report["parts"]["too little left"]["reason"]
+    found = report["parts"]
+    assert found["fails"]["exit"] == 3 and found["writes"]["result"] == {"us": 5}
+    assert "result" not in found["silent"]
+    assert found["rests on nothing"]["reason"] == "there is no bundle"
+    assert "too few to begin" in found["too little left"]["reason"]
     log = (tmp_path / "gpu-check.log").read_text()
     assert "why" in log and "=== fine" in log
 
@@ -89,17 +90,23 @@ def test_only_some_and_what_they_rest_on(tmp_path, a_gpu):
 
 
 def test_the_plan(tmp_path):
-    """Commands that are understood, in two calls of ten minutes. Bundles lie outside the report's
-    folder, which is copied back: names of letters, digits, dots and dashes alone."""
+    """Commands that are understood, in calls of ten minutes; what each reads it also writes.
+    Bundles lie outside the report's folder, which is copied back."""
+    parsers = {
+        tuple(suite.ENGINES): measuring.parser(),
+        (*suite.PYTHON, "export"): export.__main__.parser(),
+        (*suite.PYTHON, "engines"): engines.command.parser(),
+    }
     every = parts(tmp_path, "sm_90")
-    assert sum(part.seconds for part in every if part.name.startswith("8b+1b")) <= 700
+    assert sum(part.seconds for part in every if part.name.startswith("8b+1b: t")) < 300
+    understood = 0
     for part in every:
-        assert part.least < part.seconds
-        if part.command[:3] == suite.ENGINES:
-            given = engines.parser().parse_args(part.command[3:])
-            assert tmp_path not in given.out.parents
-        if part.reads and Path(part.reads).is_absolute():
-            assert part.reads in part.command
-        elif part.reads:
-            assert re.fullmatch(r"[\w.-]+", part.reads)
-            assert str(tmp_path / part.reads) in part.command
+        words = [str(word) for word in part.command]
+        assert part.least < 570 and (part.reads is None or str(part.reads) in words)
+        for begin, parser in parsers.items():
+            if tuple(words[: len(begin)]) == begin:
+                given = parser.parse_args(words[len(begin) :])
+                place = getattr(given, "folder", None) or Path(given.out)
+                assert tmp_path not in place.parents
+                understood += 1
+    assert understood == 2 * 4 + 7

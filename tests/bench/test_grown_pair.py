@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,19 +149,15 @@ def test_nothing_is_left_that_came_out_wrong_and_nothing_replaced(
     before = {path: path.read_bytes() for path in out.iterdir()}
     with pytest.raises(OutriderError, match="cannot be replaced"):
         grow.grow(source, out, WIDE)
-    monkeypatch.setattr(grow.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 9))
-    with pytest.raises(OutriderError, match="free, and this takes"):
-        grow.grow(source, tmp_path / "other", WIDE)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
 
 
 @pytest.mark.parametrize(
     ("made_of", "sizes", "cause"),
     [
-        ({}, {"num_hidden_layers": 1}, "num_hidden_layers 1 is less than the checkpoint's 2"),
-        ({}, {"hidden_size": 65}, "Transformers refuses this shape"),
-        ({}, {"num_attention_heads": 4, "num_key_value_heads": 4}, "4 heads on 4 cannot hold"),
-        ({}, {"vocab_size": 300}, "vocab_size 300 needs 3 hidden channels more"),
+        ({}, {"num_hidden_layers": 1}, "cannot hold the checkpoint"),
+        ({}, {"num_attention_heads": 4, "num_key_value_heads": 4}, "cannot hold the checkpoint"),
+        ({}, {"vocab_size": 300}, "cannot hold the checkpoint"),
         ({"attention_bias": True}, LAYERS, "Llamas without biases"),
     ],
 )

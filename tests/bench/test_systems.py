@@ -14,17 +14,18 @@ import numpy as np
 import pytest
 from checkpoints import CONTEXT, VOCAB_SIZE, Workshop
 
-from bench import systems
 from bench.core import pair as pairs
 from bench.core.kept import kept
 from bench.systems import SYSTEMS
 from bench.systems.gguf import interleaved, tensors, write
 from bench.systems.peer import Peer
 from bench.systems.protocol import Batch, Request, Steps, Text, Unavailable
+from bench.systems.worker import Arrivals
 
 NEW_TOKENS = 48
 END = 0  # the checkpoints' end of text
 PROMPTS = [np.random.default_rng(0).integers(1, VOCAB_SIZE, 30).tolist(), [5, 6, 7] * 4]
+TOGETHER = [PROMPTS[0][::-1], PROMPTS[0][3:] + PROMPTS[0][:3]]  # of one length, of no other test
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,10 @@ def _texts(peer: Peer, mode: str, **options: float) -> list[Text]:
     return [peer.generate(Request(p, NEW_TOKENS, mode, **options)) for p in PROMPTS]
 
 
+def _tokens(peer: Peer, mode: str, seed: int) -> list[list[int]]:
+    return [text.tokens for text in _texts(peer, mode, temperature=1.0, seed=seed)]
+
+
 @pytest.fixture(scope="module")
 def plain(transformers: Peer) -> list[list[int]]:
     """The greedy tokens of the prompts. One goes on after an end of text."""
@@ -55,44 +60,19 @@ def plain(transformers: Peer) -> list[list[int]]:
     return texts
 
 
-# Transformers
-
-
-@pytest.mark.parametrize("mode", SYSTEMS["transformers"].modes)
-def test_transformers_says_the_same_in_every_mode(transformers, plain, mode):
-    texts = _texts(transformers, mode)
-    assert [text.tokens for text in texts] == plain
+def _says_the_same(peer: Peer, mode: str, plain: list[list[int]]) -> None:
+    """Greedily, in rounds that fit the mode, from a prompt of which nothing was kept."""
+    texts = _texts(peer, mode)
+    assert [text.tokens for text in texts] == plain, mode
     for text in texts:
         assert len(text.times) == len(text.lost) == NEW_TOKENS
         assert 0 < text.first.seconds < text.times[-1]
         assert text.times == sorted(text.times) and text.lost == sorted(text.lost)
         assert text.memory["peak"] >= text.memory["rss"] > 1 << 20
-        if mode == "plain":
-            assert len(text.round_tokens()) == NEW_TOKENS - 1
-    if mode in ("draft", "assistant"):
-        assert sum(len(text.round_tokens()) for text in texts) < 1.5 * NEW_TOKENS  # of 2, plain
-
-
-@pytest.mark.parametrize("mode", ["plain", "draft"])
-def test_transformers_draws_by_the_seed(transformers, plain, mode):
-    one, other, again = (
-        [text.tokens for text in _texts(transformers, mode, temperature=1.0, seed=seed)]
-        for seed in (1, 2, 1)
-    )
-    assert one == again
-    assert one != other and one != plain
-
-
-def test_a_prompt_is_not_given_twice_in_a_row(transformers):
-    transformers.generate(Request(PROMPTS[0], 2))
-    transformers.generate(Request(PROMPTS[0], 2, "lookup"))
-    with pytest.raises(ValueError, match="twice"):
-        transformers.generate(Request(PROMPTS[0], 2))
-
-
-# Several texts together
-
-TOGETHER = [PROMPTS[0][::-1], PROMPTS[0][3:] + PROMPTS[0][:3]]  # of one length, of no other test
+        assert text.notes.get("reused_tokens", 0) == 0
+    rounds = sum(1 + len(text.round_tokens()) for text in texts)
+    assert (rounds == 2 * NEW_TOKENS) if mode == "plain" else (rounds <= 2 * NEW_TOKENS)
+    assert mode not in ("draft", "assistant") or rounds < 1.5 * NEW_TOKENS
 
 
 def _together(peer: Peer, mode: str = "plain") -> None:
@@ -104,17 +84,29 @@ def _together(peer: Peer, mode: str = "plain") -> None:
         size = alone.index(END) if END in alone else len(alone)
         assert size > 2 and text.tokens[:size] == alone[:size]
         assert len(text.times) == 12 and text.times == sorted(text.times)
-    ends = [text.times[-1] for text in texts]
-    assert mode != "plain" or max(ends) == min(ends)  # one step gave the last token of both
+    assert mode != "plain" or texts[0].times[-1] == texts[1].times[-1]  # of one step
     assert texts[0].tokens != texts[1].tokens
+
+
+# Transformers
+
+
+@pytest.mark.parametrize("mode", SYSTEMS["transformers"].modes)
+def test_transformers_says_the_same_in_every_mode(transformers, plain, mode):
+    _says_the_same(transformers, mode, plain)
+
+
+@pytest.mark.parametrize("mode", ["plain", "draft"])
+def test_transformers_draws_by_the_seed(transformers, plain, mode):
+    one, other, again = (_tokens(transformers, mode, seed) for seed in (1, 2, 1))
+    assert one == again
+    assert one != other and one != plain
 
 
 def test_transformers_decodes_texts_together(transformers):
     _together(transformers)
     with pytest.raises(Unavailable, match="batch_size = 1"):
         transformers.batch(Batch(TOGETHER, 12, "draft"))
-    with pytest.raises(Unavailable, match="steps"):
-        transformers.steps(Steps(10, [1]))
 
 
 def test_facts_of_a_system(transformers, pair):
@@ -132,44 +124,40 @@ def test_a_system_without_its_packages_is_missing_with_the_reason(tmp_path, monk
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "llama_cpp" else found(name)
     )
-    reason = systems.missing("llama.cpp")
-    assert reason is not None and "llama_cpp" in reason and "group llama" in reason
-    with pytest.raises(Unavailable, match="llama_cpp"):
-        Peer("llama.cpp", tmp_path, threads=1, work=tmp_path)
-    assert systems.missing() is None  # of Transformers
+    with pytest.raises(Unavailable, match=r"llama_cpp.*group llama"):
+        Peer("llama.cpp", tmp_path)
+    assert SYSTEMS["transformers"].missing() is None
 
 
 def test_what_a_peer_cannot_do_is_unavailable_with_the_reason(transformers, tmp_path):
     with pytest.raises(Unavailable, match="no mode beam"):
         transformers.generate(Request(PROMPTS[1], 2, "beam"))
     with pytest.raises(Unavailable, match="no weights of q8_0"):
-        Peer("transformers", tmp_path, threads=1, work=tmp_path, precision="q8_0")
+        Peer("transformers", tmp_path, precision="q8_0")
+    with pytest.raises(Unavailable, match="steps"):
+        transformers.steps(Steps(10, [1]))
     with pytest.raises(Unavailable, match="Error"):
         transformers.generate(Request([], 2))
     assert len(transformers.generate(Request(PROMPTS[1], 2)).tokens) == 2  # it goes on
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_a_system_does_not_take_is_unavailable(tmp_path):
-    with pytest.raises(Unavailable, match="Error"):
-        Peer("transformers", tmp_path, threads=1, work=tmp_path)
+    with pytest.raises(ValueError, match="twice"):  # a cache of prefixes would show
+        transformers.generate(Request(PROMPTS[1], 2))
 
 
 # Times
 
 
 def test_tokens_of_a_round_share_its_time():
-    text = Text([1, 2, 3, 4, 5, 6], [1.0, 1.0, 1.5, 2.0, 2.0, 2.0], [0, 0, 0.1, 0.1, 0.1, 0.1])
-    assert text.first.seconds == 1
-    assert text.decoding().seconds == pytest.approx(1 / 4)  # four tokens after the first round
-    assert text.decoding().lost == pytest.approx(0.1)
-    assert text.round_tokens() == [1, 3]
-
-
-def test_a_text_of_one_round_has_no_time_a_token():
-    text = Text([1, 2], [1.0, 1.0], [0.0, 0.0])
+    arrivals = Arrivals(2)
+    for tokens, same_round in (([1], False), ([2], True), ([3], False), ([4, 5], False)):
+        arrivals.add([(0, tokens)], same_round=same_round)
+    text, other = arrivals.texts
+    assert text.tokens == [1, 2, 3, 4, 5] and other == Text()
+    assert text.round_tokens() == [1, 2] and text.first.seconds == text.times[1]
+    made = Text([1, 2, 3, 4], [1.0, 1.0, 1.5, 2.0], [0, 0, 0.1, 0.1])
+    assert made.decoding().seconds == pytest.approx(1 / 2)  # two tokens after the first round
+    assert made.decoding().lost == pytest.approx(0.1)
     with pytest.raises(ValueError, match="one round"):
-        text.decoding()
+        Text([1, 2], [1.0, 1.0], [0.0, 0.0]).decoding()
 
 
 # GGUF
@@ -181,8 +169,7 @@ def test_interleaved_rows_rotate_to_the_same_scores():
     heads, width, hidden = 2, 8, 16
     queries, keys = rng.standard_normal((2, heads * width, hidden)).astype(np.float32)
     x, y = rng.standard_normal((2, hidden)).astype(np.float32)
-    angles = 3.0 * 10_000 ** (-2 * np.arange(width // 2) / width)  # of the query; the key's are 0
-    turn = np.exp(1j * angles)
+    turn = np.exp(3j * 10_000 ** (-2 * np.arange(width // 2) / width))  # of the query, not the key
 
     def halves(vector: np.ndarray) -> np.ndarray:  # Transformers: i with i + width / 2
         return vector[:, : width // 2] + 1j * vector[:, width // 2 :]
@@ -200,12 +187,8 @@ def test_interleaved_rows_rotate_to_the_same_scores():
     assert scores(queries, keys, neighbours) != pytest.approx(expected, rel=1e-2)
 
 
-@pytest.fixture(scope="module")
-def gguf():
-    return pytest.importorskip("gguf", reason="gguf not installed (group llama)")
-
-
-def test_a_gguf_file_has_the_checkpoint_s_tensors(gguf, pair, tmp_path):
+def test_a_gguf_file_has_the_checkpoint_s_tensors(pair, workshop, tmp_path):
+    gguf = pytest.importorskip("gguf", reason="gguf not installed (group llama)")
     file = tmp_path / "model.gguf"
     write(pair[0], file)
     read = gguf.GGUFReader(file)
@@ -222,12 +205,9 @@ def test_a_gguf_file_has_the_checkpoint_s_tensors(gguf, pair, tmp_path):
         np.testing.assert_array_equal(other.data.reshape(tensor.shape), tensor)
     for field, value in (("vocab_size", VOCAB_SIZE), ("context_length", CONTEXT)):
         assert read.fields[f"llama.{field}"].contents() == value
-
-
-@pytest.mark.parametrize("name", ["llama3", "mistral"])
-def test_what_is_no_plain_llama_is_not_written(gguf, workshop, tmp_path, name):
-    with pytest.raises(ValueError, match="only Llama"):
-        write(workshop.checkpoint(name), tmp_path / "model.gguf")
+    for name in ("llama3", "mistral"):
+        with pytest.raises(ValueError, match="only Llama"):
+            write(workshop.checkpoint(name), file)
 
 
 # The peers that are not Transformers
@@ -236,15 +216,14 @@ def test_what_is_no_plain_llama_is_not_written(gguf, workshop, tmp_path, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SYSTEMS if name != "transformers"])
 def test_a_system_says_what_transformers_says(name, pair, plain, tmp_path, workshop):
-    if (reason := systems.missing(name)) is not None:
+    if (reason := SYSTEMS[name].missing()) is not None:
         pytest.skip(reason)
-    target, draft = (path.resolve() for path in pair)
+    target, draft = pair
     if name == "outrider":  # as if it had built the pair before
-        folder, sources = pairs.place(target, draft, tmp_path.resolve(), max_len=CONTEXT)
+        folder, sources = pairs.place(target, draft, tmp_path, max_len=CONTEXT)
         made = workshop.bundle(target, draft)
         kept(folder, sources, lambda: shutil.copytree(made, folder, dirs_exist_ok=True))
-    options = {"threads": 1, "work": tmp_path, "max_len": CONTEXT}
-    with Peer(name, target, draft=draft, slots=2, **options) as peer:
+    with Peer(name, target, draft=draft, slots=2, work=tmp_path, max_len=CONTEXT) as peer:
         _together(peer)
         if name == "outrider":
             _together(peer, "draft")
@@ -255,32 +234,22 @@ def test_a_system_says_what_transformers_says(name, pair, plain, tmp_path, works
             with pytest.raises(Unavailable, match="drafts"):
                 peer.batch(Batch(TOGETHER, 12, "draft"))
         for mode in SYSTEMS[name].modes:
-            texts = _texts(peer, mode)
-            assert [text.tokens for text in texts] == plain, mode
-            rounds = sum(1 + len(text.round_tokens()) for text in texts)
-            assert (rounds == 2 * NEW_TOKENS) if mode == "plain" else (rounds <= 2 * NEW_TOKENS)
-            assert mode != "draft" or rounds < 1.5 * NEW_TOKENS
-            one, again = (
-                [text.tokens for text in _texts(peer, mode, temperature=1.0, seed=1)]
-                for _ in range(2)
-            )
+            _says_the_same(peer, mode, plain)
+            one, again = (_tokens(peer, mode, 1) for _ in range(2))
             assert one != plain, mode
             # "auto" drafts by what rounds cost, and other rounds draw other tokens.
             assert mode == "auto" or one == again, mode
 
 
 def test_quantised_weights_of_llama_cpp_begin_alike(pair, plain, tmp_path):
-    if (reason := systems.missing("llama.cpp")) is not None:
+    if (reason := SYSTEMS["llama.cpp"].missing()) is not None:
         pytest.skip(reason)
-    options = {"threads": 1, "work": tmp_path, "max_len": CONTEXT, "precision": "q8_0"}
-    try:
-        peer = Peer("llama.cpp", pair[0], **options)
-    except Unavailable as error:  # a compiler's fault: see the group in pyproject.toml
-        pytest.skip(f"llama.cpp with q8_0: {error}")
-    with peer:
-        assert peer.facts["dtype"] == "q8_0"
-        for text, expected in zip(_texts(peer, "plain"), plain, strict=True):
-            assert text.tokens[:4] == expected[:4]
+    with Peer("llama.cpp", pair[0], precision="q8_0", work=tmp_path, max_len=CONTEXT) as peer:
+        try:
+            texts = _texts(peer, "plain")
+        except Unavailable as error:  # a compiler's fault: see the group in pyproject.toml
+            pytest.skip(f"llama.cpp with q8_0: {error}")
+        assert [text.tokens[:4] for text in texts] == [tokens[:4] for tokens in plain]
         with pytest.raises(Unavailable, match="no draft model"):
             peer.generate(Request(PROMPTS[0], 2, "draft"))
         with pytest.raises(Unavailable, match="rows of"):

@@ -15,14 +15,15 @@ from pathlib import Path
 import pytest
 from command_line import PLAIN_ERROR, Cli
 from fakes import EOS, UNKNOWN, VOCAB_SIZE, make_text_engine, near, random_model, script
+from rounds import accept_everything
 
 import runtime
 from runtime import generate
 from runtime.cli import command, output
 from runtime.cli.arguments import PROGRAM, parse
+from runtime.cli.report import json_line, json_object
 from runtime.files.errors import EXIT_STATUS, OutriderError
 from runtime.sampling import reference
-from runtime.sampling.rules import Verdict
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,22 +53,13 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(cli, engine):
     status, out, err = cli("--prompt", "hello", "--max-new-tokens", "30")
     assert status == 0
     assert out == engine.generate("hello", max_new_tokens=30).text + "\n"
-    number, share = r"\d+(\.\d+)?", r"\d+/\d+"
     expected = [
-        rf"prompt 5 tok \| TTFT {number} ms \(target prefill {number}\) "
-        rf"\| draft prefill {number} ms",
-        rf"output 30 tok \| {number} tok/s \| TPOT {number} ms \| finish length",
-        rf"rounds \d+ \| tau \d\.\d\d tok/round \| accepted {share} drafted \(\d+%\), "
-        rf"{share} examined \(\d+%\)",
-        r"accepted by position( [01]?\.\d\d){4} \| gamma 4",
-        r"time draft \d+% verify \d+% sample \d+% host \d+% "
-        r"\| a draft step takes \d+% of a verification",
-        r"memory 6\.0 MiB = target 3\.0 \+ draft 1\.0 \+ KV 2\.0",
-    ]
-    lines = err.splitlines()
-    assert len(lines) == len(expected)
-    for line, pattern in zip(lines, expected, strict=True):
-        assert re.fullmatch(pattern, line), line
+        "prompt 5 tok | TTFT ", "output 30 tok | ", "rounds ", "accepted by position ",
+        "time draft ", "memory 6.0 MiB = target 3.0 + draft 1.0 + KV 2.0",
+    ]  # fmt: skip
+    for line, begins in zip(err.splitlines(), expected, strict=True):
+        assert line.startswith(begins)
+    assert "| finish length" in err and err.count("| gamma 4\n") == 1
 
 
 def test_how_the_bundle_is_loaded(cli):
@@ -75,63 +67,41 @@ def test_how_the_bundle_is_loaded(cli):
     usual = {"folder": Path("bundle"), "slots": None, "threads": 0, "verify": True}
     usual |= {"table": None, "corpus": None, "reuse": True, "plain_width": None}
     assert cli.loaded == {**usual, "device": "auto", "graphs": True, "loop": False}
-    more = ("--slots", "3", "--threads", "2", "--no-verify-files")
-    cli(
-        "--prompt",
-        "a",
-        "--max-new-tokens",
-        "1",
-        *more,
-        "--device",
-        "cuda:1",
-        "--no-graphs",
-        "--loop",
-    )
-    own = {
-        "slots": 3,
-        "threads": 2,
-        "verify": False,
-        "device": "cuda:1",
-        "graphs": False,
-        "loop": True,
-    }
-    assert cli.loaded == {**usual, **own}
+    more = "--slots 3 --threads 2 --no-verify-files --device cuda:1 --no-graphs --loop"
+    cli("--prompt", "a", "--max-new-tokens", "1", *more.split())
+    own = {"slots": 3, "threads": 2, "verify": False, "device": "cuda:1"}
+    assert cli.loaded == {**usual, **own, "graphs": False, "loop": True}
 
 
 @pytest.mark.parametrize(
     ("argv", "options"),
     [
-        (["--temperature", "0.9", "--seed", "3", "--top-k", "7"], {"temperature": 0.9, "top_k": 7}),
-        (["--temperature", "1", "--seed", "3", "--top-p", ".5"], {"temperature": 1, "top_p": 0.5}),
-        (["--temperature", "1", "--seed", "3", "--min-p", ".2"], {"temperature": 1, "min_p": 0.2}),
-        (["--temperature", "1", "--seed", "3", "--lenience", ".5"],
-         {"temperature": 1, "lenience": 0.5}),
-        (["--temperature", "1", "--seed", "3", "--verify", "block"],
-         {"temperature": 1, "verify": "block"}),
-        (["--repetition-penalty", "1.5"], {"repetition_penalty": 1.5}),
-        (["--frequency-penalty", "1.5"], {"frequency_penalty": 1.5}),
-        (["--presence-penalty", "2"], {"presence_penalty": 2}),
-        (["--logit-bias", "9=-100", "--logit-bias", "5=3.5"], {"logit_bias": {9: -100, 5: 3.5}}),
-        (["--min-new-tokens", "9"], {"min_new_tokens": 9}),
-        (["--stop", "e", "--stop", "k"], {"stop": ["e", "k"]}),
-        (["--stop-token-id", "9", "--stop-token-id", "10"], {"stop_token_ids": [9, 10]}),
-        (["--gamma", "2"], {"gamma": 2}),
-        (["--draft", "none"], {"gamma": 0}),
-        (["--draft", "model"], {}),
-        (["--ignore-eos"], {"ignore_eos": True}),
+        ("--temperature 0.9 --seed 3 --top-k 7", {"temperature": 0.9, "top_k": 7}),
+        ("--temperature 1 --seed 3 --top-p .5", {"temperature": 1, "top_p": 0.5}),
+        ("--temperature 1 --seed 3 --min-p .2", {"temperature": 1, "min_p": 0.2}),
+        ("--temperature 1 --seed 3 --lenience .5", {"temperature": 1, "lenience": 0.5}),
+        ("--temperature 1 --seed 3 --verify block", {"temperature": 1, "verify": "block"}),
+        ("--repetition-penalty 1.5", {"repetition_penalty": 1.5}),
+        ("--frequency-penalty 1.5", {"frequency_penalty": 1.5}),
+        ("--presence-penalty 2", {"presence_penalty": 2}),
+        ("--logit-bias 9=-100 --logit-bias 5=3.5", {"logit_bias": {9: -100, 5: 3.5}}),
+        ("--min-new-tokens 9", {"min_new_tokens": 9}),
+        ("--stop e --stop k", {"stop": ["e", "k"]}),
+        ("--stop-token-id 9 --stop-token-id 10", {"stop_token_ids": [9, 10]}),
+        ("--gamma 2", {"gamma": 2}),
+        ("--draft none", {"gamma": 0}),
+        ("--draft model", {}),
+        ("--ignore-eos", {"ignore_eos": True}),
     ],
-)  # fmt: skip
+)
 def test_options_reach_the_engine(cli, argv, options):
-    status, out, _ = cli("--prompt", "hello", "--json", "--max-new-tokens", "40", *argv)
+    _, out, _ = cli("--prompt", "hello", "--json", "--max-new-tokens", "40", *argv.split())
     expected = cli.engine.generate("hello", max_new_tokens=40, seed=3, **options)
     body = json.loads(out)
-    assert status == 0
     assert body["token_ids"] == expected.token_ids
     assert body["stats"]["drafted"] == expected.stats.drafted
-    assert (body["finish_reason"], body["stopped_by"]) == (
-        expected.finish_reason,
-        expected.stopped_by,
-    )
+    assert body["finish_reason"] == expected.finish_reason
+    assert body["stopped_by"] == expected.stopped_by
 
 
 def test_streamed_or_not_the_text_is_the_same(cli):
@@ -178,25 +148,12 @@ def test_the_stop_text_is_shown_in_the_summary(cli):
     assert f'finish stop:"{whole[end - 1]}\\n"\n' in err
 
 
-@pytest.mark.parametrize(
-    ("text", "meaning"),
-    [
-        (r"\n\n", "\n\n"),
-        (r"a\tb", "a\tb"),
-        (r"\\n", r"\n"),
-        (r"\x41\u00e9", "Aé"),
-        ("\n", "\n"),
-        ("\\\\", "\\"),
-    ],
-)
-def test_escape_sequences_of_stop(text, meaning):
-    args = parse(["--engines", "x", "--prompt", "x", "--stop", text])
-    assert args.stop == [meaning]
-
-
-@pytest.mark.parametrize("text", [r"\d", "\\", r"\x4", r"\ud800", r"\u12"])
-def test_unknown_escape_sequences_are_refused(cli, text):
-    assert "escape sequence" in cli.refused("--prompt", "x", "--stop", text)
+def test_escape_sequences_of_stop(cli):
+    given = [r"\n\n", r"a\tb", r"\\n", r"\x41\u00e9", "\n", "\\\\"]
+    args = parse(["--engines", "x", "--prompt", "x", *(f"--stop={text}" for text in given)])
+    assert args.stop == ["\n\n", "a\tb", r"\n", "Aé", "\n", "\\"]
+    for text in (r"\d", "\\", r"\x4", r"\ud800", r"\u12"):
+        assert "escape sequence" in cli.refused("--prompt", "x", "--stop", text)
 
 
 def test_colors(cli):
@@ -213,9 +170,9 @@ def test_colors(cli):
         f"{painted[origin]}{piece}\x1b[0m" if origin in painted else piece
         for piece, origin in pieces
     ) + "\n"  # fmt: skip
-    for origin, code in painted.items():
-        assert f"{code}{origin}\x1b[0m" in legend
-        assert code in out
+    assert all(
+        f"{code}{origin}\x1b[0m" in legend and code in out for origin, code in painted.items()
+    )
 
 
 def test_notes_on_what_is_not_exact(cli):
@@ -237,16 +194,12 @@ def test_json(cli):
     result = cli.engine.generate("hello", max_new_tokens=5, logprobs=2)
     assert status == 0
     assert out.count("\n") == 1
-    assert list(body) == [
-        "text", "token_ids", "finish_reason", "stopped_by", "seed", "stats", "logprobs"
-    ]  # fmt: skip
+    keys = ["text", "token_ids", "finish_reason", "stopped_by", "seed", "stats", "logprobs"]
+    assert list(body) == keys
     assert body["text"] == result.text
     assert body["seed"] == 0
     assert body["stats"].keys() == result.stats.summary().keys()
-    for entry, token in zip(body["logprobs"], result.tokens, strict=True):
-        assert entry["id"] == token.id
-        assert entry["logprob"] == pytest.approx(token.logprob, abs=1e-5)
-        assert [a["id"] for a in entry["alternatives"]] == [i for i, _ in token.alternatives]
+    assert body["logprobs"] == json.loads(json_line(json_object(result, logprobs=True)))["logprobs"]
 
 
 def test_json_is_utf8_whatever_the_locale(cli, monkeypatch):
@@ -265,10 +218,9 @@ def test_baseline(cli):
     baseline = json.loads(out)["baseline"]
     assert baseline.keys() == {"tokens_per_second", "output_tokens", "speedup"}
     assert re.search(r"\nbaseline .*x \| output 256 tok\n", err)
-    coupled = ("--temperature", "1", "--top-p", ".9", "--gamma", "auto", "--verify", "coupled")
-    _, out, err = cli("--prompt", "hello", "--baseline", "--json", *coupled)
-    assert json.loads(out)["baseline"]["same_tokens"] is True
-    assert "| same tokens" in err
+    coupled = "--temperature 1 --top-p .9 --gamma auto --verify coupled"
+    _, out, err = cli("--prompt", "hello", "--baseline", "--json", *coupled.split())
+    assert json.loads(out)["baseline"]["same_tokens"] is True and "| same tokens" in err
 
 
 def test_baseline_warms_both_ways_up_first(cli):
@@ -280,12 +232,8 @@ def test_baseline_warms_both_ways_up_first(cli):
         lambda prompt, **options: asked.append(options) or run(prompt, **options),
     )
     cli("--prompt", "hello", "--baseline", "--temperature", "1", "--verify", "block")
-    assert [(o["gamma"], o["max_new_tokens"]) for o in asked] == [
-        (None, command.WARM_UP),
-        (0, command.WARM_UP),
-        (None, 256),
-        (0, 256),
-    ]
+    found = [(o["gamma"], o["max_new_tokens"]) for o in asked]
+    assert found == [(g, n) for n in (command.WARM_UP, 256) for g in (None, 0)]
     assert len({o["seed"] for o in asked}) == 1
 
 
@@ -300,12 +248,7 @@ def test_check(cli):
 
 
 def test_a_check_that_fails(cli, monkeypatch):
-    monkeypatch.setattr(
-        reference, "verify",
-        lambda p, q, drafts, accept_u, final_u, params: Verdict(
-            len(drafts), p[len(drafts)].draw(final_u), ()
-        ),
-    )  # fmt: skip
+    monkeypatch.setattr(reference, "verify", accept_everything)
     status, out, err = cli("--prompt", "a", "--check", "--json", "--stats", "none")
     assert status == EXIT_STATUS["certificate"]
     assert json.loads(out)["check"]["passed"] is False
@@ -344,44 +287,52 @@ def test_messages_and_system(chat_cli, tmp_path):
     assert "prompt 7 tok" in err
 
 
+ONE = '{"prompt": "a"}'
+
+
 @pytest.mark.parametrize(
     ("argv", "stdin", "kind", "words"),
     [
-        (["--prompt-file", "missing.txt"], None, "prompt", "cannot read missing.txt"),
-        (["--prompt-file", "."], None, "prompt", "cannot read ."),
-        (["--prompt-file", "/dev/zero"], None, "prompt", "/dev/zero has more than 16.0 MiB"),
-        (["--messages", "-"], '[{"content": ' + "[" * 100_000, "prompt", "is not JSON"),
-        (["--batch", "-"], "[" * 100_000, "prompt", "line 1 of standard input is not JSON"),
-        (["--prompt", "-"], b"ab\xff", "prompt", "standard input is not UTF-8: byte 2 is 0xff"),
-        (["--messages", "-"], "[{", "prompt", "standard input is not JSON"),
-        (["--messages", "-"], "[" * 100_000, "prompt", "standard input is not JSON"),
-        (["--messages", "-"], "[]", "prompt", "no list of messages"),
-        (["--messages", "-"], '[{"content": "x"}]', "prompt", "message 0 has no role"),
-        (["--messages", "-", "--system", "x"], '[{"role": "system", "content": "x"}]', "option",
+        ("--prompt-file missing.txt", None, "prompt", "cannot read missing.txt"),
+        ("--prompt-file .", None, "prompt", "cannot read ."),
+        ("--prompt-file /dev/zero", None, "prompt", "/dev/zero has more than 16.0 MiB"),
+        ("--prompt -", b"ab\xff", "prompt", "standard input is not UTF-8: byte 2 is 0xff"),
+        ("--messages -", '[{"content": ' + "[" * 100_000, "prompt", "is not JSON"),
+        ("--messages -", "[{", "prompt", "standard input is not JSON"),
+        ("--messages -", "[]", "prompt", "no list of messages"),
+        ("--messages -", '[{"content": "x"}]', "prompt", "message 0 has no role"),
+        ("--messages - --system x", '[{"role": "system", "content": "x"}]', "option",
          "--system contradicts"),
-        (["--batch", "-"], "\n \n", "prompt", "has no requests"),
-        (["--batch", "-"], '{"prompt": "a"}\n\n{', "prompt", "line 3 of standard input"),
-        (["--batch", "-"], "[1]", "prompt", "line 1 of standard input is not a JSON object"),
-        (["--batch", "-"], "{}", "prompt", "line 1 of standard input needs either"),
-        (["--batch", "-"], '{"prompt": "a", "messages": []}', "prompt", "needs either"),
-        (["--batch", "-"], '{"prompt": 7}', "prompt", "neither a text nor a list of token ids"),
-        (["--batch", "-"], '{"prompt": [1, true]}', "prompt", "neither a text nor"),
-        (["--batch", "-"], '{"prompt": "a", "topk": 7}', "option", "line 1 of standard input: "
+        ("--messages - --no-chat-template", '[{"role": "user", "content": "a"}]', "option",
+         "--messages need"),
+        ("--batch -", "[" * 100_000, "prompt", "line 1 of standard input is not JSON"),
+        ("--batch -", "\n \n", "prompt", "has no requests"),
+        ("--batch -", ONE + "\n\n{", "prompt", "line 3 of standard input"),
+        ("--batch -", "[1]", "prompt", "line 1 of standard input is not a JSON object"),
+        ("--batch -", '{"prompt": "a", "messages": []}', "prompt", "needs either"),
+        ("--batch -", '{"prompt": 7}', "prompt", "neither a text nor a list of token ids"),
+        ("--batch -", '{"prompt": [1, true]}', "prompt", "neither a text nor"),
+        ("--batch -", '{"prompt": "a", "topk": 7}', "option", "line 1 of standard input: "
          "unknown key 'topk'"),
-        (["--batch", "-"], '{"prompt": "a", "top_k": "7"}', "option", "line 1 of standard input: "
-         "top_k='7' is out of range"),
-        (["--batch", "-"], '{"prompt": "a", "top_p": 7}', "option", "line 1 of standard input: "
-         "top_p=7 is out of range"),
-        (["--batch", "-"], '{"prompt": "a", "max_new_tokens": null}', "option",
+        ("--batch -", '{"prompt": "a", "top_k": "7"}', "option", "top_k='7' is out of range"),
+        ("--batch -", '{"prompt": "a", "max_new_tokens": null}', "option",
          "max_new_tokens=None is out of range"),
-        (["--batch", "-", "--draft", "none"], '{"prompt": "a", "gamma": 2}', "option",
+        ("--batch - --draft none", '{"prompt": "a", "gamma": 2}', "option",
          "draft=none contradicts gamma=2"),
-        (["--batch", "-", "--no-chat-template"], '{"messages": [{"role": "user"}]}', "option",
+        ("--batch - --no-chat-template", '{"messages": [{"role": "user"}]}', "option",
          "messages need the chat template"),
+        ("--batch - --color", ONE, "option", "--color paints text"),
+        ("--batch - --stream", ONE, "option", "--stream prints text"),
+        ("--batch - --baseline", ONE, "option", "--batch has many"),
+        ("--batch - --check", ONE, "option", "--batch has many"),
+        ("--chat --json", "", "option", "--chat"),
+        ("--chat --baseline", "", "option", "--chat"),
+        ("--chat --check", "", "option", "--chat"),
+        ("--chat --no-stream", "", "option", "--chat"),
     ],
 )  # fmt: skip
 def test_bad_prompts_are_refused_before_loading(cli, argv, stdin, kind, words):
-    assert words in cli.refused(*argv, kind=kind, stdin=stdin)
+    assert words in cli.refused(*argv.split(), kind=kind, stdin=stdin)
 
 
 # Refusals
@@ -390,110 +341,80 @@ def test_bad_prompts_are_refused_before_loading(cli, argv, stdin, kind, words):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--draft", "none", "--gamma", "3"], "--draft none contradicts --gamma 3"),
-        (["--plain-width", "1", "--verify", "coupled"], "--plain-width 1 ties a text to its gamma"),
-        (["--draft", "model", "--gamma", "0"], "--draft model contradicts --gamma 0"),
-        (["--color", "--json"], "--color paints text"),
-        (["--stream", "--json"], "--stream prints text"),
-        (["--stream", "--baseline"], "without streaming"),
-        (["--baseline", "--gamma", "0"], "which this is already"),
-        (["--baseline", "--draft", "none"], "which this is already"),
-        (["--stop", ""], "stop=[''] is out of range"),
-        (["--frequency-penalty", "3"], "frequency_penalty=3.0 is out of range"),
-        (["--logit-bias", "5"], "'5' is not a token id and a number"),
-        (["--logit-bias", "5=200"], "logit_bias must be ids with a number from -100 to 100"),
-        (["--logit-bias", "5=1", "--logit-bias", "5=2"], "--logit-bias names an id twice"),
-        (["--corpus", "x", "--draft", "model"], "--corpus is only read by the drafts ngram"),
-        (["--corpus", "x", "--gamma", "0"], "--corpus is only read by"),
-        (["--table", "x", "--draft", "ngram"], "--table is only read by the drafts unigram"),
-        (["--corpus", "x", "--beams", "2"], "--corpus has no meaning for a beam search"),
-        (["--seed", "0", "--beams", "2"], "--seed has no meaning for a beam search"),
-        (["--chat"], "not allowed with argument --prompt"),
-        (["--logprobs", "3"], "part of the JSON output"),
-        (["--system", "x", "--no-chat-template"], "needs the chat template"),
-        (["--gamma", "0", "--verify", "block"], "no effect in plain decoding"),
-        (["--draft", "none", "--lenience", ".5"], "no effect in plain decoding"),
-        (["--min-new-tokens", "300"], "min_new_tokens=300 is over"),
-        (["--verify", "sigmoid"], "not defined at temperature=0"),
-        (["--verify", "block", "--lenience", ".5"], "not defined for verify=block"),
-        (["--temperature", "-1"], "temperature=-1.0 is out of range"),
-        (["--temperature", "nan"], "temperature=nan is out of range"),
-        (["--top-p", "0"], "top_p=0.0 is out of range"),
-        (["--seed", str(2**64)], "seed=18446744073709551616 is out of range"),
+        ("--draft none --gamma 3", "--draft none contradicts --gamma 3"),
+        ("--draft ngram --gamma 0", "--draft ngram contradicts --gamma 0"),
+        ("--plain-width 1 --verify coupled", "--plain-width 1 ties a text to its gamma"),
+        ("--color --json", "--color paints text"),
+        ("--stream --json", "--stream prints text"),
+        ("--stream --baseline", "without streaming"),
+        ("--baseline --gamma 0", "which this is already"),
+        ("--baseline --draft none", "which this is already"),
+        ("--stop=", "stop=[''] is out of range"),
+        ("--logit-bias 5", "'5' is not a token id and a number"),
+        ("--logit-bias 5=1 --logit-bias 5=2", "--logit-bias names an id twice"),
+        ("--corpus x --draft model", "--corpus is only read by the drafts ngram"),
+        ("--table x --draft ngram", "--table is only read by the drafts unigram"),
+        ("--corpus x --beams 2", "--corpus has no meaning for a beam search"),
+        ("--seed 0 --beams 2", "--seed has no meaning for a beam search"),
+        ("--top-k 3 --beams 2", "--top-k has no meaning for a beam search"),
+        ("--check --beams 2", "--check has no"),
+        ("--draft-beams 2 --beams 3", "narrower than --beams 3"),
+        ("--length-penalty 0", "Add --beams"),
+        ("--pace smooth --beams 2", "nothing is streamed"),
+        ("--pace smooth --json", "nothing is streamed"),
+        ("--chat", "not allowed with argument --prompt"),
+        ("--logprobs 3", "part of the JSON output"),
+        ("--system x --no-chat-template", "needs the chat template"),
+        ("--gamma 0 --verify block", "no effect in plain decoding"),
+        ("--gamma 0 --fallback auto", "no effect in plain decoding"),
+        ("--min-new-tokens 300", "min_new_tokens=300 is over"),
+        ("--verify sigmoid", "not defined at temperature=0"),
+        ("--top-p 0", "top_p=0.0 is out of range"),  # all other values: test_warp.py
         # What argparse itself refuses.
-        (["--max-new-tokens", "0"], "'0' is not a whole number from 1 up"),
-        (["--gamma", "often"], "'often' is not a whole number from 0 up, auto or transformers"),
-        (["--gamma", "-1"], "'-1' is not a whole number"),
-        (["--slots", "0"], "'0' is not a whole number from 1 up"),
-        (["--top-k", "x"], "'x' is not a whole number"),
-        (["--temperature", "warm"], "invalid float value"),
-        (["--verify", "magic"], "invalid choice"),
-        (["--temp", "1"], "unrecognized arguments: --temp"),
-        (["--prompt-file", "x"], "not allowed with argument --prompt"),
-        (["--messages", "x"], "not allowed with argument --prompt"),
-        (["--stop"], "--stop: expected one argument. See "),
-        (["--stop", "-x"], "A value that begins with - is written --stop=-x."),
+        ("--max-new-tokens 0", "'0' is not a whole number from 1 up"),
+        ("--gamma often", "'often' is not a whole number from 0 up, auto or transformers"),
+        ("--temperature warm", "invalid float value"),
+        ("--verify magic", "invalid choice"),
+        ("--temp 1", "unrecognized arguments: --temp"),
+        ("--prompt-file x", "not allowed with argument --prompt"),
+        ("--stop", "--stop: expected one argument. See "),
+        ("--stop -x", "A value that begins with - is written --stop=-x."),
     ],
 )
 def test_contradictions_are_refused_before_loading(cli, argv, words):
-    assert words in cli.refused("--prompt", "hello", *argv)
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--color"], "--color paints text"),
-        (["--stream"], "--stream prints text"),
-        (["--baseline"], "--batch has many"),
-        (["--check"], "--batch has many"),
-    ],
-)
-def test_what_a_batch_cannot_do(cli, argv, words):
-    assert words in cli.refused("--batch", "-", *argv, stdin='{"prompt": "a"}')
-
-
-def test_messages_without_a_template(cli):
-    stdin = '[{"role": "user", "content": "a"}]'
-    assert "--messages need" in cli.refused("--messages", "-", "--no-chat-template", stdin=stdin)
-    cli.refused("--messages", "-", kind="prompt", stdin=stdin, loaded=True)
+    assert words in cli.refused("--prompt", "hello", *argv.split())
 
 
 @pytest.mark.parametrize(
     ("argv", "kind", "words"),
     [
-        (["--prompt", ""], "prompt", "empty"),
-        (["--prompt", "a" * 500], "prompt", "500 tokens"),
-        (["--prompt", "a", "--gamma", "9"], "option", "gamma=9"),
-        (["--prompt", "a", "--system", "x"], "option", "system message"),
-        (["--prompt", "a", "--corpus", "x"], "option", "--corpus is only read by"),
-        (["--chat"], "option", "--chat needs a chat template, and bundle has none"),
-        (["--prompt", "a", "--stop-token-id", str(VOCAB_SIZE)], "option", "does not exist"),
-        (
-            ["--prompt", "a", "--logit-bias", f"{VOCAB_SIZE}=1"],
-            "option",
-            "logit_bias: the token id",
-        ),
-        (["--prompt", "a", "--json", "--logprobs", "33"], "option", "logprobs=33"),
-        (["--batch", "-"], "prompt", "line 2 of standard input: the prompt is empty"),
+        ("--prompt=", "prompt", "empty"),
+        ("--prompt " + "a" * 500, "prompt", "500 tokens"),
+        ("--prompt a --gamma 9", "option", "gamma=9"),
+        ("--prompt a --system x", "option", "system message"),
+        ("--prompt a --corpus x", "option", "--corpus is only read by"),
+        ("--chat", "option", "--chat needs a chat template, and bundle has none"),
+        ("--messages -", "prompt", "chat template"),
+        (f"--prompt a --stop-token-id {VOCAB_SIZE}", "option", "does not exist"),
+        (f"--prompt a --logit-bias {VOCAB_SIZE}=1", "option", "logit_bias: the token id"),
+        ("--prompt a --json --logprobs 33", "option", "logprobs=33"),
+        ("--batch -", "prompt", "line 2 of standard input: the prompt is empty"),
     ],
 )
 def test_what_only_the_bundle_can_refuse(cli, argv, kind, words):
-    stdin = '{"prompt": "a"}\n{"prompt": ""}\n'
-    assert words in cli.refused(*argv, kind=kind, loaded=True, stdin=stdin)
+    stdin = '[{"role": "user"}]' if "--messages" in argv else ONE + '\n{"prompt": ""}\n'
+    assert words in cli.refused(*argv.split(), kind=kind, loaded=True, stdin=stdin)
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--draft", "model"], "built without a draft"),
-        (["--gamma", "2"], "needs a draft"),
-        (["--baseline"], "without a draft there is nothing else"),
-        (["--verify", "block"], "no effect in plain decoding"),
-    ],
-)
-def test_what_needs_a_draft(tmp_path, capsys, monkeypatch, argv, words):
+def test_what_needs_a_draft(tmp_path, capsys, monkeypatch):
     cli = Cli(make_text_engine(tmp_path, random_model(1)), capsys, monkeypatch)
-    assert words in cli.refused("--prompt", "a", *argv, loaded=True)
+    for argv, words in (
+        ("--draft model", "built without a draft"),
+        ("--gamma 2", "needs a draft"),
+        ("--baseline", "without a draft there is nothing else"),
+        ("--verify block", "no effect in plain decoding"),
+    ):
+        assert words in cli.refused("--prompt", "a", *argv.split(), loaded=True)
 
 
 def test_no_prompt_at_all(cli):
@@ -505,10 +426,6 @@ def test_version(capsys):
         generate.main(["--version"])
     assert exit_info.value.code == 0
     assert capsys.readouterr().out == f"outrider {runtime.__version__}\n"
-
-
-def test_the_program_is_called_as_it_is():
-    assert PROGRAM == "python -m runtime.generate"
 
 
 def test_help_teaches(capsys):
@@ -587,13 +504,9 @@ def test_a_conversation(chat_cli):
     )  # fmt: skip
     status, out, err = chat_cli("--chat", stdin="do you\n\nreally\n/reset\nhm")
     assert (status, out) == (0, "yes, i do.\n" * 3)
-    user, answer = {"role": "user"}, {"role": "assistant", "content": "yes, i do."}
-    first = [user | {"content": "do you"}]
-    assert asked == [
-        first,
-        [*first, answer, user | {"content": "really"}],
-        [user | {"content": "hm"}],
-    ]
+    said = [[m["content"] for m in messages] for messages in asked]
+    assert said == [["do you"], ["do you", "yes, i do.", "really"], ["hm"]]
+    assert [m["role"] for m in asked[1]] == ["user", "assistant", "user"]
     assert err.count("| output 11 tok |") == 3
 
 
@@ -631,13 +544,6 @@ def test_an_answer_that_is_interrupted_stays_as_far_as_it_came(chat_cli):
     assert chat_cli.engine.decoder.slots.free == 1
 
 
-@pytest.mark.parametrize("option", ["--json", "--baseline", "--check", "--no-stream"])
-def test_what_a_conversation_cannot_have(chat_cli, option):
-    status, _, err = chat_cli("--chat", option, stdin="")
-    assert status == EXIT_STATUS["option"]
-    assert "--chat" in err
-
-
 # Failures while running
 
 
@@ -663,8 +569,7 @@ def test_memory(cli, monkeypatch):
 
     monkeypatch.setattr(command, "load", load)
     status, _, err = cli("--prompt", "a")
-    assert status == EXIT_STATUS["memory"]
-    assert PLAIN_ERROR.fullmatch(err)
+    assert status == EXIT_STATUS["memory"] and PLAIN_ERROR.fullmatch(err)
 
 
 SLOW = """
@@ -715,13 +620,15 @@ def test_a_closed_pipe_ends_quietly(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("argv", [[], ["--json"]])
-def test_a_full_disk(tmp_path, argv):
-    with open("/dev/full", "w") as full, process(tmp_path, *argv, stdout=full) as child:
+def test_a_full_disk(tmp_path, cli, monkeypatch):
+    with open("/dev/full", "w") as full, process(tmp_path, stdout=full) as child:
         _, err = child.communicate(timeout=20)
     assert child.returncode == EXIT_STATUS["disk"]
     last = err.decode().splitlines()[-1]
     assert last.startswith("error: disk: cannot write to stdout: No space left on device. ")
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        assert cli("--prompt", "a", "--json")[0] == EXIT_STATUS["disk"]
 
 
 def test_closed_streams(cli, monkeypatch):

@@ -16,18 +16,17 @@ from runtime.files.errors import INTERRUPTED, OutriderError, importing, interrup
 CHECKOUT = Path(__file__).parents[2]
 
 
-WHILE = [
-    ("tokenizers", "runtime.generate --engines x --prompt x"),
-    ("tokenizers", "runtime --engines x --prompt x"),
-    ("transformers", "export --model x --out x"),
-    ("transformers", "export.ngram --tokenizer x --out x x"),
-    ("hashlib", "engines --graphs x --out x"),
-    ("torch", "engines --backend aotinductor --supports float32"),
-]
-
-
-@pytest.mark.parametrize(("module", "entry"), WHILE, ids=[f"{e.split()[0]}-{m}" for m, e in WHILE])
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("name", "module", "entry"),
+    [
+        ("SIGINT", "tokenizers", "runtime.generate --engines x --prompt x"),
+        ("SIGTERM", "tokenizers", "runtime --engines x --prompt x"),
+        ("SIGINT", "transformers", "export --model x --out x"),
+        ("SIGTERM", "transformers", "export.ngram --tokenizer x --out x x"),
+        ("SIGTERM", "hashlib", "engines --graphs x --out x"),
+        ("SIGINT", "torch", "engines --backend aotinductor --supports float32"),
+    ],
+)
 def test_while_it_imports(tmp_path: Path, module: str, entry: str, name: str) -> None:
     """Fault: a traceback, or "PyTorch is not installed"."""
     # Signals itself, and makes an ImportError of it as NumPy's native modules do.

@@ -7,27 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from exact import Round, V, blocks, distance
 from fakes import EOS, near, random_model, script
-from rounds import (
-    both,
-    broken,
-    check_rows,
-    ids,
-    make_decoder,
-    on_host,
-    oracle,
-    plain,
-    run,
-    with_uniforms,
-)
+from rounds import check_rows, ids, make_decoder, on_host, plain, run
 
-from runtime import generate
 from runtime.drafts.lookup import LONGEST, Lookup
-from runtime.files.errors import EXIT_STATUS, OutriderError
-from runtime.round import HostRounds
-from runtime.sampling.rules import Verdict, verify
-from runtime.sampling.warp import SamplingParams, warp
+from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
 
@@ -57,24 +41,6 @@ def test_proposals_by_definition(seed: int) -> None:
                 assert lookup.propose(count) == proposal(text[:end], count, longest)
 
 
-def test_the_longest_match_and_the_last_one_win() -> None:
-    lookup = Lookup()
-    lookup.read([1, 2, 3, 9, 2, 3, 8, 7, 3, 6, 1, 2, 3])
-    assert lookup.propose(2) == [9, 2]
-    other = Lookup(2)
-    other.read([1, 2, 3, 9, 2, 3, 8, 7, 3, 6, 1, 2, 3])
-    assert other.propose(2) == [8, 7]
-
-
-def test_a_text_that_repeats_itself_goes_on_with_itself() -> None:
-    lookup = Lookup()
-    lookup.read([5, 1, 2, 1, 2])
-    assert lookup.propose(5) == [1, 2, 1, 2, 1]
-    nothing = Lookup()
-    nothing.read([1, 2, 3])
-    assert nothing.propose(5) == []
-
-
 # In rounds
 
 REPEATS = script("abcab.abcdab,", period=True, start=1)
@@ -87,43 +53,6 @@ def lookups(**request: object) -> Request:
 @pytest.fixture(autouse=True)
 def _sampler(sampler: None) -> None:
     pass
-
-
-@on_host
-@pytest.mark.parametrize("draft", [None, "model"])
-@pytest.mark.parametrize("gamma", [1, 3, 8])
-def test_temperature_0_is_plain_decoding(gamma: int, draft: str | None) -> None:
-    for model in (REPEATS, random_model(1)):
-        decoder = make_decoder(model, near(model, 2, 1.0) if draft else None, order=None)
-        request = lookups(gamma=gamma, max_new_tokens=40)
-        sequence = run(decoder, request)
-        assert ids(sequence) == plain(decoder, request) == oracle(model, request)
-        if model is REPEATS:
-            assert sequence.stats.accepted > 10
-        if draft:
-            assert decoder.draft.calls == []  # type: ignore[union-attr, attr-defined]
-
-
-@on_host
-def test_a_model_and_lookups_side_by_side() -> None:
-    """One call of the draft a step serves those who want it; the others' slots stay as they are."""
-    model = REPEATS
-    requests = [
-        lookups(max_new_tokens=30),
-        replace(lookups(max_new_tokens=25), draft="model", gamma=3),
-        lookups(max_new_tokens=20, params=SamplingParams(temperature=0.8, seed=4), gamma=2),
-        replace(lookups(max_new_tokens=28), gamma=0),
-    ]
-    decoder = make_decoder(model, near(model, 2, 1.0), order=None, slots=4)
-    alone = [ids(run(make_decoder(model, near(model, 2, 1.0), order=None), r)) for r in requests]
-    together = [decoder.admit(request) for request in requests]
-    while unfinished := [sequence for sequence in together if sequence.finish_reason is None]:
-        decoder.round(unfinished)
-        for sequence in unfinished:
-            check_rows(decoder, sequence)
-    for i in (0, 1, 3):
-        assert ids(together[i]) == alone[i]
-    assert len(ids(together[2])) == 20
 
 
 @on_host
@@ -154,75 +83,6 @@ def test_ends_that_may_not_come_yet() -> None:
     for draft in (None, near(model, 1, 1.0)):
         sequence = run(make_decoder(model, draft), request)
         assert EOS not in ids(sequence)[:6]
-
-
-@with_uniforms
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_a_round_has_the_targets_distribution(rule: str) -> None:
-    """Enumerated over its uniforms; the prompt makes the lookup propose two tokens."""
-    assert enumerated(rule) < 1e-6
-
-
-def enumerated(rule: str) -> float:
-    target = random_model(1, V)
-    decoder = make_decoder(target, None, vocab_size=V, capacity=64)
-    prompt = [5, 6, 3, 4, 5, 6]
-    params = SamplingParams(temperature=1.0, verify=rule)  # type: ignore[arg-type]
-
-    def propose(self: Lookup, count: int, after: object) -> list[int]:
-        return [3, 4][:count]  # whatever the first token is
-
-    with broken("drafts.lookup.Lookup.propose", propose):
-        round_ = Round(decoder, Request(prompt, params, gamma=2, draft="ngram", max_new_tokens=9))
-        text = tuple(round_.sequence.slot.tokens)
-
-        def probs(context: tuple[int, ...]) -> np.ndarray:
-            return warp(target(context), params).probs()
-
-        return distance(blocks(round_, rule), probs, text, 3)
-
-
-def test_a_rule_that_takes_every_proposal_is_noticed() -> None:
-    def accept(p, q, drafts, accept_u, final_u, params):  # type: ignore[no-untyped-def]
-        verdict = verify(p, q, drafts, accept_u, final_u, params)
-        return Verdict(len(drafts), p[len(drafts)].draw(final_u), verdict.ratios)
-
-    with broken("sampling.reference.verify", accept):
-        assert enumerated("token") > 0.1
-
-
-# What is refused, and by which words it is asked for
-
-
-@both
-def test_what_a_device_refuses(sampler: None, request: pytest.FixtureRequest) -> None:
-    decoder = make_decoder(random_model(1), None)
-    if isinstance(decoder.rounds, HostRounds):
-        assert len(ids(run(decoder, lookups(max_new_tokens=5)))) == 5
-        return
-    with pytest.raises(OutriderError, match="draft=ngram is for the CPU") as caught:
-        decoder.admit(lookups())
-    assert caught.value.kind == "option"
-
-
-def test_sigmoid_is_refused() -> None:
-    decoder = make_decoder(random_model(1), None)
-    params = SamplingParams(temperature=1.0, verify="sigmoid")
-    with pytest.raises(OutriderError, match="a lookup has none"):
-        decoder.check(lookups(params=params))
-
-
-def test_a_model_that_is_not_there() -> None:
-    decoder = make_decoder(random_model(1), None)
-    with pytest.raises(OutriderError, match="needs a draft") as caught:
-        decoder.check(replace(lookups(), draft="model"))
-    assert 'draft="ngram"' in caught.value.remedy
-
-
-def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    status = generate.main(["--engines", "x", "--prompt", "x", "--draft", "ngram", "--gamma", "0"])
-    assert status == EXIT_STATUS["option"]
-    assert "--draft ngram contradicts --gamma 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("sampler", ["numpy"], indirect=True)

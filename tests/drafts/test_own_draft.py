@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from exact import V, by_keys, own
 from fakes import near, random_model, script
-from rounds import ids, make_decoder, on_host, oracle, plain, run, with_uniforms
+from rounds import ids, make_decoder, on_host, oracle, plain, run
 
 from examples.own_draft import Phrases
 from runtime.cli.arguments import parse
@@ -55,7 +55,7 @@ def _known(sampler: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @on_host
-@pytest.mark.parametrize("gamma", [1, 3, 8])
+@pytest.mark.parametrize("gamma", [1, 8])
 def test_temperature_0_is_plain_decoding(gamma: int) -> None:
     accepted = 0
     for model in (SAYING, random_model(1)):
@@ -68,16 +68,12 @@ def test_temperature_0_is_plain_decoding(gamma: int) -> None:
     assert accepted > 0
 
 
-@with_uniforms
-@pytest.mark.parametrize(("gamma", "count"), [(1, 3), (2, 4)])
-def test_the_distribution_is_the_targets(gamma: int, count: int) -> None:
+@on_host
+def test_the_distribution_is_the_targets() -> None:
     for seed in (1, 2):
-        assert by_keys(gamma, count, own, seed, draft="phrases") < 1e-12
-
-
-def test_a_q_that_is_misreported_is_noticed() -> None:
-    """The control."""
-    assert max(by_keys(2, 4, own, seed, draft="liar") for seed in (1, 2)) > 0.01
+        assert by_keys(2, 4, own, seed, draft="phrases") < 1e-12
+    liar = max(by_keys(2, 4, own, seed, draft="liar") for seed in (1, 2))
+    assert liar > 0.01, "the control: a q that is misreported"
 
 
 def test_the_command_line_knows_it() -> None:

@@ -22,8 +22,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def graphs(workshop: Workshop) -> Path:
-    target, draft = workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7)
-    return workshop.graphs(target, draft, dtype="float16")
+    return workshop.graphs(*workshop.pair(), dtype="float16")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What a machine has no room for is refused before minutes of work, on a processor too."""
+"""What cannot be built is refused in one line, before minutes of work."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from checkpoints import MAX_LEN, Workshop
 from commands import error_line
+from rtx import needs_library
 
 import engines.__main__
 from engines import bundle as bundles
@@ -17,24 +18,67 @@ from runtime.files.manifest import FIRST_ROWS, MOST_SLOTS, read_pair
 
 @pytest.fixture(scope="module")
 def graphs(workshop: Workshop) -> Path:
-    source = workshop.checkpoint("llama", max_position_embeddings=4096)
+    source = workshop.checkpoint("llama", max_position_embeddings=4096, num_hidden_layers=1)
     return workshop.graphs(source, max_len=None)
 
 
-def command(graphs: Path, out: Path, slots: int) -> int:
-    places = ["--graphs", str(graphs), "--out", str(out)]
-    return engines.__main__.main([*places, "--slots", str(slots)])
+def refused(capsys: pytest.CaptureFixture[str], kind: str, *options: str) -> str:
+    assert engines.__main__.main([*options]) == EXIT_STATUS[kind]
+    said = capsys.readouterr().err
+    error_line(said, kind)
+    return said
 
 
-@pytest.mark.parametrize("slots", [-1, 0, MOST_SLOTS + 1, 100_000_000])
-def test_slots_that_no_machine_has(
-    slots: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+HALF = ("--supports", "float16")
+NO_LEVEL = "OPT_LEVEL={} means nothing to the backend "
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        *(
+            ((f"--slots={n}", "--supports", "float32"), "option", f"SLOTS={n} is out of range")
+            for n in (-1, 0, MOST_SLOTS + 1)
+        ),
+        (("--slots=0", "--graphs", "nowhere"), "option", "SLOTS=0 is out of range"),
+        (("--supports", "float32", "--sm=89"), "option", "SM=89 is for GPUs"),
+        (("--supports", "float32", "--opt-level=3"), "option", NO_LEVEL.format(3) + "onnxruntime"),
+        (("--backend=aotinductor", *HALF, "--opt-level=0"), "option", NO_LEVEL.format(0)),
+        (("--backend=tensorrt_rtx", *HALF, "--opt-level=3"), "option", NO_LEVEL.format(3)),
+        *(
+            ((f"--backend={backend}", "--supports", dtype), "backend", f" {dtype} in this version.")
+            for backend, dtype in (("tensorrt_rtx", "int4"), ("tensorrt", "float32"))
+        ),
+        *(
+            (("--backend=tensorrt", *HALF, f"--opt-level={level}"), "option", "is out of range")
+            for level in (6, -1)
+        ),
+        *(
+            pytest.param(
+                ("--backend=tensorrt_rtx", *HALF, f"--sm={sm}"), "option",
+                "some of SM=75,80,86,89,120", marks=needs_library,
+            )
+            for sm in ("90", "89,90", "sm89", "8.9", ",", "-1")
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)  # fmt: skip
+def test_what_no_machine_builds(
+    options: tuple[str, ...], kind: str, words: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """Also where `make engines` asks first: nothing is exported for them."""
-    for more in (["--supports", "float32"], ["--graphs", str(tmp_path)]):
-        status = engines.__main__.main([f"--slots={slots}", "--out", str(tmp_path / "out"), *more])
-        assert status == EXIT_STATUS["option"]
-        assert f"SLOTS={slots} is out of range" in error_line(capsys.readouterr().err, "option")
+    assert words in refused(capsys, kind, *options, "--out", str(tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("backend", ["tensorrt_rtx", "tensorrt"])
+def test_a_missing_library(
+    backend: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, backend, None)
+    said = refused(capsys, "backend", f"--backend={backend}", *HALF)
+    assert "is not installed" in said
 
 
 def test_memory_of_this_machine(
@@ -45,25 +89,20 @@ def test_memory_of_this_machine(
 ) -> None:
     """Slots begin with few rows, so what would not open is refused, and what may not be filled is
     said."""
-    pair = read_pair(graphs)
+    assert host_memory() > 2**28
+    pair, out = read_pair(graphs), tmp_path / "out"
     assert pair.max_len > 4 * FIRST_ROWS > MAX_LEN
     least, most = (sum(memory_plan(pair, 2, rows).values()) for rows in (FIRST_ROWS, None))
     assert least < most
+    options = ["--graphs", str(graphs), "--out", str(out), "--slots", "2"]
 
-    def built(memory: int) -> tuple[int, str]:
+    def machine_of(memory: int) -> None:
         monkeypatch.setattr(bundles, "host_memory", lambda: memory)
-        return command(graphs, tmp_path / "out", 2), capsys.readouterr().err
 
-    status, err = built(least - 1)
-    assert status == EXIT_STATUS["memory"]
-    assert "the bundle needs" in error_line(err, "memory")
-    assert not (tmp_path / "out").exists()
-    status, err = built(most - 1)
-    assert status == 0 and "not enough for 2 texts of 2048" in err
-    for enough in (most, 0):  # 0: it does not say
-        status, err = built(enough)
-        assert status == 0 and "not enough" not in err
-
-
-def test_this_machine_says_what_it_has() -> None:
-    assert host_memory() > 2**28
+    machine_of(least - 1)
+    assert "the bundle needs" in refused(capsys, "memory", *options)
+    assert not out.exists()
+    for memory, enough in ((most - 1, False), (most, True), (0, True)):  # 0: it does not say
+        machine_of(memory)
+        assert engines.__main__.main(options) == 0
+        assert ("not enough for 2 texts of 2048" in capsys.readouterr().err) is not enough

@@ -8,20 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import (
-    VOCAB_SIZE,
-    Workshop,
-)
+from checkpoints import VOCAB_SIZE, Workshop
 from commands import error_line
-from exported import (
-    CAPACITY,
-    UNTIED,
-    command,
-    nothing_left,
-)
+from exported import CAPACITY, UNTIED, command, nothing_left
+from originals import original_of
 from rounds import cases
 from safetensors.torch import load_file, save_file
-from transformers import AttentionMaskInterface, AutoModelForCausalLM, masking_utils
+from transformers import AttentionMaskInterface, masking_utils
 
 from export import checkpoint, compare, decoder, loading
 from runtime.files.errors import EXIT_STATUS
@@ -82,7 +75,7 @@ def test_a_lost_window_fails_the_build(
     def causal_only(**kwargs: object) -> torch.Tensor:
         return decoder._mask(**{**kwargs, "mask_function": masking_utils.causal_mask_function})
 
-    source = workshop.checkpoint("mistral")
+    source = workshop.example("mistral")
     AttentionMaskInterface.register(decoder.NAME, causal_only)
     try:
         status, err = command(capsys, tmp_path, source)
@@ -93,17 +86,19 @@ def test_a_lost_window_fails_the_build(
     assert nothing_left(tmp_path)
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, np.nan, np.inf])
-def test_one_wrong_weight_is_seen(workshop: Workshop, tmp_path: Path, value: float) -> None:
-    source = workshop.checkpoint(UNTIED)
-    copy = Path(shutil.copytree(workshop.graphs(source) / "target", tmp_path / "target"))
-    model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
-    original = compare.reference(model, CAPACITY, VOCAB_SIZE)
-    sound = compare.compare(copy, original, "float32")
-    assert sound.passed
-    assert sound.max_difference is not None
+@pytest.mark.parametrize(
+    ("form", "value"),
+    [("onnx", 0.0), ("onnx", 1.0), ("onnx", np.nan), ("onnx", np.inf), ("torch", 0), ("torch", 1)],
+)
+def test_one_wrong_weight_is_seen(
+    workshop: Workshop, tmp_path: Path, form: str, value: float
+) -> None:
+    """0 is the control."""
+    pair = workshop.pair("aotinductor" if form == "torch" else "onnxruntime")
+    graphs = workshop.graphs(*pair, **({"form": "torch"} if form == "torch" else {}))
+    copy = Path(shutil.copytree(graphs / "target", tmp_path / "target"))
+    original = compare.reference(original_of(pair[0]).model, CAPACITY, VOCAB_SIZE)
     weights = np.fromfile(copy / WEIGHTS_FILE, np.float32)
-    if value:  # 0 stands for the control
-        weights[len(weights) // 2] += value
+    weights[len(weights) // 2] += value
     weights.tofile(copy / WEIGHTS_FILE)
     assert compare.compare(copy, original, "float32").passed == (value == 0)

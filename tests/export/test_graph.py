@@ -13,23 +13,9 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from checkpoints import (
-    MAX_GAMMA,
-    VOCAB_SIZE,
-    Workshop,
-)
+from checkpoints import MAX_GAMMA, VOCAB_SIZE, Workshop
 from commands import CHECKOUT
-from exported import (
-    CAPACITY,
-    LAYERS,
-    SHORT,
-    TIED,
-    UNTIED,
-    eager,
-    graph,
-    text,
-    type_of,
-)
+from exported import CAPACITY, LAYERS, SHORT, TIED, UNTIED, eager, graph, text, type_of
 from rounds import cases
 from transformers import AutoModelForCausalLM
 
@@ -41,18 +27,18 @@ from runtime.files.torch_files import WEIGHTS_FILE
 
 @pytest.mark.parametrize("name", cases([TIED, UNTIED, "gpt2", "gemma2"], ["mixtral"]))
 def test_inputs_and_outputs(workshop: Workshop, name: str) -> None:
-    folder = workshop.graphs(workshop.checkpoint(name))
+    folder = workshop.graphs(workshop.example(name))
     model = graph(folder)
     onnx.checker.check_model(folder / "target" / GRAPH_FILE)
     assert [(o.domain, o.version) for o in model.opset_import] == [("", 24)]
     assert not model.functions
     facts = read_pair(folder).target
+    assert facts.files.keys() <= {GRAPH_FILE, ONE_SLOT_FILE, WEIGHTS_FILE}
     caches = {
         f"{side}_{i}": (["slots", heads, "rows", width], onnx.TensorProto.FLOAT)
         for side, shapes in (("key", facts.key_shapes), ("value", facts.value_shapes))
         for i, (heads, width) in enumerate(shapes)
     }
-    assert len(caches) == 2 * LAYERS
     inputs = {
         "input_ids": (["slots", "tokens"], onnx.TensorProto.INT64),
         "position": (["slots"], onnx.TensorProto.INT64),
@@ -68,52 +54,44 @@ def test_inputs_and_outputs(workshop: Workshop, name: str) -> None:
     assert facts.capacity == CAPACITY
 
 
-@pytest.mark.parametrize("name", [TIED, UNTIED])
-def test_norms_and_rotary_embeddings_are_single_nodes(workshop: Workshop, name: str) -> None:
-    nodes = Counter(n.op_type for n in graph(workshop.graphs(workshop.checkpoint(name))).graph.node)
-    assert nodes["RMSNormalization"] == 2 * LAYERS + 1
-    assert nodes["RotaryEmbedding"] == 2 * LAYERS
-    assert nodes["Attention"] == LAYERS
-    assert nodes["TensorScatter"] == 2 * LAYERS
+@pytest.mark.parametrize("name", cases([TIED, UNTIED], ["mixtral"]))
+def test_nodes_and_weights(workshop: Workshop, name: str) -> None:
+    """Norms, rotations and attention are single nodes; weights are stored once, beside the graph,
+    as they are used, and only a tied one is transposed when it runs."""
+    folder = workshop.graphs(workshop.example(name))
+    facts, described = read_pair(folder).target, graph(folder).graph
+    nodes, layers = Counter(node.op_type for node in described.node), len(facts.key_shapes)
+    assert nodes["RMSNormalization"] == 2 * layers + 1
+    assert nodes["RotaryEmbedding"] == nodes["TensorScatter"] == 2 * layers
+    assert nodes["Attention"] == layers
     primitives = {"Pow", "ReduceMean", "Sqrt", "Reciprocal", "Neg", "Slice", "Softmax"}
-    assert not primitives & nodes.keys()
-
-
-@pytest.mark.parametrize("name", cases([TIED, UNTIED, "mistral"], ["mixtral"]))
-def test_only_a_tied_weight_is_transposed_when_it_runs(workshop: Workshop, name: str) -> None:
-    model = graph(workshop.graphs(workshop.checkpoint(name)))
-    weights = {tensor.name for tensor in model.graph.initializer}
+    assert name == "mixtral" or not primitives & nodes.keys()  # it routes by some of them
+    weights = {tensor.name: tensor for tensor in described.initializer}
     transposed = [
-        n.input[0] for n in model.graph.node if n.op_type == "Transpose" and n.input[0] in weights
+        node.input[0]
+        for node in described.node
+        if node.op_type == "Transpose" and node.input[0] in weights
     ]
     assert len(transposed) == (name == TIED)
     for weight in transposed:  # the embedding, which is looked up as well
-        readers = [node.op_type for node in model.graph.node if weight in node.input]
+        readers = [node.op_type for node in described.node if weight in node.input]
         assert sorted(readers) == ["Gather", "Transpose"]
-
-
-@pytest.mark.parametrize("name", cases([TIED, UNTIED], ["mixtral"]))
-def test_every_weight_is_stored_once_beside_the_graph(workshop: Workshop, name: str) -> None:
-    folder = workshop.graphs(workshop.checkpoint(name))
-    facts = read_pair(folder).target
-    assert facts.files.keys() <= {GRAPH_FILE, ONE_SLOT_FILE, WEIGHTS_FILE}
-    external = [t for t in graph(folder).graph.initializer if t.data_location == t.EXTERNAL]
+    external = [t for t in weights.values() if t.data_location == t.EXTERNAL]
     places = {entry.value for t in external for entry in t.external_data if entry.key == "location"}
     assert places == {WEIGHTS_FILE}
-    weights = (folder / "target" / WEIGHTS_FILE).stat().st_size
-    small = sum(len(t.raw_data) for t in graph(folder).graph.initializer)
-    assert 4 * facts.parameters * 0.98 < weights + small < 4 * facts.parameters * 1.05
+    size = (folder / "target" / WEIGHTS_FILE).stat().st_size
+    size += sum(len(tensor.raw_data) for tensor in weights.values())
+    assert 4 * facts.parameters * 0.98 < size < 4 * facts.parameters * 1.05
 
 
 @pytest.mark.parametrize("name", cases([TIED, "gemma2"], ["mixtral"]))
 def test_the_file_says_nothing_of_the_machine_that_made_it(workshop: Workshop, name: str) -> None:
-    source = workshop.checkpoint(name)
+    source = workshop.example(name)
     folder = workshop.graphs(source)
     model = graph(folder)
     described = [model, model.graph, *model.graph.node, *model.graph.input, *model.graph.output]
     described += [*model.graph.value_info, *model.graph.initializer]
-    assert not any(d.doc_string for d in described)
-    assert not any(d.metadata_props for d in described)
+    assert not any(d.doc_string or d.metadata_props for d in described)
     content = (folder / "target" / GRAPH_FILE).read_bytes()
     for trace in (CHECKOUT, source.parent, sys.prefix, "site-packages", ".py", "torch/"):
         assert str(trace).encode() not in content
@@ -137,7 +115,7 @@ WALKED = cases([TIED, UNTIED, "gpt2", "gemma2", "mistral"], ["mixtral", "phi3-lo
 @pytest.mark.parametrize("name", WALKED)
 def test_two_slots_of_any_lengths_with_rejected_drafts(workshop: Workshop, name: str) -> None:
     """A random walk: calls of any width and any outputs, garbage beyond the length, roll-back."""
-    source = workshop.checkpoint(name)
+    source = workshop.example(name)
     folder = workshop.graphs(source)
     facts = read_pair(folder).target
     engine = OrtEngine(folder / "target", facts, slots=3, widest=MAX_GAMMA + 1, threads=1)

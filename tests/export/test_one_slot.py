@@ -59,7 +59,7 @@ def test_a_tied_output_matrix_is_not_transposed(workshop: Workshop) -> None:
 
 @pytest.mark.parametrize("name", cases(["gpt2", "gemma2"], KEPT))
 def test_what_the_operator_cannot_do_has_no_such_graph(workshop: Workshop, name: str) -> None:
-    folder = workshop.graphs(workshop.checkpoint(name))
+    folder = workshop.graphs(workshop.example(name))
     assert not (folder / "target" / ONE_SLOT_FILE).exists()
     assert ONE_SLOT_FILE not in read_pair(folder).target.files
 
@@ -111,7 +111,7 @@ def test_a_wrong_window_is_found_out(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A control: what is kept is what agrees with the original."""
-    source = workshop.checkpoint("mistral")
+    source = workshop.example("mistral")
     folder = Path(shutil.copytree(workshop.graphs(source) / "target", tmp_path / "target"))
     model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
     original = compare.reference(model, CAPACITY, VOCAB_SIZE)

@@ -11,26 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import (
-    MAX_GAMMA,
-    MAX_LEN,
-    TOKENS,
-    VOCAB_SIZE,
-    Workshop,
-    tokenizer,
-    write,
-)
+from checkpoints import MAX_GAMMA, MAX_LEN, TOKENS, VOCAB_SIZE, Workshop, tokenizer, write
 from commands import CHECKOUT, environment, error_line
-from exported import (
-    CAPACITY,
-    SHORT,
-    TIED,
-    UNTIED,
-    command,
-    eager,
-    nothing_left,
-    text,
-)
+from exported import CAPACITY, SHORT, TIED, UNTIED, command, eager, nothing_left, text
 from transformers import AutoModelForCausalLM
 
 from engines.bundle import build
@@ -161,12 +144,9 @@ def test_parts_are_found_again_by_what_they_are_made_from(
     shutil.copytree(workshop.cache / key[:16], cache / key[:16])
     made: list[str] = []
 
-    class Again(Exception):
-        """It would be exported."""
-
     def again(*arguments: object) -> None:
         made.append(str(arguments[-1]))
-        raise Again
+        raise StopIteration  # it would be exported
 
     monkeypatch.setattr(part, "_export", again)
 
@@ -174,7 +154,7 @@ def test_parts_are_found_again_by_what_they_are_made_from(
         options = {"max_len": MAX_LEN, "max_gamma": MAX_GAMMA, "cache": cache, **options}
         try:
             return export_pair(str(source), None, tmp_path / "out", **options)
-        except Again:
+        except StopIteration:
             return None
 
     assert export_again() == read_pair(tmp_path / "first")
@@ -187,12 +167,11 @@ def test_parts_are_found_again_by_what_they_are_made_from(
     assert export_again(force=True) is None
     assert made[3:] == [key]
     # One weight less precise than it was.
-    weights = bytearray((source / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (source / "model.safetensors").write_bytes(weights)
+    weights = source / "model.safetensors"
+    intact = weights.read_bytes()
+    weights.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
     assert export_again() is None
-    weights[-1] ^= 1
-    (source / "model.safetensors").write_bytes(weights)
+    weights.write_bytes(intact)
     assert export_again() is not None
     # Parts that are not what they were.
     for name in (GRAPH_FILE, WEIGHTS_FILE, PART_FILE):
@@ -222,6 +201,22 @@ def test_other_ways_to_store_weights(workshop: Workshop, tmp_path: Path, kind: s
     options = {"max_len": MAX_LEN, "max_gamma": MAX_GAMMA, "cache": tmp_path / "cache"}
     pair = export_pair(str(copy), None, tmp_path / "out", **options)
     assert pair.target.files == read_pair(workshop.graphs(source)).target.files
+
+
+def test_other_code_in_a_subfolder_makes_another_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part, "__file__", str(tmp_path / "part.py"))
+    digests = [part.exporter_digest()]
+    (tmp_path / "verify_node").mkdir()
+    for name, code in (
+        ("part.py", "1"),
+        ("verify_node/node.py", "1"),
+        ("verify_node/node.py", "2"),
+    ):
+        (tmp_path / name).write_text(code)
+        digests.append(part.exporter_digest())
+    assert len(set(digests)) == 4
 
 
 PEAK = """

@@ -1,38 +1,61 @@
-"""What cannot be exported is refused by name, with the reason, and leaves nothing."""
+"""What cannot be exported, or would be exported in part, is refused by name, and leaves nothing."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from checkpoints import (
-    ARCHITECTURES,
-    CONTEXT,
-    Workshop,
-)
+from checkpoints import ARCHITECTURES, CONTEXT, VOCAB_SIZE, Workshop
 from commands import error_line
-from exported import (
-    TIED,
-    UNTIED,
-    command,
-    nothing_left,
-)
+from exported import TIED, UNTIED, command, nothing_left
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from export import decoder, part
+from export.checkpoint import find
 from export.pair import DEFAULT_MAX_LEN
+from export.vocabulary import check_chat_template, load_tokenizer
 from runtime.files.errors import EXIT_STATUS, OutriderError
+
+Damage = Callable[[Path], object]
+
+
+@pytest.fixture
+def copy(workshop: Workshop, tmp_path: Path) -> Path:
+    """An untied model: what it lacks cannot be taken from elsewhere."""
+    return Path(shutil.copytree(workshop.checkpoint(UNTIED), tmp_path / "checkpoint"))
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """No graph is made: each MAX_LEN that one was asked for."""
+    asked: list[int] = []
+
+    def make(role: str, found: object, dtype: str, max_len: int, *_: object, **__: object) -> None:
+        asked.append(max_len)
+        raise OutriderError("disk", "far enough", "Stop.")
+
+    monkeypatch.setattr(part, "make", make)
+    return asked
+
+
+# Architectures
+
+OUTSIDE = "attention does not go through Transformers' attention interface"
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("falcon", "attention does not go through Transformers' attention interface"),
-        ("bloom", "attention does not go through Transformers' attention interface"),
-        ("gptj", "attention does not go through Transformers' attention interface"),
+        ("falcon", OUTSIDE),
+        ("bloom", OUTSIDE),
+        ("gptj", OUTSIDE),
         ("mamba", "not all of its layers keep a KV cache"),
         ("t5", "it is an encoder-decoder model"),
     ],
@@ -73,41 +96,54 @@ def test_rope_that_changes_with_the_length(
 
 
 def test_max_len(
-    workshop: Workshop,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    workshop: Workshop, tmp_path: Path, stopped: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = []
-
-    def make(role: str, found: object, dtype: str, max_len: int, *_: object, **__: object) -> None:
-        asked.append(max_len)
-        raise OutriderError("disk", "far enough", "Stop.")
-
-    monkeypatch.setattr(part, "make", make)
     small = workshop.checkpoint(TIED)
     large = workshop.checkpoint(TIED, max_position_embeddings=4096)
     for source, options in ((small, []), (large, []), (small, ["--max-len", "99"])):
         command(capsys, tmp_path, source, *options)
-    assert asked == [CONTEXT, DEFAULT_MAX_LEN, 99]
     for wrong in (CONTEXT + 1, 31):
         status, err = command(capsys, tmp_path, small, "--max-len", str(wrong))
         assert status == EXIT_STATUS["option"]
         assert f"MAX_LEN={wrong}" in error_line(err, "option")
-    assert len(asked) == 3
+    assert stopped == [CONTEXT, DEFAULT_MAX_LEN, 99]
 
 
-def _drop_a_tensor(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.1.self_attn.k_proj.weight"]
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+# Folders that only look like a checkpoint, or hold more than its graph would
 
 
-def _misshape_a_tensor(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    name = "model.layers.1.self_attn.k_proj.weight"
-    weights[name] = weights[name][:-1].contiguous()
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+def _json(name: str, **fields: Any) -> Damage:
+    def damage(folder: Path) -> None:
+        path = folder / name
+        content = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**content, **fields}))
+
+    return damage
+
+
+def _tensors(edit: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
+    def damage(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        edit(weights)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    return damage
+
+
+def _more(name: str, *shape: int) -> Damage:
+    return _tensors(lambda weights: weights.update({name: torch.zeros(shape)}))
+
+
+def _instead(name: str, content: bytes) -> Damage:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def _without(pattern: str) -> Damage:
+    return lambda folder: [path.unlink() for path in folder.glob(pattern)]
+
+
+def _all(*damages: Damage) -> Damage:
+    return lambda folder: [damage(folder) for damage in damages]
 
 
 def _truncate(folder: Path) -> None:
@@ -115,52 +151,116 @@ def _truncate(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
 
 
-def _no_tokenizer(folder: Path) -> None:
-    for path in folder.glob("tokenizer*"):
-        path.unlink()
-
-
-DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "a tensor is missing": (_drop_a_tensor, "checkpoint", "lacks 1 of its weights"),
-    "a tensor of another shape": (_misshape_a_tensor, "checkpoint", "weights"),
-    "truncated weights": (_truncate, "checkpoint", "cannot be read"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "checkpoint", "has no weights"),
-    "no config": (lambda f: (f / "config.json").unlink(), "checkpoint", "has no config.json"),
-    "config is no JSON": (
-        lambda f: (f / "config.json").write_text("{'model_type': "),
-        "checkpoint",
-        "config.json",
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+UP_PROJ = "model.layers.0.mlp.up_proj"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5000\n"
+PEFT = _json("adapter_config.json", peft_type="LORA")
+REFUSED: dict[str, tuple[Damage, str]] = {
+    # Lost or broken
+    "a tensor is missing": (_tensors(lambda w: w.pop(K_PROJ)), "lacks 1 of its weights"),
+    "a tensor of another shape": (
+        _tensors(lambda w: w.update({K_PROJ: w[K_PROJ][:-1].contiguous()})), "weights",
+    ),
+    "truncated weights": (_truncate, "cannot be read"),
+    "no weights": (_without("model.safetensors"), "has no weights"),
+    "no config": (_without("config.json"), "has no config.json"),
+    "config is no JSON": (_instead("config.json", b"{'model_type': "), "config.json"),
+    "config.json without end": (
+        _instead("config.json", b"[" * 100_000), "config.json cannot be read",
+    ),
+    "a list for a configuration": (
+        _instead("config.json", b"[1]"), "config.json is no JSON object",
     ),
     "config of an unknown model": (
-        lambda f: (f / "config.json").write_text('{"model_type": "steam-engine"}'),
-        "architecture",
-        "steam-engine",
+        _instead("config.json", b'{"model_type": "steam-engine"}'), "steam-engine",
     ),
-    "no tokenizer": (_no_tokenizer, "checkpoint", "tokenizer"),
-    "broken tokenizer": (
-        lambda f: (f / "tokenizer.json").write_text("{"),
-        "checkpoint",
-        "tokenizer",
-    ),
+    "no tokenizer": (_without("tokenizer*"), "tokenizer"),
+    "broken tokenizer": (_instead("tokenizer.json", b"{"), "tokenizer"),
     "broken generation_config": (
-        lambda f: (f / "generation_config.json").write_text("{"),
-        "checkpoint",
-        "generation_config.json",
+        _instead("generation_config.json", b"{"), "generation_config.json",
     ),
-    "no folder": (shutil.rmtree, "checkpoint", "is not a folder"),
-}
+    "no folder": (shutil.rmtree, "is not a folder"),
+    "a pointer for weights": (
+        _instead("model.safetensors", POINTER), "model.safetensors is a git-LFS",
+    ),
+    "a pointer for the tokenizer": (
+        _instead("tokenizer.json", POINTER), "tokenizer.json is a git-LFS pointer",
+    ),
+    # Would be ignored
+    "an extra layer": (
+        _more("model.layers.2.mlp.up_proj.weight", 96, 64),
+        "1 weights that a Qwen2ForCausalLM does not take, model.layers.2.mlp.up_proj.weight first",
+    ),
+    "biases": (_more(f"{UP_PROJ}.bias", 96), "up_proj.bias"),
+    "an adapter's tensors": (_more(f"{UP_PROJ}.lora_A.weight", 8, 64), "Merge the adapter first"),
+    "a classifier's head": (_more("score.weight", 2, 64), "score.weight first"),
+    "an adapter beside": (PEFT, "a PEFT adapter beside its weights"),
+    "an adapter alone": (
+        _all(
+            _without("model.safetensors"), PEFT, _instead("adapter_model.safetensors", b""),
+        ),
+        "is a PEFT adapter, which is no model by itself. Merge the adapter first",
+    ),
+    "an unknown quantisation": (
+        _json("config.json", quantization_config={"quant_method": "odd", "bits": 3}),
+        "is quantised (quantization_config: odd)",
+    ),
+    "quantised, not said how": (_json("config.json", quantization_config=4), "is quantised"),
+    "GGUF": (
+        _all(_without("model.safetensors"), _instead("model.Q4_K_M.gguf", b"GGUF")),
+        "llama.cpp's format, GGUF",
+    ),
+    # Nonsense
+    "an end beyond the vocabulary": (
+        _json("generation_config.json", eos_token_id=[0, VOCAB_SIZE]),
+        f"eos_token_id {VOCAB_SIZE}, and {VOCAB_SIZE} tokens",
+    ),
+    "a negative end": (_json("generation_config.json", eos_token_id=-1), "eos_token_id -1"),
+    "an architecture that is a number": (
+        _json("config.json", architectures=-1), "architectures = -1",
+    ),
+    "a size that is a word": (
+        _json("config.json", num_hidden_layers="two"),
+        "'num_hidden_layers': TypeError: Field 'num_hidden_layers' expected int, got str "
+        "(value: 'two')",
+    ),
+    "no context": (
+        _json("config.json", max_position_embeddings=0), "max_position_embeddings = 0",
+    ),
+    "a template that cannot be parsed": (
+        _instead("chat_template.jinja", b"{% for m in messages %}{{ m.content }}"),
+        "the chat template",
+    ),
+    "a template that renders nothing": (
+        _instead("chat_template.jinja", b"{{ messages[0].content.nothing.further }}"),
+        "cannot render a message: ",
+    ),
+}  # fmt: skip
+OF_THE_ARCHITECTURE = {"config of an unknown model", "a size that is a word"}
 
 
-@pytest.mark.parametrize("what", DAMAGE)
-def test_damaged_checkpoints(
-    workshop: Workshop, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("what", REFUSED)
+def test_checkpoints_that_are_refused(
+    copy: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    damage, kind, cause = DAMAGE[what]
-    copy = Path(shutil.copytree(workshop.checkpoint(UNTIED), tmp_path / "checkpoint"))
+    damage, words = REFUSED[what]
+    kind = "architecture" if what in OF_THE_ARCHITECTURE else "checkpoint"
     damage(copy)
     status, err = command(capsys, tmp_path, copy, "--max-len", "64")
     assert status == EXIT_STATUS[kind], err
-    assert cause in error_line(err, kind)
+    error_line(err, kind)
+    assert words in err.splitlines()[-1]
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "nobody/nothing"])
+def test_what_is_no_folder(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file; and a name on the hub, without a network."""
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    model = tmp_path / name if name == "model.gguf" else name
+    status, err = command(capsys, tmp_path, model)
+    assert status == EXIT_STATUS["checkpoint"]
+    assert {"model.gguf": "GGUF"}.get(name, name) in error_line(err, "checkpoint")
     assert nothing_left(tmp_path)
 
 
@@ -176,10 +276,86 @@ def test_a_foreign_folder_is_refused_before_the_work(
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_name_on_the_hub_without_a_network(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_model_without_an_end_is_said(
+    copy: Path, tmp_path: Path, stopped: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, err = command(capsys, tmp_path, "nobody/nothing")
-    assert status == EXIT_STATUS["checkpoint"]
-    assert "nobody/nothing" in error_line(err, "checkpoint")
-    assert nothing_left(tmp_path)
+    """Its texts end by length alone, which may be meant."""
+    said = "names no eos_token_id"
+    assert said not in command(capsys, tmp_path, copy)[1]  # the control: 0 is an end
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        _json(name, eos_token_id=None, eos_token=None)(copy)
+    assert said in command(capsys, tmp_path, copy)[1]
+    assert len(stopped) == 2
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{% for c in messages[0].content %}{{ c.text | trim }}{% endfor %}",
+        "{% generation %}{{ messages[0].content | tojson }}{% endgeneration %}",
+    ],
+)
+def test_templates_that_are_fine(copy: Path, template: str) -> None:
+    """Of texts, of parts, and with what only chat templates have."""
+    (copy / "chat_template.jinja").write_text(template)
+    found = find(str(copy))
+    check_chat_template(found, load_tokenizer(found))
+
+
+# Code that a checkpoint brings along is never run, whatever stdin says
+
+CODE = """
+from pathlib import Path
+Path({ran!r}).touch()
+from transformers import PretrainedConfig
+class Odd(PretrainedConfig):
+    model_type = "odd"
+"""
+
+
+@pytest.fixture
+def ran(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that the checkpoint's code makes; somebody would say yes to running it."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    made = tmp_path / "ran"
+    (copy / "odd.py").write_text(CODE.format(ran=str(made)))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("model_type", "of"), [("odd", "AutoConfig"), ("distilbert", "AutoModelForCausalLM")]
+)
+def test_a_checkpoints_code_is_never_run(
+    copy: Path, ran: Path, tmp_path: Path, model_type: str, of: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The control: Transformers would run it, where it is left to ask."""
+    _json("config.json", model_type=model_type, auto_map={of: "odd.Odd"})(copy)
+    status, err = command(capsys, tmp_path, copy, "--max-len", "64")
+    assert not ran.exists()
+    assert status == EXIT_STATUS["architecture"]
+    assert "needs code of its own" in error_line(err, "architecture")
+    if of == "AutoConfig":
+        AutoConfig.from_pretrained(copy)
+        assert ran.exists()
+
+
+def test_a_tokenizers_code_is_never_run(copy: Path, ran: Path) -> None:
+    """Its tokenizer.json says all."""
+    code = {"AutoTokenizer": ["odd.Odd", "odd.Odd"]}
+    _json("tokenizer_config.json", tokenizer_class="Odd", auto_map=code)(copy)
+    with contextlib.suppress(OutriderError):
+        assert len(load_tokenizer(find(str(copy)))) == VOCAB_SIZE
+    assert not ran.exists()
+
+
+def test_code_that_is_not_needed_is_said_not_to_be_run(
+    copy: Path, ran: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _json("config.json", auto_map={"AutoConfig": "odd.Odd"})(copy)
+    assert find(str(copy)).context == CONTEXT
+    said = "brings code of its own, which is not run: Transformers' Qwen2"
+    assert said in capsys.readouterr().err
+    assert not ran.exists()

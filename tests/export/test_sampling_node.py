@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 
 import enumeration
+import kernels
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -44,29 +45,20 @@ OUTPUTS = {
 
 def session(function, inputs, outputs, before=(), renamed=None, **attributes):
     """ONNX Runtime with one node that calls `function`. before: nodes that make its inputs."""
-    renamed = renamed or {}
-    names = [renamed.get(name, name) for name in inputs]
-    node = helper.make_node(
-        function, names, list(outputs), domain=sampling_functions.DOMAIN, **attributes
-    )
+    names = [(renamed or {}).get(name, name) for name in inputs]
+    domain = sampling_functions.DOMAIN
+    node = helper.make_node(function, names, list(outputs), domain=domain, **attributes)
     values = [
         [helper.make_tensor_value_info(name, *kind) for name, kind in ends.items()]
         for ends in (inputs, outputs)
     ]
     model = helper.make_model(
         helper.make_graph([*before, node], "test", *values),
-        opset_imports=[
-            helper.make_opsetid("", OPSET),
-            helper.make_opsetid(sampling_functions.DOMAIN, 1),
-        ],
+        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(domain, 1)],
         functions=sampling_functions.functions(),
         ir_version=11,
     )
     onnx.checker.check_model(model, full_check=True)
-    return start(model)
-
-
-def start(model):
     return onnxruntime.InferenceSession(
         model.SerializeToString(), providers=["CPUExecutionProvider"]
     )
@@ -144,13 +136,8 @@ def test_the_uniforms_are_philox():
 
 
 DTYPES = ("float32", "float16", "bfloat16")
-OPTIONS = {
-    "plain": {"temperature": 1.0},
-    "cool": {"temperature": 0.6},
-    "greedy": {},
-    "lenient": {"temperature": 1.0, "lenience": 0.25},
-    "greedy-lenient": {"lenience": 0.5},
-}
+OPTIONS = {name: kernels.OPTIONS[name] for name in ("plain", "cool", "greedy", "lenient")}
+OPTIONS["greedy-lenient"] = {"lenience": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -218,10 +205,10 @@ def test_widths_of_target_and_draft(widths, vocab_size):
     case.target, case.p = (array[:, :, : widths[0]] for array in (case.target, case.p))
     case.draft, case.q = (array[:, :, : widths[1]] for array in (case.draft, case.q))
     cut = slice(vocab_size)
+    cut_case = Case(34, 64, 3, slots=6)
+    cut_case.p, cut_case.q = case.p[..., cut], case.q[..., cut]
     for name in ("plain", "greedy"):
         places = places_of(case, SamplingParams(**OPTIONS[name]))
-        cut_case = Case(34, 64, 3, slots=6)
-        cut_case.p, cut_case.q = case.p[..., cut], case.q[..., cut]
         expected = [by_reference(cut_case, place) for place in places]
         drafts = [ids for ids, _ in expected]
         got = answers(run, feed(case.target, case.draft, drafts, places))
@@ -287,13 +274,6 @@ def graph_rounds(run):
     return rounds
 
 
-@pytest.mark.parametrize("gamma", cases([2], [1]))
-def test_a_round_has_the_targets_joint_distribution(monkeypatch, gamma):
-    monkeypatch.setattr(enumeration, "rounds", graph_rounds(judge()))
-    models = enumeration.Models(0, gamma)
-    assert enumeration.distance(None, models, TOKEN)[0] < 1e-6
-
-
 BREAKS = {
     "the ratio inverted": (
         "below = Less (left, p_x)",
@@ -312,15 +292,23 @@ BREAKS = {
 }
 
 
+def distance(monkeypatch, gamma):
+    monkeypatch.setattr(enumeration, "rounds", graph_rounds(judge()))
+    return enumeration.distance(None, enumeration.Models(0, gamma), TOKEN)[0]
+
+
+@pytest.mark.parametrize("gamma", cases([2], [1]))
+def test_a_round_has_the_targets_joint_distribution(monkeypatch, gamma):
+    assert distance(monkeypatch, gamma) < 1e-6
+
+
 @pytest.mark.parametrize("name", BREAKS)
 def test_control_enumeration_notices_a_broken_body(monkeypatch, name):
     old, new = BREAKS[name]
     assert sum(body.count(old) for body in sampling_functions._BODIES) == 1
     bodies = tuple(body.replace(old, new) for body in sampling_functions._BODIES)
     monkeypatch.setattr(sampling_functions, "_BODIES", bodies)
-    monkeypatch.setattr(enumeration, "rounds", graph_rounds(judge()))
-    models = enumeration.Models(0, 2 if name == "one uniform for all tests" else 1)
-    assert enumeration.distance(None, models, TOKEN)[0] > 0.01
+    assert distance(monkeypatch, 2 if name == "one uniform for all tests" else 1) > 0.01
 
 
 # --- in a model's graph -----------------------------------------------------------------------
@@ -389,24 +377,17 @@ def test_what_tensorrts_parser_looks_for(workshop):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"top_k": 5}, r"top_k=5 is not in the graph's sampling node. Use top_k=0, or"),
-        ({"top_p": 0.9, "temperature": 1.0}, "top_p=0.9"),
-        ({"min_p": 0.1}, "min_p=0.1"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
-        ({"min_new_tokens": 3}, "min_new_tokens=3"),
-        ({"verify": "block"}, "verify='block'"),
-        ({"verify": "sigmoid"}, "verify='sigmoid'"),
+        {"top_k": 5}, {"top_p": 0.9, "temperature": 1.0}, {"min_p": 0.1},
+        {"repetition_penalty": 1.1}, {"min_new_tokens": 3}, {"verify": "block"},
+        {"verify": "sigmoid"},
     ],
-)
-def test_what_the_node_lacks_is_refused(options, message):
-    with pytest.raises(ValueError, match=message) as error:
+)  # fmt: skip
+def test_what_the_node_lacks_is_refused(options):
+    (name, value), *_ = options.items()
+    with pytest.raises(ValueError, match=f"^{name}={value!r} is not in the graph's sampling node"):
         sampling_node.check_options(options)
-    assert "\n" not in str(error.value)
-
-
-def test_what_the_node_has_is_not_refused():
     sampling_node.check_options({"temperature": 0.7, "top_p": 1.0, "lenience": 0.5, "seed": 3})
 
 

@@ -18,15 +18,13 @@ from rounds import cases
 GAMMAS = (0, 1, 2, 4, 8)
 
 # One of each way to build a decoder: tied and grouped; a window; biases; norms of queries and keys;
-# soft caps and mixed windows; packed products; learned positions; a rotation of half a head beside
-# a parallel MLP; norms after; experts. The others are near one of them.
-FAST = [
-    "llama", "llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "opt",
-    "gpt-neox", "olmo2", "mixtral",
-]  # fmt: skip
+# soft caps and mixed windows; packed products; learned positions; experts. The others are near one
+# of them.
+FAST = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "mixtral"]
 SLOW = [
-    "gemma", "phi", "phi3-longrope", "llama-dynamic", "stablelm", "granite", "cohere", "smollm3",
-    "starcoder2", "qwen3-moe", "deepseek3", "gpt-oss",
+    "llama3", "gemma3", "opt", "gpt-neox", "olmo2", "gemma", "phi", "phi3-longrope",
+    "llama-dynamic", "stablelm", "granite", "cohere", "smollm3", "starcoder2", "qwen3-moe",
+    "deepseek3", "gpt-oss",
 ]  # fmt: skip
 COMPILED = ["gemma2", "llama", "mistral", "qwen2", "gemma3", "gpt2", "gpt-oss"]
 SLIDING = ["mistral", "gemma2", "gemma3", "starcoder2", "gpt-oss"]
@@ -46,8 +44,10 @@ SLIDING = ["mistral", "gemma2", "gemma3", "starcoder2", "gpt-oss"]
 def test_greedy_text_is_that_of_transformers(
     workshop: Workshop, name: str, backend: str, which: str
 ) -> None:
-    target = workshop.example(name)
-    draft = workshop.checkpoint("llama", seed=7)  # unrelated: nearly everything is rejected
+    # An unrelated draft: nearly everything is rejected.
+    target, draft = workshop.example(name), workshop.checkpoint("llama", seed=7)
+    if (name, backend) == ("llama", "aotinductor"):
+        target, draft = workshop.pair(backend)
     original = original_of(target)
     for prompt in PROMPTS:
         assert len(set(original.text(prompt))) >= 5, "a degenerate text proves nothing"

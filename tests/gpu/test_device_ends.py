@@ -22,10 +22,7 @@ each = pytest.mark.parametrize("rounds", cases([DeviceRounds], [LoopingRounds]))
 
 
 @each
-def test_leaving_asks_nothing_of_the_driver(
-    driver: FakeDriver,
-    rounds: type[DeviceRounds],
-) -> None:
+def test_leaving_asks_nothing_of_the_driver(driver: FakeDriver, rounds: type[DeviceRounds]) -> None:
     """A closed stream leaves in any thread, beside a round of others."""
     decoder = decoder_on(driver, rounds=rounds, slots=2)
     both = [decoder.admit(REQUEST), decoder.admit(replace(REQUEST, prompt=[9, 8]))]
@@ -51,13 +48,19 @@ def test_penalties_are_refused_before_a_slot_is_taken(
 
 
 @each
-def test_all_memory_is_given_back(driver: FakeDriver, rounds: type[DeviceRounds]) -> None:
+@pytest.mark.parametrize("current", ["context", "another"])
+def test_all_memory_is_given_back(
+    driver: FakeDriver, rounds: type[DeviceRounds], current: str
+) -> None:
+    """Also while another GPU is in use."""
     decoder = decoder_on(driver, rounds=rounds)
     text(decoder, REQUEST)
     assert driver.allocated and driver.pinned
+    driver.current = [current]
     del decoder
     gc.collect()
     assert not driver.allocated and not driver.pinned
+    assert driver.current == [current]
 
 
 @each
@@ -110,10 +113,7 @@ class Trying:
 @each
 @pytest.mark.parametrize(("usual", "other"), [(2, 3), (0, 1), (3, 0)])
 def test_a_gamma_that_is_asked_for_once(
-    driver: FakeDriver,
-    rounds: type[DeviceRounds],
-    usual: int,
-    other: int,
+    driver: FakeDriver, rounds: type[DeviceRounds], usual: int, other: int
 ) -> None:
     """It is tried, although a round of the usual one was ahead; once each time."""
     policy = Trying(usual, other)
@@ -125,34 +125,23 @@ def test_a_gamma_that_is_asked_for_once(
     assert set(early) == {usual, other}
 
 
-def test_an_engine_ends_while_another_gpu_is_in_use(driver: FakeDriver) -> None:
-    decoder = decoder_on(driver)
-    assert text(decoder, REQUEST)
-    driver.current = ["another"]
-    del decoder
-    gc.collect()
-    assert not driver.allocated and driver.current == ["another"]
-
-
 @each
 def test_an_interrupt_ends_the_capture(
-    driver: FakeDriver,
-    rounds: type[DeviceRounds],
+    driver: FakeDriver, rounds: type[DeviceRounds], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = decoder_on(driver, rounds=rounds)
     sequence = decoder.admit(REQUEST)
-    engine = type(decoder.target)
-    real = engine.enqueue
+    real = FakeDeviceEngine.enqueue
 
-    def interrupted(self, call, graph=None):  # type: ignore[no-untyped-def]
+    def interrupted(*arguments: object) -> None:
         if driver._recording is not None:
             raise KeyboardInterrupt
-        real(self, call, graph)
+        real(*arguments)  # type: ignore[arg-type]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "enqueue", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            decoder.round([sequence])
+    monkeypatch.setattr(FakeDeviceEngine, "enqueue", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        decoder.round([sequence])
     assert driver._recording is None
+    monkeypatch.undo()
     decoder.release(sequence)
     assert text(decoder, REQUEST) == text(decoder_on(driver), REQUEST)

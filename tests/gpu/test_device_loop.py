@@ -46,9 +46,7 @@ def test_a_text_is_one_launch(driver: FakeDriver) -> None:
 
 @pytest.mark.parametrize("entries", [1, 2, 16])
 def test_a_host_that_is_late(
-    driver: FakeDriver,
-    monkeypatch: pytest.MonkeyPatch,
-    entries: int,
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, entries: int
 ) -> None:
     """The loop waits for nobody: with the ring full it ends, and the host launches it again."""
     monkeypatch.setattr(device_loop, "ENTRIES", entries)
@@ -65,8 +63,7 @@ def test_a_host_that_is_late(
 
 
 def test_a_ring_of_another_size_is_noticed(
-    driver: FakeDriver,
-    monkeypatch: pytest.MonkeyPatch,
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: a host that reads another round's results."""
     decoder, request = looping(driver), replace(REQUEST, max_new_tokens=55, gamma=1)
@@ -77,9 +74,7 @@ def test_a_ring_of_another_size_is_noticed(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_hosts_tokens_whoever_comes_and_goes(
-    driver: FakeDriver,
-    monkeypatch: pytest.MonkeyPatch,
-    seed: int,
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     assert wander(looping(driver, slots=3), seed) == wander(host(monkeypatch, slots=3), seed)
 
@@ -125,10 +120,7 @@ def test_log_probabilities_run_round_by_round(driver: FakeDriver) -> None:
     assert ids(sequence) == text(decoder_on(driver), request)
 
 
-def test_a_driver_without_loops(
-    driver: FakeDriver,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_driver_without_loops(driver: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:
     expected = text(decoder_on(driver), REQUEST)
     driver.loops = False
     decoder = looping(driver)

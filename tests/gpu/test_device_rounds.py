@@ -17,18 +17,21 @@ import device_standin
 import numpy as np
 import pytest
 from cuda_standin import FakeDriver
-from devices import PARAMS, WARM, decoder_on, host, steps, text, wander
-from fakes import EOS, FakeEngine, script
+from device_standin import FakeDeviceEngine
+from devices import WARM, decoder_on, host, steps, text, wander
+from fakes import FakeEngine, script
 from rounds import broken, cases, ids
 
+from runtime.backends.device import DeviceCall
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
-from runtime.gpu.launch import SEQUENCE
+from runtime.gpu.launch import FILTERS, PENALTIES, SEQUENCE
 from runtime.gpu.rounds import DeviceRounds, flags_of
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import ActiveSequence, Request
 
 LOOP_NAMES = ("outrider_begin", "outrider_feed", "outrider_commit")
+REQUEST = Request([2, 3, 4], WARM, gamma=3, max_new_tokens=30)
 
 
 # --- what is launched, and when -----------------------------------------------------------------
@@ -36,7 +39,7 @@ LOOP_NAMES = ("outrider_begin", "outrider_feed", "outrider_commit")
 
 def test_a_round_is_one_launch_and_one_wait(driver: FakeDriver) -> None:
     decoder = decoder_on(driver)
-    sequence = decoder.admit(Request([2, 3, 4], WARM, gamma=3, max_new_tokens=40))
+    sequence = decoder.admit(REQUEST)
     first = steps(driver, lambda: decoder.round([sequence]))
     # Made ready, captured, launched for this round and the next; then the results are waited for.
     assert first == ["wait", "wait", "capture", "graph", "graph", "wait for event"]
@@ -47,7 +50,7 @@ def test_a_round_is_one_launch_and_one_wait(driver: FakeDriver) -> None:
 
 def test_nothing_is_launched_ahead_where_it_is_not_wanted(driver: FakeDriver) -> None:
     decoder = decoder_on(driver, ahead=False)
-    sequence = decoder.admit(Request([2, 3, 4], WARM, gamma=3, max_new_tokens=40))
+    sequence = decoder.admit(REQUEST)
     decoder.round([sequence])
     assert steps(driver, lambda: decoder.round([sequence])) == ["graph", "wait for event"]
     (length,) = state(decoder, driver, sequence)["length"]
@@ -94,42 +97,24 @@ def test_a_plain_text_asks_nothing_of_a_draft(driver: FakeDriver) -> None:
 # --- the same tokens ------------------------------------------------------------------------------
 
 
-OPTIONS = [{}, {"graphs": False}, {"ahead": False}]
-
-
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("seed", "options", "changing"),
     cases(
-        [*((name, {}) for name in PARAMS), *(("all", options) for options in OPTIONS[1:])],
-        product(PARAMS, OPTIONS),
+        [(0, {}, 0.0), (1, {}, 0.0), (2, {"graphs": False}, 0.0), (1, {"ahead": False}, 0.3)],
+        [
+            *product(range(6), [{}, {"graphs": False}, {"ahead": False}], [0.0]),
+            *product(range(3), [{"ahead": False}], [0.3]),
+        ],
     ),
     ids=str,
 )
 def test_the_hosts_tokens(
-    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, name: str, options: dict
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, seed: int, options: dict, changing: float
 ) -> None:
-    request = Request(
-        [2, 3, 4], PARAMS[name], gamma=4, max_new_tokens=40, min_new_tokens=5,
-        eos_token_ids=frozenset([EOS, 7]),
-    )  # fmt: skip
-    assert text(decoder_on(driver, **options), request) == text(host(monkeypatch), request)
-
-
-@pytest.mark.parametrize("seed", cases(range(2), range(6)))
-def test_the_hosts_tokens_whoever_comes_and_goes(
-    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    assert wander(decoder_on(driver, slots=3), seed) == wander(host(monkeypatch, slots=3), seed)
-
-
-@pytest.mark.parametrize("seed", cases([1], range(3)))
-def test_a_gamma_that_changes(
-    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    """A round that is on its way keeps the gamma that it was launched with, so the host's tokens
-    are those of a device that waits."""
-    waiting = decoder_on(driver, slots=3, ahead=False)
-    assert wander(waiting, seed, 0.3) == wander(host(monkeypatch, slots=3), seed, 0.3)
+    """Whoever comes and goes. changing: the chance of another gamma before a round. A round that is
+    on its way keeps the gamma that it was launched with, so then the device waits."""
+    found = wander(decoder_on(driver, slots=3, **options), seed, changing)
+    assert found == wander(host(monkeypatch, slots=3), seed, changing)
 
 
 def test_a_gamma_that_changes_under_a_round_ahead(driver: FakeDriver) -> None:
@@ -192,54 +177,55 @@ def test_rows_that_the_next_round_overwrites_are_noticed(driver: FakeDriver) -> 
 # --- captures that fail ---------------------------------------------------------------------------
 
 
-def broken_by(driver: FakeDriver, how: str) -> Callable[[object], None]:
-    def fail() -> None:
-        if driver._recording is None:
-            return
-        if how == "raises":
-            raise OutriderError("backend", "an engine allocates memory", "Do without.")
-        driver.break_capture()
+def enqueueing(patch: pytest.MonkeyPatch, before: Callable[[], object]) -> None:
+    """Something happens before each call of a model."""
+    real = FakeDeviceEngine.enqueue
 
-    return lambda engine: fail()
+    def enqueue(self: FakeDeviceEngine, call: DeviceCall, graph: object = None) -> None:
+        before()
+        real(self, call, graph)
+
+    patch.setattr(FakeDeviceEngine, "enqueue", enqueue)
 
 
 @pytest.mark.parametrize("how", ["raises", "invalidates"])
 def test_a_failed_capture_is_said_and_costs_no_token(
-    driver: FakeDriver, caplog: pytest.LogCaptureFixture, how: str
+    driver: FakeDriver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    request = Request([2, 3, 4], WARM, gamma=3, max_new_tokens=30)
-    expected = text(decoder_on(driver), request)
+    expected = text(decoder_on(driver), REQUEST)
     decoder = decoder_on(driver)
-    real, fail = type(decoder.target).enqueue, broken_by(driver, how)
 
-    def enqueue(self, call, graph=None):  # type: ignore[no-untyped-def]
-        fail(self)
-        real(self, call, graph)
+    def fail() -> None:
+        if driver._recording is not None and how == "raises":
+            raise OutriderError("backend", "an engine allocates memory", "Do without.")
+        driver.break_capture()
 
-    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(type(decoder.target), "enqueue", enqueue)
-        found = steps(driver, lambda: text(decoder, request))
+    enqueueing(monkeypatch, fail)
+    with caplog.at_level(logging.WARNING):
+        found = steps(driver, lambda: text(decoder, REQUEST))
         assert "graph" not in found
         assert found.count("capture") == 1, "a shape is tried once, not every round"
-        assert text(decoder, request) == expected
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 1, lines
-    assert "rounds of gamma=3 run without a CUDA graph, slower: " in lines[0]
+        assert text(decoder, REQUEST) == expected
+    (record,) = caplog.records
+    said = "rounds of gamma=3 run without a CUDA graph, slower: "
+    assert said in record.getMessage()
 
 
-def test_what_is_no_error_of_a_capture_is_raised(driver: FakeDriver) -> None:
+def test_what_is_no_error_of_a_capture_is_raised(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder = decoder_on(driver)
-    sequence = decoder.admit(Request([2, 3, 4], WARM, gamma=3, max_new_tokens=30))
+    sequence = decoder.admit(REQUEST)
 
-    def enqueue(self, call, graph=None):  # type: ignore[no-untyped-def]
+    def fail() -> None:
         raise OutriderError("backend", "the engine is broken", "Build it again.")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(decoder.target), "enqueue", enqueue)
-        with pytest.raises(OutriderError, match="the engine is broken"):
-            decoder.round([sequence])
+    enqueueing(monkeypatch, fail)
+    with pytest.raises(OutriderError, match="the engine is broken"):
+        decoder.round([sequence])
+    monkeypatch.undo()
     decoder.release(sequence)
-    assert len(text(decoder, Request([2, 3], WARM, gamma=3, max_new_tokens=9))) == 9
+    assert len(text(decoder, replace(REQUEST, max_new_tokens=9))) == 9
 
 
 # --- the device's state ---------------------------------------------------------------------------
@@ -256,7 +242,7 @@ def state(decoder: Decoder, driver: FakeDriver, sequence: ActiveSequence) -> np.
 def test_the_text_on_the_device_is_the_hosts(driver: FakeDriver, ahead: bool) -> None:
     decoder = decoder_on(driver, slots=2, ahead=ahead)
     both = [
-        decoder.admit(Request([2, 3, 4], WARM, gamma=3, max_new_tokens=40)),
+        decoder.admit(REQUEST),
         decoder.admit(Request([9], SamplingParams(), gamma=2, max_new_tokens=25)),
     ]
     while unfinished := [sequence for sequence in both if sequence.finish_reason is None]:
@@ -271,26 +257,19 @@ def test_the_text_on_the_device_is_the_hosts(driver: FakeDriver, ahead: bool) ->
             assert bool(own["ended"][0]) >= (sequence.finish_reason is not None)
 
 
-def test_pinned_memory_is_used_again(driver: FakeDriver) -> None:
-    decoder = decoder_on(driver)
-    for _ in range(4):
-        text(decoder, Request([2, 3, 4], WARM, gamma=3, max_new_tokens=30))
-    sequence = decoder.admit(Request([2, 3, 4], WARM, gamma=3, max_new_tokens=30))
-    decoder.round([sequence])
-    decoder.release(sequence)  # a round is on its way
-    text(decoder, Request([2, 3, 4], WARM, gamma=3, max_new_tokens=30))
-    assert len(driver.pinned) <= 2
-
-
 def test_texts_allocate_nothing(driver: FakeDriver) -> None:
     """All is there once each shape was captured: what the plan says is what is used."""
     decoder = decoder_on(driver)
-    request = Request([2, 3, 4], WARM, gamma=3, max_new_tokens=30)
-    text(decoder, request)
+    text(decoder, REQUEST)
     before = len(driver.allocated)
     for _ in range(3):
-        text(decoder, request)
+        text(decoder, REQUEST)
+    sequence = decoder.admit(REQUEST)
+    decoder.round([sequence])
+    decoder.release(sequence)  # a round is on its way
+    text(decoder, REQUEST)
     assert len(driver.allocated) == before
+    assert len(driver.pinned) <= 2
 
 
 def test_more_ends_than_there_is_room_for(driver: FakeDriver) -> None:
@@ -327,17 +306,14 @@ def test_ends_that_are_not_known_to_the_device(driver: FakeDriver) -> None:
     [
         (SamplingParams(), 0, 0),
         (SamplingParams(top_k=5, verify="block"), 0, 0),  # nothing is filtered at temperature 0
-        (SamplingParams(repetition_penalty=1.1), 0, 2),
-        (SamplingParams(), 3, 2),
+        (SamplingParams(repetition_penalty=1.1), 0, PENALTIES),
+        (SamplingParams(), 3, PENALTIES),
         (SamplingParams(temperature=1.0), 0, 0),
-        (SamplingParams(temperature=1.0, top_k=5), 0, 4),
-        (SamplingParams(temperature=1.0, top_p=0.5), 0, 4),
-        (SamplingParams(temperature=1.0, min_p=0.5), 0, 4),
+        (SamplingParams(temperature=1.0, top_k=5), 0, FILTERS),
+        (SamplingParams(temperature=1.0, top_p=0.5), 0, FILTERS),
+        (SamplingParams(temperature=1.0, min_p=0.5), 0, FILTERS),
     ],
 )
 def test_flags(params: SamplingParams, early: int, expected: int) -> None:
-    from runtime.gpu.launch import FILTERS, PENALTIES
-
-    names = {0: 0, 2: PENALTIES, 4: FILTERS}
     request = Request([2], params, gamma=0, min_new_tokens=early, eos_token_ids=frozenset([1]))
-    assert flags_of(request) == names[expected]
+    assert flags_of(request) == expected

@@ -1,8 +1,9 @@
 """The house as it stands: rooms, lines, arrows. `make map` prints it and fails where a rule breaks.
 
-Imports go down the ladder and never in a circle. A folder holds at most 12 modules, and three files
-with one prefix make a folder. No two classes of a room have one name. The round stays short. A line
-of Markdown has at most 100 columns, tables aside.
+Imports go down the ladder and never in a circle. What a room takes from outside is in its table:
+what is installed is `runtime/` alone, and the rooms exchange files, not objects. A folder holds at
+most 12 modules, and three files with one prefix make a folder. No two classes of a room have one
+name. The round stays short. A line of Markdown has at most 100 columns, tables aside.
 """
 
 from __future__ import annotations
@@ -29,9 +30,31 @@ LADDERS = {
     ],
     "bench": ["core", "systems", "suites", "report"],
 }  # fmt: skip
+GPU = {"tensorrt", "tensorrt_rtx", "cuda"}
+EXPORTING = {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "numpy", "huggingface_hub"}
+# Of third parties: what a room may import anywhere, and what only inside of functions, since a user
+# of another backend does not have it.
+OUTSIDE = {
+    "runtime": ({"numpy", "tokenizers", "jinja2"}, {"onnxruntime", "torch", *GPU}),
+    "export": (EXPORTING, {"onnxruntime"}),
+    "engines": (set[str](), {"onnxruntime", "onnx", "torch", *GPU}),
+}
+# And of the other rooms, by prefix.
+SHARED = {"runtime": (), "export": ("runtime.files.", "runtime.drafts.tables"),
+          "engines": ("runtime.files.",)}  # fmt: skip
 ROOMS = ("runtime", "export", "engines", "plugins", "bench", "tests", "examples")
 SOURCES = (".py", ".h", ".cuh", ".cpp", ".cu")
 OPENINGS = ("__init__.py", "__main__.py", "conftest.py")  # of a folder: no modules of their own
+
+
+@dataclass(frozen=True)
+class Import:
+    """names: dotted, of which one suffices: `from a import b` is a, or the module a.b."""
+
+    line: int
+    names: tuple[str, ...]
+    relative: bool
+    lazy: bool  # in a function, or for the types alone
 
 
 @dataclass(frozen=True)
@@ -75,9 +98,31 @@ class Room:
         found: dict[Path, set[Path]] = {}
         for module in self.modules:
             if module.suffix == ".py":
-                names = _imports(self.tree(module), module, self.name)
+                names = {
+                    name.removeprefix(f"{self.name}.")
+                    for imported in _imports(self.tree(module), (self.name, *module.parts[:-1]))
+                    for name in imported.names
+                    if name.startswith(f"{self.name}.")
+                }
                 found[module] = {known[name] for name in names if name in known} - {module}
         return found
+
+    def foreign(self) -> Iterator[str]:
+        """A line for each import that the tables forbid."""
+        anywhere, lazily = OUTSIDE[self.name]
+        for module in self.modules:
+            if module.suffix == ".py":
+                for found in _imports(self.tree(module), (self.name, *module.parts[:-1])):
+                    top, last = found.names[0].split(".")[0], found.names[-1]
+                    if found.relative:
+                        allowed = top == self.name
+                    elif top in (*ROOMS, "models", "outrider"):
+                        allowed = any(name.startswith(SHARED[self.name]) for name in found.names)
+                    else:
+                        allowed = top in sys.stdlib_module_names or top in anywhere
+                        allowed |= found.lazy and top in lazily
+                    if not allowed:
+                        yield f"{self.name}/{module}:{found.line}: may not import {last}"
 
     def step(self, module: Path) -> str:
         """Where it stands on the ladder: its folder, or itself."""
@@ -96,6 +141,8 @@ class Room:
 
     def faults(self) -> Iterator[str]:
         """A line for each rule that is broken."""
+        if self.name in OUTSIDE:
+            yield from self.foreign()
         ladder = LADDERS.get(self.name)
         steps = self.steps()
         if ladder is not None:
@@ -163,24 +210,26 @@ def _shown(module: Path) -> str:
     return str(inside.with_suffix("") if inside.suffix == ".py" else inside)
 
 
-def _imports(tree: ast.Module, module: Path, room: str) -> Iterator[str]:
-    """Dotted names within the room that a module imports."""
-    package = module.parts[:-1]
-    for node in ast.walk(tree):
+def _imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[Import]:
+    """Of a module in this package, whose first part is the room."""
+
+    def walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            for alias in node.names:
+                yield Import(node.lineno, (alias.name,), False, lazy)
         elif isinstance(node, ast.ImportFrom):
-            base = (node.module or "").split(".") if node.module else []
-            if node.level:
-                above = package[: len(package) - node.level + 1]
-                base = [room, *above, *base]
-            whole = ".".join(base)
-            names = [f"{whole}.{alias.name}" for alias in node.names] + [whole]
-        else:
-            continue
-        for name in names:
-            if name.startswith(f"{room}."):
-                yield name.removeprefix(f"{room}.")
+            # Beyond the room nothing is left of the package.
+            above = package[: max(0, len(package) - node.level + 1)] if node.level else ()
+            base = ".".join((*above, *filter(None, [node.module])))
+            for alias in node.names:
+                names = (base, f"{base}.{alias.name}")
+                yield Import(node.lineno, names, node.level > 0, lazy)
+        lazy |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        lazy |= isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, lazy)
+
+    yield from walk(tree, False)
 
 
 def text_faults(root: Path) -> Iterator[str]:

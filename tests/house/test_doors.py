@@ -3,7 +3,6 @@
 import copy
 import json
 import pickle
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -29,41 +28,27 @@ def engine(tmp_path):
     return make_text_engine(tmp_path, target, near(target, 2, 1.5), slots=1)
 
 
-@pytest.mark.parametrize("kind", [np.int64, np.uint32, np.uint64, np.int32])
-def test_numpy_seeds_are_the_same_seeds(engine, kind):
+@pytest.mark.parametrize("kind", [np.int32, np.uint64])
+def test_numpy_numbers_are_numbers(engine, kind):
     assert uniform(kind(5), 7, Purpose.ACCEPT) == uniform(5, 7, Purpose.ACCEPT)
     assert type(SamplingParams(seed=kind(5)).seed) is int
     options = {"temperature": 1.0, "max_new_tokens": 20}
-    numpy_seed = engine.generate("ab", seed=kind(5), **options)
-    assert numpy_seed.token_ids == engine.generate("ab", seed=5, **options).token_ids
-    json.dumps(numpy_seed.stats.summary())
+    found = engine.generate(np.array([5, 6], kind), seed=kind(5), **options)
+    assert found.token_ids == engine.generate([5, 6], seed=5, **options).token_ids
+    json.dumps(found.stats.summary())
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_new_tokens": 6.5},
-        {"max_new_tokens": None},
-        {"stop": None},
-        {"stop": [1]},
-        {"stop": ["a", ""]},
-        {"stop_token_ids": None},
-        {"ignore_eos": None},
-        {"temperature": None},
-        {"system": 7},
-        {"special_tokens": "none"},
-        {"draft": ["model"]},
-        {"draft": "ngram", "gamma": 0},
-        {"max_new_tokens": True},
-        {"gamma": "often"},
-        {"gamma": "auto", "fallback": "on"},
-        {"min_new_tokens": 1.5},
-        {"logprobs": -1},
-        {"gamma": 0, "lenience": 0.5},
-        {"gamma": 0, "verify": "block"},
-        {"stop_token_ids": [10**9]},
+        {"max_new_tokens": 6.5}, {"max_new_tokens": None}, {"max_new_tokens": True},
+        {"min_new_tokens": 1.5}, {"stop": None}, {"stop": [1]}, {"stop": ["a", ""]},
+        {"stop_token_ids": None}, {"stop_token_ids": [10**9]}, {"ignore_eos": None},
+        {"temperature": None}, {"system": 7}, {"special_tokens": "none"}, {"draft": ["model"]},
+        {"draft": "ngram", "gamma": 0}, {"gamma": "often"}, {"gamma": "auto", "fallback": "on"},
+        {"logprobs": -1}, {"gamma": 0, "lenience": 0.5}, {"gamma": 0, "verify": "block"},
     ],
-)
+)  # fmt: skip
 def test_options_are_refused_by_the_api_too(engine, options):
     with pytest.raises(OutriderError) as error:
         engine.generate("ab", **options)
@@ -76,51 +61,6 @@ def test_prompts_that_are_none(engine, prompt):
     with pytest.raises(OutriderError) as error:
         engine.generate(prompt)
     assert error.value.kind == "prompt"
-
-
-def test_a_numpy_prompt_is_a_prompt(engine):
-    ids = engine.encode("ab", replace(_options(), max_new_tokens=4))
-    assert (
-        engine.generate(np.array(ids), max_new_tokens=4).token_ids
-        == engine.generate(ids, max_new_tokens=4).token_ids
-    )
-
-
-def _options():
-    from runtime import Options
-
-    return Options()
-
-
-def test_no_free_slot_is_no_wrong_option(engine):
-    stream = engine.stream("ab", max_new_tokens=9)
-    next(stream)
-    with pytest.raises(OutriderError) as error:
-        engine.generate("ab")
-    assert error.value.kind == "busy"
-    stream.close()
-    engine.generate("ab", max_new_tokens=2)
-
-
-@pytest.mark.parametrize(
-    "contents",
-    [
-        {"manifest.json": '{"name": "a web app"}', "app.js": "precious"},
-        {"manifest.json": "not JSON", "app.js": "precious"},
-        {"app.js": "precious"},
-    ],
-)
-def test_a_folder_of_somebody_else_is_not_replaced(tmp_path, contents):
-    folder = tmp_path / "out"
-    folder.mkdir()
-    for name, text in contents.items():
-        (folder / name).write_text(text)
-    with (
-        pytest.raises(OutriderError, match="cannot be replaced"),
-        write_folder(folder, "manifest.json"),
-    ):
-        pass
-    assert {p.name: p.read_text() for p in folder.iterdir()} == contents
 
 
 def test_a_users_file_in_a_bundle_keeps_it(engine, tmp_path):
@@ -174,33 +114,6 @@ def test_taking_a_file_does_not_overwrite(tmp_path):
     with pytest.raises(FileExistsError):
         take_file(tmp_path / "a", tmp_path / "b", tmp_path / "old")
     assert (tmp_path / "b").read_text() == "old"
-
-
-def test_sigterm_leaves_nothing_half_written(tmp_path):
-    code = (
-        "import sys, time\nfrom pathlib import Path\n"
-        "from runtime.files.errors import run_command\n"
-        "from runtime.files.folders import write_folder\n"
-        "def work():\n"
-        "    with write_folder(Path(sys.argv[1]), 'manifest.json') as p:\n"
-        "        print('writing', flush=True)\n"
-        "        time.sleep(60)\n"
-        "    return 0\n"
-        "sys.exit(run_command(work))"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "out")],
-        cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"writing\n"
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert b"Traceback" not in err
-    assert not list(tmp_path.iterdir())
 
 
 def test_an_error_crosses_processes():

@@ -6,7 +6,6 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from checkpoints import Workshop
 
 EXAMPLES = sorted(path.stem for path in (Path(__file__).parents[2] / "examples").glob("*.py"))
 
@@ -16,9 +15,8 @@ def test_there_are_examples() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example(name: str, workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
-    bundle = workshop.bundle(workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7))
-    import_module(f"examples.{name}").main([str(bundle)])
+def test_an_example(name: str, llama_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import_module(f"examples.{name}").main([str(llama_bundle)])
     out = capsys.readouterr().out
     assert out.strip()
     if name == "own_draft":

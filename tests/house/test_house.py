@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from house import LADDERS, MOST_COLUMNS, MOST_MODULES, ROOMS, Room, main, text_faults
+from checkpoints import Workshop
+from house import CHECKOUT, LADDERS, MOST_COLUMNS, MOST_MODULES, ROOMS, Room, main, text_faults
 
 
 def room(root: Path, name: str, **sources: str) -> Room:
@@ -45,6 +49,55 @@ def test_control_each_rule_is_noticed(tmp_path: Path, sources: dict[str, str], f
     assert any(fault in said for said in room(tmp_path, "runtime", **sources).faults())
 
 
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("export", "from runtime.bundle import load"),
+        ("export", "from runtime import load"),
+        ("export", "import runtime"),
+        ("export", "def f():\n    from engines.bundle import build"),
+        ("export", "import onnxruntime"),  # only lazily
+        ("engines", "from runtime.decode import Decoder"),
+        ("engines", "from export import part"),
+        ("engines", "from ..export import part"),
+        ("engines", "import onnx"),
+        ("engines", "def f():\n    import onnxscript"),
+        ("engines", "import torch"),
+        ("runtime/text", "import torch"),
+        ("runtime/text", "def f():\n    import transformers"),
+        ("runtime/text", "import onnxruntime as ort"),
+        ("runtime/text", "class A:\n    import onnxruntime"),
+        ("runtime/text", "if True:\n    from tensorrt_rtx import Builder"),
+        ("runtime/text", "if CHECKING:\n    import torch"),
+        ("runtime/text", "from runtime.bundle import load"),  # not what is installed
+        ("runtime/text", "from outrider import errors"),
+        ("runtime/text", "from ... import export"),
+        ("runtime/text", "import psutil"),
+    ],
+)
+def test_control_imports_from_outside_are_noticed(tmp_path: Path, path: str, source: str) -> None:
+    name, *deeper = path.split("/")
+    faults = list(room(tmp_path, name, **{"__".join((*deeper, "a")): source}).faults())
+    assert len(faults) == 1 and f"{path}/a.py:" in faults[0] and "may not import" in faults[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("export", "import json, torch\nfrom runtime.files.manifest import Pair"),
+        ("export", "from runtime.files import manifest\nfrom .b import c"),
+        ("engines", "def f():\n    import onnxruntime"),
+        ("runtime/text", "import numpy as np\nfrom . import errors\nfrom .errors import x"),
+        ("runtime/text", "class A:\n    def f(self):\n        import onnxruntime.quantization"),
+        ("runtime/text", "if TYPE_CHECKING:\n    import torch"),
+        ("runtime/text", "from ..errors import x"),
+    ],
+)
+def test_imports_that_are_fine(tmp_path: Path, path: str, source: str) -> None:
+    name, *deeper = path.split("/")
+    assert list(room(tmp_path, name, **{"__".join((*deeper, "a")): source}).faults()) == []
+
+
 def test_control_a_room_that_keeps_them(tmp_path: Path) -> None:
     made = room(
         tmp_path, "runtime", __init__="from .decoder import x", files__a="class A: ...",
@@ -71,3 +124,31 @@ def test_control_long_files_and_wide_lines(tmp_path: Path) -> None:
         "runtime/round.py: 151 lines, at most 150",
         f"README.md:1: {MOST_COLUMNS + 1} columns",
     ]
+
+
+GENERATE = """
+import json, sys
+import runtime
+lazy = not {"onnxruntime", "torch"} & set(sys.modules)
+runtime.load(sys.argv[1]).generate([5, 6, 7], max_new_tokens=8)
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "own", "extra"),
+    [("onnxruntime", "torch", ""), ("aotinductor", "onnxruntime", ""), ("onnxruntime", "", "onnx")],
+)
+def test_generating_loads_no_model_library(
+    workshop: Workshop, backend: str, own: str, extra: str
+) -> None:
+    """Not even where a module imports another that does. With the extra import it is seen."""
+    bundle = workshop.bundle(*workshop.pair(backend), backend=backend)
+    forbidden = {"torch._inductor", "transformers", "onnx", "onnxscript", "onnx_ir", "export",
+                 "engines", own}  # fmt: skip
+    script = GENERATE + (f"import {extra}\n" if extra else "")
+    script += f"print(json.dumps([lazy, sorted({forbidden!r} & set(sys.modules))]))"
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(bundle)], cwd=CHECKOUT, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert json.loads(run.stdout) == [True, [extra] if extra else []]

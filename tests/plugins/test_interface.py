@@ -84,7 +84,7 @@ def test_illegal_calls_are_refused_with_a_text(native):
     logits = np.zeros((1, 3, 4), np.float32)
     for field, value in (
         ("temperature", math.nan), ("temperature", -1), ("top_p", 0), ("top_p", math.nan),
-        ("min_p", 2), ("lenience", 0), ("rule", 3), ("gamma", 3), ("top_k", -1), ("index", -1),
+        ("min_p", 2), ("lenience", 0), ("rule", 4), ("gamma", 3), ("top_k", -1), ("index", -1),
         ("repetition_penalty", 0), ("sigmoid_alpha", 1), ("context_length", 2),
         ("frequency_penalty", math.inf), ("presence_penalty", math.nan), ("output_start", -1),
         ("bias_length", 1),

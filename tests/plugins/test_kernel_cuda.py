@@ -9,6 +9,7 @@ compiles, and what it needs.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from enumeration import Models, distance
 from kernels import BLOCK, OPTIONS, TOKEN, Case, by_library, cpu_library, emulated_library
+from rounds import cases
 
 from plugins.tools import cubins
 from runtime.files.errors import OutriderError
@@ -71,101 +73,78 @@ def a_round(library, case, places, keep=True):
 # --- the same as the CPU library, to the bit --------------------------------------------------
 
 
-def give_what_the_cpu_gives(vocab_size, name, dtype, gammas):
-    params = SamplingParams(**OPTIONS[name])
-    for seed, gamma in enumerate(gammas):
-        case = Case(20, vocab_size, gamma, slots=3, dtype=dtype)
-        for places in (plain_places(case, params), case.places(params)):
-            with emulation(seed=seed) as library:
-                assert a_round(library, case, places) == a_round(cpu_library(), case, places)
-
-
 DTYPES = ("float32", "float16", "bfloat16")
 
 
+def same(case, places, keep=(True,), want=None, **plan):
+    """The emulation leaves what the CPU library leaves."""
+    for kept in keep:
+        expected = want or a_round(cpu_library(), case, places, kept)
+        with emulation(**plan) as library:
+            assert a_round(library, case, places, kept) == expected
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype"), [(name, DTYPES[i % 3]) for i, name in enumerate(OPTIONS)], ids=OPTIONS
+    ("vocab_size", "name", "dtype"),
+    cases(
+        [(1500, name, DTYPES[i % 3]) for i, name in enumerate(OPTIONS)],
+        itertools.product((8, 127, 1024, 2500), OPTIONS, DTYPES),
+    ),
 )
-def test_the_kernels_give_what_the_cpu_gives(name, dtype):
-    """A whole tile and a part of one; the slow test has every size and type."""
-    give_what_the_cpu_gives(1500, name, dtype, (3,))
-
-
-@slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("vocab_size", [8, 127, 1024, 2500])
-def test_the_kernels_give_what_the_cpu_gives_at_all_sizes(vocab_size, name, dtype):
-    give_what_the_cpu_gives(vocab_size, name, dtype, (0, 1, 4))
+def test_the_kernels_give_what_the_cpu_gives(vocab_size, name, dtype):
+    """In the fast run a whole tile and a part of one."""
+    params = SamplingParams(**OPTIONS[name])
+    for seed, gamma in enumerate((3,) if vocab_size == 1500 else (0, 1, 4)):
+        case = Case(20, vocab_size, gamma, slots=3, dtype=dtype)
+        for places in (plain_places(case, params), case.places(params)):
+            same(case, places, seed=seed)
 
 
 @slow
 @pytest.mark.parametrize("name", ["plain", "all", "block-top-p", "sigmoid-narrow", "greedy"])
 def test_a_large_vocabulary(name):
     """Vectors, scalar rows (51,865 elements) and more than one tile to a warp's lane."""
-    params = SamplingParams(**OPTIONS[name])
     for vocab_size, dtype in ((51_864, "bfloat16"), (51_865, "float32"), (300_000, "float16")):
         case = Case(21, vocab_size, 2, slots=2, dtype=dtype)
-        places = case.places(params)
-        with emulation() as library:
-            assert a_round(library, case, places) == a_round(cpu_library(), case, places)
+        same(case, case.places(SamplingParams(**OPTIONS[name])))
 
 
 @slow
 def test_many_slots():
     """So many tiles that a warp takes two."""
     case = Case(27, 2500, 1, slots=2800)
-    places = plain_places(case, TOKEN)
-    with emulation() as library:
-        assert a_round(library, case, places) == a_round(cpu_library(), case, places)
+    same(case, plain_places(case, TOKEN))
 
 
-@pytest.mark.parametrize(
-    "name", ["block", *(pytest.param(n, marks=slow) for n in ("all", "sigmoid", "greedy-lenient"))]
-)
+@pytest.mark.parametrize("name", cases(["block"], ["all", "sigmoid", "greedy-lenient"]))
 def test_slots_that_differ(name):
     """In drafts, in rule, sitting out; with all flags, and in two orders of the blocks."""
     case = Case(22, 1100, 5, slots=6)
     places = case.places(SamplingParams(**OPTIONS[name]), gammas=[5, 0, -1, 2, 5, 1])
     places[4] = SlotSampling(TOKEN, 5, 3, 4)
-    want = a_round(cpu_library(), case, places)
     for added in (0, FILTERS | PENALTIES | cuda_kernel.BLOCK | SHAPES):
         for seed in (1, 2):  # the second round finds the first one's workspace
-            with emulation(added, seed=seed) as library:
-                assert a_round(library, case, places) == want
+            same(case, places, added=added, seed=seed)
 
 
 @pytest.mark.parametrize(
-    ("name", "draft_vocab_size"),
-    [("plain", 900)]
-    + [
-        pytest.param(name, size, marks=slow)
-        for name in ("plain", "block", "all", "sigmoid")
-        for size in (900, 2000)
-    ],
+    ("name", "width"),
+    cases([("plain", 900)], itertools.product(("plain", "block", "all", "sigmoid"), (900, 2000))),
 )
-def test_a_draft_of_another_width(name, draft_vocab_size):
-    case = Case(23, 2500, 2, slots=2)
-    case.draft = case.draft[:, :, :draft_vocab_size]
-    for places in (plain_places(case, SamplingParams(**OPTIONS[name])),
-                   case.places(SamplingParams(**OPTIONS[name]))):  # fmt: skip
-        case.target, wide = case.target[:, :, :1500], case.target
-        case.vocab_size = 1500
-        with emulation() as library:
-            for keep in (True, False):
-                want = a_round(cpu_library(), case, places, keep)
-                assert a_round(library, case, places, keep) == want
-        case.target = wide
+def test_a_draft_of_another_width(name, width):
+    case, params = Case(23, 2500, 2, slots=2), SamplingParams(**OPTIONS[name])
+    case.draft, case.target, case.vocab_size = (
+        case.draft[:, :, :width],
+        case.target[..., :1500],
+        1500,
+    )
+    for places in (plain_places(case, params), case.places(params)):
+        same(case, places, keep=(True, False))
 
 
 @pytest.mark.parametrize(
     ("top_k", "top_p"),
-    [(0, 0.5), (700, 0.9)]
-    + [
-        pytest.param(top_k, top_p, marks=slow)
-        for top_k in (0, 3, 700)
-        for top_p in (0.05, 0.5, 0.9, 0.9999999)
-    ],
+    cases([(0, 0.5), (700, 0.9)], itertools.product((0, 3, 700), (0.05, 0.5, 0.9, 0.9999999))),
 )
 def test_ties(top_k, top_p):
     """Many equal logits: the edge of the nucleus is inside a tie."""
@@ -173,19 +152,14 @@ def test_ties(top_k, top_p):
     case = Case(24, 2500, 1, slots=2)
     case.target, case.draft = np.round(case.target), np.round(case.draft)
     case.draft[0] = 0
-    with emulation() as library:
-        places = plain_places(case, params)
-        assert a_round(library, case, places) == a_round(cpu_library(), case, places)
+    same(case, plain_places(case, params))
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("plain", "float16")]
-    + [
-        pytest.param(name, dtype, marks=slow)
-        for name in ("plain", "all", "block")
-        for dtype in ("float32", "float16")
-    ],
+    cases(
+        [("plain", "float16")], itertools.product(("plain", "all", "block"), ("float32", "float16"))
+    ),
 )
 def test_rows_that_are_not_aligned_to_vectors(name, dtype):
     case = Case(25, 2500, 3, slots=2, dtype=dtype)
@@ -199,9 +173,7 @@ def test_rows_that_are_not_aligned_to_vectors(name, dtype):
 
     for padding in (1, 4, 8):
         case.target, case.draft = moved(case.target, padding), moved(case.draft, 9 - padding)
-        with emulation() as library:
-            assert a_round(library, case, places) == want
-            assert a_round(library, case, places, keep=False) == want
+        same(case, places, keep=(True, False), want=want)
 
 
 @slow  # the CPU library's bits, of which test_kernel_exact.py shows it in the fast run
@@ -291,7 +263,7 @@ def test_launches():
 
 def test_a_workspace_is_as_large_as_its_size():
     """Of the addresses in the parameter, those in the workspace start there and end in it."""
-    for flags in range(16):
+    for flags in range(32):
         for slots, width, vocab_size in ((1, 0, 8), (3, 5, 2500), (32, 8, 128_256)):
             sizes = KernelSizes(slots, width, vocab_size, vocab_size, flags)
             size = cpu_library().outrider_device_workspace_size(ctypes.byref(sizes))
@@ -307,7 +279,7 @@ def test_illegal_plans_are_refused():
     assert planned()[0] == 0
     assert planned(size=100)[0] == 3
     assert planned(base=BASE + 64)[0] == 1  # not 256-byte-aligned
-    assert planned(width=65)[0] == planned(slots=0)[0] == planned(flags=16)[0] == 1
+    assert planned(width=65)[0] == planned(slots=0)[0] == planned(flags=32)[0] == 1
     assert planned(slots=65_536)[0] == 1
     assert planned(vocab_size=0)[0] == 1
     for sizes in (

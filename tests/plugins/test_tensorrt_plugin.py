@@ -39,28 +39,20 @@ ENTRY_POINTS = ["getCreators", "setLoggerFinder"]
 # --- without headers --------------------------------------------------------------------------
 
 
-def run_build(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "plugins.tools.build_tensorrt", *arguments],
-        cwd=HERE.parent,
-        env={**{k: v for k, v in os.environ.items() if k != "TENSORRT_ROOT"}, **environment},
-        capture_output=True,
-        text=True,
-    )
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("root", "message"),
     [
-        ([], "TENSORRT_ROOT is not set. Type make plugin TENSORRT_ROOT="),
-        (
-            ["--tensorrt-root", "/nowhere"],
-            "TENSORRT_ROOT=/nowhere has no include/NvInferRuntime.h.",
-        ),
+        (None, "TENSORRT_ROOT is not set. Type make plugin TENSORRT_ROOT="),
+        ("/nowhere", "TENSORRT_ROOT=/nowhere has no include/NvInferRuntime.h."),
     ],
 )
-def test_without_headers_it_says_what_to_do(arguments, message):
-    run = run_build(*arguments)
+def test_without_headers_it_says_what_to_do(root, message):
+    run = subprocess.run(
+        [sys.executable, "-m", "plugins.tools.build_tensorrt",
+         *(["--tensorrt-root", root] if root else [])],
+        cwd=HERE.parent, env={k: v for k, v in os.environ.items() if k != "TENSORRT_ROOT"},
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert run.returncode == 8 and run.stdout == ""
     assert run.stderr.startswith(f"error: backend: {message}") and run.stderr.count("\n") == 1
 
@@ -81,13 +73,12 @@ def test_the_kernels_that_it_loads_are_there():
         assert re.search(rf"__global__ void[^;{{]*\b{name}\(", text), name
 
 
-@pytest.mark.parametrize("architecture", ["sm_90"])
-def test_the_small_kernels_compile(architecture):
+def test_the_small_kernels_compile():
     try:
         nvrtc = cubins.nvrtc()
     except cubins.CubinError as error:
         pytest.skip(str(error))
-    image, _ = nvrtc.compile(build_tensorrt.MODULES["outrider_tensorrt"], architecture)
+    image, _ = nvrtc.compile(build_tensorrt.MODULES["outrider_tensorrt"], "sm_90")
     assert b"outrider_tensorrt_pack" in image and b"outrider_tensorrt_unpack" in image
 
 
@@ -110,13 +101,12 @@ def library(tmp_path_factory):
 
 
 def test_nothing_but_the_entry_points_is_exported(library):
-    listed = subprocess.run(
-        ["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert sorted(listed[2::3]) == ENTRY_POINTS
-    undefined = subprocess.run(
-        ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
-    ).stdout
+    def symbols(which):
+        command = ["nm", "-D", f"--{which}-only", library]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert sorted(symbols("defined").split()[2::3]) == ENTRY_POINTS
+    undefined = symbols("undefined")
     assert "nvinfer" not in undefined and " cu" not in undefined
 
 
@@ -154,17 +144,9 @@ def drive(tools, tmp_path):
         subprocess.run(command, check=True)
         got = []
         for i in range(len(cases)):
-            outputs = np.load(tmp_path / f"{i:03}.out.npz")
-            lines = (tmp_path / f"{i:03}.txt").read_text().splitlines()
-            got.append(
-                (
-                    [
-                        tuple(row)
-                        for row in zip(*map(np.ndarray.tolist, outputs.values()), strict=True)
-                    ],
-                    lines,
-                )
-            )
+            outputs = np.load(tmp_path / f"{i:03}.out.npz").values()
+            answers = list(zip(*map(np.ndarray.tolist, outputs), strict=True))
+            got.append((answers, (tmp_path / f"{i:03}.txt").read_text().splitlines()))
         return got
 
     return run

@@ -8,13 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fakes import EOS, VOCAB_SIZE, make_text_engine, near, random_model
+from rounds import WRONG_RULES
 from scipy import stats
 
 import runtime.certificate as certificate_module
 from runtime.certificate import LEVEL, TOKENS, check, kolmogorov_smirnov
 from runtime.sampling import philox, reference
-from runtime.sampling.distribution import Distribution
-from runtime.sampling.rules import Verdict, verify
 from runtime.sampling.warp import warp
 from runtime.slots import Slot
 from runtime.text.options import Options
@@ -80,7 +79,7 @@ def test_a_draft_whose_context_ends_first(engine):
 def test_exact_decoding_fails_as_rarely_as_it_says(engine, monkeypatch):
     """An exact decoder has p-values below x no more often than x."""
     monkeypatch.setattr(certificate_module, "TOKENS", 96)
-    p_values = [check(engine, "ab", replace(SAMPLED, seed=1000 * i)).p_value for i in range(60)]
+    p_values = [check(engine, "ab", replace(SAMPLED, seed=1000 * i)).p_value for i in range(40)]
     assert stats.kstest(p_values, "uniform", alternative="greater").pvalue > 0.01
 
 
@@ -145,17 +144,12 @@ def test_flips_beyond_near_ties_fail(tmp_path):
     assert certificate.rounding > 0.3
     assert certificate.bound < 0.01
     assert certificate.violations[0].margin == pytest.approx(0.3, abs=1e-6)
-
-
-def test_the_cap_of_half_precision(tmp_path):
-    target = tied(0.3)
-    engine = make_text_engine(tmp_path, target, near(target, 2, 0.1), rounding=0.4)
+    # Half precision is allowed more.
     pair = engine.manifest.pair
     pair = replace(pair, target=replace(pair.target, dtype="bfloat16"))
     engine.manifest = replace(engine.manifest, pair=pair)
     certificate = check(engine, "a", GREEDY)
-    assert certificate.bound == 0.5
-    assert certificate.passed
+    assert certificate.passed and certificate.bound == 0.5
 
 
 def test_rounding_may_move_the_edge_of_a_filter_but_not_often(tmp_path):
@@ -171,30 +165,8 @@ def test_rounding_may_move_the_edge_of_a_filter_but_not_often(tmp_path):
 # Negative controls
 
 
-def always_accept(p, q, drafts, accept_u, final_u, params):
-    return Verdict(len(drafts), p[len(drafts)].draw(final_u), (1.0,) * len(drafts))
-
-
-def misreported_q(p, q, drafts, accept_u, final_u, params):
-    """As if each q were flatter than it was."""
-    flat = [Distribution.dense(np.sqrt(row.weights)) for row in q]
-    return verify(p, flat, drafts, accept_u, final_u, params)
-
-
-def never_resample(p, q, drafts, accept_u, final_u, params):
-    """The correction comes from p instead of norm(max(0, p - q))."""
-    verdict = verify(p, q, drafts, accept_u, final_u, params)
-    return Verdict(verdict.accepted, p[verdict.accepted].draw(final_u), verdict.ratios)
-
-
 @pytest.mark.parametrize(
-    ("rule", "options"),
-    [
-        (always_accept, GREEDY),
-        (always_accept, SAMPLED),
-        (misreported_q, SAMPLED),
-        (never_resample, SAMPLED),
-    ],
+    ("rule", "options"), [(WRONG_RULES[0], GREEDY), *((rule, SAMPLED) for rule in WRONG_RULES)]
 )
 def test_a_wrong_rule_fails(engine, monkeypatch, rule, options):
     assert check(engine, PROMPT, options).passed
@@ -295,10 +267,3 @@ def test_kolmogorov_smirnov_against_scipy(n):
         statistic, p_value = kolmogorov_smirnov(sample.tolist())
         assert statistic == pytest.approx(expected.statistic, abs=1e-12)
         assert p_value == pytest.approx(expected.pvalue, rel=0.1, abs=0.005)
-
-
-def test_lines(engine):
-    lines = check(engine, PROMPT, SAMPLED).lines()
-    assert lines[0].startswith("certificate PASSED | temperature 1 | 512 tokens of 6 texts")
-    assert lines[1].startswith("uniformity D 0.")
-    assert len(check(engine, PROMPT, GREEDY).lines()) == 2

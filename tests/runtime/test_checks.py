@@ -1,10 +1,13 @@
-"""Refusals whose remedy depends on more than the request."""
+"""What a decoder refuses of a request: one table, of what is asked and of what there is."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from fakes import random_model
+from rounds import make_decoder
 
 from runtime.checks import Limits, check_request
 from runtime.drafts.draft import Draft
@@ -14,46 +17,79 @@ from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
 
+class Quoting(Draft):
+    needs = ("corpus",)
+
+
+HOST = Limits(100, 100, 64, 8, frozenset({"model", "chain", "ngram", "copy"}), True, True, True)
+ALONE = replace(HOST, kinds=frozenset({"ngram", "copy"}), has_model=False)
+DEVICE = replace(HOST, kinds=frozenset({"model"}), draft_options=False, counts_and_biases=False)
+WARM = SamplingParams(temperature=0.9)
+SIGMOID = SamplingParams(temperature=1.0, verify="sigmoid")
+LONG = {"prompt": [2] * 70, "gamma": 0, "max_new_tokens": 20}
+
+
 @pytest.mark.parametrize(
-    ("context", "remedy"),
+    ("asked", "limits", "words"),
     [
-        (None, "Shorten it, or build the bundle with MAX_LEN=90."),
-        (90, "Shorten it, or build the bundle with MAX_LEN=90."),
-        (89, "Shorten it, and build with MAX_LEN=89, all that the model can."),
-        (64, "Shorten it: that is all that the model was made for."),
+        ({"prompt": []}, HOST, "prompt: the prompt is empty"),
+        ({"prompt": [2] * 64}, HOST, "prompt: .* has 64 tokens and the bundle's context 64"),
+        ({"prompt": [2, 100]}, HOST, "prompt: the prompt has the token id 100"),
+        ({"prompt": [2, -1]}, HOST, "prompt: the prompt has the token id -1"),
+        # It once asked for a MAX_LEN beyond the model's own context, which the build then refuses.
+        (LONG, HOST, "Shorten it, or build the bundle with MAX_LEN=90"),
+        (LONG, replace(HOST, context=90), "Shorten it, or build the bundle with MAX_LEN=90"),
+        (LONG, replace(HOST, context=89), "MAX_LEN=89, all that the model can"),
+        (LONG, replace(HOST, context=64), "Shorten it: that is all that the model was made for"),
+        ({"gamma": 9}, HOST, "option: gamma=9 is over the 8"),
+        ({"gamma": -1}, HOST, "option: gamma=-1 is negative"),
+        ({"logprobs": 101}, HOST, "option: logprobs=101 is out of range"),
+        ({}, ALONE, 'option: gamma=2 needs a draft.* draft="ngram", or build'),
+        ({"draft": "chain"}, ALONE, "option: gamma=2 needs a draft"),
+        ({"draft": "bigram"}, HOST, "option: draft=bigram needs a table"),
+        # On the CPU it was once refused as "for the CPU".
+        ({"draft": "quoting"}, HOST, "option: draft=quoting needs a corpus.* --corpus"),
+        ({"draft": "ngram"}, DEVICE, "option: draft=ngram is for the CPU"),
+        ({"draft": "ngram", "params": SIGMOID}, HOST, "option: .* a lookup has none"),
+        ({"draft_temperature": 0.5}, HOST, "option: .* no effect at temperature=0"),
+        ({"draft_temperature": 0.5, "params": WARM}, DEVICE, "option: .* for the CPU"),
+        ({"draft_temperature": 0.0, "params": WARM}, HOST, "option: .* is out of range"),
+        ({"draft_threshold": 1.0}, HOST, "option: .* is out of range"),
+        ({"draft_threshold": 0.5}, DEVICE, "option: .* for the CPU"),
+        ({"draft_threshold": 0.5, "draft": "chain"}, HOST, "option: .* always drafts gamma"),
+        ({"draft_threshold": 0.5, "draft": "ngram"}, HOST, "option: .* has no probabilities"),
+        # A GPU once took a slot first.
+        ({"params": SamplingParams(frequency_penalty=0.5)}, DEVICE, "option: frequency_penalty is"),
+        ({"params": SamplingParams(presence_penalty=0.5)}, DEVICE, "option: presence_penalty is"),
+        ({"params": SamplingParams(logit_bias={5: 1.0})}, DEVICE, "option: logit_bias is not in"),
     ],
-)
-def test_a_prompt_that_is_too_long_gets_a_remedy_that_works(
-    context: int | None, remedy: str
+)  # fmt: skip
+def test_what_is_refused(
+    asked: dict[str, Any], limits: Limits, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It once asked for a MAX_LEN beyond the model's own context, which the build then refuses."""
-    limits = Limits(100, 100, 64, 8, frozenset(), False, True, True, context)
-    with pytest.raises(OutriderError) as caught:
-        check_request(Request([2] * 70, gamma=0, max_new_tokens=20), limits)
-    assert caught.value.kind == "prompt" and caught.value.remedy == remedy
-
-
-def test_a_draft_that_needs_a_corpus_gets_that_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU it was once refused as "for the CPU"."""
-
-    class Quoting(Draft):
-        needs = ("corpus",)
-
     monkeypatch.setitem(KINDS, "quoting", Quoting)
-    limits = Limits(100, 100, 64, 8, frozenset(), False, True, True)
-    with pytest.raises(OutriderError, match="draft=quoting needs a corpus") as caught:
-        check_request(Request([2], gamma=2, draft="quoting"), limits)
-    assert "--corpus" in caught.value.remedy
+    with pytest.raises(OutriderError, match=words):
+        check_request(Request(**{"prompt": [2], "gamma": 2, **asked}), limits)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [{"frequency_penalty": 0.5}, {"presence_penalty": 0.5}, {"logit_bias": {5: 1.0}}],
-)
-def test_counts_and_biases_are_refused_where_the_sampling_lacks_them(params: Any) -> None:
-    """A GPU once took a slot first."""
-    request = Request([2], SamplingParams(**params), gamma=0)
-    check_request(request, Limits(100, 100, 64, 8, frozenset(), False, True, True))
-    with pytest.raises(OutriderError, match="not in the sampling kernel of a GPU") as caught:
-        check_request(request, Limits(100, 100, 64, 8, frozenset(), False, True, False))
-    assert caught.value.kind == "option"
+def test_what_is_sound_is_taken() -> None:
+    """The control: the same requests, where there is what they ask for."""
+    for asked, limits in (
+        ({}, DEVICE), ({"gamma": 0}, ALONE), ({"draft": "ngram"}, ALONE),
+        ({"draft": "chain"}, HOST),
+        ({"prompt": [99] * 63, "gamma": 8, "logprobs": 100}, HOST),
+        ({"draft_temperature": 0.5, "draft_threshold": 0.5, "params": WARM}, HOST),
+        ({"params": SamplingParams(logit_bias={5: 1.0})}, HOST),
+    ):  # fmt: skip
+        check_request(Request(**{"prompt": [2], "gamma": 2, **asked}), limits)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("sampler")
+@pytest.mark.parametrize("sampler", ["numpy", "device"], indirect=True)
+def test_a_refusal_takes_no_slot() -> None:
+    decoder = make_decoder(random_model(1), random_model(2))
+    for asked in ({"prompt": []}, {"prompt": [2], "gamma": 9}, {"prompt": [2], "draft": "bigram"}):
+        with pytest.raises(OutriderError):
+            decoder.admit(Request(**asked))  # type: ignore[arg-type]
+    assert decoder.slots.free == 1
+    assert not decoder.target.calls  # type: ignore[attr-defined]

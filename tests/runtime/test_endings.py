@@ -75,12 +75,6 @@ def test_the_places_are_those_that_they_are_meant_to_be() -> None:
     assert last == ["first", *["corrected"] * 4]
 
 
-@pytest.mark.parametrize("at", range(GAMMA + 2))
-def test_end_of_text_noticed_late(at: int) -> None:
-    with is_late(), pytest.raises(AssertionError):
-        ends_at(at, drafted=True)
-
-
 # --- the number of tokens ---------------------------------------------------------------------
 
 
@@ -100,12 +94,6 @@ def has_exactly(count: int, gamma: int) -> None:
 def test_max_new_tokens_exactly(gamma: int) -> None:
     for count in range(1, gamma + 3):
         has_exactly(count, gamma)
-
-
-@pytest.mark.parametrize("count", range(1, GAMMA + 3))
-def test_a_count_noticed_late(count: int) -> None:
-    with is_late(), pytest.raises(AssertionError):
-        has_exactly(count, GAMMA)
 
 
 def eager(context: Context) -> np.ndarray:
@@ -139,15 +127,8 @@ def test_end_of_text_that_is_not_masked(model: str) -> None:
     """In the target it would end the text early; in the draft it would cost every acceptance."""
 
     def unmasked(logits, params, context, suppress, vocab_size, where, output_start):  # type: ignore[no-untyped-def]
-        return warp(
-            logits,
-            params,
-            context,
-            () if where.startswith(model) else suppress,
-            vocab_size,
-            where,
-            output_start,
-        )
+        kept = () if where.startswith(model) else suppress
+        return warp(logits, params, context, kept, vocab_size, where, output_start)
 
     for minimum in range(2, GAMMA + 2):
         with broken("sampling.reference.warp", unmasked), pytest.raises(AssertionError):
@@ -161,10 +142,7 @@ def test_a_mask_that_forgets_the_drafts_before_a_position() -> None:
         suppress = place.suppress if place.suppress_rows else ()
         return warp(row, place.params, (), suppress, self.vocab_size, model)
 
-    with (
-        broken("sampling.reference.NumpySampler._warp", committed),
-        pytest.raises(AssertionError),
-    ):
+    with broken("sampling.reference.NumpySampler._warp", committed), pytest.raises(AssertionError):
         respects_minimum(3, GAMMA)
 
 
@@ -229,12 +207,6 @@ def test_a_stop_string_ending_at_each_offset_of_a_block(
         stops_at(tmp_path, end, width, amount)
 
 
-@pytest.mark.parametrize("end", range(3, 3 + GAMMA))
-def test_a_stop_string_noticed_late(tmp_path: Path, end: int) -> None:
-    with is_late(), pytest.raises(AssertionError):
-        stops_at(tmp_path, end, 3)
-
-
 def test_a_slot_that_keeps_what_follows_a_stop_string(tmp_path: Path) -> None:
     """Where a block goes on after it."""
     with broken("slots.Slot.roll_back", lambda self, length: None), pytest.raises(AssertionError):
@@ -263,3 +235,14 @@ def test_half_a_stop_string_is_text_when_the_text_ends(tmp_path: Path) -> None:
     for count in range(1, 12):
         cut = engine.generate("go\n", stop="quick brown cat", max_new_tokens=count, gamma=GAMMA)
         assert (cut.text, cut.finish_reason) == (SAYING[:count], "length")
+
+
+def test_an_end_that_is_noticed_late(tmp_path: Path) -> None:
+    """The control of all the tests above."""
+    for at in range(GAMMA + 1):
+        with is_late(), pytest.raises(AssertionError):
+            ends_at(at, drafted=True)
+        with is_late(), pytest.raises(AssertionError):
+            has_exactly(1 + at, GAMMA)
+        with is_late(), pytest.raises(AssertionError):
+            stops_at(tmp_path, 3 + at, 3)

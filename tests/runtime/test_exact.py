@@ -1,4 +1,4 @@
-"""The real round has the target's distribution, by the three ways of integration of `exact`.
+"""The real round has the target's distribution, by the two ways of integration of `exact`.
 
 Each with controls: rounds that are wrong by little, and must be found out.
 """
@@ -6,28 +6,18 @@ Each with controls: rounds that are wrong by little, and must be found out.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
-from exact import Key, V, at, by_bisection, by_grid, by_keys, own
+from exact import Key, V, at, by_bisection, by_keys, own
 from fakes import random_model
-from proof import ONE
-from rounds import (
-    accept_everything,
-    broken,
-    cases,
-    flattened_q,
-    ids,
-    make_decoder,
-    run,
-    with_uniforms,
-)
+from rounds import WRONG_RULES, broken, cases, ids, make_decoder, on_host, run
 
-from runtime.sampling.distribution import Distribution
 from runtime.sampling.philox import Purpose
 from runtime.sampling.reference import NumpySampler
-from runtime.sampling.rules import Verdict, residual, verify
+from runtime.sampling.rules import Verdict, verify
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
@@ -40,33 +30,18 @@ pytestmark = pytest.mark.usefixtures("sampler")
 ALL = {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.4}
 
 
-@with_uniforms
+@on_host
 @pytest.mark.parametrize(
-    "params",
-    [
-        at(),
-        at(verify="block"),
-        at(temperature=0.6),
-        at(top_k=3),
-        at(top_p=0.7),
-        at(min_p=0.15),
-        at(repetition_penalty=1.8),
-        at(**ALL),
-        at(**ALL, verify="block"),
-    ],
-    ids=lambda p: "-".join(f"{k}={v}" for k, v in vars_of(p).items()) or "plain",
-)
-def test_one_draft_token_over_eight(params: SamplingParams) -> None:
-    assert by_bisection(params) < 1e-6
+    "options",
+    [{}, {"verify": "block"}, {"temperature": 0.6}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.15},
+     {"repetition_penalty": 1.8}, ALL, {**ALL, "verify": "block"}],
+    ids=lambda options: "-".join(options) or "plain",
+)  # fmt: skip
+def test_one_draft_token_over_eight(options: dict[str, Any]) -> None:
+    assert by_bisection(at(**options)) < 1e-6
 
 
-def vars_of(params: SamplingParams) -> dict[str, Any]:
-    default = at()
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "verify")
-    return {n: getattr(params, n) for n in names if getattr(params, n) != getattr(default, n)}
-
-
-@with_uniforms
+@on_host
 @pytest.mark.parametrize(
     ("rule", "vocab_size"), cases([("token", 5), ("block", 5)], [("token", V), ("block", V)])
 )
@@ -75,23 +50,27 @@ def test_two_draft_tokens(rule: str, vocab_size: int) -> None:
     assert by_bisection(at(**options, verify=rule), 2, vocab_size) < 1e-6
 
 
-@with_uniforms
+@on_host
 def test_end_of_text_masked_in_the_middle_of_a_block() -> None:
     """The first token and the first draft are masked, the second draft and the bonus are not."""
     assert by_bisection(at(), 2, 4, min_new_tokens=2) < 1e-6
 
 
-@with_uniforms
-@pytest.mark.parametrize(("target_width", "draft_width"), [(12, 10), (12, 5)])
-def test_padded_and_narrow_vocabularies(target_width: int, draft_width: int) -> None:
-    target = random_model(1, target_width)
-    draft = random_model(2, draft_width)
-    options = {"target_width": target_width, "draft_width": draft_width}
-    assert by_bisection(at(), target=target, draft=draft, **options) < 1e-6
-    assert by_bisection(at(verify="block"), target=target, draft=draft, **options) < 1e-6
+@pytest.mark.parametrize(
+    ("sampler", "draft_width", "rule"),
+    cases(
+        [("numpy", 10, "token"), ("kernel", 5, "token"), ("kernel", 10, "block")],
+        product(("numpy", "kernel"), (10, 5), ("token", "block")),
+    ),
+    indirect=["sampler"],
+)
+def test_padded_and_narrow_vocabularies(draft_width: int, rule: str) -> None:
+    models = {"target": random_model(1, 12), "draft": random_model(2, draft_width)}
+    options = {"target_width": 12, "draft_width": draft_width}
+    assert by_bisection(at(verify=rule), **models, **options) < 1e-6
 
 
-@with_uniforms
+@on_host
 @pytest.mark.parametrize(
     ("p", "q"),
     [
@@ -112,15 +91,6 @@ def test_rows_that_are_easily_divided_by_zero(rule: str, p: list[float], q: list
     assert found < 1e-6
 
 
-def corrected_from_p(p, q, drafts, accept_u, final_u, params):  # type: ignore[no-untyped-def]
-    """A correction drawn from the target instead of the residual."""
-    verdict = verify(p, q, drafts, accept_u, final_u, params)
-    return Verdict(verdict.accepted, p[verdict.accepted].draw(final_u), verdict.ratios)
-
-
-WRONG_RULES = [accept_everything, flattened_q, corrected_from_p]
-
-
 @pytest.mark.parametrize("wrong", WRONG_RULES)
 @pytest.mark.parametrize("params", [at(), at(**ALL)], ids=["plain", "all"])
 def test_bisection_notices(wrong: Callable[..., Verdict], params: SamplingParams) -> None:
@@ -138,25 +108,10 @@ def test_bisection_notices_a_penalty_without_the_drafts() -> None:
         assert by_bisection(at(repetition_penalty=1.8), 1) > 0.01
 
 
-# --- grid -------------------------------------------------------------------------------------
-
-
-@with_uniforms
-def test_three_draft_tokens_over_eight() -> None:
-    assert by_grid(1) < 1e-12
-    assert by_grid(2, 2) < 1e-12
-
-
-@pytest.mark.parametrize("wrong", WRONG_RULES)
-def test_the_grid_notices(wrong: Callable[..., Verdict]) -> None:
-    with broken("sampling.reference.verify", wrong):
-        assert by_grid(2, 2) > 0.01
-
-
 # --- keys -------------------------------------------------------------------------------------
 
 
-@with_uniforms
+@on_host
 @pytest.mark.parametrize(("gamma", "count"), cases([(0, 4), (2, 4)], [(3, 5)]))
 def test_rounds_after_one_another(gamma: int, count: int) -> None:
     """A number drawn again in a later round must not have been looked at in an earlier one."""
@@ -189,7 +144,7 @@ def support_at_u_0() -> None:
     assert sequence.stats.accepted == 0
 
 
-@with_uniforms
+@on_host
 def test_probability_0_is_not_accepted_at_u_0() -> None:
     support_at_u_0()
 
@@ -200,46 +155,3 @@ def test_a_test_that_is_not_strict_is_noticed() -> None:
 
     with broken("sampling.reference.verify", not_strict), pytest.raises(AssertionError):
         support_at_u_0()
-
-
-def equal_up_to_rounding(rule: Callable[..., tuple[Distribution, float]]) -> None:
-    """Rows that rounding alone tells apart, and the largest uniforms: they reject where p < q by
-    the last bit, and p - q may be positive nowhere. There the correction comes from p."""
-    rng = np.random.default_rng(0)
-    row = rng.standard_normal(V).astype(np.float32)
-    masses: list[float] = []
-
-    def watched(p: Distribution, q: Distribution, scale: float = 1.0) -> tuple[Distribution, float]:
-        rest, mass = rule(p, q, scale)
-        masses.append(mass)
-        return rest, mass
-
-    nothing_left = 0
-    for _ in range(60):
-        other = row + np.float32(1e-7) * rng.standard_normal(V, dtype=np.float32)
-        decoder = make_decoder(lambda c: row, lambda c, other=other: other, vocab_size=V)
-        masses.clear()
-        with (
-            broken("sampling.reference.uniform", lambda *key: ONE),
-            broken("sampling.rules.residual", watched),
-            np.errstate(all="raise"),
-        ):
-            sequence = run(decoder, Request([2], at(), gamma=4, max_new_tokens=20))
-        assert all(0 <= mass < 1e-6 for mass in masses)
-        if 0 in masses:
-            nothing_left += 1
-            assert set(ids(sequence)) == {V - 1}, "what the largest uniform draws from p"
-    assert nothing_left > 0
-
-
-def test_equal_rows_up_to_rounding() -> None:
-    equal_up_to_rounding(residual)
-
-
-def test_a_residual_of_nothing_is_noticed() -> None:
-    def left_as_it_is(p: Distribution, q: Distribution, scale: float) -> tuple[Distribution, float]:
-        rest, mass = residual(p, q, scale)
-        return (rest, mass) if mass else (Distribution.dense(np.zeros(V, np.float32)), mass)
-
-    with pytest.raises(AssertionError):
-        equal_up_to_rounding(left_as_it_is)

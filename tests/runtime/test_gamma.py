@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 from fakes import make_text_engine, near, random_model
-from rounds import both, ids, make_decoder, plain, run
+from rounds import both, ids, make_decoder, plain, run, together
 
 from runtime.decoder import Decoder
-from runtime.files.errors import OutriderError
 from runtime.policy import Measured, make_policy
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
@@ -44,12 +43,7 @@ def test_temperature_0_is_plain_decoding(sampler: None, noise: float) -> None:
             for i, name in enumerate(NAMES)
         ]
         alone = [plain(decoder, request) for request in requests]
-        together = [decoder.admit(request) for request in requests]
-        while unfinished := [sequence for sequence in together if sequence.finish_reason is None]:
-            decoder.round(unfinished)
-        for sequence in together:
-            decoder.release(sequence)
-        assert [ids(sequence) for sequence in together] == alone
+        assert [ids(sequence) for sequence in together(decoder, requests)] == alone
 
 
 def test_what_policies_and_costs_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,15 +97,3 @@ def test_what_counts_as_the_same_settings(tmp_path: Path) -> None:
         assert isinstance(request.policy, Measured)
         told.append(request.policy.settings)
     assert told[0] == told[1] and len(set(told)) == 4
-
-
-@pytest.mark.parametrize(
-    ("options", "cause"),
-    [({"gamma": "often"}, "whole number"), ({"gamma": 2, "fallback": "yes"}, "fallback='yes'"),
-     ({"gamma": 0, "fallback": "auto"}, "no effect in plain decoding")],
-)  # fmt: skip
-def test_what_is_refused(options: dict, cause: str, tmp_path) -> None:  # type: ignore[no-untyped-def, type-arg]
-    engine = make_text_engine(tmp_path, MODEL, near(MODEL, 2, 0.5))
-    with pytest.raises(OutriderError, match=cause) as caught:
-        engine.request([2, 3], Options(**options))
-    assert caught.value.kind == "option"

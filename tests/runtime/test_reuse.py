@@ -1,22 +1,19 @@
 """A slot that still holds the beginning of a prompt: only the rest is computed, and the text and
-its log-probabilities are those of an engine that holds nothing. With controls: an account of rows
-that misses what was overwritten."""
+its log-probabilities are those of an engine that holds nothing. The controls, accounts of rows that
+miss what was overwritten, are in test_crowd.py."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import Workshop
 from fakes import EOS, VOCAB_SIZE, make_text_engine, near, random_model
-from rounds import broken, check_rows, ids, make_decoder, run
+from rounds import ids, make_decoder, run
 
 from runtime import load
-from runtime.backends.engine import HeldRows, Ids
 from runtime.beam.text import beam_texts
 from runtime.decoder import Decoder
 from runtime.sampling.warp import SamplingParams
@@ -87,79 +84,10 @@ def test_the_rest_is_all_that_is_computed() -> None:
     assert again.stats.reused_tokens == len(talk) - 2, "two are computed, for the same rounding"
 
 
-def test_two_conversations_in_two_slots_do_not_cost_each_other_their_rows() -> None:
-    used = decoder(2)
-    talks = [STORY[:20], STORY[20:]]
-    for turn in range(3):
-        for talk in talks:
-            sequence = run(used, Request(talk, max_new_tokens=5))
-            assert sequence.stats.reused_tokens >= (len(talk) - 8 if turn else 0)
-            talk += [*ids(sequence), 4]
-
-
 def test_without_reuse_everything_is_computed() -> None:
     used = decoder(1)
     used.rounds.slots = used.slots = SlotTable(1)
     assert [run(used, request).stats.reused_tokens for request in requests(SAMPLED)] == [0] * 7
-
-
-def crowd(params: SamplingParams) -> int:
-    """Prompts that branch off each other in three slots, where they sit rounds out, are cancelled
-    and released; each as if it were alone. Returns how many tokens were not computed again."""
-    reused = 0
-    for seed in range(6):
-        rng = np.random.default_rng(seed)
-        used, texts = decoder(3), [STORY]
-        active: list[ActiveSequence] = []
-        for _ in range(60):
-            if used.slots.free and rng.random() < 0.5:
-                base = texts[rng.integers(len(texts))][: rng.integers(1, 60)]
-                prompt = [*base, *rng.integers(2, VOCAB_SIZE, rng.integers(0, 3)).tolist()]
-                own = replace(params, seed=int(rng.integers(99)))
-                gamma = int(rng.integers(0, 6))
-                active.append(used.admit(Request(prompt, own, gamma=gamma, max_new_tokens=14)))
-                reused += active[-1].stats.reused_tokens
-            batch = [x for x in active if x.finish_reason is None and rng.random() < 0.7]
-            if batch:
-                used.round(batch)
-            for sequence in active[:]:
-                check_rows(used, sequence)
-                if sequence.finish_reason is not None or rng.random() < 0.05:
-                    texts.append(list(sequence.slot.tokens))
-                    whole = ids(run(decoder(1), sequence.request))
-                    assert ids(sequence) == whole[: len(sequence.output)]
-                    used.release(sequence)
-                    active.remove(sequence)
-    return reused
-
-
-@pytest.mark.parametrize("params", [SamplingParams(), SAMPLED], ids=["0", "1"])
-def test_a_crowd(params: SamplingParams) -> None:
-    assert crowd(params) > 500
-
-
-def keeps_what_was_overwritten(
-    self: HeldRows, first_slot: int, input_ids: Ids, position: Ids
-) -> None:
-    for slot, (new, start) in enumerate(
-        zip(input_ids.tolist(), position.tolist(), strict=True), first_slot
-    ):
-        held = self._tokens[slot]
-        held[start:] = new if start + len(new) > len(held) else held[start:]
-
-
-def misses_calls_of_several_slots(
-    self: HeldRows, first_slot: int, input_ids: Ids, position: Ids, real: Any = HeldRows.wrote
-) -> None:
-    if len(input_ids) == 1:
-        real(self, first_slot, input_ids, position)
-
-
-@pytest.mark.parametrize("account", [keeps_what_was_overwritten, misses_calls_of_several_slots])
-def test_a_stale_row_is_noticed(account: Any) -> None:
-    """The controls."""
-    with broken("backends.engine.HeldRows.wrote", account), pytest.raises(AssertionError):
-        crowd(SamplingParams())
 
 
 def test_rows_of_a_failed_sequence_are_not_used_again() -> None:
@@ -192,10 +120,8 @@ def test_beams_in_between(tmp_path: Path) -> None:
         beam_texts(engine, "hello", beams=1, max_new_tokens=3, gamma=0)
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_of_a_real_engine(workshop: Workshop, slots: int) -> None:
-    bundle = workshop.bundle(workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7))
-    engine, fresh = (load(bundle, slots=slots, threads=1, reuse=reuse) for reuse in (True, False))
+def test_of_a_real_engine(llama_bundle: Path) -> None:
+    engine, fresh = (load(llama_bundle, slots=2, threads=1, reuse=x) for x in (True, False))
     story = "once upon a time there was a slot that remembered what it was told. "
     prompts = [story, story, story + "And then", story[:20] + "it forgot", story + "And then"]
     reused = 0

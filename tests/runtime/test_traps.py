@@ -5,13 +5,12 @@ round with the fault put back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes import EOS, VOCAB_SIZE, Context, Model, make_text_engine, near, random_model, script
+from fakes import EOS, Context, Model, make_text_engine, near, random_model, script
 from rounds import both, broken, check_rows, ids, is_late, make_decoder, oracle, plain, run
 
 from runtime.decoder import Decoder
@@ -20,9 +19,7 @@ from runtime.sampling.reference import NumpySampler
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams, warp
 from runtime.sequence import ActiveSequence, Request
-from runtime.slots import Slot
 from runtime.text.engine import TextEngine
-from runtime.text.options import Options
 
 pytestmark = pytest.mark.usefixtures("sampler")
 
@@ -33,13 +30,20 @@ SAYING = "the quick brown fox jumps over a lazy dog"
 # --- streams that are closed ------------------------------------------------------------------
 
 
-def closed_at_every_yield(engine: TextEngine, fresh: Callable[[], TextEngine]) -> int:
-    """Close a stream at its first, second, ... event; each time another request must come out of
-    the same slot as it comes out of a fresh engine. Returns how many there were."""
+def test_a_stream_closed_at_every_yield(tmp_path: Path) -> None:
+    """Close it at its first, second, ... event: each time another request must come out of the same
+    slot as it comes out of a fresh engine."""
+    target = random_model(8, never=[EOS])
+
+    def fresh() -> TextEngine:
+        return make_text_engine(tmp_path, target, near(target, 9, 1.0), order=None)
+
     first = {"temperature": 1.0, "seed": 1, "max_new_tokens": 24, "gamma": GAMMA}
-    second = {"temperature": 1.0, "seed": 2, "max_new_tokens": 24, "gamma": GAMMA}
+    second = {**first, "seed": 2}
     expected = fresh().generate("b c\n", **second).token_ids
     events = len(list(fresh().stream("hello there\n", **first)))
+    assert events > 5
+    engine = fresh()
     for taken in range(events + 1):
         stream = engine.stream("hello there\n", **first)
         for _ in range(taken):
@@ -47,42 +51,6 @@ def closed_at_every_yield(engine: TextEngine, fresh: Callable[[], TextEngine]) -
         stream.close()
         assert engine.decoder.slots.free == 1
         assert engine.generate("b c\n", **second).token_ids == expected
-    return events
-
-
-def test_a_stream_closed_at_every_yield(tmp_path: Path) -> None:
-    target = random_model(8, never=[EOS])
-
-    def fresh() -> TextEngine:
-        return make_text_engine(tmp_path, target, near(target, 9, 1.0), order=None)
-
-    assert closed_at_every_yield(fresh(), fresh) > 5
-
-
-def test_a_slot_that_remembers_its_last_owner(tmp_path: Path) -> None:
-    """The control: lengths that survive the release, so that a prompt is not computed again."""
-    target = random_model(8, never=[EOS])
-
-    def fresh() -> TextEngine:
-        return make_text_engine(tmp_path, target, near(target, 9, 1.0), order=None)
-
-    engine = fresh()
-    acquire, release = engine.decoder.slots.acquire, engine.decoder.release
-    left = [0]
-
-    def inherit(*prompt: object) -> Slot:
-        slot = acquire()
-        slot.draft_len = left[0]
-        return slot
-
-    def leave(sequence: ActiveSequence) -> None:
-        left[0] = 0 if sequence.finish_reason else sequence.slot.draft_len
-        release(sequence)
-
-    engine.decoder.slots.acquire = inherit  # type: ignore[method-assign]
-    engine.decoder.release = leave  # type: ignore[method-assign]
-    with pytest.raises(AssertionError):
-        closed_at_every_yield(engine, fresh)
 
 
 def test_a_stream_that_is_never_begun_takes_no_slot(tmp_path: Path) -> None:
@@ -95,19 +63,6 @@ def test_a_stream_that_is_never_begun_takes_no_slot(tmp_path: Path) -> None:
         next(streams[0])
     streams[2].close()
     assert engine.decoder.slots.free == 1
-
-
-def test_a_batch_that_is_closed_gives_all_slots_back(tmp_path: Path) -> None:
-    model = script(SAYING)
-    engine = make_text_engine(tmp_path, model, model, slots=3, order=None)
-    lengths = (3, 30, 30, 30)
-    prompts = [("go\n", Options(gamma=GAMMA, max_new_tokens=n)) for n in lengths]
-    batch = engine.batch(prompts)
-    assert next(batch)[0] == 0
-    assert engine.decoder.slots.free == 1
-    batch.close()
-    assert engine.decoder.slots.free == 3
-    assert sorted(index for index, _ in engine.batch(prompts)) == [0, 1, 2, 3]
 
 
 # --- penalties --------------------------------------------------------------------------------
@@ -123,7 +78,7 @@ def penalised(penalty: float, seeds: range = range(6)) -> None:
 
 
 @both
-@pytest.mark.parametrize("penalty", [1.5, 4.0, 0.7])
+@pytest.mark.parametrize("penalty", [4.0, 0.7])
 def test_the_repetition_penalty_while_speculating(penalty: float) -> None:
     penalised(penalty)
 
@@ -140,15 +95,6 @@ def test_a_penalty_that_is_ignored(drafts_seen: bool) -> None:
 
     with broken("sampling.reference.NumpySampler._warp", careless), pytest.raises(AssertionError):
         penalised(4.0)
-
-
-@both
-def test_filters_change_nothing_at_temperature_0() -> None:
-    target = random_model(1)
-    decoder = make_decoder(target, near(target, 2, 1.0))
-    request = Request([2, 3], gamma=GAMMA, max_new_tokens=30)
-    filtered = SamplingParams(top_k=3, top_p=0.5, min_p=0.2)
-    assert ids(run(decoder, replace(request, params=filtered))) == oracle(target, request)
 
 
 # --- padding ----------------------------------------------------------------------------------
@@ -226,38 +172,36 @@ def test_ids_that_the_draft_cannot_look_up() -> None:
 # --- numbers that are none --------------------------------------------------------------------
 
 
-def failing(model: Model, at: int, value: float = np.nan) -> Model:
+def failing(model: Model, at: int) -> Model:
     """`model`, but one logit of the row after `at` tokens of text is not a number."""
 
     def broken_model(context: Context) -> np.ndarray:
         row = model(context).copy()
         if len(context) == at:
-            row[3] = value
+            row[3] = np.nan
         return row
 
     return broken_model
 
 
 @both
-@pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("name", ["target", "draft"])
 @pytest.mark.parametrize("at", [4, 5, 7, 9])  # 4: the prefill
-def test_numeric_failures_are_named(name: str, at: int, temperature: float, value: float) -> None:
+def test_numeric_failures_are_named(name: str, at: int, temperature: float) -> None:
     model = random_model(1)
-    models = {"target": model, "draft": model, name: failing(model, at, value)}
+    models = {"target": model, "draft": model, name: failing(model, at)}
     decoder = make_decoder(models["target"], models["draft"], slots=2)
     params = SamplingParams(temperature=temperature)
     neighbour = decoder.admit(Request([2], gamma=0))
     request = Request([2, 3, 4, 5], params, gamma=3, max_new_tokens=20)
     if name == "draft" and at == 4:
         at = 5  # the draft's first row here is that of the token after the prefill's
-        decoder.draft.model = failing(model, at, value)
+        decoder.draft.model = failing(model, at)
     with pytest.raises(OutriderError) as error:
         run(decoder, request)
     assert error.value.kind == "numeric"
-    assert f"{name}, slot 1, position {at}: " in error.value.cause
-    assert ("NaN" if np.isnan(value) else "+inf") in error.value.cause
+    assert f"{name}, slot 1, position {at}: NaN" in error.value.cause
     assert decoder.slots.free == 1
     decoder.round([neighbour])
     check_rows(decoder, neighbour)
@@ -299,17 +243,6 @@ def test_a_failure_is_one_sequences_alone(
     assert broken_one.output == alone[1][: len(broken_one.output)]
 
 
-@both
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_row_of_nothing_but_minus_infinity(temperature: float) -> None:
-    def nothing(context: Context) -> np.ndarray:
-        return np.full(VOCAB_SIZE, -np.inf, np.float32)
-
-    params = SamplingParams(temperature=temperature)
-    with pytest.raises(OutriderError, match="target, slot 0, position 1: every logit is -inf"):
-        run(make_decoder(nothing), Request([2], params, gamma=0))
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_failure_that_is_not_looked_for(temperature: float) -> None:
     model = random_model(1)
@@ -319,20 +252,6 @@ def test_a_failure_that_is_not_looked_for(temperature: float) -> None:
     with broken("sampling.warp._check", lambda peak, where: None), np.errstate(invalid="ignore"):
         sequence = run(decoder, request)
     assert len(sequence.output) == 20, "tokens came out of a row that holds none"
-
-
-@pytest.mark.parametrize("at", [4, 7])
-def test_a_failure_gives_the_slot_back(tmp_path: Path, at: int) -> None:
-    model = random_model(1, never=[EOS])
-    engine = make_text_engine(tmp_path, model, failing(model, at), order=None)
-    with pytest.raises(OutriderError, match="draft, slot 0, position"):
-        engine.generate("abc", max_new_tokens=20)
-    assert engine.decoder.slots.free == 1
-    ((_, result),) = engine.batch([("abc", Options(gamma=GAMMA))])
-    assert result.finish_reason == "error" and result.error is not None
-    assert "draft, slot 0, position" in result.error.cause
-    assert engine.decoder.slots.free == 1
-    assert len(engine.generate("abc", max_new_tokens=20, gamma=0).tokens) == 20
 
 
 # --- contexts ---------------------------------------------------------------------------------
@@ -417,24 +336,15 @@ def test_rows_that_a_bundle_would_not_have() -> None:
         fills_context(1, capacity=40)
     with pytest.raises(AssertionError, match="40"):
         fills_context(3, capacity=40)
+    with is_late(), pytest.raises(AssertionError):
+        fills_context(3)
 
 
 @pytest.mark.parametrize("left", range(1, 12))
-@pytest.mark.parametrize("limit", ["max_new_tokens", "max_len"])
-def test_no_more_is_drafted_than_can_become_text(limit: str, left: int) -> None:
+def test_no_more_is_drafted_than_can_become_text(left: int) -> None:
     """Everything is accepted here, so every draft must be text, up to the very last token."""
     model = random_model(2)
-    decoder = make_decoder(model, model, max_len=3 + left if limit == "max_len" else 64)
-    sequence = run(decoder, Request([2, 3, 4], gamma=4, max_new_tokens=left))
-    stats = sequence.stats
-    assert stats.output_tokens == left == 1 + stats.drafted + stats.rounds
-    request = replace(sequence.request, max_new_tokens=99)
-    if limit == "max_len":
-        stats = run(decoder, request).stats
+    for max_len, count in ((64, left), (3 + left, left), (3 + left, 99)):
+        decoder = make_decoder(model, model, max_len=max_len)
+        stats = run(decoder, Request([2, 3, 4], gamma=4, max_new_tokens=count)).stats
         assert stats.output_tokens == left == 1 + stats.drafted + stats.rounds
-
-
-@pytest.mark.parametrize("slots", [1, 3])
-def test_the_end_of_the_context_noticed_late(slots: int) -> None:
-    with is_late(), pytest.raises(AssertionError):
-        fills_context(slots)

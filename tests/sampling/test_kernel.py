@@ -58,31 +58,24 @@ def test_counts_and_biases_agree_with_the_reference(vocab_size, options):
         assert not disagreements(cpu_library(), case, params)
 
 
+LARGE = (51_864, 128_256, 151_936)
+
+
 @pytest.mark.parametrize(
-    ("vocab_size", "name"),
-    [(128_256, "plain"), (151_936, "all"), (51_864, "block")]
+    ("name", "shape"),
+    [("plain", {"vocab_size": 128_256}), ("all", {"vocab_size": 151_936})]
+    + [("block", {"vocab_size": 51_864})]
+    + [(name, {"dtype": d}) for d in ("float16", "bfloat16") for name in ("top-k", "greedy")]
+    + [("block", {"dtype": "float16"}), ("plain", {"offset": 1e4}), ("block", {"offset": 1e4})]
     + [
-        pytest.param(vocab_size, name, marks=slow)
-        for vocab_size in (51_864, 128_256, 151_936)
+        pytest.param(name, {"vocab_size": vocab_size}, marks=slow)
+        for vocab_size in LARGE
         for name in ("plain", "greedy", "all", "top-p", "block", "sigmoid-narrow")
     ],
 )
-def test_agrees_with_the_reference_on_large_vocabularies(library, vocab_size, name):
-    case = Case(2, vocab_size, gamma=3, slots=2)
-    assert not disagreements(library, case, SamplingParams(**OPTIONS[name]))
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["plain", "greedy", "top-k", "block"])
-def test_agrees_on_half_precision(library, name, dtype):
-    for vocab_size in (111, 2500):
-        case = Case(3, vocab_size, gamma=4, slots=4, dtype=dtype)
-        assert not disagreements(library, case, SamplingParams(**OPTIONS[name]))
-
-
-@pytest.mark.parametrize("name", ["plain", "greedy", "block"])
-def test_agrees_on_logits_far_from_zero(library, name):
-    case = Case(4, 2500, gamma=4, slots=4, offset=1e4)
+def test_agrees_on_large_vocabularies_half_precision_and_far_from_zero(library, name, shape):
+    shape = {"vocab_size": 2500, **shape}
+    case = Case(2, gamma=3, slots=2 if shape["vocab_size"] in LARGE else 4, **shape)
     assert not disagreements(library, case, SamplingParams(**OPTIONS[name]))
 
 

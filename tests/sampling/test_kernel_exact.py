@@ -1,7 +1,8 @@
-"""The samplers are exact: by enumeration at V = 8, and by statistics at real vocabularies.
+"""The samplers are exact: by enumeration at V = 8.
 
-Emulated, an enumeration takes minutes, and test_kernel_cuda.py shows that the emulated kernels have
-the CPU library's bits: the emulation is enumerated once there.
+Samples at a real vocabulary, in the real round, are in test_seeds.py; that large vocabularies are
+no different is in test_kernel.py. Emulated, an enumeration takes minutes, and test_kernel_cuda.py
+shows that the emulated kernels have the CPU library's bits: the emulation is enumerated once there.
 """
 
 from __future__ import annotations
@@ -10,12 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from enumeration import Models, V, bisect, distance, output_joint, softmax
-from kernels import BLOCK, NUMPY, SIGMOID, TOKEN, open_backend, open_sampler
-from proof import chi_square
+from enumeration import Models, distance, output_joint, softmax
+from kernels import BLOCK, NUMPY, SIGMOID, TOKEN, open_backend
 
-from runtime.sampling.native import RoundSampler
-from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams
 
 EXACT = pytest.mark.parametrize("params", [TOKEN, BLOCK], ids=["token", "block"])
@@ -49,7 +47,7 @@ def test_enumeration_notices_rules_that_are_not_exact(native):
     assert distance(native, models, SIGMOID)[0] > 0.05
 
 
-@pytest.mark.parametrize("params", [TOKEN, BLOCK], ids=["token", "block"])
+@EXACT
 def test_enumeration_notices_a_q_that_was_not_drawn_from(library, params):
     assert distance(library, Models(0, 1), params, reported=Models(5, 1))[0] > 0.05
 
@@ -145,114 +143,3 @@ def test_sigmoid_is_close_to_the_draft_and_not_exact(library):
     out, p, q = joint.sum(axis=1), softmax(models.target[0]), softmax(models.draft[0])
     assert accepted > 0.995
     assert 0.5 * np.abs(out - p).sum() > 0.2 and 0.5 * np.abs(out - q).sum() < 0.005
-
-
-# --- statistics, with Philox ------------------------------------------------------------------
-
-
-def test_the_drafts_own_draw_is_its_softmax(native):
-    rows = Models(3, 1, scale=2.0).draft[0][None]
-    sampler = RoundSampler(V, 1, 1, library=native)
-    sampler.begin([SlotSampling(TOKEN, 1, 0)])
-    edges = [
-        bisect(lambda u, t=t: sampler.draw(rows, 0, u[:, None]).copy() <= t, 1)[0]
-        for t in range(V - 1)
-    ]
-    np.testing.assert_allclose(np.diff([0, *edges, 1]), softmax(rows[0]), atol=3e-7)
-
-
-def counts_by_position(library, target, draft, params, count, misreport=None):
-    """float64 [gamma + 1, V] over the rounds that reach a position; by the block rule only the
-    first, whose tokens alone are a fair sample. All slots read the same logits."""
-    gamma, vocab_size = draft.shape
-    sampler = RoundSampler(vocab_size, gamma, count, library=library, threads=2)
-    sampler.begin([SlotSampling(replace(params, seed=b), gamma, 11 * b) for b in range(count)])
-    for step in range(gamma):
-        sampler.draw(draft[None, step], step, keep=False)
-    if misreport is not None:
-        sampler._drew = False
-    got = sampler.verify(target[None], (draft if misreport is None else misreport)[None])
-    counts = np.zeros((gamma + 1, vocab_size))
-    for ids, verdict in zip(sampler.drafts.tolist(), got, strict=True):
-        for i, token in enumerate([*ids[: verdict.accepted], verdict.token]):
-            counts[i, token] += 1
-    return counts[:1] if params.verify == "block" else counts
-
-
-def rows(vocab_size, gamma, seed):
-    """Peaked like a language model's, q near p."""
-    rng = np.random.default_rng(seed)
-    target = rng.normal(-np.log(np.arange(1, vocab_size + 1)), 0.5, (gamma + 1, vocab_size))
-    target = rng.permuted(target, axis=1)
-    draft = target[:gamma] + 0.8 * rng.normal(size=(gamma, vocab_size))
-    return target.astype(np.float32), draft.astype(np.float32)
-
-
-slow = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("rule", "temperature", "gamma"),
-    [("token", 1.0, 3), ("block", 0.6, 5)]
-    + [
-        pytest.param(rule, temperature, gamma, marks=slow)
-        for rule in ("token", "block")
-        for temperature in (0.6, 1.0)
-        for gamma in (1, 3, 5)
-    ],
-)
-def test_tokens_follow_the_target_at_every_position(native, rule, temperature, gamma):
-    params = replace(TOKEN, temperature=temperature, verify=rule)
-    target, draft = rows(4096, gamma, gamma)
-    counts = counts_by_position(native, target, draft, params, 8_000)
-    for i, counted in enumerate(counts):
-        if counted.sum() >= 500:
-            assert chi_square(counted, softmax(target[i] / temperature)) > 1e-3, f"position {i}"
-
-
-@pytest.mark.parametrize("temperature", [0.6, pytest.param(1.0, marks=slow)])
-def test_a_large_vocabulary(native, temperature):
-    params = replace(TOKEN, temperature=temperature)
-    target, draft = rows(151_936, 1, 7)
-    counts = counts_by_position(native, target, draft, params, 3_000)
-    assert chi_square(counts[0], softmax(target[0] / temperature)) > 1e-3
-    assert chi_square(counts[1], softmax(target[1] / temperature)) > 1e-3
-
-
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_statistics_notice_a_misreported_q(native, rule):
-    target, draft = rows(4096, 3, 3)
-    _, other = rows(4096, 3, 33)
-    counts = counts_by_position(
-        native, target, draft, replace(TOKEN, verify=rule), 3_000, misreport=other
-    )
-    assert chi_square(counts[0], softmax(target[0])) < 1e-6
-
-
-def texts(library, p, gamma, params, slots, length):
-    """[slots, length] tokens, round after round with the counters of a decoding loop; q is p
-    reversed."""
-    target = np.tile(np.log(p).astype(np.float32), (1, gamma + 1, 1))
-    draft = np.log(p[::-1]).astype(np.float32)[None]
-    sampler = open_sampler(library, len(p), gamma, slots)
-    tokens = [[] for _ in range(slots)]
-    while min(map(len, tokens)) < length:
-        sampler.begin(
-            [SlotSampling(replace(params, seed=b), gamma, len(t)) for b, t in enumerate(tokens)]
-        )
-        for step in range(gamma):
-            sampler.draw(draft, step)
-        drafts = sampler.drafts.tolist()
-        for text, ids, verdict in zip(tokens, drafts, sampler.verify(target), strict=True):
-            text += [*ids[: verdict.accepted], verdict.token]
-    return np.array([text[:length] for text in tokens])
-
-
-@EXACT
-def test_a_reversed_draft_over_32768_tokens(native, params):
-    p = np.array([0.35, 0.25, 0.2, 0.1, 0.05, 0.03, 0.015, 0.005])
-    tokens = texts(native, p, 5, params, 64, 512).ravel()
-    counts = np.bincount(tokens, minlength=8)
-    assert 0.5 * np.abs(counts / counts.sum() - p).sum() < 0.02
-    pairs = np.bincount(tokens[::2] * 8 + tokens[1::2], minlength=64).astype(float)
-    assert chi_square(pairs, np.outer(p, p).ravel()) > 1e-3

@@ -7,11 +7,10 @@ test_kernel_edges.py.
 import numpy as np
 import pytest
 from kernels import BLOCK, SIGMOID, TOKEN
-from proof import ONE
 
 from runtime.files.errors import OutriderError
 from runtime.sampling.distribution import Distribution
-from runtime.sampling.rules import Verdict, residual, verify
+from runtime.sampling.rules import verify
 from runtime.sampling.warp import SamplingParams, warp
 
 
@@ -33,13 +32,6 @@ class Rows:
         return self.distributions[i]
 
 
-@pytest.mark.parametrize("params", [TOKEN, BLOCK], ids=["token", "block"])
-def test_gamma_0_is_plain_sampling(params):
-    p = dense(0.25, 0.25, 0.5)
-    for u, token in ((0.0, 0), (0.24, 0), (0.26, 1), (0.6, 2), (ONE, 2)):
-        assert verify([p], [], [], [], u, params) == Verdict(0, token, ())
-
-
 @pytest.mark.parametrize("params", [TOKEN, SIGMOID], ids=["token", "sigmoid"])
 def test_rows_after_the_first_rejection_are_not_touched(params):
     z = np.array([0.0, 0.0, -np.inf], np.float32)
@@ -48,57 +40,6 @@ def test_rows_after_the_first_rejection_are_not_touched(params):
     verdict = verify(p, q, [1, 2, 1], [0.0] * 3, 0.5, params)
     assert verdict.accepted == 1 and len(verdict.ratios) == 2
     assert set(p.touched) == {0, 1}
-
-
-@pytest.mark.parametrize("params", [TOKEN, BLOCK], ids=["token", "block"])
-def test_equal_rows_are_always_accepted(params):
-    row = warp(np.random.default_rng(0).normal(size=3000).astype(np.float32), params)
-    drafts = [row.draw(u) for u in (0.0, 0.3, ONE)]
-    assert verify([row] * 4, [row] * 3, drafts, [ONE] * 3, 0.5, params).accepted == 3
-
-
-def test_a_residual_of_nothing_is_the_target():
-    rows_ = [
-        dense(0.1, 0.2, 0.7),
-        dense(0.0, 1.0, 0.0),
-        Distribution.point(1, 3),
-        warp(np.array([-np.inf, 5.0, -np.inf], np.float32), TOKEN),
-    ]
-    for row in rows_:
-        rest, mass = residual(row, row)
-        assert rest is row and mass == 0
-        assert np.isfinite(rest.probs()).all()
-    # an id below 0 is no token, and does not count from the end
-    assert residual(rows_[0], Distribution.point(-1, 3))[0].probs() == pytest.approx(
-        [0.1, 0.2, 0.7]
-    )
-    # the same mass on the same token, held in two ways
-    assert residual(rows_[1], rows_[2]) == (rows_[1], 0.0)
-    assert residual(rows_[2], rows_[1]) == (rows_[2], 0.0)
-    # one weight of 1 and one of 4: equal after normalisation
-    assert residual(dense(1, 2, 1), dense(4, 8, 4))[1] == 0
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.3])
-@pytest.mark.parametrize("width", [100, 2500, 3000])
-def test_residual_is_the_positive_part(scale, width):
-    rng = np.random.default_rng(width)
-    p, q = (warp(2 * rng.normal(size=n).astype(np.float32), TOKEN) for n in (2500, width))
-    want = np.zeros(3000)
-    want[:2500] += scale * p.probs()
-    want[:width] -= q.probs()
-    want = np.maximum(want, 0)[:2500]
-    rest, mass = residual(p, q, scale)
-    assert mass == pytest.approx(want.sum(), abs=1e-6)
-    np.testing.assert_allclose(rest.probs() * mass, want, atol=1e-8)
-    kept = p.probs().copy()
-    kept[17] = 0
-    rest, mass = residual(p, Distribution.point(17, width), scale)
-    assert mass == pytest.approx(scale * kept.sum(), abs=1e-6)
-    np.testing.assert_allclose(rest.probs(), kept / kept.sum(), atol=1e-8)
-    assert residual(Distribution.point(17, 2500), q, scale)[1] == pytest.approx(
-        max(0.0, scale - q.prob(17))
-    )
 
 
 def test_lengths_must_agree():
@@ -115,15 +56,6 @@ def test_ratios_are_those_of_the_examined_positions():
     assert verify(p, q, [0, 1], [0.9, 0.9], 0.5, BLOCK).ratios == pytest.approx((0.4, 1.0))
     lenient = SamplingParams(temperature=1.0, lenience=0.5)
     assert verify(p, q, [0, 1], [0.7, 0.9], 0.5, lenient).ratios == pytest.approx((0.8, 1.0))
-
-
-def test_lenience_at_temperature_0_is_of_the_processed_logits():
-    params, logits = SamplingParams(lenience=0.5), np.array([0.0, 2.0, 1.5, 1.2], np.float32)
-    for options, suppress, accepted in (
-        (params, (), 1), (params, (2,), 0), (SamplingParams(), (), 0)
-    ):  # fmt: skip
-        p = [warp(logits, options, suppress=suppress)] * 2
-        assert verify(p, [Distribution.point(2, 4)], [2], [0.0], 0.5, options).accepted == accepted
 
 
 def test_sigmoid_as_published():

@@ -43,6 +43,16 @@ class Error(int):
 
 OK = Error(0)
 Work = Callable[[], object]
+Status = tuple[Error]
+
+
+def _always(*answer: object) -> Any:
+    """A function of the driver that has nothing to do."""
+    return staticmethod(lambda *_: (OK, *answer))
+
+
+def _garbage(size: int) -> Any:
+    return (ctypes.c_char * size).from_buffer(bytearray(b"\xa5" * size))
 
 
 class FakeDriver:
@@ -52,22 +62,19 @@ class FakeDriver:
     """
 
     CUdevice_attribute = SimpleNamespace(
-        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR="major",
-        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR="minor",
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=9,
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=0,
     )
     CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_CONDITIONAL=13)
     CUgraphConditionalNodeType = SimpleNamespace(CU_GRAPH_COND_TYPE_WHILE=1)
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
 
-    def __init__(
-        self, emulation: ctypes.CDLL, capability: tuple[int, int] = (9, 0), memory: int = 1 << 28
-    ):
+    def __init__(self, emulation: ctypes.CDLL, memory: int = 1 << 28):
         self._emulation, self._memory = emulation, memory
         pointer = ctypes.c_void_p
         emulation.outrider_emulate_launch.argtypes = (
             ctypes.c_char_p, pointer, ctypes.c_uint32, pointer,
         )  # fmt: skip
-        self._capability = dict(zip(("major", "minor"), capability, strict=True))
         self.allocated: dict[int, Any] = {}
         self.pinned: dict[int, Any] = {}
         self.launched: list[tuple[str, tuple[int, int, int], int, int]] = []
@@ -84,7 +91,68 @@ class FakeDriver:
         self.current: list[str] = []  # contexts of the one thread there is
         self._busy = False  # some of the stream's work is under way
 
-    def enqueue(self, stream: int, work: Work) -> None:
+    # The device, its contexts, and the code that it runs
+
+    cuInit = _always()
+    cuDevicePrimaryCtxRetain = _always("context")
+
+    def cuDeviceGet(self, ordinal: int) -> tuple[Error, int]:
+        return OK, ordinal
+
+    def cuDeviceGetAttribute(self, attribute: int, device: int) -> tuple[Error, int]:
+        return OK, attribute  # its value stands in for its number
+
+    def cuCtxSetCurrent(self, context: str) -> Status:
+        self.current = [context]
+        return (OK,)
+
+    def cuCtxPushCurrent(self, context: str) -> Status:
+        self.current.append(context)
+        return (OK,)
+
+    def cuCtxPopCurrent(self) -> tuple[Error, str]:
+        return OK, self.current.pop()
+
+    def cuCtxSynchronize(self) -> Status:
+        assert self.current[-1] == "context"
+        if self._recording is not None:
+            self._invalid = True
+            return (Error(900),)
+        self.drain()
+        return (OK,)
+
+    def cuModuleLoadData(self, image: bytes) -> tuple[Error, str]:
+        self.loaded = image
+        return OK, "module"
+
+    def cuModuleGetFunction(self, module: str, name: bytes) -> tuple[Error, bytes | None]:
+        known = self._emulation.outrider_emulate_knows(name) or name == self.interface
+        return (OK, name) if known else (Error(500), None)
+
+    def cuFuncLoad(self, function: bytes) -> Status:
+        assert self._recording is None
+        self.loaded_kernels.add(function)
+        return (OK,)
+
+    def cuLaunchKernel(
+        self, kernel: bytes, x: int, y: int, z: int, block: int, block_y: int, block_z: int,
+        shared: int, stream: int, parameters: int, extra: int,
+    ) -> Status:  # fmt: skip
+        assert (block_y, block_z, extra) == (1, 1, 0)
+        assert kernel in self.loaded_kernels
+        size = ctypes.sizeof(PARAMETERS[kernel]) if kernel in PARAMETERS else Plan.call.size
+        parameter = ctypes.string_at(ctypes.c_void_p.from_address(parameters).value, size)
+
+        def work() -> None:
+            self.launched.append((kernel.decode(), (x, y, z), block, stream))
+            grid = (ctypes.c_uint32 * 3)(x, y, z)
+            self._emulation.outrider_emulate_launch(kernel, grid, block, parameter)
+
+        return self.enqueue(stream, work)
+
+    # The stream
+
+    def enqueue(self, stream: int, work: Work) -> Status:
         """What an engine's library does: put work on a stream, whose graph may be recorded."""
         if stream != STREAM:
             work()
@@ -92,10 +160,7 @@ class FakeDriver:
             self._recording.append(work)
         else:
             self._queue.append(work)
-
-    def break_capture(self) -> None:
-        """What a forbidden call does while a stream captures."""
-        self._invalid = self._recording is not None
+        return (OK,)
 
     def drain(self) -> None:
         """What is on the stream happens."""
@@ -110,7 +175,7 @@ class FakeDriver:
         finally:
             self._busy = False
 
-    def _free(self, work: Work) -> tuple[Error]:
+    def _free(self, work: Work) -> Status:
         """After all that is on the stream."""
         if self._busy:
             self._queue.append(work)
@@ -122,7 +187,7 @@ class FakeDriver:
         assert flags == 1
         return OK, STREAM
 
-    def cuStreamSynchronize(self, stream: int) -> tuple[Error]:
+    def cuStreamSynchronize(self, stream: int) -> Status:
         if stream == 0:
             while self._default:
                 self._default.pop(0)()
@@ -132,19 +197,78 @@ class FakeDriver:
         self.drain()
         return (OK,)
 
-    def cuStreamQuery(self, stream: int) -> tuple[Error]:
+    def cuStreamQuery(self, stream: int) -> Status:
         """A host that asks lets the stream get on a little."""
         assert self._recording is None
         if self._queue:
             self._step()
         return (Error(600) if self._queue else OK,)
 
-    @staticmethod
-    def CUgraphNodeParams() -> SimpleNamespace:
-        return SimpleNamespace(conditional=SimpleNamespace())
+    def cuEventCreate(self, flags: int) -> tuple[Error, dict[str, int]]:
+        assert flags == 2
+        return OK, {"recorded": 0, "reached": 0}
+
+    def cuEventRecord(self, event: dict[str, int], stream: int) -> Status:
+        event["recorded"] += 1  # a later record takes the place of an earlier one
+        number = event["recorded"]
+        return self.enqueue(stream, lambda: event.update(reached=number))
+
+    def cuEventSynchronize(self, event: dict[str, int]) -> Status:
+        self.log.append("wait for event")
+        while event["reached"] != event["recorded"]:
+            self._step()
+        return (OK,)
+
+    # Captures and graphs
+
+    def break_capture(self) -> None:
+        """What a forbidden call does while a stream captures."""
+        self._invalid = self._recording is not None
+
+    def cuStreamBeginCapture(self, stream: int, mode: int) -> Status:
+        return self._record(stream, [], "capture")
+
+    def cuStreamBeginCaptureToGraph(
+        self, stream: int, body: list[Work], before: None, edges: None, count: int, mode: int
+    ) -> Status:
+        return self._record(stream, body, "capture loop")
+
+    def _record(self, stream: int, graph: list[Work], what: str) -> Status:
+        assert (stream, self._recording) == (STREAM, None)
+        self._recording = graph
+        self.log.append(what)
+        return (OK,)
+
+    def cuStreamEndCapture(self, stream: int) -> tuple[Error, list[Work] | None]:
+        graph, self._recording = self._recording, None
+        if self._invalid:
+            self._invalid = False
+            return Error(901), None
+        return OK, graph
 
     def cuGraphCreate(self, flags: int) -> tuple[Error, list[Work]]:
         return OK, []
+
+    def cuGraphInstantiate(self, graph: list[Work], flags: int) -> tuple[Error, list[Work]]:
+        return OK, list(graph)
+
+    def cuGraphDestroy(self, graph: list[Work]) -> Status:
+        graph.clear()
+        return (OK,)
+
+    def cuGraphExecDestroy(self, graph: list[Work]) -> Status:
+        return self._free(graph.clear)
+
+    def cuGraphLaunch(self, graph: list[Work], stream: int) -> Status:
+        assert graph, "an empty or destroyed graph"
+        self.log.append("graph")
+        for work in graph:
+            self.enqueue(stream, work)
+        return (OK,)
+
+    @staticmethod
+    def CUgraphNodeParams() -> SimpleNamespace:
+        return SimpleNamespace(conditional=SimpleNamespace())
 
     def cuGraphConditionalHandleCreate(
         self, graph: list[Work], context: str, first: int, flags: int
@@ -176,173 +300,50 @@ class FakeDriver:
         graph.append(begin)
         return OK, "node"
 
-    def cuStreamBeginCaptureToGraph(
-        self, stream: int, body: list[Work], before: None, edges: None, count: int, mode: int
-    ) -> tuple[Error]:
-        assert stream == STREAM
-        assert self._recording is None
-        self._recording = body
-        self.log.append("capture loop")
-        return (OK,)
+    # Memory
 
-    def cuStreamBeginCapture(self, stream: int, mode: int) -> tuple[Error]:
-        assert stream == STREAM
-        assert self._recording is None
-        self._recording = []
-        self.log.append("capture")
-        return (OK,)
-
-    def cuStreamEndCapture(self, stream: int) -> tuple[Error, list[Work] | None]:
-        graph, self._recording = self._recording, None
-        if self._invalid:
-            self._invalid = False
-            return Error(901), None
-        return OK, graph
-
-    def cuGraphInstantiate(self, graph: list[Work], flags: int) -> tuple[Error, list[Work]]:
-        return OK, list(graph)
-
-    def cuGraphDestroy(self, graph: list[Work]) -> tuple[Error]:
-        graph.clear()
-        return (OK,)
-
-    def cuGraphLaunch(self, graph: list[Work], stream: int) -> tuple[Error]:
-        assert graph, "an empty or destroyed graph"
-        self.log.append("graph")
-        for work in graph:
-            self.enqueue(stream, work)
-        return (OK,)
-
-    def cuEventCreate(self, flags: int) -> tuple[Error, dict[str, int]]:
-        assert flags == 2
-        return OK, {"recorded": 0, "reached": 0}
-
-    def cuEventRecord(self, event: dict[str, int], stream: int) -> tuple[Error]:
-        event["recorded"] += 1  # a later record takes the place of an earlier one
-        number = event["recorded"]
-        self.enqueue(stream, lambda: event.update(reached=number))
-        return (OK,)
-
-    def cuEventSynchronize(self, event: dict[str, int]) -> tuple[Error]:
-        self.log.append("wait for event")
-        while event["reached"] != event["recorded"]:
-            self._step()
-        return (OK,)
+    def cuMemAlloc(self, size: int) -> tuple[Error, int]:
+        if size > self._memory:
+            return Error(2), 0
+        block = _garbage(size + 256)
+        address = (ctypes.addressof(block) + 255) // 256 * 256
+        self.allocated[address] = block
+        return OK, address
 
     def cuMemHostAlloc(self, size: int, flags: int) -> tuple[Error, int]:
-        block = (ctypes.c_char * size).from_buffer(bytearray(b"\xa5" * size))
+        block = _garbage(size)
         self.pinned[ctypes.addressof(block)] = block
         return OK, ctypes.addressof(block)
+
+    def cuMemFree(self, address: int) -> Status:
+        return self._free(lambda: self.allocated.pop(address))
+
+    def cuMemFreeHost(self, address: int) -> Status:
+        return self._free(lambda: self.pinned.pop(address))
 
     def cuMemGetInfo(self) -> tuple[Error, int, int]:
         used = sum(len(block) for block in self.allocated.values())
         return OK, self._memory - used, self._memory
 
-    def cuMemcpyHtoDAsync(self, address: int, source: int, size: int, stream: int) -> tuple[Error]:
-        data = ctypes.string_at(source, size)  # staged: the caller may change it
-        self.enqueue(stream, lambda: ctypes.memmove(address, data, size))
-        return (OK,)
-
-    def cuMemcpyDtoHAsync(self, target: int, address: int, size: int, stream: int) -> tuple[Error]:
-        assert any(at <= target < at + len(block) for at, block in self.pinned.items())
-        self.enqueue(stream, lambda: ctypes.memmove(target, address, size))
-        return (OK,)
-
-    def cuInit(self, flags: int) -> tuple[Error]:
-        return (Error(0),)
-
-    def cuDeviceGet(self, ordinal: int) -> tuple[Error, int]:
-        return Error(0), ordinal
-
-    def cuDeviceGetAttribute(self, attribute: str, device: int) -> tuple[Error, int]:
-        return Error(0), self._capability[attribute]
-
-    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Error, str]:
-        return Error(0), "context"
-
-    def cuCtxSetCurrent(self, context: str) -> tuple[Error]:
-        assert context == "context"
-        self.current = [context]
-        return (Error(0),)
-
-    def cuCtxPushCurrent(self, context: str) -> tuple[Error]:
-        assert context == "context"
-        self.current.append(context)
-        return (OK,)
-
-    def cuCtxPopCurrent(self) -> tuple[Error, str]:
-        return OK, self.current.pop()
-
-    def cuCtxSynchronize(self) -> tuple[Error]:
-        assert self.current[-1] == "context"
-        if self._recording is not None:
-            self._invalid = True
-            return (Error(900),)
-        self.drain()
-        return (OK,)
-
-    def cuModuleLoadData(self, image: bytes) -> tuple[Error, str]:
-        self.loaded = image
-        return Error(0), "module"
-
-    def cuModuleGetFunction(self, module: str, name: bytes) -> tuple[Error, bytes | None]:
-        known = self._emulation.outrider_emulate_knows(name) or name == self.interface
-        return (Error(0), name) if known else (Error(500), None)
-
-    def cuLaunchKernel(
-        self, kernel: bytes, x: int, y: int, z: int, block: int, block_y: int, block_z: int,
-        shared: int, stream: int, parameters: int, extra: int,
-    ) -> tuple[Error]:  # fmt: skip
-        assert (block_y, block_z, extra) == (1, 1, 0)
-        assert kernel in self.loaded_kernels
-        size = ctypes.sizeof(PARAMETERS[kernel]) if kernel in PARAMETERS else Plan.call.size
-        parameter = ctypes.string_at(ctypes.c_void_p.from_address(parameters).value, size)
-
-        def work() -> None:
-            self.launched.append((kernel.decode(), (x, y, z), block, stream))
-            grid = (ctypes.c_uint32 * 3)(x, y, z)
-            self._emulation.outrider_emulate_launch(kernel, grid, block, parameter)
-
-        self.enqueue(stream, work)
-        return (Error(0),)
-
-    def cuMemAlloc(self, size: int) -> tuple[Error, int]:
-        if size > self._memory:
-            return Error(2), 0
-        block = (ctypes.c_char * (size + 256)).from_buffer(bytearray(b"\xa5" * (size + 256)))
-        address = (ctypes.addressof(block) + 255) // 256 * 256
-        self.allocated[address] = block
-        return Error(0), address
-
-    def cuMemFree(self, address: int) -> tuple[Error]:
-        return self._free(lambda: self.allocated.pop(address))
-
-    def cuMemsetD8(self, address: int, value: int, size: int) -> tuple[Error]:
+    def cuMemsetD8(self, address: int, value: int, size: int) -> Status:
         """On the default stream, for which ours does not wait."""
         self._default.append(lambda: ctypes.memset(address, value, size))
-        return (Error(0),)
-
-    def cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> tuple[Error]:
-        self.enqueue(stream, lambda: ctypes.memmove(target, source, size))
         return (OK,)
 
-    def cuMemFreeHost(self, address: int) -> tuple[Error]:
-        return self._free(lambda: self.pinned.pop(address))
-
-    def cuGraphExecDestroy(self, graph: list[Work]) -> tuple[Error]:
-        return self._free(graph.clear)
-
-    def cuFuncLoad(self, function: bytes) -> tuple[Error]:
-        assert self._recording is None
-        self.loaded_kernels.add(function)
+    def cuMemcpyHtoD(self, target: int, source: int, size: int) -> Status:
+        self.cuStreamSynchronize(0)
+        ctypes.memmove(target, source, size)
         return (OK,)
 
-    def cuMemcpyHtoD(self, address: int, source: int, size: int) -> tuple[Error]:
-        self.cuStreamSynchronize(0)
-        ctypes.memmove(address, source, size)
-        return (Error(0),)
+    cuMemcpyDtoH = cuMemcpyHtoD
 
-    def cuMemcpyDtoH(self, target: int, address: int, size: int) -> tuple[Error]:
-        self.cuStreamSynchronize(0)
-        ctypes.memmove(target, address, size)
-        return (Error(0),)
+    def cuMemcpyHtoDAsync(self, address: int, source: int, size: int, stream: int) -> Status:
+        data = ctypes.string_at(source, size)  # staged: the caller may change it
+        return self.enqueue(stream, lambda: ctypes.memmove(address, data, size))
+
+    def cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> Status:
+        return self.enqueue(stream, lambda: ctypes.memmove(target, source, size))
+
+    def cuMemcpyDtoHAsync(self, target: int, address: int, size: int, stream: int) -> Status:
+        assert any(at <= target < at + len(block) for at, block in self.pinned.items())
+        return self.cuMemcpyDtoDAsync(target, address, size, stream)

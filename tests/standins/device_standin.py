@@ -107,6 +107,12 @@ def make_driver() -> FakeDriver:
         pytest.skip(f"the emulation cannot be built here: {error}")
 
 
+def make_device(driver: FakeDriver, ordinal: int = 0) -> Device:
+    """A GPU with this driver, whose machine code is an empty file."""
+    with tempfile.NamedTemporaryFile(prefix="outrider_sm_90", suffix=".cubin") as image:
+        return Device(ordinal, Path(image.name), driver)
+
+
 def make_rounds(
     target: FakeEngine,
     draft: FakeEngine | None,
@@ -117,8 +123,7 @@ def make_rounds(
 ) -> DeviceRounds:
     """rounds: `DeviceRounds` or `LoopingRounds`; options: its own."""
     driver = driver or make_driver()
-    with tempfile.NamedTemporaryFile(prefix="outrider_sm_90", suffix=".cubin") as image:
-        device = Device(image=Path(image.name), driver=driver)
+    device = make_device(driver)
     stream = device.stream()
     engines = [
         None if fake is None else FakeDeviceEngine(device, driver, stream, fake)

@@ -44,12 +44,18 @@ def decoder_on(driver: FakeDriver, *, slots: int = 1, **options) -> Decoder:  # 
     return Decoder(made, vocab_size=32, max_len=64, max_gamma=8)
 
 
+def texts(decoder: Decoder, *requests: Request) -> list[list[int]]:
+    """All of them at a time."""
+    sequences = [decoder.admit(request) for request in requests]
+    while unfinished := [sequence for sequence in sequences if sequence.finish_reason is None]:
+        decoder.round(unfinished)
+    for sequence in sequences:
+        decoder.release(sequence)
+    return [ids(sequence) for sequence in sequences]
+
+
 def text(decoder: Decoder, request: Request) -> list[int]:
-    sequence = decoder.admit(request)
-    while sequence.finish_reason is None:
-        decoder.round([sequence])
-    decoder.release(sequence)
-    return ids(sequence)
+    return texts(decoder, request)[0]
 
 
 def steps(driver: FakeDriver, action: Callable[[], object]) -> list[str]:
@@ -69,7 +75,7 @@ def wander(decoder: Decoder, seed: int, changing: float = 0.0) -> list[object]:
             replace(chance.choice(list(PARAMS.values())), seed=number),
             gamma=chance.choice([0, 1, 3, 8]), max_new_tokens=chance.randrange(1, 24),
             logprobs=chance.choice([None, None, None, 2]),
-            eos_token_ids=frozenset([7, 11]), min_new_tokens=0,
+            eos_token_ids=frozenset([7, 11]), min_new_tokens=chance.choice([0, 0, 5]),
         )
         for number in range(16)
     ]  # fmt: skip

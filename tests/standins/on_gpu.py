@@ -28,6 +28,7 @@ def flags_of(slots: Array) -> int:
         cuda_kernel.FILTERS: (slots["top_k"] != 0) | (slots["top_p"] < 1) | (slots["min_p"] > 0),
         cuda_kernel.PENALTIES: (slots["repetition_penalty"] != 1) | (slots["suppress_rows"] > 0),
         cuda_kernel.BLOCK: slots["rule"] == kernel.RULES["block"],
+        cuda_kernel.COUPLED: slots["rule"] == kernel.RULES["coupled"],
     }
     return sum(flag for flag, asked in asks.items() if asked.any())
 

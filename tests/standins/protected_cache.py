@@ -1,11 +1,9 @@
 """A script: steps of an engine whose cache pages cannot be written, but for the row of the step.
 
-    python tests/standins/protected_cache.py BUNDLE same|different|sealed
+    python tests/standins/protected_cache.py BUNDLE row|none
 
-same: only the new row is written, and the steps run. Prints how much memory many more steps take.
-Two controls, in which the process dies of SIGSEGV. different: an OrtEngine whose cache's input and
-output are bound to different memory, so that ONNX Runtime copies it. sealed: any engine, when not
-even its row can be written.
+row: the steps run; prints how much memory many more of them take. none: the control, in which not
+even the step's row can be written, and the process dies of SIGSEGV.
 """
 
 from __future__ import annotations
@@ -36,19 +34,19 @@ class Protected:
         self.array = np.frombuffer(self._memory, like.dtype).reshape(like.shape)
 
     def allow_all(self) -> None:
-        self._protect(self.array.ctypes.data, self.array.nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._protect(self.array, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def allow_row(self, row: int) -> None:
         """[slots, Hkv, S, D]: only this row of each slot and head, to the page."""
-        self._protect(self.array.ctypes.data, self.array.nbytes, mmap.PROT_READ)
+        self._protect(self.array, mmap.PROT_READ)
         for rows in self.array.reshape(-1, *self.array.shape[2:]):
-            first = rows[row].ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
-            end = rows[row].ctypes.data + rows[row].nbytes
-            self._protect(first, end - first, mmap.PROT_READ | mmap.PROT_WRITE)
+            self._protect(rows[row], mmap.PROT_READ | mmap.PROT_WRITE)
 
     @staticmethod
-    def _protect(address: int, size: int, how: int) -> None:
-        if LIBC.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), how):
+    def _protect(array: np.ndarray, how: int) -> None:
+        first = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+        size = ctypes.c_size_t(array.ctypes.data + array.nbytes - first)
+        if LIBC.mprotect(ctypes.c_void_p(first), size, how):
             raise OSError(ctypes.get_errno(), "mprotect")
 
 
@@ -74,27 +72,15 @@ def main(folder: Path, how: str) -> None:
     caches = {name: Protected(np.asarray(array)) for name, array in engine._cache.items()}
     for name, cache in caches.items():
         cache.array[:] = engine._cache[name]
+    engine._cache = {name: cache.array for name, cache in caches.items()}
     if manifest.backend == "aotinductor":
         import torch
 
-        engine._cache = {name: torch.from_numpy(cache.array) for name, cache in caches.items()}
-    else:
-        engine._cache = {name: cache.array for name, cache in caches.items()}
-    engine._calls.clear()
-    if how == "different":
-        outputs = {name: Protected(cache.array) for name, cache in caches.items()}
-        shape = (0, 1, 1, 1, 0)
-        binding = engine._calls[shape] = engine._prepare(*shape)
-        for name, output in outputs.items():
-            output.array[:] = caches[name].array
-            array = output.array
-            binding.bind_output(
-                f"{name}_out", "cpu", 0, array.dtype.type, array.shape, array.ctypes.data
-            )
-        caches |= {f"{name}_out": output for name, output in outputs.items()}
+        engine._cache = {name: torch.from_numpy(array) for name, array in engine._cache.items()}
+    engine._calls.clear()  # they have the addresses
     for position in range(prompt, prompt + STEPS):
         for cache in caches.values():
-            cache.allow_row(position if how != "sealed" else 0)
+            cache.allow_row(position if how == "row" else 0)
         token = ids[:, position : position + 1]
         got = engine.forward(token, np.array([position]), np.array([0]))
         expected = reference.forward(token, np.array([position]), np.array([0]))

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,164 +39,96 @@ MAX_LEN, MAX_GAMMA = 128, 8  # of the bundles, unless a test says otherwise
 torch.set_num_threads(1)  # models of this size only lose by more, and test workers share the cores
 
 
-def _llama_like(cls: type[PretrainedConfig], **own: Any) -> Callable[..., PretrainedConfig]:
-    common = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": CONTEXT,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
-    }
+def _like(common: dict[str, Any], cls: type[PretrainedConfig], **own: Any) -> Architecture:
+    """A configuration, with overrides."""
     return lambda **overrides: cls(**{**common, **own, **overrides})
 
 
-def _gpt_like(cls: type[PretrainedConfig], **own: Any) -> Callable[..., PretrainedConfig]:
-    """Of the generation before Llama, each with its own names for the same sizes."""
-    common = {"vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": 0}
-    return lambda **overrides: cls(**{**common, **own, **overrides})
+Architecture = Callable[..., PretrainedConfig]
+_IDS = {"vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": 0}
+_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_LONG = {**_SIZES, "max_position_embeddings": CONTEXT}
+_LLAMA = {**_IDS, **_LONG, "intermediate_size": 96, "num_key_value_heads": 2, "pad_token_id": 0}
+_llama = partial(_like, _LLAMA)
+# Of the generation before Llama, most with names of their own for the same sizes.
+_gpt = partial(_like, _IDS)
+_GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
+
+# Untied: with embeddings scaled by sqrt(64) a tied random Gemma only repeats its input.
+_GEMMA = {"head_dim": 16, "tie_word_embeddings": False}
+_MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-_MIXED = ["sliding_attention", "full_attention"]
-_ROPE = {"rope_theta": 1e4}
+def _rope(kind: str, original: int, **own: Any) -> dict[str, Any]:
+    of_it = {"rope_theta": 1e4, "rope_type": kind, "original_max_position_embeddings": original}
+    return {"rope_parameters": {**of_it, **own}}
 
-# name -> a configuration, with overrides
-ARCHITECTURES: dict[str, Callable[..., PretrainedConfig]] = {
-    "llama": _llama_like(transformers.LlamaConfig, tie_word_embeddings=True),
-    "llama3": _llama_like(
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": _llama(transformers.LlamaConfig, tie_word_embeddings=True),
+    "llama3": _llama(
         transformers.LlamaConfig,
-        rope_parameters={
-            **_ROPE,
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
+        **_rope("llama3", 64, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
     ),
-    "mistral": _llama_like(transformers.MistralConfig, sliding_window=WINDOW),
-    "qwen2": _llama_like(transformers.Qwen2Config),
-    "qwen3": _llama_like(transformers.Qwen3Config, head_dim=16),
-    # Untied: with embeddings scaled by sqrt(64) a tied random Gemma only repeats its input.
-    "gemma": _llama_like(transformers.GemmaConfig, head_dim=16, tie_word_embeddings=False),
-    "gemma2": _llama_like(
-        transformers.Gemma2Config,
-        head_dim=16,
-        tie_word_embeddings=False,
-        query_pre_attn_scalar=16,
-        sliding_window=WINDOW,
-        layer_types=_MIXED,
+    "mistral": _llama(transformers.MistralConfig, sliding_window=WINDOW),
+    "qwen2": _llama(transformers.Qwen2Config),
+    "qwen3": _llama(transformers.Qwen3Config, head_dim=16),
+    "gemma": _llama(transformers.GemmaConfig, **_GEMMA),
+    "gemma2": _llama(
+        transformers.Gemma2Config, **_GEMMA, **_MIXED, query_pre_attn_scalar=16,
         # Low enough to bend scores and logits of this size.
-        attn_logit_softcapping=2.0,
-        final_logit_softcapping=4.0,
+        attn_logit_softcapping=2.0, final_logit_softcapping=4.0,
     ),
-    "gemma3": _llama_like(
-        transformers.Gemma3TextConfig,
-        head_dim=16,
-        tie_word_embeddings=False,
-        query_pre_attn_scalar=16,
-        sliding_window=WINDOW,
-        layer_types=_MIXED,
+    "gemma3": _llama(
+        transformers.Gemma3TextConfig, **_GEMMA, **_MIXED, query_pre_attn_scalar=16
     ),
-    "phi": _llama_like(transformers.PhiConfig),
-    "phi3": _llama_like(
+    "phi": _llama(transformers.PhiConfig),
+    "phi3": _llama(
         transformers.Phi3Config, original_max_position_embeddings=CONTEXT, resid_pdrop=0.0
     ),
-    "phi3-longrope": _llama_like(
-        transformers.Phi3Config,
-        original_max_position_embeddings=CONTEXT // 2,
-        rope_parameters={
-            **_ROPE,
-            "rope_type": "longrope",
-            "short_factor": [1.5] * 8,
-            "long_factor": [4.0] * 8,
-            "original_max_position_embeddings": CONTEXT // 2,
-        },
+    "phi3-longrope": _llama(
+        transformers.Phi3Config, original_max_position_embeddings=CONTEXT // 2,
+        **_rope("longrope", CONTEXT // 2, short_factor=[1.5] * 8, long_factor=[4.0] * 8),
     ),
-    "llama-dynamic": _llama_like(
-        transformers.LlamaConfig,
-        rope_parameters={
-            **_ROPE,
-            "rope_type": "dynamic",
-            "factor": 2.0,
-            "original_max_position_embeddings": CONTEXT // 2,
-        },
+    "llama-dynamic": _llama(
+        transformers.LlamaConfig, **_rope("dynamic", CONTEXT // 2, factor=2.0)
     ),
-    "gpt2": _gpt_like(transformers.GPT2Config, n_embd=64, n_layer=2, n_head=4, n_positions=CONTEXT),
-    "opt": _gpt_like(
-        transformers.OPTConfig,
-        hidden_size=64,
-        word_embed_proj_dim=64,
-        ffn_dim=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=CONTEXT,
-        pad_token_id=0,
+    "gpt2": _gpt(transformers.GPT2Config, **_GPT2),
+    "opt": _gpt(
+        transformers.OPTConfig, **_LONG, word_embed_proj_dim=64, ffn_dim=96, pad_token_id=0
     ),
-    "gpt-neox": _gpt_like(
-        transformers.GPTNeoXConfig,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=CONTEXT,
+    "gpt-neox": _gpt(transformers.GPTNeoXConfig, **_LONG, intermediate_size=96),
+    "olmo2": _llama(transformers.Olmo2Config),
+    "stablelm": _llama(transformers.StableLmConfig),
+    "granite": _llama(transformers.GraniteConfig),
+    "cohere": _llama(transformers.CohereConfig),
+    "smollm3": _llama(transformers.SmolLM3Config),
+    "starcoder2": _llama(transformers.Starcoder2Config, sliding_window=WINDOW),
+    "mixtral": _llama(transformers.MixtralConfig, num_local_experts=4),
+    "qwen3-moe": _llama(
+        transformers.Qwen3MoeConfig, head_dim=16, num_experts=4, **_EXPERTS
     ),
-    "olmo2": _llama_like(transformers.Olmo2Config),
-    "stablelm": _llama_like(transformers.StableLmConfig),
-    "granite": _llama_like(transformers.GraniteConfig),
-    "cohere": _llama_like(transformers.CohereConfig),
-    "smollm3": _llama_like(transformers.SmolLM3Config),
-    "starcoder2": _llama_like(transformers.Starcoder2Config, sliding_window=WINDOW),
-    "mixtral": _llama_like(transformers.MixtralConfig, num_local_experts=4),
-    "qwen3-moe": _llama_like(
-        transformers.Qwen3MoeConfig,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
+    "deepseek3": _llama(
+        transformers.DeepseekV3Config, num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16,
+        qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4, **_EXPERTS,
+        first_k_dense_replace=1, n_group=1, topk_group=1,
     ),
-    "deepseek3": _llama_like(
-        transformers.DeepseekV3Config,
-        num_key_value_heads=4,
-        q_lora_rank=32,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-    ),
-    "gpt-oss": _llama_like(
-        transformers.GptOssConfig,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        head_dim=16,
-        sliding_window=WINDOW,
-        layer_types=_MIXED,
-        rope_parameters={**_ROPE, "rope_type": "default"},
+    "gpt-oss": _llama(
+        transformers.GptOssConfig, num_local_experts=4, num_experts_per_tok=2, head_dim=16,
+        **_MIXED, rope_parameters={"rope_theta": 1e4, "rope_type": "default"},
     ),
     # What the exporter refuses.
-    "falcon": _gpt_like(
-        transformers.FalconConfig, hidden_size=64, num_hidden_layers=2, num_attention_heads=4
-    ),
-    "bloom": _gpt_like(transformers.BloomConfig, hidden_size=64, n_layer=2, n_head=4),
-    "gptj": _gpt_like(
-        transformers.GPTJConfig, n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=CONTEXT
-    ),
-    "mamba": _gpt_like(transformers.MambaConfig, hidden_size=64, num_hidden_layers=2),
-    "t5": _gpt_like(transformers.T5Config, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4),
-}
-
+    "falcon": _gpt(transformers.FalconConfig, **_SIZES),
+    "bloom": _gpt(transformers.BloomConfig, hidden_size=64, n_layer=2, n_head=4),
+    "gptj": _gpt(transformers.GPTJConfig, **_GPT2, rotary_dim=8),
+    "mamba": _gpt(transformers.MambaConfig, hidden_size=64, num_hidden_layers=2),
+    "t5": _gpt(transformers.T5Config, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4),
+}  # fmt: skip
+NO_GRAPH = {"falcon", "bloom", "gptj", "mamba", "t5"}
+SMALL = {"num_hidden_layers": 1}
 # An export of one layer takes half the time.
-ONE_LAYER = {"llama3", "qwen3", "phi3", "opt", "gpt-neox", "olmo2"}
+ONE_LAYER = {"llama3", "mistral", "qwen3", "phi3", "opt", "gpt-neox", "olmo2", "mixtral"}
 
 
 def tokenizer(tokens: Sequence[str] = TOKENS) -> PreTrainedTokenizerFast:
@@ -296,7 +229,7 @@ class Workshop:
 
     def example(self, name: str) -> Path:
         """The checkpoint that stands for this architecture, of one layer where all are alike."""
-        layers = {"num_hidden_layers": 1} if name in ONE_LAYER else {}
+        layers = SMALL if name in ONE_LAYER else {}
         # Seed 0 happens to make a Granite that repeats itself.
         return self.checkpoint(name, seed=1 if name == "granite" else 0, **layers)
 
@@ -329,9 +262,11 @@ class Workshop:
                     build(graphs, folder, backend=backend, slots=1, sm=sm)
         return folder
 
-    def compiled_parts(self) -> tuple[Path, Path]:
-        """The pair that the fast tests of AOTInductor share: a compile takes half a minute."""
-        return self.checkpoint("llama"), self.checkpoint("llama", seed=7)
+    def pair(self, backend: str = "onnxruntime") -> tuple[Path, Path]:
+        """The checkpoints that most tests share: two that disagree, of one layer where a compile
+        takes half a minute."""
+        layers = SMALL if backend == "aotinductor" else {}
+        return self.checkpoint("llama", **layers), self.checkpoint("llama", seed=7, **layers)
 
     @contextmanager
     def _once(self, kind: str, name: str, options: dict[str, Any]) -> Iterator[tuple[Path, bool]]:

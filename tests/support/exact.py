@@ -1,9 +1,8 @@
 """A round's distribution by integration over its uniforms, without a sample and without noise.
 
-Three ways, from general to complete. Bisection: any rows, one round, the pieces of every uniform
-found in the round's own behaviour. Grid: rows in quarters, whose changes all lie on a grid, so that
-midpoints integrate one round exactly and nothing is assumed about it. Keys: rows in halves, several
-rounds; every number that the counter can name is a coin of its own, and reuse of one would show.
+Two ways, one general and one complete. Bisection: any rows, one round, the pieces of every uniform
+found in the round's own behaviour. Keys: rows in halves, several rounds, and nothing is assumed;
+every number that the counter can name is a coin of its own, and reuse of one would show.
 """
 
 from __future__ import annotations
@@ -164,24 +163,20 @@ def at(**options: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 1.0, **options})
 
 
-# --- grid -------------------------------------------------------------------------------------
+# --- keys -------------------------------------------------------------------------------------
 
 
-def in_parts(seed: int, parts: int, most: int) -> tuple[Model, Model, Probs]:
-    """Target, draft and the target's probabilities, all multiples of 1/parts.
-
-    The draft gives no token more than most/parts. Where they differ, the parts in which the target
-    exceeds the draft divide `parts`: so all changes of a round's outcome lie on a grid.
-    """
+def in_halves(seed: int) -> tuple[Model, Model, Probs]:
+    """Target, draft and the target's probabilities, all multiples of 1/2: so all changes of a
+    round's outcome lie at the midpoint of a uniform."""
     made: dict[Context, tuple[np.ndarray, np.ndarray]] = {}
 
     def counts(context: Context) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng([seed, *context])
         while context not in made:
-            p, q = (np.bincount(rng.integers(0, V, parts), minlength=V) for _ in range(2))
-            more = int(np.maximum(p - q, 0).sum())
+            p, q = (np.bincount(rng.integers(0, V, 2), minlength=V) for _ in range(2))
             # Three in four contexts with something in common, or nothing would be accepted.
-            if q.max() <= most and (more == 0 or parts % more == 0) and rng.random() > more / 5:
+            if rng.random() > int(np.maximum(p - q, 0).sum()) / 5:
                 made[context] = p, q
         return made[context]
 
@@ -192,30 +187,8 @@ def in_parts(seed: int, parts: int, most: int) -> tuple[Model, Model, Probs]:
 
         return model
 
-    return logits(0), logits(1), lambda context: counts(context)[0] / parts
+    return logits(0), logits(1), lambda context: counts(context)[0] / 2
 
-
-def midpoints(count: int) -> list[float]:
-    return [(i + 0.5) / count for i in range(count)]
-
-
-def by_grid(seed: int, gamma: int = 3) -> float:
-    """Draws change at quarters, acceptance at halves (q is 1/4 or 2/4), corrections at quarters."""
-    target, draft, probs = in_parts(seed, 4, 2)
-    decoder = make_decoder(target, draft, vocab_size=V, max_len=16)
-    round_ = Round(decoder, Request([1, 2], at(), gamma=gamma, max_new_tokens=gamma + 2))
-    cells = [midpoints(4)] * gamma + [midpoints(2)] * gamma + [midpoints(4)]
-
-    def outcomes() -> Iterator[tuple[float, tuple[int, ...]]]:
-        weight = 1 / math.prod(map(len, cells))
-        for u in itertools.product(*cells):
-            _, emitted = round_(list(u[:gamma]), list(u[gamma:-1]), u[-1])
-            yield weight, tuple(emitted)
-
-    return distance(outcomes(), probs, tuple(round_.sequence.slot.tokens), gamma + 1)
-
-
-# --- keys -------------------------------------------------------------------------------------
 
 Key = tuple[Any, ...]
 
@@ -232,13 +205,13 @@ def by_keys(
 
     Every key is a coin of its own. Depth first over the keys in the order in which they are asked.
     """
-    target, draft, probs = in_parts(seed, 2, 2)
+    target, draft, probs = in_halves(seed)
     decoder = make_decoder(target, draft, vocab_size=V, max_len=16)
     request = Request(prompt, **{"params": at(), **asked}, gamma=gamma, max_new_tokens=count)
     coins: dict[Key, int] = {}  # in the order of the first question
 
     def coin(seed: int, position: int, purpose: Purpose, lane: int = 0) -> float:
-        return midpoints(2)[coins.setdefault((seed, *key_of(position, purpose, lane)), 0)]
+        return 0.25 + 0.5 * coins.setdefault((seed, *key_of(position, purpose, lane)), 0)
 
     def outcomes() -> Iterator[tuple[float, tuple[int, ...]]]:
         while True:

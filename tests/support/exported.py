@@ -8,11 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from checkpoints import (
-    MAX_GAMMA,
-    MAX_LEN,
-    VOCAB_SIZE,
-)
+from checkpoints import MAX_GAMMA, MAX_LEN, VOCAB_SIZE
 from commands import leftovers
 from transformers import AutoModelForCausalLM
 

@@ -26,7 +26,6 @@ from runtime.sampling.reference import NumpySampler
 from runtime.sampling.rules import Verdict, verify
 from runtime.sampling.sampler import Sampler
 from runtime.sequence import ActiveSequence, Request, Rounds
-from runtime.slots import Slot
 
 SAMPLER = "numpy"  # or another of these: see the fixture `sampler`
 
@@ -34,10 +33,9 @@ SAMPLER = "numpy"  # or another of these: see the fixture `sampler`
 LOOP = pytest.param("loop", marks=pytest.mark.slow)
 both = pytest.mark.parametrize("sampler", ["numpy", "kernel", "device", LOOP], indirect=True)
 without_loop = pytest.mark.parametrize("sampler", ["numpy", "kernel", "device"], indirect=True)
+# Also where a test chooses the uniforms: a GPU makes its own, and test_kernel_cuda.py compares its
+# kernels with the CPU's given the same numbers.
 on_host = pytest.mark.parametrize("sampler", ["numpy", "kernel"], indirect=True)
-# For tests that choose the uniforms: a GPU makes its own. test_kernel_cuda.py compares its kernels
-# with the CPU's given the same numbers.
-with_uniforms = on_host
 
 
 def cases(fast: Iterable[Any], everything: Iterable[Any]) -> list[Any]:
@@ -164,6 +162,18 @@ def run(decoder: Decoder, request: Request) -> ActiveSequence:
     return sequence
 
 
+def together(decoder: Decoder, requests: Iterable[Request]) -> list[ActiveSequence]:
+    """As `run`, all of them at a time, each in a slot of its own."""
+    active = [decoder.admit(request) for request in requests]
+    while unfinished := [sequence for sequence in active if sequence.finish_reason is None]:
+        decoder.round(unfinished)
+        for sequence in unfinished:
+            check_rows(decoder, sequence)
+    for sequence in active:
+        decoder.release(sequence)
+    return active
+
+
 def plain(decoder: Decoder, request: Request) -> list[int]:
     """The same request decoded one token a round."""
     return ids(run(decoder, replace(request, gamma=0)))
@@ -213,25 +223,24 @@ def flattened_q(p, q, drafts, accept_u, final_u, params):  # type: ignore[no-unt
     return verify(p, flat, drafts, accept_u, final_u, params)
 
 
-def commit_everything(self: Slot, tokens: list[int], gamma: int) -> None:
-    """A commit that counts the rejected drafts' rows as text."""
-    before = len(self.tokens)
-    self.tokens.extend(tokens)
-    self.target_len = self.draft_len = before + gamma
+def corrected_from_p(p, q, drafts, accept_u, final_u, params):  # type: ignore[no-untyped-def]
+    """A correction that comes from p instead of norm(max(0, p - q))."""
+    verdict = verify(p, q, drafts, accept_u, final_u, params)
+    return Verdict(verdict.accepted, p[verdict.accepted].draw(final_u), verdict.ratios)
+
+
+WRONG_RULES = [accept_everything, flattened_q, corrected_from_p]
 
 
 @contextmanager
 def is_late() -> Iterator[None]:
     """The end of a text is noticed one token too late."""
     real = Decoder._finish_reason
-    noticed: dict[ActiveSequence, str] = {}
+    noticed: dict[ActiveSequence, str | None] = {}
 
     def finish(self: Decoder, sequence: ActiveSequence, token: int) -> str | None:
-        if sequence in noticed:
-            return noticed[sequence]
-        if (reason := real(self, sequence, token)) is not None:
-            noticed[sequence] = reason
-        return None
+        late, noticed[sequence] = noticed.get(sequence), real(self, sequence, token)
+        return late
 
     with broken("decoder.Decoder._finish_reason", finish):
         yield

@@ -15,7 +15,6 @@ import pytest
 from fakes import EOS, Context, FakeEngine, Logits, make_text_engine, near, random_model
 
 from runtime import Options, OutriderError, TextEngine
-from runtime.text.line import Line
 
 MODEL = random_model(1, never=[EOS])
 
@@ -247,9 +246,8 @@ def test_memory_is_given_back_without_the_garbage_collector(tmp_path: Path) -> N
         gc.enable()
 
 
-def test_the_line_of_an_engine(tmp_path: Path, engine: TextEngine) -> None:
+def test_a_line_of_nobody(engine: TextEngine) -> None:
     full = TextEngine(engine.manifest, engine.tokenizer, engine.decoder, queue=0)
-    assert isinstance(full.line, Line)
     held = [full.stream("abc") for _ in range(2)]
     for stream in held:
         next(stream)

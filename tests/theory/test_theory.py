@@ -55,16 +55,6 @@ def test_lenience_at_temperature_0(alpha: float, expected: float) -> None:
     assert speedup(alpha, 8, 0.015) == pytest.approx(expected, abs=0.05)
 
 
-@pytest.mark.parametrize(("alpha", "printed"), [(0.62, 2.5), (0.71, 3.1), (0.76, 3.6), (0.84, 5.0)])
-def test_lenience_at_temperature_1(alpha: float, printed: float) -> None:
-    """Appendix A.5 names no gamma, and no gamma gives its figures: with c = 0.015 the best falls 4
-    to 7 % short, and rounding of alpha explains at most 3 of them."""
-    _, best = best_gamma(alpha, 0.015)
-    assert 0.92 < best / printed < 0.97
-    assert best_gamma(alpha + 0.005, 0.015)[1] < printed
-    assert speedup(alpha, 1e9, 0) > printed, "what c = 0 gives is an upper bound"
-
-
 def test_figure_2() -> None:
     """Tokens of a round: from 1 at alpha 0 to gamma + 1 at 1, growing in both."""
     for gamma in (1, 3, 5, 7, 10):
@@ -85,14 +75,6 @@ def test_figure_3() -> None:
             speeds = [speedup(alpha, g, cost) for g in range(1, 65)]
             assert speeds[gamma - 1] == max(speeds)
     assert [best_gamma(0.8, c)[0] for c in (0.01, 0.02, 0.05, 0.1)] == [14, 11, 8, 6]
-
-
-def test_figure_4() -> None:
-    """Operations fall towards 1 as alpha grows; speed at c = 0 is the tokens of a round."""
-    for gamma in (3, 5, 7):
-        more = [operations(a, gamma, 0) for a in (0.2, 0.5, 0.8, 0.95, 1)]
-        assert more == sorted(more, reverse=True) and more[-1] == 1
-        assert speedup(0.8, gamma, 0) == expected_tokens(0.8, gamma)
 
 
 def test_corollary_3_9() -> None:
@@ -125,15 +107,6 @@ def test_the_oracle() -> None:
         simulated = (accepted + 1).sum() / (1 + cost * accepted).sum()
         assert simulated == pytest.approx(bound, rel=0.01)
     assert oracle(1, 0) == math.inf
-
-
-def test_a_simulated_round() -> None:
-    """Equation (1) and Theorem 3.8 by drawing: gamma coins, the tokens before the first tail."""
-    rng = np.random.default_rng(1)
-    for alpha, gamma in ((0.3, 2), (0.8, 5), (0.95, 8)):
-        heads = rng.random((200_000, gamma)) < alpha
-        tokens = 1 + np.cumprod(heads, 1).sum(1).mean()
-        assert tokens == pytest.approx(expected_tokens(alpha, gamma), rel=0.01)
 
 
 def test_break_even() -> None:

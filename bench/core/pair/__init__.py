@@ -8,13 +8,17 @@ draft is made that agrees with it about as often as is asked for (`blur`).
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from runtime.files.errors import OutriderError
+
 from ..kept import kept
-from ..timed import CHECKOUT, Timed, timed
+from ..machine import CHECKOUT
 
 TARGET, DRAFT = CHECKOUT / "models" / "target", CHECKOUT / "models" / "draft"
 BUILDERS = "export", "engines", "runtime/files"  # what a bundle is made by
@@ -49,14 +53,6 @@ class Pair:
     facts: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Built:
-    """What the export and the build of a bundle took."""
-
-    export: Timed
-    build: Timed
-
-
 def make(shape: str, alpha: float, work: Path) -> Pair:
     """The bundled target in that shape, and a draft of acceptance alpha; made unless it is there.
 
@@ -85,12 +81,7 @@ def make(shape: str, alpha: float, work: Path) -> Pair:
 
 
 def place(
-    target: Path,
-    draft: Path | None,
-    work: Path,
-    *,
-    max_len: int | None = None,
-    dtype: str = "float32",
+    target: Path, draft: Path | None, work: Path, *, max_len: int | None, dtype: str = "float32"
 ) -> tuple[Path, list[Path]]:
     """The folder of the bundle of a pair, and the folders that it is made of."""
     named = f"{target.name}-{draft.name if draft else 'none'}-{max_len or 'own'}-{dtype}"
@@ -105,25 +96,31 @@ def bundle(
     *,
     max_len: int | None = None,
     dtype: str = "float32",
-    built: Callable[[Built], object] = lambda made: None,
 ) -> Path:
     """What `make engines` makes of a pair, in `work`, made unless it is there.
 
-    max_len: None for the checkpoints' own. built: told what making it took, if it was made. Raises
-    OutriderError "backend"; stderr has said why.
+    max_len: None for the checkpoints' own. Raises OutriderError "backend"; stderr has said why.
     """
     folder, sources = place(target, draft, work, max_len=max_len, dtype=dtype)
 
     def make() -> None:
-        graphs = work / "graphs" / folder.name
-        length = ["--max-len", max_len] if max_len else []
-        export = timed(
-            "export", "--model", target, "--draft", draft or "none", "--out", graphs,
-            "--dtype", dtype, "--cache", work / "cache", *length,
-        )  # fmt: skip
-        built(Built(export, timed("engines", "--graphs", graphs, "--out", folder)))
+        graphs, length = work / "graphs" / folder.name, ["--max-len", max_len] if max_len else []
+        models = ["--model", target, "--draft", draft or "none", "--cache", work / "cache"]
+        _run("export", *models, "--dtype", dtype, "--out", graphs, *length)
+        _run("engines", "--graphs", graphs, "--out", folder)
 
     return kept(folder, sources, make)
+
+
+def _run(module: str, *arguments: object) -> None:
+    """In a process of its own, whose words go to stderr."""
+    texts = [str(a.resolve()) if isinstance(a, Path) else str(a) for a in arguments]
+    done = subprocess.run(
+        [sys.executable, "-m", module, *texts], cwd=CHECKOUT, stdin=subprocess.DEVNULL, stdout=2
+    )
+    if done.returncode:
+        cause = f"python -m {module} ended with status {done.returncode}"
+        raise OutriderError("backend", cause, "See what it has said above.")
 
 
 def encoder(checkpoint: Path) -> tuple[Callable[[str], list[int]], list[int]]:

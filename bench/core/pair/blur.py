@@ -53,13 +53,12 @@ def blur(target: Path, out: Path, alpha: float) -> Blurred:
             "option", f"an acceptance of {alpha:g} is out of range", "Use one between 0 and 1."
         )
     refuse_foreign(out, "config.json")
-    with stage("draft", "load"):
-        judge, model = load_llama(target), load_llama(target)
-        windows = _windows(target, model.config.max_position_embeddings)
+    judge, model = load_llama(target), load_llama(target)
+    windows = _windows(target, model.config.max_position_embeddings)
     with stage("draft", f"find noise for alpha {alpha:g}") as said:
         noise, figures = _bisect(_noisy(judge, model, windows), alpha)
         said.note = f"noise {noise:.4f}, alpha {figures.acceptance_rate:.3f}"
-    with write_folder(out, "config.json") as partial, stage("draft", "write"):
+    with write_folder(out, "config.json") as partial:
         write_checkpoint(model, target, partial)
     return Blurred(noise, figures.acceptance_rate, figures.greedy_agreement)
 
@@ -104,7 +103,5 @@ def _bisect(at: Callable[[float], PairFigures], alpha: float) -> tuple[float, Pa
             high = size
         size = (low + high) / 2 if high < math.inf else 2 * low
     raise OutriderError(
-        "option",
-        f"no noise gave an acceptance of {alpha:g}, the last one {found.acceptance_rate:.3f}",
-        "Use one that is not so near to 0 or 1.",
+        "option", f"no noise gave an acceptance of {alpha:g}", "Use one not so near to 0 or 1."
     )

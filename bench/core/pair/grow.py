@@ -36,9 +36,9 @@ import transformers
 from export.checkpoint import find, refuse_architecture
 from export.loading import load
 from models.measure import sample
-from runtime.files.errors import OutriderError, first_line
+from runtime.files.errors import OutriderError
 from runtime.files.folders import refuse_foreign, write_folder
-from runtime.files.progress import note, size_text, stage
+from runtime.files.progress import stage
 
 library: Any = transformers  # without annotations
 library.logging.disable_progress_bar()
@@ -78,26 +78,16 @@ def grow(source: Path, out: Path, sizes: dict[str, int]) -> Grown:
     OutriderError "checkpoint", "architecture", "option", "disk", "difference".
     """
     refuse_foreign(out, "config.json")
-    with stage("grow", "load"):
-        model = load_llama(source)
-        config = grown_config(model.config, sizes)
-    with stage("grow", "listen to the original") as said:
-        texts = _own_texts(model)
-        reference, rms = _listen(model, texts)
-        said.note = f"{texts.numel()} tokens, largest final rms {rms:.3g}"
+    model = load_llama(source)
+    config = grown_config(model.config, sizes)
+    texts = _own_texts(model)
+    reference, rms = _listen(model, texts)
     with write_folder(out, "config.json") as partial:
-        with stage("grow", "write") as said:
+        with stage("grow", "write"):
             grown = Growth(model, config, rms).model()
-            size = 4 * sum(p.numel() for p in grown.parameters())
-            if (free := shutil.disk_usage(partial).free) < size:
-                raise OutriderError(
-                    "disk",
-                    f"{out.parent} has {size_text(free)} free, and this takes {size_text(size)}",
-                    "Free some space, or write to another disk.",
-                )
+            parameters = sum(p.numel() for p in grown.parameters())
             write_checkpoint(grown, source, partial)
-            _name_tokens(partial, range(model.config.vocab_size, config.vocab_size))
-            said.note = size_text(size)
+            name_tokens(partial, range(model.config.vocab_size, config.vocab_size))
         del grown
         with stage("grow", "compare with the original") as said:
             logits, _ = _listen(load_llama(partial), texts)
@@ -110,7 +100,7 @@ def grow(source: Path, out: Path, sizes: dict[str, int]) -> Grown:
                 f"a logit of the grown checkpoint differs by {difference:.1e}",
                 "Please report this checkpoint's config.json and the sizes.",
             )
-    return Grown(size // 4, difference)
+    return Grown(parameters, difference)
 
 
 def load_llama(source: Path) -> Any:
@@ -155,18 +145,13 @@ def _listen(model: Any, texts: torch.Tensor) -> tuple[torch.Tensor, float]:
     return logits, max(seen)
 
 
-def _name_tokens(folder: Path, ids: range) -> None:
-    """Give new ids names, which no merge makes: an id without one is masked before sampling, and
-    sampling would cost what the old ids cost."""
-    if not ids:
-        return
+def name_tokens(folder: Path, ids: range) -> None:
+    """Give ids without a name one that no merge makes: an id without a name is masked before
+    sampling, and sampling would cost what the old ids cost."""
     path = folder / "tokenizer.json"
-    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    names = content.get("model", {}).get("vocab")
-    if not isinstance(names, dict):
-        note("new ids get no names: tokenizer.json has no vocabulary by name")
-        return
-    known = {*names.values(), *(token["id"] for token in content.get("added_tokens", []))}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    names = content["model"]["vocab"]
+    known = {*names.values(), *(token["id"] for token in content["added_tokens"])}
     names.update({f"<inflated{i}>": i for i in ids if i not in known})
     path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
@@ -177,31 +162,25 @@ def _name_tokens(folder: Path, ids: range) -> None:
 def grown_config(old: Any, sizes: dict[str, int]) -> Any:
     """A LlamaConfig of other sizes, with its eps. Raises OutriderError "option" for what cannot
     hold the old one."""
-    for field, size in sizes.items():
-        if size < (least := getattr(old, field)):
-            raise _refuse(f"{field} {size} is less than the checkpoint's {least}")
-    try:
-        new = type(old)(**{**old.to_dict(), **sizes, "dtype": "float32"})
-    except Exception as error:  # noqa: BLE001 - its validation wraps whatever it finds
-        raise _refuse(f"Transformers refuses this shape: {first_line(error)}") from None
+    new = type(old)(**{**old.to_dict(), **sizes, "dtype": "float32"})
     groups, old_groups = (c.num_attention_heads / c.num_key_value_heads for c in (new, old))
-    if new.head_dim != old.head_dim or groups % 1 or groups < old_groups:
-        raise _refuse(
-            f"{new.num_attention_heads} heads on {new.num_key_value_heads} cannot hold the "
-            f"checkpoint's {old.num_attention_heads} on {old.num_key_value_heads}"
+    constants = CONSTANTS if new.vocab_size > old.vocab_size else 0
+    if (
+        any(size < getattr(old, field) for field, size in sizes.items())
+        or new.head_dim != old.head_dim
+        or groups % 1
+        or groups < old_groups
+        or new.hidden_size < old.hidden_size + constants
+    ):
+        raise OutriderError(
+            "option",
+            f"{sizes} cannot hold the checkpoint",
+            f"Choose a larger shape; more tokens take {CONSTANTS} hidden channels more.",
         )
     new.rms_norm_eps = old.rms_norm_eps * old.hidden_size / new.hidden_size
-    if new.vocab_size > old.vocab_size:
-        if new.hidden_size < old.hidden_size + CONSTANTS or old.rms_norm_eps <= 0:
-            raise _refuse(
-                f"vocab_size {new.vocab_size} needs {CONSTANTS} hidden channels more and an eps"
-            )
+    if constants:
         new.rms_norm_eps /= 2  # the other half is 2 c^2
     return new
-
-
-def _refuse(cause: str) -> OutriderError:
-    return OutriderError("option", cause, "Choose a larger shape, or another checkpoint.")
 
 
 class Growth:

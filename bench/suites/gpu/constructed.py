@@ -1,8 +1,8 @@
-"""A pair of checkpoints of published shapes whose acceptance is set by construction.
+"""The pairs that a GPU is given: the bundled one, and pairs of published shapes.
 
-Time depends on shapes, and on how often the draft is right. So the weights are random, but every
-layer's `o_proj` and `down_proj` are zero: what a layer computes costs what it costs and adds
-nothing. The residual stream is the token's embedding, and the model a bigram model,
+Time depends on shapes, and on how often the draft is right. So the weights of the latter are
+random, but every layer's `o_proj` and `down_proj` are zero: what a layer computes costs what it
+costs and adds nothing. The residual stream is the token's embedding, and the model a bigram model,
 
     logits(x) = H norm(E[x]).
 
@@ -15,30 +15,19 @@ it is right, which is measured and not assumed. All is bfloat16, and the embeddi
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ...core.pair import Shape
+from ...core.pair import DRAFT, TARGET, Shape
 
 # Standard deviation of a logit. 128,256 normal numbers of that size, as logits, give half of the
 # probability to one token, and 1.3 between the two largest.
 PEAK = 6.0
 DELTA = 0.1  # accepted: 0.78 of the examined at temperature 0, 0.82 at 1, at V = 128,256
-
-
-@dataclass(frozen=True)
-class Preset:
-    """The shapes of a pair. max_len: of its bundles."""
-
-    target: Shape
-    draft: Shape
-    max_len: int
-
-    def __post_init__(self) -> None:
-        assert self.target.hidden_size % self.draft.hidden_size == 0
-        assert self.target.vocab_size == self.draft.vocab_size
-
+DTYPE = "bfloat16"
+ROPE_THETA = 500_000.0
 
 # "The Llama 3 Herd of Models" (arXiv 2407.21783), table 3, and config.json of
 # meta-llama/Meta-Llama-3-8B and meta-llama/Llama-3.2-1B, whose embeddings are tied. The rotary base
@@ -46,71 +35,73 @@ class Preset:
 LLAMA_8B = Shape(4096, 14_336, 32, 32, 8, 128_256)
 LLAMA_1B = Shape(2048, 8192, 16, 32, 8, 128_256)
 SMALL = Shape(512, 2048, 12, 8, 2, 128_256)  # of nobody's
-ROPE_THETA = 500_000.0
 
-PRESETS = {
-    "tiny": Preset(Shape(128, 256, 2, 4, 2, 512), Shape(64, 128, 2, 2, 2, 512), 256),
-    "1b+small": Preset(LLAMA_1B, SMALL, 1024),
-    "8b+1b": Preset(LLAMA_8B, LLAMA_1B, 1024),
+SHAPES = {  # target, draft, longest text
+    "tiny": (Shape(128, 256, 2, 4, 2, 4096), Shape(64, 128, 2, 2, 2, 4096), 256),
+    "1b+small": (LLAMA_1B, SMALL, 1024),
+    "8b+1b": (LLAMA_8B, LLAMA_1B, 1024),
 }
+PAIRS = ("bundled", *SHAPES)
 
 
-def write_pair(
-    preset: Preset, folder: Path, *, delta: float = DELTA, seed: int = 0
-) -> tuple[Path, Path]:
-    """Write folder/target and folder/draft, unless they are there. delta: size of the noise on the
+def write_pair(name: str, folder: Path, *, delta: float = DELTA) -> tuple[Path, Path]:
+    """Write folder/target and folder/draft. name: one of `PAIRS`. delta: size of the noise on the
     draft's output matrix, relative to it."""
-    paths = folder / "target", folder / "draft"
-    stamp = folder / "constructed.json"
-    wanted = json.dumps({**asdict(preset), "delta": delta, "seed": seed})
-    if stamp.is_file() and stamp.read_text() == wanted:
-        return paths
+    places = folder / "target", folder / "draft"
+    if name == "bundled":
+        for source, place in zip((TARGET, DRAFT), places, strict=True):
+            _round(source, place)
+        return places
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"  # where 8e9 random numbers take no time
+    target, draft, length = SHAPES[name]
+    width = draft.hidden_size
     generator = torch.Generator(device)
-    generator.manual_seed(seed)
-    vocab_size, width = preset.draft.vocab_size, preset.draft.hidden_size
-    deviation = PEAK / width**0.5  # of H: the norm's output has width squares of mean 1
+    generator.manual_seed(0)
 
-    def normal() -> Any:
-        return torch.randn(vocab_size, width, generator=generator, device=device)
+    def normal(deviation: float = 1.0) -> Any:
+        size = draft.vocab_size, width
+        return deviation * torch.randn(size, generator=generator, device=device)
 
-    embedding, head = normal(), deviation * normal()
-    noisy = (head + delta * deviation * normal()) / (1 + delta**2) ** 0.5
-    copies = preset.target.hidden_size // width
-    _write(preset.draft, preset.max_len, paths[1], embedding, noisy, device, seed + 1)
-    wide = torch.nn.functional.pad(head, (0, preset.target.hidden_size - width))
-    del noisy, head
-    _write(
-        preset.target, preset.max_len, paths[0], embedding.repeat(1, copies), wide, device, seed + 2
-    )
-    stamp.write_text(wanted)  # last: what is half written is made again
-    return paths
+    deviation = PEAK / width**0.5  # of H: the norm's output has `width` squares of mean 1
+    embedding, head = normal(), normal(deviation)
+    noisy = (head + delta * normal(deviation)) / (1 + delta**2) ** 0.5
+    wide = torch.nn.functional.pad(head, (0, target.hidden_size - width))
+    _write(target, length, places[0], embedding.repeat(1, target.hidden_size // width), wide)
+    _write(draft, length, places[1], embedding, noisy)
+    return places
 
 
-def _write(
-    shape: Shape, max_len: int, folder: Path, embedding: Any, head: Any, device: str, seed: int
-) -> None:
-    """One checkpoint. embedding, head: [V, hidden]."""
+def _round(source: Path, folder: Path) -> None:
+    """A checkpoint with its weights rounded: a float32 reference shall compute with the same."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": DTYPE}))
+    weights = load_file(source / "model.safetensors")
+    made = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+    save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write(shape: Shape, length: int, folder: Path, embedding: Any, head: Any) -> None:
+    """One checkpoint. embedding, head: [V, hidden], on the device where the others are made."""
     import torch
     import transformers
+
+    from ...core.pair.grow import name_tokens
 
     library: Any = transformers
     library.logging.disable_progress_bar()
     config = library.LlamaConfig(
-        **asdict(shape),
-        max_position_embeddings=max_len,
-        tie_word_embeddings=False,
-        rms_norm_eps=1e-5,
+        **asdict(shape), max_position_embeddings=length, tie_word_embeddings=False,
+        rms_norm_eps=1e-5, bos_token_id=0, eos_token_id=0, pad_token_id=0,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    devices = [0] if device == "cuda" else []
-    with torch.random.fork_rng(devices), torch.device(device), torch.no_grad():
-        torch.manual_seed(seed)
+    )  # fmt: skip
+    with embedding.device, torch.no_grad():
+        torch.manual_seed(shape.hidden_size)
         model = library.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
@@ -118,18 +109,6 @@ def _write(
         model.model.embed_tokens.weight.copy_(embedding)
         model.lm_head.weight.copy_(head)
     model.save_pretrained(folder, max_shard_size="4GB")
-    _tokenizer(shape.vocab_size).save_pretrained(folder)
-
-
-def _tokenizer(vocab_size: int) -> Any:
-    """Of exactly V tokens: one id a byte; the others have names that no text gives."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    names = ["</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    names += [f"<unused{i}>" for i in range(vocab_size - len(names))]
-    backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    fast: Any = PreTrainedTokenizerFast  # its __init__ has no annotations
-    return fast(tokenizer_object=backend, eos_token="</s>")
+    for path in TARGET.glob("tokenizer*"):
+        shutil.copyfile(path, folder / path.name)
+    name_tokens(folder, range(shape.vocab_size))

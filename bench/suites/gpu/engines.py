@@ -1,43 +1,46 @@
-"""python -m bench.suites.gpu.engines: engines for the GPU of this machine, checked and timed.
+"""python -m bench.suites.gpu.engines: a pair for the GPU of this machine, checked and timed.
 
-`build` makes a folder of bundles, `check` and `times` take it. Each prints as it goes and writes
-one JSON file. With --device cpu all of it runs without a GPU, and what only
-one can say is null. `constructed` says what the pairs are.
+`checkpoints` writes FOLDER/target and FOLDER/draft, from which `suite.engines` makes FOLDER/bundle
+and, for the checks, FOLDER/reference. `check` and `times` take these. Each prints as it goes and
+writes one JSON file. With --device cpu all of it runs without a GPU, and what only one can say is
+null. `constructed` says what the pairs are.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
+import time
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.files.errors import CommandParser, OutriderError, run_command
+from runtime.files.errors import CommandParser, first_line, run_command
 
-from . import build, checks, constructed, times
+from .checks import Checks
+from .constructed import PAIRS, write_pair
 from .suite import save
+from .times import Times
 
 
 def parser() -> argparse.ArgumentParser:
     made = CommandParser(prog="python -m bench.suites.gpu.engines", description=__doc__)
     commands = made.add_subparsers(dest="command", required=True)
-    for name in ("build", "check", "times"):
+    for name in ("checkpoints", "check", "times"):
         add = commands.add_parser(name).add_argument
-        add("--json", type=Path, help="write the report there")
-        add("--out", type=Path, required=True, help="the folder of the bundles")
+        add("folder", type=Path, metavar="FOLDER")
+        if name == "checkpoints":
+            add("--pair", required=True, choices=PAIRS)
+            continue
+        add("--json", type=Path, metavar="FILE", help="write the report there")
         add("--device", default="cuda", choices=["cuda", "cpu"])
-        if name == "build":
-            add("--pair", required=True, choices=build.PAIRS)
-            add("--delta", type=float, default=constructed.DELTA, help="noise on the draft")
-            add("--checks", action="store_true", help="also what `check` wants")
-        else:
-            add("--quick", action="store_true", help="a little of everything")
+        add("--quick", action="store_true", help="a little of everything")
         if name == "check":
-            add("--only", action="append", choices=[*checks.NAMES, "loop"])
-        if name == "times":
-            add("--remove", action="store_true", help="remove the folder afterwards: it is large")
+            add("--only", action="append", choices=[*Checks.NAMES, "loop"])
     return made
 
 
@@ -48,29 +51,35 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
-    out = args.out.resolve()
-
-    def write(report: dict[str, Any]) -> None:
-        if args.json is not None:
-            save(args.json, report)
-
-    if args.command == "build":
-        given = {"delta": args.delta, "checks": args.checks}
-        built = build.build(args.pair, out, args.device, **given)
-        write({"pair": built.name, "seconds": built.seconds, "failures": built.failures})
+    if args.command == "checkpoints":
+        shutil.rmtree(args.folder, ignore_errors=True)  # so that no bundle of before is measured
+        write_pair(args.pair, args.folder)
         return 0
-    if not (out / build.FACTS_FILE).is_file():
-        raise OutriderError("bundle", f"{out} was not built", "Run build first.")
-    built = build.BuiltPair.read(out)
-    if args.command == "check":
-        size = checks.QUICK if args.quick else checks.FULL
-        only = args.only or checks.NAMES
-        return 0 if checks.check(built, args.device, size, write, only)["passed"] else 1
-    timing = times.QUICK if args.quick else times.FULL
-    report = times.times(built, args.device, timing, write)
-    if args.remove:
-        shutil.rmtree(out)
-    return 1 if report["failed"] else 0
+    kind: Any = Checks if args.command == "check" else Times
+    subject = kind(args.folder, args.device, args.quick)
+    report = sections(subject, getattr(args, "only", None) or kind.NAMES, args.json)
+    return 0 if report["passed"] else 1
+
+
+def sections(
+    subject: Checks | Times, names: Sequence[str], path: Path | None = None
+) -> dict[str, Any]:
+    """What the methods of these names return, and "passed": whether none of them has failed. One
+    that breaks has failed and takes no other along. path: written after each."""
+    report: dict[str, Any] = {"device": subject.device, "passed": True}
+    for name in names:
+        begin = time.perf_counter()
+        try:
+            result: dict[str, Any] = getattr(subject, name)()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the rest is worth having
+            traceback.print_exc()
+            result = {"passed": False, "reason": first_line(error)}
+        report[name] = {**result, "section_s": round(time.perf_counter() - begin, 1)}
+        report["passed"] &= result.get("passed") is not False
+        print(f"{name}: {json.dumps(report[name])}", flush=True)
+        if path is not None:
+            save(path, report)
+    return report
 
 
 if __name__ == "__main__":

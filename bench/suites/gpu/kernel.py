@@ -1,18 +1,18 @@
-"""python -m bench.suites.gpu.kernel: the sampling kernel's time on a GPU, Transformers' beside it.
+"""python -m bench.suites.gpu.kernel: whether the sampling kernel is right on a GPU, and its time.
 
-Rounds run inside a CUDA graph. Hot: one set of logits, which the L2 cache holds where it can.
-Rotating: as many sets as are larger than twice the L2 cache, so that every round reads from memory.
-The floor is what must be read, at the bandwidth of a copy measured in the same run. What is timed
-is first held against the NumPy reference. Memory and graphs are PyTorch's.
+Rounds run inside a CUDA graph, through as many sets of logits as are larger than twice the L2
+cache, so that every round reads from memory. The floor is what must be read, at the bandwidth of a
+copy measured in the same run. What is timed is first held against the NumPy reference. Memory and
+graphs are PyTorch's.
 
 Without an option it runs a few small rounds of every rule, for a sanitizer to watch.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,18 +30,18 @@ from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
-from ..kernel.rounds import CONTEXT, RULES, VARIANTS, Fate, Round, disagreements, transformers_call
-from ..kernel.suite import BATCHES, SIZES
-from .suite import save
+from ..kernel.rounds import CONTEXT, RULES, VARIANTS, Fate, Round, disagreements
+from .suite import goal, save
 
 WHERE = "cuda"  # PyTorch's name of the memory
 REPLAYS = 5  # samples of each graph; the median counts
-GRAPH_SECONDS = 0.002  # of work in one replay, so that the launch of the graph does not count
+PASSES = 8  # of a graph through all sets, so that its launch does not count
 COPY_BYTES = 1 << 31
 CHECKED = 8  # slots of a round that the reference, which takes its time, looks at at most
 WATCHED = ((2500, 3), (32_001, 2))  # V and B of the rounds that a sanitizer sees
 # KERNEL.md's goals in microseconds, bfloat16: by V, gamma, B.
 GOALS_US = {(128_256, 5, 1): 6.0, (128_256, 5, 8): 12.0, (128_256, 8, 32): 40.0}
+SIZES = list(itertools.product((32_000, 128_256, 151_936), (5, 8), (1, 8, 32)))
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,9 @@ class DeviceRound:
             [self._bytes(np.zeros(n, kind)) for kind, n in zip(kinds, counts, strict=True)]
             for _ in range(sets)
         ]
-        self.draws = [[self._plan_draw(s, i) for i in range(gamma)] for s in range(sets)]
+        self.draws = [self._plan_draw(s, i) for s in range(sets) for i in range(gamma)]
         self.verifies = [self._plan_verify(s) for s in range(sets)]
-        for plans in self.draws:
-            for plan in plans:
-                self.launch(plan)
-        torch.cuda.synchronize()
+        self.launch(self.draws)
 
     def _bytes(self, array: npt.NDArray[Any]) -> Any:
         """A copy on the device, aligned to 256 bytes."""
@@ -132,8 +129,11 @@ class DeviceRound:
         logits = self._logits(self.target[s]), self._logits(self.draft[s])
         return launch.plan_verify(self.sizes, *logits, self._buffers(s), by_index=True)
 
-    def launch(self, plan: Plan) -> None:
-        self.device.launch(plan, self.torch.cuda.current_stream().cuda_stream)
+    def launch(self, plans: Sequence[Plan], wait: bool = True) -> None:
+        for plan in plans:
+            self.device.launch(plan, self.torch.cuda.current_stream().cuda_stream)
+        if wait:
+            self.torch.cuda.synchronize()
 
     def drafts(self, s: int = 0) -> npt.NDArray[np.int64]:
         """int64 [B, gamma], on the host."""
@@ -141,79 +141,39 @@ class DeviceRound:
         return raw.reshape(self.shape.batch, self.shape.gamma)
 
     def verdicts(self, s: int = 0) -> npt.NDArray[Any]:
-        """kernel.VERDICT [B], on the host."""
+        """kernel.VERDICT [B], on the host, of a verification that was launched."""
         verdicts: npt.NDArray[Any] = self._own[s][2].cpu().numpy().view(kernel.VERDICT)
         return verdicts
 
-    def fates(self, s: int = 0) -> list[Fate]:
-        """Of a verification that was launched."""
-        verdicts = self.verdicts(s)[["accepted", "token"]].tolist()
-        return [(d, *v) for d, v in zip(self.drafts(s).tolist(), verdicts, strict=True)]
-
     def disagreements(self, s: int = 0) -> list[int]:
         """The slots, of the first `CHECKED`, in which the GPU is not the reference."""
-        self.launch(self.verifies[s])
-        self.torch.cuda.synchronize()
+        self.launch([self.verifies[s]])
         target, draft = (x[s][:CHECKED].float().cpu().numpy() for x in (self.target, self.draft))
         round_ = Round((target, draft), self.params, context=self.context)
-        return disagreements(round_, self.fates(s)[:CHECKED])
+        verdicts = self.verdicts(s)[["accepted", "token"]].tolist()
+        fates: list[Fate] = [
+            (drafts, *verdict)
+            for drafts, verdict in zip(self.drafts(s).tolist(), verdicts, strict=True)
+        ]
+        return disagreements(round_, fates[:CHECKED])
 
-    def bytes_read(self) -> float:
-        """Of one verification, the mean of the sets: all target rows, and for each rejection the
-        draft's row. By the block rule the draft's rows too, whatever was accepted."""
-        batch, gamma = self.shape.batch, self.shape.gamma
-        rows = self.sets * batch * (gamma + 1)
-        if self.sizes.flags & launch.BLOCK:
-            rows += self.sets * batch * gamma
-        else:
-            rows += sum(int((self.verdicts(s)["accepted"] < gamma).sum()) for s in range(self.sets))
-        return rows * self.shape.row_bytes / self.sets
+    def bytes_read(self) -> int:
+        """What a verification must read: all target rows, by the block rule the draft's too."""
+        rows = self.shape.gamma + 1 + (self.shape.gamma if self.sizes.flags & launch.BLOCK else 0)
+        return self.shape.batch * rows * self.shape.row_bytes
 
-    # Times
-
-    def microseconds(self, plans: list[list[Plan]]) -> dict[str, float]:
-        """Of one element of `plans` inside a graph that runs through them: median, low, high."""
-        once = self._graph(plans, 1)
-        passes = max(1, round(GRAPH_SECONDS / max(1e-7, _seconds(self.torch, once.replay))))
-        graph = self._graph(plans, passes) if passes > 1 else once
-        times = sorted(
-            1e6 * _seconds(self.torch, graph.replay) / (passes * len(plans)) for _ in range(REPLAYS)
-        )
-        figures = {"us": times[len(times) // 2], "low": times[0], "high": times[-1]}
-        return {name: round(value, 3) for name, value in figures.items()}
-
-    def _graph(self, plans: list[list[Plan]], passes: int) -> Any:
+    def microseconds(self, plans: Sequence[Plan]) -> dict[str, float]:
+        """Of a set's share of these plans, which are all sets': median, low, high."""
         torch = self.torch
-        for plan in plans[0]:
-            self.launch(plan)  # modules are loaded lazily: not in a capture
-        torch.cuda.synchronize()
+        self.launch(plans)  # modules are loaded lazily: not in a capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(passes):
-                for group in plans:
-                    for plan in group:
-                        self.launch(plan)
+            for _ in range(PASSES):
+                self.launch(plans, wait=False)
         graph.replay()
-        torch.cuda.synchronize()
-        return graph
-
-    def transformers(self) -> float | None:
-        """Microseconds of the same verification by Transformers, host waits included."""
-        torch = self.torch
-        drafts = torch.from_numpy(self.drafts()).to(WHERE)
-        logits = self.target[0].float(), self.draft[0].float()
-        call = transformers_call(*logits, drafts, self.params)
-        if call is None:
-            return None
-        call()
-        times = []
-        for _ in range(REPLAYS):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            call()
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-        return 1e6 * sorted(times)[len(times) // 2]
+        times = sorted(1e6 * _seconds(graph.replay) / (PASSES * self.sets) for _ in range(REPLAYS))
+        figures = {"us": times[len(times) // 2], "low": times[0], "high": times[-1]}
+        return {name: round(value, 3) for name, value in figures.items()}
 
 
 def copy_bandwidth() -> float:
@@ -222,16 +182,19 @@ def copy_bandwidth() -> float:
 
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=WHERE)
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / min(_seconds(torch, lambda: target.copy_(source)) for _ in range(10))
+    return 2 * COPY_BYTES / min(_seconds(lambda: target.copy_(source)) for _ in range(10))
 
 
-def _seconds(torch: Any, work: Callable[[], object]) -> float:
+def _seconds(work: Callable[[], object]) -> float:
     """What the GPU takes for `work`, by its own clock."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    import torch
+
+    cuda: Any = torch.cuda  # its events have no annotations
+    begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     work()
     end.record()
-    torch.cuda.synchronize()
+    cuda.synchronize()
     seconds: float = begin.elapsed_time(end) / 1e3
     return seconds
 
@@ -243,27 +206,23 @@ def measure(device: Device, name: str, shape: KernelShape, bandwidth: float) -> 
 
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     set_bytes = shape.batch * (2 * shape.gamma + 1) * shape.row_bytes
-    sets = max(2, -(-2 * cache // set_bytes))
-    round_ = DeviceRound(device, shape, VARIANTS[name], sets)
+    round_ = DeviceRound(device, shape, VARIANTS[name], max(2, -(-2 * cache // set_bytes)))
     wrong = round_.disagreements()
-    hot = round_.microseconds([[round_.verifies[0]]])
-    rotating = round_.microseconds([[plan] for plan in round_.verifies])
-    draws = round_.microseconds(round_.draws)
-    bad = [s for s in range(round_.sets) if round_.verdicts(s)["status"].any()]
-    if bad:
+    verify, draws = round_.microseconds(round_.verifies), round_.microseconds(round_.draws)
+    if bad := [s for s in range(round_.sets) if round_.verdicts(s)["status"].any()]:
         raise RuntimeError(f"{name} {shape}: slots failed in the sets {bad}")
     size = round_.bytes_read()
     floor = 1e6 * size / bandwidth
     result = {
         "name": name, "V": shape.vocab_size, "gamma": shape.gamma, "B": shape.batch,
-        "dtype": shape.dtype, "sets": round_.sets, "disagree": len(wrong), "bytes": round(size),
-        "floor_us": round(floor, 3), "fraction_of_floor": round(floor / rotating["us"], 3),
-        "verify_hot": hot, "verify_rotating": rotating, "gamma_draws_rotating": draws,
+        "dtype": shape.dtype, "sets": round_.sets, "disagree": len(wrong), "bytes": size,
+        "floor_us": round(floor, 3), "fraction_of_floor": round(floor / verify["us"], 3),
+        "verify": verify, "gamma_draws": draws,
         "mean_accepted": round(float(np.mean(round_.verdicts()["accepted"])), 3),
     }  # fmt: skip
-    if (theirs := round_.transformers()) is not None:
-        result["transformers_us"] = round(theirs, 1)
-        result["less_time_than_transformers"] = round(1 - rotating["us"] / theirs, 4)
+    limit = GOALS_US.get((shape.vocab_size, shape.gamma, shape.batch))
+    if limit is not None and name == "token":
+        result["goal"] = goal(verify["us"], limit)
     return result
 
 
@@ -271,85 +230,42 @@ def times(
     jobs: Sequence[tuple[str, KernelShape]],
     keep: Callable[[dict[str, Any]], object] = lambda report: None,
 ) -> dict[str, Any]:
-    """Every variant's and shape's figures, the bandwidth and the goals. keep: called with what
-    there is after each, for a run may be cut off. Raises OutriderError "backend"."""
-    device, bandwidth = Device(), copy_bandwidth()
-    print(f"copy {bandwidth / 1e9:.0f} GB/s, {device.image.name}", file=sys.stderr)
-    results: list[dict[str, Any]] = []
+    """Every variant's and shape's figures. keep: called with what there is after each, for a run
+    may be cut off. Raises OutriderError "backend"."""
+    import torch
+
+    device, bandwidth, gpu = Device(), copy_bandwidth(), torch.cuda.get_device_properties(0)
     report: dict[str, Any] = {
-        "copy_gb_s": round(bandwidth / 1e9, 1), "image": device.image.name, "disagree": 0,
-        "goals": {}, "results": results,
+        "gpu": gpu.name, "l2_mib": gpu.L2_cache_size / 2**20, "cuda": torch.version.cuda,
+        "copy_gb_s": round(bandwidth / 1e9, 1), "image": device.image.name,
+        "disagree": 0, "results": [],
     }  # fmt: skip
     for name, shape in jobs:
-        results.append(measure(device, name, shape, bandwidth))
-        print(json.dumps(results[-1]), file=sys.stderr, flush=True)
-        report["disagree"] += results[-1]["disagree"]
-        report["goals"] = goals(results)
+        result = measure(device, name, shape, bandwidth)
+        print(json.dumps(result), file=sys.stderr, flush=True)
+        report["results"].append(result)
+        report["disagree"] += result["disagree"]
         keep(report)
-    for name, goal in report["goals"].items():
-        print(f"{name}: {goal['us']:.2f} us, goal {goal['limit_us']:.0f}")
     return report
 
 
-def goals(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """KERNEL.md's goals: microseconds, the limit, and whether it is met."""
-    found = {}
-    for result in results:
-        v, gamma, batch = result["V"], result["gamma"], result["B"]
-        limit = GOALS_US.get((v, gamma, batch))
-        if limit and result["name"] == "token":
-            us = result["verify_rotating"]["us"]
-            found[f"V {v} gamma {gamma} B {batch}"] = {
-                "us": us, "limit_us": limit, "met": us <= limit,
-            }  # fmt: skip
-    return found
-
-
-def describe() -> dict[str, Any]:
-    """What PyTorch says of the GPU, and a copy's bandwidth."""
-    import torch
-
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "name": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "l2_mib": properties.L2_cache_size // 2**20,
-        "memory_gib": round(properties.total_memory / 2**30, 1),
-        "cuda": torch.version.cuda,
-        "copy_gb_s": round(copy_bandwidth() / 1e9, 1),
-    }
-
-
-def one_of_each() -> int:
-    """A few small rounds of every rule, for a sanitizer to watch."""
+def one_of_each() -> None:
+    """A few small rounds of every rule."""
     device = Device()
     for vocab_size, batch in WATCHED:
         for dtype in ("float32", "bfloat16"):
             for params in VARIANTS.values():
                 round_ = DeviceRound(device, KernelShape(vocab_size, 3, batch, dtype), params, 1)
-                round_.launch(round_.verifies[0])
-                round_.torch.cuda.synchronize()
+                round_.launch(round_.verifies)
                 assert not round_.verdicts()["status"].any()
-    return 0
-
-
-def profiled(vocab_size: int, gamma: int, batch: int) -> int:
-    """One verification again and again, for a profiler to watch."""
-    round_ = DeviceRound(Device(), KernelShape(vocab_size, gamma, batch), VARIANTS["token"], 2)
-    for i in range(6):
-        round_.launch(round_.verifies[i % 2])
-    round_.torch.cuda.synchronize()
-    return 0
 
 
 def jobs(quick: bool) -> list[tuple[str, KernelShape]]:
     """Variants and shapes, the goals' first: a run may be cut off."""
-    sizes = [*GOALS_US, *((128_256, g, b) for g in (5, 8) for b in BATCHES)]
-    found = [("token", size) for size in sizes]
+    found = [("token", size) for size in GOALS_US]
+    found += [(variant, (151_936, 5, 1)) for variant in VARIANTS]
     if not quick:
         found += [(rule, size) for rule in RULES for size in SIZES]
-    found += [(v, (151_936, 5, b)) for v in VARIANTS if v not in RULES for b in (1, 8)]
     return [(variant, KernelShape(*size)) for variant, size in dict.fromkeys(found)]
 
 
@@ -359,19 +275,14 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--times", type=Path, metavar="FILE", help="check, time, and write the figures there")
     add("--quick", action="store_true", help="of --times: a few shapes instead of all")
-    add("--describe", type=Path, metavar="FILE", help="write what the GPU is there")
-    add("--profile", nargs=3, type=int, metavar=("V", "GAMMA", "B"),
-        help="one verification again and again, for a profiler to watch")  # fmt: skip
 
     def command() -> int:
         args = parser.parse_args(argv)
-        if args.describe:
-            save(args.describe, describe())
+        if args.times is None:
+            one_of_each()
             return 0
-        if args.times:
-            report = times(jobs(args.quick), lambda found: save(args.times, found))
-            return 1 if report["disagree"] else 0
-        return profiled(*args.profile) if args.profile else one_of_each()
+        report = times(jobs(args.quick), lambda found: save(args.times, found))
+        return 1 if report["disagree"] else 0
 
     return run_command(command)
 

@@ -15,7 +15,6 @@ Two calls do all of it on a machine that is lent for ten minutes at a time:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import json
 import os
@@ -24,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -32,8 +31,9 @@ from typing import Any, TextIO
 from runtime.files.errors import CommandParser, first_line, run_command
 
 from ...core import machine
+from ...core.machine import CHECKOUT
+from .constructed import DTYPE
 
-CHECKOUT = Path(__file__).parents[3]
 KERNEL_TESTS = (
     "tests/sampling/test_kernel.py",
     "tests/sampling/test_kernel_edges.py",
@@ -43,123 +43,128 @@ PYTHON = [sys.executable, "-m"]
 KERNEL = [*PYTHON, "bench.suites.gpu.kernel"]
 ENGINES = [*PYTHON, "bench.suites.gpu.engines"]
 SANITIZER = ["compute-sanitizer", "--error-exitcode", "9"]
-COUNTERS = (
-    "gpu__time_duration.sum",
-    "dram__bytes_read.sum",
-    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-    "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "launch__registers_per_thread",
-)
-PROFILER = ["ncu", "--clock-control", "none", "--metrics", ",".join(COUNTERS), "-k",
-            "regex:outrider_verify", "-s", "4", "-c", "8"]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Part:
-    """One command. seconds: its limit. least: it is not begun with less left than that. tool: a
-    program that it needs. reads: its JSON file, from the report's folder."""
+    """One command. seconds: its limit. reads: the JSON file that it writes. needs: what another
+    part makes. least: it is not begun with fewer seconds left."""
 
     name: str
-    command: list[str]
+    command: Sequence[object]
     seconds: float
     gpu: bool = True
-    tool: str | None = None
-    reads: str | None = None
+    reads: Path | None = None
+    needs: Path | None = None
     least: float = 5
 
 
 def parts(out: Path, architecture: str) -> list[Part]:
     """In the order of their worth: what is cut off at the end is what can be missed best."""
     only = ["--arch", architecture] if architecture else []  # without a GPU all are compiled
-    place = workplace(1)
-    loop = str(place / "bundled-loop.json")
+    quick, full = out / "kernel-quick.json", out / "kernel-gpu.json"
     return [
         Part("library", [*PYTHON, "plugins.tools.build"], 120, gpu=False),
         Part("cubins", [*PYTHON, "plugins.tools.cubins", *only], 200, gpu=False),
-        Part("gpu", [*KERNEL, "--describe", str(out / "gpu.json")], 60, reads="gpu.json"),
-        *engines("bundled", 1, 240, "check", 200),
+        Part("smoke", KERNEL, 40),
+        Part("kernel, quick", [*KERNEL, "--quick", "--times", quick], 90, reads=quick),
+        *engines("1b+small", workplace(8), "times", (60, 120, 120), 130),
+        # Hashing, writing and compiling 8e9 weights takes minutes.
+        *engines("8b+1b", workplace(42), "times", (120, 240, 240), 200, least=360),
+        *engines("bundled", workplace(1), "check", (60, 120, 120), 200),
         Part("kernel tests", [*PYTHON, "pytest", "-q", "--noconftest", "-p", "no:cacheprovider",
                               "-k", "cuda", *KERNEL_TESTS], 150),
-        *engines("1b+small", 8, 260, "times", 130),
-        Part("bundled: loop", [*ENGINES, "check", "--out", str(place / "bundled"), "--json", loop,
-                               "--only", "loop"], 75, reads=loop),
-        Part("kernel times", [*KERNEL, "--times", str(out / "kernel-gpu.json")], 180,
-             reads="kernel-gpu.json"),
-        *engines("8b+1b", 42, 480, "times", 200),
-        *(Part(f"sanitizer: {tool}", [*SANITIZER, "--tool", tool, *KERNEL], 60,
-               tool="compute-sanitizer")
+        *(Part(f"sanitizer: {tool}", [*SANITIZER, "--tool", tool, *KERNEL], 60)
           for tool in ("memcheck", "racecheck", "synccheck")),
-        *(Part(f"counters: V {v:,} gamma {g} B {b}",
-               [*PROFILER, *KERNEL, "--profile", str(v), str(g), str(b)], 45, tool="ncu")
-          for v, g, b in ((128_256, 5, 1), (128_256, 8, 32))),
+        Part("kernel times", [*KERNEL, "--times", full], 180, reads=full),
     ]  # fmt: skip
 
 
-def engines(pair: str, gib: float, build: float, what: str, use: float) -> Iterator[Part]:
-    """Bundles of a pair, and their checks or times. gib: of files. build, use: limits in seconds.
+def engines(
+    pair: str, place: Path, what: str, limits: Sequence[float], use: float, *,
+    device: str = "cuda", least: float = 60,
+) -> list[Part]:  # fmt: skip
+    """A pair's bundle, built as `make engines` builds it, and its checks or times.
 
-    Hashing, writing and compiling 8e9 weights takes minutes: begun with less left, they are lost.
-    Reports lie beside the bundles, for gpu-check.json repeats them.
+    place: where its folder and reports go, which gpu-check.json repeats. limits: seconds of
+    checkpoints, export and build. use: of checks or times, after which what is large goes.
     """
-    place = workplace(gib)
-    for name, seconds, least, more in (
-        ("build", build, 0.75 * build, ["--pair", pair]),
-        (what, use, 30, ["--remove"] if what == "times" else []),
-    ):
-        reads = str(place / f"{pair}-{name}.json")
-        command = [*ENGINES, name, "--out", str(place / pair), "--json", reads, *more]
-        yield Part(f"{pair}: {name}", command, seconds, reads=reads, least=least)
+    folder = place / pair
+    target, bundle = folder / "target" / "config.json", folder / "bundle" / "manifest.json"
+    graphs, reference = folder / "graphs", folder / "reference-graphs"
+    models = ["--model", folder / "target", "--draft", folder / "draft"]
+    export = [*PYTHON, "export", *models, "--cache", folder / "cache"]
+    build = [*PYTHON, "engines", "--out"]
+    compiled = ["--backend", "aotinductor", "--sm", "cpu" if device == "cpu" else ""]
+    made, torch = graphs / "pair.json", ["--dtype", DTYPE, "--format", "torch"]
+    report = place / f"{pair}-{what}.json"
+    measure = [*ENGINES, what, folder, "--device", device, "--json", report]
+    found = [
+        Part("checkpoints", [*ENGINES, "checkpoints", folder, "--pair", pair], limits[0],
+             least=least),
+        Part("export", [*export, *torch, "--out", graphs], limits[1], needs=target),
+        Part("build", [*build, folder / "bundle", "--graphs", graphs, *compiled], limits[2],
+             needs=made),
+    ]  # fmt: skip
+    if what == "check":  # against ONNX Runtime on the CPU, in float32
+        loop = place / f"{pair}-loop.json"
+        found += [
+            Part("reference, export", [*export, "--out", reference], limits[1], needs=target),
+            Part("reference, build", [*build, folder / "reference", "--graphs", reference],
+                 limits[2], needs=reference / "pair.json"),
+            Part(what, measure, use, reads=report, needs=bundle),
+            Part("loop", [*measure[:-1], loop, "--only", "loop"], 75, reads=loop, needs=bundle),
+        ]  # fmt: skip
+    else:
+        found.append(Part(what, measure, use, reads=report, needs=bundle))
+    found.append(Part("remove", ["rm", "-r", folder], 60, needs=folder))
+    return [replace(part, name=f"{pair}: {part.name}") for part in found]
 
 
 def workplace(gib: float) -> Path:
     """Where bundles go: not into the report's folder, which is copied. To memory where files of
     that size leave most of it free, for a disk may write no faster than 0.2 GB/s."""
     memory = Path("/dev/shm")
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-        files = os.statvfs(memory)
-        if min(files.f_bavail * files.f_frsize, available * 1024 / 2) > gib * 2**30:
-            return memory / "outrider-gpu-check"
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if memory.is_dir() and min(shutil.disk_usage(memory).free, free / 2) > gib * 2**30:
+        return memory / "outrider-gpu-check"
     return CHECKOUT / "build" / "gpu-engines"
 
 
-def run_part(part: Part, out: Path, log: TextIO, no_gpu: str | None) -> dict[str, Any]:
-    """Its outcome: {"status": "ok" | "failed" | "timed out" | "skipped", ...}."""
-    if part.gpu and no_gpu:
-        return {"status": "skipped", "reason": no_gpu}
-    if part.tool and not shutil.which(part.tool):
-        return {"status": "skipped", "reason": f"{part.tool} is not installed"}
-    log.write(f"\n=== {part.name}: {' '.join(part.command)}\n")
+def run_part(part: Part, limit: float, log: TextIO) -> dict[str, Any]:
+    """Its outcome: {"status": "ok" | "failed" | "timed out" | "skipped", ...}. limit: seconds."""
+    command = [str(word) for word in part.command]
+    if not shutil.which(command[0]):
+        return {"status": "skipped", "reason": f"{command[0]} is not installed"}
+    if part.needs and not part.needs.exists():
+        return {"status": "skipped", "reason": f"there is no {part.needs.name}"}
+    log.write(f"\n=== {part.name}: {' '.join(command)}\n")
     log.flush()
     begin = time.perf_counter()
     if part.reads:
-        (out / part.reads).unlink(missing_ok=True)
+        part.reads.unlink(missing_ok=True)
+    # A session of its own, so that a limit ends what it started too.
+    process = subprocess.Popen(
+        command, cwd=CHECKOUT, stdout=log, stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"}, start_new_session=True,
+    )  # fmt: skip
     try:
-        # A session of its own, so that a limit ends what it started too.
-        process = subprocess.Popen(
-            part.command, cwd=CHECKOUT, stdout=log, stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"}, start_new_session=True,
-        )  # fmt: skip
-    except OSError as error:
-        return {"status": "failed", "reason": first_line(error)}
-    try:
-        status = process.wait(part.seconds)
-        outcome: dict[str, Any] = {"status": "failed" if status else "ok"}
+        status = process.wait(limit)
+        outcome: dict[str, Any] = {"status": "ok"}
         if status:
-            outcome["exit"] = status
+            outcome = {"status": "failed", "exit": status}
     except subprocess.TimeoutExpired:
-        outcome = {"status": "timed out", "limit_s": part.seconds}
+        outcome = {"status": "timed out", "limit_s": limit}
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     outcome["seconds"] = round(time.perf_counter() - begin, 1)
-    if part.reads and (out / part.reads).is_file():
+    if part.reads and part.reads.is_file():
         try:
-            outcome["result"] = json.loads((out / part.reads).read_text())
+            outcome["result"] = json.loads(part.reads.read_text())
         except ValueError as error:
-            outcome |= {"status": "failed", "reason": f"{part.reads}: {first_line(error)}"}
+            outcome |= {"status": "failed", "reason": f"{part.reads.name}: {first_line(error)}"}
     return outcome
 
 
@@ -173,20 +178,22 @@ def check(
     whose name contains one of these, after those that need no GPU, on which they rest."""
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.perf_counter() + seconds
-    report: dict[str, Any] = {"machine": machine.describe(os.cpu_count() or 1), "parts": {}}
     architecture, no_gpu = find_gpu()
-    report["gpu"] = architecture or None
+    report: dict[str, Any] = {
+        "machine": machine.describe(os.cpu_count() or 1), "gpu": architecture or None, "parts": {},
+    }  # fmt: skip
     with (out / "gpu-check.log").open("w") as log:
         for part in chosen(out, architecture):
             if part.gpu and only and not any(text in part.name for text in only):
                 continue
             left = deadline - time.perf_counter()
-            if left < part.least and not (part.gpu and no_gpu):
+            reason = no_gpu if part.gpu else None
+            if reason is None and left < part.least:
                 reason = f"{left:.0f} of the {seconds:.0f} s are left, too few to begin"
-                outcome = {"status": "skipped", "reason": reason}
+            if reason is None:
+                outcome = run_part(part, min(part.seconds, left), log)
             else:
-                limit = min(part.seconds, left)
-                outcome = run_part(replace(part, seconds=limit), out, log, no_gpu)
+                outcome = {"status": "skipped", "reason": reason}
             report["parts"][part.name] = outcome
             more = outcome.get("reason") or f"{outcome['seconds']:.0f} s"
             print(f"{part.name}: {outcome['status']} ({more})", flush=True)
@@ -205,17 +212,19 @@ def find_gpu() -> tuple[str, str | None]:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return "", "there is no CUDA driver"
-    if status := driver.cuInit(0):
-        return "", f"cuInit failed with {status}"
-    device = ctypes.c_int()
-    if status := driver.cuDeviceGet(ctypes.byref(device), 0):
-        return "", f"there is no GPU (cuDeviceGet: {status})"
-    capability = []
+    device, value = ctypes.c_int(), ctypes.c_int()
+    if status := driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
+        return "", f"there is no GPU: the driver says {status}"
+    architecture = "sm_"
     for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
-        value = ctypes.c_int()
         driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-        capability.append(str(value.value))
-    return "sm_" + "".join(capability), None
+        architecture += str(value.value)
+    return architecture, None
+
+
+def goal(value: float, limit: float) -> dict[str, Any]:
+    """What a GPU is to reach: a figure that should be at most `limit`."""
+    return {"value": round(value, 4), "limit": limit, "met": value <= limit}
 
 
 def save(path: Path, report: dict[str, Any]) -> None:

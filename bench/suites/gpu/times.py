@@ -12,92 +12,69 @@ import gc
 import json
 import statistics
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from runtime import Options, TextEngine, load
-from runtime.files.errors import first_line
-from runtime.stats import Stats
 from runtime.theory.formulas import speedup
 
-from ...core.clock import order
-from ...core.costs import Traffic
-from .build import DTYPE, BuiltPair
+from ...core.clock import Clock
+from ...core.costs import Traffic, total
+from ...core.record import Run
+from ...core.runs import Way, decode_all, gain
+from .constructed import DTYPE
+from .suite import goal
 
 PROMPT = 64  # tokens
 SLOTS = 4
-
-
-@dataclass(frozen=True)
-class TimesSize:
-    """tokens: of a text. turns: texts of each gamma, in alternation."""
-
-    tokens: int
-    turns: int
-    gammas: tuple[int, ...]
-    peer_tokens: int
-
-    @property
-    def middle(self) -> int:
-        return self.gammas[len(self.gammas) // 2]
-
-
-FULL = TimesSize(160, 5, (2, 4, 8), 96)
-QUICK = TimesSize(24, 2, (2,), 8)
-
-
-def weight_bytes(checkpoint: Path, size: int) -> int:
-    """What a step reads of `size` bytes of weights: of an untied embedding one row a token."""
-    config = json.loads((checkpoint / "config.json").read_text())
-    tied = config.get("tie_word_embeddings", False)
-    return size - (0 if tied else 2 * int(config["vocab_size"]) * int(config["hidden_size"]))
+NO_GPU = {"reason": "no GPU"}
 
 
 class Times:
-    """One run. Each method is a section; what it returns goes into the report under its name."""
+    """One run on a pair. Each method that `NAMES` names is a section and returns its figures."""
 
-    def __init__(self, built: BuiltPair, device: str, size: TimesSize):
-        self.built, self.device, self.size = built, device, size
-        self.gpu = device != "cpu"
+    NAMES = ("copy", "rounds", "memory", "slots", "without_graphs", "transformers")
+
+    def __init__(self, folder: Path, device: str, quick: bool):
+        self.folder, self.device, self.gpu = folder, device, device != "cpu"
+        self.tokens, self.turns, self.peer_tokens = (24, 2, 8) if quick else (160, 5, 96)
+        self.gammas = (2,) if quick else (2, 4, 8)
+        self.middle = self.gammas[len(self.gammas) // 2]
         self.bandwidth: float | None = None
-        before = self._free()
+        self._free = [self._free_bytes()]
         begin = time.perf_counter()
-        self.engine = load(built.bundle, device=device, slots=SLOTS, verify=False, reuse=False)
+        self.engine = load(folder / "bundle", device=device, slots=SLOTS, verify=False, reuse=False)
         self.load_s = round(time.perf_counter() - begin, 2)
-        self._before, self._loaded = before, self._free()
-        rng = np.random.default_rng(0)
-        vocab_size, pair = self.engine.decoder.vocab_size, self.engine.manifest.pair
+        self._free.append(self._free_bytes())
+        rng, pair = np.random.default_rng(0), self.engine.manifest.pair
+        vocab_size = self.engine.decoder.vocab_size
         self.prompts = [rng.integers(1, vocab_size, PROMPT).tolist() for _ in range(8)]
         self.room = pair.max_len - PROMPT
         assert pair.draft is not None
-        self.read = {
-            role: weight_bytes(Path(folder), self.engine.memory[role])
-            for role, folder in (("target", built.target), ("draft", built.draft))
-        }
+        roles = "target", "draft"
+        weights = (weight_bytes(folder / role, self.engine.memory[role]) for role in roles)
         rows = (facts.cache_bytes(1) / pair.capacity for facts in (pair.target, pair.draft))
-        self._rows = tuple(rows)
+        (target, row), (draft, draft_row) = zip(weights, rows, strict=True)
+        self.traffic = Traffic(target, row, PROMPT + self.tokens / 2, draft, draft_row)
 
-    def _free(self) -> int:
+    def _free_bytes(self) -> int:
         if not self.gpu:
             return 0
         from runtime.backends.cuda import Cuda
 
-        return Cuda(int(self.device.partition(":")[2] or 0)).memory()[0]
+        return Cuda(0).memory()[0]
 
-    def _options(self, gamma: int, tokens: int = 0, **more: Any) -> dict[str, Any]:
-        tokens = min(tokens or self.size.tokens, self.room)
-        return {"gamma": gamma, "max_new_tokens": tokens, "ignore_eos": True, **more}
+    def _options(self, gamma: int, tokens: int) -> dict[str, Any]:
+        return {"gamma": gamma, "max_new_tokens": min(tokens, self.room), "ignore_eos": True}
 
     # Sections
 
     def copy(self) -> dict[str, Any]:
         if not self.gpu:
-            return {"bytes_per_second": None, "reason": "no GPU"}
+            return NO_GPU
         import torch
 
         from . import kernel
@@ -108,64 +85,55 @@ class Times:
 
     def rounds(self) -> dict[str, Any]:
         """Rounds of each gamma, and their speed over plain decoding's beside the theory."""
-        at_1 = self._sweep(self.engine, 1.0, (0, self.size.middle))
-        return self._sweep(self.engine, 0.0, (0, *self.size.gammas)) | at_1
+        rows = self._sweep(self.engine, 0.0, (0, *self.gammas))
+        rows |= self._sweep(self.engine, 1.0, (0, self.middle))
+        if not self.gpu:
+            return rows
+        return rows | {"goal": goal(max(row["host_share"] for row in rows.values()), 0.05)}
 
     def without_graphs(self) -> dict[str, Any]:
         if not self.gpu:
-            return {"rounds": None, "reason": "no GPU"}
-        engine = load(self.built.bundle, device=self.device, graphs=False, verify=False)
-        return self._sweep(engine, 0.0, (0, self.size.middle))
+            return NO_GPU
+        engine = load(self.folder / "bundle", device=self.device, graphs=False, verify=False)
+        return self._sweep(engine, 0.0, (0, self.middle))
 
     def _sweep(
         self, engine: TextEngine, temperature: float, gammas: Sequence[int]
     ) -> dict[str, Any]:
-        """Texts with each gamma, 0 first, in turn."""
-        texts: dict[int, list[Stats]] = {gamma: [] for gamma in gammas}
-        for turn in range(self.size.turns + 1):
-            for gamma in order(gammas, turn):
-                options = self._options(gamma, temperature=temperature, seed=turn)
-                stats = engine.generate(self.prompts[turn % len(self.prompts)], **options).stats
-                if turn:  # in the first graphs are captured
-                    texts[gamma].append(stats)
-        rows = {gamma: self._row(gamma, some) for gamma, some in texts.items()}
+        """Texts with each gamma, 0 first, in turn. In the first of each graphs are captured."""
+        ways = {g: Way(engine, {"gamma": g, "temperature": temperature}) for g in gammas}
+        tokens = min(self.tokens, self.room)
+        texts = [
+            decode_all(ways, self.prompts[turn % len(self.prompts)], tokens, turn, Clock())
+            for turn in range(self.turns + 1)
+        ][1:]
+        rows = {gamma: self._row(gamma, [text[gamma] for text in texts]) for gamma in gammas}
         step = rows[0]["draft_ms"] + rows[0]["verify_ms"]
         for gamma in gammas[1:]:
-            row, pairs = rows[gamma], zip(texts[gamma], texts[0], strict=True)
-            ratios = sorted(plain.tpot() / fast.tpot() for fast, plain in pairs)
-            alpha, c = row["alpha"], row["draft_ms"] / gamma / step
-            width = row["verify_ms"] / step
-            theory = {
-                "ratio": statistics.median(ratios), "ratio_low": ratios[0],
-                "ratio_high": ratios[-1], "c": c, "verify_width": width,
-                "theorem_3_8": speedup(alpha, gamma, c),
-                "with_measured_width": speedup(alpha, gamma, c, width),
-                "with_measured_tau": row["tau"] / (gamma * c + width),
+            row = rows[gamma]
+            c, width = row["draft_ms"] / gamma / step, row["verify_ms"] / step
+            row |= {
+                "ratio": gain(texts, gamma, 0).json_object(),
+                "c": round(c, 4), "verify_width": round(width, 4),
+                "theorem_3_8": round(speedup(row["alpha"], gamma, c, width), 4),
             }  # fmt: skip
-            row |= {name: round(value, 4) for name, value in theory.items()}
-        return {f"temperature {temperature:g}, gamma {gamma}": rows[gamma] for gamma in gammas}
+        return {f"temperature {temperature:g}, gamma {g}": row for g, row in rows.items()}
 
-    def _row(self, gamma: int, texts: Sequence[Stats]) -> dict[str, Any]:
-        total = Stats()
-        for stats in texts:
-            total.add(stats)
-        device = total.time_draft + total.time_verify
-        length = PROMPT + total.output_tokens / len(texts) / 2  # the mean
-        traffic = Traffic(
-            self.read["target"], self._rows[0], length, self.read["draft"], self._rows[1]
-        )
+    def _row(self, gamma: int, texts: Sequence[Run]) -> dict[str, Any]:
+        stats = total(texts)
+        device = stats.time_draft + stats.time_verify
+        size = self.traffic.of_round(gamma)
         row: dict[str, Any] = {
-            "rounds": total.rounds,
-            "tokens_per_second": round(statistics.median(1 / s.tpot() for s in texts), 2),
-            "wall_ms": _ms(total.time_rounds / total.rounds),
-            "draft_ms": _ms(total.time_draft / total.rounds),
-            "verify_ms": _ms(total.time_verify / total.rounds),
-            "host_share": round(1 - device / total.time_rounds, 4),
-            "tau": round(total.mean_acceptance_length, 3),
-            "alpha": round(total.accepted / max(1, total.examined), 4),
-            "bytes": round(traffic.of_round(gamma)),
-        }
-        row["bytes_per_second"] = round(row["bytes"] * total.rounds / device)
+            "rounds": stats.rounds,
+            "tokens_per_second": round(statistics.median(1 / x.stats.tpot() for x in texts), 2),
+            "wall_ms": _ms(stats.time_rounds / stats.rounds),
+            "draft_ms": _ms(stats.time_draft / stats.rounds),
+            "verify_ms": _ms(stats.time_verify / stats.rounds),
+            "host_share": round(1 - device / stats.time_rounds, 4),
+            "tau": round(stats.mean_acceptance_length, 3),
+            "alpha": round(stats.accepted / max(1, stats.examined), 4),
+            "bytes": round(size), "bytes_per_second": round(size * stats.rounds / device),
+        }  # fmt: skip
         if self.bandwidth:
             row["of_copy_bandwidth"] = round(row["bytes_per_second"] / self.bandwidth, 4)
         return row
@@ -173,9 +141,9 @@ class Times:
     def slots(self) -> dict[str, Any]:
         """All slots at once: tokens a second of all texts, and the host's share of a round."""
         result = {}
-        for gamma in (0, self.size.middle):
+        for gamma in (0, self.middle):
+            options = Options(**self._options(gamma, self.tokens))
             for _ in range(2):  # the first is the warm-up
-                options = Options(**self._options(gamma))
                 begin = time.perf_counter()
                 texts = dict(self.engine.batch((p, options) for p in self.prompts[:SLOTS]))
                 seconds = time.perf_counter() - begin
@@ -183,57 +151,57 @@ class Times:
             device = first.time_draft + first.time_verify
             tokens = sum(len(text.tokens) for text in texts.values())
             result[f"gamma {gamma}"] = {
-                "slots": SLOTS,
-                "tokens_per_second": round(tokens / seconds, 2),
+                "slots": SLOTS, "tokens_per_second": round(tokens / seconds, 2),
                 "wall_ms": _ms(first.time_rounds / first.rounds),
                 "host_share": round(1 - device / first.time_rounds, 4),
-            }
+            }  # fmt: skip
         return result
 
     def memory(self) -> dict[str, Any]:
         """Bytes of the GPU that are gone since before `load`, against the plan. Libraries' own code
         and CUDA graphs are in the one and not in the other."""
         plan, planned = self.engine.memory, sum(self.engine.memory.values())
+        found = {"load_s": self.load_s, "plan": plan, "planned": planned}
         if not self.gpu:
-            return {"plan": plan, "planned": planned, "used": None, "reason": "no GPU"}
+            return found | NO_GPU
         gc.collect()
-        used = {"loaded": self._before - self._loaded, "after_rounds": self._before - self._free()}
-        ratios = {name: round(u / planned, 4) for name, u in used.items()}
-        return {"plan": plan, "planned": planned, "used": used, "ratio": ratios}
+        before, loaded = self._free
+        used = {"loaded": before - loaded, "after_rounds": before - self._free_bytes()}
+        return {**found, "used": used, "goal": goal(abs(used["after_rounds"] / planned - 1), 0.1)}
 
     def transformers(self) -> dict[str, Any]:
-        """`generate` on the same device, plain and assisted, against whole calls of ours."""
-        gamma, tokens = self.size.middle, min(self.size.peer_tokens, self.room)
-        prompt = self.prompts[1]
+        """`generate` on the same device, plain and assisted, and whole calls of ours."""
+        tokens, prompt = min(self.peer_tokens, self.room), self.prompts[1]
 
         def ours(gamma: int) -> Callable[[], list[int]]:
-            options = self._options(gamma, tokens, temperature=0.0)
+            options = self._options(gamma, tokens)
             return lambda: self.engine.generate(prompt, **options).token_ids
 
-        names = "outrider plain", f"outrider gamma {gamma}"
-        calls = {names[0]: ours(0), names[1]: ours(gamma)}
-        calls |= _peers(self.built, self.device, prompt, tokens, gamma)
-        texts, seconds = {}, {}
-        for name, call in calls.items():
-            texts[name] = call()
-            seconds[name] = statistics.median(_seconds(call) for _ in range(3))
+        calls = {"outrider plain": ours(0), f"outrider gamma {self.middle}": ours(self.middle)}
+        calls |= _peers(self.folder, self.device, prompt, tokens)
         result: dict[str, Any] = {"new_tokens": tokens, "attention": "sdpa", "dtype": DTYPE}
-        for name, text in texts.items():
-            agree = [a == b for a, b in zip(text, texts[names[0]], strict=True)]
+        plain = calls["outrider plain"]()
+        for name, call in calls.items():
+            agree = [a == b for a, b in zip(call(), plain, strict=True)]
+            seconds = statistics.median(_seconds(call) for _ in range(3))
             result[name] = {
-                "tokens_per_second": round(tokens / seconds[name], 2),
-                "of_outrider_plain": round(seconds[name] / seconds[names[0]], 3),
-                "of_outrider_speculative": round(seconds[name] / seconds[names[1]], 3),
+                "tokens_per_second": round(tokens / seconds, 2),
                 "same_first_tokens": [*agree, False].index(False),
             }
         return result
 
 
+def weight_bytes(checkpoint: Path, size: int) -> int:
+    """What a step reads of `size` bytes of weights: of an untied embedding one row a token."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    tied = config.get("tie_word_embeddings", False)
+    return size - (0 if tied else 2 * int(config["vocab_size"]) * int(config["hidden_size"]))
+
+
 def _peers(
-    built: BuiltPair, device: str, prompt: list[int], tokens: int, gamma: int
+    folder: Path, device: str, prompt: list[int], tokens: int
 ) -> dict[str, Callable[[], list[int]]]:
-    """Transformers' own `generate`: plain, with an assistant as it sets that up, and with one that
-    always drafts gamma tokens."""
+    """Transformers' own `generate`, plain and with an assistant as it sets that up."""
     import torch
     import transformers
 
@@ -241,39 +209,26 @@ def _peers(
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
 
-    def model(folder: str) -> Any:
+    def model(role: str) -> Any:
         made = library.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, DTYPE), attn_implementation="sdpa"
+            folder / role, dtype=getattr(torch, DTYPE), attn_implementation="sdpa"
         )
         made.generation_config.eos_token_id = None  # so that every text has all its tokens
         return made.to(device).eval()
 
-    target, draft = model(built.target), model(built.draft)
+    target, draft = model("target"), model("draft")
     ids = torch.tensor([prompt], device=device)
-    own = draft.generation_config
-    names = ("num_assistant_tokens", "num_assistant_tokens_schedule",
-             "assistant_confidence_threshold")  # fmt: skip
-    given = tuple(getattr(own, name) for name in names)
 
-    def call(*drafting: Any) -> list[int]:
-        """drafting: values of these names; none of them for no assistant."""
-        for name, value in zip(names, drafting, strict=False):
-            setattr(own, name, value)
+    def call(assistant: Any = None) -> list[int]:
         with torch.inference_mode():
             text = target.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens,
-                min_new_tokens=tokens, assistant_model=draft if drafting else None,
+                min_new_tokens=tokens, assistant_model=assistant,
             )  # fmt: skip
-        if device != "cpu":
-            torch.cuda.synchronize()
-        answer: list[int] = text[0, len(prompt) :].tolist()
+        answer: list[int] = text[0, len(prompt) :].tolist()  # which waits for the device
         return answer
 
-    return {
-        "transformers": call,
-        "transformers, assistant_model": lambda: call(*given),
-        f"transformers, assistant_model, gamma {gamma}": lambda: call(gamma, "constant", 0.0),
-    }
+    return {"transformers": call, "transformers, assistant_model": lambda: call(draft)}
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -284,57 +239,3 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def _ms(seconds: float) -> float:
     return round(1e3 * seconds, 4)
-
-
-SECTIONS = ("copy", "rounds", "memory", "slots", "without_graphs", "transformers")
-
-
-def times(
-    built: BuiltPair,
-    device: str,
-    size: TimesSize = FULL,
-    save: Callable[[dict[str, Any]], object] = lambda report: None,
-) -> dict[str, Any]:
-    """All sections. One that breaks is named in "failed" and takes no other along."""
-    run = Times(built, device, size)
-    report: dict[str, Any] = {
-        "pair": built.name, "device": device, "load_s": run.load_s, "build_s": built.seconds,
-        "weights_read": run.read, "failed": [],
-    }  # fmt: skip
-    for name in SECTIONS:
-        begin = time.perf_counter()
-        try:
-            result: dict[str, Any] = getattr(run, name)()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the rest is worth having
-            traceback.print_exc()
-            result = {"reason": first_line(error)}
-            report["failed"].append(name)
-        for line in _lines(result):
-            print(f"{name}: {line}", flush=True)
-        report[name] = {**result, "section_s": round(time.perf_counter() - begin, 1)}
-        report["goals"] = goals(report)
-        save(report)
-    print(f"goals: {json.dumps(report['goals'])}", flush=True)
-    return report
-
-
-def goals(report: dict[str, Any]) -> dict[str, Any]:
-    """What was measured of what a GPU is to reach, its limit, and whether it is met: at most 5% of
-    a round is the host's, and memory is within 10% of the plan."""
-    found = {}
-    rows = [row for row in report.get("rounds", {}).values() if isinstance(row, dict)]
-    if rows and report["device"] != "cpu":
-        found["host_share"] = max(row["host_share"] for row in rows), 0.05
-    if ratio := report.get("memory", {}).get("ratio"):
-        found["memory_over_plan"] = abs(ratio["after_rounds"] - 1), 0.1
-    return {
-        name: {"value": round(value, 4), "limit": limit, "met": value <= limit}
-        for name, (value, limit) in found.items()
-    }
-
-
-def _lines(result: dict[str, Any]) -> Iterator[str]:
-    flat = {k: v for k, v in result.items() if not isinstance(v, dict)}
-    yield from (f"{k} {json.dumps(v)}" for k, v in result.items() if isinstance(v, dict))
-    if flat:
-        yield json.dumps(flat)

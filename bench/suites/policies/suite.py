@@ -23,6 +23,7 @@ from ...core.command import Results, Suite, bundle_option
 from ...core.costs import acceptance, total
 from ...core.fit import rounded
 from ...core.prompts import Prompts
+from ...core.record import Run
 from ...core.runs import Texts, Way, gain
 from ...core.table import Column, Table, decimals, table_of
 from .retold import retelling, story
@@ -72,7 +73,7 @@ def workloads(engine: TextEngine, scale: PolicyScale) -> dict[str, Load]:
 
 def stream(
     engine: TextEngine, loads: Mapping[str, Load], scale: PolicyScale, clock: Clock
-) -> dict[str, list[Mapping[str, runs.Run]]]:
+) -> dict[str, list[Mapping[str, Run]]]:
     """By workload the undisturbed texts, and the runs of each; all ways tell the same text."""
     fixed, sampler = retelling(engine)
     auto, schedule = runs.fresh(fixed), runs.fresh(fixed)  # each has measured for itself alone
@@ -89,7 +90,7 @@ def stream(
         }
         sampler.story = story(engine, prompts[0], max(runs.WARM_UP, 2 * most), 0, options)
         runs.warm_up(made[name], prompts[0])
-    texts: dict[str, list[Mapping[str, runs.Run]]] = {name: [] for name in loads}
+    texts: dict[str, list[Mapping[str, Run]]] = {name: [] for name in loads}
     for number in range(scale.texts):
         clock.note(f"text {number + 1} of {scale.texts} of each workload")
         for seed, (name, (prompts, options)) in enumerate(loads.items(), len(loads) * number):

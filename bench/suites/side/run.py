@@ -1,4 +1,4 @@
-"""What the side-by-side benchmark runs.
+"""What the side-by-side benchmark runs, and what it keeps of each text.
 
 Every prompt goes through every system, one after the other in an order that changes
 (`clock.order`), and so do batches. A text of each in a process of its own tells what it holds in
@@ -8,38 +8,37 @@ memory.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from runtime.costs import RoundCosts
+from runtime.theory.formulas import expected_tokens
 
 from ...core import costs
 from ...core.clock import Clock, order
+from ...core.costs import Traffic, predicted, row_bytes, verification
 from ...core.pair import Pair
-from ...core.prompts import Workload
 from ...systems import SYSTEMS
-from ...systems.peer import MAX_LEN, Peer
+from ...systems.peer import Peer
 from ...systems.protocol import Batch, Request, Steps, Text, Unavailable
 
 GAMMA = 4
-WARM_UPS = 3
-OURS = "outrider"
+WARM_UPS = 4  # as many as there are sizes of batches
+OWN, DRAFT = "outrider plain", "outrider draft"
 MODES = ("plain", "draft", "assistant", "auto", "lookup")
-FEW = {OURS: ("plain", "draft", "auto"), "transformers": ("plain", "assistant")}
-TOGETHER = ("plain", "draft")
+FEW = {"outrider": ("plain", "draft", "auto"), "transformers": ("plain", "assistant")}
+SHARED, LENGTHS, TOGETHER = "Workloads", "Other lengths", "Texts decoded together"
 MEMORY_SHAPE = 128, 64  # (prompt, output) tokens
-T = TypeVar("T")
-Peers = dict[str, Peer]  # by `System.worker`
+ROUND = ("time_draft", "time_verify", "time_sample", "time_host")  # ms, the draft's prefill apart
+Told = dict[str, float]  # of the texts of a request, see `told`
 
 
 @dataclass(frozen=True)
 class System:
-    """A mode of a decoder. name: what tables call it."""
+    """A mode of a decoder. name: what tables call it. worker: what it shares a process with."""
 
     peer: str
     mode: str
@@ -47,12 +46,10 @@ class System:
 
     @property
     def name(self) -> str:
-        weights = "" if self.precision == "float32" else f" {self.precision}"
-        return f"{self.peer}{weights} {self.mode}"
+        return f"{self.worker} {self.mode}".replace(" float32", "")
 
     @property
     def worker(self) -> str:
-        """What it shares a process with."""
         return f"{self.peer} {self.precision}"
 
     @property
@@ -75,59 +72,41 @@ def systems(wanted: Sequence[str]) -> list[System]:
 
 @dataclass(frozen=True)
 class Job:
-    """A workload at a temperature, and who gets it."""
+    """A workload. group: the table that has it. requests: the prompts that are decoded together."""
 
-    load: Workload
+    group: str
+    name: str
+    requests: Sequence[list[list[int]]]
+    new_tokens: int
     temperature: float
     systems: Sequence[System]
 
-    @property
-    def name(self) -> str:
-        return f"{self.load.name}, temperature {self.temperature:g}"
 
-    @property
-    def weight(self) -> int:
-        """About how long a prompt takes: a step is worth 8 tokens of a prefill."""
-        return len(self.systems) * (len(self.load.prompts[0]) + 8 * self.load.new_tokens)
+@dataclass
+class SideRun:
+    """Where a run happens, and what it has found out about its systems.
 
-
-@dataclass(frozen=True)
-class Place:
-    """Where and with what workers run. work: folder of what they convert."""
+    work: folder of what systems make of the pair. missing: why, by system or worker. By worker:
+    facts, and loads, seconds of each time that it was started.
+    """
 
     pair: Pair
     threads: int
     work: Path
-
-    def start(self, system: System, *, draft: bool = True, slots: int = 1) -> Peer:
-        """A worker of the system. Raises Unavailable."""
-        return Peer(
-            system.peer, self.pair.target, draft=self.pair.draft if draft else None,
-            threads=self.threads, work=self.work, precision=system.precision, max_len=MAX_LEN,
-            slots=slots,
-        )  # fmt: skip
-
-
-@dataclass
-class Found:
-    """What a run has found so far.
-
-    By the name of a job: texts, for each prompt by system, and the costs of our engines, for each
-    prompt. missing: why, by system or worker. By worker: facts, and loads, seconds of each time
-    that it was started. memory: by system, see `measure_memory`.
-    """
-
     clock: Clock
-    texts: dict[str, list[dict[str, Text]]] = field(default_factory=dict)
-    costs: dict[str, list[RoundCosts | None]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     loads: dict[str, list[float]] = field(default_factory=dict)
-    memory: dict[str, dict[str, int]] = field(default_factory=dict)
 
-    def started(self, system: System, peer: Peer) -> None:
+    def start(self, stack: ExitStack, system: System, draft: bool = True, slots: int = 1) -> Peer:
+        """A worker of the system. Raises Unavailable."""
+        peer = Peer(
+            system.peer, self.pair.target, draft=self.pair.draft if draft else None,
+            threads=self.threads, work=self.work, precision=system.precision, slots=slots,
+        )  # fmt: skip
         self.facts.setdefault(system.worker, peer.facts)
         self.loads.setdefault(system.worker, []).append(peer.facts["load_seconds"])
+        return stack.enter_context(peer)
 
     @contextmanager
     def lacking(self, name: str) -> Iterator[None]:
@@ -138,127 +117,175 @@ class Found:
             self.missing[name] = re.sub(r"/\S*/", "", str(error))
             self.clock.note(f"missing: {name}: {error}")
 
+    def workers(self, stack: ExitStack, chosen: Sequence[System], slots: int) -> dict[str, Peer]:
+        """Workers of the systems, but for those that cannot be started.
 
-def start(
-    chosen: Sequence[System], place: Place, found: Found, stack: ExitStack, *, slots: int = 1
-) -> Peers:
-    """Workers of the systems; those that cannot be started are noted as missing.
-
-    On some machines what is loaded first gets slower memory, by 15 % a token (docs/LOG.md). So the
-    first worker is started twice, and the one that was first is never asked.
-    """
-    peers: Peers = {}
-    for system in chosen[:1]:
+        On some machines what is loaded first gets slower memory, by 15 % a token (docs/LOG.md). So
+        the first worker is started twice, and the one that was first is never asked.
+        """
+        peers: dict[str, Peer] = {}
         with suppress(Unavailable):
-            stack.enter_context(place.start(system, slots=slots))
-    for system in chosen:
-        if system.worker not in peers and system.worker not in found.missing:
-            found.clock.note(f"starting {system.worker}")
-            with found.lacking(system.worker):
-                peers[system.worker] = stack.enter_context(place.start(system, slots=slots))
-                found.started(system, peers[system.worker])
-    return peers
+            self.start(stack, chosen[0], slots=slots)
+        for system in chosen:
+            if system.worker not in peers and system.worker not in self.missing:
+                self.clock.note(f"starting {system.worker}")
+                with self.lacking(system.worker):
+                    peers[system.worker] = self.start(stack, system, slots=slots)
+        return peers
+
+    def measure(self, jobs: Sequence[Job], between: Callable[[], object]) -> list[dict[str, Any]]:
+        """Every request of every job through its systems. between: called after each.
+
+        Of each job, rows: for each request what was `told`, by system, and its `theory`.
+        """
+        slots = max(len(prompts) for job in jobs for prompts in job.requests)
+        every = list(dict.fromkeys(system for job in jobs for system in job.systems))
+        cells = []
+        with ExitStack() as stack:
+            peers = self.workers(stack, every, slots)
+            for turn in range(WARM_UPS):
+                job = jobs[turn % len(jobs)]
+                for number, system in enumerate(every):  # another prompt for each
+                    size = 8 + len(every) * turn + number
+                    prompts = [prompt[:size] for prompt in job.requests[0]]
+                    self.ask(peers, system, job, prompts, 12, turn)
+            for job in jobs:
+                rows = []
+                for turn, prompts in enumerate(job.requests):
+                    row = {
+                        system.name: texts
+                        for system in order(job.systems, turn)
+                        if (texts := self.ask(peers, system, job, prompts, job.new_tokens, turn))
+                    }
+                    rows.append(row)
+                    if {OWN, DRAFT} <= row.keys() and len(prompts) == 1:
+                        found = self.costs(peers, len(prompts[0]) + job.new_tokens // 2)
+                        row[DRAFT] |= theory(row[OWN], row[DRAFT], found) if found else {}
+                    between()
+                shape = {"group": job.group, "name": job.name, "temperature": job.temperature}
+                cells.append({**shape, "rows": rows})
+                self.clock.note(f"{job.name}: {len(cells)} of {len(jobs)}")
+        return cells
+
+    def ask(
+        self, peers: dict[str, Peer], system: System, job: Job, prompts: list[list[int]],
+        new_tokens: int, seed: int,
+    ) -> Told:  # fmt: skip
+        """What is told of the texts; nothing by a system that has failed with so many before."""
+        what = f"{system.name}, {len(prompts)} together" if len(prompts) > 1 else system.name
+        if system.worker in peers and what not in self.missing:
+            peer, mode = peers[system.worker], system.mode
+            with self.lacking(what):
+                if len(prompts) > 1:
+                    texts = peer.batch(Batch(prompts, new_tokens, mode, GAMMA))
+                else:
+                    request = Request(prompts[0], new_tokens, mode, job.temperature, seed, GAMMA)
+                    texts = [peer.generate(request)]
+                facts, rows = peer.facts, len(prompts[0]) + new_tokens / 2
+                row, more = self.rows(facts["cache_element"])
+                traffic = Traffic(facts["weights"], row, rows, facts["draft_weights"], more)
+                return told(texts, mode, traffic)
+        return {}
+
+    def rows(self, element: int) -> tuple[int, int]:
+        """Bytes of a token in the caches of target and draft."""
+        return row_bytes(self.pair.target, element), row_bytes(self.pair.draft, element)
+
+    def costs(self, peers: dict[str, Peer], position: int) -> RoundCosts | None:
+        """Of our engines alone, after a prompt's texts."""
+        if (name := "costs of outrider") not in self.missing:
+            with self.lacking(name):
+                steps = Steps(position, list(range(1, GAMMA + 2)))
+                return costs.of_calls(peers["outrider float32"].steps(steps)[0])
+        return None
+
+    def memory(self, chosen: Sequence[System], prompt: list[int]) -> dict[str, dict[str, float]]:
+        """Each system in a fresh process that decodes one text; a draft is given only to draft.
+
+        Of each, bytes: its peak; what it had before a model was loaded; weights; a cache of the
+        rows that the text has in the end, of the models that decode it. And the peak as a multiple
+        of weights and cache, without what was there before too.
+        """
+        found = {}
+        for system in (s for s in chosen if not {s.name, s.worker} & self.missing.keys()):
+            drafts = system.mode not in ("plain", "lookup")
+            self.clock.note(f"memory of {system.name}")
+            with self.lacking(f"memory of {system.name}"), ExitStack() as stack:
+                peer = self.start(stack, system, draft=drafts)
+                text = peer.generate(Request(prompt, MEMORY_SHAPE[1], system.mode, gamma=GAMMA))
+                facts, peak = peer.facts, text.memory["peak"]
+                before, weights = facts["before"], facts["weights"] + facts["draft_weights"]
+                row = sum(self.rows(facts["cache_element"])[: 1 + drafts])
+                cache = sum(MEMORY_SHAPE) * row
+                found[system.name] = {
+                    "peak": peak, "before": before, "weights": weights, "cache": cache,
+                    "ratio": peak / (weights + cache), "own": (peak - before) / (weights + cache),
+                }  # fmt: skip
+        return found
 
 
-def ask_all(
-    chosen: Sequence[System], turn: int, peers: Peers, found: Found,
-    ask: Callable[[Peer, System], T], what: str = "",
-) -> dict[str, T]:  # fmt: skip
-    """The answers of the systems that are there, by name, in the order of the turn.
+def told(texts: Sequence[Text], mode: str, traffic: Traffic) -> Told:
+    """What is kept of texts that were decoded together, as far as it is known.
 
-    what: which of its uses a system lacks that does not answer, and is not asked again for.
+    first: seconds until all have their first token. token: seconds a token after that; a draft's
+    prefill counts where it comes later. lost: the share of these to other processes. Of a single
+    text also tokens and rounds after the first round; the bytes that those rounds had to read; the
+    counts of `drafting`; and of ours, ms of its rounds, of their host's part, and of a token.
     """
-    answers: dict[str, T] = {}
-    alive = [s for s in chosen if s.worker in peers and s.name + what not in found.missing]
-    for system in order(alive, turn):
-        with found.lacking(system.name + what):
-            answers[system.name] = ask(peers[system.worker], system)
-    return answers
+    begin, end = (max(text.times[i] for text in texts) for i in (0, -1))
+    after = sum(time > begin for text in texts for time in text.times)
+    if not after:
+        return {"first": begin}  # a short text may have one round
+    seconds = end - begin
+    lost = max(text.lost[-1] for text in texts) - max(text.lost[0] for text in texts)
+    found: Told = {"first": begin, "token": seconds / after, "lost": lost / seconds}
+    if len(texts) > 1:
+        return found
+    rounds, notes = texts[0].round_tokens(), texts[0].notes
+    found |= {"tokens": sum(rounds), "rounds": len(rounds), **drafting(texts[0], mode)}
+    if "time_host" in notes:
+        found |= {"spent": sum(notes[part] for part in ROUND), "host": notes["time_host"]}
+        found["pace"] = found["spent"] / (notes["output_tokens"] - 1)
+    if mode in ("plain", "lookup"):  # a lookup drafts for nothing
+        found["bytes"] = len(rounds) * traffic.of_round()
+    elif found.get("drafting"):
+        found["bytes"] = len(rounds) * traffic.of_round(found["drafted"] / found["drafting"])
+    return found
 
 
-def measure_texts(
-    jobs: Sequence[Job], place: Place, found: Found, between: Callable[[], object]
-) -> None:
-    """Every prompt of every job through its systems. between: called after each prompt."""
-    every = list(dict.fromkeys(system for job in jobs for system in job.systems))
-    with ExitStack() as stack:
-        peers = start(every, place, found, stack)
-        found.clock.note("warming up")
-        for turn in range(WARM_UPS):
-            for number, system in enumerate(every):  # another prompt for each
-                prompt = jobs[turn % len(jobs)].load.prompts[0][: 8 + len(every) * turn + number]
-                ask_all([system], turn, peers, found, partial(_generate, prompt, 12, 0.0, turn))
-        total = sum(job.weight * len(job.load.prompts) for job in jobs)
-        done, begin = 0, time.perf_counter()
-        for job in jobs:
-            for number, prompt in enumerate(job.load.prompts):
-                tokens = job.load.new_tokens
-                ask = partial(_generate, prompt, tokens, job.temperature, number)
-                row = ask_all(job.systems, number, peers, found, ask)
-                found.texts.setdefault(job.name, []).append(row)
-                position = len(prompt) + tokens // 2
-                found.costs.setdefault(job.name, []).append(_costs_at(position, peers, found))
-                between()
-                done += job.weight
-                left = (time.perf_counter() - begin) / done * (total - done)
-                found.clock.note(f"{job.name}: {done / total:.0%}, {left:.0f} s to go")
+def drafting(text: Text, mode: str) -> Told:
+    """Tokens drafted, examined and accepted, and in how many rounds, where it is known.
 
-
-def _generate(
-    prompt: list[int], tokens: int, temperature: float, seed: int, peer: Peer, system: System
-) -> Text:
-    return peer.generate(Request(prompt, tokens, system.mode, temperature, seed, GAMMA))
-
-
-def _batch(prompts: list[list[int]], tokens: int, peer: Peer, system: System) -> list[Text]:
-    return peer.batch(Batch(prompts, tokens, system.mode, GAMMA))
-
-
-def _costs_at(position: int, peers: Peers, found: Found) -> RoundCosts | None:
-    """Of our engines alone; None without them."""
-    name = f"costs of {OURS}"
-    if (ours := peers.get(f"{OURS} float32")) is not None and name not in found.missing:
-        with found.lacking(name):
-            samples, _ = ours.steps(Steps(position, list(range(1, GAMMA + 2))))
-            return costs.of_calls(samples)
-    return None
-
-
-Batches = dict[int, list[dict[str, list[Text]]]]  # by size, for each repetition, by system
-
-
-def measure_batches(
-    chosen: Sequence[System], sizes: Sequence[int], times: int, prompt: Callable[[], list[int]],
-    new_tokens: int, place: Place, found: Found,
-) -> Batches:  # fmt: skip
-    """Batches of fresh prompts, `times` of each size; each goes to all systems in turn."""
-    rows: Batches = {size: [] for size in sizes}
-    some = [s for s in chosen if s.mode in TOGETHER and s.precision == "float32"]
-    with ExitStack() as stack:
-        peers = start(some, place, found, stack, slots=max(sizes))
-        for turn in range(times + 1):  # the first is the warm-up
-            for size in sizes:
-                ask = partial(_batch, [prompt() for _ in range(size)], new_tokens)
-                row = ask_all(some, turn, peers, found, ask, f", {size} together")
-                if turn:
-                    rows[size].append(row)
-                    found.clock.note(f"{size} together: {turn} of {times}")
-    return rows
-
-
-def measure_memory(chosen: Sequence[System], prompt: list[int], place: Place, found: Found) -> None:
-    """Each system in a fresh process that decodes one text; a draft is given only to draft with.
-
-    Of each: bytes of its `peak`, `before` a model was loaded, of `weights` and `draft_weights`.
+    Ours are counted. Those of a system that drafts GAMMA tokens each round follow from how many its
+    rounds gave; the last round may be cut short and is left out.
     """
-    names = "before", "weights", "draft_weights", "cache_element"
-    for system in chosen:
-        if system.name in found.missing or system.worker in found.missing:
-            continue
-        drafts = system.mode not in ("plain", "lookup")
-        found.clock.note(f"memory of {system.name}")
-        with found.lacking(f"memory of {system.name}"), place.start(system, draft=drafts) as peer:
-            found.started(system, peer)
-            text = peer.generate(Request(prompt, MEMORY_SHAPE[1], system.mode, gamma=GAMMA))
-            facts = {name: peer.facts[name] for name in names}
-            found.memory[system.name] = {"peak": text.memory["peak"], **facts}
+    if mode != "plain" and "drafted" in text.notes:
+        counts = {key: text.notes[key] for key in ("drafted", "examined", "accepted")}
+        return {**counts, "drafting": text.notes["rounds"]}
+    if mode != "draft":
+        return {}
+    whole = text.round_tokens()[:-1]
+    return {
+        "drafted": GAMMA * len(whole), "examined": sum(min(tokens, GAMMA) for tokens in whole),
+        "accepted": sum(whole) - len(whole), "drafting": len(whole),
+    }  # fmt: skip
+
+
+def theory(plain: Told, fast: Told, costs: RoundCosts) -> Told:
+    """Theorem 3.8 against what was told of a text of ours, without drafts and with them.
+
+    measured: speed over our plain decoding, without any prefill. predicted: from alpha (accepted of
+    examined), from gamma (drafted of a round) and from c and verify: calls of the engines alone. So
+    what the prediction does not know, sampling and host and that acceptances are not independent,
+    shows in the quotient; the tokens of a round against those expected are the last of them.
+    """
+    if not fast.get("drafted") or "pace" not in plain:
+        return {}
+    # The last round may draft less, so that gamma is no whole number.
+    alpha, gamma = fast["accepted"] / fast["examined"], fast["drafted"] / fast["drafting"]
+    measured, expected = plain["pace"] / fast["pace"], predicted(alpha, [gamma], costs)
+    return {
+        "alpha": alpha, "c": costs.draft, "verify": verification(costs, gamma),
+        "given": fast["tokens"] / fast["rounds"], "expected": expected_tokens(alpha, gamma),
+        "predicted": expected, "measured": measured, "quotient": measured / expected,
+    }  # fmt: skip

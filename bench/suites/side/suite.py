@@ -22,101 +22,82 @@ from ...core.clock import Clock
 from ...core.command import Suite
 from ...core.prompts import KINDS, Prompts
 from ...systems import SYSTEMS
-from . import figures, plots, tables
-from .run import (
-    GAMMA,
-    MEMORY_SHAPE,
-    OURS,
-    Found,
-    Job,
-    Place,
-    System,
-    measure_batches,
-    measure_memory,
-    measure_texts,
-    systems,
-)
+from . import tables
+from .run import GAMMA, LENGTHS, MEMORY_SHAPE, SHARED, TOGETHER, Job, SideRun, System, systems
 
-
-@dataclass(frozen=True)
-class Cell:
-    """kinds of prompts, of one length (tokens), with outputs of one. few: for the main systems."""
-
-    kinds: tuple[str, ...]
-    prompt: int
-    new_tokens: int
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    few: bool = False
+BOTH, GREEDY = (0.0, 1.0), (0.0,)
+Shape = tuple[Sequence[str], int, int, Sequence[float]]  # kinds, (prompt, output) tokens, T
 
 
 @dataclass(frozen=True)
 class SideScale:
-    """count: prompts of a workload. together: sizes of batches; times: how often each; batch:
-    (prompt, output) tokens of their texts. memory_of_all: or of the main systems."""
+    """count: prompts of a workload. shared: the one shape that all systems get; lengths: those of
+    the main ones. together: sizes of batches, `times` of each; batch: (prompt, output) tokens."""
 
-    name: str
-    shape: str
     count: int
-    cells: tuple[Cell, ...]
-    together: tuple[int, ...]
+    shared: Shape
+    lengths: Sequence[Shape]
+    together: Sequence[int]
     times: int
     batch: tuple[int, int]
-    memory_of_all: bool
 
 
 FULL = SideScale(
-    "full", "smollm-135m", 3,
-    (
-        Cell(KINDS, 128, 64),
-        Cell(("completion",), 16, 8, few=True),
-        Cell(("completion",), 16, 512, (0.0,), few=True),
-        Cell(("editing", "question"), 1024, 64, (0.0,), few=True),
-        Cell(("continuation",), 1500, 32, (0.0,), few=True),
-    ),
-    together=(1, 2, 4, 8), times=3, batch=(64, 32), memory_of_all=True,
-)  # fmt: skip
-QUICK = SideScale(
-    "quick", "smollm-135m", 2, (Cell(("completion", "editing"), 128, 24),),
-    together=(1, 4), times=1, batch=(64, 16), memory_of_all=False,
-)  # fmt: skip
+    count=3,
+    shared=(KINDS, 128, 64, BOTH),
+    lengths=[
+        (["completion"], 16, 8, BOTH),
+        (["completion"], 16, 512, GREEDY),
+        (["editing", "question"], 1024, 64, GREEDY),
+        (["continuation"], 1500, 32, GREEDY),
+    ],
+    together=(1, 2, 4, 8),
+    times=3,
+    batch=(64, 32),
+)
+QUICK = SideScale(2, (["completion", "editing"], 128, 24, BOTH), [], (1, 4), 1, (64, 16))
 
 
-def jobs(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
-    """Every workload at its temperatures, with the systems that get it."""
-    made = []
-    for cell in scale.cells:
-        some = [s for s in chosen if s.among_few] if cell.few else list(chosen)
-        loads = [
-            load
-            for kind in cell.kinds
-            if (load := prompts.workload(kind, scale.count, cell.prompt, cell.new_tokens))
-        ]
-        made += [Job(load, t, some) for t in cell.temperatures for load in loads]
-    return made
+def alone(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
+    """Texts that are decoded one at a time."""
+    few = [system for system in chosen if system.among_few]
+    groups = [(SHARED, scale.shared, chosen)]
+    groups += [(LENGTHS, shape, few) for shape in scale.lengths]
+    return [
+        Job(group, f"{kind} {length}+{new}", [[p] for p in loads], new, temperature, some)
+        for group, (kinds, length, new, temperatures), some in groups
+        for kind in kinds
+        for loads in [prompts.many(kind, scale.count, length)]
+        for temperature in temperatures
+    ]
+
+
+def together(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
+    """Batches, plain and with drafts."""
+    some = [s for s in chosen if s.mode in ("plain", "draft") and s.precision == "float32"]
+    length, new_tokens = scale.batch
+    return [
+        Job(TOGETHER, f"{size} together",
+            [prompts.many("completion", size, length) for _ in range(scale.times)],
+            new_tokens, 0.0, some)
+        for size in scale.together
+    ]  # fmt: skip
 
 
 def run(
-    scale: SideScale, place: Place, prompts: Prompts, chosen: Sequence[System], clock: Clock
+    scale: SideScale, side: SideRun, prompts: Prompts, chosen: Sequence[System]
 ) -> dict[str, Any]:
     """Measure all of a scale; the JSON object."""
-    work, found = jobs(scale, prompts, chosen), Found(clock)
-    reader = machine.MemoryReader(place.threads)
+    reader = machine.MemoryReader(side.threads)
     for _ in range(5):
         reader()
-    measure_texts(work, place, found, reader)
-    size, new_tokens = scale.batch
-    batches = measure_batches(
-        chosen, scale.together, scale.times, lambda: prompts.completion(size), new_tokens,
-        place, found,
-    )  # fmt: skip
-    held = [s for s in chosen if scale.memory_of_all or s.among_few]
-    measure_memory(held, prompts.completion(MEMORY_SHAPE[0]), place, found)
+    cells = side.measure(alone(scale, prompts, chosen), reader)
+    cells += side.measure(together(scale, prompts, chosen), reader)
     return {
-        "machine": machine.describe(place.threads), "scale": scale.name, "gamma": GAMMA,
-        "pair": place.pair.facts, "bytes_per_second": round(reader.bandwidth),
-        **figures.of_texts(work, chosen, found, place, reader.bandwidth),
-        "batches": figures.of_batches(batches, [s.name for s in chosen]),
-        "missing": found.missing, "facts": found.facts,
+        "machine": machine.describe(side.threads), "gamma": GAMMA, "pair": side.pair.facts,
+        "bytes_per_second": reader.bandwidth, "systems": [system.name for system in chosen],
+        "cells": cells, "memory": side.memory(chosen, prompts.completion(MEMORY_SHAPE[0])),
+        "loads": side.loads, "missing": side.missing, "facts": side.facts,
     }  # fmt: skip
 
 
@@ -130,13 +111,12 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
-    if OURS not in args.systems:
-        raise OutriderError("option", f"--systems leaves {OURS} out", "Name it too.")
-    scale = QUICK if args.quick else FULL
-    made = pair.make(scale.shape, args.alpha, args.work)
-    encode, begin = pair.encoder(made.target)
-    prompts = Prompts(collect().held_out, encode, begin, seed=1)
-    return run(scale, Place(made, args.threads, args.work), prompts, systems(args.systems), clock)
+    if "outrider" not in args.systems:
+        raise OutriderError("option", "--systems leaves outrider out", "Name it too.")
+    made = pair.make("smollm-135m", args.alpha, args.work)
+    prompts = Prompts(collect().held_out, *pair.encoder(made.target), seed=1)
+    side = SideRun(made, args.threads, args.work, clock)
+    return run(QUICK if args.quick else FULL, side, prompts, systems(args.systems))
 
 
 SUITE = Suite(
@@ -147,6 +127,5 @@ SUITE = Suite(
     tables=tables.tables,
     heading=tables.heading,
     options=_options,
-    plots=plots.PLOTS,
 )
 main = SUITE.main

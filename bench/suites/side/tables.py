@@ -1,15 +1,31 @@
-"""The tables of the side-by-side benchmark, from its JSON object."""
+"""The tables of the side-by-side benchmark, from its JSON object.
+
+A row is what is `run.told` of one request, by system. Ratios are taken row by row, and their median
+is the figure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ...core.clock import DISTURBED
 from ...core.command import Results
+from ...core.fit import Spread
 from ...core.machine import sentence
-from ...core.table import Column, Shown, Table, decimals, table_of
+from ...core.table import MARKED, Column, Table, decimals, table_of
+from .run import DRAFT, OWN, SHARED, TOGETHER, Told
 
+BASE, LLAMA = "transformers plain", "llama.cpp plain"
+OTHERS = (BASE, "genai plain", LLAMA)  # in float32, as we are
+Row = Mapping[str, Told]
 ONE, TWO, THREE = decimals(1), decimals(2), decimals(3)
+# Figures that are one sum over texts by another.
+SHARES = {
+    "tau": ("tokens", "rounds"), "of_examined": ("accepted", "examined"),
+    "of_drafted": ("accepted", "drafted"), "host": ("host", "spent"), "read": ("bytes", "tokens"),
+}  # fmt: skip
 
 
 def _percent(value: float) -> str:
@@ -21,101 +37,145 @@ def _mib(value: float) -> str:
 
 
 SPEEDS: tuple[Column, ...] = (
-    ("tokens_per_second", "tok/s", ONE),
-    ("tpot_ms", "TPOT ms", TWO),
-    ("floor_ms", "floor ms", TWO),
-    ("gb_s", "GB/s", ONE),
-    ("ttft_ms", "TTFT ms", ONE),
-    ("tau", "tau", TWO),
-    ("accepted_of_examined", "of exam.", _percent),
-    ("accepted_of_drafted", "of drafted", _percent),
-    ("host", "host", lambda value: f"{value:.1%}"),
-    ("over transformers plain", "x Transf.", TWO),
-    ("over llama.cpp plain", "x llama", TWO),
-    ("over outrider plain", "x own", TWO),
-)
-THEORY: tuple[Column, ...] = (
-    ("alpha", "alpha", THREE),
-    ("gamma", "gamma", TWO),
-    ("c", "c", THREE),
-    ("verify", "verify", TWO),
-    ("tau", "tau", TWO),
-    ("tau_expected", "expected", TWO),
-    ("predicted", "predicted", TWO),
-    ("measured", "measured", TWO),
-    ("measured_low", "from", TWO),
-    ("measured_high", "to", TWO),
-    ("measured_over_predicted", "quotient", TWO),
-)
-BATCHES: tuple[Column, ...] = (
-    ("size", "texts", str),
-    ("tokens_per_second", "tok/s", ONE),
-    ("each", "of each", ONE),
-    ("whole", "with prefill", ONE),
-    ("over_one", "x one text", TWO),
-    ("over_transformers", "x Transf.", TWO),
-)
-MEMORY: tuple[Column, ...] = (
-    ("peak", "peak MiB", _mib),
-    ("before", "libraries", _mib),
-    ("weights", "weights", _mib),
-    ("cache", "cache", _mib),
-    ("ratio", "x needed", TWO),
-    ("ratio_without_libraries", "without libraries", TWO),
-)
-LOADS: tuple[Column, ...] = (
-    ("median", "seconds", TWO), ("low", "from", TWO), ("high", "to", TWO), ("count", "times", str),
+    ("speed", "tok/s", ONE), ("floor", "floor ms", TWO), ("first", "first token ms", ONE),
+    ("tau", "tau", TWO), ("of_examined", "of exam.", _percent),
+    ("of_drafted", "of drafted", _percent), ("host", "host", lambda share: f"{share:.1%}"),
+    (BASE, "x Transf.", TWO), (LLAMA, "x llama", TWO), (OWN, "x own", TWO),
 )  # fmt: skip
-MET: dict[bool | None, str] = {True: "yes", False: "no", None: "not measured"}
-GOALS: tuple[Column, ...] = (
-    ("wanted", "wanted", str),
-    ("found", "median (quartiles)", str),
-    ("told", "met", str),
-)
+THEORY: tuple[Column, ...] = (
+    ("alpha", "alpha", THREE), ("c", "c", THREE), ("verify", "verify", TWO), ("given", "tau", TWO),
+    ("expected", "expected", TWO), ("predicted", "predicted", TWO), ("measured", "measured", TWO),
+    ("quotient", "quotient", TWO),
+)  # fmt: skip
+MEMORY: tuple[Column, ...] = (
+    ("peak", "peak MiB", _mib), ("before", "libraries", _mib), ("weights", "weights", _mib),
+    ("cache", "cache", _mib), ("ratio", "x needed", TWO), ("own", "without libraries", TWO),
+)  # fmt: skip
+LOADS: tuple[Column, ...] = (("seconds", "seconds (quartiles)", str), ("count", "times", str))
+GOAL: tuple[Column, ...] = (
+    ("wanted", "wanted", str), ("found", "median (quartiles)", str), ("met", "met", str),
+)  # fmt: skip
 
 
-def _marked(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {**values, "disturbed": values["lost"] > values["texts"] // 2}
+def ratios(rows: Iterable[Row], fast: str, slow: str) -> list[float]:
+    """How many times as fast one system decoded as another, for each request that both have."""
+    return [
+        row[slow]["token"] / row[fast]["token"]
+        for row in rows
+        if all("token" in row.get(name, {}) for name in (fast, slow))
+    ]
 
 
-def speeds(title: str, cell: Mapping[str, Any]) -> Table:
-    """Of a workload. cell: `systems`."""
-    rows = ((name, _marked(values)) for name, values in cell["systems"].items())
-    return table_of(title, rows, SPEEDS)
+def figures(rows: Sequence[Row], name: str, rate: float) -> dict[str, Any]:
+    """Of one system, by the key of a column; empty without a text of more than a round.
+
+    rate: bytes a second that the memory gives.
+    """
+    texts = [row[name] for row in rows if "token" in row.get(name, {})]
+    if not texts:
+        return {}
+    keys = [key for key in texts[0] if all(key in text for text in texts)]
+    found: dict[str, Any] = {key: statistics.median(t[key] for t in texts) for key in keys}
+    for key, parts in SHARES.items():
+        part, whole = (sum(t.get(name, 0) for t in texts) for name in parts)
+        found[key] = part / whole if whole and parts[0] in keys else None
+    found |= {"speed": 1 / found["token"], "first": 1e3 * found["first"]}
+    found["floor"] = 1e3 * found["read"] / rate if found["read"] else None
+    found["disturbed"] = 2 * sum(t["lost"] > DISTURBED for t in texts) > len(texts)
+    gains = {base: ratios(rows, name, base) for base in (BASE, LLAMA, OWN)}
+    return found | {base: statistics.median(some) for base, some in gains.items() if some}
+
+
+def _speeds(group: str, cells: Sequence[Results], results: Results) -> list[Table]:
+    """Of workloads at one temperature: of every system, on each; and where all of them are there,
+    first over all workloads, and then of each no more than the speed."""
+    rate, title = results["bytes_per_second"], f"{group}, temperature {cells[0]['temperature']:g}"
+    found = {
+        cell["name"]: {name: figures(cell["rows"], name, rate) for name in results["systems"]}
+        for cell in cells
+    }
+    if group != SHARED:
+        every = [(f"{w}, {n}", f) for w, some in found.items() for n, f in some.items() if f]
+        return [table_of(title, every, SPEEDS)]
+
+    def speed(figure: Mapping[str, Any]) -> str:
+        return f"{figure['speed']:,.1f}{MARKED * figure['disturbed']}"
+
+    rows = [row for cell in cells for row in cell["rows"]]
+    whole = {name: figures(rows, name, rate) for name in results["systems"]}
+    there = [(name, {w: found[w][name] or None for w in found}) for name in whole if whole[name]]
+    return [
+        table_of(title, [(name, whole[name]) for name, _ in there], SPEEDS),
+        table_of(f"Tokens a second, temperature {cells[0]['temperature']:g}", there,
+                 [(workload, workload, speed) for workload in found]),
+    ]  # fmt: skip
 
 
 def tables(results: Results) -> list[Table]:
     """All of a run, the goals last."""
-    cells, systems = results["cells"], "Load of the target, from converted files"
-    made = [speeds(cell["name"], cell) for cell in cells]
-    made += [speeds(f"all, temperature {t}", cell) for t, cell in results["all"].items()]
-    theory = ((cell["name"], cell["theory"]) for cell in cells if cell["theory"])
-    batches = ((entry["system"], _marked(entry)) for entry in results["batches"])
-    missing = ((name, {"why": why}) for name, why in results["missing"].items())
-    show_why: Shown = str
-    goals = (
-        (
-            goal["goal"],
-            {
-                "wanted": f"at {'most' if goal['at_most'] else 'least'} {goal['wanted']:g}",
-                "found": goal["found"],
-                "told": MET[goal["met"]],
-            },
-        )
-        for goal in results["goals"]
-    )
+    cells, rate = results["cells"], results["bytes_per_second"]
+    groups: dict[tuple[str, float], list[Results]] = {}
+    for cell in cells:
+        groups.setdefault((cell["group"], cell["temperature"]), []).append(cell)
+    made = [table for (group, _), some in groups.items() for table in _speeds(group, some, results)]
+    theory = [
+        (f"{cell['name']}, temperature {cell['temperature']:g}", found)
+        for cell in cells
+        if "quotient" in (found := figures(cell["rows"], DRAFT, rate))
+    ]
+    loads = [
+        (worker, {"seconds": Spread.of(times), "count": len(times)})
+        for worker, times in results["loads"].items()
+    ]
+    missing = [(name, {"why": why}) for name, why in results["missing"].items()]
     return [
         *made,
         table_of("Speedup of outrider draft over plain, Theorem 3.8", theory, THEORY),
-        table_of("Texts decoded together", batches, BATCHES),
         table_of("Memory, a process for each", results["memory"].items(), MEMORY),
-        table_of(
-            systems, results["loads"].items(), LOADS,
-            ["Outrider's bundle has the draft too, but where one process decodes without it."],
-        ),
-        table_of("Missing", missing, [("why", "why", show_why)]),
-        table_of("Goals", goals, GOALS),
+        table_of("Load of the target, from converted files", loads, LOADS,
+                 ["Outrider's bundle has the draft too, but where a process decodes without it."]),
+        table_of("Missing", missing, [("why", "why", str)]),
+        table_of("Goals", goals(results), GOAL),
     ]  # fmt: skip
+
+
+def goals(results: Results) -> list[tuple[str, dict[str, Any]]]:
+    """What the project wants of the median, what it is, and whether that will do."""
+    alone = (cell["rows"] for cell in results["cells"] if cell["group"] != TOGETHER)
+    rows = [row for some in alone for row in some]
+    quotients = [q for row in rows if (q := row.get(DRAFT, {}).get("quotient"))]
+    memory = results["memory"].items()
+    peaks = [sizes["ratio"] for name, sizes in memory if name.startswith("outrider")]
+    assisted, loads = "transformers assistant", results["loads"].get("outrider float32", [])
+    wanted: list[tuple[str, str, float, list[float]]] = [
+        ("plain decoding, times Transformers' plain", "least", 3.0, ratios(rows, OWN, BASE)),
+        ("plain decoding, times llama.cpp's float32", "least", 1.0, ratios(rows, OWN, LLAMA)),
+        ("outrider draft, times Transformers' plain", "least", 6.0, ratios(rows, DRAFT, BASE)),
+        (f"outrider draft, times {assisted}", "least", 3.0, ratios(rows, DRAFT, assisted)),
+        ("outrider draft, times our plain", "least", 1.6, ratios(rows, DRAFT, OWN)),
+        ("speedup measured over predicted by Theorem 3.8", "least", 0.95, quotients),
+        ("first token, times as fast as the best of the others'", "least", 1.0, _firsts(rows)),
+        ("seconds to load the bundle", "most", 2.0, loads),
+        ("peak memory over weights and cache, of each mode", "most", 1.2, peaks),
+    ]
+    return [(name, _goal(side, bound, Spread.of(found))) for name, side, bound, found in wanted]
+
+
+def _goal(side: str, bound: float, found: Spread | None) -> dict[str, Any]:
+    met = "not measured"
+    if found is not None:
+        met = "no" if (found.median < bound if side == "least" else found.median > bound) else "yes"
+    return {"wanted": f"at {side} {bound:g}", "found": found and str(found), "met": met}
+
+
+def _firsts(rows: Iterable[Row]) -> list[float]:
+    """How many times as fast as the best of the others' our first token came, row by row."""
+    found = []
+    for row in rows:
+        others = [row[name]["first"] for name in OTHERS if name in row]
+        if OWN in row and others:
+            found.append(min(others) / row[OWN]["first"])
+    return found
 
 
 def heading(results: Results) -> str:

@@ -1,0 +1,256 @@
+"""AOTInductor's builds: for which processor, with what, and what ends them early.
+
+Without a GPU: the compiler is stood in for where one would be needed.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, Workshop
+from commands import CHECKOUT, command, environment, error_line, leftovers, run
+
+import engines.__main__
+from engines import aotinductor
+from engines.bundle import build
+from runtime.backends.aotinductor import AotiEngine
+from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
+from runtime.files.manifest import PACKAGE_FILE, EngineFacts, read_pair
+from runtime.files.torch_files import WEIGHTS_FILE, cpu_targets
+
+Machine = Callable[[tuple[int, int] | None], None]
+
+
+@pytest.fixture(scope="module")
+def graphs(workshop: Workshop) -> Path:
+    """Shared: not to be damaged."""
+    return workshop.graphs(*workshop.pair("aotinductor"), form="torch")
+
+
+# For which processor
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Makes this a machine with a GPU of that capability, and what compiles for it."""
+
+    def make(capability: tuple[int, int] | None) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+        monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", "/usr/local/cuda")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("capability", "sm", "dtype", "expected"),
+    [
+        ((9, 0), "", "bfloat16", "sm90"),
+        ((9, 0), "90", "float32", "sm90"),
+        ((12, 0), "120", "bfloat16", "sm120"),
+        ((7, 5), "", "float16", "sm75"),
+        ((7, 5), "cpu", "bfloat16", None),
+        (None, "", "float32", None),
+        (None, "cpu", "float32", None),
+    ],
+)
+def test_it_builds_for_the_gpu_that_is_there(
+    machine: Machine, capability: tuple[int, int] | None, sm: str, dtype: str, expected: str | None
+) -> None:
+    machine(capability)
+    assert aotinductor.targets(sm, dtype) == ([expected] if expected else cpu_targets())
+
+
+@pytest.mark.parametrize(
+    ("capability", "sm", "dtype", "cause"),
+    [
+        ((9, 0), "89", "float16", r"SM=89 .* builds for this GPU \(SM=90\)"),
+        ((9, 0), "90,89", "float16", "SM=90,89 is another"),
+        ((9, 0), "x", "float16", "SM=x is another"),
+        (None, "90", "float16", "builds for this CPU"),
+        ((7, 5), "", "bfloat16", r"\(SM=75\) has no bfloat16"),
+        ((7, 5), "75", "bfloat16", r"\(SM=75\) has no bfloat16"),
+    ],
+)
+def test_other_gpus_are_refused(
+    machine: Machine, capability: tuple[int, int] | None, sm: str, dtype: str, cause: str
+) -> None:
+    machine(capability)
+    with pytest.raises(OutriderError, match=cause) as caught:
+        aotinductor.targets(sm, dtype)
+    assert caught.value.kind == "option"
+
+
+@pytest.mark.parametrize(
+    ("name", "nothing", "what"),
+    [
+        ("torch.utils._triton.has_triton", lambda: False, "Triton"),
+        ("torch.utils.cpp_extension.CUDA_HOME", None, "CUDA_HOME"),
+    ],
+)
+def test_what_compiles_for_a_gpu_is_missing(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str, nothing: object, what: str
+) -> None:
+    machine((9, 0))
+    monkeypatch.setattr(name, nothing)
+    with pytest.raises(OutriderError, match=f"AOTInductor needs .*{what}.* SM=cpu") as caught:
+        aotinductor.targets("", "float16")
+    assert caught.value.kind == "backend"
+    assert aotinductor.targets("cpu", "float16") == cpu_targets()
+
+
+def test_a_missing_compiler(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    asked = ["--backend", "aotinductor", "--supports", "float32", "--sm", "cpu"]
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):  # CXX, when it starts
+        assert engines.__main__.main(asked) == EXIT_STATUS["backend"]
+    assert "there is no no-such-compiler" in error_line(capsys.readouterr().err, "backend")
+
+
+# What is compiled
+
+
+def devices_of(program: torch.export.ExportedProgram) -> set[str]:
+    """Where its weights, its example, and everything that its graphs compute or name are."""
+    found: list[object] = [*program.state_dict.values(), *program.constants.values()]
+    found += torch.utils._pytree.tree_leaves(program.example_inputs)
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            found += torch.utils._pytree.tree_leaves(node.meta.get("val"))
+            if "device" in node.kwargs:
+                found.append(torch.empty(0, device=node.kwargs["device"]))
+    return {tensor.device.type for tensor in found if isinstance(tensor, torch.Tensor)}
+
+
+def attention_kernels() -> dict[str, bool]:
+    return {
+        kind: getattr(torch.backends.cuda, f"{kind}_sdp_enabled")()
+        for kind in ("math", "flash", "mem_efficient", "cudnn")
+    }
+
+
+@pytest.mark.parametrize("target", ["sm90", "cpu"])
+def test_what_is_compiled(
+    graphs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def compile(program: Any, *, package_path: str, inductor_configs: dict[str, Any]) -> None:
+        seen.update(devices=devices_of(program), config=inductor_configs, **attention_kernels())
+        Path(package_path).write_bytes(b"code")
+
+    def move(program: Any, to: str, real: Any = aotinductor._move) -> Any:
+        # The meta device takes a GPU's place: it is the other one that torch has everywhere.
+        return real(program, {"cuda": "meta"}[to])
+
+    monkeypatch.setattr(aotinductor, "_move", move)
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", compile)
+    to = EngineFacts("key", PACKAGE_FILE, [target], [], WEIGHTS_FILE)
+    before, facts = attention_kernels(), read_pair(graphs).target
+    assert aotinductor.compile("target", graphs / "target", tmp_path, facts, to) == to
+    assert seen.pop("config") == aotinductor.CONFIG
+    on_gpu = target == "sm90"
+    assert seen.pop("devices") == {"meta" if on_gpu else "cpu"}
+    assert seen == (dict.fromkeys(before, False) | {"math": True} if on_gpu else before)
+    assert attention_kernels() == before
+
+
+def test_an_older_torch_compiles_for_a_gpu_and_for_no_processor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch._inductor.list_options", lambda: ["cpp.dynamic_threads", "x"])
+    assert aotinductor._config(gpu=True) == {"cpp.dynamic_threads": True}
+    assert aotinductor._config(gpu=False) == aotinductor.CONFIG
+
+
+@pytest.mark.slow
+def test_attention_of_every_size_is_the_same_attention(
+    workshop: Workshop, graphs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a GPU's build does otherwise, but for the device."""
+    monkeypatch.setattr(aotinductor, "_move", lambda program, _: program)
+    facts = read_pair(graphs).target
+    (tmp_path / WEIGHTS_FILE).hardlink_to(graphs / "target" / WEIGHTS_FILE)
+    to = EngineFacts("key", PACKAGE_FILE, ["sm90"], [], WEIGHTS_FILE)
+    aotinductor.compile("target", graphs / "target", tmp_path, facts, to)
+    usual = workshop.bundle(*workshop.pair("aotinductor"), backend="aotinductor") / "target"
+    tokens = np.random.default_rng(2).integers(0, VOCAB_SIZE, (1, 33))
+    found, expected = (
+        AotiEngine(folder, facts, slots=1, widest=1, threads=1).forward(
+            tokens, np.zeros(1, np.int64), np.array([32])
+        )
+        for folder in (tmp_path, usual)
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert (found != expected).any(), "the control: another kernel"
+
+
+# What ends early leaves nothing
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [
+        (KeyboardInterrupt(), 130),
+        (RuntimeError("g++: fatal error: a.o: No space left on device"), EXIT_STATUS["disk"]),
+        (RuntimeError("LoweringException: no such operator\nand more"), EXIT_STATUS["backend"]),
+    ],
+)
+def test_a_compile_that_ends_early(
+    graphs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    failure: BaseException,
+    status: int,
+) -> None:
+    def compile(*_: object, package_path: str, **__: object) -> None:
+        Path(package_path).write_bytes(b"half")
+        raise failure
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile)
+
+    def work() -> int:
+        build(graphs, tmp_path / "out", backend="aotinductor", slots=1, sm="cpu")
+        return 0
+
+    assert run_command(work) == status
+    assert "Traceback" not in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["interrupt", "full disk"])
+def test_a_process_that_ends_early(graphs: Path, tmp_path: Path, how: str) -> None:
+    arguments = ("engines", "--graphs", graphs, "--out", tmp_path / "out")
+    arguments += ("--backend", "aotinductor", "--sm", "cpu")
+    if how == "full disk":
+        failed = run(*arguments, largest_file=65536)
+        assert failed.returncode == EXIT_STATUS["disk"], failed.stderr
+        error_line(failed.stderr, "disk")
+    else:
+        process = subprocess.Popen(
+            command(*arguments), cwd=CHECKOUT, env=environment(), stderr=subprocess.PIPE, text=True
+        )
+        assert process.stderr is not None
+        while not list(tmp_path.rglob("*.cpp")):  # the compiler's turn has come
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+        # Python itself ends by the signal, 130 to a shell too, where an exec() was interrupted.
+        assert process.wait(60) in (130, -signal.SIGINT), said
+        assert said.endswith("interrupted\n") and "Traceback" not in said
+    assert leftovers(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,169 @@
+"""Requests that share slots and rounds: each comes out as it does alone, to the log-probability.
+
+They join when there is room or later, sit rounds out, end, are given up, and find slots that hold
+the beginning of their prompt. With controls: numbers, rows and lengths that depend on the company.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import rounds
+from fakes import VOCAB_SIZE, near, random_model
+from rounds import broken, cases, check_rows, make_decoder, run
+
+from runtime.backends.engine import HeldRows, Ids
+from runtime.decoder import Decoder
+from runtime.files.errors import OutriderError
+from runtime.sampling.philox import Purpose, uniform
+from runtime.sampling.reference import NumpySampler
+from runtime.sampling.sampler import SlotSampling
+from runtime.sampling.warp import SamplingParams
+from runtime.sequence import ActiveSequence, Request
+from runtime.slots import Slot, SlotTable
+
+pytestmark = pytest.mark.usefixtures("sampler")
+
+MODEL = random_model(1)
+DRAFT = near(MODEL, 2, 1.0)
+STORY = np.random.default_rng(0).integers(0, VOCAB_SIZE, 40).tolist()
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(temperature=1.0)
+BLOCK = replace(SAMPLED, verify="block")
+
+
+def decoder(slots: int) -> Decoder:
+    return make_decoder(MODEL, DRAFT, slots=slots, max_len=96)
+
+
+def outcome(sequence: ActiveSequence) -> list[tuple[int, float | None]]:
+    return [(token.id, token.logprob) for token in sequence.output]
+
+
+def a_request(rng: np.random.Generator, texts: list[list[int]], params: SamplingParams) -> Request:
+    """It goes on with a text that was, or branches off."""
+    base = texts[rng.integers(len(texts))][: rng.integers(1, 60)]
+    params = replace(params, seed=int(rng.integers(99)))
+    if params.temperature:
+        params = replace(params, temperature=float(rng.choice([0.6, 1.0, 1.3])))
+    return Request(
+        [*base, *rng.integers(0, VOCAB_SIZE, rng.integers(0, 3)).tolist()], params,
+        gamma=int(rng.integers(0, 9)), max_new_tokens=int(rng.integers(1, 20)),
+        eos_token_ids=[5, 9], logprobs=[None, 0][rng.integers(2)],
+    )  # fmt: skip
+
+
+def crowd(slots: int, params: SamplingParams, seeds: range = range(4)) -> tuple[int, int]:
+    """Returns how many tokens were not computed again, and how many texts came to an end."""
+    reused, ended = 0, 0
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        used, texts = decoder(slots), [STORY]
+        active: list[ActiveSequence] = []
+        for _ in range(60):
+            if used.slots.free and rng.random() < 0.5:
+                active.append(used.admit(a_request(rng, texts, params)))
+                reused += active[-1].stats.reused_tokens
+            batch = [x for x in active if x.finish_reason is None and rng.random() < 0.7]
+            if batch:
+                emitted = used.round(batch)
+                assert list(emitted) == batch
+                assert all(emitted[x] == x.output[-len(emitted[x]) :] for x in batch)
+            for sequence in active[:]:
+                check_rows(used, sequence)
+                if sequence.finish_reason is not None or rng.random() < 0.05:
+                    texts.append(list(sequence.slot.tokens))
+                    alone = run(decoder(1), sequence.request)
+                    assert outcome(sequence) == outcome(alone)[: len(sequence.output)]
+                    ended += sequence.finish_reason == "eos"
+                    used.release(sequence)
+                    active.remove(sequence)
+        assert used.slots.free == slots - len(active)
+    return reused, ended
+
+
+@pytest.mark.parametrize(
+    ("sampler", "slots", "params"),
+    cases(
+        [("numpy", 3, GREEDY), ("kernel", 1, GREEDY), ("device", 3, GREEDY),
+         ("numpy", 3, SAMPLED), ("kernel", 3, BLOCK), ("device", 3, SAMPLED)],
+        [(sampler, slots, params) for sampler in ("numpy", "kernel", "device", "loop")
+         for slots in (1, 3) for params in (GREEDY, SAMPLED, BLOCK)],
+    ),
+    indirect=["sampler"],
+)  # fmt: skip
+def test_each_as_if_it_were_alone(slots: int, params: SamplingParams) -> None:
+    on_device = rounds.SAMPLER in ("device", "loop")  # emulated; and its slots hold nothing
+    reused, ended = crowd(slots, params, range(1 if on_device else 4))
+    assert (reused > 200) != on_device and ended > 0
+
+
+# The controls
+
+
+def idle_at_the_start(slots: object, engine: object, first: int, last: int, *_: object) -> Ids:
+    return np.zeros(last - first, np.int64)
+
+
+def remembered(self: SlotTable, *prompt: object) -> Slot:
+    """The next owner inherits lengths: its draft skips its own prompt."""
+    index = min({0, 1, 2} - self._busy)
+    slot = self.__dict__.setdefault("all", {}).setdefault(index, Slot(index))
+    self._busy.add(index)
+    self._slots[index] = slot
+    slot.tokens.clear()
+    slot.target_len = 0
+    return slot
+
+
+def keeps_what_was_overwritten(
+    self: HeldRows, first_slot: int, input_ids: Ids, position: Ids
+) -> None:
+    for slot, (new, start) in enumerate(
+        zip(input_ids.tolist(), position.tolist(), strict=True), first_slot
+    ):
+        held = self._tokens[slot]
+        held[start:] = new if start + len(new) > len(held) else held[start:]
+
+
+def misses_calls_of_several_slots(
+    self: HeldRows, first_slot: int, input_ids: Ids, position: Ids, real: Any = HeldRows.wrote
+) -> None:
+    if len(input_ids) == 1:
+        real(self, first_slot, input_ids, position)
+
+
+def number_of_a_slot(self: NumpySampler, place: SlotSampling, step: int, purpose: Purpose) -> float:
+    return uniform(place.params.seed, place.position + step, purpose, 1 + place.index)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "params"),
+    [
+        ("calls.idle_positions", idle_at_the_start, GREEDY),
+        ("slots.SlotTable.acquire", remembered, GREEDY),
+        ("backends.engine.HeldRows.wrote", keeps_what_was_overwritten, GREEDY),
+        ("backends.engine.HeldRows.wrote", misses_calls_of_several_slots, GREEDY),
+        ("sampling.reference.NumpySampler._uniform", number_of_a_slot, SAMPLED),
+    ],
+)
+def test_a_fault_is_noticed(name: str, fault: Callable[..., Any], params: SamplingParams) -> None:
+    with broken(name, fault), pytest.raises(AssertionError):
+        crowd(3, params)
+
+
+def test_slots_run_out_and_come_back() -> None:
+    used, request = decoder(2), Request([2, 3], gamma=0)
+    first, second = used.admit(request), used.admit(request)
+    assert (first.slot.index, second.slot.index, used.slots.free) == (0, 1, 0)
+    with pytest.raises(OutriderError, match="busy: all 2 slots are in use"):
+        used.admit(request)
+    used.release(first)
+    third = used.admit(request)
+    assert third.slot.index == 0
+    used.release(first)  # once more, by its former owner: the new owner keeps it
+    assert used.slots.free == 0
