@@ -94,6 +94,7 @@ class OrtEngine(HostEngine[Any]):
     """See `HostEngine`; a call is an IOBinding."""
 
     _library = "ONNX Runtime"
+    least_width = 2  # one token has kernels of its own, GEMV for GEMM
 
     def _open(self, folder: Path, facts: GraphFacts, threads: int) -> None:
         # Texts of different lengths need the operators that every backend has; one goes faster.
