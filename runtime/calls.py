@@ -19,9 +19,16 @@ def prefill(engine: Engine, slot: int, tokens: Sequence[int], start: int) -> Log
     for begin in range(start, len(tokens), engine.chunk):
         ids = readable(engine, tokens[begin : begin + engine.chunk])[None]
         last = np.array([ids.shape[1] - 1])
-        logits = engine.forward(ids, np.array([begin]), last, first_slot=slot)
+        logits = engine.forward(wide(engine, ids), np.array([begin]), last, first_slot=slot)
     row: Logits = logits[0, 0]
     return row
+
+
+def wide(engine: Engine, ids: Ids) -> Ids:
+    """[B, N] with N at least what the engine's bits need: tokens 0 behind, whose rows lie beyond
+    the valid ones."""
+    lacking = engine.narrowest - ids.shape[1]
+    return np.pad(ids, ((0, 0), (0, lacking))) if lacking > 0 else ids
 
 
 def readable(engine: Engine, tokens: Sequence[int]) -> Ids:
@@ -62,15 +69,15 @@ def feed(
     `since` on.
 
     length: which one is the engine's, "target_len" or "draft_len". fed: the row that a sequence's
-    first token goes to, and its tokens; the widest is the call's width.
+    first token goes to, and its tokens; the widest, or `Engine.narrowest`, is the call's width.
     """
-    (first, last), width = within, max(len(tokens) for _, tokens in fed.values())
-    ids = np.zeros((last - first, width), np.int64)
-    position = idle_positions(slots, engine, first, last, length, width)
+    (first, last), most = within, max(len(tokens) for _, tokens in fed.values())
+    ids = wide(engine, np.zeros((last - first, most), np.int64))
+    position = idle_positions(slots, engine, first, last, length, ids.shape[1])
     for sequence, (start, tokens) in fed.items():
         row = sequence.slot.index - first
         ids[row, : len(tokens)], position[row] = tokens, start
-    return engine.forward(ids, position, np.arange(since, width), first_slot=first, buffer=buffer)
+    return engine.forward(ids, position, np.arange(since, most), first_slot=first, buffer=buffer)
 
 
 def early(sequence: ActiveSequence) -> int:

@@ -28,6 +28,9 @@ those U_t is uniform: however texts end, the U of the concatenated texts are ind
 The test takes the first `TOKENS` of them, a number fixed beforehand. Only where `RUNS` texts give
 fewer does the count depend on the tokens, and then only through the lengths.
 
+By the coupled rule a text is what plain decoding with its seed gives. It is generated so as well,
+and one token that differs fails.
+
 What a sample can say is limited: a distribution that differs from the target's by less than about
 0.09 in total variation passes at 512 tokens.
 """
@@ -84,6 +87,8 @@ class Certificate:
     margin that rounding explains. near_ties: mismatches within the bound; violations: those beyond
     it, or too many of them.
     statistic, p_value: of the distribution test (D of the worse order), None at temperature 0.
+    repeated: of the texts, those that plain decoding gives to the token; None by rules that do not
+    promise that.
     caveat: why nothing can be certified whatever the sample says: an inexact rule, or no drafts.
     """
 
@@ -99,10 +104,11 @@ class Certificate:
     violations: tuple[Mismatch, ...]
     statistic: float | None = None
     p_value: float | None = None
+    repeated: int | None = None
     caveat: str | None = None
 
     def lines(self) -> list[str]:
-        """Two to four lines for people."""
+        """Two to five lines for people."""
         verdict = "PASSED" if self.passed else "FAILED"
         texts = "1 text" if self.texts == 1 else f"{self.texts} texts"
         lines = [
@@ -129,6 +135,8 @@ class Certificate:
                 for m in shown
             )
             lines.append(" | ".join(items) + more)
+        if self.repeated is not None:
+            lines.append(f"plain decoding repeats {self.repeated} of {texts}")
         if self.caveat:
             lines.append(self.caveat)
         return lines
@@ -157,10 +165,15 @@ def check(engine: TextEngine, prompt: Prompt, options: Options) -> Certificate:
     seeds = [(params.seed + run) % 2**64 for run in range(RUNS if params.temperature else 1)]
     texts: list[list[int]] = []
     drafted = 0
+    repeated = 0 if params.verify == "coupled" and request.gamma else None
     for seed in seeds:
-        result = engine.generate(prompt, **vars(replace(options, seed=seed)))
+        seeded = replace(options, seed=seed)
+        result = engine.generate(prompt, **vars(seeded))
         drafted += result.stats.drafted
         texts.append(result.token_ids)
+        if repeated is not None:
+            plainly = engine.generate(prompt, **vars(seeded.plain())).token_ids
+            repeated += plainly == texts[-1]
         if sum(map(len, texts)) >= TOKENS and params.temperature:
             texts[-1] = texts[-1][: TOKENS - sum(map(len, texts[:-1]))]
             break
@@ -206,10 +219,15 @@ def check(engine: TextEngine, prompt: Prompt, options: Options) -> Certificate:
         caveat = f"lenience={params.lenience:g} is not exact by design: no sample can certify it"
     if request.gamma and not drafted:
         caveat = "nothing was drafted, so speculation was not tested: let the texts be longer"
-    passed = not violations and caveat is None and (p_value is None or p_value >= LEVEL)
+    passed = (
+        not violations
+        and caveat is None
+        and (p_value is None or p_value >= LEVEL)
+        and repeated in (None, len(texts))
+    )
     return Certificate(
         passed, params.temperature, len(texts), tokens, drafted, width, rounding.largest, bound,
-        near, violations, statistic, p_value, caveat,
+        near, violations, statistic, p_value, repeated, caveat,
     )  # fmt: skip
 
 
@@ -244,7 +262,8 @@ class _Forced:
     def rows(self, text: Sequence[int], width: int = 1) -> Iterator[Logits]:
         """The logits [V] that predict text[0], text[1], ...: each valid until the next.
 
-        width: tokens of a call. 1 is plain decoding. Rows end early where the model's context does.
+        width: tokens of a call that are asked for. 1 is plain decoding. Rows end early where the
+        model's context does.
         """
         yield self._first
         wanted = min(len(text) - 1, self._room)
@@ -258,7 +277,8 @@ class _Forced:
     def _forward(
         self, tokens: Sequence[int], position: int, index: npt.NDArray[np.int64]
     ) -> Logits:
-        ids = np.array([tokens], np.int64)
+        ids = np.zeros((1, max(len(tokens), self._engine.narrowest)), np.int64)
+        ids[0, : len(tokens)] = tokens
         ids[ids >= self._engine.vocab_size] = 0  # as the round: a draft may know fewer tokens
         logits = self._engine.forward(ids, np.array([position]), index, first_slot=self._slot)
         return cast(Logits, logits[0])

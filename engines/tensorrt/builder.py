@@ -27,7 +27,7 @@ from runtime.files.progress import Stage, stage
 
 from ..keys import engine_key
 
-CHUNK = 512  # the most tokens of a prompt in one call, as on the CPU
+CHUNK = 256  # the most tokens of a prompt in one call, as on the CPU
 TIMINGS = Path(__file__).parents[2] / "build" / ".cache" / "tensorrt"
 
 

@@ -75,6 +75,7 @@ class DeviceEngine(ABC):
         self.cuda, self.stream = cuda, stream
         self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
         self.chunk, self.buffers = min(CHUNK, self.capacity), buffers
+        self.narrowest = 1  # a GPU's libraries choose by width anyway
         self.held = HeldRows(slots, self.vocab_size)  # empty: texts and lengths live on the device
         self._most = max(widest, 1)
         self._spacing = 4 * slots * self._most * self.vocab_size

@@ -12,7 +12,7 @@ from ..files.manifest import GraphFacts
 
 Ids = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
-CHUNK = 512  # tokens of one prefill call; bounds the activations
+CHUNK = 256  # tokens of one prefill call; bounds the activations
 
 
 def cache_shapes(facts: GraphFacts) -> dict[str, tuple[int, int]]:
@@ -72,6 +72,7 @@ class Engine(Protocol):
     call are overwritten by it or masked in it, so rolling back is calling with a lower position.
 
     slots: how many sequences it holds. capacity: rows S of each. chunk: the largest N of a call.
+    narrowest: the least N of a call that gives a text's tokens; a narrower one may round otherwise.
     vocab_size: V of the logits. buffers: how many calls' logits it can hold, evenly spaced in
     memory where the calls have one shape. held: an account of the rows; empty
     where the engine keeps none.
@@ -80,6 +81,7 @@ class Engine(Protocol):
     slots: int
     capacity: int
     chunk: int
+    narrowest: int
     vocab_size: int
     buffers: int
     held: HeldRows

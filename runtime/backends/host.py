@@ -25,6 +25,7 @@ class HostEngine(ABC, Generic[Call]):
     """
 
     _library: ClassVar[str]  # what runs the model, for errors
+    least_width: ClassVar[int] = 1  # of a target's calls (`narrowest`), where nobody measured it
 
     def __init__(
         self,
@@ -35,11 +36,14 @@ class HostEngine(ABC, Generic[Call]):
         widest: int,
         buffers: int = 1,
         threads: int = 0,
+        narrowest: int = 1,
     ):
-        """folder: of the model in the bundle. slots, buffers: see `Engine`. widest: the largest K
-        of a call. threads: 0 leaves the choice to the library. Raises OutriderError "backend"."""
+        """folder: of the model in the bundle. slots, buffers, narrowest: see `Engine`. widest: the
+        largest K of a call. threads: 0 leaves the choice to the library. Raises OutriderError
+        "backend"."""
         self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
         self.chunk, self.buffers = min(CHUNK, self.capacity), buffers
+        self.narrowest = narrowest
         self._open(folder, facts, threads)
         self._input_ids = np.zeros(slots * self.chunk, np.int64)
         self._position = np.zeros(slots, np.int64)

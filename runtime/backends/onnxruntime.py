@@ -98,6 +98,7 @@ class OrtEngine(HostEngine[Any]):
     """See `HostEngine`; a call is an IOBinding."""
 
     _library = "ONNX Runtime"
+    least_width = 2  # one token has kernels of its own, GEMV for GEMM
 
     def _open(self, folder: Path, facts: GraphFacts, threads: int) -> None:
         own = HOST_FILE in facts.files and kernel.available()  # bundle.py says where it is not

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.engine import Engine, Ids, Logits
+from ..calls import wide
 from ..files.errors import OutriderError
 
 Tokens = tuple[int, ...]  # what was generated, without the prompt
@@ -308,6 +309,7 @@ class Pool:
         for begin in range(start, end, self.engine.chunk):
             piece = ids[:, begin - start : begin - start + self.engine.chunk]
             width = piece.shape[1]
+            piece = wide(self.engine, piece)
             index = np.arange(min(max(0, row - begin), width - 1), width)
             position = np.full(len(texts), begin, np.int64)
             logits = self.engine.forward(piece, position, index)

@@ -111,6 +111,10 @@ def _parser() -> ArgumentParser:
     add("--slots", type=_whole(1), metavar="N", help="sequences at a time (default: the bundle's)")
     add("--threads", type=_whole(0), default=0, metavar="N",
         help="CPU threads of each model's engine (default 0: the backend's choice)")
+    add("--plain-width", type=_whole(1), metavar="N",
+        help="tokens of the narrowest calls of the target; 1 makes plain decoding on the CPU a few "
+        "percent faster, and a text is then the same only for the same gamma (default: as many as "
+        "it takes for the same text with every gamma, 2 or 1)")
     add("--device", default="auto", metavar="D",
         help="auto, cpu, cuda or cuda:N (default auto: what the bundle was compiled for, and the "
         "CPU for BACKEND=onnxruntime)")
@@ -181,7 +185,7 @@ def _parser() -> ArgumentParser:
         "transformers is the schedule of that library")
     add("--fallback", choices=("auto", "off"), default="off",
         help="auto: go without drafts while they lose (--gamma auto always does; default off, "
-        "since rounds that go by the clock do not repeat a seed's text)")
+        "since rounds that go by the clock repeat a seed's text with --verify coupled only)")
     add("--draft", choices=(*KINDS, "none"), metavar="WHO",
         help="who proposes them. " + "; ".join(f"{k}: {KINDS[k].help}" for k in KINDS)
         + "; none: plain decoding (default: what the bundle was built with)")
@@ -192,7 +196,7 @@ def _parser() -> ArgumentParser:
         "(default 0: off); still exact")
     add("--verify", choices=("token", "block", "coupled", "sigmoid"), default="token",
         help="token (default), block (accepts more) and coupled (the seed alone decides the text, "
-        "whatever is drafted) are exact; sigmoid is not")
+        "whatever is drafted, with --gamma 0 too) are exact; sigmoid is not")
     add("--lenience", type=float, default=1.0, metavar="L",
         help="below 1 accepts more and is not exact: no token gets more than 1/L times its "
         "probability (default 1)")
@@ -262,6 +266,9 @@ def parse(argv: Sequence[str] | None) -> Namespace:
         (args.draft_beams and args.beams and args.draft_beams < args.beams,
          f"--draft-beams {args.draft_beams} is narrower than --beams {args.beams}",
          "Make it at least as wide."),
+        (args.plain_width == 1 and args.verify == "coupled",
+         "--plain-width 1 ties a text to its gamma, and --verify coupled promises that it is not",
+         leave),
         (args.messages and args.chat is False, "--messages need the chat template", leave),
         (args.conversation and args.chat is False, "--chat needs the chat template", leave),
         *((args.conversation and getattr(args, name) not in (None, False),

@@ -47,6 +47,7 @@ def _load(args: Namespace) -> TextEngine:
         threads=args.threads, verify=args.verify_files,
         device=args.device, graphs=args.graphs, loop=args.loop,
         table=args.table, corpus=args.corpus, reuse=not args.baseline,
+        plain_width=args.plain_width,
     )  # fmt: skip
 
 
@@ -80,8 +81,9 @@ def _single(session: Session, prompt: Prompt) -> None:
         err.lines(report.detailed(result.stats))
     if args.baseline:
         plain = engine.generate(prompt, **vars(plain_options))
-        objects["baseline"] = report.baseline_object(result, plain, greedy=greedy)
-        err.line(report.baseline(result, plain, greedy=greedy))
+        same = greedy or options.verify == "coupled"
+        objects["baseline"] = report.baseline_object(result, plain, same=same)
+        err.line(report.baseline(result, plain, same=same))
     session.show_memory()
     certificate = check(engine, prompt, options) if args.check else None
     if certificate is not None:
@@ -96,7 +98,7 @@ def _single(session: Session, prompt: Prompt) -> None:
             "the output cannot be certified as the target's",
             "Decode with --gamma 0; if the options are exact ones, please report this bundle."
             if certificate.caveat is None
-            else "Use --verify token or block without --lenience, and texts of some length.",
+            else "Use --verify token, block or coupled, no --lenience, and texts of some length.",
         )
 
 

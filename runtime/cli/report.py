@@ -152,25 +152,25 @@ def speed(stats: Stats) -> float:
     return stats.output_tokens / stats.elapsed if stats.elapsed else 0.0
 
 
-def baseline_object(result: Result, plain: Result, *, greedy: bool) -> dict[str, Any]:
+def baseline_object(result: Result, plain: Result, *, same: bool) -> dict[str, Any]:
     """The `baseline` object of --json. speedup: ratio of the tokens per second.
 
-    greedy: whether the two texts ought to be the same; above temperature 0 they are two draws.
+    same: whether the two texts ought to be; otherwise they are two draws.
     """
     theirs = speed(plain.stats)
     return {
         "tokens_per_second": round(theirs, 3),
         "output_tokens": plain.stats.output_tokens,
         "speedup": round(speed(result.stats) / theirs, 4) if theirs else None,
-        **({"same_tokens": result.token_ids == plain.token_ids} if greedy else {}),
+        **({"same_tokens": result.token_ids == plain.token_ids} if same else {}),
     }
 
 
-def baseline(result: Result, plain: Result, *, greedy: bool) -> str:
-    """The baseline line. greedy: as above."""
+def baseline(result: Result, plain: Result, *, same: bool) -> str:
+    """The baseline line. same: as above."""
     ours, theirs = speed(result.stats), speed(plain.stats)
     line = f"baseline {theirs:.1f} tok/s -> {ours / theirs if theirs else 0.0:.2f}x"
-    if not greedy:
+    if not same:
         return f"{line} | output {plain.stats.output_tokens} tok"
     if result.token_ids == plain.token_ids:
         return f"{line} | same tokens"

@@ -33,14 +33,16 @@ class Options:
     of the others; "auto" for what is fastest by measured costs and acceptance, "transformers" for
     the schedule of Transformers. draft_temperature: of what the draft is sampled with, None for the
     target's. draft_threshold: a round drafts no more after a token to which the draft gave a
-    probability below this. fallback: "auto" goes without drafts while they lose. Where rounds go by
-    the clock (gamma or fallback "auto") a seed repeats the distribution, not the text. stop: texts
-    that end the output and are not part of it; stop_token_ids likewise. logprobs: alternatives
-    reported for each token, None for no log-probabilities. chat: whether a plain-text prompt is a
-    user's message for the chat template; None does so where the bundle has one. system: the system
-    message in that case. special_tokens: whether special tokens that are written out in a prompt or
-    message, such as "</s>", are "control" tokens, as in Transformers, or "text"; those that the
-    chat template writes always control. The others are those of `SamplingParams`.
+    probability below this. fallback: "auto" goes without drafts while they lose. verify: "coupled"
+    draws what plain sampling with this seed draws, whatever was drafted, and is also for gamma 0.
+    By the other rules a seed repeats the text for the same draft and gamma only, and where rounds
+    go by the clock (gamma or fallback "auto") the distribution alone. stop: texts that end the
+    output and are not part of it; stop_token_ids likewise. logprobs: alternatives reported for each
+    token, None for no log-probabilities. chat: whether a plain-text prompt is a user's message for
+    the chat template; None does so where the bundle has one. system: the system message in that
+    case. special_tokens: whether special tokens that are written out in a prompt or message, such
+    as "</s>", are "control" tokens, as in Transformers, or "text"; those that the chat template
+    writes always control. The others are those of `SamplingParams`.
     """
 
     max_new_tokens: int = 256
@@ -80,7 +82,7 @@ class Options:
 
     def plain(self) -> Options:
         """The same in plain decoding."""
-        usual = {name: getattr(Options, name) for name in OF_DRAFTS}
+        usual = {name: getattr(Options, name) for name in self._of_drafts()}
         return replace(self, gamma=0, draft=None, **usual)
 
     def check(self) -> None:
@@ -110,11 +112,19 @@ class Options:
     def check_plain(self) -> None:
         """Refuse what has no effect where nothing is drafted. Raises OutriderError "option"."""
         refuse_first(
-            (getattr(self, name) != getattr(Options, name),
-             f"{name}={getattr(self, name)} has no effect in plain decoding (gamma=0)",
+            (True, f"{name}={getattr(self, name)} has no effect in plain decoding (gamma=0)",
              f"Leave {name} out, or use a draft.")
-            for name in OF_DRAFTS
+            for name in self._of_drafts()
         )  # fmt: skip
+
+    def _of_drafts(self) -> list[str]:
+        """What was chosen and is of drafts alone. The coupled rule is also how a plain text is
+        drawn."""
+        return [
+            name
+            for name in OF_DRAFTS
+            if getattr(self, name) not in (getattr(Options, name), "coupled")
+        ]
 
 
 def _whole(least: int) -> Callable[[Any], bool]:

@@ -65,7 +65,7 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(cli, engine):
 def test_how_the_bundle_is_loaded(cli):
     cli("--prompt", "a", "--max-new-tokens", "1")
     usual = {"folder": Path("bundle"), "slots": None, "threads": 0, "verify": True}
-    usual |= {"table": None, "corpus": None, "reuse": True}
+    usual |= {"table": None, "corpus": None, "reuse": True, "plain_width": None}
     assert cli.loaded == {**usual, "device": "auto", "graphs": True, "loop": False}
     more = "--slots 3 --threads 2 --no-verify-files --device cuda:1 --no-graphs --loop"
     cli("--prompt", "a", "--max-new-tokens", "1", *more.split())
@@ -218,6 +218,9 @@ def test_baseline(cli):
     baseline = json.loads(out)["baseline"]
     assert baseline.keys() == {"tokens_per_second", "output_tokens", "speedup"}
     assert re.search(r"\nbaseline .*x \| output 256 tok\n", err)
+    coupled = "--temperature 1 --top-p .9 --gamma auto --verify coupled"
+    _, out, err = cli("--prompt", "hello", "--baseline", "--json", *coupled.split())
+    assert json.loads(out)["baseline"]["same_tokens"] is True and "| same tokens" in err
 
 
 def test_baseline_warms_both_ways_up_first(cli):
@@ -340,6 +343,7 @@ def test_bad_prompts_are_refused_before_loading(cli, argv, stdin, kind, words):
     [
         ("--draft none --gamma 3", "--draft none contradicts --gamma 3"),
         ("--draft ngram --gamma 0", "--draft ngram contradicts --gamma 0"),
+        ("--plain-width 1 --verify coupled", "--plain-width 1 ties a text to its gamma"),
         ("--color --json", "--color paints text"),
         ("--stream --json", "--stream prints text"),
         ("--stream --baseline", "without streaming"),

@@ -74,15 +74,15 @@ def test_memory():
 
 def test_baseline():
     plain = make_result(Stats(output_tokens=100, elapsed=2.0))
-    said = report.baseline(make_result(), plain, greedy=True)
+    said = report.baseline(make_result(), plain, same=True)
     assert said == "baseline 50.0 tok/s -> 2.78x | same tokens"
-    assert report.baseline(make_result(), plain, greedy=False).endswith("2.78x | output 100 tok")
+    assert report.baseline(make_result(), plain, same=False).endswith("2.78x | output 100 tok")
     other = make_result(plain.stats, tokens=(Token(5, "first"), Token(9, "plain")))
-    assert "other tokens from 1 on" in report.baseline(make_result(), other, greedy=True)
+    assert "other tokens from 1 on" in report.baseline(make_result(), other, same=True)
     body = {"tokens_per_second": 50.0, "output_tokens": 100, "speedup": 2.7826}
-    assert report.baseline_object(make_result(), other, greedy=False) == body
+    assert report.baseline_object(make_result(), other, same=False) == body
     body["same_tokens"] = False
-    assert report.baseline_object(make_result(), other, greedy=True) == body
+    assert report.baseline_object(make_result(), other, same=True) == body
 
 
 def test_batch_summary():

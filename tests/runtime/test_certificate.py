@@ -38,6 +38,8 @@ def engine(tmp_path):
         SAMPLED,
         replace(SAMPLED, gamma=0),
         replace(SAMPLED, gamma=8, verify="block"),
+        replace(SAMPLED, verify="coupled"),
+        replace(SAMPLED, gamma=0, verify="coupled"),
         replace(SAMPLED, temperature=0.6, top_k=9, top_p=0.9, min_p=0.02, repetition_penalty=1.2),
         replace(SAMPLED, seed=2**64 - 1, stop="e", stop_token_ids=[9]),
     ],
@@ -214,6 +216,23 @@ def test_a_suppressed_token_fails(tmp_path, monkeypatch, temperature):
     assert certificate.violations[0].token == EOS
     assert certificate.violations[0].margin == math.inf
     assert certificate.json_object()["violations"][0]["margin"] is None
+
+
+def test_a_seed_that_does_not_mean_the_text_fails(engine, monkeypatch):
+    """The distribution alone, which another exact rule has too, is not what was promised."""
+    coupled = replace(SAMPLED, verify="coupled")
+    certificate = check(engine, PROMPT, coupled)
+    assert certificate.repeated == certificate.texts
+    assert f"plain decoding repeats {certificate.texts} of 6 texts" in certificate.lines()
+    real = engine.generate
+
+    def another_seed(prompt, **options):
+        return real(prompt, **options | {"seed": options["seed"] + (options["gamma"] > 0)})
+
+    monkeypatch.setattr(engine, "generate", another_seed)
+    certificate = check(engine, PROMPT, coupled)
+    assert not certificate.passed and certificate.repeated == 0
+    assert certificate.p_value > LEVEL
 
 
 def test_a_filter_that_was_not_applied_fails(engine, monkeypatch):

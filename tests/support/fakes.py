@@ -108,7 +108,8 @@ class FakeEngine(Engine):
     """See `Engine`.
 
     model: from context to logits. order: how many of the newest rows it attends to; None for all.
-    rounding: largest difference that the width N > 1 of a call makes to a logit.
+    rounding: largest difference that the width N > 1 of a call makes to a logit. alone: the one
+    that N = 1 makes, where all wider calls agree, as ONNX Runtime's do.
     """
 
     def __init__(
@@ -122,10 +123,12 @@ class FakeEngine(Engine):
         order: int | None = 2,
         rounding: float = 0.0,
         buffers: int = 9,
+        narrowest: int = 1,
+        alone: float = 0.0,
     ):
-        self.model, self.order, self.rounding = model, order, rounding
+        self.model, self.order, self.rounding, self.alone = model, order, rounding, alone
         self.vocab_size, self.slots = vocab_size, slots
-        self.capacity, self.chunk = capacity, chunk
+        self.capacity, self.chunk, self.narrowest = capacity, chunk, narrowest
         self.cache = np.full((slots, capacity), NEVER_WRITTEN, np.int64)
         self.calls: list[Call] = []
         self.buffers, self.held = buffers, HeldRows(slots, vocab_size)
@@ -176,9 +179,9 @@ class FakeEngine(Engine):
         context = tuple(rows[start:end].tolist())
         assert NEVER_WRITTEN not in context, f"rows [{start}, {end}) are {context}"
         row = self.model(context)
-        if self.rounding and width > 1:
+        if amount := self.rounding if width > 1 else self.alone:
             rng = np.random.default_rng([width, *context])
-            row = row + rng.uniform(-self.rounding, self.rounding, len(row)).astype(np.float32)
+            row = row + rng.uniform(-amount, amount, len(row)).astype(np.float32)
         return row
 
 

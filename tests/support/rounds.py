@@ -94,12 +94,17 @@ def make_decoder(
     draft_engine: type[FakeEngine] = FakeEngine,
     tables: Tables | None = None,
     corpus: Corpus | None = None,
+    **of_target: Any,
 ) -> Decoder:
-    """Fakes of exactly the capacity that a bundle has: a row too many is an error."""
+    """Fakes of exactly the capacity that a bundle has: a row too many is an error.
+
+    of_target: more options of its `FakeEngine`.
+    """
     capacity = capacity or max_len + max_gamma + 1
     target_engine = FakeEngine(
-        target, vocab_size=target_width or vocab_size, slots=slots, capacity=capacity, order=order
-    )
+        target, vocab_size=target_width or vocab_size, slots=slots, capacity=capacity, order=order,
+        **of_target,
+    )  # fmt: skip
     other = None if draft is None else draft_engine(
         draft, vocab_size=draft_width or vocab_size, slots=slots,
         capacity=draft_capacity or capacity, order=order,
