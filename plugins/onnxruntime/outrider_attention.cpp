@@ -96,14 +96,16 @@ template <int H = LANES / 2> inline float largest_of(Vector v) {
 // --- blocks of keys and values -----------------------------------------------------------------
 // Rows of a block and of queries are `width` floats apart: D, made up to whole vectors by zeros.
 
-// Numbers that are known here where WIDTH is, which is 0 otherwise.
+// The width where it is known to the compiler: WIDTH, which is 0 where it is not.
 #define WIDE(width) (WIDTH ? WIDTH : width)
 
 template <int R> struct Rows {
   Vector of[R];
 };
 
-// Lane i: of R queries, their products with the keys whose number has i's bits from H on.
+// The products of R queries with LANES keys, for H = 1: lane i has that with key first + i. From
+// H = LANES, the sums of one key that every LANES-th number adds to, each step down adds halves of
+// two vectors: lane i then has what belongs to the key with i's bits from H on.
 template <int R, int WIDTH, int H>
 inline Rows<R> products(const float* q, const float* keys, int width, int first) {
   Rows<R> sums;
@@ -111,7 +113,6 @@ inline Rows<R> products(const float* q, const float* keys, int width, int first)
     const float* key = keys + first * WIDE(width);
     const Vector x = load(key);
     for (int r = 0; r < R; ++r) sums.of[r] = load(q + r * WIDE(width)) * x;
-#pragma GCC unroll 16
     for (int d = LANES; d < WIDE(width); d += LANES) {
       const Vector y = load(key + d);
       for (int r = 0; r < R; ++r)
@@ -126,7 +127,7 @@ inline Rows<R> products(const float* q, const float* keys, int width, int first)
   return sums;
 }
 
-// What a query row is at: its share of the weights so far is relative to 2^peak.
+// How far a query row is: `total` and what is mixed for it are sums of 2^(score - peak).
 struct Row {
   int64_t from, end; // the rows of the cache that it sees
   float peak;
@@ -139,7 +140,8 @@ inline Integers indices() {
   return i;
 }
 
-// The weights [R, KEYS] of a block's keys for R queries, and what was mixed so far for their peak.
+// The weights [R, KEYS] of a block's keys for R queries. Where the peak rises, what was summed so far
+// fades.
 template <int R, int WIDTH>
 void weigh(Row* rows, const float* q, float* mixed, float* weights, const float* keys, int width,
            int64_t block) {
@@ -150,7 +152,7 @@ void weigh(Row* rows, const float* q, float* mixed, float* weights, const float*
   for (int j = 0; j < count; j += LANES) {
     const Rows<R> z = products<R, WIDTH, 1>(q, keys, width, j);
     for (int r = 0; r < R; ++r) {
-      const Integers at = indices() + static_cast<int>(j);
+      const Integers at = indices() + j;
       const int64_t from = rows[r].from - block, end = rows[r].end - block;
       const Integers seen = (at >= static_cast<int>(from < 0 ? 0 : from)) &
                             (at < static_cast<int>(end < KEYS ? end : KEYS));
@@ -290,8 +292,7 @@ void attend_head(const Call& c, int64_t slot, int64_t key_head, int64_t first, i
     for (int64_t d = 0; d < width; ++d) mixed[r * width + d] = 0;
   }
   const int64_t cache = (slot * c.key_heads + key_head) * c.rows * c.width;
-  int begin = 0; // rows before it see nothing from this block on... rows end in rising order
-  int reach = 0;
+  int begin = 0, reach = 0; // the rows that see something of a block: both ends of them rise
   for (int64_t block = rows[0].from / KEYS * KEYS; block < rows[count - 1].end; block += KEYS) {
     while (rows[begin].end <= block) ++begin;
     while (reach < count && rows[reach].from < block + KEYS) ++reach;

@@ -205,7 +205,7 @@ extern "C" OUTRIDER_API ort::Status* RegisterCustomOps(ort::Options* options,
     api = base->get(1);
     return refuse(api, "liboutrider's operators need ONNX Runtime 1.24 or newer");
   }
-  ort::Domain* domain = nullptr; // sessions keep pointing to it
+  ort::Domain* domain = nullptr; // never released: the session keeps pointing to it
   ort::Status* status = ort::call<ort::CreateDomain>(api, "outrider", &domain);
   if (status == nullptr) status = ort::call<ort::AddOperator>(api, domain, &ATTENTION);
   if (status == nullptr) status = ort::call<ort::AddDomain>(api, options, domain);
