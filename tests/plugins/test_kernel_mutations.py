@@ -78,7 +78,9 @@ MUTATIONS = {
             "static_cast<int>(before), found) - 1", "static_cast<int>(before), found - 1)",
         ),
         "top-p keeps the lower ids": ("a.id > b.id", "a.id < b.id"),
-        "top-p keeps one more": ("c < found && before < target", "c < found && before <= target"),
+        "top-p keeps too much": (
+            "found && before < target", "found && before < target + target / 64",
+        ),
         "penalty on the wrong sign": ("logit < 0 ? logit", "logit > 0 ? logit"),
         "drafts are not context": ("for (int c = 0; c < i; ++c) penalty(drafts[c]);", ""),
         "the prompt is counted": ("int c = slot.output_start; c <", "int c = 0; c <"),
