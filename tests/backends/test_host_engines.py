@@ -16,6 +16,7 @@ from checkpoints import Workshop
 from commands import CHECKOUT, environment
 
 from runtime.backends import host
+from runtime.backends.onnxruntime import OrtEngine
 from runtime.backends.registry import host_engine
 from runtime.files.manifest import read_bundle
 
@@ -131,7 +132,8 @@ def test_a_row_beyond_the_capacity_is_refused(bundle: Path) -> None:
 @both
 @pytest.mark.parametrize("cleared", [True, False])
 def test_a_slot_that_held_nan(bundle: Path, cleared: bool) -> None:
-    """Rows beyond a text are masked, and NaN all the same: what failed must not fail the next."""
+    """Rows beyond a text are masked, and NaN all the same: what failed must not fail the next. Our own
+    attention does not read them; PyTorch's is the control."""
     engine = open_target(bundle, 2)
     ids, index = np.full((1, 2), 5, np.int64), np.array([1])
     expected = engine.forward(ids, np.array([0]), index, first_slot=1).copy()
@@ -141,7 +143,7 @@ def test_a_slot_that_held_nan(bundle: Path, cleared: bool) -> None:
         engine.clear(1)
         assert engine.held.length(1) == 0
     found = engine.forward(ids, np.array([0]), index, first_slot=1)
-    assert np.array_equal(found, expected) == cleared
+    assert np.array_equal(found, expected) == (cleared or isinstance(engine, OrtEngine))
 
 
 @both
