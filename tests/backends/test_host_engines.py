@@ -132,8 +132,8 @@ def test_a_row_beyond_the_capacity_is_refused(bundle: Path) -> None:
 @both
 @pytest.mark.parametrize("cleared", [True, False])
 def test_a_slot_that_held_nan(bundle: Path, cleared: bool) -> None:
-    """Rows beyond a text are masked, and NaN all the same: what failed must not fail the next. Our own
-    attention does not read them; PyTorch's is the control."""
+    """Rows beyond a text are masked, and NaN all the same: what failed must not fail the next.
+    PyTorch's attention is the control: our own does not read them."""
     engine = open_target(bundle, 2)
     ids, index = np.full((1, 2), 5, np.int64), np.array([1])
     expected = engine.forward(ids, np.array([0]), index, first_slot=1).copy()
