@@ -134,6 +134,11 @@ def test_a_real_engine(workshop: Workshop, tmp_path: Path) -> None:
         assert calls.neighbours and calls.threads
     with load(out) as engine:
         assert engine.bits.of_gamma and engine.decoder.target.narrowest <= 2
+        options = {"temperature": 0.7, "seed": 1, "verify": "coupled", "logprobs": 0}
+        plain, drafted = (
+            engine.generate("a", gamma=gamma, max_new_tokens=32, **options) for gamma in (0, 3)
+        )
+        assert plain.tokens[1:] and plain.logprobs == drafted.logprobs
     with load(out, plain_width=1) as engine:
         assert engine.decoder.target.narrowest == 1
         if engine.bits.forgone:
