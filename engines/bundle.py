@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 from runtime.files.errors import OutriderError
 from runtime.files.folders import settle_file, take_file, write_folder
+from runtime.files.machine import processor
 from runtime.files.manifest import (
     FIRST_ROWS,
     MANIFEST_FILE,
+    CallBits,
     EngineFacts,
+    Invariance,
     Manifest,
     Pair,
     file_facts,
@@ -19,7 +25,7 @@ from runtime.files.manifest import (
     read_pair,
     verify_files,
 )
-from runtime.files.progress import note, size_text
+from runtime.files.progress import note, size_text, stage
 from runtime.files.records import write_json
 
 from .gpus import present_gpus
@@ -35,11 +41,12 @@ def build(
     sm: str = "",
     level: int | None = None,
     force: bool = False,
+    measure: bool = True,
 ) -> bool:
     """Write the bundle; False where `out` already is this very bundle, intact.
 
     sm: GPU architectures as in "80,89"; empty leaves them to the backend. level: of optimisation,
-    for a backend that has some.
+    for a backend that has some. measure: on a CPU, find out what the target's bits depend on.
     Raises OutriderError "bundle", "backend", "option" or "disk".
     """
     pair = read_pair(graphs)
@@ -65,7 +72,7 @@ def build(
         engines=engines,
     )
     found = None if force else _intact(out)
-    if found and _same(found, wanted):
+    if found and _same(found, wanted) and not (measure and _unmeasured(found)):
         _settle(graphs, out, wanted)
         return False
     remedy = "Export the checkpoints again: python -m export --help."
@@ -88,8 +95,33 @@ def build(
                 files[f"{role}/{engine.file}"] = file_facts(partial / role / engine.file)
         manifest = dataclasses.replace(wanted, files=files, engines=made or None)
         write_json(partial / MANIFEST_FILE, "manifest", manifest)
+        if measure and _unmeasured(manifest):
+            manifest = dataclasses.replace(manifest, invariance=_measured(partial))
+            write_json(partial / MANIFEST_FILE, "manifest", manifest)
     _settle(graphs, out, wanted)
     return True
+
+
+def _unmeasured(manifest: Manifest) -> bool:
+    """Whether its bits can be measured here, and were not."""
+    known = manifest.invariance is not None and manifest.invariance.processor == processor()
+    return not (known or manifest.gpu_targets())
+
+
+def _measured(folder: Path) -> Invariance | None:
+    """By a process of its own: a library that dies of it takes no build along. None then."""
+    command = [sys.executable, "-m", "runtime.backends.invariance", str(folder)]
+    with stage("bundle", "bits of the target's calls"):
+        done = subprocess.run(
+            command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
+        )
+    if done.returncode:
+        cause = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        note(f"what its bits depend on was not measured, so it promises nothing: {cause[:200]}")
+        return None
+    facts = json.loads(done.stdout)
+    one, several = (CallBits(**facts[name]) for name in ("one", "several"))
+    return Invariance(facts["processor"], one, several, facts["slots"])
 
 
 def _settle(graphs: Path, out: Path, made: Manifest) -> None:
@@ -128,7 +160,8 @@ def _intact(out: Path) -> Manifest | None:
 
 
 def _same(found: Manifest, wanted: Manifest) -> bool:
-    """Equal but for what is known only after compiling: hashes and the builder's figures."""
+    """Equal but for what is known only after compiling: hashes, figures and measurements."""
+    found = dataclasses.replace(found, invariance=None)
     keys = [
         {role: engine.key for role, engine in (manifest.engines or {}).items()}
         for manifest in (found, wanted)

@@ -48,6 +48,12 @@ def parser() -> argparse.ArgumentParser:
         help="build nothing; say whether the backend runs graphs of this precision, and with --out "
         "whether the bundle can be written there",
     )
+    add(
+        "--no-measure",
+        action="store_false",
+        dest="measure",
+        help="do not find out what the bits of a text depend on: the bundle promises nothing then",
+    )
     add("--force", action="store_true", help="build again even what did not change")
     return parser
 
@@ -79,6 +85,7 @@ def run(argv: list[str] | None) -> int:
         sm=arguments.sm,
         level=arguments.opt_level,
         force=arguments.force,
+        measure=arguments.measure,
     )
     if made := engine_plan(read_bundle(arguments.out, verify=False)):
         _say_memory(made)

@@ -11,6 +11,7 @@ from numbers import Integral
 from pathlib import Path
 from threading import Thread
 
+from .backends.bits import Bits, promised
 from .backends.registry import host_engine
 from .decoder import Decoder
 from .drafts.lookup import Corpus
@@ -18,6 +19,7 @@ from .drafts.tables import Tables
 from .files.errors import OutriderError, first_line, refuse_first
 from .files.manifest import (
     FIRST_ROWS,
+    HOST_FILE,
     TEMPLATE_FILE,
     TOKENIZER_FILE,
     Manifest,
@@ -112,6 +114,12 @@ def load(
     )
     memory = _memory(manifest, folder, slots)
     rounds: Rounds
+    bits = Bits()  # a GPU's libraries choose by width: nobody has measured when
+    if not gpu:
+        same = all(_installed(package) == built for package, built in manifest.versions.items())
+        same &= HOST_FILE not in pair.target.files or kernel.available()  # another graph runs then
+        usual = host_engine(manifest.backend).least_width
+        bits = promised(manifest, slots, usual, same, plain_width)
     with _verifying(folder, manifest) if verify else nullcontext():
         if ordinal is None:
             tables = looked = None
@@ -119,7 +127,7 @@ def load(
                 tables = Tables.load(table, tokenizer.vocabulary(), pair.vocab_size)
             if corpus is not None:
                 looked = Corpus(_corpus(tokenizer, Path(corpus)))
-            rounds = _on_host(manifest, folder, slots, threads, tables, looked, reuse, plain_width)
+            rounds = _on_host(manifest, folder, slots, threads, tables, looked, reuse, bits)
         else:
             from .gpu.opening import open_rounds  # what a GPU needs is imported where there is one
 
@@ -132,7 +140,7 @@ def load(
         draft_max_len=pair.draft.max_len if pair.draft else None,
         context=pair.target.context,
     )
-    return TextEngine(manifest, tokenizer, decoder, memory, queue=queue, timeout=timeout)
+    return TextEngine(manifest, tokenizer, decoder, memory, queue=queue, timeout=timeout, bits=bits)
 
 
 @contextmanager
@@ -266,17 +274,17 @@ def _on_host(
     tables: Tables | None,
     corpus: Corpus | None,
     reuse: bool,
-    plain_width: int | None,
+    bits: Bits,
 ) -> HostRounds:
-    pair, engine = manifest.pair, host_engine(manifest.backend)
-    # A draft may have any bits: what a text is, the target's say.
-    narrowest = {"target": plain_width or engine.least_width}
+    pair = manifest.pair
     engines = {
-        role: engine(
+        role: host_engine(manifest.backend)(
             folder / role, facts, slots=slots,
             widest=pair.max_gamma + 1,
             buffers=max(1, pair.max_gamma) if role == "draft" else 1,
-            threads=threads, narrowest=narrowest.get(role, 1),
+            threads=threads,
+            # A draft may have any bits: what a text is, the target's say.
+            narrowest=bits.narrowest if role == "target" else 1,
         )
         for role, facts in pair.models()
     }  # fmt: skip

@@ -5,13 +5,16 @@ target one at a time, which is plain decoding of the same text, and each is held
 row that predicts it. Nothing of the round is used for that: rows, contexts and warping arguments
 are put together here a second time, so that a fault of the round cannot hide itself.
 
-Temperature 0. Every token must be the argmax of its plain row, or a near-tie. A verification runs
-gamma + 1 tokens in one call and rounds differently from a call of one. Let no logit differ by more
-than d. If x is the argmax of the wide row z' and a that of the plain row z, then
-z_x >= z'_x - d >= z'_a - d >= z_a - 2d: a margin z_a - z_x above 2d is not rounding. d is measured
-on this very text, by teacher-forcing it in calls of gamma + 1 tokens as well, on the largest logits
-of each row. The bound is capped (`_cap`), or engines whose wide calls are plainly wrong would
-measure a large d and excuse themselves.
+Where the bundle promises it (`backends.bits`), plain decoding and calls of gamma + 1 tokens give
+the same logits: the text is teacher-forced in such calls as well, and one bit that differs fails.
+
+Temperature 0. Every token must be the argmax of its plain row. Elsewhere it may be a near-tie: a
+verification runs gamma + 1 tokens in one call and rounds differently from a plain step. Let no
+logit differ by more than d. If x is the argmax of the wide row z' and a that of the plain row z,
+then z_x >= z'_x - d >= z'_a - d >= z_a - 2d: a margin z_a - z_x above 2d is not rounding. d is
+measured on this very text, by teacher-forcing it in calls of gamma + 1 tokens as well, on the
+largest logits of each row. The bound is capped (`_cap`), or engines whose wide calls are plainly
+wrong would measure a large d and excuse themselves.
 
 Temperature above 0. The randomised probability integral transform (Rosenblatt 1952, "Remarks on a
 multivariate transformation"; Brockwell 2007, "Universal residuals"): with p the plain distribution
@@ -37,6 +40,7 @@ What a sample can say is limited: a distribution that differs from the target's 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -83,12 +87,14 @@ class Certificate:
     """The outcome of `check`.
 
     texts, tokens: tested. drafted: draft tokens of these texts. rounding: largest difference, in
-    logits, between calls of `width` tokens and calls of one on these texts. bound: the largest
+    logits, between calls of `width` tokens and plain steps on these texts. bound: the largest
     margin that rounding explains. near_ties: mismatches within the bound; violations: those beyond
     it, or too many of them.
     statistic, p_value: of the distribution test (D of the worse order), None at temperature 0.
     repeated: of the texts, those that plain decoding gives to the token; None by rules that do not
     promise that.
+    identical: whether both kinds of calls gave the same logits to the bit; None where the bundle
+    does not promise it, or nothing was drafted.
     caveat: why nothing can be certified whatever the sample says: an inexact rule, or no drafts.
     """
 
@@ -105,10 +111,11 @@ class Certificate:
     statistic: float | None = None
     p_value: float | None = None
     repeated: int | None = None
+    identical: bool | None = None
     caveat: str | None = None
 
     def lines(self) -> list[str]:
-        """Two to five lines for people."""
+        """Two to six lines for people."""
         verdict = "PASSED" if self.passed else "FAILED"
         texts = "1 text" if self.texts == 1 else f"{self.texts} texts"
         lines = [
@@ -116,7 +123,9 @@ class Certificate:
             f"{texts} ({self.drafted} drafted), each held against the target alone"
         ]
         found = len(self.near_ties) + len(self.violations)
-        if self.p_value is None:
+        if self.p_value is None and self.identical:
+            lines.append(f"argmax {self.tokens - found} | other {found}")
+        elif self.p_value is None:
             lines.append(
                 f"argmax {self.tokens - found} | near-ties {len(self.near_ties)} "
                 f"| other {len(self.violations)} | bound {self.bound:.2g} logits "
@@ -127,6 +136,9 @@ class Certificate:
                 f"uniformity D {self.statistic:.4f}, p-value {self.p_value:.3g} (fails below "
                 f"{LEVEL:g}) | outside the target's support {found}"
             )
+        if self.identical is not None:
+            said = "identical" if self.identical else f"NOT identical, by up to {self.rounding:.2g}"
+            lines.append(f"logits of {self.width}-token calls and of plain steps: {said}")
         shown = [*self.violations[:3], *self.near_ties][:4]
         if shown:
             more = f" | and {found - len(shown)} more" if found > len(shown) else ""
@@ -200,9 +212,10 @@ def check(engine: TextEngine, prompt: Prompt, options: Options) -> Certificate:
                 rounding.compare(target.rows(text, width))
 
     tokens = sum(map(len, texts))
+    identical = rounding.identical if width > 1 and engine.bits.of_gamma else None
     bound = min(2 * rounding.largest, _cap(engine.manifest.pair.target.dtype, rounding.scale))
-    near = tuple(m for m in mismatches if m.margin <= bound)
-    violations = tuple(m for m in mismatches if m.margin > bound)
+    near = tuple(m for m in mismatches if m.margin <= bound and identical is None)
+    violations = tuple(m for m in mismatches if m not in near)
     statistic = p_value = None
     if params.temperature > 0:
         tests = [kolmogorov_smirnov(column) for column in zip(*numbers, strict=True)]
@@ -224,10 +237,11 @@ def check(engine: TextEngine, prompt: Prompt, options: Options) -> Certificate:
         and caveat is None
         and (p_value is None or p_value >= LEVEL)
         and repeated in (None, len(texts))
+        and identical is not False
     )
     return Certificate(
         passed, params.temperature, len(texts), tokens, drafted, width, rounding.largest, bound,
-        near, violations, statistic, p_value, repeated, caveat,
+        near, violations, statistic, p_value, repeated, identical, caveat,
     )  # fmt: skip
 
 
@@ -360,15 +374,17 @@ class _Replay:
 
 
 class _Rounding:
-    """How far calls of several tokens are from calls of one, on each row's largest logits."""
+    """How far calls of several tokens are from plain steps, on each row's largest logits; and
+    whether all logits are the same."""
 
     def __init__(self, vocab_size: int, penalty: float):
         self._vocab_size = vocab_size
         self._stretch = max(penalty, 1 / penalty)  # the penalty scales differences too
         self.largest = 0.0
         self.scale = 0.0  # the largest logit
+        self.identical = True
 
-        self._witnesses: list[tuple[npt.NDArray[np.intp], Logits]] = []
+        self._witnesses: list[tuple[npt.NDArray[np.intp], Logits, bytes]] = []
 
     def watch(self, rows: Iterator[Logits]) -> Iterator[Logits]:
         """Pass plain rows on, remembering what `compare` will look at."""
@@ -377,15 +393,20 @@ class _Rounding:
             known = row[: self._vocab_size]
             best = np.argpartition(known, -min(WITNESSES, len(known)))[-WITNESSES:]
             best = best[np.isfinite(known[best])]
-            self._witnesses.append((best, known[best]))
+            self._witnesses.append((best, known[best], _digest(known)))
             self.scale = max(self.scale, float(np.abs(known[best]).max(initial=0.0)))
             yield row
 
     def compare(self, rows: Iterator[Logits]) -> None:
         """The same rows from wider calls."""
-        for (best, plain), row in zip(self._witnesses, rows, strict=True):
+        for (best, plain, digest), row in zip(self._witnesses, rows, strict=True):
+            self.identical &= _digest(row[: self._vocab_size]) == digest
             difference = float(np.abs(row[best] - plain).max(initial=0.0)) * self._stretch
             self.largest = max(self.largest, difference)
+
+
+def _digest(row: Logits) -> bytes:
+    return hashlib.blake2b(row.tobytes()).digest()
 
 
 def _cap(dtype: Dtype, scale: float) -> float:

@@ -84,12 +84,13 @@ def _single(session: Session, prompt: Prompt) -> None:
         same = greedy or options.verify == "coupled"
         objects["baseline"] = report.baseline_object(result, plain, same=same)
         err.line(report.baseline(result, plain, same=same))
-    session.show_memory()
+    session.show_engine()
     certificate = check(engine, prompt, options) if args.check else None
     if certificate is not None:
         objects["check"] = certificate.json_object()
         err.lines(certificate.lines())
     if args.json:
+        objects = {"bits": engine.bits.json_object(), **objects}
         body = report.json_object(result, logprobs=options.logprobs is not None, **objects)
         session.out.line(report.json_line(body))
     if certificate is not None and not certificate.passed:
@@ -132,7 +133,7 @@ def _beams(session: Session, prompt: Prompt) -> None:
     session.out.line(text)
     if args.stats != "none":
         session.err.lines(found.lines(args.beams, gamma_of(engine, options.gamma)))
-    session.show_memory()
+    session.show_engine()
 
 
 def _batch(session: Session, requests: Sequence[tuple[int, Prompt, Options]]) -> None:
@@ -167,7 +168,7 @@ def _batch(session: Session, requests: Sequence[tuple[int, Prompt, Options]]) ->
         err.lines(report.batch_summary(whole, seconds, gamma))
     if args.stats == "detailed":
         err.lines(report.detailed(total))
-    session.show_memory()
+    session.show_engine()
     failed = [(number, r.error) for (number, *_), r in zip(requests, whole, strict=True) if r.error]
     if failed:
         more = f" (and {len(failed) - 1} lines more)" if len(failed) > 1 else ""

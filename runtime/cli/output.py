@@ -81,9 +81,12 @@ class Session:
                 shown += pieces
         return "".join(shown)
 
-    def show_memory(self) -> None:
-        if self.args.stats != "none" and self.engine.memory:
-            self.err.line(report.memory(self.engine.memory))
+    def show_engine(self) -> None:
+        """What its texts do not depend on, and its memory."""
+        if self.args.stats != "none":
+            self.err.line(self.engine.bits.line())
+            if self.engine.memory:
+                self.err.line(report.memory(self.engine.memory))
 
 
 def standard_streams(*, json: bool) -> tuple[Output, Output]:

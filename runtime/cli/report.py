@@ -193,7 +193,7 @@ def memory(parts: Mapping[str, int]) -> str:
 
 
 def json_object(result: Result, *, logprobs: bool, **more: Mapping[str, Any]) -> dict[str, Any]:
-    """One request's object. more: `baseline` and `check`, where asked for."""
+    """One request's object. more: `bits`, and `baseline` and `check` where asked for."""
     body: dict[str, Any] = {
         "text": result.text,
         "token_ids": result.token_ids,

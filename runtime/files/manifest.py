@@ -214,10 +214,41 @@ class EngineFacts:
 
 
 @dataclass(frozen=True)
+class CallBits:
+    """Which calls of the target give the same logits to the bit, as they were measured.
+
+    widths: numbers of tokens that agree with each other; others: those that do not. The others say
+    whether a call gives the same alone and with neighbours, with one thread and with all, with
+    room for few rows and for many.
+    """
+
+    widths: Annotated[list[Small], Rule("some widths", bool)]
+    others: list[Small]
+    neighbours: bool
+    threads: bool
+    rows: bool
+
+
+@dataclass(frozen=True)
+class Invariance:
+    """What the target's bits depend on, where the bundle was built.
+
+    processor: which that was (`machine.processor`). one, several: with one slot and with more.
+    slots: whether these two give the same.
+    """
+
+    processor: str
+    one: CallBits
+    several: CallBits
+    slots: bool
+
+
+@dataclass(frozen=True)
 class Manifest:
     """A bundle: the pair, the backend it was built for, and every file with its hash.
 
     engines: by role; None where the backend runs the graphs, which the bundle then holds.
+    invariance: None where nobody measured it, on a GPU for one.
     """
 
     name: str
@@ -227,6 +258,7 @@ class Manifest:
     pair: Pair
     files: dict[FileName, FileFacts]
     engines: dict[str, EngineFacts] | None = None
+    invariance: Invariance | None = None
 
     def contradiction(self) -> str | None:
         """What in here cannot be true together; None for what `engines/` wrote."""

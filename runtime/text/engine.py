@@ -10,6 +10,7 @@ from dataclasses import replace
 from operator import index
 from typing import Any, SupportsIndex, cast
 
+from ..backends.bits import Bits
 from ..decoder import Decoder
 from ..drafts.registry import KINDS
 from ..files.errors import OutriderError, refuse_first
@@ -45,8 +46,10 @@ class TextEngine:
         *,
         queue: int = QUEUE,
         timeout: float | None = TIMEOUT,
+        bits: Bits | None = None,
     ):
         self.manifest, self.tokenizer = manifest, tokenizer
+        self.bits = bits or Bits()  # what a text is promised not to depend on
         self.memory = dict(memory or {})  # bytes of weights and caches, by part
         self.line = Line(len(decoder.slots), queue, timeout)
         self._decoder: Decoder | None = decoder
@@ -129,6 +132,12 @@ class TextEngine:
             options.check_plain()
         width = self.decoder.vocab_size
         params = options.sampling()
+        if params.verify == "coupled" and self.bits.forgone:
+            raise OutriderError(
+                "option",
+                "verify=coupled promises a text of every gamma, and plain_width=1 ties it to one",
+                "Leave one of them out.",
+            )
         biased = list(dict(params.logit_bias))
         refuse_first(
             (not 0 <= token < width, f"{name}: the token id {token} does not exist",

@@ -55,7 +55,7 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(cli, engine):
     assert out == engine.generate("hello", max_new_tokens=30).text + "\n"
     expected = [
         "prompt 5 tok | TTFT ", "output 30 tok | ", "rounds ", "accepted by position ",
-        "time draft ", "memory 6.0 MiB = target 3.0 + draft 1.0 + KV 2.0",
+        "time draft ", "bits: not measured", "memory 6.0 MiB = target 3.0 + draft 1.0 + KV 2.0",
     ]  # fmt: skip
     for line, begins in zip(err.splitlines(), expected, strict=True):
         assert line.startswith(begins)
@@ -194,7 +194,7 @@ def test_json(cli):
     result = cli.engine.generate("hello", max_new_tokens=5, logprobs=2)
     assert status == 0
     assert out.count("\n") == 1
-    keys = ["text", "token_ids", "finish_reason", "stopped_by", "seed", "stats", "logprobs"]
+    keys = ["text", "token_ids", "finish_reason", "stopped_by", "seed", "stats", "logprobs", "bits"]
     assert list(body) == keys
     assert body["text"] == result.text
     assert body["seed"] == 0
@@ -213,7 +213,9 @@ def test_baseline(cli):
     status, out, err = cli("--prompt", "hello", "--baseline")
     assert status == 0
     assert out == cli.engine.generate("hello").text + "\n"
-    assert re.search(r"\nbaseline \d+\.\d tok/s -> \d+\.\d\dx \| same tokens\nmemory", err)
+    assert re.search(
+        r"\nbaseline \d+\.\d tok/s -> \d+\.\d\dx \| same tokens\nbits: .*\nmemory", err
+    )
     _, out, err = cli("--prompt", "hello", "--baseline", "--json", "--temperature", "1")
     baseline = json.loads(out)["baseline"]
     assert baseline.keys() == {"tokens_per_second", "output_tokens", "speedup"}

@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 
+from runtime.backends.bits import promised
 from runtime.bundle import choose_device, load
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
 from runtime.files.manifest import (
     MANIFEST_FILE,
+    CallBits,
     EngineFacts,
     FileFacts,
     GraphFacts,
+    Invariance,
     Manifest,
     Pair,
     Profile,
@@ -68,9 +71,11 @@ def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     listed = pair.carried_files(engines if compiled else None)
     if compiled:
         listed |= {f"{role}/engine.rtx": facts for role, facts in made.items()}
+    calls = CallBits([2, 3], [1], True, True, False)
     manifest = Manifest(
-        "bundle", request.param, {"onnx": "1"}, 2, pair, listed, engines if compiled else None
-    )
+        "bundle", request.param, {"onnx": "1"}, 2, pair, listed, engines if compiled else None,
+        None if compiled else Invariance("here", calls, calls, True),
+    )  # fmt: skip
     write_json(folder / MANIFEST_FILE, "manifest", manifest)
     return folder
 
@@ -95,6 +100,7 @@ def use(folder: Path) -> int:
     """All that is asked of a manifest before a file of the bundle is opened."""
     manifest = read_bundle(folder)
     choose_device(manifest, folder, "auto")
+    promised(manifest, manifest.slots, 1, True)
     assert manifest.rebuild_command(folder, "sm90").startswith("make engines MODEL=")
     assert 0 < sum(f.cache_bytes(manifest.slots) for _, f in manifest.pair.models()) < 1 << 62
     assert 0 < manifest.pair.logits_bytes(manifest.slots) < 1 << 62

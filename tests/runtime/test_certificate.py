@@ -12,6 +12,7 @@ from rounds import WRONG_RULES
 from scipy import stats
 
 import runtime.certificate as certificate_module
+from runtime.backends.bits import Bits
 from runtime.certificate import LEVEL, TOKENS, check, kolmogorov_smirnov
 from runtime.sampling import philox, reference
 from runtime.sampling.warp import warp
@@ -233,6 +234,22 @@ def test_a_seed_that_does_not_mean_the_text_fails(engine, monkeypatch):
     certificate = check(engine, PROMPT, coupled)
     assert not certificate.passed and certificate.repeated == 0
     assert certificate.p_value > LEVEL
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED, replace(SAMPLED, verify="coupled")])
+def test_where_it_is_promised_one_bit_fails(tmp_path, monkeypatch, options):
+    """A rounding far below any near-tie, and the text is the target's all the same."""
+    monkeypatch.setattr(certificate_module, "TOKENS", 96)
+    target = random_model(1, never=[EOS])
+    for rounding, passes in ((0, True), (1e-6, False)):
+        engine = make_text_engine(tmp_path, target, near(target, 2, 1.5), rounding=rounding)
+        assert check(engine, PROMPT, options).identical is None
+        engine.bits = Bits(same=("gamma",))
+        certificate = check(engine, PROMPT, options)
+        assert certificate.passed == certificate.identical == passes
+        assert not certificate.violations
+        said = "identical" if passes else "NOT identical"
+        assert f"logits of 5-token calls and of plain steps: {said}" in certificate.lines()[2][:70]
 
 
 def test_a_filter_that_was_not_applied_fails(engine, monkeypatch):

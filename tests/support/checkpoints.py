@@ -249,17 +249,20 @@ class Workshop:
         draft: Path | None = None,
         *,
         backend: str = "onnxruntime",
+        measure: bool = False,
         **options: Any,
     ) -> Path:
-        """What `python -m engines` writes, for one slot. options: as `graphs`."""
+        """What `python -m engines` writes, for one slot. options: as `graphs`. measure: what its
+        bits depend on, which takes seconds."""
         form = {"form": "torch"} if find(backend).FORMAT == "torch" else {}
         graphs = self.graphs(target, draft, **form, **options)
-        with self._once("bundle", str(graphs), {}) as (folder, made):
+        measured = {"measure": True} if measure else {}
+        with self._once("bundle", str(graphs), measured) as (folder, made):
             if not made:
                 # Also on a machine with a GPU.
                 sm = "cpu" if backend == "aotinductor" else ""
                 with _compiled_once(self.cache):
-                    build(graphs, folder, backend=backend, slots=1, sm=sm)
+                    build(graphs, folder, backend=backend, slots=1, sm=sm, measure=measure)
         return folder
 
     def pair(self, backend: str = "onnxruntime") -> tuple[Path, Path]:

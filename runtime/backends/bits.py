@@ -1,0 +1,86 @@
+"""What is promised of a text's bits: the same whatever gamma, draft, slot and neighbours it had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..files.machine import processor
+from ..files.manifest import CallBits, Manifest
+
+WIDEST_STEP = 4  # tokens of a plain step's call, at most; wider ones cost more than a promise
+
+
+@dataclass(frozen=True)
+class Bits:
+    """What the bits of the target's logits, and so a text, do not depend on.
+
+    narrowest: tokens of its narrowest calls. same, other: which of gamma, draft, slot, neighbour
+    and thread count make no difference, and which may; both are empty where nobody measured.
+    """
+
+    narrowest: int = 1
+    same: tuple[str, ...] = ()
+    other: tuple[str, ...] = ()
+    forgone: bool = False  # by calls that are narrower than they need to be
+    slots: bool = True  # whether one slot and several give the same
+
+    @property
+    def of_gamma(self) -> bool:
+        """Whether speculation and plain decoding are the same computation."""
+        return "gamma" in self.same
+
+    def line(self) -> str:
+        """For people."""
+        if not self.same and not self.other:
+            return "bits: not measured on this machine, so nothing is promised"
+        parts = [f"the same for every {_listed(self.same)}"] if self.same else []
+        if self.other:
+            why = " (plain steps of one token)" if self.forgone else ""
+            parts.append(f"not for every {_listed(self.other)}{why}")
+        if not self.slots:
+            parts.append("one slot and several differ")
+        return "bits: " + "; ".join(parts)
+
+    def json_object(self) -> dict[str, Any]:
+        return {"same": self.same, "other": self.other, "narrowest_call": self.narrowest}
+
+
+def promised(
+    manifest: Manifest, slots: int, usual: int, measured_here: bool, plain_width: int | None = None
+) -> Bits:
+    """What a bundle for the CPU promises with as many slots.
+
+    usual: the narrowest call where nobody measured. measured_here: whether its libraries are those
+    that it was built with. plain_width: the narrowest call that was asked for.
+    """
+    facts = manifest.invariance
+    if facts is None or not measured_here or facts.processor != processor():
+        return Bits(plain_width or usual, forgone=(plain_width or usual) < usual)
+    calls = facts.one if slots == 1 else facts.several
+    need = _least(calls)
+    narrowest = plain_width or need or usual
+    widths = need is not None and narrowest >= need and calls.rows
+    held = {
+        "gamma": widths, "draft": widths, "slot": widths and calls.neighbours,
+        "neighbour": widths and calls.neighbours, "thread count": calls.threads,
+    }  # fmt: skip
+    return Bits(
+        narrowest,
+        tuple(name for name, holds in held.items() if holds),
+        tuple(name for name, holds in held.items() if not holds),
+        need is not None and narrowest < need,
+        facts.slots,
+    )
+
+
+def _least(calls: CallBits) -> int | None:
+    """The width from which on all calls agree; None where some wide ones do not."""
+    least = min(calls.widths)
+    return least if least <= WIDEST_STEP and all(w < least for w in calls.others) else None
+
+
+def _listed(names: Iterable[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last

@@ -1,0 +1,137 @@
+"""What the bits of a target's logits depend on, on this processor.
+
+`python -m runtime.backends.invariance FOLDER`, which a build runs, teacher-forces one text through
+the target of a bundle in every way that decoding may choose, and prints an `Invariance` as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..files.machine import processor
+from ..files.manifest import FIRST_ROWS, CallBits, Invariance, Manifest, read_bundle
+from .engine import Ids
+from .host import HostEngine
+from .registry import host_engine
+
+PREFIX, TOKENS, FEWEST = 32, 24, 8  # of the text: what is given, and how much is compared
+SECONDS = 0.6  # after which the text is long enough; all the rest takes some twenty times that
+SLOTS = 3  # where there are several
+PROMPT = 16  # what a prompt's chunks are held against: the engine's own
+
+Digests = dict[int, list[bytes]]  # by the width of a call, of the logits of each of its slots
+
+
+def measure(folder: Path, manifest: Manifest) -> Invariance:
+    """Of a bundle for the CPU. One engine at a time is open. Raises OutriderError as `load`."""
+    pair = manifest.pair
+    engine_of = partial(
+        host_engine(manifest.backend), folder / "target", pair.target, widest=TOKENS + 1
+    )
+    given, text = min(PREFIX, pair.max_len // 2), np.zeros(0, np.int64)
+    found, said = [], []
+    for slots in (1, SLOTS):
+        engine = engine_of(slots=slots)
+        if not len(text):
+            text = sample(engine, pair.vocab_size, given, pair.max_len)
+        say = partial(replay, given=given)
+        chunk, widest = engine.chunk, pair.max_gamma + 1
+        ways = say(engine, text[None], {*range(1, widest + 1), PROMPT, chunk})
+        neighbours = True
+        if slots > 1:
+            crowd = np.stack([text, text[::-1], text])
+            neighbours = _agree(ways, say(engine, crowd, {2, widest}))
+        rows = _agree(ways, say(engine, text[None], {2, widest}, rows=4 * FIRST_ROWS))
+        del engine
+        single = engine_of(slots=slots, threads=1)
+        threads = _agree(ways, say(single, text[None], {2, widest, chunk}))
+        del single
+        found.append(CallBits(*_alike(ways), neighbours, threads, rows))
+        said.append(ways)
+    (one, several), (alone, among) = found, said
+    return Invariance(processor(), one, several, _agree(alone, among, one.widths))
+
+
+def sample(engine: HostEngine[Any], vocab_size: int, given: int, max_len: int) -> Ids:
+    """[L] a text that is the model's own after the random tokens given, at temperature 1."""
+    rng = np.random.default_rng(0)
+    text, began = rng.integers(0, vocab_size, given).tolist(), time.perf_counter()
+    ids, start = text, 0
+    while len(text) < min(given + TOKENS, max_len):
+        if len(text) >= given + FEWEST and time.perf_counter() - began > SECONDS:
+            break
+        logits = engine.forward(
+            np.array([ids]), np.array([start]), np.array([len(text) - 1 - start])
+        )
+        row = logits[0, 0, :vocab_size].astype(np.float64)
+        start = len(text)
+        text.append(int((row + rng.gumbel(size=vocab_size)).argmax()))
+        ids = [text[-1], 0]
+    return np.array(text, np.int64)
+
+
+def replay(
+    engine: HostEngine[Any], texts: Ids, widths: Iterable[int], given: int, rows: int = 0
+) -> Digests:
+    """What [B, L] texts in the first slots get after the tokens given, in calls of each width.
+
+    rows: that the slots have before, 0 for as few as the text needs.
+    """
+    _feed(engine, texts, PROMPT, 0, given)
+    if rows := min(rows, engine.capacity):
+        engine.forward(np.zeros((1, 2), np.int64), np.array([rows - 2]), np.zeros(1, np.int64))
+    # Prompts are read from the start, unless that would take the rows away again.
+    since = {width: 0 if width >= PROMPT and not rows else given for width in sorted(widths)}
+    return {width: _feed(engine, texts, width, begin, given) for width, begin in since.items()}
+
+
+def _feed(engine: HostEngine[Any], texts: Ids, width: int, since: int, given: int) -> list[bytes]:
+    """Tokens from `since` on in calls of a width that is always full; a digest of the logits from
+    token `given` on for each slot. Neighbours in the middle are elsewhere in their texts."""
+    batch, length = texts.shape
+    found = [hashlib.blake2b() for _ in texts]
+    for begin in range(since, length, width):
+        start = min(begin, engine.capacity - width)
+        position = np.full(batch, start)
+        position[1:-1] //= 2
+        ids = np.zeros((batch, width), np.int64)
+        for row, text, at in zip(ids, texts, position.tolist(), strict=True):
+            piece = text[at : at + width]
+            row[: len(piece)] = piece
+        asked = np.arange(max(begin, given), min(begin + width, length)) - start
+        logits = engine.forward(ids, position, asked if len(asked) else np.zeros(1, np.int64))
+        for digest, answer in zip(found, logits, strict=True):
+            digest.update(answer.tobytes() if len(asked) else b"")
+    return [digest.digest() for digest in found]
+
+
+def _agree(alone: Digests, others: Digests, widths: Iterable[int] | None = None) -> bool:
+    """Whether the first and the last slot of the others say what slot 0 said alone."""
+    return all(
+        alone[width][0] == others[width][0] == others[width][-1] for width in widths or others
+    )
+
+
+def _alike(ways: Digests) -> tuple[list[int], list[int]]:
+    """The widths of which the most agree, the wider ones where as many do; and the others."""
+    groups: dict[bytes, list[int]] = defaultdict(list)
+    for width, (digest, *_) in ways.items():
+        groups[digest].append(width)
+    best = max(groups.values(), key=lambda widths: (len(widths), widths))
+    return best, [width for width in ways if width not in best]
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1])
+    print(json.dumps(asdict(measure(place, read_bundle(place, verify=False)))))

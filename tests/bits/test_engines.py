@@ -1,0 +1,142 @@
+"""Real engines say the same tokens and log-probabilities, to the bit, whatever they were asked in:
+every gamma and kind of draft, alone and in company, one thread and two, prompts in any chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import MAX_GAMMA, Workshop
+
+from export import ngram
+from runtime import load
+from runtime.backends import host
+from runtime.certificate import check
+from runtime.drafts.registry import KINDS
+from runtime.text.engine import TextEngine
+from runtime.text.options import Options
+
+pytestmark = pytest.mark.slow  # every part of it: test_rounds.py, test_invariance.py
+
+CHECKOUT = Path(__file__).parents[2]
+PROMPTS = [
+    "import os\n\ndef load(path):\n    with open(path) as file:\n",
+    "a",
+    "The quick brown fox jumps over the lazy dog, and then it",
+]
+GREEDY = Options(ignore_eos=True, logprobs=0)
+COUPLED = [
+    replace(GREEDY, temperature=0.7, top_p=0.9, seed=3, verify="coupled"),
+    replace(GREEDY, temperature=1.0, repetition_penalty=1.2, frequency_penalty=0.3, seed=4,
+            verify="coupled"),
+]  # fmt: skip
+TINY = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "olmo2", "cohere"]
+
+Said = list[tuple[list[int], list[float | None]]]
+
+
+def ways(engine: TextEngine) -> Iterator[dict[str, Any]]:
+    """Other than plain decoding: every gamma, kind of draft, and those that go by the clock."""
+    kinds = sorted(engine.decoder.rounds.kinds)
+    yield from ({"gamma": gamma} for gamma in range(1, MAX_GAMMA + 1))
+    yield from ({"draft": kind} for kind in kinds)
+    yield from ({"gamma": "auto"}, {"fallback": "auto"}, {"draft_threshold": 0.4, "gamma": 8})
+
+
+def said(engine: TextEngine, options: Options, **way: Any) -> Said:
+    results = [engine.generate(prompt, **vars(replace(options, **way))) for prompt in PROMPTS]
+    return [(result.token_ids, result.logprobs) for result in results]
+
+
+def in_company(engine: TextEngine, options: Options, every: Iterable[dict[str, Any]]) -> None:
+    """Requests of all ways join and leave: each says what it says alone and plainly."""
+    alone = said(engine, options, gamma=0)
+    asked = [
+        (prompt, replace(options, **way, max_new_tokens=options.max_new_tokens - number))
+        for way in every
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    for index, result in engine.batch(asked):
+        tokens, logprobs = alone[index % len(PROMPTS)]
+        count = len(result.token_ids)
+        assert (result.token_ids, result.logprobs) == (tokens[:count], logprobs[:count]), asked[
+            index
+        ]
+
+
+@contextmanager
+def chunks(size: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "CHUNK", size)
+        yield
+
+
+def holds(bundle: Path, all_options: Iterable[Options], **sources: Any) -> None:
+    for options in all_options:
+        expected = None
+        for threads, chunk in ((1, 256), (2, 16)):
+            with chunks(chunk), load(bundle, threads=threads, verify=False, **sources) as engine:
+                plain = said(engine, options, gamma=0)
+                assert expected in (None, plain), (threads, chunk)
+                expected = plain
+                for way in ways(engine) if threads == 1 else ({"gamma": 3},):
+                    assert said(engine, options, **way) == plain, way
+        with load(bundle, slots=3, threads=1, verify=False, **sources) as engine:
+            in_company(engine, options, [{"gamma": 0}, *ways(engine)])
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_architectures(workshop: Workshop, name: str) -> None:
+    draft = workshop.checkpoint(name, blur=0.2)
+    bundle = workshop.bundle(workshop.checkpoint(name), draft, measure=True)
+    with load(bundle, verify=False) as engine:
+        assert engine.bits.of_gamma, engine.bits.line()
+    holds(bundle, [replace(one, max_new_tokens=24) for one in (GREEDY, *COUPLED)])
+
+
+class TestBundledPair:
+    """Trained, so its texts are text."""
+
+    @pytest.fixture(scope="class")
+    def sources(
+        self, workshop: Workshop, tmp_path_factory: pytest.TempPathFactory
+    ) -> dict[str, Any]:
+        bundle = workshop.bundle(
+            CHECKOUT / "models" / "target",
+            CHECKOUT / "models" / "draft",
+            measure=True,
+            max_len=1536,
+        )
+        table = tmp_path_factory.mktemp("table") / "table.npz"
+        texts = [str(path) for path in sorted((CHECKOUT / "runtime").glob("*.py"))]
+        tokenizer = str(bundle / "tokenizer")
+        assert ngram.main(["--tokenizer", tokenizer, "--out", str(table), *texts]) == 0
+        corpus = CHECKOUT / "runtime" / "round.py"
+        return {"bundle": bundle, "table": table, "corpus": corpus}
+
+    def test_every_way(self, sources: dict[str, Any]) -> None:
+        with load(**sources, verify=False) as engine:
+            assert engine.decoder.rounds.kinds == frozenset(KINDS)
+        holds(all_options=[replace(o, max_new_tokens=64) for o in (GREEDY, *COUPLED)], **sources)
+
+    def test_ten_thousand_tokens(self, sources: dict[str, Any]) -> None:
+        """Plainly and by speculation; a call of one token lets one of them differ."""
+        starts = [PROMPTS[0] + f"    # {number}\n" for number in range(10)]
+        options = replace(GREEDY, max_new_tokens=1024)
+
+        def texts(engine: TextEngine, gamma: int) -> Said:
+            asked = [engine.generate(s, **vars(replace(options, gamma=gamma))) for s in starts]
+            return [(result.token_ids, result.logprobs) for result in asked]
+
+        with load(sources["bundle"]) as engine:
+            plain, drafted = texts(engine, 0), texts(engine, 5)
+            assert sum(len(tokens) for tokens, _ in plain) >= 10_000 and drafted == plain
+            certificate = check(engine, starts[0], replace(options, gamma=5, logprobs=None))
+            assert certificate.passed and certificate.identical and not certificate.near_ties
+        with load(sources["bundle"], plain_width=1) as engine:
+            assert texts(engine, 0) != plain

@@ -1,0 +1,158 @@
+"""What a build measures of the target's bits, and what is promised of it: faults of engines that
+round otherwise by width, neighbours, threads or rows, one by one, and a real engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import Workshop
+from fakes import FakeEngine, make_manifest, random_model
+
+from engines import bundle as bundles
+from engines.bundle import build
+from runtime import load
+from runtime.backends import invariance
+from runtime.backends.bits import promised
+from runtime.backends.engine import Ids, Logits
+from runtime.backends.invariance import measure
+from runtime.files.errors import OutriderError
+from runtime.files.machine import processor
+from runtime.files.manifest import CallBits, Invariance, Manifest, read_bundle
+
+Fault = Callable[["Odd", Ids, Ids, int], bool]
+
+
+class Odd(FakeEngine):
+    """Every logit is one bit off in calls of a kind; how many threads and rows it has."""
+
+    fault: Fault = staticmethod(lambda *_: False)
+
+    def __init__(self, folder: Path, facts: Any, *, slots: int, widest: int, threads: int = 0):
+        super().__init__(random_model(1), slots=slots, capacity=facts.capacity, chunk=256)
+        self.threads, self.high = threads, 0
+        self.cache[:] = 0  # as real ones
+
+    def forward(self, input_ids: Ids, position: Ids, logits_index: Ids, **more: Any) -> Logits:  # type: ignore[override]
+        self.high = max(self.high, int(position.max()))
+        logits = super().forward(input_ids, position, logits_index, **more)
+        if self.fault(self, input_ids, position, len(logits_index)):
+            logits[:] = np.nextafter(logits, np.float32(np.inf))
+        return logits
+
+
+WIDTHS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 256]
+ALL = ("gamma", "draft", "slot", "neighbour", "thread count")
+EVERY = "the same for every gamma, draft, slot, neighbour and thread count"
+NOT = "the same for every thread count; not for every gamma, draft, slot and neighbour"
+# What makes the difference, what is found of it with several slots, and what they still promise.
+FAULTS: dict[str, tuple[Fault, dict[str, Any], str]] = {
+    "none": (lambda *_: False, {}, EVERY),
+    "one": (
+        lambda engine, ids, *_: ids.shape[1] == 1, {"widths": WIDTHS[1:], "others": [1]},
+        EVERY,
+    ),
+    "wide": (
+        lambda engine, ids, *_: ids.shape[1] > 4,
+        {"widths": [5, 6, 7, 8, 9, 16, 256], "others": [1, 2, 3, 4]},
+        NOT,
+    ),
+    "neighbours": (
+        lambda engine, ids, *_: len(ids) > 1, {"neighbours": False},
+        "the same for every gamma, draft and thread count; not for every slot and neighbour",
+    ),
+    "threads": (
+        lambda engine, *_: engine.threads == 1, {"threads": False},
+        "the same for every gamma, draft, slot and neighbour; not for every thread count",
+    ),
+    "rows": (
+        lambda engine, *_: engine.high > 300, {"rows": False},
+        NOT,
+    ),
+    "slots": (
+        lambda engine, *_: engine.slots > 1, {},
+        f"{EVERY}; one slot and several differ",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_is_found_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault, found, promise = FAULTS[name]
+    monkeypatch.setattr(Odd, "fault", staticmethod(fault))
+    monkeypatch.setattr(invariance, "host_engine", lambda _: Odd)
+    manifest = make_manifest(slots=3, max_len=2048)
+    facts = measure(Path(), manifest)
+    usual = CallBits(WIDTHS, [], neighbours=True, threads=True, rows=True)
+    assert facts.several == dataclasses.replace(usual, **found)
+    assert facts.slots == (name != "slots")
+    manifest = dataclasses.replace(manifest, invariance=facts)
+    assert promised(manifest, 3, 2, True).line() == f"bits: {promise}"
+
+
+def described(**invariance: Any) -> Manifest:
+    calls = CallBits([2, 3, 16], [1], neighbours=True, threads=True, rows=True)
+    facts = {"processor": processor(), "one": calls, "several": calls, "slots": True}
+    return dataclasses.replace(make_manifest(), invariance=Invariance(**facts | invariance))
+
+
+def test_what_is_promised() -> None:
+    """Only what was measured with these libraries on this processor."""
+    bits = promised(described(), 1, 1, True)
+    assert (bits.narrowest, bits.same, bits.other) == (2, ALL, ())
+    bits = promised(described(), 1, 1, True, plain_width=1)
+    assert bits.narrowest == 1 and bits.forgone
+    assert bits.line().endswith("neighbour (plain steps of one token)")
+    any_width = CallBits([1, 2, 3, 16], [], neighbours=True, threads=True, rows=True)
+    bits = promised(described(one=any_width), 1, 2, True)
+    assert bits.narrowest == 1 and bits.of_gamma, "nothing is paid where nothing is to be had"
+    for unknown in (
+        promised(make_manifest(), 1, 2, True),
+        promised(described(), 1, 2, False),
+        promised(described(processor="another"), 1, 2, True),
+    ):
+        assert unknown.narrowest == 2 and not unknown.same
+        assert unknown.line() == "bits: not measured on this machine, so nothing is promised"
+
+
+def test_a_real_engine(workshop: Workshop, tmp_path: Path) -> None:
+    """It is measured once, and again on another processor."""
+    graphs = workshop.graphs(workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7))
+    out, options = tmp_path / "bundle", {"backend": "onnxruntime", "slots": 1}
+    assert build(graphs, out, measure=False, **options)
+    assert read_bundle(out).invariance is None
+    assert build(graphs, out, **options) and not build(graphs, out, **options)
+    facts = read_bundle(out).invariance
+    assert facts is not None and facts.processor == processor()
+    for calls in (facts.one, facts.several):
+        assert set(calls.widths) >= {2, 3, 4, 5, 6, 7, 8, 9, 16} and calls.rows
+        assert calls.neighbours and calls.threads
+    with load(out) as engine:
+        assert engine.bits.of_gamma and engine.decoder.target.narrowest <= 2
+        options = {"temperature": 0.7, "seed": 1, "verify": "coupled", "logprobs": 0}
+        plain, drafted = (
+            engine.generate("a", gamma=gamma, max_new_tokens=32, **options) for gamma in (0, 3)
+        )
+        assert plain.tokens[1:] and plain.logprobs == drafted.logprobs
+    with load(out, plain_width=1) as engine:
+        assert engine.decoder.target.narrowest == 1
+        if engine.bits.forgone:
+            with pytest.raises(OutriderError, match="plain_width=1 ties it to one"):
+                engine.generate("a", verify="coupled", temperature=1.0)
+    with pytest.raises(OutriderError, match="plain_width=3 is out of range"):
+        load(out, plain_width=3)
+
+
+def test_what_cannot_be_measured_is_said(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setattr(bundles.sys, "executable", "/bin/false")
+    graphs = workshop.graphs(workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7))
+    assert build(graphs, tmp_path / "bundle", backend="onnxruntime", slots=1)
+    assert "was not measured, so it promises nothing: exit status 1" in capfd.readouterr().err
+    assert read_bundle(tmp_path / "bundle").invariance is None
