@@ -10,7 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from runtime.files.errors import OutriderError, first_line, importing
-from runtime.files.manifest import GRAPH_FILE, ONE_SLOT_FILE, EngineFacts, Format, GraphFacts
+from runtime.files.library import add_operators, find_library
+from runtime.files.manifest import GRAPH_FILE, HOST_FILE, EngineFacts, Format, GraphFacts
 
 DTYPES = ("float32", "float16")  # ONNX Runtime has no bfloat16 kernels for the CPU
 FORMAT: Format = "onnx"
@@ -58,9 +59,12 @@ def compile(
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")  # no second copy
     try:
-        for name in facts.files:
-            if name in (GRAPH_FILE, ONE_SLOT_FILE):
-                ort.InferenceSession(str(graph / name), options, providers=["CPUExecutionProvider"])
+        for name in (GRAPH_FILE, HOST_FILE):
+            if name == HOST_FILE and name in facts.files and find_library() is not None:
+                add_operators(options)
+            elif name == HOST_FILE:
+                continue
+            ort.InferenceSession(str(graph / name), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes
         raise OutriderError(
             "backend",

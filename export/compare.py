@@ -14,7 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from runtime.files.errors import OutriderError, first_line
-from runtime.files.manifest import GRAPH_FILE, ONE_SLOT_FILE, ORT_LEFT_OUT, Dtype
+from runtime.files.library import add_operators
+from runtime.files.manifest import GRAPH_FILE, HOST_FILE, ORT_LEFT_OUT, Dtype
 from runtime.files.torch_files import PROGRAM_FILE, read_program
 
 # Allowed difference of a logit, relative to 1 + the largest logit: some hundred roundings.
@@ -76,7 +77,7 @@ def compare(
     dtype: Dtype,
     exact: Callable[[], Reference] | None = None,  # the original in float32
     *,
-    file: str = GRAPH_FILE,  # or ONE_SLOT_FILE, a text at a time
+    file: str = GRAPH_FILE,  # or HOST_FILE
 ) -> Comparison:
     """Run the graph (on ONNX Runtime, or as torch runs it) as the runtime does: two slots of
     different lengths, rejected drafts overwritten in place, every logit compared.
@@ -158,10 +159,7 @@ def _difference(graph: _Call, original: Reference) -> float:
 
 
 class _Graph:
-    """The exported graph with its caches handed around; plain and slow, for checking only.
-
-    Both texts at once; one after the other where the graph has one slot.
-    """
+    """The exported graph with its caches handed around; plain and slow, for checking only."""
 
     def __init__(self, file: Path, rows: int, dtype: Dtype):
         import onnxruntime as ort
@@ -171,6 +169,8 @@ class _Graph:
         options.log_severity_level = 4  # what it raises says it all
         # Without its rearranged copies of the weights, which would be the peak of the whole export.
         options.add_session_config_entry("session.disable_prepacking", "1")
+        if file.name == HOST_FILE:
+            add_operators(options)
         try:
             self._session = ort.InferenceSession(
                 str(file),
@@ -181,35 +181,25 @@ class _Graph:
         except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes
             raise _refused(dtype, error) from None
         kinds = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
-        self._together = 1 if file.name == ONE_SLOT_FILE else 2
-        self._caches = [
-            {
-                value.name: np.zeros(
-                    (self._together, value.shape[1], rows, value.shape[3]), kinds[value.type]
-                )
-                for value in self._session.get_inputs()
-                if value.name.startswith(("key_", "value_"))
-            }
-            for _ in range(0, 2, self._together)
-        ]
+        self._caches = {
+            value.name: np.zeros((2, value.shape[1], rows, value.shape[3]), kinds[value.type])
+            for value in self._session.get_inputs()
+            if value.name.startswith(("key_", "value_"))
+        }
 
     def __call__(self, ids: npt.NDArray[np.int64], position: list[int]) -> npt.NDArray[np.float32]:
-        found = []
-        for i, caches in enumerate(self._caches):
-            texts = slice(i * self._together, (i + 1) * self._together)
-            feeds = {
-                "input_ids": ids[texts],
-                "position": np.array(position[texts]),
-                "logits_index": np.arange(ids.shape[1]),
-            }
-            names = ["logits", *(f"{name}_out" for name in caches)]
-            try:
-                logits, *updated = self._session.run(names, {**feeds, **caches})
-            except Exception as error:  # noqa: BLE001
-                raise _refused(self._dtype, error) from None
-            self._caches[i] = dict(zip(caches, updated, strict=True))
-            found.append(logits)
-        return np.concatenate(found)
+        feeds = {
+            "input_ids": ids,
+            "position": np.array(position),
+            "logits_index": np.arange(ids.shape[1]),
+        }
+        names = ["logits", *(f"{name}_out" for name in self._caches)]
+        try:
+            logits, *updated = self._session.run(names, {**feeds, **self._caches})
+        except Exception as error:  # noqa: BLE001
+            raise _refused(self._dtype, error) from None
+        self._caches = dict(zip(self._caches, updated, strict=True))
+        return np.asarray(logits)
 
 
 def _refused(dtype: Dtype, error: Exception) -> OutriderError:

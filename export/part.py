@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from runtime.files import torch_files
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.folders import write_folder
+from runtime.files.library import find_library
 from runtime.files.manifest import (
-    ONE_SLOT_FILE,
+    HOST_FILE,
     PART_FILE,
     Dtype,
     Format,
@@ -30,7 +31,7 @@ from runtime.files.manifest import (
 from runtime.files.progress import stage
 from runtime.files.records import digest_json, read_json, write_json
 
-from . import compare, graph, one_slot, program
+from . import compare, graph, host, program
 from .checkpoint import Checkpoint, content_hashes, refuse_architecture, weight_files
 from .decoder import Decoder, UnsupportedArchitecture
 from .loading import cache_shapes, learned_positions, load
@@ -74,6 +75,7 @@ def make(
                 "exporter": exporter_digest(),
                 "versions": versions(),
                 **({"format": form} if form != "onnx" else {}),
+                **({} if find_library() else {"host": "no library to check it with"}),
             }
         )
         folder = cache / key[:16]
@@ -166,10 +168,10 @@ def _export(
                 "Build with DTYPE=float32; if that fails too, please report the architecture.",
             )
         if form == "onnx" and dtype == "float32":
-            with stage(role, "one slot, for ONNX Runtime") as said:
-                said.note = _one_slot(partial, original, capacity)
-            if (partial / ONE_SLOT_FILE).exists():
-                files[ONE_SLOT_FILE] = file_facts(partial / ONE_SLOT_FILE)
+            with stage(role, "for ONNX Runtime on the CPU") as said:
+                said.note = _host(partial, original, capacity)
+            if (partial / HOST_FILE).exists():
+                files[HOST_FILE] = file_facts(partial / HOST_FILE)
         facts = GraphFacts(
             key=key,
             source=checkpoint.source,
@@ -192,15 +194,15 @@ def _export(
     return facts
 
 
-def _one_slot(folder: Path, original: compare.Reference, capacity: int) -> str:
-    """Write the graph for one slot, unless there is none or it is not right; what to say of it."""
+def _host(folder: Path, original: compare.Reference, capacity: int) -> str:
+    """Write the graph for the CPU, unless there is none or it is not right; what to say of it."""
     try:
-        nodes = one_slot.write(folder, capacity)
-        result = compare.compare(folder, original, "float32", file=ONE_SLOT_FILE)
+        nodes = host.write(folder, capacity)
+        result = compare.compare(folder, original, "float32", file=HOST_FILE)
         if not result.passed:
-            raise one_slot.NotLowered(f"it would differ by {result.max_difference:.1e}")
+            raise host.NotLowered(f"it would differ by {result.max_difference:.1e}")
     except Exception as error:  # noqa: BLE001 - whatever it is, the other graph is right and stays
-        (folder / ONE_SLOT_FILE).unlink(missing_ok=True)
+        (folder / HOST_FILE).unlink(missing_ok=True)
         return f"none: {first_line(error)}"
     return f"{nodes:,} nodes, largest difference {result.max_difference:.1e}"
 

@@ -287,7 +287,9 @@ def _on_host(
         for role, facts in pair.models()
     }  # fmt: skip
     if cause := kernel.unavailable():
-        logger.warning("sampling in NumPy, several times slower: %s", cause)
+        logger.warning(
+            "sampling in NumPy, attention over all rows, several times slower: %s", cause
+        )
     threads = min(threads or os.cpu_count() or 1, kernel.MAX_THREADS)
 
     def sampler(vocab_size: int, draft_vocab_size: int | None) -> Sampler:

@@ -161,7 +161,7 @@ def by_positions(run: Growing) -> Curves:
 
 
 def by_slots(run: Growing) -> Curves:
-    """A step of all slots. One slot has a graph of its own (export/one_slot.py)."""
+    """A step of all slots."""
     found = run.opened([(run.scale.target, slots) for slots in SLOTS], [1])
     return {"step": [run.call(place[1], place, told, 1) for place, told in found.items()]}
 

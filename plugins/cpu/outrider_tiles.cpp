@@ -1,5 +1,5 @@
 // The inner loops, for the compiler to vectorise. Compiled once per instruction set, with
-// OUTRIDER_TILES naming the table. No standard headers here: an inline function of theirs, compiled
+// OUTRIDER_TABLE naming the table. No standard headers here: an inline function of theirs, compiled
 // for AVX-512, could be the copy that the linker keeps for everyone.
 #include "outrider_tiles.h"
 
@@ -124,6 +124,6 @@ float squash_one(float z, int id, const outrider_row* row, const outrider_slot* 
 
 } // namespace
 
-extern "C" const struct outrider_tiles OUTRIDER_TILES = {
-    OUTRIDER_TILES_NAME, exp2_one, weigh_one,  squash_one,  load_tile,     max_tile,
+extern "C" const struct outrider_tiles OUTRIDER_TABLE = {
+    OUTRIDER_SET, exp2_one, weigh_one,  squash_one,  load_tile,     max_tile,
     peak_tile,           sum_tile, weigh_tile, squash_tile, residual_tile, bin_tile};

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
-FOLDERS = ("include", "core", "cpu", "cuda")  # of the sources, all of them searched for headers
+FOLDERS = ("include", "core", "cpu", "cuda", "onnxruntime")  # of sources and headers
 NAME = "liboutrider.so"
 FLAGS = [
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden",
@@ -67,12 +67,18 @@ def units(machine: str) -> list[Unit]:
     """What the library is made of."""
     sets = X86 if machine in ("x86_64", "AMD64") else {"plain": []}
     x86 = ["-DOUTRIDER_X86", "-march=x86-64-v2", "-mtune=generic"] if len(sets) > 1 else []
-    return [("cpu/outrider_cpu.cpp", [*x86, "-pthread"])] + [
-        (
-            "cpu/outrider_tiles.cpp",
-            [f"-DOUTRIDER_TILES=outrider_tiles_{name}", f'-DOUTRIDER_TILES_NAME="{name}"', *flags],
-        )
-        for name, flags in sets.items()
+    loops = {"cpu/outrider_tiles.cpp": "tiles", "onnxruntime/outrider_attention.cpp": "attention"}
+    return [
+        ("cpu/outrider_cpu.cpp", [*x86, "-pthread"]),
+        ("onnxruntime/outrider_operator.cpp", x86),
+        *(
+            (
+                source,
+                [f"-DOUTRIDER_TABLE=outrider_{table}_{name}", f'-DOUTRIDER_SET="{name}"', *own],
+            )
+            for source, table in loops.items()
+            for name, own in sets.items()
+        ),
     ]
 
 

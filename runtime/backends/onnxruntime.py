@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..files.errors import OutriderError, first_line, importing, out_of_memory
-from ..files.manifest import GRAPH_FILE, ONE_SLOT_FILE, ORT_LEFT_OUT, EngineFacts, GraphFacts
+from ..files.library import add_operators
+from ..files.manifest import GRAPH_FILE, HOST_FILE, ORT_LEFT_OUT, EngineFacts, GraphFacts
+from ..sampling import kernel
 from .cuda import CaptureError
 from .device import DeviceCall, PreparedEngine, Tensor
 from .engine import Ids, Logits
@@ -45,6 +47,8 @@ def open_session(
     for name, value in {"force_spinning_stop": "1", **entries}.items():
         options.add_session_config_entry(f"session.{name}", value)
     try:
+        if file.name == HOST_FILE:
+            add_operators(options)
         return ort.InferenceSession(
             str(file),
             options,
@@ -77,7 +81,7 @@ def bind(
     """A call, as addresses on a device. dtype: of the caches.
 
     Input and output of a cache are the same memory: that is what makes ONNX Runtime's
-    TensorScatter, or GroupQueryAttention, write in place instead of copying the cache.
+    TensorScatter, or our own attention, write in place instead of copying the cache.
     """
     binding = session.io_binding()
     for name, address, shape in ids:
@@ -97,9 +101,8 @@ class OrtEngine(HostEngine[Any]):
     least_width = 2  # one token has kernels of its own, GEMV for GEMM
 
     def _open(self, folder: Path, facts: GraphFacts, threads: int) -> None:
-        # Texts of different lengths need the operators that every backend has; one goes faster.
-        one_slot = self.slots == 1 and ONE_SLOT_FILE in facts.files
-        file = folder / (ONE_SLOT_FILE if one_slot else GRAPH_FILE)
+        own = HOST_FILE in facts.files and kernel.available()  # bundle.py says where it is not
+        file = folder / (HOST_FILE if own else GRAPH_FILE)
         self._session = open_session(file, facts, ["CPUExecutionProvider"], threads)
         self._dtype = np.dtype(facts.dtype)
 

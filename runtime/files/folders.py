@@ -22,9 +22,9 @@ from pathlib import Path
 from .errors import OutriderError
 from .manifest import (
     GRAPH_FILE,
+    HOST_FILE,
     KINDS,
     MANIFEST_FILE,
-    ONE_SLOT_FILE,
     PAIR_FILE,
     PART_FILE,
 )
@@ -32,7 +32,7 @@ from .torch_files import PROGRAM_FILE, WEIGHTS_FILE
 
 # What our folders hold at the top; anything else in one is somebody's.
 _OURS = {
-    MANIFEST_FILE, PAIR_FILE, PART_FILE, GRAPH_FILE, ONE_SLOT_FILE, PROGRAM_FILE, WEIGHTS_FILE,
+    MANIFEST_FILE, PAIR_FILE, PART_FILE, GRAPH_FILE, HOST_FILE, PROGRAM_FILE, WEIGHTS_FILE,
     "target", "draft", "tokenizer",
 }  # fmt: skip
 # What a file system says that has no links, or not between these two places.

@@ -23,7 +23,7 @@ from .torch_files import PROGRAM_FILE, WEIGHTS_FILE
 KINDS = ("manifest", "pair", "graph")
 MANIFEST_FILE, PAIR_FILE, PART_FILE = "manifest.json", "pair.json", "graph.json"
 GRAPH_FILE = "graph.onnx"
-ONE_SLOT_FILE = "one_slot.onnx"  # the same for one slot, in ONNX Runtime's own operators
+HOST_FILE = "host.onnx"  # the same for the CPU, with the operator of plugins/onnxruntime
 PACKAGE_FILE = "engine.pt2"  # AOTInductor's
 # Optimisers of ONNX Runtime that are left out. In float16 this one makes a node and does not say
 # so; the next one asks for the node's operator, which nobody looked up, and the process dies.

@@ -1,8 +1,9 @@
 """liboutrider, the native sampling kernel: finding it, and the structures of its interface.
 
 The library comes with the wheel, or from `make plugins` into build/lib. Where it is missing,
-`unavailable()` says why and `reference.NumpySampler` does the same work, several times slower. The
-interface is plugins/include/outrider.h; `native` draws and verifies through it.
+`unavailable()` says why and `reference.NumpySampler` does the same work, several times slower; so
+does the portable graph in place of `HOST_FILE`. The interface is plugins/include/outrider.h;
+`native` draws and verifies through it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from ..files.errors import OutriderError
+from ..files.library import FOLDERS, LIBRARY
 from .rules import no_draft_logits
 from .sampler import Array, Ids, SlotSampling
 from .warp import broken_row
 
 ABI_VERSION = 5
 MAX_THREADS = 64
-FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "build" / "lib")
 
 DTYPES = ("float32", "float16", "bfloat16")
 RULES = {"token": 0, "block": 1, "sigmoid": 2, "coupled": 3}
@@ -96,9 +97,9 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 def load() -> ctypes.CDLL:
     """The library that `FOLDERS` hold. Raises OutriderError("backend")."""
     for folder in FOLDERS:
-        if (folder / "liboutrider.so").is_file():
-            return load_file(folder / "liboutrider.so")
-    raise OutriderError("backend", "liboutrider.so is not there", _REMEDY)
+        if (folder / LIBRARY).is_file():
+            return load_file(folder / LIBRARY)
+    raise OutriderError("backend", f"{LIBRARY} is not there", _REMEDY)
 
 
 def load_file(path: Path) -> ctypes.CDLL:

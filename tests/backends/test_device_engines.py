@@ -159,8 +159,9 @@ def walk(engine: Any) -> list[np.ndarray]:
 
 
 def same_logits(on_device: OnDevice, engine: Any) -> bool:
+    """But for rounding: the host's attention adds in another order."""
     pairs = zip(walk(engine), walk(on_device.on_host()), strict=True)
-    return all(np.allclose(mine, theirs, atol=1e-5, rtol=0) for mine, theirs in pairs)
+    return all(np.allclose(mine, theirs, atol=5e-5, rtol=0) for mine, theirs in pairs)
 
 
 def test_the_logits_of_the_host(on_device: OnDevice) -> None:

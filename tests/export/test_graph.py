@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from export.pair import export as export_pair
 from runtime.backends.onnxruntime import OrtEngine
-from runtime.files.manifest import GRAPH_FILE, ONE_SLOT_FILE, read_pair
+from runtime.files.manifest import GRAPH_FILE, HOST_FILE, read_pair
 from runtime.files.torch_files import WEIGHTS_FILE
 
 
@@ -33,7 +33,7 @@ def test_inputs_and_outputs(workshop: Workshop, name: str) -> None:
     assert [(o.domain, o.version) for o in model.opset_import] == [("", 24)]
     assert not model.functions
     facts = read_pair(folder).target
-    assert facts.files.keys() <= {GRAPH_FILE, ONE_SLOT_FILE, WEIGHTS_FILE}
+    assert facts.files.keys() <= {GRAPH_FILE, HOST_FILE, WEIGHTS_FILE}
     caches = {
         f"{side}_{i}": (["slots", heads, "rows", width], onnx.TensorProto.FLOAT)
         for side, shapes in (("key", facts.key_shapes), ("value", facts.value_shapes))

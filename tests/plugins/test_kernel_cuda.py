@@ -101,7 +101,9 @@ def test_the_kernels_give_what_the_cpu_gives(vocab_size, name, dtype):
 
 
 @slow
-@pytest.mark.parametrize("name", ["plain", "all", "block-top-p", "sigmoid-narrow", "greedy"])
+@pytest.mark.parametrize(
+    "name", ["plain", "all", "block-top-p", "coupled", "sigmoid-narrow", "greedy"]
+)
 def test_a_large_vocabulary(name):
     """Vectors, scalar rows (51,865 elements) and more than one tile to a warp's lane."""
     for vocab_size, dtype in ((51_864, "bfloat16"), (51_865, "float32"), (300_000, "float16")):

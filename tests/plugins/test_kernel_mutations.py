@@ -47,6 +47,12 @@ MUTATIONS = {
         "block gives up at a tighter bound": (
             "accept_u(tau - 1) >= scale", "accept_u(tau - 1) >= scale * scale",
         ),
+        "coupled: a tile's least number not divided": (
+            "return {-log_of(v) * (1.0 / TILE),", "return {-log_of(v),",
+        ),
+        "coupled: tiles given up too soon": ("weight) * (1.0 + 1e-5)", "weight) * 0.5"),
+        "coupled: one number for four tokens": ("words[i % 4]", "words[0]"),
+        "coupled: the group's own token forgotten": ("i == group.at ? group.least :", ""),
         "block in lane 0": ("slot.rule == OUTRIDER_BLOCK ? slot.position : 0", "0 * slot.position"),
         "nine Philox rounds": ("round < 10", "round < 9"),
         "52 bits": ("| c[1]) >> 11", "| c[1]) >> 12"),
@@ -72,7 +78,9 @@ MUTATIONS = {
             "static_cast<int>(before), found) - 1", "static_cast<int>(before), found - 1)",
         ),
         "top-p keeps the lower ids": ("a.id > b.id", "a.id < b.id"),
-        "top-p keeps one more": ("c < found && before < target", "c < found && before <= target"),
+        "top-p keeps too much": (
+            "found && before < target", "found && before < target + target / 64",
+        ),
         "penalty on the wrong sign": ("logit < 0 ? logit", "logit > 0 ? logit"),
         "drafts are not context": ("for (int c = 0; c < i; ++c) penalty(drafts[c]);", ""),
         "the prompt is counted": ("int c = slot.output_start; c <", "int c = 0; c <"),
@@ -177,6 +185,8 @@ def checks(library):
     for options in OPTIONS.values():
         for vocab_size in (127, 2500):
             yield lambda v=vocab_size, o=options: agrees(library, v, o)
+    large = tests.test_agrees_on_large_vocabularies_half_precision_and_far_from_zero
+    yield lambda: large(library, "coupled", {"vocab_size": 51_864})
     for options in COUNTED.values():
         yield lambda o=options: counts(library, o)
     for rule in (TOKEN, BLOCK):

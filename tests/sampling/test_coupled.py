@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 import pytest
-from kernels import NUMPY, cpu_library, emulated_library, open_sampler
+from kernels import cpu_library, emulated_library, open_sampler
 from scipy import stats
 
 from runtime.sampling.coupled import noise, settle
@@ -52,11 +52,11 @@ def test_a_tiles_least_number_is_anywhere(drawn):
     assert stats.chisquare(counts).pvalue > LEAST
 
 
-def tokens_of(library, target, draft, params, position, context=()):
+def tokens_of(target, draft, params, position):
     """(drafts, verdict) of a round in slot 0. target: [gamma + 1, V]."""
     gamma, vocab_size = draft.shape
-    sampler = open_sampler(library, vocab_size, gamma)
-    sampler.begin([SlotSampling(params, gamma, position, context=np.array(context, np.int64))])
+    sampler = open_sampler(cpu_library(), vocab_size, gamma)
+    sampler.begin([SlotSampling(params, gamma, position)])
     drafts = [int(sampler.draw(draft[None, i], i)[0]) for i in range(gamma)]
     return drafts, sampler.verify(target[None])[0]
 
@@ -69,7 +69,7 @@ def test_a_draw_is_exact():
     nothing = np.empty((0, 40), np.float32)
     counts = np.zeros(40)
     for position in range(10_000):
-        counts[tokens_of(cpu_library(), logits, nothing, params, position)[1].token] += 1
+        counts[tokens_of(logits, nothing, params, position)[1].token] += 1
     expected = warp(logits[0], params).probs() * counts.sum()
     large = expected > 5
     fold = lambda x: [*x[large], x[~large].sum() + 1e-9]  # noqa: E731
@@ -92,35 +92,12 @@ def test_acceptance_is_that_of_the_formula(distance):
 
     n = 5000
     target, draft = logits[[0, 0]], logits[[1]]
-    rounds = [tokens_of(cpu_library(), target, draft, params, 2 * i) for i in range(n)]
+    rounds = [tokens_of(target, draft, params, 2 * i) for i in range(n)]
     stood = sum(verdict.accepted for _, verdict in rounds) / n
     assert abs(stood - formula) < 4 * math.sqrt(formula * (1 - formula) / n)
     # The control: with noise of its own the draft would agree by chance alone.
     apart = np.mean([a[0][0] == b[1].token for a, b in itertools.pairwise(rounds)])
     assert apart < formula - 0.2
-
-
-OPTIONS = {
-    "plain": {},
-    "hot": {"temperature": 3.0},
-    "nucleus": {"temperature": 0.8, "top_p": 0.9},
-    "all": {"top_k": 60, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2},
-    "greedy": {"temperature": 0.0},
-}
-
-
-@pytest.mark.parametrize("vocab_size", [8, 111, 2500, 51_864])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("library", [cpu_library, emulated_library], ids=["cpu", "emulated"])
-def test_kernel_and_reference_give_the_same_tokens(library, options, vocab_size):
-    params = SamplingParams(**{"temperature": 1.0, "seed": 77, "verify": "coupled"} | options)
-    rng = np.random.default_rng([1, vocab_size])
-    rounds = 2 if vocab_size > 2000 else 8
-    for position in range(100, 100 + rounds):
-        target = rng.normal(0, 2.5, (4, vocab_size)).astype(np.float32)
-        draft = (target[:3] + rng.normal(0, 0.5, (3, vocab_size))).astype(np.float32)
-        round_of = target, draft, params, position, range(0, 40, 3)
-        assert tokens_of(library(), *round_of) == tokens_of(NUMPY, *round_of)
 
 
 @pytest.mark.parametrize("library", [cpu_library, emulated_library], ids=["cpu", "emulated"])

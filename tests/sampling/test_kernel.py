@@ -64,7 +64,7 @@ LARGE = (51_864, 128_256, 151_936)
 @pytest.mark.parametrize(
     ("name", "shape"),
     [("plain", {"vocab_size": 128_256}), ("all", {"vocab_size": 151_936})]
-    + [("block", {"vocab_size": 51_864})]
+    + [("block", {"vocab_size": 51_864}), ("coupled", {"vocab_size": 51_864})]
     + [(name, {"dtype": d}) for d in ("float16", "bfloat16") for name in ("top-k", "greedy")]
     + [("block", {"dtype": "float16"}), ("plain", {"offset": 1e4}), ("block", {"offset": 1e4})]
     + [
@@ -89,7 +89,9 @@ def test_slots_of_one_call_may_draft_differently_many_tokens(library):
     assert verdicts[2] == Verdict(0, -1, ())  # sat out
 
 
-@pytest.mark.parametrize("name", ["plain", "all", "block-top-p", "sigmoid-narrow", "greedy"])
+@pytest.mark.parametrize(
+    "name", ["plain", "all", "block-top-p", "coupled", "sigmoid-narrow", "greedy"]
+)
 def test_the_draft_rows_may_come_from_the_draw_or_from_logits(library, name):
     """Kept by `draw`, read in place, or with nothing handed over: the same round."""
     case = Case(6, 2500, gamma=4, slots=4)

@@ -18,6 +18,7 @@ from plugins.tools.build import BuildError, build, build_emulated
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import MOST_GAMMA
 from runtime.sampling import kernel, native
+from runtime.sampling.coupled import settle
 from runtime.sampling.native import RoundSampler
 from runtime.sampling.philox import Purpose, uniform
 from runtime.sampling.reference import NumpySampler
@@ -49,6 +50,11 @@ OPTIONS = {
         "temperature": 0.7, "verify": "block", "top_p": 0.95, "repetition_penalty": 1.1
     },
     "block-greedy": {"verify": "block"},
+    "coupled": {"temperature": 1.0, "verify": "coupled"},
+    "coupled-all": {
+        "temperature": 0.8, "verify": "coupled", "top_k": 60, "top_p": 0.95, "min_p": 0.01,
+        "repetition_penalty": 1.2,
+    },
     "sigmoid": {"temperature": 1.0, "verify": "sigmoid"},
     "sigmoid-narrow": {
         "temperature": 0.8, "verify": "sigmoid", "top_k": 40, "sigmoid_alpha": -2.0,
@@ -243,7 +249,8 @@ def by_reference(case, place, drafts=None, nudge=0.0):
     def warped(rows, i, drawn):
         context = np.array([*place.context, *drawn[:i]])
         suppress = place.suppress if i < place.suppress_rows else ()
-        return warp(rows[b, i], params, context, suppress, output_start=place.output_start)
+        row = warp(rows[b, i], params, context, suppress, output_start=place.output_start)
+        return settle(row, params.seed, start + i) if params.verify == "coupled" else row
 
     drawn, q = [], []
     for i in range(place.gamma):

@@ -31,6 +31,7 @@ RULES = {
 }
 VARIANTS = {
     **RULES,
+    "coupled": replace(TOKEN, verify="coupled"),
     "greedy": SamplingParams(),
     "top-k 50, top-p 0.9": replace(TOKEN, top_k=50, top_p=0.9),
     "top-p 0.9": replace(TOKEN, top_p=0.9),

@@ -1,10 +1,10 @@
-"""The same model for one slot, in ONNX Runtime's own operators: less time a call, same weights.
+"""The same model for ONNX Runtime on the CPU, with an attention of our own and the same weights.
 
-graph.onnx is what every backend takes. ONNX Runtime runs its attention as six nodes a layer and
-over all rows of the cache; its operator GroupQueryAttention is one node, reads valid rows only,
-but takes several tokens a call of one sequence alone. So this graph lies beside the other and is
-used where there is one slot. What the operator has to be told - the rotary tables, and whether the
-mask is causal or a sliding window - is not guessed from names: that part of graph.onnx is run.
+graph.onnx is what every backend takes. ONNX Runtime runs its attention as six nodes a layer, over
+all rows of the cache, and sums in an order that depends on the call. Here it is one node, the
+operator of plugins/onnxruntime, which reads valid rows only and whose bits do not depend on the
+call. What it has to be told - the rotary tables, and whether the mask is causal or a sliding
+window - is not guessed from names: that part of graph.onnx is run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from runtime.files.errors import first_line
-from runtime.files.manifest import GRAPH_FILE, ONE_SLOT_FILE
+from runtime.files.manifest import GRAPH_FILE, HOST_FILE
 
 from .graph import initializer
 
 DOMAIN = "com.microsoft"  # of ONNX Runtime's own operators
+OWN_DOMAIN = "outrider"  # of plugins/onnxruntime
 SEEN = 16  # queries at each end of a slot whose masks are looked at
 
 
@@ -68,15 +69,15 @@ def write(folder: Path, capacity: int) -> int:
     if not layers:
         raise NotLowered("its attention is written out")
     tables, windows = _observe(folder, layers, capacity)
-    lengths = _lengths(model)
     for layer in layers:
-        _replace(model, layer, lengths, tables, windows)
+        _replace(model, layer, tables, windows)
     _fuse_sums(model)
     _fuse_transposed(model)
     RemoveUnusedNodesPass()(model)
     model.graph.sort()
-    model.graph.opset_imports[DOMAIN] = 1
-    ir.save(model, folder / ONE_SLOT_FILE)  # the weights stay where graph.onnx has them
+    for domain in (DOMAIN, OWN_DOMAIN):
+        model.graph.opset_imports[domain] = 1
+    ir.save(model, folder / HOST_FILE)  # the weights stay where graph.onnx has them
     return len(model.graph)
 
 
@@ -149,7 +150,7 @@ def _observe(
     folder: Path, layers: Sequence[_Layer], capacity: int
 ) -> tuple[dict[str, npt.NDArray[np.float32]], dict[str, int]]:
     """Rotary tables [capacity, D / 2] by the name of their value; by that of each mask its window,
-    -1 where it is causal without one. Names: values of the one graph are not those of another."""
+    0 where it is causal without one. Names: values of the one graph are not those of another."""
     rotaries = [layer.rotary for layer in layers if layer.rotary is not None]
     angles = _names(value for rotary in rotaries for value in (rotary.cos, rotary.sin))
     masks = _names(layer.mask for layer in layers)
@@ -170,11 +171,11 @@ def _names(values: Iterable[ir.Value]) -> list[str]:
 
 
 def _window(mask: npt.NDArray[np.bool_], queries: npt.NDArray[np.int64]) -> int:
-    """-1 of a causal mask [T, S] for the queries [T] at these rows, w of one that lets them look at
+    """0 of a causal mask [T, S] for the queries [T] at these rows, w of one that lets them look at
     w rows, their own among them. Raises NotLowered."""
     ages = np.subtract.outer(queries, np.arange(mask.shape[1]))
     window = int(mask[-1].sum())
-    for width, found in ((mask.shape[1], -1), (window, window)):
+    for width, found in ((mask.shape[1], 0), (window, window)):
         if np.array_equal(mask, (ages >= 0) & (ages < width)):
             return found
     raise NotLowered("its mask is neither causal nor a sliding window")
@@ -223,21 +224,6 @@ def _run_part(
 # The new nodes
 
 
-def _lengths(model: ir.Model) -> tuple[ir.Value, ir.Value]:
-    """int32 [1], the last row that a call writes; int32 scalar, how many rows there are then."""
-    inputs = {value.name: value for value in model.graph.inputs}
-    one = _constant(model, "one_slot.one", np.array([1], np.int64))
-    tokens = ir.node("Shape", [inputs["input_ids"]], {"start": 1, "end": 2})
-    end = ir.node("Add", [inputs["position"], tokens.outputs[0]])
-    last = ir.node("Sub", [end.outputs[0], one])
-    last32 = ir.node("Cast", [last.outputs[0]], {"to": ir.DataType.INT32})
-    end32 = ir.node("Cast", [end.outputs[0]], {"to": ir.DataType.INT32})
-    total = ir.node("Squeeze", [end32.outputs[0]])
-    for node in (tokens, end, last, last32, end32, total):
-        model.graph.append(node)
-    return last32.outputs[0], total.outputs[0]
-
-
 def _constant(model: ir.Model, name: str, array: npt.NDArray[Any]) -> ir.Value:
     found = model.graph.initializers.get(name)
     return initializer(model, ir.tensor(array, name=name)) if found is None else found
@@ -246,28 +232,27 @@ def _constant(model: ir.Model, name: str, array: npt.NDArray[Any]) -> ir.Value:
 def _replace(
     model: ir.Model,
     layer: _Layer,
-    lengths: tuple[ir.Value, ir.Value],
     tables: dict[str, npt.NDArray[np.float32]],
     windows: dict[str, int],
 ) -> None:
     rotary = layer.rotary
     angles = []
     for value in (rotary.cos, rotary.sin) if rotary else ():
-        angles.append(_constant(model, f"one_slot.{value.name}", tables[str(value.name)]))
+        angles.append(_constant(model, f"host.{value.name}", tables[str(value.name)]))
     attributes = {
-        "num_heads": layer.heads,
-        "kv_num_heads": layer.key_heads,
+        "heads": layer.heads,
+        "key_heads": layer.key_heads,
         "scale": layer.node.attributes["scale"].as_float(),
-        "do_rotary": int(rotary is not None),
-        "rotary_interleaved": rotary.interleaved if rotary else 0,
-        "local_window_size": windows[str(layer.mask.name)],
+        "window": windows[str(layer.mask.name)],
+        "interleaved": rotary.interleaved if rotary else 0,
     }
     caches = [write.inputs[0] for write in layer.writes]
+    position = next(value for value in model.graph.inputs if value.name == "position")
     node = ir.node(
-        "GroupQueryAttention",
-        [*_together(model, layer), *caches, *lengths, *angles],
+        "Attention",
+        [*_together(model, layer), *caches, position, *angles],
         attributes,
-        domain=DOMAIN,
+        domain=OWN_DOMAIN,
         num_outputs=3,
     )
     model.graph.append(node)
@@ -291,7 +276,7 @@ def _flat(model: ir.Model, value: ir.Value) -> ir.Value:
     node = value.producer()
     if node is not None and node.op_type == "Reshape" and node.inputs[0] is not None:
         return node.inputs[0]
-    shape = _constant(model, "one_slot.flat", np.array([0, 0, -1], np.int64))
+    shape = _constant(model, "host.flat", np.array([0, 0, -1], np.int64))
     flat = ir.node("Reshape", [value, shape])
     model.graph.append(flat)
     return flat.outputs[0]

@@ -1,0 +1,339 @@
+// The inner loops of attention. Compiled once per instruction set, with OUTRIDER_TABLE naming the
+// table. No standard headers but the compiler's own: see outrider_tiles.cpp.
+#include "outrider_attention.h"
+
+#if defined(__AVX512F__) || defined(__FMA__)
+#include <immintrin.h>
+#endif
+
+namespace {
+using Call = outrider_attention;
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
+typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t))));
+typedef float Unaligned __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
+
+constexpr int MOST_ROWS = OUTRIDER_ATTENTION_ROWS, MOST_WIDTH = OUTRIDER_ATTENTION_WIDTH;
+constexpr int TOGETHER = 4;                   // query rows that share the loads of a key or value
+constexpr int COLUMNS = LANES == 16 ? 4 : 2;  // vectors of a value at a time: of TOGETHER x COLUMNS
+constexpr int KEYS = 64;                      // of a block
+constexpr float INF = __builtin_inff();
+
+inline Vector load(const float* p) { return *reinterpret_cast<const Unaligned*>(p); }
+inline void store(float* p, Vector v) { *reinterpret_cast<Unaligned*>(p) = v; }
+inline Vector splat(float x) { return Vector{} + x; }
+
+inline Vector fused(Vector a, Vector b, Vector c) { // a b + c
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
+
+// exp2_of of outrider_sampling.h for a vector: 2^t for t <= 0, exactly 0 below -126.5.
+inline Vector exp2_of(Vector t) {
+  const Vector magic = splat(12582912.0f), least = splat(-127.0f);
+  const Vector y = t < least ? least : t;
+  const Vector shifted = y + magic;
+  const Vector r = y - (shifted - magic);
+  Vector e = splat(1.3264727e-3f);
+  e = fused(e, r, splat(9.671513e-3f));
+  e = fused(e, r, splat(5.5507336e-2f));
+  e = fused(e, r, splat(2.4022242e-1f));
+  e = fused(e, r, splat(6.93147e-1f));
+  e = fused(e, r, splat(1.0f));
+  const Integers n = reinterpret_cast<Integers>(shifted) + 127;
+  return e * reinterpret_cast<Vector>(n << 23);
+}
+
+// --- lanes -------------------------------------------------------------------------------------
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Integers{__VA_ARGS__})
+#endif
+
+template <int... I> struct Lanes {};
+template <int N, int... I> struct Count : Count<N - 1, N - 1, I...> {};
+template <int... I> struct Count<0, I...> { using type = Lanes<I...>; };
+
+// Lane i: of a where bit H of i is 0, else of b, the sum of the lanes i and i ^ H.
+template <int H, int... I> inline Vector merge(Vector a, Vector b, Lanes<I...>) {
+  const Vector low = SHUFFLE(a, b, ((I & H ? LANES : 0) + (I & ~H))...);
+  const Vector high = SHUFFLE(a, b, ((I & H ? LANES : 0) + (I | H))...);
+  return low + high;
+}
+
+template <int H, int... I> inline Vector swapped(Vector v, Lanes<I...>) {
+  return SHUFFLE(v, v, (I ^ H)...);
+}
+
+template <int H = LANES / 2> inline float sum_of(Vector v) {
+  v += swapped<H>(v, typename Count<LANES>::type());
+  if constexpr (H > 1) return sum_of<H / 2>(v);
+  else return v[0];
+}
+
+template <int H = LANES / 2> inline float largest_of(Vector v) {
+  v = larger(v, swapped<H>(v, typename Count<LANES>::type()));
+  if constexpr (H > 1) return largest_of<H / 2>(v);
+  else return v[0];
+}
+
+// --- blocks of keys and values -----------------------------------------------------------------
+// Rows of a block and of queries are `width` floats apart: D, made up to whole vectors by zeros.
+
+// The width where it is known to the compiler: WIDTH, which is 0 where it is not.
+#define WIDE(width) (WIDTH ? WIDTH : width)
+
+template <int R> struct Rows {
+  Vector of[R];
+};
+
+// The products of R queries with LANES keys, for H = 1: lane i has that with key first + i. From
+// H = LANES, the sums of one key that every LANES-th number adds to, each step down adds halves of
+// two vectors: lane i then has what belongs to the key with i's bits from H on.
+template <int R, int WIDTH, int H>
+inline Rows<R> products(const float* q, const float* keys, int width, int first) {
+  Rows<R> sums;
+  if constexpr (H == LANES) {
+    const float* key = keys + first * WIDE(width);
+    const Vector x = load(key);
+    for (int r = 0; r < R; ++r) sums.of[r] = load(q + r * WIDE(width)) * x;
+    for (int d = LANES; d < WIDE(width); d += LANES) {
+      const Vector y = load(key + d);
+      for (int r = 0; r < R; ++r)
+        sums.of[r] = fused(load(q + r * WIDE(width) + d), y, sums.of[r]);
+    }
+  } else {
+    const Rows<R> a = products<R, WIDTH, 2 * H>(q, keys, width, first);
+    const Rows<R> b = products<R, WIDTH, 2 * H>(q, keys, width, first + H);
+    for (int r = 0; r < R; ++r)
+      sums.of[r] = merge<H>(a.of[r], b.of[r], typename Count<LANES>::type());
+  }
+  return sums;
+}
+
+// How far a query row is: `total` and what is mixed for it are sums of 2^(score - peak).
+struct Row {
+  int64_t from, end; // the rows of the cache that it sees
+  float peak;
+  Vector total;
+};
+
+inline Integers indices() {
+  Integers i{};
+  for (int lane = 0; lane < LANES; ++lane) i[lane] = lane;
+  return i;
+}
+
+// The weights [R, KEYS] of a block's keys for R queries. Where the peak rises, what was summed so far
+// fades.
+template <int R, int WIDTH>
+void weigh(Row* rows, const float* q, float* mixed, float* weights, const float* keys, int width,
+           int64_t block) {
+  const int64_t last = rows[R - 1].end - block; // ends rise from row to row
+  const int count = static_cast<int>(last < KEYS ? last : KEYS);
+  Vector most[R];
+  for (int r = 0; r < R; ++r) most[r] = splat(-INF);
+  for (int j = 0; j < count; j += LANES) {
+    const Rows<R> z = products<R, WIDTH, 1>(q, keys, width, j);
+    for (int r = 0; r < R; ++r) {
+      const Integers at = indices() + j;
+      const int64_t from = rows[r].from - block, end = rows[r].end - block;
+      const Integers seen = (at >= static_cast<int>(from < 0 ? 0 : from)) &
+                            (at < static_cast<int>(end < KEYS ? end : KEYS));
+      const Vector score = seen ? z.of[r] : splat(-INF);
+      store(weights + r * KEYS + j, score);
+      most[r] = larger(most[r], score);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    const float found = largest_of(most[r]);
+    const float peak = found > rows[r].peak ? found : rows[r].peak;
+    const Vector fade = exp2_of(splat(rows[r].peak - peak));
+    rows[r].peak = peak;
+    rows[r].total *= fade;
+    for (int d = 0; d < WIDE(width); d += LANES) {
+      float* part = mixed + r * WIDE(width) + d;
+      store(part, load(part) * fade);
+    }
+    for (int j = 0; j < count; j += LANES) {
+      const Vector w = exp2_of(load(weights + r * KEYS + j) - splat(peak));
+      rows[r].total += w;
+      store(weights + r * KEYS + j, w);
+    }
+  }
+}
+
+// mixed += weights by values, of C vectors of each row, value after value.
+template <int R, int C>
+inline void mix_columns(float* mixed, const float* weights, const float* values, int width,
+                        int from, int end) {
+  Vector sums[R][C];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) sums[r][c] = load(mixed + r * width + c * LANES);
+  for (int j = from; j < end; ++j) {
+    Vector value[C];
+    for (int c = 0; c < C; ++c) value[c] = load(values + j * width + c * LANES);
+    for (int r = 0; r < R; ++r) {
+      const Vector weight = splat(weights[r * KEYS + j]);
+      for (int c = 0; c < C; ++c) sums[r][c] = fused(weight, value[c], sums[r][c]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) store(mixed + r * width + c * LANES, sums[r][c]);
+}
+
+template <int R, int WIDTH>
+inline void mix_range(float* mixed, const float* weights, const float* values, int width, int from,
+                      int end) {
+  int d = 0;
+  for (; d + COLUMNS * LANES <= WIDE(width); d += COLUMNS * LANES)
+    mix_columns<R, COLUMNS>(mixed + d, weights, values + d, WIDE(width), from, end);
+  for (; d < WIDE(width); d += LANES)
+    mix_columns<R, 1>(mixed + d, weights, values + d, WIDE(width), from, end);
+}
+
+// A value that a row does not see is not read for it: it may be anything, NaN too.
+template <int R, int WIDTH>
+void mix(const Row* rows, float* mixed, const float* weights, const float* values, int width,
+         int64_t block) {
+  int from[R], end[R];
+  for (int r = 0; r < R; ++r) {
+    const int64_t a = rows[r].from - block, b = rows[r].end - block;
+    from[r] = static_cast<int>(a < 0 ? 0 : a);
+    end[r] = static_cast<int>(b < KEYS ? b : KEYS);
+  }
+  const int all = from[R - 1], none = end[0]; // both rise from row to row
+  if (all >= none) {
+    for (int r = 0; r < R; ++r)
+      mix_range<1, WIDTH>(mixed + r * WIDE(width), weights + r * KEYS, values, width, from[r],
+                          end[r]);
+    return;
+  }
+  for (int r = 0; r < R; ++r)
+    if (from[r] < all)
+      mix_range<1, WIDTH>(mixed + r * WIDE(width), weights + r * KEYS, values, width, from[r], all);
+  mix_range<R, WIDTH>(mixed, weights, values, width, all, none);
+  for (int r = 0; r < R; ++r)
+    if (none < end[r])
+      mix_range<1, WIDTH>(mixed + r * WIDE(width), weights + r * KEYS, values, width, none, end[r]);
+}
+
+// --- one head of one slot ----------------------------------------------------------------------
+
+// A head's numbers of one token, rotated for its row of the cache.
+void rotate(float* y, const float* x, const Call& c, int64_t row) {
+  const int64_t half = c.rotated / 2, step = c.interleaved ? 2 : 1, other = c.interleaved ? 1 : half;
+  const float *cosine = c.cosine + row * half, *sine = c.sine + row * half;
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = x[i * step], b = x[i * step + other];
+    y[i * step] = a * cosine[i] - b * sine[i];
+    y[i * step + other] = b * cosine[i] + a * sine[i];
+  }
+  for (int64_t i = c.rotated; i < c.width; ++i) y[i] = x[i];
+}
+
+void write(const Call* call, int64_t slot, int64_t key_head) {
+  const Call& c = *call;
+  const int64_t cache = (slot * c.key_heads + key_head) * c.rows;
+  for (int64_t token = 0; token < c.tokens; ++token) {
+    const int64_t row = c.position[slot] + token, source = slot * c.tokens + token;
+    const int64_t to = (cache + row) * c.width;
+    rotate(c.keys + to, c.key + source * c.key_stride + key_head * c.width, c, row);
+    __builtin_memcpy(c.values + to, c.value + source * c.value_stride + key_head * c.width,
+                     static_cast<unsigned long>(c.width) * sizeof(float));
+  }
+}
+
+// KEYS rows of a cache from `first` on: where they lie, or copied with zeros for what is not there.
+const float* rows_of(const float* cache, const Call& c, int64_t first, int width, float* copy) {
+  const float* source = cache + first * c.width;
+  if (width == c.width && first + KEYS <= c.rows) return source;
+  const int64_t there = c.rows - first < KEYS ? c.rows - first : KEYS;
+  for (int64_t row = 0; row < KEYS; ++row)
+    for (int64_t d = 0; d < width; ++d)
+      copy[row * width + d] = row < there && d < c.width ? source[row * c.width + d] : 0.0f;
+  return copy;
+}
+
+template <int WIDTH>
+void attend_head(const Call& c, int64_t slot, int64_t key_head, int64_t first, int64_t end) {
+  const int width = static_cast<int>((c.width + LANES - 1) / LANES * LANES);
+  const int64_t group = c.heads / c.key_heads;
+  const int count = static_cast<int>(end - first);
+  alignas(64) float q[MOST_ROWS * MOST_WIDTH];
+  alignas(64) float mixed[MOST_ROWS * MOST_WIDTH];
+  alignas(64) float weights[MOST_ROWS * KEYS];
+  alignas(64) float copy[KEYS * MOST_WIDTH]; // touched where rows cannot be read as they lie
+  Row rows[MOST_ROWS];
+  for (int r = 0; r < count; ++r) {
+    const int64_t token = (first + r) / group, head = key_head * group + (first + r) % group;
+    const int64_t own = c.position[slot] + token;
+    rows[r] = {c.window > 0 && own >= c.window ? own - c.window + 1 : 0, own + 1, -INF, Vector{}};
+    float* to = q + r * width;
+    rotate(to, c.query + (slot * c.tokens + token) * c.query_stride + head * c.width, c, own);
+    for (int64_t d = 0; d < c.width; ++d) to[d] *= c.scale * 1.44269504f; // 2^x, not e^x
+    for (int64_t d = c.width; d < width; ++d) to[d] = 0;
+    for (int64_t d = 0; d < width; ++d) mixed[r * width + d] = 0;
+  }
+  const int64_t cache = (slot * c.key_heads + key_head) * c.rows * c.width;
+  int begin = 0, reach = 0; // the rows that see something of a block: both ends of them rise
+  for (int64_t block = rows[0].from / KEYS * KEYS; block < rows[count - 1].end; block += KEYS) {
+    while (rows[begin].end <= block) ++begin;
+    while (reach < count && rows[reach].from < block + KEYS) ++reach;
+    const float* keys = rows_of(c.keys + cache, c, block, width, copy);
+    for (int r = begin; r < reach; r += TOGETHER) {
+      float *own_q = q + r * width, *own = mixed + r * width, *w = weights + r * KEYS;
+      switch (reach - r) {
+      case 1: weigh<1, WIDTH>(rows + r, own_q, own, w, keys, width, block); break;
+      case 2: weigh<2, WIDTH>(rows + r, own_q, own, w, keys, width, block); break;
+      case 3: weigh<3, WIDTH>(rows + r, own_q, own, w, keys, width, block); break;
+      default: weigh<TOGETHER, WIDTH>(rows + r, own_q, own, w, keys, width, block);
+      }
+    }
+    const float* values = rows_of(c.values + cache, c, block, width, copy);
+    for (int r = begin; r < reach; r += TOGETHER) {
+      float *own = mixed + r * width, *w = weights + r * KEYS;
+      switch (reach - r) {
+      case 1: mix<1, WIDTH>(rows + r, own, w, values, width, block); break;
+      case 2: mix<2, WIDTH>(rows + r, own, w, values, width, block); break;
+      case 3: mix<3, WIDTH>(rows + r, own, w, values, width, block); break;
+      default: mix<TOGETHER, WIDTH>(rows + r, own, w, values, width, block);
+      }
+    }
+  }
+  for (int r = 0; r < count; ++r) {
+    const int64_t token = (first + r) / group, head = key_head * group + (first + r) % group;
+    float* to = c.out + ((slot * c.tokens + token) * c.heads + head) * c.width;
+    const float share = 1.0f / sum_of(rows[r].total);
+    for (int64_t d = 0; d < c.width; ++d) to[d] = mixed[r * width + d] * share;
+  }
+}
+
+void attend(const Call* call, int64_t slot, int64_t key_head, int64_t first, int64_t end) {
+  switch (call->width) {
+  case 64: return attend_head<64>(*call, slot, key_head, first, end);
+  case 128: return attend_head<128>(*call, slot, key_head, first, end);
+  default: return attend_head<0>(*call, slot, key_head, first, end);
+  }
+}
+
+} // namespace
+
+extern "C" const struct outrider_attention_tiles OUTRIDER_TABLE = {OUTRIDER_SET,
+                                                                       write, attend};

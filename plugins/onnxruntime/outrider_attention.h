@@ -1,0 +1,49 @@
+// Attention over the valid rows of a cache, for any number of slots: what the operator for ONNX
+// Runtime computes, in plain C++.
+#ifndef OUTRIDER_ATTENTION_H
+#define OUTRIDER_ATTENTION_H
+
+#include <stdint.h>
+
+enum {
+  OUTRIDER_ATTENTION_ROWS = 32,  // most query rows of one `attend`
+  OUTRIDER_ATTENTION_WIDTH = 256 // most numbers of a head, D
+};
+
+// One call: N new tokens for each of B slots. A head's queries, keys and values are read at
+// [slot * tokens + token] * stride + head * width.
+struct outrider_attention {
+  int64_t slots, tokens, heads, key_heads, width; // B, N, H, Hkv, D
+  int64_t rows;                                   // S of the caches
+  int64_t window;   // a query sees this many rows, its own among them; 0: all up to its own
+  int64_t rotated;  // the first numbers of a head that are rotated, even; 0: none
+  int64_t interleaved; // rotated are neighbours (2i, 2i + 1); otherwise (i, i + rotated / 2)
+  float scale;
+  const float *query, *key, *value;
+  int64_t query_stride, key_stride, value_stride;
+  const int64_t* position;  // [B], the row of a slot's first new token
+  const float *cosine, *sine; // [.., rotated / 2], by row
+  float *keys, *values;       // caches [B, Hkv, S, D]
+  float* out;                 // [B, N, H D]
+};
+
+struct outrider_attention_tiles {
+  const char* name;
+  // The new keys, rotated, and values of one slot and key head into its cache, for all N tokens.
+  void (*write)(const struct outrider_attention* call, int64_t slot, int64_t key_head);
+  // Query rows first .. end - 1 of one slot and key head, at most OUTRIDER_ATTENTION_ROWS. Row r is
+  // query head key_head * H / Hkv + r mod H / Hkv of token r / (H / Hkv).
+  //
+  // The bits of a row follow from its query and its rows of the cache alone. In all calls it goes
+  // through the same operations in the same order: keys come in blocks that begin at multiples of
+  // a fixed number of rows, and what shares a load of a key or value with it never meets it.
+  void (*attend)(const struct outrider_attention* call, int64_t slot, int64_t key_head,
+                 int64_t first, int64_t end);
+};
+
+extern "C" {
+extern const struct outrider_attention_tiles outrider_attention_plain;
+extern const struct outrider_attention_tiles outrider_attention_avx2;
+extern const struct outrider_attention_tiles outrider_attention_avx512;
+}
+#endif

@@ -1,0 +1,87 @@
+// The part of ONNX Runtime's C interface that an operator needs. Its makers promise to append only,
+// so a function keeps its place in the table; tests/ compares the places with the official header.
+#ifndef OUTRIDER_ORT_API_H
+#define OUTRIDER_ORT_API_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace ort {
+
+constexpr uint32_t API_VERSION = 24; // of ONNX Runtime 1.24, the oldest that is asked for
+
+struct Status;
+struct Options;
+struct Domain;
+struct KernelInfo;
+struct Context;
+struct Value;
+struct Shape; // OrtTensorTypeAndShapeInfo
+
+using Function = void (*)();
+
+struct Api {
+  Function table[320];
+};
+
+struct ApiBase {
+  const Api* (*get)(uint32_t version);
+  const char* (*version)();
+};
+
+// A function of the table: ort::call<ort::GetInput>(api, ...).
+template <size_t Place, class Type> struct Slot {
+  static constexpr size_t place = Place;
+  using type = Type*;
+};
+
+using CreateStatus = Slot<0, Status*(int code, const char* message)>;
+using CreateDomain = Slot<26, Status*(const char* name, Domain** made)>;
+using AddOperator = Slot<27, Status*(Domain*, const struct Operator*)>;
+using AddDomain = Slot<28, Status*(Options*, Domain*)>;
+using TensorData = Slot<51, Status*(Value*, void** data)>; // GetTensorMutableData
+using CountDimensions = Slot<61, Status*(const Shape*, size_t* count)>;
+using GetDimensions = Slot<62, Status*(const Shape*, int64_t* sizes, size_t count)>;
+using GetShape = Slot<65, Status*(const Value*, Shape** made)>;
+using FloatAttribute = Slot<85, Status*(const KernelInfo*, const char* name, float* value)>;
+using IntegerAttribute = Slot<86, Status*(const KernelInfo*, const char* name, int64_t* value)>;
+using GetInput = Slot<90, Status*(const Context*, size_t index, const Value** found)>;
+using GetOutput = Slot<91, Status*(Context*, size_t index, const int64_t* sizes, size_t count,
+                                   Value** made)>;
+using ReleaseShape = Slot<99, void(Shape*)>;
+using ParallelFor = Slot<274, Status*(const Context*, void (*work)(void*, size_t), size_t total,
+                                      size_t batches, void* data)>;
+
+template <class Called, class... Arguments>
+auto call(const Api* api, Arguments... arguments) {
+  return reinterpret_cast<typename Called::type>(api->table[Called::place])(arguments...);
+}
+
+// OrtCustomOp. Null where nothing is to be said.
+struct Operator {
+  uint32_t version;
+  void* (*create)(const Operator*, const Api*, const KernelInfo*);
+  const char* (*name)(const Operator*);
+  const char* (*provider)(const Operator*);
+  int (*input_type)(const Operator*, size_t index);
+  size_t (*input_count)(const Operator*);
+  int (*output_type)(const Operator*, size_t index);
+  size_t (*output_count)(const Operator*);
+  void (*compute)(void* kernel, Context*);
+  void (*destroy)(void* kernel);
+  int (*input_characteristic)(const Operator*, size_t index);
+  int (*output_characteristic)(const Operator*, size_t index);
+  int (*input_memory)(const Operator*, size_t index);
+  Function variadic[4];
+  Status* (*create_or_fail)(const Operator*, const Api*, const KernelInfo*, void** kernel);
+  Status* (*compute_or_fail)(void* kernel, Context*);
+  Function infer_shapes;
+  int (*first_version)(const Operator*);
+  int (*last_version)(const Operator*);
+  Function in_place[4];
+};
+
+enum { FLOAT = 1, INT64 = 7, REQUIRED = 0, OPTIONAL = 1, FAIL = 1 };
+
+} // namespace ort
+#endif

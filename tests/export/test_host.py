@@ -1,0 +1,178 @@
+"""The graph for the CPU, with an attention of our own: the same model, or it is not kept; and the
+same bits, whatever the call."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import pytest
+from checkpoints import MAX_LEN, VOCAB_SIZE, Workshop
+from rounds import cases
+from transformers import AutoModelForCausalLM
+
+from export import compare, host, part
+from runtime.backends.onnxruntime import OrtEngine
+from runtime.files.errors import OutriderError
+from runtime.files.manifest import GRAPH_FILE, HOST_FILE, read_pair
+from runtime.sampling import kernel
+
+CAPACITY = MAX_LEN + 16  # rows of a slot, at least
+# Plain; packed with biases; norms between; a window; a rotation of longer texts; learned positions.
+LOWERED = cases(["llama", "qwen2", "qwen3", "mistral"], ["phi3", "opt"])
+KEPT = {
+    "gpt2": "products of flattened rows",
+    "gemma2": "soft caps",
+    "gpt-oss": "sinks",
+    "deepseek3": "another width of values",
+}
+
+
+def nodes(folder: Path) -> Counter[str]:
+    model = onnx.load(folder / "target" / HOST_FILE, load_external_data=False)
+    return Counter(f"{node.domain}.{node.op_type}" for node in model.graph.node)
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_attention_is_one_node(workshop: Workshop, name: str) -> None:
+    folder = workshop.graphs(workshop.example(name))
+    found = nodes(folder)
+    assert found["outrider.Attention"] == len(read_pair(folder).target.key_shapes)
+    assert not found.keys() & {".Attention", ".TensorScatter", ".RotaryEmbedding"}
+
+
+def test_a_tied_output_matrix_is_not_transposed(workshop: Workshop) -> None:
+    """Which would be done, in a copy, whenever the graph is opened."""
+    folder = workshop.graphs(workshop.checkpoint("llama")) / "target"
+    turned = {}
+    for file in (GRAPH_FILE, HOST_FILE):
+        graph = onnx.load(folder / file, load_external_data=False).graph
+        weights = {weight.name for weight in graph.initializer}
+        turned[file] = [
+            node for node in graph.node if node.op_type == "Transpose" and node.input[0] in weights
+        ]
+    assert turned[GRAPH_FILE] and not turned[HOST_FILE]
+    says_the_same(folder)
+
+
+@pytest.mark.parametrize("name", cases(["gpt2", "gemma2"], KEPT))
+def test_what_the_operator_cannot_do_has_no_such_graph(workshop: Workshop, name: str) -> None:
+    folder = workshop.graphs(workshop.example(name))
+    assert not (folder / "target" / HOST_FILE).exists()
+    assert HOST_FILE not in read_pair(folder).target.files
+
+
+def engine(folder: Path, *, host: bool = True, slots: int = 1, threads: int = 1) -> OrtEngine:
+    facts = read_pair(folder.parent).target
+    files = {name: file for name, file in facts.files.items() if host or name != HOST_FILE}
+    return OrtEngine(folder, replace(facts, files=files), slots=slots, widest=48, threads=threads)
+
+
+def walk(engine: OrtEngine) -> npt.NDArray[np.float32]:
+    """Logits of a prefill, rejected drafts, a step, and a call that ends with the slot."""
+    rng = np.random.default_rng(0)
+    found = []
+    for position, width in (
+        (0, 40),
+        (40, 5),
+        (38, 5),
+        (43, 1),
+        (44, 2),
+        (engine.capacity - 30, 30),
+    ):
+        ids = rng.integers(0, engine.vocab_size, (1, width))
+        index = np.arange(width)[-5:]
+        found.append(engine.forward(ids, np.array([position]), index).copy())
+    return np.concatenate(found, axis=1)
+
+
+def says_the_same(folder: Path) -> None:
+    """The two graphs of a model's folder."""
+    own, portable = (walk(engine(folder, host=host)) for host in (True, False))
+    np.testing.assert_allclose(own, portable, atol=2e-5 * (1 + np.abs(portable).max()), rtol=0)
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_it_says_what_the_portable_graph_says(workshop: Workshop, name: str) -> None:
+    says_the_same(workshop.graphs(workshop.example(name)) / "target")
+
+
+def tell(
+    engine: OrtEngine, width: int, neighbours: int = 0, rows: int = 0
+) -> npt.NDArray[np.float32]:
+    """Logits [48, V] of one text in calls of this width, last in a block of slots whose other texts
+    are at other lengths. rows: that the slots have from the start, at least."""
+    rng = np.random.default_rng(0)
+    text, others = rng.integers(0, engine.vocab_size, 48), rng.integers(0, 99, (neighbours, 48))
+    engine._reserve(np.array([rows]), 0)
+    found = []
+    for start in range(0, len(text), width):
+        ids = np.concatenate([others, text[None]])[:, start : start + width]
+        position = np.array([max(0, start - 5 * n) for n in range(neighbours, 0, -1)] + [start])
+        index = np.arange(ids.shape[1])
+        found.append(engine.forward(ids, position, index)[-1].copy())
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_bits_do_not_depend_on_the_call(workshop: Workshop, name: str) -> None:
+    """Width, chunk, neighbours, threads and rows: the logits of a text stay what they are."""
+    folder = workshop.graphs(workshop.example(name)) / "target"
+    want = tell(engine(folder), 16)
+    for width in (1, 2, 3, 5, 9, 48):
+        assert (tell(engine(folder), width) == want).all(), f"width {width}"
+    assert (tell(engine(folder, slots=4), 5, neighbours=3) == want).all()
+    assert (tell(engine(folder, slots=4, threads=2), 16, neighbours=3, rows=140) == want).all()
+    # A control: another order of the same sums is seen.
+    assert (tell(engine(folder, host=False), 16) != want).any()
+
+
+def test_it_is_run_wherever_the_library_is(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = workshop.graphs(workshop.checkpoint("llama"))
+    shutil.copytree(source, tmp_path / "graphs")
+    folder = tmp_path / "graphs" / "target"
+    (folder / GRAPH_FILE).rename(folder / "aside")
+    engine(folder, slots=2)
+    monkeypatch.setattr(kernel, "available", lambda: False)
+    with pytest.raises(OutriderError, match=GRAPH_FILE):
+        engine(folder)
+    (folder / "aside").rename(folder / GRAPH_FILE)
+    engine(folder)
+
+
+def test_a_wrong_window_is_found_out(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A control: what is kept is what agrees with the original."""
+    source = workshop.example("mistral")
+    folder = Path(shutil.copytree(workshop.graphs(source) / "target", tmp_path / "target"))
+    model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
+    original = compare.reference(model, CAPACITY, VOCAB_SIZE)
+    assert "nodes, largest difference" in part._host(folder, original, CAPACITY)
+    assert (folder / HOST_FILE).exists()
+    monkeypatch.setattr(host, "_window", lambda mask, queries: 0)
+    assert "none: it would differ by" in part._host(folder, original, CAPACITY)
+    assert not (folder / HOST_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "window"),
+    [("1000 1100 1110 1111", 0), ("1000 1100 0110 0011", 2), ("1000 0100 0010 0001", 1)],
+)
+def test_windows_are_read_off_masks(rows: str, window: int) -> None:
+    mask = np.array([[c == "1" for c in row] for row in rows.split()])
+    assert host._window(mask, np.arange(4)) == window
+
+
+@pytest.mark.parametrize("rows", ["1000 1100 0010 0011", "1111 1111 1111 1111"])
+def test_other_masks_are_left_to_the_other_graph(rows: str) -> None:
+    mask = np.array([[c == "1" for c in row] for row in rows.split()])
+    with pytest.raises(host.NotLowered):
+        host._window(mask, np.arange(4))

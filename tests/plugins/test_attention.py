@@ -1,0 +1,252 @@
+"""The attention of plugins/onnxruntime, a node alone: against NumPy in float64, and bit by bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+import pytest
+from kernels import cpu_library
+from onnx import TensorProto, helper, numpy_helper
+
+from plugins.tools.build import find_compiler, includes
+from runtime.files.library import add_operators
+
+Array = npt.NDArray[np.float32]
+HEADS, KEY_HEADS, ROWS = 6, 2, 150  # no multiple of a block, nor of a vector
+ORT_ROOT = os.environ.get("ORT_ROOT")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of an attention. width: of a head. rotated: of its numbers. window: 0 for none."""
+
+    width: int
+    rotated: int = 0
+    interleaved: int = 0
+    window: int = 0
+    packed: bool = True
+
+
+SHAPES = {
+    "64": Shape(64, 64),
+    "128": Shape(128, 128, packed=False),
+    "80, some rotated": Shape(80, 32),
+    "20, no whole vector": Shape(20, 20, interleaved=1),
+    "32, window": Shape(32, window=70, packed=False),
+    "256": Shape(256, 256),
+}
+
+
+@pytest.fixture(params=["plain", "avx2", "avx512"])
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    library = cpu_library()
+    best = library.outrider_instruction_set()
+    if not library.outrider_use(request.param.encode()):
+        pytest.skip(f"this processor has no {request.param}")
+    yield request.param
+    library.outrider_use(best)
+
+
+class Attention:
+    """The node of a shape in a session of its own, and numbers for calls of it.
+
+    tokens: of the text whose queries, keys and values are drawn, for each of three slots.
+    """
+
+    def __init__(self, shape: Shape, *, rows: int = ROWS, threads: int = 1, tokens: int = ROWS):
+        cpu_library()
+        rng = np.random.default_rng(0)
+        self.shape, self.rows = shape, rows
+        self.text = rng.normal(size=(3, tokens, HEADS + 2 * KEY_HEADS, shape.width)).astype("f4")
+        angles = rng.uniform(0, 7, (ROWS, shape.rotated // 2))
+        self.cosine, self.sine = np.cos(angles).astype("f4"), np.sin(angles).astype("f4")
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        add_operators(options)
+        self.session = ort.InferenceSession(
+            self._model().SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+
+    def _model(self) -> onnx.ModelProto:
+        shape = self.shape
+        names = ["query"] if shape.packed else ["query", "key", "value"]
+        angles = ["cosine", "sine"] if shape.rotated else []
+        caches = ["keys", "values"]
+        node = helper.make_node(
+            "Attention",
+            [*names, *[""] * (3 - len(names)), *caches, "position", *angles],
+            ["out", *(f"{name}_out" for name in caches)],
+            domain="outrider", heads=HEADS, key_heads=KEY_HEADS, scale=shape.width**-0.5,
+            window=shape.window, interleaved=shape.interleaved,
+        )  # fmt: skip
+        tables = [numpy_helper.from_array(getattr(self, name), name) for name in angles]
+        floats = [(name, 3) for name in names] + [(name, 4) for name in caches]
+        inputs = [
+            *(helper.make_tensor_value_info(n, TensorProto.FLOAT, [None] * d) for n, d in floats),
+            helper.make_tensor_value_info("position", TensorProto.INT64, [None]),
+        ]
+        outputs = [
+            helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in node.output
+        ]
+        graph = helper.make_graph([node], "attention", inputs, outputs, tables)
+        opsets = [helper.make_opsetid("", 21), helper.make_opsetid("outrider", 1)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+    def caches(self, slots: int = 1) -> list[Array]:
+        """Keys and values, as a text with a NaN left them."""
+        return [
+            np.full((slots, KEY_HEADS, self.rows, self.shape.width), np.nan, np.float32)
+            for _ in range(2)
+        ]
+
+    def run(self, caches: list[Array], position: list[int], width: int) -> Array:
+        """The outputs [slots, width, HEADS * D] of one call; the caches are what it leaves."""
+        parts = np.stack([self.text[b, p : p + width] for b, p in enumerate(position)])
+        flat = parts.reshape(len(position), width, -1)
+        ends = np.array([HEADS, HEADS + KEY_HEADS]) * self.shape.width
+        split = [flat] if self.shape.packed else np.split(flat, ends, axis=-1)
+        feeds = dict(zip(["query", "key", "value"], split, strict=False))
+        feeds |= {"keys": caches[0], "values": caches[1], "position": np.array(position)}
+        out, *caches[:] = self.session.run(None, feeds)
+        return np.asarray(out)
+
+    def tell(self, widths: list[int], ahead: list[int] | None = None, tokens: int = ROWS) -> Array:
+        """The outputs [tokens, HEADS * D] of the text of slot 0, in calls of these widths.
+
+        ahead: where other slots stand when it begins; they take part in every call.
+        """
+        caches, found, start = self.caches(1 + len(ahead or [])), [], 0
+        while start < tokens:
+            width = min(widths[len(found) % len(widths)], tokens - start)
+            found.append(self.run(caches, [start, *(ahead or [])], width)[0])
+            start += width
+        return np.concatenate(found)
+
+    def expected(self) -> npt.NDArray[np.float64]:
+        """`tell` by the definition."""
+        shape, text = self.shape, self.text[0].astype(np.float64)
+        tokens = len(text)
+        query, key, value = np.split(text, [HEADS, HEADS + KEY_HEADS], axis=1)
+        query, key = self._rotated(query), self._rotated(key)
+        ages = np.subtract.outer(np.arange(tokens), np.arange(tokens))
+        seen = (ages >= 0) & (ages < (shape.window or tokens))
+        outs = []
+        for head in range(HEADS):
+            own = head * KEY_HEADS // HEADS
+            scores = np.where(seen, query[:, head] @ key[:, own].T * shape.width**-0.5, -np.inf)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            outs.append(weights / weights.sum(axis=1, keepdims=True) @ value[:, own])
+        return np.concatenate(outs, axis=1)
+
+    def _rotated(self, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        half = self.shape.rotated // 2
+        y, (cos, sin) = x.copy(), (table[: len(x), None] for table in (self.cosine, self.sine))
+        first = slice(0, 2 * half, 2) if self.shape.interleaved else slice(0, half)
+        second = slice(1, 2 * half, 2) if self.shape.interleaved else slice(half, 2 * half)
+        y[..., first] = x[..., first] * cos - x[..., second] * sin
+        y[..., second] = x[..., second] * cos + x[..., first] * sin
+        return y
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_it_is_attention(instruction_set: str, shape: Shape) -> None:
+    """Behind a prefill, steps and a verification. Rows that no text has written hold NaN."""
+    attention = Attention(shape)
+    want = attention.expected()
+    np.testing.assert_allclose(attention.tell([70, 1, 5, 1, 9]), want, atol=4e-6, rtol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_bits_depend_on_a_row_and_what_it_sees_alone(instruction_set: str, shape: Shape) -> None:
+    attention = Attention(shape)
+    want = attention.tell([16])
+    for widths in ([1], [2], [3, 5], [7, 1, 9], [64], [ROWS]):
+        assert (attention.tell(widths) == want).all(), f"widths {widths}"
+    assert (attention.tell([5], ahead=[0, 31], tokens=100) == want[:100]).all(), "neighbours"
+    assert (Attention(shape, rows=1024).tell([16]) == want).all(), "rows"
+    assert (Attention(shape, threads=3).tell([16]) == want).all(), "threads"
+
+
+def test_another_order_of_the_sums_is_seen() -> None:
+    """A control of the test above: each instruction set adds in an order of its own."""
+    library, told = cpu_library(), []
+    best = library.outrider_instruction_set()
+    for name in (best, b"plain"):
+        library.outrider_use(name)
+        told.append(Attention(SHAPES["64"]).tell([16]))
+    library.outrider_use(best)
+    if best == b"plain":
+        pytest.skip("this processor has one instruction set")
+    assert (told[0] != told[1]).any()
+
+
+def test_the_caches_are_written_in_place() -> None:
+    """Where input and output are bound to the same memory; rows behind the call stay untouched."""
+    attention = Attention(SHAPES["64"])
+    copied, bound = attention.caches(), attention.caches()
+    want = attention.run(copied, [0], 9)
+    binding, out = attention.session.io_binding(), np.empty_like(want)
+    parts = attention.text[:1, :9].reshape(1, 9, -1)
+    for name, array in (("query", parts), ("position", np.zeros(1, np.int64))):
+        binding.bind_cpu_input(name, array)
+    for name, cache in zip(("keys", "values"), bound, strict=True):
+        place = ("cpu", 0, np.float32, cache.shape, cache.ctypes.data)
+        binding.bind_input(name, *place)
+        binding.bind_output(f"{name}_out", *place)
+    binding.bind_output("out", "cpu", 0, np.float32, out.shape, out.ctypes.data)
+    attention.session.run_with_iobinding(binding)
+    assert (out == want).all()
+    for mine, theirs in zip(bound, copied, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+        assert np.isnan(mine[:, :, 9:]).all() and not np.isnan(mine[:, :, :9]).any()
+
+
+def test_a_row_beyond_the_cache_is_refused() -> None:
+    attention = Attention(SHAPES["64"], rows=ROWS - 1)
+    for position, width in ((ROWS - 4, 4), (ROWS - 1, 1)):
+        with pytest.raises(Exception, match="a row is beyond the cache"):
+            attention.run(attention.caches(), [position], width)
+
+
+def test_places_in_the_table_are_those_of_the_official_header(tmp_path: Path) -> None:
+    """ORT_ROOT: a release of ONNX Runtime, with include/."""
+    if not ORT_ROOT:
+        pytest.skip("ORT_ROOT names no ONNX Runtime with headers")
+    source = tmp_path / "places.cpp"
+    functions = {
+        "CreateStatus": "CreateStatus", "CreateDomain": "CreateCustomOpDomain",
+        "AddOperator": "CustomOpDomain_Add", "AddDomain": "AddCustomOpDomain",
+        "TensorData": "GetTensorMutableData", "CountDimensions": "GetDimensionsCount",
+        "GetDimensions": "GetDimensions", "GetShape": "GetTensorTypeAndShape",
+        "FloatAttribute": "KernelInfoGetAttribute_float",
+        "IntegerAttribute": "KernelInfoGetAttribute_int64", "GetInput": "KernelContext_GetInput",
+        "GetOutput": "KernelContext_GetOutput", "ReleaseShape": "ReleaseTensorTypeAndShapeInfo",
+        "ParallelFor": "KernelContext_ParallelFor",
+    }  # fmt: skip
+    fields = {
+        "create": "CreateKernel", "name": "GetName", "input_type": "GetInputType",
+        "destroy": "KernelDestroy", "input_characteristic": "GetInputCharacteristic",
+        "input_memory": "GetInputMemoryType", "variadic": "GetVariadicInputMinArity",
+        "create_or_fail": "CreateKernelV2", "compute_or_fail": "KernelComputeV2",
+        "first_version": "GetStartVersion", "last_version": "GetEndVersion",
+        "in_place": "GetMayInplace",
+    }  # fmt: skip
+    checks = [
+        f"ort::{ours}::place * sizeof(void*) == offsetof(OrtApi, {theirs})"
+        for ours, theirs in functions.items()
+    ] + [
+        f"offsetof(ort::Operator, {ours}) == offsetof(OrtCustomOp, {theirs})"
+        for ours, theirs in fields.items()
+    ]
+    lines = ["#include <onnxruntime_c_api.h>", '#include "outrider_ort_api.h"']
+    source.write_text("\n".join([*lines, *(f'static_assert({c}, "");' for c in checks)]))
+    command = [*find_compiler(), "-std=c++17", "-fsyntax-only", *includes()]
+    subprocess.run([*command, f"-I{Path(ORT_ROOT) / 'include'}", source], check=True)
