@@ -19,7 +19,6 @@ from .drafts.tables import Tables
 from .files.errors import OutriderError, first_line, refuse_first
 from .files.manifest import (
     FIRST_ROWS,
-    HOST_FILE,
     TEMPLATE_FILE,
     TOKENIZER_FILE,
     Manifest,
@@ -117,7 +116,6 @@ def load(
     bits = Bits()  # a GPU's libraries choose by width: nobody has measured when
     if not gpu:
         same = all(_installed(package) == built for package, built in manifest.versions.items())
-        same &= HOST_FILE not in pair.target.files or kernel.available()  # another graph runs then
         usual = host_engine(manifest.backend).least_width
         bits = promised(manifest, slots, usual, same, plain_width)
     with _verifying(folder, manifest) if verify else nullcontext():

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..files.machine import processor
-from ..files.manifest import CallBits, Manifest
+from ..files.manifest import HOST_FILE, CallBits, GraphFacts, Manifest
+from ..sampling import kernel
 
 WIDEST_STEP = 4  # tokens of a plain step's call, at most; wider ones cost more than a promise
 
@@ -47,15 +48,22 @@ class Bits:
         return {"same": self.same, "other": self.other, "narrowest_call": self.narrowest}
 
 
+def reproducible(facts: GraphFacts) -> bool:
+    """Whether the graph that the bundle was made for is what runs: without `liboutrider` it is the
+    other one, and what was measured of one says nothing of the other."""
+    return HOST_FILE not in facts.files or kernel.available()
+
+
 def promised(
     manifest: Manifest, slots: int, usual: int, measured_here: bool, plain_width: int | None = None
 ) -> Bits:
     """What a bundle for the CPU promises with as many slots.
 
     usual: the narrowest call where nobody measured. measured_here: whether its libraries are those
-    that it was built with. plain_width: the narrowest call that was asked for.
+    that it was built with, and the graph too. plain_width: the narrowest call that was asked for.
     """
     facts = manifest.invariance
+    measured_here = measured_here and reproducible(manifest.pair.target)
     if facts is None or not measured_here or facts.processor != processor():
         return Bits(plain_width or usual, forgone=(plain_width or usual) < usual)
     calls = facts.one if slots == 1 else facts.several

@@ -19,8 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from ..files.errors import OutriderError
 from ..files.machine import processor
 from ..files.manifest import FIRST_ROWS, CallBits, Invariance, Manifest, read_bundle
+from .bits import reproducible
 from .engine import Ids
 from .host import HostEngine
 from .registry import host_engine
@@ -36,6 +38,8 @@ Digests = dict[int, list[bytes]]  # by the width of a call, of the logits of eac
 def measure(folder: Path, manifest: Manifest) -> Invariance:
     """Of a bundle for the CPU. One engine at a time is open. Raises OutriderError as `load`."""
     pair = manifest.pair
+    if not reproducible(pair.target):
+        raise OutriderError("backend", "liboutrider is missing", "Build it: make kernel.")
     engine_of = partial(
         host_engine(manifest.backend), folder / "target", pair.target, widest=TOKENS + 1
     )

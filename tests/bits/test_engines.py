@@ -120,7 +120,8 @@ class TestBundledPair:
         return {"bundle": bundle, "table": table, "corpus": corpus}
 
     def test_every_way(self, sources: dict[str, Any]) -> None:
-        with load(**sources, verify=False) as engine:
+        files = {name: sources[name] for name in ("table", "corpus")}
+        with load(sources["bundle"], **files) as engine:
             assert engine.decoder.rounds.kinds == frozenset(KINDS)
         holds(all_options=[replace(o, max_new_tokens=64) for o in (GREEDY, *COUPLED)], **sources)
 
