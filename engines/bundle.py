@@ -115,13 +115,19 @@ def _measured(folder: Path) -> Invariance | None:
         done = subprocess.run(
             command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
         )
-    if done.returncode:
-        cause = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        note(f"what its bits depend on was not measured, so it promises nothing: {cause[:200]}")
-        return None
-    facts = json.loads(done.stdout)
-    one, several = (CallBits(**facts[name]) for name in ("one", "several"))
-    return Invariance(facts["processor"], one, several, facts["slots"])
+    cause = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    if done.returncode == 0:
+        try:
+            facts = json.loads(done.stdout.strip().splitlines()[-1])
+            one, several = (CallBits(**facts[name]) for name in ("one", "several"))
+            return Invariance(facts["processor"], one, several, facts["slots"])
+        except (ValueError, LookupError, TypeError):
+            cause = f"{done.stdout.strip()[:100]!r} is no answer"
+    note(
+        f"what its bits depend on was not measured, so it promises nothing: {cause[:200]} "
+        "(python -m engines --no-measure does without)"
+    )
+    return None
 
 
 def _settle(graphs: Path, out: Path, made: Manifest) -> None:

@@ -10,7 +10,7 @@ from ..files.machine import processor
 from ..files.manifest import HOST_FILE, CallBits, GraphFacts, Manifest
 from ..sampling import kernel
 
-WIDEST_STEP = 4  # tokens of a plain step's call, at most; wider ones cost more than a promise
+WIDEST_STEP = 2  # tokens of a plain step's call, at most; wider ones cost more than a promise
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Bits:
     def line(self) -> str:
         """For people."""
         if not self.same and not self.other:
-            return "bits: not measured on this machine, so nothing is promised"
+            return "bits: not measured for this machine and these libraries: nothing is promised"
         parts = [f"the same for every {_listed(self.same)}"] if self.same else []
         if self.other:
             why = " (plain steps of one token)" if self.forgone else ""

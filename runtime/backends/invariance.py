@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..files.errors import OutriderError
+from ..files.errors import CommandParser, OutriderError, run_command
 from ..files.machine import processor
 from ..files.manifest import FIRST_ROWS, CallBits, Invariance, Manifest, read_bundle
 from .bits import reproducible
@@ -52,16 +52,18 @@ def measure(folder: Path, manifest: Manifest) -> Invariance:
         say = partial(replay, given=given)
         chunk, widest = engine.chunk, pair.max_gamma + 1
         ways = say(engine, text[None], {*range(1, widest + 1), PROMPT, chunk})
+        widths, others = _alike(ways)
+        looked = {1, 2, widest} & set(widths)  # plain steps and rounds, of what may be promised
         neighbours = True
         if slots > 1:
             crowd = np.stack([text, text[::-1], text])
-            neighbours = _agree(ways, say(engine, crowd, {2, widest}))
-        rows = _agree(ways, say(engine, text[None], {2, widest}, rows=4 * FIRST_ROWS))
+            neighbours = _agree(ways, say(engine, crowd, looked))
+        rows = _agree(ways, say(engine, text[None], looked, rows=4 * FIRST_ROWS))
         del engine
         single = engine_of(slots=slots, threads=1)
-        threads = _agree(ways, say(single, text[None], {2, widest, chunk}))
+        threads = _agree(ways, say(single, text[None], {*looked, chunk}))
         del single
-        found.append(CallBits(*_alike(ways), neighbours, threads, rows))
+        found.append(CallBits(widths, others, neighbours, threads, rows))
         said.append(ways)
     (one, several), (alone, among) = found, said
     return Invariance(processor(), one, several, _agree(alone, among, one.widths))
@@ -136,6 +138,13 @@ def _alike(ways: Digests) -> tuple[list[int], list[int]]:
     return best, [width for width in ways if width not in best]
 
 
-if __name__ == "__main__":
-    place = Path(sys.argv[1])
+def main() -> int:
+    parser = CommandParser(prog="python -m runtime.backends.invariance", description=__doc__)
+    parser.add_argument("folder", type=Path, help="a bundle for the CPU")
+    place = parser.parse_args().folder
     print(json.dumps(asdict(measure(place, read_bundle(place, verify=False)))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -117,7 +117,10 @@ def test_what_is_promised() -> None:
         promised(described(processor="another"), 1, 2, True),
     ):
         assert unknown.narrowest == 2 and not unknown.same
-        assert unknown.line() == "bits: not measured on this machine, so nothing is promised"
+        assert (
+            unknown.line()
+            == "bits: not measured for this machine and these libraries: nothing is promised"
+        )
 
 
 def test_a_real_engine(workshop: Workshop, tmp_path: Path) -> None:

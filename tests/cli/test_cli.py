@@ -345,7 +345,6 @@ def test_bad_prompts_are_refused_before_loading(cli, argv, stdin, kind, words):
     [
         ("--draft none --gamma 3", "--draft none contradicts --gamma 3"),
         ("--draft ngram --gamma 0", "--draft ngram contradicts --gamma 0"),
-        ("--plain-width 1 --verify coupled", "--plain-width 1 ties a text to its gamma"),
         ("--color --json", "--color paints text"),
         ("--stream --json", "--stream prints text"),
         ("--stream --baseline", "without streaming"),
