@@ -96,8 +96,8 @@ class SlotTable:
             held = common[index]
         self._slots[index] = slot = Slot(index)
         self._busy.add(index)
-        # The last token's logits are wanted, and a call of one token rounds otherwise than wider
-        # ones: so at least two are computed, here and of the draft where it lacks any.
+        # The last token's logits are wanted, and a call of one token may round otherwise than
+        # wider ones: so at least two are computed, here and of the draft where it lacks any.
         slot.target_len = max(0, min(held, len(prompt) - 2))
         if self._draft is not None:
             drafted, need = self._draft.common(index, prompt), max(0, len(prompt) - 1)
