@@ -50,6 +50,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .backends.engine import Engine, Logits
+from .calls import readable, wide
 from .files.manifest import Dtype
 from .sampling.distribution import Distribution
 from .sampling.philox import Purpose, uniform
@@ -291,9 +292,7 @@ class _Forced:
     def _forward(
         self, tokens: Sequence[int], position: int, index: npt.NDArray[np.int64]
     ) -> Logits:
-        ids = np.zeros((1, max(len(tokens), self._engine.narrowest)), np.int64)
-        ids[0, : len(tokens)] = tokens
-        ids[ids >= self._engine.vocab_size] = 0  # as the round: a draft may know fewer tokens
+        ids = wide(self._engine, readable(self._engine, tokens)[None])  # as the round has them
         logits = self._engine.forward(ids, np.array([position]), index, first_slot=self._slot)
         return cast(Logits, logits[0])
 
