@@ -180,7 +180,11 @@ def _same(found: Manifest, wanted: Manifest) -> bool:
 def memory_plan(pair: Pair, slots: int, rows: int | None = None) -> dict[str, int]:
     """Bytes that the bundle takes when it runs: weights of both models, all slots' caches, and the
     logits of a round. rows: of a slot; None for all of them."""
-    plan = {role: sum(f.size for f in facts.files.values()) for role, facts in pair.models()}
+    plan = dict.fromkeys((role for role, _ in pair.models()), 0)
+    for name, file in pair.carried_files(None).items():
+        role = name.partition("/")[0]
+        if role in plan:
+            plan[role] += file.size
     plan["KV"] = sum(facts.cache_bytes(slots, rows) for _, facts in pair.models())
     plan["logits"] = pair.logits_bytes(slots)
     return plan

@@ -59,7 +59,7 @@ def compile(
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")  # no second copy
     try:
-        for name in (GRAPH_FILE, HOST_FILE):
+        for name in (HOST_FILE,) if facts.host_alone else (GRAPH_FILE, HOST_FILE):
             if name == HOST_FILE and name in facts.files and find_library() is not None:
                 add_operators(options)
             elif name == HOST_FILE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 from runtime.files.errors import CommandParser, interrupts_wait, run_command
 
@@ -43,6 +44,8 @@ def parser() -> argparse.ArgumentParser:
         choices=["float32", "float16", "bfloat16"],
         help="precision of weights and cache (default: float32, right for CPUs)",
     )
+    add("--weights", default="full", choices=["full", "int8", "int4"], help="TODO")
+    add("--draft-weights", choices=["full", "int8", "int4"], help="TODO")
     add(
         "--max-len",
         type=_positive,
@@ -77,6 +80,10 @@ def _positive(text: str) -> int:
     return value
 
 
+def _weights(text: str) -> Any:
+    return None if text == "full" else text
+
+
 def main(argv: list[str] | None = None) -> int:
     def command() -> int:
         arguments = parser().parse_args(argv)
@@ -95,6 +102,8 @@ def main(argv: list[str] | None = None) -> int:
             max_gamma=arguments.max_gamma,
             cache=arguments.cache,
             form=arguments.format,
+            weights=_weights(arguments.weights),
+            draft_weights=_weights(arguments.draft_weights or arguments.weights),
             force=arguments.force,
         )
         return 0

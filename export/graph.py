@@ -30,6 +30,8 @@ from runtime.files.manifest import GRAPH_FILE
 from runtime.files.torch_files import WEIGHTS_FILE
 
 from .decoder import Decoder, example
+from .weights.layers import PRODUCT
+from .weights.operators import dequantise_linear
 
 OPSET = 24
 # A constant larger than this many elements is a weight, not shape arithmetic.
@@ -88,6 +90,7 @@ def simplify(model: ir.Model) -> None:
         CommonSubexpressionEliminationPass()(model)
         _transpose_weights(model)
         _pack_products(model)
+        dequantise_linear(model)
         RemoveUnusedNodesPass()(model)
         model.graph.sort()
     # The rewriter's rules remember the last graph they saw, which must not keep the weights: not
@@ -151,26 +154,40 @@ def _pack_products(model: ir.Model) -> None:
 
     A backend pays for every node, and reads one wide matrix faster than three narrow ones.
     """
-    products: dict[ir.Value, list[ir.Node]] = {}
+    products: dict[object, list[ir.Node]] = {}
     for node in model.graph:
-        if node.op_type == "MatMul" and _own_weight(node, 1, dimensions=2) is not None:
-            assert node.inputs[0] is not None
-            products.setdefault(node.inputs[0], []).append(node)
-    for x, nodes in products.items():
+        if _own_weights(node):
+            key = node.inputs[0], node.op_type, node.attributes.get_int("bits", 0)
+            products.setdefault(key, []).append(node)
+    for nodes in products.values():
         if len(nodes) > 1:
-            _pack(model, x, nodes)
+            _pack(model, nodes)
 
 
-def _pack(model: ir.Model, x: ir.Value, products: Sequence[ir.Node]) -> None:
-    weights = [w for n in products if (w := _own_weight(n, 1, dimensions=2)) is not None]
+def _own_weights(product: ir.Node) -> list[ir.TensorProtocol]:
+    """Of a MatMul its weight [K, N], of a quantised product its levels and scales, [N, ..]; none
+    where something else reads them too."""
+    inputs = {"MatMul": (1,), PRODUCT: (1, 2)}.get(product.op_type, ())
+    weights = [_own_weight(product, i, dimensions=2) for i in inputs]
+    own = [weight for weight in weights if weight is not None]
+    return own if len(own) == len(weights) else []
+
+
+def _pack(model: ir.Model, products: Sequence[ir.Node]) -> None:
+    first = products[0]
+    outputs = -1 if first.op_type == "MatMul" else 0  # the axis of N
+    weights = [_own_weights(node) for node in products]
+    sizes = [own[0].shape.numpy()[outputs] for own in weights]
     ends = [node.outputs[0] for node in products]
-    made = [ir.node("MatMul", [x, _packed(model, weights)])]
+    packed = [_packed(model, parts, outputs) for parts in zip(*weights, strict=True)]
+    inputs, own = [first.inputs[0], *packed], first.attributes.values()
+    made = [ir.Node(first.domain, first.op_type, inputs, own)]
     sums = [found for end in ends if (found := _sum_with_bias(end)) is not None]
-    if [b.shape.numpy()[0] for _, b in sums] == [w.shape.numpy()[1] for w in weights]:
+    if [b.shape.numpy()[0] for _, b in sums] == sizes:
         # One sum too. Where only some have a bias, it stays after the split.
-        made.append(ir.node("Add", [made[0].outputs[0], _packed(model, [b for _, b in sums])]))
+        made.append(ir.node("Add", [made[0].outputs[0], _packed(model, [b for _, b in sums], 0)]))
         ends = [node.outputs[0] for node, _ in sums]
-    widths = ir.tensor([w.shape.numpy()[1] for w in weights], name=f"{weights[0].name}.widths")
+    widths = ir.tensor(sizes, name=f"{weights[0][0].name}.widths")
     inputs = [made[-1].outputs[0], initializer(model, widths)]
     made.append(ir.node("Split", inputs, {"axis": -1}, num_outputs=len(ends)))
     for end, part in zip(ends, made[-1].outputs, strict=True):
@@ -178,7 +195,7 @@ def _pack(model: ir.Model, x: ir.Value, products: Sequence[ir.Node]) -> None:
         ir.convenience.replace_all_uses_with(end, part)
     for node in made[:-1]:
         node.outputs[0].type = ends[0].type
-    model.graph.insert_before(products[0], made)
+    model.graph.insert_before(first, made)
 
 
 def _own_weight(node: ir.Node, index: int, *, dimensions: int) -> ir.TensorProtocol | None:
@@ -199,19 +216,21 @@ def _sum_with_bias(product: ir.Value) -> tuple[ir.Node, ir.TensorProtocol] | Non
     return None if bias is None else (uses[0].node, bias)
 
 
-def _packed(model: ir.Model, parts: Sequence[ir.TensorProtocol]) -> ir.Value:
+def _packed(model: ir.Model, parts: Sequence[ir.TensorProtocol], axis: int) -> ir.Value:
     """The weights side by side, materialised only while they are written."""
 
     def materialise() -> ir.TensorProtocol:
         packed, end = np.empty(shape.numpy(), dtype.numpy()), 0
+        along = np.moveaxis(packed, axis, 0)
         for part in parts:  # one at a time: a transposed part is a copy until it is written here
-            begin, end = end, end + part.shape.numpy()[-1]
-            packed[..., begin:end] = part.numpy()
+            begin, end = end, end + part.shape.numpy()[axis]
+            along[begin:end] = np.moveaxis(part.numpy(), axis, 0)
         return ir.tensor(packed, dtype=dtype)
 
     dtype = parts[0].dtype
-    *rows, _ = parts[0].shape.numpy()
-    shape = ir.Shape([*rows, sum(part.shape.numpy()[-1] for part in parts)])
+    sizes = list(parts[0].shape.numpy())
+    sizes[axis] = sum(part.shape.numpy()[axis] for part in parts)
+    shape = ir.Shape(sizes)
     name = f"{parts[0].name}.packed"
     return initializer(model, ir.LazyTensor(materialise, dtype=dtype, shape=shape, name=name))
 
@@ -243,14 +262,17 @@ def save(model: ir.Model, folder: Path) -> None:
         value.metadata_props.clear()
     model.graph.metadata_props.clear()
     model.metadata_props.clear()
-    # One tensor at a time: a transposed copy lives only while it is written. (onnx-ir 1.0 cannot
-    # otherwise, and has no option.)
-    options: dict[str, Any] = {"max_workers": 1, "alignment": 64}
-    if "max_workers" not in signature(ir.save).parameters:
-        options = {}
-    ir.save(model, folder / GRAPH_FILE, external_data=WEIGHTS_FILE, **options)
+    ir.save(model, folder / GRAPH_FILE, external_data=WEIGHTS_FILE, **saving())
     for value in model.graph.initializers.values():
         value.const_value = None
+
+
+def saving() -> dict[str, Any]:
+    """How onnx-ir writes external data: one tensor at a time, so that a transposed copy lives only
+    while it is written. (onnx-ir 1.0 cannot otherwise, and has no option.)"""
+    if "max_workers" not in signature(ir.save).parameters:
+        return {}
+    return {"max_workers": 1, "alignment": 64}
 
 
 @contextmanager

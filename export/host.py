@@ -20,12 +20,12 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from runtime.files.errors import first_line
-from runtime.files.manifest import GRAPH_FILE, HOST_FILE
+from runtime.files.manifest import GRAPH_FILE, HOST_FILE, HOST_WEIGHTS_FILE
 
-from .graph import initializer
+from .graph import initializer, saving
+from .weights.operators import OWN_DOMAIN, own_operators
 
 DOMAIN = "com.microsoft"  # of ONNX Runtime's own operators
-OWN_DOMAIN = "outrider"  # of plugins/onnxruntime
 SEEN = 16  # queries at each end of a slot whose masks are looked at
 
 
@@ -65,19 +65,27 @@ def write(folder: Path, capacity: int) -> int:
     Raises NotLowered.
     """
     model = ir.load(folder / GRAPH_FILE)
-    layers = [_layer(node) for node in model.graph if node.op_type == "Attention"]
-    if not layers:
-        raise NotLowered("its attention is written out")
-    tables, windows = _observe(folder, layers, capacity)
-    for layer in layers:
-        _replace(model, layer, tables, windows)
+    quantised = own_operators(model)
+    try:
+        layers = [_layer(node) for node in model.graph if node.op_type == "Attention"]
+        if not layers:
+            raise NotLowered("its attention is written out")
+        tables, windows = _observe(folder, layers, capacity)
+        for layer in layers:
+            _replace(model, layer, tables, windows)
+    except NotLowered:
+        if not quantised:
+            raise
     _fuse_sums(model)
     _fuse_transposed(model)
     RemoveUnusedNodesPass()(model)
     model.graph.sort()
     for domain in (DOMAIN, OWN_DOMAIN):
         model.graph.opset_imports[domain] = 1
-    ir.save(model, folder / HOST_FILE)  # the weights stay where graph.onnx has them
+    if quantised:
+        ir.save(model, folder / HOST_FILE, external_data=HOST_WEIGHTS_FILE, **saving())
+    else:
+        ir.save(model, folder / HOST_FILE)  # the weights stay where graph.onnx has them
     return len(model.graph)
 
 

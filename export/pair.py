@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from runtime.files.errors import OutriderError
 from runtime.files.folders import point_to, refuse_foreign, write_folder
-from runtime.files.manifest import MOST_GAMMA, PAIR_FILE, Dtype, Format, GraphFacts, Pair
+from runtime.files.manifest import MOST_GAMMA, PAIR_FILE, Dtype, Format, GraphFacts, Pair, Weights
 from runtime.files.progress import note, stage
 from runtime.files.records import write_json
 
@@ -35,6 +35,8 @@ def export(
     max_gamma: int = 8,
     cache: Path = Path("build/.cache"),
     form: Format = "onnx",
+    weights: Weights | None = None,
+    draft_weights: Weights | None = None,
     force: bool = False,
 ) -> Pair:
     """Write target, draft and tokenizer to `out`, whole or not at all. See `Pair`.
@@ -88,12 +90,28 @@ def export(
 
     parts: dict[str, tuple[Path, GraphFacts]] = {
         "target": part.make(
-            "target", target, dtype, length, capacity, cache, form=form, force=force
+            "target",
+            target,
+            dtype,
+            length,
+            capacity,
+            cache,
+            form=form,
+            weights=weights,
+            force=force,
         )
     }
     if drafter:
         parts["draft"] = part.make(
-            "draft", drafter, dtype, draft_length, capacity, cache, form=form, force=force
+            "draft",
+            drafter,
+            dtype,
+            draft_length,
+            capacity,
+            cache,
+            form=form,
+            weights=draft_weights,
+            force=force,
         )
     with write_folder(out, PAIR_FILE) as partial:
         (partial / "tokenizer").mkdir()

@@ -21,10 +21,12 @@ from runtime.files.folders import write_folder
 from runtime.files.library import find_library
 from runtime.files.manifest import (
     HOST_FILE,
+    HOST_WEIGHTS_FILE,
     PART_FILE,
     Dtype,
     Format,
     GraphFacts,
+    Weights,
     file_facts,
     verify_files,
 )
@@ -35,6 +37,7 @@ from . import compare, graph, host, program
 from .checkpoint import Checkpoint, content_hashes, refuse_architecture, weight_files
 from .decoder import Decoder, UnsupportedArchitecture
 from .loading import cache_shapes, learned_positions, load
+from .weights.layers import quantise_linears, replace, rounding_activations
 
 
 def versions() -> dict[str, str]:
@@ -59,6 +62,7 @@ def make(
     cache: Path,
     *,
     form: Format = "onnx",
+    weights: Weights | None = None,
     force: bool = False,
 ) -> tuple[Path, GraphFacts]:
     """The folder of the checkpoint's graph, exported now or earlier.
@@ -75,6 +79,7 @@ def make(
                 "exporter": exporter_digest(),
                 "versions": versions(),
                 **({"format": form} if form != "onnx" else {}),
+                **({"weights": weights} if weights else {}),
                 **({} if find_library() else {"host": "no library to check it with"}),
             }
         )
@@ -85,7 +90,7 @@ def make(
         )
     if facts is None:
         _check_space(cache, checkpoint, dtype)
-        facts = _export(role, checkpoint, dtype, max_len, capacity, form, folder, key)
+        facts = _export(role, checkpoint, dtype, max_len, capacity, form, weights, folder, key)
     return folder, facts
 
 
@@ -108,6 +113,7 @@ def _export(
     max_len: int,
     capacity: int,
     form: Format,
+    weights: Weights | None,
     folder: Path,
     key: str,
 ) -> GraphFacts:
@@ -117,9 +123,23 @@ def _export(
         parameters = model.num_parameters()
         said.note = f"{parameters / 1e6:,.1f} M parameters, {checkpoint.architecture}"
     vocab_size = _width(model)
+    if weights:
+        with stage(role, f"quantise, {weights}") as said:
+            said.note = _quantise(model, weights)
     with stage(role, "run the original"):
         original = compare.reference(model, capacity, vocab_size)
+        rounded = None
+        if weights:
+            with rounding_activations():
+                rounded = compare.reference(model, capacity, vocab_size)
         key_shapes, value_shapes = cache_shapes(model, checkpoint)
+
+    def in_float32() -> PreTrainedModel:
+        model = load(checkpoint, torch.float32)
+        if weights:
+            _quantise(model, weights)
+        return model
+
     with stage(role, f"trace, {dtype}") as said:
         decoder = Decoder(model, learned_positions(model, checkpoint)).eval()
         shapes = key_shapes, value_shapes
@@ -152,7 +172,7 @@ def _export(
                 original,
                 dtype,
                 # A second load, of twice the size: only where the first answer is in doubt.
-                lambda: compare.reference(load(checkpoint, torch.float32), capacity, vocab_size),
+                lambda: compare.reference(in_float32(), capacity, vocab_size),
             )
             said.note = result.what
             if result.max_difference is not None:
@@ -169,9 +189,10 @@ def _export(
             )
         if form == "onnx" and dtype == "float32":
             with stage(role, "for ONNX Runtime on the CPU") as said:
-                said.note = _host(partial, original, capacity)
-            if (partial / HOST_FILE).exists():
-                files[HOST_FILE] = file_facts(partial / HOST_FILE)
+                said.note = _host(partial, original, rounded, capacity)
+            for name in (HOST_FILE, HOST_WEIGHTS_FILE):
+                if (partial / name).exists():
+                    files[name] = file_facts(partial / name)
         facts = GraphFacts(
             key=key,
             source=checkpoint.source,
@@ -189,19 +210,30 @@ def _export(
             versions=versions(),
             files=files,
             context=checkpoint.context,
+            weights=weights,
         )
         write_json(partial / PART_FILE, "graph", facts)
     return facts
 
 
-def _host(folder: Path, original: compare.Reference, capacity: int) -> str:
+def _quantise(model: PreTrainedModel, weights: Weights) -> str:
+    quantised = quantise_linears(model, 4 if weights == "int4" else 8)
+    replace(model, quantised)
+    return f"{len(quantised)} matrices"
+
+
+def _host(
+    folder: Path, original: compare.Reference, rounded: compare.Reference | None, capacity: int
+) -> str:
     """Write the graph for the CPU, unless there is none or it is not right; what to say of it."""
     try:
         nodes = host.write(folder, capacity)
-        result = compare.compare(folder, original, "float32", file=HOST_FILE)
+        result = compare.compare(folder, original, "float32", file=HOST_FILE, rounded=rounded)
         if not result.passed:
             raise host.NotLowered(f"it would differ by {result.max_difference:.1e}")
     except Exception as error:  # noqa: BLE001 - whatever it is, the other graph is right and stays
+        if rounded is not None:
+            raise
         (folder / HOST_FILE).unlink(missing_ok=True)
         return f"none: {first_line(error)}"
     return f"{nodes:,} nodes, largest difference {result.max_difference:.1e}"

@@ -18,6 +18,7 @@ from .drafts.lookup import Corpus
 from .drafts.tables import Tables
 from .files.errors import OutriderError, first_line, refuse_first
 from .files.manifest import (
+    HOST_WEIGHTS_FILE,
     FIRST_ROWS,
     TEMPLATE_FILE,
     TOKENIZER_FILE,
@@ -175,7 +176,9 @@ def choose_device(manifest: Manifest, folder: Path, device: str) -> int | None:
             "option", f"device={device!r} is unknown", "Use auto, cpu, cuda or cuda:<number>."
         )
     runs_on = ["cpu", "cuda"]  # the portable graphs
-    if manifest.engines is not None:
+    if any(facts.host_alone for _, facts in manifest.pair.models()):
+        runs_on = ["cpu"]
+    elif manifest.engines is not None:
         runs_on = ["cuda"] if manifest.gpu_targets() else ["cpu"]
     if kind == "auto":
         kind = runs_on[0]
@@ -244,7 +247,9 @@ def _memory(manifest: Manifest, folder: Path, slots: int) -> dict[str, int]:
     memory = {}
     for role, facts in manifest.pair.models():
         engine = (manifest.engines or {}).get(role)
-        file = (engine.weights or engine.file) if engine else WEIGHTS_FILE
+        file = HOST_WEIGHTS_FILE if facts.host_alone else WEIGHTS_FILE
+        if engine:
+            file = engine.weights or engine.file
         memory[role] = (folder / role / file).stat().st_size
         memory["cache"] = memory.get("cache", 0) + facts.cache_bytes(slots)
     return memory

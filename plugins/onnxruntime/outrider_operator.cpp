@@ -1,213 +1,50 @@
-// The operator outrider.Attention for ONNX Runtime.
-//
-// inputs   query [B, N, H D], or all three side by side; key, value [B, N, Hkv D], or none;
-//          key cache, value cache [B, Hkv, S, D]; position int64 [B];
-//          cosine, sine [>= rows in use, rotated / 2], or none
-// outputs  [B, N, H D]; the caches, in place where they are bound to the inputs' memory
-// attributes  heads, key_heads, scale, window (0: none), interleaved
-#include <cstring>
-#include <new>
+// The operators of liboutrider for ONNX Runtime, and what they share.
+#include <initializer_list>
 
-#include "outrider.h"
-#include "outrider_attention.h"
-#include "outrider_ort_api.h"
+#include "outrider_operator.h"
 
-namespace {
-using ort::Api;
+namespace ort {
 
-enum Input { QUERY, KEY, VALUE, KEYS, VALUES, POSITION, COSINE, SINE, INPUTS };
+Status* refuse(const Api* api, const char* why) { return call<CreateStatus>(api, FAIL, why); }
 
-struct Kernel {
-  const Api* api;
-  const outrider_attention_tiles* tiles;
-  int64_t heads, key_heads, window, interleaved;
-  float scale;
-};
-
-// Those of the instruction set that the library uses.
-const outrider_attention_tiles* tiles_in_use() {
-  const outrider_attention_tiles* known[] = {
-#if defined(OUTRIDER_X86)
-      &outrider_attention_avx512, &outrider_attention_avx2,
-#endif
-      &outrider_attention_plain};
-  for (const outrider_attention_tiles* tiles : known)
-    if (std::strcmp(tiles->name, outrider_instruction_set()) == 0) return tiles;
-  return &outrider_attention_plain;
-}
-
-ort::Status* create(const ort::Operator*, const Api* api, const ort::KernelInfo* info,
-                    void** made) {
-  Kernel* kernel = new (std::nothrow) Kernel{api, tiles_in_use(), 0, 0, 0, 0, 0};
-  if (kernel == nullptr) return ort::call<ort::CreateStatus>(api, ort::FAIL, "out of memory");
-  struct { const char* name; int64_t* value; } integers[] = {
-      {"heads", &kernel->heads}, {"key_heads", &kernel->key_heads}, {"window", &kernel->window},
-      {"interleaved", &kernel->interleaved}};
-  ort::Status* status = ort::call<ort::FloatAttribute>(api, info, "scale", &kernel->scale);
-  for (auto& wanted : integers)
-    if (status == nullptr)
-      status = ort::call<ort::IntegerAttribute>(api, info, wanted.name, wanted.value);
-  if (status != nullptr) delete kernel;
-  else *made = kernel;
-  return status;
-}
-
-struct Tensor {
-  const ort::Value* value = nullptr;
-  void* data = nullptr;
-  int64_t sizes[4] = {};
-};
-
-ort::Status* tensor(const Api* api, const ort::Context* context, size_t index, Tensor* found) {
-  ort::Status* status = ort::call<ort::GetInput>(api, context, index, &found->value);
+Status* input(const Api* api, const Context* context, size_t index, Tensor* found) {
+  Status* status = call<GetInput>(api, context, index, &found->value);
   if (status != nullptr || found->value == nullptr) return status;
-  status = ort::call<ort::TensorData>(api, const_cast<ort::Value*>(found->value), &found->data);
+  status = call<TensorData>(api, const_cast<Value*>(found->value), &found->data);
   if (status != nullptr) return status;
-  ort::Shape* shape = nullptr;
-  status = ort::call<ort::GetShape>(api, found->value, &shape);
+  Shape* shape = nullptr;
+  status = call<GetShape>(api, found->value, &shape);
   if (status != nullptr) return status;
-  size_t count = 0;
-  status = ort::call<ort::CountDimensions>(api, shape, &count);
+  status = call<CountDimensions>(api, shape, &found->dimensions);
+  if (status == nullptr && found->dimensions > sizeof found->sizes / sizeof found->sizes[0])
+    status = refuse(api, "an input has too many dimensions");
   if (status == nullptr)
-    status = ort::call<ort::GetDimensions>(api, shape, found->sizes, count < 4 ? count : 4);
-  ort::call<ort::ReleaseShape>(api, shape);
+    status = call<GetDimensions>(api, shape, found->sizes, found->dimensions);
+  call<ReleaseShape>(api, shape);
   return status;
 }
 
-// What threads take from: heads to write to the cache, then runs of query rows.
-struct Work {
-  outrider_attention call;
-  const outrider_attention_tiles* tiles;
-  int64_t rows, run; // of queries for a slot and key head; of them at a time
-};
-
-void write_heads(void* data, size_t index) {
-  const Work& work = *static_cast<const Work*>(data);
-  const int64_t i = static_cast<int64_t>(index);
-  work.tiles->write(&work.call, i / work.call.key_heads, i % work.call.key_heads);
+Status* output(const Api* api, Context* context, size_t index, const int64_t* sizes,
+               size_t dimensions, void** data) {
+  Value* value = nullptr;
+  Status* status = call<GetOutput>(api, context, index, sizes, dimensions, &value);
+  return status == nullptr ? call<TensorData>(api, value, data) : status;
 }
 
-void attend_runs(void* data, size_t index) {
-  const Work& work = *static_cast<const Work*>(data);
-  const int64_t runs = (work.rows + work.run - 1) / work.run, i = static_cast<int64_t>(index);
-  const int64_t head = i / runs, first = i % runs * work.run;
-  const int64_t end = first + work.run < work.rows ? first + work.run : work.rows;
-  work.tiles->attend(&work.call, head / work.call.key_heads, head % work.call.key_heads, first,
-                     end);
-}
-
-void write_and_attend(void* data, size_t index) {
-  write_heads(data, index);
-  attend_runs(data, index);
-}
-
-ort::Status* share(const Api* api, const ort::Context* context, void (*work)(void*, size_t),
-                   int64_t total, bool small, Work* data) {
-  if (!small && total > 1)
-    return ort::call<ort::ParallelFor>(api, context, work, static_cast<size_t>(total), size_t{0},
-                                       static_cast<void*>(data));
-  for (int64_t i = 0; i < total; ++i) work(data, static_cast<size_t>(i));
-  return nullptr;
-}
-
-ort::Status* refuse(const Api* api, const char* why) {
-  return ort::call<ort::CreateStatus>(api, ort::FAIL, why);
-}
-
-ort::Status* compute(void* made, ort::Context* context) {
-  const Kernel& kernel = *static_cast<const Kernel*>(made);
-  const Api* api = kernel.api;
-  Tensor in[INPUTS];
-  for (size_t i = 0; i < INPUTS; ++i)
-    if (ort::Status* status = tensor(api, context, i, &in[i])) return status;
-  outrider_attention c{};
-  c.slots = in[QUERY].sizes[0], c.tokens = in[QUERY].sizes[1];
-  c.heads = kernel.heads, c.key_heads = kernel.key_heads;
-  c.rows = in[KEYS].sizes[2], c.width = in[KEYS].sizes[3];
-  c.window = kernel.window, c.interleaved = kernel.interleaved, c.scale = kernel.scale;
-  c.query = static_cast<const float*>(in[QUERY].data);
-  c.query_stride = in[QUERY].sizes[2];
-  if (in[KEY].value != nullptr) {
-    c.key = static_cast<const float*>(in[KEY].data), c.key_stride = in[KEY].sizes[2];
-    c.value = static_cast<const float*>(in[VALUE].data), c.value_stride = in[VALUE].sizes[2];
-  } else {
-    c.key = c.query + c.heads * c.width, c.value = c.key + c.key_heads * c.width;
-    c.key_stride = c.value_stride = c.query_stride;
-  }
-  c.position = static_cast<const int64_t*>(in[POSITION].data);
-  c.cosine = static_cast<const float*>(in[COSINE].data);
-  c.sine = static_cast<const float*>(in[SINE].data);
-  c.rotated = in[COSINE].value != nullptr ? 2 * in[COSINE].sizes[1] : 0;
-  if (c.width > OUTRIDER_ATTENTION_WIDTH) return refuse(api, "heads are too wide");
-  int64_t furthest = 0;
-  for (int64_t slot = 0; slot < c.slots; ++slot) {
-    const int64_t end = c.position[slot] + c.tokens;
-    if (c.position[slot] < 0 || end > c.rows ||
-        (in[COSINE].value != nullptr && end > in[COSINE].sizes[0]))
-      return refuse(api, "a row is beyond the cache");
-    furthest = end > furthest ? end : furthest;
-  }
-  const int64_t shape[] = {c.slots, c.tokens, c.heads * c.width};
-  void* outs[3];
-  for (size_t i = 0; i < 3; ++i) {
-    ort::Value* value = nullptr;
-    ort::Status* status = i == 0
-        ? ort::call<ort::GetOutput>(api, context, i, &shape[0], size_t{3}, &value)
-        : ort::call<ort::GetOutput>(api, context, i, static_cast<const int64_t*>(in[KEYS].sizes),
-                                    size_t{4}, &value);
-    if (status == nullptr) status = ort::call<ort::TensorData>(api, value, &outs[i]);
-    if (status != nullptr) return status;
-  }
-  const size_t bytes = static_cast<size_t>(c.slots * c.key_heads * c.rows * c.width) * 4;
-  if (outs[1] != in[KEYS].data) std::memcpy(outs[1], in[KEYS].data, bytes);
-  if (outs[2] != in[VALUES].data) std::memcpy(outs[2], in[VALUES].data, bytes);
-  c.out = static_cast<float*>(outs[0]);
-  c.keys = static_cast<float*>(outs[1]), c.values = static_cast<float*>(outs[2]);
-
-  Work work{c, kernel.tiles, c.tokens * (c.heads / c.key_heads), OUTRIDER_ATTENTION_ROWS};
-  const int64_t heads = c.slots * c.key_heads;
-  const int64_t products = heads * work.rows * furthest * c.width;
-  const bool small = products < 1 << 17; // a few microseconds: less than waking a thread takes
-  if (work.rows <= work.run) return share(api, context, write_and_attend, heads, small, &work);
-  if (ort::Status* status = share(api, context, write_heads, heads, small, &work)) return status;
-  const int64_t runs = (work.rows + work.run - 1) / work.run;
-  return share(api, context, attend_runs, heads * runs, small, &work);
-}
-
-const char* name(const ort::Operator*) { return "Attention"; }
-const char* provider(const ort::Operator*) { return nullptr; }
-size_t input_count(const ort::Operator*) { return INPUTS; }
-int input_type(const ort::Operator*, size_t index) {
-  return index == POSITION ? ort::INT64 : ort::FLOAT;
-}
-int input_characteristic(const ort::Operator*, size_t index) {
-  return index == KEY || index == VALUE || index >= COSINE ? ort::OPTIONAL : ort::REQUIRED;
-}
-size_t output_count(const ort::Operator*) { return 3; }
-int output_type(const ort::Operator*, size_t) { return ort::FLOAT; }
-int output_characteristic(const ort::Operator*, size_t) { return ort::REQUIRED; }
-int memory(const ort::Operator*, size_t) { return 0; }
-void destroy(void* kernel) { delete static_cast<Kernel*>(kernel); }
-int version(const ort::Operator*) { return 1; }
-
-const ort::Operator ATTENTION = {
-    ort::API_VERSION, nullptr, name, provider, input_type, input_count, output_type, output_count,
-    nullptr, destroy, input_characteristic, output_characteristic, memory, {}, create, compute,
-    nullptr, version, version, {}};
-
-} // namespace
+} // namespace ort
 
 // Called by ONNX Runtime for SessionOptions.register_custom_ops_library.
 extern "C" OUTRIDER_API ort::Status* RegisterCustomOps(ort::Options* options,
                                                        const ort::ApiBase* base) {
-  const Api* api = base->get(ort::API_VERSION);
+  const ort::Api* api = base->get(ort::API_VERSION);
   if (api == nullptr) { // too old; a status can be made by any
     api = base->get(1);
-    return refuse(api, "liboutrider's operators need ONNX Runtime 1.24 or newer");
+    return ort::refuse(api, "liboutrider's operators need ONNX Runtime 1.24 or newer");
   }
   ort::Domain* domain = nullptr; // never released: the session keeps pointing to it
   ort::Status* status = ort::call<ort::CreateDomain>(api, "outrider", &domain);
-  if (status == nullptr) status = ort::call<ort::AddOperator>(api, domain, &ATTENTION);
+  for (const ort::Operator* made : {&ort::ATTENTION, &ort::PRODUCT, &ort::ROWS})
+    if (status == nullptr) status = ort::call<ort::AddOperator>(api, domain, made);
   if (status == nullptr) status = ort::call<ort::AddDomain>(api, options, domain);
   return status;
 }

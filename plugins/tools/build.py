@@ -41,6 +41,18 @@ X86 = {
         "-mprefer-vector-width=512",
     ],
 }
+# Products with few bits have an instruction that only some processors with AVX-512 have.
+PRODUCTS = {
+    "plain": X86["plain"],
+    "avx2": [*X86["avx2"], "-mf16c"],
+    "vnni": [*X86["avx512"], "-mavx512vnni"],
+}
+LOOPS = {
+    "cpu/outrider_tiles.cpp": ("tiles", X86),
+    "onnxruntime/outrider_attention.cpp": ("attention", X86),
+    "onnxruntime/outrider_product.cpp": ("product", PRODUCTS),
+}
+OPERATORS = ("operator", "attend", "multiply")
 
 
 class BuildError(Exception):
@@ -65,19 +77,18 @@ def find_compiler() -> list[str]:
 
 def units(machine: str) -> list[Unit]:
     """What the library is made of."""
-    sets = X86 if machine in ("x86_64", "AMD64") else {"plain": []}
-    x86 = ["-DOUTRIDER_X86", "-march=x86-64-v2", "-mtune=generic"] if len(sets) > 1 else []
-    loops = {"cpu/outrider_tiles.cpp": "tiles", "onnxruntime/outrider_attention.cpp": "attention"}
+    known = machine in ("x86_64", "AMD64")
+    x86 = ["-DOUTRIDER_X86", "-march=x86-64-v2", "-mtune=generic"] if known else []
     return [
         ("cpu/outrider_cpu.cpp", [*x86, "-pthread"]),
-        ("onnxruntime/outrider_operator.cpp", x86),
+        *((f"onnxruntime/outrider_{name}.cpp", x86) for name in OPERATORS),
         *(
             (
                 source,
                 [f"-DOUTRIDER_TABLE=outrider_{table}_{name}", f'-DOUTRIDER_SET="{name}"', *own],
             )
-            for source, table in loops.items()
-            for name, own in sets.items()
+            for source, (table, sets) in LOOPS.items()
+            for name, own in (sets if known else {"plain": []}).items()
         ),
     ]
 

@@ -101,7 +101,8 @@ class OrtEngine(HostEngine[Any]):
     least_width = 2  # one token has kernels of its own, GEMV for GEMM
 
     def _open(self, folder: Path, facts: GraphFacts, threads: int) -> None:
-        own = HOST_FILE in facts.files and kernel.available()  # bundle.py says where it is not
+        # bundle.py says where it is not
+        own = facts.host_alone or (HOST_FILE in facts.files and kernel.available())
         file = folder / (HOST_FILE if own else GRAPH_FILE)
         self._session = open_session(file, facts, ["CPUExecutionProvider"], threads)
         self._dtype = np.dtype(facts.dtype)

@@ -23,7 +23,8 @@ from .torch_files import PROGRAM_FILE, WEIGHTS_FILE
 KINDS = ("manifest", "pair", "graph")
 MANIFEST_FILE, PAIR_FILE, PART_FILE = "manifest.json", "pair.json", "graph.json"
 GRAPH_FILE = "graph.onnx"
-HOST_FILE = "host.onnx"  # the same for the CPU, with the operator of plugins/onnxruntime
+HOST_FILE = "host.onnx"  # the same for the CPU, with the operators of plugins/onnxruntime
+HOST_WEIGHTS_FILE = "host.bin"  # its own weights, where they are quantised
 PACKAGE_FILE = "engine.pt2"  # AOTInductor's
 # Optimisers of ONNX Runtime that are left out. In float16 this one makes a node and does not say
 # so; the next one asks for the node's operator, which nobody looked up, and the process dies.
@@ -32,6 +33,7 @@ TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
 MOST_GAMMA = 64  # OUTRIDER_MAX_WIDTH of plugins/include/outrider.h
 Dtype = Literal["float32", "float16", "bfloat16"]
 Format = Literal["onnx", "torch"]  # of a graph: GRAPH_FILE or PROGRAM_FILE
+Weights = Literal["int8", "int4"]
 MOST_SLOTS = 1 << 16
 FIRST_ROWS = 256  # of a slot on the CPU; they double as texts grow
 
@@ -80,6 +82,7 @@ class GraphFacts:
     max_len: the longest sequence, in tokens, that the graph was made for; context: the longest that
         the checkpoint was made for, None where it does not say.
     key_shapes, value_shapes: per layer [kv_heads, head_dim] of a cache row.
+    weights: the type of the quantised ones; None where all are of `dtype`.
     max_difference: largest absolute difference of the logits from the original model's; None
         where the graph could not be run (see `comparison`).
     tolerance: the bound that `max_difference` was held to.
@@ -101,6 +104,12 @@ class GraphFacts:
     versions: dict[str, str]
     files: dict[FileName, FileFacts]
     context: Count | None = None
+    weights: Weights | None = None
+
+    @property
+    def host_alone(self) -> bool:
+        """Whether the graph for the CPU has weights of its own: a bundle for CPUs has no other."""
+        return HOST_WEIGHTS_FILE in self.files
 
     @property
     def format(self) -> Format:
@@ -162,7 +171,13 @@ class Pair:
     def carried_files(self, engines: dict[str, EngineFacts] | None) -> dict[str, FileFacts]:
         """What a bundle takes over from the graphs folder: not what its engines hold."""
         if not engines:
-            return self.all_files()
+            alone = {
+                f"{role}/{file}"
+                for role, facts in self.models()
+                if facts.host_alone
+                for file in (GRAPH_FILE, WEIGHTS_FILE)
+            }
+            return {name: file for name, file in self.all_files().items() if name not in alone}
         beside = {f"{role}/{engine.weights}" for role, engine in engines.items()}
         return {
             name: file
@@ -270,8 +285,12 @@ class Manifest:
         files = pair.carried_files(self.engines)
         for role in models:
             engine = self.engines.get(role) if self.engines else None
-            own = [engine.file, engine.weights] if engine else [GRAPH_FILE, WEIGHTS_FILE]
-            needed |= {f"{role}/{name}" for name in own if name}
+            own = [GRAPH_FILE, WEIGHTS_FILE]
+            if models[role].host_alone:
+                own = [HOST_FILE, HOST_WEIGHTS_FILE]
+            if engine:
+                own = [engine.file, engine.weights or engine.file]
+            needed |= {f"{role}/{name}" for name in own}
             if engine:  # compiled: no file of the pair
                 name = f"{role}/{engine.file}"
                 files[name] = self.files.get(name, FileFacts(-1, ""))
@@ -304,6 +323,12 @@ class Manifest:
             "DRAFT": f"<{pair.draft.source}>" if pair.draft else pair.lookup or "none",
             "BACKEND": self.backend,
             "DTYPE": pair.target.dtype,
+            **({"WEIGHTS": pair.target.weights} if pair.target.weights else {}),
+            **(
+                {"DRAFT_WEIGHTS": pair.draft.weights or "full"}
+                if pair.draft and pair.draft.weights != pair.target.weights
+                else {}
+            ),
             **({"SM": ",".join(sorted(gpus, key=int))} if gpus else {}),
             **({"OPT_LEVEL": level} if level is not None else {}),
             "MAX_LEN": pair.max_len,
@@ -357,7 +382,8 @@ def verify_part(folder: Path, manifest: Manifest, *, weights: bool) -> None:
     """The hashes of the files that hold numbers alone, or of all others. Whoever opens the former
     while they are damaged computes nonsense and runs none of it; an engine that holds its own
     weights is among the latter. Raises OutriderError "bundle"."""
-    numbers = {f"{role}/{WEIGHTS_FILE}" for role, _ in manifest.pair.models()}
+    kinds = (WEIGHTS_FILE, HOST_WEIGHTS_FILE)
+    numbers = {f"{role}/{file}" for role, _ in manifest.pair.models() for file in kinds}
     files = {name: f for name, f in manifest.files.items() if (name in numbers) == weights}
     verify_files(folder, files, contents=True, remedy=_REBUILD)
 

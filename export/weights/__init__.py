@@ -1,0 +1,1 @@
+"""Weights of few bits: blocks of levels with a scale, from the checkpoint to the graph."""

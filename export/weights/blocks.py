@@ -1,0 +1,128 @@
+"""A matrix in blocks of 32 numbers that share a scale: levels of 8 or 4 bits, no zero points.
+
+The nearest levels of a scale are the best there are, so what is to be chosen is the scale. For 8
+bits the largest number of a block decides. For 4 bits a grid of scales is tried, as the makers of
+llama.cpp's formats do, and the one that leaves the least squared error is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Bits = Literal[4, 8]
+BLOCK = 32
+# Lowest and highest level. With 8 bits no -128: a product of two such does not fit where the
+# processors' instructions for four products at once add up.
+RANGE: dict[int, tuple[int, int]] = {4: (-8, 7), 8: (-127, 127)}
+_LARGEST = 65504.0  # of float16
+# What the block's largest number may be of a level, on either side. Beyond the range it is clipped,
+# which the others may gain from; the last ones are the whole range, without clipping.
+_REACH = {4: (-9.5, -9.0, -8.6, -8.3, -8.0, -7.6, -7.2, 6.3, 6.7, 7.3, 7.7, 8.2, 7.0), 8: (127.0,)}
+_SLICE = 1 << 16  # numbers at a time: what is made of them stays in a core's cache
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """W [N outputs, K inputs] as level * scale.
+
+    levels: int8 [N, K], of `RANGE[bits]`. scales: float16 [N, ceil(K / 32)], finite, of either
+    sign; one that is 0 has only levels 0.
+    """
+
+    levels: npt.NDArray[np.int8]
+    scales: npt.NDArray[np.float16]
+    bits: Bits
+
+    def dense(self) -> npt.NDArray[np.float32]:
+        """The matrix itself, [N, K]: what a dequantised product multiplies by, to the bit."""
+        columns = self.levels.shape[1]
+        dense = np.repeat(self.scales.astype(np.float32), BLOCK, axis=1)[:, :columns]
+        dense *= self.levels
+        return dense
+
+    @property
+    def size(self) -> int:
+        """Bytes, with 4-bit levels two to a byte and each row made up to whole blocks."""
+        return self.scales.size * (BLOCK * self.bits // 8 + 2)
+
+
+def quantise(weight: npt.NDArray[np.float32], bits: Bits) -> Quantised:
+    """The matrix [N, K] rounded to nearest, with the best scales of a grid.
+
+    Raises ValueError for NaN, infinity and what no float16 scale reaches.
+    """
+    rows, columns = weight.shape
+    levels = np.empty((rows, columns), np.int8)
+    scales = np.empty((rows, -(-columns // BLOCK)), np.float16)
+    for here in row_slices(rows, columns):
+        blocks = as_blocks(torch.from_numpy(weight[here]))
+        scale = best_scales(blocks, bits)
+        level = nearest_levels(blocks, scale, bits).view(blocks.shape[0], -1)
+        levels[here] = level[:, :columns].to(torch.int8).numpy()
+        scales[here] = scale.to(torch.float16).numpy()
+    return Quantised(levels, scales, bits)
+
+
+def row_slices(rows: int, columns: int) -> Iterator[slice]:
+    step = max(1, _SLICE // columns)
+    for begin in range(0, rows, step):
+        yield slice(begin, min(rows, begin + step))
+
+
+def as_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """[N, K] as [N, blocks, 32], made up with zeros."""
+    missing = -weight.shape[1] % BLOCK
+    if missing:
+        weight = torch.nn.functional.pad(weight, (0, missing))
+    return weight.reshape(weight.shape[0], -1, BLOCK)
+
+
+def best_scales(blocks: torch.Tensor, bits: Bits) -> torch.Tensor:
+    """float32 [N, blocks], each a number of float16, for blocks float32 [N, blocks, 32].
+
+    Of each reach the scale is fitted to the levels that it gives (least squares, as
+    `make_qx_quants` of llama.cpp does) and rounded before it is judged by the levels that the
+    rounded one gives. The first that is judged is no fit: no result is worse than that.
+    Raises ValueError for NaN, infinity and what no float16 scale reaches.
+    """
+    low, high = blocks.amin(-1), blocks.amax(-1)
+    peak = torch.where(-low > high, low, high)  # of the largest magnitude, with its sign
+    best = _to_float16(peak / RANGE[bits][1])
+    if not torch.isfinite(best).all() or bool((peak.abs() > -_LARGEST * RANGE[bits][0]).any()):
+        raise ValueError("a weight is NaN, infinite or beyond what a float16 scale reaches")
+    if bits == 8:
+        return best
+    least = _squared_error(blocks, best, bits)
+    for reach in _REACH[bits]:
+        level = nearest_levels(blocks, peak / reach, bits)
+        fitted = _to_float16(_ratio((level * blocks).sum(-1), level.square_().sum(-1)))
+        error = _squared_error(blocks, fitted, bits)
+        better = error < least
+        best = torch.where(better, fitted, best)
+        least = torch.where(better, error, least)
+    return best
+
+
+def nearest_levels(blocks: torch.Tensor, scale: torch.Tensor, bits: Bits) -> torch.Tensor:
+    """float32 whole numbers [..., 32] for blocks [..., 32] and their scales [...]."""
+    return (blocks * _ratio(1.0, scale)[..., None]).round_().clamp_(*RANGE[bits])
+
+
+def _squared_error(blocks: torch.Tensor, scale: torch.Tensor, bits: Bits) -> torch.Tensor:
+    difference = nearest_levels(blocks, scale, bits).mul_(scale[..., None]).sub_(blocks)
+    return difference.square_().sum(-1)
+
+
+def _to_float16(scale: torch.Tensor) -> torch.Tensor:
+    return scale.clamp(-_LARGEST, _LARGEST).to(torch.float16).to(torch.float32)
+
+
+def _ratio(above: torch.Tensor | float, below: torch.Tensor) -> torch.Tensor:
+    """0 where it is divided by what is 0 in float16: of a block of zeros, or of next to nothing."""
+    return torch.where(below.abs() < 2**-25, 0.0, above / below)

@@ -1,0 +1,177 @@
+"""Products with quantised weights in ONNX's operators, for all backends, and in our own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from .blocks import BLOCK, Bits, Quantised
+from .layers import PRODUCT
+
+OWN_DOMAIN = "outrider"  # of plugins/onnxruntime
+GATHER = "QuantizedGather"
+PANEL = 16  # outputs that lie side by side: see outrider_product.h
+
+
+def dequantise_linear(model: ir.Model) -> None:
+    """Replace the products of `QuantisedLinear` by DequantizeLinear and MatMul, in place."""
+    for node in [node for node in model.graph if node.op_type == PRODUCT]:
+        x, levels, scales = node.inputs
+        assert levels is not None and scales is not None
+        bits = node.attributes["bits"].as_int()
+        dequantise = ir.node(
+            "DequantizeLinear",
+            [
+                _turned(model, levels, ir.DataType.INT4 if bits == 4 else ir.DataType.INT8),
+                _turned(model, scales, scales.dtype),
+            ],
+            {"axis": 0, "block_size": BLOCK},
+        )
+        product = ir.node("MatMul", [x, dequantise.outputs[0]])
+        dequantise.outputs[0].type = ir.TensorType(scales.dtype or ir.DataType.FLOAT)
+        model.graph.insert_before(node, dequantise)
+        _replace(model, node, product)
+    model.graph.opset_imports.pop(OWN_DOMAIN, None)
+
+
+def _turned(model: ir.Model, value: ir.Value, dtype: ir.DataType | None) -> ir.Value:
+    """The transposed initializer, materialised only while it is written. Each product has one of
+    its own: ONNX Runtime does not fuse those that share one."""
+    tensor = value.const_value
+    assert tensor is not None and dtype is not None and value.name is not None
+    rows, columns = tensor.shape.numpy()
+
+    def materialise() -> ir.TensorProtocol:
+        turned = np.ascontiguousarray(tensor.numpy().T)
+        return ir.tensor(turned.astype(dtype.numpy()), dtype=dtype)
+
+    shape, name = ir.Shape([columns, rows]), f"{value.name}.T"
+    lazy = ir.LazyTensor(materialise, dtype=dtype, shape=shape, name=name)
+    made = ir.Value(name=name, shape=shape, type=ir.TensorType(dtype), const_value=lazy)
+    model.graph.register_initializer(made)
+    return made
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A weight as `dequantise_linear` wrote it: levels [K, N] and scales [K / BLOCK, N]."""
+
+    levels: ir.TensorProtocol
+    scales: ir.TensorProtocol
+
+    @property
+    def bits(self) -> Bits:
+        return 4 if self.levels.dtype == ir.DataType.INT4 else 8
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(reversed(self.levels.shape.numpy()))
+
+    def read(self) -> Quantised:
+        levels, scales = self.levels.numpy().astype(np.int8), self.scales.numpy()
+        return Quantised(levels.T, scales.astype(np.float16).T, self.bits)
+
+
+def own_operators(model: ir.Model) -> int:
+    """Replace what `dequantise_linear` wrote, and the embedding that shares the output matrix, by
+    liboutrider's operators, in place. Returns how many products there were."""
+    products = [(node, stored) for node in model.graph if (stored := _stored(node)) is not None]
+    tables = {
+        tuple(tensor.shape.numpy()): node
+        for node in model.graph
+        if node.op_type == "Gather" and (tensor := _weight(node.inputs[0])) is not None
+    }
+    for node, stored in products:
+        matrix = _packed_values(model, stored, f"{node.outputs[0].name}.weight")
+        _put(model, node, PRODUCT, node.inputs[0], matrix, stored)
+        table = tables.get(stored.sizes)
+        if table is not None and _is_table(table, stored):  # tied to the output matrix
+            _put(model, table, GATHER, table.inputs[1], matrix, stored)
+    return len(products)
+
+
+def _stored(product: ir.Node) -> _Stored | None:
+    right = product.inputs[1] if product.op_type == "MatMul" else None
+    source = right.producer() if right is not None else None
+    if source is None or source.op_type != "DequantizeLinear":
+        return None
+    levels, scales = map(_weight, source.inputs)
+    return _Stored(levels, scales) if levels is not None and scales is not None else None
+
+
+def _weight(value: ir.Value | None) -> ir.TensorProtocol | None:
+    return value.const_value if value is not None and value.is_initializer() else None
+
+
+def _is_table(gather: ir.Node, stored: _Stored) -> bool:
+    """Whether it takes rows of this matrix."""
+    table = _weight(gather.inputs[0])
+    return table is not None and np.array_equal(table.numpy(), stored.read().dense())
+
+
+def _packed_values(model: ir.Model, stored: _Stored, name: str) -> list[ir.Value]:
+    """The initializers of one of our operators, materialised only while they are written."""
+    rows, columns = stored.sizes
+    panels, blocks = -(-rows // PANEL), -(-columns // BLOCK)
+    values = []
+    for part, (dtype, size) in enumerate(
+        ((ir.DataType.UINT8, 64 * stored.bits), (ir.DataType.FLOAT16, PANEL))
+    ):
+
+        def materialise(part: int = part) -> ir.TensorProtocol:
+            return ir.tensor(packed(stored.read())[part])
+
+        shape = ir.Shape([panels, blocks, size])
+        own = f"{name}.{('levels', 'scales')[part]}"
+        lazy = ir.LazyTensor(materialise, dtype=dtype, shape=shape, name=own)
+        values.append(ir.Value(name=own, shape=shape, type=ir.TensorType(dtype), const_value=lazy))
+        model.graph.register_initializer(values[-1])
+    return values
+
+
+def _put(
+    model: ir.Model,
+    old: ir.Node,
+    kind: str,
+    x: ir.Value | None,
+    matrix: list[ir.Value],
+    stored: _Stored,
+) -> None:
+    rows, columns = stored.sizes
+    attributes = {"bits": stored.bits, "rows": rows, "columns": columns}
+    node = ir.node(kind, [x, *matrix], attributes, domain=OWN_DOMAIN)
+    _replace(model, old, node)
+
+
+def _replace(model: ir.Model, old: ir.Node, new: ir.Node) -> None:
+    """A node in the place of another; what it makes has the other's name."""
+    end, made = old.outputs[0], new.outputs[0]
+    made.shape, made.type = end.shape, end.type
+    made.name, end.name = end.name, f"{end.name}.before"
+    model.graph.insert_before(old, new)
+    ir.convenience.replace_all_uses_with(end, made, replace_graph_outputs=True)
+    model.graph.remove(old, safe=True)
+
+
+def packed(
+    weight: Quantised,
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16]]:
+    """Levels [panels, blocks, 64 bits] and scales [panels, blocks, PANEL] as outrider_product.h
+    describes them."""
+    rows, columns = weight.levels.shape
+    panels, blocks = -(-rows // PANEL), -(-columns // BLOCK)
+    levels = np.full((panels * PANEL, blocks * BLOCK), 1 << (weight.bits - 1), np.uint8)
+    levels[:rows, :columns] += weight.levels.view(np.uint8)  # modulo 256, as meant
+    scales = np.zeros((panels * PANEL, blocks), np.float16)
+    scales[:rows] = weight.scales
+    # [panel, lane, block, number] with the numbers of a block by vector, half and place in it.
+    apart = levels.reshape(panels, PANEL, blocks, weight.bits, -1, 4).transpose(0, 2, 3, 1, 4, 5)
+    if weight.bits == 4:
+        apart = apart[..., 0, :] | apart[..., 1, :] << 4
+    return (
+        np.ascontiguousarray(apart).reshape(panels, blocks, 64 * weight.bits),
+        np.ascontiguousarray(scales.reshape(panels, PANEL, blocks).transpose(0, 2, 1)),
+    )

@@ -1,0 +1,233 @@
+// The inner loops of products with few bits. Compiled once per instruction set, with OUTRIDER_TABLE
+// naming the table. No standard headers but the compiler's own: see outrider_tiles.cpp.
+#include "outrider_product.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+using Call = outrider_product;
+
+constexpr int BLOCK = OUTRIDER_PRODUCT_BLOCK, PANEL = OUTRIDER_PRODUCT_PANEL;
+constexpr int TOGETHER = 8; // rows that share the reading of a weight, at most
+
+int64_t blocks_of(const Call& c) { return (c.depth + BLOCK - 1) / BLOCK; }
+
+void round_row(const Call& c, int64_t row) {
+  const int64_t blocks = blocks_of(c);
+  for (int64_t b = 0; b < blocks; ++b) {
+    alignas(64) float x[BLOCK] = {};
+    const int64_t there = c.depth - b * BLOCK < BLOCK ? c.depth - b * BLOCK : BLOCK;
+    __builtin_memcpy(x, c.x + row * c.depth + b * BLOCK,
+                     static_cast<unsigned long>(there) * sizeof(float));
+    float most = 0;
+    for (int i = 0; i < BLOCK; ++i) {
+      const float size = __builtin_fabsf(x[i]);
+      most = size > most ? size : most;
+    }
+    const float scale = most / 127.0f, inverse = most > 0 ? 127.0f / most : 0.0f;
+    int32_t sum = 0;
+    int8_t* levels = c.x_levels + (row * blocks + b) * BLOCK;
+    for (int i = 0; i < BLOCK; ++i) {
+      const float shifted = x[i] * inverse + 12582912.0f; // to the nearest whole number, in its bits
+      int32_t bits;
+      __builtin_memcpy(&bits, &shifted, sizeof bits);
+      const int8_t level = static_cast<int8_t>(bits - 0x4B400000);
+      levels[i] = level;
+      sum += level;
+    }
+    c.x_scales[row * blocks + b] = scale;
+    c.x_sums[row * blocks + b] = c.bits == 4 ? -8 * sum : -128 * sum;
+  }
+}
+
+void round(const Call* call, int64_t first, int64_t end) {
+  for (int64_t row = first; row < end; ++row) round_row(*call, row);
+}
+
+// R rows with one panel: what differs between instruction sets is how a block's whole numbers are
+// multiplied.
+
+#if defined(__AVX512VNNI__)
+
+// With masks of all lanes, because GCC 12 warns of what its headers leave undefined without.
+constexpr __mmask16 ALL = 0xFFFF;
+
+template <int R, int BITS>
+void panel_rows(const Call& c, int64_t panel, int64_t first) {
+  const int64_t blocks = blocks_of(c);
+  const uint8_t* levels = c.levels + panel * blocks * 64 * BITS;
+  const uint16_t* scales = c.scales + panel * blocks * PANEL;
+  const int8_t* x = c.x_levels + first * blocks * BLOCK;
+  const float* x_scales = c.x_scales + first * blocks;
+  const int32_t* x_sums = c.x_sums + first * blocks;
+  const __m512i low = _mm512_set1_epi8(15);
+  __m512 total[R];
+  for (int r = 0; r < R; ++r) total[r] = _mm512_setzero_ps();
+  for (int64_t b = 0; b < blocks; ++b) {
+    __m512i sum[R];
+    for (int r = 0; r < R; ++r) sum[r] = _mm512_set1_epi32(x_sums[r * blocks + b]);
+    auto add = [&](__m512i weight, int number) {
+      for (int r = 0; r < R; ++r) {
+        int32_t four;
+        __builtin_memcpy(&four, x + (r * blocks + b) * BLOCK + number, sizeof four);
+        sum[r] = _mm512_dpbusd_epi32(sum[r], weight, _mm512_set1_epi32(four));
+      }
+    };
+    for (int j = 0; j < BITS; ++j) {
+      const __m512i bytes = _mm512_loadu_si512(levels + 64 * j);
+      _mm_prefetch(reinterpret_cast<const char*>(levels) + 64 * j + 4096, _MM_HINT_T0);
+      if constexpr (BITS == 4) {
+        add(_mm512_and_si512(bytes, low), 8 * j);
+        add(_mm512_and_si512(_mm512_maskz_srli_epi16(~__mmask32{0}, bytes, 4), low), 8 * j + 4);
+      } else {
+        add(bytes, 4 * j);
+      }
+    }
+    levels += 64 * BITS;
+    const __m512 scale = _mm512_maskz_cvtph_ps(
+        ALL, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + b * PANEL)));
+    for (int r = 0; r < R; ++r)
+      total[r] = _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(ALL, sum[r]),
+                                 _mm512_mul_ps(scale, _mm512_set1_ps(x_scales[r * blocks + b])),
+                                 total[r]);
+  }
+  const int64_t there = c.columns - panel * PANEL;
+  const __mmask16 mask = there < PANEL ? static_cast<__mmask16>((1 << there) - 1) : ALL;
+  for (int r = 0; r < R; ++r)
+    _mm512_mask_storeu_ps(c.y + (first + r) * c.columns + panel * PANEL, mask, total[r]);
+}
+
+#elif defined(__AVX2__)
+
+// Sums of four products each, of bytes and of signed ones, where no two of them exceed 16 bits.
+inline __m256i fours(__m256i bytes, __m256i x) {
+  return _mm256_madd_epi16(_mm256_maddubs_epi16(bytes, x), _mm256_set1_epi16(1));
+}
+
+template <int R, int BITS>
+void panel_rows(const Call& c, int64_t panel, int64_t first) {
+  const int64_t blocks = blocks_of(c);
+  const __m256i low = _mm256_set1_epi8(15), sign = _mm256_set1_epi8(-128);
+  for (int half = 0; half < 2; ++half) {
+    const uint8_t* levels = c.levels + panel * blocks * 64 * BITS + 32 * half;
+    const uint16_t* scales = c.scales + panel * blocks * PANEL + 8 * half;
+    __m256 total[R];
+    for (int r = 0; r < R; ++r) total[r] = _mm256_setzero_ps();
+    for (int64_t b = 0; b < blocks; ++b) {
+      __m256i sum[R];
+      for (int r = 0; r < R; ++r)
+        sum[r] = _mm256_set1_epi32(BITS == 4 ? c.x_sums[(first + r) * blocks + b] : 0);
+      auto add = [&](__m256i weight, int number) {
+        for (int r = 0; r < R; ++r) {
+          int32_t four;
+          __builtin_memcpy(&four, c.x_levels + ((first + r) * blocks + b) * BLOCK + number,
+                           sizeof four);
+          const __m256i x = _mm256_set1_epi32(four);
+          const __m256i product = BITS == 4 ? fours(weight, x)
+                                            : fours(_mm256_abs_epi8(weight),
+                                                    _mm256_sign_epi8(x, weight));
+          sum[r] = _mm256_add_epi32(sum[r], product);
+        }
+      };
+      for (int j = 0; j < BITS; ++j) {
+        const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(levels + 64 * j));
+        if constexpr (BITS == 4) {
+          add(_mm256_and_si256(bytes, low), 8 * j);
+          add(_mm256_and_si256(_mm256_srli_epi16(bytes, 4), low), 8 * j + 4);
+        } else {
+          add(_mm256_xor_si256(bytes, sign), 4 * j);
+        }
+      }
+      levels += 64 * BITS;
+      const __m256 scale =
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + b * PANEL)));
+      for (int r = 0; r < R; ++r)
+        total[r] = _mm256_fmadd_ps(
+            _mm256_cvtepi32_ps(sum[r]),
+            _mm256_mul_ps(scale, _mm256_set1_ps(c.x_scales[(first + r) * blocks + b])), total[r]);
+    }
+    alignas(32) float out[8];
+    for (int r = 0; r < R; ++r) {
+      _mm256_store_ps(out, total[r]);
+      for (int64_t lane = 0, at = panel * PANEL + 8 * half; lane < 8 && at < c.columns; ++lane, ++at)
+        c.y[(first + r) * c.columns + at] = out[lane];
+    }
+  }
+}
+
+#else
+
+float widened(uint16_t half) { // a finite float16
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16, rest = half & 0x7FFFu;
+  const uint32_t bits = sign | ((rest << 13) + (112u << 23));
+  float value;
+  if (rest >= 0x0400u) {
+    __builtin_memcpy(&value, &bits, sizeof value);
+    return value;
+  }
+  value = static_cast<float>(rest) * 5.9604645e-8f; // 2^-24
+  return sign ? -value : value;
+}
+
+template <int R, int BITS>
+void panel_rows(const Call& c, int64_t panel, int64_t first) {
+  const int64_t blocks = blocks_of(c);
+  float total[R][PANEL] = {};
+  for (int64_t b = 0; b < blocks; ++b) {
+    const uint8_t* levels = c.levels + (panel * blocks + b) * 64 * BITS;
+    int32_t sum[R][PANEL];
+    for (int r = 0; r < R; ++r)
+      for (int lane = 0; lane < PANEL; ++lane) sum[r][lane] = c.x_sums[(first + r) * blocks + b];
+    for (int j = 0; j < BITS; ++j)
+      for (int r = 0; r < R; ++r) {
+        const int8_t* x = c.x_levels + ((first + r) * blocks + b) * BLOCK + BLOCK / BITS * j;
+        for (int lane = 0; lane < PANEL; ++lane)
+          for (int i = 0; i < 4; ++i) {
+            const int32_t byte = levels[64 * j + 4 * lane + i];
+            sum[r][lane] += BITS == 4 ? (byte & 15) * x[i] + (byte >> 4) * x[4 + i] : byte * x[i];
+          }
+      }
+    const uint16_t* scales = c.scales + (panel * blocks + b) * PANEL;
+    for (int lane = 0; lane < PANEL; ++lane) {
+      const float scale = widened(scales[lane]);
+      for (int r = 0; r < R; ++r)
+        total[r][lane] += static_cast<float>(sum[r][lane]) *
+                          (scale * c.x_scales[(first + r) * blocks + b]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int64_t lane = 0; lane < PANEL && panel * PANEL + lane < c.columns; ++lane)
+      c.y[(first + r) * c.columns + panel * PANEL + lane] = total[r][lane];
+}
+
+#endif
+
+template <int BITS> void multiply_rows(const Call& c, int64_t panel, int64_t first, int64_t count) {
+  switch (count) {
+  case 1: return panel_rows<1, BITS>(c, panel, first);
+  case 2: return panel_rows<2, BITS>(c, panel, first);
+  case 3: return panel_rows<3, BITS>(c, panel, first);
+  case 4: return panel_rows<4, BITS>(c, panel, first);
+  case 5: return panel_rows<5, BITS>(c, panel, first);
+  case 6: return panel_rows<6, BITS>(c, panel, first);
+  case 7: return panel_rows<7, BITS>(c, panel, first);
+  default: return panel_rows<TOGETHER, BITS>(c, panel, first);
+  }
+}
+
+void multiply(const Call* call, int64_t first_panel, int64_t end_panel) {
+  const Call& c = *call;
+  const int64_t runs = (c.rows + TOGETHER - 1) / TOGETHER;
+  for (int64_t panel = first_panel; panel < end_panel; ++panel)
+    for (int64_t run = 0; run < runs; ++run) { // as even as can be
+      const int64_t first = c.rows * run / runs, count = c.rows * (run + 1) / runs - first;
+      if (c.bits == 4) multiply_rows<4>(c, panel, first, count);
+      else multiply_rows<8>(c, panel, first, count);
+    }
+}
+
+} // namespace
+
+extern "C" const struct outrider_product_tiles OUTRIDER_TABLE = {OUTRIDER_SET, round, multiply};

@@ -1,0 +1,53 @@
+// Products with weights of 4 and 8 bits, for any number of rows: what the operators for ONNX Runtime
+// compute, in plain C++.
+//
+// A weight W [N, K] is a whole number times a scale, which BLOCK neighbours along K share. It lies
+// as it is read: PANEL outputs are a panel, and a panel has its blocks one after the other.
+//
+//   levels  uint8 [N / PANEL, K / BLOCK, 64 bits], unsigned: level + 2^(bits - 1). Byte 4 lane + i
+//           of vector j (64 bytes) belongs to output `lane` of the panel: with 8 bits it is number
+//           4 j + i of the block; with 4 bits its low half is number 8 j + i, its high half
+//           8 j + 4 + i
+//   scales  float16 [N / PANEL, K / BLOCK, PANEL]
+//
+// N and K are made up to whole panels and blocks; what is made up counts for nothing.
+//
+// A row x [K] is rounded to 8 bits, block by block, as llama.cpp does it (Q8_0), so that a block's
+// product is one of whole numbers: exact, in any order. Then it is scaled and added to the blocks
+// before it. So the bits of an output follow from its row and its weights alone.
+#ifndef OUTRIDER_PRODUCT_H
+#define OUTRIDER_PRODUCT_H
+
+#include <stdint.h>
+
+enum {
+  OUTRIDER_PRODUCT_BLOCK = 32, // numbers that share a scale
+  OUTRIDER_PRODUCT_PANEL = 16  // outputs side by side
+};
+
+struct outrider_product {
+  int64_t rows, depth, columns; // of x; K; N
+  int64_t bits;                 // of a weight: 4 or 8
+  const float* x;               // [rows, K]
+  const uint8_t* levels;
+  const uint16_t* scales;
+  float* y; // [rows, N]
+  // The rows of x, rounded: [rows, blocks, BLOCK]; [rows, blocks]; [rows, blocks], what their levels
+  // sum to, times -2^(bits - 1): the weights' levels are unsigned.
+  int8_t* x_levels;
+  float* x_scales;
+  int32_t* x_sums;
+};
+
+struct outrider_product_tiles {
+  const char* name;
+  void (*round)(const struct outrider_product* call, int64_t first_row, int64_t end_row);
+  void (*multiply)(const struct outrider_product* call, int64_t first_panel, int64_t end_panel);
+};
+
+extern "C" {
+extern const struct outrider_product_tiles outrider_product_plain;
+extern const struct outrider_product_tiles outrider_product_avx2;
+extern const struct outrider_product_tiles outrider_product_vnni;
+}
+#endif
