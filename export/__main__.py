@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
 from runtime.files.errors import CommandParser, interrupts_wait, run_command
 
@@ -19,8 +18,12 @@ examples:
   python -m export --model models/target --draft models/draft --out build/graphs/demo
   python -m export --model ~/checkpoints/my-7b --draft none --out build/graphs/my-7b
 
+  python -m export --model ~/checkpoints/my-7b --draft self --weights int8 --out build/graphs/my-7b
+
 A part whose checkpoint, options and exporter did not change is taken from the cache.
 """
+
+WEIGHTS = ["full", "int8", "int4"]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,17 +38,28 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--draft",
         default="none",
-        help="the draft, likewise; ngram for lookups in the text; or none",
+        help="the draft, likewise; self for the target's own copy with weights of 4 bits; ngram for "
+        "lookups in the text; or none",
     )
     add("--out", required=True, type=Path, help="folder to write")
     add(
         "--dtype",
         default="float32",
         choices=["float32", "float16", "bfloat16"],
-        help="precision of weights and cache (default: float32, right for CPUs)",
+        help="precision of activations and cache, and of weights that are not quantised "
+        "(default: float32, right for CPUs)",
     )
-    add("--weights", default="full", choices=["full", "int8", "int4"], help="TODO")
-    add("--draft-weights", choices=["full", "int8", "int4"], help="TODO")
+    add(
+        "--weights",
+        choices=WEIGHTS,
+        help="of the target's matrices: in blocks of 8 or 4 bits, or full, as --dtype says "
+        "(default: full, or as a quantised checkpoint has them)",
+    )
+    add(
+        "--draft-weights",
+        choices=WEIGHTS,
+        help="of the draft's (default: as the target's; of --draft self: int4)",
+    )
     add(
         "--max-len",
         type=_positive,
@@ -80,10 +94,6 @@ def _positive(text: str) -> int:
     return value
 
 
-def _weights(text: str) -> Any:
-    return None if text == "full" else text
-
-
 def main(argv: list[str] | None = None) -> int:
     def command() -> int:
         arguments = parser().parse_args(argv)
@@ -102,8 +112,8 @@ def main(argv: list[str] | None = None) -> int:
             max_gamma=arguments.max_gamma,
             cache=arguments.cache,
             form=arguments.format,
-            weights=_weights(arguments.weights),
-            draft_weights=_weights(arguments.draft_weights or arguments.weights),
+            weights=arguments.weights,
+            draft_weights=arguments.draft_weights,
             force=arguments.force,
         )
         return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import transformers
 from transformers import PreTrainedTokenizerFast
@@ -35,21 +35,32 @@ def export(
     max_gamma: int = 8,
     cache: Path = Path("build/.cache"),
     form: Format = "onnx",
-    weights: Weights | None = None,
-    draft_weights: Weights | None = None,
+    weights: Weights | Literal["full"] | None = None,
+    draft_weights: Weights | Literal["full"] | None = None,
     force: bool = False,
 ) -> Pair:
     """Write target, draft and tokenizer to `out`, whole or not at all. See `Pair`.
 
-    lookup: what proposes in place of a draft. form: of the graphs; which one a backend wants, it
-    says when it is given the other.
+    draft: "self" is the target with fewer bits. lookup: what proposes in place of a draft. form: of
+    the graphs; which one a backend wants, it says when it is given the other. weights: None is
+    "full", of the draft as the target's; of the draft "self" 4 bits.
     max_gamma: 1 to 64. max_len: None takes 2048, or the target's own context where that is shorter.
     Raises OutriderError "checkpoint", "architecture", "vocabulary", "difference", "option", "disk".
     """
     _quiet()
     refuse_foreign(out, PAIR_FILE)
     target = find(model)
-    drafter = find(draft) if draft is not None else None
+    itself = draft == "self"
+    drafter = target if itself else find(draft) if draft is not None else None
+    own = weights or "full"
+    draft_own = draft_weights or ("int4" if itself else own)
+    if itself and (own == draft_own or own == "int4"):
+        raise OutriderError(
+            "option",
+            f"DRAFT=self with WEIGHTS={own} and DRAFT_WEIGHTS={draft_own}: the draft would be no "
+            "cheaper than the target",
+            "Give the draft fewer bits than the target, or another DRAFT.",
+        )
     length = min(DEFAULT_MAX_LEN, target.max_len) if max_len is None else max_len
     if length > target.max_len:
         raise OutriderError(
@@ -88,31 +99,23 @@ def export(
                 tokenizer, vocabulary.load_tokenizer(drafter), min(widths)
             )
 
-    parts: dict[str, tuple[Path, GraphFacts]] = {
-        "target": part.make(
-            "target",
-            target,
+    def made(role: str, checkpoint: Checkpoint, longest: int, bits: str) -> tuple[Path, GraphFacts]:
+        form_of = None if bits == "full" else cast(Weights, bits)
+        return part.make(
+            role,
+            checkpoint,
             dtype,
-            length,
+            longest,
             capacity,
             cache,
             form=form,
-            weights=weights,
+            weights=form_of,
             force=force,
         )
-    }
+
+    parts = {"target": made("target", target, length, own)}
     if drafter:
-        parts["draft"] = part.make(
-            "draft",
-            drafter,
-            dtype,
-            draft_length,
-            capacity,
-            cache,
-            form=form,
-            weights=draft_weights,
-            force=force,
-        )
+        parts["draft"] = made("draft", drafter, draft_length, draft_own)
     with write_folder(out, PAIR_FILE) as partial:
         (partial / "tokenizer").mkdir()
         facts = vocabulary.carry(target, tokenizer, partial / "tokenizer")

@@ -18,8 +18,8 @@ from .drafts.lookup import Corpus
 from .drafts.tables import Tables
 from .files.errors import OutriderError, first_line, refuse_first
 from .files.manifest import (
-    HOST_WEIGHTS_FILE,
     FIRST_ROWS,
+    HOST_WEIGHTS_FILE,
     TEMPLATE_FILE,
     TOKENIZER_FILE,
     Manifest,
