@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--draft",
         default="none",
-        help="the draft, likewise; self for the target's own copy with weights of 4 bits; ngram for "
+        help="the draft, likewise; self for the target's own copy in 4 bits; ngram for "
         "lookups in the text; or none",
     )
     add("--out", required=True, type=Path, help="folder to write")

@@ -72,7 +72,7 @@ def replace(model: PreTrainedModel, weights: Mapping[str, Quantised]) -> None:
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """x [.., K] as liboutrider multiplies it: to 8 bits, in blocks of BLOCK (outrider_product.h)."""
+    """x [.., K] as liboutrider multiplies it: rounded to 8 bits in blocks (outrider_product.h)."""
     *rows, columns = x.shape
     padded = torch.nn.functional.pad(x.float(), (0, -columns % BLOCK))
     blocks = padded.reshape(*rows, -1, BLOCK)
