@@ -37,7 +37,8 @@ from . import compare, graph, host, program
 from .checkpoint import Checkpoint, content_hashes, refuse_architecture, weight_files
 from .decoder import Decoder, UnsupportedArchitecture
 from .loading import cache_shapes, learned_positions, load
-from .weights.layers import quantise_linears, replace, rounding_activations
+from .weights.layers import replace, rounding_activations
+from .weights.whole import quantise_model
 
 
 def versions() -> dict[str, str]:
@@ -217,7 +218,7 @@ def _export(
 
 
 def _quantise(model: PreTrainedModel, weights: Weights) -> str:
-    quantised = quantise_linears(model, 4 if weights == "int4" else 8)
+    quantised = quantise_model(model, 4 if weights == "int4" else 8)
     replace(model, quantised)
     return f"{len(quantised)} matrices"
 

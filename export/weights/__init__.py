@@ -1,1 +1,1 @@
-"""Weights of few bits: blocks of levels with a scale, from the checkpoint to the graph."""
+"""Weights of 8 and 4 bits: how they are chosen, and what they cost in quality."""

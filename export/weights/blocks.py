@@ -21,9 +21,10 @@ BLOCK = 32
 # processors' instructions for four products at once add up.
 RANGE: dict[int, tuple[int, int]] = {4: (-8, 7), 8: (-127, 127)}
 _LARGEST = 65504.0  # of float16
-# What the block's largest number may be of a level, on either side. Beyond the range it is clipped,
-# which the others may gain from; the last ones are the whole range, without clipping.
-_REACH = {4: (-9.5, -9.0, -8.6, -8.3, -8.0, -7.6, -7.2, 6.3, 6.7, 7.3, 7.7, 8.2, 7.0), 8: (127.0,)}
+# Which level a block's largest number would have, where the range went on: beyond -8 it is clipped,
+# which the others may gain from. A positive one gets a negative scale, so that the longer side of
+# the range is always its side.
+_REACH = (-9.2, -8.8, -8.4, -8.1, -7.9, -7.6, -7.3, -7.0)
 _SLICE = 1 << 16  # numbers at a time: what is made of them stays in a core's cache
 
 
@@ -86,27 +87,30 @@ def as_blocks(weight: torch.Tensor) -> torch.Tensor:
 def best_scales(blocks: torch.Tensor, bits: Bits) -> torch.Tensor:
     """float32 [N, blocks], each a number of float16, for blocks float32 [N, blocks, 32].
 
-    Of each reach the scale is fitted to the levels that it gives (least squares, as
-    `make_qx_quants` of llama.cpp does) and rounded before it is judged by the levels that the
-    rounded one gives. The first that is judged is no fit: no result is worse than that.
+    The levels l of a scale leave the squared error |x|^2 - (l x)^2 / |l|^2 when the scale is fitted
+    to them (least squares, as `make_qx_quants` of llama.cpp does): so the best reach has the
+    largest (l x)^2 / |l|^2. The fitted scale, rounded, has to beat the one that fits the largest
+    number into the range, so no block is worse off than with that.
     Raises ValueError for NaN, infinity and what no float16 scale reaches.
     """
     low, high = blocks.amin(-1), blocks.amax(-1)
     peak = torch.where(-low > high, low, high)  # of the largest magnitude, with its sign
-    best = _to_float16(peak / RANGE[bits][1])
-    if not torch.isfinite(best).all() or bool((peak.abs() > -_LARGEST * RANGE[bits][0]).any()):
+    widest = _to_float16(peak / RANGE[bits][1])
+    if not bool((peak.abs() <= _LARGEST * RANGE[bits][1]).all()):  # NaN is not
         raise ValueError("a weight is NaN, infinite or beyond what a float16 scale reaches")
     if bits == 8:
-        return best
-    least = _squared_error(blocks, best, bits)
-    for reach in _REACH[bits]:
+        return widest
+    most, fitted = torch.zeros_like(peak), widest
+    for reach in _REACH:
         level = nearest_levels(blocks, peak / reach, bits)
-        fitted = _to_float16(_ratio((level * blocks).sum(-1), level.square_().sum(-1)))
-        error = _squared_error(blocks, fitted, bits)
-        better = error < least
-        best = torch.where(better, fitted, best)
-        least = torch.where(better, error, least)
-    return best
+        along, square = (level * blocks).sum(-1), level.square_().sum(-1)
+        score = _ratio(along.square(), square)
+        better = score > most
+        most = torch.where(better, score, most)
+        fitted = torch.where(better, _ratio(along, square), fitted)
+    fitted = _to_float16(fitted)
+    worse = _squared_error(blocks, fitted, bits) > _squared_error(blocks, widest, bits)
+    return torch.where(worse, widest, fitted)
 
 
 def nearest_levels(blocks: torch.Tensor, scale: torch.Tensor, bits: Bits) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .blocks import BLOCK, Bits, Quantised, quantise
+from .blocks import BLOCK, Quantised
 
 PRODUCT = (
     "QuantizedMatMul"  # of plugins/onnxruntime; until the graph is written in ONNX's operators
@@ -49,24 +49,16 @@ class QuantisedLinear(torch.nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def quantise_linears(model: PreTrainedModel, bits: Bits) -> dict[str, Quantised]:
-    found: dict[str, Quantised] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            found[f"{name}.weight"] = quantise(module.weight.detach().float().numpy(), bits)
-            with torch.no_grad():
-                module.weight.copy_(torch.from_numpy(found[f"{name}.weight"].dense()))
-    return found
-
-
 def replace(model: PreTrainedModel, weights: Mapping[str, Quantised]) -> None:
     """Put `QuantisedLinear` in the place of the layers that have these weights, by the parameters'
-    names. An embedding that shares a weight keeps its own, dense."""
-    for name, module in list(model.named_modules()):
-        weight = weights.get(f"{name}.weight")
-        if weight is None or not isinstance(module, torch.nn.Linear | Conv1D):
+    names (`quantise_model`). An embedding that shares a weight keeps its own, dense."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for path, module in list(model.named_modules()):
+        if not isinstance(module, torch.nn.Linear | Conv1D):
             continue
-        parent, _, child = name.rpartition(".")
+        if (weight := weights.get(names[id(module.weight)])) is None:
+            continue
+        parent, _, child = path.rpartition(".")
         layer = QuantisedLinear(weight, module.bias, module.weight.dtype)
         setattr(model.get_submodule(parent), child, layer.train(False))
 

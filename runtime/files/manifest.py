@@ -74,6 +74,22 @@ class FileFacts:
 
 
 @dataclass(frozen=True)
+class Quality:
+    """What quantised weights cost, over `tokens` next-token predictions.
+
+    kl: mean KL(full || quantised) in nats, with its standard error. top1: how often both prefer
+    the same token. perplexity, full_perplexity: of the text, of the quantised and the full model.
+    """
+
+    tokens: Count
+    kl: Finite
+    kl_error: Finite
+    top1: Annotated[float, between(0, 1)]
+    perplexity: Finite
+    full_perplexity: Finite
+
+
+@dataclass(frozen=True)
 class GraphFacts:
     """One model's graph.
 
@@ -86,6 +102,7 @@ class GraphFacts:
     max_difference: largest absolute difference of the logits from the original model's; None
         where the graph could not be run (see `comparison`).
     tolerance: the bound that `max_difference` was held to.
+    quality: of quantised weights; None where they are not.
     """
 
     key: str
@@ -105,6 +122,7 @@ class GraphFacts:
     files: dict[FileName, FileFacts]
     context: Count | None = None
     weights: Weights | None = None
+    quality: Quality | None = None
 
     @property
     def host_alone(self) -> bool:

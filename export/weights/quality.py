@@ -1,0 +1,70 @@
+"""What quantising costs: how far the quantised model's next-token distributions are from the full
+model's, on text that the user gives or that the full model itself wrote."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from runtime.files.errors import OutriderError
+from runtime.files.manifest import Quality
+
+# Nats. A model that says every token with the same probability is some 5 nats from a good one, and
+# 2 nats are what next-token prediction gains from a handful of layers. What is this far off was not
+# rounded but broken: rounding to 8 bits costs less than 0.001, to 4 bits less than 0.2 on every
+# checkpoint that we measured.
+BOUND = {8: 0.1, 4: 1.0}
+
+Slice = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def sample(model: PreTrainedModel, texts: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Texts that the model writes at temperature 1: token ids int64 [texts, length].
+
+    Each begins with the model's first token, or with a random one where it has none, and goes on
+    behind an end. All are written side by side, so a step reads the weights once.
+    """
+    random = torch.Generator().manual_seed(seed)
+    outputs: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    first = model.config.get_text_config(decoder=True).bos_token_id
+    ids = torch.empty(texts, length, dtype=torch.int64)
+    if isinstance(first, int) and first < outputs.weight.shape[0]:
+        ids[:, 0] = first
+    else:
+        ids[:, 0] = torch.randint(outputs.weight.shape[0], (texts,), generator=random)
+    cache = None
+    with torch.inference_mode():
+        for i in range(1, length):
+            said = model(input_ids=ids[:, i - 1 : i], past_key_values=cache, use_cache=True)
+            cache = said.past_key_values
+            likely = said.logits[:, -1].float().softmax(-1)
+            ids[:, i] = torch.multinomial(likely, 1, generator=random)[:, 0]
+    return ids
+
+
+def measure(slices: Iterable[Slice]) -> Quality:
+    """The quality over all tokens of the slices.
+
+    A slice is full logits [T, V], quantised ones [T, V] and the tokens that really follow, int64
+    [T]. KL is KL(full || quantised). Raises OutriderError "numeric" where a logit is NaN or
+    infinite.
+    """
+    columns: list[torch.Tensor] = []
+    for full, quantised, following in slices:
+        p, q = full.double().log_softmax(-1), quantised.double().log_softmax(-1)
+        kl = (p.exp() * (p - q)).sum(-1)
+        same = (full.argmax(-1) == quantised.argmax(-1)).double()
+        losses = [-r.gather(-1, following[:, None])[:, 0] for r in (q, p)]
+        columns.append(torch.stack([kl, same, *losses]))
+    rows = torch.cat(columns, dim=1)
+    if not torch.isfinite(rows).all():
+        cause = "the quantised model says NaN or infinity"
+        raise OutriderError("numeric", cause, "Build without WEIGHTS.")
+    kl, top1, loss, full_loss = rows.mean(1).tolist()
+    tokens = rows.shape[1]
+    error = rows[0].std(correction=0).item() / math.sqrt(tokens)
+    return Quality(tokens, max(0.0, kl), error, top1, math.exp(loss), math.exp(full_loss))

@@ -1,0 +1,152 @@
+"""Quantised weights: what levels and scales may be, what they cost, and how that is measured."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from checkpoints import ARCHITECTURES
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from export.weights.blocks import BLOCK, RANGE, Bits, quantise
+from export.weights.quality import measure, sample
+from export.weights.whole import quantise_model
+from runtime.files.errors import OutriderError
+
+Matrix = npt.NDArray[np.float32]
+
+
+def _random(rows: int, columns: int) -> Matrix:
+    return np.random.default_rng(0).standard_t(4, (rows, columns)).astype(np.float32)
+
+
+def _widest(weight: Matrix, bits: Bits) -> Matrix:
+    """Rounded to nearest with the scale that fits a block's largest number into the range."""
+    rows, columns = weight.shape
+    blocks = np.pad(weight, ((0, 0), (0, -columns % BLOCK))).reshape(rows, -1, BLOCK)
+    most = RANGE[bits][1]
+    scale = (np.abs(blocks).max(-1, keepdims=True) / most).astype(np.float16).astype(np.float32)
+    levels = np.round(blocks / np.where(scale == 0, 1, scale)).clip(-most, most)
+    return (levels * scale).reshape(rows, -1)[:, :columns]
+
+
+def _model(architecture: str = "llama") -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]())
+    model.eval().requires_grad_(False)
+    for parameter in model.parameters():  # larger than a fresh model's: it shall prefer something
+        if parameter.dim() == 2:
+            parameter.mul_(8)
+    return model
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", [(7, 64), (5, 70), (3, 5), (1, 1)])
+def test_levels_are_in_range_and_no_block_is_worse_than_with_the_widest_scale(
+    bits: Bits, shape: tuple[int, int]
+) -> None:
+    weight = _random(*shape)
+    made = quantise(weight, bits)
+    assert made.levels.shape == shape and made.levels.dtype == np.int8
+    assert made.scales.shape == (shape[0], -(-shape[1] // BLOCK))
+    assert made.scales.dtype == np.float16 and np.isfinite(made.scales).all()
+    assert RANGE[bits][0] <= made.levels.min() and made.levels.max() <= RANGE[bits][1]
+    for start in range(0, shape[1], BLOCK):
+        here = np.s_[:, start : start + BLOCK]
+        error = ((made.dense() - weight)[here] ** 2).sum(1)
+        floor = ((_widest(weight, bits) - weight)[here] ** 2).sum(1)
+        assert (error <= floor * (1 + 1e-6)).all()
+
+
+def test_the_scales_of_four_bits_are_chosen_and_not_only_fitted_to_the_largest() -> None:
+    weight = _random(64, 256)
+    error = ((quantise(weight, 4).dense() - weight) ** 2).sum()
+    assert error < 0.8 * ((_widest(weight, 4) - weight) ** 2).sum()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_lies_on_levels_is_found_again(bits: Bits) -> None:
+    random = np.random.default_rng(1)
+    levels = random.integers(*RANGE[bits], (16, 96), endpoint=True)
+    levels[:, ::BLOCK] = RANGE[bits][0]  # the whole range, on one side
+    scales = np.repeat(random.choice([0.5, 0.25, -0.125], (16, 3)), BLOCK, axis=1)
+    weight = (levels * scales).astype(np.float32)
+    assert (quantise(weight, bits).dense() == weight).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_blocks_of_nothing_of_next_to_nothing_and_with_one_huge_number(bits: Bits) -> None:
+    weight = np.zeros((4, 32), np.float32)
+    weight[1] = 1e-30
+    weight[2] = 0.01
+    weight[2, 5] = -1000
+    weight[3] = 3e-5  # its scale of 8 bits is one of the few smallest that float16 has
+    made = quantise(weight, bits).dense()
+    assert (made[:2] == 0).all()
+    assert abs(made[2, 5] + 1000) < 1 and (np.delete(made[2], 5) == 0).all()
+    assert np.abs(made[3] - weight[3]).max() < 3e-7
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e9])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_has_no_level_is_refused(bits: Bits, value: float) -> None:
+    weight = _random(3, 64)
+    weight[1, 40] = value
+    with pytest.raises(ValueError, match="NaN, infinite or beyond"):
+        quantise(weight, bits)
+
+
+def test_kl_of_a_model_with_itself_is_0_and_with_a_shuffled_one_is_not() -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(50, 20, generator=random) * 3
+    following = torch.randint(20, (50,), generator=random)
+    same = measure(
+        [(logits[:30], logits[:30], following[:30]), (logits[30:],) * 2 + (following[30:],)]
+    )
+    assert (same.tokens, same.kl, same.kl_error, same.top1) == (50, 0, 0, 1)
+    assert same.perplexity == same.full_perplexity
+    expected = torch.nn.functional.cross_entropy(logits, following).exp()
+    assert same.perplexity == pytest.approx(float(expected), rel=1e-5)
+    other = measure([(logits, logits.roll(1, dims=1), following)])
+    assert other.kl > 1 and other.top1 < 0.5 and other.kl_error > 0
+    with pytest.raises(OutriderError, match="NaN or infinity"):
+        measure([(logits, logits * torch.nan, following)])
+
+
+def test_sampled_text_is_the_models_own_and_the_same_each_time() -> None:
+    model = _model()
+    ids = sample(model, 4, 24)
+    assert ids.shape == (4, 24) and (ids == sample(model, 4, 24)).all()
+    assert (ids[:, 0] == 0).all() and (ids != sample(model, 4, 24, seed=1)).any()
+    # Its perplexity on what it wrote itself is far below that on any tokens.
+    other = torch.randint(257, (4, 24), generator=torch.Generator().manual_seed(0))
+    own, foreign = (model(input_ids=x, labels=x).loss.exp() for x in (ids, other))
+    assert own < foreign / 2
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral", "mixtral"])
+def test_a_model_becomes_what_its_levels_say(architecture: str) -> None:
+    model = _model(architecture)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    made = quantise_model(model, 4)
+    after = dict(model.named_parameters())
+    for name, quantised in made.items():
+        dense = torch.from_numpy(quantised.dense())
+        if architecture == "gpt2" and name.startswith("transformer.h."):
+            dense = dense.T  # Conv1D
+        assert (after[name] == dense).all()
+        assert quantised.bits == (8 if "embed" in name and architecture != "llama" else 4)
+    kept = before.keys() - made.keys()
+    assert all((after[name] == before[name]).all() for name in kept)
+    linear = {n for n, p in before.items() if p.dim() == 2 and "wpe" not in n}
+    routers = {n for n in linear if n.endswith("gate.weight")}
+    assert bool(routers) == (architecture == "mixtral")
+    assert made.keys() == linear - routers
+
+
+def test_a_weight_that_is_nan_is_named() -> None:
+    model = _model()
+    dict(model.named_parameters())["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: "):
+        quantise_model(model, 8)
