@@ -46,8 +46,8 @@ def parser() -> argparse.ArgumentParser:
         "--supports",
         nargs="+",
         metavar=("DTYPE", "WEIGHTS"),
-        help="build nothing; say whether the backend runs graphs of this precision, and with weights "
-        "of int8 or int4, and with --out whether the bundle can be written there",
+        help="build nothing; say whether the backend runs graphs of this precision, and weights of "
+        "so many bits, and with --out whether the bundle can be written there",
     )
     add(
         "--no-measure",
