@@ -132,7 +132,10 @@ def _packed(name: str, path: Path, written: dict[str, Any]) -> Packed | None:
         return None
     if how not in _PACKED:
         raise unsupported(name, f"quantization_config: {how[:40]}")
-    packed = _PACKED[how](name, path, quantised)
+    try:
+        packed = _PACKED[how](name, path, quantised)
+    except (AttributeError, KeyError, TypeError, ValueError):  # fields of other types than theirs
+        raise _odd_config(name, "quantization_config", quantised) from None
     if packed.remark:
         note(f"{name}: {packed.remark}")
     return packed

@@ -67,12 +67,13 @@ def read(name: str, path: Path) -> GgufFile:
         table, position = reader._read_tensor_table(content, count, position)
         alignment = int(metadata.get("general.alignment", 32))
         begin = -(-position // alignment) * alignment
+        parts = int(metadata.get("split.count", 1))
     except Exception as error:  # noqa: BLE001 - of damaged bytes: struct's, Unicode's, NumPy's
         raise damaged(name, f"it cannot be read as GGUF: {first_line(error)}") from None
-    if metadata.get("split.count", 0) > 1:
+    if parts > 1:
         raise OutriderError(
             "checkpoint",
-            f"{name} is one of {metadata['split.count']} parts",
+            f"{name} is one of {parts} parts",
             "Merge them first: llama-gguf-split --merge.",
         )
     tensors: dict[str, Lazy] = {}

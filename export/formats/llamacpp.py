@@ -15,7 +15,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.integrations.gguf import gguf_tokenizer_mapping as vocabularies
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from runtime.files.errors import OutriderError
+from runtime.files.errors import OutriderError, first_line
 
 from .gguf import GgufFile
 from .packed import Lazy, Packed, damaged, take
@@ -99,7 +99,8 @@ def _config(name: str, file: GgufFile, family: _Family, architecture: str) -> Pr
     if missing := sorted(needed - fields.keys()):
         raise damaged(name, f"its metadata lacks {missing[0]}")
     heads = fields["num_attention_heads"]
-    if not all(type(value) in (int, float) and value > 0 for value in fields.values()):
+    theta = said.get("rope.freq_base", 10_000.0)
+    if not all(type(value) in (int, float) and value > 0 for value in (*fields.values(), theta)):
         raise _not_carried(name, "sizes that differ from layer to layer, or are none")
     fields.setdefault("head_dim", fields["hidden_size"] // heads)
     fields.setdefault("num_key_value_heads", heads)
@@ -107,23 +108,27 @@ def _config(name: str, file: GgufFile, family: _Family, architecture: str) -> Pr
     for key, value in said.items():
         if value not in ((whole[key],) if key in whole else (0, "", "none")) and key not in _KNOWN:
             raise _not_carried(name, f"{architecture}.{key} = {str(value)[:40]}")
-    rope = {"rope_type": "default", "rope_theta": float(said.get("rope.freq_base", 10_000.0))}
+    rope = {"rope_type": "default", "rope_theta": theta}
     embedding = take(name, dict(file.tensors), "token_embd.weight")
     named = file.tensors.keys()
     ends = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
-    config = AutoConfig.for_model(
-        family.model_type,
-        **fields,
-        vocab_size=embedding.shape[0],  # of which the vocabulary may fill less
-        rope_parameters=rope,
-        tie_word_embeddings="output.weight" not in named,
-        attention_bias="blk.0.attn_q.bias" in named,
-        mlp_bias="blk.0.ffn_up.bias" in named,
-        architectures=[family.head],
-        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_id=sorted({file.metadata[key] for key in ends if key in file.metadata}) or None,
-        pad_token_id=None,
-    )
+    config: PretrainedConfig
+    try:
+        config = AutoConfig.for_model(
+            family.model_type,
+            **fields,
+            vocab_size=embedding.shape[0],  # of which the vocabulary may fill less
+            rope_parameters=rope,
+            tie_word_embeddings="output.weight" not in named,
+            attention_bias="blk.0.attn_q.bias" in named,
+            mlp_bias="blk.0.ffn_up.bias" in named,
+            architectures=[family.head],
+            bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
+            eos_token_id=[file.metadata[key] for key in ends if key in file.metadata] or None,
+            pad_token_id=None,
+        )
+    except Exception as error:  # noqa: BLE001 - each configuration class validates in its own way
+        raise damaged(name, f"its metadata is no configuration: {first_line(error)}") from None
     if _FACTORS in named:
         _take_factors(name, config, file.tensors[_FACTORS][...])
     return config

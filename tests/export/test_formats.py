@@ -359,6 +359,8 @@ NOT_READ: dict[str, tuple[dict[str, Any], str]] = {
     "rotations": (
         {**compressed(4, PACK), "transform_config": {"config_groups": {"u": {}}}}, "rotations",
     ),
+    "no table": ({"quant_method": "gptq", "bits": []}, "GPTQ with bits = []"),
+    "no words": ({**compressed(4, PACK), "sparsity_config": "2:4"}, "has quantization_config ="),
     "no groups": ({"quant_method": "compressed-tensors"}, "config_groups = None"),
 }  # fmt: skip
 
@@ -382,6 +384,12 @@ ODD_GGUF: dict[str, tuple[dict[str, Any], str, str]] = {
     "half a rotation": ({"llama.rope.dimension_count": 8}, "checkpoint", "dimension_count = 8"),
     "sizes by layer": (
         {"llama.attention.head_count_kv": [2, 4]}, "checkpoint", "differ from layer to layer",
+    ),
+    "sizes that are words": (
+        {"llama.rope.freq_base": "high"}, "checkpoint", "or are none",
+    ),
+    "an end that is a word": (
+        {"tokenizer.ggml.eos_token_id": "</s>"}, "checkpoint", "its metadata is no configuration",
     ),
     "one of two": ({"split.count": 2}, "checkpoint", "one of 2 parts"),
     "an unknown tokenizer": (
