@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from safetensors import safe_open
 
 from runtime.files.errors import OutriderError, first_line
 
+# Transformers reads with several threads, and unpacking takes several times a tensor's memory.
+_ONE = threading.RLock()
 _FLOATS = {"F16", "BF16", "F32", "F64"}
 
 
@@ -26,7 +29,8 @@ class Lazy:
     dtype: str = "F32"
 
     def __getitem__(self, _: object) -> torch.Tensor:
-        return self.make()
+        with _ONE:
+            return self.make()
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ def groups(name: str, key: str, tensor: Lazy, count: int) -> torch.Tensor:
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Unsigned integers out of int32 words along the last axis, the lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    return torch.flatten((words[..., None] >> shifts) & (2**bits - 1), -2)
+    return torch.flatten((words[..., None] >> shifts).bitwise_and_(2**bits - 1), -2)
 
 
 def dequantise(
@@ -165,4 +169,4 @@ def dequantise(
         return whole.to(torch.float32) * scales[:, group]
     blocks = levels.reshape(rows, count, width // count)
     whole = blocks if zeros is None else blocks - zeros[..., None]
-    return (whole.to(torch.float32) * scales[..., None]).reshape(rows, width)
+    return whole.to(torch.float32).mul_(scales[..., None]).reshape(rows, width)
