@@ -34,7 +34,7 @@ from runtime.files.progress import stage
 from runtime.files.records import digest_json, read_json, write_json
 
 from . import compare, graph, host, program
-from .checkpoint import Checkpoint, content_hashes, refuse_architecture, weight_files
+from .checkpoint import Checkpoint, content_hashes, refuse_architecture
 from .decoder import Decoder, UnsupportedArchitecture
 from .loading import cache_shapes, learned_positions, load
 from .weights.layers import replace, rounding_activations
@@ -123,6 +123,8 @@ def _export(
         model = load(checkpoint, torch_dtype[dtype])
         parameters = model.num_parameters()
         said.note = f"{parameters / 1e6:,.1f} M parameters, {checkpoint.architecture}"
+        if checkpoint.packed:
+            said.note += f", {checkpoint.packed}, made {dtype}"
     vocab_size = _width(model)
     if weights:
         with stage(role, f"quantise, {weights}") as said:
@@ -244,8 +246,10 @@ def _check_space(cache: Path, checkpoint: Checkpoint, dtype: Dtype) -> None:
     """Fail before minutes of work, not after them."""
     cache.mkdir(parents=True, exist_ok=True)
     # A graph holds what the checkpoint holds; at worst 16-bit weights become 32-bit ones.
-    sizes = sum(path.stat().st_size for path in weight_files(checkpoint.path))
-    need, free = sizes * (2 if dtype == "float32" else 1), shutil.disk_usage(cache).free
+    sizes = sum(path.stat().st_size for path in checkpoint.files)
+    stored = min(16, checkpoint.packed.bits) if checkpoint.packed else 16
+    need = sizes * (32 if dtype == "float32" else 16) // stored
+    free = shutil.disk_usage(cache).free
     if need > free:
         raise OutriderError(
             "disk",

@@ -203,12 +203,12 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     ),
     "an unknown quantisation": (
         _json("config.json", quantization_config={"quant_method": "odd", "bits": 3}),
-        "is quantised (quantization_config: odd)",
+        "not read: quantization_config: odd",
     ),
     "quantised, not said how": (_json("config.json", quantization_config=4), "is quantised"),
     "GGUF": (
         _all(_without("model.safetensors"), _instead("model.Q4_K_M.gguf", b"GGUF")),
-        "llama.cpp's format, GGUF",
+        "cannot be read as GGUF",
     ),
     # Nonsense
     "an end beyond the vocabulary": (
