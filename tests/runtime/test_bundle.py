@@ -95,6 +95,7 @@ DAMAGE = {
     "binary manifest": (_bytes(MANIFEST_FILE, lambda _: b"\xff\x00\xfe"), "not UTF-8"),
     "a list": (_bytes(MANIFEST_FILE, lambda _: b"[]"), "not a manifest file"),
     "other kind": (_manifest(lambda c: c.update(kind="pair")), "not a manifest file"),
+    "older schema": (_manifest(lambda c: c.update(schema=SCHEMA - 1)), f"schema {SCHEMA - 1}"),
     "newer schema": (_manifest(lambda c: c.update(schema=SCHEMA + 1)), f"schema {SCHEMA + 1}"),
     "edited": (_manifest(lambda c: c["facts"].update(slots=7), checksum=False), "checksum"),
     "no checksum": (_manifest(lambda c: c.pop("checksum"), checksum=False), "checksum"),
