@@ -61,6 +61,12 @@ def parser() -> argparse.ArgumentParser:
         help="of the draft's (default: as the target's; of --draft self: int4)",
     )
     add(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="to measure the quality of quantised weights on (default: what the model writes)",
+    )
+    add(
         "--max-len",
         type=_positive,
         help="longest prompt + output, in tokens (default: 2048, or the target's if shorter)",
@@ -114,6 +120,7 @@ def main(argv: list[str] | None = None) -> int:
             form=arguments.format,
             weights=arguments.weights,
             draft_weights=arguments.draft_weights,
+            text=arguments.text,
             force=arguments.force,
         )
         return 0

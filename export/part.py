@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ from . import compare, graph, host, program
 from .checkpoint import Checkpoint, content_hashes, refuse_architecture
 from .decoder import Decoder, UnsupportedArchitecture
 from .loading import cache_shapes, learned_positions, load
-from .weights.layers import replace, rounding_activations
-from .weights.whole import quantise_model
+from .weights.layers import rounding_activations
+from .weights.quantising import Quantising
 
 
 def versions() -> dict[str, str]:
@@ -64,9 +65,12 @@ def make(
     *,
     form: Format = "onnx",
     weights: Weights | None = None,
+    text: Sequence[int] | None = None,
     force: bool = False,
 ) -> tuple[Path, GraphFacts]:
     """The folder of the checkpoint's graph, exported now or earlier.
+
+    text: token ids to measure the quality of quantised weights on; None has the model write them.
 
     Raises OutriderError "checkpoint", "architecture", "difference" or "disk".
     """
@@ -80,7 +84,7 @@ def make(
                 "exporter": exporter_digest(),
                 "versions": versions(),
                 **({"format": form} if form != "onnx" else {}),
-                **({"weights": weights} if weights else {}),
+                **({"weights": weights, "text": text} if weights else {}),
                 **({} if find_library() else {"host": "no library to check it with"}),
             }
         )
@@ -91,7 +95,10 @@ def make(
         )
     if facts is None:
         _check_space(cache, checkpoint, dtype)
-        facts = _export(role, checkpoint, dtype, max_len, capacity, form, weights, folder, key)
+        step = None
+        if weights:
+            step = Quantising(role, weights, checkpoint.source, text, bool(checkpoint.packed))
+        facts = _export(role, checkpoint, dtype, max_len, capacity, form, step, folder, key)
     return folder, facts
 
 
@@ -114,7 +121,7 @@ def _export(
     max_len: int,
     capacity: int,
     form: Format,
-    weights: Weights | None,
+    quantising: Quantising | None,
     folder: Path,
     key: str,
 ) -> GraphFacts:
@@ -126,22 +133,19 @@ def _export(
         if checkpoint.packed:
             said.note += f", {checkpoint.packed}, made {dtype}"
     vocab_size = _width(model)
-    if weights:
-        with stage(role, f"quantise, {weights}") as said:
-            said.note = _quantise(model, weights)
+    if quantising:
+        quantising.quantise(model, max_len)
     with stage(role, "run the original"):
         original = compare.reference(model, capacity, vocab_size)
         rounded = None
-        if weights:
+        if quantising:
             with rounding_activations():
                 rounded = compare.reference(model, capacity, vocab_size)
         key_shapes, value_shapes = cache_shapes(model, checkpoint)
 
     def in_float32() -> PreTrainedModel:
         model = load(checkpoint, torch.float32)
-        if weights:
-            _quantise(model, weights)
-        return model
+        return quantising.again(model) if quantising else model
 
     with stage(role, f"trace, {dtype}") as said:
         decoder = Decoder(model, learned_positions(model, checkpoint)).eval()
@@ -196,6 +200,10 @@ def _export(
             for name in (HOST_FILE, HOST_WEIGHTS_FILE):
                 if (partial / name).exists():
                     files[name] = file_facts(partial / name)
+        quality = None
+        if quantising:
+            of_engine = partial / HOST_FILE if HOST_WEIGHTS_FILE in files else None
+            quality = quantising.measure(of_engine, dtype)
         facts = GraphFacts(
             key=key,
             source=checkpoint.source,
@@ -213,16 +221,11 @@ def _export(
             versions=versions(),
             files=files,
             context=checkpoint.context,
-            weights=weights,
+            weights=quantising.weights if quantising else None,
+            quality=quality,
         )
         write_json(partial / PART_FILE, "graph", facts)
     return facts
-
-
-def _quantise(model: PreTrainedModel, weights: Weights) -> str:
-    quantised = quantise_model(model, 4 if weights == "int4" else 8)
-    replace(model, quantised)
-    return f"{len(quantised)} matrices"
 
 
 def _host(

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .blocks import Bits, Quantised, quantise
 from .feedback import factor, quantise_with_feedback
+from .recover import recover
 
 # The last part of a module's name. A router decides between experts, by small differences; it is
 # next to no bytes.
@@ -22,6 +23,7 @@ def quantise_model(
     bits: Bits,
     texts: torch.Tensor | None = None,  # int64 [texts, length], of `quality.sample`
     output_bits: Bits = 8,
+    keep: bool = False,  # the levels of what lies on some already
 ) -> dict[str, Quantised]:
     """Quantise the model's matrices and write what they are then, `dense()`, into its parameters.
 
@@ -42,21 +44,30 @@ def quantise_model(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     inner = {names[id(module.weight)]: module for module in _linear(model) if module is not output}
     texts = texts if bits == 4 else None  # of 8 bits there is nothing to gain
-    found: dict[str, Quantised] = {}
+    found = _recovered(inner | {names[id(output.weight)]: output}, bits) if keep else {}
     with torch.no_grad():
         # The ends first: what the layers see of the embedding is to be what they will see of it.
         seen = None
         most: Bits = 8 if bits == 8 else output_bits
         if texts is not None and most == 4:
             seen = factor(model.base_model(input_ids=texts).last_hidden_state.flatten(0, -2))
-        name = names[id(output.weight)]
-        found[name] = _take(name, output, most, seen)
+        if (name := names[id(output.weight)]) not in found:
+            found[name] = _take(name, output, most, seen)
         if (name := names[id(embedding.weight)]) not in found:
             found[name] = _take(name, embedding, 8)
         if texts is not None:
             _pass(model, texts, inner, found)
         for name in inner.keys() - found.keys():  # no texts, or none that came by
             found[name] = _take(name, inner[name], bits)
+    return found
+
+
+def _recovered(modules: dict[str, Any], bits: Bits) -> dict[str, Quantised]:
+    """Of a checkpoint that was quantised before: exactly what it says."""
+    found = {}
+    for name, module in modules.items():
+        if (kept := recover(_matrix(module).numpy(), bits)) is not None:
+            found[name] = kept
     return found
 
 
@@ -97,8 +108,7 @@ def _linear(model: PreTrainedModel) -> Iterator[Any]:
 
 def _take(name: str, module: Any, bits: Bits, seen: torch.Tensor | None = None) -> Quantised:
     """Quantise the module's weight [N, K], or [K, N] of a Conv1D, in place."""
-    turned = isinstance(module, Conv1D)
-    weight = (module.weight.T if turned else module.weight).float().contiguous()
+    weight = _matrix(module)
     try:
         if seen is None:
             made = quantise(weight.numpy(), bits)
@@ -107,5 +117,12 @@ def _take(name: str, module: Any, bits: Bits, seen: torch.Tensor | None = None) 
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     dense = torch.from_numpy(made.dense())
-    module.weight.copy_(dense.T if turned else dense)
+    module.weight.copy_(dense.T if isinstance(module, Conv1D) else dense)
     return made
+
+
+def _matrix(module: Any) -> torch.Tensor:
+    """float32 [N, K]."""
+    turned = isinstance(module, Conv1D)
+    weight: torch.Tensor = module.weight.T if turned else module.weight
+    return weight.float().contiguous()

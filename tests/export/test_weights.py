@@ -71,8 +71,9 @@ def test_the_scales_of_four_bits_are_chosen_and_not_only_fitted_to_the_largest()
 @pytest.mark.parametrize("bits", [4, 8])
 def test_what_lies_on_levels_is_found_again(bits: Bits) -> None:
     random = np.random.default_rng(1)
-    levels = random.integers(*RANGE[bits], (16, 96), endpoint=True)
-    levels[:, ::BLOCK] = RANGE[bits][0]  # the whole range, on one side
+    lowest, highest = (-8, 7) if bits == 4 else (-127, 127)
+    levels = random.integers(lowest, highest, (16, 96), endpoint=True)
+    levels[:, ::BLOCK] = lowest  # the whole range, on one side
     scales = np.repeat(random.choice([0.5, 0.25, -0.125], (16, 3)), BLOCK, axis=1)
     weight = (levels * scales).astype(np.float32)
     assert (quantise(weight, bits).dense() == weight).all()
