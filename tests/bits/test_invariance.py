@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import Workshop
 from fakes import FakeEngine, make_manifest, random_model
+from workshop import Workshop
 
 from engines import bundle as bundles
 from engines.bundle import build

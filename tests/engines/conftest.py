@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpoints import Workshop
 from rtx import SM
+from workshop import Workshop
 
 from engines import bundle as bundles
 from engines.bundle import build

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpoints import MAX_LEN, Workshop
 from commands import error_line
 from rtx import needs_library
+from workshop import MAX_LEN, Workshop
 
 import engines.__main__
 from engines import bundle as bundles

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoints import MAX_GAMMA, MAX_LEN, Workshop
 from commands import error_line
 from rtx import SM, arguments, needs_library
+from workshop import MAX_GAMMA, MAX_LEN, Workshop
 
 import engines.__main__
 from engines import bundle as bundles

@@ -14,10 +14,10 @@ from typing import Any
 
 import onnx
 import pytest
-from checkpoints import Workshop
 from commands import CHECKOUT, command, environment, error_line, leftovers, limited_files
 from rounds import cases
 from rtx import arguments, needs_library
+from workshop import Workshop
 
 import engines.__main__
 from bench.suites.gpu import suite as gpu_check

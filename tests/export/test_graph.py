@@ -13,11 +13,12 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from checkpoints import MAX_GAMMA, VOCAB_SIZE, Workshop
+from checkpoints import VOCAB_SIZE
 from commands import CHECKOUT
 from exported import CAPACITY, LAYERS, SHORT, TIED, UNTIED, eager, graph, text, type_of
 from rounds import cases
 from transformers import AutoModelForCausalLM
+from workshop import MAX_GAMMA, Workshop
 
 from export.pair import export as export_pair
 from runtime.backends.onnxruntime import OrtEngine

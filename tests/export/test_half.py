@@ -8,10 +8,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from checkpoints import ARCHITECTURES, MAX_LEN, NO_GRAPH, Workshop
+from checkpoints import ARCHITECTURES, NO_GRAPH
 from commands import error_line
 from exported import LAYERS, TIED, UNTIED, command, eager, graph, nothing_left, text, type_of
 from rounds import cases
+from workshop import MAX_LEN, Workshop
 
 import export.graph
 from engines.bundle import build

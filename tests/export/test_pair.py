@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import MAX_GAMMA, MAX_LEN, TOKENS, VOCAB_SIZE, Workshop, tokenizer, write
+from checkpoints import TOKENS, VOCAB_SIZE, tokenizer, write
 from commands import CHECKOUT, environment, error_line
 from exported import CAPACITY, SHORT, TIED, UNTIED, command, eager, nothing_left, text
 from transformers import AutoModelForCausalLM
+from workshop import MAX_GAMMA, MAX_LEN, Workshop
 
 from engines.bundle import build
 from export import checkpoint, part, vocabulary

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import onnx
 import pytest
-from checkpoints import MAX_GAMMA, MAX_LEN, Workshop
 from commands import error_line, leftovers, limited_files, run
+from workshop import MAX_GAMMA, MAX_LEN, Workshop
 
 import engines.__main__
 import export.__main__

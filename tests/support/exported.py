@@ -8,9 +8,10 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from checkpoints import MAX_GAMMA, MAX_LEN, VOCAB_SIZE
+from checkpoints import VOCAB_SIZE
 from commands import leftovers
 from transformers import AutoModelForCausalLM
+from workshop import MAX_GAMMA, MAX_LEN
 
 import export.__main__
 import export.graph
