@@ -22,7 +22,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def graphs(workshop: Workshop) -> Path:
-    return workshop.graphs(*workshop.pair(), dtype="float16")
+    return workshop.graphs(*workshop.small_pair(), dtype="float16")
 
 
 @pytest.fixture(scope="session")

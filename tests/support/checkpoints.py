@@ -116,7 +116,9 @@ ARCHITECTURES: dict[str, Architecture] = {
 NO_GRAPH = {"falcon", "bloom", "gptj", "mamba", "t5"}
 SMALL = {"num_hidden_layers": 1}
 # An export of one layer takes half the time.
-ONE_LAYER = {"llama3", "mistral", "qwen3", "phi3", "opt", "gpt-neox", "olmo2", "mixtral"}
+ONE_LAYER = {
+    "llama3", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "opt", "gpt-neox", "olmo2", "mixtral"
+}  # fmt: skip
 
 
 def tokenizer(tokens: Sequence[str] = TOKENS) -> PreTrainedTokenizerFast:
