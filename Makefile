@@ -109,7 +109,7 @@ demo: kernel
 	  --max-new-tokens 160 --draft ngram --baseline $(if $(MAKE_TERMOUT),--color)
 
 test: kernel
-	$(PY) -m pytest -m "not slow" -n 2
+	$(PY) -m pytest -m "not slow" -n 2 --dist worksteal
 
 test-slow: kernel
 	$(PY) -m pytest -m slow

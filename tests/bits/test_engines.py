@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import MAX_GAMMA, Workshop
+from workshop import MAX_GAMMA, Workshop
 
 from export import ngram
 from runtime import load

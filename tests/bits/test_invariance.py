@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import Workshop
 from commands import CHECKOUT
 from fakes import FakeEngine, make_manifest, random_model
+from workshop import Workshop
 
 from engines import bundle as bundles
 from engines.bundle import build

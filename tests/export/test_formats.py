@@ -12,12 +12,13 @@ import numpy as np
 import packers
 import pytest
 import torch
-from checkpoints import EOS, VOCAB_SIZE, Workshop
+from checkpoints import EOS, VOCAB_SIZE
 from commands import error_line
 from exported import command, nothing_left, text
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from workshop import Workshop
 
 from export.checkpoint import content_hashes, find
 from export.loading import load

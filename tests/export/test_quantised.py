@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from checkpoints import MAX_LEN, VOCAB_SIZE, Workshop
+from checkpoints import VOCAB_SIZE
 from exported import command, nothing_left
+from workshop import MAX_LEN, Workshop
 
 from engines.bundle import build
 from runtime.backends.onnxruntime import OrtEngine

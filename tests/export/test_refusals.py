@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, CONTEXT, VOCAB_SIZE, Workshop
+from checkpoints import ARCHITECTURES, CONTEXT, VOCAB_SIZE
 from commands import error_line
 from exported import TIED, UNTIED, command, nothing_left
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
+from workshop import Workshop
 
 from export import decoder, part
 from export.checkpoint import find
