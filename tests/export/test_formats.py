@@ -99,7 +99,7 @@ FOLDERS: dict[str, tuple[packers.Packer, dict[str, Any], str, int | None]] = {
     ),
     "compressed-tensors, int8": (
         packers.compressed(8, None, packed=False),
-        compressed(8, "int-quantized", strategy="channel"), "compressed-tensors, 8 bits", None,
+        compressed(8, "int-quantized", strategy="channel"), "compressed-tensors, 8 bits", 8,
     ),
     "compressed-tensors, int8 with zero points": (
         packers.compressed(8, 64, packed=False, symmetric=False),
