@@ -20,7 +20,7 @@ from .whole import quantise_model
 
 # Texts that the model writes: to choose levels by, and others, of half the length, to measure on.
 # Many short ones: a step of all of them reads the weights once.
-TEXTS, MEASURED, LENGTH = 32, 8, 128
+TEXTS, MEASURED, LENGTH = 16, 8, 128
 
 
 class Quantising:
