@@ -21,12 +21,18 @@ void round_row(const Call& c, int64_t row) {
     const int64_t there = c.depth - b * BLOCK < BLOCK ? c.depth - b * BLOCK : BLOCK;
     __builtin_memcpy(x, c.x + row * c.depth + b * BLOCK,
                      static_cast<unsigned long>(there) * sizeof(float));
-    float most = 0;
+    // The largest number by its bits: a NaN is larger than all, so the scale of its block is NaN.
+    int32_t most_bits = 0;
     for (int i = 0; i < BLOCK; ++i) {
-      const float size = __builtin_fabsf(x[i]);
-      most = size > most ? size : most;
+      int32_t bits;
+      __builtin_memcpy(&bits, &x[i], sizeof bits);
+      bits &= 0x7FFFFFFF;
+      most_bits = bits > most_bits ? bits : most_bits;
     }
-    const float scale = most / 127.0f, inverse = most > 0 ? 127.0f / most : 0.0f;
+    float most;
+    __builtin_memcpy(&most, &most_bits, sizeof most);
+    // Of what is smaller, 127 / most is no finite number; it counts for nothing.
+    const float scale = most / 127.0f, inverse = most > 4e-37f ? 127.0f / most : 0.0f;
     int32_t sum = 0;
     int8_t* levels = c.x_levels + (row * blocks + b) * BLOCK;
     for (int i = 0; i < BLOCK; ++i) {
