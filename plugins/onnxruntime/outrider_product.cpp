@@ -10,7 +10,12 @@ namespace {
 using Call = outrider_product;
 
 constexpr int BLOCK = OUTRIDER_PRODUCT_BLOCK, PANEL = OUTRIDER_PRODUCT_PANEL;
-constexpr int TOGETHER = 8; // rows that share the reading of a weight, at most
+// Rows that share the reading of a weight, at most: each has two vectors in registers.
+#if defined(__AVX512VNNI__)
+constexpr int TOGETHER = 12;
+#else
+constexpr int TOGETHER = 8;
+#endif
 
 int64_t blocks_of(const Call& c) { return (c.depth + BLOCK - 1) / BLOCK; }
 
@@ -81,6 +86,7 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
         sum[r] = _mm512_dpbusd_epi32(sum[r], weight, _mm512_set1_epi32(four));
       }
     };
+#pragma GCC unroll 8 // else GCC copies all sums with each step where there are many
     for (int j = 0; j < BITS; ++j) {
       const __m512i bytes = _mm512_loadu_si512(levels + 64 * j);
       _mm_prefetch(reinterpret_cast<const char*>(levels) + 64 * j + 4096, _MM_HINT_T0);
@@ -210,17 +216,11 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
 
 #endif
 
-template <int BITS> void multiply_rows(const Call& c, int64_t panel, int64_t first, int64_t count) {
-  switch (count) {
-  case 1: return panel_rows<1, BITS>(c, panel, first);
-  case 2: return panel_rows<2, BITS>(c, panel, first);
-  case 3: return panel_rows<3, BITS>(c, panel, first);
-  case 4: return panel_rows<4, BITS>(c, panel, first);
-  case 5: return panel_rows<5, BITS>(c, panel, first);
-  case 6: return panel_rows<6, BITS>(c, panel, first);
-  case 7: return panel_rows<7, BITS>(c, panel, first);
-  default: return panel_rows<TOGETHER, BITS>(c, panel, first);
-  }
+template <int R, int BITS>
+void multiply_rows(const Call& c, int64_t panel, int64_t first, int64_t count) {
+  if constexpr (R > 1)
+    if (count < R) return multiply_rows<R - 1, BITS>(c, panel, first, count);
+  panel_rows<R, BITS>(c, panel, first);
 }
 
 void multiply(const Call* call, int64_t first_panel, int64_t end_panel) {
@@ -229,8 +229,8 @@ void multiply(const Call* call, int64_t first_panel, int64_t end_panel) {
   for (int64_t panel = first_panel; panel < end_panel; ++panel)
     for (int64_t run = 0; run < runs; ++run) { // as even as can be
       const int64_t first = c.rows * run / runs, count = c.rows * (run + 1) / runs - first;
-      if (c.bits == 4) multiply_rows<4>(c, panel, first, count);
-      else multiply_rows<8>(c, panel, first, count);
+      if (c.bits == 4) multiply_rows<TOGETHER, 4>(c, panel, first, count);
+      else multiply_rows<TOGETHER, 8>(c, panel, first, count);
     }
 }
 
