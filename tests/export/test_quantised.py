@@ -121,6 +121,18 @@ def test_a_draft_of_the_target_itself_has_fewer_bits(
     assert status == 2 and "no cheaper than the target" in said and nothing_left(tmp_path)
 
 
+def test_a_text_to_measure_on_is_read_before_the_export(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = tmp_path / "text.txt"
+    for words, cause in ((None, "cannot be read"), ("", "has 0 token")):
+        if words is not None:
+            given.write_text(words)
+        asked = ["--weights", "int8", "--text", str(given)]
+        status, said = command(capsys, tmp_path, workshop.checkpoint("llama"), *asked)
+        assert status == 2 and cause in said and nothing_left(tmp_path)
+
+
 def test_what_a_backend_does_not_run_is_refused_before_the_export(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
