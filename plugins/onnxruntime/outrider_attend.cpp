@@ -1,7 +1,8 @@
-// The operator outrider.Attention for ONNX Runtime.
+// The operators outrider.Attention and outrider.QuantizedCacheAttention for ONNX Runtime.
 //
 // inputs   query [B, N, H D], or all three side by side; key, value [B, N, Hkv D], or none;
-//          key cache, value cache [B, Hkv, S, D]; position int64 [B];
+//          key cache, value cache [B, Hkv, S, D], of the second one int8 [B, Hkv, S, D + 4]
+//          (see outrider_attention.h); position int64 [B];
 //          cosine, sine [>= rows in use, rotated / 2], or none
 // outputs  [B, N, H D]; the caches, in place where they are bound to the inputs' memory
 // attributes  heads, key_heads, scale, window (0: none), interleaved
@@ -19,7 +20,7 @@ enum Input { QUERY, KEY, VALUE, KEYS, VALUES, POSITION, COSINE, SINE, INPUTS };
 struct Kernel {
   const Api* api;
   const outrider_attention_tiles* tiles;
-  int64_t heads, key_heads, window, interleaved;
+  int64_t quantised, heads, key_heads, window, interleaved;
   float scale;
 };
 
@@ -35,9 +36,11 @@ const outrider_attention_tiles* tiles_in_use() {
   return &outrider_attention_plain;
 }
 
-ort::Status* create(const ort::Operator*, const Api* api, const ort::KernelInfo* info,
+bool quantised(const ort::Operator* made) { return made == &ort::QUANTISED_ATTENTION; }
+
+ort::Status* create(const ort::Operator* made_of, const Api* api, const ort::KernelInfo* info,
                     void** made) {
-  Kernel* kernel = new (std::nothrow) Kernel{api, tiles_in_use(), 0, 0, 0, 0, 0};
+  Kernel* kernel = new (std::nothrow) Kernel{api, tiles_in_use(), quantised(made_of), 0, 0, 0, 0, 0};
   if (kernel == nullptr) return ort::call<ort::CreateStatus>(api, ort::FAIL, "out of memory");
   struct { const char* name; int64_t* value; } integers[] = {
       {"heads", &kernel->heads}, {"key_heads", &kernel->key_heads}, {"window", &kernel->window},
@@ -87,7 +90,9 @@ ort::Status* compute(void* made, ort::Context* context) {
   outrider_attention c{};
   c.slots = in[QUERY].sizes[0], c.tokens = in[QUERY].sizes[1];
   c.heads = kernel.heads, c.key_heads = kernel.key_heads;
-  c.rows = in[KEYS].sizes[2], c.width = in[KEYS].sizes[3];
+  c.quantised = kernel.quantised;
+  c.rows = in[KEYS].sizes[2];
+  c.width = in[KEYS].sizes[3] - (c.quantised ? OUTRIDER_ATTENTION_SCALE : 0);
   c.window = kernel.window, c.interleaved = kernel.interleaved, c.scale = kernel.scale;
   c.query = static_cast<const float*>(in[QUERY].data);
   c.query_stride = in[QUERY].sizes[2];
@@ -122,11 +127,12 @@ ort::Status* compute(void* made, ort::Context* context) {
     if (status == nullptr) status = ort::call<ort::TensorData>(api, value, &outs[i]);
     if (status != nullptr) return status;
   }
-  const size_t bytes = static_cast<size_t>(c.slots * c.key_heads * c.rows * c.width) * 4;
+  const size_t bytes = static_cast<size_t>(c.slots * c.key_heads * c.rows * in[KEYS].sizes[3]) *
+                       (c.quantised ? 1 : sizeof(float));
   if (outs[1] != in[KEYS].data) std::memcpy(outs[1], in[KEYS].data, bytes);
   if (outs[2] != in[VALUES].data) std::memcpy(outs[2], in[VALUES].data, bytes);
   c.out = static_cast<float*>(outs[0]);
-  c.keys = static_cast<float*>(outs[1]), c.values = static_cast<float*>(outs[2]);
+  c.keys = outs[1], c.values = outs[2];
 
   Work work{c, kernel.tiles, c.tokens * (c.heads / c.key_heads), OUTRIDER_ATTENTION_ROWS};
   const int64_t heads = c.slots * c.key_heads;
@@ -138,17 +144,23 @@ ort::Status* compute(void* made, ort::Context* context) {
   return ort::share(api, context, attend_runs, heads * runs, small, &work);
 }
 
-const char* name(const ort::Operator*) { return "Attention"; }
+const char* name(const ort::Operator* made) {
+  return quantised(made) ? "QuantizedCacheAttention" : "Attention";
+}
 const char* provider(const ort::Operator*) { return nullptr; }
 size_t input_count(const ort::Operator*) { return INPUTS; }
-int input_type(const ort::Operator*, size_t index) {
+int cache_type(const ort::Operator* made) { return quantised(made) ? ort::INT8 : ort::FLOAT; }
+int input_type(const ort::Operator* made, size_t index) {
+  if (index == KEYS || index == VALUES) return cache_type(made);
   return index == POSITION ? ort::INT64 : ort::FLOAT;
 }
 int input_characteristic(const ort::Operator*, size_t index) {
   return index == KEY || index == VALUE || index >= COSINE ? ort::OPTIONAL : ort::REQUIRED;
 }
 size_t output_count(const ort::Operator*) { return 3; }
-int output_type(const ort::Operator*, size_t) { return ort::FLOAT; }
+int output_type(const ort::Operator* made, size_t index) {
+  return index == 0 ? ort::FLOAT : cache_type(made);
+}
 int output_characteristic(const ort::Operator*, size_t) { return ort::REQUIRED; }
 int memory(const ort::Operator*, size_t) { return 0; }
 void destroy(void* kernel) { delete static_cast<Kernel*>(kernel); }
@@ -160,3 +172,5 @@ const ort::Operator ort::ATTENTION = {
     ort::API_VERSION, nullptr, name, provider, input_type, input_count, output_type, output_count,
     nullptr, destroy, input_characteristic, output_characteristic, memory, {}, create, compute,
     nullptr, version, version, {}};
+
+const ort::Operator ort::QUANTISED_ATTENTION = ort::ATTENTION; // told from it by its address

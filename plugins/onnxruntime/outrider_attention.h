@@ -7,7 +7,8 @@
 
 enum {
   OUTRIDER_ATTENTION_ROWS = 32,  // most query rows of one `attend`
-  OUTRIDER_ATTENTION_WIDTH = 256 // most numbers of a head, D
+  OUTRIDER_ATTENTION_WIDTH = 256, // most numbers of a head, D
+  OUTRIDER_ATTENTION_SCALE = 4    // bytes of a quantised row's scale
 };
 
 // One call: N new tokens for each of B slots. A head's queries, keys and values are read at
@@ -23,7 +24,10 @@ struct outrider_attention {
   int64_t query_stride, key_stride, value_stride;
   const int64_t* position;  // [B], the row of a slot's first new token
   const float *cosine, *sine; // [.., rotated / 2], by row
-  float *keys, *values;       // caches [B, Hkv, S, D]
+  // Caches: float [B, Hkv, S, D]; or quantised, int8 [B, Hkv, S, D + OUTRIDER_ATTENTION_SCALE], a
+  // row being its levels and, behind them, the float that they are multiples of.
+  int64_t quantised;
+  void *keys, *values;
   float* out;                 // [B, N, H D]
 };
 
