@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float32", "float16", "bfloat16")
+QUANTISED = ()  # it would write a dense copy of the weights in each call
 FORMAT: Format = "torch"
 LEVELS = range(0)
 CONFIG: dict[str, Any] = {

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from runtime.files.errors import OutriderError
@@ -50,9 +51,10 @@ def build(
     Raises OutriderError "bundle", "backend", "option" or "disk".
     """
     pair = read_pair(graphs)
-    check_backend(backend, pair.target.dtype, sm, level)
-    builder = find(backend)
     models = dict(pair.models())
+    quantised = [facts.weights for facts in models.values() if facts.weights]
+    check_backend(backend, pair.target.dtype, sm, level, quantised)
+    builder = find(backend)
     for facts in models.values():
         if facts.format != builder.FORMAT:
             raise OutriderError(
@@ -136,15 +138,31 @@ def _settle(graphs: Path, out: Path, made: Manifest) -> None:
         settle_file(graphs / name, out / name)
 
 
-def check_backend(backend: str, dtype: str, sm: str = "", level: int | None = None) -> list[str]:
-    """What it will be built for. Refuses, before minutes of export, what cannot be built: raises
-    "backend" or "option"."""
+def check_backend(
+    backend: str,
+    dtype: str,
+    sm: str = "",
+    level: int | None = None,
+    weights: Sequence[str] = (),
+) -> list[str]:
+    """What it will be built for. weights: int8 or int4 of quantised models. Refuses, before minutes
+    of export, what cannot be built: raises "backend" or "option"."""
     builder = find(backend)
     if dtype not in builder.DTYPES:
         raise OutriderError(
             "backend",
             f"the backend {backend} does not run {dtype} in this version",
             f"Use DTYPE={' or '.join(builder.DTYPES)}.",
+        )
+    quantised = [kind for kind in weights if kind != "full"]
+    if quantised and dtype not in builder.QUANTISED:
+        raise OutriderError(
+            "backend",
+            f"the backend {backend} does not run WEIGHTS={quantised[0]} with DTYPE={dtype} in this "
+            "version",
+            f"Use DTYPE={' or '.join(builder.QUANTISED)}."
+            if builder.QUANTISED
+            else "Leave WEIGHTS out, or use another BACKEND.",
         )
     levels = builder.LEVELS
     if level is not None and level not in levels:

@@ -44,9 +44,10 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--supports",
-        metavar="DTYPE",
-        help="build nothing; say whether the backend runs graphs of this precision, and with --out "
-        "whether the bundle can be written there",
+        nargs="+",
+        metavar=("DTYPE", "WEIGHTS"),
+        help="build nothing; say whether the backend runs graphs of this precision, and weights of "
+        "so many bits, and with --out whether the bundle can be written there",
     )
     add(
         "--no-measure",
@@ -66,7 +67,8 @@ def run(argv: list[str] | None) -> int:
             "option", f"SLOTS={arguments.slots} is out of range", f"Use 1 to {MOST_SLOTS}."
         )
     if arguments.supports:
-        check_backend(arguments.backend, arguments.supports, arguments.sm, arguments.opt_level)
+        dtype, *weights = arguments.supports
+        check_backend(arguments.backend, dtype, arguments.sm, arguments.opt_level, weights)
         if arguments.out is not None:
             check_place(arguments.out, MANIFEST_FILE)
         return 0

@@ -14,6 +14,7 @@ from runtime.files.library import add_operators, find_library
 from runtime.files.manifest import GRAPH_FILE, HOST_FILE, EngineFacts, Format, GraphFacts
 
 DTYPES = ("float32", "float16")  # ONNX Runtime has no bfloat16 kernels for the CPU
+QUANTISED = ("float32",)  # liboutrider's products are of float32
 FORMAT: Format = "onnx"
 LEVELS = range(0)
 

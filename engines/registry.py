@@ -25,6 +25,10 @@ class Backend(Protocol):
         """What it builds."""
 
     @property
+    def QUANTISED(self) -> tuple[str, ...]:
+        """The dtypes of graphs with quantised weights that it builds."""
+
+    @property
     def FORMAT(self) -> Format:
         """Of the graphs that it builds from."""
 

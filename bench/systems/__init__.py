@@ -36,7 +36,7 @@ class Kind:
 SYSTEMS = {
     "outrider": Kind(
         "ours.OutriderWorker", ("onnxruntime", "torch", "transformers"), "dev",
-        ("plain", "draft", "auto", "lookup"),
+        ("plain", "draft", "auto", "lookup"), ("float32", "int8", "int4"),
     ),
     "transformers": Kind(
         "transformers.TransformersWorker", ("torch", "transformers"), "dev",

@@ -20,14 +20,14 @@ WARM_UPS = 3  # of a step
 
 
 class OutriderWorker:
-    """See `worker.Worker`. precision: a dtype of the graphs."""
+    """See `worker.Worker`. precision: of both models' weights."""
 
     engine: TextEngine
 
     def __init__(self, setup: Setup):
         self._setup = setup
         self._folder = bundle(
-            setup.target, setup.draft, setup.work, max_len=setup.max_len, dtype=setup.precision
+            setup.target, setup.draft, setup.work, max_len=setup.max_len, precision=setup.precision
         )
 
     def load(self) -> dict[str, Any]:

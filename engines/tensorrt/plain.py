@@ -17,6 +17,7 @@ from . import builder
 
 PRODUCT, PACKAGE = "TensorRT", "tensorrt"
 DTYPES = ("float16", "bfloat16")
+QUANTISED = DTYPES
 FORMAT: Format = "onnx"
 ENGINE_FILE = "engine.plan"
 LEVELS = range(6)  # how long it looks for a faster kernel

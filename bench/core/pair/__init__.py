@@ -81,10 +81,10 @@ def make(shape: str, alpha: float, work: Path) -> Pair:
 
 
 def place(
-    target: Path, draft: Path | None, work: Path, *, max_len: int | None, dtype: str = "float32"
+    target: Path, draft: Path | None, work: Path, *, max_len: int | None, precision: str = "float32"
 ) -> tuple[Path, list[Path]]:
     """The folder of the bundle of a pair, and the folders that it is made of."""
-    named = f"{target.name}-{draft.name if draft else 'none'}-{max_len or 'own'}-{dtype}"
+    named = f"{target.name}-{draft.name if draft else 'none'}-{max_len or 'own'}-{precision}"
     models = [target, draft] if draft else [target]
     return work / "bundles" / named, [*models, *(CHECKOUT / room for room in BUILDERS)]
 
@@ -95,18 +95,20 @@ def bundle(
     work: Path,
     *,
     max_len: int | None = None,
-    dtype: str = "float32",
+    precision: str = "float32",
 ) -> Path:
     """What `make engines` makes of a pair, in `work`, made unless it is there.
 
-    max_len: None for the checkpoints' own. Raises OutriderError "backend"; stderr has said why.
+    max_len: None for the checkpoints' own. precision: int8 or int4, of the weights of float32
+    graphs; or float32. Raises OutriderError "backend"; stderr has said why.
     """
-    folder, sources = place(target, draft, work, max_len=max_len, dtype=dtype)
+    folder, sources = place(target, draft, work, max_len=max_len, precision=precision)
 
     def make() -> None:
         graphs, length = work / "graphs" / folder.name, ["--max-len", max_len] if max_len else []
         models = ["--model", target, "--draft", draft or "none", "--cache", work / "cache"]
-        _run("export", *models, "--dtype", dtype, "--out", graphs, *length)
+        weights = ["--weights", "full" if precision == "float32" else precision]
+        _run("export", *models, *weights, "--out", graphs, *length)
         _run("engines", "--graphs", graphs, "--out", folder)
 
     return kept(folder, sources, make)

@@ -29,6 +29,7 @@ GAMMA = 4
 WARM_UPS = 4  # as many as there are sizes of batches
 OWN, DRAFT = "outrider plain", "outrider draft"
 MODES = ("plain", "draft", "assistant", "auto", "lookup")
+QUANTISED = "plain", "draft", "lookup"
 FEW = {"outrider": ("plain", "draft", "auto"), "transformers": ("plain", "assistant")}
 SHARED, LENGTHS, TOGETHER = "Workloads", "Other lengths", "Texts decoded together"
 MEMORY_SHAPE = 128, 64  # (prompt, output) tokens
@@ -59,14 +60,14 @@ class System:
 
 
 def systems(wanted: Sequence[str]) -> list[System]:
-    """Modes of the decoders; of quantised weights the plain one."""
+    """Modes of the decoders; of quantised weights those in `QUANTISED`."""
     return [
         System(name, mode, precision)
         for name, kind in SYSTEMS.items()
         if name in wanted
         for precision in kind.precisions
         for mode in MODES
-        if mode in kind.modes and (precision == "float32" or mode == "plain")
+        if mode in kind.modes and (precision == "float32" or mode in QUANTISED)
     ]
 
 

@@ -17,7 +17,8 @@ from ...core.machine import sentence
 from ...core.table import MARKED, Column, Table, decimals, table_of
 from .run import DRAFT, OWN, SHARED, TOGETHER, Told
 
-BASE, LLAMA = "transformers plain", "llama.cpp plain"
+BASE, LLAMA, Q4 = "transformers plain", "llama.cpp plain", "llama.cpp q4_0 plain"
+ALIKE = {"int4": "q4_0", "int8": "q8_0"}  # ours, and what llama.cpp has of as many bits
 OTHERS = (BASE, "genai plain", LLAMA)  # in float32, as we are
 Row = Mapping[str, Told]
 ONE, TWO, THREE = decimals(1), decimals(2), decimals(3)
@@ -40,7 +41,8 @@ SPEEDS: tuple[Column, ...] = (
     ("speed", "tok/s", ONE), ("floor", "floor ms", TWO), ("first", "first token ms", ONE),
     ("tau", "tau", TWO), ("of_examined", "of exam.", _percent),
     ("of_drafted", "of drafted", _percent), ("host", "host", lambda share: f"{share:.1%}"),
-    (BASE, "x Transf.", TWO), (LLAMA, "x llama", TWO), (OWN, "x own", TWO),
+    (BASE, "x Transf.", TWO), (LLAMA, "x llama", TWO), (Q4, "x q4_0", TWO),
+    (OWN, "x own", TWO),
 )  # fmt: skip
 THEORY: tuple[Column, ...] = (
     ("alpha", "alpha", THREE), ("c", "c", THREE), ("verify", "verify", TWO), ("given", "tau", TWO),
@@ -82,7 +84,7 @@ def figures(rows: Sequence[Row], name: str, rate: float) -> dict[str, Any]:
     found |= {"speed": 1 / found["token"], "first": 1e3 * found["first"]}
     found["floor"] = 1e3 * found["read"] / rate if found["read"] else None
     found["disturbed"] = 2 * sum(t["lost"] > DISTURBED for t in texts) > len(texts)
-    gains = {base: ratios(rows, name, base) for base in (BASE, LLAMA, OWN)}
+    gains = {base: ratios(rows, name, base) for base in (BASE, LLAMA, Q4, OWN)}
     return found | {base: statistics.median(some) for base, some in gains.items() if some}
 
 
@@ -153,12 +155,23 @@ def goals(results: Results) -> list[tuple[str, dict[str, Any]]]:
         ("outrider draft, times Transformers' plain", "least", 6.0, ratios(rows, DRAFT, BASE)),
         (f"outrider draft, times {assisted}", "least", 3.0, ratios(rows, DRAFT, assisted)),
         ("outrider draft, times our plain", "least", 1.6, ratios(rows, DRAFT, OWN)),
+        *_quantised_goals(rows),
         ("speedup measured over predicted by Theorem 3.8", "least", 0.95, quotients),
         ("first token, times as fast as the best of the others'", "least", 1.0, _firsts(rows)),
         ("seconds to load the bundle", "most", 2.0, loads),
         ("peak memory over weights and cache, of each mode", "most", 1.2, peaks),
     ]
     return [(name, _goal(side, bound, Spread.of(found))) for name, side, bound, found in wanted]
+
+
+def _quantised_goals(rows: Sequence[Row]) -> list[tuple[str, str, float, list[float]]]:
+    found: list[tuple[str, str, float, list[float]]] = []
+    for own, theirs in ALIKE.items():
+        plain, draft = (f"outrider {own} {mode}" for mode in ("plain", "draft"))
+        peer = f"llama.cpp {theirs} plain"
+        for fast, slow, bound in ((plain, peer, 1.0), (draft, peer, 1.5), (draft, plain, 1.5)):
+            found.append((f"{fast}, times {slow}", "least", bound, ratios(rows, fast, slow)))
+    return found
 
 
 def _goal(side: str, bound: float, found: Spread | None) -> dict[str, Any]:
