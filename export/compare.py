@@ -185,7 +185,11 @@ class _Graph:
             )
         except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes
             raise _refused(dtype, error) from None
-        kinds = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+        kinds: dict[str, type[np.generic]] = {
+            "tensor(float)": np.float32,
+            "tensor(float16)": np.float16,
+            "tensor(int8)": np.int8,
+        }
         self._caches = {
             value.name: np.zeros((2, value.shape[1], rows, value.shape[3]), kinds[value.type])
             for value in self._session.get_inputs()

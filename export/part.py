@@ -23,6 +23,7 @@ from runtime.files.manifest import (
     HOST_FILE,
     HOST_WEIGHTS_FILE,
     PART_FILE,
+    Cache,
     Dtype,
     Format,
     GraphFacts,
@@ -64,6 +65,7 @@ def make(
     *,
     form: Format = "onnx",
     weights: Weights | None = None,
+    cache_type: Cache | None = None,
     force: bool = False,
 ) -> tuple[Path, GraphFacts]:
     """The folder of the checkpoint's graph, exported now or earlier.
@@ -81,6 +83,7 @@ def make(
                 "versions": versions(),
                 **({"format": form} if form != "onnx" else {}),
                 **({"weights": weights} if weights else {}),
+                **({"cache": cache_type} if cache_type else {}),
                 **({} if find_library() else {"host": "no library to check it with"}),
             }
         )
@@ -91,7 +94,9 @@ def make(
         )
     if facts is None:
         _check_space(cache, checkpoint, dtype)
-        facts = _export(role, checkpoint, dtype, max_len, capacity, form, weights, folder, key)
+        facts = _export(
+            role, checkpoint, dtype, max_len, capacity, form, weights, cache_type, folder, key
+        )
     return folder, facts
 
 
@@ -115,6 +120,7 @@ def _export(
     capacity: int,
     form: Format,
     weights: Weights | None,
+    cache_type: Cache | None,
     folder: Path,
     key: str,
 ) -> GraphFacts:
@@ -190,7 +196,7 @@ def _export(
             )
         if form == "onnx" and dtype == "float32":
             with stage(role, "for ONNX Runtime on the CPU") as said:
-                said.note = _host(partial, original, rounded, capacity)
+                said.note = _host(partial, original, capacity, rounded, cache_type)
             for name in (HOST_FILE, HOST_WEIGHTS_FILE):
                 if (partial / name).exists():
                     files[name] = file_facts(partial / name)
@@ -212,6 +218,7 @@ def _export(
             files=files,
             context=checkpoint.context,
             weights=weights,
+            cache=cache_type,
         )
         write_json(partial / PART_FILE, "graph", facts)
     return facts
@@ -224,20 +231,35 @@ def _quantise(model: PreTrainedModel, weights: Weights) -> str:
 
 
 def _host(
-    folder: Path, original: compare.Reference, rounded: compare.Reference | None, capacity: int
+    folder: Path,
+    original: compare.Reference,
+    capacity: int,
+    rounded: compare.Reference | None = None,
+    cache: Cache | None = None,
 ) -> str:
-    """Write the graph for the CPU, unless there is none or it is not right; what to say of it."""
+    """Write the graph for the CPU, unless there is none or it is not right; what to say of it. With
+    quantised rows only when it is right without."""
+    said = ""
     try:
         nodes = host.write(folder, capacity)
         result = compare.compare(folder, original, "float32", file=HOST_FILE, rounded=rounded)
         if not result.passed:
             raise host.NotLowered(f"it would differ by {result.max_difference:.1e}")
+        if cache:
+            host.write(folder, capacity, cache)
+            rows = compare.compare(folder, original, "float32", file=HOST_FILE)
+            said = f", with rows of {cache} {rows.max_difference:.1e}"
     except Exception as error:
+        if cache:
+            raise OutriderError(
+                "backend", f"CACHE={cache} needs a graph of our own: {first_line(error)}",
+                "Build without CACHE.",
+            ) from None  # fmt: skip
         if rounded is not None:
             raise
         (folder / HOST_FILE).unlink(missing_ok=True)
         return f"none: {first_line(error)}"
-    return f"{nodes:,} nodes, largest difference {result.max_difference:.1e}"
+    return f"{nodes:,} nodes, largest difference {result.max_difference:.1e}{said}"
 
 
 def _check_space(cache: Path, checkpoint: Checkpoint, dtype: Dtype) -> None:

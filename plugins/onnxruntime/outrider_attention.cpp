@@ -286,6 +286,19 @@ void write(const Call* call, int64_t slot, int64_t key_head) {
   }
 }
 
+// Quantised rows as floats, `width` apart. Not inlined: it would take registers from the loops over
+// rows that need none of this.
+template <int WIDTH>
+__attribute__((noinline)) void dequantise(float* to, const int8_t* rows, int64_t count, int own,
+                                          int width) {
+  for (int64_t i = 0; i < count; ++i, to += width, rows += WIDE(own) + OUTRIDER_ATTENTION_SCALE) {
+    float scale;
+    __builtin_memcpy(&scale, rows + WIDE(own), sizeof scale);
+    for (int d = 0; d < WIDE(own); ++d) to[d] = static_cast<float>(rows[d]) * scale;
+    for (int d = WIDE(own); d < width; ++d) to[d] = 0;
+  }
+}
+
 // KEYS rows of a cache from `first` on, of which those from `end` on are not looked at: where they
 // lie, or copied with zeros for what is not there.
 template <int WIDTH>
@@ -294,13 +307,8 @@ const float* rows_of(const void* cache, const Call& c, int64_t first, int64_t en
   const int own = static_cast<int>(c.width);
   const int64_t there = end - first < KEYS ? end - first : KEYS;
   if (c.quantised) {
-    const int8_t* row = static_cast<const int8_t*>(cache) + first * pitch_of(c);
-    for (int64_t i = 0; i < there; ++i, row += pitch_of(c)) {
-      float scale;
-      __builtin_memcpy(&scale, row + WIDE(own), sizeof scale);
-      for (int d = 0; d < WIDE(own); ++d) copy[i * width + d] = static_cast<float>(row[d]) * scale;
-      for (int d = WIDE(own); d < width; ++d) copy[i * width + d] = 0;
-    }
+    const int8_t* rows = static_cast<const int8_t*>(cache) + first * pitch_of(c);
+    dequantise<WIDTH>(copy, rows, there, own, width);
   } else {
     const float* source = static_cast<const float*>(cache) + first * c.width;
     if (width == c.width && first + KEYS <= c.rows) return source;
