@@ -12,9 +12,11 @@ DTYPE ?= float32
 WEIGHTS ?=
 DRAFT_WEIGHTS ?=
 CACHE ?=
+TEXT ?=
 MAX_LEN ?=
 MAX_GAMMA ?= 8
 SLOTS ?= 1
+MEASURE ?= 1
 SM ?=
 OPT_LEVEL ?=
 FORCE ?= 0
@@ -27,8 +29,8 @@ TENSORRT_ROOT ?=
 export PYTHONUNBUFFERED := 1
 # What a user writes reaches the commands as it stands: recipes take it from the environment, so
 # that neither make nor the shell looks for variables and commands in it.
-GIVEN := MODEL DRAFT OUT BENCH_OUT BACKEND DTYPE WEIGHTS DRAFT_WEIGHTS CACHE MAX_LEN MAX_GAMMA SLOTS SM \
-         OPT_LEVEL FORCE PROMPT ENGINES PROMPTS GPU_OUT TENSORRT_ROOT
+GIVEN := MODEL DRAFT OUT BENCH_OUT BACKEND DTYPE WEIGHTS DRAFT_WEIGHTS CACHE TEXT MAX_LEN MAX_GAMMA \
+         SLOTS MEASURE SM OPT_LEVEL FORCE PROMPT ENGINES PROMPTS GPU_OUT TENSORRT_ROOT
 $(foreach name,$(GIVEN),$(eval override export $(name) := $$(value $(name))))
 
 .PHONY: kernel gpu-check help demo test test-slow check map bench report engines plugins plugin \
@@ -39,8 +41,10 @@ help:
 	@echo 'make demo       set up, compile the bundled pair, generate, compare with plain decoding'
 	@echo 'make engines MODEL=<target> DRAFT=<draft|self|ngram|none> [OUT=build/<name>] [BACKEND=onnxruntime]'
 	@echo '             [DTYPE=float32|float16] [MAX_LEN=2048] [MAX_GAMMA=8] [SLOTS=1] [FORCE=0]'
-	@echo '             [WEIGHTS=int8|int4] [DRAFT_WEIGHTS=int8|int4|full] fewer bytes, so faster; DRAFT=self'
-	@echo '                is the target itself with 4 bits: a draft for whoever has none'
+	@echo '             [WEIGHTS=int8|int4] [DRAFT_WEIGHTS=int8|int4|full] fewer bytes, so faster; what'
+	@echo '                they cost is measured on TEXT=<file>, or on what the model writes; DRAFT=self is'
+	@echo '                the target itself with 4 bits: a draft for whoever has none'
+	@echo '             [MEASURE=1]: find out what the bits of a text depend on'
 	@echo '             [CACHE=int8] keys and values of 8 bits on the CPU: faster over long texts, and smaller'
 	@echo '             BACKEND=tensorrt_rtx DTYPE=float16|bfloat16 [SM=80,89,120] builds for RTX GPUs, here'
 	@echo '                or elsewhere; BACKEND=tensorrt [OPT_LEVEL=0..5] for the GPU of this machine'
@@ -75,9 +79,10 @@ kernel: .venv/stamp
 engines: kernel
 	@test -n "$$MODEL" || { echo 'error: option: MODEL is not set.' \
 	  'Type make engines MODEL=<folder or name> DRAFT=<folder or name, ngram, or none>.' >&2; exit 2; }
-	@case "$$FORCE" in 0|1) ;; *) echo "error: option: FORCE is $$FORCE. Use 0 or 1." >&2; \
-	  exit 2;; esac
+	@for name in FORCE MEASURE; do case "$${!name}" in 0|1) ;; *) \
+	  echo "error: option: $$name is $${!name}. Use 0 or 1." >&2; exit 2;; esac; done
 	@set -e; out=$${OUT:-build/$$(basename -- "$$MODEL")}; force=$${FORCE#0}; \
+	unmeasured=$${MEASURE#1}; \
 	graphs=build/.cache/graphs/$$(realpath -m -- "$$out" | sha256sum | cut -c1-12); \
 	bundle=(--out="$$out" --backend="$$BACKEND" --slots="$$SLOTS" --sm="$$SM" \
 	  $${OPT_LEVEL:+--opt-level="$$OPT_LEVEL"}); \
@@ -86,10 +91,12 @@ engines: kernel
 	$(PY) -m export --model="$$MODEL" --draft="$$DRAFT" --dtype="$$DTYPE" --format=$$format \
 	  $${WEIGHTS:+--weights="$$WEIGHTS"} $${DRAFT_WEIGHTS:+--draft-weights="$$DRAFT_WEIGHTS"} \
 	  $${CACHE:+--cache-type="$$CACHE"} \
+	  $${TEXT:+--text="$$TEXT"} \
 	  --max-gamma="$$MAX_GAMMA" $${MAX_LEN:+--max-len="$$MAX_LEN"} --out="$$graphs" \
 	  $${force:+--force}; \
 	case "$$BACKEND" in tensorrt*) $(PY) -m plugins.tools.cubins > /dev/null;; esac; \
-	$(PY) -m engines "$${bundle[@]}" --graphs="$$graphs" $${force:+--force}
+	$(PY) -m engines "$${bundle[@]}" --graphs="$$graphs" $${force:+--force} \
+	  $${unmeasured:+--no-measure}
 
 demo: kernel
 	@$(MAKE) --no-print-directory engines MODEL=models/target DRAFT=models/draft OUT=build/demo
@@ -105,7 +112,7 @@ demo: kernel
 	  --max-new-tokens 160 --draft ngram --baseline $(if $(MAKE_TERMOUT),--color)
 
 test: kernel
-	$(PY) -m pytest -m "not slow" -n 2
+	$(PY) -m pytest -m "not slow" -n 2 --dist worksteal
 
 test-slow: kernel
 	$(PY) -m pytest -m slow

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runtime.files.errors import OutriderError
-from runtime.files.folders import settle_file, take_file, write_folder
+from runtime.files.folders import replacing, settle_file, take_file, write_folder
 from runtime.files.machine import processor
 from runtime.files.manifest import (
     FIRST_ROWS,
@@ -32,6 +32,8 @@ from runtime.files.records import write_json
 from .gpus import present_gpus
 from .registry import find
 
+PATIENCE = 600  # seconds for the measurement of a bundle's bits; 135M parameters take some ten
+
 
 def build(
     graphs: Path,
@@ -44,7 +46,8 @@ def build(
     force: bool = False,
     measure: bool = True,
 ) -> bool:
-    """Write the bundle; False where `out` already is this very bundle, intact.
+    """Write the bundle; False where `out` already is this very bundle, intact, and nothing more has
+    been found out about it.
 
     sm: GPU architectures as in "80,89"; empty leaves them to the backend. level: of optimisation,
     for a backend that has some. measure: on a CPU, find out what the target's bits depend on.
@@ -74,9 +77,9 @@ def build(
         engines=engines,
     )
     found = None if force else _intact(out)
-    if found and _same(found, wanted) and not (measure and _unmeasured(found)):
+    if found and _same(found, wanted):
         _settle(graphs, out, wanted)
-        return False
+        return measure and _measure(out, found)
     remedy = "Export the checkpoints again: python -m export --help."
     verify_files(graphs, pair.all_files(), contents=True, remedy=remedy)
     with write_folder(out, MANIFEST_FILE) as partial:
@@ -97,37 +100,44 @@ def build(
                 files[f"{role}/{engine.file}"] = file_facts(partial / role / engine.file)
         manifest = dataclasses.replace(wanted, files=files, engines=made or None)
         write_json(partial / MANIFEST_FILE, "manifest", manifest)
-        if measure and _unmeasured(manifest):
-            manifest = dataclasses.replace(manifest, invariance=_measured(partial))
-            write_json(partial / MANIFEST_FILE, "manifest", manifest)
+        if measure:
+            _measure(partial, manifest)
     _settle(graphs, out, wanted)
     return True
 
 
-def _unmeasured(manifest: Manifest) -> bool:
-    """Whether its bits can be measured here, and were not."""
+def _measure(folder: Path, manifest: Manifest) -> bool:
+    """Complete the bundle in this folder by what its bits depend on, where that can be found out
+    here and was not; whether it was now."""
     known = manifest.invariance is not None and manifest.invariance.processor == processor()
-    return not (known or manifest.gpu_targets())
+    facts = None if known or manifest.gpu_targets() else _invariance(folder)
+    if facts is not None:
+        with replacing(folder / MANIFEST_FILE) as new:
+            write_json(new, "manifest", dataclasses.replace(manifest, invariance=facts))
+    return facts is not None
 
 
-def _measured(folder: Path) -> Invariance | None:
+def _invariance(folder: Path) -> Invariance | None:
     """By a process of its own: a library that dies of it takes no build along. None then."""
-    command = [sys.executable, "-m", "runtime.backends.invariance", str(folder)]
-    with stage("bundle", "bits of the target's calls"):
-        done = subprocess.run(
-            command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
-        )
-    cause = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    if done.returncode == 0:
-        try:
+    command = [sys.executable, "-m", "runtime.backends.invariance", str(folder.resolve())]
+    try:
+        with stage("bundle", "bits of the target's calls"):
+            done = subprocess.run(
+                command, cwd=Path(__file__).parents[1], capture_output=True, text=True,
+                check=False, timeout=PATIENCE,
+            )  # fmt: skip
+        if done.returncode == 0:
             facts = json.loads(done.stdout.strip().splitlines()[-1])
             one, several = (CallBits(**facts[name]) for name in ("one", "several"))
             return Invariance(facts["processor"], one, several, facts["slots"])
-        except (ValueError, LookupError, TypeError):
-            cause = f"{done.stdout.strip()[:100]!r} is no answer"
+        cause = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    except subprocess.TimeoutExpired:
+        cause = f"it took more than {PATIENCE} s"
+    except (ValueError, LookupError, TypeError):
+        cause = f"{done.stdout.strip()[:100]!r} is no answer"
     note(
         f"what its bits depend on was not measured, so it promises nothing: {cause[:200]} "
-        "(python -m engines --no-measure does without)"
+        "(make engines MEASURE=0 does without)"
     )
     return None
 

@@ -68,6 +68,12 @@ def parser() -> argparse.ArgumentParser:
         "Runtime on the CPU alone; or full, as --dtype says (default: full)",
     )
     add(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="to measure the quality of quantised weights on (default: what the model writes)",
+    )
+    add(
         "--max-len",
         type=_positive,
         help="longest prompt + output, in tokens (default: 2048, or the target's if shorter)",
@@ -122,6 +128,7 @@ def main(argv: list[str] | None = None) -> int:
             weights=arguments.weights,
             draft_weights=arguments.draft_weights,
             cache_type=None if arguments.cache_type == "full" else arguments.cache_type,
+            text=arguments.text,
             force=arguments.force,
         )
         return 0

@@ -14,24 +14,35 @@ from runtime.files.errors import OutriderError, first_line
 from runtime.files.manifest import file_facts
 from runtime.files.progress import note
 
+from .formats import awq, compressed, gguf, gptq, llamacpp
+from .formats.packed import Packed, unsupported
+
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _ADAPTER = ("adapter_config.json", "adapter_model*")
 _HUB_FILES = ["*.json", "*.safetensors", "pytorch_model*.bin", "*.jinja", "*.model", "*.txt"]
 _HUB_TWICE = ["consolidated*", "original/*"]  # the same weights in another layout
 _POINTER = b"version https://git-lfs.github.com/spec/"
-# What Transformers unpacks on a CPU; all other formats it would need a GPU or a package for.
+# By quant_method. What is unpacked here, and what Transformers unpacks on a CPU; all other formats
+# it would need a GPU or a package for.
+_PACKED = {"gptq": gptq.packed, "awq": awq.packed, "compressed-tensors": compressed.packed}
 _UNPACKED = ("mxfp4",)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk. context: the longest sequence that it was made for, in tokens; None
-    where it does not say."""
+    """A checkpoint on disk.
+
+    path: a folder, or a GGUF file that says all by itself. context: the longest sequence that it
+    was made for, in tokens; None where it does not say. packed: how its weights are stored, None
+    where as Transformers itself reads them. gguf: the file that holds them, where it is one.
+    """
 
     path: Path
     source: str
     config: PretrainedConfig
     context: int | None
+    packed: Packed | None = None
+    gguf: gguf.GgufFile | None = None
 
     @property
     def max_len(self) -> int:
@@ -45,24 +56,54 @@ class Checkpoint:
     def architecture(self) -> str:
         return _architecture(self.config)
 
+    @property
+    def files(self) -> list[Path]:
+        """All that hold weights."""
+        return [self.gguf.path] if self.gguf else weight_files(self.path)
+
 
 def find(name: str) -> Checkpoint:
-    """A folder, or a name on the Hugging Face hub that is fetched into its cache.
+    """A folder, a GGUF file, or a name on the Hugging Face hub that is fetched into its cache.
 
     No code that a checkpoint brings along is run. Raises OutriderError "checkpoint" or
     "architecture".
     """
     path = Path(name).expanduser()
     source = path.resolve().name
-    if not path.is_dir():
+    if not path.exists():
         path, source = _fetch(name), name
+    file = None if weight_files(path) else gguf.locate(name, path)
+    if file is not None:
+        opened = gguf.read(name, file)
+        config, how = llamacpp.packed(name, opened)
+        return Checkpoint(path, source, config, config.max_position_embeddings, how, opened)
     _check_files(name, path)
     written = _read_config(name, path)
+    packed = _packed(name, path, written)
+    config = _configuration(name, path)
+    if packed:
+        del config.quantization_config  # the model is a plain one
+    text = config.get_text_config(decoder=True)
+    context = getattr(text, "max_position_embeddings", None)
+    if context is not None and (type(context) is not int or context < 1):
+        raise _odd_config(name, "max_position_embeddings", context)
+    if type(width := getattr(text, "vocab_size", None)) is not int or width < 1:
+        raise _odd_config(name, "vocab_size", width)
+    if "auto_map" in written:
+        note(
+            f"{name} brings code of its own, which is not run: Transformers' "
+            f"{type(config).__name__.removesuffix('Config')} is exported"
+        )
+    return Checkpoint(path, source, config, context, packed)
+
+
+def _configuration(name: str, path: Path) -> PretrainedConfig:
+    config: PretrainedConfig
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         if config.is_encoder_decoder:
             raise refuse_architecture(name, config, "it is an encoder-decoder model")
-        text = config.get_text_config(decoder=True)
+        config.get_text_config(decoder=True)
     except OutriderError:
         raise
     except OSError as error:
@@ -78,21 +119,30 @@ def find(name: str) -> Checkpoint:
             + first_line(error),
             "Use a checkpoint of an architecture that this version knows.",
         ) from None
-    context = getattr(text, "max_position_embeddings", None)
-    if context is not None and (type(context) is not int or context < 1):
-        raise _odd_config(name, "max_position_embeddings", context)
-    if type(width := getattr(text, "vocab_size", None)) is not int or width < 1:
-        raise _odd_config(name, "vocab_size", width)
-    if "auto_map" in written:
-        note(
-            f"{name} brings code of its own, which is not run: Transformers' "
-            f"{type(config).__name__.removesuffix('Config')} is exported"
-        )
-    return Checkpoint(path, source, config, context)
+    return config
+
+
+def _packed(name: str, path: Path, written: dict[str, Any]) -> Packed | None:
+    """How the weights are packed. Raises OutriderError "checkpoint" where that is not read."""
+    quantised = written.get("quantization_config")
+    if quantised is None:
+        return None
+    how = str(quantised.get("quant_method") if isinstance(quantised, dict) else quantised)
+    if how in _UNPACKED:
+        return None
+    if how not in _PACKED:
+        raise unsupported(name, f"quantization_config: {how[:40]}")
+    try:
+        packed = _PACKED[how](name, path, quantised)
+    except (AttributeError, KeyError, TypeError, ValueError):  # fields of other types than theirs
+        raise _odd_config(name, "quantization_config", quantised) from None
+    if packed.remark:
+        note(f"{name}: {packed.remark}")
+    return packed
 
 
 def _check_files(name: str, path: Path) -> None:
-    """Whether the folder holds a whole model in floating point."""
+    """Whether the folder holds a whole model."""
     weights = weight_files(path)
     if any(file for pattern in _ADAPTER for file in path.glob(pattern)):
         raise OutriderError(
@@ -104,8 +154,6 @@ def _check_files(name: str, path: Path) -> None:
             if weights
             else "Merge the adapter first: load it with its base model, merge_and_unload, save.",
         )
-    if not weights and any(path.glob("*.gguf")):
-        raise _gguf(name)
     if not (path / "config.json").is_file():
         raise OutriderError(
             "checkpoint",
@@ -136,14 +184,6 @@ def _check_files(name: str, path: Path) -> None:
             )
 
 
-def _gguf(name: str) -> OutriderError:
-    return OutriderError(
-        "checkpoint",
-        f"{name} is in llama.cpp's format, GGUF",
-        "Use the checkpoint that it was made from, in the Hugging Face layout.",
-    )
-
-
 def _read_config(name: str, path: Path) -> dict[str, Any]:
     """config.json as it is written: what Transformers would ignore, or ask about, is refused."""
     try:
@@ -169,15 +209,6 @@ def _read_config(name: str, path: Path) -> dict[str, Any]:
             f"{name} needs code of its own (auto_map in its config.json), which is never run",
             "Use a checkpoint of an architecture that Transformers knows.",
         )
-    quantised = written.get("quantization_config")
-    if quantised is not None:
-        how = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        if how not in _UNPACKED:
-            raise OutriderError(
-                "checkpoint",
-                f"{name} is quantised (quantization_config: {str(how)[:40]})",
-                "Use the checkpoint that it was made from, with float weights.",
-            )
     return written
 
 
@@ -193,9 +224,9 @@ def _fetch(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    if name.endswith(".gguf"):
-        raise _gguf(name)
     remedy = "Give a folder in the Hugging Face layout, or a hub name that can be reached."
+    if name.endswith(".gguf"):
+        raise OutriderError("checkpoint", f"{name} is not a file", remedy)
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise OutriderError("checkpoint", f"{name} is not a folder", remedy)
     try:
@@ -213,8 +244,11 @@ def weight_files(path: Path) -> list[Path]:
 
 def content_hashes(checkpoint: Checkpoint) -> dict[str, str]:
     """SHA-256 of every file that decides what the graph computes; code beside them is never run."""
-    indexes = sorted(checkpoint.path.glob("*.index.json"))
-    files = [checkpoint.path / "config.json", *indexes, *weight_files(checkpoint.path)]
+    if checkpoint.gguf:
+        files = checkpoint.files
+    else:
+        indexes = sorted(checkpoint.path.glob("*.index.json"))
+        files = [checkpoint.path / "config.json", *indexes, *checkpoint.files]
     return {path.name: file_facts(path).sha256 for path in files}
 
 

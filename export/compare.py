@@ -161,10 +161,15 @@ def _difference(graph: _Call, original: Reference) -> float:
     return worst
 
 
+def run(file: Path, dtype: Dtype, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Logits [B, T, V] of whole texts [B, T] by an exported graph."""
+    return _Graph(file, ids.shape[1], dtype, slots=len(ids))(ids, [0] * len(ids))
+
+
 class _Graph:
     """The exported graph with its caches handed around; plain and slow, for checking only."""
 
-    def __init__(self, file: Path, rows: int, dtype: Dtype):
+    def __init__(self, file: Path, rows: int, dtype: Dtype, slots: int = 2):
         import onnxruntime as ort
 
         self._dtype = dtype
@@ -191,7 +196,7 @@ class _Graph:
             "tensor(int8)": np.int8,
         }
         self._caches = {
-            value.name: np.zeros((2, value.shape[1], rows, value.shape[3]), kinds[value.type])
+            value.name: np.zeros((slots, value.shape[1], rows, value.shape[3]), kinds[value.type])
             for value in self._session.get_inputs()
             if value.name.startswith(("key_", "value_"))
         }

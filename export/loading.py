@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from runtime.files.errors import OutriderError, first_line
 
@@ -41,14 +46,20 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     """
     model: PreTrainedModel
     info: dict[str, Any]
+    options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
-            checkpoint.path,
-            dtype=dtype,
-            attn_implementation="eager",
-            output_loading_info=True,
-            trust_remote_code=False,
-        )
+        if checkpoint.packed:
+            kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.config)]
+            tensors = checkpoint.packed.tensors()
+            model, info = kind.from_pretrained(
+                None, config=checkpoint.config, state_dict=tensors, **options
+            )
+        else:
+            model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+                checkpoint.path, trust_remote_code=False, **options
+            )
+    except OutriderError:
+        raise
     except (ValueError, KeyError, ImportError) as error:
         why = first_line(error)
         if "trust_remote_code" in str(error):

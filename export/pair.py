@@ -10,7 +10,7 @@ from typing import Literal, cast
 import transformers
 from transformers import PreTrainedTokenizerFast
 
-from runtime.files.errors import OutriderError
+from runtime.files.errors import OutriderError, first_line
 from runtime.files.folders import point_to, refuse_foreign, write_folder
 from runtime.files.manifest import (
     MOST_GAMMA,
@@ -47,13 +47,15 @@ def export(
     weights: Weights | Literal["full"] | None = None,
     draft_weights: Weights | Literal["full"] | None = None,
     cache_type: Cache | None = None,
+    text: Path | None = None,
     force: bool = False,
 ) -> Pair:
     """Write target, draft and tokenizer to `out`, whole or not at all. See `Pair`.
 
     draft: "self" is the target with fewer bits. lookup: what proposes in place of a draft. form: of
     the graphs; which one a backend wants, it says when it is given the other. weights: None is
-    "full", of the draft as the target's; of the draft "self" 4 bits.
+    "full", or as few bits as the checkpoint has, of the draft as the target's; of the draft "self"
+    4 bits. text: a file, UTF-8, to measure the quality of quantised weights on.
     cache_type: of the caches' rows, of ONNX Runtime on the CPU alone; None is `dtype`.
     max_gamma: 1 to 64. max_len: None takes 2048, or the target's own context where that is shorter.
     Raises OutriderError "checkpoint", "architecture", "vocabulary", "difference", "option", "disk".
@@ -69,7 +71,7 @@ def export(
     target = find(model)
     itself = draft == "self"
     drafter = target if itself else find(draft) if draft is not None else None
-    own = weights or "full"
+    own = weights or _bits_of(target)
     draft_own = draft_weights or ("int4" if itself else own)
     if itself and (own == draft_own or own == "int4"):
         raise OutriderError(
@@ -116,6 +118,8 @@ def export(
                 tokenizer, vocabulary.load_tokenizer(drafter), min(widths)
             )
 
+    words = _words(text, tokenizer) if text is not None else None
+
     def made(role: str, checkpoint: Checkpoint, longest: int, bits: str) -> tuple[Path, GraphFacts]:
         form_of = None if bits == "full" else cast(Weights, bits)
         return part.make(
@@ -128,6 +132,7 @@ def export(
             form=form,
             weights=form_of,
             cache_type=cache_type,
+            text=words,
             force=force,
         )
 
@@ -153,6 +158,23 @@ def export(
         )
         write_json(partial / PAIR_FILE, "pair", pair)
     return pair
+
+
+def _bits_of(checkpoint: Checkpoint) -> str:
+    """What a checkpoint that is quantised already becomes where nobody says."""
+    bits = checkpoint.packed.bits if checkpoint.packed else 0
+    return f"int{bits}" if bits in (4, 8) else "full"
+
+
+def _words(file: Path, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    try:
+        words = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutriderError(
+            "option", f"TEXT={file} cannot be read: {first_line(error)}", "Name a UTF-8 text."
+        ) from None
+    ids: list[int] = tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
 
 
 def _width(checkpoint: Checkpoint) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,11 @@ from runtime.files.progress import stage
 from runtime.files.records import digest_json, read_json, write_json
 
 from . import compare, graph, host, program
-from .checkpoint import Checkpoint, content_hashes, refuse_architecture, weight_files
+from .checkpoint import Checkpoint, content_hashes, refuse_architecture
 from .decoder import Decoder, UnsupportedArchitecture
 from .loading import cache_shapes, learned_positions, load
-from .weights.layers import replace, rounding_activations
-from .weights.whole import quantise_model
+from .weights.layers import rounding_activations
+from .weights.quantising import Quantising
 
 
 def versions() -> dict[str, str]:
@@ -66,9 +67,12 @@ def make(
     form: Format = "onnx",
     weights: Weights | None = None,
     cache_type: Cache | None = None,
+    text: Sequence[int] | None = None,
     force: bool = False,
 ) -> tuple[Path, GraphFacts]:
     """The folder of the checkpoint's graph, exported now or earlier.
+
+    text: token ids to measure the quality of quantised weights on; None has the model write them.
 
     Raises OutriderError "checkpoint", "architecture", "difference" or "disk".
     """
@@ -82,7 +86,7 @@ def make(
                 "exporter": exporter_digest(),
                 "versions": versions(),
                 **({"format": form} if form != "onnx" else {}),
-                **({"weights": weights} if weights else {}),
+                **({"weights": weights, "text": text} if weights else {}),
                 **({"cache": cache_type} if cache_type else {}),
                 **({} if find_library() else {"host": "no library to check it with"}),
             }
@@ -94,8 +98,11 @@ def make(
         )
     if facts is None:
         _check_space(cache, checkpoint, dtype)
+        step = None
+        if weights:
+            step = Quantising(role, weights, checkpoint.source, text, bool(checkpoint.packed))
         facts = _export(
-            role, checkpoint, dtype, max_len, capacity, form, weights, cache_type, folder, key
+            role, checkpoint, dtype, max_len, capacity, form, step, cache_type, folder, key
         )
     return folder, facts
 
@@ -119,7 +126,7 @@ def _export(
     max_len: int,
     capacity: int,
     form: Format,
-    weights: Weights | None,
+    quantising: Quantising | None,
     cache_type: Cache | None,
     folder: Path,
     key: str,
@@ -129,23 +136,22 @@ def _export(
         model = load(checkpoint, torch_dtype[dtype])
         parameters = model.num_parameters()
         said.note = f"{parameters / 1e6:,.1f} M parameters, {checkpoint.architecture}"
+        if checkpoint.packed:
+            said.note += f", {checkpoint.packed}, made {dtype}"
     vocab_size = _width(model)
-    if weights:
-        with stage(role, f"quantise, {weights}") as said:
-            said.note = _quantise(model, weights)
+    if quantising:
+        quantising.quantise(model, max_len)
     with stage(role, "run the original"):
         original = compare.reference(model, capacity, vocab_size)
         rounded = None
-        if weights:
+        if quantising:
             with rounding_activations():
                 rounded = compare.reference(model, capacity, vocab_size)
         key_shapes, value_shapes = cache_shapes(model, checkpoint)
 
     def in_float32() -> PreTrainedModel:
         model = load(checkpoint, torch.float32)
-        if weights:
-            _quantise(model, weights)
-        return model
+        return quantising.again(model) if quantising else model
 
     with stage(role, f"trace, {dtype}") as said:
         decoder = Decoder(model, learned_positions(model, checkpoint)).eval()
@@ -200,6 +206,10 @@ def _export(
             for name in (HOST_FILE, HOST_WEIGHTS_FILE):
                 if (partial / name).exists():
                     files[name] = file_facts(partial / name)
+        quality = None
+        if quantising:
+            of_engine = partial / HOST_FILE if HOST_WEIGHTS_FILE in files else None
+            quality = quantising.measure(of_engine, dtype)
         facts = GraphFacts(
             key=key,
             source=checkpoint.source,
@@ -217,17 +227,12 @@ def _export(
             versions=versions(),
             files=files,
             context=checkpoint.context,
-            weights=weights,
             cache=cache_type,
+            weights=quantising.weights if quantising else None,
+            quality=quality,
         )
         write_json(partial / PART_FILE, "graph", facts)
     return facts
-
-
-def _quantise(model: PreTrainedModel, weights: Weights) -> str:
-    quantised = quantise_model(model, 4 if weights == "int4" else 8)
-    replace(model, quantised)
-    return f"{len(quantised)} matrices"
 
 
 def _host(
@@ -266,8 +271,10 @@ def _check_space(cache: Path, checkpoint: Checkpoint, dtype: Dtype) -> None:
     """Fail before minutes of work, not after them."""
     cache.mkdir(parents=True, exist_ok=True)
     # A graph holds what the checkpoint holds; at worst 16-bit weights become 32-bit ones.
-    sizes = sum(path.stat().st_size for path in weight_files(checkpoint.path))
-    need, free = sizes * (2 if dtype == "float32" else 1), shutil.disk_usage(cache).free
+    sizes = sum(path.stat().st_size for path in checkpoint.files)
+    stored = min(16, checkpoint.packed.bits) if checkpoint.packed else 16
+    need = sizes * (32 if dtype == "float32" else 16) // stored
+    free = shutil.disk_usage(cache).free
     if need > free:
         raise OutriderError(
             "disk",

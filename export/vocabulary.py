@@ -12,21 +12,37 @@ from runtime.files.manifest import TEMPLATE_FILE, TOKENIZER_FILE, TokenizerFacts
 from runtime.files.records import digest_json
 
 from .checkpoint import Checkpoint
+from .formats import llamacpp
 
 # One of them holds the tokens. Without any, Transformers makes up a tokenizer for some models.
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
 
 
+def _vocabularies(checkpoint: Checkpoint) -> list[Path]:
+    return [path for pattern in _VOCABULARIES for path in checkpoint.path.glob(pattern)]
+
+
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
     """The checkpoint's fast tokenizer. Raises OutriderError "checkpoint"."""
-    if not any(path for pattern in _VOCABULARIES for path in checkpoint.path.glob(pattern)):
+    own = checkpoint.gguf
+    if own and (checkpoint.path / TOKENIZER_FILE).is_file():
+        own = None
+    found = own.metadata.get("tokenizer.ggml.tokens") if own else _vocabularies(checkpoint)
+    if not found:
         raise OutriderError(
             "checkpoint",
             f"{checkpoint.source} has no tokenizer",
             "Copy the checkpoint's tokenizer.json beside its weights.",
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False)
+        if own:
+            return llamacpp.tokenizer(checkpoint.source, own)
+        config = {"config": checkpoint.config} if checkpoint.gguf else {}
+        tokenizer = AutoTokenizer.from_pretrained(
+            checkpoint.path, trust_remote_code=False, **config
+        )
+    except OutriderError:
+        raise
     except Exception as error:  # noqa: BLE001 - a dozen unrelated classes, by tokenizer kind
         raise OutriderError(
             "checkpoint",

@@ -24,13 +24,13 @@ from runtime.gpu import opening
 from runtime.gpu.launch import Device
 
 if TYPE_CHECKING:
-    from checkpoints import Workshop
+    from workshop import Workshop
 
 
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """One for all workers of a run: an export takes seconds."""
-    from checkpoints import Workshop  # torch and Transformers: seconds that most tests do not need
+    from workshop import Workshop  # torch and Transformers: seconds that most tests do not need
 
     base = tmp_path_factory.getbasetemp()
     parallel = "PYTEST_XDIST_WORKER" in os.environ

@@ -39,6 +39,11 @@ def costs_object(costs: RoundCosts) -> dict[str, Any]:
     }
 
 
+def plain_steps(width: int) -> str:
+    """What a table's heading says of ours. width: tokens of the target's narrowest calls."""
+    return f"our plain steps are calls of {width} token{'s' * (width > 1)}"
+
+
 def step(
     engine: Engine, width: int, position: int, outputs: int, slots: int = 1
 ) -> Callable[[], object]:

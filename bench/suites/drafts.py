@@ -24,7 +24,7 @@ from runtime.text.engine import TextEngine
 from ..core import machine, runs
 from ..core.clock import DISTURBED, Clock
 from ..core.command import Results, Suite, bundle_option
-from ..core.costs import acceptance, costs_object, of_rounds, predicted, total
+from ..core.costs import acceptance, costs_object, of_rounds, plain_steps, predicted, total
 from ..core.fit import rounded
 from ..core.prompts import Prompts
 from ..core.runs import Texts, Way, gain
@@ -164,6 +164,7 @@ def run(folder: str, scale: DraftScale, threads: int, clock: Clock) -> dict[str,
         found.append({"section": group.section, "name": group.name, **figures(texts, most)})
     return {
         "bundle": engine.manifest.name, "machine": machine.describe(threads),
+        "plain_width": engine.decoder.target.narrowest,
         "texts": scale.texts, "tokens": scale.tokens, "counted_tokens": tokens, "groups": found,
     }  # fmt: skip
 
@@ -196,7 +197,8 @@ def heading(results: Results) -> str:
     return (
         f"{machine.sentence(results['machine'])}; {results['texts']} prompts of a kind, "
         f"{results['tokens']} tokens each; tables and corpus of {results['counted_tokens']:,} "
-        "tokens. speed: of all texts, over plain decoding, without the prefill; median: of the "
+        "tokens. speed: of all texts, over plain decoding, without the prefill "
+        f"({plain_steps(results['plain_width'])}); median: of the "
         "texts; expected: Theorem 3.8 with this run's costs. * other processes took over 2 % of "
         "the time"
     )

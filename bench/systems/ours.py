@@ -40,6 +40,7 @@ class OutriderWorker:
             "weights": self.engine.memory["target"],
             "draft_weights": self.engine.memory.get("draft", 0),
             "cache_element": 4,
+            "plain_width": self.engine.decoder.target.narrowest,
         }
 
     def generate(self, request: Request | Batch, arrivals: Arrivals) -> None:

@@ -17,9 +17,8 @@ import torch
 
 Bits = Literal[4, 8]
 BLOCK = 32
-# Lowest and highest level. With 8 bits no -128: a product of two such does not fit where the
-# processors' instructions for four products at once add up.
-RANGE: dict[int, tuple[int, int]] = {4: (-8, 7), 8: (-127, 127)}
+# Lowest and highest level. With 8 bits -128 is what other makers' checkpoints have; ours do not.
+RANGE: dict[int, tuple[int, int]] = {4: (-8, 7), 8: (-128, 127)}
 _LARGEST = 65504.0  # of float16
 # Which level a block's largest number would have, where the range went on: beyond -8 it is clipped,
 # which the others may gain from. A positive one gets a negative scale, so that the longer side of

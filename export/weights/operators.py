@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from .blocks import BLOCK, Bits, Quantised
 from .layers import PRODUCT
+from .recover import recover
 
 OWN_DOMAIN = "outrider"  # of plugins/onnxruntime
 GATHER = "QuantizedGather"
@@ -76,20 +77,28 @@ class _Stored:
 
 
 def own_operators(model: ir.Model) -> int:
-    """Replace what `dequantise_linear` wrote, and the embedding that shares the output matrix, by
-    liboutrider's operators, in place. Returns how many products there were."""
+    """Replace what `dequantise_linear` wrote, and the embedding, whose table is dense but lies on
+    levels too, by liboutrider's operators, in place. Returns how many products there were."""
     products = [(node, stored) for node in model.graph if (stored := _stored(node)) is not None]
-    tables = {
-        tuple(tensor.shape.numpy()): node
+    tables = [
+        (node, table)
         for node in model.graph
-        if node.op_type == "Gather" and (tensor := _weight(node.inputs[0])) is not None
-    }
+        if node.op_type == "Gather"
+        and (table := _weight(node.inputs[0])) is not None
+        and len(table.shape) == 2
+    ]
     for node, stored in products:
         matrix = _packed_values(model, stored, f"{node.outputs[0].name}.weight")
         _put(model, node, PRODUCT, node.inputs[0], matrix, stored)
-        table = tables.get(stored.sizes)
-        if table is not None and _is_table(table, stored):  # tied to the output matrix
-            _put(model, table, GATHER, table.inputs[1], matrix, stored)
+        for gather, table in list(tables):
+            if stored.sizes == tuple(table.shape.numpy()) and _is_table(table, stored):  # tied
+                _put(model, gather, GATHER, gather.inputs[1], matrix, stored)
+                tables.remove((gather, table))
+    for gather, table in tables if products else ():
+        if (found := recover(table.numpy(), 8)) is not None:
+            stored = _Stored(ir.tensor(found.levels.T), ir.tensor(found.scales.T))
+            matrix = _packed_values(model, stored, f"{gather.outputs[0].name}.table")
+            _put(model, gather, GATHER, gather.inputs[1], matrix, stored)
     return len(products)
 
 
@@ -106,10 +115,8 @@ def _weight(value: ir.Value | None) -> ir.TensorProtocol | None:
     return value.const_value if value is not None and value.is_initializer() else None
 
 
-def _is_table(gather: ir.Node, stored: _Stored) -> bool:
-    """Whether it takes rows of this matrix."""
-    table = _weight(gather.inputs[0])
-    return table is not None and np.array_equal(table.numpy(), stored.read().dense())
+def _is_table(table: ir.TensorProtocol, stored: _Stored) -> bool:
+    return np.array_equal(table.numpy(), stored.read().dense())
 
 
 def _packed_values(model: ir.Model, stored: _Stored, name: str) -> list[ir.Value]:

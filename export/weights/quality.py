@@ -4,7 +4,7 @@ model's, on text that the user gives or that the full model itself wrote."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import Quality
 
-# Nats. A model that says every token with the same probability is some 5 nats from a good one, and
-# 2 nats are what next-token prediction gains from a handful of layers. What is this far off was not
-# rounded but broken: rounding to 8 bits costs less than 0.001, to 4 bits less than 0.2 on every
-# checkpoint that we measured.
-BOUND = {8: 0.1, 4: 1.0}
+from .blocks import Bits
+
+# Nats of mean KL. Rounding costs a trained model some 0.0001 with 8 bits and 0.001 to 0.02 with 4.
+# What is a hundred times as far off was not rounded but broken, or cannot be rounded like this.
+BOUND: dict[Bits, float] = {8: 0.05, 4: 1.0}
 
 Slice = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -68,3 +68,34 @@ def measure(slices: Iterable[Slice]) -> Quality:
     tokens = rows.shape[1]
     error = rows[0].std(correction=0).item() / math.sqrt(tokens)
     return Quality(tokens, max(0.0, kl), error, top1, math.exp(loss), math.exp(full_loss))
+
+
+def windows(ids: Sequence[int], length: int, most: int) -> torch.Tensor:
+    """A text's tokens as int64 [at most `most`, length]: what does not fill a window is left out,
+    unless it is all there is. Raises OutriderError "option" for less than two tokens."""
+    if len(ids) < 2:
+        cause = f"the text to measure the quality on has {len(ids)} token"
+        raise OutriderError("option", cause, "Give a longer one with TEXT, or none.")
+    length = min(length, len(ids))
+    count = min(most, len(ids) // length)
+    return torch.tensor(ids[: count * length]).view(count, length)
+
+
+def describe(quality: Quality) -> str:
+    """One line for the screen."""
+    return (
+        f"KL {quality.kl:.5f} ± {quality.kl_error:.5f} nats, top-1 {100 * quality.top1:.1f} %"
+        f", perplexity {quality.perplexity:.2f} (full {quality.full_perplexity:.2f})"
+        f", {quality.tokens:,} tokens"
+    )
+
+
+def refuse_nonsense(quality: Quality, bits: Bits, source: str) -> None:
+    """Raises OutriderError "difference" beyond `BOUND`."""
+    if quality.kl > BOUND[bits]:
+        raise OutriderError(
+            "difference",
+            f"{source} at {bits} bits is {quality.kl:.2g} nats from the full model, "
+            f"more than {BOUND[bits]}",
+            "Build with WEIGHTS=int8." if bits == 4 else "Build without WEIGHTS.",
+        )

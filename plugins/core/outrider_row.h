@@ -317,8 +317,8 @@ inline int32_t shape_row(const outrider_tiles& ops, const Row& row, const outrid
   return OUTRIDER_OK;
 }
 
-// The token at u of the inverse CDF of a row that is no point mass. without: a token that has weight 0, or -1; then tile_sum is
-// without it too. Sets shape->token and its weight.
+// The token at u of the inverse CDF of a row that is no point mass. without: a token that has weight
+// 0, or -1; then tile_sum is without it too. Sets shape->token and its weight.
 inline void draw_row(const outrider_tiles& ops, const Row& row, const double* tile_sum, double u,
                      int64_t without, outrider_row* shape) {
   alignas(64) float buffer[TILE], w[TILE];

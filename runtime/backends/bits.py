@@ -45,7 +45,10 @@ class Bits:
         return "bits: " + "; ".join(parts)
 
     def json_object(self) -> dict[str, Any]:
-        return {"same": self.same, "other": self.other, "narrowest_call": self.narrowest}
+        return {
+            "same": self.same, "other": self.other, "narrowest_call": self.narrowest,
+            "forgone": self.forgone, "slots": self.slots,
+        }  # fmt: skip
 
 
 def reproducible(facts: GraphFacts) -> bool:

@@ -129,7 +129,7 @@ def refuse_foreign(folder: Path, marker: str) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    """Also what a process left that was killed in `_replacing`."""
+    """Also what a process left that was killed in `replacing`."""
     return re.sub(r"^\.(.+)\.partial-\d+$", r"\1", name) in _OURS
 
 
@@ -140,7 +140,7 @@ def point_to(source: Path, link: Path, *, clone: bool = False) -> None:
     """Make `link` a relative symbolic link to the file `source`, in place of what it was; a copy
     where the file system has no such links. clone: rather share the blocks, where it does that."""
     link.parent.mkdir(parents=True, exist_ok=True)
-    with _replacing(link) as new:
+    with replacing(link) as new:
         if clone and _clone(source, new):
             return
         try:
@@ -183,7 +183,7 @@ def settle_file(source: Path, owner: Path) -> None:
             point_to(owner, cached, clone=True)
     _recover(owner)
     if owner.stat().st_nlink > 1:  # another build took it at the same time
-        with _replacing(owner) as new:
+        with replacing(owner) as new:
             shutil.copyfile(owner, new)
 
 
@@ -193,8 +193,8 @@ def _cached(source: Path) -> Path | None:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Where to write what takes the place of the file `path`, in one step."""
+def replacing(path: Path) -> Iterator[Path]:
+    """Where to write what takes the place of the file `path`, in one step and if all went well."""
     new = path.with_name(f".{path.name}.partial-{os.getpid()}")
     new.unlink(missing_ok=True)  # of a killed process that had the same number
     try:

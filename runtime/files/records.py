@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from .errors import OutriderError
 
-SCHEMA = 1
+SCHEMA = 2  # 1: bundles without the attention of our own
 T = TypeVar("T")
 
 

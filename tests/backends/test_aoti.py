@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, Workshop
+from checkpoints import VOCAB_SIZE
 from commands import CHECKOUT, error_line
+from workshop import Workshop
 
 from engines.bundle import build
 from runtime import Options, load

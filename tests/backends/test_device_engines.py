@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import Workshop
 from cuda_standin import FakeDriver
 from device_standin import make_device
 from devices import texts
+from workshop import Workshop
 
 from runtime import load
 from runtime.backends import onnxruntime as ort_cuda

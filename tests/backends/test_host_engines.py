@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import Workshop
 from commands import CHECKOUT, environment
+from workshop import Workshop
 
 from runtime.backends import host
 from runtime.backends.onnxruntime import OrtEngine

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, Workshop
+from checkpoints import VOCAB_SIZE
 from fakes import CopyingFake, FakeEngine, Model, near, random_model
 from transformers import AutoModelForCausalLM
+from workshop import Workshop
 
 from runtime.backends.engine import Engine, HeldRows
 from runtime.backends.host import HostEngine

@@ -8,7 +8,7 @@ from typing import Any
 
 import fakes
 import pytest
-from command_line import Cli
+from commands import Cli
 from fakes import CopyingFake, make_text_engine, near, random_model
 
 from runtime.beam.search import beam_search

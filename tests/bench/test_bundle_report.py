@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import Workshop
 from commands import error_line, leftovers
+from workshop import Workshop
 
 from bench.report import numbers, page
 from bench.report.numbers import Measurement, key_figures, position_table, speed_table

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import Workshop
 from cuda_standin import FakeDriver
 from transformers import AutoModelForCausalLM
+from workshop import Workshop
 
 from bench.suites.gpu import checks, constructed, suite, times
 from bench.suites.gpu.checks import Checks

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import CONTEXT, VOCAB_SIZE, Workshop
+from checkpoints import CONTEXT, VOCAB_SIZE
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from workshop import Workshop
 
 from bench.core.pair import SHAPES, TARGET, blur, grow
 from bench.core.pair.grow import CONSTANTS, Growth, grown_config, load_llama

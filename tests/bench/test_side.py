@@ -151,7 +151,7 @@ class FakePeer:
 
     facts: ClassVar[dict[str, Any]] = {
         "load_seconds": 0.5, "weights": 10**7, "draft_weights": 10, "cache_element": 4,
-        "before": 100, "dtype": "float32",
+        "before": 100, "dtype": "float32", "plain_width": 2,
     }  # fmt: skip
 
     def __init__(self, name: str, target: Path, **options: Any):
@@ -208,4 +208,5 @@ def test_a_whole_run_with_systems_that_only_pretend(
     assert any(line.startswith(f"| {OWN} | 100.0 |") and "| 3.00 |" in line for line in lines)
     assert any(line.startswith(f"| 4 together, {OWN} |") for line in lines)
     assert "| plain decoding, times llama.cpp's float32 | at least 1 |  | not measured |" in lines
+    assert "; our plain steps are calls of 2 tokens; " in page
     assert str(tmp_path) not in page + said

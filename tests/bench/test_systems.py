@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import CONTEXT, VOCAB_SIZE, Workshop
+from checkpoints import CONTEXT, VOCAB_SIZE
+from workshop import Workshop
 
 from bench.core import pair as pairs
 from bench.core.kept import kept

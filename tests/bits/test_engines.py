@@ -4,26 +4,29 @@ every gamma and kind of draft, alone and in company, one thread and two, prompts
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import MAX_GAMMA, Workshop
+from workshop import MAX_GAMMA, Workshop
 
 from export import ngram
 from runtime import load
 from runtime.backends import host
 from runtime.certificate import check
 from runtime.drafts.registry import KINDS
+from runtime.sampling import kernel
 from runtime.text.engine import TextEngine
 from runtime.text.options import Options
 
 pytestmark = pytest.mark.slow  # every part of it: test_rounds.py, test_invariance.py
 
 CHECKOUT = Path(__file__).parents[2]
+OWN = os.environ.get("BUNDLE")
 PROMPTS = [
     "import os\n\ndef load(path):\n    with open(path) as file:\n",
     "a",
@@ -76,7 +79,14 @@ def chunks(size: int) -> Iterator[None]:
         yield
 
 
-def holds(bundle: Path, all_options: Iterable[Options], **sources: Any) -> None:
+def holds(
+    bundle: Path,
+    all_options: Iterable[Options],
+    *,
+    every: Callable[[TextEngine], Iterable[dict[str, Any]]] = ways,
+    slots: int = 3,
+    **sources: Any,
+) -> None:
     for options in all_options:
         expected = None
         for threads, chunk in ((1, 256), (2, 16)):
@@ -84,10 +94,10 @@ def holds(bundle: Path, all_options: Iterable[Options], **sources: Any) -> None:
                 plain = said(engine, options, gamma=0)
                 assert expected in (None, plain), (threads, chunk)
                 expected = plain
-                for way in ways(engine) if threads == 1 else ({"gamma": 3},):
+                for way in every(engine) if threads == 1 else ({"gamma": 3},):
                     assert said(engine, options, **way) == plain, way
-        with load(bundle, slots=3, threads=1, verify=False, **sources) as engine:
-            in_company(engine, options, [{"gamma": 0}, *ways(engine)])
+        with load(bundle, slots=slots, threads=1, verify=False, **sources) as engine:
+            in_company(engine, options, [{"gamma": 0}, *every(engine)])
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -97,6 +107,19 @@ def test_tiny_architectures(workshop: Workshop, name: str) -> None:
     with load(bundle, verify=False) as engine:
         assert engine.bits.of_gamma, engine.bits.line()
     holds(bundle, [replace(one, max_new_tokens=24) for one in (GREEDY, *COUPLED)])
+
+
+@pytest.mark.skipif(OWN is None, reason="BUNDLE names no bundle with a draft model")
+def test_a_bundle_of_your_own() -> None:
+    """Fewer ways and shorter texts, for models as large as one likes."""
+    assert OWN is not None
+    bundle = Path(OWN)
+    with load(bundle) as engine:
+        assert engine.bits.of_gamma and engine.bits.slots, engine.bits.line()
+    few = [{"gamma": 1}, {"gamma": 4}, {"gamma": 8}, {"draft": "ngram"}, {"gamma": "auto"}]
+    coupled = replace(GREEDY, temperature=0.8, top_p=0.95, seed=3, verify="coupled")
+    all_options = [replace(one, max_new_tokens=48) for one in (GREEDY, coupled)]
+    holds(bundle, all_options, every=lambda _: few, slots=4)
 
 
 class TestBundledPair:
@@ -125,13 +148,16 @@ class TestBundledPair:
             assert engine.decoder.rounds.kinds == frozenset(KINDS)
         holds(all_options=[replace(o, max_new_tokens=64) for o in (GREEDY, *COUPLED)], **sources)
 
-    def test_ten_thousand_tokens(self, sources: dict[str, Any]) -> None:
-        """Plainly and by speculation; a call of one token lets one of them differ."""
+    def test_ten_thousand_tokens(
+        self, sources: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Plainly and by speculation; where calls of one token round otherwise, one differs."""
         starts = [PROMPTS[0] + f"    # {number}\n" for number in range(10)]
         options = replace(GREEDY, max_new_tokens=1024)
 
-        def texts(engine: TextEngine, gamma: int) -> Said:
-            asked = [engine.generate(s, **vars(replace(options, gamma=gamma))) for s in starts]
+        def texts(engine: TextEngine, gamma: int, count: int = 10) -> Said:
+            given = vars(replace(options, gamma=gamma))
+            asked = [engine.generate(start, **given) for start in starts[:count]]
             return [(result.token_ids, result.logprobs) for result in asked]
 
         with load(sources["bundle"]) as engine:
@@ -139,5 +165,7 @@ class TestBundledPair:
             assert sum(len(tokens) for tokens, _ in plain) >= 10_000 and drafted == plain
             certificate = check(engine, starts[0], replace(options, gamma=5, logprobs=None))
             assert certificate.passed and certificate.identical and not certificate.near_ties
+        # Control: the graph without the attention of our own, and calls of one token let in.
+        monkeypatch.setattr(kernel, "available", lambda: False)
         with load(sources["bundle"], plain_width=1) as engine:
-            assert texts(engine, 0) != plain
+            assert texts(engine, 0, 1) != texts(engine, 5, 1)

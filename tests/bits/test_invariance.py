@@ -5,14 +5,17 @@ round otherwise by width, neighbours, threads or rows, one by one, and a real en
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import Workshop
+from commands import CHECKOUT
 from fakes import FakeEngine, make_manifest, random_model
+from workshop import Workshop
 
 from engines import bundle as bundles
 from engines.bundle import build
@@ -107,6 +110,10 @@ def test_what_is_promised() -> None:
     assert (bits.narrowest, bits.same, bits.other) == (2, ALL, ())
     bits = promised(described(), 1, 1, True, plain_width=1)
     assert bits.narrowest == 1 and bits.forgone
+    assert bits.json_object() == {
+        "same": ("thread count",), "other": ALL[:4], "narrowest_call": 1, "forgone": True,
+        "slots": True,
+    }  # fmt: skip
     assert bits.line().endswith("neighbour (plain steps of one token)")
     any_width = CallBits([1, 2, 3, 16], [], neighbours=True, threads=True, rows=True)
     bits = promised(described(one=any_width), 1, 2, True)
@@ -151,11 +158,39 @@ def test_a_real_engine(workshop: Workshop, tmp_path: Path) -> None:
         load(out, plain_width=3)
 
 
+@pytest.mark.parametrize(
+    ("where", "name", "value", "cause"),
+    [
+        (bundles.sys, "executable", "/bin/false", "exit status 1"),
+        (bundles.sys, "executable", "/bin/echo", "'-m runtime.backends.invariance"),
+        (bundles, "PATIENCE", 0, "it took more than 0 s"),
+    ],
+    ids=["it fails", "no answer", "too long"],
+)
 def test_what_cannot_be_measured_is_said(
-    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
-    monkeypatch.setattr(bundles.sys, "executable", "/bin/false")
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any,
+    where: Any, name: str, value: Any, cause: str,
+) -> None:  # fmt: skip
+    """And tried again by the next build, which builds nothing else again."""
+    monkeypatch.setattr(where, name, value)
     graphs = workshop.graphs(workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7))
-    assert build(graphs, tmp_path / "bundle", backend="onnxruntime", slots=1)
-    assert "was not measured, so it promises nothing: exit status 1" in capfd.readouterr().err
-    assert read_bundle(tmp_path / "bundle").invariance is None
+    out = tmp_path / "bundle"
+    for first in (True, False):
+        assert build(graphs, out, backend="onnxruntime", slots=1) == first
+        said = capfd.readouterr().err
+        assert f"was not measured, so it promises nothing: {cause}" in said
+        assert "make engines MEASURE=0" in said
+        assert read_bundle(out).invariance is None
+
+
+def test_the_measurement_ends_with_who_asked_for_it() -> None:
+    """A build that is killed closes the pipe, and says nothing."""
+    program = (
+        "from runtime.backends.invariance import end_unheard; import time; end_unheard(); "
+        "print('begun', flush=True); time.sleep(600)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=CHECKOUT)
+    assert child.stdout is not None and child.stdout.readline() == b"begun\n"
+    assert child.poll() is None
+    child.stdout.close()
+    assert child.wait(timeout=60) == 1

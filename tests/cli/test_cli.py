@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from command_line import PLAIN_ERROR, Cli
+from commands import PLAIN_ERROR, Cli
 from fakes import EOS, UNKNOWN, VOCAB_SIZE, make_text_engine, near, random_model, script
 from rounds import accept_everything
 

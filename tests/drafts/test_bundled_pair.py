@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import Workshop
+from workshop import Workshop
 
 from export import ngram
 from runtime import load

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpoints import Workshop
 from rtx import SM
+from workshop import Workshop
 
 from engines import bundle as bundles
 from engines.bundle import build
@@ -22,7 +22,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def graphs(workshop: Workshop) -> Path:
-    return workshop.graphs(*workshop.pair(), dtype="float16")
+    return workshop.graphs(*workshop.small_pair(), dtype="float16")
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, Workshop
+from checkpoints import VOCAB_SIZE
 from commands import CHECKOUT, command, environment, error_line, leftovers, run
+from workshop import Workshop
 
 import engines.__main__
 from engines import aotinductor

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import MAX_LEN, Workshop
 from commands import error_line
 from rtx import needs_library
+from workshop import MAX_LEN, Workshop
 
 import engines.__main__
 from engines import bundle as bundles
 from engines.bundle import host_memory, memory_plan
 from runtime.files.errors import EXIT_STATUS
-from runtime.files.manifest import FIRST_ROWS, MOST_SLOTS, read_pair
+from runtime.files.manifest import FIRST_ROWS, MOST_SLOTS, PAIR_FILE, read_pair
+from runtime.files.records import write_json
 
 
-@pytest.fixture(scope="module")
-def graphs(workshop: Workshop) -> Path:
-    source = workshop.checkpoint("llama", max_position_embeddings=4096, num_hidden_layers=1)
-    return workshop.graphs(source, max_len=None)
+@pytest.fixture
+def graphs(workshop: Workshop, tmp_path: Path) -> Path:
+    """For longer texts than others have: their number is open in a graph."""
+    folder = Path(shutil.copytree(workshop.graphs(*workshop.pair()), tmp_path / "graphs"))
+    pair = read_pair(folder)
+    long = {"max_len": 2048, "capacity": 2064}
+    models = {role: dataclasses.replace(facts, **long) for role, facts in pair.models()}
+    write_json(folder / PAIR_FILE, "pair", dataclasses.replace(pair, **long, **models))
+    return folder
 
 
 def refused(capsys: pytest.CaptureFixture[str], kind: str, *options: str) -> str:

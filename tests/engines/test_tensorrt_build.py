@@ -14,9 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoints import MAX_GAMMA, MAX_LEN, Workshop
 from commands import error_line
 from rtx import SM, arguments, needs_library
+from workshop import MAX_GAMMA, MAX_LEN, Workshop
 
 import engines.__main__
 from engines import bundle as bundles
@@ -119,7 +119,7 @@ def test_the_network_is_the_contract(rtx_bundle: Path, graphs: Path) -> None:
                 "input_ids": list(zip(shapes.slots, shapes.tokens, strict=True)),
                 "logits_index": [(n,) for n in shapes.outputs],
                 "position": [(n,) for n in shapes.slots],
-                "value_1": [(n, heads, CAPACITY, width) for n in shapes.slots],
+                "value_0": [(n, heads, CAPACITY, width) for n in shapes.slots],
             }
             found = {name: [tuple(s) for s in profile.get_shape(name)] for name in expected}
             assert found == expected

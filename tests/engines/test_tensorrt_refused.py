@@ -14,10 +14,11 @@ from typing import Any
 
 import onnx
 import pytest
-from checkpoints import Workshop
+from checkpoints import SMALL
 from commands import CHECKOUT, command, environment, error_line, leftovers, limited_files
 from rounds import cases
 from rtx import arguments, needs_library
+from workshop import Workshop
 
 import engines.__main__
 from bench.suites.gpu import suite as gpu_check
@@ -98,7 +99,7 @@ def test_a_graph_that_the_builder_refuses(
     workshop: Workshop, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Heads of 8 have no attention kernel; the library also says so past its logger."""
-    graphs = workshop.graphs(workshop.checkpoint("llama", head_dim=8), dtype="bfloat16")
+    graphs = workshop.graphs(workshop.checkpoint("llama", head_dim=8, **SMALL), dtype="bfloat16")
     capfd.readouterr()
     status = engines.__main__.main(arguments(graphs, tmp_path / "out"))
     said = capfd.readouterr()

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, Workshop
+from checkpoints import VOCAB_SIZE
 from commands import error_line
 from exported import CAPACITY, UNTIED, command, nothing_left
 from originals import original_of
 from rounds import cases
 from safetensors.torch import load_file, save_file
 from transformers import AttentionMaskInterface, masking_utils
+from workshop import Workshop
 
 from export import checkpoint, compare, decoder, loading
 from runtime.files.errors import EXIT_STATUS

@@ -13,11 +13,12 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from checkpoints import MAX_GAMMA, VOCAB_SIZE, Workshop
+from checkpoints import VOCAB_SIZE
 from commands import CHECKOUT
-from exported import CAPACITY, LAYERS, SHORT, TIED, UNTIED, eager, graph, text, type_of
+from exported import CAPACITY, LAYERS, SHORT, SHORT_DRAFT, TIED, UNTIED, eager, graph, text, type_of
 from rounds import cases
 from transformers import AutoModelForCausalLM
+from workshop import MAX_GAMMA, Workshop
 
 from export.pair import export as export_pair
 from runtime.backends.onnxruntime import OrtEngine
@@ -100,7 +101,7 @@ def test_the_file_says_nothing_of_the_machine_that_made_it(workshop: Workshop, n
 def test_two_exports_are_the_same_files(workshop: Workshop, tmp_path: Path) -> None:
     """So that a bundle can be told from its hash, and a damaged part is simply made again."""
     options = {"max_len": 64, "cache": tmp_path / "cache"}
-    source = str(workshop.checkpoint("gpt2", n_layer=1))
+    source = str(workshop.example("gpt2"))
     first = export_pair(source, None, tmp_path / "out", **options)
     damaged = next((tmp_path / "cache").glob(f"*/{WEIGHTS_FILE}"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
@@ -167,7 +168,7 @@ def test_soft_caps(workshop: Workshop) -> None:
 
 def test_learned_positions_to_the_end_of_the_table(workshop: Workshop) -> None:
     """Drafted rows may lie beyond the table; those before are right all the same."""
-    source = workshop.checkpoint("gpt2", n_positions=SHORT)
+    source = workshop.checkpoint("gpt2", **SHORT_DRAFT)
     folder = workshop.graphs(workshop.checkpoint(TIED), source)
     facts = read_pair(folder).draft
     assert facts is not None and (facts.max_len, facts.capacity) == (SHORT, CAPACITY)

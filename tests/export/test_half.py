@@ -8,10 +8,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from checkpoints import ARCHITECTURES, MAX_LEN, NO_GRAPH, Workshop
+from checkpoints import ARCHITECTURES, NO_GRAPH, SMALL
 from commands import error_line
 from exported import LAYERS, TIED, UNTIED, command, eager, graph, nothing_left, text, type_of
 from rounds import cases
+from workshop import MAX_LEN, Workshop
 
 import export.graph
 from engines.bundle import build
@@ -31,7 +32,7 @@ from runtime.files.manifest import read_pair
     ),
 )
 def test_logits_and_text(workshop: Workshop, name: str, backend: str, dtype: str) -> None:
-    source = workshop.checkpoint(name)
+    source = workshop.checkpoint(name, **SMALL)
     bundle = workshop.bundle(source, backend=backend, dtype=dtype)
     form = {"form": "torch"} if backend == "aotinductor" else {}
     facts = read_pair(workshop.graphs(source, dtype=dtype, **form)).target
@@ -54,15 +55,15 @@ def test_types_of_the_graph(workshop: Workshop, tmp_path: Path, dtype: str) -> N
     """ONNX Runtime has no bfloat16 on the CPU: exported unchecked, and not for this backend."""
     # The one that engines/ cannot build either (tests/engines).
     of = {"head_dim": 8} if dtype == "bfloat16" else {}
-    folder = workshop.graphs(workshop.checkpoint(TIED, **of), dtype=dtype)
+    folder = workshop.graphs(workshop.checkpoint(TIED, **of, **SMALL), dtype=dtype)
     facts, model = read_pair(folder).target, graph(folder)
     types = {v.name: type_of(v)[1] for v in (*model.graph.input, *model.graph.output)}
     half = getattr(onnx.TensorProto, dtype.upper())
-    assert types["key_0"] == types["value_1_out"] == half
+    assert types["key_0"] == types["value_0_out"] == half
     assert types["logits"] == onnx.TensorProto.FLOAT
     if dtype == "float16":
         full = read_pair(workshop.graphs(workshop.checkpoint(TIED))).target
-        assert full.cache_bytes(3) == 2 * facts.cache_bytes(3)
+        assert full.cache_bytes(3) == 2 * LAYERS * facts.cache_bytes(3)  # of one layer
     else:
         assert facts.max_difference is None
         assert facts.comparison.startswith("not run")

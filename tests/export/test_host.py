@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import pytest
-from checkpoints import MAX_LEN, VOCAB_SIZE, Workshop
+from checkpoints import VOCAB_SIZE
 from rounds import cases
 from transformers import AutoModelForCausalLM
+from workshop import MAX_LEN, Workshop
 
 from export import compare, host, part
 from export.pair import export

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import MAX_GAMMA, MAX_LEN, TOKENS, VOCAB_SIZE, Workshop, tokenizer, write
+from checkpoints import TOKENS, VOCAB_SIZE, tokenizer, write
 from commands import CHECKOUT, environment, error_line
-from exported import CAPACITY, SHORT, TIED, UNTIED, command, eager, nothing_left, text
+from exported import CAPACITY, SHORT, SHORT_DRAFT, TIED, UNTIED, command, eager, nothing_left, text
 from transformers import AutoModelForCausalLM
+from workshop import MAX_GAMMA, MAX_LEN, Workshop
 
 from engines.bundle import build
 from export import checkpoint, part, vocabulary
@@ -73,7 +74,7 @@ def test_a_narrower_draft_and_padding(
 
 def test_a_draft_of_a_shorter_context(workshop: Workshop) -> None:
     """Trap 18: the draft rides as far as it can, the target goes on alone."""
-    target, draft = workshop.checkpoint(TIED), workshop.checkpoint("gpt2", n_positions=SHORT)
+    target, draft = workshop.checkpoint(TIED), workshop.checkpoint("gpt2", **SHORT_DRAFT)
     pair = read_pair(workshop.graphs(target, draft))
     assert pair.draft is not None
     assert (pair.max_len, pair.draft.max_len, pair.draft.capacity) == (MAX_LEN, SHORT, CAPACITY)

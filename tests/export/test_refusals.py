@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, CONTEXT, VOCAB_SIZE, Workshop
+from checkpoints import ARCHITECTURES, CONTEXT, VOCAB_SIZE
 from commands import error_line
 from exported import TIED, UNTIED, command, nothing_left
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
+from workshop import Workshop
 
 from export import decoder, part
 from export.checkpoint import find
@@ -203,12 +204,12 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     ),
     "an unknown quantisation": (
         _json("config.json", quantization_config={"quant_method": "odd", "bits": 3}),
-        "is quantised (quantization_config: odd)",
+        "not read: quantization_config: odd",
     ),
     "quantised, not said how": (_json("config.json", quantization_config=4), "is quantised"),
     "GGUF": (
         _all(_without("model.safetensors"), _instead("model.Q4_K_M.gguf", b"GGUF")),
-        "llama.cpp's format, GGUF",
+        "cannot be read as GGUF",
     ),
     # Nonsense
     "an end beyond the vocabulary": (

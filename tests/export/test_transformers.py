@@ -11,9 +11,10 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from checkpoints import MAX_GAMMA, WINDOW, Workshop
+from checkpoints import WINDOW
 from originals import PROMPTS, Original, check_batch, check_text, greedy, one_thread, original_of
 from rounds import cases
+from workshop import MAX_GAMMA, Workshop
 
 GAMMAS = (0, 1, 2, 4, 8)
 

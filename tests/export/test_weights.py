@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -9,8 +11,9 @@ import torch
 from checkpoints import ARCHITECTURES
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from export.weights.blocks import BLOCK, RANGE, Bits, quantise
-from export.weights.quality import measure, sample
+from export.weights.blocks import BLOCK, RANGE, Bits, Quantised, quantise
+from export.weights.feedback import factor, quantise_with_feedback
+from export.weights.quality import describe, measure, refuse_nonsense, sample, windows
 from export.weights.whole import quantise_model
 from runtime.files.errors import OutriderError
 
@@ -68,8 +71,9 @@ def test_the_scales_of_four_bits_are_chosen_and_not_only_fitted_to_the_largest()
 @pytest.mark.parametrize("bits", [4, 8])
 def test_what_lies_on_levels_is_found_again(bits: Bits) -> None:
     random = np.random.default_rng(1)
-    levels = random.integers(*RANGE[bits], (16, 96), endpoint=True)
-    levels[:, ::BLOCK] = RANGE[bits][0]  # the whole range, on one side
+    lowest, highest = (-8, 7) if bits == 4 else (-127, 127)
+    levels = random.integers(lowest, highest, (16, 96), endpoint=True)
+    levels[:, ::BLOCK] = lowest  # the whole range, on one side
     scales = np.repeat(random.choice([0.5, 0.25, -0.125], (16, 3)), BLOCK, axis=1)
     weight = (levels * scales).astype(np.float32)
     assert (quantise(weight, bits).dense() == weight).all()
@@ -112,6 +116,21 @@ def test_kl_of_a_model_with_itself_is_0_and_with_a_shuffled_one_is_not() -> None
     assert other.kl > 1 and other.top1 < 0.5 and other.kl_error > 0
     with pytest.raises(OutriderError, match="NaN or infinity"):
         measure([(logits, logits * torch.nan, following)])
+    assert describe(same) == "KL 0.00000 ± 0.00000 nats, top-1 100.0 %" + (
+        f", perplexity {same.perplexity:.2f} (full {same.perplexity:.2f}), 50 tokens"
+    )
+    refuse_nonsense(same, 8, "it")
+    with pytest.raises(OutriderError, match=r"it at 8 bits.*nats"):
+        refuse_nonsense(other, 8, "it")
+
+
+def test_text_of_the_user_is_cut_into_windows() -> None:
+    ids = windows(list(range(23)), 10, 64)
+    assert ids.tolist() == [list(range(10)), list(range(10, 20))]
+    assert windows(list(range(7)), 10, 64).tolist() == [list(range(7))]
+    assert windows(list(range(100)), 10, 3).shape == (3, 10)
+    with pytest.raises(OutriderError, match="1 token"):
+        windows([5], 10, 64)
 
 
 def test_sampled_text_is_the_models_own_and_the_same_each_time() -> None:
@@ -136,13 +155,50 @@ def test_a_model_becomes_what_its_levels_say(architecture: str) -> None:
         if architecture == "gpt2" and name.startswith("transformer.h."):
             dense = dense.T  # Conv1D
         assert (after[name] == dense).all()
-        assert quantised.bits == (8 if "embed" in name and architecture != "llama" else 4)
+        ends = ("embed" in name, "lm_head" in name, "wte" in name)
+        assert quantised.bits == (8 if any(ends) else 4)
     kept = before.keys() - made.keys()
     assert all((after[name] == before[name]).all() for name in kept)
     linear = {n for n, p in before.items() if p.dim() == 2 and "wpe" not in n}
     routers = {n for n in linear if n.endswith("gate.weight")}
     assert bool(routers) == (architecture == "mixtral")
     assert made.keys() == linear - routers
+
+
+def test_feedback_needs_less_than_rounding_to_nearest_and_is_the_same_each_time() -> None:
+    def trained() -> PreTrainedModel:  # random weights have inputs that nothing connects
+        folder = Path(__file__).parents[2] / "models" / "draft"
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model.eval().requires_grad_(False)
+
+    def quality(texts: torch.Tensor | None) -> tuple[float, dict[str, Quantised]]:
+        model = trained()
+        text = sample(model, 8, 64)
+        full = model(input_ids=text).logits[:, :-1].flatten(0, 1)
+        made = quantise_model(model, 4, texts)
+        logits = model(input_ids=text).logits[:, :-1].flatten(0, 1)
+        return measure([(full, logits, text[:, 1:].flatten())]).kl, made
+
+    texts = sample(trained(), 8, 64, seed=1)
+    (nearest, _), (less, made), (again, _) = quality(None), quality(texts), quality(texts)
+    assert 0 < less < 0.8 * nearest and again == less
+    for quantised in made.values():
+        low, high = RANGE[quantised.bits]
+        assert low <= quantised.levels.min() and quantised.levels.max() <= high
+
+
+def test_feedback_leaves_alone_what_no_input_connects() -> None:
+    """With inputs that have nothing to do with each other there is nothing to make good."""
+    weight = _random(5, 70)
+    made = quantise_with_feedback(torch.from_numpy(weight), factor(torch.eye(70)), 4)
+    nearest = quantise(weight, 4)
+    assert (made.levels == nearest.levels).all() and (made.scales == nearest.scales).all()
+
+
+def test_an_output_matrix_of_four_bits_where_it_is_asked_for() -> None:
+    model = _model("mistral")
+    made = quantise_model(model, 4, sample(model, 2, 32), output_bits=4)
+    assert made["lm_head.weight"].bits == 4 and made["model.embed_tokens.weight"].bits == 8
 
 
 def test_a_weight_that_is_nan_is_named() -> None:

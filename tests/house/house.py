@@ -31,7 +31,10 @@ LADDERS = {
     "bench": ["core", "systems", "suites", "report"],
 }  # fmt: skip
 GPU = {"tensorrt", "tensorrt_rtx", "cuda"}
-EXPORTING = {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "numpy", "huggingface_hub"}
+EXPORTING = {
+    "torch", "transformers", "onnx", "onnx_ir", "onnxscript", "numpy", "huggingface_hub",
+    "safetensors", "tokenizers",
+}  # fmt: skip
 # Of third parties: what a room may import anywhere, and what only inside of functions, since a user
 # of another backend does not have it.
 OUTSIDE = {

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import Workshop
 from house import CHECKOUT, LADDERS, MOST_COLUMNS, MOST_MODULES, ROOMS, Room, main, text_faults
+from workshop import Workshop
 
 
 def room(root: Path, name: str, **sources: str) -> Room:

@@ -82,6 +82,8 @@ def test_engines_runs_its_three_commands(checkout: Path) -> None:
     assert {"--format=torch", "--max-len=64", "--force"} < set(export)
     graphs = next(a.removeprefix("--out=") for a in export if a.startswith("--out="))
     assert build == [*same, f"--graphs={graphs}", "--force"]
+    _, (*_, unmeasured), _ = make(checkout, "engines", *options, "FORCE=0", "MEASURE=0")
+    assert unmeasured == [*same, f"--graphs={graphs}", "--no-measure"]
     # However OUT is spelt; and another OUT has other graphs.
     for out, equal in (("build/../build/b", True), ("build/c", False)):
         _, (_, other, _), _ = make(checkout, "engines", *options, f"OUT={out}")
@@ -93,7 +95,7 @@ def test_what_is_refused_is_refused_before_the_export(checkout: Path) -> None:
     status, ran, err = make(checkout, "engines", "MODEL=m", FAILS="12")
     assert status == 2 and err.rstrip().endswith("Error 12")
     assert len(ran) == 1
-    for wrong in (["MODEL="], ["MODEL=m", "FORCE=yes"]):
+    for wrong in (["MODEL="], ["MODEL=m", "FORCE=yes"], ["MODEL=m", "MEASURE=no"]):
         status, ran, err = make(checkout, "engines", *wrong)
         assert status == 2 and ran == []
         assert err.startswith("error: option: ")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import onnx
 import pytest
-from checkpoints import MAX_GAMMA, MAX_LEN, Workshop
 from commands import error_line, leftovers, limited_files, run
+from workshop import MAX_GAMMA, MAX_LEN, Workshop, traced_once
 
 import engines.__main__
 import export.__main__
@@ -95,6 +95,7 @@ DAMAGE = {
     "binary manifest": (_bytes(MANIFEST_FILE, lambda _: b"\xff\x00\xfe"), "not UTF-8"),
     "a list": (_bytes(MANIFEST_FILE, lambda _: b"[]"), "not a manifest file"),
     "other kind": (_manifest(lambda c: c.update(kind="pair")), "not a manifest file"),
+    "older schema": (_manifest(lambda c: c.update(schema=SCHEMA - 1)), f"schema {SCHEMA - 1}"),
     "newer schema": (_manifest(lambda c: c.update(schema=SCHEMA + 1)), f"schema {SCHEMA + 1}"),
     "edited": (_manifest(lambda c: c["facts"].update(slots=7), checksum=False), "checksum"),
     "no checksum": (_manifest(lambda c: c.pop("checksum"), checksum=False), "checksum"),
@@ -349,9 +350,10 @@ def test_a_full_disk_stops_the_export(
 ) -> None:
     """A limit on the size of a file stands in for the disk: the weights do not fit."""
     places = ["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
-    model = str(workshop.checkpoint("gpt2", n_layer=1))
-    with limited_files(65536):
-        status = export.__main__.main(["--model", model, "--max-len", "64", *places])
+    model = workshop.example("gpt2")
+    workshop.graphs(model)  # so that the trace, which has weights too, is kept already
+    with traced_once(), limited_files(65536):
+        status = export.__main__.main(["--model", str(model), "--max-len", str(MAX_LEN), *places])
     assert status == EXIT_STATUS["disk"]
     error_line(capsys.readouterr().err, "disk")
     assert not (tmp_path / "out").exists()
@@ -384,10 +386,11 @@ def test_ctrl_c_while_a_part_is_checked(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(export.compare, "compare", interrupt)
-    model = str(workshop.checkpoint("gpt2", n_layer=1))
+    model = str(workshop.example("gpt2"))
 
     def work() -> int:
-        export_pair(model, None, tmp_path / "out", max_len=64, cache=tmp_path / "cache")
+        with traced_once():
+            export_pair(model, None, tmp_path / "out", max_len=MAX_LEN, cache=tmp_path / "cache")
         return 0
 
     assert run_command(work) == 130

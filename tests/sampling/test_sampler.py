@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import rounds
-from checkpoints import Workshop
 from commands import CHECKOUT
 from fakes import near, random_model
 from rounds import broken, ids, make_decoder, run
+from workshop import Workshop
 
 from runtime import load
 from runtime.backends.registry import host_engine

@@ -168,6 +168,10 @@ class FakeDriver:
         while self._queue and not self._busy:
             self._step()
 
+    def drop(self) -> None:
+        """What is on the stream never happens."""
+        self._queue.clear()
+
     def _step(self) -> None:
         self._busy = True
         try:

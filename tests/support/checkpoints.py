@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of many architectures, and what the exporter makes of them, made once.
+"""Tiny random checkpoints of many architectures.
 
 Nothing is downloaded. A checkpoint has two layers of 64 units and the byte tokenizer below; its
 weights are larger than a fresh model's, so that its argmax changes from token to token, and its
@@ -7,34 +7,22 @@ biases and norms are random too, so that losing one of them shows.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tokenizers
 import torch
-import torch._inductor
 import transformers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
-
-from engines.bundle import build
-from engines.registry import find
-from export.pair import export
 
 EOS = "</s>"
 TOKENS = [EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())]  # 257: one of each byte
 VOCAB_SIZE = len(TOKENS)
 CONTEXT = 256
 WINDOW = 12  # of every architecture that has a sliding one
-MAX_LEN, MAX_GAMMA = 128, 8  # of the bundles, unless a test says otherwise
 
 torch.set_num_threads(1)  # models of this size only lose by more, and test workers share the cores
 
@@ -128,7 +116,9 @@ ARCHITECTURES: dict[str, Architecture] = {
 NO_GRAPH = {"falcon", "bloom", "gptj", "mamba", "t5"}
 SMALL = {"num_hidden_layers": 1}
 # An export of one layer takes half the time.
-ONE_LAYER = {"llama3", "mistral", "qwen3", "phi3", "opt", "gpt-neox", "olmo2", "mixtral"}
+ONE_LAYER = {
+    "llama3", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "opt", "gpt-neox", "olmo2", "mixtral"
+}  # fmt: skip
 
 
 def tokenizer(tokens: Sequence[str] = TOKENS) -> PreTrainedTokenizerFast:
@@ -177,108 +167,3 @@ def write(
     model.save_pretrained(folder)
     tokenizer(tokens).save_pretrained(folder)
     return folder
-
-
-def _own_files(folder: Path) -> None:
-    """Files in place of links into the cache: no bundle that a test damages may become the owner of
-    what others build from."""
-    for link in filter(Path.is_symlink, list(folder.rglob("*"))):
-        content = link.read_bytes()
-        link.unlink()
-        link.write_bytes(content)
-
-
-@contextmanager
-def _compiled_once(cache: Path) -> Iterator[None]:
-    """AOTInductor's packages hold code and no weights, so models that differ in those share one."""
-    real = torch._inductor.aoti_compile_and_package
-
-    def compile(program: Any, *, package_path: str, **options: Any) -> None:
-        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in program.state_dict.items()}
-        key = hashlib.sha256(f"{program.graph} {shapes} {options}".encode()).hexdigest()[:12]
-        kept = cache / f"{key}.pt2"
-        if not kept.exists():
-            real(program, package_path=package_path, **options)
-            shutil.copyfile(package_path, kept)
-        else:
-            shutil.copyfile(kept, package_path)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch._inductor, "aoti_compile_and_package", compile)
-        yield
-
-
-class Workshop:
-    """Checkpoints, graphs and bundles by what they are made from, shared by all tests of a run.
-
-    The folders belong to everybody: copy before you damage one. Workers of one run share them too.
-    """
-
-    def __init__(self, root: Path):
-        self.root = root
-        self.cache = root / "cache"
-        root.mkdir(parents=True, exist_ok=True)
-
-    def checkpoint(self, name: str, **options: Any) -> Path:
-        """See `write`."""
-        options = {name: value for name, value in options.items() if (name, value) != ("seed", 0)}
-        with self._once("checkpoint", name, options) as (folder, made):
-            if not made:
-                write(folder.with_suffix(".part"), name, **options).rename(folder)
-        return folder
-
-    def example(self, name: str) -> Path:
-        """The checkpoint that stands for this architecture, of one layer where all are alike."""
-        layers = SMALL if name in ONE_LAYER else {}
-        # Seed 0 happens to make a Granite that repeats itself.
-        return self.checkpoint(name, seed=1 if name == "granite" else 0, **layers)
-
-    def graphs(self, target: Path, draft: Path | None = None, **options: Any) -> Path:
-        """What `python -m export` writes. options: those of `export.pair.export`."""
-        options = {"max_len": MAX_LEN, "max_gamma": MAX_GAMMA, **options}
-        with self._once("graphs", f"{target}+{draft}", options) as (folder, made):
-            if not made:
-                source = str(draft) if draft else None
-                export(str(target), source, folder, cache=self.cache, **options)
-                _own_files(folder)
-        return folder
-
-    def bundle(
-        self,
-        target: Path,
-        draft: Path | None = None,
-        *,
-        backend: str = "onnxruntime",
-        measure: bool = False,
-        **options: Any,
-    ) -> Path:
-        """What `python -m engines` writes, for one slot. options: as `graphs`. measure: what its
-        bits depend on, which takes seconds."""
-        form = {"form": "torch"} if find(backend).FORMAT == "torch" else {}
-        graphs = self.graphs(target, draft, **form, **options)
-        measured = {"measure": True} if measure else {}
-        with self._once("bundle", str(graphs), measured) as (folder, made):
-            if not made:
-                # Also on a machine with a GPU.
-                sm = "cpu" if backend == "aotinductor" else ""
-                with _compiled_once(self.cache):
-                    build(graphs, folder, backend=backend, slots=1, sm=sm, measure=measure)
-        return folder
-
-    def pair(self, backend: str = "onnxruntime") -> tuple[Path, Path]:
-        """The checkpoints that most tests share: two that disagree, of one layer where a compile
-        takes half a minute."""
-        layers = SMALL if backend == "aotinductor" else {}
-        return self.checkpoint("llama", **layers), self.checkpoint("llama", seed=7, **layers)
-
-    @contextmanager
-    def _once(self, kind: str, name: str, options: dict[str, Any]) -> Iterator[tuple[Path, bool]]:
-        """The folder of these ingredients, whether it is made, and nobody else making it."""
-        key = hashlib.sha256(repr((name, sorted(options.items()))).encode()).hexdigest()[:12]
-        folder = self.root / f"{kind}-{Path(name).name.split('+')[0]}-{key}"
-        lock = os.open(folder.with_suffix(".lock"), os.O_CREAT | os.O_RDWR)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield folder, folder.is_dir()
-        finally:
-            os.close(lock)

@@ -1,7 +1,8 @@
-"""Command lines of the checkout as a user runs them: processes, their status and their stderr."""
+"""Command lines of the checkout as a user runs them: their status and what they say."""
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import resource
@@ -11,9 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from runtime import generate
+from runtime.cli import command as command_line
+from runtime.files.errors import EXIT_STATUS
+
 CHECKOUT = Path(__file__).parents[2]
 # USERS.md's promise: one line for the cause, one for the remedy, here joined by a full stop.
 ERROR = re.compile(r"error: (?P<kind>[a-z]+): (?P<cause>[^\n]+)\. (?P<remedy>[^\n]+\.)\n\Z")
+PLAIN_ERROR = re.compile(r"error: [a-z]+: [^\n]+\. [^\n]+\n")
 
 
 def command(*arguments: str | Path) -> list[str]:
@@ -72,3 +78,34 @@ def leftovers(folder: Path) -> list[str]:
         for path in folder.rglob("*")
         if ".partial-" in path.name or ".replaced-" in path.name
     ]
+
+
+class Cli:
+    """Runs `main` in this process on an engine of fakes, and remembers how it was loaded."""
+
+    def __init__(self, engine, capsys, monkeypatch):
+        self.engine, self.capsys, self.monkeypatch = engine, capsys, monkeypatch
+        self.loaded = None
+        monkeypatch.setattr(command_line, "load", self.load)
+
+    def load(self, folder, **options):
+        self.loaded = {"folder": folder, **options}
+        return self.engine
+
+    def __call__(self, *argv, stdin=None):
+        if stdin is not None:
+            content = stdin if isinstance(stdin, bytes) else stdin.encode()
+            self.monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+        status = generate.main(["--engines", "bundle", *argv])
+        return status, *self.capsys.readouterr()
+
+    def refused(self, *argv, kind="option", loaded=False, stdin=None):
+        """The line of the error; nothing may have run."""
+        status, out, err = self(*argv, stdin=stdin)
+        assert status == EXIT_STATUS[kind], err
+        assert out == ""
+        assert PLAIN_ERROR.fullmatch(err), err
+        assert err.startswith(f"error: {kind}: ")
+        assert (self.loaded is not None) == loaded
+        assert not self.engine.decoder.target.calls
+        return err

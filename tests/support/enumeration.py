@@ -12,6 +12,7 @@ import itertools
 import numpy as np
 import pytest
 from kernels import NUMPY, ONE
+from proof import BISECTIONS
 
 from runtime.sampling.native import RoundSampler
 from runtime.sampling.rules import verify
@@ -19,7 +20,6 @@ from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import warp
 
 V = 8
-BISECTIONS = 36
 
 
 def softmax(logits):

@@ -24,7 +24,6 @@ from runtime.sampling.warp import SamplingParams, warp
 from runtime.sequence import Request
 
 V = 8
-DEPTH = 26  # a boundary is known to 2^-26, and a row has seven
 Probs = Callable[[Context], np.ndarray]
 
 
@@ -57,9 +56,12 @@ class Round:
         return rows.tolist(), [token.id for token in emitted]
 
 
-def blocks(round_: Round, rule: str) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Yields (weight, emitted tokens) of every outcome of a round, by bisection."""
-    gamma = round_.gamma
+def blocks(round_: Round, rule: str, probs: Probs) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Yields (weight, emitted tokens) of every outcome of a round, by bisection.
+
+    probs: where to look first for the pieces of the last token. Most are the target's own.
+    """
+    gamma, before = round_.gamma, tuple(round_.sequence.slot.tokens)
     others = ONE if rule == "block" else 0.0
 
     def drafts(u: list[float], weight: float) -> Iterator[tuple[float, list[float]]]:
@@ -72,7 +74,7 @@ def blocks(round_: Round, rule: str) -> Iterator[tuple[float, tuple[int, ...]]]:
             return round_([*u, value, *rest], [0.0] * gamma, 0.0)[0][len(u)]
 
         begin = 0.0
-        for _, length in sorted(pieces(drafted, depth=DEPTH).items()):
+        for _, length in sorted(pieces(drafted).items()):
             yield from drafts([*u, begin + length / 2], weight * length)
             begin += length
 
@@ -86,7 +88,7 @@ def blocks(round_: Round, rule: str) -> Iterator[tuple[float, tuple[int, ...]]]:
                 accept[i] = value
                 return len(round_(u, accept, 0.0)[1]) > i + 1
 
-            points.append(change_point(stands, DEPTH))
+            points.append(change_point(stands))
         for below in itertools.product((True, False), repeat=gamma):
             cell = math.prod(t if b else 1 - t for t, b in zip(points, below, strict=True))
             if cell == 0:
@@ -98,7 +100,8 @@ def blocks(round_: Round, rule: str) -> Iterator[tuple[float, tuple[int, ...]]]:
                 def last(value: float, u: list[float] = u, accept: list[float] = accept) -> int:
                     return round_(u, accept, value)[1][-1]
 
-                finals[kept] = pieces(last, depth=DEPTH)
+                row = probs((*before, *kept))
+                finals[kept] = pieces(last, np.cumsum(row[row > 0]))
             for token, length in finals[kept].items():
                 yield weight * cell * length, (*kept, token)
 
@@ -155,7 +158,7 @@ def by_bisection(
         suppress = [0] if early and min_new_tokens else []
         return warp(target(context), params, list(context), suppress, vocab_size).probs()
 
-    outcomes = blocks(round_, params.verify)
+    outcomes = blocks(round_, params.verify, probs)
     return distance(outcomes, probs, tuple(round_.sequence.slot.tokens), gamma + 1)
 
 

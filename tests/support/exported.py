@@ -8,9 +8,10 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from checkpoints import MAX_GAMMA, MAX_LEN, VOCAB_SIZE
+from checkpoints import VOCAB_SIZE
 from commands import leftovers
 from transformers import AutoModelForCausalLM
+from workshop import MAX_GAMMA, MAX_LEN
 
 import export.__main__
 import export.graph
@@ -19,7 +20,9 @@ from runtime.files.manifest import GRAPH_FILE
 LAYERS = 2
 CAPACITY = -(-(MAX_LEN + MAX_GAMMA + 1) // 8) * 8
 TIED, UNTIED = "llama", "qwen2"
-SHORT = 48  # the context of a draft whose learned positions end before the target's
+# A draft whose learned positions end before the target's.
+SHORT = 48
+SHORT_DRAFT = {"n_positions": SHORT, "n_layer": 1}
 
 
 def graph(folder: Path) -> onnx.ModelProto:

@@ -7,47 +7,52 @@ changes, and the length of each piece is the weight of its outcome: no sample, n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
 ONE = math.nextafter(1.0, 0.0)  # the largest uniform
-BISECTIONS = 36
+BISECTIONS = 26  # a boundary is known to 2^-26
+NEAR = 2.0**-20
 
 
-def change_point(accepted: Callable[[float], bool], depth: int = BISECTIONS) -> float:
+def change_point(accepted: Callable[[float], bool]) -> float:
     """Length of {u in [0, 1): accepted(u)}, for a predicate that is true below some point."""
     if not accepted(0.0):
         return 0.0
     if accepted(ONE):
         return 1.0
     low, high = 0.0, 1.0
-    for _ in range(depth):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if accepted(middle) else (low, middle)
     return low
 
 
-def pieces(
-    token_at: Callable[[float], int], low: float = 0.0, high: float = ONE, depth: int = BISECTIONS
-) -> dict[int, float]:
-    """{token: length of its u} for an inverse CDF, which is monotone in u."""
-    first, last = token_at(low), token_at(high)
+def pieces(token_at: Callable[[float], int], guesses: Iterable[float] = ()) -> dict[int, float]:
+    """{token: length of its u} for an inverse CDF, which is monotone in u.
+
+    guesses: where it may change. One that is right saves calls, one that is wrong costs two.
+    """
+    around = (guess + step for guess in guesses for step in (-NEAR, NEAR))
+    points = [0.0, *sorted(u for u in around if 0 < u < ONE), ONE]
+    tokens = [token_at(u) for u in points]
     lengths: dict[int, float] = {}
 
-    def split(a: float, token_a: int, b: float, token_b: int, depth: int) -> None:
-        if token_a == token_b or depth == 0:
+    def split(a: float, token_a: int, b: float, token_b: int) -> None:
+        if token_a == token_b or b - a <= 2.0**-BISECTIONS:
             lengths[token_a] = lengths.get(token_a, 0.0) + (b - a)
             return
         middle = (a + b) / 2
         token = token_at(middle)
-        split(a, token_a, middle, token, depth - 1)
-        split(middle, token, b, token_b, depth - 1)
+        split(a, token_a, middle, token)
+        split(middle, token, b, token_b)
 
-    assert first <= last
-    split(low, first, high, last, depth)
+    assert tokens == sorted(tokens)
+    for i in range(len(points) - 1):
+        split(points[i], tokens[i], points[i + 1], tokens[i + 1])
     return lengths
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import Workshop
 from commands import error_line
+from workshop import Workshop
 
 from runtime.files.errors import EXIT_STATUS
 from runtime.theory.__main__ import main

@@ -20,7 +20,7 @@ from runtime.text.engine import TextEngine
 from ...core import machine, runs
 from ...core.clock import DISTURBED, Clock
 from ...core.command import Results, Suite, bundle_option
-from ...core.costs import acceptance, total
+from ...core.costs import acceptance, plain_steps, total
 from ...core.fit import rounded
 from ...core.prompts import Prompts
 from ...core.record import Run
@@ -191,6 +191,7 @@ def run(folder: str, scale: PolicyScale, threads: int, clock: Clock) -> dict[str
     return {
         "bundle": engine.manifest.name,
         "machine": machine.describe(threads),
+        "plain_width": engine.decoder.target.narrowest,
         "texts": scale.texts,
         "tokens": scale.tokens,
         "long": scale.long,
@@ -249,7 +250,8 @@ def heading(results: Results) -> str:
     """What the figures are of."""
     return (
         f"{machine.sentence(results['machine'])}; {results['texts']} texts of "
-        f"{results['tokens']} tokens of each workload. * other processes took over 2 % of the time"
+        f"{results['tokens']} tokens of each workload; {plain_steps(results['plain_width'])}. "
+        "* other processes took over 2 % of the time"
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...core.clock import DISTURBED
 from ...core.command import Results
+from ...core.costs import plain_steps
 from ...core.fit import Spread
 from ...core.machine import sentence
 from ...core.table import MARKED, Column, Table, decimals, table_of
@@ -194,10 +195,12 @@ def _firsts(rows: Iterable[Row]) -> list[float]:
 def heading(results: Results) -> str:
     """What the figures are of: the machine, the pair, the floor."""
     pair, rate = results["pair"], results["bytes_per_second"]
+    widths = (facts.get("plain_width", 0) for facts in results["facts"].values())
+    plain = "".join(f"; {plain_steps(width)}" for width in {*widths} - {0})
     return (
         f"{sentence(results['machine'])}; a pair of shape {pair['shape']}, acceptance wanted "
-        f"{pair['alpha_wanted']:g}, gamma {results['gamma']}; memory reads at {rate / 1e9:.1f} "
-        "GB/s, and the floor of a token is the time in which weights and cache of its round are "
-        "read at that rate. Ratios are medians over prompts, each taken prompt by prompt. * other "
-        "processes took over 2 % of the time of most texts."
+        f"{pair['alpha_wanted']:g}, gamma {results['gamma']}{plain}; memory reads at "
+        f"{rate / 1e9:.1f} GB/s, and the floor of a token is the time in which weights and cache "
+        "of its round are read at that rate. Ratios are medians over prompts, each taken prompt by "
+        "prompt. * other processes took over 2 % of the time of most texts."
     )

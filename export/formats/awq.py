@@ -1,0 +1,71 @@
+"""AWQ as AutoAWQ writes it ("gemm"): words of int32 along N, in an order of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .packed import (
+    Lazy,
+    Packed,
+    damaged,
+    dequantise,
+    expect,
+    expect_floats,
+    expect_scales,
+    modules,
+    read_folder,
+    take,
+    unpack,
+    unsupported,
+)
+
+# Where in a word each of eight outputs lies.
+_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def packed(name: str, folder: Path, config: dict[str, Any]) -> Packed:
+    """config: of config.json. Raises OutriderError "checkpoint" for another layout or width."""
+    bits = config.get("bits", config.get("w_bit"))
+    layout = str(config.get("version", "gemm")).lower()
+    if bits != 4:
+        raise unsupported(name, f"AWQ with bits = {bits!r}")
+    if layout != "gemm":
+        raise unsupported(name, f"AWQ in the layout {layout!r}")
+    size = config.get("group_size", config.get("q_group_size", -1))
+    details = "4 bits, " + ("whole rows" if size == -1 else f"groups of {size}")
+    return Packed("AWQ", 4, details, lambda: _tensors(name, folder))
+
+
+def _tensors(name: str, folder: Path) -> dict[str, Lazy]:
+    tensors = read_folder(name, folder)
+    for module in modules(tensors, "qweight"):
+        tensors[module + "weight"] = _weight(name, module, tensors)
+    expect_floats(name, tensors)
+    return tensors
+
+
+def _weight(name: str, module: str, tensors: dict[str, Lazy]) -> Lazy:
+    """qweight int32 [K, N / 8], qzeros int32 [G, N / 8], scales [G, N]."""
+    words, zeros, scales = (
+        take(name, tensors, module + part) for part in ("qweight", "qzeros", "scales")
+    )
+    width, count, rows = words.shape[0], scales.shape[0], scales.shape[-1]
+    expect(name, module + "qweight", words, {"I32"}, width, rows // 8)
+    expect(name, module + "qzeros", zeros, {"I32"}, count, rows // 8)
+    expect_scales(name, module + "scales", scales, count, rows)
+    if not count or width % count:
+        raise damaged(name, f"{module}scales has {count} groups for {width} columns")
+
+    def make() -> torch.Tensor:
+        return dequantise(_outputs(words[...]).T, scales[...].T, _outputs(zeros[...]).T)
+
+    return Lazy(make, (rows, width))
+
+
+def _outputs(words: torch.Tensor) -> torch.Tensor:
+    """[..., N / 8] to [..., N]."""
+    mixed = unpack(words, 4)
+    return mixed.reshape(-1, 8)[:, _PLACES].reshape(mixed.shape)

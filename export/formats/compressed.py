@@ -1,0 +1,172 @@
+"""compressed-tensors: packed integers, plain int8, and float8, each with scales."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .packed import (
+    Lazy,
+    Packed,
+    damaged,
+    dequantise,
+    expect,
+    expect_floats,
+    expect_scales,
+    groups,
+    modules,
+    read_folder,
+    take,
+    unpack,
+    unsupported,
+)
+
+_LAYOUTS = {"pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense"}
+# Of the activations and the cache, which are not quantised here.
+_NOT_WEIGHTS = (
+    ".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point",
+    ".q_scale", ".k_scale", ".v_scale", ".q_zero_point", ".k_zero_point", ".v_zero_point",
+)  # fmt: skip
+
+
+def packed(name: str, folder: Path, config: dict[str, Any]) -> Packed:
+    """config: of config.json. Raises OutriderError "checkpoint" for another layout or width."""
+    schemes = config.get("config_groups")
+    if not isinstance(schemes, dict) or not all(isinstance(s, dict) for s in schemes.values()):
+        raise unsupported(name, f"compressed-tensors with config_groups = {str(schemes)[:40]}")
+    named = {config.get("format"), *(scheme.get("format") for scheme in schemes.values())}
+    if odd := sorted(map(str, named - _LAYOUTS - {None, "mixed-precision"})):
+        raise unsupported(name, f"compressed-tensors in the layout {odd[0]!r}")
+    sparse = (config.get("sparsity_config") or {}).get("format", "dense")
+    if sparse != "dense":
+        raise unsupported(name, f"compressed-tensors in the layout {sparse!r}")
+    if (config.get("transform_config") or {}).get("config_groups"):
+        raise unsupported(name, "compressed-tensors with rotations (transform_config)")
+    weights = [scheme["weights"] for scheme in schemes.values() if scheme.get("weights")]
+    for scheme in weights:
+        if (scheme.get("type", "int"), scheme.get("num_bits")) not in _DETAILS:
+            what = f"{scheme.get('type', 'int')} of {scheme.get('num_bits')!r} bits"
+            raise unsupported(name, f"compressed-tensors with {what}")
+    if not weights:
+        raise unsupported(name, "compressed-tensors whose weights are not quantised")
+    others = config.get("kv_cache_scheme") or any(
+        scheme.get(part) for scheme in schemes.values() for part in _ACTIVATIONS
+    )
+    blocks = next((s["block_structure"] for s in weights if s.get("block_structure")), None)
+    return Packed(
+        "compressed-tensors",
+        min(int(scheme["num_bits"]) for scheme in weights),
+        " and ".join(dict.fromkeys(map(_details, weights))),
+        lambda: _tensors(name, folder, blocks),
+        "its activations or cache are quantised too, which is not carried over" if others else "",
+    )
+
+
+_ACTIVATIONS = ("input_activations", "output_activations")
+_DETAILS = {("int", 4): "4 bits", ("int", 8): "8 bits", ("float", 8): "float8"}
+
+
+def _details(scheme: dict[str, Any]) -> str:
+    size, strategy = scheme.get("group_size"), scheme.get("strategy")
+    kind = _DETAILS[scheme.get("type", "int"), scheme["num_bits"]]
+    where = f"groups of {size}" if size and size > 0 else f"a scale for each {strategy or 'tensor'}"
+    return f"{kind}, {where}" + ("" if scheme.get("symmetric", True) else ", with zero points")
+
+
+def _tensors(name: str, folder: Path, blocks: list[int] | None) -> dict[str, Lazy]:
+    tensors = read_folder(name, folder)
+    for key in [key for key in tensors if key.endswith(_NOT_WEIGHTS)]:
+        del tensors[key]
+    for module in modules(tensors, "weight_packed"):
+        tensors[module + "weight"] = _unpacked(name, module, tensors)
+    for module in modules(tensors, "weight_scale"):
+        tensors[module + "weight"] = _plain(name, module, tensors, blocks)
+    expect_floats(name, tensors)
+    return tensors
+
+
+def _unpacked(name: str, module: str, tensors: dict[str, Lazy]) -> Lazy:
+    """weight_packed int32 [N, ceil(K * bits / 32)], weight_scale [N, G], weight_shape int64 [2];
+    weight_zero_point int32 [ceil(N * bits / 32), G] and weight_g_idx [K] where there are any. All
+    integers are stored with 2 ** (bits - 1) added."""
+    words, scales, shape = (
+        take(name, tensors, module + part)
+        for part in ("weight_packed", "weight_scale", "weight_shape")
+    )
+    zeros = tensors.pop(module + "weight_zero_point", None)
+    order = tensors.pop(module + "weight_g_idx", None)
+    rows, width = (*map(int, shape[...].flatten()), 0, 0)[:2]
+    scales = _columns(scales)
+    bits = next((b for b in (4, 8) if words.shape == (rows, -(-width * b // 32))), 0)
+    if not bits:
+        raise damaged(name, f"{module}weight_packed is {list(words.shape)} for {rows} x {width}")
+    expect(name, module + "weight_packed", words, {"I32"}, *words.shape)
+    count = scales.shape[-1]
+    _expect_groups(name, module, scales, rows, width, order)
+    if zeros is not None:
+        zeros = _columns(zeros)
+        several = -(-rows * bits // 32) if zeros.dtype == "I32" else rows
+        expect(name, module + "weight_zero_point", zeros, {"I32", "I8"}, several, count)
+    group = None
+    if order is not None:
+        expect(name, module + "weight_g_idx", order, {"I32", "I64"}, width)
+        if not bool((order[...] < 0).any()):  # -1 says that the columns are in order after all
+            group = groups(name, module + "weight_g_idx", order, count)
+    middle = 2 ** (bits - 1)
+
+    def make() -> torch.Tensor:
+        zero = None if zeros is None else zeros[...]
+        if zero is not None and zero.dtype == torch.int32:
+            zero = unpack(zero.T, bits).T[:rows] - middle
+        levels = unpack(words[...], bits)[:, :width] - middle
+        return dequantise(levels, scales[...], zero, group)
+
+    return Lazy(make, (rows, width))
+
+
+def _plain(name: str, module: str, tensors: dict[str, Lazy], blocks: list[int] | None) -> Lazy:
+    """weight int8 or float8 [N, K], weight_scale [N, G], [N], [1] or [ceil(N / b), K / c] for
+    blocks of b x c; weight_zero_point int8 like the scale where there is one."""
+    weight, scales = (take(name, tensors, module + part) for part in ("weight", "weight_scale"))
+    zeros = tensors.pop(module + "weight_zero_point", None)
+    expect(name, module + "weight", weight, {"I8", "F8_E4M3"}, *(*weight.shape, 0, 0)[:2])
+    rows, width = weight.shape
+    scales = _columns(scales)
+    if zeros is not None:
+        zeros = _columns(zeros)
+        expect(name, module + "weight_zero_point", zeros, {"I8", "F8_E4M3"}, *scales.shape)
+    if blocks and scales.shape[0] == -(-rows // blocks[0]):
+        each = blocks[0]
+    else:
+        each = rows if scales.shape[0] == 1 else 1
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.repeat_interleave(each, 0)[:rows]
+
+    grown = Lazy(lambda: whole(scales[...]), (min(rows, scales.shape[0] * each), scales.shape[1]))
+    _expect_groups(name, module, grown, rows, width, None)
+
+    def make() -> torch.Tensor:
+        zero = None if zeros is None else whole(zeros[...]).to(torch.float32)
+        return dequantise(weight[...].to(torch.float32), grown[...], zero)
+
+    return Lazy(make, (rows, width))
+
+
+def _columns(tensor: Lazy) -> Lazy:
+    """[N] or a scalar as [N, 1]."""
+    if len(tensor.shape) > 1:
+        return tensor
+    shape = (*tensor.shape, 1, 1)[:2]
+    return Lazy(lambda: tensor[...].reshape(shape), shape, tensor.dtype)
+
+
+def _expect_groups(
+    name: str, module: str, scales: Lazy, rows: int, width: int, order: Lazy | None
+) -> None:
+    count = scales.shape[-1]
+    expect_scales(name, module + "weight_scale", scales, rows, count)
+    if not count or (width % count and order is None):
+        raise damaged(name, f"{module}weight_scale has {count} groups for {width} columns")

@@ -1,0 +1,75 @@
+"""GPTQ as AutoGPTQ and GPTQModel write it: words of int32 along K, zero points less one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .packed import (
+    Lazy,
+    Packed,
+    damaged,
+    dequantise,
+    expect,
+    expect_floats,
+    expect_scales,
+    groups,
+    modules,
+    read_folder,
+    take,
+    unpack,
+    unsupported,
+)
+
+# Of the file layout; the first one stores a zero point z as z - 1.
+_LESS = {"gptq": 1, "gptq_v2": 0}
+
+
+def packed(name: str, folder: Path, config: dict[str, Any]) -> Packed:
+    """config: of config.json. Raises OutriderError "checkpoint" for another layout or width."""
+    bits, layout = config.get("bits"), config.get("checkpoint_format", "gptq")
+    if bits not in (4, 8):
+        raise unsupported(name, f"GPTQ with bits = {bits!r}")
+    if layout not in _LESS or config.get("is_marlin_format"):
+        raise unsupported(name, f"GPTQ in the layout {layout!r}")
+    size = config.get("group_size", -1)
+    details = f"{bits} bits, " + ("whole rows" if size == -1 else f"groups of {size}")
+    return Packed(
+        "GPTQ",
+        bits,
+        details + (", columns out of order" if config.get("desc_act") else ""),
+        lambda: _tensors(name, folder, _LESS[layout]),
+    )
+
+
+def _tensors(name: str, folder: Path, less: int) -> dict[str, Lazy]:
+    tensors = read_folder(name, folder)
+    for module in modules(tensors, "qweight"):
+        tensors[module + "weight"] = _weight(name, module, tensors, less)
+    expect_floats(name, tensors)
+    return tensors
+
+
+def _weight(name: str, module: str, tensors: dict[str, Lazy], less: int) -> Lazy:
+    """qweight int32 [K * bits / 32, N], qzeros int32 [G, N * bits / 32], scales [G, N], g_idx int32
+    [K]: the group of each column of W. The layers of a model may have 4 and 8 bits."""
+    words, zeros, scales, order = (
+        take(name, tensors, module + part) for part in ("qweight", "qzeros", "scales", "g_idx")
+    )
+    width, rows, count = order.shape[0], words.shape[-1], scales.shape[0]
+    bits = 32 * words.shape[0] // max(width, 1)
+    if bits not in (4, 8):
+        raise damaged(name, f"{module}qweight has {bits} bits a weight")
+    expect(name, module + "qweight", words, {"I32"}, width * bits // 32, rows)
+    expect(name, module + "qzeros", zeros, {"I32"}, count, rows * bits // 32)
+    expect_scales(name, module + "scales", scales, count, rows)
+    expect(name, module + "g_idx", order, {"I32", "I64"}, width)
+    group = groups(name, module + "g_idx", order, count)
+
+    def make() -> torch.Tensor:
+        zero = (unpack(zeros[...], bits) + less) & (2**bits - 1)
+        return dequantise(unpack(words[...].T, bits), scales[...].T, zero.T, group)
+
+    return Lazy(make, (rows, width))

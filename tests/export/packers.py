@@ -1,0 +1,365 @@
+"""Quantised checkpoints, written from random levels and scales, with the weights that they mean.
+
+Nothing of export/ is used: words are packed and weights multiplied out here a second time, most of
+it block by block as the formats' own sources describe it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from checkpoints import EOS, TOKENS
+from safetensors.torch import load_file, save_file
+
+Rng = np.random.Generator
+Parts = dict[str, torch.Tensor]
+# Of a projection's shape: its tensors by their last names, and the dense weight.
+Packer = Callable[[tuple[int, int], Rng], tuple[Parts, np.ndarray]]
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def write(
+    folder: Path, source: Path, packer: Packer, **quantization: Any
+) -> dict[str, torch.Tensor]:
+    """The checkpoint `source` with packed projections. Returns the dense tensors that it means."""
+    shutil.copytree(source, folder)
+    dense = load_file(folder / "model.safetensors")
+    stored, rng = {}, np.random.default_rng(3)
+    for name, tensor in dense.items():
+        if not name.endswith("proj.weight"):
+            stored[name] = tensor
+            continue
+        rows, width = tensor.shape
+        parts, weight = packer((rows, width), rng)
+        stored |= {name.removesuffix("weight") + part: value for part, value in parts.items()}
+        dense[name] = torch.from_numpy(weight)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    return dense
+
+
+def words(levels: np.ndarray, bits: int) -> torch.Tensor:
+    """Unsigned levels in int32 along the last axis, the first in the lowest bits."""
+    many = 32 // bits
+    padded = np.pad(levels, [(0, 0)] * (levels.ndim - 1) + [(0, -levels.shape[-1] % many)])
+    packed = np.zeros((*padded.shape[:-1], padded.shape[-1] // many), np.uint32)
+    for place in range(many):
+        packed |= padded[..., place::many].astype(np.uint32) << np.uint32(bits * place)
+    return torch.from_numpy(packed.view(np.int32))
+
+
+def scales(shape: tuple[int, ...], rng: Rng, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.from_numpy(rng.uniform(0.002, 0.02, shape)).to(dtype)
+
+
+def multiplied(
+    levels: np.ndarray, zeros: np.ndarray, scale: torch.Tensor, group: np.ndarray
+) -> np.ndarray:
+    """levels [N, K], zeros and scale [N, G], group [K]."""
+    dense = np.empty(levels.shape, np.float32)
+    for column, which in enumerate(group):
+        factor = scale[:, which].float().numpy()
+        dense[:, column] = (levels[:, column] - zeros[:, which]).astype(np.float32) * factor
+    return dense
+
+
+def gptq(bits: int, size: int, *, symmetric: bool, shuffled: bool = False, less: int = 1) -> Packer:
+    def pack(shape: tuple[int, int], rng: Rng) -> tuple[Parts, np.ndarray]:
+        rows, width = shape
+        groups = width // size
+        group = np.arange(width) // size
+        if shuffled:
+            group = rng.permutation(group)
+        levels = rng.integers(0, 2**bits, shape)
+        zeros = rng.integers(1, 2**bits, (rows, groups))
+        if symmetric:
+            zeros[:] = 2 ** (bits - 1)
+        scale = scales((rows, groups), rng)
+        parts = {
+            "qweight": words(levels, bits).T.contiguous(),
+            "qzeros": words(zeros.T - less, bits),
+            "scales": scale.T.contiguous(),
+            "g_idx": torch.from_numpy(group.astype(np.int32)),
+        }
+        return parts, multiplied(levels, zeros, scale, group)
+
+    return pack
+
+
+def awq(size: int) -> Packer:
+    def pack(shape: tuple[int, int], rng: Rng) -> tuple[Parts, np.ndarray]:
+        rows, width = shape
+        levels = rng.integers(0, 16, shape)
+        zeros = rng.integers(0, 16, (rows, width // size))
+        scale = scales(zeros.shape, rng)
+
+        def ordered(table: np.ndarray) -> torch.Tensor:
+            """[N, X] as words of eight outputs [X, N / 8]."""
+            mixed = np.concatenate(
+                [table.T[:, first + np.array(AWQ_ORDER)] for first in range(0, rows, 8)], axis=1
+            )
+            return words(mixed, 4)
+
+        parts = {"qweight": ordered(levels), "qzeros": ordered(zeros), "scales": scale.T}
+        dense = multiplied(levels, zeros, scale, np.arange(width) // size)
+        return {name: tensor.contiguous() for name, tensor in parts.items()}, dense
+
+    return pack
+
+
+def compressed(
+    bits: int,
+    size: int | None,
+    *,
+    symmetric: bool = True,
+    shuffled: bool = False,
+    packed: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Packer:
+    """compressed-tensors' integers, in words or as int8. size: None for whole rows."""
+
+    def pack(shape: tuple[int, int], rng: Rng) -> tuple[Parts, np.ndarray]:
+        rows, width = shape
+        group = np.arange(width) // (size or width)
+        count, middle = int(group.max()) + 1, 2 ** (bits - 1)
+        if shuffled:
+            group = rng.permutation(group)
+        levels = rng.integers(-middle, middle, shape)
+        zeros = rng.integers(-middle, middle, (rows, count)) * (not symmetric)
+        scale = scales((rows, count), rng, dtype)
+        parts = {"weight_scale": scale}
+        if packed:
+            parts["weight_packed"] = words(levels + middle, bits)
+            parts["weight_shape"] = torch.tensor(shape)
+        else:
+            parts["weight"] = torch.from_numpy(levels.astype(np.int8))
+            parts["input_scale"] = torch.ones(1)
+        if not symmetric:
+            parts["weight_zero_point"] = (
+                words((zeros + middle).T, bits).T.contiguous()
+                if packed
+                else torch.from_numpy(zeros.astype(np.int8))
+            )
+        if shuffled:
+            parts["weight_g_idx"] = torch.from_numpy(group.astype(np.int32))
+        return parts, multiplied(levels, zeros, scale, group)
+
+    return pack
+
+
+def float8(block: int | None) -> Packer:
+    """block: rows and columns that share a scale, None for one scale a row."""
+
+    def pack(shape: tuple[int, int], rng: Rng) -> tuple[Parts, np.ndarray]:
+        rows, width = shape
+        weight = torch.from_numpy(rng.standard_normal(shape)).to(torch.float8_e4m3fn)
+        down, along = (block, block) if block else (1, width)
+        scale = scales((-(-rows // down), width // along), rng, torch.float32)
+        grown = scale.repeat_interleave(down, 0)[:rows].repeat_interleave(along, 1)
+        dense = weight.float() * grown
+        return {"weight": weight, "weight_scale": scale}, dense.numpy()
+
+    return pack
+
+
+# GGUF. Each: `count` blocks with random content, as bytes and as float32 numbers.
+
+
+def _half(number: float) -> tuple[bytes, np.float32]:
+    half = np.float16(number)
+    return half.tobytes(), np.float32(half)
+
+
+def _nibbles(levels: np.ndarray) -> bytes:
+    """32 levels of 4 bits: the first half in the low nibbles."""
+    return (levels[:16] | levels[16:] << 4).astype(np.uint8).tobytes()
+
+
+def _q8_0(rng: Rng) -> tuple[bytes, np.ndarray]:
+    data, d = _half(rng.uniform(0.001, 0.01))
+    levels = rng.integers(-127, 128, 32)
+    return data + levels.astype(np.int8).tobytes(), d * levels.astype(np.float32)
+
+
+def _q4_0(rng: Rng) -> tuple[bytes, np.ndarray]:
+    data, d = _half(rng.uniform(0.001, 0.01) * rng.choice([-1, 1]))
+    levels = rng.integers(0, 16, 32)
+    return data + _nibbles(levels), d * (levels - 8).astype(np.float32)
+
+
+def _q4_1(rng: Rng) -> tuple[bytes, np.ndarray]:
+    (data, d), (least, m) = _half(rng.uniform(0.001, 0.01)), _half(rng.uniform(-0.1, 0))
+    levels = rng.integers(0, 16, 32)
+    return data + least + _nibbles(levels), d * levels.astype(np.float32) + m
+
+
+def _fifth(levels: np.ndarray) -> bytes:
+    bits = sum(int(level >> 4) << place for place, level in enumerate(levels))
+    return struct.pack("<I", bits) + _nibbles(levels & 15)
+
+
+def _q5_0(rng: Rng) -> tuple[bytes, np.ndarray]:
+    data, d = _half(rng.uniform(0.001, 0.01))
+    levels = rng.integers(0, 32, 32)
+    return data + _fifth(levels), d * (levels - 16).astype(np.float32)
+
+
+def _q5_1(rng: Rng) -> tuple[bytes, np.ndarray]:
+    (data, d), (least, m) = _half(rng.uniform(0.001, 0.01)), _half(rng.uniform(-0.1, 0))
+    levels = rng.integers(0, 32, 32)
+    return data + least + _fifth(levels), d * levels.astype(np.float32) + m
+
+
+def _q4_k(rng: Rng) -> tuple[bytes, np.ndarray]:
+    (data, d), (least, m) = _half(rng.uniform(1e-4, 1e-3)), _half(rng.uniform(1e-4, 1e-3))
+    high, low = rng.integers(0, 64, (2, 8))  # of the eight sub-blocks
+    packed = np.zeros(12, np.uint8)
+    for j in range(4):
+        packed[j] = high[j] | (high[j + 4] >> 4) << 6
+        packed[j + 4] = low[j] | (low[j + 4] >> 4) << 6
+        packed[j + 8] = (high[j + 4] & 15) | (low[j + 4] & 15) << 4
+    levels = rng.integers(0, 16, (8, 32))
+    content = b"".join(
+        (levels[j] | levels[j + 1] << 4).astype(np.uint8).tobytes() for j in range(0, 8, 2)
+    )
+    values = [d * np.float32(high[j]) * levels[j] - m * np.float32(low[j]) for j in range(8)]
+    return data + least + packed.tobytes() + content, np.concatenate(values).astype(np.float32)
+
+
+def _q6_k(rng: Rng) -> tuple[bytes, np.ndarray]:
+    data, d = _half(rng.uniform(1e-4, 1e-3))
+    factors = rng.integers(-64, 64, 16)
+    levels = rng.integers(0, 64, 256)
+    low, high = np.zeros(128, np.uint8), np.zeros(64, np.uint8)
+    for at, level in enumerate(levels):
+        half, quarter, l = at // 128, at % 128 // 32, at % 32  # noqa: E741 - llama.cpp's name
+        low[64 * half + l + 32 * (quarter % 2)] |= (level & 15) << (4 * (quarter // 2))
+        high[32 * half + l] |= (level >> 4) << (2 * quarter)
+    values = d * np.repeat(factors, 16).astype(np.float32) * (levels - 32).astype(np.float32)
+    return low.tobytes() + high.tobytes() + factors.astype(np.int8).tobytes() + data, values
+
+
+GGML = {
+    "Q4_0": (2, _q4_0), "Q4_1": (3, _q4_1), "Q5_0": (6, _q5_0), "Q5_1": (7, _q5_1),
+    "Q8_0": (8, _q8_0), "Q4_K": (12, _q4_k), "Q6_K": (14, _q6_k),
+}  # fmt: skip
+_LAYER = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def _name(name: str) -> str:
+    for theirs, ours in (("model.embed_tokens", "token_embd"), ("model.norm", "output_norm")):
+        name = name.replace(theirs, ours)
+    name = name.replace("lm_head", "output").replace("model.layers.", "blk.")
+    for theirs, ours in _LAYER.items():
+        name = name.replace(f".{theirs}.", f".{ours}.")
+    return name
+
+
+def gguf(
+    file: Path, source: Path, kind: str = "F32", *, more: dict[str, Any] | None = None,
+    tensors: dict[str, np.ndarray] | None = None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """The checkpoint as llama.cpp's converter would write it, with random blocks of this kind in
+    the projections whose rows are whole blocks. more, tensors: beyond that. Returns the dense
+    tensors that it means, under Transformers' names."""
+    config = json.loads((source / "config.json").read_text())
+    family, heads = config["model_type"], config["num_attention_heads"]
+    dense = load_file(source / "model.safetensors")
+    rng, written = np.random.default_rng(4), {}
+    for name, tensor in dense.items():
+        stored = tensor.float().numpy()
+        turned = {"q_proj": heads, "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
+        turned = turned if family == "llama" else None
+        number, block = GGML.get(kind, (0, None))
+        if block and name.endswith("proj.weight") and stored.shape[1] % len(block(rng)[1]) == 0:
+            each = len(block(rng)[1])
+            blocks = [block(rng) for _ in range(stored.size // each)]
+            data = b"".join(content for content, _ in blocks)
+            stored = np.concatenate([values for _, values in blocks]).reshape(stored.shape)
+            dense[name] = torch.from_numpy(_halves(stored, turned) if turned else stored)
+        else:
+            number, data = 0, (_pairs(stored, turned) if turned else stored).tobytes()
+        written[_name(name)] = (number, tensor.shape, data)
+    for name, table in (tensors or {}).items():
+        written[name] = (0, table.shape, table.astype(np.float32).tobytes())
+    rope = config.get("rope_parameters") or {}
+    metadata = {
+        "general.architecture": family,
+        f"{family}.block_count": config["num_hidden_layers"],
+        f"{family}.context_length": config["max_position_embeddings"],
+        f"{family}.embedding_length": config["hidden_size"],
+        f"{family}.feed_forward_length": config["intermediate_size"],
+        f"{family}.attention.head_count": heads,
+        f"{family}.attention.head_count_kv": config["num_key_value_heads"],
+        f"{family}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        f"{family}.rope.freq_base": float(rope.get("rope_theta", 10_000.0)),
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": list(TOKENS),
+        "tokenizer.ggml.token_type": [3 if token == EOS else 1 for token in TOKENS],
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
+        **(more or {}),
+    }
+    file.write_bytes(_gguf_bytes(metadata, written))
+    return dense
+
+
+def _pairs(rows: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order: rows i and i + width / 2 of a head as neighbours."""
+    turned, width = np.empty_like(rows), len(rows) // heads
+    for row in range(len(rows)):
+        head, i = divmod(row, width)
+        half, j = divmod(i, width // 2)
+        turned[head * width + 2 * j + half] = rows[row]
+    return turned
+
+
+def _halves(rows: np.ndarray, heads: int) -> np.ndarray:
+    order = _pairs(np.arange(len(rows)), heads)
+    back = np.empty_like(rows)
+    back[order] = rows
+    return back
+
+
+def _string(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def _value(value: Any) -> bytes:
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _string(value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value)
+    texts = not value or isinstance(value[0], str)
+    items = [_string(item) if texts else struct.pack("<I", item) for item in value]
+    return struct.pack("<IIQ", 9, 8 if texts else 4, len(items)) + b"".join(items)
+
+
+def _gguf_bytes(metadata: dict[str, Any], tensors: dict[str, tuple[int, Any, bytes]]) -> bytes:
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
+    head += b"".join(_string(key) + _value(value) for key, value in metadata.items())
+    body = b""
+    for name, (kind, shape, data) in tensors.items():
+        sizes = b"".join(struct.pack("<Q", size) for size in reversed(shape))
+        head += _string(name) + struct.pack("<I", len(shape)) + sizes
+        head += struct.pack("<IQ", kind, len(body))
+        body += data + b"\0" * (-len(data) % 32)
+    return head + b"\0" * (-len(head) % 32) + body

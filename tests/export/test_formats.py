@@ -1,0 +1,443 @@
+"""Checkpoints that are quantised already: what is loaded is what they mean, to the bit, and blocks
+are found again in it. Damaged ones are one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import packers
+import pytest
+import torch
+from checkpoints import EOS, VOCAB_SIZE
+from commands import error_line
+from exported import command, nothing_left, text
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from workshop import Workshop
+
+from export.checkpoint import content_hashes, find
+from export.loading import load
+from export.vocabulary import load_tokenizer
+from export.weights.blocks import RANGE, Quantised
+from export.weights.recover import recover
+from runtime.files.errors import EXIT_STATUS
+from runtime.files.manifest import PAIR_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Pair
+from runtime.files.records import read_json
+
+SIZES = {"num_hidden_layers": 1, "intermediate_size": 256}  # Q4_K has blocks of 256
+
+
+@pytest.fixture
+def source(workshop: Workshop) -> Path:
+    return workshop.checkpoint("llama", **SIZES)
+
+
+def loaded(path: Path) -> dict[str, torch.Tensor]:
+    return load(find(str(path)), torch.float32).state_dict()
+
+
+def different(tensors: dict[str, torch.Tensor], dense: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors that are not `dense` to the bit; all of those must be there."""
+    return [name for name, tensor in dense.items() if not torch.equal(tensors[name], tensor)]
+
+
+def compressed(bits: int, layout: str, **weights: Any) -> dict[str, Any]:
+    scheme = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int", **weights}}
+    if layout == "int-quantized":
+        scheme["input_activations"] = {"num_bits": 8, "dynamic": True}
+    groups = {"config_groups": {"group_0": scheme}}
+    return {"quant_method": "compressed-tensors", "format": layout, **groups}
+
+
+GPTQ = {"quant_method": "gptq", "sym": True, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+PACK = "pack-quantized"
+FLOAT8 = {"type": "float", "strategy": "channel"}
+# The packer, what config.json says, what the screen says, and the bits that carry all exactly.
+FOLDERS: dict[str, tuple[packers.Packer, dict[str, Any], str, int | None]] = {
+    "GPTQ, 4 bits": (
+        packers.gptq(4, 64, symmetric=True), {**GPTQ, "bits": 4, "group_size": 64},
+        "GPTQ, 4 bits, groups of 64", 4,
+    ),
+    "GPTQ, zero points": (
+        packers.gptq(4, 32, symmetric=False), {**GPTQ, "bits": 4, "group_size": 32, "sym": False},
+        "GPTQ, 4 bits, groups of 32", 8,
+    ),
+    "GPTQ, columns out of order": (
+        packers.gptq(4, 32, symmetric=True, shuffled=True),
+        {**GPTQ, "bits": 4, "group_size": 32, "desc_act": True}, "columns out of order", None,
+    ),
+    "GPTQ, second layout": (
+        packers.gptq(4, 32, symmetric=False, less=0),
+        {**GPTQ, "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}, "GPTQ", 8,
+    ),
+    "GPTQ, 8 bits": (
+        packers.gptq(8, 32, symmetric=False), {**GPTQ, "bits": 8, "group_size": 32},
+        "GPTQ, 8 bits, groups of 32", None,
+    ),
+    "AWQ": (packers.awq(32), AWQ, "AWQ, 4 bits, groups of 32", 8),
+    "compressed-tensors, 4 bits": (
+        packers.compressed(4, 32), compressed(4, PACK, group_size=32, strategy="group"),
+        "compressed-tensors, 4 bits, groups of 32", 4,
+    ),
+    "compressed-tensors, zero points": (
+        packers.compressed(4, 32, symmetric=False),
+        compressed(4, PACK, group_size=32, strategy="group", symmetric=False), "zero points", 8,
+    ),
+    "compressed-tensors, columns out of order": (
+        packers.compressed(4, 32, shuffled=True),
+        compressed(4, PACK, group_size=32, strategy="group", actorder="group"), "4 bits", None,
+    ),
+    "compressed-tensors, 8 bits": (
+        packers.compressed(8, None, symmetric=False),
+        compressed(8, PACK, strategy="channel", symmetric=False), "scale for each channel", None,
+    ),
+    "compressed-tensors, int8": (
+        packers.compressed(8, None, packed=False),
+        compressed(8, "int-quantized", strategy="channel"), "compressed-tensors, 8 bits", 8,
+    ),
+    "compressed-tensors, int8 with zero points": (
+        packers.compressed(8, 64, packed=False, symmetric=False),
+        compressed(8, "int-quantized", strategy="group", group_size=64), "8 bits, groups", None,
+    ),
+    "compressed-tensors, float8": (
+        packers.float8(None), compressed(8, "float-quantized", **FLOAT8), "float8", None,
+    ),
+    "compressed-tensors, float8 in squares": (
+        packers.float8(32),
+        compressed(8, "float-quantized", type="float", strategy="block", block_structure=[32, 32]),
+        "float8, a scale for each block", None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FOLDERS)
+def test_folders(
+    source: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packer, config, words, exact = FOLDERS[what]
+    dense = packers.write(tmp_path / "packed", source, packer, **config)
+    found = find(str(tmp_path / "packed"))
+    assert found.packed and words in str(found.packed)
+    assert found.packed.bits == (4 if exact == 4 or "4 bits" in str(found.packed) else 8)
+    said = "its activations or cache are quantised too" in capsys.readouterr().err
+    assert said == (config.get("format") == "int-quantized")
+    tensors = loaded(tmp_path / "packed")
+    assert different(tensors, dense) == []
+    for bits in (4, 8):
+        carried = [carries(tensor, bits) for name, tensor in tensors.items() if "proj" in name]
+        assert all(carried) if exact and bits >= exact else not any(carried)
+
+
+def carries(tensor: torch.Tensor, bits: Any) -> bool:
+    """Whether the weight is found again in blocks, and is then the same to the bit."""
+    blocks = recover(tensor.numpy(), bits)
+    if blocks is None:
+        return False
+    assert blocks.levels.min() >= RANGE[bits][0] and blocks.levels.max() <= RANGE[bits][1]
+    return np.array_equal(blocks.dense(), tensor.numpy())
+
+
+@pytest.mark.parametrize(("kind", "exact"), [
+    ("Q8_0", 8), ("Q4_0", 4), ("Q4_1", None), ("Q4_K", None), ("Q6_K", None), ("Q5_0", 8),
+    ("Q5_1", None), ("F32", None),
+])  # fmt: skip
+def test_gguf(source: Path, tmp_path: Path, kind: str, exact: int | None) -> None:
+    """A file; and a folder that holds it."""
+    dense = packers.gguf(tmp_path / "model.gguf", source, kind)
+    found = find(str(tmp_path / "model.gguf"))
+    assert found.packed and kind in str(found.packed)
+    for path in (tmp_path / "model.gguf", tmp_path):
+        tensors = loaded(path)
+        assert different(tensors, dense) == []
+    for bits in (4, 8):
+        down = tensors["model.layers.0.mlp.down_proj.weight"]
+        assert carries(down, bits) == bool(exact and bits >= exact)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3", "qwen2", "qwen3"])
+def test_gguf_says_the_same_as_its_original(workshop: Workshop, tmp_path: Path, name: str) -> None:
+    """The configuration too: rotation, heads, norms, biases, tied or not."""
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    own = {"rope_parameters": rope} if name == "llama3" else {}
+    source = workshop.checkpoint(name, num_hidden_layers=1, **own)
+    original = AutoModelForCausalLM.from_pretrained(source).eval()
+    more = {}
+    if name == "llama3":
+        llama3, _ = ROPE_INIT_FUNCTIONS["llama3"](original.config)
+        default = 5e5 ** -(np.arange(0, 16, 2) / 16)
+        more = {"tensors": {"rope_freqs.weight": default / llama3.numpy()}}
+    packers.gguf(tmp_path / "model.gguf", source, **more)
+    ids = torch.from_numpy(text(2, 100))
+    with torch.no_grad():
+        theirs = load(find(str(tmp_path)), torch.float32)(ids).logits
+        torch.testing.assert_close(theirs, original(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_changed_nibble_is_another_model(source: Path, tmp_path: Path) -> None:
+    """The control of the tests above."""
+    packer, config, *_ = FOLDERS["GPTQ, 4 bits"]
+    dense = packers.write(tmp_path / "packed", source, packer, **config)
+    _edit(tmp_path / "packed", lambda w: w[WORDS].__setitem__((0, 0), w[WORDS][0, 0] ^ 1 << 8))
+    assert different(loaded(tmp_path / "packed"), dense) == [WORDS.replace("qweight", "weight")]
+    dense = packers.gguf(tmp_path / "model.gguf", source, "Q4_0")
+    content = bytearray((tmp_path / "model.gguf").read_bytes())
+    assert content[-1 - 64 * 4] != 0  # beyond the norms, within the last projection
+    content[-1 - 64 * 4] ^= 1
+    (tmp_path / "model.gguf").write_bytes(content)
+    assert len(different(loaded(tmp_path / "model.gguf"), dense)) == 1
+
+
+# Recovery
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_recovery(bits: Any) -> None:
+    """Blocks that end early, of zeros, of tiny and of negative scales, with peaks of all sizes."""
+    rng = np.random.default_rng(bits)
+    low, high = RANGE[bits]
+    levels = rng.integers(low, high + 1, (40, 90)) // rng.integers(1, high, (40, 1))
+    levels[3] = 0
+    scales = (rng.standard_normal((40, 3)) * 10.0 ** -rng.integers(0, 6, (40, 3))).astype(
+        np.float16
+    )
+    dense = Quantised(levels.astype(np.int8), scales, bits).dense()
+    found = recover(dense, bits)
+    assert found is not None and np.array_equal(found.dense(), dense)
+    assert found.levels.min() >= low and found.levels.max() <= high
+    for wrong in (np.nextafter(dense[7, 80], np.float32(9)), np.nan, np.inf):
+        damaged = dense.copy()
+        damaged[7, 80] = wrong
+        assert recover(damaged, bits) is None
+    assert recover(rng.standard_normal((40, 90)).astype(np.float32), bits) is None
+
+
+# Tokenizers of GGUF files, and the whole way
+
+
+def test_export_of_a_gguf_file(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packers.gguf(tmp_path / "model.gguf", source, "Q4_0")
+    status, err = command(capsys, tmp_path, tmp_path / "model.gguf", "--max-len", "64")
+    assert status == 0, err
+    assert "GGUF, Q4_0 and F32, made float32" in err
+    tokenizer = json.loads((tmp_path / "out" / "tokenizer" / TOKENIZER_FILE).read_text())
+    assert len(tokenizer["model"]["vocab"]) == VOCAB_SIZE
+    assert (tmp_path / "out" / "tokenizer" / TEMPLATE_FILE).exists()
+    pair = read_json(tmp_path / "out" / PAIR_FILE, "pair", Pair, "")
+    assert pair.tokenizer.eos_token_ids == [0] and pair.tokenizer.special_tokens["eos_token"] == EOS
+    assert pair.target.max_difference is not None and pair.target.max_difference < 1e-4
+    named = find(str(tmp_path / "model.gguf"))
+    before = content_hashes(named)
+    packers.gguf(tmp_path / "model.gguf", source, "Q4_1")
+    assert before.keys() == {"model.gguf"} and content_hashes(named) != before
+
+
+def test_tokenizers_of_gguf_files(source: Path, workshop: Workshop, tmp_path: Path) -> None:
+    """The same ids as the original's tokenizer; digits alone where the vocabulary wants that."""
+    packers.gguf(tmp_path / "model.gguf", source)
+    original = load_tokenizer(find(str(source)))
+    own = load_tokenizer(find(str(tmp_path / "model.gguf")))
+    sentence = f"Größe 1234, don't{EOS}"
+    assert own(sentence).input_ids == original(sentence).input_ids
+    packers.gguf(tmp_path / "model.gguf", source, more={"tokenizer.ggml.pre": "smollm"})
+    digits = load_tokenizer(find(str(tmp_path / "model.gguf"))).backend_tokenizer.pre_tokenizer
+    assert [piece for piece, _ in digits.pre_tokenize_str("a 12")] == ["a", "Ġ", "1", "2"]
+    (tmp_path / TOKENIZER_FILE).write_bytes((source / TOKENIZER_FILE).read_bytes())
+    beside = load_tokenizer(find(str(tmp_path))).backend_tokenizer
+    assert beside.to_str() == original.backend_tokenizer.to_str()
+
+
+# Damaged ones, and formats that are not read
+
+PROJ = "model.layers.0.self_attn.q_proj."
+WORDS = PROJ + "qweight"
+Edit = Callable[[dict[str, torch.Tensor]], object]
+
+
+def _edit(folder: Path, edit: Edit) -> None:
+    weights = load_file(folder / "model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def _without(part: str) -> Edit:
+    return lambda weights: weights.pop(PROJ + part)
+
+
+def _shorter(part: str) -> Edit:
+    return lambda weights: weights.update({PROJ + part: weights[PROJ + part][:-1].clone()})
+
+
+def _as(part: str, dtype: torch.dtype) -> Edit:
+    return lambda weights: weights.update({PROJ + part: weights[PROJ + part].to(dtype)})
+
+
+DAMAGED: dict[str, tuple[str, Edit, str]] = {
+    "no scales": ("GPTQ, 4 bits", _without("scales"), f"it lacks {PROJ}scales"),
+    "no zero points": ("AWQ", _without("qzeros"), f"it lacks {PROJ}qzeros"),
+    "no words": ("GPTQ, 4 bits", _without("qweight"), "I32, and nothing says its scale"),
+    "a group too many": (
+        "GPTQ, 4 bits", lambda w: w[PROJ + "g_idx"].fill_(1), "g_idx names groups beyond the 1",
+    ),
+    "a row too few": ("GPTQ, 4 bits", _shorter("qweight"), "qweight"),
+    "a column too few": ("GPTQ, 4 bits", _shorter("g_idx"), "qweight"),
+    "scales too few": ("AWQ", _shorter("scales"), "qzeros is I32 [2, 8] in place of I32 [1, 8]"),
+    "words of 64 bits": ("AWQ", _as("qweight", torch.int64), "is I64 [64, 8]"),
+    "three bits": (
+        "GPTQ, 4 bits",
+        lambda w: w.update({WORDS: w[WORDS][:6].clone()}),
+        "qweight has 3 bits a weight",
+    ),
+    "no shape": ("compressed-tensors, 4 bits", _without("weight_shape"), "lacks"),
+    "int8 without scales": (
+        "compressed-tensors, int8", _without("weight_scale"), "weight is I8, and nothing says",
+    ),
+    "another shape": (
+        "compressed-tensors, 4 bits",
+        lambda w: w[PROJ + "weight_shape"].fill_(99), "weight_packed is [64, 8] for 99 x 99",
+    ),
+    "scales that do not divide": (
+        "compressed-tensors, 4 bits",
+        lambda w: w.update({PROJ + "weight_scale": torch.ones(64, 3)}), "3 groups for 64 columns",
+    ),
+    "a weight beside its words": (
+        "AWQ", lambda w: w.update({PROJ + "weight_scale": torch.ones(1)}), "weight_scale first",
+    ),
+    "a layer too many": (
+        "AWQ", lambda w: w.update({"model.layers.9.mlp.up_proj.bias": torch.ones(1)}), "layers.9",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_damaged_folders(
+    source: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    which, edit, words = DAMAGED[what]
+    packer, config, *_ = FOLDERS[which]
+    packers.write(tmp_path / "packed", source, packer, **config)
+    _edit(tmp_path / "packed", edit)
+    _refused(tmp_path, tmp_path / "packed", words, capsys)
+
+
+def test_truncated_folders(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packers.write(tmp_path / "packed", source, *[FOLDERS["AWQ"][0]], **AWQ)
+    weights = tmp_path / "packed" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    _refused(tmp_path, tmp_path / "packed", "model.safetensors cannot be read", capsys)
+
+
+def _refused(
+    folder: Path, model: Path, words: str, capsys: pytest.CaptureFixture[str],
+    kind: str = "checkpoint",
+) -> None:  # fmt: skip
+    status, err = command(capsys, folder, model, "--max-len", "64")
+    assert status == EXIT_STATUS[kind], err
+    error_line(err, kind)
+    assert words in err.splitlines()[-1]
+    assert nothing_left(folder)
+
+
+NOT_READ: dict[str, tuple[dict[str, Any], str]] = {
+    "bitsandbytes": ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+    "HQQ": ({"quant_method": "hqq", "bits": 4}, "quantization_config: hqq"),
+    "GPTQ of 3 bits": ({**GPTQ, "bits": 3}, "GPTQ with bits = 3"),
+    "GPTQ for Marlin": ({**GPTQ, "bits": 4, "checkpoint_format": "marlin"}, "layout 'marlin'"),
+    "AWQ in another layout": ({**AWQ, "version": "gemv_fast"}, "layout 'gemv_fast'"),
+    "float4": (compressed(4, "nvfp4-pack-quantized", type="float"), "nvfp4-pack-quantized"),
+    "2:4": ({**compressed(4, PACK), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
+    "2 bits": (compressed(2, PACK), "compressed-tensors with int of 2 bits"),
+    "rotations": (
+        {**compressed(4, PACK), "transform_config": {"config_groups": {"u": {}}}}, "rotations",
+    ),
+    "no table": ({"quant_method": "gptq", "bits": []}, "GPTQ with bits = []"),
+    "no words": ({**compressed(4, PACK), "sparsity_config": "2:4"}, "has quantization_config ="),
+    "no groups": ({"quant_method": "compressed-tensors"}, "config_groups = None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NOT_READ)
+def test_formats_that_are_not_read(
+    source: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, words = NOT_READ[what]
+    packers.write(tmp_path / "packed", source, FOLDERS["AWQ"][0], **config)
+    _refused(tmp_path, tmp_path / "packed", words, capsys)
+
+
+ODD_GGUF: dict[str, tuple[dict[str, Any], str, str]] = {
+    "another family": (
+        {"general.architecture": "mamba"}, "architecture", "a GGUF file of 'mamba'",
+    ),
+    "a key that would be lost": (
+        {"llama.rope.scaling.type": "yarn"}, "checkpoint", "llama.rope.scaling.type = yarn",
+    ),
+    "half a rotation": ({"llama.rope.dimension_count": 8}, "checkpoint", "dimension_count = 8"),
+    "sizes by layer": (
+        {"llama.attention.head_count_kv": [2, 4]}, "checkpoint", "differ from layer to layer",
+    ),
+    "sizes that are words": (
+        {"llama.rope.freq_base": "high"}, "checkpoint", "or are none",
+    ),
+    "an end that is a word": (
+        {"tokenizer.ggml.eos_token_id": "</s>"}, "checkpoint", "its metadata is no configuration",
+    ),
+    "one of two": ({"split.count": 2}, "checkpoint", "one of 2 parts"),
+    "an unknown tokenizer": (
+        {"tokenizer.ggml.pre": "odd"}, "checkpoint", "tokenizer.ggml.pre = 'odd'",
+    ),
+    "no tokens": ({"tokenizer.ggml.tokens": []}, "checkpoint", "has no tokenizer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ODD_GGUF)
+def test_gguf_files_that_say_more(
+    source: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more, kind, words = ODD_GGUF[what]
+    packers.gguf(tmp_path / "model.gguf", source, more=more)
+    _refused(tmp_path, tmp_path / "model.gguf", words, capsys, kind)
+
+
+ODD_TENSORS = {
+    "other rotary factors": ("rope_freqs.weight", np.linspace(1, 9, 8), "other than Llama 3's"),
+    "a tensor too many": ("blk.0.attn_sinks.weight", np.ones(4), "blk.0.attn_sinks.weight first"),
+}
+
+
+@pytest.mark.parametrize("what", ODD_TENSORS)
+def test_gguf_files_with_more_tensors(
+    source: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, table, words = ODD_TENSORS[what]
+    packers.gguf(tmp_path / "model.gguf", source, tensors={name: table})
+    _refused(tmp_path, tmp_path / "model.gguf", words, capsys)
+
+
+@pytest.mark.parametrize("length", [3, 4, 100, 3000, -100])
+def test_truncated_gguf_files(
+    source: Path, tmp_path: Path, length: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packers.gguf(tmp_path / "model.gguf", source, "Q8_0")
+    content = (tmp_path / "model.gguf").read_bytes()
+    (tmp_path / "model.gguf").write_bytes(content[:length])
+    words = "it ends before" if length < 0 else "cannot be read as GGUF"
+    _refused(tmp_path, tmp_path / "model.gguf", words, capsys)
+
+
+def test_a_folder_with_two_gguf_files(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        packers.gguf(tmp_path / name, source)
+    _refused(tmp_path, tmp_path, "has 2 GGUF files", capsys)

@@ -1,0 +1,130 @@
+"""Graphs with quantised weights: standard operators for all, our own for the CPU, and the same bits
+whatever the call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from checkpoints import VOCAB_SIZE
+from exported import command, nothing_left
+from workshop import MAX_LEN, Workshop
+
+from engines.bundle import build
+from runtime.backends.onnxruntime import OrtEngine
+from runtime.bundle import load
+from runtime.files.errors import OutriderError
+from runtime.files.manifest import GRAPH_FILE, HOST_FILE, HOST_WEIGHTS_FILE, read_bundle, read_pair
+
+INT4, INT8 = onnx.TensorProto.INT4, onnx.TensorProto.INT8
+BITS = {"int4": [INT4] * 8 + [INT8], "int8": [INT8] * 9}  # the output matrix has 8
+
+
+@pytest.fixture(scope="module", params=[("llama", "int4"), ("qwen2", "int8")], ids="-".join)
+def graphs(request: pytest.FixtureRequest, workshop: Workshop) -> tuple[Path, str]:
+    """A tied output matrix; an untied one, and biases."""
+    name, weights = request.param
+    return workshop.graphs(workshop.checkpoint(name), weights=weights), weights
+
+
+def nodes(folder: Path, file: str) -> Counter[str]:
+    graph = onnx.load(folder / "target" / file, load_external_data=False).graph
+    return Counter(f"{node.domain}.{node.op_type}" for node in graph.node)
+
+
+def test_the_portable_graph_has_levels_and_standard_operators(graphs: tuple[Path, str]) -> None:
+    folder, weights = graphs
+    model = onnx.load(folder / "target" / GRAPH_FILE, load_external_data=False)
+    assert {opset.domain for opset in model.opset_import} == {""}
+    made = {output: node for node in model.graph.node for output in node.output}
+    types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    products = [node for node in model.graph.node if node.op_type == "MatMul"]
+    sources = [made[node.input[1]] for node in products]
+    assert {node.op_type for node in sources} == {"DequantizeLinear"}
+    assert [types[node.input[0]] for node in sources] == BITS[weights]
+    # ONNX Runtime and TensorRT fuse what belongs to one product alone.
+    shared = Counter(name for node in sources for name in node.input)
+    assert set(shared.values()) == {1}
+    assert len(products) == 4 * 2 + 1  # of two layers, side by side where they read the same
+
+
+def test_the_graph_for_the_cpu_has_the_operators_of_liboutrider(graphs: tuple[Path, str]) -> None:
+    folder, _ = graphs
+    found = nodes(folder, HOST_FILE)
+    assert found["outrider.QuantizedMatMul"] == 9
+    assert found["outrider.QuantizedGather"] == 1 and not found[".Gather"]
+    assert not found[".MatMul"] and not found[".DequantizeLinear"]
+    facts = read_pair(folder).target
+    assert facts.host_alone and HOST_WEIGHTS_FILE in facts.files
+
+
+def engine(graphs: tuple[Path, str], slots: int = 1, threads: int = 1) -> OrtEngine:
+    folder, _ = graphs
+    facts = read_pair(folder).target
+    return OrtEngine(folder / "target", facts, slots=slots, widest=MAX_LEN, threads=threads)
+
+
+def test_the_width_of_a_call_changes_no_bit(graphs: tuple[Path, str]) -> None:
+    ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, (1, 60))
+
+    def logits(width: int, slots: int, threads: int) -> np.ndarray:
+        made, rows = engine(graphs, slots, threads), []
+        for start in range(0, 60, width):
+            part = np.repeat(ids[:, start : start + width], slots, axis=0)
+            width_here = part.shape[1]
+            said = made.forward(part, np.full(slots, start), np.arange(width_here))
+            rows.append(said[-1].copy())
+        return np.concatenate(rows)
+
+    whole = logits(60, 1, 1)
+    for width, slots, threads in ((1, 1, 1), (2, 3, 1), (5, 1, 2), (9, 4, 2), (20, 2, 1)):
+        assert (logits(width, slots, threads) == whole).all(), (width, slots, threads)
+    made = engine(graphs)
+    assert (made.forward(ids + 0, np.zeros(1, np.int64), np.arange(60))[0] == whole).all()
+    ids = (ids + 1) % VOCAB_SIZE  # a control: other tokens say other things
+    assert (logits(60, 1, 1) != whole).any()
+
+
+def test_a_bundle_for_the_cpu_carries_the_quantised_weights_alone(
+    graphs: tuple[Path, str], tmp_path: Path
+) -> None:
+    folder, weights = graphs
+    bundle = tmp_path / "bundle"
+    build(folder, bundle, backend="onnxruntime", slots=1, measure=False)
+    assert {path.name for path in (bundle / "target").iterdir()} == {HOST_FILE, HOST_WEIGHTS_FILE}
+    manifest = read_bundle(bundle)
+    assert manifest.pair.target.weights == weights
+    assert f"WEIGHTS={weights}" in manifest.rebuild_command(bundle)
+    with load(bundle) as text_engine:
+        plain = text_engine.generate("abc", max_new_tokens=24, gamma=0)
+        fast = text_engine.generate("abc", max_new_tokens=24, draft="ngram")
+        assert fast.token_ids == plain.token_ids
+    with pytest.raises(OutriderError, match="compiled for the CPU"):
+        load(bundle, device="cuda")
+
+
+def test_a_draft_of_the_target_itself_has_fewer_bits(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = read_pair(workshop.graphs(workshop.checkpoint("llama"), Path("self")))
+    assert (pair.target.weights, pair.draft and pair.draft.weights) == (None, "int4")
+    asked = ["--draft", "self", "--weights", "int4"]
+    status, said = command(capsys, tmp_path, workshop.checkpoint("llama"), *asked)
+    assert status == 2 and "no cheaper than the target" in said and nothing_left(tmp_path)
+
+
+def test_what_a_backend_does_not_run_is_refused_before_the_export(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from engines.__main__ import main
+
+    for asked, cause in (
+        (["float16", "int4"], "does not run WEIGHTS=int4 with DTYPE=float16"),
+        (["float32", "int8", "--backend", "aotinductor", "--sm", "cpu"], "Leave WEIGHTS out"),
+    ):
+        assert main(["--supports", *asked]) == 8
+        assert cause in capsys.readouterr().err
+    assert main(["--supports", "float32", "full", "int4"]) == 0

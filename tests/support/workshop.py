@@ -1,0 +1,220 @@
+"""What the exporter and the compilers make of tiny checkpoints, made once.
+
+Within a run everything is: checkpoints, graphs and bundles by what they are made from. What takes
+seconds is kept in the checkout too, for other runs: parts, by the exporter's own key; traces and
+compiled code, by all that they depend on, which the values of the weights are not part of.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import torch
+import torch._inductor
+from checkpoints import ONE_LAYER, SMALL, write
+from commands import CHECKOUT
+from onnx_ir.tensor_adapters import TorchTensor
+
+import export.graph
+from engines.bundle import build
+from engines.registry import find
+from export import part
+from export.checkpoint import Checkpoint, content_hashes
+from export.decoder import Decoder
+from export.pair import export as export_pair
+from runtime.files.manifest import GraphFacts
+from runtime.files.records import digest_json
+
+MAX_LEN, MAX_GAMMA = 128, 8  # of the bundles, unless a test says otherwise
+KEPT = CHECKOUT / "build" / ".tests"
+
+
+def _own_files(folder: Path) -> None:
+    """Files in place of links into the cache: no bundle that a test damages may become the owner of
+    what others build from."""
+    for link in filter(Path.is_symlink, list(folder.rglob("*"))):
+        content = link.read_bytes()
+        link.unlink()
+        link.write_bytes(content)
+
+
+@contextmanager
+def _alone(place: Path) -> Iterator[Path]:
+    """Nobody else makes what is missing at `place`: no test, no worker, no other run."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(place.with_suffix(".lock"), os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield place
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def traced_once() -> Iterator[None]:
+    """Decoders that differ in the values of their weights alone share one trace."""
+    real = export.graph.trace
+
+    def trace(
+        decoder: Decoder,
+        key_shapes: Sequence[tuple[int, int]],
+        value_shapes: Sequence[tuple[int, int]],
+        capacity: int,
+        dtype: torch.dtype,
+    ) -> ir.Model:
+        config = decoder.model.config.to_dict()
+        del config["_name_or_path"]
+        weights = {
+            **dict(decoder.named_parameters(remove_duplicate=False)),
+            **dict(decoder.named_buffers(remove_duplicate=False)),
+        }
+        key = digest_json(
+            {
+                "config": config,
+                "weights": {name: [*w.shape, str(w.dtype)] for name, w in weights.items()},
+                "arguments": [key_shapes, value_shapes, capacity, str(dtype)],
+                "positions": decoder.max_positions,
+                "exporter": part.exporter_digest(),
+                "versions": part.versions(),
+            }
+        )
+        with _alone(KEPT / "traces" / f"{key[:16]}.onnx") as place:
+            if not place.exists():
+                traced = real(decoder, key_shapes, value_shapes, capacity, dtype)
+                ir.save(traced, place.with_suffix(".part"))
+                place.with_suffix(".part").rename(place)
+                return traced
+        traced = ir.load(place)
+        for name, value in traced.graph.initializers.items():
+            if name in weights:  # else it is a constant of the code
+                value.const_value = TorchTensor(weights[name], name)
+        return traced
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export.graph, "trace", trace)
+        yield
+
+
+@contextmanager
+def _parts_one_by_one() -> Iterator[None]:
+    """Who wants a part that another worker is making waits for it, and finds it made."""
+    real = part.make
+
+    def make(
+        role: str, checkpoint: Checkpoint, *arguments: Any, **options: Any
+    ) -> tuple[Path, GraphFacts]:
+        key = digest_json([content_hashes(checkpoint), str(arguments), str(options)])
+        with _alone(KEPT / "parts" / key[:16]):
+            return real(role, checkpoint, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part, "make", make)
+        yield
+
+
+@contextmanager
+def _compiled_once() -> Iterator[None]:
+    """AOTInductor's packages hold code and no weights, so models that differ in those share one."""
+    real = torch._inductor.aoti_compile_and_package
+
+    def compile(program: Any, *, package_path: str, **options: Any) -> None:
+        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in program.state_dict.items()}
+        made_of = f"{torch.__version__} {program.graph} {shapes} {options}"
+        key = hashlib.sha256(made_of.encode()).hexdigest()[:16]
+        with _alone(KEPT / "compiled" / f"{key}.pt2") as place:
+            if not place.exists():
+                real(program, package_path=package_path, **options)
+                shutil.copyfile(package_path, place.with_suffix(".part"))
+                place.with_suffix(".part").rename(place)
+            else:
+                shutil.copyfile(place, package_path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._inductor, "aoti_compile_and_package", compile)
+        yield
+
+
+class Workshop:
+    """Checkpoints, graphs and bundles by what they are made from, shared by all tests of a run.
+
+    The folders belong to everybody: copy before you damage one. Workers of one run share them too.
+    """
+
+    cache = KEPT / "parts"
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def checkpoint(self, name: str, **options: Any) -> Path:
+        """See `write`."""
+        options = {name: value for name, value in options.items() if (name, value) != ("seed", 0)}
+        with self._once("checkpoint", name, options) as (folder, made):
+            if not made:
+                write(folder.with_suffix(".part"), name, **options).rename(folder)
+        return folder
+
+    def example(self, name: str) -> Path:
+        """The checkpoint that stands for this architecture, of one layer where all are alike."""
+        layers = ({"n_layer": 1} if name == "gpt2" else SMALL) if name in ONE_LAYER else {}
+        # Seed 0 happens to make a Granite that repeats itself.
+        return self.checkpoint(name, seed=1 if name == "granite" else 0, **layers)
+
+    def graphs(self, target: Path, draft: Path | None = None, **options: Any) -> Path:
+        """What `python -m export` writes. options: those of `export.pair.export`."""
+        options = {"max_len": MAX_LEN, "max_gamma": MAX_GAMMA, **options}
+        with self._once("graphs", f"{target}+{draft}", options) as (folder, made):
+            if not made:
+                source = str(draft) if draft else None
+                with traced_once(), _parts_one_by_one():
+                    export_pair(str(target), source, folder, cache=self.cache, **options)
+                _own_files(folder)
+        return folder
+
+    def bundle(
+        self,
+        target: Path,
+        draft: Path | None = None,
+        *,
+        backend: str = "onnxruntime",
+        measure: bool = False,
+        **options: Any,
+    ) -> Path:
+        """What `python -m engines` writes, for one slot. options: as `graphs`. measure: what its
+        bits depend on, which takes seconds."""
+        form = {"form": "torch"} if find(backend).FORMAT == "torch" else {}
+        graphs = self.graphs(target, draft, **form, **options)
+        measured = {"measure": True} if measure else {}
+        with self._once("bundle", str(graphs), measured) as (folder, made):
+            if not made:
+                # Also on a machine with a GPU.
+                sm = "cpu" if backend == "aotinductor" else ""
+                with _compiled_once():
+                    build(graphs, folder, backend=backend, slots=1, sm=sm, measure=measure)
+        return folder
+
+    def pair(self, backend: str = "onnxruntime") -> tuple[Path, Path]:
+        """The checkpoints that most tests share: two that disagree, small ones where a compile
+        takes half a minute."""
+        if backend == "aotinductor":
+            return self.small_pair()
+        return self.checkpoint("llama"), self.checkpoint("llama", seed=7)
+
+    def small_pair(self) -> tuple[Path, Path]:
+        """Two that disagree, of one layer."""
+        return self.checkpoint("llama", **SMALL), self.checkpoint("llama", seed=7, **SMALL)
+
+    @contextmanager
+    def _once(self, kind: str, name: str, options: dict[str, Any]) -> Iterator[tuple[Path, bool]]:
+        """The folder of these ingredients, whether it is made, and nobody else making it."""
+        key = hashlib.sha256(repr((name, sorted(options.items()))).encode()).hexdigest()[:12]
+        with _alone(self.root / f"{kind}-{Path(name).name.split('+')[0]}-{key}") as folder:
+            yield folder, folder.is_dir()
