@@ -18,8 +18,9 @@ from .blocks import Bits, Quantised
 from .layers import replace
 from .whole import quantise_model
 
-# Tokens that the model writes: of texts to choose levels by, and of others to measure on.
-TEXTS, MEASURED, LENGTH, SHORT = 16, 4, 256, 128
+# Texts that the model writes: to choose levels by, and others, of half the length, to measure on.
+# Many short ones: a step of all of them reads the weights once.
+TEXTS, MEASURED, LENGTH = 16, 8, 128
 
 
 class Quantising:
@@ -44,10 +45,10 @@ class Quantising:
                 written = quality.sample(model, TEXTS + MEASURED, length)
                 said.note = f"{written.numel():,} tokens"
         if self._text is not None:
-            self.ids = quality.windows(self._text, min(SHORT, length), MEASURED)
+            self.ids = quality.windows(self._text, length // 2, MEASURED)
         else:
             assert written is not None
-            self.ids = written[TEXTS:, :SHORT]
+            self.ids = written[TEXTS:, : length // 2]
         self._full = logits(model, self.ids)
         with stage(self.role, f"quantise, {self.weights}") as said:
             texts = None if written is None else written[:TEXTS]

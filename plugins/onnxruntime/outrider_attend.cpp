@@ -4,6 +4,7 @@
 //          key cache, value cache [B, Hkv, S, D], of the second one int8 [B, Hkv, S, D + 4]
 //          (see outrider_attention.h); position int64 [B];
 //          cosine, sine [>= rows in use, rotated / 2], or none
+// A graph whose sizes are others is refused.
 // outputs  [B, N, H D]; the caches, in place where they are bound to the inputs' memory
 // attributes  heads, key_heads, scale, window (0: none), interleaved
 #include <cstring>
@@ -20,28 +21,31 @@ enum Input { QUERY, KEY, VALUE, KEYS, VALUES, POSITION, COSINE, SINE, INPUTS };
 struct Kernel {
   const Api* api;
   const outrider_attention_tiles* tiles;
-  int64_t quantised, heads, key_heads, window, interleaved;
+  int64_t heads, key_heads, window, interleaved;
   float scale;
+  bool quantised; // the caches' rows
 };
-
-// Those of the instruction set that the library uses.
-const outrider_attention_tiles* tiles_in_use() {
-  const outrider_attention_tiles* known[] = {
-#if defined(OUTRIDER_X86)
-      &outrider_attention_avx512, &outrider_attention_avx2,
-#endif
-      &outrider_attention_plain};
-  for (const outrider_attention_tiles* tiles : known)
-    if (std::strcmp(tiles->name, outrider_instruction_set()) == 0) return tiles;
-  return &outrider_attention_plain;
-}
 
 bool quantised(const ort::Operator* made) { return made == &ort::QUANTISED_ATTENTION; }
 
+// Those of the instruction set that the library uses.
+const outrider_attention_tiles* tiles_in_use(bool quantised) {
+  const outrider_attention_tiles* known[][2] = {
+#if defined(OUTRIDER_X86)
+      {&outrider_attention_avx512, &outrider_attention_int8_avx512},
+      {&outrider_attention_avx2, &outrider_attention_int8_avx2},
+#endif
+      {&outrider_attention_plain, &outrider_attention_int8_plain}};
+  for (const auto& tiles : known)
+    if (std::strcmp(tiles[0]->name, outrider_instruction_set()) == 0) return tiles[quantised];
+  return quantised ? &outrider_attention_int8_plain : &outrider_attention_plain;
+}
+
 ort::Status* create(const ort::Operator* made_of, const Api* api, const ort::KernelInfo* info,
                     void** made) {
-  Kernel* kernel = new (std::nothrow) Kernel{api, tiles_in_use(), quantised(made_of), 0, 0, 0, 0, 0};
-  if (kernel == nullptr) return ort::call<ort::CreateStatus>(api, ort::FAIL, "out of memory");
+  const bool int8 = quantised(made_of);
+  Kernel* kernel = new (std::nothrow) Kernel{api, tiles_in_use(int8), 0, 0, 0, 0, 0, int8};
+  if (kernel == nullptr) return ort::refuse(api, "out of memory");
   struct { const char* name; int64_t* value; } integers[] = {
       {"heads", &kernel->heads}, {"key_heads", &kernel->key_heads}, {"window", &kernel->window},
       {"interleaved", &kernel->interleaved}};
@@ -49,6 +53,11 @@ ort::Status* create(const ort::Operator* made_of, const Api* api, const ort::Ker
   for (auto& wanted : integers)
     if (status == nullptr)
       status = ort::call<ort::IntegerAttribute>(api, info, wanted.name, wanted.value);
+  if (status == nullptr && (kernel->key_heads < 1 || kernel->heads < kernel->key_heads ||
+                            kernel->heads > INT32_MAX || kernel->heads % kernel->key_heads != 0))
+    status = ort::refuse(api, "each key head has as many query heads as the others");
+  if (status == nullptr && kernel->window < 0)
+    status = ort::refuse(api, "a window is of 0 rows or more");
   if (status != nullptr) delete kernel;
   else *made = kernel;
   return status;
@@ -81,18 +90,44 @@ void write_and_attend(void* data, size_t index) {
   attend_runs(data, index);
 }
 
+int64_t width_of(const Kernel& kernel, const ort::Tensor& cache) {
+  return cache.sizes[3] - (kernel.quantised ? OUTRIDER_ATTENTION_SCALE : 0);
+}
+
+// Whether the inputs are of one batch, and of heads of one width.
+bool fit(const Kernel& kernel, const ort::Tensor* in) {
+  if (in[QUERY].dimensions != 3 || in[KEYS].dimensions != 4) return false;
+  const int64_t slots = in[QUERY].sizes[0], tokens = in[QUERY].sizes[1];
+  const int64_t rows = in[KEYS].sizes[2], width = width_of(kernel, in[KEYS]);
+  const int64_t own = kernel.key_heads * width;
+  bool same = width >= 1 && width <= OUTRIDER_ATTENTION_WIDTH &&
+              ort::has_sizes(in[POSITION], {slots});
+  for (const Input cache : {KEYS, VALUES})
+    same = same && ort::has_sizes(in[cache], {slots, kernel.key_heads, rows, in[KEYS].sizes[3]});
+  if (in[KEY].value == nullptr)
+    same = same && in[VALUE].value == nullptr &&
+           ort::has_sizes(in[QUERY], {slots, tokens, kernel.heads * width + 2 * own});
+  else
+    same = same && ort::has_sizes(in[QUERY], {slots, tokens, kernel.heads * width}) &&
+           ort::has_sizes(in[KEY], {slots, tokens, own}) &&
+           ort::has_sizes(in[VALUE], {slots, tokens, own});
+  if (in[COSINE].value == nullptr) return same && in[SINE].value == nullptr;
+  const int64_t *table = in[COSINE].sizes, half = width / 2;
+  return same && in[COSINE].dimensions == 2 && table[1] <= half &&
+         ort::has_sizes(in[SINE], {table[0], table[1]});
+}
+
 ort::Status* compute(void* made, ort::Context* context) {
   const Kernel& kernel = *static_cast<const Kernel*>(made);
   const Api* api = kernel.api;
   ort::Tensor in[INPUTS];
   for (size_t i = 0; i < INPUTS; ++i)
     if (ort::Status* status = ort::input(api, context, i, &in[i])) return status;
+  if (!fit(kernel, in)) return ort::refuse(api, "an input has another size than the others say");
   outrider_attention c{};
   c.slots = in[QUERY].sizes[0], c.tokens = in[QUERY].sizes[1];
   c.heads = kernel.heads, c.key_heads = kernel.key_heads;
-  c.quantised = kernel.quantised;
-  c.rows = in[KEYS].sizes[2];
-  c.width = in[KEYS].sizes[3] - (c.quantised ? OUTRIDER_ATTENTION_SCALE : 0);
+  c.rows = in[KEYS].sizes[2], c.width = width_of(kernel, in[KEYS]);
   c.window = kernel.window, c.interleaved = kernel.interleaved, c.scale = kernel.scale;
   c.query = static_cast<const float*>(in[QUERY].data);
   c.query_stride = in[QUERY].sizes[2];
@@ -107,28 +142,23 @@ ort::Status* compute(void* made, ort::Context* context) {
   c.cosine = static_cast<const float*>(in[COSINE].data);
   c.sine = static_cast<const float*>(in[SINE].data);
   c.rotated = in[COSINE].value != nullptr ? 2 * in[COSINE].sizes[1] : 0;
-  if (c.width > OUTRIDER_ATTENTION_WIDTH) return ort::refuse(api, "heads are too wide");
   int64_t furthest = 0;
   for (int64_t slot = 0; slot < c.slots; ++slot) {
-    const int64_t end = c.position[slot] + c.tokens;
-    if (c.position[slot] < 0 || end > c.rows ||
-        (in[COSINE].value != nullptr && end > in[COSINE].sizes[0]))
+    const int64_t first = c.position[slot];
+    if (first < 0 || first > c.rows - c.tokens ||
+        (in[COSINE].value != nullptr && first > in[COSINE].sizes[0] - c.tokens))
       return ort::refuse(api, "a row is beyond the cache");
-    furthest = end > furthest ? end : furthest;
+    furthest = first + c.tokens > furthest ? first + c.tokens : furthest;
   }
   const int64_t shape[] = {c.slots, c.tokens, c.heads * c.width};
   void* outs[3];
   for (size_t i = 0; i < 3; ++i) {
-    ort::Value* value = nullptr;
-    ort::Status* status = i == 0
-        ? ort::call<ort::GetOutput>(api, context, i, &shape[0], size_t{3}, &value)
-        : ort::call<ort::GetOutput>(api, context, i, static_cast<const int64_t*>(in[KEYS].sizes),
-                                    size_t{4}, &value);
-    if (status == nullptr) status = ort::call<ort::TensorData>(api, value, &outs[i]);
+    ort::Status* status = i == 0 ? ort::output(api, context, i, shape, 3, &outs[i])
+                                 : ort::output(api, context, i, in[KEYS].sizes, 4, &outs[i]);
     if (status != nullptr) return status;
   }
   const size_t bytes = static_cast<size_t>(c.slots * c.key_heads * c.rows * in[KEYS].sizes[3]) *
-                       (c.quantised ? 1 : sizeof(float));
+                       (kernel.quantised ? 1 : sizeof(float));
   if (outs[1] != in[KEYS].data) std::memcpy(outs[1], in[KEYS].data, bytes);
   if (outs[2] != in[VALUES].data) std::memcpy(outs[2], in[VALUES].data, bytes);
   c.out = static_cast<float*>(outs[0]);

@@ -50,6 +50,9 @@ ort::Status* create(const ort::Operator*, const Api* api, const ort::KernelInfo*
       status = ort::call<ort::IntegerAttribute>(api, info, wanted.name, wanted.value);
   if (status == nullptr && kernel->bits != 4 && kernel->bits != 8)
     status = ort::refuse(api, "a weight has 4 or 8 bits");
+  for (const int64_t size : {kernel->rows, kernel->columns})
+    if (status == nullptr && (size < 1 || size > INT32_MAX))
+      status = ort::refuse(api, "a matrix has rows and columns");
   if (status != nullptr) delete kernel;
   else *made = kernel;
   return status;
@@ -62,10 +65,9 @@ ort::Status* inputs(const Kernel& kernel, const ort::Context* context, ort::Tens
     if (ort::Status* status = ort::input(kernel.api, context, i, &in[i])) return status;
   const int64_t panels = (kernel.rows + PANEL - 1) / PANEL;
   *blocks = (kernel.columns + BLOCK - 1) / BLOCK;
-  const int64_t sizes[2][3] = {{panels, *blocks, 64 * kernel.bits}, {panels, *blocks, PANEL}};
-  for (int i = 0; i < 2; ++i)
-    if (in[LEVELS + i].dimensions != 3 || memcmp(in[LEVELS + i].sizes, sizes[i], sizeof sizes[i]))
-      return ort::refuse(kernel.api, "a matrix has other sizes than it says");
+  if (!ort::has_sizes(in[LEVELS], {panels, *blocks, 64 * kernel.bits}) ||
+      !ort::has_sizes(in[SCALES], {panels, *blocks, PANEL}))
+    return ort::refuse(kernel.api, "a matrix has other sizes than it says");
   return nullptr;
 }
 

@@ -1,11 +1,16 @@
 // The operators of liboutrider for ONNX Runtime, and what they share.
-#include <initializer_list>
+#include <algorithm>
 
 #include "outrider_operator.h"
 
 namespace ort {
 
 Status* refuse(const Api* api, const char* why) { return call<CreateStatus>(api, FAIL, why); }
+
+bool has_sizes(const Tensor& tensor, std::initializer_list<int64_t> sizes) {
+  return tensor.dimensions == sizes.size() &&
+         std::equal(sizes.begin(), sizes.end(), tensor.sizes);
+}
 
 Status* input(const Api* api, const Context* context, size_t index, Tensor* found) {
   Status* status = call<GetInput>(api, context, index, &found->value);

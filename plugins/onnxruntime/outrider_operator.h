@@ -2,6 +2,7 @@
 #ifndef OUTRIDER_OPERATOR_H
 #define OUTRIDER_OPERATOR_H
 
+#include <initializer_list>
 #include <stddef.h>
 #include <string.h>
 
@@ -18,6 +19,7 @@ struct Tensor {
 };
 
 Status* refuse(const Api* api, const char* why);
+bool has_sizes(const Tensor& tensor, std::initializer_list<int64_t> sizes);
 Status* input(const Api* api, const Context* context, size_t index, Tensor* found);
 Status* output(const Api* api, Context* context, size_t index, const int64_t* sizes,
                size_t dimensions, void** data);

@@ -10,7 +10,12 @@ namespace {
 using Call = outrider_product;
 
 constexpr int BLOCK = OUTRIDER_PRODUCT_BLOCK, PANEL = OUTRIDER_PRODUCT_PANEL;
-constexpr int TOGETHER = 8; // rows that share the reading of a weight, at most
+// Rows that share the reading of a weight, at most: each has two vectors in registers.
+#if defined(__AVX512VNNI__)
+constexpr int TOGETHER = 12;
+#else
+constexpr int TOGETHER = 8;
+#endif
 
 int64_t blocks_of(const Call& c) { return (c.depth + BLOCK - 1) / BLOCK; }
 
@@ -21,12 +26,18 @@ void round_row(const Call& c, int64_t row) {
     const int64_t there = c.depth - b * BLOCK < BLOCK ? c.depth - b * BLOCK : BLOCK;
     __builtin_memcpy(x, c.x + row * c.depth + b * BLOCK,
                      static_cast<unsigned long>(there) * sizeof(float));
-    float most = 0;
+    // The largest number by its bits: a NaN is larger than all, so the scale of its block is NaN.
+    int32_t most_bits = 0;
     for (int i = 0; i < BLOCK; ++i) {
-      const float size = __builtin_fabsf(x[i]);
-      most = size > most ? size : most;
+      int32_t bits;
+      __builtin_memcpy(&bits, &x[i], sizeof bits);
+      bits &= 0x7FFFFFFF;
+      most_bits = bits > most_bits ? bits : most_bits;
     }
-    const float scale = most / 127.0f, inverse = most > 0 ? 127.0f / most : 0.0f;
+    float most;
+    __builtin_memcpy(&most, &most_bits, sizeof most);
+    // Of what is smaller, 127 / most is no finite number; it counts for nothing.
+    const float scale = most / 127.0f, inverse = most > 4e-37f ? 127.0f / most : 0.0f;
     int32_t sum = 0;
     int8_t* levels = c.x_levels + (row * blocks + b) * BLOCK;
     for (int i = 0; i < BLOCK; ++i) {
@@ -75,6 +86,7 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
         sum[r] = _mm512_dpbusd_epi32(sum[r], weight, _mm512_set1_epi32(four));
       }
     };
+#pragma GCC unroll 8 // else GCC copies all sums with each step where there are many
     for (int j = 0; j < BITS; ++j) {
       const __m512i bytes = _mm512_loadu_si512(levels + 64 * j);
       _mm_prefetch(reinterpret_cast<const char*>(levels) + 64 * j + 4096, _MM_HINT_T0);
@@ -204,17 +216,11 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
 
 #endif
 
-template <int BITS> void multiply_rows(const Call& c, int64_t panel, int64_t first, int64_t count) {
-  switch (count) {
-  case 1: return panel_rows<1, BITS>(c, panel, first);
-  case 2: return panel_rows<2, BITS>(c, panel, first);
-  case 3: return panel_rows<3, BITS>(c, panel, first);
-  case 4: return panel_rows<4, BITS>(c, panel, first);
-  case 5: return panel_rows<5, BITS>(c, panel, first);
-  case 6: return panel_rows<6, BITS>(c, panel, first);
-  case 7: return panel_rows<7, BITS>(c, panel, first);
-  default: return panel_rows<TOGETHER, BITS>(c, panel, first);
-  }
+template <int R, int BITS>
+void multiply_rows(const Call& c, int64_t panel, int64_t first, int64_t count) {
+  if constexpr (R > 1)
+    if (count < R) return multiply_rows<R - 1, BITS>(c, panel, first, count);
+  panel_rows<R, BITS>(c, panel, first);
 }
 
 void multiply(const Call* call, int64_t first_panel, int64_t end_panel) {
@@ -223,8 +229,8 @@ void multiply(const Call* call, int64_t first_panel, int64_t end_panel) {
   for (int64_t panel = first_panel; panel < end_panel; ++panel)
     for (int64_t run = 0; run < runs; ++run) { // as even as can be
       const int64_t first = c.rows * run / runs, count = c.rows * (run + 1) / runs - first;
-      if (c.bits == 4) multiply_rows<4>(c, panel, first, count);
-      else multiply_rows<8>(c, panel, first, count);
+      if (c.bits == 4) multiply_rows<TOGETHER, 4>(c, panel, first, count);
+      else multiply_rows<TOGETHER, 8>(c, panel, first, count);
     }
 }
 

@@ -19,6 +19,7 @@ from runtime import load
 from runtime.backends import host
 from runtime.certificate import check
 from runtime.drafts.registry import KINDS
+from runtime.files.manifest import read_bundle
 from runtime.sampling import kernel
 from runtime.text.engine import TextEngine
 from runtime.text.options import Options
@@ -123,17 +124,22 @@ def test_a_bundle_of_your_own() -> None:
 
 
 class TestBundledPair:
-    """Trained, so its texts are text."""
+    """Trained, so its texts are text. With the weights that it has, and with fewer bits."""
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture(scope="class", params=[None, "int8", "int4"])
     def sources(
-        self, workshop: Workshop, tmp_path_factory: pytest.TempPathFactory
+        self,
+        workshop: Workshop,
+        tmp_path_factory: pytest.TempPathFactory,
+        request: pytest.FixtureRequest,
     ) -> dict[str, Any]:
         bundle = workshop.bundle(
             CHECKOUT / "models" / "target",
             CHECKOUT / "models" / "draft",
             measure=True,
             max_len=1536,
+            weights=request.param,
+            draft_weights=request.param,
         )
         table = tmp_path_factory.mktemp("table") / "table.npz"
         texts = [str(path) for path in sorted((CHECKOUT / "runtime").glob("*.py"))]
@@ -165,6 +171,8 @@ class TestBundledPair:
             assert sum(len(tokens) for tokens, _ in plain) >= 10_000 and drafted == plain
             certificate = check(engine, starts[0], replace(options, gamma=5, logprobs=None))
             assert certificate.passed and certificate.identical and not certificate.near_ties
+        if read_bundle(sources["bundle"]).pair.target.weights:
+            return  # which has no other graph
         # Control: the graph without the attention of our own, and calls of one token let in.
         monkeypatch.setattr(kernel, "available", lambda: False)
         with load(sources["bundle"], plain_width=1) as engine:

@@ -16,8 +16,10 @@ from workshop import MAX_LEN, Workshop
 from engines.bundle import build
 from runtime.backends.onnxruntime import OrtEngine
 from runtime.bundle import load
+from runtime.certificate import check
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import GRAPH_FILE, HOST_FILE, HOST_WEIGHTS_FILE, read_bundle, read_pair
+from runtime.text.options import Options
 
 INT4, INT8 = onnx.TensorProto.INT4, onnx.TensorProto.INT8
 BITS = {"int4": [INT4] * 8 + [INT8], "int8": [INT8] * 9}  # the output matrix has 8
@@ -93,7 +95,7 @@ def test_a_bundle_for_the_cpu_carries_the_quantised_weights_alone(
 ) -> None:
     folder, weights = graphs
     bundle = tmp_path / "bundle"
-    build(folder, bundle, backend="onnxruntime", slots=1, measure=False)
+    build(folder, bundle, backend="onnxruntime", slots=1)
     assert {path.name for path in (bundle / "target").iterdir()} == {HOST_FILE, HOST_WEIGHTS_FILE}
     manifest = read_bundle(bundle)
     assert manifest.pair.target.weights == weights
@@ -102,6 +104,9 @@ def test_a_bundle_for_the_cpu_carries_the_quantised_weights_alone(
         plain = text_engine.generate("abc", max_new_tokens=24, gamma=0)
         fast = text_engine.generate("abc", max_new_tokens=24, draft="ngram")
         assert fast.token_ids == plain.token_ids
+        drawn = Options(temperature=0.9, top_p=0.95, seed=2, max_new_tokens=24, draft="ngram")
+        certificate = check(text_engine, "abc abc", drawn)
+        assert certificate.passed and certificate.identical
     with pytest.raises(OutriderError, match="compiled for the CPU"):
         load(bundle, device="cuda")
 

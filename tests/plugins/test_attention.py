@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,16 +49,6 @@ SHAPES = {
 }
 
 
-@pytest.fixture(params=["plain", "avx2", "avx512"])
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    library = cpu_library()
-    best = library.outrider_instruction_set()
-    if not library.outrider_use(request.param.encode()):
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    library.outrider_use(best)
-
-
 def quantised(rows: Array) -> Cache:
     """int8 [.., D + 4] of [.., D]: the nearest levels, and the bytes of a row's scale."""
     scales = np.abs(rows).max(axis=-1, keepdims=True) / np.float32(127)
@@ -76,43 +65,60 @@ class Attention:
     """The node of a shape in a session of its own, and numbers for calls of it.
 
     tokens: of the text whose queries, keys and values are drawn, for each of three slots.
+    attributes: of the node, in place of the shape's.
     """
 
-    def __init__(self, shape: Shape, *, rows: int = ROWS, threads: int = 1, tokens: int = ROWS):
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        rows: int = ROWS,
+        threads: int = 1,
+        tokens: int = ROWS,
+        **attributes: int,
+    ):
         cpu_library()
         rng = np.random.default_rng(0)
         self.shape, self.rows = shape, rows
         self.text = rng.normal(size=(3, tokens, HEADS + 2 * KEY_HEADS, shape.width)).astype("f4")
         angles = rng.uniform(0, 7, (ROWS, shape.rotated // 2))
         self.cosine, self.sine = np.cos(angles).astype("f4"), np.sin(angles).astype("f4")
+        self.attributes = attributes
+        self.session = self.open(threads)
+
+    def open(self, threads: int = 1) -> ort.InferenceSession:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
+        options.log_severity_level = 4  # refusals are meant
         add_operators(options)
-        self.session = ort.InferenceSession(
-            self._model().SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
+        model = self._model().SerializeToString()
+        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
     def _model(self) -> onnx.ModelProto:
         shape = self.shape
         names = ["query"] if shape.packed else ["query", "key", "value"]
         angles = ["cosine", "sine"] if shape.rotated else []
         caches = ["keys", "values"]
+        attributes = {
+            "heads": HEADS, "key_heads": KEY_HEADS, "scale": shape.width**-0.5,
+            "window": shape.window, "interleaved": shape.interleaved,
+        }  # fmt: skip
         node = helper.make_node(
             "QuantizedCacheAttention" if shape.quantised else "Attention",
             [*names, *[""] * (3 - len(names)), *caches, "position", *angles],
             ["out", *(f"{name}_out" for name in caches)],
-            domain="outrider", heads=HEADS, key_heads=KEY_HEADS, scale=shape.width**-0.5,
-            window=shape.window, interleaved=shape.interleaved,
-        )  # fmt: skip
+            domain="outrider",
+            **attributes | self.attributes,
+        )
         tables = [numpy_helper.from_array(getattr(self, name), name) for name in angles]
         cache = TensorProto.INT8 if shape.quantised else TensorProto.FLOAT
         made = [("out", TensorProto.FLOAT), *((f"{name}_out", cache) for name in caches)]
         taken = [
-            *((name, TensorProto.FLOAT, 3) for name in names),
-            *((name, cache, 4) for name in caches),
-            ("position", TensorProto.INT64, 1),
+            *((name, TensorProto.FLOAT) for name in names),
+            *((name, cache) for name in caches),
+            ("position", TensorProto.INT64),
         ]
-        inputs = [helper.make_tensor_value_info(n, kind, [None] * d) for n, kind, d in taken]
+        inputs = [helper.make_tensor_value_info(name, kind, None) for name, kind in taken]
         outputs = [helper.make_tensor_value_info(name, kind, None) for name, kind in made]
         graph = helper.make_graph([node], "attention", inputs, outputs, tables)
         opsets = [helper.make_opsetid("", 21), helper.make_opsetid("outrider", 1)]
@@ -124,15 +130,19 @@ class Attention:
         caches: list[Cache] = [np.full(shape, np.nan, np.float32) for _ in range(2)]
         return [quantised(cache) for cache in caches] if self.shape.quantised else caches
 
-    def run(self, caches: list[Cache], position: list[int], width: int) -> Array:
-        """The outputs [slots, width, HEADS * D] of one call; the caches are what it leaves."""
+    def feeds(
+        self, caches: list[Cache], position: list[int], width: int
+    ) -> dict[str, npt.NDArray[Any]]:
         parts = np.stack([self.text[b, p : p + width] for b, p in enumerate(position)])
         flat = parts.reshape(len(position), width, -1)
         ends = np.array([HEADS, HEADS + KEY_HEADS]) * self.shape.width
         split = [flat] if self.shape.packed else np.split(flat, ends, axis=-1)
         feeds = dict(zip(["query", "key", "value"], split, strict=False))
-        feeds |= {"keys": caches[0], "values": caches[1], "position": np.array(position)}
-        out, *caches[:] = self.session.run(None, feeds)
+        return feeds | {"keys": caches[0], "values": caches[1], "position": np.array(position)}
+
+    def run(self, caches: list[Cache], position: list[int], width: int) -> Array:
+        """The outputs [slots, width, HEADS * D] of one call; the caches are what it leaves."""
+        out, *caches[:] = self.session.run(None, self.feeds(caches, position, width))
         return np.asarray(out)
 
     def tell(self, widths: list[int], ahead: list[int] | None = None, tokens: int = ROWS) -> Array:
@@ -247,6 +257,78 @@ def test_a_row_beyond_the_cache_is_refused() -> None:
     for position, width in ((ROWS - 4, 4), (ROWS - 1, 1)):
         with pytest.raises(Exception, match="a row is beyond the cache"):
             attention.run(attention.caches(), [position], width)
+
+
+def test_a_position_that_no_sum_can_hold_is_refused() -> None:
+    attention = Attention(SHAPES["64"])
+    feeds = attention.feeds(attention.caches(), [0], 1)
+    for position in (-1, 2**63 - 1, -(2**63)):
+        with pytest.raises(Exception, match="a row is beyond the cache"):
+            attention.session.run(None, feeds | {"position": np.array([position])})
+
+
+OTHER_SIZES = {  # of two tokens, by "128"
+    "query": [(1, 2, HEADS * 128 - 1), (1, 3, HEADS * 128), (2, 2, HEADS * 128), (2, HEADS * 128)],
+    "key": [(1, 1, KEY_HEADS * 128), (1, 2, 128), (KEY_HEADS * 256,)],
+    "value": [(1, 2, 0), (2, 2, KEY_HEADS * 128)],
+    "keys": [
+        (1, KEY_HEADS, ROWS, 64), (2, KEY_HEADS, ROWS, 128), (1, 1, ROWS, 128),
+        (1, KEY_HEADS, ROWS, 0), (KEY_HEADS, ROWS, 128), (),
+    ],
+    "values": [(1, KEY_HEADS, ROWS - 1, 128), (1, KEY_HEADS, ROWS, 64), (1,)],
+    "position": [(0,), (2,), (), (1, 1)],
+}  # fmt: skip
+
+
+def test_quantised_caches_of_other_sizes_are_refused() -> None:
+    """Whose rows have no place for a scale, or are of another head."""
+    attention = Attention(SHAPES["64, int8"])
+    right = attention.feeds(attention.caches(), [0], 2)
+    attention.session.run(None, right)
+    for width in (0, 3, 4, 64, 67, 4 * 64, 4 * 68):
+        sizes = (1, KEY_HEADS, ROWS, width)
+        for names in (["keys"], ["values"], ["keys", "values"]):
+            wrong = {name: np.zeros(sizes, np.int8) for name in names}
+            with pytest.raises(Exception, match="an input has another size"):
+                attention.session.run(None, right | wrong)
+
+
+def test_inputs_of_other_sizes_are_refused() -> None:
+    """Of graphs made by hand: what would be read beyond an input, or by another stride."""
+    attention = Attention(SHAPES["128"])
+    right = attention.feeds(attention.caches(), [0], 2)
+    attention.session.run(None, right)
+    for name, wrong in OTHER_SIZES.items():
+        for sizes in wrong:
+            with pytest.raises(Exception, match="an input has another size"):
+                attention.session.run(None, right | {name: np.zeros(sizes, right[name].dtype)})
+    packed = Attention(SHAPES["64"])
+    right = packed.feeds(packed.caches(), [0], 2)
+    with pytest.raises(Exception, match="an input has another size"):
+        packed.session.run(None, right | {"query": right["query"][..., : HEADS * 64]})
+
+
+def test_tables_of_other_sizes_are_refused() -> None:
+    attention = Attention(SHAPES["64"])
+    cos, sin = attention.cosine, attention.sine
+    wide = np.zeros((ROWS, 33), np.float32)
+    for cosine, sine in ((cos, sin[:, :-1]), (cos[:-1], sin), (cos, sin[0]), (wide, wide)):
+        attention.cosine, attention.sine = cosine, sine
+        with pytest.raises(Exception, match="an input has another size"):
+            attention.open().run(None, attention.feeds(attention.caches(), [0], 2))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"key_heads": 4}, "each key head"), ({"key_heads": 0}, "each key head"),
+        ({"heads": -6}, "each key head"), ({"heads": 2**40}, "each key head"),
+        ({"window": -1}, "a window is of"),
+    ],
+)  # fmt: skip
+def test_attributes_that_do_not_fit_are_refused(changed: dict[str, int], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        Attention(SHAPES["64"], **changed)
 
 
 def test_places_in_the_table_are_those_of_the_official_header(tmp_path: Path) -> None:

@@ -1,0 +1,241 @@
+"""The products of plugins/onnxruntime, a node alone: against NumPy in float64, and bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+import pytest
+from kernels import cpu_library
+from onnx import TensorProto, helper, numpy_helper
+
+from export.weights.blocks import BLOCK, RANGE, Bits, Quantised, quantise
+from export.weights.operators import packed
+from runtime.files.library import add_operators
+
+Array = npt.NDArray[np.float32]
+Packed = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+ROWS, COLUMNS = 37, 83  # of a matrix: no multiple of a panel, nor of a block
+WIDTHS = range(1, 21)
+
+
+@pytest.fixture(params=get_args(Bits))
+def bits(request: pytest.FixtureRequest) -> Bits:
+    return request.param  # type: ignore[no-any-return]
+
+
+def matrix(bits: Bits, rows: int = ROWS, columns: int = COLUMNS) -> Quantised:
+    """Every level, and scales of every kind: of both signs, subnormal, zero, and the largest."""
+    rng = np.random.default_rng(bits)
+    low, high = RANGE[bits]
+    levels = rng.integers(low, high, (rows, columns), endpoint=True).astype(np.int8)
+    levels[:4] = np.resize([low, high], columns)  # sums as large as they can be
+    scales = rng.normal(scale=0.02, size=(rows, -(-columns // BLOCK))).astype(np.float16)
+    scales[4::9], scales[5::9, 0] = np.float16(6e-8), np.float16(-6e-5)
+    scales[6::9, 1:] = 0
+    levels[6::9, BLOCK:] = 0
+    scales[7] = np.finfo(np.float16).max
+    return Quantised(levels, scales, bits)
+
+
+def activations(rows: int = WIDTHS[-1], columns: int = COLUMNS) -> Array:
+    x = np.random.default_rng(1).normal(size=(rows, columns)).astype(np.float32)
+    x[0], x[1] = np.resize([1, -1], columns), np.where(x[1] > 0, 3, -3)  # each level is +-127
+    x[2, :BLOCK] = 0
+    return x
+
+
+class Node:
+    """A node of one of the operators in a session of its own."""
+
+    def __init__(
+        self,
+        weight: Quantised,
+        kind: str = "QuantizedMatMul",
+        *,
+        threads: int = 1,
+        parts: Packed | None = None,
+        **attributes: int,
+    ):
+        cpu_library()
+        rows, columns = weight.levels.shape
+        attributes = {"bits": weight.bits, "rows": rows, "columns": columns} | attributes
+        node = helper.make_node(
+            kind, ["x", "levels", "scales"], ["y"], domain="outrider", **attributes
+        )
+        matrices = zip(("levels", "scales"), parts or packed(weight), strict=True)
+        dtype = TensorProto.FLOAT if kind == "QuantizedMatMul" else TensorProto.INT64
+        graph = helper.make_graph(
+            [node],
+            "product",
+            [helper.make_tensor_value_info("x", dtype, None)],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+            [numpy_helper.from_array(array, name) for name, array in matrices],
+        )
+        opsets = [helper.make_opsetid("", 21), helper.make_opsetid("outrider", 1)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 4  # refusals are meant
+        add_operators(options)
+        self.session = ort.InferenceSession(
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+
+    def __call__(self, x: npt.ArrayLike) -> Array:
+        return np.asarray(self.session.run(None, {"x": np.asarray(x)})[0])
+
+
+def rounded(x: Array) -> npt.NDArray[np.float64]:
+    """Activations [.., K] as the operator takes them: 8 bits and a float32 scale for 32 numbers."""
+    blocks = np.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK))).reshape(len(x), -1, BLOCK)
+    most = np.abs(blocks).max(-1, keepdims=True)
+    inverse = np.divide(np.float32(127), most, where=most > 4e-37, out=np.zeros_like(most))
+    levels = np.rint(blocks * inverse).astype(np.float64)
+    return (levels * (most / np.float32(127))).reshape(len(x), -1)[:, : x.shape[1]]
+
+
+def check(got: Array, x: Array, weight: Quantised) -> None:
+    """Within the rounding of a sum of few float32."""
+    levels, dense = rounded(x), weight.dense().astype(np.float64)
+    allowed = 1e-6 * (np.abs(levels) @ np.abs(dense.T)) + 1e-40
+    assert (np.abs(got - levels @ dense.T) <= allowed).all()
+
+
+def test_it_is_the_product(instruction_set: str, bits: Bits) -> None:
+    """With every number of rows."""
+    weight, x = matrix(bits), activations()
+    node = Node(weight)
+    for width in WIDTHS:
+        check(node(x[:width]), x[:width], weight)
+    batch = x[:18].reshape(2, 9, -1)
+    assert (node(batch) == node(x[:18]).reshape(2, 9, -1)).all() and not node(x[:0]).size
+
+
+def test_it_is_near_the_product_of_a_quantised_matrix(instruction_set: str, bits: Bits) -> None:
+    """What rounding costs, of weights and activations: the levels are those that they stand for."""
+    rng = np.random.default_rng(2)
+    weight = rng.normal(size=(ROWS, 576)).astype(np.float32)
+    x = rng.normal(size=(3, 576)).astype(np.float32)
+    want = x @ weight.T
+    error = np.sqrt(np.square(Node(quantise(weight, bits))(x) - want).mean() / want.var())
+    assert error < {4: 0.12, 8: 0.012}[bits]
+
+
+def test_bits_depend_on_a_row_alone(instruction_set: str, bits: Bits) -> None:
+    """Not on the rows beside it, nor on threads: some share this matrix."""
+    weight, x = matrix(bits, 1000, 600), activations(columns=600)
+    nodes = [Node(weight, threads=threads) for threads in (1, 2)]
+    want = np.concatenate([nodes[0](row[None]) for row in x])
+    for node in nodes:
+        for width in WIDTHS:
+            got = np.concatenate([node(x[i : i + width]) for i in range(0, len(x), width)])
+            assert (got == want).all(), f"width {width}"
+        many = np.resize(x, (150, 600))
+        assert (node(many) == np.resize(want, (150, 1000))).all()
+
+
+def test_sums_that_are_rounded_in_another_way_are_seen(bits: Bits) -> None:
+    """A control of the test above. The plain loops multiply and add in two steps, all others in
+    one; otherwise they do the same."""
+    library, weight, x = cpu_library(), matrix(bits), activations()
+    best = library.outrider_instruction_set()
+    told = {
+        name: Node(weight)(x)
+        for name in (b"avx512", b"avx2", b"plain")
+        if library.outrider_use(name)
+    }
+    library.outrider_use(best)
+    fused = [y for name, y in told.items() if name != b"plain"]
+    if not fused:
+        pytest.skip("this processor has one instruction set")
+    assert all((y == fused[0]).all() for y in fused) and (told[b"plain"] != fused[0]).any()
+
+
+def test_one_level_that_differs_is_seen(instruction_set: str, bits: Bits) -> None:
+    """A control of the comparison, in the first and the last number of a row."""
+    weight, x = matrix(bits), activations()
+    for place in ((20, 0), (20, COLUMNS - 1)):
+        levels = weight.levels.copy()
+        levels[place] ^= 1
+        got = Node(Quantised(levels, weight.scales, bits))(x)
+        with pytest.raises(AssertionError):
+            check(got, x, weight)
+        others = np.arange(ROWS) != place[0]
+        assert (got == Node(weight)(x))[:, others].all()
+
+
+@pytest.mark.parametrize("size", [1e30, 1e-30, 1e-36, 1e-37, 1e-40, 1e-45, 0])
+def test_activations_of_any_size(instruction_set: str, bits: Bits, size: float) -> None:
+    weight = matrix(bits)
+    x = (activations() * np.float64(size)).astype(np.float32)
+    got = Node(weight)(x)
+    want = x.astype(np.float64) @ weight.dense().astype(np.float64).T
+    if size > 1e-35:
+        check(got, x, weight)
+    else:
+        bound = 1e-36 * np.abs(weight.dense()).sum(1)
+        assert (np.abs(got - want) <= bound + 1e-44).all()
+
+
+@pytest.mark.parametrize("damage", [np.nan, -np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_ends_as_nan_in_its_row(
+    instruction_set: str, bits: Bits, damage: float
+) -> None:
+    node, x = Node(matrix(bits)), activations()
+    clean = node(x)
+    x[3, 40] = x[11, COLUMNS - 1] = damage
+    got, hit = node(x), np.isin(np.arange(len(x)), (3, 11))
+    assert np.isnan(got[hit]).all() and (got[~hit] == clean[~hit]).all()
+
+
+def test_rows_are_those_of_the_dense_matrix(bits: Bits) -> None:
+    weight = matrix(bits)
+    gather, dense = Node(weight, "QuantizedGather"), weight.dense()
+    assert (gather(np.arange(ROWS)) == dense).all()
+    ids = np.random.default_rng(3).integers(0, ROWS, (2, 1, 5))
+    assert (gather(ids) == dense[ids]).all() and (gather(np.int64(36)) == dense[36]).all()
+    assert gather(ids[:0]).shape == (0, 1, 5, COLUMNS)
+
+
+@pytest.mark.parametrize("kind", ["QuantizedMatMul", "QuantizedGather"])
+def test_a_matrix_of_other_sizes_is_refused(kind: str, bits: Bits) -> None:
+    weight = matrix(bits)
+    levels, scales = packed(weight)
+    x = activations() if kind == "QuantizedMatMul" else np.arange(3)
+    damaged = [
+        (levels[:-1], scales), (levels, scales[:-1]), (levels[:, :-1], scales),
+        (levels, scales[:, :-1]), (levels[..., :-1], scales), (levels, scales[..., :-1]),
+        (levels.reshape(-1), scales), (levels, scales[None]), (levels[:0], scales[:0]),
+    ]  # fmt: skip
+    for parts in damaged:
+        with pytest.raises(Exception, match="a matrix has other sizes than it says"):
+            Node(weight, kind, parts=parts)(x)
+    for attributes in ({"rows": ROWS + 16}, {"columns": COLUMNS + 32}, {"bits": 12 - bits}):
+        with pytest.raises(Exception, match="a matrix has other sizes than it says"):
+            Node(weight, kind, **attributes)(x)
+    for attributes in ({"rows": 0}, {"columns": -1}, {"rows": 2**62}, {"columns": 2**63 - 1}):
+        with pytest.raises(Exception, match="a matrix has rows and columns"):
+            Node(weight, kind, **attributes)
+    with pytest.raises(Exception, match="a weight has 4 or 8 bits"):
+        Node(weight, kind, bits=5)
+
+
+def test_rows_of_another_length_are_refused() -> None:
+    node, x = Node(matrix(4)), activations()
+    for wrong in (x[:, :-1], x[0, :0], x[:, :1], np.float32(1)):
+        with pytest.raises(Exception, match="a row has another length than the matrix"):
+            node(wrong)
+    with pytest.raises(Exception, match="too many dimensions"):
+        node(x.reshape(*[1] * 7, *x.shape))
+
+
+def test_ids_beyond_the_matrix_are_refused() -> None:
+    gather = Node(matrix(4), "QuantizedGather")
+    for wrong in (-1, ROWS, 2**63 - 1, -(2**63)):
+        with pytest.raises(Exception, match="a token id is beyond the vocabulary"):
+            gather(np.array([0, wrong]))
+    with pytest.raises(Exception, match="too many dimensions"):
+        gather(np.zeros([1] * 8, np.int64))
