@@ -354,6 +354,7 @@ class Manifest:
                 if pair.draft and pair.draft.weights != pair.target.weights
                 else {}
             ),
+            **({"CACHE": pair.target.cache} if pair.target.cache else {}),
             **({"SM": ",".join(sorted(gpus, key=int))} if gpus else {}),
             **({"OPT_LEVEL": level} if level is not None else {}),
             "MAX_LEN": pair.max_len,
