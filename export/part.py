@@ -243,8 +243,7 @@ def _host(
     cache: Cache | None = None,
 ) -> str:
     """Write the graph for the CPU, unless there is none or it is not right; what to say of it. With
-    quantised rows only when it is right without."""
-    said = ""
+    quantised rows only when it is right without, and they cost no more than `TOLERANCE`."""
     try:
         nodes = host.write(folder, capacity)
         result = compare.compare(folder, original, "float32", file=HOST_FILE, rounded=rounded)
@@ -252,19 +251,25 @@ def _host(
             raise host.NotLowered(f"it would differ by {result.max_difference:.1e}")
         if cache:
             host.write(folder, capacity, cache)
-            rows = compare.compare(folder, original, "float32", file=HOST_FILE)
-            said = f", with rows of {cache} {rows.max_difference:.1e}"
     except Exception as error:
         if cache:
-            raise OutriderError(
-                "backend", f"CACHE={cache} needs a graph of our own: {first_line(error)}",
-                "Build without CACHE.",
-            ) from None  # fmt: skip
+            cause = f"CACHE={cache} needs a graph of our own: {first_line(error)}"
+            raise OutriderError("backend", cause, "Build without CACHE.") from None
         if rounded is not None:
             raise
         (folder / HOST_FILE).unlink(missing_ok=True)
         return f"none: {first_line(error)}"
-    return f"{nodes:,} nodes, largest difference {result.max_difference:.1e}{said}"
+    said = f"{nodes:,} nodes, largest difference {result.max_difference:.1e}"
+    if cache:
+        rows = compare.compare(
+            folder, original, "float32", file=HOST_FILE, rounded=rounded, cache=cache
+        )
+        found = f"{rows.max_difference:.1e}"
+        if not rows.passed:
+            cause = f"rows of {cache} change a logit by {found}, more than {rows.bound:.1e}"
+            raise OutriderError("difference", cause, "Build without CACHE.")
+        said += f", with rows of {cache} {found} (bound {rows.bound:.1e})"
+    return said
 
 
 def _check_space(cache: Path, checkpoint: Checkpoint, dtype: Dtype) -> None:

@@ -15,6 +15,7 @@ import onnx
 import pytest
 from checkpoints import VOCAB_SIZE
 from rounds import cases
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from workshop import MAX_LEN, Workshop
 
@@ -22,9 +23,11 @@ from export import compare, host, part
 from export.pair import export
 from runtime import load
 from runtime.backends.onnxruntime import OrtEngine
+from runtime.certificate import check
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import GRAPH_FILE, HOST_FILE, read_pair
 from runtime.sampling import kernel
+from runtime.text.options import Options
 
 CAPACITY = MAX_LEN + 16  # rows of a slot, at least
 # Plain; packed with biases; norms between; a window; a rotation of longer texts; learned positions.
@@ -160,12 +163,31 @@ def test_rows_of_eight_bits(workshop: Workshop) -> None:
     difference = np.abs(own - portable).max() / (1 + np.abs(portable).max())
     assert 1e-4 < difference < 0.1, "its rows are rounded, and nothing else"
 
-    with load(workshop.bundle(target, draft, cache_type="int8"), device="cpu") as bundle:
-        plain, drafted = (
-            bundle.generate("hello there", max_new_tokens=24, gamma=gamma).token_ids
-            for gamma in (0, 4)
-        )
-    assert plain == drafted and plain
+    bundle, prompt = workshop.bundle(target, draft, cache_type="int8"), "hello there"
+    with load(bundle, device="cpu") as used, load(bundle, device="cpu", reuse=False) as fresh:
+        plain = used.generate(prompt, max_new_tokens=24, gamma=0)
+        drawn = Options(temperature=0.9, seed=2, max_new_tokens=24, gamma=4)
+        certificate = check(used, prompt, drawn)
+        assert certificate.passed and not certificate.rounding
+        drafted = used.generate(prompt + prompt, max_new_tokens=24, gamma=4)
+        assert drafted.stats.reused_tokens > 5, "rows of the texts before"
+        assert drafted.token_ids == fresh.generate(prompt + prompt, max_new_tokens=24).token_ids
+        assert plain.token_ids == fresh.generate(prompt, max_new_tokens=24, gamma=4).token_ids
+
+
+def test_rows_that_eight_bits_cannot_hold_are_refused(workshop: Workshop, tmp_path: Path) -> None:
+    """One number of each value is 10,000 times the others, and the model does not look at it."""
+    source = Path(shutil.copytree(workshop.checkpoint("llama"), tmp_path / "outliers"))
+    weights = load_file(source / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith("v_proj.weight"):
+            weight[::16] *= 1e4  # the first of each head's 16
+        if name.endswith("o_proj.weight"):
+            weight *= 10
+            weight[:, ::16] = 0
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(OutriderError, match="rows of int8 change a logit"):
+        workshop.graphs(source, cache_type="int8")
 
 
 @pytest.mark.parametrize("options", [{"dtype": "float16"}, {"form": "torch"}])
