@@ -154,9 +154,10 @@ def check_backend(
     sm: str = "",
     level: int | None = None,
     weights: Sequence[str] = (),
+    cache: str | None = None,
 ) -> list[str]:
-    """What it will be built for. weights: int8 or int4 of quantised models. Refuses, before minutes
-    of export, what cannot be built: raises "backend" or "option"."""
+    """What it will be built for. weights: int8 or int4 of quantised models. cache: int8 of its
+    rows. Refuses, before minutes of export, what cannot be built: raises "backend" or "option"."""
     builder = find(backend)
     if dtype not in builder.DTYPES:
         raise OutriderError(
@@ -173,6 +174,12 @@ def check_backend(
             f"Use DTYPE={' or '.join(builder.QUANTISED)}."
             if builder.QUANTISED
             else "Leave WEIGHTS out, or use another BACKEND.",
+        )
+    if cache and backend != "onnxruntime":
+        raise OutriderError(
+            "backend",
+            f"the backend {backend} does not run CACHE={cache} in this version",
+            "Leave CACHE out, or use BACKEND=onnxruntime.",
         )
     levels = builder.LEVELS
     if level is not None and level not in levels:

@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
         help="build nothing; say whether the backend runs graphs of this precision, and weights of "
         "so many bits, and with --out whether the bundle can be written there",
     )
+    add("--cache-type", choices=["full", "int8"], help="and, with --supports, of keys and values")
     add(
         "--no-measure",
         action="store_false",
@@ -68,7 +69,8 @@ def run(argv: list[str] | None) -> int:
         )
     if arguments.supports:
         dtype, *weights = arguments.supports
-        check_backend(arguments.backend, dtype, arguments.sm, arguments.opt_level, weights)
+        cache = None if arguments.cache_type == "full" else arguments.cache_type
+        check_backend(arguments.backend, dtype, arguments.sm, arguments.opt_level, weights, cache)
         if arguments.out is not None:
             check_place(arguments.out, MANIFEST_FILE)
         return 0
@@ -77,7 +79,8 @@ def run(argv: list[str] | None) -> int:
     begin = time.perf_counter()
     pair = read_pair(arguments.graphs)
     _say_memory(memory_plan(pair, arguments.slots))
-    targets = check_backend(arguments.backend, pair.target.dtype, arguments.sm)
+    facts = pair.target
+    targets = check_backend(arguments.backend, facts.dtype, arguments.sm, cache=facts.cache)
     check_memory(pair, arguments.slots, targets)
     built = build(
         arguments.graphs,

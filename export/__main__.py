@@ -61,6 +61,13 @@ def parser() -> argparse.ArgumentParser:
         help="of the draft's (default: as the target's; of --draft self: int4)",
     )
     add(
+        "--cache-type",
+        choices=["full", "int8"],
+        default="full",
+        help="of keys and values: int8 for attention that is cheaper over long texts, on ONNX "
+        "Runtime on the CPU alone; or full, as --dtype says (default: full)",
+    )
+    add(
         "--text",
         type=Path,
         metavar="FILE",
@@ -120,6 +127,7 @@ def main(argv: list[str] | None = None) -> int:
             form=arguments.format,
             weights=arguments.weights,
             draft_weights=arguments.draft_weights,
+            cache_type=None if arguments.cache_type == "full" else arguments.cache_type,
             text=arguments.text,
             force=arguments.force,
         )

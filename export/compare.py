@@ -15,11 +15,14 @@ from transformers import PreTrainedModel
 
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.library import add_operators
-from runtime.files.manifest import GRAPH_FILE, HOST_FILE, ORT_LEFT_OUT, Dtype
+from runtime.files.manifest import GRAPH_FILE, HOST_FILE, ORT_LEFT_OUT, Cache, Dtype
 from runtime.files.torch_files import PROGRAM_FILE, read_program
 
 # Allowed difference of a logit, relative to 1 + the largest logit: some hundred roundings.
-TOLERANCE: dict[Dtype, float] = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+# Rows of 8 bits are about as coarse as bfloat16.
+TOLERANCE: dict[Dtype | Cache, float] = {
+    "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1, "int8": 1e-1,
+}  # fmt: skip
 _LONGEST = 256  # tokens compared; more only where a sliding window is to be seen to slide
 
 
@@ -79,6 +82,7 @@ def compare(
     *,
     file: str = GRAPH_FILE,  # or HOST_FILE
     rounded: Reference | None = None,  # the original with activations rounded as the graph does
+    cache: Cache | None = None,  # the type of the graph's rows, if not `dtype`
 ) -> Comparison:
     """Run the graph (on ONNX Runtime, or as torch runs it) as the runtime does: two slots of
     different lengths, rejected drafts overwritten in place, every logit compared.
@@ -87,7 +91,7 @@ def compare(
     that as the original's own roundings are, and the bound more.
     Raises OutriderError "backend" where ONNX Runtime refuses the graph.
     """
-    bound = TOLERANCE[dtype] * (1 + float(np.abs(original.logits).max()))
+    bound = TOLERANCE[cache or dtype] * (1 + float(np.abs(original.logits).max()))
     if rounded is not None:  # sums that end a bit apart are rounded a level apart
         bound += 2 * float(np.abs(rounded.logits - original.logits).max())
     of_torch = (folder / PROGRAM_FILE).exists()
@@ -190,7 +194,11 @@ class _Graph:
             )
         except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes
             raise _refused(dtype, error) from None
-        kinds = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+        kinds: dict[str, type[np.generic]] = {
+            "tensor(float)": np.float32,
+            "tensor(float16)": np.float16,
+            "tensor(int8)": np.int8,
+        }
         self._caches = {
             value.name: np.zeros((slots, value.shape[1], rows, value.shape[3]), kinds[value.type])
             for value in self._session.get_inputs()

@@ -20,7 +20,13 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from runtime.files.errors import first_line
-from runtime.files.manifest import GRAPH_FILE, HOST_FILE, HOST_WEIGHTS_FILE
+from runtime.files.manifest import (
+    GRAPH_FILE,
+    HOST_FILE,
+    HOST_WEIGHTS_FILE,
+    SCALE_BYTES,
+    Cache,
+)
 
 from .graph import initializer, saving
 from .weights.operators import OWN_DOMAIN, own_operators
@@ -58,11 +64,12 @@ class _Layer:
     key_heads: int
 
 
-def write(folder: Path, capacity: int) -> int:
+def write(folder: Path, capacity: int, cache: Cache | None = None) -> int:
     """Write the graph beside graph.onnx; returns how many nodes it has.
 
-    capacity: rows of the longest text, for which the rotary tables are made.
-    Raises NotLowered.
+    capacity: rows of the longest text, for which the rotary tables are made. cache: the type of the
+    rows, if not that of graph.onnx; what has quantised rows or weights has a weights file of its
+    own. Raises NotLowered.
     """
     model = ir.load(folder / GRAPH_FILE)
     quantised = own_operators(model)
@@ -72,9 +79,9 @@ def write(folder: Path, capacity: int) -> int:
             raise NotLowered("its attention is written out")
         tables, windows = _observe(folder, layers, capacity)
         for layer in layers:
-            _replace(model, layer, tables, windows)
+            _replace(model, layer, tables, windows, cache)
     except NotLowered:
-        if not quantised:
+        if cache or not quantised:
             raise
     _fuse_sums(model)
     _fuse_transposed(model)
@@ -82,7 +89,7 @@ def write(folder: Path, capacity: int) -> int:
     model.graph.sort()
     for domain in (DOMAIN, OWN_DOMAIN):
         model.graph.opset_imports[domain] = 1
-    if quantised:
+    if cache or quantised:
         ir.save(model, folder / HOST_FILE, external_data=HOST_WEIGHTS_FILE, **saving())
     else:
         ir.save(model, folder / HOST_FILE)  # the weights stay where graph.onnx has them
@@ -242,6 +249,7 @@ def _replace(
     layer: _Layer,
     tables: dict[str, npt.NDArray[np.float32]],
     windows: dict[str, int],
+    cache: Cache | None,
 ) -> None:
     rotary = layer.rotary
     angles = []
@@ -257,7 +265,7 @@ def _replace(
     caches = [write.inputs[0] for write in layer.writes]
     position = next(value for value in model.graph.inputs if value.name == "position")
     node = ir.node(
-        "Attention",
+        "QuantizedCacheAttention" if cache else "Attention",
         [*_together(model, layer), *caches, position, *angles],
         attributes,
         domain=OWN_DOMAIN,
@@ -267,6 +275,11 @@ def _replace(
     olds = [layer.end, *(write.outputs[0] for write in layer.writes)]
     for old, new in zip(olds, node.outputs, strict=True):
         _put(model, old, new)
+    for rows in (*caches, *node.outputs[1:]) if cache else ():
+        assert rows is not None and rows.shape is not None
+        *sizes, _ = rows.shape
+        rows.dtype = ir.DataType.INT8
+        rows.shape = ir.Shape([*sizes, _size(rows, 3) + SCALE_BYTES])
 
 
 def _together(model: ir.Model, layer: _Layer) -> list[ir.Value | None]:

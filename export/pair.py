@@ -12,7 +12,16 @@ from transformers import PreTrainedTokenizerFast
 
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.folders import point_to, refuse_foreign, write_folder
-from runtime.files.manifest import MOST_GAMMA, PAIR_FILE, Dtype, Format, GraphFacts, Pair, Weights
+from runtime.files.manifest import (
+    MOST_GAMMA,
+    PAIR_FILE,
+    Cache,
+    Dtype,
+    Format,
+    GraphFacts,
+    Pair,
+    Weights,
+)
 from runtime.files.progress import note, stage
 from runtime.files.records import write_json
 
@@ -37,6 +46,7 @@ def export(
     form: Format = "onnx",
     weights: Weights | Literal["full"] | None = None,
     draft_weights: Weights | Literal["full"] | None = None,
+    cache_type: Cache | None = None,
     text: Path | None = None,
     force: bool = False,
 ) -> Pair:
@@ -46,11 +56,18 @@ def export(
     the graphs; which one a backend wants, it says when it is given the other. weights: None is
     "full", or as few bits as the checkpoint has, of the draft as the target's; of the draft "self"
     4 bits. text: a file, UTF-8, to measure the quality of quantised weights on.
+    cache_type: of the caches' rows, of ONNX Runtime on the CPU alone; None is `dtype`.
     max_gamma: 1 to 64. max_len: None takes 2048, or the target's own context where that is shorter.
     Raises OutriderError "checkpoint", "architecture", "vocabulary", "difference", "option", "disk".
     """
     _quiet()
     refuse_foreign(out, PAIR_FILE)
+    if cache_type and (dtype != "float32" or form != "onnx"):
+        raise OutriderError(
+            "option",
+            f"CACHE={cache_type} is for ONNX Runtime on the CPU in float32",
+            "Leave CACHE out, or build with BACKEND=onnxruntime DTYPE=float32.",
+        )
     target = find(model)
     itself = draft == "self"
     drafter = target if itself else find(draft) if draft is not None else None
@@ -114,6 +131,7 @@ def export(
             cache,
             form=form,
             weights=form_of,
+            cache_type=cache_type,
             text=words,
             force=force,
         )

@@ -24,6 +24,7 @@ from runtime.files.manifest import (
     HOST_FILE,
     HOST_WEIGHTS_FILE,
     PART_FILE,
+    Cache,
     Dtype,
     Format,
     GraphFacts,
@@ -65,6 +66,7 @@ def make(
     *,
     form: Format = "onnx",
     weights: Weights | None = None,
+    cache_type: Cache | None = None,
     text: Sequence[int] | None = None,
     force: bool = False,
 ) -> tuple[Path, GraphFacts]:
@@ -85,6 +87,7 @@ def make(
                 "versions": versions(),
                 **({"format": form} if form != "onnx" else {}),
                 **({"weights": weights, "text": text} if weights else {}),
+                **({"cache": cache_type} if cache_type else {}),
                 **({} if find_library() else {"host": "no library to check it with"}),
             }
         )
@@ -98,7 +101,9 @@ def make(
         step = None
         if weights:
             step = Quantising(role, weights, checkpoint.source, text, bool(checkpoint.packed))
-        facts = _export(role, checkpoint, dtype, max_len, capacity, form, step, folder, key)
+        facts = _export(
+            role, checkpoint, dtype, max_len, capacity, form, step, cache_type, folder, key
+        )
     return folder, facts
 
 
@@ -122,6 +127,7 @@ def _export(
     capacity: int,
     form: Format,
     quantising: Quantising | None,
+    cache_type: Cache | None,
     folder: Path,
     key: str,
 ) -> GraphFacts:
@@ -196,7 +202,7 @@ def _export(
             )
         if form == "onnx" and dtype == "float32":
             with stage(role, "for ONNX Runtime on the CPU") as said:
-                said.note = _host(partial, original, rounded, capacity)
+                said.note = _host(partial, original, capacity, rounded, cache_type)
             for name in (HOST_FILE, HOST_WEIGHTS_FILE):
                 if (partial / name).exists():
                     files[name] = file_facts(partial / name)
@@ -221,6 +227,7 @@ def _export(
             versions=versions(),
             files=files,
             context=checkpoint.context,
+            cache=cache_type,
             weights=quantising.weights if quantising else None,
             quality=quality,
         )
@@ -229,20 +236,40 @@ def _export(
 
 
 def _host(
-    folder: Path, original: compare.Reference, rounded: compare.Reference | None, capacity: int
+    folder: Path,
+    original: compare.Reference,
+    capacity: int,
+    rounded: compare.Reference | None = None,
+    cache: Cache | None = None,
 ) -> str:
-    """Write the graph for the CPU, unless there is none or it is not right; what to say of it."""
+    """Write the graph for the CPU, unless there is none or it is not right; what to say of it. With
+    quantised rows only when it is right without, and they cost no more than `TOLERANCE`."""
     try:
         nodes = host.write(folder, capacity)
         result = compare.compare(folder, original, "float32", file=HOST_FILE, rounded=rounded)
         if not result.passed:
             raise host.NotLowered(f"it would differ by {result.max_difference:.1e}")
+        if cache:
+            host.write(folder, capacity, cache)
     except Exception as error:
+        if cache:
+            cause = f"CACHE={cache} needs a graph of our own: {first_line(error)}"
+            raise OutriderError("backend", cause, "Build without CACHE.") from None
         if rounded is not None:
             raise
         (folder / HOST_FILE).unlink(missing_ok=True)
         return f"none: {first_line(error)}"
-    return f"{nodes:,} nodes, largest difference {result.max_difference:.1e}"
+    said = f"{nodes:,} nodes, largest difference {result.max_difference:.1e}"
+    if cache:
+        rows = compare.compare(
+            folder, original, "float32", file=HOST_FILE, rounded=rounded, cache=cache
+        )
+        found = f"{rows.max_difference:.1e}"
+        if not rows.passed:
+            cause = f"rows of {cache} change a logit by {found}, more than {rows.bound:.1e}"
+            raise OutriderError("difference", cause, "Build without CACHE.")
+        said += f", with rows of {cache} {found} (bound {rows.bound:.1e})"
+    return said
 
 
 def _check_space(cache: Path, checkpoint: Checkpoint, dtype: Dtype) -> None:

@@ -1,7 +1,8 @@
-// The operator outrider.Attention for ONNX Runtime.
+// The operators outrider.Attention and outrider.QuantizedCacheAttention for ONNX Runtime.
 //
 // inputs   query [B, N, H D], or all three side by side; key, value [B, N, Hkv D], or none;
-//          key cache, value cache [B, Hkv, S, D]; position int64 [B];
+//          key cache, value cache [B, Hkv, S, D], of the second one int8 [B, Hkv, S, D + 4]
+//          (see outrider_attention.h); position int64 [B];
 //          cosine, sine [>= rows in use, rotated / 2], or none
 // A graph whose sizes are others is refused.
 // outputs  [B, N, H D]; the caches, in place where they are bound to the inputs' memory
@@ -22,23 +23,28 @@ struct Kernel {
   const outrider_attention_tiles* tiles;
   int64_t heads, key_heads, window, interleaved;
   float scale;
+  bool quantised; // the caches' rows
 };
 
+bool quantised(const ort::Operator* made) { return made == &ort::QUANTISED_ATTENTION; }
+
 // Those of the instruction set that the library uses.
-const outrider_attention_tiles* tiles_in_use() {
-  const outrider_attention_tiles* known[] = {
+const outrider_attention_tiles* tiles_in_use(bool quantised) {
+  const outrider_attention_tiles* known[][2] = {
 #if defined(OUTRIDER_X86)
-      &outrider_attention_avx512, &outrider_attention_avx2,
+      {&outrider_attention_avx512, &outrider_attention_int8_avx512},
+      {&outrider_attention_avx2, &outrider_attention_int8_avx2},
 #endif
-      &outrider_attention_plain};
-  for (const outrider_attention_tiles* tiles : known)
-    if (std::strcmp(tiles->name, outrider_instruction_set()) == 0) return tiles;
-  return &outrider_attention_plain;
+      {&outrider_attention_plain, &outrider_attention_int8_plain}};
+  for (const auto& tiles : known)
+    if (std::strcmp(tiles[0]->name, outrider_instruction_set()) == 0) return tiles[quantised];
+  return quantised ? &outrider_attention_int8_plain : &outrider_attention_plain;
 }
 
-ort::Status* create(const ort::Operator*, const Api* api, const ort::KernelInfo* info,
+ort::Status* create(const ort::Operator* made_of, const Api* api, const ort::KernelInfo* info,
                     void** made) {
-  Kernel* kernel = new (std::nothrow) Kernel{api, tiles_in_use(), 0, 0, 0, 0, 0};
+  const bool int8 = quantised(made_of);
+  Kernel* kernel = new (std::nothrow) Kernel{api, tiles_in_use(int8), 0, 0, 0, 0, 0, int8};
   if (kernel == nullptr) return ort::refuse(api, "out of memory");
   struct { const char* name; int64_t* value; } integers[] = {
       {"heads", &kernel->heads}, {"key_heads", &kernel->key_heads}, {"window", &kernel->window},
@@ -84,16 +90,20 @@ void write_and_attend(void* data, size_t index) {
   attend_runs(data, index);
 }
 
+int64_t width_of(const Kernel& kernel, const ort::Tensor& cache) {
+  return cache.sizes[3] - (kernel.quantised ? OUTRIDER_ATTENTION_SCALE : 0);
+}
+
 // Whether the inputs are of one batch, and of heads of one width.
 bool fit(const Kernel& kernel, const ort::Tensor* in) {
   if (in[QUERY].dimensions != 3 || in[KEYS].dimensions != 4) return false;
   const int64_t slots = in[QUERY].sizes[0], tokens = in[QUERY].sizes[1];
-  const int64_t rows = in[KEYS].sizes[2], width = in[KEYS].sizes[3];
+  const int64_t rows = in[KEYS].sizes[2], width = width_of(kernel, in[KEYS]);
   const int64_t own = kernel.key_heads * width;
   bool same = width >= 1 && width <= OUTRIDER_ATTENTION_WIDTH &&
               ort::has_sizes(in[POSITION], {slots});
   for (const Input cache : {KEYS, VALUES})
-    same = same && ort::has_sizes(in[cache], {slots, kernel.key_heads, rows, width});
+    same = same && ort::has_sizes(in[cache], {slots, kernel.key_heads, rows, in[KEYS].sizes[3]});
   if (in[KEY].value == nullptr)
     same = same && in[VALUE].value == nullptr &&
            ort::has_sizes(in[QUERY], {slots, tokens, kernel.heads * width + 2 * own});
@@ -117,7 +127,7 @@ ort::Status* compute(void* made, ort::Context* context) {
   outrider_attention c{};
   c.slots = in[QUERY].sizes[0], c.tokens = in[QUERY].sizes[1];
   c.heads = kernel.heads, c.key_heads = kernel.key_heads;
-  c.rows = in[KEYS].sizes[2], c.width = in[KEYS].sizes[3];
+  c.rows = in[KEYS].sizes[2], c.width = width_of(kernel, in[KEYS]);
   c.window = kernel.window, c.interleaved = kernel.interleaved, c.scale = kernel.scale;
   c.query = static_cast<const float*>(in[QUERY].data);
   c.query_stride = in[QUERY].sizes[2];
@@ -147,11 +157,12 @@ ort::Status* compute(void* made, ort::Context* context) {
                                  : ort::output(api, context, i, in[KEYS].sizes, 4, &outs[i]);
     if (status != nullptr) return status;
   }
-  const size_t bytes = static_cast<size_t>(c.slots * c.key_heads * c.rows * c.width) * 4;
+  const size_t bytes = static_cast<size_t>(c.slots * c.key_heads * c.rows * in[KEYS].sizes[3]) *
+                       (kernel.quantised ? 1 : sizeof(float));
   if (outs[1] != in[KEYS].data) std::memcpy(outs[1], in[KEYS].data, bytes);
   if (outs[2] != in[VALUES].data) std::memcpy(outs[2], in[VALUES].data, bytes);
   c.out = static_cast<float*>(outs[0]);
-  c.keys = static_cast<float*>(outs[1]), c.values = static_cast<float*>(outs[2]);
+  c.keys = outs[1], c.values = outs[2];
 
   Work work{c, kernel.tiles, c.tokens * (c.heads / c.key_heads), OUTRIDER_ATTENTION_ROWS};
   const int64_t heads = c.slots * c.key_heads;
@@ -163,17 +174,23 @@ ort::Status* compute(void* made, ort::Context* context) {
   return ort::share(api, context, attend_runs, heads * runs, small, &work);
 }
 
-const char* name(const ort::Operator*) { return "Attention"; }
+const char* name(const ort::Operator* made) {
+  return quantised(made) ? "QuantizedCacheAttention" : "Attention";
+}
 const char* provider(const ort::Operator*) { return nullptr; }
 size_t input_count(const ort::Operator*) { return INPUTS; }
-int input_type(const ort::Operator*, size_t index) {
+int cache_type(const ort::Operator* made) { return quantised(made) ? ort::INT8 : ort::FLOAT; }
+int input_type(const ort::Operator* made, size_t index) {
+  if (index == KEYS || index == VALUES) return cache_type(made);
   return index == POSITION ? ort::INT64 : ort::FLOAT;
 }
 int input_characteristic(const ort::Operator*, size_t index) {
   return index == KEY || index == VALUE || index >= COSINE ? ort::OPTIONAL : ort::REQUIRED;
 }
 size_t output_count(const ort::Operator*) { return 3; }
-int output_type(const ort::Operator*, size_t) { return ort::FLOAT; }
+int output_type(const ort::Operator* made, size_t index) {
+  return index == 0 ? ort::FLOAT : cache_type(made);
+}
 int output_characteristic(const ort::Operator*, size_t) { return ort::REQUIRED; }
 int memory(const ort::Operator*, size_t) { return 0; }
 void destroy(void* kernel) { delete static_cast<Kernel*>(kernel); }
@@ -185,3 +202,5 @@ const ort::Operator ort::ATTENTION = {
     ort::API_VERSION, nullptr, name, provider, input_type, input_count, output_type, output_count,
     nullptr, destroy, input_characteristic, output_characteristic, memory, {}, create, compute,
     nullptr, version, version, {}};
+
+const ort::Operator ort::QUANTISED_ATTENTION = ort::ATTENTION; // told from it by its address

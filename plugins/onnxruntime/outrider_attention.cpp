@@ -1,5 +1,6 @@
-// The inner loops of attention. Compiled once per instruction set, with OUTRIDER_TABLE naming the
-// table. No standard headers but the compiler's own: see outrider_tiles.cpp.
+// The inner loops of attention. Compiled once per instruction set and type of the caches, with
+// OUTRIDER_TABLE naming the table, and OUTRIDER_INT8 defined where rows are quantised. No standard
+// headers but the compiler's own: see outrider_tiles.cpp.
 #include "outrider_attention.h"
 
 #if defined(__AVX512F__) || defined(__FMA__)
@@ -234,8 +235,6 @@ void mix(const Row* rows, float* mixed, const float* weights, const float* value
       mix_range<1, WIDTH>(mixed + r * WIDE(width), weights + r * KEYS, values, width, none, end[r]);
 }
 
-// --- one head of one slot ----------------------------------------------------------------------
-
 // A head's numbers of one token, rotated for its row of the cache.
 void rotate(float* y, const float* x, const Call& c, int64_t row) {
   const int64_t half = c.rotated / 2, step = c.interleaved ? 2 : 1, other = c.interleaved ? 1 : half;
@@ -248,16 +247,67 @@ void rotate(float* y, const float* x, const Call& c, int64_t row) {
   for (int64_t i = c.rotated; i < c.width; ++i) y[i] = x[i];
 }
 
-void write(const Call* call, int64_t slot, int64_t key_head) {
-  const Call& c = *call;
-  const int64_t cache = (slot * c.key_heads + key_head) * c.rows;
-  for (int64_t token = 0; token < c.tokens; ++token) {
-    const int64_t row = c.position[slot] + token, source = slot * c.tokens + token;
-    const int64_t to = (cache + row) * c.width;
-    rotate(c.keys + to, c.key + source * c.key_stride + key_head * c.width, c, row);
-    __builtin_memcpy(c.values + to, c.value + source * c.value_stride + key_head * c.width,
-                     static_cast<unsigned long>(c.width) * sizeof(float));
+// --- rows of a cache ---------------------------------------------------------------------------
+
+#if defined(OUTRIDER_INT8)
+using Cell = int8_t; // a row is its levels and, behind them, the float that they are multiples of
+inline int64_t pitch(const Call& c) { return c.width + OUTRIDER_ATTENTION_SCALE; }
+
+// The level of each number is the nearest: the row's largest has 127 or -127. A row with NaN or
+// infinity is all NaN when it is read.
+void put(int8_t* row, const float* x, const Call& c) {
+  float largest = 0, odd = 0; // NaN where a number is not finite
+  for (int64_t d = 0; d < c.width; ++d) {
+    const float size = __builtin_fabsf(x[d]);
+    largest = size > largest ? size : largest;
+    odd += x[d] * 0.0f;
   }
+  const float scale = largest / 127 + odd, magic = 12582912.0f;
+  const bool some = scale > 1e-30f; // not NaN, nor too small to divide by
+  for (int64_t d = 0; d < c.width; ++d)
+    row[d] = some ? static_cast<int8_t>(x[d] / scale + magic - magic) : int8_t{0};
+  __builtin_memcpy(row + c.width, &scale, sizeof scale);
+}
+
+void put_rotated(int8_t* to, const float* x, const Call& c, int64_t row) {
+  alignas(64) float y[MOST_WIDTH];
+  rotate(y, x, c, row);
+  put(to, y, c);
+}
+
+template <int WIDTH>
+void dequantise(float* to, const int8_t* rows, int64_t count, const Call& c, int width) {
+  const int own = static_cast<int>(WIDE(c.width));
+  for (int64_t i = 0; i < count; ++i, to += width, rows += own + OUTRIDER_ATTENTION_SCALE) {
+    float scale;
+    __builtin_memcpy(&scale, rows + own, sizeof scale);
+    for (int d = 0; d < own; ++d) to[d] = static_cast<float>(rows[d]) * scale;
+    for (int d = own; d < width; ++d) to[d] = 0;
+  }
+}
+
+// KEYS rows of a cache from `first` on, as floats, with zeros for what is not there.
+const float* rows_of(const int8_t* cache, const Call& c, int64_t first, int width, float* copy) {
+  const int8_t* source = cache + first * pitch(c);
+  const int64_t there = c.rows - first < KEYS ? c.rows - first : KEYS;
+  switch (c.width) {
+  case 64: dequantise<64>(copy, source, there, c, width); break;
+  case 128: dequantise<128>(copy, source, there, c, width); break;
+  default: dequantise<0>(copy, source, there, c, width);
+  }
+  for (int64_t i = there * width; i < KEYS * width; ++i) copy[i] = 0;
+  return copy;
+}
+#else
+using Cell = float;
+inline int64_t pitch(const Call& c) { return c.width; }
+
+inline void put(float* row, const float* x, const Call& c) {
+  __builtin_memcpy(row, x, static_cast<unsigned long>(c.width) * sizeof(float));
+}
+
+inline void put_rotated(float* to, const float* x, const Call& c, int64_t row) {
+  rotate(to, x, c, row);
 }
 
 // KEYS rows of a cache from `first` on: where they lie, or copied with zeros for what is not there.
@@ -270,6 +320,22 @@ const float* rows_of(const float* cache, const Call& c, int64_t first, int width
       copy[row * width + d] = row < there && d < c.width ? source[row * c.width + d] : 0.0f;
   return copy;
 }
+#endif
+
+void write(const Call* call, int64_t slot, int64_t key_head) {
+  const Call& c = *call;
+  const int64_t cache = (slot * c.key_heads + key_head) * c.rows;
+  for (int64_t token = 0; token < c.tokens; ++token) {
+    const int64_t row = c.position[slot] + token, source = slot * c.tokens + token;
+    const int64_t to = (cache + row) * pitch(c);
+    put_rotated(static_cast<Cell*>(c.keys) + to,
+                c.key + source * c.key_stride + key_head * c.width, c, row);
+    put(static_cast<Cell*>(c.values) + to,
+        c.value + source * c.value_stride + key_head * c.width, c);
+  }
+}
+
+// --- one head of one slot ----------------------------------------------------------------------
 
 template <int WIDTH>
 void attend_head(const Call& c, int64_t slot, int64_t key_head, int64_t first, int64_t end) {
@@ -291,12 +357,12 @@ void attend_head(const Call& c, int64_t slot, int64_t key_head, int64_t first, i
     for (int64_t d = c.width; d < width; ++d) to[d] = 0;
     for (int64_t d = 0; d < width; ++d) mixed[r * width + d] = 0;
   }
-  const int64_t cache = (slot * c.key_heads + key_head) * c.rows * c.width;
+  const int64_t cache = (slot * c.key_heads + key_head) * c.rows * pitch(c);
   int begin = 0, reach = 0; // the rows that see something of a block: both ends of them rise
   for (int64_t block = rows[0].from / KEYS * KEYS; block < rows[count - 1].end; block += KEYS) {
     while (rows[begin].end <= block) ++begin;
     while (reach < count && rows[reach].from < block + KEYS) ++reach;
-    const float* keys = rows_of(c.keys + cache, c, block, width, copy);
+    const float* keys = rows_of(static_cast<Cell*>(c.keys) + cache, c, block, width, copy);
     for (int r = begin; r < reach; r += TOGETHER) {
       float *own_q = q + r * width, *own = mixed + r * width, *w = weights + r * KEYS;
       switch (reach - r) {
@@ -306,7 +372,7 @@ void attend_head(const Call& c, int64_t slot, int64_t key_head, int64_t first, i
       default: weigh<TOGETHER, WIDTH>(rows + r, own_q, own, w, keys, width, block);
       }
     }
-    const float* values = rows_of(c.values + cache, c, block, width, copy);
+    const float* values = rows_of(static_cast<Cell*>(c.values) + cache, c, block, width, copy);
     for (int r = begin; r < reach; r += TOGETHER) {
       float *own = mixed + r * width, *w = weights + r * KEYS;
       switch (reach - r) {

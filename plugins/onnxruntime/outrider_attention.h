@@ -6,8 +6,9 @@
 #include <stdint.h>
 
 enum {
-  OUTRIDER_ATTENTION_ROWS = 32,  // most query rows of one `attend`
-  OUTRIDER_ATTENTION_WIDTH = 256 // most numbers of a head, D
+  OUTRIDER_ATTENTION_ROWS = 32,   // most query rows of one `attend`
+  OUTRIDER_ATTENTION_WIDTH = 256, // most numbers of a head, D
+  OUTRIDER_ATTENTION_SCALE = 4    // bytes of a quantised row's scale
 };
 
 // One call: N new tokens for each of B slots. A head's queries, keys and values are read at
@@ -23,7 +24,9 @@ struct outrider_attention {
   int64_t query_stride, key_stride, value_stride;
   const int64_t* position;  // [B], the row of a slot's first new token
   const float *cosine, *sine; // [.., rotated / 2], by row
-  float *keys, *values;       // caches [B, Hkv, S, D]
+  // Caches: float [B, Hkv, S, D]; or quantised, int8 [B, Hkv, S, D + OUTRIDER_ATTENTION_SCALE], a
+  // row being its levels and, behind them, the float that they are multiples of.
+  void *keys, *values;
   float* out;                 // [B, N, H D]
 };
 
@@ -42,8 +45,12 @@ struct outrider_attention_tiles {
 };
 
 extern "C" {
+// Of caches of floats, and of quantised ones.
 extern const struct outrider_attention_tiles outrider_attention_plain;
 extern const struct outrider_attention_tiles outrider_attention_avx2;
 extern const struct outrider_attention_tiles outrider_attention_avx512;
+extern const struct outrider_attention_tiles outrider_attention_int8_plain;
+extern const struct outrider_attention_tiles outrider_attention_int8_avx2;
+extern const struct outrider_attention_tiles outrider_attention_int8_avx512;
 }
 #endif

@@ -48,7 +48,8 @@ extern "C" OUTRIDER_API ort::Status* RegisterCustomOps(ort::Options* options,
   }
   ort::Domain* domain = nullptr; // never released: the session keeps pointing to it
   ort::Status* status = ort::call<ort::CreateDomain>(api, "outrider", &domain);
-  for (const ort::Operator* made : {&ort::ATTENTION, &ort::PRODUCT, &ort::ROWS})
+  for (const ort::Operator* made :
+       {&ort::ATTENTION, &ort::QUANTISED_ATTENTION, &ort::PRODUCT, &ort::ROWS})
     if (status == nullptr) status = ort::call<ort::AddOperator>(api, domain, made);
   if (status == nullptr) status = ort::call<ort::AddDomain>(api, options, domain);
   return status;

@@ -35,7 +35,9 @@ Status* share(const Api* api, const Context* context, void (*work)(void*, size_t
   return nullptr;
 }
 
-extern const Operator ATTENTION, PRODUCT, ROWS; // "Attention", "QuantizedMatMul", "QuantizedGather"
+extern const Operator ATTENTION;           // "Attention"
+extern const Operator QUANTISED_ATTENTION; // "QuantizedCacheAttention"
+extern const Operator PRODUCT, ROWS;       // "QuantizedMatMul", "QuantizedGather"
 
 } // namespace ort
 #endif

@@ -47,11 +47,12 @@ PRODUCTS = {
     "avx2": [*X86["avx2"], "-mf16c"],
     "vnni": [*X86["avx512"], "-mavx512vnni"],
 }
-LOOPS = {
-    "cpu/outrider_tiles.cpp": ("tiles", X86),
-    "onnxruntime/outrider_attention.cpp": ("attention", X86),
-    "onnxruntime/outrider_product.cpp": ("product", PRODUCTS),
-}
+LOOPS = [
+    ("cpu/outrider_tiles.cpp", "tiles", X86, []),
+    ("onnxruntime/outrider_attention.cpp", "attention", X86, []),
+    ("onnxruntime/outrider_attention.cpp", "attention_int8", X86, ["-DOUTRIDER_INT8"]),
+    ("onnxruntime/outrider_product.cpp", "product", PRODUCTS, []),
+]
 OPERATORS = ("operator", "attend", "multiply")
 
 
@@ -85,9 +86,14 @@ def units(machine: str) -> list[Unit]:
         *(
             (
                 source,
-                [f"-DOUTRIDER_TABLE=outrider_{table}_{name}", f'-DOUTRIDER_SET="{name}"', *own],
+                [
+                    f"-DOUTRIDER_TABLE=outrider_{table}_{name}",
+                    f'-DOUTRIDER_SET="{name}"',
+                    *more,
+                    *own,
+                ],
             )
-            for source, (table, sets) in LOOPS.items()
+            for source, table, sets, more in LOOPS
             for name, own in (sets if known else {"plain": []}).items()
         ),
     ]

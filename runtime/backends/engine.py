@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..files.manifest import GraphFacts
+from ..files.manifest import SCALE_BYTES, GraphFacts
 
 Ids = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
@@ -16,9 +16,10 @@ CHUNK = 256  # tokens of one prefill call; bounds the activations
 
 
 def cache_shapes(facts: GraphFacts) -> dict[str, tuple[int, int]]:
-    """Hkv and D of each cache, in the contract's order."""
+    """Hkv and D of each cache, in the contract's order; D with the scale of a quantised row."""
+    scale = SCALE_BYTES if facts.cache else 0
     return {
-        f"{side}_{layer}": (heads, width)
+        f"{side}_{layer}": (heads, width + scale)
         for side, shapes in (("key", facts.key_shapes), ("value", facts.value_shapes))
         for layer, (heads, width) in enumerate(shapes)
     }

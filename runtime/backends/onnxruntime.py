@@ -105,7 +105,7 @@ class OrtEngine(HostEngine[Any]):
         own = facts.host_alone or (HOST_FILE in facts.files and kernel.available())
         file = folder / (HOST_FILE if own else GRAPH_FILE)
         self._session = open_session(file, facts, ["CPUExecutionProvider"], threads)
-        self._dtype = np.dtype(facts.dtype)
+        self._dtype = np.dtype(facts.cache or facts.dtype)
 
     def _zeros(self, *shape: int) -> npt.NDArray[Any]:
         return np.zeros(shape, self._dtype)

@@ -34,6 +34,8 @@ MOST_GAMMA = 64  # OUTRIDER_MAX_WIDTH of plugins/include/outrider.h
 Dtype = Literal["float32", "float16", "bfloat16"]
 Format = Literal["onnx", "torch"]  # of a graph: GRAPH_FILE or PROGRAM_FILE
 Weights = Literal["int8", "int4"]
+Cache = Literal["int8"]
+SCALE_BYTES = 4  # behind the levels of a quantised row: OUTRIDER_ATTENTION_SCALE
 MOST_SLOTS = 1 << 16
 FIRST_ROWS = 256  # of a slot on the CPU; they double as texts grow
 
@@ -103,6 +105,7 @@ class GraphFacts:
         where the graph could not be run (see `comparison`).
     tolerance: the bound that `max_difference` was held to.
     quality: of quantised weights; None where they are not.
+    cache: the type of a quantised row; None where it is of `dtype`.
     """
 
     key: str
@@ -123,6 +126,7 @@ class GraphFacts:
     context: Count | None = None
     weights: Weights | None = None
     quality: Quality | None = None
+    cache: Cache | None = None
 
     @property
     def host_alone(self) -> bool:
@@ -135,8 +139,11 @@ class GraphFacts:
 
     def cache_bytes(self, slots: int, rows: int | None = None) -> int:
         """rows: of a slot; None for all of them."""
-        width = sum(heads * width for heads, width in (*self.key_shapes, *self.value_shapes))
+        shapes = [*self.key_shapes, *self.value_shapes]
         rows = self.capacity if rows is None else min(rows, self.capacity)
+        if self.cache:
+            return slots * rows * sum(heads * (width + SCALE_BYTES) for heads, width in shapes)
+        width = sum(heads * width for heads, width in shapes)
         return slots * rows * width * (4 if self.dtype == "float32" else 2)
 
 
@@ -347,6 +354,7 @@ class Manifest:
                 if pair.draft and pair.draft.weights != pair.target.weights
                 else {}
             ),
+            **({"CACHE": pair.target.cache} if pair.target.cache else {}),
             **({"SM": ",".join(sorted(gpus, key=int))} if gpus else {}),
             **({"OPT_LEVEL": level} if level is not None else {}),
             "MAX_LEN": pair.max_len,

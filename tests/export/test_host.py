@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,14 +15,19 @@ import onnx
 import pytest
 from checkpoints import VOCAB_SIZE
 from rounds import cases
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from workshop import MAX_LEN, Workshop
 
 from export import compare, host, part
+from export.pair import export
+from runtime import load
 from runtime.backends.onnxruntime import OrtEngine
+from runtime.certificate import check
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import GRAPH_FILE, HOST_FILE, read_pair
 from runtime.sampling import kernel
+from runtime.text.options import Options
 
 CAPACITY = MAX_LEN + 16  # rows of a slot, at least
 # Plain; packed with biases; norms between; a window; a rotation of longer texts; learned positions.
@@ -120,17 +126,82 @@ def tell(
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("name", LOWERED)
-def test_bits_do_not_depend_on_the_call(workshop: Workshop, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *cases(
+            [(name, {}) for name in ("llama", "qwen2", "qwen3", "mistral")],
+            [("phi3", {}), ("opt", {})],
+        ),
+        ("llama", {"cache_type": "int8"}),
+    ],
+)
+def test_bits_do_not_depend_on_the_call(
+    workshop: Workshop, name: str, options: dict[str, Any]
+) -> None:
     """Width, chunk, neighbours, threads and rows: the logits of a text stay what they are."""
-    folder = workshop.graphs(workshop.example(name)) / "target"
+    folder = workshop.graphs(workshop.example(name), **options) / "target"
     want = tell(engine(folder), 16)
     for width in (1, 2, 3, 5, 9, 48):
         assert (tell(engine(folder), width) == want).all(), f"width {width}"
     assert (tell(engine(folder, slots=4), 5, neighbours=3) == want).all()
     assert (tell(engine(folder, slots=4, threads=2), 16, neighbours=3, rows=140) == want).all()
-    # A control: another order of the same sums is seen.
-    assert (tell(engine(folder, host=False), 16) != want).any()
+    if not options:  # A control: another order of the same sums is seen.
+        assert (tell(engine(folder, host=False), 16) != want).any()
+
+
+def test_rows_of_eight_bits(workshop: Workshop) -> None:
+    """The same model but for its rows' roundings, from an export to a bundle's text."""
+    target, draft = workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=1)
+    full = workshop.graphs(target, draft)
+    folder = workshop.graphs(target, draft, cache_type="int8")
+    facts, more = read_pair(folder).target, read_pair(full).target
+    assert facts.cache == "int8" and facts.host_alone
+    assert nodes(folder)["outrider.QuantizedCacheAttention"] == len(facts.key_shapes)
+    assert 2 * facts.cache_bytes(3) < more.cache_bytes(3)
+    own, portable = walk(engine(folder / "target")), walk(engine(full / "target"))
+    difference = np.abs(own - portable).max() / (1 + np.abs(portable).max())
+    assert 1e-4 < difference < 0.1, "its rows are rounded, and nothing else"
+
+    bundle, prompt = workshop.bundle(target, draft, cache_type="int8"), "hello there"
+    with load(bundle, device="cpu") as used, load(bundle, device="cpu", reuse=False) as fresh:
+        plain = used.generate(prompt, max_new_tokens=24, gamma=0)
+        drawn = Options(temperature=0.9, seed=2, max_new_tokens=24, gamma=4)
+        certificate = check(used, prompt, drawn)
+        assert certificate.passed and not certificate.rounding
+        drafted = used.generate(prompt + prompt, max_new_tokens=24, gamma=4)
+        assert drafted.stats.reused_tokens > 5, "rows of the texts before"
+        assert drafted.token_ids == fresh.generate(prompt + prompt, max_new_tokens=24).token_ids
+        assert plain.token_ids == fresh.generate(prompt, max_new_tokens=24, gamma=4).token_ids
+
+
+def test_rows_that_eight_bits_cannot_hold_are_refused(workshop: Workshop, tmp_path: Path) -> None:
+    """One number of each value is 10,000 times the others, and the model does not look at it."""
+    source = Path(shutil.copytree(workshop.checkpoint("llama"), tmp_path / "outliers"))
+    weights = load_file(source / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith("v_proj.weight"):
+            weight[::16] *= 1e4  # the first of each head's 16
+        if name.endswith("o_proj.weight"):
+            weight *= 10
+            weight[:, ::16] = 0
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(OutriderError, match="rows of int8 change a logit"):
+        workshop.graphs(source, cache_type="int8")
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float16"}, {"form": "torch"}])
+def test_rows_of_eight_bits_are_for_this_graph_alone(
+    workshop: Workshop, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    target = str(workshop.checkpoint("llama"))
+    with pytest.raises(OutriderError, match="CACHE=int8 is for ONNX Runtime on the CPU"):
+        export(target, None, tmp_path / "out", cache_type="int8", **options)
+
+
+def test_rows_of_eight_bits_want_an_attention_of_ours(workshop: Workshop) -> None:
+    with pytest.raises(OutriderError, match="CACHE=int8 needs a graph of our own"):
+        workshop.graphs(workshop.example("gpt2"), cache_type="int8")
 
 
 def test_it_is_run_wherever_the_library_is(

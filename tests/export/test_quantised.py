@@ -25,11 +25,16 @@ INT4, INT8 = onnx.TensorProto.INT4, onnx.TensorProto.INT8
 BITS = {"int4": [INT4] * 8 + [INT8], "int8": [INT8] * 9}  # the output matrix has 8
 
 
-@pytest.fixture(scope="module", params=[("llama", "int4"), ("qwen2", "int8")], ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=[("llama", "int4"), ("qwen2", "int8"), ("llama", "int4", "int8")],
+    ids="-".join,
+)
 def graphs(request: pytest.FixtureRequest, workshop: Workshop) -> tuple[Path, str]:
-    """A tied output matrix; an untied one, and biases."""
-    name, weights = request.param
-    return workshop.graphs(workshop.checkpoint(name), weights=weights), weights
+    """A tied output matrix; an untied one, and biases; rows of 8 bits too."""
+    name, weights, *cache = request.param
+    options = {"cache_type": cache[0]} if cache else {}
+    return workshop.graphs(workshop.checkpoint(name), weights=weights, **options), weights
 
 
 def nodes(folder: Path, file: str) -> Counter[str]:
@@ -60,6 +65,8 @@ def test_the_graph_for_the_cpu_has_the_operators_of_liboutrider(graphs: tuple[Pa
     assert found["outrider.QuantizedGather"] == 1 and not found[".Gather"]
     assert not found[".MatMul"] and not found[".DequantizeLinear"]
     facts = read_pair(folder).target
+    own = "QuantizedCacheAttention" if facts.cache else "Attention"
+    assert found[f"outrider.{own}"] == len(facts.key_shapes)
     assert facts.host_alone and HOST_WEIGHTS_FILE in facts.files
 
 
@@ -99,7 +106,9 @@ def test_a_bundle_for_the_cpu_carries_the_quantised_weights_alone(
     assert {path.name for path in (bundle / "target").iterdir()} == {HOST_FILE, HOST_WEIGHTS_FILE}
     manifest = read_bundle(bundle)
     assert manifest.pair.target.weights == weights
-    assert f"WEIGHTS={weights}" in manifest.rebuild_command(bundle)
+    again = manifest.rebuild_command(bundle)
+    assert f"WEIGHTS={weights}" in again
+    assert ("CACHE=int8" in again) == bool(manifest.pair.target.cache)
     with load(bundle) as text_engine:
         plain = text_engine.generate("abc", max_new_tokens=24, gamma=0)
         fast = text_engine.generate("abc", max_new_tokens=24, draft="ngram")
@@ -109,6 +118,17 @@ def test_a_bundle_for_the_cpu_carries_the_quantised_weights_alone(
         assert certificate.passed and certificate.identical
     with pytest.raises(OutriderError, match="compiled for the CPU"):
         load(bundle, device="cuda")
+
+
+def test_quality_is_measured_with_the_rows_that_run(workshop: Workshop) -> None:
+    checkpoint = workshop.checkpoint("llama")
+    full, rows = (
+        read_pair(workshop.graphs(checkpoint, weights="int4", **options)).target.quality
+        for options in ({}, {"cache_type": "int8"})
+    )
+    assert full and rows
+    assert full.full_perplexity == rows.full_perplexity, "the same texts"
+    assert full.kl != rows.kl
 
 
 def test_a_draft_of_the_target_itself_has_fewer_bits(
@@ -141,7 +161,11 @@ def test_what_a_backend_does_not_run_is_refused_before_the_export(
     for asked, cause in (
         (["float16", "int4"], "does not run WEIGHTS=int4 with DTYPE=float16"),
         (["float32", "int8", "--backend", "aotinductor", "--sm", "cpu"], "Leave WEIGHTS out"),
+        (
+            ["float32", "--cache-type", "int8", "--backend", "aotinductor", "--sm", "cpu"],
+            "Leave CACHE out, or use BACKEND=onnxruntime",
+        ),
     ):
         assert main(["--supports", *asked]) == 8
         assert cause in capsys.readouterr().err
-    assert main(["--supports", "float32", "full", "int4"]) == 0
+    assert main(["--supports", "float32", "full", "int4", "--cache-type", "int8"]) == 0

@@ -20,6 +20,7 @@ from plugins.tools.build import find_compiler, includes
 from runtime.files.library import add_operators
 
 Array = npt.NDArray[np.float32]
+Cache = npt.NDArray[Any]  # float32 [slots, KEY_HEADS, rows, D], or int8 [.., D + 4]
 HEADS, KEY_HEADS, ROWS = 6, 2, 150  # no multiple of a block, nor of a vector
 ORT_ROOT = os.environ.get("ORT_ROOT")
 
@@ -33,6 +34,7 @@ class Shape:
     interleaved: int = 0
     window: int = 0
     packed: bool = True
+    quantised: bool = False  # its caches
 
 
 SHAPES = {
@@ -42,7 +44,21 @@ SHAPES = {
     "20, no whole vector": Shape(20, 20, interleaved=1),
     "32, window": Shape(32, window=70, packed=False),
     "256": Shape(256, 256),
+    "64, int8": Shape(64, 64, quantised=True),
+    "20, int8, window": Shape(20, 20, window=70, packed=False, quantised=True),
 }
+
+
+def quantised(rows: Array) -> Cache:
+    """int8 [.., D + 4] of [.., D]: the nearest levels, and the bytes of a row's scale."""
+    scales = np.abs(rows).max(axis=-1, keepdims=True) / np.float32(127)
+    with np.errstate(invalid="ignore"):
+        levels = np.rint(rows / scales).astype(np.int8)
+    return np.concatenate([levels, scales.view(np.int8)], axis=-1)
+
+
+def read(cache: Cache) -> Array:
+    return cache[..., :-4] * np.ascontiguousarray(cache[..., -4:]).view(np.float32)
 
 
 class Attention:
@@ -88,33 +104,34 @@ class Attention:
             "window": shape.window, "interleaved": shape.interleaved,
         }  # fmt: skip
         node = helper.make_node(
-            "Attention",
+            "QuantizedCacheAttention" if shape.quantised else "Attention",
             [*names, *[""] * (3 - len(names)), *caches, "position", *angles],
             ["out", *(f"{name}_out" for name in caches)],
             domain="outrider",
             **attributes | self.attributes,
         )
         tables = [numpy_helper.from_array(getattr(self, name), name) for name in angles]
-        inputs = [
-            *(helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in names + caches),
-            helper.make_tensor_value_info("position", TensorProto.INT64, None),
+        cache = TensorProto.INT8 if shape.quantised else TensorProto.FLOAT
+        made = [("out", TensorProto.FLOAT), *((f"{name}_out", cache) for name in caches)]
+        taken = [
+            *((name, TensorProto.FLOAT) for name in names),
+            *((name, cache) for name in caches),
+            ("position", TensorProto.INT64),
         ]
-        outputs = [
-            helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in node.output
-        ]
+        inputs = [helper.make_tensor_value_info(name, kind, None) for name, kind in taken]
+        outputs = [helper.make_tensor_value_info(name, kind, None) for name, kind in made]
         graph = helper.make_graph([node], "attention", inputs, outputs, tables)
         opsets = [helper.make_opsetid("", 21), helper.make_opsetid("outrider", 1)]
         return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
-    def caches(self, slots: int = 1) -> list[Array]:
+    def caches(self, slots: int = 1) -> list[Cache]:
         """Keys and values, as a text with a NaN left them."""
-        return [
-            np.full((slots, KEY_HEADS, self.rows, self.shape.width), np.nan, np.float32)
-            for _ in range(2)
-        ]
+        shape = slots, KEY_HEADS, self.rows, self.shape.width
+        caches: list[Cache] = [np.full(shape, np.nan, np.float32) for _ in range(2)]
+        return [quantised(cache) for cache in caches] if self.shape.quantised else caches
 
     def feeds(
-        self, caches: list[Array], position: list[int], width: int
+        self, caches: list[Cache], position: list[int], width: int
     ) -> dict[str, npt.NDArray[Any]]:
         parts = np.stack([self.text[b, p : p + width] for b, p in enumerate(position)])
         flat = parts.reshape(len(position), width, -1)
@@ -123,7 +140,7 @@ class Attention:
         feeds = dict(zip(["query", "key", "value"], split, strict=False))
         return feeds | {"keys": caches[0], "values": caches[1], "position": np.array(position)}
 
-    def run(self, caches: list[Array], position: list[int], width: int) -> Array:
+    def run(self, caches: list[Cache], position: list[int], width: int) -> Array:
         """The outputs [slots, width, HEADS * D] of one call; the caches are what it leaves."""
         out, *caches[:] = self.session.run(None, self.feeds(caches, position, width))
         return np.asarray(out)
@@ -146,6 +163,8 @@ class Attention:
         tokens = len(text)
         query, key, value = np.split(text, [HEADS, HEADS + KEY_HEADS], axis=1)
         query, key = self._rotated(query), self._rotated(key)
+        if shape.quantised:
+            key, value = (read(quantised(x.astype(np.float32))) for x in (key, value))
         ages = np.subtract.outer(np.arange(tokens), np.arange(tokens))
         seen = (ages >= 0) & (ages < (shape.window or tokens))
         outs = []
@@ -198,9 +217,10 @@ def test_another_order_of_the_sums_is_seen() -> None:
     assert (told[0] != told[1]).any()
 
 
-def test_the_caches_are_written_in_place() -> None:
+@pytest.mark.parametrize("shape", ["64", "64, int8"])
+def test_the_caches_are_written_in_place(shape: str) -> None:
     """Where input and output are bound to the same memory; rows behind the call stay untouched."""
-    attention = Attention(SHAPES["64"])
+    attention = Attention(SHAPES[shape])
     copied, bound = attention.caches(), attention.caches()
     want = attention.run(copied, [0], 9)
     binding, out = attention.session.io_binding(), np.empty_like(want)
@@ -208,7 +228,7 @@ def test_the_caches_are_written_in_place() -> None:
     for name, array in (("query", parts), ("position", np.zeros(1, np.int64))):
         binding.bind_cpu_input(name, array)
     for name, cache in zip(("keys", "values"), bound, strict=True):
-        place = ("cpu", 0, np.float32, cache.shape, cache.ctypes.data)
+        place = ("cpu", 0, cache.dtype.type, cache.shape, cache.ctypes.data)
         binding.bind_input(name, *place)
         binding.bind_output(f"{name}_out", *place)
     binding.bind_output("out", "cpu", 0, np.float32, out.shape, out.ctypes.data)
@@ -216,7 +236,20 @@ def test_the_caches_are_written_in_place() -> None:
     assert (out == want).all()
     for mine, theirs in zip(bound, copied, strict=True):
         np.testing.assert_array_equal(mine, theirs)
+        mine = read(mine) if mine.dtype == np.int8 else mine
         assert np.isnan(mine[:, :, 9:]).all() and not np.isnan(mine[:, :, :9]).any()
+
+
+def test_a_number_that_is_not_finite_does_not_get_lost(instruction_set: str) -> None:
+    """Of rows that are quantised: the largest is what the others are divided by."""
+    attention = Attention(SHAPES["64, int8"])
+    for odd in (np.nan, np.inf, -np.inf):
+        attention.text[0, 3, -1, 7] = odd  # a value of the last head
+        out = attention.tell([5], tokens=5).reshape(5, HEADS, -1)
+        assert np.isfinite(out[:3]).all() and np.isfinite(out[:, : HEADS // 2]).all()
+        assert np.isnan(out[3:, HEADS // 2 :]).all()
+    attention.text[0, 3, -1] = 1e-33  # too small to be divided by; as good as zero
+    assert np.isfinite(attention.tell([5], tokens=5)).all()
 
 
 def test_a_row_beyond_the_cache_is_refused() -> None:
@@ -245,6 +278,19 @@ OTHER_SIZES = {  # of two tokens, by "128"
     "values": [(1, KEY_HEADS, ROWS - 1, 128), (1, KEY_HEADS, ROWS, 64), (1,)],
     "position": [(0,), (2,), (), (1, 1)],
 }  # fmt: skip
+
+
+def test_quantised_caches_of_other_sizes_are_refused() -> None:
+    """Whose rows have no place for a scale, or are of another head."""
+    attention = Attention(SHAPES["64, int8"])
+    right = attention.feeds(attention.caches(), [0], 2)
+    attention.session.run(None, right)
+    for width in (0, 3, 4, 64, 67, 4 * 64, 4 * 68):
+        sizes = (1, KEY_HEADS, ROWS, width)
+        for names in (["keys"], ["values"], ["keys", "values"]):
+            wrong = {name: np.zeros(sizes, np.int8) for name in names}
+            with pytest.raises(Exception, match="an input has another size"):
+                attention.session.run(None, right | wrong)
 
 
 def test_inputs_of_other_sizes_are_refused() -> None:
