@@ -77,13 +77,18 @@ def test_engines_runs_its_three_commands(checkout: Path) -> None:
     status, (supports, export, build), _ = make(checkout, "engines", *options)
     assert status == 0
     same = ["-m", "engines", "--out=build/b", "--backend=aotinductor", "--slots=1", "--sm=80"]
-    assert supports == [*same, "--supports=float32"]
+    assert supports == [*same, "--supports", "float32"]
     assert export[:5] == ["-m", "export", "--model=a/b", "--draft=c", "--dtype=float32"]
     assert {"--format=torch", "--max-len=64", "--force"} < set(export)
     graphs = next(a.removeprefix("--out=") for a in export if a.startswith("--out="))
     assert build == [*same, f"--graphs={graphs}", "--force"]
     _, (*_, unmeasured), _ = make(checkout, "engines", *options, "FORCE=0", "MEASURE=0")
     assert unmeasured == [*same, f"--graphs={graphs}", "--no-measure"]
+    bits = ("WEIGHTS=int4", "DRAFT_WEIGHTS=full", "CACHE=int8", "TEXT=a b.txt")
+    _, (supports, export, _), _ = make(checkout, "engines", *options, *bits)
+    assert supports == [*same, "--supports", "float32", "int4", "full", "--cache-type=int8"]
+    given = {"--weights=int4", "--draft-weights=full", "--cache-type=int8", "--text=a b.txt"}
+    assert given < set(export)
     # However OUT is spelt; and another OUT has other graphs.
     for out, equal in (("build/../build/b", True), ("build/c", False)):
         _, (_, other, _), _ = make(checkout, "engines", *options, f"OUT={out}")
