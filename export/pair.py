@@ -30,6 +30,7 @@ from .checkpoint import Checkpoint, find
 from .loading import check_length
 
 DEFAULT_MAX_LEN = 2048
+BITS = {"int4": 4, "int8": 8, "full": 16}
 SHORTEST_MAX_LEN = 32  # what the comparison with the original needs to roll back and go on
 
 
@@ -73,7 +74,13 @@ def export(
     drafter = target if itself else find(draft) if draft is not None else None
     own = weights or _bits_of(target)
     draft_own = draft_weights or ("int4" if itself else own)
-    if itself and (own == draft_own or own == "int4"):
+    if drafter is None and draft_weights:
+        cause = f"DRAFT_WEIGHTS={draft_weights} is for a draft model, and there is none"
+        raise OutriderError("option", cause, "Name a DRAFT, or leave it out.")
+    if text is not None and {own, draft_own} == {"full"}:
+        cause = f"TEXT={text} is to measure quantised weights on, and none are"
+        raise OutriderError("option", cause, "Set WEIGHTS, or leave it out.")
+    if itself and BITS[draft_own] >= BITS[own]:
         raise OutriderError(
             "option",
             f"DRAFT=self with WEIGHTS={own} and DRAFT_WEIGHTS={draft_own}: the draft would be no "
@@ -118,7 +125,7 @@ def export(
                 tokenizer, vocabulary.load_tokenizer(drafter), min(widths)
             )
 
-    words = _words(text, tokenizer) if text is not None else None
+    words = _words(text, tokenizer, min(widths)) if text is not None else None
 
     def made(role: str, checkpoint: Checkpoint, longest: int, bits: str) -> tuple[Path, GraphFacts]:
         form_of = None if bits == "full" else cast(Weights, bits)
@@ -166,7 +173,8 @@ def _bits_of(checkpoint: Checkpoint) -> str:
     return f"int{bits}" if bits in (4, 8) else "full"
 
 
-def _words(file: Path, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+def _words(file: Path, tokenizer: PreTrainedTokenizerFast, width: int) -> list[int]:
+    """Token ids of a text, those that every model has."""
     try:
         words = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -174,7 +182,7 @@ def _words(file: Path, tokenizer: PreTrainedTokenizerFast) -> list[int]:
             "option", f"TEXT={file} cannot be read: {first_line(error)}", "Name a UTF-8 text."
         ) from None
     ids: list[int] = tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+    return [token for token in ids if token < width]
 
 
 def _width(checkpoint: Checkpoint) -> int:

@@ -76,6 +76,12 @@ def make(
 
     Raises OutriderError "checkpoint", "architecture", "difference" or "disk".
     """
+    if weights and form == "onnx" and dtype == "float32" and find_library() is None:
+        raise OutriderError(
+            "backend",
+            f"WEIGHTS={weights} on the CPU needs liboutrider, which was not compiled",
+            "Install a C++ compiler, and type make plugins.",
+        )
     with stage(role, "hash") as said:
         key = digest_json(
             {
@@ -140,6 +146,7 @@ def _export(
             said.note += f", {checkpoint.packed}, made {dtype}"
     vocab_size = _width(model)
     if quantising:
+        compare.reference(model, capacity, vocab_size)  # says NaN or infinity, if anything does
         quantising.quantise(model, max_len)
     with stage(role, "run the original"):
         original = compare.reference(model, capacity, vocab_size)
@@ -251,12 +258,16 @@ def _host(
             raise host.NotLowered(f"it would differ by {result.max_difference:.1e}")
         if cache:
             host.write(folder, capacity, cache)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is told or refused
         if cache:
             cause = f"CACHE={cache} needs a graph of our own: {first_line(error)}"
             raise OutriderError("backend", cause, "Build without CACHE.") from None
         if rounded is not None:
-            raise
+            raise OutriderError(
+                "difference",
+                f"the graph for the CPU is not right: {first_line(error)}",
+                "Build without WEIGHTS; and please report the architecture.",
+            ) from None
         (folder / HOST_FILE).unlink(missing_ok=True)
         return f"none: {first_line(error)}"
     said = f"{nodes:,} nodes, largest difference {result.max_difference:.1e}"

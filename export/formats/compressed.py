@@ -147,6 +147,8 @@ def _plain(name: str, module: str, tensors: dict[str, Lazy], blocks: list[int] |
 
     grown = Lazy(lambda: whole(scales[...]), (min(rows, scales.shape[0] * each), scales.shape[1]))
     _expect_groups(name, module, grown, rows, width, None)
+    if blocks and scales.shape[1] > 1 and blocks[1] * scales.shape[1] != width:
+        raise unsupported(name, f"compressed-tensors with {width} columns in blocks of {blocks[1]}")
 
     def make() -> torch.Tensor:
         zero = None if zeros is None else whole(zeros[...]).to(torch.float32)

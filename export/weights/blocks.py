@@ -31,8 +31,9 @@ _SLICE = 1 << 16  # numbers at a time: what is made of them stays in a core's ca
 class Quantised:
     """W [N outputs, K inputs] as level * scale.
 
-    levels: int8 [N, K], of `RANGE[bits]`. scales: float16 [N, ceil(K / 32)], finite, of either
-    sign; one that is 0 has only levels 0.
+    levels: int8 [N, K], of `RANGE[bits]`. scales: float16 [N, ceil(K / 32)], finite; one that is 0
+    has only levels 0. With 4 bits some are negative. With 8 bits none that is chosen here is:
+    TensorRT takes those of 4 bits alone.
     """
 
     levels: npt.NDArray[np.int8]
@@ -94,7 +95,7 @@ def best_scales(blocks: torch.Tensor, bits: Bits) -> torch.Tensor:
     """
     low, high = blocks.amin(-1), blocks.amax(-1)
     peak = torch.where(-low > high, low, high)  # of the largest magnitude, with its sign
-    widest = _to_float16(peak / RANGE[bits][1])
+    widest = _to_float16(peak.abs() / RANGE[bits][1])
     if not bool((peak.abs() <= _LARGEST * RANGE[bits][1]).all()):  # NaN is not
         raise ValueError("a weight is NaN, infinite or beyond what a float16 scale reaches")
     if bits == 8:

@@ -32,7 +32,7 @@ def sample(model: PreTrainedModel, texts: int, length: int, seed: int = 0) -> to
     outputs: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     first = model.config.get_text_config(decoder=True).bos_token_id
     ids = torch.empty(texts, length, dtype=torch.int64)
-    if isinstance(first, int) and first < outputs.weight.shape[0]:
+    if isinstance(first, int) and 0 <= first < outputs.weight.shape[0]:
         ids[:, 0] = first
     else:
         ids[:, 0] = torch.randint(outputs.weight.shape[0], (texts,), generator=random)

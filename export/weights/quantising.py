@@ -52,8 +52,12 @@ class Quantising:
         self._full = logits(model, self.ids)
         with stage(self.role, f"quantise, {self.weights}") as said:
             texts = None if written is None else written[:TEXTS]
+            # Half precision is for TensorRT, which takes no negative scale of 8 bits.
+            negative = model.dtype == torch.float32
             try:
-                self._found = quantise_model(model, self._bits, texts, keep=self._packed)
+                self._found = quantise_model(
+                    model, self._bits, texts, keep=self._packed, negative=negative
+                )
             except ValueError as error:
                 raise OutriderError(
                     "checkpoint",
@@ -67,6 +71,10 @@ class Quantising:
 
     def again(self, model: PreTrainedModel) -> PreTrainedModel:
         """The same levels in another copy of the model."""
+        for name, parameter in model.named_parameters():  # an embedding too, which stays dense
+            if (weight := self._found.get(name)) is not None:
+                dense = torch.from_numpy(weight.dense())
+                parameter.data.copy_(dense if dense.shape == parameter.shape else dense.T)
         replace(model, self._found)
         return model
 

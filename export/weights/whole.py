@@ -24,6 +24,7 @@ def quantise_model(
     texts: torch.Tensor | None = None,  # int64 [texts, length], of `quality.sample`
     output_bits: Bits = 8,
     keep: bool = False,  # the levels of what lies on some already
+    negative: bool = True,  # also where a scale of theirs of 8 bits is negative
 ) -> dict[str, Quantised]:
     """Quantise the model's matrices and write what they are then, `dense()`, into its parameters.
 
@@ -44,7 +45,7 @@ def quantise_model(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     inner = {names[id(module.weight)]: module for module in _linear(model) if module is not output}
     texts = texts if bits == 4 else None  # of 8 bits there is nothing to gain
-    found = _recovered(inner | {names[id(output.weight)]: output}, bits) if keep else {}
+    found = _recovered(inner | {names[id(output.weight)]: output}, bits, negative) if keep else {}
     with torch.no_grad():
         # The ends first: what the layers see of the embedding is to be what they will see of it.
         seen = None
@@ -62,11 +63,12 @@ def quantise_model(
     return found
 
 
-def _recovered(modules: dict[str, Any], bits: Bits) -> dict[str, Quantised]:
+def _recovered(modules: dict[str, Any], bits: Bits, negative: bool) -> dict[str, Quantised]:
     """Of a checkpoint that was quantised before: exactly what it says."""
     found = {}
     for name, module in modules.items():
-        if (kept := recover(_matrix(module).numpy(), bits)) is not None:
+        kept = recover(_matrix(module).numpy(), bits)
+        if kept is not None and (negative or bits == 4 or not (kept.scales < 0).any()):
             found[name] = kept
     return found
 

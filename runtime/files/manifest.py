@@ -348,7 +348,8 @@ class Manifest:
             "DRAFT": f"<{pair.draft.source}>" if pair.draft else pair.lookup or "none",
             "BACKEND": self.backend,
             "DTYPE": pair.target.dtype,
-            **({"WEIGHTS": pair.target.weights} if pair.target.weights else {}),
+            # Where nobody says, a checkpoint that is quantised already keeps its bits.
+            "WEIGHTS": pair.target.weights or "full",
             **(
                 {"DRAFT_WEIGHTS": pair.draft.weights or "full"}
                 if pair.draft and pair.draft.weights != pair.target.weights

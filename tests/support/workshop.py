@@ -83,6 +83,7 @@ def traced_once() -> Iterator[None]:
                 "weights": {name: [*w.shape, str(w.dtype)] for name, w in weights.items()},
                 "arguments": [key_shapes, value_shapes, capacity, str(dtype)],
                 "positions": decoder.max_positions,
+                "bits": [getattr(module, "bits", None) for module in decoder.modules()],
                 "exporter": part.exporter_digest(),
                 "versions": part.versions(),
             }
