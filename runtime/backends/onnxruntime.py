@@ -101,6 +101,13 @@ class OrtEngine(HostEngine[Any]):
     least_width = 2  # one token has kernels of its own, GEMV for GEMM
 
     def _open(self, folder: Path, facts: GraphFacts, threads: int) -> None:
+        if facts.host_alone and not kernel.available():
+            raise OutriderError(
+                "backend",
+                f"{folder} has quantised weights, which liboutrider multiplies: "
+                f"{kernel.unavailable()}",
+                "Compile it: make plugins. Or install a wheel that has it.",
+            )
         # bundle.py says where it is not
         own = facts.host_alone or (HOST_FILE in facts.files and kernel.available())
         file = folder / (HOST_FILE if own else GRAPH_FILE)

@@ -19,6 +19,7 @@ from runtime.bundle import load
 from runtime.certificate import check
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import GRAPH_FILE, HOST_FILE, HOST_WEIGHTS_FILE, read_bundle, read_pair
+from runtime.sampling import kernel
 from runtime.text.options import Options
 
 INT4, INT8 = onnx.TensorProto.INT4, onnx.TensorProto.INT8
@@ -98,7 +99,7 @@ def test_the_width_of_a_call_changes_no_bit(graphs: tuple[Path, str]) -> None:
 
 
 def test_a_bundle_for_the_cpu_carries_the_quantised_weights_alone(
-    graphs: tuple[Path, str], tmp_path: Path
+    graphs: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, weights = graphs
     bundle = tmp_path / "bundle"
@@ -118,6 +119,10 @@ def test_a_bundle_for_the_cpu_carries_the_quantised_weights_alone(
         assert certificate.passed and certificate.identical
     with pytest.raises(OutriderError, match="compiled for the CPU"):
         load(bundle, device="cuda")
+    monkeypatch.setattr(kernel, "available", lambda: False)
+    with pytest.raises(OutriderError, match="liboutrider") as caught:
+        load(bundle)
+    assert "make plugins" in caught.value.remedy
 
 
 def test_quality_is_measured_with_the_rows_that_run(workshop: Workshop) -> None:
