@@ -224,7 +224,7 @@ def test_an_engine_of_another_version(rtx_bundle: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(opening, "_installed", lambda package: "1.8.0")
     with pytest.raises(OutriderError, match=r"built with tensorrt_rtx 1\.\S+, and 1\.8\.0 is") as e:
         load(rtx_bundle)
-    assert "BACKEND=tensorrt_rtx DTYPE=float16 SM=80,89,120" in e.value.remedy
+    assert "BACKEND=tensorrt_rtx DTYPE=float16 WEIGHTS=full SM=80,89,120" in e.value.remedy
     assert f"SLOTS=3 OUT={rtx_bundle}" in e.value.remedy
 
 
