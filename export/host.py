@@ -29,7 +29,7 @@ from runtime.files.manifest import (
 )
 
 from .graph import initializer, saving
-from .weights.operators import OWN_DOMAIN, own_operators
+from .weights.operators import OWN_DOMAIN, own_operators, put
 
 DOMAIN = "com.microsoft"  # of ONNX Runtime's own operators
 SEEN = 16  # queries at each end of a slot whose masks are looked at
@@ -274,7 +274,7 @@ def _replace(
     model.graph.append(node)
     olds = [layer.end, *(write.outputs[0] for write in layer.writes)]
     for old, new in zip(olds, node.outputs, strict=True):
-        _put(model, old, new)
+        put(old, new)
     for rows in (*caches, *node.outputs[1:]) if cache else ():
         assert rows is not None and rows.shape is not None
         *sizes, _ = rows.shape
@@ -317,7 +317,7 @@ def _fuse_sums(model: ir.Model) -> None:
         )  # fmt: skip
         model.graph.append(fused)
         for old, new in ((norm.outputs[0], fused.outputs[0]), (add.outputs[0], fused.outputs[3])):
-            _put(model, old, new)
+            put(old, new)
         model.graph.remove([norm, add], safe=True)
 
 
@@ -335,18 +335,8 @@ def _fuse_transposed(model: ir.Model) -> None:
             continue
         fused = ir.node("FusedMatMul", [x, weight], {"transB": 1}, domain=DOMAIN)
         model.graph.append(fused)
-        _put(model, product.outputs[0], fused.outputs[0])
+        put(product.outputs[0], fused.outputs[0])
         model.graph.remove(product, safe=True)
-
-
-def _put(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
-    """A value in the place of another, under its name."""
-    new.shape, new.type = old.shape, old.type
-    new.name, old.name = old.name, f"{old.name}.before"
-    outputs = model.graph.outputs
-    if old in outputs:
-        outputs[outputs.index(old)] = new
-    ir.convenience.replace_all_uses_with(old, new)
 
 
 def _is_weight(value: ir.Value | None) -> bool:

@@ -155,12 +155,16 @@ def _put(
 
 def _replace(model: ir.Model, old: ir.Node, new: ir.Node) -> None:
     """A node in the place of another; what it makes has the other's name."""
-    end, made = old.outputs[0], new.outputs[0]
-    made.shape, made.type = end.shape, end.type
-    made.name, end.name = end.name, f"{end.name}.before"
     model.graph.insert_before(old, new)
-    ir.convenience.replace_all_uses_with(end, made, replace_graph_outputs=True)
+    put(old.outputs[0], new.outputs[0])
     model.graph.remove(old, safe=True)
+
+
+def put(old: ir.Value, new: ir.Value) -> None:
+    """A value in the place of another, under its name."""
+    new.shape, new.type = old.shape, old.type
+    new.name, old.name = old.name, f"{old.name}.before"
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
 
 
 def packed(

@@ -130,13 +130,6 @@ ort::Status* multiply(void* made, ort::Context* context) {
                     &work);
 }
 
-float scale_of(uint16_t half) { // a finite float16
-  const uint32_t rest = half & 0x7FFFu, bits = (rest << 13) + (112u << 23);
-  float value = static_cast<float>(rest) * 5.9604645e-8f; // 2^-24, of those below 2^-14
-  if (rest >= 0x0400u) memcpy(&value, &bits, sizeof value);
-  return half & 0x8000u ? -value : value;
-}
-
 ort::Status* gather(void* made, ort::Context* context) {
   const Kernel& kernel = *static_cast<const Kernel*>(made);
   const Api* api = kernel.api;
@@ -164,7 +157,7 @@ ort::Status* gather(void* made, ort::Context* context) {
       const int64_t block = k / BLOCK, number = k % BLOCK, of_vector = BLOCK / bits;
       const uint8_t byte = levels[block * 64 * bits + number / of_vector * 64 + 4 * lane + k % 4];
       const int64_t level = bits == 8 ? byte : number % 8 < 4 ? byte & 15 : byte >> 4;
-      to[k] = static_cast<float>(level - offset) * scale_of(scales[block * PANEL + lane]);
+      to[k] = static_cast<float>(level - offset) * outrider_half(scales[block * PANEL + lane]);
     }
   }
   return nullptr;

@@ -171,18 +171,6 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
 
 #else
 
-float widened(uint16_t half) { // a finite float16
-  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16, rest = half & 0x7FFFu;
-  const uint32_t bits = sign | ((rest << 13) + (112u << 23));
-  float value;
-  if (rest >= 0x0400u) {
-    __builtin_memcpy(&value, &bits, sizeof value);
-    return value;
-  }
-  value = static_cast<float>(rest) * 5.9604645e-8f; // 2^-24
-  return sign ? -value : value;
-}
-
 template <int R, int BITS>
 void panel_rows(const Call& c, int64_t panel, int64_t first) {
   const int64_t blocks = blocks_of(c);
@@ -203,7 +191,7 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
       }
     const uint16_t* scales = c.scales + (panel * blocks + b) * PANEL;
     for (int lane = 0; lane < PANEL; ++lane) {
-      const float scale = widened(scales[lane]);
+      const float scale = outrider_half(scales[lane]);
       for (int r = 0; r < R; ++r)
         total[r][lane] += static_cast<float>(sum[r][lane]) *
                           (scale * c.x_scales[(first + r) * blocks + b]);
