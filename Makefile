@@ -86,13 +86,13 @@ engines: kernel
 	graphs=build/.cache/graphs/$$(realpath -m -- "$$out" | sha256sum | cut -c1-12); \
 	bundle=(--out="$$out" --backend="$$BACKEND" --slots="$$SLOTS" --sm="$$SM" \
 	  $${OPT_LEVEL:+--opt-level="$$OPT_LEVEL"}); \
-	$(PY) -m engines "$${bundle[@]}" --supports "$$DTYPE" $${WEIGHTS:+"$$WEIGHTS"} \
-	  $${DRAFT_WEIGHTS:+"$$DRAFT_WEIGHTS"} $${CACHE:+--cache-type="$$CACHE"}; \
+	runs=$$($(PY) -m engines "$${bundle[@]}" --supports "$$DTYPE" "$${WEIGHTS:-full}" \
+	  "$${DRAFT_WEIGHTS:-full}" $${CACHE:+--cache-type="$$CACHE"}); \
 	case "$$BACKEND" in aotinductor) format=torch;; *) format=onnx;; esac; \
 	$(PY) -m export --model="$$MODEL" --draft="$$DRAFT" --dtype="$$DTYPE" --format=$$format \
 	  $${WEIGHTS:+--weights="$$WEIGHTS"} $${DRAFT_WEIGHTS:+--draft-weights="$$DRAFT_WEIGHTS"} \
 	  $${CACHE:+--cache-type="$$CACHE"} \
-	  $${TEXT:+--text="$$TEXT"} \
+	  $${TEXT:+--text="$$TEXT"} $${runs:+--backend-weights="$$runs"} \
 	  --max-gamma="$$MAX_GAMMA" $${MAX_LEN:+--max-len="$$MAX_LEN"} --out="$$graphs" \
 	  $${force:+--force}; \
 	case "$$BACKEND" in tensorrt*) $(PY) -m plugins.tools.cubins > /dev/null;; esac; \

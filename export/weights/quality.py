@@ -90,12 +90,12 @@ def describe(quality: Quality) -> str:
     )
 
 
-def refuse_nonsense(quality: Quality, bits: Bits, source: str) -> None:
-    """Raises OutriderError "difference" beyond `BOUND`."""
+def refuse_nonsense(quality: Quality, bits: Bits, source: str, option: str = "WEIGHTS") -> None:
+    """Raises OutriderError "difference" beyond `BOUND`. option: which sets the bits."""
     if quality.kl > BOUND[bits]:
         raise OutriderError(
             "difference",
             f"{source} at {bits} bits is {quality.kl:.2g} nats from the full model, "
             f"more than {BOUND[bits]}",
-            "Build with WEIGHTS=int8." if bits == 4 else "Build without WEIGHTS.",
+            f"Build with {option}={'int8' if bits == 4 else 'full'}.",
         )
