@@ -35,9 +35,14 @@ int main(int count, char** words) {
       std::fflush(stdout);
     }
     const outrider_stats stats = stream.stats();
-    std::printf("\n%lld tokens in %lld rounds, %lld of %lld drafts stand\n",
+    const double rounds = static_cast<double>(stats.rounds) / 1e3; // so that times are in ms
+    const double models = stats.draft_seconds + stats.target_seconds;
+    std::printf("\n%lld tokens in %lld rounds, %lld of %lld drafts stand; first token after %.2f ms, "
+                "%.3f ms a round, %.3f of them outside the models\n",
                 static_cast<long long>(stats.output_tokens), static_cast<long long>(stats.rounds),
-                static_cast<long long>(stats.accepted), static_cast<long long>(stats.drafted));
+                static_cast<long long>(stats.accepted), static_cast<long long>(stats.drafted),
+                1e3 * stats.prefill_seconds, stats.round_seconds / rounds,
+                (stats.round_seconds - models) / rounds);
   } catch (const outrider::Error& error) {
     std::fprintf(stderr, "error: %s\n", error.what());
     return error.status();

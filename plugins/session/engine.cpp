@@ -61,7 +61,6 @@ Engine::Engine(const ort::Library& library, const std::string& folder, const Mod
 
 LogitsView Engine::forward(const Tokens& ids, const Tokens& position, int64_t since,
                            int64_t outputs, int32_t first, int32_t buffer) {
-  const auto begin = std::chrono::steady_clock::now();
   const auto batch = static_cast<int64_t>(position.size());
   const int64_t width = static_cast<int64_t>(ids.size()) / batch;
   reserve(position, width);
@@ -73,18 +72,21 @@ LogitsView Engine::forward(const Tokens& ids, const Tokens& position, int64_t si
     held.cut(static_cast<int32_t>(first + b), position[b]); // a call that fails leaves nothing there
   if (width <= widest_) { // steps and verifications; prefill widths vary too much
     const auto found = calls_.find(shape);
-    model_.run(found != calls_.end()
-                   ? found->second
-                   : calls_.emplace(shape, prepare(first, batch, width, outputs, buffer))
-                         .first->second);
+    run(found != calls_.end()
+            ? found->second
+            : calls_.emplace(shape, prepare(first, batch, width, outputs, buffer)).first->second);
   } else {
-    model_.run(prepare(first, batch, width, outputs, buffer));
+    run(prepare(first, batch, width, outputs, buffer));
   }
   for (int64_t b = 0; b < batch; ++b)
     held.wrote(static_cast<int32_t>(first + b), ids.data() + b * width, width, position[b]);
-  const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begin;
-  seconds += taken.count();
   return {logits_.get() + int64_t{buffer} * slots * widest_ * vocab_size, outputs, vocab_size};
+}
+
+void Engine::run(const ort::Call& call) {
+  const auto begin = std::chrono::steady_clock::now();
+  model_.run(call);
+  seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
 LogitsView Engine::prefill(int32_t slot, const Tokens& tokens, int64_t start, int64_t end) {

@@ -66,7 +66,7 @@ public:
   const int32_t slots, vocab_size, narrowest;
   const int64_t capacity, chunk;
   HeldRows held;
-  double seconds = 0; // in calls
+  double seconds = 0; // in ONNX Runtime's calls
 
 private:
   struct Freed {
@@ -80,6 +80,7 @@ private:
   };
   template <class T> static Memory<T> zeros(int64_t count);
   ort::Call prepare(int32_t first, int64_t batch, int64_t width, int64_t outputs, int32_t buffer);
+  void run(const ort::Call& call);
   void reserve(const Tokens& position, int64_t width);
 
   ort::Model model_;

@@ -147,7 +147,7 @@ def build_fuzz(
 ) -> Path:
     """fuzz.cpp or fuzz_session.cpp with the library's sources, a program. Raises BuildError."""
     name = "fuzz_session" if session else "fuzz"
-    more = [(f"tools/{name}.cpp", [])]
+    more: list[Unit] = [(f"tools/{name}.cpp", [])]
     return _made(out, name, "", sources, list(extra), more, session=session)
 
 
