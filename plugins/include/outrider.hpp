@@ -242,6 +242,9 @@ private:
 class Session {
 public:
   explicit Session(const Config& config) {
+    if (outrider_abi_version() != OUTRIDER_ABI_VERSION)
+      throw Error({OUTRIDER_FAILED_BACKEND, "liboutrider has another version than its headers",
+                   "Use both from one wheel, and compile again"});
     outrider_config made{};
     made.folder = config.folder.c_str();
     made.onnxruntime = config.onnxruntime.empty() ? nullptr : config.onnxruntime.c_str();

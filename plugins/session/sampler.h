@@ -47,14 +47,13 @@ public:
   }
 
   // Draw the draft token of `step` for every place with step < gamma. logits: [S, V] of the draft.
-  const int64_t* draw(const LogitsView& logits, int64_t step, int32_t first) {
+  void draw(const LogitsView& logits, int64_t step, int32_t first) {
     drew_ = true;
     const int64_t stride = logits.outputs * logits.vocab_size;
     const outrider_logits rows = described(logits.data, stride, stride, draft_vocab_size_, first);
     check(outrider_draw(&rows, slots_.data(), count(), width_, static_cast<int32_t>(step), nullptr,
                         drafts_.data(), rows_.data(), nullptr, verdicts_.data(), workspace_.data(),
                         workspace_.size(), threads_));
-    return drafts_.data() + step;
   }
   int64_t drawn(size_t b, int64_t step) const { return drafts_[b * width_ + step]; }
 
