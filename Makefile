@@ -35,7 +35,7 @@ GIVEN := MODEL DRAFT OUT BENCH_OUT BACKEND DTYPE WEIGHTS DRAFT_WEIGHTS CACHE TEX
          SLOTS MEASURE SM OPT_LEVEL FORCE PROMPT ENGINES PROMPTS GPU_OUT CALL TENSORRT_ROOT
 $(foreach name,$(GIVEN),$(eval override export $(name) := $$(value $(name))))
 
-.PHONY: kernel gpu-check help demo test test-slow check map bench report engines plugins plugin \
+.PHONY: kernel gpu-check help demo test test-slow test-serve check map bench report engines plugins plugin \
         cubins sanitize wheel clean distclean
 .DEFAULT_GOAL := help
 
@@ -53,6 +53,7 @@ help:
 	@echo '             BACKEND=aotinductor [DTYPE=...|bfloat16] for the GPU here, or with SM=cpu for the CPU'
 	@echo '                MODEL and DRAFT are Hugging Face folders or names'
 	@echo 'make test       the proofs, minutes on two cores; make test-slow: the long ones'
+	@echo 'make test-serve the Ray example with real replicas and OpenAI'"'"'s client, in an environment of its own'
 	@echo 'make check      ruff, mypy and the rules of the house; make map draws the house'
 	@echo 'make bench      ours and what else there is, side by side, then how costs grow (40 minutes)'
 	@echo '                [QUICK=1: 10 minutes] [BENCH_OUT=build/results]; more peers: pip install -e .[peers]'
@@ -120,6 +121,17 @@ test: kernel
 
 test-slow: kernel
 	$(PY) -m pytest -m slow
+
+build/serve-env/stamp: constraints.txt pyproject.toml
+	$(PYTHON) -m venv --clear build/serve-env
+	build/serve-env/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints.txt -e '.[cpu,serve]' pytest
+	@touch $@
+
+test-serve: build/serve-env/stamp
+	@test -d "$$ENGINES" || $(MAKE) --no-print-directory engines MODEL=models/target \
+	  DRAFT=models/draft OUT="$$ENGINES"
+	build/serve-env/bin/python -m pytest -m slow tests/serving
 
 check: .venv/stamp
 	$(PY) -m ruff check .
