@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -157,7 +158,12 @@ def test_a_fault_of_the_engine(model: Any, engine: TextEngine, monkeypatch: Any)
     assert engine.line.free == 1
 
 
-def test_unloading_ends_what_is_under_way(model: Any) -> None:
+def test_unloading_ends_what_is_under_way(model: Any, engine: TextEngine, monkeypatch: Any) -> None:
+    def slow(sequences: Any, real: Any = engine.round) -> Any:
+        time.sleep(0.02)  # so that the text is not over before the model is
+        return real(sequences)
+
+    monkeypatch.setattr(engine, "round", slow)
     asked = request("abc", True, '{"max_new_tokens": 400, "gamma": 0}')
     model.execute([asked])
     asked.sent.get(timeout=60)
