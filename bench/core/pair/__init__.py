@@ -64,7 +64,7 @@ def make(shape: str, alpha: float, work: Path) -> Pair:
     from .grow import grow
 
     sizes = asdict(SHAPES[shape])
-    target, draft = work / shape, work / f"draft-{alpha:g}"
+    target, draft = work / shape, work / f"{shape}-draft-{alpha:g}"
     blurred, stamp = work / f"blurred-{alpha:g}", work / f"{shape}-{alpha:g}.json"
     if not stamp.is_file():
         facts: dict[str, Any] = {"shape": shape, "alpha_wanted": alpha}

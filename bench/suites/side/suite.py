@@ -105,6 +105,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--alpha", type=float, default=0.8, metavar="A",
         help="acceptance of the draft on held-out text; default 0.8")  # fmt: skip
+    add("--shape", choices=pair.SHAPES, default="smollm-135m",
+        help="of the target; default smollm-135m")  # fmt: skip
     add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
     add("--work", type=Path, default=Path("build/side"), metavar="DIR",
         help="where pairs and what systems make of them are kept; default build/side")  # fmt: skip
@@ -113,7 +115,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     if "outrider" not in args.systems:
         raise OutriderError("option", "--systems leaves outrider out", "Name it too.")
-    made = pair.make("smollm-135m", args.alpha, args.work)
+    made = pair.make(args.shape, args.alpha, args.work)
     prompts = Prompts(collect().held_out, *pair.encoder(made.target), seed=1)
     side = SideRun(made, args.threads, args.work, clock)
     return run(QUICK if args.quick else FULL, side, prompts, systems(args.systems))
