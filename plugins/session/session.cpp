@@ -116,8 +116,9 @@ int32_t outrider_take(outrider_session* session, uint64_t request, outrider_toke
                       int32_t capacity, int32_t* count, int32_t* finish,
                       outrider_failure* failure) {
   return guarded(failure, [&] {
-    Sequence& sequence = decoder_of(session).sequence(request);
     given(tokens != nullptr || capacity == 0, "tokens"), given(count != nullptr, "count");
+    *count = 0;
+    Sequence& sequence = decoder_of(session).sequence(request);
     const size_t most = capacity > 0 ? static_cast<size_t>(capacity) : 0;
     const size_t taken = std::min(most, sequence.fresh.size());
     session->taken.clear();
