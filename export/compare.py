@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,16 +52,23 @@ def reference(model: PreTrainedModel, capacity: int, vocab_size: int) -> Referen
     length = 40 if not window or 2 * window + 8 > _LONGEST else max(40, 2 * window + 8)
     length = min(length, capacity - 8)
     ids = np.random.default_rng(0).integers(0, vocab_size, (2, length))
+    remark = f"; its window of {window} was not reached" if window >= length else ""
+    return Reference(ids, logits(model, torch.from_numpy(ids)).float().numpy(), remark)
+
+
+def logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """[B, T, V] of whole texts [B, T], in the model's dtype. Raises OutriderError "checkpoint"
+    where the model does not run, or says NaN or infinity."""
     try:
         with torch.no_grad():
-            logits = model(input_ids=torch.from_numpy(ids), use_cache=False).logits
+            said: torch.Tensor = model(input_ids=ids, use_cache=False).logits
     except Exception as error:  # noqa: BLE001 - any model code may fail in any way
         raise OutriderError(
             "checkpoint",
             f"Transformers itself cannot run this {type(model).__name__}: {error}".splitlines()[0],
             "Check that config.json belongs to these weights.",
         ) from None
-    if not torch.isfinite(logits).all():  # a bound made of them would hold for anything
+    if not torch.isfinite(said).all():  # a bound made of them would hold for anything
         dtype = str(model.dtype).removeprefix("torch.")
         raise OutriderError(
             "checkpoint",
@@ -70,8 +77,7 @@ def reference(model: PreTrainedModel, capacity: int, vocab_size: int) -> Referen
             if dtype == "float32"
             else "Build with another DTYPE; float16 overflows beyond 65504.",
         )
-    remark = f"; its window of {window} was not reached" if window >= length else ""
-    return Reference(ids, logits.float().numpy(), remark)
+    return said
 
 
 def compare(
@@ -165,9 +171,11 @@ def _difference(graph: _Call, original: Reference) -> float:
     return worst
 
 
-def run(file: Path, dtype: Dtype, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Logits [B, T, V] of whole texts [B, T] by an exported graph."""
-    return _Graph(file, ids.shape[1], dtype, slots=len(ids))(ids, [0] * len(ids))
+def run(file: Path, dtype: Dtype, ids: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.float32]]:
+    """Logits [T, V] of whole texts [B, T] by an exported graph, one text after the other."""
+    graph = _Graph(file, ids.shape[1], dtype, slots=1)
+    for text in ids:
+        yield graph(text[None], [0])[0]
 
 
 class _Graph:
@@ -179,8 +187,11 @@ class _Graph:
         self._dtype = dtype
         options = ort.SessionOptions()
         options.log_severity_level = 4  # what it raises says it all
-        # Without its rearranged copies of the weights, which would be the peak of the whole export.
+        # Without its rearranged and dequantised copies of the weights, which would be the peak of
+        # the whole export, and without memory that it keeps.
         options.add_session_config_entry("session.disable_prepacking", "1")
+        options.enable_cpu_mem_arena = False
+        left_out = [*ORT_LEFT_OUT.get(dtype, []), "ConstantFolding"]
         # A product with quantised weights that it fuses rounds the activations too.
         options.add_session_config_entry("session.enable_quant_qdq", "0")
         if file.name == HOST_FILE:
@@ -190,7 +201,7 @@ class _Graph:
                 str(file),
                 options,
                 providers=["CPUExecutionProvider"],
-                disabled_optimizers=ORT_LEFT_OUT.get(dtype),
+                disabled_optimizers=left_out,
             )
         except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes
             raise _refused(dtype, error) from None

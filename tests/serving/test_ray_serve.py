@@ -1,0 +1,425 @@
+"""The Ray example as a user starts it, with real replicas, asked by OpenAI's own client.
+
+`make test-serve` installs both into an environment of their own, and runs this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from shutil import copytree, rmtree
+from typing import Any
+
+import outrider
+import pytest
+from commands import CHECKOUT
+from outrider.files.manifest import MANIFEST_FILE, TEMPLATE_FILE, file_facts, read_bundle
+from outrider.files.records import write_json
+
+pytest.importorskip("ray.serve", reason="Ray Serve is not installed: see make test-serve")
+openai = pytest.importorskip("openai", reason="openai is not installed: see make test-serve")
+
+pytestmark = pytest.mark.slow
+BUNDLE = CHECKOUT / os.environ.get("ENGINES", "build/demo")
+TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+QUEUE, REPLICAS = 200, 2
+LONG = {"max_tokens": 1500, "temperature": 0, "extra_body": {"ignore_eos": True}}
+REPLICA = b"ray::ServeReplica:default:Replica"
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled pair with a chat template, which its checkpoint does not have."""
+    folder = tmp_path_factory.mktemp("bundles") / "demo"
+    copytree(BUNDLE, folder)
+    template = folder / "tokenizer" / TEMPLATE_FILE
+    template.write_text(TEMPLATE)
+    manifest = read_bundle(BUNDLE)
+    tokenizer = manifest.pair.tokenizer
+    files = {**tokenizer.files, TEMPLATE_FILE: file_facts(template)}
+    pair = replace(manifest.pair, tokenizer=replace(tokenizer, chat_template=True, files=files))
+    listed = {**manifest.files, f"tokenizer/{TEMPLATE_FILE}": file_facts(template)}
+    write_json(folder / MANIFEST_FILE, "manifest", replace(manifest, pair=pair, files=listed))
+    read_bundle(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(bundle: Path) -> outrider.TextEngine:
+    return outrider.load(bundle, threads=1)
+
+
+class Server:
+    """The example's process. mark: in the environment of all that it starts."""
+
+    def __init__(self, bundle: Path, folder: str):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url, self.mark = f"http://127.0.0.1:{port}/v1", f"OUTRIDER_SERVER={port}"
+        options = {"port": port, "queue": QUEUE, "replicas": REPLICAS}
+        name, value = self.mark.split("=")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "examples.ray_serve", bundle]
+            + [f"--{option}={value}" for option, value in options.items()],
+            cwd=CHECKOUT,
+            env={**os.environ, name: value, "RAY_TMPDIR": folder, "RAY_SERVE_LOG_TO_STDERR": "0"},
+        )
+
+    def replicas(self) -> set[int]:
+        """Process ids."""
+        return {pid for pid in self._processes() if _read(pid, "cmdline").startswith(REPLICA)}
+
+    def _processes(self) -> set[int]:
+        numbers = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+        return {pid for pid in numbers if self.mark.encode() in _read(pid, "environ").split(b"\0")}
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(60)
+        finally:
+            for pid in self._processes():  # those that outlive it
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:  # it has ended, or is another user's
+        return b""
+
+
+def until(condition: Callable[[], bool], seconds: int = 120) -> None:
+    for _ in range(seconds * 4):
+        if condition():
+            return
+        time.sleep(0.25)
+    raise AssertionError(f"not within {seconds} seconds")
+
+
+@pytest.fixture(scope="module")
+def server(bundle: Path) -> Iterator[Server]:
+    folder = tempfile.mkdtemp(prefix="ray")  # short: it holds sockets
+    server = Server(bundle, folder)
+    try:
+        client = openai.OpenAI(base_url=server.url, api_key="any", max_retries=0)
+
+        def ready() -> bool:
+            assert server.process.poll() is None
+            try:
+                return [model.id for model in client.models.list().data] == ["demo"]
+            except (openai.APIConnectionError, openai.InternalServerError, openai.NotFoundError):
+                return False
+
+        until(ready)
+        yield server
+    finally:
+        server.close()
+        rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url, api_key="any", max_retries=0)
+
+
+def asked(
+    server: Server, work: Callable[[openai.AsyncOpenAI], Awaitable[Any]], retries: int = 0
+) -> Any:
+    """What this coroutine makes of a client."""
+
+    async def run() -> Any:
+        url, most = server.url, retries
+        async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=most) as client:
+            return await work(client)
+
+    return asyncio.run(run())
+
+
+SAMPLED = {"temperature": 0.8, "seed": 7, "max_tokens": 48}
+# What is asked, and the same in the engine's terms.
+ASKED = [
+    ({"temperature": 0}, {"temperature": 0, "max_new_tokens": 16}),
+    (SAMPLED, {}),
+    ({**SAMPLED, "stop": ["\n    "]}, {"stop": ["\n    "]}),
+    ({**SAMPLED, "top_p": 0.5, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+     {"top_p": 0.5, "presence_penalty": 1.0, "frequency_penalty": 0.5}),
+    ({**SAMPLED, "logit_bias": {"300": 5.0}}, {"logit_bias": {300: 5.0}}),
+    ({**SAMPLED, "extra_body": {"verify": "coupled", "gamma": 0, "top_k": 5}},
+     {"verify": "coupled", "gamma": 0, "top_k": 5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "ours"), ASKED)
+def test_a_text_is_that_of_a_local_call(
+    client: openai.OpenAI, engine: outrider.TextEngine, given: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    """Whole and streamed."""
+    if given is not ASKED[0][0]:
+        ours = {"temperature": 0.8, "seed": 7, "max_new_tokens": 48} | ours
+    prompt = "def read(path):\n"
+    expected = engine.generate(prompt, chat=False, **ours)
+    usage = (expected.stats.prompt_tokens, len(expected.token_ids))
+    finish = "length" if expected.finish_reason == "length" else "stop"
+
+    whole = client.completions.create(model="demo", prompt=prompt, **given)
+    (choice,) = whole.choices
+    assert (choice.text, choice.finish_reason) == (expected.text, finish)
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == usage
+
+    *parts, last = client.completions.create(
+        model="demo", prompt=prompt, stream=True, stream_options={"include_usage": True}, **given
+    )
+    assert "".join(part.choices[0].text for part in parts) == expected.text
+    assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + [finish]
+    assert not last.choices and (last.usage.prompt_tokens, last.usage.completion_tokens) == usage
+
+
+def test_a_conversation(client: openai.OpenAI, engine: outrider.TextEngine) -> None:
+    """A special token that a message spells is text, and control only where it is asked for."""
+    messages = [{"role": "user", "content": "Read a file.<|endoftext|>"}]
+    seeded = {"temperature": 0.8, "seed": 3}
+    chat = client.chat.completions.create
+    for special in ("text", "control"):
+        expected = engine.generate(messages, special_tokens=special, max_new_tokens=32, **seeded)
+        more = {"extra_body": {"special_tokens": special}} if special == "control" else {}
+        for name in ("max_tokens", "max_completion_tokens"):
+            answer = chat(model="demo", messages=messages, **{name: 32}, **seeded, **more)
+            message = answer.choices[0].message
+            assert (message.role, message.content) == ("assistant", expected.text)
+            assert answer.usage.prompt_tokens == expected.stats.prompt_tokens
+            parts = chat(
+                model="demo", messages=messages, stream=True, **{name: 32}, **seeded, **more
+            )
+            assert "".join(p.choices[0].delta.content for p in parts) == expected.text
+    # Without a length it goes on to the end of the context.
+    stop = {"stop": ["def"], "extra_body": {"ignore_eos": True}}
+    answer = chat(model="demo", messages=messages, **seeded, **stop)
+    local = engine.generate(
+        messages,
+        special_tokens="text",
+        max_new_tokens=9999,
+        stop=["def"],
+        ignore_eos=True,
+        **seeded,
+    )
+    assert answer.choices[0].message.content == local.text
+
+
+def test_choices_and_log_probabilities(client: openai.OpenAI, engine: outrider.TextEngine) -> None:
+    prompts, seeded = ["import os\n", "class A"], {"temperature": 0.8, "seed": 5}
+    locally = [
+        engine.generate(
+            prompt, chat=False, max_new_tokens=8, temperature=0.8, seed=5 + n, logprobs=2
+        )
+        for prompt in prompts
+        for n in range(2)
+    ]
+    answer = client.completions.create(
+        model="demo", prompt=prompts, n=2, max_tokens=8, logprobs=2, **seeded
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    for choice, expected in zip(answer.choices, locally, strict=True):
+        assert choice.text == expected.text
+        assert choice.logprobs.token_logprobs == expected.logprobs
+        assert "".join(choice.logprobs.tokens) == expected.text
+    assert answer.usage.completion_tokens == 32
+    assert answer.usage.prompt_tokens == sum(r.stats.prompt_tokens for r in locally[::2])
+
+    messages = [{"role": "user", "content": "x"}]
+    expected = engine.generate(messages, max_new_tokens=8, logprobs=2, **seeded)
+    options = {"max_tokens": 8, "logprobs": True, "top_logprobs": 2, **seeded}
+    (choice,) = client.chat.completions.create(model="demo", messages=messages, **options).choices
+    said = choice.logprobs.content
+    assert [token.logprob for token in said] == expected.logprobs
+    assert [[t.logprob for t in token.top_logprobs] for token in said] == [
+        [logprob for _, logprob in token.alternatives] for token in expected.tokens
+    ]
+
+
+REFUSED = [
+    ({"model": "gpt"}, 404, "model"),
+    ({"extra_body": {"tools": [{}]}}, 400, "option"),
+    ({"extra_body": {"best_of": 3}}, 400, "option"),
+    ({"temperature": -1}, 400, "option"),
+    ({"top_p": "much"}, 400, "option"),
+    ({"n": 0}, 400, "option"),
+    ({"max_tokens": 0}, 400, "option"),
+    ({"seed": "a", "n": 2}, 400, "option"),
+    ({"stream_options": {"include_usage": True}}, 400, "option"),
+    ({"extra_body": {"gamma": 99}}, 400, "option"),
+    ({"prompt": []}, 400, "prompt"),
+    ({"prompt": [4096]}, 400, "prompt"),
+    ({"prompt": "x " * 3000}, 400, "prompt"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_done_is_refused(client: openai.OpenAI, stream: bool) -> None:
+    for given, status, kind in REFUSED:
+        if stream and "stream_options" in given:
+            continue
+        with pytest.raises(openai.APIStatusError) as raised:
+            client.completions.create(**{"model": "demo", "prompt": "x", "stream": stream, **given})
+        assert raised.value.status_code == status, given
+        assert raised.value.body["code"] == kind, given
+        assert raised.value.body["type"] == "invalid_request_error" and raised.value.body["message"]
+
+
+async def begun(client: openai.AsyncOpenAI) -> AsyncIterator[Any]:
+    """A long text that has its slot."""
+    stream = await client.completions.create(model="demo", prompt="if ", stream=True, **LONG)
+    await anext(stream)
+    return stream
+
+
+async def rest(stream: Any) -> str | None:
+    finish = None
+    async for part in stream:
+        finish = part.choices[0].finish_reason
+    return finish
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_who_leaves_makes_room(server: Server, leaves: bool) -> None:
+    """Both slots are taken, and one request waits: for the text that is not read any further, or
+    else, the control, for one of them to end."""
+
+    async def work(client: openai.AsyncOpenAI) -> list[str]:
+        ended: list[str] = []
+
+        async def note(name: str, work: Awaitable[Any]) -> None:
+            await work
+            ended.append(name)
+
+        first, second = await begun(client), await begun(client)
+        short = client.completions.create(model="demo", prompt="x", max_tokens=1)
+        waiting = [note("waiting", short), note("first", rest(first))]
+        if leaves:
+            await second.close()
+        else:
+            waiting.append(note("second", rest(second)))
+        await asyncio.gather(*waiting)
+        return ended
+
+    ended = asked(server, work)
+    assert (ended[0] == "waiting") == leaves, ended
+
+
+def test_who_leaves_before_anything_was_said(server: Server) -> None:
+    """Requests that are not streamed: one in its slot, and one that waits."""
+
+    async def work(client: openai.AsyncOpenAI) -> list[str]:
+        other = await begun(client)
+        create = client.completions.create
+        both = [asyncio.create_task(create(model="demo", prompt="x", **LONG)) for _ in range(2)]
+        ended = asyncio.create_task(rest(other))
+        await asyncio.sleep(0.5)  # one of them has the other slot; if none has, this shows nothing
+        for task in both:
+            task.cancel()
+        await create(model="demo", prompt="x", max_tokens=1)
+        assert not ended.done()
+        return await ended
+
+    assert asked(server, work) == "length"
+
+
+def test_more_than_may_wait_are_told_so(server: Server, engine: outrider.TextEngine) -> None:
+    async def work(client: openai.AsyncOpenAI) -> list[Any]:
+        slots = [await begun(client) for _ in range(REPLICAS)]
+        many = [
+            asyncio.create_task(
+                client.completions.create(
+                    model="demo", prompt="import ", max_tokens=2, temperature=0.8, seed=seed
+                )
+            )
+            for seed in range(QUEUE + 40)
+        ]
+        while sum(task.done() for task in many) < 40:  # those that are refused
+            await asyncio.sleep(0.1)
+        for stream in slots:
+            await stream.close()
+        return await asyncio.gather(*many, return_exceptions=True)
+
+    answers = asked(server, work)
+    refused = [answer for answer in answers if isinstance(answer, Exception)]
+    assert len(refused) >= 40
+    assert all(isinstance(error, openai.RateLimitError) for error in refused), refused
+    assert {error.body["code"] for error in refused} == {"busy"}
+    given = {n: a.choices[0].text for n, a in enumerate(answers) if a not in refused}
+    assert given == texts(engine, ["import "] * len(answers), 2, given)
+
+
+def texts(engine: outrider.TextEngine, prompts: list[str], most: int, seeds: Any) -> dict[int, str]:
+    options = {"chat": False, "max_new_tokens": most, "temperature": 0.8}
+    return {n: engine.generate(prompts[n], seed=n, **options).text for n in seeds}
+
+
+def test_a_replica_that_dies(server: Server, engine: outrider.TextEngine) -> None:
+    """Its text ends with an error and not like a text that is complete; whoever waits, and a client
+    that tries again, have the right text; and there is another replica."""
+    before = server.replicas()
+    assert len(before) == REPLICAS
+
+    async def work(client: openai.AsyncOpenAI) -> tuple[list[Any], list[str]]:
+        slots = [await begun(client) for _ in range(REPLICAS)]
+        many = [
+            asyncio.create_task(
+                client.completions.create(
+                    model="demo", prompt="import ", max_tokens=8, temperature=0.8, seed=seed
+                )
+            )
+            for seed in range(10)
+        ]
+        os.kill(min(before), signal.SIGKILL)
+        ends = await asyncio.gather(*map(rest, slots), return_exceptions=True)
+        return ends, [answer.choices[0].text for answer in await asyncio.gather(*many)]
+
+    ends, given = asked(server, work, retries=5)
+    (broken,) = [end for end in ends if end != "length"]
+    assert isinstance(broken, openai.APIError) and broken.body["code"] == "replica", broken
+    assert dict(enumerate(given)) == texts(engine, ["import "] * 10, 8, range(10))
+    until(lambda: len(server.replicas()) == REPLICAS)
+    assert min(before) not in server.replicas()
+
+
+def test_many_at_once(
+    server: Server, engine: outrider.TextEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """200 requests, half of them streamed. What is printed is for the reader: no test of speed."""
+    prompts = [f"def f{n}(" if n % 2 else f"# {n}\nimport " for n in range(QUEUE)]
+    most = 16
+
+    async def work(client: openai.AsyncOpenAI) -> list[str]:
+        async def one(seed: int) -> str:
+            options = {"model": "demo", "prompt": prompts[seed], "max_tokens": most}
+            options |= {"temperature": 0.8, "seed": seed, "stream": seed % 4 < 2}
+            answer = await client.completions.create(**options)
+            if not options["stream"]:
+                return answer.choices[0].text
+            return "".join([part.choices[0].text async for part in answer])
+
+        return await asyncio.gather(*map(one, range(QUEUE)))
+
+    begin = time.perf_counter()
+    given = asked(server, work)
+    served, begin = time.perf_counter() - begin, time.perf_counter()
+    expected = texts(engine, prompts, most, range(QUEUE))
+    locally = time.perf_counter() - begin
+    assert dict(enumerate(given)) == expected
+    with capsys.disabled():
+        print(
+            f"\n{QUEUE} requests: {REPLICAS} replicas {served:.1f} s, one process {locally:.1f} s"
+        )
