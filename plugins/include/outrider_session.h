@@ -165,6 +165,7 @@ OUTRIDER_API int32_t outrider_open(const outrider_config* config, outrider_sessi
 /* Also with requests under way. NULL is allowed. */
 OUTRIDER_API void outrider_close(outrider_session* session);
 
+/* All zero of a session that is NULL. */
 OUTRIDER_API void outrider_get_facts(const outrider_session* session, outrider_facts* facts);
 
 OUTRIDER_API void outrider_default_options(outrider_options* options);

@@ -84,6 +84,8 @@ int32_t outrider_open(const outrider_config* config, outrider_session** session,
 void outrider_close(outrider_session* session) { delete session; }
 
 void outrider_get_facts(const outrider_session* session, outrider_facts* facts) {
+  *facts = {};
+  if (session == nullptr) return;
   const outrider::Bundle& bundle = session->decoder.bundle();
   *facts = {bundle.vocab_size, bundle.max_len, bundle.max_gamma, session->decoder.slots(),
             bundle.draft.has_value(), session->decoder.bits().one_text,

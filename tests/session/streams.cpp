@@ -2,8 +2,8 @@
 //
 // The bundle's draft model gives NaN.
 #include <cstdio>
-#include <memory>
 #include <stdexcept>
+#include <utility>
 
 #include <outrider.hpp>
 
@@ -37,14 +37,17 @@ int main(int, char** words) {
     return false;
   };
 
-  auto session = std::make_unique<outrider::Session>(config);
-  outrider::Stream broken = session->stream({5, 6}, drafted), other = session->stream({5, 7}, plain);
+  outrider::Session session(config);
+  outrider::Stream broken = session.stream({5, 6}, drafted), other = session.stream({5, 7}, plain);
   other.next(), other.next(); // a round, in which the first one breaks before its token is taken
   drain("broken", broken);
   drain("broken, again", broken);
   broken.close(); // or the next one has no slot
-  broken = session->stream({5, 6}, throwing);
-  session.reset(); // streams have their own hold of it
+  broken = session.stream({5, 6}, throwing);
+  {
+    const outrider::Session taken = std::move(session);
+    std::printf("%d slots, %d moved away\n", taken.facts().slots, session.facts().slots);
+  } // streams have their own hold of it
   drain("other", other);
   drain("throwing", broken);
   drain("throwing, again", broken);
