@@ -1,20 +1,22 @@
 # find_package(outrider): the target outrider::outrider, with headers and liboutrider.so.
 #
 # In an installed wheel this folder lies beside both; in a checkout the library is in build/lib.
+# Nothing is cached, so that another outrider_DIR is another library.
 get_filename_component(_outrider_beside "${CMAKE_CURRENT_LIST_DIR}/.." REALPATH)
-find_path(outrider_INCLUDE_DIR outrider.hpp PATHS "${_outrider_beside}/include" NO_DEFAULT_PATH)
-find_file(outrider_LIBRARY liboutrider.so
-  PATHS "${_outrider_beside}" "${_outrider_beside}/../build/lib" NO_DEFAULT_PATH)
+set(outrider_LIBRARY "${_outrider_beside}/liboutrider.so")
+if(NOT EXISTS "${outrider_LIBRARY}")
+  set(outrider_LIBRARY "${_outrider_beside}/../build/lib/liboutrider.so")
+endif()
 
-include(FindPackageHandleStandardArgs)
-find_package_handle_standard_args(outrider REQUIRED_VARS outrider_LIBRARY outrider_INCLUDE_DIR
-  REASON_FAILURE_MESSAGE "Install a wheel that was built with a C++ compiler, or run make plugins.")
-
-if(outrider_FOUND AND NOT TARGET outrider::outrider)
+if(NOT EXISTS "${outrider_LIBRARY}")
+  set(outrider_FOUND FALSE)
+  set(outrider_NOT_FOUND_MESSAGE
+    "liboutrider.so is missing. Install a wheel that was built with a C++ compiler, or run make plugins.")
+elseif(NOT TARGET outrider::outrider)
   add_library(outrider::outrider SHARED IMPORTED)
   set_target_properties(outrider::outrider PROPERTIES
     IMPORTED_LOCATION "${outrider_LIBRARY}"
-    INTERFACE_INCLUDE_DIRECTORIES "${outrider_INCLUDE_DIR}"
+    INTERFACE_INCLUDE_DIRECTORIES "${_outrider_beside}/include"
     INTERFACE_COMPILE_FEATURES cxx_std_17)
 endif()
 unset(_outrider_beside)

@@ -239,18 +239,22 @@ void Bundle::verify(bool weights) const {
 
 Bits Bundle::promise(int32_t slot_count, const std::string& version, int32_t plain_width) const {
   Bits bits;
+  const int32_t usual = bits.narrowest;
   if (plain_width != 0) bits.narrowest = plain_width;
   const auto built = versions.find("onnxruntime");
   if (!invariance_ || (built != versions.end() && built->second != version) ||
-      invariance_->processor != processor())
+      invariance_->processor != processor()) {
+    bits.forgone = bits.narrowest < usual;
     return bits;
+  }
   const CallBits& calls = slot_count == 1 ? invariance_->one : invariance_->several;
   const int64_t least = *std::min_element(calls.widths.begin(), calls.widths.end());
   const bool wide = least <= WIDEST_STEP && std::all_of(calls.others.begin(), calls.others.end(),
                                                         [&](int64_t w) { return w < least; });
   if (!wide) return bits;
   if (plain_width == 0) bits.narrowest = static_cast<int32_t>(least);
-  bits.one_text = bits.narrowest >= least && calls.rows && calls.neighbours;
+  bits.forgone = bits.narrowest < least;
+  bits.one_text = !bits.forgone && calls.rows && calls.neighbours;
   return bits;
 }
 

@@ -30,6 +30,7 @@ struct ModelFacts {
 struct Bits {
   int32_t narrowest = 2; // tokens of the target's narrowest calls
   bool one_text = false; // for every gamma, draft, slot and neighbour
+  bool forgone = false;  // by calls that are narrower than they need to be
 };
 
 struct Bundle {

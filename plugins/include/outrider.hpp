@@ -3,8 +3,8 @@
 //   outrider::Session session({"build/demo"});
 //   for (const outrider::Token& token : session.stream(prompt, options)) use(token.id);
 //
-// Failures are thrown as outrider::Error. A session is used by one thread at a time;
-// `Session::cancel` may be called by any.
+// Failures are thrown as outrider::Error. A session and its streams are used by one thread at a time;
+// `Stream::cancel` may be called by any, as long as the stream stays where it is.
 #ifndef OUTRIDER_HPP
 #define OUTRIDER_HPP
 
@@ -79,7 +79,9 @@ struct Options {
   double sigmoid_alpha = -1e3;
   double sigmoid_beta = 1e3;
   std::vector<std::int64_t> stop_token_ids{};
-  std::function<bool(std::int64_t)> stop{}; // of each new token: whether the text ends behind it
+  // Of each new token: whether the text ends behind it. What it throws ends the text too, and
+  // `Stream::next` throws it behind the last token.
+  std::function<bool(std::int64_t)> stop{};
   bool ignore_eos = false;
   std::optional<std::int32_t> logprobs{}; // how many alternatives
 };
@@ -107,21 +109,28 @@ using Handle = std::shared_ptr<outrider_session>;
 } // namespace detail
 
 // A request in its slot. Streams of one session advance together: the others keep their new tokens
-// until they are asked. Its end releases the slot.
+// until they are asked. Its end, or `close`, releases the slot; the session lives as long as its
+// streams.
 class Stream {
 public:
   Stream(Stream&&) = default;
   Stream& operator=(Stream&& other) noexcept {
     if (this != &other) {
-      leave();
+      close();
       session_ = std::move(other.session_), request_ = other.request_;
       stop_ = std::move(other.stop_), finish_ = other.finish_;
     }
     return *this;
   }
-  ~Stream() { leave(); }
+  ~Stream() { close(); }
 
-  // The next token; none where the text has ended.
+  // Release the slot now: `stream = session.stream(...)` would want another before.
+  void close() noexcept {
+    if (session_) outrider_release(session_.get(), request_, nullptr);
+    session_.reset();
+  }
+
+  // The next token; none where the text has ended. What broke it is thrown behind its last token.
   std::optional<Token> next() {
     while (finish_ == Finish::running) {
       outrider_token token{};
@@ -129,7 +138,7 @@ public:
       outrider_failure failure{};
       const std::int32_t status =
           outrider_take(session_.get(), request_, &token, 1, &count, &finish, &failure);
-      if (finish != OUTRIDER_RUNNING) finish_ = static_cast<Finish>(finish);
+      if (count == 0 || status == OUTRIDER_OK) finish_ = static_cast<Finish>(finish);
       if (count > 0) {
         Token found{token.id, static_cast<Origin>(token.origin), token.logprob, {}};
         for (std::int32_t i = 0; i < token.alternative_count; ++i)
@@ -139,6 +148,7 @@ public:
       if (status != OUTRIDER_OK) throw Error(failure);
       if (finish_ == Finish::running) detail::checked(outrider_round, session_.get());
     }
+    if (stop_ && stop_->thrown) std::rethrow_exception(std::exchange(stop_->thrown, nullptr));
     return std::nullopt;
   }
 
@@ -184,10 +194,13 @@ public:
 
 private:
   friend class Session;
-  using Stop = std::function<bool(std::int64_t)>;
+  struct Stop {
+    std::function<bool(std::int64_t)> ends;
+    std::exception_ptr thrown; // nothing may pass the C interface
+  };
 
   Stream(detail::Handle session, const std::vector<std::int64_t>& prompt, const Options& options)
-      : session_(std::move(session)), stop_(std::make_unique<Stop>(options.stop)) {
+      : session_(std::move(session)), stop_(new Stop{options.stop, nullptr}) {
     std::vector<std::int64_t> ids;
     std::vector<double> biases;
     for (const auto& [id, bias] : options.logit_bias) ids.push_back(id), biases.push_back(bias);
@@ -211,9 +224,15 @@ private:
     made.bias_length = static_cast<std::int32_t>(ids.size());
     made.stops = options.stop_token_ids.data();
     made.stop_length = static_cast<std::int32_t>(options.stop_token_ids.size());
-    if (*stop_) {
+    if (stop_->ends) {
       made.stop = [](void* data, std::int64_t token) -> std::int32_t {
-        return (*static_cast<const Stop*>(data))(token);
+        Stop& stop = *static_cast<Stop*>(data);
+        try {
+          return stop.ends(token);
+        } catch (...) {
+          stop.thrown = std::current_exception();
+          return 1;
+        }
       };
       made.stop_data = stop_.get();
     }
@@ -226,11 +245,6 @@ private:
     made.logprobs = options.logprobs.value_or(-1);
     detail::checked(outrider_admit, session_.get(), prompt.data(),
                     static_cast<std::int64_t>(prompt.size()), &made, &request_);
-  }
-
-  void leave() noexcept {
-    if (session_) outrider_release(session_.get(), request_, nullptr);
-    session_.reset();
   }
 
   detail::Handle session_;

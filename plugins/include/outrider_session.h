@@ -6,6 +6,9 @@
  *
  *   outrider_open -> outrider_admit ... -> outrider_round, outrider_take ... -> outrider_release
  *
+ * A program that was compiled with other headers reads other structures: compare
+ * outrider_abi_version() with OUTRIDER_ABI_VERSION first.
+ *
  * A session is used by one thread at a time; `outrider_cancel` alone may be called by any thread
  * meanwhile. Sessions share nothing. No function throws, and none keeps a pointer that it was given
  * beyond the call, but for the callback of a request.
@@ -43,8 +46,8 @@ typedef struct outrider_session outrider_session;
 /* How to open a bundle. All zero is a good beginning, but for the folder. */
 typedef struct {
   const char* folder;      /* what `make engines` wrote */
-  const char* onnxruntime; /* the library's path; NULL: $OUTRIDER_ONNXRUNTIME, or where the system
-                              looks for libonnxruntime.so */
+  const char* onnxruntime; /* the library's path; NULL or empty: $OUTRIDER_ONNXRUNTIME, or where the
+                              system looks for libonnxruntime.so */
   const int64_t* corpus;   /* [corpus_length] a text in which ngram looks after the text itself */
   int64_t corpus_length;
   int32_t slots;           /* requests at a time; 0: the bundle's number */
@@ -81,7 +84,8 @@ enum { /* who proposes */
 
 enum { OUTRIDER_USUAL_GAMMA = -1 }; /* 4 of a model, 8 of the others */
 
-/* Called with each new token, in order; not 0 ends the text behind it. It must not use the session. */
+/* Called with each new token that does not end the text by itself, in order; not 0 ends it behind the
+ * token. It must neither use the session nor throw. */
 typedef int32_t (*outrider_stop)(void* data, int64_t token);
 
 /* How to generate. Begin with outrider_default_options. */
@@ -161,6 +165,7 @@ OUTRIDER_API int32_t outrider_open(const outrider_config* config, outrider_sessi
 /* Also with requests under way. NULL is allowed. */
 OUTRIDER_API void outrider_close(outrider_session* session);
 
+/* All zero of a session that is NULL. */
 OUTRIDER_API void outrider_get_facts(const outrider_session* session, outrider_facts* facts);
 
 OUTRIDER_API void outrider_default_options(outrider_options* options);
@@ -177,7 +182,7 @@ OUTRIDER_API int32_t outrider_round(outrider_session* session, outrider_failure*
 
 /* The next tokens that were not taken yet: at most `capacity` into `tokens`, how many into `count`.
  * finish: why the text ended, where these are its last; OUTRIDER_RUNNING before. Returns NUMERIC with
- * OUTRIDER_BROKEN. */
+ * OUTRIDER_BROKEN, in every call; tokens that came before are there all the same. */
 OUTRIDER_API int32_t outrider_take(outrider_session* session, uint64_t request,
                                    outrider_token* tokens, int32_t capacity, int32_t* count,
                                    int32_t* finish, outrider_failure* failure);

@@ -39,7 +39,8 @@ template <class Release, class Made> Owned<Made, Release> owned(const Api* api, 
 } // namespace
 
 Library::Library(const char* path) : environment(nullptr, {nullptr}), memory(nullptr, {nullptr}) {
-  if (path == nullptr) path = getenv("OUTRIDER_ONNXRUNTIME");
+  const auto named = [](const char* name) { return name != nullptr && *name != '\0' ? name : nullptr; };
+  path = named(path) ? path : named(getenv("OUTRIDER_ONNXRUNTIME"));
   void* library = nullptr;
   for (const char* name : {path, path ? nullptr : "libonnxruntime.so.1",
                            path ? nullptr : "libonnxruntime.so"})

@@ -21,7 +21,7 @@ template <class Made, class Release> using Owned = std::unique_ptr<Made, Release
 // The library and its environment; it stays in the process, as its threads may.
 class Library {
 public:
-  // path: of the shared library; null: $OUTRIDER_ONNXRUNTIME, or where the system looks. Throws
+  // path: of the shared library; null or empty: $OUTRIDER_ONNXRUNTIME, or where the system looks. Throws
   // Failure.
   explicit Library(const char* path);
 

@@ -12,7 +12,7 @@ namespace {
 
 std::string shown(double value) {
   char text[40];
-  snprintf(text, sizeof text, "%g", value);
+  snprintf(text, sizeof text, "%.15g", value); // whole numbers as they are
   return text;
 }
 
@@ -111,6 +111,9 @@ Request check_request(const int64_t* prompt, int64_t length, const outrider_opti
   Request request{options, length, {}, {}, {}, ends};
   outrider_options& o = request.options;
   check_sampling(o);
+  refuse(o.rule == OUTRIDER_COUPLED && limits.forgone,
+         "the coupled rule promises a text of every gamma, and plain_width=1 ties it to one",
+         "Leave one of them out");
   in_range(o.max_new_tokens >= 1, "max_new_tokens", o.max_new_tokens, "a whole number from 1 up");
   in_range(o.min_new_tokens >= 0 && o.min_new_tokens <= o.max_new_tokens, "min_new_tokens",
            o.min_new_tokens, "from 0 to max_new_tokens");

@@ -122,7 +122,7 @@ int32_t Decoder::acquire(const Tokens& prompt) {
 
 uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_options& options) {
   const Limits limits{bundle_.vocab_size, target_->vocab_size, bundle_.max_len, bundle_.max_gamma,
-                      draft_ != nullptr, bundle_.lookup};
+                      draft_ != nullptr, bundle_.lookup, bits_.forgone};
   Request request = check_request(prompt, length, options, limits, bundle_.ends);
   auto made = std::make_unique<Sequence>();
   Sequence& sequence = *made;

@@ -16,6 +16,7 @@ namespace outrider {
 struct Limits {
   int32_t vocab_size, embeddings, max_len, max_gamma;
   bool has_draft, lookup;
+  bool forgone; // one text for every gamma, by the plain width that was asked for
 };
 
 // A copy of the options with defaults in place, after every check that needs no slot. Throws Failure.

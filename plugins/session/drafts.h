@@ -37,7 +37,7 @@ struct Fed {
 };
 
 // One call for the slots of a span: logits after the tokens from number `since` on. Slots that sit
-// out are written beyond the rows that are worth keeping: of[slot].
+// out are written beyond the rows that are worth keeping: kept[slot].
 LogitsView feed(Engine& engine, const std::vector<int64_t>& kept, Span within,
                 const std::vector<Fed>& fed, int64_t since = 0, int32_t buffer = 0);
 
@@ -56,8 +56,6 @@ private:
   Tokens guess(Sequence& sequence, const Tokens& drafts, int64_t count) const;
   void at_once(std::vector<Plan>& plans, const std::vector<int64_t>& kept);
   void chain(const Plans& plans, const std::vector<int64_t>& kept);
-  void chain_round(const Plans& active, const std::vector<int64_t>& wanted,
-                   const std::vector<int64_t>& kept);
   LogitsView step(const Plans& drafting, const std::vector<int64_t>& kept, int64_t number,
                   Span within);
   void fill(float* row, const Plan& plan, int64_t step) const;

@@ -84,6 +84,8 @@ int32_t outrider_open(const outrider_config* config, outrider_session** session,
 void outrider_close(outrider_session* session) { delete session; }
 
 void outrider_get_facts(const outrider_session* session, outrider_facts* facts) {
+  *facts = {};
+  if (session == nullptr) return;
   const outrider::Bundle& bundle = session->decoder.bundle();
   *facts = {bundle.vocab_size, bundle.max_len, bundle.max_gamma, session->decoder.slots(),
             bundle.draft.has_value(), session->decoder.bits().one_text,
@@ -116,8 +118,9 @@ int32_t outrider_take(outrider_session* session, uint64_t request, outrider_toke
                       int32_t capacity, int32_t* count, int32_t* finish,
                       outrider_failure* failure) {
   return guarded(failure, [&] {
-    Sequence& sequence = decoder_of(session).sequence(request);
     given(tokens != nullptr || capacity == 0, "tokens"), given(count != nullptr, "count");
+    *count = 0;
+    Sequence& sequence = decoder_of(session).sequence(request);
     const size_t most = capacity > 0 ? static_cast<size_t>(capacity) : 0;
     const size_t taken = std::min(most, sequence.fresh.size());
     session->taken.clear();

@@ -226,3 +226,16 @@ def test_what_is_refused(llama_bundle: Path) -> None:
                 assert caught.value.cause and caught.value.remedy
             assert kinds[0] == kinds[1], (options, kinds)
         assert session.generate([5, 6], max_new_tokens=3)  # none of them took the slot
+
+
+def test_one_text_for_every_gamma_or_none(llama_bundle: Path) -> None:
+    """The coupled rule promises what a plain width of 1 gives up."""
+    for width, refused in ((1, True), (2, False)):
+        with both(llama_bundle, plain_width=width, threads=1) as (engine, session):
+            assert engine.bits.forgone == refused
+            for generate in (engine.generate, session.generate):
+                if not refused:
+                    assert generate([5, 6], verify="coupled", max_new_tokens=3)
+                    continue
+                with pytest.raises(OutriderError, match="promises a text of every gamma"):
+                    generate([5, 6], verify="coupled", max_new_tokens=3)

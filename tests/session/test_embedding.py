@@ -8,11 +8,12 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Sequence
+from ctypes import byref
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from native_session import NativeSession, onnxruntime
+from native_session import Config, NativeSession, P, library, onnxruntime
 
 from plugins.tools.build import HERE, BuildError, build_fuzz, find_compiler
 from runtime import load
@@ -48,18 +49,23 @@ def test_headers_are_c(tmp_path: Path) -> None:
     subprocess.run([*compiler, f"-I{HERE / 'include'}", source], check=True)
 
 
+def compiled(compiler: Sequence[str], source: Path, place: Path) -> Path:
+    """A program with the session's library."""
+    found, program = find_library(), place / source.stem
+    assert found is not None
+    subprocess.run(
+        [*compiler, "-std=c++17", *WARNINGS, f"-I{HERE / 'include'}", source, found,
+         f"-Wl,-rpath,{found.parent}", "-o", program],
+        check=True,
+    )  # fmt: skip
+    return program
+
+
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
 def test_the_example(compiler: str, llama_bundle: Path, tmp_path: Path) -> None:
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not installed")
-    library, program = find_library(), tmp_path / "embed"
-    assert library is not None and (folder() / "outriderConfig.cmake").is_file()
-    subprocess.run(
-        [compiler, "-std=c++17", *WARNINGS, f"-I{HERE / 'include'}",
-         CHECKOUT / "examples" / "embed.cpp", library, f"-Wl,-rpath,{library.parent}",
-         "-o", program],
-        check=True,
-    )  # fmt: skip
+    program = compiled([compiler], CHECKOUT / "examples" / "embed.cpp", tmp_path)
     done = run(program, llama_bundle, onnxruntime(), 5, 6, 7)
     assert done.returncode == 0, done.stderr
     with load(llama_bundle, verify=False) as engine:
@@ -71,6 +77,48 @@ def test_the_example(compiler: str, llama_bundle: Path, tmp_path: Path) -> None:
         done = run(program, *words)
         assert done.returncode == status and done.stderr.startswith("error: "), done
         assert done.stderr.count("\n") == 1
+
+
+def test_streams(llama_bundle: Path, tmp_path: Path) -> None:
+    """What ends a text comes out behind its last token, also what a callback throws; a stream holds
+    its session, and gives its slot back when it is told to."""
+    bundle = copied(llama_bundle, tmp_path / "bundle")
+    weights = bundle / "draft" / "weights.bin"
+    weights.write_bytes(b"\xff" * weights.stat().st_size)  # NaN
+    program = compiled(find_compiler(), Path(__file__).with_name("streams.cpp"), tmp_path)
+    done = run(program, bundle, onnxruntime())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "broken: 1 tokens, failure 10", "broken, again: 0 tokens, finish 6",
+        "2 slots, 0 moved away", "other: 4 tokens, finish 3",
+        "throwing: 3 tokens, its own", "throwing, again: 0 tokens, finish 2",
+        "moved: 0 tokens, finish 2",
+    ]  # fmt: skip
+
+
+def test_cmake_takes_the_folder_that_it_is_told(tmp_path: Path) -> None:
+    """Also where the build folder was made with another one."""
+    if shutil.which("cmake") is None:
+        pytest.skip("cmake is not installed")
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.16)\n"
+        "project(none NONE)\n"
+        "find_package(outrider REQUIRED)\n"
+        "get_target_property(place outrider::outrider IMPORTED_LOCATION)\n"
+        "message(STATUS ${place})\n"
+    )
+    found, other = find_library(), tmp_path / "site-packages" / "outrider"
+    assert found is not None
+    shutil.copytree(folder(), other / "cmake")
+
+    def configured(place: Path) -> subprocess.CompletedProcess[str]:
+        words = ("-S", tmp_path, "-B", tmp_path / "build", f"-Doutrider_DIR={place}")
+        return run(Path("cmake"), *words)
+
+    assert found.name in configured(folder()).stdout
+    assert "liboutrider.so is missing" in configured(other / "cmake").stderr
+    shutil.copy(found, other)
+    assert f"-- {other / found.name}\n" in configured(other / "cmake").stdout
 
 
 def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
@@ -106,6 +154,14 @@ def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
         refused("bundle", "is missing")
         (bundle / name).write_bytes(content)
     NativeSession(bundle).close()
+
+
+def test_an_empty_path_is_none(llama_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, session = Config(folder=str(llama_bundle).encode(), onnxruntime=b""), P()
+    for path, status in ((str(onnxruntime()), 0), ("/nowhere", 8)):
+        monkeypatch.setenv("OUTRIDER_ONNXRUNTIME", path)
+        assert library().outrider_open(byref(config), byref(session), None) == status
+        library().outrider_close(session)
 
 
 def test_broken_logits(llama_bundle: Path, tmp_path: Path) -> None:
