@@ -35,7 +35,7 @@ int main(int count, char** words) {
       std::fflush(stdout);
     }
     const outrider_stats stats = stream.stats();
-    const double rounds = static_cast<double>(stats.rounds) / 1e3; // so that times are in ms
+    const double rounds = stats.rounds > 0 ? static_cast<double>(stats.rounds) / 1e3 : 1; // for ms
     const double models = stats.draft_seconds + stats.target_seconds;
     std::printf("\n%lld tokens in %lld rounds, %lld of %lld drafts stand; first token after %.2f ms, "
                 "%.3f ms a round, %.3f of them outside the models\n",

@@ -70,7 +70,11 @@ ModelFacts model(const Json& facts, const std::string& role) {
   if (files.has("graph.pt2"))
     fail(OUTRIDER_FAILED_BACKEND, "the " + role + " is no ONNX graph",
          "Build with BACKEND=onnxruntime");
+  if (facts.has("encoder"))
+    fail(OUTRIDER_FAILED_BACKEND, "the " + role + " has an encoder, which a session does not run yet",
+         "Use the Python runtime");
   found.file = role + (files.has("host.onnx") ? "/host.onnx" : "/graph.onnx");
+  found.weights = role + (files.has("host.bin") ? "/host.bin" : "/weights.bin");
   found.dtype = facts.at("dtype").string();
   const bool quantised = facts.has("cache");
   found.cache = quantised ? facts.at("cache").string() : found.dtype;
@@ -178,7 +182,7 @@ Bundle Bundle::read(const std::string& folder) {
     bundle.max_len = static_cast<int32_t>(pair.at("max_len").integer(1, COUNT));
     bundle.max_gamma =
         static_cast<int32_t>(pair.at("max_gamma").integer(1, OUTRIDER_MAX_WIDTH));
-    bundle.lookup = pair.has("lookup");
+    bundle.lookup = pair.has("lookup") && pair.at("lookup").string() == "ngram";
     for (const Json& id : pair.at("tokenizer").at("eos_token_ids").list())
       bundle.ends.push_back(id.integer(0, COUNT));
     std::sort(bundle.ends.begin(), bundle.ends.end());
@@ -188,17 +192,20 @@ Bundle Bundle::read(const std::string& folder) {
     const int64_t rows = int64_t{bundle.max_len} + bundle.max_gamma + 1;
     for (const ModelFacts* m : {&bundle.target, bundle.draft ? &*bundle.draft : nullptr}) {
       if (m == nullptr) continue;
-      if (m->keys.empty() || m->keys.size() != m->values.size() || m->capacity < rows ||
-          m->capacity != pair.at("capacity").integer(1, COUNT) || bundle.files.count(m->file) == 0)
-        throw BadJson{"it contradicts itself"};
+      if (m->keys.empty() || m->keys.size() != m->values.size())
+        throw BadJson{"it contradicts itself about its caches"};
+      if (m->capacity < rows || m->capacity != pair.at("capacity").integer(1, COUNT))
+        throw BadJson{"it contradicts itself about its sizes"};
+      if (bundle.files.count(m->file) == 0 || bundle.files.count(m->weights) == 0)
+        throw BadJson{"it contradicts itself about its files"};
     }
-    if (bundle.vocab_size > bundle.target.vocab_size) throw BadJson{"it contradicts itself"};
+    if (bundle.vocab_size > bundle.target.vocab_size)
+      throw BadJson{"it contradicts itself about its vocabulary"};
 
     if (facts.has("invariance")) {
       const Json& measured = facts.at("invariance");
       const auto bits = [](const Json& json) {
-        CallBits calls{{}, {}, json.at("neighbours").boolean(), json.at("threads").boolean(),
-                       json.at("rows").boolean()};
+        CallBits calls{{}, {}, json.at("neighbours").boolean(), json.at("rows").boolean()};
         for (const Json& width : json.at("widths").list())
           calls.widths.push_back(width.integer(1, SMALL));
         for (const Json& width : json.at("others").list())

@@ -19,9 +19,9 @@ struct FileFacts {
 
 // One model's graph.
 struct ModelFacts {
-  std::string file;  // from the bundle's folder
-  std::string dtype; // of activations
-  std::string cache; // of a row of keys or values
+  std::string file, weights; // from the bundle's folder
+  std::string dtype;         // of activations
+  std::string cache;         // of a row of keys or values
   int32_t vocab_size, max_len;
   int64_t capacity;
   std::vector<std::pair<int64_t, int64_t>> keys, values; // [layer] heads, and bytes or numbers a row
@@ -56,7 +56,7 @@ struct Bundle {
 private:
   struct CallBits {
     std::vector<int64_t> widths, others;
-    bool neighbours, threads, rows;
+    bool neighbours, rows;
   };
   struct Invariance {
     std::string processor;

@@ -260,6 +260,7 @@ public:
       throw Error({OUTRIDER_FAILED_BACKEND, "liboutrider has another version than its headers",
                    "Use both from one wheel, and compile again"});
     outrider_config made{};
+    made.abi_version = OUTRIDER_ABI_VERSION;
     made.folder = config.folder.c_str();
     made.onnxruntime = config.onnxruntime.empty() ? nullptr : config.onnxruntime.c_str();
     made.corpus = config.corpus.data();

@@ -43,8 +43,11 @@ typedef struct {
 
 typedef struct outrider_session outrider_session;
 
-/* How to open a bundle. All zero is a good beginning, but for the folder. */
+/* How to open a bundle. All else zero is a good beginning. */
 typedef struct {
+  int32_t abi_version;     /* OUTRIDER_ABI_VERSION: which headers the program was compiled with */
+  int32_t plain_width;     /* tokens of the target's narrowest calls, 1 or 2; 0: as many as it takes
+                              to have the bits of wider ones */
   const char* folder;      /* what `make engines` wrote */
   const char* onnxruntime; /* the library's path; NULL or empty: $OUTRIDER_ONNXRUNTIME, or where the
                               system looks for libonnxruntime.so */
@@ -54,9 +57,6 @@ typedef struct {
   int32_t threads;         /* of each model; 0 leaves it to ONNX Runtime */
   int32_t unverified;      /* not 0: the files' hashes are not looked at */
   int32_t no_reuse;        /* not 0: a prompt is computed whole, whatever rows a slot still holds */
-  int32_t plain_width;     /* tokens of the target's narrowest calls, 1 or 2; 0: as many as it takes
-                              to have the bits of wider ones */
-  int32_t reserved;
 } outrider_config;
 
 typedef struct {

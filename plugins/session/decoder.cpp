@@ -1,10 +1,12 @@
 #include "decoder.h"
 
 #include <math.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <exception>
+#include <iterator>
 #include <numeric>
 #include <thread>
 
@@ -45,23 +47,58 @@ private:
   std::exception_ptr found_;
 };
 
+int cores() { return static_cast<int>(std::max(1u, std::thread::hardware_concurrency())); }
+
+void refuse(bool broken, const std::string& cause, const std::string& remedy) {
+  if (broken) fail(OUTRIDER_FAILED_OPTION, cause, remedy);
+}
+
+// Bytes that a model's slots take before any text is long: FIRST_ROWS of cache, and logits.
+double least_bytes(const ModelFacts& facts, int32_t slots, int32_t outputs, int32_t buffers) {
+  double row = 0;
+  for (const auto* side : {&facts.keys, &facts.values})
+    for (const auto& [heads, width] : *side) row += static_cast<double>(heads * width);
+  const double element = static_cast<double>(ort::bytes_of(ort::type_of(facts.cache)));
+  const double rows = static_cast<double>(std::min(FIRST_ROWS, facts.capacity));
+  const double logits = 4.0 * outputs * buffers * facts.vocab_size;
+  return slots * (row * element * rows + logits);
+}
+
 Bundle opened(const outrider_config& config) {
-  if (config.folder == nullptr)
-    fail(OUTRIDER_FAILED_OPTION, "the folder is NULL", "Name what make engines wrote");
-  Bundle bundle = Bundle::read(config.folder);
-  if (!config.unverified) bundle.verify(false);
-  const int most = 4 * static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-  if (config.threads < 0 || config.threads > most)
-    fail(OUTRIDER_FAILED_OPTION, "threads=" + std::to_string(config.threads) + " is out of range",
+  refuse(config.abi_version != OUTRIDER_ABI_VERSION,
+         "the program was compiled for version " + std::to_string(config.abi_version) +
+             " of the interface, and this liboutrider has " + std::to_string(OUTRIDER_ABI_VERSION),
+         "Set abi_version to OUTRIDER_ABI_VERSION, and compile with the library's own headers");
+  refuse(config.folder == nullptr, "the folder is NULL", "Name what make engines wrote");
+  const int most = 4 * cores();
+  refuse(config.threads < 0 || config.threads > most,
+         "threads=" + std::to_string(config.threads) + " is out of range",
          "Use 0 (automatic) to " + std::to_string(most));
-  if (config.slots < 0 || config.slots > 1 << 16)
-    fail(OUTRIDER_FAILED_OPTION, "slots=" + std::to_string(config.slots) + " is out of range",
+  refuse(config.slots < 0 || config.slots > 1 << 16,
+         "slots=" + std::to_string(config.slots) + " is out of range",
          "Use a whole number from 1 up, or 0 for the bundle's");
-  if (config.plain_width < 0 || config.plain_width > 2)
-    fail(OUTRIDER_FAILED_OPTION, "plain_width is out of range", "Use 1 or 2, or 0");
-  if (config.corpus_length < 0 || config.corpus_length > INT32_MAX ||
-      (config.corpus_length > 0 && config.corpus == nullptr))
-    fail(OUTRIDER_FAILED_OPTION, "corpus_length is out of range", "Give as many ids as it says");
+  refuse(config.plain_width < 0 || config.plain_width > 2, "plain_width is out of range",
+         "Use 1 or 2, or 0");
+  refuse(config.corpus_length < 0 || config.corpus_length > INT32_MAX ||
+             (config.corpus_length > 0 && config.corpus == nullptr),
+         "corpus_length is out of range", "Give as many ids as it says");
+  Bundle bundle = Bundle::read(config.folder);
+  for (int64_t i = 0; i < config.corpus_length; ++i)
+    refuse(config.corpus[i] < 0 || config.corpus[i] >= bundle.vocab_size,
+           "the corpus has the token id " + std::to_string(config.corpus[i]) +
+               ", and the bundle only 0 to " + std::to_string(bundle.vocab_size - 1),
+           "Tokenize it with the bundle's own tokenizer");
+  const int32_t slots = config.slots > 0 ? config.slots : bundle.slots, gamma = bundle.max_gamma;
+  double need = least_bytes(bundle.target, slots, gamma + 1, 1);
+  if (bundle.draft) need += least_bytes(*bundle.draft, slots, gamma + 1, gamma);
+  const double have =
+      static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
+  if (need > have)
+    fail(OUTRIDER_FAILED_MEMORY,
+         std::to_string(slots) + " slots need " + std::to_string(static_cast<int64_t>(need / 1048576)) +
+             " MiB, and this machine has " + std::to_string(static_cast<int64_t>(have / 1048576)),
+         "Use fewer slots");
+  if (!config.unverified) bundle.verify(false);
   return bundle;
 }
 
@@ -84,8 +121,7 @@ Decoder::Decoder(const outrider_config& config)
     }
     if (config.corpus_length > 0)
       corpus_ = std::make_unique<Corpus>(Tokens(config.corpus, config.corpus + config.corpus_length));
-    const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-    const int threads = std::min(config.threads > 0 ? config.threads : cores, MAX_THREADS);
+    const int threads = std::min(config.threads > 0 ? config.threads : cores(), MAX_THREADS);
     sampler_ = std::make_unique<Sampler>(bundle_.vocab_size, width, gamma, slots(), threads);
     proposer_ = std::make_unique<Proposer>(draft_.get(), width, gamma, slots(), threads,
                                            corpus_.get());
@@ -232,7 +268,7 @@ void Decoder::speculate(std::vector<Plan>& plans) {
            plans[b].sequence->slot - within.first);
 }
 
-// Commit what becomes text of a round.
+// Commit what becomes text of a round; or, where memory is lacking, nothing.
 void Decoder::settle(Sequence& sequence, const Tokens& drafts, const outrider_verdict& verdict,
                      const LogitsView& rows, int32_t row_of) {
   const Request& request = sequence.request;
@@ -240,43 +276,50 @@ void Decoder::settle(Sequence& sequence, const Tokens& drafts, const outrider_ve
   const bool first = sequence.stats.output_tokens == 0;
   Tokens ids(drafts.begin(), drafts.begin() + verdict.accepted);
   ids.push_back(verdict.token);
-  int64_t emitted = 0;
-  std::vector<double> logprobs(request.options.logprobs >= 0 ? bundle_.vocab_size : 0);
-  for (const int64_t id : ids) {
-    Token token{id, OUTRIDER_ACCEPTED, NAN, {}, {}};
-    if (emitted == verdict.accepted)
-      token.origin = gamma == 0                   ? (first ? OUTRIDER_FIRST : OUTRIDER_PLAIN)
-                     : verdict.accepted == gamma ? OUTRIDER_BONUS
-                                                 : OUTRIDER_CORRECTED;
-    if (!logprobs.empty()) {
-      outrider_log_softmax(rows.row(row_of, emitted), bundle_.vocab_size, logprobs.data());
-      token.logprob = logprobs[static_cast<size_t>(id)];
-      token.ids.resize(logprobs.size());
-      std::iota(token.ids.begin(), token.ids.end(), 0);
-      const auto best = token.ids.begin() + request.options.logprobs;
-      std::partial_sort(token.ids.begin(), best, token.ids.end(), [&](int64_t a, int64_t b) {
-        return logprobs[a] != logprobs[b] ? logprobs[a] > logprobs[b] : a < b;
-      });
-      token.ids.erase(best, token.ids.end());
-      token.ids.shrink_to_fit();
-      for (const int64_t other : token.ids) token.logprobs.push_back(logprobs[other]);
-    }
-    sequence.fresh.push_back(std::move(token));
-    ++emitted;
-    ++sequence.stats.output_tokens;
-    sequence.finish = finish_of(sequence, id);
-    if (sequence.finish != OUTRIDER_RUNNING) break;
+  std::deque<Token> emitted;
+  int32_t finish = OUTRIDER_RUNNING;
+  for (size_t i = 0; i < ids.size() && finish == OUTRIDER_RUNNING; ++i) {
+    const bool last = i + 1 == ids.size();
+    int32_t origin = OUTRIDER_ACCEPTED;
+    if (last && gamma == 0) origin = first ? OUTRIDER_FIRST : OUTRIDER_PLAIN;
+    else if (last) origin = verdict.accepted == gamma ? OUTRIDER_BONUS : OUTRIDER_CORRECTED;
+    emitted.push_back(reported(request, ids[i], origin, rows.row(row_of, static_cast<int64_t>(i))));
+    finish = finish_of(sequence, ids[i], sequence.stats.output_tokens + static_cast<int64_t>(i) + 1);
   }
+  const auto count = static_cast<int64_t>(emitted.size());
   sequence.commit(ids, request.reads_model() ? gamma : 0);
-  sequence.roll_back(sequence.length() - (static_cast<int64_t>(ids.size()) - emitted));
+  sequence.roll_back(sequence.length() - (static_cast<int64_t>(ids.size()) - count));
+  sequence.fresh.insert(sequence.fresh.end(), std::make_move_iterator(emitted.begin()),
+                        std::make_move_iterator(emitted.end()));
+  sequence.finish = finish;
+  sequence.stats.output_tokens += count;
   if (!first) {
     ++sequence.stats.rounds;
     sequence.stats.drafted += gamma;
-    sequence.stats.accepted += std::min<int64_t>(verdict.accepted, emitted);
+    sequence.stats.accepted += std::min<int64_t>(verdict.accepted, count);
   }
 }
 
-int32_t Decoder::finish_of(const Sequence& sequence, int64_t token) const {
+// A token with what was asked for of the target's own distribution.
+Token Decoder::reported(const Request& request, int64_t id, int32_t origin, const float* row) const {
+  Token token{id, origin, NAN, {}, {}};
+  if (request.options.logprobs < 0) return token;
+  std::vector<double> logprobs(static_cast<size_t>(bundle_.vocab_size));
+  outrider_log_softmax(row, bundle_.vocab_size, logprobs.data());
+  token.logprob = logprobs[static_cast<size_t>(id)];
+  Tokens order(logprobs.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto best = order.begin() + request.options.logprobs;
+  std::partial_sort(order.begin(), best, order.end(), [&](int64_t a, int64_t b) {
+    return logprobs[a] != logprobs[b] ? logprobs[a] > logprobs[b] : a < b;
+  });
+  token.ids.assign(order.begin(), best);
+  for (const int64_t other : token.ids) token.logprobs.push_back(logprobs[other]);
+  return token;
+}
+
+// Why the text ends with this token, its output's `count`-th.
+int32_t Decoder::finish_of(const Sequence& sequence, int64_t token, int64_t count) const {
   const Request& request = sequence.request;
   const auto among = [&](const Tokens& ids) {
     return std::find(ids.begin(), ids.end(), token) != ids.end();
@@ -285,9 +328,9 @@ int32_t Decoder::finish_of(const Sequence& sequence, int64_t token) const {
   if (among(request.stops)) return OUTRIDER_STOPPED;
   if (request.options.stop && request.options.stop(request.options.stop_data, token) != 0)
     return OUTRIDER_STOPPED;
-  if (sequence.stats.output_tokens == request.options.max_new_tokens) return OUTRIDER_LENGTH;
+  if (count == request.options.max_new_tokens) return OUTRIDER_LENGTH;
   // The prompt and every token emitted so far: the text grows only after the block.
-  if (request.prompt_length + sequence.stats.output_tokens == bundle_.max_len)
+  if (request.prompt_length + count == bundle_.max_len)
     return OUTRIDER_CONTEXT;
   return OUTRIDER_RUNNING;
 }

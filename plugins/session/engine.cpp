@@ -7,12 +7,6 @@
 
 namespace outrider {
 
-namespace {
-
-constexpr int64_t FIRST_ROWS = 256; // of a slot; they double as texts grow
-
-} // namespace
-
 int64_t HeldRows::common(int32_t slot, const Tokens& text) const {
   const Tokens& held = tokens_[slot];
   const size_t most = std::min(held.size(), text.size());

@@ -20,7 +20,8 @@ namespace outrider {
 
 using Tokens = std::vector<int64_t>;
 
-constexpr int64_t CHUNK = 256; // tokens of one prefill call; bounds the activations
+constexpr int64_t CHUNK = 256;      // tokens of one prefill call; bounds the activations
+constexpr int64_t FIRST_ROWS = 256; // of a slot; they double as texts grow
 
 // What an engine's rows were computed from: an account of its calls, slot by slot.
 class HeldRows {

@@ -115,7 +115,7 @@ def includes(sources: Path = HERE) -> list[str]:
 def headers(sources: Path = HERE) -> list[Path]:
     """Every file that a source may include, and the sources beside them."""
     found = (path for folder in FOLDERS for path in (sources / folder).iterdir())
-    return [path for path in found if path.suffix in (".h", ".hpp", ".cuh", ".cpp", ".cu")]
+    return [path for path in found if path.suffix in (".h", ".hpp", ".cuh", ".cpp", ".cu", ".map")]
 
 
 def build(
@@ -126,7 +126,8 @@ def build(
     sources: the folder of the sources (a changed copy, in tests). extra: more compiler flags.
     session: with that of outrider_session.h. Raises BuildError.
     """
-    flags = ["-shared", f"-Wl,-soname,{NAME}", *extra]
+    exports = HERE / "session" / "exports.map"
+    flags = ["-shared", f"-Wl,-soname,{NAME}", f"-Wl,--version-script={exports}", *extra]
     library = _made(out, "liboutrider", ".so", sources, flags, [], session=session)
     _link(out / NAME, library)
     return out / NAME

@@ -150,6 +150,7 @@ int main(int count, char** words) {
     requests(session, std::atoi(words[4]));
   }
   outrider_config plain{};
+  plain.abi_version = OUTRIDER_ABI_VERSION;
   plain.folder = words[1], plain.onnxruntime = words[2], plain.slots = 2, plain.threads = 1;
   outrider_session* session = nullptr;
   if (outrider_open(&plain, &session, nullptr) != OUTRIDER_OK) return 1;

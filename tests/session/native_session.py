@@ -13,6 +13,7 @@ from typing import Any
 
 from runtime.files.errors import EXIT_STATUS, OutriderError
 from runtime.files.library import find_library
+from runtime.sampling.kernel import ABI_VERSION
 
 DRAFTS = ("default", "model", "ngram", "copy", "chain", "random", "none")
 RULES = ("token", "block", "sigmoid", "coupled")
@@ -29,9 +30,9 @@ class Failure(c.Structure):
 
 class Config(c.Structure):
     _fields_ = (
-        ("folder", c.c_char_p), ("onnxruntime", c.c_char_p), ("corpus", c.POINTER(I64)),
-        ("corpus_length", I64), ("slots", I32), ("threads", I32), ("unverified", I32),
-        ("no_reuse", I32), ("plain_width", I32), ("reserved", I32),
+        ("abi_version", I32), ("plain_width", I32), ("folder", c.c_char_p),
+        ("onnxruntime", c.c_char_p), ("corpus", c.POINTER(I64)), ("corpus_length", I64),
+        *((name, I32) for name in ("slots", "threads", "unverified", "no_reuse")),
     )  # fmt: skip
 
 
@@ -102,8 +103,8 @@ class NativeSession:
     def __init__(self, folder: Path, *, corpus: Sequence[int] = (), **config: int):
         ids = (I64 * len(corpus))(*corpus)
         made = Config(
-            folder=str(folder).encode(), onnxruntime=str(onnxruntime()).encode(),
-            corpus=ids, corpus_length=len(corpus), **config,
+            **{"abi_version": ABI_VERSION, **config}, folder=str(folder).encode(),
+            onnxruntime=str(onnxruntime()).encode(), corpus=ids, corpus_length=len(corpus),
         )  # fmt: skip
         self._session, self._kept = P(), {}  # callbacks, as long as they may be called
         self._call("outrider_open", c.byref(made), c.byref(self._session))

@@ -22,6 +22,7 @@ from runtime.files.errors import OutriderError
 from runtime.files.library import find_library
 from runtime.files.manifest import read_bundle
 from runtime.files.records import write_json
+from runtime.sampling.kernel import ABI_VERSION
 
 CHECKOUT = Path(__file__).parents[2]
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"]
@@ -157,7 +158,8 @@ def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
 
 
 def test_an_empty_path_is_none(llama_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, session = Config(folder=str(llama_bundle).encode(), onnxruntime=b""), P()
+    folder = str(llama_bundle).encode()
+    config, session = Config(abi_version=ABI_VERSION, folder=folder, onnxruntime=b""), P()
     for path, status in ((str(onnxruntime()), 0), ("/nowhere", 8)):
         monkeypatch.setenv("OUTRIDER_ONNXRUNTIME", path)
         assert library().outrider_open(byref(config), byref(session), None) == status
@@ -260,3 +262,15 @@ def test_ten_thousand_requests_need_no_more_memory(llama_bundle: Path) -> None:
         before = resident()
         generate(session, range(10_000))
         assert resident() - before < 1 << 20
+
+
+def test_what_cannot_be_opened(llama_bundle: Path) -> None:
+    """Before anything is loaded: another version's program, more slots than memory, odd ids."""
+    for config, kind, words in (
+        ({"abi_version": 1}, "option", "compiled for version 1"),
+        ({"slots": -1}, "option", "slots=-1"), ({"threads": 10**6}, "option", "threads="),
+        ({"corpus": [1, 10**6]}, "option", "the corpus has the token id 1000000"),
+    ):  # fmt: skip
+        with pytest.raises(OutriderError, match=words) as caught:
+            NativeSession(llama_bundle, **config)  # type: ignore[arg-type]
+        assert caught.value.kind == kind and caught.value.remedy
