@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import index
@@ -24,6 +24,7 @@ from .line import QUEUE, TIMEOUT, Caller, Line
 from .options import Message, Options, Prompt
 from .results import Result, Transcript
 from .stream import Batch, Stream
+from .together import Together
 from .tokenizer import Tokenizer
 
 
@@ -31,7 +32,8 @@ class TextEngine:
     """Two engines, their slots and the tokenizer. Make one with `load`, and `close` it, or use it
     in a `with` block; its memory is also given back when nothing refers to it any more.
 
-    Thread-safe: calls take turns round by round. A call that finds every slot taken waits in line.
+    Thread-safe: texts of several threads share rounds. A call that finds every slot taken waits in
+    line.
     queue: how many calls may wait; 0 for none. timeout: seconds that one waits at most; None for as
     long as it takes. A call that finds the line full, waits too long, or waits for slots that only
     its own thread's streams hold, raises OutriderError "busy".
@@ -54,6 +56,7 @@ class TextEngine:
         self.line = Line(len(decoder.slots), queue, timeout)
         self._decoder: Decoder | None = decoder
         self._turn = threading.RLock()  # who has all slots may close it
+        self._together = Together()
         self._dropped: deque[ActiveSequence] = deque()
         self._total = Stats()
         self._requests = 0
@@ -185,12 +188,18 @@ class TextEngine:
             return self.decoder.admit(request)
 
     def round(self, sequences: Collection[ActiveSequence]) -> dict[ActiveSequence, list[Token]]:
-        """One round of these; the new tokens of each."""
+        """One round of these, with those of other threads that want one; the new tokens of each."""
+        return self._together.round(sequences, self._rounded)
+
+    def _rounded(
+        self, wanted: Callable[[], list[ActiveSequence]]
+    ) -> dict[ActiveSequence, list[Token]]:
         with self._in_turn():
-            return self.decoder.round(sequences)
+            return self.decoder.round(wanted())
 
     def leave(self, caller: Caller, sequence: ActiveSequence) -> None:
         """The sequence's slot is free again."""
+        self._together.forget(sequence)
         try:
             with self._in_turn():
                 if self._decoder is not None:

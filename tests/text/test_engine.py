@@ -6,7 +6,7 @@ import gc
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +15,8 @@ import pytest
 from fakes import EOS, Context, FakeEngine, Logits, make_text_engine, near, random_model
 
 from runtime import Options, OutriderError, TextEngine
+from runtime.sequence import ActiveSequence, Token
+from runtime.text import together
 
 MODEL = random_model(1, never=[EOS])
 
@@ -45,6 +47,64 @@ def test_more_callers_than_slots(engine: TextEngine) -> None:
         assert all(run.result(60).token_ids == alone for run in runs)
     assert engine.decoder.slots.free == engine.line.free == 2
     assert engine.stats()["requests"] == 13
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_threads_share_rounds(
+    engine: TextEngine, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """Their texts stay what they are. The control takes turns."""
+    alone = [engine.generate(text, max_new_tokens=40).token_ids for text in ("abc", "b")]
+    sizes, real = [], engine.decoder.round
+
+    def round(batch: Collection[ActiveSequence]) -> dict[ActiveSequence, list[Token]]:
+        sizes.append(len(batch))
+        threading.Event().wait(0.002)  # so that the other thread comes to ask
+        return real(batch)
+
+    monkeypatch.setattr(engine.decoder, "round", round)
+    monkeypatch.setattr(together, "PATIENCE", 1000.0)  # of rounds of two milliseconds
+    if not shared:
+        monkeypatch.setattr(engine, "round", lambda some: engine._rounded(lambda: list(some)))
+    begun = threading.Barrier(2)
+
+    def text(prompt: str) -> list[int]:
+        with engine.stream(prompt, max_new_tokens=40) as stream:
+            ids = [*next(stream).token_ids]
+            begun.wait(30)
+            return ids + [token for event in stream for token in event.token_ids]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(text, ("abc", "b"))) == alone
+    assert max(sizes) == 1 + shared
+    if shared:
+        assert sizes.count(2) > len(sizes) / 2
+
+
+def test_who_leaves_a_round_is_not_in_it(engine: TextEngine) -> None:
+    """Fault: a slot that was given back is written, perhaps in the middle of another text."""
+    first, second = (engine.decoder.admit(engine.request(p, Options())) for p in ("abc", "b"))
+    seen: list[list[ActiveSequence]] = []
+    running, leaving = threading.Event(), threading.Event()
+
+    def run(wanted: Callable[[], list[ActiveSequence]]) -> dict[ActiveSequence, list[Token]]:
+        if not seen:
+            running.set()
+            assert leaving.wait(30)
+        seen.append(wanted())
+        return {sequence: [] for sequence in seen[-1]}
+
+    shared = together.Together()
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(shared.round, [first], run)
+        assert running.wait(30)
+        two = pool.submit(shared.round, [second], run)
+        while len(shared._waiting) < 1:
+            threading.Event().wait(0.001)
+        shared._waiting[0].withdrawn = True  # an interrupt, as `round` notes it
+        leaving.set()
+        assert one.result(30) == {first: []} and two.result(30) == {second: []}
+    assert seen == [[first], []]
 
 
 def test_a_stream_is_closed_by_another_thread(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""Rounds that threads share: who wants one while another runs joins the next."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from ..sequence import ActiveSequence, Token
+
+Emitted = dict[ActiveSequence, list[Token]]
+Run = Callable[[Callable[[], list[ActiveSequence]]], Emitted]
+PATIENCE = 0.1  # of the last round's time, for which those that took part in it are awaited
+
+
+@dataclass(eq=False)
+class _Asked:
+    sequences: Collection[ActiveSequence]
+    emitted: Emitted = field(default_factory=dict)
+    error: Exception | None = None
+    done: bool = False
+    withdrawn: bool = False
+
+
+class Together:
+    """One thread runs a round for all that have asked by then; the others wait for it.
+
+    A round of two costs little more than a round of one. So whoever took part in the last round is
+    awaited for a moment, since most come back at once. Who does not is not awaited again before it
+    asks.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[_Asked] = []
+        self._running = False
+        self._last: set[ActiveSequence] = set()  # who took part in the last round, and may again
+        self._seconds = 0.0  # of the last round
+
+    def round(self, sequences: Collection[ActiveSequence], run: Run) -> Emitted:
+        """One round of these, and of those of others; the new tokens of these. run: a round, of
+        sequences that it asks for once nobody can release any of them. Raises what the round
+        raises, to all that took part."""
+        asked, chosen = _Asked(list(sequences)), list[_Asked]()
+        with self._changed:
+            self._waiting.append(asked)
+            self._changed.notify_all()
+            try:
+                while self._running and not asked.done:
+                    self._changed.wait()
+                if not asked.done:
+                    self._gather()
+                    chosen, self._waiting = self._waiting, []
+            except BaseException:  # an interrupt: nobody wants this round any more
+                asked.withdrawn = True
+                self._changed.notify_all()
+                raise
+        if chosen:
+            self._serve(chosen, asked, run)
+        if asked.error is not None:
+            raise asked.error
+        return asked.emitted
+
+    def forget(self, sequence: ActiveSequence) -> None:
+        """The sequence has left: nobody awaits it."""
+        with self._changed:
+            self._last.discard(sequence)
+            self._changed.notify_all()
+
+    def _gather(self) -> None:
+        """Be the one who runs the next round, once those of the last one are back."""
+        self._running = True
+        try:
+            until = time.perf_counter() + PATIENCE * self._seconds
+            while self._last - {x for asked in self._waiting for x in asked.sequences}:
+                left = until - time.perf_counter()
+                if left <= 0 or not self._changed.wait(left):
+                    return
+        except BaseException:
+            self._running = False
+            raise
+
+    def _serve(self, chosen: list[_Asked], own: _Asked, run: Run) -> None:
+        def wanted() -> list[ActiveSequence]:
+            return [x for asked in chosen if not asked.withdrawn for x in asked.sequences]
+
+        begin, error, emitted = time.perf_counter(), None, Emitted()
+        try:
+            emitted = run(wanted)
+        except Exception as failed:  # noqa: BLE001 - whatever it is, all that took part are told
+            error = failed
+        except BaseException:  # an interrupt of this thread: the others try again without it
+            with self._changed:
+                self._running = False
+                self._waiting = [asked for asked in chosen if asked is not own] + self._waiting
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            for asked in chosen:
+                asked.emitted = {x: emitted.get(x, []) for x in asked.sequences}
+                asked.error, asked.done = error, True
+            self._last = {x for x in emitted if x.finish_reason is None}
+            self._seconds = time.perf_counter() - begin
+            self._running = False
+            self._changed.notify_all()
