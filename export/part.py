@@ -21,11 +21,14 @@ from runtime.files.errors import OutriderError, first_line
 from runtime.files.folders import write_folder
 from runtime.files.library import find_library
 from runtime.files.manifest import (
+    ENCODER_FILE,
+    ENCODER_WEIGHTS_FILE,
     HOST_FILE,
     HOST_WEIGHTS_FILE,
     PART_FILE,
     Cache,
     Dtype,
+    EncoderFacts,
     Format,
     GraphFacts,
     Weights,
@@ -37,8 +40,9 @@ from runtime.files.records import digest_json, read_json, write_json
 
 from . import compare, graph, host, program
 from .checkpoint import Checkpoint, content_hashes, refuse_architecture
-from .decoder import Decoder, UnsupportedArchitecture
-from .loading import cache_shapes, learned_positions, load
+from .decoder import Decoder, UnsupportedArchitecture, example
+from .encoder import Encoder, SourceDecoder, example_decoder, example_encoder
+from .loading import CacheShapes, cache_shapes, learned_positions, load
 from .weights.layers import rounding_activations
 from .weights.quantising import Quantising
 
@@ -154,37 +158,31 @@ def _export(
         if quantising:
             with rounding_activations():
                 rounded = compare.reference(model, capacity, vocab_size)
-        key_shapes, value_shapes = cache_shapes(model, checkpoint)
+        shapes = cache_shapes(model, checkpoint)
 
     def in_float32() -> PreTrainedModel:
         model = load(checkpoint, torch.float32)
         return quantising.again(model) if quantising else model
 
     with stage(role, f"trace, {dtype}") as said:
-        decoder = Decoder(model, learned_positions(model, checkpoint)).eval()
-        shapes = key_shapes, value_shapes
-        traced: Any  # what the format's own `save` takes
         try:
-            if form == "torch":
-                traced = program.trace(decoder, *shapes, torch_dtype[dtype])
-            else:
-                traced = graph.trace(decoder, *shapes, capacity, torch_dtype[dtype])
+            traced = _traced(model, checkpoint, shapes, capacity, torch_dtype[dtype], form)
         except Exception as error:  # noqa: BLE001 - torch.export wraps whatever the model raised
             raise refuse_architecture(
                 checkpoint.source, checkpoint.config, _reason(error)
             ) from None
-        said.note = f"{len(key_shapes)} layers, {capacity} rows a slot"
+        said.note = f"{len(shapes.keys)} layers, {capacity} rows a slot"
     if form == "onnx":  # a compiler of torch's graphs does this itself
         with stage(role, "simplify") as said:
-            before = len(traced.graph)
-            graph.simplify(traced)
-            said.note = f"{before:,} -> {len(traced.graph):,} nodes"
+            said.note = _simplify(traced)
     with write_folder(folder, PART_FILE) as partial:
         with stage(role, "write") as said:
-            (program if form == "torch" else graph).save(traced, partial)
+            (program if form == "torch" else graph).save(traced[0], partial)
+            if checkpoint.has_encoder:
+                graph.save(traced[1], partial, ENCODER_FILE, ENCODER_WEIGHTS_FILE)
             files = {path.name: file_facts(path) for path in sorted(partial.iterdir())}
             said.note = f"{sum(f.size for f in files.values()) / 2**20:,.1f} MiB"
-        del model, decoder, traced  # the comparison loads the weights a second time
+        del model, traced  # the comparison loads the weights a second time
         gc.collect()
         with stage(role, "compare with the original") as said:
             result = compare.compare(
@@ -207,7 +205,7 @@ def _export(
                 f"{result.max_difference:.1e}, more than {result.bound:.1e}",
                 "Build with DTYPE=float32; if that fails too, please report the architecture.",
             )
-        if form == "onnx" and dtype == "float32":
+        if form == "onnx" and dtype == "float32" and not checkpoint.has_encoder:
             with stage(role, "for ONNX Runtime on the CPU") as said:
                 said.note = _host(partial, original, capacity, rounded, cache_type)
             for name in (HOST_FILE, HOST_WEIGHTS_FILE):
@@ -226,8 +224,8 @@ def _export(
             vocab_size=vocab_size,
             max_len=max_len,
             capacity=capacity,
-            key_shapes=[list(shape) for shape in key_shapes],
-            value_shapes=[list(shape) for shape in value_shapes],
+            key_shapes=_listed(shapes.keys),
+            value_shapes=_listed(shapes.values),
             max_difference=result.max_difference,
             tolerance=result.bound,
             comparison=result.what,
@@ -237,9 +235,46 @@ def _export(
             cache=cache_type,
             weights=quantising.weights if quantising else None,
             quality=quality,
+            encoder=EncoderFacts(_listed(shapes.source_keys), _listed(shapes.source_values))
+            if checkpoint.has_encoder
+            else None,
         )
         write_json(partial / PART_FILE, "graph", facts)
     return facts
+
+
+def _traced(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    shapes: CacheShapes,
+    capacity: int,
+    dtype: torch.dtype,
+    form: Format,
+) -> list[Any]:
+    """The decoder's graph, and then the encoder's, where there is one: what `save` of the format
+    takes."""
+    positions = learned_positions(model, checkpoint)
+    rows = program.EXAMPLE_ROWS if form == "torch" else capacity
+    of_text = example(shapes.keys, shapes.values, rows, dtype)
+    if not checkpoint.has_encoder:
+        decoder = Decoder(model, positions).eval()
+        return [(program if form == "torch" else graph).trace(decoder, of_text)]
+    source = shapes.source_keys, shapes.source_values
+    return [
+        graph.trace(SourceDecoder(model, positions).eval(), example_decoder(of_text, *source)),
+        graph.trace(Encoder(model).eval(), example_encoder(*source)),
+    ]
+
+
+def _simplify(traced: list[Any]) -> str:
+    before = sum(len(each.graph) for each in traced)
+    for each in traced:
+        graph.simplify(each)
+    return f"{before:,} -> {sum(len(each.graph) for each in traced):,} nodes"
+
+
+def _listed(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
+    return [list(shape) for shape in shapes]
 
 
 def _host(
