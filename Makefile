@@ -25,12 +25,14 @@ PROMPT ?= def read_lines(path):
 ENGINES ?= build/demo
 PROMPTS ?=
 GPU_OUT ?=
+CALL ?=
+DRY ?=
 TENSORRT_ROOT ?=
 export PYTHONUNBUFFERED := 1
 # What a user writes reaches the commands as it stands: recipes take it from the environment, so
 # that neither make nor the shell looks for variables and commands in it.
 GIVEN := MODEL DRAFT OUT BENCH_OUT BACKEND DTYPE WEIGHTS DRAFT_WEIGHTS CACHE TEXT MAX_LEN MAX_GAMMA \
-         SLOTS MEASURE SM OPT_LEVEL FORCE PROMPT ENGINES PROMPTS GPU_OUT TENSORRT_ROOT
+         SLOTS MEASURE SM OPT_LEVEL FORCE PROMPT ENGINES PROMPTS GPU_OUT CALL TENSORRT_ROOT
 $(foreach name,$(GIVEN),$(eval override export $(name) := $$(value $(name))))
 
 .PHONY: kernel gpu-check help demo test test-slow check map bench report engines plugins plugin \
@@ -58,7 +60,8 @@ help:
 	@echo 'make plugins    compile the sampling kernel, into build/lib (the others do so by themselves)'
 	@echo 'make cubins     compile the CUDA kernels for all GPUs, into build/cuda (needs no GPU)'
 	@echo 'make plugin TENSORRT_ROOT=<folder with include/>   the TensorRT plugin, into build/lib'
-	@echo 'make gpu-check  all that a GPU can tell about this project, in 10 minutes [GPU_OUT=<folder>]'
+	@echo 'make gpu-check  all that a GPU can tell about this project, in calls of 10 minutes: [CALL=1|2|3]'
+	@echo '                [GPU_OUT=<folder>]; DRY=1 prints what each would do'
 	@echo 'make wheel      the installable runtime, into dist/'
 	@echo 'make clean      remove what was built; make distclean: the environment too'
 	@echo 'make itself ends with 2 whatever failed; the status of the command that did, which --help of'
@@ -86,13 +89,13 @@ engines: kernel
 	graphs=build/.cache/graphs/$$(realpath -m -- "$$out" | sha256sum | cut -c1-12); \
 	bundle=(--out="$$out" --backend="$$BACKEND" --slots="$$SLOTS" --sm="$$SM" \
 	  $${OPT_LEVEL:+--opt-level="$$OPT_LEVEL"}); \
-	$(PY) -m engines "$${bundle[@]}" --supports "$$DTYPE" $${WEIGHTS:+"$$WEIGHTS"} \
-	  $${DRAFT_WEIGHTS:+"$$DRAFT_WEIGHTS"} $${CACHE:+--cache-type="$$CACHE"}; \
+	runs=$$($(PY) -m engines "$${bundle[@]}" --supports "$$DTYPE" "$${WEIGHTS:-full}" \
+	  "$${DRAFT_WEIGHTS:-full}" $${CACHE:+--cache-type="$$CACHE"}); \
 	case "$$BACKEND" in aotinductor) format=torch;; *) format=onnx;; esac; \
 	$(PY) -m export --model="$$MODEL" --draft="$$DRAFT" --dtype="$$DTYPE" --format=$$format \
 	  $${WEIGHTS:+--weights="$$WEIGHTS"} $${DRAFT_WEIGHTS:+--draft-weights="$$DRAFT_WEIGHTS"} \
 	  $${CACHE:+--cache-type="$$CACHE"} \
-	  $${TEXT:+--text="$$TEXT"} \
+	  $${TEXT:+--text="$$TEXT"} $${runs:+--backend-weights="$$runs"} \
 	  --max-gamma="$$MAX_GAMMA" $${MAX_LEN:+--max-len="$$MAX_LEN"} --out="$$graphs" \
 	  $${force:+--force}; \
 	case "$$BACKEND" in tensorrt*) $(PY) -m plugins.tools.cubins > /dev/null;; esac; \
@@ -136,7 +139,8 @@ report: kernel
 
 # Without network and .venv: bench/suites/gpu/suite.py says what a machine with a GPU must have.
 gpu-check:
-	@$(or $(wildcard $(PY)),$(PYTHON)) -m bench gpu $${GPU_OUT:+--out="$$GPU_OUT"}
+	@$(or $(wildcard $(PY)),$(PYTHON)) -m bench gpu $${GPU_OUT:+--out="$$GPU_OUT"} \
+	  $${CALL:+--call="$$CALL"} $(if $(filter 1,$(DRY)),--dry)
 
 plugins: .venv/stamp
 	@$(PY) -m plugins.tools.build

@@ -1,5 +1,5 @@
-"""The wheel's native part: liboutrider, compiled where there is a C++ compiler, and the machine
-code for GPUs that `make wheel` has made.
+"""The wheel's native part: liboutrider and its headers, compiled where there is a C++ compiler, and
+the machine code for GPUs that `make wheel` has made.
 
 Without a compiler the wheel is pure Python, and the runtime samples in NumPy. Everything else is in
 pyproject.toml.
@@ -31,6 +31,8 @@ class BuildWithKernel(build_py):
         if LIBRARY is not None and not self.editable_mode:  # a checkout has its own: make plugins
             package = Path(self.build_lib, "outrider")
             shutil.copyfile(LIBRARY, package / NAME)
+            for folder in ("include", "cmake"):  # for C++: python -m outrider.cmake
+                shutil.copytree(HERE / "plugins" / folder, package / folder, dirs_exist_ok=True)
             images = HERE / "build" / "cuda"
             for image in (
                 *images.glob("outrider_sm_*.cubin"),

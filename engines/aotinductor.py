@@ -8,13 +8,15 @@ processors that have what it was compiled for.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import errno
 import logging
 import os
+import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,11 +145,11 @@ def compile(
         with (
             stage(role, f"compile, {to.targets[0]}") as said,
             _workplace(out),
-            _attention_of_every_size() if gpu else nullcontext(),
+            _linkable_driver(out) if gpu else nullcontext(),
         ):
             program = read_program(graph)
             if gpu:
-                program = _move(program, "cuda")
+                program = fitted(_move(program, "cuda"), facts.capacity)
             torch._inductor.aoti_compile_and_package(
                 program,
                 package_path=str(package),
@@ -180,15 +182,56 @@ def _move(program: torch.export.ExportedProgram, device: str) -> torch.export.Ex
     return move_to_device_pass(program, device)
 
 
-def _attention_of_every_size() -> AbstractContextManager[None]:
-    """Attention as matrix products, which Inductor compiles like the rest.
+def fitted(program: torch.export.ExportedProgram, capacity: int) -> torch.export.ExportedProgram:
+    """The program as a GPU wants it: S is the capacity, and attention is `_attention`.
 
-    Otherwise torch chooses a fused kernel by the sizes of the example, where S is a multiple of 8,
-    which the memory-efficient one needs and the capacity rarely is.
+    Left open, S would have the example's 16 rows as its hint, by which Inductor sizes every
+    reduction over it; and torch's own attention would be chosen by them.
     """
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+    import torch
 
-    return sdpa_kernel(SDPBackend.MATH)
+    assert program.example_inputs is not None
+    (ids, position, index, *sides), _ = program.example_inputs
+    caches = [
+        [cache.new_zeros(len(cache), cache.shape[1], capacity, cache.shape[3]) for cache in side]
+        for side in sides
+    ]
+    module, attention = program.module(), torch.ops.aten.scaled_dot_product_attention.default
+    for node in module.graph.nodes:
+        if node.target is attention:
+            node.target = _attention
+    module.recompile()
+    slots, tokens, outputs = (torch.export.Dim(name) for name in ("slots", "tokens", "outputs"))
+    open_sizes = ({0: slots, 1: tokens}, {0: slots}, {0: outputs})
+    return torch.export.export(
+        module, (ids, position, index, *caches),
+        dynamic_shapes=(*open_sizes, *([{0: slots} for _ in side] for side in caches)),
+        # That strides of a product are what they are cannot be proven for every N.
+        strict=False, prefer_deferred_runtime_asserts_over_guards=True,
+    )  # fmt: skip
+
+
+def _attention(
+    query: torch.Tensor,  # [B, H, N, D]
+    key: torch.Tensor,  # [B, Hkv, S, D]
+    value: torch.Tensor,  # [B, Hkv, S, Dv]
+    attn_mask: torch.Tensor,  # bool [B, 1, N, S]
+    *,
+    scale: float,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Attention as two batched products in the caches' own type, softmax in float32; [B, H, N, Dv].
+
+    The heads that share keys become rows of one product, so that neither keys nor values are
+    copied, for each head and in float32, as torch's own products do.
+    """
+    (batch, heads, count, width), (_, shared, rows, _) = query.shape, key.shape
+    together = batch * shared, heads // shared * count
+    queries = query.contiguous().view(*together, width)
+    products = queries.bmm(key.flatten(0, 1).transpose(1, 2))
+    scores = products.view(batch, heads, count, rows).float() * scale
+    weights = scores.masked_fill(~attn_mask, float("-inf")).softmax(-1).to(value.dtype)
+    return weights.view(*together, rows).bmm(value.flatten(0, 1)).view(batch, heads, count, -1)
 
 
 @contextmanager
@@ -205,6 +248,42 @@ def _workplace(out: Path) -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def _linkable_driver(out: Path) -> Iterator[None]:
+    """Lets the linker find CUDA's driver, by the name that it asks for.
+
+    torch links with -lcuda, and looks in the toolkit's stubs only where CUDA_HOME is set. Without
+    a toolkit's package the driver is there as libcuda.so.1 alone, where no linker looks.
+    """
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    before = {name: os.environ.get(name) for name in ("CUDA_HOME", "LIBRARY_PATH")}
+    with tempfile.TemporaryDirectory(dir=out, prefix=".driver-") as folder:
+        if (driver := _loaded_driver()) is not None:
+            Path(folder, "libcuda.so").symlink_to(driver)
+        os.environ["LIBRARY_PATH"] = os.pathsep.join(filter(None, (folder, before["LIBRARY_PATH"])))
+        if CUDA_HOME and not before["CUDA_HOME"]:
+            os.environ["CUDA_HOME"] = CUDA_HOME
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def _loaded_driver() -> str | None:
+    """The file that the loader takes for libcuda.so.1."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return next((line.split()[-1] for line in lines if "/libcuda.so" in line), None)
 
 
 def _full_disk(error: BaseException | None) -> int:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from runtime.files.errors import OutriderError
 from runtime.files.folders import replacing, settle_file, take_file, write_folder
@@ -21,6 +22,7 @@ from runtime.files.manifest import (
     Invariance,
     Manifest,
     Pair,
+    Weights,
     file_facts,
     read_bundle,
     read_pair,
@@ -62,8 +64,8 @@ def build(
             "this version",
             "Use BACKEND=onnxruntime.",
         )
-    quantised = [facts.weights for facts in models.values() if facts.weights]
-    check_backend(backend, pair.target.dtype, sm, level, quantised)
+    weights = [facts.weights or "full" for facts in models.values()]
+    check_backend(backend, pair.target.dtype, sm, level, weights)
     builder = find(backend)
     for facts in models.values():
         if facts.format != builder.FORMAT:
@@ -163,8 +165,9 @@ def check_backend(
     weights: Sequence[str] = (),
     cache: str | None = None,
 ) -> list[str]:
-    """What it will be built for. weights: int8 or int4 of quantised models. cache: int8 of its
-    rows. Refuses, before minutes of export, what cannot be built: raises "backend" or "option"."""
+    """What it will be built for. weights: of the target and of the draft, full, int8 or int4.
+    cache: int8 of its rows. Refuses, before minutes of export, what cannot be built: raises
+    "backend" or "option"."""
     builder = find(backend)
     if dtype not in builder.DTYPES:
         raise OutriderError(
@@ -172,16 +175,16 @@ def check_backend(
             f"the backend {backend} does not run {dtype} in this version",
             f"Use DTYPE={' or '.join(builder.DTYPES)}.",
         )
-    quantised = [kind for kind in weights if kind != "full"]
-    if quantised and dtype not in builder.QUANTISED:
-        raise OutriderError(
-            "backend",
-            f"the backend {backend} does not run WEIGHTS={quantised[0]} with DTYPE={dtype} in this "
-            "version",
-            f"Use DTYPE={' or '.join(builder.QUANTISED)}."
-            if builder.QUANTISED
-            else "Leave WEIGHTS out, or use another BACKEND.",
-        )
+    for option, kind in zip(("WEIGHTS", "DRAFT_WEIGHTS"), weights, strict=False):
+        if kind not in weights_of(backend, dtype):
+            raise OutriderError(
+                "backend",
+                f"the backend {backend} does not run {option}={kind} with DTYPE={dtype} in this "
+                "version",
+                f"Use DTYPE={' or '.join(builder.QUANTISED)}."
+                if builder.QUANTISED
+                else f"Use {option}=full, or another BACKEND.",
+            )
     if cache and backend != "onnxruntime":
         raise OutriderError(
             "backend",
@@ -198,6 +201,11 @@ def check_backend(
             f"Use {levels[0]} to {levels[-1]}." if levels else "Leave OPT_LEVEL out.",
         )
     return builder.targets(sm, dtype)
+
+
+def weights_of(backend: str, dtype: str) -> tuple[str, ...]:
+    """The kinds of weights that the backend runs in this precision."""
+    return ("full", *get_args(Weights)) if dtype in find(backend).QUANTISED else ("full",)
 
 
 def _intact(out: Path) -> Manifest | None:

@@ -12,7 +12,7 @@ from runtime.files.folders import check_place
 from runtime.files.manifest import MANIFEST_FILE, MOST_SLOTS, read_bundle, read_pair
 from runtime.files.progress import size_text
 
-from .bundle import build, check_backend, check_memory, engine_plan, memory_plan
+from .bundle import build, check_backend, check_memory, engine_plan, memory_plan, weights_of
 from .registry import BACKENDS
 
 
@@ -46,8 +46,9 @@ def parser() -> argparse.ArgumentParser:
         "--supports",
         nargs="+",
         metavar=("DTYPE", "WEIGHTS"),
-        help="build nothing; say whether the backend runs graphs of this precision, and weights of "
-        "so many bits, and with --out whether the bundle can be written there",
+        help="build nothing; say whether the backend runs graphs of this precision, with such "
+        "weights of the target and of the draft, and with --out whether the bundle can be written "
+        "there; print all the kinds of weights that it runs",
     )
     add("--cache-type", choices=["full", "int8"], help="and, with --supports, of keys and values")
     add(
@@ -73,6 +74,7 @@ def run(argv: list[str] | None) -> int:
         check_backend(arguments.backend, dtype, arguments.sm, arguments.opt_level, weights, cache)
         if arguments.out is not None:
             check_place(arguments.out, MANIFEST_FILE)
+        print(*weights_of(arguments.backend, dtype))
         return 0
     if arguments.graphs is None or arguments.out is None:
         parser().error("the following arguments are required: --graphs, --out")

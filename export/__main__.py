@@ -61,6 +61,13 @@ def parser() -> argparse.ArgumentParser:
         help="of the draft's (default: as the target's; of --draft self: int4)",
     )
     add(
+        "--backend-weights",
+        default=" ".join(WEIGHTS),
+        metavar="KINDS",
+        help="those that the graphs' backend runs, as python -m engines --supports says; others "
+        "are refused before the export (default: all)",
+    )
+    add(
         "--cache-type",
         choices=["full", "int8"],
         default="full",
@@ -127,6 +134,7 @@ def main(argv: list[str] | None = None) -> int:
             form=arguments.format,
             weights=arguments.weights,
             draft_weights=arguments.draft_weights,
+            backend_weights=arguments.backend_weights.split(),
             cache_type=None if arguments.cache_type == "full" else arguments.cache_type,
             text=arguments.text,
             force=arguments.force,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,27 +71,33 @@ def reference(model: PreTrainedModel, capacity: int, vocab_size: int) -> Referen
     sources: tuple[npt.NDArray[np.int64], ...] = ()
     if model.config.is_encoder_decoder:
         sources = tuple(rng.integers(0, vocab_size, n) for n in (length, length // 2))
+    remark = f"; its window of {window} was not reached" if window >= length else ""
+    said = logits(model, torch.from_numpy(ids), [torch.from_numpy(source) for source in sources])
+    return Reference(ids, said.float().numpy(), remark, sources)
+
+
+def logits(
+    model: PreTrainedModel, ids: torch.Tensor, sources: Sequence[torch.Tensor] = ()
+) -> torch.Tensor:
+    """[B, T, V] of whole texts [B, T], in the model's dtype. sources: [E] of each text, where there
+    is an encoder. Raises OutriderError "checkpoint" where the model does not run, or says NaN or
+    infinity."""
+    said: torch.Tensor
     try:
         with torch.no_grad():
             if sources:  # one by one: nothing is padded
-                said = [
-                    model(
-                        input_ids=torch.from_numpy(source[None]),
-                        decoder_input_ids=torch.from_numpy(text[None]),
-                        use_cache=False,
-                    ).logits
-                    for source, text in zip(sources, ids, strict=True)
-                ]
-                logits = torch.cat(said)
+                pairs = zip(sources, ids, strict=True)
+                inputs = [{"input_ids": s[None], "decoder_input_ids": t[None]} for s, t in pairs]
             else:
-                logits = model(input_ids=torch.from_numpy(ids), use_cache=False).logits
+                inputs = [{"input_ids": ids}]
+            said = torch.cat([model(**each, use_cache=False).logits for each in inputs])
     except Exception as error:  # noqa: BLE001 - any model code may fail in any way
         raise OutriderError(
             "checkpoint",
             f"Transformers itself cannot run this {type(model).__name__}: {error}".splitlines()[0],
             "Check that config.json belongs to these weights.",
         ) from None
-    if not torch.isfinite(logits).all():  # a bound made of them would hold for anything
+    if not torch.isfinite(said).all():  # a bound made of them would hold for anything
         dtype = str(model.dtype).removeprefix("torch.")
         raise OutriderError(
             "checkpoint",
@@ -100,8 +106,7 @@ def reference(model: PreTrainedModel, capacity: int, vocab_size: int) -> Referen
             if dtype == "float32"
             else "Build with another DTYPE; float16 overflows beyond 65504.",
         )
-    remark = f"; its window of {window} was not reached" if window >= length else ""
-    return Reference(ids, logits.float().numpy(), remark, sources)
+    return said
 
 
 def compare(
@@ -197,9 +202,11 @@ def _difference(graph: _Call, original: Reference) -> float:
     return worst
 
 
-def run(file: Path, dtype: Dtype, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Logits [B, T, V] of whole texts [B, T] by an exported graph."""
-    return _Graph(file, ids.shape[1], dtype, slots=len(ids))(ids, [0] * len(ids))
+def run(file: Path, dtype: Dtype, ids: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.float32]]:
+    """Logits [T, V] of whole texts [B, T] by an exported graph, one text after the other."""
+    graph = _Graph(file, ids.shape[1], dtype, slots=1)
+    for text in ids:
+        yield graph(text[None], [0])[0]
 
 
 class _Graph:
@@ -212,8 +219,11 @@ class _Graph:
         self._source: dict[str, npt.NDArray[Any]] = {}
         options = ort.SessionOptions()
         options.log_severity_level = 4  # what it raises says it all
-        # Without its rearranged copies of the weights, which would be the peak of the whole export.
+        # Without its rearranged and dequantised copies of the weights, which would be the peak of
+        # the whole export, and without memory that it keeps.
         options.add_session_config_entry("session.disable_prepacking", "1")
+        options.enable_cpu_mem_arena = False
+        left_out = [*ORT_LEFT_OUT.get(dtype, []), "ConstantFolding"]
         # A product with quantised weights that it fuses rounds the activations too.
         options.add_session_config_entry("session.enable_quant_qdq", "0")
         if file.name == HOST_FILE:
@@ -223,7 +233,7 @@ class _Graph:
                 str(file),
                 options,
                 providers=["CPUExecutionProvider"],
-                disabled_optimizers=ORT_LEFT_OUT.get(dtype),
+                disabled_optimizers=left_out,
             )
         except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes
             raise _refused(dtype, error) from None

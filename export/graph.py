@@ -31,7 +31,7 @@ from runtime.files.torch_files import WEIGHTS_FILE
 
 from .decoder import Example
 from .weights.layers import PRODUCT
-from .weights.operators import dequantise_linear
+from .weights.operators import dense_tables, dequantise_linear
 
 OPSET = 24
 # A constant larger than this many elements is a weight, not shape arithmetic.
@@ -60,6 +60,7 @@ def simplify(model: ir.Model) -> None:
     """Fuse, fold and de-duplicate in place; weights are neither copied nor materialised."""
     traced = list(model.graph.initializers.values())
     with quiet():
+        dense_tables(model)
         optimize_ir(model, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT)
         _rms_normalization.fuse_rms_normalization(model)
         _match_norms(model)

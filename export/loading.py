@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +96,14 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     model.train(False)
     model.requires_grad_(False)
     return model
+
+
+def give_back() -> None:
+    """To the system the memory that Python and the C library keep between pieces still in use."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim:
+        trim(0)
 
 
 def _freeze_rope(model: PreTrainedModel) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, cast
 
@@ -29,8 +29,10 @@ from runtime.files.records import write_json
 from . import part, vocabulary
 from .checkpoint import Checkpoint, find, refuse_architecture
 from .loading import check_length
+from .weights.recover import recover
 
 DEFAULT_MAX_LEN = 2048
+SAMPLED = 8  # matrices of a checkpoint, to learn how it is quantised
 BITS = {"int4": 4, "int8": 8, "full": 16}
 SHORTEST_MAX_LEN = 32  # what the comparison with the original needs to roll back and go on
 
@@ -48,6 +50,7 @@ def export(
     form: Format = "onnx",
     weights: Weights | Literal["full"] | None = None,
     draft_weights: Weights | Literal["full"] | None = None,
+    backend_weights: Sequence[str] = tuple(BITS),
     cache_type: Cache | None = None,
     text: Path | None = None,
     force: bool = False,
@@ -57,7 +60,8 @@ def export(
     draft: "self" is the target with fewer bits. lookup: what proposes in place of a draft. form: of
     the graphs; which one a backend wants, it says when it is given the other. weights: None is
     "full", or as few bits as the checkpoint has, of the draft as the target's; of the draft "self"
-    4 bits. text: a file, UTF-8, to measure the quality of quantised weights on.
+    4 bits. backend_weights: what the graphs' backend runs; others are refused before the export.
+    text: a file, UTF-8, to measure the quality of quantised weights on.
     cache_type: of the caches' rows, of ONNX Runtime on the CPU alone; None is `dtype`.
     max_gamma: 1 to 64. max_len: None takes 2048, or the target's own context where that is shorter.
     Raises OutriderError "checkpoint", "architecture", "vocabulary", "difference", "option", "disk".
@@ -75,11 +79,11 @@ def export(
     drafter = target if itself else find(draft) if draft is not None else None
     if target.has_encoder:
         weighed = {"WEIGHTS": weights, "DRAFT_WEIGHTS": draft_weights, "CACHE": cache_type}
-        asked = {"DTYPE": dtype, "--format": form, "DRAFT": "self" if itself else None}
-        _check_encoder_decoder(target, drafter, {**asked, **weighed})
+        asked_for = {"DTYPE": dtype, "--format": form, "DRAFT": "self" if itself else None}
+        _check_encoder_decoder(target, drafter, {**asked_for, **weighed})
     elif drafter and drafter.has_encoder:
         raise _two_kinds(target, drafter)
-    own = weights or _bits_of(target)
+    own = weights or _bits_of(target, "WEIGHTS")
     draft_own = draft_weights or ("int4" if itself else own)
     if drafter is None and draft_weights:
         cause = f"DRAFT_WEIGHTS={draft_weights} is for a draft model, and there is none"
@@ -94,6 +98,12 @@ def export(
             "cheaper than the target",
             "Give the draft fewer bits than the target, or another DRAFT.",
         )
+    graphs = form, backend_weights
+    _check_weights(f"WEIGHTS={own}", own, not weights, *graphs, "WEIGHTS=full")
+    if drafter is not None:
+        instead = "another DRAFT" if itself else "DRAFT_WEIGHTS=full"
+        asked = f"DRAFT_WEIGHTS={draft_own}"
+        _check_weights(asked, draft_own, not draft_weights, *graphs, instead)
     length = min(DEFAULT_MAX_LEN, target.max_len) if max_len is None else max_len
     if length > target.max_len:
         raise OutriderError(
@@ -137,19 +147,10 @@ def export(
 
     def made(role: str, checkpoint: Checkpoint, longest: int, bits: str) -> tuple[Path, GraphFacts]:
         form_of = None if bits == "full" else cast(Weights, bits)
-        return part.make(
-            role,
-            checkpoint,
-            dtype,
-            longest,
-            capacity,
-            cache,
-            form=form,
-            weights=form_of,
-            cache_type=cache_type,
-            text=words,
-            force=force,
+        wanted = part.Wanted(
+            role, checkpoint, dtype, longest, capacity, form, form_of, cache_type, words
         )
+        return part.make(wanted, cache, force)
 
     parts = {"target": made("target", target, length, own)}
     if drafter:
@@ -207,10 +208,45 @@ def _two_kinds(target: Checkpoint, drafter: Checkpoint) -> OutriderError:
     )
 
 
-def _bits_of(checkpoint: Checkpoint) -> str:
-    """What a checkpoint that is quantised already becomes where nobody says."""
-    bits = checkpoint.packed.bits if checkpoint.packed else 0
-    return f"int{bits}" if bits in (4, 8) else "full"
+def _check_weights(
+    asked: str, kind: str, default: bool, form: Format, backend: Sequence[str], instead: str
+) -> None:
+    """Refuse now what the backend would refuse after the export. asked: in the words of make."""
+    said = asked + (", the default here," if default else "")
+    if form == "torch" and kind != "full":
+        cause = f"{said} is for graphs in ONNX, and these are torch's"
+        raise OutriderError("option", cause, f"Build with {instead}, or --format onnx.")
+    if kind not in backend:
+        cause = f"{said} is not what the backend runs with this DTYPE"
+        raise OutriderError("backend", cause, f"Build with {instead}, or another BACKEND or DTYPE.")
+
+
+def _bits_of(checkpoint: Checkpoint, option: str) -> str:
+    """What a checkpoint that is quantised already becomes where nobody says: the least that costs
+    next to nothing. That is 4 bits only where they carry its levels over, and 8 otherwise."""
+    packed = checkpoint.packed
+    if packed is None or packed.bits not in (4, 8):
+        return "full"
+    if packed.bits == 8 or _carried(checkpoint):
+        return f"int{packed.bits}"
+    note(
+        f"{checkpoint.source}: 4 bits in blocks of 32 without zero points do not carry its levels "
+        f"over, so {option} is int8; int4 is smaller, and quantises it anew"
+    )
+    return "int8"
+
+
+def _carried(checkpoint: Checkpoint) -> bool:
+    """Whether blocks of 4 bits hold most of what a sample of the layers' matrices says."""
+    assert checkpoint.packed is not None
+    matrices = [
+        tensor
+        for tensor in checkpoint.packed.tensors().values()
+        if len(tensor.shape) == 2 and tensor.shape[0] != _width(checkpoint)
+    ]
+    sample = matrices[:: -(-len(matrices) // SAMPLED) or 1]
+    found = [recover(tensor[...].float().numpy(), 4) is not None for tensor in sample]
+    return 2 * sum(found) >= len(found)
 
 
 def _words(file: Path, tokenizer: PreTrainedTokenizerFast, width: int) -> list[int]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from runtime.files.manifest import (
     ENCODER_FILE,
     ENCODER_WEIGHTS_FILE,
     HOST_FILE,
-    HOST_WEIGHTS_FILE,
     PART_FILE,
     Cache,
     Dtype,
@@ -42,7 +41,9 @@ from . import compare, graph, host, program
 from .checkpoint import Checkpoint, content_hashes, refuse_architecture
 from .decoder import Decoder, UnsupportedArchitecture, example
 from .encoder import Encoder, SourceDecoder, example_decoder, example_encoder
-from .loading import CacheShapes, cache_shapes, learned_positions, load
+from .loading import CacheShapes, cache_shapes, give_back, learned_positions, load
+from .weights import quality
+from .weights.blocks import BLOCK
 from .weights.layers import rounding_activations
 from .weights.quantising import Quantising
 
@@ -60,61 +61,79 @@ def exporter_digest() -> str:
     return digest.hexdigest()
 
 
-def make(
-    role: str,
-    checkpoint: Checkpoint,
-    dtype: Dtype,
-    max_len: int,
-    capacity: int,
-    cache: Path,
-    *,
-    form: Format = "onnx",
-    weights: Weights | None = None,
-    cache_type: Cache | None = None,
-    text: Sequence[int] | None = None,
-    force: bool = False,
-) -> tuple[Path, GraphFacts]:
-    """The folder of the checkpoint's graph, exported now or earlier.
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be made of a checkpoint.
 
-    text: token ids to measure the quality of quantised weights on; None has the model write them.
-
-    Raises OutriderError "checkpoint", "architecture", "difference" or "disk".
+    role: as in progress lines. text: token ids to measure the quality of quantised weights on; None
+    has the model write them. The others are those of `GraphFacts`.
     """
-    if weights and form == "onnx" and dtype == "float32" and find_library() is None:
-        raise OutriderError(
-            "backend",
-            f"WEIGHTS={weights} on the CPU needs liboutrider, which was not compiled",
-            "Install a C++ compiler, and type make plugins.",
-        )
-    with stage(role, "hash") as said:
-        key = digest_json(
+
+    role: str
+    checkpoint: Checkpoint
+    dtype: Dtype
+    max_len: int
+    capacity: int
+    form: Format = "onnx"
+    weights: Weights | None = None
+    cache: Cache | None = None
+    text: Sequence[int] | None = None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def for_host(self) -> bool:
+        """Whether ONNX Runtime on the CPU has a graph of its own."""
+        plain = self.form == "onnx" and self.dtype == "float32"
+        return plain and not self.checkpoint.has_encoder
+
+    def key(self) -> str:
+        """Of everything that decides what is made."""
+        return digest_json(
             {
-                "files": content_hashes(checkpoint),
-                "dtype": dtype,
-                "max_len": max_len,
-                "capacity": capacity,
+                "files": content_hashes(self.checkpoint),
+                "dtype": self.dtype,
+                "max_len": self.max_len,
+                "capacity": self.capacity,
                 "exporter": exporter_digest(),
                 "versions": versions(),
-                **({"format": form} if form != "onnx" else {}),
-                **({"weights": weights, "text": text} if weights else {}),
-                **({"cache": cache_type} if cache_type else {}),
+                **({"format": self.form} if self.form != "onnx" else {}),
+                **({"weights": self.weights, "text": self.text} if self.weights else {}),
+                **({"cache": self.cache} if self.cache else {}),
                 **({} if find_library() else {"host": "no library to check it with"}),
             }
         )
-        folder = cache / key[:16]
-        facts = None if force else _cached(folder, key)
+
+
+def make(wanted: Wanted, folder: Path, force: bool = False) -> tuple[Path, GraphFacts]:
+    """The folder of the checkpoint's graph, in this one, exported now or earlier.
+
+    Raises OutriderError "checkpoint", "architecture", "difference" or "disk".
+    """
+    role, checkpoint = wanted.role, wanted.checkpoint
+    if wanted.weights and wanted.for_host and find_library() is None:
+        raise OutriderError(
+            "backend",
+            f"WEIGHTS={wanted.weights} on the CPU needs liboutrider, which was not compiled",
+            "Install a C++ compiler, and type make plugins.",
+        )
+    with stage(role, "hash") as said:
+        key = wanted.key()
+        own = folder / key[:16]
+        facts = None if force else _cached(own, key)
         said.note = f"{checkpoint.source}, " + (
             f"cached (key {key[:8]})" if facts is not None else f"key {key[:8]}"
         )
     if facts is None:
-        _check_space(cache, checkpoint, dtype)
-        step = None
-        if weights:
-            step = Quantising(role, weights, checkpoint.source, text, bool(checkpoint.packed))
-        facts = _export(
-            role, checkpoint, dtype, max_len, capacity, form, step, cache_type, folder, key
-        )
-    return folder, facts
+        _check_space(folder, wanted)
+        facts = _export(wanted, own, key)
+    elif facts.quality:
+        with stage(role, "quality") as said:
+            said.note = quality.describe(facts.quality)
+    return own, facts
 
 
 def _cached(folder: Path, key: str) -> GraphFacts | None:
@@ -129,112 +148,59 @@ def _cached(folder: Path, key: str) -> GraphFacts | None:
     return facts if facts.key == key else None
 
 
-def _export(
-    role: str,
-    checkpoint: Checkpoint,
-    dtype: Dtype,
-    max_len: int,
-    capacity: int,
-    form: Format,
-    quantising: Quantising | None,
-    cache_type: Cache | None,
-    folder: Path,
-    key: str,
-) -> GraphFacts:
-    torch_dtype = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    with stage(role, "load") as said:
-        model = load(checkpoint, torch_dtype[dtype])
-        parameters = model.num_parameters()
-        said.note = f"{parameters / 1e6:,.1f} M parameters, {checkpoint.architecture}"
-        if checkpoint.packed:
-            said.note += f", {checkpoint.packed}, made {dtype}"
-    vocab_size = _width(model)
-    if quantising:
-        compare.reference(model, capacity, vocab_size)  # says NaN or infinity, if anything does
-        quantising.quantise(model, max_len)
-    with stage(role, "run the original"):
-        original = compare.reference(model, capacity, vocab_size)
-        rounded = None
-        if quantising:
-            with rounding_activations():
-                rounded = compare.reference(model, capacity, vocab_size)
-        shapes = cache_shapes(model, checkpoint)
+@dataclass(frozen=True)
+class _Original:
+    """What is known of the model when its weights are gone.
 
-    def in_float32() -> PreTrainedModel:
-        model = load(checkpoint, torch.float32)
-        return quantising.again(model) if quantising else model
+    rounded: with activations rounded as liboutrider does; None where weights are not quantised.
+    """
 
-    with stage(role, f"trace, {dtype}") as said:
-        try:
-            traced = _traced(model, checkpoint, shapes, capacity, torch_dtype[dtype], form)
-        except Exception as error:  # noqa: BLE001 - torch.export wraps whatever the model raised
-            raise refuse_architecture(
-                checkpoint.source, checkpoint.config, _reason(error)
-            ) from None
-        said.note = f"{len(shapes.keys)} layers, {capacity} rows a slot"
-    if form == "onnx":  # a compiler of torch's graphs does this itself
-        with stage(role, "simplify") as said:
-            said.note = _simplify(traced)
+    parameters: int
+    vocab_size: int
+    shapes: CacheShapes
+    said: compare.Reference
+    rounded: compare.Reference | None
+
+
+def _export(wanted: Wanted, folder: Path, key: str) -> GraphFacts:
+    role, checkpoint = wanted.role, wanted.checkpoint
+    quantising = None
+    if wanted.weights:
+        packed = bool(checkpoint.packed)
+        quantising = Quantising(role, wanted.weights, checkpoint.source, wanted.text, packed)
     with write_folder(folder, PART_FILE) as partial:
-        with stage(role, "write") as said:
-            (program if form == "torch" else graph).save(traced[0], partial)
-            if checkpoint.has_encoder:
-                graph.save(traced[1], partial, ENCODER_FILE, ENCODER_WEIGHTS_FILE)
-            files = {path.name: file_facts(path) for path in sorted(partial.iterdir())}
-            said.note = f"{sum(f.size for f in files.values()) / 2**20:,.1f} MiB"
-        del model, traced  # the comparison loads the weights a second time
-        gc.collect()
-        with stage(role, "compare with the original") as said:
-            result = compare.compare(
-                partial,
-                original,
-                dtype,
-                # A second load, of twice the size: only where the first answer is in doubt.
-                lambda: compare.reference(in_float32(), capacity, vocab_size),
-            )
-            said.note = result.what
-            if result.max_difference is not None:
-                said.note = (
-                    f"largest difference {result.max_difference:.1e} (bound {result.bound:.1e})"
-                    + original.remark
-                )
-        if not result.passed:
-            raise OutriderError(
-                "difference",
-                f"the graph of {checkpoint.source} differs from the original by "
-                f"{result.max_difference:.1e}, more than {result.bound:.1e}",
-                "Build with DTYPE=float32; if that fails too, please report the architecture.",
-            )
-        if form == "onnx" and dtype == "float32" and not checkpoint.has_encoder:
+        original = _write(wanted, quantising, partial)
+        give_back()  # the comparison loads the weights a second time
+        result = _compare(wanted, quantising, original, partial)
+        if wanted.for_host:
             with stage(role, "for ONNX Runtime on the CPU") as said:
-                said.note = _host(partial, original, capacity, rounded, cache_type)
-            for name in (HOST_FILE, HOST_WEIGHTS_FILE):
-                if (partial / name).exists():
-                    files[name] = file_facts(partial / name)
-        quality = None
+                references = original.said, original.rounded
+                said.note = _host(partial, references, wanted.capacity, wanted.cache)
+        found = None
         if quantising:
-            of_engine = partial / HOST_FILE if HOST_WEIGHTS_FILE in files else None
-            quality = quantising.measure(of_engine, dtype)
+            engine = partial / HOST_FILE if wanted.for_host else None
+            found = quantising.measure(engine, wanted.dtype)
+        shapes = original.shapes
         facts = GraphFacts(
             key=key,
             source=checkpoint.source,
             architecture=checkpoint.architecture,
-            parameters=parameters,
-            dtype=dtype,
-            vocab_size=vocab_size,
-            max_len=max_len,
-            capacity=capacity,
+            parameters=original.parameters,
+            dtype=wanted.dtype,
+            vocab_size=original.vocab_size,
+            max_len=wanted.max_len,
+            capacity=wanted.capacity,
             key_shapes=_listed(shapes.keys),
             value_shapes=_listed(shapes.values),
             max_difference=result.max_difference,
             tolerance=result.bound,
             comparison=result.what,
             versions=versions(),
-            files=files,
+            files={path.name: file_facts(path) for path in sorted(partial.iterdir())},
             context=checkpoint.context,
-            cache=cache_type,
-            weights=quantising.weights if quantising else None,
-            quality=quality,
+            cache=wanted.cache,
+            weights=wanted.weights,
+            quality=found,
             encoder=EncoderFacts(_listed(shapes.source_keys), _listed(shapes.source_values))
             if checkpoint.has_encoder
             else None,
@@ -243,27 +209,59 @@ def _export(
     return facts
 
 
-def _traced(
-    model: PreTrainedModel,
-    checkpoint: Checkpoint,
-    shapes: CacheShapes,
-    capacity: int,
-    dtype: torch.dtype,
-    form: Format,
-) -> list[Any]:
-    """The decoder's graph, and then the encoder's, where there is one: what `save` of the format
-    takes."""
-    positions = learned_positions(model, checkpoint)
-    rows = program.EXAMPLE_ROWS if form == "torch" else capacity
-    of_text = example(shapes.keys, shapes.values, rows, dtype)
-    if not checkpoint.has_encoder:
-        decoder = Decoder(model, positions).eval()
-        return [(program if form == "torch" else graph).trace(decoder, of_text)]
-    source = shapes.source_keys, shapes.source_values
-    return [
-        graph.trace(SourceDecoder(model, positions).eval(), example_decoder(of_text, *source)),
-        graph.trace(Encoder(model).eval(), example_encoder(*source)),
-    ]
+def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Original:
+    """Load the model, quantise, run, trace and write it. Nothing that is returned has weights."""
+    role, checkpoint = wanted.role, wanted.checkpoint
+    with stage(role, "load") as said:
+        model = load(checkpoint, wanted.torch_dtype)
+        parameters, vocab_size = model.num_parameters(), _width(model)
+        said.note = f"{parameters / 1e6:,.1f} M parameters, {checkpoint.architecture}"
+        if checkpoint.packed:
+            said.note += f", {checkpoint.packed}, made {wanted.dtype}"
+    if quantising:
+        quantising.quantise(model, wanted.max_len, folder)
+    with stage(role, "run the original"):
+        original = compare.reference(model, wanted.capacity, vocab_size)
+        rounded = None
+        if quantising:
+            with rounding_activations():
+                rounded = compare.reference(model, wanted.capacity, vocab_size)
+        shapes = cache_shapes(model, checkpoint)
+    traced = _trace(wanted, model, shapes)
+    if wanted.form == "onnx":  # a compiler of torch's graphs does this itself
+        with stage(role, "simplify") as said:
+            said.note = _simplify(traced)
+    with stage(role, "write") as said:
+        (program if wanted.form == "torch" else graph).save(traced[0], folder)
+        if checkpoint.has_encoder:
+            graph.save(traced[1], folder, ENCODER_FILE, ENCODER_WEIGHTS_FILE)
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        said.note = f"{size / 2**20:,.1f} MiB"
+    return _Original(parameters, vocab_size, shapes, original, rounded)
+
+
+def _trace(wanted: Wanted, model: PreTrainedModel, shapes: CacheShapes) -> list[Any]:
+    """The decoder's graph, and the encoder's where there is one: what the format's `save` takes."""
+    checkpoint = wanted.checkpoint
+    with stage(wanted.role, f"trace, {wanted.dtype}") as said:
+        said.note = f"{len(shapes.keys)} layers, {wanted.capacity} rows a slot"
+        positions = learned_positions(model, checkpoint)
+        rows = program.EXAMPLE_ROWS if wanted.form == "torch" else wanted.capacity
+        of_text = example(shapes.keys, shapes.values, rows, wanted.torch_dtype)
+        source = shapes.source_keys, shapes.source_values
+        try:
+            if not checkpoint.has_encoder:
+                decoder = Decoder(model, positions).eval()
+                return [(program if wanted.form == "torch" else graph).trace(decoder, of_text)]
+            of_source = example_decoder(of_text, *source)
+            return [
+                graph.trace(SourceDecoder(model, positions).eval(), of_source),
+                graph.trace(Encoder(model).eval(), example_encoder(*source)),
+            ]
+        except Exception as error:  # noqa: BLE001 - torch.export wraps whatever the model raised
+            raise refuse_architecture(
+                checkpoint.source, checkpoint.config, _reason(error)
+            ) from None
 
 
 def _simplify(traced: list[Any]) -> str:
@@ -277,15 +275,45 @@ def _listed(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
     return [list(shape) for shape in shapes]
 
 
+def _compare(
+    wanted: Wanted, quantising: Quantising | None, original: _Original, folder: Path
+) -> compare.Comparison:
+    """Raises OutriderError "difference"."""
+
+    def in_float32() -> compare.Reference:
+        model = load(wanted.checkpoint, torch.float32)
+        if quantising:
+            quantising.again(model)
+        return compare.reference(model, wanted.capacity, original.vocab_size)
+
+    with stage(wanted.role, "compare with the original") as said:
+        # A second load, of twice the size: only where the first answer is in doubt.
+        result = compare.compare(folder, original.said, wanted.dtype, in_float32)
+        said.note = result.what
+        if result.max_difference is not None:
+            said.note = (
+                f"largest difference {result.max_difference:.1e} (bound {result.bound:.1e})"
+                + original.said.remark
+            )
+    if not result.passed:
+        raise OutriderError(
+            "difference",
+            f"the graph of {wanted.checkpoint.source} differs from the original by "
+            f"{result.max_difference:.1e}, more than {result.bound:.1e}",
+            "Build with DTYPE=float32; if that fails too, please report the architecture.",
+        )
+    return result
+
+
 def _host(
     folder: Path,
-    original: compare.Reference,
+    references: tuple[compare.Reference, compare.Reference | None],  # the second: rounded
     capacity: int,
-    rounded: compare.Reference | None = None,
     cache: Cache | None = None,
 ) -> str:
     """Write the graph for the CPU, unless there is none or it is not right; what to say of it. With
     quantised rows only when it is right without, and they cost no more than `TOLERANCE`."""
+    original, rounded = references
     try:
         nodes = host.write(folder, capacity)
         result = compare.compare(folder, original, "float32", file=HOST_FILE, rounded=rounded)
@@ -318,18 +346,29 @@ def _host(
     return said
 
 
-def _check_space(cache: Path, checkpoint: Checkpoint, dtype: Dtype) -> None:
+def _check_space(folder: Path, wanted: Wanted) -> None:
     """Fail before minutes of work, not after them."""
-    cache.mkdir(parents=True, exist_ok=True)
-    # A graph holds what the checkpoint holds; at worst 16-bit weights become 32-bit ones.
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint = wanted.checkpoint
     sizes = sum(path.stat().st_size for path in checkpoint.files)
+    # A graph holds what the checkpoint holds; at worst 16-bit weights become 32-bit ones.
     stored = min(16, checkpoint.packed.bits) if checkpoint.packed else 16
-    need = sizes * (32 if dtype == "float32" else 16) // stored
-    free = shutil.disk_usage(cache).free
+    numbers, width = sizes * 8 // stored, 32 if wanted.dtype == "float32" else 16
+    need = numbers * width // 8
+    if wanted.weights:
+        text = checkpoint.text_config
+        table = min(
+            numbers, text.vocab_size * getattr(text, "hidden_size", 0)
+        )  # dense for ONNX's look-up
+        bits = table * 8 + (numbers - table) * (4 if wanted.weights == "int4" else 8)
+        graphs = [width, 16] if wanted.for_host else [width]  # by the type of their scales
+        need = (table * width + sum(bits + numbers * scale // BLOCK for scale in graphs)) // 8
+    free = shutil.disk_usage(folder).free
     if need > free:
         raise OutriderError(
             "disk",
-            f"{cache} has {free / 2**20:,.0f} MiB free, and the graph may need {need / 2**20:,.0f}",
+            f"{folder} has {free / 2**20:,.0f} MiB free, and the graph may need "
+            f"{need / 2**20:,.0f}",
             "Free some space, or set another --cache.",
         )
 

@@ -16,6 +16,7 @@ from .backends.engine import Logits
 from .checks import Limits, check_ids, check_request
 from .costs import Costs
 from .drafts.registry import KINDS
+from .sampling.softmax import log_softmax
 from .sequence import (
     ActiveSequence,
     Origin,
@@ -227,9 +228,7 @@ class Decoder:
     def _token(self, request: Request, token: int, origin: Origin, row: Logits | None) -> Token:
         if row is None:
             return Token(token, origin)
-        logits = row[: self.vocab_size].astype(np.float64)
-        logits -= logits.max()
-        logprobs = logits - np.log(np.exp(logits).sum())
+        logprobs = log_softmax(row[: self.vocab_size])
         best = np.argsort(-logprobs, kind="stable")[: request.logprobs]
         alternatives = tuple((int(i), float(logprobs[i])) for i in best)
         return Token(token, origin, float(logprobs[token]), alternatives)

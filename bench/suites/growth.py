@@ -30,6 +30,7 @@ from ..core.pair import SHAPES, TARGET, Shape
 from ..core.pair.grow import grow
 from ..core.prompts import Prompts
 from ..core.table import Table
+from ..systems import SYSTEMS
 from ..systems.peer import Peer
 from ..systems.protocol import Request, Steps
 
@@ -79,7 +80,7 @@ def point(
 
 @dataclass
 class Growing:
-    """One run. work: of checkpoints and bundles, which are kept."""
+    """One run. work: of checkpoints and bundles, which are kept. precision: of the weights."""
 
     scale: GrowthScale
     threads: int
@@ -87,6 +88,7 @@ class Growing:
     prompts: Prompts
     reader: machine.MemoryReader
     clock: Clock
+    precision: str = "float32"
 
     def checkpoint(self, name: str) -> Path:
         """The bundled target, grown to the size of that name unless that is there."""
@@ -101,7 +103,10 @@ class Growing:
     def peer(self, name: str, slots: int = 1) -> Peer:
         """A process that has loaded the model of that name."""
         checkpoint = self.checkpoint(name)
-        return Peer("outrider", checkpoint, threads=self.threads, work=self.work, slots=slots)
+        return Peer(
+            "outrider", checkpoint, threads=self.threads, work=self.work, slots=slots,
+            precision=self.precision,
+        )  # fmt: skip
 
     def read(self, name: str, facts: Mapping[str, Any], rows: float) -> float:
         """Bytes that a call reads: the weights, and so many rows of all slots. facts: of `Peer`."""
@@ -173,7 +178,7 @@ def by_size(run: Growing) -> Curves:
     for place, told in run.opened(places, [1]).items():
         every = [facts for facts, _ in told]
         weights, before = every[0]["weights"], every[0]["before"]
-        x = weights / 4  # float32
+        x = every[0]["parameters"]
         loads = [Sample(facts["load_seconds"], facts["load_lost"]) for facts in every]
         peaks = [facts["loaded"] / MIB for facts in every]
         least = (before + weights) / MIB
@@ -201,6 +206,7 @@ def run(growing: Growing) -> dict[str, Any]:
         sections[name] = {"axis": axis, "curves": measure(growing)}
     return {
         "machine": machine.describe(growing.threads), "target": growing.scale.target,
+        "precision": growing.precision,
         "bytes_per_second": round(growing.reader.bandwidth), "sections": sections,
     }  # fmt: skip
 
@@ -211,7 +217,8 @@ def run(growing: Growing) -> dict[str, Any]:
 def heading(results: Results) -> str:
     """What the figures are of."""
     return (
-        f"{machine.sentence(results['machine'])}; the target is {results['target']}; memory reads "
+        f"{machine.sentence(results['machine'])}; the target is {results['target']} in "
+        f"{results.get('precision', 'float32')}; memory reads "
         f"at {results['bytes_per_second'] / 1e9:.1f} GB/s. * other processes took over 2 % of the "
         "time: no exponent of such points should be quoted"
     )
@@ -254,6 +261,8 @@ def _number(value: float) -> str:
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work", type=Path, default=Path("build/side"), metavar="DIR",
         help="where checkpoints and bundles are kept; default build/side")  # fmt: skip
+    parser.add_argument("--precision", choices=SYSTEMS["outrider"].precisions, default="float32",
+        help="of the weights; default float32")  # fmt: skip
 
 
 def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
@@ -262,7 +271,7 @@ def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     prompts = Prompts(collect().held_out, *pair.encoder(TARGET))
     reader = machine.MemoryReader(args.threads)
     scale = QUICK if args.quick else FULL
-    return run(Growing(scale, args.threads, args.work, prompts, reader, clock))
+    return run(Growing(scale, args.threads, args.work, prompts, reader, clock, args.precision))
 
 
 SUITE = Suite(

@@ -38,6 +38,7 @@ class OutriderWorker:
             "outrider": f"onnxruntime {version('onnxruntime')}",
             "dtype": setup.precision,
             "weights": self.engine.memory["target"],
+            "parameters": self.engine.manifest.pair.target.parameters,
             "draft_weights": self.engine.memory.get("draft", 0),
             "cache_element": 4,
             "plain_width": self.engine.decoder.target.narrowest,

@@ -20,8 +20,8 @@ class Peer(AbstractContextManager["Peer"]):
     """The worker of one system on one checkpoint, or a pair. options: those of `Setup`.
 
     facts: the library's versions, dtype of the weights; load_seconds and load_lost, from the
-    converted files; bytes of weights, draft_weights, a cache_element, `before`, of the process
-    without a model, and `loaded`, its peak with it.
+    converted files; of ours `parameters`; bytes of weights, draft_weights, a cache_element,
+    `before`, of the process without a model, and `loaded`, its peak with it.
 
     Raises:
         Unavailable: its packages are missing, or it does not take the checkpoint.

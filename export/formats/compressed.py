@@ -104,7 +104,7 @@ def _unpacked(name: str, module: str, tensors: dict[str, Lazy]) -> Lazy:
         raise damaged(name, f"{module}weight_packed is {list(words.shape)} for {rows} x {width}")
     expect(name, module + "weight_packed", words, {"I32"}, *words.shape)
     count = scales.shape[-1]
-    _expect_groups(name, module, scales, rows, width, order)
+    _expect_groups(name, module, scales, rows, width, ordered=order is not None)
     if zeros is not None:
         zeros = _columns(zeros)
         several = -(-rows * bits // 32) if zeros.dtype == "I32" else rows
@@ -145,14 +145,17 @@ def _plain(name: str, module: str, tensors: dict[str, Lazy], blocks: list[int] |
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.repeat_interleave(each, 0)[:rows]
 
-    grown = Lazy(lambda: whole(scales[...]), (min(rows, scales.shape[0] * each), scales.shape[1]))
-    _expect_groups(name, module, grown, rows, width, None)
-    if blocks and scales.shape[1] > 1 and blocks[1] * scales.shape[1] != width:
+    group = None  # of each column, where the last block is a part
+    if blocks and scales.shape[1] == -(-width // blocks[1]):
+        group = torch.arange(width) // blocks[1]
+    elif blocks and scales.shape[1] > 1:
         raise unsupported(name, f"compressed-tensors with {width} columns in blocks of {blocks[1]}")
+    grown = Lazy(lambda: whole(scales[...]), (min(rows, scales.shape[0] * each), scales.shape[1]))
+    _expect_groups(name, module, grown, rows, width, ordered=group is not None)
 
     def make() -> torch.Tensor:
         zero = None if zeros is None else whole(zeros[...]).to(torch.float32)
-        return dequantise(weight[...].to(torch.float32), grown[...], zero)
+        return dequantise(weight[...].to(torch.float32), grown[...], zero, group)
 
     return Lazy(make, (rows, width))
 
@@ -166,9 +169,10 @@ def _columns(tensor: Lazy) -> Lazy:
 
 
 def _expect_groups(
-    name: str, module: str, scales: Lazy, rows: int, width: int, order: Lazy | None
+    name: str, module: str, scales: Lazy, rows: int, width: int, *, ordered: bool
 ) -> None:
+    """ordered: whether something else says the group of each column."""
     count = scales.shape[-1]
     expect_scales(name, module + "weight_scale", scales, rows, count)
-    if not count or (width % count and order is None):
+    if not count or (width % count and not ordered):
         raise damaged(name, f"{module}weight_scale has {count} groups for {width} columns")

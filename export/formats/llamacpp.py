@@ -138,6 +138,8 @@ def _take_factors(name: str, config: PretrainedConfig, factors: torch.Tensor) ->
     """llama.cpp writes Llama 3's rotary embedding as what divides each frequency."""
     plain = config.rope_parameters
     theta, width = plain["rope_theta"], config.head_dim
+    if factors.shape != (width // 2,) or not bool((factors.isfinite() & (factors > 0)).all()):
+        raise damaged(name, f"{_FACTORS} is no factor for each of {width // 2} frequencies")
     config.rope_parameters = {
         **plain,
         "rope_type": "llama3",

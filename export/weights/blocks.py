@@ -24,7 +24,7 @@ _LARGEST = 65504.0  # of float16
 # which the others may gain from. A positive one gets a negative scale, so that the longer side of
 # the range is always its side.
 _REACH = (-9.2, -8.8, -8.4, -8.1, -7.9, -7.6, -7.3, -7.0)
-_SLICE = 1 << 16  # numbers at a time: what is made of them stays in a core's cache
+SLICE = 1 << 16  # numbers at a time: what is made of them stays in a core's cache
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,9 @@ def quantise(weight: npt.NDArray[np.float32], bits: Bits) -> Quantised:
     return Quantised(levels, scales, bits)
 
 
-def row_slices(rows: int, columns: int) -> Iterator[slice]:
-    step = max(1, _SLICE // columns)
+def row_slices(rows: int, columns: int, numbers: int = SLICE) -> Iterator[slice]:
+    """All rows of a matrix, about that many numbers at a time."""
+    step = max(1, numbers // columns)
     for begin in range(0, rows, step):
         yield slice(begin, min(rows, begin + step))
 

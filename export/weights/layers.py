@@ -1,19 +1,20 @@
-"""The linear layers of a model with quantised weights: as torch computes them, and as a graph."""
+"""The layers of a model with quantised weights: as torch computes them, and as a graph."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .blocks import BLOCK, Quantised
 
-PRODUCT = (
-    "QuantizedMatMul"  # of plugins/onnxruntime; until the graph is written in ONNX's operators
-)
+# Nodes until the graph is written in ONNX's operators: one of plugins/onnxruntime, and the dense
+# matrix of levels and scales.
+PRODUCT, TABLE = "QuantizedMatMul", "QuantizedTable"
 _rounds_activations = False
 
 
@@ -30,6 +31,11 @@ class QuantisedLinear(torch.nn.Module):
         self.register_buffer("scales", torch.from_numpy(weight.scales).to(dtype))
         self.bias = bias
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """[N, K], made when it is asked for."""
+        return _dense(self.levels, self.scales)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.onnx.is_in_onnx_export():
             y = torch.onnx.ops.symbolic(
@@ -41,26 +47,60 @@ class QuantisedLinear(torch.nn.Module):
                 version=1,
             )
         else:
-            columns = self.levels.shape[1]
-            scales = self.scales.repeat_interleave(BLOCK, dim=1)[:, :columns]
-            weight = self.levels.to(scales.dtype) * scales
             x = rounded(x) if _rounds_activations else x
-            y = torch.nn.functional.linear(x, weight)
+            y = torch.nn.functional.linear(x, self.weight)
         return y if self.bias is None else y + self.bias
 
 
-def replace(model: PreTrainedModel, weights: Mapping[str, Quantised]) -> None:
-    """Put `QuantisedLinear` in the place of the layers that have these weights, by the parameters'
-    names (`quantise_model`). An embedding that shares a weight keeps its own, dense."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for path, module in list(model.named_modules()):
-        if not isinstance(module, torch.nn.Linear | Conv1D):
-            continue
-        if (weight := weights.get(names[id(module.weight)])) is None:
-            continue
-        parent, _, child = path.rpartition(".")
-        layer = QuantisedLinear(weight, module.bias, module.weight.dtype)
-        setattr(model.get_submodule(parent), child, layer.train(False))
+class _Table(torch.nn.Module):
+    """What the table of an embedding is computed from."""
+
+    levels: torch.Tensor  # int8 [V, K]
+    scales: torch.Tensor  # float16 [V, K / BLOCK, rounded up]
+
+    def __init__(self, weight: Quantised, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+        self.register_buffer("levels", torch.from_numpy(weight.levels))
+        self.register_buffer("scales", torch.from_numpy(weight.scales))
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        if torch.onnx.is_in_onnx_export():
+            return torch.onnx.ops.symbolic(
+                f"outrider::{TABLE}",
+                [self.levels, self.scales],
+                dtype=self.dtype,
+                shape=self.levels.shape,
+                version=1,
+            )
+        return _dense(self.levels, self.scales.float()).to(self.dtype)
+
+
+def put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
+    """Give the linear layer or embedding at this path its quantised weight, and let go of the dense
+    one. An embedding stays what it is, whose class may do more than look up; its table is computed.
+    """
+    module = model.get_submodule(path)
+    assert isinstance(module.weight, torch.Tensor)
+    dtype = module.weight.dtype
+    if isinstance(module, torch.nn.Embedding):
+        none = torch.empty(0, dtype=dtype)
+        module.weight = torch.nn.Parameter(none, requires_grad=False)
+        table = _Table(weight, dtype)
+        parametrize.register_parametrization(module, "weight", table, unsafe=True)
+        return
+    assert isinstance(module, torch.nn.Linear | Conv1D)
+    parent, _, child = path.rpartition(".")
+    layer = QuantisedLinear(weight, module.bias, dtype)
+    setattr(model.get_submodule(parent), child, layer.train(False))
+
+
+def _dense(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Levels times scales, in the scales' dtype: the only thing of this size that is made."""
+    dense, whole = levels.to(scales.dtype), levels.shape[1] // BLOCK
+    dense[:, : whole * BLOCK].view(len(dense), whole, BLOCK).mul_(scales[:, :whole, None])
+    dense[:, whole * BLOCK :].mul_(scales[:, whole:])
+    return dense
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

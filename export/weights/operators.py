@@ -8,13 +8,37 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from .blocks import BLOCK, Bits, Quantised
-from .layers import PRODUCT
+from .blocks import BLOCK, Bits, Quantised, row_slices
+from .layers import PRODUCT, TABLE
 from .recover import recover
 
 OWN_DOMAIN = "outrider"  # of plugins/onnxruntime
 GATHER = "QuantizedGather"
 PANEL = 16  # outputs that lie side by side: see outrider_product.h
+
+
+def dense_tables(model: ir.Model) -> None:
+    """Replace the computed tables of embeddings by dense ones, in place: ONNX has no look-up of
+    rows of levels. They are materialised only while they are written."""
+    for node in [node for node in model.graph if node.op_type == TABLE]:
+        levels, scales = map(_weight, node.inputs)
+        table = node.outputs[0]
+        assert levels is not None and scales is not None and table.dtype is not None
+
+        def materialise(
+            levels: ir.TensorProtocol = levels,
+            scales: ir.TensorProtocol = scales,
+            dtype: ir.DataType = table.dtype,
+        ) -> ir.TensorProtocol:
+            dense = Quantised(levels.numpy(), scales.numpy(), 8).dense()
+            return ir.tensor(dense.astype(dtype.numpy(), copy=False), dtype=dtype)
+
+        shape, name = ir.Shape(levels.shape.numpy()), f"{levels.name}.dense"
+        lazy = ir.LazyTensor(materialise, dtype=table.dtype, shape=shape, name=name)
+        made = ir.Value(name=name, shape=shape, type=ir.TensorType(table.dtype), const_value=lazy)
+        model.graph.register_initializer(made)
+        ir.convenience.replace_all_uses_with(table, made)
+        model.graph.remove(node, safe=True)
 
 
 def dequantise_linear(model: ir.Model) -> None:
@@ -71,9 +95,9 @@ class _Stored:
     def sizes(self) -> tuple[int, ...]:
         return tuple(reversed(self.levels.shape.numpy()))
 
-    def read(self) -> Quantised:
-        levels, scales = self.levels.numpy().astype(np.int8), self.scales.numpy()
-        return Quantised(levels.T, scales.astype(np.float16).T, self.bits)
+    def read(self, rows: slice = slice(None)) -> Quantised:
+        levels, scales = (part.numpy()[:, rows].T for part in (self.levels, self.scales))
+        return Quantised(levels.astype(np.int8), scales.astype(np.float16), self.bits)
 
 
 def own_operators(model: ir.Model) -> int:
@@ -116,7 +140,10 @@ def _weight(value: ir.Value | None) -> ir.TensorProtocol | None:
 
 
 def _is_table(table: ir.TensorProtocol, stored: _Stored) -> bool:
-    return np.array_equal(table.numpy(), stored.read().dense())
+    dense = table.numpy()
+    return all(
+        np.array_equal(dense[here], stored.read(here).dense()) for here in row_slices(*dense.shape)
+    )
 
 
 def _packed_values(model: ir.Model, stored: _Stored, name: str) -> list[ir.Value]:

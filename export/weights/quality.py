@@ -19,6 +19,7 @@ from .blocks import Bits
 # What is a hundred times as far off was not rounded but broken, or cannot be rounded like this.
 BOUND: dict[Bits, float] = {8: 0.05, 4: 1.0}
 
+_ROWS = 16  # that float64 copies are made of at a time
 Slice = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -54,7 +55,12 @@ def measure(slices: Iterable[Slice]) -> Quality:
     infinite.
     """
     columns: list[torch.Tensor] = []
-    for full, quantised, following in slices:
+    pieces = (
+        [part[begin : begin + _ROWS] for part in whole]
+        for whole in slices
+        for begin in range(0, len(whole[0]), _ROWS)
+    )
+    for full, quantised, following in pieces:
         p, q = full.double().log_softmax(-1), quantised.double().log_softmax(-1)
         kl = (p.exp() * (p - q)).sum(-1)
         same = (full.argmax(-1) == quantised.argmax(-1)).double()
@@ -90,12 +96,12 @@ def describe(quality: Quality) -> str:
     )
 
 
-def refuse_nonsense(quality: Quality, bits: Bits, source: str) -> None:
-    """Raises OutriderError "difference" beyond `BOUND`."""
+def refuse_nonsense(quality: Quality, bits: Bits, source: str, option: str = "WEIGHTS") -> None:
+    """Raises OutriderError "difference" beyond `BOUND`. option: which sets the bits."""
     if quality.kl > BOUND[bits]:
         raise OutriderError(
             "difference",
             f"{source} at {bits} bits is {quality.kl:.2g} nats from the full model, "
             f"more than {BOUND[bits]}",
-            "Build with WEIGHTS=int8." if bits == 4 else "Build without WEIGHTS.",
+            f"Build with {option}={'int8' if bits == 4 else 'full'}.",
         )

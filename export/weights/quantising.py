@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
 from transformers import PreTrainedModel
@@ -13,10 +14,10 @@ from runtime.files.manifest import Dtype, Quality, Weights
 from runtime.files.progress import stage
 
 from .. import compare
+from ..loading import give_back
 from . import quality
 from .blocks import Bits, Quantised
-from .layers import replace
-from .whole import quantise_model
+from .whole import quantise_model, requantise
 
 # Texts that the model writes: to choose levels by, and others, of half the length, to measure on.
 # Many short ones: a step of all of them reads the weights once.
@@ -33,11 +34,15 @@ class Quantising:
     ):
         self.role, self.weights, self.source = role, weights, source
         self._text, self._packed = text, packed
+        self._option = "DRAFT_WEIGHTS" if role == "draft" else "WEIGHTS"
         self._bits: Bits = 4 if weights == "int4" else 8
-        self._found: dict[str, Quantised] = {}
+        self._found: dict[str, Quantised] = {}  # in half precision
+        self._said = torch.empty(0)  # likewise
 
-    def quantise(self, model: PreTrainedModel, context: int) -> None:
-        """In place, by modules that know of levels. context: the longest text, in tokens."""
+    def quantise(self, model: PreTrainedModel, context: int, folder: Path) -> None:
+        """In place, by modules that know of levels. context: the longest text, in tokens. folder:
+        for what is put away until it is measured."""
+        compare.logits(model, torch.zeros(1, 8, dtype=torch.int64))  # says whether it runs at all
         length = min(LENGTH, context)
         written = None
         if self._bits == 4 or self._text is None:
@@ -49,51 +54,51 @@ class Quantising:
         else:
             assert written is not None
             self.ids = written[TEXTS:, : length // 2]
-        self._full = logits(model, self.ids)
+        self._full = _put_away(compare.logits(model, self.ids), folder)
+        give_back()
         with stage(self.role, f"quantise, {self.weights}") as said:
             texts = None if written is None else written[:TEXTS]
             # Half precision is for TensorRT, which takes no negative scale of 8 bits.
             negative = model.dtype == torch.float32
             try:
-                self._found = quantise_model(
+                found = quantise_model(
                     model, self._bits, texts, keep=self._packed, negative=negative
                 )
             except ValueError as error:
                 raise OutriderError(
                     "checkpoint",
                     f"a weight of {self.source} cannot be quantised: {error}",
-                    "Check the weights, or build without WEIGHTS.",
+                    f"Check the weights, or build with {self._option}=full.",
                 ) from None
-            size = sum(weight.size for weight in self._found.values())
-            said.note = f"{len(self._found)} matrices, {size / 2**20:,.1f} MiB"
-        replace(model, self._found)
-        self._said = logits(model, self.ids)
+            give_back()
+            size = sum(weight.size for weight in found.values())
+            said.note = f"{len(found)} matrices, {size / 2**20:,.1f} MiB"
+        if model.dtype != torch.float32:  # `again`, and `measure` without an engine, are for these
+            self._found, said_here = found, compare.logits(model, self.ids)
+            self._said = _put_away(said_here, folder)
 
     def again(self, model: PreTrainedModel) -> PreTrainedModel:
         """The same levels in another copy of the model."""
-        for name, parameter in model.named_parameters():  # an embedding too, which stays dense
-            if (weight := self._found.get(name)) is not None:
-                dense = torch.from_numpy(weight.dense())
-                parameter.data.copy_(dense if dense.shape == parameter.shape else dense.T)
-        replace(model, self._found)
+        requantise(model, self._found)
         return model
 
     def measure(self, engine: Path | None, dtype: Dtype) -> Quality:
         """engine: the graph that will run, where it rounds what it multiplies; None takes the
         model's own logits. Refuses nonsense: OutriderError "difference"."""
         with stage(self.role, "quality") as said:
-            quantised = self._said
+            quantised: Iterable[torch.Tensor] = self._said
             if engine is not None:
-                quantised = torch.from_numpy(compare.run(engine, dtype, self.ids.numpy()))
-            pairs = zip(self._full, quantised, self.ids, strict=True)
-            found = quality.measure((p[:-1], q[:-1], ids[1:]) for p, q, ids in pairs)
+                quantised = map(torch.from_numpy, compare.run(engine, dtype, self.ids.numpy()))
+            texts = zip(self._full, quantised, self.ids, strict=True)
+            found = quality.measure((p[:-1], q[:-1], ids[1:]) for p, q, ids in texts)
             said.note = quality.describe(found)
-        quality.refuse_nonsense(found, self._bits, self.source)
+        quality.refuse_nonsense(found, self._bits, self.source, self._option)
         return found
 
 
-def logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """float32 [B, T, V] of whole texts [B, T]."""
-    with torch.inference_mode():
-        said: torch.Tensor = model(input_ids=ids, use_cache=False).logits.float()
-    return said
+def _put_away(tensor: torch.Tensor, folder: Path) -> torch.Tensor:
+    """The same in a mapped file without a name, which needs no memory until it is read again."""
+    with NamedTemporaryFile(dir=folder) as file:
+        size, dtype = tensor.numel(), tensor.dtype
+        mapped = torch.from_file(file.name, shared=True, size=size, dtype=dtype)
+    return mapped.view(tensor.shape).copy_(tensor)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .blocks import BLOCK, RANGE, Bits, Quantised
+from .blocks import BLOCK, RANGE, Bits, Quantised, row_slices
 
 _SAMPLE = 256  # blocks that say whether the search is worth while, and which peaks are likely
+_AT_ONCE = 1 << 22  # numbers that are searched
 Floats = npt.NDArray[np.float32]
 
 
@@ -21,27 +22,37 @@ def recover(weight: Floats, bits: Bits) -> Quantised | None:
     """
     rows, width = weight.shape
     count = -(-width // BLOCK)
-    padded = np.zeros((rows, count * BLOCK), np.float32)
-    padded[:, :width] = weight
-    values = padded.reshape(-1, BLOCK)
-    if not np.isfinite(values).all():
-        return None
+    sample = np.arange(0, rows * count, max(1, rows * count // _SAMPLE))
+    blocks = _blocks(weight[sample // count])[np.arange(len(sample)), sample % count]
     peaks = np.arange(-RANGE[bits][0], 0, -1)
-    found = _search(values[:: max(1, len(values) // _SAMPLE)], peaks, bits)
-    if found is not None:
-        seen = np.bincount(np.abs(found[0]).max(axis=1), minlength=peaks[0] + 1)
-        found = _search(values, peaks[np.argsort(-seen[peaks], kind="stable")], bits)
+    found = _search(blocks, peaks, bits)
     if found is None:
         return None
-    levels, scales = found
-    return Quantised(levels.reshape(rows, -1)[:, :width], scales.reshape(rows, count), bits)
+    seen = np.bincount(np.abs(found[0]).max(axis=1), minlength=peaks[0] + 1)
+    peaks = peaks[np.argsort(-seen[peaks], kind="stable")]
+    levels, scales = np.empty(weight.shape, np.int8), np.empty((rows, count), np.float16)
+    for here in row_slices(rows, width, _AT_ONCE):
+        found = _search(_blocks(weight[here]).reshape(-1, BLOCK), peaks, bits)
+        if found is None:
+            return None
+        levels[here] = found[0].reshape(-1, count * BLOCK)[:, :width]
+        scales[here] = found[1].reshape(-1, count)
+    return Quantised(levels, scales, bits)
+
+
+def _blocks(weight: Floats) -> Floats:
+    """[N, K] as [N, blocks, 32], made up with zeros."""
+    rows, width = weight.shape
+    blocks = np.zeros((rows, -(-width // BLOCK) * BLOCK), np.float32)
+    blocks[:, :width] = weight
+    return blocks.reshape(rows, -1, BLOCK)
 
 
 def _search(
     values: Floats, peaks: npt.NDArray[np.int64], bits: Bits
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]] | None:
-    """Levels [B, 32] and scales [B] of all blocks. peaks: what the largest level may be, the most
-    likely first."""
+    """Levels [B, 32] and scales [B] of all blocks; None where one has none, as one with NaN or
+    infinity. peaks: what the largest level may be, the most likely first."""
     lowest, highest = RANGE[bits]
     largest = np.abs(values).max(axis=1)
     levels, scales = np.zeros(values.shape, np.int8), np.zeros(len(values), np.float16)

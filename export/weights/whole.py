@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +11,8 @@ from transformers.pytorch_utils import Conv1D
 
 from .blocks import Bits, Quantised, quantise
 from .feedback import factor, quantise_with_feedback
+from .layers import put
 from .recover import recover
-
-# The last part of a module's name. A router decides between experts, by small differences; it is
-# next to no bytes.
-_ROUTERS = ("gate", "router")
 
 
 def quantise_model(
@@ -26,12 +23,13 @@ def quantise_model(
     keep: bool = False,  # the levels of what lies on some already
     negative: bool = True,  # also where a scale of theirs of 8 bits is negative
 ) -> dict[str, Quantised]:
-    """Quantise the model's matrices and write what they are then, `dense()`, into its parameters.
+    """Quantise the model's matrices. A module is replaced as soon as its levels are chosen, so no
+    dense copy of the model is made.
 
     By the name of the parameter (of `named_parameters`, where a tied one has the embedding's name):
     the weights of linear layers, the output matrix, tied or not, and an untied embedding. Levels
-    lie [N outputs, K inputs] for GPT-2's `Conv1D` too, whose weight is [K, N]. Routers of experts,
-    and what is not two-dimensional, stay as they are.
+    lie [N outputs, K inputs] for GPT-2's `Conv1D` too, whose weight is [K, N]. What decides between
+    experts (`_routes`), and what is not two-dimensional, stay as they are.
 
     With texts, 4 bits are rounded with error feedback. Every matrix sees its inputs as the
     quantised matrices before it make them: all are quantised in one pass, each when it is called.
@@ -43,41 +41,96 @@ def quantise_model(
     output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     embedding: Any = model.get_input_embeddings()  # type: ignore[no-untyped-call]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    inner = {names[id(module.weight)]: module for module in _linear(model) if module is not output}
+    ends = names[id(output.weight)], names[id(embedding.weight)]
+    del output, embedding  # or their dense weights would be kept
+    places = _places(model)
+    inner = [name for name in places if name not in ends]
     texts = texts if bits == 4 else None  # of 8 bits there is nothing to gain
-    found = _recovered(inner | {names[id(output.weight)]: output}, bits, negative) if keep else {}
+    found: dict[str, Quantised] = {}
+
+    def take(name: str, make: Callable[[torch.Tensor], Quantised | None]) -> None:
+        if name in found:
+            return
+        try:
+            made = make(_matrix(model.get_submodule(places[name][0])))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        if made is not None:
+            found[name] = made
+            for path in places[name]:
+                put(model, path, made)
+
+    def nearest(to: Bits) -> Callable[[torch.Tensor], Quantised]:
+        return lambda weight: quantise(weight.numpy(), to)
+
+    def recovered(weight: torch.Tensor) -> Quantised | None:
+        made = recover(weight.numpy(), bits)
+        takes = made is not None and (negative or bits == 4 or not (made.scales < 0).any())
+        return made if takes else None
+
     with torch.no_grad():
+        for name in (*inner, ends[0]) if keep else ():
+            take(name, recovered)
         # The ends first: what the layers see of the embedding is to be what they will see of it.
-        seen = None
         most: Bits = 8 if bits == 8 else output_bits
         if texts is not None and most == 4:
             seen = factor(model.base_model(input_ids=texts).last_hidden_state.flatten(0, -2))
-        if (name := names[id(output.weight)]) not in found:
-            found[name] = _take(name, output, most, seen)
-        if (name := names[id(embedding.weight)]) not in found:
-            found[name] = _take(name, embedding, 8)
+            take(ends[0], lambda weight: quantise_with_feedback(weight, seen, 4))
+        take(ends[0], nearest(most))
+        take(ends[1], nearest(8))
         if texts is not None:
-            _pass(model, texts, inner, found)
-        for name in inner.keys() - found.keys():  # no texts, or none that came by
-            found[name] = _take(name, inner[name], bits)
+            waiting = {name: places[name] for name in inner if name not in found}
+            _pass(model, texts, waiting, take)
+        for name in inner:  # no texts, or none that came by
+            take(name, nearest(bits))
     return found
 
 
-def _recovered(modules: dict[str, Any], bits: Bits, negative: bool) -> dict[str, Quantised]:
-    """Of a checkpoint that was quantised before: exactly what it says."""
-    found = {}
-    for name, module in modules.items():
-        kept = recover(_matrix(module).numpy(), bits)
-        if kept is not None and (negative or bits == 4 or not (kept.scales < 0).any()):
-            found[name] = kept
-    return found
+def requantise(model: PreTrainedModel, weights: dict[str, Quantised]) -> None:
+    """Give another copy of a model the weights that `quantise_model` found."""
+    for name, paths in _places(model).items():
+        for path in paths if name in weights else ():
+            put(model, path, weights[name])
+
+
+def _places(model: PreTrainedModel) -> dict[str, list[str]]:
+    """By the name of each parameter to quantise the paths of the modules that have it."""
+    embedding = model.get_input_embeddings()  # type: ignore[no-untyped-call]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    places: dict[str, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        linear = isinstance(module, torch.nn.Linear | Conv1D) and not _routes(model, path)
+        if linear or module is embedding:
+            assert isinstance(module.weight, torch.Tensor)
+            places.setdefault(names[id(module.weight)], []).append(path)
+    return places
+
+
+def _routes(model: PreTrainedModel, path: str) -> bool:
+    """Whether this linear layer decides between experts, by small differences; it is next to no
+    bytes. The nearest module around it that has experts, which are weights of three dimensions, has
+    one for each of its outputs; or it has a single output, for the experts that are always asked.
+    """
+    layer: Any = model.get_submodule(path)
+    while path:
+        path = path.rpartition(".")[0]
+        experts = {
+            len(weight)
+            for module in model.get_submodule(path).modules()
+            if not isinstance(module, torch.nn.Conv1d)
+            for weight in module.parameters(recurse=False)
+            if weight.dim() == 3
+        }
+        if experts:
+            return len(layer.weight) in experts | {1}
+    return False
 
 
 def _pass(
     model: PreTrainedModel,
     texts: torch.Tensor,
-    modules: dict[str, Any],
-    found: dict[str, Quantised],
+    waiting: dict[str, list[str]],
+    take: Callable[[str, Callable[[torch.Tensor], Quantised]], None],
 ) -> None:
     """The model reads the texts, and each module is quantised when its inputs are there."""
     last: tuple[torch.Tensor, torch.Tensor] | None = None  # queries, keys and values share theirs
@@ -86,15 +139,24 @@ def _pass(
         def quantise_now(module: Any, inputs: tuple[torch.Tensor]) -> None:
             nonlocal last
             x = inputs[0]
-            if name in found or x.numel() == 0:  # it is called again; no token went to this expert
+            if x.numel() == 0:  # no token went to this expert
                 return
             if last is None or last[0] is not x:
                 last = x, factor(x.flatten(0, -2))
-            found[name] = _take(name, module, 4, last[1])
+            seen = last[1]
+            take(name, lambda weight: quantise_with_feedback(weight, seen, 4))
+            # In this call it is the old module that computes.
+            made: Any = model.get_submodule(waiting[name][0])
+            weight = made.weight.T if isinstance(module, Conv1D) else made.weight
+            module.weight = torch.nn.Parameter(weight, requires_grad=False)
 
         return quantise_now
 
-    hooks = [module.register_forward_pre_hook(hook(name)) for name, module in modules.items()]
+    hooks = [
+        model.get_submodule(path).register_forward_pre_hook(hook(name))
+        for name, paths in waiting.items()
+        for path in paths
+    ]
     try:
         model.base_model(input_ids=texts, use_cache=False)
     finally:
@@ -102,29 +164,9 @@ def _pass(
             handle.remove()
 
 
-def _linear(model: PreTrainedModel) -> Iterator[Any]:
-    for path, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear | Conv1D) and not path.endswith(_ROUTERS):
-            yield module
-
-
-def _take(name: str, module: Any, bits: Bits, seen: torch.Tensor | None = None) -> Quantised:
-    """Quantise the module's weight [N, K], or [K, N] of a Conv1D, in place."""
-    weight = _matrix(module)
-    try:
-        if seen is None:
-            made = quantise(weight.numpy(), bits)
-        else:
-            made = quantise_with_feedback(weight, seen, bits)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    dense = torch.from_numpy(made.dense())
-    module.weight.copy_(dense.T if isinstance(module, Conv1D) else dense)
-    return made
-
-
-def _matrix(module: Any) -> torch.Tensor:
+def _matrix(module: torch.nn.Module) -> torch.Tensor:
     """float32 [N, K]."""
+    assert isinstance(module.weight, torch.Tensor)
     turned = isinstance(module, Conv1D)
     weight: torch.Tensor = module.weight.T if turned else module.weight
     return weight.float().contiguous()

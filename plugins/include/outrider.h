@@ -32,7 +32,7 @@ typedef unsigned long long uint64_t;
 extern "C" {
 #endif
 
-#define OUTRIDER_ABI_VERSION 5
+#define OUTRIDER_ABI_VERSION 6
 #define OUTRIDER_MAX_WIDTH 64 /* draft tokens in a round */
 
 enum {
@@ -162,6 +162,13 @@ OUTRIDER_API int32_t outrider_warp(const outrider_logits* logits, const outrider
 /* Philox 4x32-10 and the 53-bit uniform in [0, 1) that is made from it. */
 OUTRIDER_API void outrider_philox4x32(uint64_t key, const uint32_t counter[4], uint32_t answer[4]);
 OUTRIDER_API double outrider_uniform(uint64_t seed, uint32_t position, uint32_t purpose, uint32_t lane);
+
+/* Natural logarithms of the softmax of a row of float32 logits [vocab_size], in double precision. */
+OUTRIDER_API void outrider_log_softmax(const float* logits, int32_t vocab_size, double* logprobs);
+
+/* The softmax probability of one id where the logits are divided by `temperature`. */
+OUTRIDER_API double outrider_confidence(const float* logits, int32_t vocab_size, int64_t id,
+                                        double temperature);
 
 /* --- the same on a GPU: what to launch ---------------------------------------------------------
  *

@@ -36,6 +36,13 @@ Status* output(const Api* api, Context* context, size_t index, const int64_t* si
   return status == nullptr ? call<TensorData>(api, value, data) : status;
 }
 
+Status* add_operators(const Api* api, Options* options, Domain** made) {
+  Status* status = call<CreateDomain>(api, "outrider", made);
+  for (const Operator* one : {&ATTENTION, &QUANTISED_ATTENTION, &PRODUCT, &ROWS})
+    if (status == nullptr) status = call<AddOperator>(api, *made, one);
+  return status == nullptr ? call<AddDomain>(api, options, *made) : status;
+}
+
 } // namespace ort
 
 // Called by ONNX Runtime for SessionOptions.register_custom_ops_library.
@@ -47,10 +54,5 @@ extern "C" OUTRIDER_API ort::Status* RegisterCustomOps(ort::Options* options,
     return ort::refuse(api, "liboutrider's operators need ONNX Runtime 1.24 or newer");
   }
   ort::Domain* domain = nullptr; // never released: the session keeps pointing to it
-  ort::Status* status = ort::call<ort::CreateDomain>(api, "outrider", &domain);
-  for (const ort::Operator* made :
-       {&ort::ATTENTION, &ort::QUANTISED_ATTENTION, &ort::PRODUCT, &ort::ROWS})
-    if (status == nullptr) status = ort::call<ort::AddOperator>(api, domain, made);
-  if (status == nullptr) status = ort::call<ort::AddDomain>(api, options, domain);
-  return status;
+  return ort::add_operators(api, options, &domain);
 }

@@ -35,6 +35,9 @@ Status* share(const Api* api, const Context* context, void (*work)(void*, size_t
   return nullptr;
 }
 
+// Tell a session to be of the operators below. The domain has to live as long as the session.
+Status* add_operators(const Api* api, Options* options, Domain** made);
+
 extern const Operator ATTENTION;           // "Attention"
 extern const Operator QUANTISED_ATTENTION; // "QuantizedCacheAttention"
 extern const Operator PRODUCT, ROWS;       // "QuantizedMatMul", "QuantizedGather"

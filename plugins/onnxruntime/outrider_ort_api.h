@@ -1,5 +1,6 @@
-// The part of ONNX Runtime's C interface that an operator needs. Its makers promise to append only,
-// so a function keeps its place in the table; tests/ compares the places with the official header.
+// The part of ONNX Runtime's C interface that operators and sessions need. Its makers promise to
+// append only, so a function keeps its place in the table; tests/ compares the places with the
+// official header.
 #ifndef OUTRIDER_ORT_API_H
 #define OUTRIDER_ORT_API_H
 
@@ -17,6 +18,11 @@ struct KernelInfo;
 struct Context;
 struct Value;
 struct Shape; // OrtTensorTypeAndShapeInfo
+struct Environment;
+struct Session;
+struct Binding;
+struct MemoryInfo;
+struct RunOptions;
 
 using Function = void (*)();
 
@@ -36,19 +42,42 @@ template <size_t Place, class Type> struct Slot {
 };
 
 using CreateStatus = Slot<0, Status*(int code, const char* message)>;
+using GetMessage = Slot<2, const char*(const Status*)>; // GetErrorMessage
+using CreateEnvironment = Slot<3, Status*(int severity, const char* name, Environment** made)>;
+using CreateSession = Slot<7, Status*(const Environment*, const char* path, const Options*,
+                                      Session** made)>;
+using CreateOptions = Slot<10, Status*(Options** made)>; // CreateSessionOptions
+using SetSeverity = Slot<22, Status*(Options*, int severity)>; // SetSessionLogSeverityLevel
+using SetThreads = Slot<24, Status*(Options*, int threads)>; // SetIntraOpNumThreads
 using CreateDomain = Slot<26, Status*(const char* name, Domain** made)>;
 using AddOperator = Slot<27, Status*(Domain*, const struct Operator*)>;
 using AddDomain = Slot<28, Status*(Options*, Domain*)>;
+using CreateTensor = Slot<49, Status*(const MemoryInfo*, void* data, size_t bytes,
+                                      const int64_t* sizes, size_t count, int type, Value** made)>;
 using TensorData = Slot<51, Status*(Value*, void** data)>; // GetTensorMutableData
 using CountDimensions = Slot<61, Status*(const Shape*, size_t* count)>;
 using GetDimensions = Slot<62, Status*(const Shape*, int64_t* sizes, size_t count)>;
 using GetShape = Slot<65, Status*(const Value*, Shape** made)>;
+using CreateCpuMemory = Slot<69, Status*(int allocator, int kind, MemoryInfo** made)>;
 using FloatAttribute = Slot<85, Status*(const KernelInfo*, const char* name, float* value)>;
 using IntegerAttribute = Slot<86, Status*(const KernelInfo*, const char* name, int64_t* value)>;
 using GetInput = Slot<90, Status*(const Context*, size_t index, const Value** found)>;
 using GetOutput = Slot<91, Status*(Context*, size_t index, const int64_t* sizes, size_t count,
                                    Value** made)>;
+using ReleaseEnvironment = Slot<92, void(Environment*)>;
+using ReleaseStatus = Slot<93, void(Status*)>;
+using ReleaseMemory = Slot<94, void(MemoryInfo*)>;
+using ReleaseSession = Slot<95, void(Session*)>;
+using ReleaseValue = Slot<96, void(Value*)>;
 using ReleaseShape = Slot<99, void(Shape*)>;
+using ReleaseOptions = Slot<100, void(Options*)>;
+using ReleaseDomain = Slot<101, void(Domain*)>; // ReleaseCustomOpDomain
+using SetEntry = Slot<130, Status*(Options*, const char* name, const char* value)>;
+using RunBinding = Slot<133, Status*(Session*, const RunOptions*, const Binding*)>;
+using CreateBinding = Slot<134, Status*(Session*, Binding** made)>;
+using ReleaseBinding = Slot<135, void(Binding*)>;
+using BindInput = Slot<136, Status*(Binding*, const char* name, const Value*)>;
+using BindOutput = Slot<137, Status*(Binding*, const char* name, const Value*)>;
 using ParallelFor = Slot<274, Status*(const Context*, void (*work)(void*, size_t), size_t total,
                                       size_t batches, void* data)>;
 
@@ -81,7 +110,8 @@ struct Operator {
   Function in_place[4];
 };
 
-enum { FLOAT = 1, UINT8 = 2, INT8 = 3, INT64 = 7, FLOAT16 = 10, REQUIRED = 0, OPTIONAL = 1, FAIL = 1 };
+enum { FLOAT = 1, UINT8 = 2, INT8 = 3, INT64 = 7, FLOAT16 = 10, BFLOAT16 = 16 };
+enum { REQUIRED = 0, OPTIONAL = 1, FAIL = 1 };
 
 } // namespace ort
 #endif

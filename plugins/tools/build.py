@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
-FOLDERS = ("include", "core", "cpu", "cuda", "onnxruntime")  # of sources and headers
+FOLDERS = ("include", "core", "cpu", "cuda", "onnxruntime", "files", "session")  # of sources
 NAME = "liboutrider.so"
 FLAGS = [
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden",
@@ -54,6 +54,11 @@ LOOPS = [
     ("onnxruntime/outrider_product.cpp", "product", PRODUCTS, []),
 ]
 OPERATORS = ("operator", "attend", "multiply")
+SESSION = (
+    *(f"files/{name}.cpp" for name in ("json", "sha256", "bundle")),
+    "onnxruntime/outrider_ort_model.cpp",
+    *(f"session/{name}.cpp" for name in ("engine", "drafts", "checks", "decoder", "session")),
+)  # fmt: skip
 
 
 class BuildError(Exception):
@@ -76,12 +81,14 @@ def find_compiler() -> list[str]:
     raise BuildError("no C++ compiler was found. Install g++ or clang++, or set CXX.")
 
 
-def units(machine: str) -> list[Unit]:
-    """What the library is made of."""
+def units(machine: str, *, session: bool = False) -> list[Unit]:
+    """What the library is made of. session: with that of outrider_session.h."""
     known = machine in ("x86_64", "AMD64")
     x86 = ["-DOUTRIDER_X86", "-march=x86-64-v2", "-mtune=generic"] if known else []
     return [
         ("cpu/outrider_cpu.cpp", [*x86, "-pthread"]),
+        ("cpu/outrider_softmax.cpp", x86),
+        *((source, [*x86, "-pthread"]) for source in SESSION if session),
         *((f"onnxruntime/outrider_{name}.cpp", x86) for name in OPERATORS),
         *(
             (
@@ -101,21 +108,26 @@ def units(machine: str) -> list[Unit]:
 
 def includes(sources: Path = HERE) -> list[str]:
     """The compiler's options for headers."""
-    return [f"-I{sources / folder}" for folder in FOLDERS]
+    folders = ("include", "core", "cpu", "cuda", "onnxruntime")
+    return [f"-I{sources}", *(f"-I{sources / folder}" for folder in folders)]
 
 
 def headers(sources: Path = HERE) -> list[Path]:
     """Every file that a source may include, and the sources beside them."""
-    return [path for folder in FOLDERS for path in (sources / folder).glob("outrider*")]
+    found = (path for folder in FOLDERS for path in (sources / folder).iterdir())
+    return [path for path in found if path.suffix in (".h", ".hpp", ".cuh", ".cpp", ".cu")]
 
 
-def build(out: Path, sources: Path = HERE, extra: Sequence[str] = ()) -> Path:
+def build(
+    out: Path, sources: Path = HERE, extra: Sequence[str] = (), *, session: bool = True
+) -> Path:
     """The library's path, `out`/liboutrider.so, compiled unless it is there already.
 
     sources: the folder of the sources (a changed copy, in tests). extra: more compiler flags.
-    Raises BuildError.
+    session: with that of outrider_session.h. Raises BuildError.
     """
-    library = _made(out, "liboutrider", ".so", sources, ["-shared", *extra], [])
+    flags = ["-shared", f"-Wl,-soname,{NAME}", *extra]
+    library = _made(out, "liboutrider", ".so", sources, flags, [], session=session)
     _link(out / NAME, library)
     return out / NAME
 
@@ -130,17 +142,22 @@ def build_emulated(out: Path) -> Path:
     return _made(out, "emulated", ".so", HERE, ["-shared"], more)
 
 
-def build_fuzz(out: Path, sources: Path = HERE, extra: Sequence[str] = ()) -> Path:
-    """fuzz.cpp and the library's sources as one program. Raises BuildError."""
-    return _made(out, "fuzz", "", sources, list(extra), [("tools/fuzz.cpp", [])])
+def build_fuzz(
+    out: Path, sources: Path = HERE, extra: Sequence[str] = (), *, session: bool = False
+) -> Path:
+    """fuzz.cpp or fuzz_session.cpp with the library's sources, a program. Raises BuildError."""
+    name = "fuzz_session" if session else "fuzz"
+    more: list[Unit] = [(f"tools/{name}.cpp", [])]
+    return _made(out, name, "", sources, list(extra), more, session=session)
 
 
 def _made(
-    out: Path, name: str, suffix: str, sources: Path, extra: list[str], more: list[Unit]
-) -> Path:
+    out: Path, name: str, suffix: str, sources: Path, extra: list[str], more: list[Unit],
+    *, session: bool = False,
+) -> Path:  # fmt: skip
     """What these sources and flags make, named by a digest of them."""
     compiler = find_compiler()
-    jobs = [*units(platform.machine()), *more]
+    jobs = [*units(platform.machine(), session=session), *more]
     digest = hashlib.sha256(_version(compiler).encode())
     digest.update(repr((compiler, jobs, FLAGS, extra)).encode())
     for path in sorted((*headers(sources), *(sources / source for source, _ in more))):
@@ -175,7 +192,7 @@ def _compile(
 ) -> Path:
     objects = [folder / f"{i}.o" for i in range(len(jobs))]
     common = [*FLAGS, *WARNINGS, *includes(sources)]
-    flags = [flag for flag in extra if flag != "-shared"]
+    flags = [flag for flag in extra if flag != "-shared" and not flag.startswith("-Wl,")]
     commands = [
         [*compiler, *common, *own, *flags, "-c", str(sources / source), "-o", str(made)]
         for made, (source, own) in zip(objects, jobs, strict=True)
@@ -191,7 +208,7 @@ def _compile(
         if process.returncode:
             raise BuildError(f"{compiler[0]} failed: {_first_error(output)}. Use g++ 9 or newer.")
     made = folder / "made"
-    command = [*compiler, "-pthread", *extra, *map(str, objects), "-o", str(made)]
+    command = [*compiler, "-pthread", *extra, *map(str, objects), "-ldl", "-o", str(made)]
     linked = subprocess.run(command, capture_output=True, text=True)
     if linked.returncode:
         raise BuildError(f"linking failed: {_first_error(linked.stderr)}. Check the compiler.")

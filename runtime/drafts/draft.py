@@ -112,9 +112,3 @@ def scale(sequence: ActiveSequence) -> float:
 def temper(rows: npt.NDArray[np.float32], sequence: ActiveSequence) -> None:
     if (factor := scale(sequence)) != 1:
         rows *= np.float32(factor)
-
-
-def confidence(row: Logits, sequence: ActiveSequence, token: int) -> float:
-    """The softmax probability of a token in the draft's logits, as the draft gave them."""
-    weights = np.exp((row - row.max()) / np.float32(scale(sequence)))
-    return float(weights[token] / weights.sum())

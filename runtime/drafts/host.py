@@ -13,8 +13,9 @@ import numpy as np
 from ..backends.engine import Logits
 from ..calls import first_forbidden, prefill, slot_sampling, span
 from ..sampling.sampler import Sampler
+from ..sampling.softmax import confidence
 from ..sequence import ActiveSequence
-from .draft import Draft, Sources, confidence, temper
+from .draft import Draft, Sources, scale, temper
 from .model import ModelDraft
 from .registry import KINDS
 
@@ -160,7 +161,7 @@ class HostDraft:
             threshold = sequence.request.draft_threshold
             if threshold and step + 1 < gammas[sequence]:
                 row = logits[sequence.slot.index - first, : self.sources.width]
-                if confidence(row, sequence, token) < threshold:
+                if confidence(row, token, scale(sequence)) < threshold:
                     gammas[sequence] = step + 1
                     self._sampler.stop(b, step + 1)
 

@@ -21,7 +21,7 @@ from .rules import no_draft_logits
 from .sampler import Array, Ids, SlotSampling
 from .warp import broken_row
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 MAX_THREADS = 64
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -88,6 +88,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "outrider_device_workspace_size": (_SIZE, (_POINTER,)),
     "outrider_device_plan_draw": (_INT, _PLAN),
     "outrider_device_plan_verify": (_INT, _PLAN),
+    "outrider_log_softmax": (None, (_POINTER, _INT, _POINTER)),
+    "outrider_confidence": (ctypes.c_double, (_POINTER, _INT, ctypes.c_int64, ctypes.c_double)),
     "outrider_instruction_set": (ctypes.c_char_p, ()),
     "outrider_use": (_INT, (ctypes.c_char_p,)),
 }

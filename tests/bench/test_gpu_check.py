@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,9 @@ def test_only_some_and_what_they_rest_on(tmp_path, a_gpu):
     ]
     report, _ = check(tmp_path, 60, lambda out, sm: chosen, only=["a:", "c"])
     assert list(report["parts"]) == ["library", "a: build", "a: times", "c"]
+    calls = [chosen[0], *(replace(part, call=n) for n, part in enumerate(chosen[1:]))]
+    report, _ = check(tmp_path, 60, lambda out, sm: calls, call=2)
+    assert list(report["parts"]) == ["library", "a: build", "b: build"]
 
 
 def test_the_plan(tmp_path):
@@ -98,6 +102,13 @@ def test_the_plan(tmp_path):
         (*suite.PYTHON, "engines"): engines.command.parser(),
     }
     every = parts(tmp_path, "sm_90")
+    for call in (1, 2, 3):
+        assert sum(part.usual for part in every if part.call in (0, call)) <= 540
+    names = [part.name for part in every]
+    assert names.index("1b+small: times") < names.index("8b+1b: checkpoints")
+    assert all(part.usual and part.usual <= part.seconds for part in every)
+    lines = suite.planned(tmp_path)
+    assert all(any(name in line for line in lines) for name in names)
     assert sum(part.seconds for part in every if part.name.startswith("8b+1b: t")) < 300
     understood = 0
     for part in every:

@@ -30,7 +30,7 @@ class FakePeer:
         weights = WEIGHTS[name]
         self.slots, self.facts = slots, {
             "load_seconds": weights / 1e8, "load_lost": 0.0, "weights": weights, "before": 10**6,
-            "loaded": 2 * weights, "cache_element": 4,
+            "loaded": 2 * weights, "cache_element": 4, "parameters": weights // 4,
         }  # fmt: skip
 
     def __enter__(self) -> FakePeer:

@@ -34,6 +34,7 @@ from runtime.drafts.lookup import Corpus, Lookup
 from runtime.drafts.registry import KINDS
 from runtime.drafts.tables import Tables
 from runtime.files.errors import EXIT_STATUS
+from runtime.sampling.softmax import confidence
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
@@ -244,7 +245,8 @@ def test_confidence_is_the_drafts_own() -> None:
         weights = np.exp(tempered / np.float32(0.9))
         expected = np.exp(row / np.float32(own_temperature or 0.9))
         np.testing.assert_allclose(weights / weights.sum(), expected / expected.sum(), rtol=1e-5)
-        assert draft_math.confidence(tempered, sequence, 1) == pytest.approx(0.2, rel=1e-5)
+        found = confidence(tempered, 1, draft_math.scale(sequence))
+        assert found == pytest.approx(0.2, rel=1e-5)
         decoder.release(sequence)
 
 

@@ -5,6 +5,7 @@ Without a GPU: the compiler is stood in for where one would be needed.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -17,6 +18,7 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE
 from commands import CHECKOUT, command, environment, error_line, leftovers, run
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from workshop import Workshop
 
 import engines.__main__
@@ -25,7 +27,7 @@ from engines.bundle import build
 from runtime.backends.aotinductor import AotiEngine
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
 from runtime.files.manifest import PACKAGE_FILE, EngineFacts, read_pair
-from runtime.files.torch_files import WEIGHTS_FILE, cpu_targets
+from runtime.files.torch_files import WEIGHTS_FILE, cpu_targets, read_program
 
 Machine = Callable[[tuple[int, int] | None], None]
 
@@ -134,11 +136,16 @@ def devices_of(program: torch.export.ExportedProgram) -> set[str]:
     return {tensor.device.type for tensor in found if isinstance(tensor, torch.Tensor)}
 
 
-def attention_kernels() -> dict[str, bool]:
-    return {
-        kind: getattr(torch.backends.cuda, f"{kind}_sdp_enabled")()
-        for kind in ("math", "flash", "mem_efficient", "cudnn")
-    }
+def repeated_caches(program: torch.export.ExportedProgram, heads: int) -> list[torch.Tensor]:
+    """Copies of keys or values for all query heads, [B, H, S, D], once torch's own operators are
+    taken apart."""
+    (_, _, _, (key, *_), _), _ = program.example_inputs
+    with sdpa_kernel(SDPBackend.MATH):
+        program = program.run_decompositions()
+    nodes = (torch.utils._pytree.tree_leaves(n.meta.get("val")) for n in program.graph.nodes)
+    values = [value for found in nodes for value in found if isinstance(value, torch.Tensor)]
+    alike = [value for value in values if value.dim() == 4]
+    return [value for value in alike if value.shape[1:] == (heads, *key.shape[2:])]
 
 
 @pytest.mark.parametrize("target", ["sm90", "cpu"])
@@ -148,7 +155,16 @@ def test_what_is_compiled(
     seen: dict[str, Any] = {}
 
     def compile(program: Any, *, package_path: str, inductor_configs: dict[str, Any]) -> None:
-        seen.update(devices=devices_of(program), config=inductor_configs, **attention_kernels())
+        (_, _, _, (key, *_), _), _ = program.example_inputs
+        targets = {str(node.target) for node in program.graph.nodes}
+        own = "aten.scaled_dot_product_attention.default" not in targets
+        folder = os.environ["LIBRARY_PATH"].partition(os.pathsep)[0]
+        driver = Path(folder, "libcuda.so")
+        seen.update(
+            devices=devices_of(program), config=inductor_configs, rows=key.shape[2], own=own,
+            driver=os.readlink(driver) if driver.is_symlink() else None,
+            toolkit=os.environ.get("CUDA_HOME"),
+        )  # fmt: skip
         Path(package_path).write_bytes(b"code")
 
     def move(program: Any, to: str, real: Any = aotinductor._move) -> Any:
@@ -156,15 +172,22 @@ def test_what_is_compiled(
         return real(program, {"cuda": "meta"}[to])
 
     monkeypatch.setattr(aotinductor, "_move", move)
+    monkeypatch.setattr(aotinductor, "_loaded_driver", lambda: "/lib/libcuda.so.1")
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", "/cuda")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setenv("LIBRARY_PATH", "/before")
     monkeypatch.setattr("torch._inductor.aoti_compile_and_package", compile)
     to = EngineFacts("key", PACKAGE_FILE, [target], [], WEIGHTS_FILE)
-    before, facts = attention_kernels(), read_pair(graphs).target
+    facts = read_pair(graphs).target
     assert aotinductor.compile("target", graphs / "target", tmp_path, facts, to) == to
     assert seen.pop("config") == aotinductor.CONFIG
     on_gpu = target == "sm90"
     assert seen.pop("devices") == {"meta" if on_gpu else "cpu"}
-    assert seen == (dict.fromkeys(before, False) | {"math": True} if on_gpu else before)
-    assert attention_kernels() == before
+    assert seen == {
+        "own": on_gpu, "rows": facts.capacity if on_gpu else 16,
+        "driver": "/lib/libcuda.so.1" if on_gpu else None, "toolkit": "/cuda" if on_gpu else None,
+    }  # fmt: skip
+    assert os.environ["LIBRARY_PATH"] == "/before" and "CUDA_HOME" not in os.environ
 
 
 def test_an_older_torch_compiles_for_a_gpu_and_for_no_processor(
@@ -173,6 +196,21 @@ def test_an_older_torch_compiles_for_a_gpu_and_for_no_processor(
     monkeypatch.setattr("torch._inductor.list_options", lambda: ["cpp.dynamic_threads", "x"])
     assert aotinductor._config(gpu=True) == {"cpp.dynamic_threads": True}
     assert aotinductor._config(gpu=False) == aotinductor.CONFIG
+
+
+def test_a_gpu_copies_no_cache(graphs: Path) -> None:
+    facts, heads = read_pair(graphs).target, 4
+    assert facts.key_shapes[0][0] < heads
+    fitted = aotinductor.fitted(read_program(graphs / "target"), facts.capacity)
+    assert not repeated_caches(fitted, heads)
+    sizes = {size for tensor in fitted.example_inputs[0][3] for size in tensor.shape}
+    assert facts.capacity in sizes and all(
+        node.meta["val"].shape[2] == facts.capacity
+        for node in fitted.graph.nodes
+        if node.op == "placeholder" and node.meta["val"].dim() == 4
+    )
+    # The control: torch's own products do copy them.
+    assert repeated_caches(read_program(graphs / "target"), heads)
 
 
 @pytest.mark.slow

@@ -162,8 +162,8 @@ def float8(block: int | None) -> Packer:
         rows, width = shape
         weight = torch.from_numpy(rng.standard_normal(shape)).to(torch.float8_e4m3fn)
         down, along = (block, block) if block else (1, width)
-        scale = scales((-(-rows // down), width // along), rng, torch.float32)
-        grown = scale.repeat_interleave(down, 0)[:rows].repeat_interleave(along, 1)
+        scale = scales((-(-rows // down), -(-width // along)), rng, torch.float32)
+        grown = scale.repeat_interleave(down, 0)[:rows].repeat_interleave(along, 1)[:, :width]
         dense = weight.float() * grown
         return {"weight": weight, "weight_scale": scale}, dense.numpy()
 

@@ -113,6 +113,11 @@ FOLDERS: dict[str, tuple[packers.Packer, dict[str, Any], str, int | None]] = {
         compressed(8, "float-quantized", type="float", strategy="block", block_structure=[32, 32]),
         "float8, a scale for each block", None,
     ),
+    "compressed-tensors, float8 in squares that end early": (
+        packers.float8(48),
+        compressed(8, "float-quantized", type="float", strategy="block", block_structure=[48, 48]),
+        "float8, a scale for each block", None,
+    ),
 }  # fmt: skip
 
 
@@ -238,6 +243,21 @@ def test_export_of_a_gguf_file(
     before = content_hashes(named)
     packers.gguf(tmp_path / "model.gguf", source, "Q4_1")
     assert before.keys() == {"model.gguf"} and content_hashes(named) != before
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_what_nobody_asks_for_is_what_costs_next_to_nothing(
+    source: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused before the export where the backend runs no such weights, which tells the default."""
+    packers.gguf(tmp_path / "model.gguf", source, kind)
+    asked = ["--max-len", "64", "--backend-weights", "full"]
+    status, err = command(capsys, tmp_path, tmp_path / "model.gguf", *asked)
+    assert status == EXIT_STATUS["backend"] and nothing_left(tmp_path)
+    bits = "int4" if kind == "Q4_0" else "int8"
+    assert f"WEIGHTS={bits}, the default here, is not what the backend runs" in err
+    assert "Build with WEIGHTS=full" in err
+    assert ("do not carry its levels over" in err) == (bits == "int8")
 
 
 def test_tokenizers_of_gguf_files(source: Path, workshop: Workshop, tmp_path: Path) -> None:
@@ -410,6 +430,10 @@ def test_gguf_files_that_say_more(
 
 
 ODD_TENSORS = {
+    "rotary factors too few": ("rope_freqs.weight", np.ones(5), "no factor for each of 8"),
+    "rotary factors that are none": ("rope_freqs.weight", np.zeros(8), "no factor for each of 8"),
+    "rotary factors that are NaN": ("rope_freqs.weight", np.full(8, np.nan), "no factor for each"),
+    "factors below one": ("rope_freqs.weight", np.full(8, 0.5), "other than Llama 3's"),
     "other rotary factors": ("rope_freqs.weight", np.linspace(1, 9, 8), "other than Llama 3's"),
     "a tensor too many": ("blk.0.attn_sinks.weight", np.ones(4), "blk.0.attn_sinks.weight first"),
 }

@@ -227,10 +227,10 @@ def test_a_wrong_window_is_found_out(
     folder = Path(shutil.copytree(workshop.graphs(source) / "target", tmp_path / "target"))
     model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
     original = compare.reference(model, CAPACITY, VOCAB_SIZE)
-    assert "nodes, largest difference" in part._host(folder, original, CAPACITY)
+    assert "nodes, largest difference" in part._host(folder, (original, None), CAPACITY)
     assert (folder / HOST_FILE).exists()
     monkeypatch.setattr(host, "_window", lambda mask, queries: 0)
-    assert "none: it would differ by" in part._host(folder, original, CAPACITY)
+    assert "none: it would differ by" in part._host(folder, (original, None), CAPACITY)
     assert not (folder / HOST_FILE).exists()
 
 

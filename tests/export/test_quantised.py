@@ -11,9 +11,10 @@ import onnx
 import pytest
 from checkpoints import VOCAB_SIZE
 from exported import command, nothing_left
-from workshop import MAX_LEN, Workshop
+from workshop import MAX_GAMMA, MAX_LEN, Workshop
 
 from engines.bundle import build
+from export.pair import export as export_pair
 from runtime.backends.onnxruntime import OrtEngine
 from runtime.bundle import load
 from runtime.certificate import check
@@ -136,6 +137,19 @@ def test_quality_is_measured_with_the_rows_that_run(workshop: Workshop) -> None:
     assert full.kl != rows.kl
 
 
+def test_a_build_from_the_cache_says_the_quality_too(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = workshop.checkpoint("llama")
+    options = {"max_len": MAX_LEN, "max_gamma": MAX_GAMMA, "cache": workshop.cache}
+    for weights in ("int4", None):
+        workshop.graphs(checkpoint, **({"weights": weights} if weights else {}))
+        capsys.readouterr()
+        export_pair(str(checkpoint), None, tmp_path / "out", weights=weights, **options)
+        said = capsys.readouterr().err
+        assert "cached" in said and ("nats, top-1" in said) == bool(weights)
+
+
 def test_a_draft_of_the_target_itself_has_fewer_bits(
     workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,7 +179,8 @@ def test_what_a_backend_does_not_run_is_refused_before_the_export(
 
     for asked, cause in (
         (["float16", "int4"], "does not run WEIGHTS=int4 with DTYPE=float16"),
-        (["float32", "int8", "--backend", "aotinductor", "--sm", "cpu"], "Leave WEIGHTS out"),
+        (["float16", "full", "int8"], "does not run DRAFT_WEIGHTS=int8 with DTYPE=float16"),
+        (["float32", "int8", "--backend", "aotinductor", "--sm", "cpu"], "Use WEIGHTS=full, or"),
         (
             ["float32", "--cache-type", "int8", "--backend", "aotinductor", "--sm", "cpu"],
             "Leave CACHE out, or use BACKEND=onnxruntime",
@@ -174,3 +189,40 @@ def test_what_a_backend_does_not_run_is_refused_before_the_export(
         assert main(["--supports", *asked]) == 8
         assert cause in capsys.readouterr().err
     assert main(["--supports", "float32", "full", "int4", "--cache-type", "int8"]) == 0
+    assert capsys.readouterr().out == "full int8 int4\n"
+    assert main(["--supports", "float16"]) == 0
+    assert capsys.readouterr().out == "full\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "cause", "remedy"),
+    [
+        (
+            ["--format", "torch", "--weights", "int8"],
+            "WEIGHTS=int8 is for graphs in ONNX",
+            "Build with WEIGHTS=full, or --format onnx.",
+        ),
+        (
+            ["--backend-weights", "full", "--draft", "self"],
+            "DRAFT_WEIGHTS=int4, the default here, is not what the backend runs",
+            "Build with another DRAFT, or another BACKEND",
+        ),
+        (
+            ["--backend-weights", "full", "--draft", "{model}", "--draft-weights", "int8"],
+            "DRAFT_WEIGHTS=int8 is not what the backend runs",
+            "Build with DRAFT_WEIGHTS=full, or another BACKEND",
+        ),
+    ],
+)
+def test_the_export_refuses_first_what_nobody_runs(
+    workshop: Workshop,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    asked: list[str],
+    cause: str,
+    remedy: str,
+) -> None:
+    model = workshop.checkpoint("llama")
+    asked = [word.format(model=model) for word in asked]
+    status, said = command(capsys, tmp_path, model, *asked)
+    assert status and cause in said and remedy in said and nothing_left(tmp_path)

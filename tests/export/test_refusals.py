@@ -38,8 +38,8 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """No graph is made: each MAX_LEN that one was asked for."""
     asked: list[int] = []
 
-    def make(role: str, found: object, dtype: str, max_len: int, *_: object, **__: object) -> None:
-        asked.append(max_len)
+    def make(wanted: part.Wanted, *_: object) -> None:
+        asked.append(wanted.max_len)
         raise OutriderError("disk", "far enough", "Stop.")
 
     monkeypatch.setattr(part, "make", make)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from checkpoints import ARCHITECTURES
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from export.weights.blocks import BLOCK, RANGE, Bits, Quantised, quantise
 from export.weights.feedback import factor, quantise_with_feedback
@@ -152,11 +152,10 @@ def test_a_model_becomes_what_its_levels_say(architecture: str) -> None:
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     made = quantise_model(model, 4)
     after = dict(model.named_parameters())
+    assert not made.keys() & after.keys(), "no dense copy is kept"
     for name, quantised in made.items():
-        dense = torch.from_numpy(quantised.dense())
-        if architecture == "gpt2" and name.startswith("transformer.h."):
-            dense = dense.T  # Conv1D
-        assert (after[name] == dense).all()
+        weight = model.get_submodule(name.removesuffix(".weight")).weight
+        assert (weight == torch.from_numpy(quantised.dense())).all()
         ends = ("embed" in name, "lm_head" in name, "wte" in name)
         assert quantised.bits == (8 if any(ends) else 4)
     kept = before.keys() - made.keys()
@@ -165,6 +164,40 @@ def test_a_model_becomes_what_its_levels_say(architecture: str) -> None:
     routers = {n for n in linear if n.endswith("gate.weight")}
     assert bool(routers) == (architecture == "mixtral")
     assert made.keys() == linear - routers
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "kept"),
+    [
+        ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "head_dim": 16}, "mlp.gate.wg"),
+        ("qwen2_moe", {"num_experts": 4}, "mlp.shared_expert_gate"),
+        ("llama", {}, None),
+    ],
+)
+def test_what_decides_between_experts_is_left_whatever_its_name_is(
+    kind: str, sizes: dict[str, int], kept: str | None
+) -> None:
+    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    small |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small, **sizes))
+    linear = {
+        f"{path}.weight"
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    left = linear - quantise_model(model.requires_grad_(False), 8).keys() - {"lm_head.weight"}
+    assert left == ({f"model.layers.0.{kept}.weight"} if kept else set())
+
+
+def test_an_embedding_that_does_more_than_look_up_goes_on_doing_it() -> None:
+    model = _model("gemma3")  # it multiplies by the square root of the width
+    ids, embedding = torch.arange(9)[None], model.get_input_embeddings()
+    before = embedding(ids)
+    made = quantise_model(model, 8)
+    rows = torch.from_numpy(made["model.embed_tokens.weight"].dense())[:9]
+    after = model.get_input_embeddings()(ids)
+    assert torch.allclose(after, before, atol=0.02 * before.abs().max())
+    assert not torch.allclose(after[0], rows, atol=0.02 * before.abs().max())
 
 
 def test_feedback_needs_less_than_rounding_to_nearest_and_is_the_same_each_time() -> None:

@@ -26,7 +26,7 @@ LADDERS = {
     "runtime": [
         "files", "stats", "sampling", "backends", "slots", "costs", "policy", "sequence", "calls",
         "drafts", "round", "checks", "decoder", "gpu", "text", "bundle", "beam", "certificate",
-        "theory", "cli", "generate",
+        "theory", "cli", "generate", "cmake",
     ],
     "bench": ["core", "systems", "suites", "report"],
 }  # fmt: skip

@@ -19,7 +19,9 @@ NOTE = f"""#!{sys.executable}
 import json, os, sys
 with open(os.environ["NOTED"], "a") as file:
     print(json.dumps(sys.argv[1:]), file=file)
-sys.exit(int(os.environ.get("FAILS", 0)) if "--supports" in " ".join(sys.argv) else 0)
+if "--supports" in sys.argv:
+    print("full int8")
+    sys.exit(int(os.environ.get("FAILS", 0)))
 """
 HOSTILE = """it's "a" $(touch pwned) $HOME `touch pwned` ${x} \\ * ; touch pwned"""
 
@@ -77,9 +79,10 @@ def test_engines_runs_its_three_commands(checkout: Path) -> None:
     status, (supports, export, build), _ = make(checkout, "engines", *options)
     assert status == 0
     same = ["-m", "engines", "--out=build/b", "--backend=aotinductor", "--slots=1", "--sm=80"]
-    assert supports == [*same, "--supports", "float32"]
+    assert supports == [*same, "--supports", "float32", "full", "full"]
     assert export[:5] == ["-m", "export", "--model=a/b", "--draft=c", "--dtype=float32"]
-    assert {"--format=torch", "--max-len=64", "--force"} < set(export)
+    given = {"--format=torch", "--max-len=64", "--force", "--backend-weights=full int8"}
+    assert given < set(export)
     graphs = next(a.removeprefix("--out=") for a in export if a.startswith("--out="))
     assert build == [*same, f"--graphs={graphs}", "--force"]
     _, (*_, unmeasured), _ = make(checkout, "engines", *options, "FORCE=0", "MEASURE=0")

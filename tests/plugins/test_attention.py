@@ -344,7 +344,17 @@ def test_places_in_the_table_are_those_of_the_official_header(tmp_path: Path) ->
         "FloatAttribute": "KernelInfoGetAttribute_float",
         "IntegerAttribute": "KernelInfoGetAttribute_int64", "GetInput": "KernelContext_GetInput",
         "GetOutput": "KernelContext_GetOutput", "ReleaseShape": "ReleaseTensorTypeAndShapeInfo",
-        "ParallelFor": "KernelContext_ParallelFor",
+        "ParallelFor": "KernelContext_ParallelFor", "GetMessage": "GetErrorMessage",
+        "CreateEnvironment": "CreateEnv", "CreateSession": "CreateSession",
+        "CreateOptions": "CreateSessionOptions", "SetSeverity": "SetSessionLogSeverityLevel",
+        "SetThreads": "SetIntraOpNumThreads", "CreateTensor": "CreateTensorWithDataAsOrtValue",
+        "CreateCpuMemory": "CreateCpuMemoryInfo", "ReleaseEnvironment": "ReleaseEnv",
+        "ReleaseStatus": "ReleaseStatus", "ReleaseMemory": "ReleaseMemoryInfo",
+        "ReleaseSession": "ReleaseSession", "ReleaseValue": "ReleaseValue",
+        "ReleaseOptions": "ReleaseSessionOptions", "ReleaseDomain": "ReleaseCustomOpDomain",
+        "SetEntry": "AddSessionConfigEntry", "RunBinding": "RunWithBinding",
+        "CreateBinding": "CreateIoBinding", "ReleaseBinding": "ReleaseIoBinding",
+        "BindInput": "BindInput", "BindOutput": "BindOutput",
     }  # fmt: skip
     fields = {
         "create": "CreateKernel", "name": "GetName", "input_type": "GetInputType",

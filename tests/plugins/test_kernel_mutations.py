@@ -214,7 +214,8 @@ def compiled(folder, mutation=None):
         text = (sources / name).read_text()
         assert text.count(old) == 1, f"{name} holds {text.count(old)} times: {old}"
         (sources / name).write_text(text.replace(old, new))
-    return kernel.load_file(build(folder / "lib", sources, extra=["-O1", "-w"]).resolve())
+    library = build(folder / "lib", sources, extra=["-O1", "-w"], session=False)
+    return kernel.load_file(library.resolve())
 
 
 @pytest.mark.slow

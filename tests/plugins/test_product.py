@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 import pytest
+from commands import CHECKOUT
 from kernels import cpu_library
 from onnx import TensorProto, helper, numpy_helper
 
 from export.weights.blocks import BLOCK, RANGE, Bits, Quantised, quantise
 from export.weights.operators import packed
 from runtime.files.library import add_operators
+from runtime.sampling import kernel
 
 Array = npt.NDArray[np.float32]
 Packed = tuple[npt.NDArray[Any], npt.NDArray[Any]]
@@ -239,3 +242,15 @@ def test_ids_beyond_the_matrix_are_refused() -> None:
             gather(np.array([0, wrong]))
     with pytest.raises(Exception, match="too many dimensions"):
         gather(np.zeros([1] * 8, np.int64))
+
+
+def test_a_library_with_other_operators_has_another_interface() -> None:
+    """So an older one is refused by its number, and not by ONNX Runtime when it meets a node that
+    it does not know. Whoever changes this set raises `ABI_VERSION`."""
+    names: set[str] = set()
+    for source in (CHECKOUT / "plugins" / "onnxruntime").glob("*.cpp"):
+        function = r"name\(const ort::Operator\*[^)]*\) \{(.*?)\}"
+        bodies = re.findall(function, source.read_text(), re.DOTALL)
+        names |= {name for body in bodies for name in re.findall(r'"(\w+)"', body)}
+    operators = {"Attention", "QuantizedCacheAttention", "QuantizedGather", "QuantizedMatMul"}
+    assert (names, kernel.ABI_VERSION) == (operators, 6)

@@ -29,7 +29,6 @@ import export.graph
 from engines.bundle import build
 from engines.registry import find
 from export import part
-from export.checkpoint import Checkpoint, content_hashes
 from export.decoder import Decoder, Example
 from export.encoder import Encoder
 from export.pair import export as export_pair
@@ -110,12 +109,9 @@ def _parts_one_by_one() -> Iterator[None]:
     """Who wants a part that another worker is making waits for it, and finds it made."""
     real = part.make
 
-    def make(
-        role: str, checkpoint: Checkpoint, *arguments: Any, **options: Any
-    ) -> tuple[Path, GraphFacts]:
-        key = digest_json([content_hashes(checkpoint), str(arguments), str(options)])
-        with _alone(KEPT / "parts" / key[:16]):
-            return real(role, checkpoint, *arguments, **options)
+    def make(wanted: part.Wanted, folder: Path, force: bool = False) -> tuple[Path, GraphFacts]:
+        with _alone(KEPT / "parts" / wanted.key()[:16]):
+            return real(wanted, folder, force)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(part, "make", make)

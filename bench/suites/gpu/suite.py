@@ -6,10 +6,12 @@ other, each in a process and with a limit of its own; one that fails or hangs do
 others along. Where there is no GPU the parts that want one are skipped, by name and with the
 reason. Writes gpu-check.json and gpu-check.log.
 
-Two calls do all of it on a machine that is lent for ten minutes at a time:
+On a machine that is lent for ten minutes at a time three calls do all of it, what matters most
+first; `make gpu-check DRY=1` prints what each would do:
 
-    make gpu-check
-    python -m bench gpu --only 8b+1b
+    make gpu-check CALL=1    # smoke, the kernel's goals, times of a small pair
+    make gpu-check CALL=2    # times of a large pair
+    make gpu-check CALL=3    # checks, tests, sanitizer, all times of the kernel
 """
 
 from __future__ import annotations
@@ -47,8 +49,9 @@ SANITIZER = ["compute-sanitizer", "--error-exitcode", "9"]
 
 @dataclass(frozen=True)
 class Part:
-    """One command. seconds: its limit. reads: the JSON file that it writes. needs: what another
-    part makes. least: it is not begun with fewer seconds left."""
+    """One command. seconds: its limit; usual: what it is expected to take. call: the number of the
+    call of ten minutes that it belongs to; 0 for what each needs. reads: the JSON file that it
+    writes. needs: what another part makes. least: it is not begun with fewer seconds left."""
 
     name: str
     command: Sequence[object]
@@ -57,37 +60,52 @@ class Part:
     reads: Path | None = None
     needs: Path | None = None
     least: float = 5
+    usual: float = 0
+    call: int = 0
 
 
 def parts(out: Path, architecture: str) -> list[Part]:
     """In the order of their worth: what is cut off at the end is what can be missed best."""
     only = ["--arch", architecture] if architecture else []  # without a GPU all are compiled
     quick, full = out / "kernel-quick.json", out / "kernel-gpu.json"
-    return [
-        Part("library", [*PYTHON, "plugins.tools.build"], 120, gpu=False),
-        Part("cubins", [*PYTHON, "plugins.tools.cubins", *only], 200, gpu=False),
-        Part("smoke", KERNEL, 40),
-        Part("kernel, quick", [*KERNEL, "--quick", "--times", quick], 90, reads=quick),
-        *engines("1b+small", workplace(8), "times", (60, 120, 120), 130),
-        # Hashing, writing and compiling 8e9 weights takes minutes.
-        *engines("8b+1b", workplace(42), "times", (120, 240, 240), 200, least=360),
-        *engines("bundled", workplace(1), "check", (60, 120, 120), 200),
+    first = [
+        Part("smoke", KERNEL, 40, usual=15),
+        Part("kernel, quick", [*KERNEL, "--quick", "--times", quick], 90, reads=quick, usual=40),
+        *engines("1b+small", workplace(8), "times", (60, 120, 150), 130, usual=(20, 50, 90, 90)),
+        Part("kernel times", [*KERNEL, "--times", full], 180, reads=full, usual=120),
+    ]
+    # Hashing, writing and compiling 8e9 weights takes minutes.
+    second = engines(
+        "8b+1b", workplace(42), "times", (90, 150, 200), 200, least=300, usual=(60, 90, 150, 150)
+    )
+    third = [
+        *engines("bundled", workplace(1), "check", (60, 120, 120), 150, usual=(10, 30, 60, 90)),
         Part("kernel tests", [*PYTHON, "pytest", "-q", "--noconftest", "-p", "no:cacheprovider",
-                              "-k", "cuda", *KERNEL_TESTS], 150),
-        *(Part(f"sanitizer: {tool}", [*SANITIZER, "--tool", tool, *KERNEL], 60)
+                              "-k", "cuda", "-m", "not slow", f"--junitxml={out / 'kernel.xml'}",
+                              *KERNEL_TESTS], 120, usual=60),
+        *(Part(f"sanitizer: {tool}", [*SANITIZER, "--tool", tool, *KERNEL], 60, usual=20)
           for tool in ("memcheck", "racecheck", "synccheck")),
-        Part("kernel times", [*KERNEL, "--times", full], 180, reads=full),
     ]  # fmt: skip
+    return [
+        Part("library", [*PYTHON, "plugins.tools.build"], 120, gpu=False, usual=40),
+        Part("cubins", [*PYTHON, "plugins.tools.cubins", *only], 200, gpu=False, usual=20),
+        *(
+            replace(part, call=call)
+            for call, chosen in enumerate((first, second, third), 1)
+            for part in chosen
+        ),
+    ]
 
 
 def engines(
     pair: str, place: Path, what: str, limits: Sequence[float], use: float, *,
-    device: str = "cuda", least: float = 60,
+    device: str = "cuda", least: float = 60, usual: Sequence[float] = (0, 0, 0, 0),
 ) -> list[Part]:  # fmt: skip
     """A pair's bundle, built as `make engines` builds it, and its checks or times.
 
     place: where its folder and reports go, which gpu-check.json repeats. limits: seconds of
-    checkpoints, export and build. use: of checks or times, after which what is large goes.
+    checkpoints, export and build. use: of checks or times, after which what is large goes. usual:
+    what these four are expected to take.
     """
     folder = place / pair
     target, bundle = folder / "target" / "config.json", folder / "bundle" / "manifest.json"
@@ -101,23 +119,25 @@ def engines(
     measure = [*ENGINES, what, folder, "--device", device, "--json", report]
     found = [
         Part("checkpoints", [*ENGINES, "checkpoints", folder, "--pair", pair], limits[0],
-             least=least),
-        Part("export", [*export, *torch, "--out", graphs], limits[1], needs=target),
+             least=least, usual=usual[0]),
+        Part("export", [*export, *torch, "--out", graphs], limits[1], needs=target, usual=usual[1]),
         Part("build", [*build, folder / "bundle", "--graphs", graphs, *compiled], limits[2],
-             needs=made),
+             needs=made, usual=usual[2]),
     ]  # fmt: skip
     if what == "check":  # against ONNX Runtime on the CPU, in float32
         loop = place / f"{pair}-loop.json"
         found += [
-            Part("reference, export", [*export, "--out", reference], limits[1], needs=target),
+            Part("reference, export", [*export, "--out", reference], limits[1], needs=target,
+                 usual=usual[1]),
             Part("reference, build", [*build, folder / "reference", "--graphs", reference],
-                 limits[2], needs=reference / "pair.json"),
-            Part(what, measure, use, reads=report, needs=bundle),
-            Part("loop", [*measure[:-1], loop, "--only", "loop"], 75, reads=loop, needs=bundle),
+                 limits[2], needs=reference / "pair.json", usual=20),
+            Part(what, measure, use, reads=report, needs=bundle, usual=usual[3]),
+            Part("loop", [*measure[:-1], loop, "--only", "loop"], 75, reads=loop, needs=bundle,
+                 usual=20),
         ]  # fmt: skip
     else:
-        found.append(Part(what, measure, use, reads=report, needs=bundle))
-    found.append(Part("remove", ["rm", "-r", folder], 60, needs=folder))
+        found.append(Part(what, measure, use, reads=report, needs=bundle, usual=usual[3]))
+    found.append(Part("remove", ["rm", "-r", folder], 60, needs=folder, usual=5))
     return [replace(part, name=f"{pair}: {part.name}") for part in found]
 
 
@@ -126,7 +146,9 @@ def workplace(gib: float) -> Path:
     that size leave most of it free, for a disk may write no faster than 0.2 GB/s."""
     memory = Path("/dev/shm")
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if memory.is_dir() and min(shutil.disk_usage(memory).free, free / 2) > gib * 2**30:
+    # Code is compiled there, and loaded.
+    usable = memory.is_dir() and not os.statvfs(memory).f_flag & os.ST_NOEXEC
+    if usable and min(shutil.disk_usage(memory).free, free / 2) > gib * 2**30:
         return memory / "outrider-gpu-check"
     return CHECKOUT / "build" / "gpu-engines"
 
@@ -173,9 +195,11 @@ def check(
     seconds: float,
     chosen: Callable[[Path, str], list[Part]] = parts,
     only: Sequence[str] = (),
+    call: int | None = None,
 ) -> tuple[dict[str, Any], bool]:
     """The report, and whether nothing failed. seconds: for all parts together. only: the parts
-    whose name contains one of these, after those that need no GPU, on which they rest."""
+    whose name contains one of these, after those that need no GPU, on which they rest. call: the
+    parts of that call alone, likewise."""
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.perf_counter() + seconds
     architecture, no_gpu = find_gpu()
@@ -185,6 +209,8 @@ def check(
     with (out / "gpu-check.log").open("w") as log:
         for part in chosen(out, architecture):
             if part.gpu and only and not any(text in part.name for text in only):
+                continue
+            if part.call and call not in (None, part.call):
                 continue
             left = deadline - time.perf_counter()
             reason = no_gpu if part.gpu else None
@@ -200,6 +226,25 @@ def check(
             save(out / "gpu-check.json", report)
     failed = {"failed", "timed out"}
     return report, not any(o["status"] in failed for o in report["parts"].values())
+
+
+def planned(out: Path) -> list[str]:
+    """What each call would do, in lines: its parts, what they usually take, and their limits."""
+    lines = []
+    every = parts(out, "sm_90")
+    for call in (1, 2, 3):
+        chosen = [part for part in every if part.call in (0, call)]
+        usual = sum(part.usual for part in chosen)
+        lines.append(f"call {call}: about {usual:.0f} s; brings gpu-check.json and gpu-check.log,")
+        lines.append(
+            "  written after each part, so that a limit takes no more than the part it hits"
+        )
+        for part in chosen:
+            writes = f", {part.reads.name}" if part.reads else ""
+            least = f", begun with {part.least:.0f} s left" if part.least > 5 else ""
+            name, limit = part.name, part.seconds
+            lines.append(f"  {name:<28} {part.usual:4.0f} s, at most {limit:.0f}{least}{writes}")
+    return lines
 
 
 def find_gpu() -> tuple[str, str | None]:
@@ -248,9 +293,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="of the parts that need a GPU only those whose name contains this; may be repeated",
     )  # fmt: skip
 
+    add("--call", type=int, choices=(1, 2, 3), help="the parts of one call of ten minutes alone")
+    add("--dry", action="store_true", help="print what each call would do, and do nothing")
+
     def command() -> int:
         arguments = parser.parse_args(argv)
-        _, good = check(arguments.out.resolve(), arguments.seconds, only=arguments.only)
+        out = arguments.out.resolve()
+        if arguments.dry:
+            print("\n".join(planned(out)))
+            return 0
+        _, good = check(out, arguments.seconds, only=arguments.only, call=arguments.call)
         print(arguments.out / "gpu-check.json")
         return 0 if good else 1
 

@@ -1,0 +1,140 @@
+"""What embedding costs: the same request by a C++ program and by a Python one.
+
+Each is a process of its own that opens the bundle, generates and ends: examples/embed.cpp, compiled
+here, and the same in Python, in alternation, with the same token ids. Told are the whole process,
+the first token, a round, and of it what passes outside ONNX Runtime's calls: sampling and the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from plugins.tools.build import HERE, find_compiler
+from runtime.cmake import onnxruntime
+from runtime.files.errors import OutriderError
+from runtime.files.library import find_library
+
+from ..core import machine
+from ..core.clock import Clock, order, sample
+from ..core.command import Results, Suite, bundle_option
+from ..core.table import Table, decimals
+
+PROMPT = [11, 42, 7, 100, 3, 9, 27, 81]
+NAMES = ("process", "first token", "round", "of it the host")
+# What examples/embed.cpp does, and prints.
+PYTHON = """
+import json, sys, time
+from runtime import load
+spent = 0.0
+def timed(engine):
+    run = engine._run
+    def within(call):
+        global spent
+        begin = time.perf_counter()
+        run(call)
+        spent += time.perf_counter() - begin
+    engine._run = within
+with load(sys.argv[1]) as engine:
+    for model in filter(None, (engine.decoder.target, engine.decoder.draft)):
+        timed(model)
+    options = dict(max_new_tokens=48, temperature=0.8, seed=3, verify="coupled")
+    with engine.stream([int(word) for word in sys.argv[2:]], **options) as stream:
+        ids, before = list(next(stream).token_ids), spent
+        for event in stream:
+            ids += event.token_ids
+    stats = event.result.stats
+    rounds = stats.time_rounds + stats.time_draft_prefill
+    print(json.dumps([ids, *(1e3 * seconds for seconds in (
+        stats.ttft, rounds / stats.rounds, (rounds - (spent - before)) / stats.rounds))]))
+"""
+
+
+def compiled(folder: Path) -> Path:
+    """examples/embed.cpp. Raises OutriderError "backend" where the library is missing."""
+    library = find_library()
+    if library is None:
+        raise OutriderError("backend", "liboutrider is not there", "Run make plugins.")
+    program = folder / "embed"
+    source = HERE.parent / "examples" / "embed.cpp"
+    flags = ["-std=c++17", "-O2", f"-I{HERE / 'include'}", f"-Wl,-rpath,{library.parent}"]
+    command = [*find_compiler(), *flags, str(source), str(library), "-o", str(program)]
+    subprocess.run(command, check=True)
+    return program
+
+
+def run(command: Sequence[str | Path], bundle: Path) -> tuple[list[int], list[float]]:
+    """Token ids, and milliseconds in the order of NAMES."""
+    said = ""
+
+    def once() -> None:
+        nonlocal said
+        done = subprocess.run([*command], capture_output=True, text=True, cwd=HERE.parent)
+        if done.returncode:
+            raise OutriderError("bundle", f"{bundle}: {done.stderr.strip()}", "See the line above.")
+        said = done.stdout
+
+    taken = sample(once)
+    if said.startswith("["):
+        ids, *times = json.loads(said)
+    else:
+        line, told = said.splitlines()
+        ids = [int(word) for word in line.split()]
+        times = [float(number) for number in re.findall(r"[\d.]+(?= ms| of them outside)", told)]
+    return ids, [1e3 * taken.seconds, *times]
+
+
+def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
+    bundle, turns = Path(args.engines).resolve(), 5 if args.quick else 25
+    words = [str(token) for token in PROMPT]
+    with tempfile.TemporaryDirectory() as folder:
+        ways: dict[str, list[str | Path]] = {
+            "C++": [compiled(Path(folder)), bundle, onnxruntime(), *words],
+            "Python": [sys.executable, "-c", PYTHON, bundle, *words],
+        }
+        found: dict[str, list[list[float]]] = {name: [] for name in ways}
+        texts = {name: run(command, bundle)[0] for name, command in ways.items()}  # files are read
+        if texts["C++"] != texts["Python"]:
+            raise OutriderError("certificate", "the two gave other tokens", "Report it, please.")
+        for turn in range(turns):
+            clock.note(f"turn {turn + 1} of {turns}")
+            for name in order(list(ways), turn):
+                found[name].append(run(ways[name], bundle)[1])
+    times = {
+        name: dict(zip(NAMES, map(statistics.median, zip(*rows, strict=True)), strict=True))
+        for name, rows in found.items()
+    }
+    return {"machine": machine.describe(args.threads), "bundle": bundle.name, "turns": turns,
+            "tokens": len(texts["C++"]), "times": times}  # fmt: skip
+
+
+def tables(results: Results) -> list[Table]:
+    ours, python = results["times"]["C++"], results["times"]["Python"]
+    rows = [
+        [what, decimals(2)(ours[what]), decimals(2)(python[what]),
+         decimals(2)(ours[what] / python[what])]
+        for what in NAMES
+    ]  # fmt: skip
+    title = f"The same request in C++ and Python: {results['bundle']}"
+    notes = [f"Medians of {results['turns']} processes each, {results['tokens']} tokens, the same."]
+    head = ["ms", "C++", "Python", "ratio"]
+    return [Table(title, head, rows, notes, name=f"embed-{results['bundle']}")]
+
+
+SUITE = Suite(
+    "embed",
+    __doc__ or "",
+    "5 processes each, in place of 25",
+    measure,
+    tables,
+    options=bundle_option,
+)
+main = SUITE.main

@@ -1,0 +1,23 @@
+// What goes wrong in a session: thrown inside, told as an `outrider_failure` at the C interface.
+#ifndef OUTRIDER_FILES_FAILURE_H
+#define OUTRIDER_FILES_FAILURE_H
+
+#include <string>
+#include <utility>
+
+#include "outrider_session.h"
+
+namespace outrider {
+
+// One line of cause, one of remedy; both without a full stop.
+struct Failure {
+  int32_t status;
+  std::string cause, remedy;
+};
+
+[[noreturn]] inline void fail(int32_t status, std::string cause, std::string remedy) {
+  throw Failure{status, std::move(cause), std::move(remedy)};
+}
+
+} // namespace outrider
+#endif

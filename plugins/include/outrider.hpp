@@ -1,0 +1,283 @@
+// outrider_session.h for C++17: sessions, options, and a text as a range of tokens. Header-only.
+//
+//   outrider::Session session({"build/demo"});
+//   for (const outrider::Token& token : session.stream(prompt, options)) use(token.id);
+//
+// Failures are thrown as outrider::Error. A session is used by one thread at a time;
+// `Session::cancel` may be called by any.
+#ifndef OUTRIDER_HPP
+#define OUTRIDER_HPP
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "outrider_session.h"
+
+namespace outrider {
+
+// status: OUTRIDER_FAILED_..., which is also what the command line ends with.
+class Error : public std::exception {
+public:
+  explicit Error(const outrider_failure& failure)
+      : status_(failure.status), cause_(failure.cause), remedy_(failure.remedy),
+        text_(cause_ + ". " + remedy_ + ".") {}
+  const char* what() const noexcept override { return text_.c_str(); }
+  std::int32_t status() const noexcept { return status_; }
+  const std::string& cause() const noexcept { return cause_; }
+  const std::string& remedy() const noexcept { return remedy_; }
+
+private:
+  std::int32_t status_;
+  std::string cause_, remedy_, text_;
+};
+
+// How to open a bundle: see outrider_config.
+struct Config {
+  std::string folder;
+  std::string onnxruntime{}; // empty: $OUTRIDER_ONNXRUNTIME, or where the system looks
+  std::int32_t slots = 0;
+  std::int32_t threads = 0;
+  bool verify = true;
+  bool reuse = true;
+  std::int32_t plain_width = 0;
+  std::vector<std::int64_t> corpus{};
+};
+
+enum class Rule { token, block, sigmoid, coupled };
+enum class Draft { usual, model, ngram, copy, chain, random, none };
+enum class Origin { first, accepted, corrected, bonus, plain };
+enum class Finish { running, eos, stop, length, context, cancelled, broken };
+
+// How to generate: see outrider_options.
+struct Options {
+  std::int32_t max_new_tokens = 256;
+  std::int32_t min_new_tokens = 0;
+  double temperature = 0;
+  std::int32_t top_k = 0;
+  double top_p = 1;
+  double min_p = 0;
+  double repetition_penalty = 1;
+  double frequency_penalty = 0;
+  double presence_penalty = 0;
+  std::vector<std::pair<std::int64_t, double>> logit_bias{};
+  std::uint64_t seed = 0;
+  std::optional<std::int32_t> gamma{}; // none: 4 of a draft model, 8 of the others
+  Draft draft = Draft::usual;
+  double draft_temperature = 0; // 0: the target's
+  double draft_threshold = 0;
+  Rule rule = Rule::token;
+  double lenience = 1;
+  double sigmoid_alpha = -1e3;
+  double sigmoid_beta = 1e3;
+  std::vector<std::int64_t> stop_token_ids{};
+  std::function<bool(std::int64_t)> stop{}; // of each new token: whether the text ends behind it
+  bool ignore_eos = false;
+  std::optional<std::int32_t> logprobs{}; // how many alternatives
+};
+
+struct Token {
+  std::int64_t id = 0;
+  Origin origin = Origin::first;
+  double logprob = NAN;
+  std::vector<std::pair<std::int64_t, double>> alternatives{}; // ids and theirs, best first
+};
+
+namespace detail {
+
+template <class Function, class... Arguments>
+void checked(Function function, Arguments... arguments) {
+  outrider_failure failure{};
+  if (function(arguments..., &failure) != OUTRIDER_OK) throw Error(failure);
+}
+
+struct Closed {
+  void operator()(outrider_session* session) const { outrider_close(session); }
+};
+using Handle = std::shared_ptr<outrider_session>;
+
+} // namespace detail
+
+// A request in its slot. Streams of one session advance together: the others keep their new tokens
+// until they are asked. Its end releases the slot.
+class Stream {
+public:
+  Stream(Stream&&) = default;
+  Stream& operator=(Stream&& other) noexcept {
+    if (this != &other) {
+      leave();
+      session_ = std::move(other.session_), request_ = other.request_;
+      stop_ = std::move(other.stop_), finish_ = other.finish_;
+    }
+    return *this;
+  }
+  ~Stream() { leave(); }
+
+  // The next token; none where the text has ended.
+  std::optional<Token> next() {
+    while (finish_ == Finish::running) {
+      outrider_token token{};
+      std::int32_t count = 0, finish = 0;
+      outrider_failure failure{};
+      const std::int32_t status =
+          outrider_take(session_.get(), request_, &token, 1, &count, &finish, &failure);
+      if (finish != OUTRIDER_RUNNING) finish_ = static_cast<Finish>(finish);
+      if (count > 0) {
+        Token found{token.id, static_cast<Origin>(token.origin), token.logprob, {}};
+        for (std::int32_t i = 0; i < token.alternative_count; ++i)
+          found.alternatives.emplace_back(token.ids[i], token.logprobs[i]);
+        return found;
+      }
+      if (status != OUTRIDER_OK) throw Error(failure);
+      if (finish_ == Finish::running) detail::checked(outrider_round, session_.get());
+    }
+    return std::nullopt;
+  }
+
+  Finish finish() const { return finish_; }
+
+  // End the text before the next round. By any thread.
+  void cancel() const { outrider_cancel(session_.get(), request_); }
+
+  outrider_stats stats() const {
+    outrider_stats stats{};
+    detail::checked(outrider_get_stats, session_.get(), request_, &stats);
+    return stats;
+  }
+
+  class iterator {
+  public:
+    using iterator_category = std::input_iterator_tag;
+    using value_type = Token;
+    using difference_type = std::ptrdiff_t;
+    using pointer = const Token*;
+    using reference = const Token&;
+
+    iterator() = default;
+    explicit iterator(Stream* stream) : stream_(stream) { ++*this; }
+    const Token& operator*() const { return *token_; }
+    const Token* operator->() const { return &*token_; }
+    iterator& operator++() {
+      token_ = stream_->next();
+      if (!token_) stream_ = nullptr;
+      return *this;
+    }
+    void operator++(int) { ++*this; }
+    bool operator==(const iterator& other) const { return stream_ == other.stream_; }
+    bool operator!=(const iterator& other) const { return !(*this == other); }
+
+  private:
+    Stream* stream_ = nullptr;
+    std::optional<Token> token_{};
+  };
+
+  iterator begin() { return iterator(this); }
+  iterator end() { return {}; }
+
+private:
+  friend class Session;
+  using Stop = std::function<bool(std::int64_t)>;
+
+  Stream(detail::Handle session, const std::vector<std::int64_t>& prompt, const Options& options)
+      : session_(std::move(session)), stop_(std::make_unique<Stop>(options.stop)) {
+    std::vector<std::int64_t> ids;
+    std::vector<double> biases;
+    for (const auto& [id, bias] : options.logit_bias) ids.push_back(id), biases.push_back(bias);
+    outrider_options made{};
+    outrider_default_options(&made);
+    made.seed = options.seed;
+    made.temperature = options.temperature;
+    made.top_k = options.top_k;
+    made.top_p = options.top_p;
+    made.min_p = options.min_p;
+    made.repetition_penalty = options.repetition_penalty;
+    made.frequency_penalty = options.frequency_penalty;
+    made.presence_penalty = options.presence_penalty;
+    made.lenience = options.lenience;
+    made.sigmoid_alpha = options.sigmoid_alpha;
+    made.sigmoid_beta = options.sigmoid_beta;
+    made.draft_temperature = options.draft_temperature;
+    made.draft_threshold = options.draft_threshold;
+    made.bias_ids = ids.data();
+    made.biases = biases.data();
+    made.bias_length = static_cast<std::int32_t>(ids.size());
+    made.stops = options.stop_token_ids.data();
+    made.stop_length = static_cast<std::int32_t>(options.stop_token_ids.size());
+    if (*stop_) {
+      made.stop = [](void* data, std::int64_t token) -> std::int32_t {
+        return (*static_cast<const Stop*>(data))(token);
+      };
+      made.stop_data = stop_.get();
+    }
+    made.rule = static_cast<std::int32_t>(options.rule);
+    made.draft = static_cast<std::int32_t>(options.draft);
+    made.gamma = options.gamma.value_or(OUTRIDER_USUAL_GAMMA);
+    made.max_new_tokens = options.max_new_tokens;
+    made.min_new_tokens = options.min_new_tokens;
+    made.ignore_eos = options.ignore_eos;
+    made.logprobs = options.logprobs.value_or(-1);
+    detail::checked(outrider_admit, session_.get(), prompt.data(),
+                    static_cast<std::int64_t>(prompt.size()), &made, &request_);
+  }
+
+  void leave() noexcept {
+    if (session_) outrider_release(session_.get(), request_, nullptr);
+    session_.reset();
+  }
+
+  detail::Handle session_;
+  std::uint64_t request_ = 0;
+  std::unique_ptr<Stop> stop_; // its address stays when the stream moves
+  Finish finish_ = Finish::running;
+};
+
+class Session {
+public:
+  explicit Session(const Config& config) {
+    if (outrider_abi_version() != OUTRIDER_ABI_VERSION)
+      throw Error({OUTRIDER_FAILED_BACKEND, "liboutrider has another version than its headers",
+                   "Use both from one wheel, and compile again"});
+    outrider_config made{};
+    made.folder = config.folder.c_str();
+    made.onnxruntime = config.onnxruntime.empty() ? nullptr : config.onnxruntime.c_str();
+    made.corpus = config.corpus.data();
+    made.corpus_length = static_cast<std::int64_t>(config.corpus.size());
+    made.slots = config.slots;
+    made.threads = config.threads;
+    made.unverified = !config.verify;
+    made.no_reuse = !config.reuse;
+    made.plain_width = config.plain_width;
+    outrider_session* session = nullptr;
+    detail::checked(outrider_open, static_cast<const outrider_config*>(&made), &session);
+    session_.reset(session, detail::Closed());
+  }
+
+  // Takes a slot, reads the prompt and draws the first token. Throws Error, BUSY where no slot is
+  // free.
+  Stream stream(const std::vector<std::int64_t>& prompt, const Options& options = {}) {
+    return Stream(session_, prompt, options);
+  }
+
+  // One round of all streams.
+  void round() { detail::checked(outrider_round, session_.get()); }
+
+  outrider_facts facts() const {
+    outrider_facts facts{};
+    outrider_get_facts(session_.get(), &facts);
+    return facts;
+  }
+
+private:
+  detail::Handle session_;
+};
+
+} // namespace outrider
+#endif

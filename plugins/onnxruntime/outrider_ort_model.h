@@ -1,0 +1,67 @@
+// ONNX Runtime's library, found when a bundle is opened, and a graph that it runs on fixed memory.
+#ifndef OUTRIDER_ORT_MODEL_H
+#define OUTRIDER_ORT_MODEL_H
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "files/failure.h"
+#include "outrider_ort_api.h"
+
+namespace ort {
+
+// What ONNX Runtime makes is given back through its table.
+template <class Made, class Release> struct Releases {
+  const Api* api;
+  void operator()(Made* made) const { call<Release>(api, made); }
+};
+template <class Made, class Release> using Owned = std::unique_ptr<Made, Releases<Made, Release>>;
+
+// The library and its environment; it stays in the process, as its threads may.
+class Library {
+public:
+  // path: of the shared library; null: $OUTRIDER_ONNXRUNTIME, or where the system looks. Throws
+  // Failure.
+  explicit Library(const char* path);
+
+  // A status that is not null, as a Failure. what: did not work.
+  void check(Status* status, const std::string& what) const;
+
+  const Api* api = nullptr;
+  std::string version;
+  Owned<Environment, ReleaseEnvironment> environment;
+  Owned<MemoryInfo, ReleaseMemory> memory; // the CPU's
+};
+
+struct NamedTensor {
+  std::string name;
+  void* data;
+  std::vector<int64_t> sizes;
+  int type;
+};
+
+size_t bytes_of(int type); // an element
+int type_of(const std::string& dtype);
+
+// A call of a model, as addresses.
+using Call = Owned<Binding, ReleaseBinding>;
+
+class Model {
+public:
+  // dtype: of its activations. threads: 0 leaves it to ONNX Runtime. Throws Failure.
+  Model(const Library& library, const std::string& file, const std::string& dtype, int threads);
+
+  // Caches are written where they are: input and output are the same memory.
+  Call bind(const std::vector<NamedTensor>& inputs, const NamedTensor& logits,
+            const std::vector<NamedTensor>& caches) const;
+  void run(const Call& call) const;
+
+private:
+  const Library& library_;
+  Owned<Domain, ReleaseDomain> domain_; // the session points to it
+  Owned<Session, ReleaseSession> session_;
+};
+
+} // namespace ort
+#endif

@@ -1,0 +1,172 @@
+// What is refused of a request, before a slot is taken (runtime/checks.py, sampling/warp.py).
+#include <math.h>
+#include <stdio.h>
+
+#include <string>
+
+#include "decoder.h"
+
+namespace outrider {
+
+namespace {
+
+std::string shown(double value) {
+  char text[40];
+  snprintf(text, sizeof text, "%g", value);
+  return text;
+}
+
+void refuse(bool broken, const std::string& cause, const std::string& remedy) {
+  if (broken) fail(OUTRIDER_FAILED_OPTION, cause, remedy);
+}
+
+// legal: whether the value may be; NaN may never.
+void in_range(bool legal, const char* name, double value, const std::string& what) {
+  refuse(!legal, std::string(name) + "=" + shown(value) + " is out of range",
+         std::string(name) + " must be " + what);
+}
+
+bool within(double value, double least, double most) { return value >= least && value <= most; }
+
+void check_sampling(const outrider_options& o) {
+  in_range(o.temperature == 0 || within(o.temperature, 1e-6, 1e6), "temperature", o.temperature,
+           "0, or from 1e-6 to 1e6");
+  in_range(o.top_k >= 0, "top_k", o.top_k, "0 (off) or more");
+  in_range(o.top_p > 0 && o.top_p <= 1, "top_p", o.top_p, "in (0, 1]");
+  in_range(within(o.min_p, 0, 1), "min_p", o.min_p, "in [0, 1]");
+  in_range(within(o.repetition_penalty, 1e-3, 1e3), "repetition_penalty", o.repetition_penalty,
+           "from 0.001 to 1000; 1 is off");
+  in_range(within(o.frequency_penalty, -2, 2), "frequency_penalty", o.frequency_penalty,
+           "from -2 to 2; 0 is off");
+  in_range(within(o.presence_penalty, -2, 2), "presence_penalty", o.presence_penalty,
+           "from -2 to 2; 0 is off");
+  in_range(o.lenience > 0 && o.lenience <= 1, "lenience", o.lenience, "in (0, 1]");
+  in_range(o.rule >= OUTRIDER_TOKEN && o.rule <= OUTRIDER_COUPLED, "rule", o.rule,
+           "OUTRIDER_TOKEN to OUTRIDER_COUPLED");
+  in_range(isfinite(o.sigmoid_alpha) && o.sigmoid_alpha < 0, "sigmoid_alpha", o.sigmoid_alpha,
+           "negative");
+  in_range(isfinite(o.sigmoid_beta) && o.sigmoid_beta > 0, "sigmoid_beta", o.sigmoid_beta,
+           "positive");
+  refuse(o.lenience != 1 && o.rule != OUTRIDER_TOKEN, "lenience is defined for the token rule alone",
+         "Use it with the token rule, or leave it at 1");
+  refuse(o.rule == OUTRIDER_SIGMOID && o.temperature == 0,
+         "the sigmoid rule is not defined at temperature 0",
+         "Use the token rule, or a positive temperature");
+  refuse(o.rule != OUTRIDER_SIGMOID && (o.sigmoid_alpha != -1e3 || o.sigmoid_beta != 1e3),
+         "sigmoid_alpha and sigmoid_beta have no effect with this rule",
+         "Use the sigmoid rule, or leave them out");
+}
+
+void check_prompt(const int64_t* prompt, int64_t length, const outrider_options& options,
+                  const Limits& limits) {
+  if (length < 1 || prompt == nullptr)
+    fail(OUTRIDER_FAILED_PROMPT, "the prompt is empty", "Give it at least one token");
+  if (length >= limits.max_len)
+    fail(OUTRIDER_FAILED_PROMPT,
+         "the prompt has " + std::to_string(length) + " tokens and the bundle's context " +
+             std::to_string(limits.max_len),
+         "Shorten it, or build the bundle with MAX_LEN=" +
+             std::to_string(length + options.max_new_tokens) + ", if the model can");
+  for (int64_t i = 0; i < length; ++i)
+    if (prompt[i] < 0 || prompt[i] >= limits.embeddings)
+      fail(OUTRIDER_FAILED_PROMPT,
+           "the prompt has the token id " + std::to_string(prompt[i]) + ", and the model only 0 to " +
+               std::to_string(limits.embeddings - 1),
+           "Leave that token out of the prompt or the chat template");
+}
+
+// Whether who is to propose is here, and can what is asked of it.
+void check_draft(const Request& request, const Limits& limits) {
+  const outrider_options& o = request.options;
+  const bool tempered = o.draft_temperature != 0, stops = o.draft_threshold > 0;
+  refuse(request.reads_model() && !limits.has_draft,
+         "gamma=" + std::to_string(o.gamma) + " needs a draft, and the bundle has none",
+         "Use gamma=0, or OUTRIDER_DRAFT_NGRAM, or build the bundle with DRAFT=<draft>");
+  refuse(request.point_masses() && o.rule == OUTRIDER_SIGMOID,
+         "the sigmoid rule needs the draft's logits, and a lookup has none",
+         "Use the token rule, or the draft model");
+  refuse(tempered && o.temperature == 0, "draft_temperature has no effect at temperature 0",
+         "Leave it out, or sample with temperature above 0");
+  in_range(!tempered || within(o.draft_temperature, 1e-3, 1e3), "draft_temperature",
+           o.draft_temperature, "from 0.001 to 1000, or 0 for the target's");
+  refuse((tempered || stops) && request.point_masses(),
+         "a lookup has no probabilities for a temperature or threshold",
+         "Leave them out, or use the draft model");
+  refuse(stops && request.at_once(), "this draft always drafts gamma tokens",
+         "Leave draft_threshold out, or use OUTRIDER_DRAFT_MODEL");
+}
+
+int32_t draft_of(const outrider_options& o, const Limits& limits) {
+  if (o.draft == OUTRIDER_DRAFT_DEFAULT)
+    return limits.has_draft ? OUTRIDER_DRAFT_MODEL
+           : limits.lookup  ? OUTRIDER_DRAFT_NGRAM
+                            : OUTRIDER_DRAFT_NONE;
+  return o.draft;
+}
+
+} // namespace
+
+Request check_request(const int64_t* prompt, int64_t length, const outrider_options& options,
+                      const Limits& limits, const std::vector<int64_t>& ends) {
+  Request request{options, length, {}, {}, {}, ends};
+  outrider_options& o = request.options;
+  check_sampling(o);
+  in_range(o.max_new_tokens >= 1, "max_new_tokens", o.max_new_tokens, "a whole number from 1 up");
+  in_range(o.min_new_tokens >= 0 && o.min_new_tokens <= o.max_new_tokens, "min_new_tokens",
+           o.min_new_tokens, "from 0 to max_new_tokens");
+  in_range(o.draft_threshold >= 0 && o.draft_threshold < 1, "draft_threshold", o.draft_threshold,
+           "0 (off) or a probability below 1");
+  in_range(o.logprobs >= -1 && o.logprobs <= limits.vocab_size, "logprobs", o.logprobs,
+           "from 0 to " + std::to_string(limits.vocab_size) + ", or -1 for none");
+  in_range(o.gamma >= OUTRIDER_USUAL_GAMMA && o.gamma <= limits.max_gamma, "gamma", o.gamma,
+           "from 0 to " + std::to_string(limits.max_gamma) + ", or build with MAX_GAMMA");
+  in_range(o.draft >= OUTRIDER_DRAFT_DEFAULT && o.draft <= OUTRIDER_DRAFT_NONE, "draft", o.draft,
+           "one of OUTRIDER_DRAFT_...");
+  in_range(o.bias_length >= 0 && (o.bias_length == 0 || (o.bias_ids && o.biases)), "bias_length",
+           o.bias_length, "as long as bias_ids and biases");
+  in_range(o.stop_length >= 0 && (o.stop_length == 0 || o.stops), "stop_length", o.stop_length,
+           "as long as stops");
+  check_prompt(prompt, length, o, limits);
+
+  const bool asked = o.draft != OUTRIDER_DRAFT_DEFAULT && o.draft != OUTRIDER_DRAFT_NONE;
+  refuse(asked && o.gamma == 0, "a draft contradicts gamma=0", "Leave one of them out");
+  refuse(o.draft == OUTRIDER_DRAFT_NONE && o.gamma > 0, "gamma contradicts OUTRIDER_DRAFT_NONE",
+         "Leave one of them out");
+  o.draft = draft_of(o, limits);
+  if (o.gamma == OUTRIDER_USUAL_GAMMA) {
+    const int32_t usual = request.reads_model() ? 4 : o.draft == OUTRIDER_DRAFT_NONE ? 0 : 8;
+    o.gamma = std::min(usual, limits.max_gamma);
+  }
+  if (o.draft == OUTRIDER_DRAFT_NONE) {
+    refuse(o.gamma > 0, "gamma=" + std::to_string(o.gamma) + " needs a draft, and the bundle has none",
+           "Use gamma=0, or OUTRIDER_DRAFT_NGRAM, or build the bundle with DRAFT=<draft>");
+    o.draft = OUTRIDER_DRAFT_MODEL; // of which nothing is asked
+  }
+  if (o.gamma == 0)
+    refuse((o.rule != OUTRIDER_TOKEN && o.rule != OUTRIDER_COUPLED) || o.lenience != 1 ||
+               o.draft_temperature != 0 || o.draft_threshold != 0,
+           "rule, lenience, draft_temperature and draft_threshold have no effect with gamma=0",
+           "Leave them out, or use a draft");
+  else
+    check_draft(request, limits);
+
+  std::map<int64_t, float> biases; // ascending
+  for (int32_t i = 0; i < o.bias_length; ++i) {
+    in_range(within(o.biases[i], -100, 100), "a bias", o.biases[i], "from -100 to 100");
+    biases[o.bias_ids[i]] = static_cast<float>(o.biases[i]);
+  }
+  for (const auto& [id, bias] : biases) {
+    request.bias_ids.push_back(id);
+    request.biases.push_back(bias);
+  }
+  request.stops.assign(o.stops, o.stops + o.stop_length);
+  for (const Tokens* ids : {&request.bias_ids, &request.stops})
+    for (const int64_t id : *ids)
+      refuse(id < 0 || id >= limits.vocab_size,
+             "the token id " + std::to_string(id) + " does not exist",
+             "Choose from 0 to " + std::to_string(limits.vocab_size - 1));
+  o.bias_ids = nullptr, o.biases = nullptr, o.stops = nullptr; // the caller's
+  return request;
+}
+
+} // namespace outrider

@@ -1,0 +1,351 @@
+#include "decoder.h"
+
+#include <math.h>
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <numeric>
+#include <thread>
+
+namespace outrider {
+
+namespace {
+
+constexpr int MAX_THREADS = 64; // of the sampling
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Verify the weights' hashes beside what the constructor does: they take as long as opening them.
+class Verifying {
+public:
+  Verifying(const Bundle& bundle, bool wanted) {
+    if (wanted)
+      thread_ = std::thread([this, &bundle] {
+        try {
+          bundle.verify(true);
+        } catch (...) {
+          found_ = std::current_exception();
+        }
+      });
+  }
+  ~Verifying() {
+    if (thread_.joinable()) thread_.join();
+  }
+  // Damage explains whatever went wrong with it.
+  void join() {
+    if (thread_.joinable()) thread_.join();
+    if (found_) std::rethrow_exception(found_);
+  }
+
+private:
+  std::thread thread_;
+  std::exception_ptr found_;
+};
+
+Bundle opened(const outrider_config& config) {
+  if (config.folder == nullptr)
+    fail(OUTRIDER_FAILED_OPTION, "the folder is NULL", "Name what make engines wrote");
+  Bundle bundle = Bundle::read(config.folder);
+  if (!config.unverified) bundle.verify(false);
+  const int most = 4 * static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  if (config.threads < 0 || config.threads > most)
+    fail(OUTRIDER_FAILED_OPTION, "threads=" + std::to_string(config.threads) + " is out of range",
+         "Use 0 (automatic) to " + std::to_string(most));
+  if (config.slots < 0 || config.slots > 1 << 16)
+    fail(OUTRIDER_FAILED_OPTION, "slots=" + std::to_string(config.slots) + " is out of range",
+         "Use a whole number from 1 up, or 0 for the bundle's");
+  if (config.plain_width < 0 || config.plain_width > 2)
+    fail(OUTRIDER_FAILED_OPTION, "plain_width is out of range", "Use 1 or 2, or 0");
+  if (config.corpus_length < 0 || config.corpus_length > INT32_MAX ||
+      (config.corpus_length > 0 && config.corpus == nullptr))
+    fail(OUTRIDER_FAILED_OPTION, "corpus_length is out of range", "Give as many ids as it says");
+  return bundle;
+}
+
+} // namespace
+
+Decoder::Decoder(const outrider_config& config)
+    : bundle_(opened(config)), library_(config.onnxruntime), reuse_(!config.no_reuse),
+      rows_(config.slots > 0 ? config.slots : bundle_.slots) {
+  Verifying verifying(bundle_, !config.unverified);
+  try {
+    bits_ = bundle_.promise(slots(), library_.version, config.plain_width);
+    const int32_t gamma = bundle_.max_gamma;
+    target_ = std::make_unique<Engine>(library_, bundle_.folder, bundle_.target, slots(), gamma + 1,
+                                       1, config.threads, bits_.narrowest);
+    int32_t width = bundle_.vocab_size;
+    if (bundle_.draft) { // a draft may have any bits: what a text is, the target's say
+      draft_ = std::make_unique<Engine>(library_, bundle_.folder, *bundle_.draft, slots(), gamma + 1,
+                                        gamma, config.threads, 1);
+      width = std::min(width, draft_->vocab_size);
+    }
+    if (config.corpus_length > 0)
+      corpus_ = std::make_unique<Corpus>(Tokens(config.corpus, config.corpus + config.corpus_length));
+    const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+    const int threads = std::min(config.threads > 0 ? config.threads : cores, MAX_THREADS);
+    sampler_ = std::make_unique<Sampler>(bundle_.vocab_size, width, gamma, slots(), threads);
+    proposer_ = std::make_unique<Proposer>(draft_.get(), width, gamma, slots(), threads,
+                                           corpus_.get());
+  } catch (...) {
+    verifying.join();
+    throw;
+  }
+  verifying.join();
+}
+
+Sequence& Decoder::sequence(uint64_t request) {
+  const auto found = sequences_.find(request);
+  if (found == sequences_.end())
+    fail(OUTRIDER_FAILED_OPTION, "there is no request " + std::to_string(request),
+         "Use a number that outrider_admit gave, until its release");
+  return *found->second;
+}
+
+// A free slot whose rows the least is computed or lost of: a text that goes on finds its rows again.
+int32_t Decoder::acquire(const Tokens& prompt) {
+  int32_t best = -1;
+  int64_t least = 0;
+  for (int32_t slot = 0; slot < slots(); ++slot) {
+    if (rows_[slot].busy) continue;
+    const int64_t cost =
+        reuse_ ? target_->held.length(slot) - 2 * target_->held.common(slot, prompt) : 0;
+    if (best < 0 || cost < least) best = slot, least = cost;
+  }
+  if (best < 0)
+    fail(OUTRIDER_FAILED_BUSY, "all " + std::to_string(slots()) + " slots are in use",
+         "Wait for a request to finish and release it, or open the bundle with more slots");
+  return best;
+}
+
+uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_options& options) {
+  const Limits limits{bundle_.vocab_size, target_->vocab_size, bundle_.max_len, bundle_.max_gamma,
+                      draft_ != nullptr, bundle_.lookup};
+  Request request = check_request(prompt, length, options, limits, bundle_.ends);
+  auto made = std::make_unique<Sequence>();
+  Sequence& sequence = *made;
+  sequence.number = next_;
+  sequence.request = std::move(request);
+  sequence.tokens.assign(prompt, prompt + length);
+  sequence.slot = acquire(sequence.tokens);
+  // At least two tokens are computed: the last one's logits are wanted, and a call of one token may
+  // round otherwise than wider ones.
+  if (reuse_) {
+    const int64_t common = target_->held.common(sequence.slot, sequence.tokens);
+    sequence.target_len = std::max<int64_t>(0, std::min(common, length - 2));
+    if (draft_ != nullptr) {
+      const int64_t drafted = draft_->held.common(sequence.slot, sequence.tokens);
+      const int64_t need = length - 1;
+      sequence.draft_len =
+          drafted >= need ? need : std::max<int64_t>(0, std::min(drafted, need - 2));
+    }
+  }
+  sequence.stats.prompt_tokens = length;
+  sequence.stats.reused_tokens = sequence.target_len;
+  rows_[sequence.slot].busy = true;
+  try {
+    start(sequence);
+  } catch (const Broken& broken) {
+    give_up(sequence, broken.failure);
+    leave(sequence);
+    throw broken.failure;
+  } catch (...) {
+    leave(sequence);
+    throw;
+  }
+  ++next_;
+  sequences_[sequence.number] = std::move(made);
+  return sequence.number;
+}
+
+// Prefill, and the first token: from the target alone.
+void Decoder::start(Sequence& sequence) {
+  const double begin = now();
+  const LogitsView row =
+      target_->prefill(sequence.slot, sequence.tokens, sequence.target_len, sequence.length());
+  sequence.stats.prefill_seconds = now() - begin;
+  sampler_->begin({{&sequence, 0, {}, sequence.request.options.seed, false}});
+  const outrider_verdict verdict = sampler_->verify(row, {}, sequence.slot)[0];
+  settle(sequence, {}, verdict, row, 0);
+}
+
+void Decoder::round() {
+  drop_cancelled();
+  std::vector<Plan> plans;
+  for (const auto& [number, sequence] : sequences_)
+    if (sequence->finish == OUTRIDER_RUNNING)
+      plans.push_back(
+          {sequence.get(), std::min<int64_t>(sequence->request.options.gamma, limit(*sequence)), {}});
+  if (plans.empty()) return;
+  note_rows();
+  const double begin = now(), target = target_->seconds, draft = draft_ ? draft_->seconds : 0;
+  try {
+    std::vector<Plan> all = plans;
+    speculate(all);
+  } catch (const Broken& broken) {
+    if (plans.size() == 1) {
+      give_up(*plans[0].sequence, broken.failure);
+    } else {
+      for (const Plan& plan : plans) { // each by itself: the others do not notice
+        std::vector<Plan> alone = {plan};
+        note_rows();
+        try {
+          speculate(alone);
+        } catch (const Broken& own) {
+          give_up(*plan.sequence, own.failure);
+        }
+      }
+    }
+  }
+  for (const Plan& plan : plans) {
+    outrider_stats& stats = plan.sequence->stats;
+    stats.round_seconds += now() - begin;
+    stats.target_seconds += target_->seconds - target;
+    stats.draft_seconds += (draft_ ? draft_->seconds : 0) - draft;
+  }
+}
+
+// Algorithm 1 of Leviathan et al. 2023 for several sequences, each in its slot with its own gamma.
+void Decoder::speculate(std::vector<Plan>& plans) {
+  // Sample x1..x(gamma) from the draft, with their distributions q.
+  const DraftRows q = proposer_->propose(plans, *sampler_, rows_);
+
+  // Run the target once: p1..p(gamma+1) after the text, after x1, ... after x(gamma).
+  const Span within = span(plans);
+  std::vector<int64_t> kept;
+  for (const SlotRows& slot : rows_) kept.push_back(slot.target);
+  std::vector<Fed> fed;
+  for (const Plan& plan : plans) {
+    Tokens tokens = {plan.sequence->tokens.back()};
+    tokens.insert(tokens.end(), plan.drafts.begin(), plan.drafts.end());
+    for (int64_t& token : tokens) token = target_->readable(token);
+    fed.push_back({plan.sequence, plan.sequence->target_len, std::move(tokens)});
+  }
+  const LogitsView p = feed(*target_, kept, within, fed);
+
+  // Accept each x with probability min(1, p/q); correct the first that is not, or extend.
+  const std::vector<outrider_verdict>& verdicts = sampler_->verify(p, q, within.first);
+  for (size_t b = 0; b < plans.size(); ++b)
+    settle(*plans[b].sequence, plans[b].drafts, verdicts[b], p,
+           plans[b].sequence->slot - within.first);
+}
+
+// Commit what becomes text of a round.
+void Decoder::settle(Sequence& sequence, const Tokens& drafts, const outrider_verdict& verdict,
+                     const LogitsView& rows, int32_t row_of) {
+  const Request& request = sequence.request;
+  const auto gamma = static_cast<int64_t>(drafts.size());
+  const bool first = sequence.stats.output_tokens == 0;
+  Tokens ids(drafts.begin(), drafts.begin() + verdict.accepted);
+  ids.push_back(verdict.token);
+  int64_t emitted = 0;
+  std::vector<double> logprobs(request.options.logprobs >= 0 ? bundle_.vocab_size : 0);
+  for (const int64_t id : ids) {
+    Token token{id, OUTRIDER_ACCEPTED, NAN, {}, {}};
+    if (emitted == verdict.accepted)
+      token.origin = gamma == 0                   ? (first ? OUTRIDER_FIRST : OUTRIDER_PLAIN)
+                     : verdict.accepted == gamma ? OUTRIDER_BONUS
+                                                 : OUTRIDER_CORRECTED;
+    if (!logprobs.empty()) {
+      outrider_log_softmax(rows.row(row_of, emitted), bundle_.vocab_size, logprobs.data());
+      token.logprob = logprobs[static_cast<size_t>(id)];
+      token.ids.resize(logprobs.size());
+      std::iota(token.ids.begin(), token.ids.end(), 0);
+      const auto best = token.ids.begin() + request.options.logprobs;
+      std::partial_sort(token.ids.begin(), best, token.ids.end(), [&](int64_t a, int64_t b) {
+        return logprobs[a] != logprobs[b] ? logprobs[a] > logprobs[b] : a < b;
+      });
+      token.ids.erase(best, token.ids.end());
+      token.ids.shrink_to_fit();
+      for (const int64_t other : token.ids) token.logprobs.push_back(logprobs[other]);
+    }
+    sequence.fresh.push_back(std::move(token));
+    ++emitted;
+    ++sequence.stats.output_tokens;
+    sequence.finish = finish_of(sequence, id);
+    if (sequence.finish != OUTRIDER_RUNNING) break;
+  }
+  sequence.commit(ids, request.reads_model() ? gamma : 0);
+  sequence.roll_back(sequence.length() - (static_cast<int64_t>(ids.size()) - emitted));
+  if (!first) {
+    ++sequence.stats.rounds;
+    sequence.stats.drafted += gamma;
+    sequence.stats.accepted += std::min<int64_t>(verdict.accepted, emitted);
+  }
+}
+
+int32_t Decoder::finish_of(const Sequence& sequence, int64_t token) const {
+  const Request& request = sequence.request;
+  const auto among = [&](const Tokens& ids) {
+    return std::find(ids.begin(), ids.end(), token) != ids.end();
+  };
+  if (!request.options.ignore_eos && among(request.ends)) return OUTRIDER_EOS;
+  if (among(request.stops)) return OUTRIDER_STOPPED;
+  if (request.options.stop && request.options.stop(request.options.stop_data, token) != 0)
+    return OUTRIDER_STOPPED;
+  if (sequence.stats.output_tokens == request.options.max_new_tokens) return OUTRIDER_LENGTH;
+  // The prompt and every token emitted so far: the text grows only after the block.
+  if (request.prompt_length + sequence.stats.output_tokens == bundle_.max_len)
+    return OUTRIDER_CONTEXT;
+  return OUTRIDER_RUNNING;
+}
+
+// How many tokens to draft at most: what can still become text and fits the contexts.
+int64_t Decoder::limit(const Sequence& sequence) const {
+  const Request& request = sequence.request;
+  const int64_t left =
+      std::min<int64_t>(request.options.max_new_tokens - sequence.stats.output_tokens,
+                        bundle_.max_len - sequence.length());
+  int64_t most = left - 1;
+  if (request.reads_model())
+    most = draft_ ? std::min(most, bundle_.draft->max_len - sequence.length()) : 0;
+  return std::max<int64_t>(0, most);
+}
+
+void Decoder::give_up(Sequence& sequence, Failure failure) {
+  sequence.failure = std::make_unique<Failure>(std::move(failure));
+  sequence.finish = OUTRIDER_BROKEN;
+}
+
+void Decoder::cancel(uint64_t request) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  cancelled_.insert(request);
+}
+
+void Decoder::drop_cancelled() {
+  std::set<uint64_t> cancelled;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    cancelled.swap(cancelled_);
+  }
+  for (const uint64_t number : cancelled) {
+    const auto found = sequences_.find(number);
+    if (found != sequences_.end() && found->second->finish == OUTRIDER_RUNNING)
+      found->second->finish = OUTRIDER_CANCELLED;
+  }
+}
+
+// What slots hold now; those that are free keep what they had.
+void Decoder::note_rows() {
+  for (const auto& [number, sequence] : sequences_) {
+    rows_[sequence->slot].target = sequence->target_len;
+    rows_[sequence->slot].draft = sequence->draft_len;
+  }
+}
+
+// The slot is free. What broke the logits may lie in its rows.
+void Decoder::leave(Sequence& sequence) {
+  rows_[sequence.slot] = {sequence.target_len, sequence.draft_len, false};
+  if (sequence.failure == nullptr) return;
+  target_->clear(sequence.slot);
+  if (draft_) draft_->clear(sequence.slot);
+}
+
+void Decoder::release(uint64_t request) {
+  leave(sequence(request));
+  sequences_.erase(request);
+}
+
+} // namespace outrider

@@ -1,0 +1,70 @@
+// Requests in slots: admitted, advanced round by round, released (runtime/decoder.py, round.py).
+#ifndef OUTRIDER_SESSION_DECODER_H
+#define OUTRIDER_SESSION_DECODER_H
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <vector>
+
+#include "drafts.h"
+
+namespace outrider {
+
+// What can be asked for, as `check_request` knows it.
+struct Limits {
+  int32_t vocab_size, embeddings, max_len, max_gamma;
+  bool has_draft, lookup;
+};
+
+// A copy of the options with defaults in place, after every check that needs no slot. Throws Failure.
+Request check_request(const int64_t* prompt, int64_t length, const outrider_options& options,
+                      const Limits& limits, const std::vector<int64_t>& ends);
+
+class Decoder {
+public:
+  // Throws Failure.
+  explicit Decoder(const outrider_config& config);
+
+  uint64_t admit(const int64_t* prompt, int64_t length, const outrider_options& options);
+  void round();
+  void cancel(uint64_t request); // by any thread
+  void release(uint64_t request);
+  Sequence& sequence(uint64_t request);
+
+  const Bundle& bundle() const { return bundle_; }
+  const Bits& bits() const { return bits_; }
+  int32_t slots() const { return static_cast<int32_t>(rows_.size()); }
+
+private:
+  int32_t acquire(const Tokens& prompt);
+  void start(Sequence& sequence);
+  void speculate(std::vector<Plan>& plans);
+  void settle(Sequence& sequence, const Tokens& drafts, const outrider_verdict& verdict,
+              const LogitsView& rows, int32_t row_of);
+  int32_t finish_of(const Sequence& sequence, int64_t token) const;
+  int64_t limit(const Sequence& sequence) const;
+  void give_up(Sequence& sequence, Failure failure);
+  void drop_cancelled();
+  void note_rows();
+  void leave(Sequence& sequence);
+
+  // In the order that they depend on each other: ONNX Runtime outlives its models.
+  Bundle bundle_;
+  ort::Library library_;
+  Bits bits_;
+  std::unique_ptr<Engine> target_, draft_;
+  std::unique_ptr<Corpus> corpus_;
+  std::unique_ptr<Sampler> sampler_;
+  std::unique_ptr<Proposer> proposer_;
+  const bool reuse_;
+  std::vector<SlotRows> rows_;
+  std::map<uint64_t, std::unique_ptr<Sequence>> sequences_; // in order of admission
+  uint64_t next_ = 1;
+  std::mutex mutex_; // of what other threads may do
+  std::set<uint64_t> cancelled_;
+};
+
+} // namespace outrider
+#endif

@@ -1,0 +1,276 @@
+#include "drafts.h"
+
+#include <math.h>
+
+namespace outrider {
+
+namespace {
+
+constexpr uint32_t CHAIN = 3; // the purpose of its random numbers: runtime/sampling/philox.py
+
+// What logits are multiplied with so that division by the target's temperature makes it the draft's.
+double scale(const Sequence& sequence) {
+  const outrider_options& options = sequence.request.options;
+  return options.draft_temperature == 0 ? 1 : options.temperature / options.draft_temperature;
+}
+
+void temper(float* row, int64_t count, const Sequence& sequence) {
+  const auto factor = static_cast<float>(scale(sequence));
+  if (factor == 1) return;
+  for (int64_t i = 0; i < count; ++i) row[i] *= factor;
+}
+
+Tokens readable(const Engine& engine, const Tokens& tokens) {
+  Tokens found = tokens;
+  for (int64_t& token : found) token = engine.readable(token);
+  return found;
+}
+
+} // namespace
+
+LogitsView feed(Engine& engine, const std::vector<int64_t>& kept, Span within,
+                const std::vector<Fed>& fed, int64_t since, int32_t buffer) {
+  int64_t most = 0;
+  for (const Fed& one : fed) most = std::max(most, static_cast<int64_t>(one.tokens.size()));
+  const int64_t width = std::max<int64_t>(most, engine.narrowest), batch = within.last - within.first;
+  Tokens ids(static_cast<size_t>(batch * width)), position(static_cast<size_t>(batch));
+  // A text of the full length that is over was longer than a call may begin at.
+  for (int64_t b = 0; b < batch; ++b)
+    position[b] = std::min(kept[within.first + b], engine.capacity - width);
+  for (const Fed& one : fed) {
+    const int64_t b = one.sequence->slot - within.first;
+    std::copy(one.tokens.begin(), one.tokens.end(), ids.begin() + b * width);
+    position[b] = one.start;
+  }
+  return engine.forward(ids, position, since, most - since, within.first, buffer);
+}
+
+Proposer::Proposer(Engine* engine, int32_t width, int32_t max_gamma, int32_t slots, int threads,
+                   const Corpus* corpus)
+    : engine_(engine), width_(width), slots_(slots), corpus_(corpus) {
+  if (engine != nullptr)
+    inner_ = std::make_unique<Sampler>(width, width, max_gamma, slots, threads);
+}
+
+DraftRows Proposer::propose(std::vector<Plan>& plans, Sampler& sampler,
+                            const std::vector<SlotRows>& rows) {
+  std::vector<int64_t> kept;
+  for (const SlotRows& slot : rows) kept.push_back(slot.draft);
+  // Rows that the draft lacks: the prompt at first, plain rounds later.
+  for (Plan& plan : plans) {
+    Sequence& sequence = *plan.sequence;
+    const int64_t need = sequence.draft_len + sequence.draft_lacks();
+    if (plan.gamma > 0 && sequence.request.reads_model() && need > sequence.draft_len) {
+      engine_->prefill(sequence.slot, sequence.tokens, sequence.draft_len, need);
+      sequence.draft_len = kept[sequence.slot] = need;
+    }
+  }
+  at_once(plans, kept);
+  std::vector<Place> places;
+  Plans with_drafts, drafting;
+  bool rows_given = false, any_rows = false;
+  int64_t most = 0;
+  for (Plan& plan : plans) {
+    const Request& request = plan.sequence->request;
+    places.push_back({plan.sequence, plan.gamma, {}, request.options.seed, false});
+    if (plan.gamma == 0) continue;
+    with_drafts.push_back(&plan);
+    most = std::max(most, plan.gamma);
+    any_rows |= !request.point_masses();
+    rows_given |= request.options.draft == OUTRIDER_DRAFT_CHAIN;
+    if (request.options.draft == OUTRIDER_DRAFT_MODEL) drafting.push_back(&plan);
+  }
+  sampler.begin(std::move(places));
+
+  DraftRows found;
+  if (any_rows) {
+    Span within{INT32_MAX, 0};
+    for (const Plan* plan : with_drafts)
+      within = {std::min(within.first, plan->sequence->slot),
+                std::max(within.last, plan->sequence->slot + 1)};
+    found.first = within.first;
+    Plans stepping = drafting; // and those whose tokens are in the draft's rows already
+    for (Plan* plan : with_drafts)
+      if (plan->sequence->request.options.draft == OUTRIDER_DRAFT_CHAIN) stepping.push_back(plan);
+    float* const own = drafting.empty() ? own_rows(most) : nullptr;
+    for (int64_t number = 0; number < most; ++number) {
+      LogitsView logits;
+      if (own == nullptr) logits = step(stepping, kept, number, within);
+      else logits = {own + (number * slots_ + within.first) * width_, 1, width_};
+      if (number == 0) found.data = logits.data, found.slot_stride = logits.outputs * logits.vocab_size;
+      found.step_stride = number == 0 ? 0 : (logits.data - found.data) / number;
+      for (const Plan* plan : with_drafts)
+        if (number < plan->gamma)
+          fill(logits.row(plan->sequence->slot - within.first), *plan, number);
+      bool draws = false;
+      for (const Plan* plan : with_drafts) draws |= !plan->sequence->request.at_once();
+      if (draws) {
+        sampler.draw(logits, number, within.first);
+        for (size_t b = 0; b < plans.size(); ++b) {
+          Plan& plan = plans[b];
+          const Sequence& sequence = *plan.sequence;
+          if (number >= plan.gamma || sequence.request.at_once()) continue;
+          const int64_t token = sampler.drawn(b, number);
+          plan.drafts.push_back(token);
+          const double threshold = sequence.request.options.draft_threshold;
+          if (threshold > 0 && number + 1 < plan.gamma &&
+              outrider_confidence(logits.row(sequence.slot - within.first), width_, token,
+                                  scale(sequence)) < threshold) {
+            plan.gamma = number + 1;
+            sampler.stop(b, plan.gamma);
+          }
+        }
+        most = 0;
+        for (const Plan* plan : with_drafts) most = std::max(most, plan->gamma);
+      }
+    }
+  }
+  if (!any_rows || rows_given)
+    for (size_t b = 0; b < plans.size(); ++b) sampler.give(b, plans[b].drafts);
+  return found;
+}
+
+// What followed the same tokens before; at most `count` after the text and these drafts.
+Tokens Proposer::guess(Sequence& sequence, const Tokens& drafts, int64_t count) const {
+  const bool copies = sequence.request.options.draft == OUTRIDER_DRAFT_COPY;
+  const auto known = copies ? static_cast<size_t>(sequence.request.prompt_length)
+                            : sequence.tokens.size();
+  sequence.lookup.read(sequence.tokens, known);
+  Tokens after(sequence.tokens.begin() + static_cast<int64_t>(known), sequence.tokens.end());
+  after.insert(after.end(), drafts.begin(), drafts.end());
+  return sequence.lookup.propose(count, after, corpus_);
+}
+
+// All tokens of those who know them; their gamma becomes how many there are.
+void Proposer::at_once(std::vector<Plan>& plans, const std::vector<int64_t>& kept) {
+  // Beside drafts by the step a guess takes part in those steps, and has no others.
+  int64_t steps = 0;
+  for (const Plan& plan : plans)
+    if (!plan.sequence->request.point_masses()) steps = std::max(steps, plan.gamma);
+  Plans chained;
+  for (Plan& plan : plans) {
+    const Request& request = plan.sequence->request;
+    if (plan.gamma == 0 || !request.at_once()) continue;
+    if (request.point_masses()) {
+      if (steps > 0) plan.gamma = std::min(plan.gamma, steps);
+      plan.drafts = guess(*plan.sequence, {}, plan.gamma);
+    } else {
+      chained.push_back(&plan);
+    }
+  }
+  if (!chained.empty()) chain(chained, kept);
+  for (Plan& plan : plans) {
+    if (plan.gamma == 0 || !plan.sequence->request.at_once()) continue;
+    plan.gamma = plan.sequence->first_forbidden(plan.drafts, width_);
+    plan.drafts.resize(static_cast<size_t>(plan.gamma));
+  }
+}
+
+// Tokens of the draft model by speculative decoding of its own, with lookups as its draft: the
+// hierarchical version of Leviathan et al. 2023, section 5 (runtime/drafts/chain.py).
+void Proposer::chain(const Plans& plans, const std::vector<int64_t>& kept) {
+  int64_t most = 0;
+  for (const Plan* plan : plans) most = std::max(most, plan->gamma);
+  chained_.resize(std::max(chained_.size(), static_cast<size_t>(most * slots_ * width_)));
+  for (;;) {
+    Plans active;
+    for (Plan* plan : plans)
+      if (static_cast<int64_t>(plan->drafts.size()) < plan->gamma) active.push_back(plan);
+    if (active.empty()) return;
+    // Draft with lookups, verify with the draft model, accept or correct or extend.
+    std::vector<Tokens> guesses;
+    std::vector<Fed> fed;
+    std::vector<Place> places;
+    Span within{INT32_MAX, 0};
+    for (Plan* plan : active) {
+      Sequence& sequence = *plan->sequence;
+      const auto done = static_cast<int64_t>(plan->drafts.size());
+      const int64_t count = plan->gamma - done - 1;
+      Tokens tokens = count > 0 ? guess(sequence, plan->drafts, count) : Tokens();
+      tokens.resize(static_cast<size_t>(sequence.first_forbidden(tokens, width_, done)));
+      Tokens known(sequence.tokens.end() - std::min<int64_t>(2, sequence.length()),
+                   sequence.tokens.end()); // two, as in a first step
+      known.insert(known.end(), plan->drafts.begin(), plan->drafts.end());
+      Tokens given(known.end() - 2, known.end());
+      given.insert(given.end(), tokens.begin(), tokens.end());
+      fed.push_back({&sequence, sequence.length() + done - 2, readable(*engine_, given)});
+      const outrider_options& options = sequence.request.options;
+      uint64_t seed = options.seed;
+      if (options.rule != OUTRIDER_COUPLED) { // another stream of numbers for each round
+        const uint32_t counter[4] = {static_cast<uint32_t>(sequence.length()), CHAIN, 0, 0};
+        uint32_t words[4];
+        outrider_philox4x32(options.seed, counter, words);
+        seed = static_cast<uint64_t>(words[1]) << 32 | words[0];
+      }
+      places.push_back({&sequence, static_cast<int64_t>(tokens.size()), plan->drafts, seed, true});
+      guesses.push_back(std::move(tokens));
+      within = {std::min(within.first, sequence.slot), std::max(within.last, sequence.slot + 1)};
+    }
+    const LogitsView logits = feed(*engine_, kept, within, fed, 1);
+    for (Plan* plan : active)
+      temper(logits.row(plan->sequence->slot - within.first),
+             logits.outputs * logits.vocab_size, *plan->sequence);
+    inner_->begin(std::move(places));
+    for (size_t b = 0; b < active.size(); ++b) inner_->give(b, guesses[b]);
+    const std::vector<outrider_verdict>& verdicts = inner_->verify(logits, {}, within.first);
+    for (size_t b = 0; b < active.size(); ++b) {
+      Plan& plan = *active[b];
+      const int32_t slot = plan.sequence->slot;
+      const int64_t accepted = verdicts[b].accepted;
+      Tokens drawn(guesses[b].begin(), guesses[b].begin() + accepted);
+      drawn.push_back(verdicts[b].token);
+      for (size_t k = 0; k < drawn.size(); ++k) {
+        const float* row = logits.row(slot - within.first, static_cast<int64_t>(k));
+        const auto at = static_cast<int64_t>(plan.drafts.size());
+        std::copy(row, row + width_, chained_.begin() + (at * slots_ + slot) * width_);
+        plan.drafts.push_back(drawn[k]);
+      }
+    }
+  }
+}
+
+// Logits [S, V] of a step of the draft model, in the step's own buffer.
+LogitsView Proposer::step(const Plans& drafting, const std::vector<int64_t>& kept, int64_t number,
+                          Span within) {
+  std::vector<Fed> fed;
+  for (const Plan* plan : drafting) {
+    const Sequence& sequence = *plan->sequence;
+    const auto count = static_cast<int64_t>(plan->drafts.size());
+    if (sequence.request.at_once()) { // its rows are there: beyond them
+      fed.push_back({&sequence, sequence.length() - 1 + count, {}});
+      continue;
+    }
+    // Two tokens first: after a fully accepted round the draft lacks a row. Past its own gamma a
+    // sequence repeats its last draft: the row is never committed.
+    const Tokens& text = sequence.tokens;
+    if (number == 0)
+      fed.push_back({&sequence, sequence.length() - 2,
+                     readable(*engine_, Tokens(text.end() - 2, text.end()))});
+    else
+      fed.push_back({&sequence, sequence.length() - 1 + count,
+                     readable(*engine_, Tokens(plan->drafts.end() - 1, plan->drafts.end()))});
+  }
+  return feed(*engine_, kept, within, fed, number == 0 ? 1 : 0, static_cast<int32_t>(number));
+}
+
+// Make a row [V] what a sequence's token of the step is drawn from.
+void Proposer::fill(float* row, const Plan& plan, int64_t step) const {
+  const Sequence& sequence = *plan.sequence;
+  if (sequence.request.point_masses()) { // what was guessed is what will be drawn
+    std::fill(row, row + width_, -INFINITY);
+    row[plan.drafts[static_cast<size_t>(step)]] = 0;
+  } else if (sequence.request.options.draft == OUTRIDER_DRAFT_CHAIN) {
+    const auto from = chained_.begin() + (step * slots_ + sequence.slot) * width_;
+    std::copy(from, from + width_, row);
+  } else {
+    if (sequence.request.options.draft == OUTRIDER_DRAFT_RANDOM) std::fill(row, row + width_, 0.0f);
+    temper(row, width_, sequence);
+  }
+}
+
+float* Proposer::own_rows(int64_t gamma) {
+  own_.resize(std::max(own_.size(), static_cast<size_t>(gamma * slots_ * width_)));
+  return own_.data();
+}
+
+} // namespace outrider

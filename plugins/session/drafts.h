@@ -1,0 +1,75 @@
+// The draft tokens of a round, from whom each request wants them (runtime/drafts/host.py).
+#ifndef OUTRIDER_SESSION_DRAFTS_H
+#define OUTRIDER_SESSION_DRAFTS_H
+
+#include <memory>
+#include <vector>
+
+#include "sampler.h"
+
+namespace outrider {
+
+// One sequence's part of a round.
+struct Plan {
+  Sequence* sequence;
+  int64_t gamma; // wanted, at most; then how many there are
+  Tokens drafts;
+};
+
+// A run of consecutive slots that holds all of these.
+struct Span {
+  int32_t first, last;
+};
+template <class Plans> Span span(const Plans& plans) {
+  Span found{INT32_MAX, 0};
+  for (const auto& plan : plans) {
+    const int32_t slot = plan.sequence->slot;
+    found = {std::min(found.first, slot), std::max(found.last, slot + 1)};
+  }
+  return found;
+}
+
+// What one slot is fed in a call: the row that its first token goes to, and its tokens.
+struct Fed {
+  const Sequence* sequence;
+  int64_t start;
+  Tokens tokens;
+};
+
+// One call for the slots of a span: logits after the tokens from number `since` on. Slots that sit
+// out are written beyond the rows that are worth keeping: of[slot].
+LogitsView feed(Engine& engine, const std::vector<int64_t>& kept, Span within,
+                const std::vector<Fed>& fed, int64_t since = 0, int32_t buffer = 0);
+
+class Proposer {
+public:
+  // engine: the draft model, or null. width: V that target and draft share. corpus: or null.
+  Proposer(Engine* engine, int32_t width, int32_t max_gamma, int32_t slots, int threads,
+           const Corpus* corpus);
+
+  // Draft for these sequences, at most gamma tokens each, and begin the sampler's round. rows: of
+  // the slots, worth keeping. Throws Failure, and Broken for logits of one sequence.
+  DraftRows propose(std::vector<Plan>& plans, Sampler& sampler, const std::vector<SlotRows>& rows);
+
+private:
+  using Plans = std::vector<Plan*>;
+  Tokens guess(Sequence& sequence, const Tokens& drafts, int64_t count) const;
+  void at_once(std::vector<Plan>& plans, const std::vector<int64_t>& kept);
+  void chain(const Plans& plans, const std::vector<int64_t>& kept);
+  void chain_round(const Plans& active, const std::vector<int64_t>& wanted,
+                   const std::vector<int64_t>& kept);
+  LogitsView step(const Plans& drafting, const std::vector<int64_t>& kept, int64_t number,
+                  Span within);
+  void fill(float* row, const Plan& plan, int64_t step) const;
+  float* own_rows(int64_t gamma);
+
+  Engine* const engine_;
+  const int32_t width_, slots_;
+  const Corpus* const corpus_;
+  std::unique_ptr<Sampler> inner_; // of rounds between lookups and the draft model
+  std::vector<float> own_;         // [gamma, slots, width] of no engine's buffer
+  std::vector<float> chained_;     // likewise: what chain's tokens were drawn from
+};
+
+} // namespace outrider
+#endif

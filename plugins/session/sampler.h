@@ -1,0 +1,171 @@
+// The sampling of a round: `begin`, then `draw` for each step or `give`, then `verify`
+// (runtime/sampling/native.py). The kernel does the work.
+#ifndef OUTRIDER_SESSION_SAMPLER_H
+#define OUTRIDER_SESSION_SAMPLER_H
+
+#include <string>
+#include <vector>
+
+#include "sequence.h"
+
+namespace outrider {
+
+// What broke the logits of one sequence; the others may go on without it.
+struct Broken {
+  Failure failure;
+};
+
+// One sequence's part. drafts: tokens of the round that were decided before. gamma: draft tokens.
+struct Place {
+  const Sequence* sequence;
+  int64_t gamma;
+  Tokens drafts;
+  uint64_t seed;
+  bool within; // a round within the round: its rule is the token rule
+};
+
+// Draft logits of a round: step by step, evenly spaced in memory.
+struct DraftRows {
+  float* data = nullptr; // null: point masses
+  int64_t slot_stride = 0, step_stride = 0; // in numbers
+  int32_t first = 0;                        // the slot that data is of
+};
+
+class Sampler {
+public:
+  Sampler(int32_t vocab_size, int32_t draft_vocab_size, int32_t width, int32_t slots, int threads)
+      : vocab_size_(vocab_size), draft_vocab_size_(draft_vocab_size), width_(width),
+        threads_(threads), slots_(slots), drafts_(slots * width), rows_(slots * width),
+        verdicts_(slots), context_(slots),
+        workspace_(outrider_workspace_size(std::max(vocab_size, draft_vocab_size), width, threads)) {
+  }
+
+  void begin(std::vector<Place> places) {
+    places_ = std::move(places);
+    drew_ = false;
+    for (size_t b = 0; b < places_.size(); ++b) fill(b);
+  }
+
+  // Draw the draft token of `step` for every place with step < gamma. logits: [S, V] of the draft.
+  void draw(const LogitsView& logits, int64_t step, int32_t first) {
+    drew_ = true;
+    const int64_t stride = logits.outputs * logits.vocab_size;
+    const outrider_logits rows = described(logits.data, stride, stride, draft_vocab_size_, first);
+    check(outrider_draw(&rows, slots_.data(), count(), width_, static_cast<int32_t>(step), nullptr,
+                        drafts_.data(), rows_.data(), nullptr, verdicts_.data(), workspace_.data(),
+                        workspace_.size(), threads_));
+  }
+  int64_t drawn(size_t b, int64_t step) const { return drafts_[b * width_ + step]; }
+
+  // The b-th place drafts no more than gamma tokens after all.
+  void stop(size_t b, int64_t gamma) {
+    places_[b].gamma = gamma;
+    slots_[b].gamma = static_cast<int32_t>(gamma);
+  }
+
+  // All draft tokens of a place, which `draw` did not draw.
+  void give(size_t b, const Tokens& drafts) {
+    drew_ = false;
+    std::copy(drafts.begin(), drafts.end(), drafts_.begin() + static_cast<int64_t>(b) * width_);
+  }
+
+  // Accept, correct or extend. target: [S, K, V] of the slots from `first` on.
+  const std::vector<outrider_verdict>& verify(const LogitsView& target, const DraftRows& draft,
+                                              int32_t first) {
+    const outrider_logits rows = described(target.data, target.outputs * target.vocab_size,
+                                           target.vocab_size, vocab_size_, first);
+    const outrider_logits q =
+        draft.data == nullptr
+            ? outrider_logits{nullptr, 0, 0, 1, OUTRIDER_FLOAT32}
+            : described(draft.data, draft.slot_stride, draft.step_stride, draft_vocab_size_,
+                        draft.first);
+    check(outrider_verify(&rows, &q, draft.data != nullptr, slots_.data(), count(), width_, nullptr,
+                          drafts_.data(), drew_ ? rows_.data() : nullptr, verdicts_.data(), nullptr,
+                          workspace_.data(), workspace_.size(), threads_));
+    return verdicts_;
+  }
+
+private:
+  int32_t count() const { return static_cast<int32_t>(places_.size()); }
+
+  static outrider_logits described(const float* data, int64_t slot_stride, int64_t row_stride,
+                                   int32_t vocab_size, int32_t first) {
+    constexpr int64_t BYTES = sizeof(float);
+    return {reinterpret_cast<const char*>(data) - first * slot_stride * BYTES, slot_stride * BYTES,
+            row_stride * BYTES, vocab_size, OUTRIDER_FLOAT32};
+  }
+
+  void fill(size_t b) {
+    const Place& place = places_[b];
+    const Sequence& sequence = *place.sequence;
+    const Request& request = sequence.request;
+    const outrider_options& options = request.options;
+    context_[b].clear();
+    if (request.reads_context()) {
+      context_[b] = sequence.tokens;
+      context_[b].insert(context_[b].end(), place.drafts.begin(), place.drafts.end());
+    }
+    const int64_t before = static_cast<int64_t>(place.drafts.size());
+    const int64_t masked = sequence.early() - before;
+    outrider_slot slot{};
+    slot.seed = place.seed;
+    slot.top_p = options.top_p;
+    slot.lenience = place.within ? 1 : options.lenience;
+    slot.sigmoid_alpha = options.sigmoid_alpha, slot.sigmoid_beta = options.sigmoid_beta;
+    slot.context = context_[b].empty() ? nullptr : context_[b].data();
+    slot.context_length = static_cast<int32_t>(context_[b].size());
+    slot.output_start = static_cast<int32_t>(request.prompt_length);
+    if (masked > 0 && !request.ends.empty()) {
+      slot.suppress = request.ends.data();
+      slot.suppress_length = static_cast<int32_t>(request.ends.size());
+    }
+    slot.suppress_rows =
+        static_cast<int32_t>(std::max<int64_t>(0, std::min(masked, place.gamma + 1)));
+    slot.bias_ids = request.bias_ids.empty() ? nullptr : request.bias_ids.data();
+    slot.biases = request.biases.empty() ? nullptr : request.biases.data();
+    slot.bias_length = static_cast<int32_t>(request.bias_ids.size());
+    slot.temperature = static_cast<float>(options.temperature);
+    slot.min_p = static_cast<float>(options.min_p);
+    slot.repetition_penalty = static_cast<float>(options.repetition_penalty);
+    slot.frequency_penalty = static_cast<float>(options.frequency_penalty);
+    slot.presence_penalty = static_cast<float>(options.presence_penalty);
+    slot.top_k = options.top_k;
+    slot.rule = place.within && options.rule != OUTRIDER_COUPLED ? OUTRIDER_TOKEN : options.rule;
+    slot.gamma = static_cast<int32_t>(place.gamma);
+    slot.position = static_cast<uint32_t>(sequence.length() + before);
+    slot.index = sequence.slot;
+    slots_[b] = slot;
+  }
+
+  void check(int32_t status) const {
+    if (status == OUTRIDER_OK) return;
+    if (status != OUTRIDER_SLOT_FAILED)
+      fail(OUTRIDER_FAILED_OPTION, outrider_status_text(status), "This is a fault of Outrider");
+    size_t b = 0;
+    while (verdicts_[b].status == OUTRIDER_OK) ++b;
+    const outrider_verdict& verdict = verdicts_[b];
+    if (verdict.status == OUTRIDER_NO_DRAFT_LOGITS)
+      throw Broken{{OUTRIDER_FAILED_OPTION,
+                    "the sigmoid rule needs the draft's logits, and this draft has none",
+                    "Use the token rule, or a draft model"}};
+    const char* model = verdict.model == OUTRIDER_TARGET ? "target" : "draft";
+    throw Broken{{OUTRIDER_FAILED_NUMERIC,
+                  std::string(model) + ", slot " + std::to_string(slots_[b].index) + ", position " +
+                      std::to_string(slots_[b].position + static_cast<uint32_t>(verdict.row)) +
+                      ": " + outrider_status_text(verdict.status),
+                  "Build the engines with DTYPE=float32, and check that the checkpoint is intact"}};
+  }
+
+  const int32_t vocab_size_, draft_vocab_size_, width_, threads_;
+  std::vector<Place> places_;
+  std::vector<outrider_slot> slots_;
+  Tokens drafts_; // [slots, width]
+  std::vector<outrider_row> rows_;
+  std::vector<outrider_verdict> verdicts_;
+  std::vector<Tokens> context_;
+  std::vector<char> workspace_;
+  bool drew_ = false;
+};
+
+} // namespace outrider
+#endif

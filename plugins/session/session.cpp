@@ -1,0 +1,157 @@
+// The C interface of outrider_session.h: what is thrown inside becomes a status and two lines.
+#include <math.h>
+#include <string.h>
+
+#include <new>
+#include <string>
+#include <system_error>
+
+#include "decoder.h"
+
+using outrider::Decoder;
+using outrider::Failure;
+using outrider::Sequence;
+
+struct outrider_session {
+  explicit outrider_session(const outrider_config& config) : decoder(config) {}
+  Decoder decoder;
+  std::vector<outrider::Token> taken; // what `outrider_take` points to
+};
+
+namespace {
+
+void copy(char* to, size_t size, const std::string& text) {
+  size_t length = std::min(size - 1, text.size());
+  while (length < text.size() && length > 0 && (text[length] & 0xC0) == 0x80) --length; // whole characters
+  memcpy(to, text.data(), length);
+  to[length] = '\0';
+  for (size_t i = 0; i < length; ++i)
+    if (to[i] == '\n') to[i] = ' ';
+}
+
+int32_t tell(outrider_failure* failure, const Failure& found) {
+  if (failure != nullptr) {
+    failure->status = found.status;
+    copy(failure->cause, sizeof failure->cause, found.cause);
+    copy(failure->remedy, sizeof failure->remedy, found.remedy);
+  }
+  return found.status;
+}
+
+template <class Work> int32_t guarded(outrider_failure* failure, const Work& work) {
+  try {
+    if (failure != nullptr) *failure = {};
+    work();
+    return OUTRIDER_OK;
+  } catch (const Failure& found) {
+    return tell(failure, found);
+  } catch (const outrider::Broken& broken) {
+    return tell(failure, broken.failure);
+  } catch (const std::bad_alloc&) {
+    return tell(failure, {OUTRIDER_FAILED_MEMORY, "not enough memory",
+                          "Free some, use fewer slots, or build with a smaller MAX_LEN"});
+  } catch (const std::system_error& error) { // no thread is to be had
+    return tell(failure, {OUTRIDER_FAILED_MEMORY, error.what(), "Let the process have more threads"});
+  } catch (const std::exception& error) { // nothing may pass a C interface
+    return tell(failure, {OUTRIDER_FAILED_BACKEND, error.what(), "This is a fault of Outrider"});
+  }
+}
+
+Decoder& decoder_of(outrider_session* session) {
+  if (session == nullptr)
+    outrider::fail(OUTRIDER_FAILED_OPTION, "the session is NULL", "Open one with outrider_open");
+  return session->decoder;
+}
+
+void given(bool there, const char* name) {
+  if (!there)
+    outrider::fail(OUTRIDER_FAILED_OPTION, std::string(name) + " is NULL", "Give an address");
+}
+
+} // namespace
+
+extern "C" {
+
+int32_t outrider_open(const outrider_config* config, outrider_session** session,
+                      outrider_failure* failure) {
+  return guarded(failure, [&] {
+    given(config != nullptr, "config"), given(session != nullptr, "session");
+    *session = nullptr;
+    *session = new outrider_session(*config);
+  });
+}
+
+void outrider_close(outrider_session* session) { delete session; }
+
+void outrider_get_facts(const outrider_session* session, outrider_facts* facts) {
+  const outrider::Bundle& bundle = session->decoder.bundle();
+  *facts = {bundle.vocab_size, bundle.max_len, bundle.max_gamma, session->decoder.slots(),
+            bundle.draft.has_value(), session->decoder.bits().one_text,
+            static_cast<int32_t>(bundle.ends.size()), 0, bundle.ends.data()};
+}
+
+void outrider_default_options(outrider_options* options) {
+  *options = {};
+  options->top_p = options->repetition_penalty = options->lenience = 1;
+  options->sigmoid_alpha = -1e3, options->sigmoid_beta = 1e3;
+  options->gamma = OUTRIDER_USUAL_GAMMA;
+  options->max_new_tokens = 256;
+  options->logprobs = -1;
+}
+
+int32_t outrider_admit(outrider_session* session, const int64_t* prompt, int64_t length,
+                       const outrider_options* options, uint64_t* request,
+                       outrider_failure* failure) {
+  return guarded(failure, [&] {
+    given(options != nullptr, "options"), given(request != nullptr, "request");
+    *request = decoder_of(session).admit(prompt, length, *options);
+  });
+}
+
+int32_t outrider_round(outrider_session* session, outrider_failure* failure) {
+  return guarded(failure, [&] { decoder_of(session).round(); });
+}
+
+int32_t outrider_take(outrider_session* session, uint64_t request, outrider_token* tokens,
+                      int32_t capacity, int32_t* count, int32_t* finish,
+                      outrider_failure* failure) {
+  return guarded(failure, [&] {
+    Sequence& sequence = decoder_of(session).sequence(request);
+    given(tokens != nullptr || capacity == 0, "tokens"), given(count != nullptr, "count");
+    const size_t most = capacity > 0 ? static_cast<size_t>(capacity) : 0;
+    const size_t taken = std::min(most, sequence.fresh.size());
+    session->taken.clear();
+    for (size_t i = 0; i < taken; ++i) {
+      session->taken.push_back(std::move(sequence.fresh.front()));
+      sequence.fresh.pop_front();
+    }
+    for (size_t i = 0; i < taken; ++i) {
+      const outrider::Token& token = session->taken[i];
+      tokens[i] = {token.id, token.logprob, token.ids.data(), token.logprobs.data(),
+                   static_cast<int32_t>(token.ids.size()), token.origin};
+    }
+    *count = static_cast<int32_t>(taken);
+    const bool last = sequence.fresh.empty();
+    if (finish != nullptr) *finish = last ? sequence.finish : OUTRIDER_RUNNING;
+    if (last && sequence.failure != nullptr) throw Failure(*sequence.failure);
+  });
+}
+
+void outrider_cancel(outrider_session* session, uint64_t request) {
+  if (session == nullptr) return;
+  guarded(nullptr, [&] { session->decoder.cancel(request); });
+}
+
+int32_t outrider_get_stats(const outrider_session* session, uint64_t request,
+                           outrider_stats* stats, outrider_failure* failure) {
+  return guarded(failure, [&] {
+    given(stats != nullptr, "stats");
+    *stats = decoder_of(const_cast<outrider_session*>(session)).sequence(request).stats;
+  });
+}
+
+int32_t outrider_release(outrider_session* session, uint64_t request, outrider_failure* failure) {
+  return guarded(failure, [&] { decoder_of(session).release(request); });
+}
+
+} // extern "C"

@@ -1,0 +1,160 @@
+// Hostile use of outrider_session.h, for sanitizers: random options, joins, leaves, cancels from
+// another thread, and damaged manifests. It crashes, or a sanitizer speaks, or all is well.
+//
+// Usage: fuzz_session <bundle> <libonnxruntime.so> <folder> <count>. <folder>: for manifests; it has
+// links to the bundle's other files.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "files/json.h"
+#include "files/sha256.h"
+#include "outrider.hpp"
+
+namespace {
+
+std::mt19937_64 numbers(1);
+std::int64_t below(std::int64_t most) {
+  return static_cast<std::int64_t>(numbers() % static_cast<std::uint64_t>(most));
+}
+
+outrider::Options some_options() {
+  const double odd[] = {0, 1, 0.7, -1, 1e9, NAN, 0.5, 1e-3};
+  const auto number = [&](double usual) { return below(60) ? usual : odd[below(8)]; };
+  outrider::Options options;
+  options.max_new_tokens = static_cast<std::int32_t>(below(30)) + 3;
+  options.min_new_tokens = static_cast<std::int32_t>(below(3));
+  options.temperature = number(below(2) ? 0.8 : 0);
+  options.top_k = static_cast<std::int32_t>(below(40)) - (below(20) == 0);
+  options.top_p = number(1), options.min_p = number(0);
+  options.repetition_penalty = number(1.1), options.presence_penalty = number(0.1);
+  options.seed = numbers();
+  options.gamma = static_cast<std::int32_t>(below(10)) - 1;
+  options.draft = static_cast<outrider::Draft>(below(40) ? below(7) : 7);
+  options.rule = static_cast<outrider::Rule>(below(4) ? 3 * below(2) : below(5));
+  options.draft_threshold = number(0), options.draft_temperature = number(0);
+  options.ignore_eos = below(2);
+  if (below(3) == 0) options.logprobs = static_cast<std::int32_t>(below(5));
+  if (below(4) == 0) options.logit_bias = {{below(300) - 2, number(2)}, {3, -1}};
+  if (below(4) == 0) options.stop = [](std::int64_t token) { return token % 17 == 0; };
+  return options;
+}
+
+void requests(outrider::Session& session, int count) {
+  std::vector<outrider::Stream> streams;
+  int tokens = 0, refused = 0;
+  for (int i = 0; i < count; ++i) {
+    std::vector<std::int64_t> prompt(static_cast<std::size_t>(below(60)));
+    for (std::int64_t& id : prompt) id = below(200);
+    if (below(20) == 0) prompt.push_back(below(2) ? -5 : std::int64_t{1} << 40);
+    try {
+      streams.push_back(session.stream(prompt, some_options()));
+    } catch (const outrider::Error&) {
+      ++refused;
+    }
+    while (!streams.empty() && (streams.size() > 3 || below(3))) {
+      const auto at = below(static_cast<std::int64_t>(streams.size()));
+      outrider::Stream& stream = streams[static_cast<std::size_t>(at)];
+      try {
+        if (below(15) == 0) std::thread([&] { stream.cancel(); }).join();
+        if (stream.next()) ++tokens;
+        else streams.erase(streams.begin() + at);
+      } catch (const outrider::Error&) {
+        streams.erase(streams.begin() + at);
+      }
+      if (below(40) == 0 && !streams.empty()) streams.pop_back(); // the client has gone away
+    }
+  }
+  std::printf("%d tokens, %d refused\n", tokens, refused);
+}
+
+// The same session cancelled by threads that do nothing else.
+void cancels(outrider_session* session) {
+  std::atomic<bool> ended{false};
+  std::vector<std::thread> others;
+  for (int i = 0; i < 3; ++i)
+    others.emplace_back([&, i] {
+      for (std::uint64_t number = static_cast<std::uint64_t>(i); !ended; ++number)
+        outrider_cancel(session, number % 500);
+    });
+  outrider_options options;
+  outrider_default_options(&options);
+  const std::int64_t prompt[] = {1, 2, 3};
+  int cancelled = 0;
+  for (int i = 0; i < 100; ++i) {
+    std::uint64_t request = 0;
+    if (outrider_admit(session, prompt, 3, &options, &request, nullptr) != OUTRIDER_OK) continue;
+    outrider_token token;
+    std::int32_t count = 1, finish = OUTRIDER_RUNNING;
+    while (finish == OUTRIDER_RUNNING) {
+      outrider_round(session, nullptr);
+      outrider_take(session, request, &token, 1, &count, &finish, nullptr);
+    }
+    cancelled += finish == OUTRIDER_CANCELLED;
+    outrider_release(session, request, nullptr);
+  }
+  ended = true;
+  for (std::thread& other : others) other.join();
+  std::printf("%d cancelled\n", cancelled);
+}
+
+// Bytes, or what a checksum of its own makes look whole.
+void manifests(const std::string& bundle, const std::string& library, const std::string& folder,
+               int count) {
+  std::ifstream file(bundle + "/manifest.json");
+  const std::string whole((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  const char* const pieces[] = {"0", "-1", "null", "[]", "{}", "\"x\"", "1e99", "99999999999999999999",
+                                "true", "\"../../x\"", "2147483648", "[[[[", "\\ud800"};
+  int opened = 0;
+  for (int i = 0; i < count; ++i) {
+    std::string text = whole;
+    for (std::int64_t n = below(3) + 1; n > 0; --n) {
+      const auto at = static_cast<std::size_t>(below(static_cast<std::int64_t>(text.size())));
+      const auto length = static_cast<std::size_t>(below(12));
+      text.replace(at, length, below(2) ? pieces[below(13)] : std::string(1, static_cast<char>(below(256))));
+    }
+    if (below(2)) try { // signed again
+        outrider::Json value = outrider::Json::parse(text);
+        outrider::Sha256 hash;
+        const std::string body = value.canonical("checksum");
+        hash.update(body.data(), body.size());
+        text = body.substr(0, body.size() - 1) + ",\"checksum\":\"" + hash.hex() + "\"}";
+      } catch (const outrider::BadJson&) {
+      }
+    std::ofstream(folder + "/manifest.json") << text;
+    try {
+      outrider::Config config;
+      config.folder = folder, config.onnxruntime = library, config.verify = below(2);
+      outrider::Session session(config);
+      ++opened;
+    } catch (const outrider::Error&) {
+    }
+  }
+  std::printf("%d of %d manifests opened\n", opened, count);
+}
+
+} // namespace
+
+int main(int count, char** words) {
+  if (count != 5) return 2;
+  outrider::Config config;
+  config.folder = words[1], config.onnxruntime = words[2], config.slots = 4, config.threads = 1;
+  {
+    outrider::Session session(config);
+    requests(session, std::atoi(words[4]));
+  }
+  outrider_config plain{};
+  plain.folder = words[1], plain.onnxruntime = words[2], plain.slots = 2, plain.threads = 1;
+  outrider_session* session = nullptr;
+  if (outrider_open(&plain, &session, nullptr) != OUTRIDER_OK) return 1;
+  cancels(session);
+  outrider_close(session);
+  manifests(words[1], words[2], words[3], std::atoi(words[4]));
+  return 0;
+}

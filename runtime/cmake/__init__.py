@@ -1,0 +1,63 @@
+"""Where a C++ build finds Outrider: `python -m outrider.cmake`.
+
+Prints the folder for CMake's outrider_DIR; with --onnxruntime the path of the shared library that
+the installed onnxruntime package has, which a session opens at run time.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..files.errors import CommandParser, OutriderError, run_command
+from ..files.library import LIBRARY, find_library
+
+CONFIG = "outriderConfig.cmake"
+PLACES = (Path(__file__).parent, Path(__file__).parents[2] / "plugins" / "cmake")
+
+
+def folder() -> Path:
+    """Where `CONFIG` is. Raises OutriderError "backend"."""
+    found = next((place for place in PLACES if (place / CONFIG).is_file()), None)
+    if found is None or find_library() is None:
+        raise OutriderError(
+            "backend",
+            f"{LIBRARY} is not there",
+            "Run make plugins in a checkout, or install a wheel that was built with a compiler.",
+        )
+    return found
+
+
+def onnxruntime() -> Path:
+    """The shared library of the installed package. Raises OutriderError "backend"."""
+    spec = find_spec("onnxruntime")
+    libraries = (Path(spec.origin).parent / "capi") if spec and spec.origin else Path()
+    found = next(libraries.glob("libonnxruntime.so*"), None)
+    if spec is None or found is None:
+        raise OutriderError(
+            "backend",
+            "the onnxruntime package is not installed, or has no shared library",
+            "Install it: pip install onnxruntime. Or name a library of your own to the session.",
+        )
+    return found
+
+
+def main() -> int:
+    return run_command(_main)
+
+
+def _main() -> int:
+    package = (__package__ or "runtime").partition(".")[0]
+    parser = CommandParser(
+        prog=f"python -m {package}.cmake",
+        description="Print the folder with which CMake finds Outrider.",
+        epilog=f'example: cmake -S . -B build -Doutrider_DIR="$(python -m {package}.cmake)"',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--onnxruntime", action="store_true",
+        help="print the shared library of the installed onnxruntime instead, for the session",
+    )  # fmt: skip
+    print(onnxruntime() if parser.parse_args().onnxruntime else folder())
+    return 0

@@ -1,0 +1,39 @@
+"""Log-probabilities and confidences of a row of logits, in double precision.
+
+By liboutrider where it is there, so that a C++ program reports the same numbers to the bit; by
+NumPy otherwise, equal but for the rounding.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from . import kernel
+from .distribution import FloatRow, SumRow
+
+
+def log_softmax(row: FloatRow) -> SumRow:
+    """Natural logarithms of the softmax of logits float32 [V]; float64 [V]."""
+    if not kernel.available():
+        shifted = row.astype(np.float64) - row.max()
+        logprobs: SumRow = shifted - np.log(np.exp(shifted).sum())
+        return logprobs
+    row = np.ascontiguousarray(row, np.float32)
+    found = np.empty(len(row))
+    kernel.load().outrider_log_softmax(_address(row), len(row), _address(found))
+    return found
+
+
+def confidence(row: FloatRow, token: int, temperature: float) -> float:
+    """The softmax probability of a token where the logits [V] are divided by `temperature`."""
+    if not kernel.available():
+        weights = np.exp((row.astype(np.float64) - row.max()) / temperature)
+        return float(weights[token] / weights.sum())
+    row = np.ascontiguousarray(row, np.float32)
+    found = kernel.load().outrider_confidence(_address(row), len(row), token, temperature)
+    return float(found)
+
+
+def _address(array: npt.NDArray[np.floating]) -> int:
+    return int(array.ctypes.data)

@@ -1,0 +1,228 @@
+"""The C session says what the Python runtime says, to the bit: the same requests join, advance and
+leave in both, in the same company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from native_session import NativeSession, NativeToken
+from workshop import MAX_GAMMA, Workshop
+
+from runtime import load
+from runtime.files.errors import OutriderError
+from runtime.sequence import ActiveSequence, Token
+from runtime.text.engine import TextEngine
+from runtime.text.options import Options
+
+CHECKOUT = Path(__file__).parents[2]
+TINY = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "olmo2", "cohere"]
+SLOTS = 4
+
+
+def some_options(random: Random, vocab_size: int) -> dict[str, Any]:
+    """Any that go together."""
+    chosen: dict[str, Any] = {
+        "max_new_tokens": random.randint(1, 40),
+        "seed": random.getrandbits(63),
+        "ignore_eos": random.random() < 0.7,
+        "logprobs": random.choice([None, 0, 3]),
+        "temperature": random.choice([0.0, 0.0, 0.7, 1.0, 1.3]),
+        "min_new_tokens": random.choice([0, 0, 1]),
+    }
+    if random.random() < 0.4:
+        chosen |= {"top_k": random.choice([0, 20]), "top_p": random.choice([1.0, 0.9]),
+                   "min_p": random.choice([0.0, 0.05])}  # fmt: skip
+    if random.random() < 0.3:
+        chosen |= {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": -0.2}
+    if random.random() < 0.2:
+        chosen |= {"logit_bias": {random.randrange(vocab_size): 2.5, 0: -3.0},
+                   "stop_token_ids": [random.randrange(vocab_size) for _ in range(3)]}  # fmt: skip
+    draft = random.choice(["model", "model", "ngram", "copy", "chain", "random", None])
+    chosen["gamma"] = random.randint(1, MAX_GAMMA) if draft else 0
+    rules = ["token", "coupled", *(["block"] if draft else [])]
+    if draft:
+        chosen["draft"] = draft
+    if draft in ("model", "chain", "random") and chosen["temperature"]:
+        rules.append("sigmoid")
+        if random.random() < 0.3:
+            chosen["draft_temperature"] = random.choice([0.5, 1.5])
+    if draft in ("model", "random") and random.random() < 0.3:
+        chosen["draft_threshold"] = random.choice([0.1, 0.5])
+    return chosen | {"verify": random.choice(rules)}
+
+
+@contextmanager
+def both(bundle: Path, **config: int) -> Iterator[tuple[TextEngine, NativeSession]]:
+    python = {name: value for name, value in config.items() if name != "no_reuse"}
+    with (
+        load(bundle, verify=False, reuse=not config.get("no_reuse"), **python) as engine,
+        NativeSession(bundle, unverified=1, **config) as session,
+    ):
+        yield engine, session
+
+
+def same(python: Token, native: NativeToken) -> bool:
+    logprob = native.logprob if native.logprob == native.logprob else None
+    said = (native.id, native.origin, logprob, native.alternatives)
+    return (python.id, python.origin, python.logprob, python.alternatives) == said
+
+
+def in_step(
+    engine: TextEngine,
+    session: NativeSession,
+    asked: Sequence[tuple[list[int], Mapping[str, Any]]],
+    random: Random,
+) -> int:
+    """Join, advance and leave in both; how many tokens were compared."""
+    decoder, waiting, compared = engine.decoder, list(asked)[::-1], 0
+    active: dict[int, tuple[ActiveSequence, Mapping[str, Any]]] = {}
+
+    def compare(number: int, expected: Sequence[Token]) -> None:
+        nonlocal compared
+        sequence, options = active[number]
+        found, finish = session.take(number)
+        assert len(found) == len(expected) and all(map(same, expected, found)), (options, found)
+        compared += len(found)
+        stats, own = session.stats(number), sequence.stats
+        assert finish == sequence.finish_reason, options
+        assert (stats.reused_tokens, stats.rounds, stats.drafted, stats.accepted) == (
+            own.reused_tokens, own.rounds, own.drafted, own.accepted
+        ), options  # fmt: skip
+        if finish is not None or random.random() < 0.02:  # or the client has gone away
+            decoder.release(sequence)
+            session.cancel(number)
+            session.release(number)
+            del active[number]
+
+    while waiting or active:
+        if waiting and decoder.slots.free and random.random() < 0.6:
+            prompt, options = waiting.pop()
+            request = engine.request(prompt, Options(**options))
+            sequence = decoder.admit(request)
+            stops = options.get("stop_token_ids", ())
+            number = session.admit(prompt, **{**options, "stop_token_ids": stops})
+            active[number] = sequence, options
+            compare(number, sequence.output[:1])
+            continue
+        if not active:
+            continue
+        running = {number: sequence for number, (sequence, _) in active.items()}
+        emitted = decoder.round(list(running.values()))
+        session.round()
+        for number, sequence in running.items():
+            compare(number, emitted[sequence])
+    return compared
+
+
+def requests(
+    engine: TextEngine, count: int, random: Random
+) -> list[tuple[list[int], dict[str, Any]]]:
+    """Prompts some of which begin alike, so that slots have rows of theirs."""
+    vocab_size = engine.decoder.vocab_size
+    stems = [[random.randrange(vocab_size) for _ in range(60)] for _ in range(3)]
+    return [
+        (
+            random.choice(stems)[: random.randint(1, 60)]
+            + [random.randrange(vocab_size) for _ in range(random.randint(1, 4))],
+            some_options(random, vocab_size),
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_requests_join_and_leave(llama_bundle: Path, slots: int) -> None:
+    random = Random(slots)
+    with both(llama_bundle, slots=slots, threads=1) as (engine, session):
+        assert in_step(engine, session, requests(engine, 40, random), random) > 300
+
+
+def test_a_seed_decides(llama_bundle: Path) -> None:
+    """The control: what the comparison sees where anything differs."""
+    random, options = Random(1), {"temperature": 1.0, "max_new_tokens": 20, "ignore_eos": True}
+    with both(llama_bundle, slots=1, threads=1) as (engine, session):
+        (prompt, _), *_ = requests(engine, 1, random)
+        texts = [[t.id for t in session.generate(prompt, **options, seed=seed)] for seed in (1, 2)]
+        assert texts[0] != texts[1]
+        assert engine.generate(prompt, **options, seed=1).token_ids == texts[0]
+
+
+def test_without_the_rows_of_other_texts(llama_bundle: Path) -> None:
+    random = Random(5)
+    with both(llama_bundle, slots=2, threads=1, no_reuse=1) as (engine, session):
+        assert in_step(engine, session, requests(engine, 10, random), random)
+
+
+def test_a_corpus(llama_bundle: Path, tmp_path: Path) -> None:
+    text = tmp_path / "corpus.txt"
+    text.write_text("what the text itself does not have, the corpus may have: " * 8)
+    with load(llama_bundle, verify=False, threads=1, corpus=text) as engine:
+        corpus = engine.tokenizer.encode(text.read_text(), add_special_tokens=False)
+        options = {"draft": "ngram", "gamma": 6, "max_new_tokens": 40, "ignore_eos": True}
+        prompt = corpus[3:8]
+        expected = engine.generate(prompt, **options)
+        with NativeSession(llama_bundle, corpus=corpus, threads=1) as session:
+            number = session.admit(prompt, **options)
+            assert [token.id for token in session.tokens(number)] == expected.token_ids
+            stats = session.stats(number)
+        with NativeSession(llama_bundle, threads=1) as session:  # the control
+            number = session.admit(prompt, **options)
+            assert len(list(session.tokens(number))) == 40
+            assert session.stats(number).drafted < stats.drafted == expected.stats.drafted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
+def test_architectures(workshop: Workshop, name: str) -> None:
+    draft = workshop.checkpoint(name, blur=0.2)
+    bundle, random = workshop.bundle(workshop.checkpoint(name), draft, measure=True), Random(name)
+    with both(bundle, slots=SLOTS, threads=1) as (engine, session):
+        assert session.facts.one_text == engine.bits.of_gamma
+        assert in_step(engine, session, requests(engine, 60, random), random) > 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bundled_pair(workshop: Workshop, weights: str | None, threads: int) -> None:
+    bundle = workshop.bundle(
+        CHECKOUT / "models" / "target", CHECKOUT / "models" / "draft",
+        measure=True, max_len=1536, weights=weights, draft_weights=weights,
+    )  # fmt: skip
+    random = Random(threads)
+    with both(bundle, slots=SLOTS, threads=threads) as (engine, session):
+        assert in_step(engine, session, requests(engine, 200, random), random) > 2000
+
+
+def test_what_is_refused(llama_bundle: Path) -> None:
+    """The same kind of failure as in Python, and none is taken silently."""
+    wrong: list[dict[str, Any]] = [
+        {"temperature": -1.0}, {"temperature": float("nan")}, {"temperature": 1e9},
+        {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}, {"min_p": 2.0},
+        {"repetition_penalty": 0.0}, {"frequency_penalty": 3.0}, {"lenience": 0.0},
+        {"lenience": 0.5, "verify": "block"}, {"verify": "sigmoid"}, {"gamma": 9},
+        {"gamma": 0, "draft": "model"}, {"gamma": 2, "draft": "none"},
+        {"gamma": 0, "verify": "block"}, {"max_new_tokens": 0}, {"logprobs": 10**6},
+        {"min_new_tokens": 9, "max_new_tokens": 8}, {"logit_bias": {10**6: 1.0}},
+        {"logit_bias": {1: 101.0}}, {"stop_token_ids": [10**6]},
+        {"draft": "ngram", "verify": "sigmoid", "temperature": 1.0},
+        {"draft_temperature": 0.5}, {"draft_temperature": 1e9, "temperature": 1.0},
+        {"draft_threshold": 1.0}, {"draft_threshold": 0.5, "draft": "ngram"},
+        {"draft_threshold": 0.5, "draft": "chain"},
+    ]  # fmt: skip
+    prompts: list[list[int]] = [[], [-1], [10**6], [1] * 128]
+    with both(llama_bundle, slots=1, threads=1) as (engine, session):
+        for prompt, options in [([5, 6], o) for o in wrong] + [(p, {}) for p in prompts]:
+            kinds = []
+            for generate in (engine.generate, session.generate):
+                with pytest.raises(OutriderError) as caught:
+                    generate(prompt, **options)
+                kinds.append(caught.value.kind)
+                assert caught.value.cause and caught.value.remedy
+            assert kinds[0] == kinds[1], (options, kinds)
+        assert session.generate([5, 6], max_new_tokens=3)  # none of them took the slot

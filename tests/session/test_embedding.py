@@ -1,0 +1,210 @@
+"""What a C or C++ program sees of the session: headers that compile anywhere, an example that runs,
+bundles that are refused in two lines, and no fault under sanitizers."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from native_session import NativeSession, onnxruntime
+
+from plugins.tools.build import HERE, BuildError, build_fuzz, find_compiler
+from runtime import load
+from runtime.cmake import folder
+from runtime.files.errors import OutriderError
+from runtime.files.library import find_library
+from runtime.files.manifest import EncoderFacts, read_bundle
+from runtime.files.records import write_json
+
+CHECKOUT = Path(__file__).parents[2]
+WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"]
+# What is not instrumented looks like a race to a sanitizer.
+SUPPRESSED = "race:libonnxruntime.so\ndeadlock:libonnxruntime.so\n"
+SANITIZERS = {"address,undefined": [], "thread": ["-DOUTRIDER_LOGITS_PER_THREAD=1"]}
+
+
+def copied(bundle: Path, place: Path) -> Path:
+    return Path(shutil.copytree(bundle, place))
+
+
+def run(program: Path, *words: object, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [str(program), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)  # type: ignore[call-overload, no-any-return]
+
+
+def test_headers_are_c(tmp_path: Path) -> None:
+    source = tmp_path / "c.c"
+    source.write_text(
+        '#include "outrider_session.h"\n'
+        "int main(void) { outrider_options o; outrider_default_options(&o); return o.gamma; }\n"
+    )
+    compiler = [*find_compiler(), "-x", "c", "-std=c99", "-fsyntax-only", *WARNINGS]
+    subprocess.run([*compiler, f"-I{HERE / 'include'}", source], check=True)
+
+
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_the_example(compiler: str, llama_bundle: Path, tmp_path: Path) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    library, program = find_library(), tmp_path / "embed"
+    assert library is not None and (folder() / "outriderConfig.cmake").is_file()
+    subprocess.run(
+        [compiler, "-std=c++17", *WARNINGS, f"-I{HERE / 'include'}",
+         CHECKOUT / "examples" / "embed.cpp", library, f"-Wl,-rpath,{library.parent}",
+         "-o", program],
+        check=True,
+    )  # fmt: skip
+    done = run(program, llama_bundle, onnxruntime(), 5, 6, 7)
+    assert done.returncode == 0, done.stderr
+    with load(llama_bundle, verify=False) as engine:
+        options = {"max_new_tokens": 48, "temperature": 0.8, "seed": 3, "verify": "coupled"}
+        expected = engine.generate([5, 6, 7], **options).token_ids
+    assert [int(word) for word in done.stdout.splitlines()[0].split()] == expected
+    for words, status in (((tmp_path, onnxruntime(), 5), 7), ((llama_bundle, "x", 5), 8),
+                          ((llama_bundle, onnxruntime(), 10**9), 9)):  # fmt: skip
+        done = run(program, *words)
+        assert done.returncode == status and done.stderr.startswith("error: "), done
+        assert done.stderr.count("\n") == 1
+
+
+def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
+    bundle = copied(llama_bundle, tmp_path / "bundle")
+    manifest = (bundle / "manifest.json").read_text()
+
+    def refused(kind: str, words: str, **config: int) -> None:
+        with pytest.raises(OutriderError, match=words) as caught:
+            NativeSession(bundle, **config)
+        assert caught.value.kind == kind and caught.value.remedy
+
+    for text, words in (
+        ("", "truncated"), (manifest[:-20], "truncated"), ("[" * 100_000, "nested"),
+        (manifest.replace('"slots": 1', '"slots": 2'), "checksum"), ("{}", "not a manifest"),
+        (manifest.replace('"schema": ', '"schema": 9'), "schema"),
+    ):  # fmt: skip
+        (bundle / "manifest.json").write_text(text)
+        refused("bundle", words)
+    # Whatever a name holds, the checksum is Python's.
+    odd = replace(read_bundle(llama_bundle, verify=False), name='"\\/\x01\x7f é \U0001f600 \ud800')
+    write_json(bundle / "manifest.json", "manifest", odd)
+    NativeSession(bundle).close()
+    write_json(bundle / "manifest.json", "manifest", replace(odd, backend="tensorrt"))
+    refused("backend", "tensorrt")
+    target = replace(odd.pair.target, encoder=EncoderFacts([[1, 1]], [[1, 1]]))
+    reading = replace(odd, pair=replace(odd.pair, target=target))
+    write_json(bundle / "manifest.json", "manifest", reading)
+    refused("backend", "encoder-decoder")
+    (bundle / "manifest.json").write_text(manifest)
+    for name in ("tokenizer/tokenizer.json", "target/weights.bin"):
+        content = (bundle / name).read_bytes()
+        (bundle / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        refused("bundle", "hash differs")
+        (bundle / name).write_bytes(content[:-1])
+        refused("bundle", "truncated or replaced", unverified=1)
+        (bundle / name).unlink()
+        refused("bundle", "is missing")
+        (bundle / name).write_bytes(content)
+    NativeSession(bundle).close()
+
+
+def test_broken_logits(llama_bundle: Path, tmp_path: Path) -> None:
+    bundle = copied(llama_bundle, tmp_path / "bundle")
+    weights = bundle / "target" / "weights.bin"
+    weights.write_bytes(b"\xff" * weights.stat().st_size)  # NaN
+    with (
+        NativeSession(bundle, unverified=1) as session,
+        pytest.raises(OutriderError, match=r"target, slot 0, position 3: NaN") as caught,
+    ):
+        session.generate([5, 6, 7])
+    assert caught.value.kind == "numeric"
+
+
+def test_slots_are_finite(llama_bundle: Path) -> None:
+    with NativeSession(llama_bundle, slots=2) as session:
+        requests = [session.admit([5, 6], max_new_tokens=9) for _ in range(2)]
+        with pytest.raises(OutriderError, match="all 2 slots are in use") as caught:
+            session.admit([5, 6])
+        assert caught.value.kind == "busy"
+        session.release(requests[0])
+        assert session.generate([5, 6], max_new_tokens=3, ignore_eos=True)
+        with pytest.raises(OutriderError, match="there is no request"):
+            session.take(requests[0])
+
+
+def test_any_thread_cancels(llama_bundle: Path) -> None:
+    with NativeSession(llama_bundle, slots=2) as session:
+        first, second = (
+            session.admit([5, token], max_new_tokens=100, ignore_eos=True) for token in (6, 7)
+        )
+        session.round()
+        canceller = threading.Thread(target=session.cancel, args=(first,))
+        canceller.start()
+        canceller.join()
+        session.round()
+        ended = {number: session.take(number)[1] for number in (first, second)}
+        assert ended == {first: "cancelled", second: None}
+
+
+def test_a_callback_ends_a_text(llama_bundle: Path) -> None:
+    seen: list[int] = []
+
+    def stop(_: object, token: int) -> int:
+        seen.append(token)
+        return len(seen) == 5
+
+    with NativeSession(llama_bundle) as session:
+        request = session.admit([5, 6], stop=stop, max_new_tokens=50, ignore_eos=True)
+        assert [token.id for token in session.tokens(request)] == seen and len(seen) == 5
+
+
+def fuzz(
+    sanitizer: str, bundle: Path, folder: Path, count: int
+) -> subprocess.CompletedProcess[str]:
+    (folder / "manifests").mkdir()
+    for name in ("target", "draft", "tokenizer"):
+        (folder / "manifests" / name).symlink_to(bundle / name)
+    (folder / "suppressed").write_text(SUPPRESSED)
+    flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-O1", "-g"]
+    try:
+        program = build_fuzz(
+            CHECKOUT / "build" / "lib", extra=[*flags, *SANITIZERS[sanitizer]], session=True
+        )
+    except BuildError as error:
+        pytest.skip(f"no sanitizer here: {error}")
+    options = {"TSAN_OPTIONS": f"suppressions={folder / 'suppressed'}"}
+    return run(program, bundle, onnxruntime(), folder / "manifests", count, env=options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_hostile_use_under_sanitizers(sanitizer: str, llama_bundle: Path, tmp_path: Path) -> None:
+    done = fuzz(sanitizer, llama_bundle, tmp_path, 300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    tokens, refused, cancelled, opened, tried = map(int, re.findall(r"\d+", done.stdout))
+    assert tokens > 500 and 20 < refused < 200 and cancelled > 50 and 5 < opened < tried / 2
+
+
+def resident() -> int:
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_need_no_more_memory(llama_bundle: Path) -> None:
+    def generate(session: NativeSession, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            session.generate(
+                [5, number % 200, number % 7], max_new_tokens=4, temperature=1.0, seed=number,
+                draft=("model", "ngram", "chain")[number % 3], logprobs=number % 2,
+            )  # fmt: skip
+
+    with NativeSession(llama_bundle, threads=1, slots=2) as session:
+        generate(session, range(1000))
+        before = resident()
+        generate(session, range(10_000))
+        assert resident() - before < 1 << 20
