@@ -148,16 +148,18 @@ def start_ids(checkpoint: Checkpoint) -> list[int] | None:
     """
     if not checkpoint.has_encoder:
         return None
-    sources = [_generation_config(checkpoint) or checkpoint.config, checkpoint.config]
-
-    def named(field: str, sources: list[Any]) -> Any:
-        return next((i for x in sources if (i := getattr(x, field, None)) is not None), None)
-
-    start = named("decoder_start_token_id", sources)
-    forced = named("forced_bos_token_id", sources[:1])  # as `generate` reads it
-    found = {"decoder_start_token_id": named("bos_token_id", sources) if start is None else start}
-    if forced is not None:
-        found["forced_bos_token_id"] = forced
+    config = checkpoint.config
+    generation = _generation_config(checkpoint) or GenerationConfig.from_model_config(config)
+    starts = (
+        generation.decoder_start_token_id,
+        getattr(config, "decoder_start_token_id", None),
+        generation.bos_token_id,
+    )
+    found: dict[str, Any] = {
+        "decoder_start_token_id": next((i for i in starts if i is not None), None)
+    }
+    if generation.forced_bos_token_id is not None:
+        found["forced_bos_token_id"] = generation.forced_bos_token_id
     for field, token in found.items():
         width = checkpoint.text_config.vocab_size
         if type(token) is not int or not 0 <= token < width:

@@ -28,6 +28,7 @@ EOS = "</s>"
 TOKENS = [EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())]  # 257: one of each byte
 VOCAB_SIZE = len(TOKENS)
 CONTEXT = 256
+FORCED = 5  # token of the one checkpoint whose texts begin with one behind the start token
 WINDOW = 12  # of every architecture that has a sliding one
 
 torch.set_num_threads(1)  # models of this size only lose by more, and test workers share the cores
@@ -135,7 +136,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mt5": _t5(transformers.MT5Config),
     "umt5": _t5(transformers.UMT5Config),
     "bart": _bart(transformers.BartConfig),
-    "mbart": _bart(transformers.MBartConfig, scale_embedding=True, forced_bos_token_id=5),
+    "mbart": _bart(transformers.MBartConfig, scale_embedding=True),
     "marian": _bart(transformers.MarianConfig),
     "pegasus": _bart(transformers.PegasusConfig),
 }  # fmt: skip
@@ -192,6 +193,8 @@ def write(
             for parameter in model.parameters() if blur else ():
                 noise = torch.randn_like(parameter)
                 parameter.add_(noise * parameter.std(correction=0), alpha=blur)
+    if name == "mbart":
+        model.generation_config.forced_bos_token_id = FORCED
     model.save_pretrained(folder)
     tokenizer(tokens).save_pretrained(folder)
     return folder
