@@ -57,6 +57,13 @@ def build(
     """
     pair = read_pair(graphs)
     models = dict(pair.models())
+    if pair.start_ids is not None and backend != "onnxruntime":
+        raise OutriderError(
+            "backend",
+            f"the backend {backend} does not run encoder-decoders such as {pair.target.source} in "
+            "this version",
+            "Use BACKEND=onnxruntime.",
+        )
     weights = [facts.weights or "full" for facts in models.values()]
     check_backend(backend, pair.target.dtype, sm, level, weights)
     builder = find(backend)

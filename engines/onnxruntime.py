@@ -11,7 +11,14 @@ from pathlib import Path
 
 from runtime.files.errors import OutriderError, first_line, importing
 from runtime.files.library import add_operators, find_library
-from runtime.files.manifest import GRAPH_FILE, HOST_FILE, EngineFacts, Format, GraphFacts
+from runtime.files.manifest import (
+    ENCODER_FILE,
+    GRAPH_FILE,
+    HOST_FILE,
+    EngineFacts,
+    Format,
+    GraphFacts,
+)
 
 DTYPES = ("float32", "float16")  # ONNX Runtime has no bfloat16 kernels for the CPU
 QUANTISED = ("float32",)  # liboutrider's products are of float32
@@ -60,7 +67,8 @@ def compile(
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")  # no second copy
     try:
-        for name in (HOST_FILE,) if facts.host_alone else (GRAPH_FILE, HOST_FILE):
+        graphs = (HOST_FILE,) if facts.host_alone else (GRAPH_FILE, HOST_FILE)
+        for name in (*graphs, ENCODER_FILE) if facts.encoder else graphs:
             if name == HOST_FILE and name in facts.files and find_library() is not None:
                 add_operators(options)
             elif name == HOST_FILE:

@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    PretrainedConfig,
+)
 
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.manifest import file_facts
@@ -57,6 +62,10 @@ class Checkpoint:
         return _architecture(self.config)
 
     @property
+    def has_encoder(self) -> bool:
+        return bool(self.config.is_encoder_decoder)
+
+    @property
     def files(self) -> list[Path]:
         """All that hold weights."""
         return [self.gguf.path] if self.gguf else weight_files(self.path)
@@ -101,8 +110,8 @@ def _configuration(name: str, path: Path) -> PretrainedConfig:
     config: PretrainedConfig
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        if config.is_encoder_decoder:
-            raise refuse_architecture(name, config, "it is an encoder-decoder model")
+        if config.is_encoder_decoder and type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+            raise refuse_architecture(name, config, "its encoder reads something else than text")
         config.get_text_config(decoder=True)
     except OutriderError:
         raise
@@ -260,5 +269,5 @@ def refuse_architecture(name: str, config: PretrainedConfig, reason: str) -> Out
     return OutriderError(
         "architecture",
         f"{name} is a {_architecture(config)}, which cannot be exported: {reason}",
-        "Use a decoder-only checkpoint that runs on Transformers' attention interface.",
+        "Use a checkpoint that runs on Transformers' attention interface.",
     )

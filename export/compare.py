@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,14 @@ from transformers import PreTrainedModel
 
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.library import add_operators
-from runtime.files.manifest import GRAPH_FILE, HOST_FILE, ORT_LEFT_OUT, Cache, Dtype
+from runtime.files.manifest import (
+    ENCODER_FILE,
+    GRAPH_FILE,
+    HOST_FILE,
+    ORT_LEFT_OUT,
+    Cache,
+    Dtype,
+)
 from runtime.files.torch_files import PROGRAM_FILE, read_program
 
 # Allowed difference of a logit, relative to 1 + the largest logit: some hundred roundings.
@@ -28,11 +36,15 @@ _LONGEST = 256  # tokens compared; more only where a sliding window is to be see
 
 @dataclass(frozen=True)
 class Reference:
-    """Two texts and what the original model says of them: ids [2, T], logits float32 [2, T, V]."""
+    """Two texts and what the original model says of them: ids [2, T], logits float32 [2, T, V].
+
+    remark: what the texts are too short to show. sources: ids [E] of each text's, if any.
+    """
 
     ids: npt.NDArray[np.int64]
     logits: npt.NDArray[np.float32]
-    remark: str  # what the texts are too short to show
+    remark: str
+    sources: tuple[npt.NDArray[np.int64], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,20 +60,37 @@ class Comparison:
 
 def reference(model: PreTrainedModel, capacity: int, vocab_size: int) -> Reference:
     """The eager model, whole texts at once, no cache: nothing shared with the graph's road."""
-    window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None) or 0
+    config = model.config.get_text_config(decoder=True)
+    window = getattr(config, "sliding_window", None) or 0
     length = 40 if not window or 2 * window + 8 > _LONGEST else max(40, 2 * window + 8)
+    # Distances beyond the farthest that have biases of their own.
+    length = max(length, min(_LONGEST, getattr(config, "relative_attention_max_distance", 0) + 8))
     length = min(length, capacity - 8)
-    ids = np.random.default_rng(0).integers(0, vocab_size, (2, length))
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, vocab_size, (2, length))
+    sources: tuple[npt.NDArray[np.int64], ...] = ()
+    if model.config.is_encoder_decoder:
+        sources = tuple(rng.integers(0, vocab_size, n) for n in (length, length // 2))
     remark = f"; its window of {window} was not reached" if window >= length else ""
-    return Reference(ids, logits(model, torch.from_numpy(ids)).float().numpy(), remark)
+    said = logits(model, torch.from_numpy(ids), [torch.from_numpy(source) for source in sources])
+    return Reference(ids, said.float().numpy(), remark, sources)
 
 
-def logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """[B, T, V] of whole texts [B, T], in the model's dtype. Raises OutriderError "checkpoint"
-    where the model does not run, or says NaN or infinity."""
+def logits(
+    model: PreTrainedModel, ids: torch.Tensor, sources: Sequence[torch.Tensor] = ()
+) -> torch.Tensor:
+    """[B, T, V] of whole texts [B, T], in the model's dtype. sources: [E] of each text, where there
+    is an encoder. Raises OutriderError "checkpoint" where the model does not run, or says NaN or
+    infinity."""
+    said: torch.Tensor
     try:
         with torch.no_grad():
-            said: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+            if sources:  # one by one: nothing is padded
+                pairs = zip(sources, ids, strict=True)
+                inputs = [{"input_ids": s[None], "decoder_input_ids": t[None]} for s, t in pairs]
+            else:
+                inputs = [{"input_ids": ids}]
+            said = torch.cat([model(**each, use_cache=False).logits for each in inputs])
     except Exception as error:  # noqa: BLE001 - any model code may fail in any way
         raise OutriderError(
             "checkpoint",
@@ -112,6 +141,8 @@ def compare(
 
     def difference_from(reference: Reference) -> float:
         graph = _Program(folder, rows) if of_torch else _Graph(folder / file, rows, dtype)
+        if isinstance(graph, _Graph) and reference.sources:
+            graph.read(reference.sources)
         return _difference(graph, reference)
 
     difference = difference_from(original)
@@ -184,7 +215,8 @@ class _Graph:
     def __init__(self, file: Path, rows: int, dtype: Dtype, slots: int = 2):
         import onnxruntime as ort
 
-        self._dtype = dtype
+        self._file, self._dtype = file, dtype
+        self._source: dict[str, npt.NDArray[Any]] = {}
         options = ort.SessionOptions()
         options.log_severity_level = 4  # what it raises says it all
         # Without its rearranged and dequantised copies of the weights, which would be the peak of
@@ -216,11 +248,26 @@ class _Graph:
             if value.name.startswith(("key_", "value_"))
         }
 
+    def read(self, sources: Sequence[npt.NDArray[np.int64]]) -> None:
+        """Have the encoder's graph beside it read a source for each slot; there is room for more
+        than the longest, as in slots."""
+        encoder = _Graph(self._file.with_name(ENCODER_FILE), 0, self._dtype)._session
+        names = [value.name for value in encoder.get_outputs()]
+        rows = [encoder.run(names, {"input_ids": source[None]}) for source in sources]
+        room = max(map(len, sources)) + 8
+        for name, parts in zip(names, zip(*rows, strict=True), strict=True):
+            padded = [
+                np.pad(part, ((0, 0), (0, 0), (0, room - part.shape[2]), (0, 0))) for part in parts
+            ]
+            self._source[name] = np.concatenate(padded)
+        self._source["source_length"] = np.array([len(source) for source in sources])
+
     def __call__(self, ids: npt.NDArray[np.int64], position: list[int]) -> npt.NDArray[np.float32]:
         feeds = {
             "input_ids": ids,
             "position": np.array(position),
             "logits_index": np.arange(ids.shape[1]),
+            **self._source,
         }
         names = ["logits", *(f"{name}_out" for name in self._caches)]
         try:

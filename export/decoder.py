@@ -18,6 +18,7 @@ for which ONNX has operators that torch's would not become.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ def _attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,  # [H], attention sinks
+    position_bias: torch.Tensor | None = None,  # [B or 1, H, N, S], added to the scores
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     traced_layers.append(type(module).__name__)
@@ -58,6 +60,11 @@ def _attention(
         raise UnsupportedArchitecture("it makes its attention mask outside the mask interface")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
+    if position_bias is not None:
+        if softcap or s_aux is not None:
+            raise UnsupportedArchitecture("its attention has a bias and a soft cap or sinks")
+        lowest = torch.finfo(position_bias.dtype).min
+        attention_mask = position_bias.masked_fill(~attention_mask, lowest)
     if softcap or s_aux is not None:
         # Written out: the operator has no sinks, and TensorRT-RTX's parser refuses its softcap.
         groups = query.shape[1] // key.shape[1]
@@ -94,18 +101,21 @@ def _mask(
     kv_length: int,
     q_offset: torch.Tensor | int,
     mask_function: Callable[..., torch.Tensor],
+    attention_mask: torch.Tensor | None = None,  # bool [B, S]
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> torch.Tensor:
     """The architecture's mask function at absolute positions: bool [B, 1, N, S].
 
-    `q_offset` is `position` [B]: the slots of a call have different lengths.
+    `q_offset` is `position` [B]: the slots of a call have different lengths. attention_mask: the
+    rows that there are, of a source; None for what the mask function alone decides.
     """
     start = torch.as_tensor(q_offset, device=device).reshape(-1, 1, 1, 1)
     queries = start + torch.arange(q_length, device=device)[:, None]
     rows = torch.arange(kv_length, device=device)
     zero = torch.zeros((), dtype=torch.long, device=device)
-    return mask_function(zero, zero, queries, rows)
+    mask = mask_function(zero, zero, queries, rows)
+    return mask if attention_mask is None else mask & attention_mask[:, None, None]
 
 
 def _experts(
@@ -195,6 +205,34 @@ class SlotCache:
         return len(self.keys)
 
 
+class Stored:
+    """A cache that keeps what each layer stores; nothing was there before."""
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys[layer_idx], self.values[layer_idx] = key, value
+        return key, value
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, q_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return q_length, 0
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        return -1
+
+
 class Decoder(torch.nn.Module):
     """`forward(input_ids [B, N], position [B], logits_index [K], keys, values)`.
 
@@ -230,23 +268,34 @@ class Decoder(torch.nn.Module):
         return logits.float(), cache.keys, cache.values
 
 
+@dataclass(frozen=True)
+class Example:
+    """What a module is traced with.
+
+    open_sizes: which sizes of the arguments stay open, as torch.export has it. inputs, outputs:
+    their names in the contract.
+    """
+
+    arguments: tuple[Any, ...]
+    open_sizes: tuple[Any, ...]
+    inputs: list[str]
+    outputs: list[str]
+
+
 def example(
     key_shapes: Sequence[tuple[int, int]],  # per layer (Hkv, D)
     value_shapes: Sequence[tuple[int, int]],
     capacity: int,
     dtype: torch.dtype,
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Arguments for tracing a `Decoder`, and which of their sizes stay open: B, N, K and S.
+) -> Example:
+    """For tracing a `Decoder` with B slots, N tokens, K outputs and S rows left open.
 
     capacity: S of the example; a backend that wants S fixed fixes it there.
     """
     names = ("slots", "tokens", "outputs", "rows")
     slots, tokens, outputs, rows = (torch.export.Dim(name) for name in names)
+    caches = [example_caches(shapes, capacity, dtype) for shapes in (key_shapes, value_shapes)]
     # Sizes of 2 and 3, not 1: torch.export takes a size of 1 for a constant.
-    caches = [
-        [torch.zeros(2, heads, capacity, width, dtype=dtype) for heads, width in shapes]
-        for shapes in (key_shapes, value_shapes)
-    ]
     arguments = (
         torch.zeros(2, 3, dtype=torch.long),
         torch.tensor([0, 1]),
@@ -254,4 +303,22 @@ def example(
         *caches,
     )
     open_caches = [[{0: slots, 2: rows} for _ in side] for side in caches]
-    return arguments, ({0: slots, 1: tokens}, {0: slots}, {0: outputs}, *open_caches)
+    cache_names = [*numbered("key", key_shapes), *numbered("value", value_shapes)]
+    return Example(
+        arguments,
+        ({0: slots, 1: tokens}, {0: slots}, {0: outputs}, *open_caches),
+        ["input_ids", "position", "logits_index", *cache_names],
+        ["logits", *(f"{name}_out" for name in cache_names)],
+    )
+
+
+def example_caches(
+    shapes: Sequence[tuple[int, int]], rows: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Of two slots, for each layer [2, Hkv, rows, D]."""
+    return [torch.zeros(2, heads, rows, width, dtype=dtype) for heads, width in shapes]
+
+
+def numbered(name: str, layers: Sequence[object]) -> list[str]:
+    """The contract's names of something that each layer has."""
+    return [f"{name}_{i}" for i in range(len(layers))]

@@ -29,7 +29,7 @@ from onnxscript.rewriter.rules.fusion import _rms_normalization, _rotary_embeddi
 from runtime.files.manifest import GRAPH_FILE
 from runtime.files.torch_files import WEIGHTS_FILE
 
-from .decoder import Decoder, example
+from .decoder import Example
 from .weights.layers import PRODUCT
 from .weights.operators import dense_tables, dequantise_linear
 
@@ -38,40 +38,19 @@ OPSET = 24
 _FOLD_LIMIT = 4096
 
 
-def trace(
-    decoder: Decoder,
-    key_shapes: Sequence[tuple[int, int]],  # per layer (Hkv, D)
-    value_shapes: Sequence[tuple[int, int]],
-    capacity: int,
-    dtype: torch.dtype,
-) -> ir.Model:
-    """Trace the decoder with B slots, N tokens, K outputs and S rows left open.
-
-    capacity: S of the example; a backend that wants S fixed fixes it there.
-    """
-    layers = range(len(key_shapes))
-    arguments, open_sizes = example(key_shapes, value_shapes, capacity, dtype)
+def trace(module: torch.nn.Module, example: Example) -> ir.Model:
+    """Trace a `Decoder`, or what else has an example."""
     with torch.no_grad(), quiet():
         program = torch.onnx.export(
-            decoder,
-            arguments,
+            module,
+            example.arguments,
             dynamo=True,
             optimize=False,
             verbose=False,
             opset_version=OPSET,
-            dynamic_shapes=open_sizes,
-            input_names=[
-                "input_ids",
-                "position",
-                "logits_index",
-                *(f"key_{i}" for i in layers),
-                *(f"value_{i}" for i in layers),
-            ],
-            output_names=[
-                "logits",
-                *(f"key_{i}_out" for i in layers),
-                *(f"value_{i}_out" for i in layers),
-            ],
+            dynamic_shapes=example.open_sizes,
+            input_names=example.inputs,
+            output_names=example.outputs,
         )
     assert program is not None
     return program.model
@@ -251,9 +230,10 @@ def _transposed(tensor: ir.TensorProtocol, permutation: Sequence[int], name: str
     )
 
 
-def save(model: ir.Model, folder: Path) -> None:
-    """Write `graph.onnx` and its external data `weights.bin` into `folder`; the model lets go of
-    its weights."""
+def save(
+    model: ir.Model, folder: Path, file: str = GRAPH_FILE, weights: str = WEIGHTS_FILE
+) -> None:
+    """Write the graph and its external data into `folder`; the model lets go of its weights."""
     for node in model.graph:
         node.metadata_props.clear()  # stack traces of this machine
         node.doc_string = None
@@ -263,7 +243,7 @@ def save(model: ir.Model, folder: Path) -> None:
         value.metadata_props.clear()
     model.graph.metadata_props.clear()
     model.metadata_props.clear()
-    ir.save(model, folder / GRAPH_FILE, external_data=WEIGHTS_FILE, **saving())
+    ir.save(model, folder / file, external_data=weights, **saving())
     for value in model.graph.initializers.values():
         value.const_value = None
 

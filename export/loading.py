@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -17,7 +19,8 @@ from transformers import (
 from runtime.files.errors import OutriderError, first_line
 
 from .checkpoint import Checkpoint, refuse_architecture
-from .decoder import NAME, UnsupportedArchitecture, traced_layers
+from .decoder import NAME, Stored, UnsupportedArchitecture, traced_layers
+from .encoder import Caches
 
 # Positions beyond the original context change these embeddings for all slots of a call at once.
 _LENGTH_DEPENDENT_ROPE = {"dynamic": "dynamic NTK", "longrope": "LongRoPE"}
@@ -57,9 +60,8 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
                 None, config=checkpoint.config, state_dict=tensors, **options
             )
         else:
-            model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
-                checkpoint.path, trust_remote_code=False, **options
-            )
+            kind = AutoModelForSeq2SeqLM if checkpoint.has_encoder else AutoModelForCausalLM
+            model, info = kind.from_pretrained(checkpoint.path, trust_remote_code=False, **options)
     except OutriderError:
         raise
     except (ValueError, KeyError, ImportError) as error:
@@ -123,44 +125,33 @@ def learned_positions(model: PreTrainedModel, checkpoint: Checkpoint) -> int | N
     return None if rotary else checkpoint.max_len
 
 
-class _Recorder:
-    """A cache that only notes what each layer stores."""
+@dataclass(frozen=True)
+class CacheShapes:
+    """Per layer (H, D) of a row's keys and values: of the text, and of the source, if any."""
 
-    is_compileable = False
-
-    def __init__(self) -> None:
-        self.shapes: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
-
-    def update(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any):  # type: ignore[no-untyped-def]
-        self.shapes[layer_idx] = (
-            (key.shape[1], key.shape[3]),
-            (value.shape[1], value.shape[3]),
-        )
-        return key, value
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, q_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return q_length, 0
-
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        return -1
+    keys: list[tuple[int, int]]
+    values: list[tuple[int, int]]
+    source_keys: list[tuple[int, int]] = field(default_factory=list)
+    source_values: list[tuple[int, int]] = field(default_factory=list)
 
 
-def cache_shapes(
-    model: PreTrainedModel, checkpoint: Checkpoint
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Run two tokens and note what each layer caches: (Hkv, D) of keys and of values.
+def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
+    """Run two tokens and note what each layer caches.
 
     Nothing is read from the configuration, so an architecture that caches otherwise than its
     configuration suggests is seen as it is. Raises OutriderError "architecture" for models that
     do not go through Transformers' attention and cache interfaces.
     """
-    recorder = _Recorder()
+    text, source, ids = Stored(), Stored(), torch.tensor([[0, 1]])
+    inputs: dict[str, Any] = {
+        "input_ids": ids,
+        "position_ids": ids,
+        "past_key_values": text,
+        "logits_to_keep": torch.tensor([1]),
+    }
+    if checkpoint.has_encoder:
+        caches = Caches(text, source)
+        inputs = {"input_ids": ids, "decoder_input_ids": ids, "past_key_values": caches}
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PretrainedConfig):
@@ -169,13 +160,7 @@ def cache_shapes(
     traced_layers.clear()
     try:
         with torch.no_grad():
-            model(
-                input_ids=torch.tensor([[0, 1]]),
-                position_ids=torch.tensor([[0, 1]]),
-                past_key_values=recorder,
-                use_cache=True,
-                logits_to_keep=torch.tensor([1]),
-            )
+            model(**inputs, use_cache=True)
     except UnsupportedArchitecture as error:
         raise refuse_architecture(checkpoint.source, checkpoint.config, str(error)) from None
     except Exception as error:  # noqa: BLE001 - any model code may fail in any way here
@@ -184,13 +169,19 @@ def cache_shapes(
             checkpoint.config,
             f"it does not run with an explicit KV cache ({first_line(error)})",
         ) from None
-    layers = sorted(recorder.shapes)
-    if len(traced_layers) < len(layers):
+    layers = sorted(text.keys)
+    if len(traced_layers) < len(layers) + len(source.keys):
         reason = "its attention does not go through Transformers' attention interface"
         raise refuse_architecture(checkpoint.source, checkpoint.config, reason)
     if not layers or layers != list(range(len(layers))):
         raise refuse_architecture(
             checkpoint.source, checkpoint.config, "not all of its layers keep a KV cache"
         )
-    shapes = [recorder.shapes[layer] for layer in layers]
-    return [key for key, _ in shapes], [value for _, value in shapes]
+    if checkpoint.has_encoder and sorted(source.keys) != layers:
+        raise refuse_architecture(
+            checkpoint.source, checkpoint.config, "not all of its layers keep the source's keys"
+        )
+    sides = (text.keys, text.values, source.keys, source.values)
+    return CacheShapes(
+        *([(rows.shape[1], rows.shape[3]) for _, rows in sorted(side.items())] for side in sides)
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, cast
 
@@ -27,7 +27,7 @@ from runtime.files.progress import note, stage
 from runtime.files.records import write_json
 
 from . import part, vocabulary
-from .checkpoint import Checkpoint, find
+from .checkpoint import Checkpoint, find, refuse_architecture
 from .loading import check_length
 from .weights.recover import recover
 
@@ -77,6 +77,12 @@ def export(
     target = find(model)
     itself = draft == "self"
     drafter = target if itself else find(draft) if draft is not None else None
+    if target.has_encoder:
+        weighed = {"WEIGHTS": weights, "DRAFT_WEIGHTS": draft_weights, "CACHE": cache_type}
+        asked_for = {"DTYPE": dtype, "--format": form, "DRAFT": "self" if itself else None}
+        _check_encoder_decoder(target, drafter, {**asked_for, **weighed})
+    elif drafter and drafter.has_encoder:
+        raise _two_kinds(target, drafter)
     own = weights or _bits_of(target, "WEIGHTS")
     draft_own = draft_weights or ("int4" if itself else own)
     if drafter is None and draft_weights:
@@ -128,6 +134,7 @@ def export(
     if not vocabulary.end_of_text_ids(target, tokenizer):  # `carry` wants them in minutes
         note(f"{target.source} names no eos_token_id: a text ends at its length or a stop string")
     vocabulary.check_chat_template(target, tokenizer)
+    vocabulary.start_ids(target)
     _say_what_is_not_carried(target, tokenizer)
     widths = [_width(checkpoint) for checkpoint in (target, drafter) if checkpoint]
     if drafter:
@@ -164,9 +171,41 @@ def export(
             max_gamma=max_gamma,
             capacity=capacity,
             lookup=lookup,
+            start_ids=vocabulary.start_ids(target),
         )
         write_json(partial / PAIR_FILE, "pair", pair)
     return pair
+
+
+def _check_encoder_decoder(
+    target: Checkpoint, drafter: Checkpoint | None, asked: Mapping[str, str | None]
+) -> None:
+    """Refuse what there is for decoder-only models alone. Raises OutriderError "option",
+    "architecture"."""
+    usual = {"DTYPE": "float32", "--format": "onnx"}
+    for name, value in asked.items():
+        if value not in (None, "full", usual.get(name)):
+            raise OutriderError(
+                "option",
+                f"{name}={value} is for decoder-only models in this version, and {target.source} "
+                f"is a {target.architecture}",
+                f"Leave {name} out, and build with BACKEND=onnxruntime.",
+            )
+    for checkpoint in filter(None, (target, drafter)):
+        if not checkpoint.has_encoder:
+            raise _two_kinds(target, checkpoint)
+        if checkpoint.packed:
+            reason = "quantised weights are read of decoder-only models alone in this version"
+            raise refuse_architecture(checkpoint.source, checkpoint.config, reason)
+
+
+def _two_kinds(target: Checkpoint, drafter: Checkpoint) -> OutriderError:
+    kinds = [f"{x.source} is a {x.architecture}" for x in (target, drafter)]
+    return OutriderError(
+        "architecture",
+        f"{kinds[0]} and its draft {kinds[1]}: one of them reads a source, the other does not",
+        "Choose a DRAFT of the target's kind, or DRAFT=none.",
+    )
 
 
 def _check_weights(

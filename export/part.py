@@ -21,10 +21,13 @@ from runtime.files.errors import OutriderError, first_line
 from runtime.files.folders import write_folder
 from runtime.files.library import find_library
 from runtime.files.manifest import (
+    ENCODER_FILE,
+    ENCODER_WEIGHTS_FILE,
     HOST_FILE,
     PART_FILE,
     Cache,
     Dtype,
+    EncoderFacts,
     Format,
     GraphFacts,
     Weights,
@@ -36,8 +39,9 @@ from runtime.files.records import digest_json, read_json, write_json
 
 from . import compare, graph, host, program
 from .checkpoint import Checkpoint, content_hashes, refuse_architecture
-from .decoder import Decoder, UnsupportedArchitecture
-from .loading import cache_shapes, give_back, learned_positions, load
+from .decoder import Decoder, UnsupportedArchitecture, example
+from .encoder import Encoder, SourceDecoder, example_decoder, example_encoder
+from .loading import CacheShapes, cache_shapes, give_back, learned_positions, load
 from .weights import quality
 from .weights.blocks import BLOCK
 from .weights.layers import rounding_activations
@@ -83,7 +87,8 @@ class Wanted:
     @property
     def for_host(self) -> bool:
         """Whether ONNX Runtime on the CPU has a graph of its own."""
-        return self.form == "onnx" and self.dtype == "float32"
+        plain = self.form == "onnx" and self.dtype == "float32"
+        return plain and not self.checkpoint.has_encoder
 
     def key(self) -> str:
         """Of everything that decides what is made."""
@@ -152,8 +157,7 @@ class _Original:
 
     parameters: int
     vocab_size: int
-    key_shapes: list[tuple[int, int]]
-    value_shapes: list[tuple[int, int]]
+    shapes: CacheShapes
     said: compare.Reference
     rounded: compare.Reference | None
 
@@ -176,6 +180,7 @@ def _export(wanted: Wanted, folder: Path, key: str) -> GraphFacts:
         if quantising:
             engine = partial / HOST_FILE if wanted.for_host else None
             found = quantising.measure(engine, wanted.dtype)
+        shapes = original.shapes
         facts = GraphFacts(
             key=key,
             source=checkpoint.source,
@@ -185,8 +190,8 @@ def _export(wanted: Wanted, folder: Path, key: str) -> GraphFacts:
             vocab_size=original.vocab_size,
             max_len=wanted.max_len,
             capacity=wanted.capacity,
-            key_shapes=[list(shape) for shape in original.key_shapes],
-            value_shapes=[list(shape) for shape in original.value_shapes],
+            key_shapes=_listed(shapes.keys),
+            value_shapes=_listed(shapes.values),
             max_difference=result.max_difference,
             tolerance=result.bound,
             comparison=result.what,
@@ -196,6 +201,9 @@ def _export(wanted: Wanted, folder: Path, key: str) -> GraphFacts:
             cache=wanted.cache,
             weights=wanted.weights,
             quality=found,
+            encoder=EncoderFacts(_listed(shapes.source_keys), _listed(shapes.source_values))
+            if checkpoint.has_encoder
+            else None,
         )
         write_json(partial / PART_FILE, "graph", facts)
     return facts
@@ -222,34 +230,49 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
     traced = _trace(wanted, model, shapes)
     if wanted.form == "onnx":  # a compiler of torch's graphs does this itself
         with stage(role, "simplify") as said:
-            before = len(traced.graph)
-            graph.simplify(traced)
-            said.note = f"{before:,} -> {len(traced.graph):,} nodes"
+            said.note = _simplify(traced)
     with stage(role, "write") as said:
-        (program if wanted.form == "torch" else graph).save(traced, folder)
+        (program if wanted.form == "torch" else graph).save(traced[0], folder)
+        if checkpoint.has_encoder:
+            graph.save(traced[1], folder, ENCODER_FILE, ENCODER_WEIGHTS_FILE)
         size = sum(path.stat().st_size for path in folder.iterdir())
         said.note = f"{size / 2**20:,.1f} MiB"
-    return _Original(parameters, vocab_size, *shapes, original, rounded)
+    return _Original(parameters, vocab_size, shapes, original, rounded)
 
 
-def _trace(
-    wanted: Wanted,
-    model: PreTrainedModel,
-    shapes: tuple[list[tuple[int, int]], list[tuple[int, int]]],
-) -> Any:
-    """What the format's own `save` takes."""
+def _trace(wanted: Wanted, model: PreTrainedModel, shapes: CacheShapes) -> list[Any]:
+    """The decoder's graph, and the encoder's where there is one: what the format's `save` takes."""
     checkpoint = wanted.checkpoint
     with stage(wanted.role, f"trace, {wanted.dtype}") as said:
-        said.note = f"{len(shapes[0])} layers, {wanted.capacity} rows a slot"
-        decoder = Decoder(model, learned_positions(model, checkpoint)).eval()
+        said.note = f"{len(shapes.keys)} layers, {wanted.capacity} rows a slot"
+        positions = learned_positions(model, checkpoint)
+        rows = program.EXAMPLE_ROWS if wanted.form == "torch" else wanted.capacity
+        of_text = example(shapes.keys, shapes.values, rows, wanted.torch_dtype)
+        source = shapes.source_keys, shapes.source_values
         try:
-            if wanted.form == "torch":
-                return program.trace(decoder, *shapes, wanted.torch_dtype)
-            return graph.trace(decoder, *shapes, wanted.capacity, wanted.torch_dtype)
+            if not checkpoint.has_encoder:
+                decoder = Decoder(model, positions).eval()
+                return [(program if wanted.form == "torch" else graph).trace(decoder, of_text)]
+            of_source = example_decoder(of_text, *source)
+            return [
+                graph.trace(SourceDecoder(model, positions).eval(), of_source),
+                graph.trace(Encoder(model).eval(), example_encoder(*source)),
+            ]
         except Exception as error:  # noqa: BLE001 - torch.export wraps whatever the model raised
             raise refuse_architecture(
                 checkpoint.source, checkpoint.config, _reason(error)
             ) from None
+
+
+def _simplify(traced: list[Any]) -> str:
+    before = sum(len(each.graph) for each in traced)
+    for each in traced:
+        graph.simplify(each)
+    return f"{before:,} -> {sum(len(each.graph) for each in traced):,} nodes"
+
+
+def _listed(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
+    return [list(shape) for shape in shapes]
 
 
 def _compare(

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from runtime.files.torch_files import PROGRAM_FILE, TENSOR_ALIGNMENT, WEIGHTS_FILE, place_tensors
 
-from .decoder import Decoder, example
+from .decoder import Decoder, Example
 from .graph import quiet
 
-_EXAMPLE_ROWS = 16  # S is open, and the file keeps the example
+EXAMPLE_ROWS = 16  # S is open, and the file keeps the example
 
 
 class _InPlace(torch.nn.Module):
@@ -41,17 +40,14 @@ class _InPlace(torch.nn.Module):
         return logits
 
 
-def trace(
-    decoder: Decoder,
-    key_shapes: Sequence[tuple[int, int]],  # per layer (Hkv, D)
-    value_shapes: Sequence[tuple[int, int]],
-    dtype: torch.dtype,
-) -> torch.export.ExportedProgram:
+def trace(decoder: Decoder, example: Example) -> torch.export.ExportedProgram:
     """As `graph.trace`. Inputs in the contract's order, all keys before all values; one output."""
-    arguments, open_sizes = example(key_shapes, value_shapes, _EXAMPLE_ROWS, dtype)
     with torch.no_grad(), quiet():
         return torch.export.export(
-            _InPlace(decoder).eval(), arguments, dynamic_shapes=open_sizes, strict=False
+            _InPlace(decoder).eval(),
+            example.arguments,
+            dynamic_shapes=example.open_sizes,
+            strict=False,
         )
 
 

@@ -140,6 +140,37 @@ def end_of_text_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) 
     return sorted(set(found))
 
 
+def start_ids(checkpoint: Checkpoint) -> list[int] | None:
+    """What the text of an encoder-decoder begins with: the token that `generate` gives the decoder
+    first, and the one that it forces behind it, where the checkpoint has one. None for the others.
+
+    Raises OutriderError "checkpoint" where none is named, or what is named is no token.
+    """
+    if not checkpoint.has_encoder:
+        return None
+    config = checkpoint.config
+    generation = _generation_config(checkpoint) or GenerationConfig.from_model_config(config)
+    starts = (
+        generation.decoder_start_token_id,
+        getattr(config, "decoder_start_token_id", None),
+        generation.bos_token_id,
+    )
+    found: dict[str, Any] = {
+        "decoder_start_token_id": next((i for i in starts if i is not None), None)
+    }
+    if generation.forced_bos_token_id is not None:
+        found["forced_bos_token_id"] = generation.forced_bos_token_id
+    for field, token in found.items():
+        width = checkpoint.text_config.vocab_size
+        if type(token) is not int or not 0 <= token < width:
+            raise OutriderError(
+                "checkpoint",
+                f"{checkpoint.source} has {field} {repr(token)[:40]}, and {width} tokens",
+                f"Mend {field} in generation_config.json or config.json.",
+            )
+    return list(found.values())
+
+
 def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
     """What generation_config.json would change in `generate`, and a bundle does not carry."""
     if (generation := _generation_config(checkpoint)) is None:
@@ -151,6 +182,11 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
         "top_p": (None, 1.0),
         "min_p": (None, 0.0),
         "repetition_penalty": (None, 1.0),
+        "num_beams": (None, 1),
+        "no_repeat_ngram_size": (None, 0),
+        "min_length": (None, 0),
+        "forced_eos_token_id": (None,),
+        "bad_words_ids": (None,),
     }
     values = {name: getattr(generation, name, None) for name in neutral}
     return {name: value for name, value in values.items() if value not in neutral[name]}

@@ -18,6 +18,7 @@ from .drafts.lookup import Corpus
 from .drafts.tables import Tables
 from .files.errors import OutriderError, first_line, refuse_first
 from .files.manifest import (
+    ENCODER_WEIGHTS_FILE,
     FIRST_ROWS,
     HOST_WEIGHTS_FILE,
     TEMPLATE_FILE,
@@ -176,7 +177,7 @@ def choose_device(manifest: Manifest, folder: Path, device: str) -> int | None:
             "option", f"device={device!r} is unknown", "Use auto, cpu, cuda or cuda:<number>."
         )
     runs_on = ["cpu", "cuda"]  # the portable graphs
-    if any(facts.host_alone for _, facts in manifest.pair.models()):
+    if any(facts.host_alone or facts.encoder for _, facts in manifest.pair.models()):
         runs_on = ["cpu"]
     elif manifest.engines is not None:
         runs_on = ["cuda"] if manifest.gpu_targets() else ["cpu"]
@@ -250,7 +251,8 @@ def _memory(manifest: Manifest, folder: Path, slots: int) -> dict[str, int]:
         file = HOST_WEIGHTS_FILE if facts.host_alone else WEIGHTS_FILE
         if engine:
             file = engine.weights or engine.file
-        memory[role] = (folder / role / file).stat().st_size
+        files = [file, ENCODER_WEIGHTS_FILE] if facts.encoder else [file]
+        memory[role] = sum((folder / role / name).stat().st_size for name in files)
         memory["cache"] = memory.get("cache", 0) + facts.cache_bytes(slots)
     return memory
 

@@ -165,7 +165,7 @@ class Certificate:
         return fields
 
 
-def check(engine: TextEngine, prompt: Prompt, options: Options) -> Certificate:
+def check(engine: TextEngine, prompt: Prompt | None, options: Options) -> Certificate:
     """Generate from `prompt` through the engine as it is, and hold the tokens against the target.
 
     At temperature 0 one text; above, texts with seeds seed, seed + 1, ... until there are
@@ -197,11 +197,11 @@ def check(engine: TextEngine, prompt: Prompt, options: Options) -> Certificate:
     mismatches: list[Mismatch] = []
     rounding = _Rounding(engine.decoder.vocab_size, params.repetition_penalty)
     with engine.exclusive() as slot:
-        target, draft = _Forced(engine.decoder.target, slot, request.prompt), None
+        target, draft = _Forced(engine.decoder.target, slot, request), None
         if params.temperature and request.gamma and request.draft == "model":
             model, room = engine.decoder.draft, engine.decoder.draft_max_len
-            if model is not None and len(request.prompt) < room:
-                draft = _Forced(model, slot, request.prompt, room)
+            if model is not None and max(len(request.prompt) + 1, len(request.source)) <= room:
+                draft = _Forced(model, slot, request, room)
         for run, (seed, text) in enumerate(zip(seeds, texts, strict=False)):
             plain = rounding.watch(target.rows(text))
             if params.temperature == 0:
@@ -264,9 +264,11 @@ def kolmogorov_smirnov(sample: Sequence[float]) -> tuple[float, float]:
 
 
 class _Forced:
-    """One model on a slot, with a prompt's rows in its cache, fed texts that are given."""
+    """One model on a slot, with source and prompt in its caches, fed texts that are given."""
 
-    def __init__(self, engine: Engine, slot: Slot, prompt: Sequence[int], max_len: int = 2**31):
+    def __init__(self, engine: Engine, slot: Slot, request: Request, max_len: int = 2**31):
+        prompt = request.prompt
+        engine.encode(slot.index, request.source)
         self._engine, self._slot, self._start = engine, slot.index, len(prompt)
         self._room = max_len - len(prompt)  # tokens that may be fed
         for begin in range(0, len(prompt), engine.chunk):

@@ -39,6 +39,13 @@ class Limits:
 def check_request(request: Request, limits: Limits) -> None:
     """Refuse what cannot be run. Raises OutriderError "prompt" or "option"."""
     length, gamma = len(request.prompt), request.gamma
+    if (source := len(request.source)) > limits.max_len:
+        raise OutriderError(
+            "prompt",
+            f"the source has {source:,} tokens and the bundle's encoder takes {limits.max_len:,}",
+            _longer(source, limits),
+        )
+    check_ids(request.source, limits.embeddings, "source")
     if length == 0:
         raise OutriderError("prompt", "the prompt is empty", "Give it at least one token.")
     if length >= limits.max_len:
@@ -71,14 +78,14 @@ def _refuse(*rules: tuple[object, str, str]) -> None:
             raise OutriderError("option", cause, remedy)
 
 
-def check_ids(prompt: Sequence[int], embeddings: int) -> None:
+def check_ids(prompt: Sequence[int], embeddings: int, what: str = "prompt") -> None:
     """Refuse ids that the target has no embedding for. Raises "prompt"."""
     odd = next((token for token in prompt if not 0 <= token < embeddings), None)
     if odd is not None:
         raise OutriderError(
             "prompt",
-            f"the prompt has the token id {odd}, and the model only 0 to {embeddings - 1}",
-            "Leave that token out of the prompt or the chat template.",
+            f"the {what} has the token id {odd}, and the model only 0 to {embeddings - 1}",
+            f"Leave that token out of the {what} or the chat template.",
         )
 
 

@@ -81,7 +81,7 @@ class HostRounds(Rounds):
         self._sampler = clock.around(
             sampler, begin="host", give="host", draw="sample", verify="sample"
         )
-        self._target = clock.around(target, forward="verify")
+        self._target = clock.around(target, forward="verify", encode="verify")
         self.proposer = HostDraft(sources, self._sampler)
         self._draft = clock.around(self.proposer, propose="draft", read="draft_prefill")
 
@@ -92,6 +92,7 @@ class HostRounds(Rounds):
     def start(self, sequence: ActiveSequence) -> SlotResult:
         slot = sequence.slot
         self._clock.lap()
+        self._target.encode(slot.index, sequence.request.source)
         rows = prefill(self._target, slot.index, slot.tokens, slot.target_len)[None, None]
         sequence.stats.time_prefill = self._clock.lap()["verify"]
         self.sampler.begin([slot_sampling(sequence, 0)])

@@ -31,7 +31,7 @@ class Request:
     draft_threshold: no more are drafted in a round after one to which the draft itself gave less
     probability; 0 for never. logprobs: how many alternatives to report for each token, None
     for none. stop: called with each new token in order; a text ends after the token for which it
-    returns a finish reason.
+    returns a finish reason. source: what an encoder reads, none where there is none.
     """
 
     prompt: Sequence[int]
@@ -47,6 +47,7 @@ class Request:
     ignore_eos: bool = False
     logprobs: int | None = None
     stop: Callable[[int], str | None] | None = None
+    source: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,14 @@ class ActiveSequence:
         self.output: list[Token] = []
         self.finish_reason: str | None = None
         self.error: OutriderError | None = None
-        self.stats = Stats(prompt_tokens=len(request.prompt))
+        self.stats = Stats(prompt_tokens=len(request.prompt), source_tokens=len(request.source))
         self.started = time.perf_counter()
+
+    @property
+    def seen(self) -> Sequence[int]:
+        """What there is to copy from: the source, where there is one, and the text."""
+        text = self.slot.tokens
+        return [*self.request.source, *text] if self.request.source else text
 
 
 @dataclass(frozen=True, slots=True)

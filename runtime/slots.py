@@ -74,8 +74,9 @@ class SlotTable:
     def free(self) -> int:
         return len(self) - len(self._busy)
 
-    def acquire(self, prompt: Sequence[int] = ()) -> Slot:
-        """A slot without text, whose lengths are those of the prompt's rows that it still holds.
+    def acquire(self, prompt: Sequence[int] = (), source: Sequence[int] = ()) -> Slot:
+        """A slot without text, whose lengths are those of the prompt's rows that it still holds;
+        source: what the prompt's rows are of, where there is an encoder.
 
         The one in which the least is computed or lost: a text that goes on finds its rows again,
         and another one does not cost it them while there is an empty slot. Of equal ones the
@@ -91,7 +92,7 @@ class SlotTable:
             )
         index, held = free[0], 0
         if self._target is not None:
-            common = {index: self._target.common(index, prompt) for index in free}
+            common = {index: self._target.common(index, prompt, source) for index in free}
             index = min(free, key=lambda i: self._target.length(i) - 2 * common[i])  # type: ignore[union-attr]
             held = common[index]
         self._slots[index] = slot = Slot(index)
@@ -100,7 +101,8 @@ class SlotTable:
         # wider ones: so at least two are computed, here and of the draft where it lacks any.
         slot.target_len = max(0, min(held, len(prompt) - 2))
         if self._draft is not None:
-            drafted, need = self._draft.common(index, prompt), max(0, len(prompt) - 1)
+            drafted = self._draft.common(index, prompt, source)
+            need = max(0, len(prompt) - 1)
             slot.draft_len = need if drafted >= need else max(0, min(drafted, need - 2))
         return slot
 

@@ -17,12 +17,14 @@ class Stats:
     A round that several sequences share counts in full for each: times are what this request waited
     for, so those of requests that ran together add up to more than the wall time.
 
-    reused_tokens: of the prompt, those whose rows the target's cache still held.
+    source_tokens: that an encoder reads. reused_tokens: of the prompt, those whose rows the
+    target's cache still held.
     drafted: draft tokens that a verification saw. examined: those it looked at before the first
     rejection, that one included. accepted: those that became text.
     drafted_at[i], accepted_at[i]: the same for draft position i of a round.
     """
 
+    source_tokens: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
     output_tokens: int = 0
@@ -104,8 +106,8 @@ class Stats:
             return round(seconds * 1e3, 3)
 
         counts = (
-            "prompt_tokens", "reused_tokens", "output_tokens", "rounds", "undrafted", "drafted",
-            "examined", "accepted",
+            "source_tokens", "prompt_tokens", "reused_tokens", "output_tokens", "rounds",
+            "undrafted", "drafted", "examined", "accepted",
         )  # fmt: skip
         times = ("prefill", "draft_prefill", "draft", "verify", "sample", "host")
         speed = self.output_tokens / self.elapsed if self.elapsed else 0.0

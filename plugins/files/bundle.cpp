@@ -71,8 +71,8 @@ ModelFacts model(const Json& facts, const std::string& role) {
     fail(OUTRIDER_FAILED_BACKEND, "the " + role + " is no ONNX graph",
          "Build with BACKEND=onnxruntime");
   if (facts.has("encoder"))
-    fail(OUTRIDER_FAILED_BACKEND, "the " + role + " has an encoder, which a session does not run yet",
-         "Use the Python runtime");
+    fail(OUTRIDER_FAILED_BACKEND, "the " + role + " is an encoder-decoder",
+         "Use the Python runtime: a session has no encoder yet");
   found.file = role + (files.has("host.onnx") ? "/host.onnx" : "/graph.onnx");
   found.weights = role + (files.has("host.bin") ? "/host.bin" : "/weights.bin");
   found.dtype = facts.at("dtype").string();

@@ -111,7 +111,9 @@ class AotiEngine(HostEngine[Call]):
         zeros: torch.Tensor = self._torch.zeros(shape, dtype=self._dtype)
         return zeros
 
-    def _bind(self, ids: dict[str, Ids], caches: dict[str, Any], logits: Logits) -> Call:
+    def _bind(
+        self, ids: dict[str, Ids], caches: dict[str, Any], source: dict[str, Any], logits: Logits
+    ) -> Call:
         view = self._torch.from_numpy
         return Call([*map(view, ids.values())], [*caches.values()], view(logits))
 

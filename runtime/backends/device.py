@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -164,6 +164,9 @@ class DeviceEngine(ABC):
         self.cuda.wait(self.stream)
         self.cuda.read(answer.ctypes.data, logits, answer.nbytes)
         return answer
+
+    def encode(self, slot: int, source: Sequence[int]) -> None:
+        assert not source, "no bundle for GPUs has an encoder"
 
     def clear(self, slot: int) -> None:
         for name, size in self._slot_bytes.items():

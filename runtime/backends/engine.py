@@ -25,23 +25,47 @@ def cache_shapes(facts: GraphFacts) -> dict[str, tuple[int, int]]:
     }
 
 
+def source_shapes(facts: GraphFacts) -> dict[str, tuple[int, int]]:
+    """H and D of what an encoder leaves in a slot, in the contract's order; none without one."""
+    if facts.encoder is None:
+        return {}
+    sides = (("cross_key", facts.encoder.key_shapes), ("cross_value", facts.encoder.value_shapes))
+    return {
+        f"{side}_{layer}": (heads, width)
+        for side, shapes in sides
+        for layer, (heads, width) in enumerate(shapes)
+    }
+
+
 class HeldRows:
     """What an engine's rows were computed from: an account of its calls, slot by slot.
 
-    Row i of a slot holds what token i makes of tokens 0 .. i. So a text that begins with the same
-    tokens finds its rows there. A call overwrites rows, and what lies behind them is no text's any
-    more. vocab_size: of the engine; ids beyond are read as 0 (`calls.readable`).
+    Row i of a slot holds what token i makes of tokens 0 .. i, and of the slot's source where there
+    is an encoder. So a text of that source that begins with the same tokens finds its rows there. A
+    call overwrites rows, and what lies behind them is no text's any more. vocab_size: of the
+    engine; ids beyond are read as 0 (`calls.readable`).
     """
 
     def __init__(self, slots: int, vocab_size: int):
         self._tokens: list[list[int]] = [[] for _ in range(slots)]
+        self._sources: list[tuple[int, ...]] = [()] * slots
         self._vocab_size = vocab_size
+
+    def source(self, slot: int) -> tuple[int, ...]:
+        return self._sources[slot]
+
+    def encoded(self, slot: int, source: Sequence[int]) -> None:
+        """The slot has another source."""
+        self._sources[slot] = tuple(source)
+        self.cut(slot, 0)
 
     def length(self, slot: int) -> int:
         return len(self._tokens[slot])
 
-    def common(self, slot: int, text: Sequence[int]) -> int:
-        """How many tokens this text and the rows begin with together."""
+    def common(self, slot: int, text: Sequence[int], source: Sequence[int] = ()) -> int:
+        """How many tokens this text, of this source, and the rows begin with together."""
+        if self._sources[slot] != tuple(source):
+            return 0
         held, wide = self._tokens[slot], self._vocab_size
         pairs = enumerate(zip(held, text, strict=False))
         alike = (i for i, (a, b) in pairs if a != (b if b < wide else 0))
@@ -62,7 +86,7 @@ class HeldRows:
                 held += ids
 
     def copied(self, source: int, destination: int, length: int) -> None:
-        """The first rows of one slot became another's."""
+        """The first rows of one slot became another's. Both are of one source."""
         self._tokens[destination] = self._tokens[source][:length]
 
 
@@ -102,6 +126,11 @@ class Engine(Protocol):
         get logits. Returns float32 [B, K, V], a view of that buffer: valid until the next call
         with it.
         """
+
+    def encode(self, slot: int, source: Sequence[int]) -> None:
+        """Let the slot's rows be of this source, of which there is one exactly where the model has
+        an encoder. It runs unless the slot has that source already; otherwise no row is of use
+        after it. The length is the caller's duty, ids that the encoder lacks are read as 0."""
 
     def clear(self, slot: int) -> None:
         """Empty a slot whose rows may hold NaN: masked rows are multiplied too, and 0 times NaN is

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -10,7 +12,7 @@ import numpy as np
 
 from ..files.errors import OutriderError, first_line, out_of_memory
 from ..files.manifest import FIRST_ROWS, MOST_GAMMA, GraphFacts, Manifest
-from .engine import CHUNK, HeldRows, Ids, Logits, cache_shapes
+from .engine import CHUNK, HeldRows, Ids, Logits, cache_shapes, source_shapes
 
 Call = TypeVar("Call")
 
@@ -22,6 +24,9 @@ class HostEngine(ABC, Generic[Call]):
     consecutive slots is a plain pointer: a call for one slot touches only that slot. S grows with
     the longest text (`_reserve`). Arguments and logits have fixed places, so that a call of a
     shape that was seen before (`Call`) is ready; a step then only fills three small buffers.
+
+    What an encoder leaves is kept likewise, [slots, H, E, D], for E as many rows as the longest
+    source has needed (`_reserve_source`).
     """
 
     _library: ClassVar[str]  # what runs the model, for errors
@@ -52,8 +57,14 @@ class HostEngine(ABC, Generic[Call]):
         self._shapes = cache_shapes(facts)
         self._cache: dict[str, Any] = {}  # in the contract's order; each [slots, Hkv, S, D]
         self.rows = 0  # S, for now
-        self.held = HeldRows(slots, self.vocab_size)
         self._calls: dict[tuple[int, ...], Call] = {}
+        self._source_shapes = source_shapes(facts)
+        self._source: dict[str, Any] = {}
+        self._source_length = np.ones(slots, np.int64)  # no attention reads nothing
+        self.source_rows = 0  # E, for now
+        if self._source_shapes:
+            self._reserve_source(1)
+        self.held = HeldRows(slots, self.vocab_size)
 
     @classmethod
     def check(cls, manifest: Manifest, folder: Path) -> None:
@@ -75,14 +86,25 @@ class HostEngine(ABC, Generic[Call]):
             "position": self._position[:batch],
             "logits_index": self._index[:outputs],
         }
-        caches = {name: array[first : first + batch] for name, array in self._cache.items()}
+        caches, source = (
+            {name: array[first : first + batch] for name, array in arrays.items()}
+            for arrays in (self._cache, self._source)
+        )
+        if source:
+            ids["source_length"] = self._source_length[first : first + batch]
         size = batch * outputs * self.vocab_size
         logits = self._logits[buffer, :size].reshape(batch, outputs, self.vocab_size)
-        return self._bind(ids, caches, logits)
+        return self._bind(ids, caches, source, logits)
 
     @abstractmethod
-    def _bind(self, ids: dict[str, Ids], caches: dict[str, Any], logits: Logits) -> Call:
-        """A call on this memory. Caches are written where they are."""
+    def _bind(
+        self, ids: dict[str, Ids], caches: dict[str, Any], source: dict[str, Any], logits: Logits
+    ) -> Call:
+        """A call on this memory. Caches are written where they are; source: what is only read."""
+
+    def _encode(self, source: Ids) -> dict[str, Any]:
+        """What the encoder makes of a source [1, E]: [1, H, E, D] by name."""
+        raise NotImplementedError  # no bundle of this library has an encoder
 
     @abstractmethod
     def _run(self, call: Call) -> None:
@@ -111,17 +133,38 @@ class HostEngine(ABC, Generic[Call]):
                 self._calls[shape] = call
         for slot, start in enumerate(position.tolist(), first_slot):
             self.held.cut(slot, start)  # a call that fails leaves nothing of use there
-        try:
+        with self._running(f"{batch} slots x {width} tokens"):
             self._run(call)
-        except Exception as error:  # noqa: BLE001 - the libraries raise anything here
-            raise OutriderError(
-                "memory" if out_of_memory(error) else "backend",
-                f"{self._library} failed on {batch} slots x {width} tokens: {first_line(error)}",
-                "Free some memory, or build with a smaller MAX_LEN or fewer SLOTS.",
-            ) from None
         self.held.wrote(first_slot, input_ids, position)
         size = batch * outputs * self.vocab_size
         return self._logits[buffer, :size].reshape(batch, outputs, self.vocab_size)
+
+    @contextmanager
+    def _running(self, what: str) -> Iterator[None]:
+        """While the library runs. Raises OutriderError "memory" or "backend"."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the libraries raise anything here
+            raise OutriderError(
+                "memory" if out_of_memory(error) else "backend",
+                f"{self._library} failed on {what}: {first_line(error)}",
+                "Free some memory, or build with a smaller MAX_LEN or fewer SLOTS.",
+            ) from None
+
+    def encode(self, slot: int, source: Sequence[int]) -> None:
+        """See `Engine`."""
+        if self.held.source(slot) == tuple(source):
+            return
+        ids = np.array(source, np.int64)
+        ids[ids >= self.vocab_size] = 0
+        with self._running(f"a source of {len(ids)} tokens"):
+            rows = self._encode(ids[None])
+        self.held.encoded(slot, ())  # whoever is interrupted leaves a slot without a source
+        self._reserve_source(len(ids))
+        for name, found in rows.items():
+            self._source[name][slot, :, : len(ids)] = found[0]
+        self._source_length[slot] = len(ids)
+        self.held.encoded(slot, source)
 
     def copy_rows(self, source: int, destination: int, rows: int) -> None:
         """The first `rows` rows of one slot become another's; its rows from there on are garbage.
@@ -133,9 +176,10 @@ class HostEngine(ABC, Generic[Call]):
         self.held.copied(source, destination, rows)
 
     def clear(self, slot: int) -> None:
-        for cache in self._cache.values():
+        for cache in (*self._cache.values(), *self._source.values()):
             cache[slot] = 0
-        self.held.cut(slot, 0)
+        self._source_length[slot] = 1
+        self.held.encoded(slot, ())
 
     def _reserve(self, position: Ids, width: int) -> None:
         """Enough rows for this call, and not many more: attention reads all S, valid or not.
@@ -163,3 +207,19 @@ class HostEngine(ABC, Generic[Call]):
             self.held.cut(0, kept)
         self._calls.clear()  # they have the addresses
         self._cache, self.rows = other, rows
+
+    def _reserve_source(self, need: int) -> None:
+        """Enough rows for a source of this length, by the same rule. With several slots they stay:
+        the others' sources may need them."""
+        if need > self.capacity:
+            raise ValueError(f"a source of {need} tokens is beyond the capacity of {self.capacity}")
+        rows = min(self.capacity, max(FIRST_ROWS, 1 << (need - 1).bit_length()))
+        if rows == self.source_rows or (rows < self.source_rows and self.slots > 1):
+            return
+        kept, other = min(rows, self.source_rows), {}
+        for name, (heads, width) in self._source_shapes.items():
+            other[name] = self._zeros(self.slots, heads, rows, width)
+            if kept:
+                other[name][:, :, :kept] = self._source[name][:, :, :kept]
+        self._calls.clear()
+        self._source, self.source_rows = other, rows

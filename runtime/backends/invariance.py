@@ -24,7 +24,7 @@ import numpy as np
 
 from ..files.errors import CommandParser, OutriderError, run_command
 from ..files.machine import processor
-from ..files.manifest import FIRST_ROWS, CallBits, Invariance, Manifest, read_bundle
+from ..files.manifest import FIRST_ROWS, CallBits, Invariance, Manifest, Pair, read_bundle
 from .bits import reproducible
 from .engine import Ids
 from .host import HostEngine
@@ -47,9 +47,10 @@ def measure(folder: Path, manifest: Manifest) -> Invariance:
         host_engine(manifest.backend), folder / "target", pair.target, widest=TOKENS + 1
     )
     given, text = min(PREFIX, pair.max_len // 2), np.zeros(0, np.int64)
+    sources = _sources(pair)
     found, said = [], []
     for slots in (1, SLOTS):
-        engine = engine_of(slots=slots)
+        engine = _reading(engine_of(slots=slots), sources)
         if not len(text):
             text = sample(engine, pair.vocab_size, given, pair.max_len)
         say = partial(replay, given=given)
@@ -61,15 +62,33 @@ def measure(folder: Path, manifest: Manifest) -> Invariance:
         if slots > 1:
             crowd = np.stack([text, text[::-1], text])
             neighbours = _agree(ways, say(engine, crowd, looked))
+        if sources:
+            engine.encode(0, [0] * min(4 * FIRST_ROWS, engine.capacity))
+            engine = _reading(engine, sources)
         rows = _agree(ways, say(engine, text[None], looked, rows=4 * FIRST_ROWS))
         del engine
-        single = engine_of(slots=slots, threads=1)
+        single = _reading(engine_of(slots=slots, threads=1), sources)
         threads = _agree(ways, say(single, text[None], {*looked, chunk}))
         del single
         found.append(CallBits(widths, others, neighbours, threads, rows))
         said.append(ways)
     (one, several), (alone, among) = found, said
     return Invariance(processor(), one, several, _agree(alone, among, one.widths))
+
+
+def _sources(pair: Pair) -> list[list[int]]:
+    """For the first and last slot, and for those between; none without an encoder."""
+    if pair.start_ids is None:
+        return []
+    rng, longest = np.random.default_rng(1), pair.max_len
+    return [rng.integers(0, pair.vocab_size, min(n, longest)).tolist() for n in (PREFIX, 3)]
+
+
+def _reading(engine: HostEngine[Any], sources: list[list[int]]) -> HostEngine[Any]:
+    """The engine, with a source in each slot where it has an encoder."""
+    for slot in range(engine.slots if sources else 0):
+        engine.encode(slot, sources[0 < slot < engine.slots - 1])
+    return engine
 
 
 def sample(engine: HostEngine[Any], vocab_size: int, given: int, max_len: int) -> Ids:

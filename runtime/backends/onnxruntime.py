@@ -16,7 +16,14 @@ import numpy.typing as npt
 
 from ..files.errors import OutriderError, first_line, importing, out_of_memory
 from ..files.library import add_operators
-from ..files.manifest import GRAPH_FILE, HOST_FILE, ORT_LEFT_OUT, EngineFacts, GraphFacts
+from ..files.manifest import (
+    ENCODER_FILE,
+    GRAPH_FILE,
+    HOST_FILE,
+    ORT_LEFT_OUT,
+    EngineFacts,
+    GraphFacts,
+)
 from ..sampling import kernel
 from .cuda import CaptureError
 from .device import DeviceCall, PreparedEngine, Tensor
@@ -112,18 +119,31 @@ class OrtEngine(HostEngine[Any]):
         own = facts.host_alone or (HOST_FILE in facts.files and kernel.available())
         file = folder / (HOST_FILE if own else GRAPH_FILE)
         self._session = open_session(file, facts, ["CPUExecutionProvider"], threads)
+        if facts.encoder is not None:
+            file = folder / ENCODER_FILE
+            self._encoder = open_session(file, facts, ["CPUExecutionProvider"], threads)
         self._dtype = np.dtype(facts.cache or facts.dtype)
 
     def _zeros(self, *shape: int) -> npt.NDArray[Any]:
         return np.zeros(shape, self._dtype)
 
-    def _bind(self, ids: dict[str, Ids], caches: dict[str, Any], logits: Logits) -> Any:
+    def _bind(
+        self, ids: dict[str, Ids], caches: dict[str, Any], source: dict[str, Any], logits: Logits
+    ) -> Any:
         def tensors(arrays: dict[str, Any]) -> list[Tensor]:
             return [(name, array.ctypes.data, array.shape) for name, array in arrays.items()]
 
         (answer,) = tensors({"logits": logits})
         place, dtype = ("cpu", 0), self._dtype.type
-        return bind(self._session, place, tensors(ids), answer, tensors(caches), dtype)
+        binding = bind(self._session, place, tensors(ids), answer, tensors(caches), dtype)
+        for name, address, shape in tensors(source):
+            binding.bind_input(name, *place, dtype, shape, address)
+        return binding
+
+    def _encode(self, source: Ids) -> dict[str, Any]:
+        names = list(self._source_shapes)
+        found = self._encoder.run(names, {"input_ids": source})
+        return dict(zip(names, found, strict=True))
 
     def _run(self, call: Any) -> None:
         self._session.run_with_iobinding(call)

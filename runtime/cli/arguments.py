@@ -27,6 +27,7 @@ from ..text.options import GammaName, Options
 
 PACKAGE = (__package__ or "runtime").partition(".")[0]
 PROGRAM = "outrider" if PACKAGE == "outrider" else f"python -m {PACKAGE}.generate"
+SOURCES = ("source", "source_file")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 
 _DESCRIPTION = """\
@@ -48,6 +49,7 @@ examples:
   {PROGRAM} --engines build/qwen --prompt "..." --check        # is it exact?
   {PROGRAM} --engines build/qwen --prompt "..." --color        # which tokens were the draft's?
   {PROGRAM} --engines build/qwen --batch in.jsonl --slots 4 > out.jsonl
+  {PROGRAM} --engines build/t5 --source "translate English to German: Good day."
 
 exit status:
   0 success, also when the reader of stdout leaves early (| head); {INTERRUPTED} interrupted;
@@ -131,19 +133,25 @@ def _parser() -> ArgumentParser:
         help="do not check the bundle's files against their hashes")
 
     group = parser.add_argument_group(
-        "prompt", "One source; the value - reads standard input. A text that is read loses one "
+        "prompt", "One of them; the value - reads standard input. A text that is read loses one "
         "final newline.")
-    add = group.add_mutually_exclusive_group(required=True).add_argument
+    add = group.add_mutually_exclusive_group().add_argument
     add("--prompt", metavar="TEXT", help="the text itself")
     add("--prompt-file", metavar="FILE", help="a text file, UTF-8")
     add("--messages", metavar="FILE.json",
         help='chat messages: [{"role": ..., "content": ...}, ...]')
     add("--batch", metavar="FILE.jsonl",
-        help='a request a line: {"prompt": ...} or {"messages": [...]}, and any of these options '
-        "by its Python name (max_new_tokens); prints a JSON line for each, in the same order")
+        help='a request a line: {"prompt": ...}, {"messages": [...]} or {"source": ...}, and any '
+        "of these options by its Python name (max_new_tokens); prints a JSON line for each, in the "
+        "same order")
     add("--chat", action="store_true", dest="conversation",
         help="a conversation in the terminal: Ctrl-C ends an answer, /reset forgets what was said, "
         "Ctrl-D ends it")
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--source", metavar="TEXT",
+        help="what the encoder of an encoder-decoder reads, such as a text to translate; --prompt "
+        "then is how the output begins, and need not be there")
+    add("--source-file", metavar="FILE", help="the same from a text file, UTF-8")
     add = group.add_argument
     add("--system", metavar="TEXT", help="the system message before the prompt or messages")
     add("--no-chat-template", action="store_const", const=False, dest="chat",
@@ -237,7 +245,13 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
     `stream` is resolved to True or False; --draft none to `gamma` 0.
     """
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    prompts = ("prompt", "prompt_file", "messages", "batch", "conversation")
+    if not any(getattr(args, name) not in (None, False) for name in (*prompts, *SOURCES)):
+        parser.error(
+            "one of the arguments --prompt --prompt-file --messages --batch --chat is required"
+        )
     plain = args.draft == "none" or args.gamma == 0
     no_text = "--json" if args.json else "--batch" if args.batch else ""
     leave = "Leave one of them out."
@@ -268,6 +282,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
          "Make it at least as wide."),
         (args.messages and args.chat is False, "--messages need the chat template", leave),
         (args.conversation and args.chat is False, "--chat needs the chat template", leave),
+        *((args.conversation and getattr(args, name) is not None,
+           "--chat is of decoder-only models, which read no source", leave) for name in SOURCES),
         *((args.conversation and getattr(args, name) not in (None, False),
            f"--{name} is of one text, and --chat has many", leave)
           for name in ("json", "baseline", "check", "logprobs")),

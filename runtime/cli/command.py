@@ -20,7 +20,7 @@ from . import report
 from .arguments import options_from, parse, refuse_unread
 from .chat import converse
 from .output import Progress, Session, standard_streams
-from .prompts import at_line, batch_requests, prompt_from
+from .prompts import at_line, batch_requests, prompt_from, source_from
 
 WARM_UP = 16  # tokens generated in either way before --baseline measures
 
@@ -29,6 +29,7 @@ def run(argv: Sequence[str] | None) -> int:
     """The exit status. All that can be refused is refused before the engines are loaded."""
     args = parse(argv)
     out, err = standard_streams(json=bool(args.json or args.batch))
+    args.source = source_from(args)
     options = options_from(args)
     if args.batch:
         requests = batch_requests(args, options)
@@ -51,7 +52,7 @@ def _load(args: Namespace) -> TextEngine:
     )  # fmt: skip
 
 
-def _single(session: Session, prompt: Prompt) -> None:
+def _single(session: Session, prompt: Prompt | None) -> None:
     engine, args, options, err = session.engine, session.args, session.options, session.err
     request = engine.request(prompt, options)
     refuse_unread(args, [request.draft] if request.gamma else [])
@@ -103,7 +104,7 @@ def _single(session: Session, prompt: Prompt) -> None:
         )
 
 
-def _text(session: Session, prompt: Prompt) -> Result:
+def _text(session: Session, prompt: Prompt | None) -> Result:
     """Generate, and show the text as it comes or at the end (with --json not at all)."""
     args, out = session.args, session.out
     stream = session.engine.stream(prompt, **vars(session.options))
@@ -119,8 +120,9 @@ def _text(session: Session, prompt: Prompt) -> Result:
     return stream.result
 
 
-def _beams(session: Session, prompt: Prompt) -> None:
+def _beams(session: Session, prompt: Prompt | None) -> None:
     engine, args, options = session.engine, session.args, session.options
+    assert prompt is not None, "a beam search has no source"
     assert not isinstance(options.gamma, str), "refused with the other options"
     engine.request(prompt, options)  # refuses what no text can have
     found = beam_texts(
@@ -136,7 +138,7 @@ def _beams(session: Session, prompt: Prompt) -> None:
     session.show_engine()
 
 
-def _batch(session: Session, requests: Sequence[tuple[int, Prompt, Options]]) -> None:
+def _batch(session: Session, requests: Sequence[tuple[int, Prompt | None, Options]]) -> None:
     engine, args, err = session.engine, session.args, session.err
     asked = []
     for number, prompt, options in requests:

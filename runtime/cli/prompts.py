@@ -17,17 +17,30 @@ from .arguments import seeded
 LARGEST, LARGEST_BATCH = 16 << 20, 256 << 20  # bytes that are read; /dev/zero has no end
 
 
-def prompt_from(args: Namespace) -> Prompt:
-    """The prompt of --prompt, --prompt-file or --messages. Raises "prompt"."""
+def source_from(args: Namespace) -> str | None:
+    """The text of --source or --source-file. Raises "prompt"."""
+    if args.source is None and args.source_file is None:
+        return None
+    return _text(args.source, args.source_file)
+
+
+def prompt_from(args: Namespace) -> Prompt | None:
+    """The prompt of --prompt, --prompt-file or --messages; None without any. Raises "prompt"."""
     if args.messages is not None:
         text, name = _read(args.messages), source_name(args.messages)
         return _messages(_json(text, name), args.system, name)
-    if args.prompt is not None and args.prompt != "-":
-        return str(args.prompt)
-    return _read(args.prompt or args.prompt_file).removesuffix("\n").removesuffix("\r")
+    if args.prompt is None and args.prompt_file is None:
+        return None
+    return _text(args.prompt, args.prompt_file)
 
 
-def batch_requests(args: Namespace, options: Options) -> list[tuple[int, Prompt, Options]]:
+def _text(given: str | None, file: str) -> str:
+    if given is not None and given != "-":
+        return given
+    return _read(given or file).removesuffix("\n").removesuffix("\r")
+
+
+def batch_requests(args: Namespace, options: Options) -> list[tuple[int, Prompt | None, Options]]:
     """(line number, prompt, options) of each line of --batch; empty lines are skipped.
 
     Raises "prompt" or "option", naming the line.
@@ -54,13 +67,17 @@ def at_line(args: Namespace, number: int, error: OutriderError, more: str = "") 
     return OutriderError(error.kind, cause, error.remedy)
 
 
-_BATCH_REMEDY = 'A line is {"prompt": "..."} or {"messages": [...]}, with options if need be.'
+_BATCH_REMEDY = (
+    'A line is {"prompt": "..."}, {"messages": [...]} or {"source": "..."}, '
+    "with options if need be."
+)
 
 
-def _request(body: Any, options: Options, where: str) -> tuple[Prompt, Options]:
+def _request(body: Any, options: Options, where: str) -> tuple[Prompt | None, Options]:
     if not isinstance(body, dict):
         raise OutriderError("prompt", f"{where} is not a JSON object", _BATCH_REMEDY)
-    if ("prompt" in body) == ("messages" in body):
+    needed = options.source is None and body.get("source") is None
+    if len(body.keys() & {"prompt", "messages"}) not in ((1,) if needed else (0, 1)):
         cause = f"{where} needs either a prompt or messages"
         raise OutriderError("prompt", cause, _BATCH_REMEDY)
     given = {name: value for name, value in body.items() if name not in ("prompt", "messages")}
@@ -77,6 +94,8 @@ def _request(body: Any, options: Options, where: str) -> tuple[Prompt, Options]:
             cause = "messages need the chat template"
             raise OutriderError("option", cause, "Leave --no-chat-template out.")
         return _messages(body["messages"], changed.system, where), changed
+    if "prompt" not in body:
+        return None, changed
     prompt = body["prompt"]
     ids = isinstance(prompt, list) and all(type(item) is int and item >= 0 for item in prompt)
     if not (ids or isinstance(prompt, str)):

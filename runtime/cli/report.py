@@ -39,8 +39,8 @@ def summary(result: Result, gamma: str, *, seed: bool = True) -> list[str]:
         finish += ":" + json.dumps(result.stopped_by, ensure_ascii=False)
     drafts = f" | draft prefill {_ms(t)} ms" if (t := stats.time_draft_prefill) else ""
     return [
-        f"prompt {stats.prompt_tokens} tok{_reused(stats)} | TTFT {_ms(stats.ttft)} ms "
-        f"(target prefill {_ms(stats.time_prefill)}){drafts}",
+        f"{_source(stats)}prompt {stats.prompt_tokens} tok{_reused(stats)} "
+        f"| TTFT {_ms(stats.ttft)} ms (target prefill {_ms(stats.time_prefill)}){drafts}",
         f"output {stats.output_tokens} tok | {speed(stats):.1f} tok/s | TPOT {_ms(stats.tpot())} ms"
         f" | finish {finish}" + (f" | seed {result.seed}" if seed else ""),
         *round_lines(stats, gamma),
@@ -63,8 +63,8 @@ def batch_summary(results: Sequence[Result], seconds: float, gamma: str) -> list
     finish = " ".join(f"{reason} {reasons.count(reason)}" for reason in sorted(set(reasons)))
     throughput = total.output_tokens / seconds if seconds else 0.0
     return [
-        f"requests {len(results)} | prompts {total.prompt_tokens} tok{_reused(total)} "
-        f"| finish {finish}",
+        f"requests {len(results)} | {_source(total)}prompts {total.prompt_tokens} tok"
+        f"{_reused(total)} | finish {finish}",
         f"output {total.output_tokens} tok | {throughput:.1f} tok/s | {seconds:.1f} s",
         *round_lines(total, gamma),
     ]
@@ -221,6 +221,10 @@ def _logprob(token: Token) -> dict[str, Any]:
 def _finite(value: float | None) -> float | None:
     """JSON has no infinity: the log-probability of an impossible token is null."""
     return None if value is None or not math.isfinite(value) else round(value, 6)
+
+
+def _source(stats: Stats) -> str:
+    return f"source {stats.source_tokens} tok | " if stats.source_tokens else ""
 
 
 def _reused(stats: Stats) -> str:

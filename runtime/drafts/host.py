@@ -53,20 +53,28 @@ class HostDraft:
             draft.forget(sequence)
 
     def lacking(self, gammas: Gammas) -> list[ActiveSequence]:
-        """Who cannot draft before the draft model has read some of the text."""
+        """Who cannot draft before the draft model has read its source, or some of the text."""
         return [
             sequence
             for sequence, gamma in gammas.items()
-            if gamma and sequence.slot.draft_lacks and self._of(sequence).reads_model
+            if gamma
+            and self._of(sequence).reads_model
+            and (sequence.slot.draft_lacks or not self._has_source(sequence))
         ]
 
+    def _has_source(self, sequence: ActiveSequence) -> bool:
+        source, engine = sequence.request.source, self.sources.engine
+        return engine is None or engine.held.source(sequence.slot.index) == tuple(source)
+
     def read(self, sequence: ActiveSequence) -> None:
-        """Give the draft the rows it lacks: the prompt at first, plain rounds later."""
+        """Give the draft what it lacks: source and prompt at first, plain rounds later."""
         slot, engine = sequence.slot, self.sources.engine
         assert engine is not None
-        need = slot.draft_len + slot.draft_lacks
-        prefill(engine, slot.index, slot.tokens[:need], slot.draft_len)
-        slot.draft_len = need
+        engine.encode(slot.index, sequence.request.source)
+        if slot.draft_lacks:
+            need = slot.draft_len + slot.draft_lacks
+            prefill(engine, slot.index, slot.tokens[:need], slot.draft_len)
+            slot.draft_len = need
 
     def propose(self, gammas: Gammas) -> Drafted:
         """Draft for these sequences, at most gamma tokens each."""

@@ -23,8 +23,8 @@ class NgramDraft(GuessedDraft):
     """See `Lookup`; one for each sequence."""
 
     help = (
-        "what followed the same words before, in prompt or output (good where text repeats itself; "
-        "needs no model)"
+        "what followed the same words before, in source, prompt or output (good where text repeats "
+        "itself; needs no model)"
     )
     reads_corpus = True
 
@@ -33,8 +33,8 @@ class NgramDraft(GuessedDraft):
         self._lookups: dict[ActiveSequence, Lookup] = {}
 
     def known(self, sequence: ActiveSequence) -> Sequence[int]:
-        """What is looked into: the beginning of the text, or all of it."""
-        return sequence.slot.tokens
+        """What is looked into: the beginning of what was seen, or all of it."""
+        return sequence.seen
 
     def guess(self, sequence: ActiveSequence, drafts: Sequence[int], count: int) -> list[int]:
         lookup = self._lookups.get(sequence)
@@ -42,17 +42,18 @@ class NgramDraft(GuessedDraft):
             self._lookups[sequence] = lookup = Lookup(corpus=self.sources.corpus)
         known = self.known(sequence)
         lookup.read(known)
-        return lookup.propose(count, [*sequence.slot.tokens[len(known) :], *drafts])
+        return lookup.propose(count, [*sequence.seen[len(known) :], *drafts])
 
     def forget(self, sequence: ActiveSequence) -> None:
         self._lookups.pop(sequence, None)
 
 
 class CopyDraft(NgramDraft):
-    help = "in the prompt alone"
+    help = "in source and prompt alone"
 
     def known(self, sequence: ActiveSequence) -> Sequence[int]:
-        return sequence.request.prompt
+        request = sequence.request
+        return [*request.source, *request.prompt] if request.source else request.prompt
 
 
 class Lookup:

@@ -25,6 +25,7 @@ MANIFEST_FILE, PAIR_FILE, PART_FILE = "manifest.json", "pair.json", "graph.json"
 GRAPH_FILE = "graph.onnx"
 HOST_FILE = "host.onnx"  # the same for the CPU, with the operators of plugins/onnxruntime
 HOST_WEIGHTS_FILE = "host.bin"  # its own weights, where they are quantised
+ENCODER_FILE, ENCODER_WEIGHTS_FILE = "encoder.onnx", "encoder.bin"
 PACKAGE_FILE = "engine.pt2"  # AOTInductor's
 # Optimisers of ONNX Runtime that are left out. In float16 this one makes a node and does not say
 # so; the next one asks for the node's operator, which nobody looked up, and the process dies.
@@ -92,13 +93,21 @@ class Quality:
 
 
 @dataclass(frozen=True)
+class EncoderFacts:
+    """What a decoder reads of its encoder: per layer [heads, head_dim] of a source's row."""
+
+    key_shapes: list[RowShape]
+    value_shapes: list[RowShape]
+
+
+@dataclass(frozen=True)
 class GraphFacts:
     """One model's graph.
 
     key: content address of everything the graph was made from.
     vocab_size: the width of the logits, padding included.
-    max_len: the longest sequence, in tokens, that the graph was made for; context: the longest that
-        the checkpoint was made for, None where it does not say.
+    max_len: the longest sequence, in tokens, that the graph was made for, and the longest source;
+        context: the longest that the checkpoint was made for, None where it does not say.
     key_shapes, value_shapes: per layer [kv_heads, head_dim] of a cache row.
     weights: the type of the quantised ones; None where all are of `dtype`.
     max_difference: largest absolute difference of the logits from the original model's; None
@@ -106,6 +115,7 @@ class GraphFacts:
     tolerance: the bound that `max_difference` was held to.
     quality: of quantised weights; None where they are not.
     cache: the type of a quantised row; None where it is of `dtype`.
+    encoder: of an encoder-decoder, whose encoder is a graph of its own; None for the others.
     """
 
     key: str
@@ -127,6 +137,7 @@ class GraphFacts:
     weights: Weights | None = None
     quality: Quality | None = None
     cache: Cache | None = None
+    encoder: EncoderFacts | None = None
 
     @property
     def host_alone(self) -> bool:
@@ -138,8 +149,10 @@ class GraphFacts:
         return "torch" if PROGRAM_FILE in self.files else "onnx"
 
     def cache_bytes(self, slots: int, rows: int | None = None) -> int:
-        """rows: of a slot; None for all of them."""
+        """rows: of a slot, and of its source; None for all of them."""
         shapes = [*self.key_shapes, *self.value_shapes]
+        if self.encoder:
+            shapes += [*self.encoder.key_shapes, *self.encoder.value_shapes]
         rows = self.capacity if rows is None else min(rows, self.capacity)
         if self.cache:
             return slots * rows * sum(heads * (width + SCALE_BYTES) for heads, width in shapes)
@@ -170,6 +183,8 @@ class Pair:
     max_len: longest prompt + output. max_gamma: most draft tokens a round.
     capacity: rows of a slot, at least max_len + max_gamma + 1: a verification never writes past it.
     lookup: what proposes where there is no draft model and a request does not say; None: nothing.
+    start_ids: what an encoder-decoder's text begins with: the decoder's start token, and the one
+        that is forced behind it, where there is any; None for decoder-only models.
     """
 
     target: GraphFacts
@@ -180,6 +195,7 @@ class Pair:
     max_gamma: Annotated[int, between(1, MOST_GAMMA)]
     capacity: Count
     lookup: Literal["ngram"] | None = None
+    start_ids: Annotated[list[TokenId], Rule("one or two tokens", bool)] | None = None
 
     def models(self) -> Iterator[tuple[str, GraphFacts]]:
         """("target", facts), and ("draft", facts) where there is one."""
@@ -315,6 +331,8 @@ class Manifest:
                 own = [HOST_FILE, HOST_WEIGHTS_FILE]
             if engine:
                 own = [engine.file, engine.weights or engine.file]
+            if models[role].encoder:
+                own += [ENCODER_FILE, ENCODER_WEIGHTS_FILE]
             needed |= {f"{role}/{name}" for name in own}
             if engine:  # compiled: no file of the pair
                 name = f"{role}/{engine.file}"
@@ -326,6 +344,9 @@ class Manifest:
             "its vocabulary": pair.vocab_size <= pair.target.vocab_size,
             "its caches": all(
                 len(facts.key_shapes) == len(facts.value_shapes) > 0 for facts in models.values()
+            ),
+            "its encoders": all(
+                (facts.encoder is None) == (pair.start_ids is None) for facts in models.values()
             ),
         }
         return next((what for what, holds in facts_that_hold.items() if not holds), None)
@@ -409,7 +430,7 @@ def verify_part(folder: Path, manifest: Manifest, *, weights: bool) -> None:
     """The hashes of the files that hold numbers alone, or of all others. Whoever opens the former
     while they are damaged computes nonsense and runs none of it; an engine that holds its own
     weights is among the latter. Raises OutriderError "bundle"."""
-    kinds = (WEIGHTS_FILE, HOST_WEIGHTS_FILE)
+    kinds = (WEIGHTS_FILE, HOST_WEIGHTS_FILE, ENCODER_WEIGHTS_FILE)
     numbers = {f"{role}/{file}" for role, _ in manifest.pair.models() for file in kinds}
     files = {name: f for name, f in manifest.files.items() if (name in numbers) == weights}
     verify_files(folder, files, contents=True, remedy=_REBUILD)

@@ -84,20 +84,21 @@ class TextEngine:
 
     # What users call
 
-    def generate(self, prompt: Prompt, **options: Any) -> Result:
-        """The whole text. prompt: text, token ids, or chat messages. options: see `Options`."""
+    def generate(self, prompt: Prompt | None = None, **options: Any) -> Result:
+        """The whole text. prompt: text, token ids, or chat messages; None beside a source that says
+        it all. options: see `Options`."""
         for event in self.stream(prompt, **options):
             if event.result is not None:
                 return event.result
         raise AssertionError("a stream ends with a result")
 
-    def stream(self, prompt: Prompt, **options: Any) -> Stream:
+    def stream(self, prompt: Prompt | None = None, **options: Any) -> Stream:
         """The text as it comes, an event a round; see `Stream`."""
         return Stream(self, *self.prepare(prompt, Options(**options)))
 
     def batch(
         self,
-        prompts: Iterable[Prompt | tuple[Prompt, Options]],
+        prompts: Iterable[Prompt | tuple[Prompt | None, Options] | None],
         **options: Any,
     ) -> Batch:
         """Run requests in all slots at once, each joining when a slot is free.
@@ -126,7 +127,7 @@ class TextEngine:
 
     # What goes on in a request: `Stream` and `Batch` call these
 
-    def prepare(self, prompt: Prompt, options: Options) -> tuple[Request, Transcript]:
+    def prepare(self, prompt: Prompt | None, options: Options) -> tuple[Request, Transcript]:
         """Refuse what cannot be run, before anything is run. Raises as `generate`."""
         options.check()
         options = options.seeded()
@@ -148,7 +149,7 @@ class TextEngine:
             for name, tokens in (("stop_token_ids", options.stop_token_ids), ("logit_bias", biased))
             for token in tokens
         )  # fmt: skip
-        ids = self.encode(prompt, options)
+        source, ids = self._source(options), self.encode(prompt, options)
         self.decoder.check_ids(ids)  # before the text side, which would look a stranger up
         transcript = Transcript(self.tokenizer, ids, params.seed, options)
         request = Request(
@@ -165,11 +166,12 @@ class TextEngine:
             ignore_eos=options.ignore_eos,
             logprobs=options.logprobs,
             stop=transcript.push,
+            source=source,
         )
         self.decoder.check(request)
         return request, transcript
 
-    def request(self, prompt: Prompt, options: Options) -> Request:
+    def request(self, prompt: Prompt | None, options: Options) -> Request:
         """What would be run: token ids, and options with their defaults. Raises as `generate`."""
         return self.prepare(prompt, options)[0]
 
@@ -256,14 +258,54 @@ class TextEngine:
                     self._decoder.release(sequence)
             yield
 
-    def encode(self, prompt: Prompt, options: Options) -> list[int]:
-        """Token ids of a prompt: text as it is or through the chat template, messages, or ids.
+    def encode(self, prompt: Prompt | None, options: Options) -> list[int]:
+        """Token ids of a prompt: text as it is or through the chat template, messages, or ids. An
+        encoder-decoder's begins with the decoder's start token, whatever it is, as in Transformers.
 
         Raises OutriderError "prompt" or "option".
         """
-        special = options.special_tokens
+        start = self.manifest.pair.start_ids
+        if start is None:
+            if prompt is None:
+                raise OutriderError("prompt", "there is no prompt", "Give one.")
+            return self._encode(prompt, options)
+        if prompt is None and isinstance(options.source, str):
+            return list(start)
+        ids = self._encode(() if prompt is None else prompt, options)
+        if not ids:
+            return list(start)
+        return ids if ids[0] == start[0] else [start[0], *ids]
+
+    def _source(self, options: Options) -> list[int]:
+        """Token ids of what an encoder reads. Raises OutriderError "prompt" or "option"."""
+        source, architecture = options.source, self.manifest.pair.target.architecture
+        if self.manifest.pair.start_ids is None:
+            if source is None:
+                return []
+            raise OutriderError(
+                "option",
+                f"a source is for encoder-decoders, and the target is a {architecture}",
+                "Give it as the prompt.",
+            )
+        refuse_first([
+            (options.chat or options.system is not None,
+             f"chat templates are of decoder-only models, and the target is a {architecture}",
+             "Leave chat and system out."),
+        ])  # fmt: skip
+        if isinstance(source, str):
+            return self.tokenizer.encode(source, special_tokens=options.special_tokens)
+        if source is None or len(source) == 0:
+            raise OutriderError(
+                "prompt",
+                f"there is no source, which the target, a {architecture}, reads",
+                "Give it one: source=..., on the command line --source TEXT.",
+            )
+        return [index(token) for token in source]
+
+    def _encode(self, prompt: Prompt, options: Options) -> list[int]:
+        special, start = options.special_tokens, self.manifest.pair.start_ids
         if isinstance(prompt, str):
-            templated = self.manifest.pair.tokenizer.chat_template
+            templated = self.manifest.pair.tokenizer.chat_template and start is None
             chat = templated if options.chat is None else options.chat
             if options.system is not None and not chat:
                 raise OutriderError(
@@ -272,7 +314,10 @@ class TextEngine:
                     "Put it into the prompt itself, or use a checkpoint with a chat template.",
                 )
             if not chat:
-                return self.tokenizer.encode(prompt, special_tokens=special)
+                # What a tokenizer puts around a text is around a source; a prompt goes on.
+                return self.tokenizer.encode(
+                    prompt, add_special_tokens=start is None, special_tokens=special
+                )
             prompt = [{"role": "user", "content": prompt}]
         items = _items(prompt)
         if items and isinstance(items[0], Mapping):

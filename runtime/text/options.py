@@ -28,13 +28,14 @@ class Options:
     seed: None draws one, which the result reports. draft: who proposes tokens, the bundle's draft
     "model", an "ngram" lookup in prompt and output, or "none"; None is what the bundle was built
     with. "chain": the draft model with lookups as its own draft; "copy": lookups in the prompt
-    alone; "unigram", "bigram", "skip": tables, of the file that the bundle was loaded with;
-    "random": any token. gamma: draft tokens a round, 0 for plain decoding; None for 4 of a model, 8
-    of the others; "auto" for what is fastest by measured costs and acceptance, "transformers" for
-    the schedule of Transformers. draft_temperature: of what the draft is sampled with, None for the
-    target's. draft_threshold: a round drafts no more after a token to which the draft gave a
-    probability below this. fallback: "auto" goes without drafts while they lose. verify: "coupled"
-    draws what plain sampling with this seed draws, whatever was drafted, and is also for gamma 0.
+    alone (both look in a source too); "unigram", "bigram", "skip": tables, of the file that the
+    bundle was loaded with; "random": any token. gamma: draft tokens a round, 0 for plain decoding;
+    None for 4 of a model, 8 of the others; "auto" for what is fastest by measured costs and
+    acceptance, "transformers" for the schedule of Transformers. draft_temperature: of what the
+    draft is sampled with, None for the target's. draft_threshold: a round drafts no more after a
+    token to which the draft gave a probability below this. fallback: "auto" goes without drafts
+    while they lose. verify: "coupled" draws what plain sampling with this seed draws, whatever was
+    drafted, and is also for gamma 0.
     By the other rules a seed repeats the text for the same draft and gamma only, and where rounds
     go by the clock (gamma or fallback "auto") the distribution alone. stop: texts that end the
     output and are not part of it; stop_token_ids likewise. logprobs: alternatives reported for each
@@ -42,7 +43,9 @@ class Options:
     the chat template; None does so where the bundle has one. system: the system message in that
     case. special_tokens: whether special tokens that are written out in a prompt or message, such
     as "</s>", are "control" tokens, as in Transformers, or "text"; those that the chat template
-    writes always control. The others are those of `SamplingParams`.
+    writes always control. source: what the encoder of an encoder-decoder reads, as text or token
+    ids; a prompt then is how the output begins, and there need not be one. The others are those of
+    `SamplingParams`.
     """
 
     max_new_tokens: int = 256
@@ -70,6 +73,7 @@ class Options:
     chat: bool | None = None
     system: str | None = None
     special_tokens: Literal["control", "text"] = "control"
+    source: str | Sequence[int] | None = None
 
     def seeded(self) -> Options:
         """With a seed, drawn where there is none."""
@@ -175,4 +179,8 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "chat": _FLAG,
     "system": (_is_text, "a text"),
     "special_tokens": _one_of("control", "text"),
+    "source": (
+        lambda value: _is_text(value) or _list(value, _whole(0)),
+        "a text or a list of token ids",
+    ),
 }

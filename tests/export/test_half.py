@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from checkpoints import ARCHITECTURES, NO_GRAPH, SMALL
+from checkpoints import ARCHITECTURES, NO_GRAPH, SMALL, WITH_ENCODER
 from commands import error_line
 from exported import LAYERS, TIED, UNTIED, command, eager, graph, nothing_left, text, type_of
 from rounds import cases
@@ -77,7 +77,7 @@ FLOAT = ir.DataType.FLOAT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in {TIED, *NO_GRAPH}])
+@pytest.mark.parametrize("name", sorted({*ARCHITECTURES} - {TIED, *NO_GRAPH, *WITH_ENCODER}))
 def test_architectures_in_float16(workshop: Workshop, name: str) -> None:
     source = workshop.checkpoint(name)
     facts = read_pair(workshop.graphs(source, dtype="float16")).target

@@ -20,7 +20,7 @@ from runtime import load
 from runtime.cmake import folder
 from runtime.files.errors import OutriderError
 from runtime.files.library import find_library
-from runtime.files.manifest import read_bundle
+from runtime.files.manifest import EncoderFacts, read_bundle
 from runtime.files.records import write_json
 from runtime.sampling.kernel import ABI_VERSION
 
@@ -144,6 +144,10 @@ def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
     NativeSession(bundle).close()
     write_json(bundle / "manifest.json", "manifest", replace(odd, backend="tensorrt"))
     refused("backend", "tensorrt")
+    target = replace(odd.pair.target, encoder=EncoderFacts([[1, 1]], [[1, 1]]))
+    reading = replace(odd, pair=replace(odd.pair, target=target))
+    write_json(bundle / "manifest.json", "manifest", reading)
+    refused("backend", "encoder-decoder")
     (bundle / "manifest.json").write_text(manifest)
     for name in ("tokenizer/tokenizer.json", "target/weights.bin"):
         content = (bundle / name).read_bytes()

@@ -16,12 +16,19 @@ import tokenizers
 import torch
 import transformers
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 EOS = "</s>"
 TOKENS = [EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())]  # 257: one of each byte
 VOCAB_SIZE = len(TOKENS)
 CONTEXT = 256
+FORCED = 5  # token of the one checkpoint whose texts begin with one behind the start token
 WINDOW = 12  # of every architecture that has a sliding one
 
 torch.set_num_threads(1)  # models of this size only lose by more, and test workers share the cores
@@ -41,6 +48,15 @@ _llama = partial(_like, _LLAMA)
 # Of the generation before Llama, most with names of their own for the same sizes.
 _gpt = partial(_like, _IDS)
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
+
+_STARTED = {**_IDS, "pad_token_id": 0, "decoder_start_token_id": 1}
+_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "initializer_factor": 0.1}
+_BART = {
+    "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
+}  # fmt: skip
+_t5 = partial(_like, {**_STARTED, **_T5, "num_heads": 4})
+_bart = partial(_like, {**_STARTED, **_BART, "max_position_embeddings": CONTEXT})
 
 # Untied: with embeddings scaled by sqrt(64) a tied random Gemma only repeats its input.
 _GEMMA = {"head_dim": 16, "tie_word_embeddings": False}
@@ -111,9 +127,21 @@ ARCHITECTURES: dict[str, Architecture] = {
     "bloom": _gpt(transformers.BloomConfig, hidden_size=64, n_layer=2, n_head=4),
     "gptj": _gpt(transformers.GPTJConfig, **_GPT2, rotary_dim=8),
     "mamba": _gpt(transformers.MambaConfig, hidden_size=64, num_hidden_layers=2),
-    "t5": _gpt(transformers.T5Config, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4),
+    "whisper": _bart(transformers.WhisperConfig),
+    # Encoder-decoders.
+    "t5": _t5(transformers.T5Config),
+    "t5-gated": _t5(
+        transformers.T5Config, feed_forward_proj="gated-gelu", tie_word_embeddings=False
+    ),
+    "mt5": _t5(transformers.MT5Config),
+    "umt5": _t5(transformers.UMT5Config),
+    "bart": _bart(transformers.BartConfig),
+    "mbart": _bart(transformers.MBartConfig, scale_embedding=True),
+    "marian": _bart(transformers.MarianConfig),
+    "pegasus": _bart(transformers.PegasusConfig),
 }  # fmt: skip
-NO_GRAPH = {"falcon", "bloom", "gptj", "mamba", "t5"}
+NO_GRAPH = {"falcon", "bloom", "gptj", "mamba", "whisper"}
+WITH_ENCODER = ["t5", "t5-gated", "mt5", "umt5", "bart", "mbart", "marian", "pegasus"]
 SMALL = {"num_hidden_layers": 1}
 # An export of one layer takes half the time.
 ONE_LAYER = {
@@ -151,19 +179,22 @@ def write(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if config.is_encoder_decoder:
-            model = transformers.T5ForConditionalGeneration(config)
+            reads = AutoModelForSpeechSeq2Seq if name == "whisper" else AutoModelForSeq2SeqLM
+            model = reads.from_config(config)
         else:
             model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for path, parameter in model.named_parameters():
                 # Layers that speak louder than the embeddings: text that depends on its context.
-                inner = ".layers." in path or ".h." in path
+                inner = any(part in path for part in (".layers.", ".h.", ".block."))
                 size = 0.1 if parameter.dim() < 2 else 0.3 if inner else 0.15
                 parameter.add_(torch.randn_like(parameter), alpha=size)
             torch.manual_seed(seed + 1)
             for parameter in model.parameters() if blur else ():
                 noise = torch.randn_like(parameter)
                 parameter.add_(noise * parameter.std(correction=0), alpha=blur)
+    if name == "mbart":
+        model.generation_config.forced_bos_token_id = FORCED
     model.save_pretrained(folder)
     tokenizer(tokens).save_pretrained(folder)
     return folder

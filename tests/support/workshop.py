@@ -11,7 +11,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,14 @@ import torch._inductor
 from checkpoints import ONE_LAYER, SMALL, write
 from commands import CHECKOUT
 from onnx_ir.tensor_adapters import TorchTensor
+from torch.utils._pytree import tree_leaves
 
 import export.graph
 from engines.bundle import build
 from engines.registry import find
 from export import part
-from export.decoder import Decoder
+from export.decoder import Decoder, Example
+from export.encoder import Encoder
 from export.pair import export as export_pair
 from runtime.files.manifest import GraphFacts
 from runtime.files.records import digest_json
@@ -63,13 +65,7 @@ def traced_once() -> Iterator[None]:
     """Decoders that differ in the values of their weights alone share one trace."""
     real = export.graph.trace
 
-    def trace(
-        decoder: Decoder,
-        key_shapes: Sequence[tuple[int, int]],
-        value_shapes: Sequence[tuple[int, int]],
-        capacity: int,
-        dtype: torch.dtype,
-    ) -> ir.Model:
+    def trace(decoder: Decoder | Encoder, example: Example) -> ir.Model:
         config = decoder.model.config.to_dict()
         del config["_name_or_path"]
         weights = {
@@ -80,8 +76,12 @@ def traced_once() -> Iterator[None]:
             {
                 "config": config,
                 "weights": {name: [*w.shape, str(w.dtype)] for name, w in weights.items()},
-                "arguments": [key_shapes, value_shapes, capacity, str(dtype)],
-                "positions": decoder.max_positions,
+                "arguments": [
+                    [*argument.shape, str(argument.dtype)]
+                    for argument in tree_leaves(example.arguments)
+                ],
+                "results": example.outputs,
+                "positions": getattr(decoder, "max_positions", None),
                 "bits": [getattr(module, "bits", None) for module in decoder.modules()],
                 "exporter": part.exporter_digest(),
                 "versions": part.versions(),
@@ -89,7 +89,7 @@ def traced_once() -> Iterator[None]:
         )
         with _alone(KEPT / "traces" / f"{key[:16]}.onnx") as place:
             if not place.exists():
-                traced = real(decoder, key_shapes, value_shapes, capacity, dtype)
+                traced = real(decoder, example)
                 ir.save(traced, place.with_suffix(".part"))
                 place.with_suffix(".part").rename(place)
                 return traced

@@ -1,0 +1,187 @@
+"""Encoder-decoders: the encoder as a graph of its own, and what the decoder's graph has of it.
+
+The encoder runs once a request. What it leaves are the keys and values of each decoder layer's
+attention to the source: constants of the slot, which the decoder's graph reads. As the causal
+decoder (`decoder.py`), both are Transformers' own code, traced through its interfaces:
+
+- the keys and values are what the decoder stores in its cache for the source;
+- relative positions are the architecture's own bias (`compute_bias`), looked up for each slot;
+- a table of positions looks up the tokens of all slots as if they were one text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import EncoderDecoderCache, PreTrainedModel
+
+from .decoder import Decoder, Example, SlotCache, Stored, example_caches, numbered
+
+Shapes = Sequence[tuple[int, int]]  # per layer (H, D)
+
+
+class Caches(EncoderDecoderCache):
+    """Two caches as Transformers' decoders want them: of the text, and of the source.
+
+    written: layers whose keys and values of the source are there, and are not computed again.
+    """
+
+    is_compileable = False
+
+    def __init__(self, text: Any, source: Any, written: int = 0):
+        self.self_attention_cache, self.cross_attention_cache = text, source
+        self.is_updated = dict.fromkeys(range(written), True)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        text = self.self_attention_cache
+        # Where the slots' tokens begin, [B, 1]: their numbers within the call are added to it.
+        return text.position[:, None] if isinstance(text, SlotCache) else 0
+
+
+class Encoder(torch.nn.Module):
+    """`forward(input_ids [1, E])`: the keys and values of each decoder layer's attention to the
+    source, each [1, H, E, D]."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        source = Stored()
+        self.model(
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            # What the decoder makes of it is not asked for, and so is not in the graph.
+            decoder_input_ids=torch.zeros_like(input_ids[:, :1]),
+            past_key_values=Caches(Stored(), source),
+            use_cache=True,
+        )
+        return list(source.keys.values()), list(source.values.values())
+
+
+class SourceDecoder(Decoder):
+    """As `Decoder`, of an encoder-decoder: `forward(.., cross_keys, cross_values, source_length)`.
+
+    cross_keys, cross_values: per layer [B, H, E, D]. source_length: int64 [B], how many of the E
+    rows are the source's.
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: torch.Tensor,
+        position: torch.Tensor,
+        logits_index: torch.Tensor,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+        cross_keys: list[torch.Tensor],
+        cross_values: list[torch.Tensor],
+        source_length: torch.Tensor,
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        text = SlotCache(keys, values, position)
+        layers = [
+            SimpleNamespace(keys=key, values=value)
+            for key, value in zip(cross_keys, cross_values, strict=True)
+        ]
+        slots, rows = cross_keys[0].shape[0], cross_keys[0].shape[2]
+        with _for_each_slot(self.model, logits_index, self.max_positions):
+            logits = self.model(
+                # Nobody reads them: what they would be multiplied to is there.
+                encoder_outputs=(cross_keys[0].new_zeros(slots, rows, 1),),
+                attention_mask=torch.arange(rows, device=position.device) < source_length[:, None],
+                decoder_input_ids=input_ids,
+                past_key_values=Caches(text, SimpleNamespace(layers=layers), len(layers)),
+                use_cache=True,
+            ).logits
+        return logits.float(), text.keys, text.values
+
+
+@contextmanager
+def _for_each_slot(
+    model: PreTrainedModel, logits_index: torch.Tensor, max_positions: int | None
+) -> Iterator[None]:
+    """While slots have lengths of their own, and some tokens get logits: Transformers' encoder-
+    decoders take one length for all, and have no `logits_to_keep`."""
+    replaced: list[tuple[torch.nn.Module, str]] = []
+
+    def replace(module: Any, name: str, by: Callable[..., torch.Tensor]) -> None:
+        setattr(module, name, partial(by, getattr(module, name)))
+        replaced.append((module, name))
+
+    for module in model.modules():
+        if hasattr(module, "compute_bias"):
+            replace(module, "compute_bias", _bias)
+        if "position_ids" in signature(module.forward).parameters and not list(module.children()):
+            replace(module, "forward", partial(_look_up, max_positions))
+    outputs = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    asked = outputs.register_forward_pre_hook(lambda _, x: x[0].index_select(1, logits_index))
+    try:
+        yield
+    finally:
+        asked.remove()
+        for module, name in replaced:
+            delattr(module, name)
+
+
+def _bias(
+    compute: Callable[..., torch.Tensor],  # [1, H, N, S] for tokens from past_seen_tokens on
+    query_length: int,
+    key_length: int,
+    device: Any = None,
+    past_seen_tokens: torch.Tensor | int = 0,  # [B, 1], or 0
+) -> torch.Tensor:
+    """[B, H, N, S], or [1, H, N, S] where all begin at 0.
+
+    A relative bias depends on how far a key lies behind the query, and on nothing else: so the one
+    of a query in the last row has all there are. Keys ahead of a query are masked.
+    """
+    if isinstance(past_seen_tokens, int):
+        return compute(query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)
+    table = compute(1, key_length, device=device, past_seen_tokens=key_length - 1)[0, :, 0]
+    queries = past_seen_tokens + torch.arange(query_length, device=device)  # [B, N]
+    behind = queries[:, :, None] - torch.arange(key_length, device=device)
+    return table[:, key_length - 1 - behind.clamp(min=0)].transpose(0, 1)
+
+
+def _look_up(
+    max_positions: int | None,
+    table: Callable[..., torch.Tensor],
+    input_ids: Any,
+    past_key_values_length: Any = 0,
+    position_ids: torch.Tensor | None = None,  # [B, N]
+) -> torch.Tensor:
+    """[B, N, D]"""
+    if position_ids is None or position_ids.dim() < 2:
+        return table(input_ids, past_key_values_length, position_ids=position_ids)
+    if max_positions is not None:  # as in `Decoder`
+        position_ids = position_ids.clamp(max=max_positions - 1)
+    found = table(input_ids, 0, position_ids=position_ids.reshape(-1))
+    return found.reshape(*position_ids.shape, -1)
+
+
+def example_encoder(key_shapes: Shapes, value_shapes: Shapes) -> Example:
+    """For tracing an `Encoder` with E left open; the shapes are those of the source's caches."""
+    outputs = [*numbered("cross_key", key_shapes), *numbered("cross_value", value_shapes)]
+    # 3, not 1: as in `example`.
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    return Example((ids,), ({1: torch.export.Dim("source")},), ["input_ids"], outputs)
+
+
+def example_decoder(text: Example, key_shapes: Shapes, value_shapes: Shapes) -> Example:
+    """For tracing a `SourceDecoder`; text: as of a `Decoder`."""
+    slots, source = text.open_sizes[1][0], torch.export.Dim("source")
+    dtype = text.arguments[-1][0].dtype
+    caches = [example_caches(shapes, 5, dtype) for shapes in (key_shapes, value_shapes)]
+    of_caches = [[{0: slots, 2: source} for _ in side] for side in caches]
+    names = [*numbered("cross_key", key_shapes), *numbered("cross_value", value_shapes)]
+    return Example(
+        (*text.arguments, *caches, torch.tensor([1, 2])),
+        (*text.open_sizes, *of_caches, {0: slots}),
+        [*text.inputs, *names, "source_length"],
+        text.outputs,
+    )

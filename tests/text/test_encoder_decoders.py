@@ -1,0 +1,325 @@
+"""Encoder-decoders: at temperature 0 the tokens of Transformers' `generate`, and whose source a
+slot has.
+
+Sources of one token to over a hundred, in one slot and in three that have different ones; drafts
+that are right now and then, lookups, none. A random model's greedy text repeats itself, so all of
+them have a repetition penalty, which is Transformers' own.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import FORCED, VOCAB_SIZE, WITH_ENCODER
+from commands import error_line
+from exported import command, nothing_left
+from originals import one_thread
+from rounds import cases
+from transformers import AutoModelForSeq2SeqLM
+from workshop import MAX_LEN, Workshop
+
+from engines.bundle import build
+from runtime import Options, TextEngine, generate
+from runtime.backends import host
+from runtime.backends.engine import HeldRows, Ids
+from runtime.backends.onnxruntime import OrtEngine
+from runtime.certificate import check
+from runtime.files.errors import EXIT_STATUS, OutriderError
+from runtime.files.manifest import read_bundle
+
+NEW_TOKENS, PENALTY = 48, 3.0
+SOURCES = [
+    np.random.default_rng(length).integers(1, VOCAB_SIZE, length).tolist()
+    for length in (1, 7, 40, MAX_LEN)
+]
+
+
+@cache
+def original(checkpoint: Path) -> AutoModelForSeq2SeqLM:
+    model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
+    # No end of text, so that all of the tokens are compared.
+    model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
+    return model
+
+
+def expected(checkpoint: Path, source: list[int], prompt: list[int] | None = None) -> list[int]:
+    """Transformers' own tokens after the decoder's first ones."""
+    ids, model = torch.tensor([source]), original(checkpoint)
+    begun = {} if prompt is None else {"decoder_input_ids": torch.tensor([prompt])}
+    forced = model.generation_config.forced_bos_token_id is not None and prompt is None
+    first = 1 + forced + len(prompt or ())
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
+        max_new_tokens=NEW_TOKENS + forced, repetition_penalty=PENALTY, **begun,
+    )[0].tolist()  # fmt: skip
+    assert len(set(output)) > NEW_TOKENS // 2, "a degenerate text proves nothing"
+    return output[first:]
+
+
+def greedy(source: list[int], gamma: int | None = None, draft: str | None = None) -> Options:
+    return Options(
+        source=source, gamma=gamma, draft=draft, max_new_tokens=NEW_TOKENS, ignore_eos=True,
+        repetition_penalty=PENALTY,
+    )  # fmt: skip
+
+
+def texts(engine: TextEngine, requests: list[Options]) -> list[list[int]]:
+    results = dict(engine.batch([(None, options) for options in requests]))
+    return [results[index].token_ids for index in range(len(requests))]
+
+
+def bundle_of(workshop: Workshop, name: str) -> tuple[Path, Path]:
+    """A checkpoint, and its bundle with a draft that is right now and then."""
+    target = workshop.checkpoint(name)
+    return target, workshop.bundle(target, workshop.checkpoint(name, blur=0.1))
+
+
+@pytest.fixture(scope="module")
+def t5(workshop: Workshop) -> tuple[Path, Path]:
+    return bundle_of(workshop, "t5")
+
+
+@pytest.mark.parametrize(
+    ("name", "which"),
+    cases([("t5", "mixed")], [(n, w) for n in WITH_ENCODER for w in ("mixed", "each")]),
+)
+def test_greedy_text_is_that_of_transformers(workshop: Workshop, name: str, which: str) -> None:
+    target, bundle = bundle_of(workshop, name)
+    said = [expected(target, source) for source in SOURCES]
+    three = one_thread(bundle, 3)
+    for gammas in [(0, 3, 8, 5)] if which == "mixed" else [(g,) * 4 for g in range(9)]:
+        requests = [greedy(s, gamma) for s, gamma in zip(SOURCES, gammas, strict=True)]
+        assert texts(three, requests) == said, gammas
+    one = one_thread(bundle, 1)
+    drafts = ("model", "ngram", "copy", "chain")
+    assert texts(one, [greedy(s, None, d) for s, d in zip(SOURCES, drafts, strict=True)]) == said
+    accepted = one.stats()["accepted"] + three.stats()["accepted"]
+    assert 0 < accepted < one.stats()["drafted"] + three.stats()["drafted"]
+
+
+@pytest.mark.parametrize("name", cases(["t5"], ["mbart"]))
+def test_a_prompt_is_how_the_output_begins(workshop: Workshop, name: str) -> None:
+    target, bundle = bundle_of(workshop, name)
+    engine, prompt = one_thread(bundle, 1), [9, 200, 31]
+    for ids in (prompt, [1, *prompt]):  # with the start token or without, as in Transformers
+        result = engine.generate(ids, **vars(greedy(SOURCES[1])))
+        assert result.token_ids == expected(target, SOURCES[1], prompt)
+    start = read_bundle(bundle).pair.start_ids
+    assert start == ([1, FORCED] if name == "mbart" else [1])
+    assert engine.request(None, greedy(SOURCES[1])).prompt == start
+
+
+def test_a_source_is_looked_into(t5: tuple[Path, Path]) -> None:
+    """The copying draft proposes what followed in the source."""
+    engine = one_thread(t5[1], 1)
+    source = [20, 21, 22, 23, 24]
+    request = engine.request([20, 21], greedy(source, 3, "copy"))
+    sequence = engine.decoder.admit(request)
+    try:
+        sequence.slot.tokens[:] = [1, 20, 21]
+        proposer = engine.decoder.rounds.proposer  # type: ignore[attr-defined]
+        assert proposer._of(sequence).guess(sequence, [], 3) == [22, 23, 24]
+    finally:
+        engine.decoder.release(sequence)
+
+
+# Slots
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The length of each source that an encoder has read."""
+    lengths: list[int] = []
+    real = OrtEngine._encode
+
+    def encode(self: OrtEngine, source: Ids) -> dict[str, Any]:
+        lengths.append(source.shape[1])
+        return real(self, source)
+
+    monkeypatch.setattr(OrtEngine, "_encode", encode)
+    return lengths
+
+
+def test_an_encoder_runs_once_a_request(t5: tuple[Path, Path], encoded: list[int]) -> None:
+    engine = one_thread(t5[1], 1)
+    texts(engine, [greedy(SOURCES[1], 0)])
+    assert encoded == [7], "the target's alone, where nothing is drafted by a model"
+    texts(engine, [greedy(SOURCES[2], 4)])
+    assert encoded == [7, 40, 40]
+    texts(engine, [greedy(SOURCES[2], 4)])
+    assert encoded == [7, 40, 40], "the slot has it still"
+
+
+@pytest.mark.parametrize("looks", [True, False], ids=["as it is", "control"])
+def test_rows_of_another_source_are_not_used_again(
+    t5: tuple[Path, Path], looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: rows that are taken for those of any source give another text."""
+    if not looks:
+        real = HeldRows.common
+
+        def common(self: HeldRows, slot: int, text: list[int], _: object) -> int:
+            return real(self, slot, text, self.source(slot))
+
+        def encoded(self: HeldRows, slot: int, source: list[int]) -> None:
+            self._sources[slot] = tuple(source)
+
+        monkeypatch.setattr(HeldRows, "common", common)
+        monkeypatch.setattr(HeldRows, "encoded", encoded)
+    engine, prompt = one_thread(t5[1], 1), list(range(60, 72))
+    for source in SOURCES[1:3]:
+        result = engine.generate(prompt, **vars(greedy(source)))
+    assert (result.token_ids == expected(t5[0], SOURCES[2], prompt)) == looks
+    assert (result.stats.reused_tokens == 0) == looks
+
+
+def test_room_for_sources_grows(t5: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours keep theirs while a longer one comes, and one slot gives its room back."""
+    monkeypatch.setattr(host, "FIRST_ROWS", 16)
+    said = [expected(t5[0], source) for source in SOURCES]
+    three = one_thread(t5[1], 3)
+    assert texts(three, [greedy(source, 4) for source in SOURCES]) == said
+    assert three.decoder.target.source_rows == MAX_LEN  # type: ignore[attr-defined]
+    one, rows = one_thread(t5[1], 1), []
+    for source, text in zip(reversed(SOURCES), reversed(said), strict=True):
+        assert texts(one, [greedy(source, 4)]) == [text]
+        rows.append(one.decoder.target.source_rows)  # type: ignore[attr-defined]
+    assert rows == [MAX_LEN, 64, 16, 16]
+
+
+def test_control_a_wrong_row_of_the_source_shows(t5: tuple[Path, Path]) -> None:
+    engine = one_thread(t5[1], 1)
+    stream = engine.stream(None, **vars(greedy(SOURCES[1], 0)))
+    tokens = list(next(stream).tokens)
+    for array in engine.decoder.target._source.values():  # type: ignore[attr-defined]
+        array[0, :, 3] = 0
+    for event in stream:
+        tokens += event.tokens
+    assert [token.id for token in tokens] != expected(t5[0], SOURCES[1])
+
+
+# Promises
+
+
+def test_certificate(t5: tuple[Path, Path]) -> None:
+    """Above temperature 0, with a draft that has read the source, too."""
+    engine = one_thread(t5[1], 1)
+    options = Options(source=SOURCES[1], temperature=1.0, seed=5, max_new_tokens=100)
+    found = check(engine, None, options)
+    assert found.passed and found.tokens == 512 and found.drafted
+    lenient = Options(**{**vars(options), "verify": "sigmoid"})
+    assert not check(engine, None, lenient).passed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_ENCODER)
+def test_what_its_bits_depend_on_is_measured(workshop: Workshop, name: str) -> None:
+    """And held to, where it is promised: a seed's text by the coupled rule."""
+    target = workshop.checkpoint(name)
+    bundle = workshop.bundle(target, workshop.checkpoint(name, blur=0.1), measure=True)
+    assert read_bundle(bundle).invariance is not None
+    engine = one_thread(bundle, 3)
+    if engine.bits.of_gamma:
+        options = [
+            Options(source=SOURCES[1], temperature=1.0, seed=5, gamma=gamma, verify="coupled")
+            for gamma in (0, 1, 4, 8)
+        ]
+        first, *others = texts(engine, options)
+        assert others == [first] * 3
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "kind", "cause"),
+    [
+        ("abc", {}, "prompt", "there is no source"),
+        (None, {"source": []}, "prompt", "there is no source"),
+        (None, {"source": [3] * (MAX_LEN + 1)}, "prompt", f"the source has {MAX_LEN + 1} tokens"),
+        (None, {"source": [VOCAB_SIZE]}, "prompt", f"the source has the token id {VOCAB_SIZE}"),
+        (None, {"source": 7}, "option", "source=7 is out of range"),
+        ("abc", {"source": "abc", "system": "be kind"}, "option", "chat templates are of"),
+        (None, {"source": "abc", "chat": True}, "option", "chat templates are of"),
+    ],
+)
+def test_refused_of_an_encoder_decoder(
+    t5: tuple[Path, Path], prompt: str | None, options: dict[str, object], kind: str, cause: str
+) -> None:
+    with pytest.raises(OutriderError, match=cause) as refused:
+        one_thread(t5[1], 1).generate(prompt, **options)
+    assert refused.value.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "kind", "cause"),
+    [
+        ("abc", {"source": "abc"}, "option", "a source is for encoder-decoders"),
+        ("abc", {"source": ""}, "option", "a source is for encoder-decoders"),
+        (None, {}, "prompt", "there is no prompt"),
+    ],
+)
+def test_refused_of_a_decoder(
+    llama_bundle: Path, prompt: str | None, options: dict[str, object], kind: str, cause: str
+) -> None:
+    with pytest.raises(OutriderError, match=cause) as refused:
+        one_thread(llama_bundle, 1).generate(prompt, **options)
+    assert refused.value.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "cause"),
+    [
+        (["--weights", "int8"], "option", "WEIGHTS=int8 is for decoder-only models"),
+        (["--dtype", "float16"], "option", "DTYPE=float16 is for decoder-only models"),
+        (["--format", "torch"], "option", "--format=torch is for decoder-only models"),
+        (["--draft", "self"], "option", "DRAFT=self is for decoder-only models"),
+        (["--draft", "llama"], "architecture", "one of them reads a source"),
+    ],
+)
+def test_not_exported(
+    workshop: Workshop, tmp_path: Path, options: list[str], kind: str, cause: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    named = [str(workshop.checkpoint(x)) if x == "llama" else x for x in options]
+    status, err = command(capsys, tmp_path, workshop.checkpoint("t5"), *named)
+    assert status == EXIT_STATUS[kind]
+    assert cause in error_line(err, kind)
+    assert nothing_left(tmp_path)
+
+
+def test_backends_that_run_no_encoder(workshop: Workshop, tmp_path: Path) -> None:
+    graphs = workshop.graphs(workshop.checkpoint("t5"), workshop.checkpoint("t5", blur=0.1))
+    for backend in ("tensorrt_rtx", "aotinductor"):
+        with pytest.raises(OutriderError, match="does not run encoder-decoders") as refused:
+            build(graphs, tmp_path / "out", backend=backend, slots=1)
+        assert refused.value.kind == "backend"
+
+
+# From the command line
+
+
+def test_command_line(
+    t5: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*arguments: str) -> tuple[list[int], str]:
+        common = ["--engines", str(t5[1]), "--max-new-tokens", "12", "--ignore-eos"]
+        assert generate.main([*common, *arguments]) == 0
+        out, err = capsys.readouterr()
+        return json.loads(out.splitlines()[0])["token_ids"], err
+
+    (tmp_path / "source").write_text("translate: hello\n")
+    (tmp_path / "batch").write_text(
+        '{"source": "translate: hello"}\n{"source": "b", "prompt": "c"}'
+    )
+    ids, err = said("--json", "--source", "translate: hello")
+    assert len(ids) == 12
+    assert "source 16 tok | prompt 1 tok" in err
+    assert said("--json", "--source-file", str(tmp_path / "source"))[0] == ids
+    assert said("--batch", str(tmp_path / "batch"))[0] == ids
