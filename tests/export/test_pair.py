@@ -224,6 +224,9 @@ PEAK = """
 import sys, threading
 from pathlib import Path
 import export.pair, onnxruntime, transformers.models.qwen2.modeling_qwen2
+from export.weights import quality
+
+quality.refuse_nonsense = lambda *_: None  # random weights are nonsense to begin with
 
 def resident(field):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -237,7 +240,7 @@ def watch():
     while not done.wait(0.005):
         peak = max(peak, resident("RssAnon"))
 
-watcher = threading.Thread(target=watch)
+watcher = threading.Thread(target=watch, daemon=True)  # a failure ends it
 watcher.start()
 folder = Path(sys.argv[2])
 options = {"max_len": 64, "cache": folder / "cache", "weights": sys.argv[3]}
