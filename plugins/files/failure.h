@@ -19,5 +19,9 @@ struct Failure {
   throw Failure{status, std::move(cause), std::move(remedy)};
 }
 
+inline void refuse(bool broken, std::string cause, std::string remedy) {
+  if (broken) fail(OUTRIDER_FAILED_OPTION, std::move(cause), std::move(remedy));
+}
+
 } // namespace outrider
 #endif

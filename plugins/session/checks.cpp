@@ -16,10 +16,6 @@ std::string shown(double value) {
   return text;
 }
 
-void refuse(bool broken, const std::string& cause, const std::string& remedy) {
-  if (broken) fail(OUTRIDER_FAILED_OPTION, cause, remedy);
-}
-
 // legal: whether the value may be; NaN may never.
 void in_range(bool legal, const char* name, double value, const std::string& what) {
   refuse(!legal, std::string(name) + "=" + shown(value) + " is out of range",

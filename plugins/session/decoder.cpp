@@ -49,10 +49,6 @@ private:
 
 int cores() { return static_cast<int>(std::max(1u, std::thread::hardware_concurrency())); }
 
-void refuse(bool broken, const std::string& cause, const std::string& remedy) {
-  if (broken) fail(OUTRIDER_FAILED_OPTION, cause, remedy);
-}
-
 // Bytes that a model's slots take before any text is long: FIRST_ROWS of cache, and logits.
 double least_bytes(const ModelFacts& facts, int32_t slots, int32_t outputs, int32_t buffers) {
   double row = 0;

@@ -67,67 +67,78 @@ DraftRows Proposer::propose(std::vector<Plan>& plans, Sampler& sampler,
   }
   at_once(plans, kept);
   std::vector<Place> places;
-  Plans with_drafts, drafting;
-  bool rows_given = false, any_rows = false;
-  int64_t most = 0;
-  for (Plan& plan : plans) {
+  bool any_rows = false, any_chain = false;
+  for (const Plan& plan : plans) {
     const Request& request = plan.sequence->request;
     places.push_back({plan.sequence, plan.gamma, {}, request.options.seed, false});
-    if (plan.gamma == 0) continue;
-    with_drafts.push_back(&plan);
-    most = std::max(most, plan.gamma);
-    any_rows |= !request.point_masses();
-    rows_given |= request.options.draft == OUTRIDER_DRAFT_CHAIN;
-    if (request.options.draft == OUTRIDER_DRAFT_MODEL) drafting.push_back(&plan);
+    any_rows |= plan.gamma > 0 && !request.point_masses();
+    any_chain |= plan.gamma > 0 && request.options.draft == OUTRIDER_DRAFT_CHAIN;
   }
   sampler.begin(std::move(places));
-
-  DraftRows found;
-  if (any_rows) {
-    Span within{INT32_MAX, 0};
-    for (const Plan* plan : with_drafts)
-      within = {std::min(within.first, plan->sequence->slot),
-                std::max(within.last, plan->sequence->slot + 1)};
-    found.first = within.first;
-    Plans stepping = drafting; // and those whose tokens are in the draft's rows already
-    for (Plan* plan : with_drafts)
-      if (plan->sequence->request.options.draft == OUTRIDER_DRAFT_CHAIN) stepping.push_back(plan);
-    float* const own = drafting.empty() ? own_rows(most) : nullptr;
-    for (int64_t number = 0; number < most; ++number) {
-      LogitsView logits;
-      if (own == nullptr) logits = step(stepping, kept, number, within);
-      else logits = {own + (number * slots_ + within.first) * width_, 1, width_};
-      if (number == 0) found.data = logits.data, found.slot_stride = logits.outputs * logits.vocab_size;
-      found.step_stride = number == 0 ? 0 : (logits.data - found.data) / number;
-      for (const Plan* plan : with_drafts)
-        if (number < plan->gamma)
-          fill(logits.row(plan->sequence->slot - within.first), *plan, number);
-      bool draws = false;
-      for (const Plan* plan : with_drafts) draws |= !plan->sequence->request.at_once();
-      if (draws) {
-        sampler.draw(logits, number, within.first);
-        for (size_t b = 0; b < plans.size(); ++b) {
-          Plan& plan = plans[b];
-          const Sequence& sequence = *plan.sequence;
-          if (number >= plan.gamma || sequence.request.at_once()) continue;
-          const int64_t token = sampler.drawn(b, number);
-          plan.drafts.push_back(token);
-          const double threshold = sequence.request.options.draft_threshold;
-          if (threshold > 0 && number + 1 < plan.gamma &&
-              outrider_confidence(logits.row(sequence.slot - within.first), width_, token,
-                                  scale(sequence)) < threshold) {
-            plan.gamma = number + 1;
-            sampler.stop(b, plan.gamma);
-          }
-        }
-        most = 0;
-        for (const Plan* plan : with_drafts) most = std::max(most, plan->gamma);
-      }
-    }
-  }
-  if (!any_rows || rows_given)
+  const DraftRows found = any_rows ? steps(plans, sampler, kept) : DraftRows();
+  if (!any_rows || any_chain)
     for (size_t b = 0; b < plans.size(); ++b) sampler.give(b, plans[b].drafts);
   return found;
+}
+
+// x1..x(gamma) of each sequence from q; of tokens that are there already, the rows.
+DraftRows Proposer::steps(std::vector<Plan>& plans, Sampler& sampler,
+                          const std::vector<int64_t>& kept) {
+  Plans with_drafts, stepping; // stepping: those that the draft's calls are for, or go round
+  bool drafting = false, draws = false;
+  for (Plan& plan : plans) {
+    if (plan.gamma == 0) continue;
+    const Request& request = plan.sequence->request;
+    with_drafts.push_back(&plan);
+    if (request.reads_model()) stepping.push_back(&plan);
+    drafting |= request.options.draft == OUTRIDER_DRAFT_MODEL;
+    draws |= !request.at_once();
+  }
+  const auto most = [&] {
+    int64_t gamma = 0;
+    for (const Plan* plan : with_drafts) gamma = std::max(gamma, plan->gamma);
+    return gamma;
+  };
+  const Span within = span(with_drafts);
+  float* const own = drafting ? nullptr : own_rows(most());
+  DraftRows found;
+  found.first = within.first;
+  for (int64_t number = 0; number < most(); ++number) {
+    const LogitsView logits =
+        drafting ? step(stepping, kept, number, within)
+                 : LogitsView{own + (number * slots_ + within.first) * width_, 1, width_};
+    if (number == 0) {
+      found.data = logits.data;
+      found.slot_stride = logits.outputs * logits.vocab_size;
+    } else {
+      found.step_stride = (logits.data - found.data) / number;
+    }
+    for (const Plan* plan : with_drafts)
+      if (number < plan->gamma)
+        fill(logits.row(plan->sequence->slot - within.first), *plan, number);
+    if (draws) draw(plans, sampler, logits, number, within.first);
+  }
+  return found;
+}
+
+// A token of each who draws; and none after one that the draft itself is unsure of.
+void Proposer::draw(std::vector<Plan>& plans, Sampler& sampler, const LogitsView& logits,
+                    int64_t number, int32_t first) const {
+  sampler.draw(logits, number, first);
+  for (size_t b = 0; b < plans.size(); ++b) {
+    Plan& plan = plans[b];
+    const Sequence& sequence = *plan.sequence;
+    if (number >= plan.gamma || sequence.request.at_once()) continue;
+    const int64_t token = sampler.drawn(b, number);
+    plan.drafts.push_back(token);
+    const double threshold = sequence.request.options.draft_threshold;
+    if (threshold > 0 && number + 1 < plan.gamma &&
+        outrider_confidence(logits.row(sequence.slot - first), width_, token, scale(sequence)) <
+            threshold) {
+      plan.gamma = number + 1;
+      sampler.stop(b, plan.gamma);
+    }
+  }
 }
 
 // What followed the same tokens before; at most `count` after the text and these drafts.
@@ -181,7 +192,6 @@ void Proposer::chain(const Plans& plans, const std::vector<int64_t>& kept) {
     std::vector<Tokens> guesses;
     std::vector<Fed> fed;
     std::vector<Place> places;
-    Span within{INT32_MAX, 0};
     for (Plan* plan : active) {
       Sequence& sequence = *plan->sequence;
       const auto done = static_cast<int64_t>(plan->drafts.size());
@@ -204,8 +214,8 @@ void Proposer::chain(const Plans& plans, const std::vector<int64_t>& kept) {
       }
       places.push_back({&sequence, static_cast<int64_t>(tokens.size()), plan->drafts, seed, true});
       guesses.push_back(std::move(tokens));
-      within = {std::min(within.first, sequence.slot), std::max(within.last, sequence.slot + 1)};
     }
+    const Span within = span(fed);
     const LogitsView logits = feed(*engine_, kept, within, fed, 1);
     for (Plan* plan : active)
       temper(logits.row(plan->sequence->slot - within.first),

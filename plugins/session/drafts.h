@@ -20,10 +20,12 @@ struct Plan {
 struct Span {
   int32_t first, last;
 };
-template <class Plans> Span span(const Plans& plans) {
+template <class Part> const Sequence& sequence_of(const Part& part) { return *part.sequence; }
+template <class Part> const Sequence& sequence_of(Part* const& part) { return *part->sequence; }
+template <class Parts> Span span(const Parts& parts) {
   Span found{INT32_MAX, 0};
-  for (const auto& plan : plans) {
-    const int32_t slot = plan.sequence->slot;
+  for (const auto& part : parts) {
+    const int32_t slot = sequence_of(part).slot;
     found = {std::min(found.first, slot), std::max(found.last, slot + 1)};
   }
   return found;
@@ -56,6 +58,9 @@ private:
   Tokens guess(Sequence& sequence, const Tokens& drafts, int64_t count) const;
   void at_once(std::vector<Plan>& plans, const std::vector<int64_t>& kept);
   void chain(const Plans& plans, const std::vector<int64_t>& kept);
+  DraftRows steps(std::vector<Plan>& plans, Sampler& sampler, const std::vector<int64_t>& kept);
+  void draw(std::vector<Plan>& plans, Sampler& sampler, const LogitsView& logits, int64_t number,
+            int32_t first) const;
   LogitsView step(const Plans& drafting, const std::vector<int64_t>& kept, int64_t number,
                   Span within);
   void fill(float* row, const Plan& plan, int64_t step) const;

@@ -96,11 +96,14 @@ LogitsView Engine::prefill(int32_t slot, const Tokens& tokens, int64_t start, in
 
 void Engine::clear(int32_t slot) {
   for (Cache& cache : caches_) {
-    const int64_t size = cache.heads * rows_ * cache.width *
-                         static_cast<int64_t>(ort::bytes_of(cache_type_));
+    const int64_t size = slot_bytes(cache);
     if (rows_ > 0) memset(cache.data.get() + slot * size, 0, static_cast<size_t>(size));
   }
   held.cut(slot, 0);
+}
+
+int64_t Engine::slot_bytes(const Cache& cache) const {
+  return cache.heads * rows_ * cache.width * static_cast<int64_t>(ort::bytes_of(cache_type_));
 }
 
 ort::Call Engine::prepare(int32_t first, int64_t batch, int64_t width, int64_t outputs,
@@ -112,9 +115,7 @@ ort::Call Engine::prepare(int32_t first, int64_t batch, int64_t width, int64_t o
   };
   std::vector<ort::NamedTensor> caches;
   for (const Cache& cache : caches_) {
-    const int64_t size =
-        cache.heads * rows_ * cache.width * static_cast<int64_t>(ort::bytes_of(cache_type_));
-    caches.push_back({cache.name, cache.data.get() + first * size,
+    caches.push_back({cache.name, cache.data.get() + first * slot_bytes(cache),
                       {batch, cache.heads, rows_, cache.width}, cache_type_});
   }
   float* const logits = logits_.get() + int64_t{buffer} * slots * widest_ * vocab_size;

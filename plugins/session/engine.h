@@ -79,6 +79,7 @@ private:
     int64_t heads, width; // width in elements
     Memory<char> data;    // [slots, heads, rows, width]
   };
+  int64_t slot_bytes(const Cache& cache) const; // with the rows that there are now
   template <class T> static Memory<T> zeros(int64_t count);
   ort::Call prepare(int32_t first, int64_t batch, int64_t width, int64_t outputs, int32_t buffer);
   void run(const ort::Call& call);
