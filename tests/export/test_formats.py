@@ -231,7 +231,7 @@ def test_export_of_a_gguf_file(
 ) -> None:
     source = workshop.checkpoint("llama")
     packers.gguf(tmp_path / "model.gguf", source, "Q4_0")
-    with traced_once():  # the trace is its original's
+    with traced_once():  # as that of its original with 4 bits
         status, err = command(capsys, tmp_path, tmp_path / "model.gguf", "--max-len", str(MAX_LEN))
     assert status == 0, err
     assert "GGUF, Q4_0 and F32, made float32" in err
