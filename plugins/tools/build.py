@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -200,16 +201,18 @@ def _compile(
         [*compiler, *common, *own, *flags, "-c", str(sources / source), "-o", str(made)]
         for made, (source, own) in zip(objects, jobs, strict=True)
     ]
-    running = [
-        subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for c in commands
-    ]
-    said = [process.communicate()[0] for process in running]
-    for process, output in zip(running, said, strict=True):
-        if output:
-            print(output, file=sys.stderr, end="")
-        if process.returncode:
-            raise BuildError(f"{compiler[0]} failed: {_first_error(output)}. Use g++ 9 or newer.")
+
+    def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        finished = list(pool.map(run, commands))
+    for done in finished:
+        if done.stdout:
+            print(done.stdout, file=sys.stderr, end="")
+        if done.returncode:
+            cause = _first_error(done.stdout)
+            raise BuildError(f"{compiler[0]} failed: {cause}. Use g++ 9 or newer.")
     made = folder / "made"
     command = [*compiler, "-pthread", *extra, *map(str, objects), "-ldl", "-o", str(made)]
     linked = subprocess.run(command, capture_output=True, text=True)
