@@ -44,6 +44,10 @@ CONFIG: dict[str, Any] = {
     "aot_inductor.enable_line_tables": False,  # paths of this machine
     # A header compiled in advance is for many compiles; here it is used for two files.
     "aot_inductor.precompile_headers": False,
+    # Whether the compiler has AVX2 and AVX-512, which torch finds out by compiling its own headers
+    # for each: a third of the time, and all that compile C++20 have them. For what is newer (AMX,
+    # VNNI) it still asks.
+    "cpp.vec_isa_ok": True,
 }
 
 
