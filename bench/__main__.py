@@ -15,6 +15,7 @@ SUITES = {
     "kernel": ("bench.suites.kernel", "the sampling kernel against NumPy and Transformers"),
     "paper": ("bench.suites.paper", "the kernel paper's analyses, done again"),
     "report": ("bench.report", "a page with a plot of what speculation gains on a bundle"),
+    "quality": ("bench.suites.quality", "what quantised weights cost, ours and llama.cpp's"),
     "embed": ("bench.suites.embed", "the same request by a C++ program and by a Python one"),
     "gpu": ("bench.suites.gpu", "all that a GPU can tell about this project"),
 }

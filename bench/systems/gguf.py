@@ -16,7 +16,12 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float32]
 # llama.cpp's mixtures; where a row is no multiple of a block, it takes a wider type by itself.
-MIXTURES = {"q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0"}
+MIXTURES = {
+    "q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0",
+    "q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0",
+    "q4_K_S": "LLAMA_FTYPE_MOSTLY_Q4_K_S",
+    "q4_K_M": "LLAMA_FTYPE_MOSTLY_Q4_K_M",
+}
 
 
 def write(checkpoint: Path, file: Path) -> None:

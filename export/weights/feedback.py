@@ -26,9 +26,11 @@ def factor(inputs: torch.Tensor) -> torch.Tensor:
     hessian = (x.T @ x).double()
     diagonal = hessian.diagonal()
     diagonal += _DAMPING * diagonal.mean() + 1e-12
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
-    upper: torch.Tensor = torch.linalg.cholesky(inverse, upper=True)
-    return upper.float()
+    # With H = R R^T, R upper, the factor is R^-1. Cholesky's of H with both axes turned round is R,
+    # turned round, so the inverse of H need not be made.
+    lower = torch.linalg.cholesky(hessian.flip(0, 1)).float()
+    inverse: torch.Tensor = torch.linalg.solve_triangular(lower, torch.eye(len(lower)), upper=False)
+    return inverse.flip(0, 1)
 
 
 def quantise_with_feedback(weight: torch.Tensor, factor: torch.Tensor, bits: Bits) -> Quantised:
@@ -42,17 +44,17 @@ def quantise_with_feedback(weight: torch.Tensor, factor: torch.Tensor, bits: Bit
     scales = np.empty((rows, -(-columns // BLOCK)), np.float16)
     for begin in range(0, rows, _ROWS):
         here = slice(begin, begin + _ROWS)
-        left = weight[here].clone()
+        left = weight[here].T.contiguous()  # a column is a row in memory
         for block, start in enumerate(range(0, columns, BLOCK)):
             end = min(start + BLOCK, columns)
-            part = left[:, start:end]
-            scale = best_scales(as_blocks(part), bits)[:, 0]
-            scales[here, block] = scale.to(torch.float16).numpy()
+            part = left[start:end]
+            scale = best_scales(as_blocks(part.T), bits)
+            scales[here, block] = scale[:, 0].to(torch.float16).numpy()
             errors = torch.empty_like(part)
             for i, column in enumerate(range(start, end)):
-                level = nearest_levels(part[:, i : i + 1], scale, bits)[:, 0]
+                level = nearest_levels(part[i, :, None, None], scale, bits)[:, 0, 0]
                 levels[here, column] = level.to(torch.int8).numpy()
-                errors[:, i] = (part[:, i] - level * scale) / factor[column, column]
-                part[:, i:] -= errors[:, i : i + 1] * factor[column, column:end]
-            left[:, end:] -= errors @ factor[start:end, end:]
+                errors[i] = (part[i] - level * scale[:, 0]) / factor[column, column]
+                part[i:].addr_(factor[column, column:end], errors[i], alpha=-1)
+            left[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
     return Quantised(levels, scales, bits)

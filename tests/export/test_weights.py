@@ -222,6 +222,15 @@ def test_feedback_needs_less_than_rounding_to_nearest_and_is_the_same_each_time(
         assert low <= quantised.levels.min() and quantised.levels.max() <= high
 
 
+def test_the_factor_is_of_the_inverse_of_what_the_inputs_weigh() -> None:
+    inputs = torch.randn(200, 40, generator=torch.Generator().manual_seed(0))
+    upper = factor(inputs).double()
+    weighs = (inputs.T @ inputs).double()
+    weighs.diagonal().add_(0.01 * weighs.diagonal().mean())
+    assert torch.allclose(upper.T @ upper @ weighs, torch.eye(40).double(), atol=1e-5)
+    assert torch.equal(upper, upper.triu())
+
+
 def test_feedback_leaves_alone_what_no_input_connects() -> None:
     """With inputs that have nothing to do with each other there is nothing to make good."""
     weight = _random(5, 70)

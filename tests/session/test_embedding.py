@@ -101,15 +101,19 @@ def test_cmake_takes_the_folder_that_it_is_told(tmp_path: Path) -> None:
     """Also where the build folder was made with another one."""
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not installed")
-    (tmp_path / "CMakeLists.txt").write_text(
-        "cmake_minimum_required(VERSION 3.16)\n"
-        "project(none NONE)\n"
-        "find_package(outrider REQUIRED)\n"
-        "get_target_property(place outrider::outrider IMPORTED_LOCATION)\n"
-        "message(STATUS ${place})\n"
-    )
     found, other = find_library(), tmp_path / "site-packages" / "outrider"
     assert found is not None
+
+    def write(version: int | str) -> None:
+        (tmp_path / "CMakeLists.txt").write_text(
+            "cmake_minimum_required(VERSION 3.16)\n"
+            "project(none NONE)\n"
+            f"find_package(outrider {version} REQUIRED)\n"
+            "get_target_property(place outrider::outrider IMPORTED_LOCATION)\n"
+            "message(STATUS ${place})\n"
+        )
+
+    write("")
     shutil.copytree(folder(), other / "cmake")
 
     def configured(place: Path) -> subprocess.CompletedProcess[str]:
@@ -119,7 +123,11 @@ def test_cmake_takes_the_folder_that_it_is_told(tmp_path: Path) -> None:
     assert found.name in configured(folder()).stdout
     assert "liboutrider.so is missing" in configured(other / "cmake").stderr
     shutil.copy(found, other)
+    shutil.copytree(HERE / "include", other / "include")
+    write(ABI_VERSION)
     assert f"-- {other / found.name}\n" in configured(other / "cmake").stdout
+    write(ABI_VERSION + 1)
+    assert f"version: {ABI_VERSION}" in configured(other / "cmake").stderr
 
 
 def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:

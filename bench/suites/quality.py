@@ -1,0 +1,130 @@
+"""What quantised weights cost: ours of 8 and 4 bits, and llama.cpp's, on one checkpoint.
+
+The full model writes texts at temperature 1. On them, KL(full || quantised) of the next token in
+nats, how often both put the same token first, and the perplexity. All weights are dequantised and
+run by torch, so that formats are compared and no kernels; llama.cpp's are its own quantisers and
+mixture rules. What a build tells of its engine has the rounding of activations too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from runtime.files.errors import OutriderError
+
+from ..core import machine
+from ..core.clock import Clock
+from ..core.command import Results, Suite
+from ..core.pair import TARGET
+from ..core.table import Table, decimals
+from ..systems import SYSTEMS, gguf
+
+OURS = {"int8": 8, "int4": 4}
+LENGTH = 128
+Way = tuple[str, Any, int]  # name, model, bytes of its matrices
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=str(TARGET), metavar="DIR",
+                        help="a checkpoint of full weights; llama.cpp's rows are for plain Llamas;"
+                        " default: the bundled target")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="of the texts; default 0")
+
+
+def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
+    import torch
+
+    from export.checkpoint import find
+    from export.compare import logits
+    from export.loading import load
+    from export.weights import quality
+    from export.weights.quantising import TEXTS
+
+    torch.set_num_threads(args.threads)
+    given = find(args.model)
+    full = load(given, torch.float32)
+    count = sum(p.numel() for p in full.parameters() if p.dim() > 1)
+    clock.note("the full model writes texts")
+    ids = quality.sample(full, TEXTS + (8 if args.quick else 64), LENGTH, seed=args.seed)
+    written, ids = ids[:TEXTS], ids[TEXTS:]
+    said = logits(full, ids)
+    del full
+    rows, missing = {}, SYSTEMS["llama.cpp"].missing()
+    ways = [ours(given.path, written, clock)]
+    if missing is None:
+        ways.append(llamacpp(given.path, clock))
+    for name, model, size in chain(*ways):
+        texts = zip(said, logits(model, ids), ids, strict=True)
+        found = quality.measure((p[:-1], q[:-1], i[1:]) for p, q, i in texts)
+        rows[name] = {"bits": 8 * size / count, **asdict(found)}
+    return {"machine": machine.describe(args.threads), "checkpoint": given.source,
+            "weights": count, "seed": args.seed, "rows": rows, "missing": missing}  # fmt: skip
+
+
+def ours(checkpoint: Path, written: Any, clock: Clock) -> Iterator[Way]:
+    """As a build quantises. written: int64 [texts, length], which the levels are chosen by."""
+    import torch
+
+    from export.checkpoint import find
+    from export.loading import load
+    from export.weights.whole import quantise_model
+
+    for name, bits in OURS.items():
+        clock.note(name)
+        model = load(find(str(checkpoint)), torch.float32)
+        found = quantise_model(model, bits, written)  # type: ignore[arg-type]
+        yield f"Outrider {name}", model, sum(weight.size for weight in found.values())
+        del model
+
+
+def llamacpp(checkpoint: Path, clock: Clock) -> Iterator[Way]:
+    """Through a file in llama.cpp's format. Raises OutriderError "option" for other models."""
+    import torch
+
+    from export.checkpoint import find
+    from export.loading import load
+
+    with tempfile.TemporaryDirectory() as folder:
+        whole, file = Path(folder) / "float32.gguf", Path(folder) / "quantised.gguf"
+        try:
+            gguf.write(checkpoint, whole)
+        except ValueError as error:
+            raise OutriderError("option", str(error), "Name a plain Llama.") from None
+        for name in gguf.MIXTURES:
+            clock.note(f"llama.cpp {name}")
+            gguf.quantize(whole, file, name, torch.get_num_threads())
+            model = load(find(str(file)), torch.float32)
+            vectors = sum(4 * p.numel() for p in model.parameters() if p.dim() < 2)
+            yield f"llama.cpp {name}", model, file.stat().st_size - vectors
+            del model
+
+
+def tables(results: Results) -> list[Table]:
+    rows = [
+        [name, decimals(2)(row["bits"]), f"{row['kl']:.5f} ± {row['kl_error']:.5f}",
+         f"{100 * row['top1']:.1f} %", decimals(3)(row["perplexity"] / row["full_perplexity"])]
+        for name, row in results["rows"].items()
+    ]  # fmt: skip
+    title = f"What quantising costs: {results['checkpoint']}"
+    tokens = next(iter(results["rows"].values()))["tokens"]
+    notes = [
+        f"{results['weights'] / 1e6:,.1f} M weights, {tokens:,} tokens. Perplexity: times the full "
+        "model's."
+    ]
+    if results["missing"]:
+        notes.append(f"llama.cpp: {results['missing']}.")
+    head = ["weights", "bits a weight", "KL, nats", "same first token", "perplexity"]
+    return [Table(title, head, rows, notes, name=f"quality-{results['checkpoint']}")]
+
+
+SUITE = Suite(
+    "quality", __doc__ or "", "8 texts to measure on, in place of 64", measure, tables,
+    options=options,
+)  # fmt: skip
+main = SUITE.main

@@ -1,0 +1,22 @@
+"""What quantising costs, on the bundled draft; llama.cpp's rows where its binding is installed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench.core.pair import DRAFT
+from bench.suites.quality import SUITE
+from bench.systems import SYSTEMS
+
+
+def test_fewer_bits_cost_more(capfd: pytest.CaptureFixture[str]) -> None:
+    assert SUITE.main(["--quick", "--threads", "1", "--model", str(DRAFT)]) == 0
+    said = capfd.readouterr().out
+    results = json.loads(said.splitlines()[-1])
+    eight, four = results["rows"]["Outrider int8"], results["rows"]["Outrider int4"]
+    assert 0 < eight["kl"] < 1e-3 < four["kl"] < 0.05
+    assert 4.5 < four["bits"] < eight["bits"] == pytest.approx(8.5, abs=0.01)
+    if missing := SYSTEMS["llama.cpp"].missing():
+        assert f"llama.cpp: {missing}." in said
