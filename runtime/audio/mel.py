@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 Samples = npt.NDArray[np.float32]  # [samples], mono, at the model's rate
-Features = npt.NDArray[np.float32]  # [mels, frames]
+MelFrames = npt.NDArray[np.float32]  # [mels, frames], powers or features
 
 HIGHEST = 8000.0  # Hz: where the last filter ends
 FLOOR = np.float32(1e-10)  # of a filter's power, before its logarithm
@@ -49,7 +49,7 @@ class LogMel:
         phase = 2 * np.pi * np.arange(n_fft) / n_fft
         self._window = (0.5 - 0.5 * np.cos(phase)).astype(np.float32)
 
-    def logs(self, blocks: Iterable[Samples]) -> Iterator[Features]:
+    def logs(self, blocks: Iterable[Samples]) -> Iterator[MelFrames]:
         """Logarithms (base 10) of the filters' powers, in as many arrays [mels, frames] as there
         are blocks. All frames are samples // hop; the middle of frame i is sample i * hop.
 
@@ -71,15 +71,15 @@ class LogMel:
         if held is not None and (frames := count // self.hop):
             yield self._frames(np.pad(held, (0, edge), "reflect"), frames)
 
-    def _frames(self, samples: Samples, frames: int) -> Features:
+    def _frames(self, samples: Samples, frames: int) -> MelFrames:
         within = np.lib.stride_tricks.sliding_window_view(samples, self.n_fft)
         spectrum = np.fft.rfft(within[: frames * self.hop : self.hop] * self._window)
         power = spectrum.real**2 + spectrum.imag**2
-        logs: Features = np.log10(np.maximum(self._filters @ power.T, FLOOR))
+        logs: MelFrames = np.log10(np.maximum(self._filters @ power.T, FLOOR))
         return logs
 
 
-def scaled(logs: Features, loudest: float) -> Features:
+def scaled(logs: MelFrames, loudest: float) -> MelFrames:
     """What the encoder reads. loudest: the largest of all `logs` of the audio."""
     quietest = np.float32(loudest - RANGE)
     return ((np.maximum(logs, quietest) + 4) / 4).astype(np.float32, copy=False)

@@ -102,4 +102,5 @@ def cut(
         last = part[-2] if i == len(parts) - 1 and not closed else part[-1]
         begin, end = offset + (part[0] - zero) * step, offset + (last - zero) * step
         cuts.append(Cut(begin, end, list(part)))
-    return cuts, frames if closed else (last - zero) * STRIDE
+    # A pair at 0, which only a text that was asked for no times can have, would lead nowhere.
+    return cuts, frames if closed else (last - zero) * STRIDE or frames

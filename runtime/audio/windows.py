@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..files.errors import OutriderError
-from .mel import Features, LogMel, Samples, scaled
+from .mel import LogMel, MelFrames, Samples, scaled
 from .recording import Recording
 
 
@@ -17,15 +17,14 @@ class Windows:
     Equal to features of the whole. Their scale is that of the loudest frame, wherever it is, so the
     recording is read twice.
 
-    log_mel: what makes them. chunk: seconds of a window. A recording that is shorter is followed by
+    log_mel: what makes them. size: samples of a window. A recording that is shorter is followed by
     silence; of a longer one the last window is padded with 0, as in Transformers. Raises as
     `Recording`, and "prompt" for an empty one.
     """
 
-    def __init__(self, recording: Recording, log_mel: LogMel, chunk: int):
+    def __init__(self, recording: Recording, log_mel: LogMel, size: int):
         self._recording, self._log_mel = recording, log_mel
-        self._size = chunk * recording.rate
-        self.width = self._size // log_mel.hop  # frames
+        self._size, self.width = size, size // log_mel.hop  # of a window: samples, frames
         self._count, loudest = 0, -np.inf
         for logs in log_mel.logs(self._padded()):
             loudest = max(loudest, float(logs.max()))
@@ -49,7 +48,7 @@ class Windows:
                 "Give a recording of something.",
             )  # fmt: skip
 
-    def at(self, frame: int) -> Features:
+    def at(self, frame: int) -> MelFrames:
         """[mels, width], from this frame on; no earlier one than asked before."""
         while self._begin + self._held.shape[1] < frame + self.width:
             if (more := next(self._logs, None)) is None:

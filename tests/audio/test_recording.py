@@ -116,7 +116,7 @@ def test_what_is_missing_is_named(
 
 
 def windows(sound: np.ndarray) -> Windows:
-    return Windows(Recording(sound, RATE), LOG_MEL, 30)
+    return Windows(Recording(sound, RATE), LOG_MEL, 30 * RATE)
 
 
 def whole_features(sound: np.ndarray) -> np.ndarray:
@@ -154,6 +154,6 @@ def test_nothing_to_hear(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "a.wav", np.zeros(0), RATE)
     for audio in (np.zeros(0), tmp_path / "a.wav"):
         with pytest.raises(OutriderError, match="is empty: 0 s") as refused:
-            Windows(Recording(audio, RATE), LOG_MEL, 30)
+            Windows(Recording(audio, RATE), LOG_MEL, 30 * RATE)
         assert refused.value.kind == "prompt"
     assert windows(np.ones(1)).frames == 1
