@@ -125,8 +125,7 @@ class DeviceEngine(ABC):
         """
 
     def capturing(self) -> AbstractContextManager[object]:
-        """What must be in force while calls are captured, of any engine on the stream: of one
-        backend they all are."""
+        """What must be in force while calls are captured."""
         return nullcontext()
 
     @cached_property
