@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # "as" makes them public for type checkers
+    from .audio.transcription import Segment as Segment
     from .beam.text import BeamText as BeamText
     from .beam.text import BeamTexts as BeamTexts
     from .beam.text import beam_texts as beam_texts
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # "as" makes them public for type checkers
     from .text.options import Options as Options
     from .text.results import Event as Event
     from .text.results import Result as Result
+    from .text.speech import Transcription as Transcription
     from .text.stream import Batch as Batch
     from .text.stream import Stream as Stream
 
@@ -42,8 +44,10 @@ _PLACES = {
     "Options": ("text.options", "Options"),
     "OutriderError": ("files.errors", "OutriderError"),
     "Result": ("text.results", "Result"),
+    "Segment": ("audio.transcription", "Segment"),
     "Stream": ("text.stream", "Stream"),
     "TextEngine": ("text.engine", "TextEngine"),
+    "Transcription": ("text.speech", "Transcription"),
     "beam_texts": ("beam.text", "beam_texts"),
     "load": ("bundle", "load"),
     "register_draft": ("drafts.registry", "register"),

@@ -24,6 +24,8 @@ from ..beam.text import excluded
 from ..drafts.registry import KINDS
 from ..files.errors import EXIT_STATUS, INTERRUPTED, CommandParser, OutriderError, refuse_first
 from ..text.options import GammaName, Options
+from .audio import add_options
+from .audio import rules as audio_rules
 
 PACKAGE = (__package__ or "runtime").partition(".")[0]
 PROGRAM = "outrider" if PACKAGE == "outrider" else f"python -m {PACKAGE}.generate"
@@ -50,6 +52,7 @@ examples:
   {PROGRAM} --engines build/qwen --prompt "..." --color        # which tokens were the draft's?
   {PROGRAM} --engines build/qwen --batch in.jsonl --slots 4 > out.jsonl
   {PROGRAM} --engines build/t5 --source "translate English to German: Good day."
+  {PROGRAM} --engines build/whisper --audio talk.wav --format srt > talk.srt
 
 exit status:
   0 success, also when the reader of stdout leaves early (| head); {INTERRUPTED} interrupted;
@@ -147,6 +150,8 @@ def _parser() -> ArgumentParser:
     add("--chat", action="store_true", dest="conversation",
         help="a conversation in the terminal: Ctrl-C ends an answer, /reset forgets what was said, "
         "Ctrl-D ends it")
+    add("--audio", metavar="FILE",
+        help="a recording that a Whisper writes down: WAV, FLAC and others, of any length")
     add = group.add_mutually_exclusive_group().add_argument
     add("--source", metavar="TEXT",
         help="what the encoder of an encoder-decoder reads, such as a text to translate; --prompt "
@@ -161,8 +166,11 @@ def _parser() -> ArgumentParser:
         help="what special tokens that are written out in a prompt or message are: control tokens, "
         "as in Transformers (default), or text like any other")
 
+    add_options(parser)
+
     add = parser.add_argument_group("length").add_argument
-    add("--max-new-tokens", type=_whole(1), default=256, metavar="N", help="default 256")
+    add("--max-new-tokens", type=_whole(1), metavar="N",
+        help="default 256; of each window of --audio all that fit")
     add("--min-new-tokens", type=_whole(0), default=0, metavar="N",
         help="no end-of-text before this many (default 0)")
     add("--stop", type=_escaped, action="append", default=[], metavar="TEXT",
@@ -248,10 +256,11 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     """
     parser = _parser()
     args = parser.parse_args(argv)
-    prompts = ("prompt", "prompt_file", "messages", "batch", "conversation")
+    prompts = ("prompt", "prompt_file", "messages", "batch", "conversation", "audio")
     if not any(getattr(args, name) not in (None, False) for name in (*prompts, *SOURCES)):
         parser.error(
-            "one of the arguments --prompt --prompt-file --messages --batch --chat is required"
+            "one of the arguments --prompt --prompt-file --messages --batch --chat --audio is "
+            "required"
         )
     plain = args.draft == "none" or args.gamma == 0
     no_text = "--json" if args.json else "--batch" if args.batch else ""
@@ -292,6 +301,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
          "Leave --no-stream out."),
         (args.pace and (args.stream is False or no_stream),
          "--pace is of a stream, and nothing is streamed", leave),
+        *audio_rules(args, parser),
     ]  # fmt: skip
     refuse_first(rules)
     if args.stream is None:
@@ -319,7 +329,10 @@ def refuse_unread(args: Namespace, drafts: Collection[str]) -> None:
 
 def options_from(args: Namespace) -> Options:
     """The options of a request, with a seed where one has a part in the text."""
-    options = Options(**{f.name: getattr(args, f.name) for f in fields(Options)})
+    given = {f.name: getattr(args, f.name) for f in fields(Options)}
+    if args.max_new_tokens is None:
+        del given["max_new_tokens"]
+    options = Options(**given)
     if len(dict(args.logit_bias)) < len(args.logit_bias):
         raise OutriderError("option", "--logit-bias names an id twice", "Give one number for each.")
     options = replace(options, logit_bias=tuple(args.logit_bias))

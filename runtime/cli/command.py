@@ -18,6 +18,7 @@ from ..text.options import Options, Prompt
 from ..text.results import Result
 from . import report
 from .arguments import options_from, parse, refuse_unread
+from .audio import transcribe
 from .chat import converse
 from .output import Progress, Session, standard_streams
 from .prompts import at_line, batch_requests, prompt_from, source_from
@@ -28,12 +29,15 @@ WARM_UP = 16  # tokens generated in either way before --baseline measures
 def run(argv: Sequence[str] | None) -> int:
     """The exit status. All that can be refused is refused before the engines are loaded."""
     args = parse(argv)
-    out, err = standard_streams(json=bool(args.json or args.batch))
+    data = args.json or args.batch or args.format not in (None, "text")
+    out, err = standard_streams(json=bool(data))
     args.source = source_from(args)
     options = options_from(args)
     if args.batch:
         requests = batch_requests(args, options)
         _batch(Session(_load(args), args, options, out, err), requests)
+    elif args.audio:
+        transcribe(Session(_load(args), args, options, out, err))
     elif args.conversation:
         converse(Session(_load(args), args, options, out, err))
     else:

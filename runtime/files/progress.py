@@ -36,7 +36,7 @@ def stage(part: str, what: str) -> Iterator[Stage]:
                 sys.stderr.write(f"\r{text} {said.phase[:30]:<30}".rstrip(" ") + "\x1b[K")
                 sys.stderr.flush()
             elif seconds >= following:
-                print(text, file=sys.stderr, flush=True)
+                print(f"{text} {said.phase}".rstrip(), file=sys.stderr, flush=True)
                 following *= 2
 
     ticker = threading.Thread(target=tick, daemon=True)

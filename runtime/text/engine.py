@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import index
 from typing import Any, SupportsIndex, cast
 
+from ..audio.recording import Audio
 from ..backends.bits import Bits
+from ..backends.engine import Source
 from ..decoder import Decoder
 from ..drafts.registry import KINDS
 from ..files.errors import OutriderError, refuse_first
@@ -24,6 +26,7 @@ from .line import QUEUE, TIMEOUT, Caller, Line
 from .options import Message, Options, Prompt
 from .results import Result, Transcript
 from .sources import checkpoint_processors, read_source
+from .speech import Heard, Transcription, transcribe
 from .stream import Batch, Stream
 from .together import Together
 from .tokenizer import Tokenizer
@@ -116,6 +119,26 @@ class TextEngine:
                 "prompt", "batch was given one prompt", "Pass a list of prompts, or use generate."
             )
         return Batch(self, iter(prompts), Options(**options))
+
+    def transcribe(
+        self,
+        audio: Audio,
+        *,
+        language: str | None = None,
+        task: str = "transcribe",
+        timestamps: bool = False,
+        heard: Heard | None = None,
+        **options: Any,
+    ) -> Transcription:
+        """What is said in a recording of any length, with a Whisper.
+
+        audio: a file, of any rate and channels, or float samples [n] at the model's rate. heard: is
+        called after each window. options: those of `SpeechOptions`, and of `Options` those that
+        sample and draft, and max_new_tokens, of a window. Raises as `generate`, and "prompt" where
+        there is nothing to hear.
+        """
+        options |= {"language": language, "task": task, "timestamps": timestamps}
+        return transcribe(self, audio, heard, **options)
 
     def stats(self) -> dict[str, Any]:
         """Totals over all finished requests: the fields of a result's stats, and `requests`.
@@ -231,10 +254,11 @@ class TextEngine:
     # Slots for other uses
 
     @contextmanager
-    def exclusive(self) -> Iterator[Slot]:
-        """A slot while no other call runs, for calling the decoder's engines directly."""
+    def exclusive(self, prompt: Sequence[int] = (), source: Source = ()) -> Iterator[Slot]:
+        """A slot while no other call runs, for calling the decoder's engines directly: the one that
+        is best for this prompt and source, see `SlotTable.acquire`."""
         with self.undisturbed(1):
-            slot = self.decoder.slots.acquire()
+            slot = self.decoder.slots.acquire(prompt, source)
             try:
                 yield slot
             finally:

@@ -16,12 +16,13 @@ def test_a_log_hears_of_a_long_stage_before_it_ends(
     monkeypatch.setattr(progress, "TICK", 0.001)
     monkeypatch.setattr(progress, "FIRST_LINE", 0.01)
     heard = ""
-    with progress.stage("target", "trace"):
+    with progress.stage("target", "trace") as said:
+        said.phase = "1 of 2"
         while heard.count("\n") < 3:
             time.sleep(0.01)
             heard += capsys.readouterr().err
-    for line in heard.splitlines():
-        assert line.startswith("target    trace ") and line.endswith(" s ...")
+    for line in heard.splitlines()[1:]:
+        assert line.startswith("target    trace ") and line.endswith(" s ... 1 of 2")
     rest = capsys.readouterr().err
     assert rest.startswith("target    trace ") and rest.endswith(" s\n")
 

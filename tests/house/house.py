@@ -27,8 +27,8 @@ MOST_WORDS = {"docs/architecture.md": 1200}
 LADDERS = {
     "runtime": [
         "files", "stats", "sampling", "backends", "slots", "costs", "policy", "sequence", "calls",
-        "drafts", "round", "checks", "decoder", "gpu", "text", "bundle", "beam", "certificate",
-        "theory", "cli", "generate", "cmake",
+        "drafts", "round", "checks", "decoder", "gpu", "audio", "text", "bundle", "beam",
+        "certificate", "theory", "cli", "generate", "cmake",
     ],
     "bench": ["core", "systems", "suites", "report"],
 }  # fmt: skip
@@ -40,7 +40,10 @@ EXPORTING = {
 # Of third parties: what a room may import anywhere, and what only inside of functions, since a user
 # of another backend does not have it.
 OUTSIDE = {
-    "runtime": ({"numpy", "tokenizers", "jinja2"}, {"onnxruntime", "torch", *GPU}),
+    "runtime": (
+        {"numpy", "tokenizers", "jinja2"},
+        {"onnxruntime", "torch", "soundfile", "soxr", *GPU},
+    ),
     "export": (EXPORTING, {"onnxruntime"}),
     "engines": (set[str](), {"onnxruntime", "onnx", "torch", *GPU}),
 }

@@ -1,0 +1,85 @@
+"""Log-mel features as Whisper's feature extractor in Transformers computes them, in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+Samples = npt.NDArray[np.float32]  # [samples], mono, at the model's rate
+MelFrames = npt.NDArray[np.float32]  # [mels, frames], powers or features
+
+HIGHEST = 8000.0  # Hz: where the last filter ends
+FLOOR = np.float32(1e-10)  # of a filter's power, before its logarithm
+RANGE = 8.0  # powers of ten below the loudest that still count
+# Slaney's mel scale (Auditory Toolbox, 1998): linear up to 1 kHz, 27 steps for a factor 6.4 above.
+_BREAK_HZ, _BREAK_MEL, _HZ_PER_MEL = 1000.0, 15.0, 200 / 3
+_LOG_STEP = np.log(6.4) / 27
+
+
+def mel_filters(bins: int, mels: int, rate: int) -> npt.NDArray[np.float64]:
+    """Triangles [mels, bins] over the bins of a spectrum from 0 to rate / 2, with equal distances
+    on the mel scale up to `HIGHEST` and equal areas (Slaney's norm)."""
+    # The break is below HIGHEST, so the end of the scale is in its logarithmic part.
+    top = _BREAK_MEL + np.log(HIGHEST / _BREAK_HZ) / _LOG_STEP
+    scale = np.linspace(0, top, mels + 2)
+    edges = np.where(
+        scale < _BREAK_MEL,
+        scale * _HZ_PER_MEL,
+        _BREAK_HZ * np.exp(_LOG_STEP * (scale - _BREAK_MEL)),
+    )[:, None]
+    hertz = np.linspace(0, rate // 2, bins)
+    rising = (hertz - edges[:-2]) / (edges[1:-1] - edges[:-2])
+    falling = (edges[2:] - hertz) / (edges[2:] - edges[1:-1])
+    triangles: npt.NDArray[np.float64] = np.maximum(0, np.minimum(rising, falling))
+    return triangles * (2 / (edges[2:] - edges[:-2]))
+
+
+class LogMel:
+    """The features of samples that come in blocks, however many.
+
+    mels: filters. rate: samples a second. n_fft: samples of a frame; hop: between two frames.
+    """
+
+    def __init__(self, mels: int, rate: int, n_fft: int, hop: int):
+        self.n_fft, self.hop = n_fft, hop
+        self._filters = mel_filters(n_fft // 2 + 1, mels, rate).astype(np.float32)
+        # Hann's window in its periodic form.
+        phase = 2 * np.pi * np.arange(n_fft) / n_fft
+        self._window = (0.5 - 0.5 * np.cos(phase)).astype(np.float32)
+
+    def logs(self, blocks: Iterable[Samples]) -> Iterator[MelFrames]:
+        """Logarithms (base 10) of the filters' powers, in as many arrays [mels, frames] as there
+        are blocks. All frames are samples // hop; the middle of frame i is sample i * hop.
+
+        The first block has more than n_fft / 2 samples: beyond both ends they are those within,
+        mirrored.
+        """
+        edge = self.n_fft // 2
+        held: Samples | None = None
+        count = 0
+        for block in blocks:
+            count += len(block)
+            held = np.pad(block, (edge, 0), "reflect") if held is None else np.append(held, block)
+            # The last n_fft / 2 samples are what the end would be mirrored from.
+            frames = max(0, (len(held) - self.n_fft) // self.hop)
+            if frames:
+                yield self._frames(held, frames)
+                held = held[frames * self.hop :]
+                count -= frames * self.hop
+        if held is not None and (frames := count // self.hop):
+            yield self._frames(np.pad(held, (0, edge), "reflect"), frames)
+
+    def _frames(self, samples: Samples, frames: int) -> MelFrames:
+        within = np.lib.stride_tricks.sliding_window_view(samples, self.n_fft)
+        spectrum = np.fft.rfft(within[: frames * self.hop : self.hop] * self._window)
+        power = spectrum.real**2 + spectrum.imag**2
+        logs: MelFrames = np.log10(np.maximum(self._filters @ power.T, FLOOR))
+        return logs
+
+
+def scaled(logs: MelFrames, loudest: float) -> MelFrames:
+    """What the encoder reads. loudest: the largest of all `logs` of the audio."""
+    quietest = np.float32(loudest - RANGE)
+    return ((np.maximum(logs, quietest) + 4) / 4).astype(np.float32, copy=False)

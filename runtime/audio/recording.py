@@ -1,0 +1,131 @@
+"""Audio of files and arrays as blocks of samples, mono and at the model's rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..files.errors import OutriderError, first_line, importing
+from .mel import Samples
+
+if TYPE_CHECKING:
+    import soundfile
+
+Audio = str | PathLike[str] | npt.NDArray[np.floating[Any]]
+
+INSTALL = "Install what reads audio: pip install soundfile soxr."
+_FORMATS = "Give a WAV or FLAC file, or convert it: ffmpeg -i <file> audio.wav"
+
+
+class Recording:
+    """What is to be heard. It can be read any number of times, and is never held as a whole.
+
+    audio: a file that libsndfile reads (WAV, FLAC and others), whose channels are mixed and whose
+    rate is changed where it is another; or float samples [n] at `rate`, from -1 to 1. rate: samples
+    a second. Raises OutriderError "prompt" where there is no such file, or no such array.
+    """
+
+    def __init__(self, audio: Audio, rate: int):
+        self.rate = rate
+        self._path: Path | None = None
+        self._samples = np.empty(0, np.float32)
+        if isinstance(audio, np.ndarray):
+            if audio.ndim != 1 or not np.issubdtype(audio.dtype, np.floating):
+                raise OutriderError(
+                    "prompt",
+                    f"the audio is {audio.dtype} {list(audio.shape)}, not float samples [n]",
+                    "Mix the channels, and divide integers by their largest (32768 for int16).",
+                )
+            self._samples, self.name = audio.astype(np.float32, copy=False), "the audio"
+        elif isinstance(audio, str | PathLike):
+            self._path = Path(audio)
+            self.name = str(self._path)
+            self._check_file(self._path)
+        else:
+            raise OutriderError(
+                "prompt", f"the audio is of type {type(audio).__name__}",
+                "Give a file's path, or a NumPy array of float samples.",
+            )  # fmt: skip
+
+    def blocks(self, size: int) -> Iterator[Samples]:
+        """`size` samples each, the last one up to as many. Raises OutriderError "prompt" where a
+        sample is no number, or a file is damaged; "backend" where what reads files is missing."""
+        held: list[Samples] = []
+        missing = size
+        for piece in self._from_file(self._path, size) if self._path else self._from_array(size):
+            rest = piece
+            while len(rest) >= missing:
+                yield np.concatenate([*held, rest[:missing]])
+                rest, held, missing = rest[missing:], [], size
+            held.append(rest)
+            missing -= len(rest)
+        if missing < size:
+            yield np.concatenate(held)
+
+    def _from_array(self, size: int) -> Iterator[Samples]:
+        starts = range(0, len(self._samples), size)
+        return self._finite((self._samples[i : i + size] for i in starts), self.rate)
+
+    def _from_file(self, path: Path, size: int) -> Iterator[Samples]:
+        with importing("soundfile", INSTALL):
+            import soundfile
+        with self._named(soundfile.LibsndfileError), soundfile.SoundFile(path) as file:
+            pieces = self._finite(self._mono(file, size), file.samplerate)
+            yield from (
+                pieces if file.samplerate == self.rate else self._resampled(pieces, file.samplerate)
+            )
+
+    def _mono(self, file: soundfile.SoundFile, size: int) -> Iterator[Samples]:
+        while len(piece := file.read(size, dtype="float32", always_2d=True)):
+            yield piece.mean(axis=1)
+
+    def _resampled(self, pieces: Iterable[Samples], rate: int) -> Iterator[Samples]:
+        with importing("soxr", INSTALL):
+            import soxr
+        try:
+            stream = soxr.ResampleStream(rate, self.rate, 1, dtype="float32")
+        except (RuntimeError, ValueError) as error:
+            cause = f"{self.name} has {rate} samples a second: {first_line(error)}"
+            raise OutriderError("prompt", cause, _FORMATS) from None
+        for piece in pieces:
+            yield stream.resample_chunk(piece)
+        yield stream.resample_chunk(np.empty(0, np.float32), last=True)
+
+    def _finite(self, pieces: Iterable[Samples], rate: int) -> Iterator[Samples]:
+        begin = 0
+        for piece in pieces:
+            odd = np.flatnonzero(~np.isfinite(piece))
+            if len(odd):
+                at = begin + int(odd[0])
+                raise OutriderError(
+                    "prompt",
+                    f"{self.name} has a sample that is no number, after {at / rate:.3f} s",
+                    "Make it again: what wrote it failed there.",
+                )
+            begin += len(piece)
+            yield piece
+
+    def _check_file(self, path: Path) -> None:
+        try:
+            if path.exists() and not path.is_file():  # a pipe cannot be read twice
+                cause = f"{path} is a folder" if path.is_dir() else f"{path} is no regular file"
+                raise OutriderError("prompt", cause, _FORMATS)
+            path.open("rb").close()
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+            cause = f"cannot read {path}: {getattr(error, 'strerror', None) or first_line(error)}"
+            raise OutriderError("prompt", cause, "Give the path of an audio file.") from None
+
+    @contextmanager
+    def _named(self, kind: type[Exception]) -> Iterator[None]:
+        try:
+            yield
+        except kind as error:
+            why = getattr(error, "error_string", first_line(error)).rstrip(". ")
+            cause = f"{self.name} cannot be read as audio: {why}"
+            raise OutriderError("prompt", cause, _FORMATS) from None

@@ -1,0 +1,45 @@
+"""Segments as lines for people and as subtitles: SubRip and WebVTT."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Iterator
+
+from .transcription import Segment
+
+
+def clock(seconds: float, point: str = ".") -> str:
+    """HH:MM:SS.mmm, or with another character before the milliseconds."""
+    whole, thousandths = divmod(round(seconds * 1000), 1000)
+    minutes, second = divmod(whole, 60)
+    return f"{minutes // 60:02}:{minutes % 60:02}:{second:02}{point}{thousandths:03}"
+
+
+def lines(segments: Iterable[Segment]) -> Iterator[str]:
+    """A line for each segment that says something, with its times."""
+    for segment in segments:
+        if text := _one_line(segment):
+            yield f"[{clock(segment.start)} --> {clock(segment.end)}] {text}\n"
+
+
+def subrip(segments: Iterable[Segment], first: int = 1) -> Iterator[str]:
+    """The cues of an .srt file; one for each segment that says something. first: its number."""
+    spoken = ((segment, text) for segment in segments if (text := _one_line(segment)))
+    for number, (segment, text) in enumerate(spoken, first):
+        times = f"{clock(segment.start, ',')} --> {clock(segment.end, ',')}"
+        yield f"{number}\n{times}\n{text}\n\n"
+
+
+WEBVTT = "WEBVTT\n\n"  # how a .vtt file begins
+
+
+def webvtt(segments: Iterable[Segment]) -> Iterator[str]:
+    """The cues of a .vtt file behind `WEBVTT`. A text that looks like markup is none."""
+    for segment in segments:
+        if text := _one_line(segment):
+            times = f"{clock(segment.start)} --> {clock(segment.end)}"
+            yield f"{times}\n{html.escape(text, quote=False)}\n\n"
+
+
+def _one_line(segment: Segment) -> str:
+    return " ".join(segment.text.split())

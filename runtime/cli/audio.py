@@ -1,0 +1,201 @@
+"""--audio: its options, and what is printed of a transcription."""
+
+from __future__ import annotations
+
+import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from typing import Any
+
+from ..audio.subtitles import WEBVTT, lines, subrip, webvtt
+from ..audio.transcription import Segment, SpeechOptions
+from ..files.progress import Stage, stage
+from ..text.options import Options
+from ..text.speech import DECIDED, Transcription
+from . import report
+from .output import Session
+
+FORMATS = ("text", "srt", "vtt", "json")
+OF_SPEECH = (
+    "language", "task", "timestamps", "format", "condition_on_prev_tokens", "temperatures",
+    "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold",
+)  # fmt: skip
+# Of the command line's words those that are of other texts.
+OF_TEXTS = (
+    "source", "source_file", "system", "chat", "special_tokens", "min_new_tokens", "stop",
+    "stop_token_ids", "ignore_eos", "beams", "draft_beams", "length_penalty", "stream", "pace",
+    "color", "json", "logprobs", "baseline", "check",
+)  # fmt: skip
+NAMES = {"chat": "no-chat-template", "stop_token_ids": "stop-token-id"}  # that differ
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """The group of the parser, but for --audio itself, which is one of the prompts."""
+    # fmt: off
+    add = parser.add_argument_group("audio", "Of --audio, with a Whisper.").add_argument
+    add("--language", metavar="CODE", help="such as en (default: detected in the first window)")
+    add("--task", choices=("transcribe", "translate"), help="default transcribe; translate is into "
+        "English")
+    add("--timestamps", action="store_true", default=None,
+        help="say when each segment was said; srt, vtt and recordings over 30 s always have times")
+    add("--format", choices=FORMATS, help="of stdout: text (default), the subtitles srt and vtt, "
+        "or one JSON object")
+    add("--condition-on-prev-tokens", action="store_true", default=None,
+        help="of a long recording: each window reads what was said before it")
+    add("--temperatures", type=_numbers, metavar="T,T,...",
+        help="tried in turn while a text misses one of the thresholds, such as 0,0.2,0.4,0.6,0.8,1")
+    add("--compression-ratio-threshold", type=float, metavar="X",
+        help="tokens that zlib makes more than X times smaller say the same again and again "
+        "(1.35 is usual)")
+    add("--logprob-threshold", type=float, metavar="X",
+        help="the least mean log-probability of a text (-1 is usual)")
+    add("--no-speech-threshold", type=float, metavar="P",
+        help="nothing is said in a window where no speech has a probability over P and the text "
+        "misses --logprob-threshold (0.6 is usual)")
+    # fmt: on
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a list of numbers, T,T,...") from None
+
+
+def rules(args: Namespace, parser: ArgumentParser) -> Iterator[tuple[object, str, str]]:
+    """What contradicts: see `refuse_first`."""
+    leave = "Leave one of them out."
+
+    def given(name: str) -> bool:
+        return getattr(args, name) not in (parser.get_default(name), None)
+
+    for name in OF_SPEECH:
+        yield (not args.audio and given(name), f"--{_flag(name)} is of --audio",
+               "Add --audio FILE, or leave it out.")  # fmt: skip
+    for name in OF_TEXTS:
+        yield (args.audio and given(name), f"--{_flag(name)} has no meaning for --audio",
+               leave)  # fmt: skip
+    yield (args.temperatures and given("temperature"),
+           "--temperatures and --temperature say the same", leave)  # fmt: skip
+    yield (args.audio and args.draft is None and (args.corpus or args.table),
+           "--corpus and --table are for drafts that are named", "Add --draft.")  # fmt: skip
+
+
+def _flag(name: str) -> str:
+    return NAMES.get(name, name.replace("_", "-"))
+
+
+def options_of(args: Namespace, options: Options) -> dict[str, Any]:
+    """The arguments of `TextEngine.transcribe`, of which those of a text are `options`."""
+    speech = {f.name: getattr(args, f.name, None) for f in fields(SpeechOptions)}
+    found = {name: value for name, value in speech.items() if value is not None}
+    found["temperature"] = args.temperatures or options.temperature
+    found["timestamps"] = bool(args.timestamps) or args.format in ("srt", "vtt")
+    if any(args.temperatures or ()) and args.seed is None:
+        options = replace(options, seed=None).seeded()  # it has a part after all
+    shared = {n: v for n, v in vars(options).items() if n not in (*DECIDED, "temperature")}
+    return {**shared, **found, "max_new_tokens": args.max_new_tokens}
+
+
+def transcribe(session: Session) -> None:
+    """Text on stdout as it comes, progress and a summary on stderr."""
+    args, out = session.args, session.out
+    options = options_of(args, session.options)
+    write = _writer(args.format or "text", options["timestamps"])
+    begin = time.perf_counter()
+    with ExitStack() as stack:
+        # Where the text itself is seen coming, that is progress enough.
+        shown = args.stats != "none" and not (out.terminal and args.format != "json")
+        said = stack.enter_context(stage("audio", args.audio[-34:])) if shown else Stage()
+
+        def heard(seconds: float, duration: float, new: Sequence[Segment]) -> None:
+            said.phase = f"{_minutes(seconds)} of {_minutes(duration)}"
+            for text in write(new):
+                out.write(text)
+
+        found = session.engine.transcribe(args.audio, heard=heard, **options)
+    for text in write(None):
+        out.write(text)
+    if args.format == "json":
+        out.line(report.json_line(json_object(found)))
+    if args.stats != "none":
+        seed = any(args.temperatures or [options["temperature"]])
+        session.err.lines(_summary(found, time.perf_counter() - begin, seed))
+    if args.stats == "detailed":
+        session.err.lines(report.detailed(found.stats))
+    session.show_engine()
+
+
+Writer = Callable[[Sequence[Segment] | None], Iterator[str]]
+
+
+def _writer(form: str, timed: bool) -> Writer:
+    """What to print of new segments; of None, at the end."""
+    count = 0
+
+    def text(new: Sequence[Segment] | None) -> Iterator[str]:
+        nonlocal count
+        for segment in new or ():
+            yield segment.text if count else segment.text.lstrip()
+            count += 1
+        if new is None:
+            yield "\n"
+
+    def srt(new: Sequence[Segment] | None) -> Iterator[str]:
+        nonlocal count
+        for cue in subrip(new or (), count + 1):
+            yield cue
+            count += 1
+
+    def vtt(new: Sequence[Segment] | None) -> Iterator[str]:
+        nonlocal count
+        if count == 0:
+            yield WEBVTT
+        count += 1
+        yield from webvtt(new or ())
+
+    writers: dict[str, Writer] = {
+        "text": (lambda new: lines(new or ())) if timed else text,
+        "srt": srt,
+        "vtt": vtt,
+        "json": lambda new: iter(()),
+    }
+    return writers[form]
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+def _summary(found: Transcription, seconds: float, seed: bool) -> list[str]:
+    """The lines under a transcription. seconds: that it took. seed: whether it had a part in it."""
+    stats = found.stats
+    language = f" | language {found.language}" if found.language else ""
+    return [
+        f"audio {found.duration:.1f} s | windows {found.windows}{language} | {seconds:.1f} s, "
+        f"{found.duration / seconds:.1f} times as fast as it was said",
+        f"output {stats.output_tokens} tok | {report.speed(stats):.1f} tok/s"
+        + (f" | seed {found.seed}" if seed else ""),
+        *report.round_lines(stats, str(len(stats.drafted_at))),
+    ]
+
+
+def json_object(found: Transcription) -> dict[str, Any]:
+    """The object of --format json. Times are seconds, but for those of `stats`."""
+    return {
+        "text": found.text,
+        "language": found.language,
+        "duration": round(found.duration, 3),
+        "segments": [
+            {
+                "start": round(segment.start, 2), "end": round(segment.end, 2),
+                "text": segment.text, "token_ids": segment.token_ids,
+            }
+            for segment in found.segments
+        ],
+        "windows": found.windows,
+        "seed": found.seed,
+        "stats": found.stats.summary(found.windows),
+    }  # fmt: skip

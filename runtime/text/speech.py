@@ -1,0 +1,126 @@
+"""A recording through a text engine: what `TextEngine.transcribe` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from ..audio.mel import LogMel, MelFrames
+from ..audio.recording import Audio, Recording
+from ..audio.transcription import Listener, Segment, SpeechOptions
+from ..audio.windows import Windows
+from ..backends.engine import Logits
+from ..calls import prefill
+from ..files.errors import OutriderError, refuse_first
+from ..sampling.processors import LogitsProcessor
+from ..sequence import Token
+from ..stats import Stats
+from .options import Options
+from .sources import read_source
+
+if TYPE_CHECKING:
+    from .engine import TextEngine
+
+# What a transcription decides by itself, of the options of a text.
+DECIDED = (
+    "source", "processors", "chat", "system", "special_tokens", "min_new_tokens", "stop",
+    "stop_token_ids", "ignore_eos", "logprobs",
+)  # fmt: skip
+# After each window: seconds that are said, of so many, and the segments that are new.
+Heard = Callable[[float, float, Sequence[Segment]], None]
+
+
+@dataclass(frozen=True)
+class Transcription:
+    """What was said in a recording.
+
+    text: all of it. segments: its parts in order; one where there are no timestamps. language: its
+    code, as it was given or detected; None of a model that knows English alone. duration: seconds.
+    windows: how many were decoded. stats: of all of them together.
+    """
+
+    text: str
+    segments: tuple[Segment, ...]
+    language: str | None
+    duration: float
+    windows: int
+    seed: int
+    stats: Stats
+
+
+def transcribe(
+    engine: TextEngine,
+    audio: Audio,
+    heard: Heard | None = None,
+    *,
+    max_new_tokens: int | None = None,
+    **options: Any,
+) -> Transcription:
+    """See `TextEngine.transcribe`. max_new_tokens: None for all that fit."""
+    pair = engine.manifest.pair
+    facts, features = pair.audio, pair.target.reads
+    if facts is None or features is None:
+        raise OutriderError(
+            "option",
+            f"the target is a {pair.target.architecture}, which reads no audio",
+            "Use a bundle of Whisper.",
+        )
+    refuse_first(
+        (name in options, f"{name} has no meaning for a transcription", "Leave it out.")
+        for name in DECIDED
+    )
+    names = {field.name for field in fields(SpeechOptions)} & options.keys()
+    speech = SpeechOptions(**{name: options.pop(name) for name in names})
+    speech.check(facts)
+    room = pair.max_len - 1 if max_new_tokens is None else max_new_tokens
+    usual = Options(**options, max_new_tokens=room).seeded()
+    for temperature in speech.temperatures:
+        replace(usual, temperature=temperature).check()
+    stats, calls = Stats(), 0
+
+    def say(
+        prompt: list[int],
+        window: MelFrames,
+        processors: Sequence[LogitsProcessor],
+        temperature: float,
+        *,
+        logprobs: bool,
+    ) -> Sequence[Token]:
+        nonlocal calls
+        asked = replace(
+            usual, source=window, processors=processors, temperature=temperature,
+            logprobs=0 if logprobs else None, max_new_tokens=min(room, pair.max_len - len(prompt)),
+            # No two windows, and no two attempts at one, have the same random numbers.
+            seed=((usual.seed or 0) + calls) % 2**64,
+        )  # fmt: skip
+        calls += 1
+        result = engine.generate(prompt, **vars(asked))
+        stats.add(result.stats)
+        return result.tokens
+
+    def look(prompt: list[int], window: MelFrames) -> Logits:
+        source = read_source(Options(source=window), pair, engine.tokenizer)
+        with engine.exclusive(prompt, source) as slot:
+            target = engine.decoder.target
+            target.encode(slot.index, source)  # who says something of it finds it there
+            return prefill(target, slot.index, prompt, 0)[: pair.vocab_size].copy()
+
+    listener = Listener(
+        facts, features, speech, say, look, engine.tokenizer.decode,
+        end=pair.tokenizer.eos_token_ids[0], max_len=pair.max_len,
+    )  # fmt: skip
+    rate = features.sampling_rate
+    log_mel = LogMel(features.feature_size, rate, features.n_fft, features.hop_length)
+    windows = Windows(Recording(audio, rate), log_mel, features.n_samples)
+    segments: list[Segment] = []
+    for new, frame in listener.segments(windows):
+        segments += new
+        if heard is not None:
+            seconds = min(frame * features.hop_length / rate, windows.duration)
+            heard(seconds, windows.duration, new)
+    text = listener.spell([token for segment in segments for token in segment.token_ids])
+    return Transcription(
+        text, tuple(segments), listener.language, windows.duration, listener.windows,
+        usual.seed or 0, stats,
+    )  # fmt: skip

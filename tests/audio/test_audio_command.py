@@ -1,0 +1,137 @@
+"""--audio from the command line: what is printed of windows as they come, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import Cli
+from fakes import make_text_engine, random_model
+
+from runtime.audio.transcription import Segment
+from runtime.files.errors import OutriderError
+from runtime.stats import Stats
+from runtime.text.speech import Transcription
+
+WINDOWS = [
+    [Segment(0.0, 2.5, " Good day.", [1, 2]), Segment(2.5, 30, " What", [3])],
+    [],
+    [Segment(61.0, 62, " now?", [4])],
+]
+
+
+@pytest.fixture
+def asked() -> dict[str, Any]:
+    return {}
+
+
+@pytest.fixture
+def cli(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    asked: dict[str, Any],
+) -> Cli:  # fmt: skip
+    """Its engine hears the windows above."""
+    engine = make_text_engine(tmp_path, random_model(1))
+
+    def transcribe(audio: str, *, heard: Callable[..., None], **options: Any) -> Transcription:
+        asked.update(options, audio=audio)
+        for i, window in enumerate(WINDOWS):
+            heard(30.0 * (i + 1), 90.0, window)
+        segments = tuple(segment for window in WINDOWS for segment in window)
+        text = "".join(segment.text for segment in segments)
+        stats = Stats(output_tokens=4, elapsed=2.0)
+        return Transcription(text, segments, "en", 90.0, 3, options["seed"], stats)
+
+    monkeypatch.setattr(engine, "transcribe", transcribe)
+    return Cli(engine, capsys, monkeypatch)
+
+
+def test_text(cli: Cli, asked: dict[str, Any]) -> None:
+    status, out, err = cli("--audio", "talk.wav")
+    assert (status, out) == (0, "Good day. What now?\n")
+    head, first, second = err.splitlines()[:3]
+    assert head.startswith("audio     talk.wav ") and head.endswith(" s")
+    assert first.startswith("audio 90.0 s | windows 3 | language en | ")
+    assert second == "output 4 tok | 2.0 tok/s"
+    assert asked["audio"] == "talk.wav" and asked["max_new_tokens"] is None
+    assert (asked["temperature"], asked["timestamps"], asked["seed"]) == (0.0, False, 0)
+    assert not {"language", "source", "chat", "logprobs"} & asked.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--timestamps"], "[00:00:00.000 --> 00:00:02.500] Good day.\n"
+         "[00:00:02.500 --> 00:00:30.000] What\n[00:01:01.000 --> 00:01:02.000] now?\n"),
+        (["--format", "srt"], "1\n00:00:00,000 --> 00:00:02,500\nGood day.\n\n"
+         "2\n00:00:02,500 --> 00:00:30,000\nWhat\n\n3\n00:01:01,000 --> 00:01:02,000\nnow?\n\n"),
+        (["--format", "vtt"], "WEBVTT\n\n00:00:00.000 --> 00:00:02.500\nGood day.\n\n"
+         "00:00:02.500 --> 00:00:30.000\nWhat\n\n00:01:01.000 --> 00:01:02.000\nnow?\n\n"),
+    ],
+)  # fmt: skip
+def test_times(cli: Cli, asked: dict[str, Any], options: list[str], expected: str) -> None:
+    status, out, err = cli("--audio", "talk.wav", *options, "--stats", "none")
+    assert (status, out, err) == (0, expected, "")
+    assert asked["timestamps"]
+
+
+def test_json(cli: Cli) -> None:
+    _, out, _ = cli("--audio", "talk.wav", "--format", "json")
+    found = json.loads(out)
+    assert found["text"] == " Good day. What now?"
+    assert found["segments"][2] == {"start": 61.0, "end": 62, "text": " now?", "token_ids": [4]}
+    assert (found["language"], found["duration"], found["windows"]) == ("en", 90.0, 3)
+    assert found["stats"]["output_tokens"] == 4
+
+
+def test_options(cli: Cli, asked: dict[str, Any]) -> None:
+    words = (
+        "--language de --task translate --condition-on-prev-tokens --temperatures 0,0.2 "
+        "--compression-ratio-threshold 1.35 --logprob-threshold=-1 --no-speech-threshold 0.6 "
+        "--gamma 2 --top-p 0.9 --max-new-tokens 50 --seed 5 --draft ngram"
+    )
+    cli("--audio", "a.flac", *words.split())
+    expected = {
+        "language": "de", "task": "translate", "condition_on_prev_tokens": True,
+        "temperature": (0.0, 0.2), "compression_ratio_threshold": 1.35, "logprob_threshold": -1.0,
+        "no_speech_threshold": 0.6, "gamma": 2, "top_p": 0.9, "max_new_tokens": 50, "seed": 5,
+        "draft": "ngram",
+    }  # fmt: skip
+    assert expected.items() <= asked.items()
+    cli("--audio", "a.flac", "--temperatures", "0,1", "--logprob-threshold=-1")
+    assert asked["seed"] != 0, "drawn, where one has a part in the text"
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ("--prompt hello --audio a.wav", "not allowed with argument"),
+        ("--prompt hello --language en", "--language is of --audio"),
+        ("--prompt hello --timestamps", "--timestamps is of --audio"),
+        ("--prompt hello --format json", "--format is of --audio"),
+        ("--audio a.wav --source abc", "--source has no meaning for --audio"),
+        ("--audio a.wav --json", "--json has no meaning for --audio"),
+        ("--audio a.wav --no-stream", "--stream has no meaning for --audio"),
+        ("--audio a.wav --beams 2", "--beams has no meaning for --audio"),
+        ("--audio a.wav --stop x", "--stop has no meaning for --audio"),
+        ("--audio a.wav --no-chat-template", "--no-chat-template has no meaning for --audio"),
+        ("--audio a.wav --check", "--check has no meaning for --audio"),
+        ("--audio a.wav --corpus a.txt", "are for drafts that are named"),
+        ("--audio a.wav --task sing", "--task: invalid choice"),
+        ("--audio a.wav --temperatures 0;1", "is not a list of numbers"),
+        ("--audio a.wav --temperature 1 --temperatures 0,1", "say the same"),
+    ],
+)
+def test_refused(cli: Cli, words: str, cause: str) -> None:
+    assert cause in cli.refused(*words.split())
+
+
+def test_a_target_that_hears_nothing(tmp_path: Path) -> None:
+    engine = make_text_engine(tmp_path, random_model(1))
+    with pytest.raises(OutriderError, match="which reads no audio") as refused:
+        engine.transcribe(np.zeros(16_000))
+    assert refused.value.kind == "option"

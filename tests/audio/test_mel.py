@@ -1,0 +1,83 @@
+"""Features are those of Transformers' extractor, for signals that are hard on one part each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from transformers import WhisperFeatureExtractor
+
+from runtime.audio import mel
+from runtime.audio.mel import LogMel, mel_filters, scaled
+
+RATE, CHUNK = 16_000, 30 * 16_000
+TIME = np.arange(CHUNK) / RATE
+
+
+def noise(samples: int, size: float = 0.1) -> np.ndarray:
+    return size * np.random.default_rng(samples).standard_normal(samples)
+
+
+SIGNALS = {
+    "silence": np.zeros(CHUNK),
+    "noise of exactly 30 s": noise(CHUNK),
+    "sine": 0.5 * np.sin(2 * np.pi * 440 * TIME),
+    "chord": sum(0.2 * np.sin(2 * np.pi * hertz * TIME) for hertz in (100, 1000, 5000)),
+    "chirp": 0.5 * np.sin(2 * np.pi * (50 + 120 * TIME) * TIME),
+    "clicks": 1.0 * (np.arange(CHUNK) % 8000 == 0),
+    "short": noise(5000),
+    "long": noise(65 * RATE + 77) + 0.1,
+    "loud": noise(CHUNK, 100),
+    "tiny": noise(CHUNK, 1e-6),
+}
+
+
+def features(samples: np.ndarray, mels: int = 80, size: int = CHUNK) -> np.ndarray:
+    """Ours, of blocks of this size."""
+    padded = np.pad(samples, (0, max(0, CHUNK - len(samples)))).astype(np.float32)
+    blocks = (padded[i : i + size] for i in range(0, len(padded), size))
+    logs = np.hstack(list(LogMel(mels, RATE, 400, 160).logs(blocks)))
+    return scaled(logs, logs.max())
+
+
+def expected(samples: np.ndarray, mels: int = 80) -> Iterator[np.ndarray]:
+    """Those of both implementations that Transformers has: PyTorch's, and its own."""
+    extractor = WhisperFeatureExtractor(feature_size=mels)
+    long = {"truncation": False, "padding": "longest"} if len(samples) > CHUNK else {}
+    given = samples.astype(np.float32)
+    yield extractor(given, sampling_rate=RATE, return_tensors="np", **long).input_features[0]
+    padded = np.pad(given, (0, max(0, CHUNK - len(given))))
+    yield extractor._np_extract_fbank_features(padded[None], "cpu")[0]
+
+
+@pytest.mark.parametrize("mels", [80, 128])
+@pytest.mark.parametrize("name", SIGNALS)
+def test_features_are_those_of_transformers(name: str, mels: int) -> None:
+    found = features(SIGNALS[name], mels)
+    assert found.dtype == np.float32
+    for theirs in expected(SIGNALS[name], mels):
+        assert found.shape == theirs.shape
+        np.testing.assert_allclose(found, theirs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [401, 5001, 100_000])
+def test_blocks_do_not_matter(size: int) -> None:
+    samples = SIGNALS["chirp"][:100_123]
+    np.testing.assert_allclose(features(samples, size=size), features(samples), rtol=0, atol=1e-6)
+
+
+def test_control_another_filter_or_window_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = next(expected(SIGNALS["noise of exactly 30 s"]))
+    with monkeypatch.context() as patch:
+        patch.setattr(mel, "HIGHEST", 7990.0)
+        assert np.abs(features(SIGNALS["noise of exactly 30 s"]) - theirs).max() > 1e-3
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "cos", lambda x: np.sin(x - np.pi / 2 + 0.01))
+        assert np.abs(features(SIGNALS["noise of exactly 30 s"]) - theirs).max() > 1e-3
+
+
+@pytest.mark.parametrize("mels", [80, 128])
+def test_filters(mels: int) -> None:
+    theirs = WhisperFeatureExtractor(feature_size=mels).mel_filters.T
+    np.testing.assert_allclose(mel_filters(201, mels, RATE), theirs, rtol=0, atol=1e-12)

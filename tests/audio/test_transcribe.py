@@ -1,0 +1,157 @@
+"""`engine.transcribe` and --audio over exported engines: the texts and times of Transformers."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from checkpoints import EOS, tokenizer
+from commands import error_line
+from originals import one_thread
+from talks import LANGUAGES, RATE, TEXT, VOCAB_SIZE, ZERO, check, model, talk, theirs
+from tokenizers import pre_tokenizers
+from transformers import WhisperFeatureExtractor
+from workshop import Workshop
+
+from runtime import OutriderError, generate
+from runtime.files.errors import EXIT_STATUS
+
+SEED = 1
+SOUND = talk(65)
+
+
+def write(folder: Path, blur: float = 0.0) -> Path:
+    """The random Whisper as a checkpoint, with a character for each token of its texts."""
+    made = copy.deepcopy(model(SEED))
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        for parameter in made.parameters() if blur else ():
+            parameter += torch.randn_like(parameter) * parameter.std(correction=0) * blur
+    made.save_pretrained(folder)
+    special = [f"<|{i}|>" for i in range(TEXT + 1, ZERO)]
+    times = [f"<|{i * 0.02:.2f}|>" for i in range(VOCAB_SIZE - ZERO)]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:TEXT]
+    tokenizer([*letters, EOS, *special, *times]).save_pretrained(folder)
+    WhisperFeatureExtractor().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bundle(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a draft that is right now and then."""
+    folder = tmp_path_factory.mktemp("whisper")
+    target, draft = write(folder / "target"), write(folder / "draft", blur=0.05)
+    return workshop.bundle(target, draft, max_len=None)
+
+
+@pytest.mark.parametrize("seconds", [65, pytest.param(180, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("context", [False, True])
+def test_a_talk(bundle: Path, seconds: int, context: bool) -> None:
+    sound = talk(seconds)
+    expected = theirs(sound, SEED, condition_on_prev_tokens=context)
+    for slots, gamma in ((1, 0), (1, 4), (2, 3)):
+        engine = one_thread(bundle, slots)
+        found = engine.transcribe(sound, gamma=gamma, condition_on_prev_tokens=context)
+        check(list(found.segments), expected)
+        assert found.language in LANGUAGES and found.duration == seconds and found.windows > 2
+        tokens = [token for part in found.segments for token in part.token_ids if token < TEXT]
+        assert found.text == engine.tokenizer.decode(tokens) != ""
+        assert found.text == "".join(part.text for part in found.segments)
+        stats = found.stats
+        assert (0 < stats.accepted < stats.drafted) == (gamma > 0)
+        assert stats.output_tokens >= len(tokens)
+
+
+def test_what_is_heard_while_it_is(bundle: Path) -> None:
+    engine, heard = one_thread(bundle, 1), list[tuple[float, float, int]]()
+    found = engine.transcribe(SOUND, heard=lambda *now: heard.append((*now[:2], len(now[2]))))
+    assert len(heard) == found.windows and sum(new for *_, new in heard) == len(found.segments)
+    assert [at for at, *_ in heard] == sorted({at for at, *_ in heard}) and heard[-1][0] == 65
+
+
+def test_an_encoder_runs_once_a_window(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the model is asked for the language, and whether anybody speaks, before the text."""
+    engine = one_thread(bundle, 2)
+    runs, real = [], engine.decoder.target._encode  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        engine.decoder.target, "_encode", lambda source: runs.append(1) or real(source)
+    )
+    found = engine.transcribe(SOUND, logprob_threshold=-1e9, no_speech_threshold=0.9, gamma=0)
+    assert len(runs) == found.windows
+
+
+def test_temperatures(bundle: Path) -> None:
+    """A seed repeats a text; a threshold that no text reaches asks for all temperatures."""
+    engine = one_thread(bundle, 1)
+    options: dict[str, Any] = {"temperature": (0.0, 0.9), "logprob_threshold": 0.0}
+    first, again, other = (engine.transcribe(SOUND, seed=s, **options) for s in (5, 5, 6))
+    assert first.segments == again.segments != other.segments
+    assert first.seed == 5
+    options["logprob_threshold"] = -1e9
+    assert engine.transcribe(SOUND, **options).segments == engine.transcribe(SOUND).segments
+
+
+def test_windows_do_not_share_random_numbers(bundle: Path) -> None:
+    """Two of the same sound have texts of their own."""
+    sound = np.tile(talk(30), 2)
+    found = one_thread(bundle, 1).transcribe(sound, temperature=1.0, seed=3)
+    texts = [part.token_ids for part in found.segments]
+    assert len(texts) > 1 and texts[0] != texts[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"language": "fr"}, "language=fr is unknown"),
+        ({"stop": "a"}, "stop has no meaning for a transcription"),
+        ({"source": "a"}, "source has no meaning for a transcription"),
+        ({"temperature": None}, "temperature=None is out of range"),
+        ({"temperature": (0.0, -1.0), "logprob_threshold": -1.0}, "temperature=-1.0 is out of"),
+        ({"logprob_threshold": "a", "temperature": (0, 1)}, "logprob_threshold='a' is out of"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 is out of range"),
+        ({"gamma": 99}, "gamma=99 is over"),
+    ],
+)
+def test_refused(bundle: Path, options: dict[str, Any], cause: str) -> None:
+    with pytest.raises(OutriderError, match=cause) as refused:
+        one_thread(bundle, 1).transcribe(SOUND[:RATE], **options)
+    assert refused.value.kind == "option"
+
+
+def test_command_line(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*arguments: str) -> tuple[str, str]:
+        status = generate.main(["--engines", str(bundle), *arguments])
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        return out, err
+
+    path = str(tmp_path / "talk.wav")
+    soundfile.write(path, SOUND, RATE, subtype="FLOAT")
+    out, err = said("--audio", path, "--format", "json")
+    expected = theirs(SOUND, SEED)
+    assert [part["token_ids"] for part in json.loads(out)["segments"]] == [
+        part["tokens"].tolist() for part in expected
+    ]
+    assert "audio 65.0 s | windows " in err and "rounds " in err
+    out, _ = said("--audio", path, "--timestamps", "--gamma", "0")
+    assert out.count(" --> ") <= len(expected) and out.startswith("[00:00:00.")
+
+
+@pytest.mark.parametrize("name", ["none.wav", "text.wav", "."])
+def test_files_that_are_no_audio(
+    bundle: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.wav").write_text("no sound")
+    path = str(tmp_path / name)
+    assert (
+        generate.main(["--engines", str(bundle), "--audio", path, "--stats", "none"])
+        == (EXIT_STATUS["prompt"])
+    )
+    out, err = capsys.readouterr()
+    assert out == "" and name.strip(".") in error_line(err, "prompt")

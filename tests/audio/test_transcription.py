@@ -1,0 +1,288 @@
+"""The loop over windows says what Transformers' `generate` says, token for token, time for time.
+
+Its decoder here is Transformers' own, called token by token, so nothing has to be exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from talks import (
+    CONTEXT,
+    EN,
+    END,
+    LANGUAGES,
+    MOST,
+    NO_TIMES,
+    RATE,
+    START,
+    TRANSCRIBE,
+    TRANSLATE,
+    VOCAB_SIZE,
+    ZERO,
+    check,
+    model,
+    talk,
+    theirs,
+)  # fmt: skip
+from transformers import WhisperForConditionalGeneration
+
+from runtime.audio import transcription
+from runtime.audio.mel import LogMel, MelFrames
+from runtime.audio.recording import Recording
+from runtime.audio.timestamps import cut
+from runtime.audio.transcription import Listener, Look, Say, Segment, SpeechOptions
+from runtime.audio.windows import Windows
+from runtime.files.audio import AudioFacts, FeatureFacts
+from runtime.files.errors import OutriderError
+from runtime.sampling.processors import SuppressTokens
+from runtime.sampling.softmax import log_softmax
+from runtime.sequence import Token
+
+FEATURES = FeatureFacts(
+    sampling_rate=RATE, feature_size=80, n_fft=400, hop_length=160, n_samples=30 * RATE
+)  # fmt: skip
+
+
+def facts(english: bool = False) -> AudioFacts:
+    config = model(0, english).generation_config
+    return AudioFacts(
+        decoder_start_token_id=START,
+        lang_to_id={} if english else config.lang_to_id,
+        task_to_id={} if english else config.task_to_id,
+        is_multilingual=not english,
+        suppress_tokens=config.suppress_tokens,
+        begin_suppress_tokens=config.begin_suppress_tokens,
+        max_length=MOST,
+        language_detected=not english,
+        no_timestamps_token_id=NO_TIMES,
+        prev_sot_token_id=CONTEXT,
+        max_initial_timestamp_index=50,
+    )
+
+
+def windows(sound: np.ndarray) -> Windows:
+    return Windows(Recording(sound, RATE), LogMel(80, RATE, 400, 160), 30 * RATE)
+
+
+def listener(options: SpeechOptions, say: Say, look: Look, english: bool = False) -> Listener:
+    return Listener(
+        facts(english), FEATURES, options, say, look, lambda tokens: str(list(tokens)), end=END,
+        max_len=MOST,
+    )  # fmt: skip
+
+
+class Speaker:
+    """`transcription.Say` and `Look` by PyTorch. asked: the prompts."""
+
+    def __init__(self, model: WhisperForConditionalGeneration):
+        self.model, self.asked = model, list[list[int]]()
+        config = model.generation_config
+        self.never = SuppressTokens(config.suppress_tokens, config.begin_suppress_tokens)
+
+    @torch.no_grad()
+    def look(self, text: list[int], window: MelFrames, encoded: Any = None) -> np.ndarray:
+        encoded = encoded or self.model.model.encoder(torch.from_numpy(window)[None])
+        ids = torch.tensor([text])
+        return self.model(decoder_input_ids=ids, encoder_outputs=encoded).logits[0, -1].numpy()
+
+    @torch.no_grad()
+    def say(
+        self, prompt: list[int], window: MelFrames, processors: Sequence[Any], temperature: float,
+        *, logprobs: bool,
+    ) -> list[Token]:  # fmt: skip
+        assert temperature == 0, "what is drawn is no matter of comparison"
+        self.asked.append(prompt)
+        encoded = self.model.model.encoder(torch.from_numpy(window)[None])
+        text = list(prompt)
+        said = list[Token]()
+        while len(text) < MOST and (not said or said[-1].id != END):
+            row = self.look(text, window, encoded)
+            for processor in (self.never, *processors):
+                processor(row, np.array(text), len(prompt))
+            text.append(int(row.argmax()))
+            logprob = float(log_softmax(row)[text[-1]])
+            said.append(Token(text[-1], "plain", logprob if logprobs else None))
+        return said
+
+
+def listened(
+    sound: np.ndarray, seed: int = 0, english: bool = False, **options: Any
+) -> tuple[Speaker, Listener, list[Segment]]:
+    speaker = Speaker(model(seed, english))
+    made = listener(SpeechOptions(**options), speaker.say, speaker.look, english)
+    return speaker, made, [part for parts, _ in made.segments(windows(sound)) for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "seed"),
+    [
+        (65, 1),
+        pytest.param(180, 0, marks=pytest.mark.slow),
+        pytest.param(180, 1, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("context", [False, True])
+def test_a_long_talk_is_that_of_transformers(seconds: int, seed: int, context: bool) -> None:
+    sound = talk(seconds)
+    speaker, made, found = listened(sound, seed, condition_on_prev_tokens=context)
+    check(found, theirs(sound, seed, condition_on_prev_tokens=context))
+    assert len(found) > 4 and made.windows > 2
+    assert len({part.start for part in found}) > 4
+    assert any(CONTEXT in prompt for prompt in speaker.asked) == context
+
+
+@pytest.mark.parametrize("english", [False, True])
+def test_without_times(english: bool) -> None:
+    """The language is detected where there are several."""
+    sound = talk(30)
+    speaker, made, found = listened(sound, 1, english)
+    check(found, theirs(sound, 1, english, return_timestamps=False))
+    language = [] if english else [LANGUAGES[str(made.language)], TRANSCRIBE]
+    assert speaker.asked[0] == [START, *language, NO_TIMES]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_what_is_asked_for(language: str) -> None:
+    sound = talk(30, seed=4)
+    asked: dict[str, Any] = {"language": language, "task": "translate"}
+    speaker, made, found = listened(sound, 1, timestamps=True, **asked)
+    check(found, theirs(sound, 1, **asked))
+    begin = [START, LANGUAGES[language], TRANSLATE]
+    assert speaker.asked == [begin] * made.windows
+
+
+def test_a_short_recording_ends_where_it_does() -> None:
+    """Transformers goes on, into the silence that fills up the window."""
+    sound = talk(20)
+    *_, found = listened(sound, 4, timestamps=True)
+    expected = theirs(sound, 4)
+    check(found, expected[: len(found)])
+    assert len(found) < len(expected)
+    assert found[-1].end >= 20
+
+
+def test_windows_without_speech(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some are left out, those of Transformers."""
+    sound, silences, real = talk(65), list[float](), Listener._silence
+
+    def silence(self: Listener, prompt: list[int], window: MelFrames) -> float:
+        silences.append(real(self, prompt, window))
+        return silences[-1]
+
+    monkeypatch.setattr(Listener, "_silence", silence)
+    common = {"logprob_threshold": 0.0, "condition_on_prev_tokens": True}
+    listened(sound, 1, **common, no_speech_threshold=1.0)
+    least = sorted(silences)[len(silences) // 2]
+    silences.clear()
+    _, made, found = listened(sound, 1, **common, no_speech_threshold=least)
+    assert 0 < sum(value > least for value in silences) < made.windows == len(silences)
+    check(found, theirs(sound, 1, **common, no_speech_threshold=least, temperature=0.0))
+
+
+# Temperatures
+
+
+class Script:
+    """A `transcription.Say` that says these tokens, each with this log-probability, one attempt
+    after the other."""
+
+    def __init__(self, *attempts: tuple[list[int], float]):
+        self.attempts = list(attempts)
+        self.temperatures = list[float]()
+        self.prompts = list[list[int]]()
+
+    def __call__(
+        self, prompt: list[int], _: object, __: object, temperature: float, *, logprobs: bool
+    ) -> list[Token]:
+        self.temperatures.append(temperature)
+        self.prompts.append(prompt)
+        tokens, logprob = self.attempts.pop(0)
+        return [Token(token, "plain", logprob) for token in tokens]
+
+
+def attempts(script: Script, seconds: float = 20, **options: Any) -> list[list[int]]:
+    """The segments' tokens."""
+    nothing = np.zeros(VOCAB_SIZE, np.float32)
+    made = listener(SpeechOptions(language="en", **options), script, lambda *_: nothing)
+    sound = np.zeros(round(seconds * RATE), np.float32)
+    return [part.token_ids for parts, _ in made.segments(windows(sound)) for part in parts]
+
+
+AGAIN = [8] * 40
+
+
+def test_the_next_temperature_is_tried_while_a_threshold_is_missed() -> None:
+    thresholds = {"compression_ratio_threshold": 1.5, "logprob_threshold": -1.0}
+    script = Script((AGAIN, -0.1), ([9, 10], -1.5), ([11, 12, END], -0.5))
+    assert attempts(script, temperature=(0.0, 0.2, 0.4, 0.6), **thresholds) == [[11, 12]]
+    assert script.temperatures == [0.0, 0.2, 0.4]
+    script = Script(([9], -2.0), (AGAIN, -0.1))
+    assert attempts(script, temperature=(0.0, 0.2), **thresholds) == [AGAIN], "the last one stays"
+
+
+@pytest.mark.parametrize(("hot", "conditioned"), [(0.4, True), (0.5, False)])
+def test_a_hot_text_is_no_context(hot: float, conditioned: bool) -> None:
+    script = Script(
+        ([9], -2.0), ([ZERO, 9, ZERO + 5, END], -0.5), ([ZERO, 10, ZERO + 5, END], -0.5)
+    )  # fmt: skip
+    attempts(
+        script, 31, temperature=(0.0, hot), logprob_threshold=-1.0, condition_on_prev_tokens=True
+    )  # fmt: skip
+    context = [CONTEXT, ZERO, 9, ZERO + 5] if conditioned else []
+    assert script.prompts[2] == [*context, START, EN, TRANSCRIBE]
+
+
+def test_compression_is_that_of_transformers() -> None:
+    rng = np.random.default_rng(0)
+    for length in (1, 10, 200):
+        tokens = rng.integers(0, 9, length)
+        expected = WhisperForConditionalGeneration._retrieve_compression_ratio(tokens, VOCAB_SIZE)
+        assert transcription.compression(tokens.tolist()) == expected
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("english", "options", "cause"),
+    [
+        (True, {"language": "en"}, "the model knows English alone"),
+        (True, {"task": "translate"}, "no token that asks for it"),
+        (False, {"language": "fr"}, "language=fr is unknown"),
+        (False, {"task": "sing"}, "task=sing is unknown"),
+        (False, {"temperature": ()}, "empty list"),
+        (False, {"temperature": (0.0, 0.2)}, "only the first has an effect"),
+        (False, {"compression_ratio_threshold": 2.0}, "and there is one"),
+        (False, {"logprob_threshold": -1.0}, "and there is one"),
+        (False, {"no_speech_threshold": 0.6}, "miss logprob_threshold"),
+    ],
+)
+def test_refused(english: bool, options: dict[str, Any], cause: str) -> None:
+    with pytest.raises(OutriderError, match=cause) as refused:
+        SpeechOptions(**options).check(facts(english))
+    assert refused.value.kind == "option"
+
+
+# Controls: each of these changes shows.
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        (transcription, "TimestampRule", lambda *_: lambda scores, text, start: None),
+        (transcription, "cut", lambda tokens, **more: (cut(tokens, **more)[0], 3000)),
+    ],
+    ids=["timestamps", "seek"],
+)
+def test_control(broken: tuple[Any, str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = talk(35)
+    expected = theirs(sound, 1)
+    monkeypatch.setattr(*broken)
+    *_, found = listened(sound, 1)
+    with pytest.raises(AssertionError):
+        check(found, expected)
