@@ -54,8 +54,8 @@ bool inside(const std::string& name) {
   return !name.empty() && name[0] != '/' && ("/" + name + "/").find("/../") == std::string::npos;
 }
 
-std::vector<std::pair<int64_t, int64_t>> shapes(const Json& rows, bool quantised) {
-  std::vector<std::pair<int64_t, int64_t>> found;
+std::vector<CacheShape> shapes(const Json& rows, bool quantised) {
+  std::vector<CacheShape> found;
   for (const Json& row : rows.list()) {
     if (row.list().size() != 2) throw BadJson{"a cache's shape is not [heads, width]"};
     found.emplace_back(row.list()[0].integer(1, SMALL),
@@ -64,7 +64,26 @@ std::vector<std::pair<int64_t, int64_t>> shapes(const Json& rows, bool quantised
   return found;
 }
 
-ModelFacts model(const Json& facts, const std::string& role) {
+CompiledFacts compiled(const Json& engine) {
+  CompiledFacts found;
+  for (const Json& target : engine.at("targets").list()) found.targets += " " + target.string();
+  if (!found.targets.empty()) found.targets += " ";
+  for (const Json& profile : engine.at("profiles").list()) {
+    for (const char* name : {"slots", "tokens", "outputs"}) {
+      const std::vector<Json>& sizes = profile.at(name).list(); // smallest, expected, largest
+      if (sizes.size() != 3) throw BadJson{"a profile has not three sizes"};
+      found.profiles.push_back({sizes[0].integer(1, COUNT), sizes[2].integer(1, COUNT)});
+    }
+    if (profile.has("memory"))
+      found.activations =
+          std::max(found.activations, profile.at("memory").integer(0, int64_t{1} << 62));
+  }
+  if (found.profiles.empty()) throw BadJson{"an engine has no profiles"};
+  return found;
+}
+
+// engine: what was compiled of it, or null.
+ModelFacts model(const Json& facts, const std::string& role, const Json* engine) {
   ModelFacts found;
   const Json& files = facts.at("files");
   if (files.has("graph.pt2"))
@@ -75,6 +94,12 @@ ModelFacts model(const Json& facts, const std::string& role) {
          "Use the Python runtime: a session has no encoder yet");
   found.file = role + (files.has("host.onnx") ? "/host.onnx" : "/graph.onnx");
   found.weights = role + (files.has("host.bin") ? "/host.bin" : "/weights.bin");
+  if (engine != nullptr) {
+    found.file = found.weights = role + "/" + engine->at("file").string();
+    if (engine->has("weights") || facts.has("cache"))
+      throw BadJson{"its engines are of a kind that no GPU's library makes"};
+    found.compiled = compiled(*engine);
+  }
   found.dtype = facts.at("dtype").string();
   const bool quantised = facts.has("cache");
   found.cache = quantised ? facts.at("cache").string() : found.dtype;
@@ -166,10 +191,12 @@ Bundle Bundle::read(const std::string& folder) {
       throw BadJson{"the checksum does not match: the file was edited or damaged"};
 
     const Json &facts = whole.at("facts"), &pair = facts.at("pair");
-    if (facts.at("backend").string() != "onnxruntime" || facts.has("engines"))
-      fail(OUTRIDER_FAILED_BACKEND,
-           folder + " was built for the backend " + facts.at("backend").string(),
-           "Build it with BACKEND=onnxruntime: a session runs no other yet");
+    bundle.backend = facts.at("backend").string();
+    if (bundle.backend != "onnxruntime" && bundle.backend != "tensorrt")
+      fail(OUTRIDER_FAILED_BACKEND, folder + " was built for the backend " + bundle.backend,
+           "Build it with BACKEND=onnxruntime or tensorrt: a session runs no other yet");
+    if (bundle.on_gpu() != facts.has("engines"))
+      throw BadJson{"it contradicts itself about its engines"};
     for (const auto& [name, version] : facts.at("versions").object())
       bundle.versions[name] = version.string();
     for (const auto& [name, file] : facts.at("files").object()) {
@@ -186,8 +213,11 @@ Bundle Bundle::read(const std::string& folder) {
     for (const Json& id : pair.at("tokenizer").at("eos_token_ids").list())
       bundle.ends.push_back(id.integer(0, COUNT));
     std::sort(bundle.ends.begin(), bundle.ends.end());
-    bundle.target = model(pair.at("target"), "target");
-    if (pair.has("draft")) bundle.draft = model(pair.at("draft"), "draft");
+    const auto engine = [&](const char* role) {
+      return bundle.on_gpu() ? &facts.at("engines").at(role) : nullptr;
+    };
+    bundle.target = model(pair.at("target"), "target", engine("target"));
+    if (pair.has("draft")) bundle.draft = model(pair.at("draft"), "draft", engine("draft"));
 
     const int64_t rows = int64_t{bundle.max_len} + bundle.max_gamma + 1;
     for (const ModelFacts* m : {&bundle.target, bundle.draft ? &*bundle.draft : nullptr}) {
