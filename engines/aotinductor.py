@@ -44,6 +44,10 @@ CONFIG: dict[str, Any] = {
     "aot_inductor.enable_line_tables": False,  # paths of this machine
     # A header compiled in advance is for many compiles; here it is used for two files.
     "aot_inductor.precompile_headers": False,
+    # Whether the compiler has AVX2 and AVX-512, which torch finds out by compiling its own headers
+    # for each: a third of the time, and all that compile C++20 have them. For what is newer (AMX,
+    # VNNI) it still asks.
+    "cpp.vec_isa_ok": True,
 }
 
 
@@ -183,10 +187,12 @@ def _move(program: torch.export.ExportedProgram, device: str) -> torch.export.Ex
 
 
 def fitted(program: torch.export.ExportedProgram, capacity: int) -> torch.export.ExportedProgram:
-    """The program as a GPU wants it: S is the capacity, and attention is `_attention`.
+    """The program as a GPU wants it: S is the capacity, attention is `_attention`, and logits have
+    the type they are computed in.
 
     Left open, S would have the example's 16 rows as its hint, by which Inductor sizes every
-    reduction over it; and torch's own attention would be chosen by them.
+    reduction over it; and torch's own attention would be chosen by them. As float32, logits would
+    be written, read and written again for nothing: the sampling kernel reads each type.
     """
     import torch
 
@@ -200,6 +206,7 @@ def fitted(program: torch.export.ExportedProgram, capacity: int) -> torch.export
     for node in module.graph.nodes:
         if node.target is attention:
             node.target = _attention
+    _keep_type(module.graph)
     module.recompile()
     slots, tokens, outputs = (torch.export.Dim(name) for name in ("slots", "tokens", "outputs"))
     open_sizes = ({0: slots, 1: tokens}, {0: slots}, {0: outputs})
@@ -209,6 +216,17 @@ def fitted(program: torch.export.ExportedProgram, capacity: int) -> torch.export
         # That strides of a product are what they are cannot be proven for every N.
         strict=False, prefer_deferred_runtime_asserts_over_guards=True,
     )  # fmt: skip
+
+
+def _keep_type(graph: torch.fx.Graph) -> None:
+    """Drop the conversion to float32 that the graph's one result ends with."""
+    import torch
+
+    (results,) = graph.output_node().args
+    (result,) = torch.utils._pytree.tree_leaves(results)
+    if result.target is torch.ops.aten.to.dtype and result.args[1] == torch.float32:
+        graph.output_node().replace_input_with(result, result.args[0])
+        graph.eliminate_dead_code()
 
 
 def _attention(

@@ -51,8 +51,11 @@ def trace(decoder: Decoder, example: Example) -> torch.export.ExportedProgram:
         )
 
 
-def save(program: torch.export.ExportedProgram, folder: Path) -> None:
-    """Write `graph.pt2` and `weights.bin` into `folder`; the program lets go of its weights."""
+def save(program: torch.export.ExportedProgram, folder: Path, holes: bool = False) -> None:
+    """Write `graph.pt2` and `weights.bin` into `folder`; the program lets go of its weights.
+
+    holes: leave the places of parameters empty. They read as zeros and take no room.
+    """
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             for trace_of_this_machine in ("stack_trace", "nn_module_stack", "source_fn_stack"):
@@ -62,7 +65,7 @@ def save(program: torch.export.ExportedProgram, folder: Path) -> None:
         for name, tensor in (*program.state_dict.items(), *program.constants.items())
         if isinstance(tensor, torch.Tensor)
     }
-    _write_tensors(tensors, folder / WEIGHTS_FILE)
+    _write_tensors(tensors, folder / WEIGHTS_FILE, holes)
     # The format wants a tensor of each name and shape: one number is enough for that.
     stubs = {n: torch.zeros((), dtype=t.dtype).expand(t.shape) for n, t in tensors.items()}
     tensors.clear()
@@ -71,22 +74,24 @@ def save(program: torch.export.ExportedProgram, folder: Path) -> None:
         torch.export.save(program, folder / PROGRAM_FILE)
 
 
-def _write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """See `read_tensors`. One tensor at a time; tied ones are the same bytes."""
+def _write_tensors(tensors: dict[str, torch.Tensor], path: Path, holes: bool = False) -> None:
+    """See `read_tensors` and `save`. One tensor at a time; tied ones are the same bytes."""
 
     def aligned(size: int) -> int:
         return -(-size // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
 
     index: dict[str, tuple[str, list[int], int]] = {}
     places: dict[tuple[object, ...], int] = {}
-    distinct: list[torch.Tensor] = []
+    distinct: list[tuple[int, torch.Tensor]] = []
     end = 0
     for name, tensor in tensors.items():
+        hole = holes and isinstance(tensor, torch.nn.Parameter)
         tensor = tensor.detach().contiguous()
         same = (tensor.data_ptr(), tensor.dtype, tensor.shape)
         if same not in places or tensor.numel() == 0:
             places[same] = end
-            distinct.append(tensor)
+            if not hole:
+                distinct.append((end, tensor))
             end += aligned(tensor.nbytes)
         index[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), places[same])
     header = json.dumps(index).encode()
@@ -94,7 +99,7 @@ def _write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
     assert sys.byteorder == "little"
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        for tensor in distinct:
-            file.seek(aligned(file.tell()))
+        for place, tensor in distinct:
+            file.seek(start + place)
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         file.truncate(start + end)

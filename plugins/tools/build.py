@@ -83,15 +83,16 @@ def find_compiler() -> list[str]:
     raise BuildError("no C++ compiler was found. Install g++ or clang++, or set CXX.")
 
 
-def units(machine: str, *, session: bool = False) -> list[Unit]:
-    """What the library is made of. session: with that of outrider_session.h."""
+def units(machine: str, *, session: bool = False, operators: bool = True) -> list[Unit]:
+    """What the library is made of. session: with that of outrider_session.h. operators: with those
+    for ONNX Runtime, most of the time that it takes."""
     known = machine in ("x86_64", "AMD64")
     x86 = ["-DOUTRIDER_X86", "-march=x86-64-v2", "-mtune=generic"] if known else []
     return [
         ("cpu/outrider_cpu.cpp", [*x86, "-pthread"]),
         ("cpu/outrider_softmax.cpp", x86),
         *((source, [*x86, "-pthread"]) for source in SESSION if session),
-        *((f"onnxruntime/outrider_{name}.cpp", x86) for name in OPERATORS),
+        *((f"onnxruntime/outrider_{name}.cpp", x86) for name in OPERATORS if operators),
         *(
             (
                 source,
@@ -103,6 +104,7 @@ def units(machine: str, *, session: bool = False) -> list[Unit]:
                 ],
             )
             for source, table, sets, more in LOOPS
+            if operators or not source.startswith("onnxruntime/")
             for name, own in (sets if known else {"plain": []}).items()
         ),
     ]
@@ -136,13 +138,13 @@ def build(
 
 
 def build_emulated(out: Path) -> Path:
-    """The CPU library with the CUDA kernels of emulate.cpp. Raises BuildError."""
+    """The CPU library's sampling with the CUDA kernels of emulate.cpp. Raises BuildError."""
     # FMA, as on a GPU; the kernels' own warnings are nvcc's business.
     flags = ["-mfma", "-mavx2"] if "-DOUTRIDER_X86" in repr(units(platform.machine())) else []
     # setjmp switches between stacks, and kernels read memory as words.
     flags += ["-U_FORTIFY_SOURCE", "-fno-strict-aliasing"]
     more = [("cuda/emulate.cpp", [*flags, "-Wno-unknown-pragmas", "-Wno-subobject-linkage"])]
-    return _made(out, "emulated", ".so", HERE, ["-shared"], more)
+    return _made(out, "emulated", ".so", HERE, ["-shared"], more, operators=False)
 
 
 def build_fuzz(
@@ -156,11 +158,11 @@ def build_fuzz(
 
 def _made(
     out: Path, name: str, suffix: str, sources: Path, extra: list[str], more: list[Unit],
-    *, session: bool = False,
+    *, session: bool = False, operators: bool = True,
 ) -> Path:  # fmt: skip
     """What these sources and flags make, named by a digest of them."""
     compiler = find_compiler()
-    jobs = [*units(platform.machine(), session=session), *more]
+    jobs = [*units(platform.machine(), session=session, operators=operators), *more]
     digest = hashlib.sha256(_version(compiler).encode())
     digest.update(repr((compiler, jobs, FLAGS, extra)).encode())
     for path in sorted((*headers(sources), *(sources / source for source, _ in more))):

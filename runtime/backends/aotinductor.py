@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
 
 from ..files.errors import OutriderError, first_line, importing
-from ..files.manifest import PACKAGE_FILE, EngineFacts, GraphFacts, Manifest
+from ..files.manifest import PACKAGE_FILE, Dtype, EngineFacts, GraphFacts, Manifest
 from ..files.torch_files import WEIGHTS_FILE, cpu_targets, read_tensors
 from .cuda import Cuda
 from .device import DeviceCall, PreparedEngine
@@ -28,7 +29,7 @@ class Call(NamedTuple):
 
     ids: list[torch.Tensor]  # int64: input_ids [B, N], position [B], logits_index [K]
     caches: list[torch.Tensor]  # in the contract's order, each [B, Hkv, S, D]
-    logits: torch.Tensor  # float32 [B, K, V]
+    logits: torch.Tensor  # [B, K, V], on the CPU float32
 
 
 def import_torch(version: str | None = None) -> Any:
@@ -41,7 +42,10 @@ def import_torch(version: str | None = None) -> Any:
 
 
 class Package:
-    """The code of a model, and its weights on a device. index: of a GPU, -1 for the CPU."""
+    """The code of a model, and its weights on a device. index: of a GPU, -1 for the CPU.
+
+    weights: by their names in the graph; what is written into them is what the code reads.
+    """
 
     def __init__(self, folder: Path, index: int = -1, device: str = "cpu"):
         # Not torch._inductor.aoti_load_package: it imports the compiler, for the same loader.
@@ -52,8 +56,8 @@ class Package:
         )
         # The code uses them where they are; this dictionary keeps them there.
         names = loader.get_constant_fqns()
-        self._weights = load_weights(folder / WEIGHTS_FILE, names, device)
-        loader.load_constants(self._weights, False, True, True)
+        self.weights = load_weights(folder / WEIGHTS_FILE, names, device)
+        loader.load_constants(self.weights, False, True, True)
         self.run = loader.run
 
 
@@ -90,6 +94,7 @@ class AotiEngine(HostEngine[Call]):
         self._torch, self._threads = import_torch(), threads
         with opening(folder, "Build the bundle again."):
             self._loader = Package(folder)
+        self.weights = self._loader.weights
         self._dtype = getattr(self._torch, facts.dtype)
 
     @classmethod
@@ -131,6 +136,15 @@ class AotiEngine(HostEngine[Call]):
 
 class TorchGpu:
     """The device and the stream of a `Cuda`, to torch: all that is asked of torch.cuda."""
+
+    _made: ClassVar[WeakKeyDictionary[Cuda, TorchGpu]] = WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, cuda: Cuda, stream: int) -> TorchGpu:
+        """One for all engines of a decoder, who share the pool that their graphs allocate from."""
+        if cuda not in cls._made:
+            cls._made[cuda] = cls(cuda, stream)
+        return cls._made[cuda]
 
     def __init__(self, cuda: Cuda, stream: int):
         self._torch = import_torch()
@@ -174,7 +188,14 @@ class AotiCudaEngine(PreparedEngine):
     """See `DeviceEngine`. Raises OutriderError "backend" where torch cannot load the package."""
 
     alignment = ALIGNMENT  # the copy of a cache would be updated in its place
+    # Not measured yet: cuBLAS's workspaces (32 MiB each on Hopper), its kernels as they are loaded,
+    # a prompt's activations, the pool of the graphs.
+    allowance = 1 << 28
     _library, _gpu = "AOTInductor", TorchGpu  # what the tests stand in for
+
+    @staticmethod
+    def logits_dtype(facts: GraphFacts) -> Dtype:
+        return facts.dtype  # see engines.aotinductor.fitted
 
     def _open(self, folder: Path, facts: GraphFacts, engine: EngineFacts | None) -> None:
         self._torch = import_torch()
@@ -182,8 +203,9 @@ class AotiCudaEngine(PreparedEngine):
         self._slots: dict[tuple[int, int], list[torch.Tensor]] = {}  # by first slot and how many
         remedy = "Build the bundle again, on this machine, or free some memory of the GPU."
         with opening(folder, remedy):
-            self.gpu = self._gpu(self.cuda, self.stream)
+            self.gpu = self._gpu.of(self.cuda, self.stream)
             self._loader = Package(folder, self.gpu.index, self.gpu.device)
+        self.weights = self._loader.weights
 
     def capturing(self) -> AbstractContextManager[object]:
         return self.gpu.capturing()
@@ -208,8 +230,11 @@ class AotiCudaEngine(PreparedEngine):
         return Call(
             [self._view(address, torch.int64, *shape) for _, address, shape in call.ids()],
             slots,
-            self._view(call.logits, torch.float32, call.batch, call.outputs, self.vocab_size),
-        )
+            self._view(
+                call.logits, getattr(torch, self.logit_type), call.batch, call.outputs,
+                self.vocab_size,
+            ),
+        )  # fmt: skip
 
     def _view(self, address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return self.gpu.bytes(address, prod(shape) * dtype.itemsize).view(dtype).view(shape)

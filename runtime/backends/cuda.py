@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +22,7 @@ import numpy.typing as npt
 from ..files.errors import OutriderError, first_line, importing
 
 Array = npt.NDArray[Any]
+PIECES, PIECE = 32, 1 << 14  # of page-locked memory, and bytes: a prompt of 2,000 tokens is one
 
 # A capture forbids everybody to wait for its context ("Stream management" of the CUDA driver's
 # documentation), so the garbage collector pauses, and what another thread drops then waits here.
@@ -29,6 +32,14 @@ _left: list[Callable[[], None]] = []
 
 class CaptureError(Exception):
     """Work that a CUDA graph cannot hold; one line."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What can be launched. nodes: kernels, copies and fills in it; of a loop, in its body."""
+
+    executable: Any
+    nodes: int
 
 
 class Cuda:
@@ -52,6 +63,7 @@ class Cuda:
         self.use()
         # What the driver is to be given back, newest first, once nobody has this object any more.
         self._owned: list[tuple[str, Any]] = []
+        self._stages: deque[tuple[npt.NDArray[np.uint8], Any]] = deque()  # longest unused first
         weakref.finalize(self, _give_back, self._driver, self._context, self._owned)
 
     def use(self) -> None:
@@ -88,10 +100,34 @@ class Cuda:
 
     def upload(self, address: int, array: Array, stream: int) -> None:
         """Copy a contiguous array to the device, in the stream's order. The array may change as
-        soon as this returns: the driver stages what is not page-locked."""
+        soon as this returns.
+
+        By way of page-locked memory: a copy from any other may wait for all that is on the stream,
+        and the round that was launched ahead is.
+        """
         assert array.flags.c_contiguous
-        if array.nbytes:
-            self._call("cuMemcpyHtoDAsync", address, array.ctypes.data, array.nbytes, stream)
+        data = array.reshape(-1).view(np.uint8)
+        for begin in range(0, len(data), PIECE):
+            part = data[begin : begin + PIECE]
+            staged, copied = self._stage()
+            staged[: len(part)] = part
+            self._call("cuMemcpyHtoDAsync", address + begin, staged.ctypes.data, len(part), stream)
+            self.record(copied, stream)
+
+    def _stage(self) -> tuple[npt.NDArray[np.uint8], Any]:
+        """A piece of page-locked memory that no copy reads any more, and the event of its next."""
+        if not self._stages:
+            memory = self.pinned(PIECES * PIECE).reshape(PIECES, PIECE)
+            self._stages.extend((piece, self.event()) for piece in memory)
+        staged, copied = self._stages[0]
+        self._stages.rotate(-1)
+        if not self.reached(copied):
+            self.wait_for(copied)
+        return staged, copied
+
+    def zero(self, address: int, size: int, stream: int) -> None:
+        """Fill device memory, in the stream's order."""
+        self._call("cuMemsetD8Async", address, 0, size, stream)
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
         """From device memory to device memory, in the stream's order."""
@@ -119,15 +155,22 @@ class Cuda:
     def wait_for(self, event: Any) -> None:
         self._call("cuEventSynchronize", event)
 
+    def reached(self, event: Any) -> bool:
+        """Whether what was recorded last has happened; true of one that was never recorded."""
+        return self._ready("cuEventQuery", event)
+
     def done(self, stream: int) -> bool:
         """Whether all that was launched has ended. Raises where it ended badly."""
-        status = self._driver.cuStreamQuery(stream)[0]
+        return self._ready("cuStreamQuery", stream)
+
+    def _ready(self, query: str, what: Any) -> bool:
+        status = getattr(self._driver, query)(what)[0]
         if status.name == "CUDA_ERROR_NOT_READY":
             return False
-        self._check("cuStreamQuery", status)
+        self._check(query, status)
         return True
 
-    def capture(self, enqueue: Callable[[], None], stream: int) -> Any:
+    def capture(self, enqueue: Callable[[], None], stream: int) -> Graph:
         """What `enqueue` puts on the stream as a graph that can be launched. Nothing runs.
 
         Raises CaptureError; the stream is then as before.
@@ -137,16 +180,16 @@ class Cuda:
             graph = self._recorded(enqueue, stream)
         return self._executable(graph)
 
-    def capture_loop(self, enqueue: Callable[[int], None], stream: int) -> Any:
+    def capture_loop(self, enqueue: Callable[[int], None], stream: int) -> Graph:
         """The same as the body of a loop, which is repeated while a kernel of it says so.
 
         enqueue: takes the condition's handle. Raises CaptureError.
         """
         with _capturing():
-            graph = self._recorded_loop(enqueue, stream)
-        return self._executable(graph)
+            graph, body = self._recorded_loop(enqueue, stream)
+        return self._executable(graph, body)
 
-    def _recorded_loop(self, enqueue: Callable[[int], None], stream: int) -> Any:
+    def _recorded_loop(self, enqueue: Callable[[int], None], stream: int) -> tuple[Any, Any]:
         driver = self._driver
         try:
             graph = self._call("cuGraphCreate", 0)
@@ -166,7 +209,7 @@ class Cuda:
             # Of a driver, or of bindings, that has no loops.
             raise CaptureError(first_line(error)) from error
         self._recorded(lambda: enqueue(int(handle)), stream)
-        return graph
+        return graph, body
 
     def _capture_mode(self) -> Any:
         return self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -187,16 +230,18 @@ class Cuda:
             raise CaptureError(f"cuStreamEndCapture: {status.name}")
         return graph
 
-    def _executable(self, graph: Any) -> Any:
+    def _executable(self, graph: Any, body: Any = None) -> Graph:
+        """body: of a loop, what is repeated."""
+        _, nodes = self._call("cuGraphGetNodes", graph if body is None else body)
         status, executable = self._driver.cuGraphInstantiate(graph, 0)
         self._call("cuGraphDestroy", graph)
         if int(status):
             raise CaptureError(f"cuGraphInstantiate: {status.name}")
         self._owned.append(("cuGraphExecDestroy", executable))
-        return executable
+        return Graph(executable, nodes)
 
-    def replay(self, graph: Any, stream: int) -> None:
-        self._call("cuGraphLaunch", graph, stream)
+    def replay(self, graph: Graph, stream: int) -> None:
+        self._call("cuGraphLaunch", graph.executable, stream)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         error, *answer = getattr(self._driver, name)(*arguments)

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from ..files.errors import OutriderError, first_line
-from ..files.manifest import EngineFacts, GraphFacts
+from ..files.manifest import Dtype, EngineFacts, GraphFacts
 from .cuda import Cuda
 from .engine import CHUNK, HeldRows, Ids, Logits, cache_shapes
 
+LOGIT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Tensor = tuple[str, int, tuple[int, ...]]  # name, device address, shape
 
 
@@ -25,7 +26,7 @@ class DeviceCall:
     """One call: B slots from `first_slot` on, N tokens of each, K of which get logits.
 
     Device addresses of contiguous arrays. input_ids: int64 [B, N]. position: int64 [B].
-    logits_index: int64 [K]. logits: float32 [B, K, V].
+    logits_index: int64 [K]. logits: [B, K, V] of the engine's `logits_dtype`.
     """
 
     batch: int
@@ -52,9 +53,11 @@ class DeviceEngine(ABC):
     layer and side, S the capacity. One stream for all engines of a decoder.
 
     alignment: bytes that the addresses of a call must be a multiple of, if it has several slots.
+    allowance: bytes for what the library allocates by itself, where no builder said.
     """
 
     alignment = 1
+    allowance = 0
     _library: str  # what runs the model, for errors
 
     def __init__(
@@ -78,7 +81,9 @@ class DeviceEngine(ABC):
         self.narrowest = 1  # a GPU's libraries choose by width anyway
         self.held = HeldRows(slots, self.vocab_size)  # empty: texts and lengths live on the device
         self._most = max(widest, 1)
-        self._spacing = 4 * slots * self._most * self.vocab_size
+        self.logit_type: Dtype = self.logits_dtype(facts)
+        self.row_bytes = self.vocab_size * LOGIT_BYTES[self.logit_type]
+        self._spacing = slots * self._most * self.row_bytes
         self._open(folder, facts, engine)
         item = 4 if facts.dtype == "float32" else 2
         self._slot_bytes: dict[str, int] = {}
@@ -94,6 +99,11 @@ class DeviceEngine(ABC):
                     "Use one slot, or BACKEND=onnxruntime.",
                 )
             self.caches[name] = cuda.allocate(slots * size), (heads, width)
+
+    @staticmethod
+    def logits_dtype(facts: GraphFacts) -> Dtype:
+        """What a call writes as logits."""
+        return "float32"
 
     @abstractmethod
     def _open(self, folder: Path, facts: GraphFacts, engine: EngineFacts | None) -> None:
@@ -115,7 +125,8 @@ class DeviceEngine(ABC):
         """
 
     def capturing(self) -> AbstractContextManager[object]:
-        """What must be in force while calls are captured."""
+        """What must be in force while calls are captured, of any engine on the stream: of one
+        backend they all are."""
         return nullcontext()
 
     @cached_property
@@ -160,18 +171,25 @@ class DeviceEngine(ABC):
             self.cuda.upload(address, np.ascontiguousarray(array, np.int64), self.stream)
         logits += buffer * self._spacing
         self.enqueue(DeviceCall(batch, width, outputs, ids, at, index, logits, first_slot))
-        answer = np.empty((batch, outputs, self.vocab_size), np.float32)
         self.cuda.wait(self.stream)
-        self.cuda.read(answer.ctypes.data, logits, answer.nbytes)
-        return answer
+        return self.rows(logits, batch * outputs).reshape(batch, outputs, self.vocab_size)
+
+    def rows(self, address: int, count: int) -> Logits:
+        """Rows of logits from the device, [count, V]; what writes them was waited for."""
+        raw = np.empty(count * self.row_bytes, np.uint8)
+        self.cuda.read(raw.ctypes.data, address, raw.nbytes)
+        if self.logit_type == "bfloat16":  # the upper half of a float32
+            raw = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.uint8)
+        kind = np.float16 if self.logit_type == "float16" else np.float32
+        rows: Logits = raw.view(kind).astype(np.float32).reshape(count, self.vocab_size)
+        return rows
 
     def encode(self, slot: int, source: Sequence[int]) -> None:
         assert not source, "no bundle for GPUs has an encoder"
 
     def clear(self, slot: int) -> None:
         for name, size in self._slot_bytes.items():
-            zeros = np.zeros(size, np.uint8)
-            self.cuda.upload(self.cache_address(name, slot), zeros, self.stream)
+            self.cuda.zero(self.cache_address(name, slot), size, self.stream)
 
     def _failed(self, call: DeviceCall, cause: str) -> OutriderError:
         return OutriderError(

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ..backends.cuda import Graph
 from ..sequence import ActiveSequence, RoundResult, SlotPlan, SlotResult
 from .launch import Ring
 from .memory import results
@@ -39,7 +40,7 @@ class LoopingRounds(DeviceRounds):
         self._written, self._seen, self._stop = (
             counters[i * LINE :][:4].view(np.uint32) for i in range(3)
         )
-        self._loops: dict[Shape, Any] = {}
+        self._loops: dict[Shape, Graph | None] = {}
         self._current: tuple[Shape, dict[ActiveSequence, int]] | None = None  # and who takes part
         self._unread: dict[ActiveSequence, deque[InFlight]] = {}  # of loops that were ended
         self._gone: set[ActiveSequence] = set()
@@ -82,11 +83,12 @@ class LoopingRounds(DeviceRounds):
         shape = self._shape(turns, 0)
         if shape not in self._loops:
             self._loops[shape] = self._capture_loop(shape) if self._graphs_wanted else None
-        if self._loops[shape] is None:
+        loop = self._loops[shape]
+        if loop is None:
             return False
         self._stop[0] = 0
         self._upload_turns(wanted, shape.batch)
-        self._device.replay(self._loops[shape], self._stream)
+        self._device.replay(loop, self._stream)
         self._current = shape, wanted
         return True
 
@@ -118,7 +120,7 @@ class LoopingRounds(DeviceRounds):
         while self._gone:
             self._unread.pop(self._gone.pop(), None)
 
-    def _capture_loop(self, shape: Shape) -> Any:
+    def _capture_loop(self, shape: Shape) -> Graph | None:
         owner = ("loop", shape)  # its engines' state is not that of the graph of one round
         program = self._program(shape, owner)
         at, counters = self._at, (self._written, self._seen, self._stop)

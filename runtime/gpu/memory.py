@@ -17,9 +17,9 @@ from .launch import SEQUENCE
 MOST_ENDS = 256  # ids that end a text
 
 
-def step_bytes(slots: int, width: int) -> int:
+def step_bytes(slots: int, row_bytes: int) -> int:
     """From one draft step's logits to the next: TensorRT writes to multiples of 256 bytes alone."""
-    return -(-4 * slots * width // 256) * 256
+    return -(-slots * row_bytes // 256) * 256
 
 
 @lru_cache(maxsize=64)
@@ -34,14 +34,15 @@ def results(batch: int, gamma: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the buffers are for. widths: V of the two models' logits, 0 without a draft."""
+    """What the buffers are for. rows: bytes of the two models' rows of logits, 0 without a
+    draft."""
 
     slots: int
     max_gamma: int
     max_len: int
     capacity: int
-    target_width: int
-    draft_width: int
+    target_row: int
+    draft_row: int
 
     def __post_init__(self) -> None:
         assert 0 <= self.max_gamma <= MOST_GAMMA
@@ -69,9 +70,9 @@ class Sizes:
             "target_position": 8 * slots,
             "rows": slots * gamma * kernel.ROW.itemsize,
             "results": results(slots, gamma).itemsize,
-            # float32 [G, B, V], a step after the other, and [B, G + 1, V]
-            "draft_logits": gamma * step_bytes(slots, self.draft_width),
-            "target_logits": 4 * slots * (gamma + 1) * self.target_width,
+            # [G, B, V], a step after the other, and [B, G + 1, V]
+            "draft_logits": gamma * step_bytes(slots, self.draft_row),
+            "target_logits": slots * (gamma + 1) * self.target_row,
         }
 
 

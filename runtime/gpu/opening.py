@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..backends.device import DeviceEngine
+from ..backends.device import LOGIT_BYTES, DeviceEngine
 from ..backends.registry import device_engine
 from ..files.errors import OutriderError
 from ..files.manifest import GraphFacts, Manifest
@@ -83,17 +83,22 @@ def check_gpu(manifest: Manifest, folder: Path, capability: tuple[int, int]) -> 
 
 
 def working_memory(manifest: Manifest, slots: int) -> dict[str, int]:
-    """Bytes beside weights and caches. activations: of both models, where the builder said;
-    buffers: those of a round. CUDA graphs and the libraries' own code are not in it."""
-    pair = manifest.pair
+    """Bytes beside weights and caches. activations: of both models, where the builder said, or the
+    engines' allowance; buffers: those of a round. CUDA graphs and the driver's own are not in
+    it."""
+    pair, kind = manifest.pair, device_engine(manifest.backend)
+    rows = (
+        f.vocab_size * LOGIT_BYTES[kind.logits_dtype(f)] if f else 0
+        for f in (pair.target, pair.draft)
+    )
     sizes = Sizes(
-        slots, pair.max_gamma if pair.draft else 0, pair.max_len, pair.capacity,
-        pair.target.vocab_size, pair.draft.vocab_size if pair.draft else 0,
+        slots, pair.max_gamma if pair.draft else 0, pair.max_len, pair.capacity, *rows
     )  # fmt: skip
     activations = sum(
         max((profile.memory or 0 for profile in engine.profiles), default=0)
         for engine in (manifest.engines or {}).values()
     )
+    activations = activations or kind.allowance
     return {"activations": activations, "buffers": sum(sizes.bytes().values())}
 
 

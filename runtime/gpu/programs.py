@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.cuda import CaptureError
+from ..backends.cuda import CaptureError, Graph
 from ..backends.device import DeviceCall, DeviceEngine
 from ..sampling import kernel
 from ..sequence import ActiveSequence, Rounds
@@ -66,13 +65,17 @@ class Programs(Rounds):
         self._vocab_size, self._graphs_wanted = vocab_size, graphs
         self._draft_width = min(vocab_size, draft.vocab_size) if draft else 0
         self._sizes = Sizes(
-            target.slots, max_gamma if draft else 0, max_len, target.capacity, target.vocab_size,
-            draft.vocab_size if draft else 0,
+            target.slots, max_gamma if draft else 0, max_len, target.capacity, target.row_bytes,
+            draft.row_bytes if draft else 0,
         )  # fmt: skip
         self._at = Buffers(device, self._sizes, stream)
         self._programs: dict[Shape, list[Action]] = {}
-        self._graphs: dict[Shape, Any] = {}
+        self._graphs: dict[Shape, Graph | None] = {}
         self._turns = b""  # those on the device
+
+    def graph_nodes(self) -> dict[Shape, int]:
+        """Kernels and copies in the graph of each shape."""
+        return {shape: graph.nodes for shape, graph in self._graphs.items() if graph is not None}
 
     def _upload_turns(self, wanted: dict[ActiveSequence, int], batch: int) -> None:
         gammas = np.full(batch, -1, np.int32)
@@ -98,24 +101,28 @@ class Programs(Rounds):
         return lambda: play_all(program)
 
     def _capture(
-        self, shape: Shape, program: list[Action], capture: Callable[[], Any], what: str = "graph"
-    ) -> Any:
+        self, shape: Shape, program: list[Action], capture: Callable[[], Graph], what: str = "graph"
+    ) -> Graph | None:
         """What `capture` makes of a program; None, said in one line, where it cannot be done."""
         # Once for real, with nobody taking part: engines make ready what a capture forbids.
         self._upload_turns({}, shape.batch)
         play_all(program)
         self._device.wait(self._stream)
         try:
-            with ExitStack() as stack:
-                for engine in (self.target, self.draft):
-                    if engine is not None:
-                        stack.enter_context(engine.capturing())
+            with self.target.capturing():
                 return capture()
         except CaptureError as error:
             logger.warning(
                 "rounds of gamma=%d run without a CUDA %s, slower: %s", shape.gamma, what, error
             )
             return None
+
+    def _logits(
+        self, engine: DeviceEngine, address: int, slot_stride: int, row_stride: int
+    ) -> kernel.Logits:
+        width = self._vocab_size if engine is self.target else self._draft_width
+        kind = kernel.DTYPES.index(engine.logit_type)
+        return kernel.Logits(address, slot_stride, row_stride, width, kind)
 
     def _result(self, shape: Shape, name: str) -> int:
         """The address of one of `memory.results`."""
@@ -179,8 +186,8 @@ class Programs(Rounds):
         if gamma:
             draft = self.draft
             assert draft is not None
-            row, spacing = 4 * draft.vocab_size, step_bytes(batch, draft.vocab_size)
-            drafts = kernel.Logits(at.draft_logits, row, spacing, self._draft_width)
+            row, spacing = draft.row_bytes, step_bytes(batch, draft.row_bytes)
+            drafts = self._logits(draft, at.draft_logits, row, spacing)
             for step in range(gamma):
                 logits = at.draft_logits + step * spacing
                 # Two tokens first: after a fully accepted round the draft lacks a row.
@@ -190,15 +197,15 @@ class Programs(Rounds):
                     else DeviceCall(batch, 2, 1, at.draft_ids, at.draft_position, at.one, logits)
                 )
                 actions.append(lambda call=call: draft.enqueue(call, graph))  # type: ignore[misc]
-                drawn = kernel.Logits(logits, row, row, self._draft_width)
+                drawn = self._logits(draft, logits, row, row)
                 actions.append(self._launch_plan(launch.plan_draw(sizes, drawn, buffers, step)))
                 actions.append(self._launch_loop("outrider_feed", loop, step))
-        row = 4 * self.target.vocab_size
+        row = self.target.row_bytes
         verify = DeviceCall(
             batch, gamma + 1, gamma + 1, at.target_ids, at.target_position, at.counting,
             at.target_logits,
         )  # fmt: skip
-        target = kernel.Logits(at.target_logits, (gamma + 1) * row, row, self._vocab_size)
+        target = self._logits(self.target, at.target_logits, (gamma + 1) * row, row)
         verdicts = launch.plan_verify(sizes, target, drafts, buffers, by_index=True)
         return [
             *actions,

@@ -197,10 +197,8 @@ class DeviceRounds(Programs):
 
     def _rows(self, row: int, count: int) -> Logits:
         """The target's logits of the last round, from the device."""
-        logits = np.empty((count, self.target.vocab_size), np.float32)
-        address = self._at.target_logits + row * logits.nbytes
-        self._device.read(logits.ctypes.data, address, logits.nbytes)
-        return logits
+        address = self._at.target_logits + row * count * self.target.row_bytes
+        return self.target.rows(address, count)
 
     def _read(self, in_flight: InFlight, sequence: ActiveSequence) -> None:
         """This one needs the results no more. The memory may be used again although a copy into it
@@ -278,7 +276,7 @@ class DeviceRounds(Programs):
                     counting + 8 * begin, counting + 8 * (count - 1), logits, slot,
                 )
             )  # fmt: skip
-        return kernel.Logits(logits, 0, 4 * engine.vocab_size, self._vocab_size)
+        return self._logits(engine, logits, 0, engine.row_bytes)
 
 
 def flags_of(request: Request) -> int:

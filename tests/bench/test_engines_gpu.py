@@ -14,12 +14,24 @@ from cuda_standin import FakeDriver
 from transformers import AutoModelForCausalLM
 from workshop import Workshop
 
-from bench.suites.gpu import checks, constructed, suite, times
+from bench.suites.gpu import (
+    checks,
+    constructed,
+    inside,
+    products,
+    suite,
+    times,
+    unwritten,
+)  # fmt: skip
 from bench.suites.gpu.checks import Checks
-from bench.suites.gpu.constructed import TARGET, write_pair
+from bench.suites.gpu.constructed import SHAPES, TARGET, bigram, fill, write_bundled
 from bench.suites.gpu.engines import main, sections
+from bench.suites.gpu.inside import Kernel
+from bench.suites.gpu.looping import compared
 from bench.suites.gpu.times import Times
+from engines.aotinductor import fitted
 from runtime import load
+from runtime.files.torch_files import WEIGHTS_FILE, read_program
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -28,37 +40,108 @@ def _model(checkpoint: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
 
 
-def _logits(checkpoint: Path, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        answer: torch.Tensor = _model(checkpoint)(ids[None]).logits[0].float()
-    return answer
-
-
 # The pairs
 
+ROLES = "target", "draft"
+IDS = torch.arange(200)
 
-def test_noise_sets_the_acceptance(tmp_path: Path) -> None:
-    """And without it the draft is the target: a bigram model, whatever its layers compute."""
-    ids = torch.arange(200)
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the tiny pair, without weights. Shared."""
+    folder, pair = tmp_path_factory.mktemp("unwritten"), SHAPES["tiny"]
+    for role in ROLES:
+        unwritten.write_graph(pair.shape(role), 256, 272, folder / role, "", folder / "config")
+    return folder
+
+
+def programs(folder: Path) -> dict[str, torch.export.ExportedProgram]:
+    return {role: read_program(folder / role) for role in ROLES}
+
+
+def said(program: torch.export.ExportedProgram, ids: torch.Tensor) -> torch.Tensor:
+    """Its logits [N, V]."""
+    assert program.example_inputs is not None
+    (*_, keys, values), _ = program.example_inputs
+    caches = [[x.new_zeros(1, x.shape[1], 272, x.shape[3]) for x in s] for s in (keys, values)]
+    with torch.no_grad():
+        answer: torch.Tensor = program.module()(
+            ids[None], torch.tensor([0]), torch.arange(len(ids)), *caches
+        )
+    return answer[0]
+
+
+def test_a_graph_without_its_weights_takes_no_room(graphs: Path) -> None:
+    """But has their places, and the few numbers that are no weights."""
+    for role in ROLES:
+        facts = (graphs / role / WEIGHTS_FILE).stat()
+        assert 512 * facts.st_blocks < 2**16 < 2**20 < facts.st_size
+        program = programs(graphs)[role]
+        assert not any(weight.any() for weight in program.parameters())
+        rotary = next(value for name, value in program.constants.items() if "inv_freq" in name)
+        assert rotary[0] == 1 and (rotary > 0).all()
+
+
+def test_noise_sets_the_acceptance(graphs: Path) -> None:
+    """And without it the draft is the target: a bigram model, whatever its layers compute, which
+    NumPy knows."""
     at_0, at_1 = [], []
     for delta in (0.0, 0.1, 0.5):
-        target, draft = write_pair("tiny", tmp_path / f"{delta}", delta=delta)
-        p, q = (_logits(path, ids) for path in (target, draft))
+        made = programs(graphs)
+        with torch.no_grad():
+            fill(made["target"].state_dict, made["draft"].state_dict, delta)
+        p, q = (said(made[role], IDS) for role in ROLES)
         at_0.append((p.argmax(-1) == q.argmax(-1)).float().mean().item())
         at_1.append(torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1).mean().item())
+        for role, logits in (("target", p), ("draft", q)):
+            best = logits.argmax(-1).tolist()
+            found = bigram(made[role].state_dict, IDS.tolist(), best)
+            assert found["passed"] and found["as_expected"] >= 198, found
+            # The control: six wrong tokens of 200.
+            wrong = [*best[:-6], *(token ^ 1 for token in best[-6:])]
+            assert not bigram(made[role].state_dict, IDS.tolist(), wrong)["passed"]
         if not delta:
             assert (p - q).abs().max() <= 2**-3  # a rounding of the largest ones
             assert p.std() == pytest.approx(constructed.PEAK, rel=0.1)
-            assert torch.equal(_logits(target, ids.flip(0)).flip(0), p)
+            assert torch.equal(said(made["target"], IDS.flip(0)).flip(0), p)
     for rates in (at_0, at_1):
         assert rates == sorted(rates, reverse=True)
         assert rates[0] > 0.99 and 0.6 < rates[1] < 0.95 and rates[2] < 0.6
 
 
+def test_logits_on_a_gpu_keep_the_type_they_are_computed_in(graphs: Path) -> None:
+    """And their numbers."""
+    made = programs(graphs)
+    with torch.no_grad():
+        fill(made["target"].state_dict, made["draft"].state_dict)
+    usual = said(made["draft"], IDS)
+    kept = said(fitted(made["draft"], 272), IDS)
+    assert (usual.dtype, kept.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(kept.float(), usual)
+
+
+def test_layers_compute_and_add_nothing(graphs: Path) -> None:
+    """No product has a matrix of zeros, which a GPU multiplies faster than others; and what a layer
+    adds is lost when the sum is rounded. The control: sixteen times as much is not."""
+    made = programs(graphs)
+    weights = made["target"].state_dict
+    with torch.no_grad():
+        fill(weights, made["draft"].state_dict)
+        assert all((x != 0).float().mean() > 0.99 for x in weights.values())
+        before = said(made["target"], IDS)
+        lost = [x for n, x in weights.items() if n.endswith(("o_proj.weight", "down_proj.weight"))]
+        assert len(lost) == 2 * SHAPES["tiny"].target.num_hidden_layers
+        for factor, same in ((-1, True), (64, False)):
+            for matrix in lost:
+                matrix *= factor
+            assert torch.equal(said(made["target"], IDS), before) is same
+
+
 def test_the_bundled_weights_are_rounded(tmp_path: Path) -> None:
     """The reference has the numbers that the GPU computes with."""
-    target, _ = write_pair("bundled", tmp_path)
-    ours, theirs = (_model(path, torch.float32).named_parameters() for path in (target, TARGET))
+    write_bundled(tmp_path)
+    paths = tmp_path / "target", TARGET
+    ours, theirs = (_model(path, torch.float32).named_parameters() for path in paths)
     for (name, a), (_, b) in zip(ours, theirs, strict=True):
         assert torch.equal(a, b.bfloat16().float()), name
 
@@ -156,7 +239,9 @@ def test_the_times_run_to_their_end(built: Path) -> None:
     assert main(["times", str(built), "--device", "cpu", "--quick", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     assert report["passed"] and set(Times.NAMES) < set(report)
-    assert report["copy"]["reason"] == report["memory"]["reason"] == "no GPU"
+    for name in ("copy", "memory", "loop", "profile", "without_graphs"):
+        assert report[name]["reason"] == "no GPU"
+    assert report["bigram"]["reason"] == "the pair is not constructed"
     plain, row = (report["rounds"][f"temperature 0, gamma {gamma}"] for gamma in (0, 2))
     assert plain["tau"] == 1 and "ratio" not in plain and row["rounds"] >= 6
     assert row["bytes"] > plain["bytes"] > 0 and row["theorem_3_8"] > 0
@@ -179,7 +264,7 @@ def test_what_breaks_is_named_and_breaks_nothing_else(
     def fails(*_: Any) -> Any:
         raise RuntimeError("no peers today")
 
-    monkeypatch.setattr(times, "_peers", fails)
+    monkeypatch.setattr(times, "transformers_model", fails)
     report = sections(Times(built, "cpu", quick=True), ("transformers", "copy"))
     assert not report["passed"] and report["copy"]["reason"] == "no GPU"
     assert report["transformers"]["reason"] == "no peers today"
@@ -187,17 +272,82 @@ def test_what_breaks_is_named_and_breaks_nothing_else(
 
 @pytest.mark.slow
 def test_all_of_it(tmp_path: Path) -> None:
-    """As on a GPU, with AOTInductor on the CPU: the pair, its bundles, its checks."""
-    limits, log = (600, 600, 600), (tmp_path / "log").open("w")
-    for part in suite.engines("tiny", tmp_path, "check", limits, 600, device="cpu"):
-        outcome = suite.run_part(part, part.seconds, log)
+    """As on a GPU, with AOTInductor on the CPU: the pairs, their bundles, times and checks."""
+    limits, log = (600, 600), (tmp_path / "log").open("w")
+    tiny = suite.timed("tiny", tmp_path, limits, limits, device="cpu")
+    results = {}
+    for part in (*tiny, *suite.bundled(tmp_path, device="cpu")):
+        outcome = suite.run_part(part, 600, log)
         assert outcome["status"] == "ok", (tmp_path / "log").read_text()
-        if part.name == "tiny: check":
-            assert outcome["result"]["long_prompt"]["passed"] is None  # a context of 256
-    assert not (tmp_path / "tiny").exists()
+        results[part.name] = outcome.get("result", {})
+    found = results["tiny: times"]
+    assert found["bigram"]["passed"] and found["bigram"]["tokens"] > 1000, found
+    same = [x["same_first_tokens"] for n, x in found["transformers"].items() if "rs" in n]
+    assert min(same) > 20, found
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "log", "tiny-times.json", "bundled-check.json", "bundled-loop.json",
+    }  # fmt: skip
+
+
+# A round from inside
+
+
+def a_round(models: int, begin: float = 0.0) -> list[Kernel]:
+    """So many kernels of 3 us between the first and the last, which take 1 us, 1 us apart."""
+    starts = [begin + 2 + 4 * i for i in range(models + 1)]
+    inner = [Kernel("gemm", at, at + 3) for at in starts[:-1]]
+    last = Kernel(inside.LAST, starts[-1], starts[-1] + 1)
+    return [Kernel(inside.FIRST, begin, begin + 1), *inner, last]
+
+
+def test_a_round_from_inside() -> None:
+    every = [k for n, t in ((0, 0), (4, 50), (4, 100), (1, 150)) for k in a_round(n, t)]
+    every += [Kernel("prefill", 40, 49), *a_round(9, 200)[:-1]]  # the last one is cut off
+    found = inside.longest_round(every[::-1])
+    assert found[0].begin == 100 and len(found) == 6
+    facts = inside.summed_up(found)
+    assert (facts["kernels"], facts["span_us"], facts["mean_gap_us"]) == (6, 19, 1)
+    assert facts["gap_share"] == round(5 / 19, 4)
+    assert facts["largest"][0] == {"name": "gemm", "count": 4, "us": 12, "share": 0.6316}
+    assert inside.longest_round([]) == []
+
+
+# Products of 8 and 4 bits
+
+
+def test_products_are_those_of_the_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's operators for CPUs. The control: levels in another order."""
+    found = products.measured(64, 128, 3, "cpu")
+    assert all(found[kind]["right"] for kind in products.KINDS), found
+    make, bits = products.KINDS["int4"]
+
+    def turned(*shape: Any) -> Any:
+        product, dense = make(*shape)
+        return product, dense.flip(1)
+
+    monkeypatch.setitem(products.KINDS, "int4", (turned, bits))
+    monkeypatch.setitem(products.KINDS, "int8", (lambda *_: 1 / 0, bits))
+    found = products.measured(64, 128, 3, "cpu")
+    assert not found["int4"]["right"] and found["bfloat16"]["right"]
+    assert found["int8"]["reason"] == "division by zero"
 
 
 # On a GPU
+
+
+def test_a_loop_that_is_refused(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
+    """Is told in one line, and the time of what runs instead is not taken for it."""
+
+    def opened(**how: Any) -> Any:
+        return load(llama_bundle, device="cuda", verify=False, **how)
+
+    options = {"max_new_tokens": 20, "gamma": 2, "ignore_eos": True}
+    found = compared(opened, options, [1, 2, 3])
+    assert found["passed"] and {"launched ahead", "loop"} < set(found)
+    on_fake_gpu.loops = False
+    found = compared(opened, options, [1, 2, 3])
+    assert found["passed"] is None and "loop" not in found and "launched ahead" in found
+    assert "without a CUDA loop, slower: " in found["refused"]
 
 
 @pytest.mark.slow
@@ -208,7 +358,9 @@ def test_the_gpus_side(
     """Draft and target are one fake, so all is accepted; the reference is another model."""
     monkeypatch.setattr("runtime.backends.cuda._driver", lambda: on_fake_gpu)
     monkeypatch.setattr("bench.suites.gpu.kernel.copy_bandwidth", lambda: 1e9)
-    monkeypatch.setattr(times, "_peers", lambda *_: {})
+    monkeypatch.setattr(times.Times, "_peers", lambda *_: {})
+    monkeypatch.setattr(times, "profiled", lambda work: work() and a_round(3))
+    monkeypatch.setattr(times.subprocess, "run", lambda command, **_: main(command[3:]))
     source, place = workshop.checkpoint("llama"), tmp_path / "pair"
     place.mkdir()
     folder_of(place, source, source, llama_bundle)
@@ -218,7 +370,11 @@ def test_the_gpus_side(
     assert row["alpha"] == 1 and 0 < row["host_share"] < 1 and row["of_copy_bandwidth"] > 0
     assert row["draft_ms"] > 0 and row["verify_ms"] > 0
     assert "temperature 0, gamma 2" in timed["without_graphs"]
-    assert timed["rounds"]["goal"]["limit"] == 0.05 and timed["memory"]["goal"]["limit"] == 0.1
+    assert timed["rounds"]["goal"]["limit"] == 0.05 and timed["rounds"]["bandwidth_goal"]
+    assert timed["rounds"]["graph_nodes"]["gamma 2"] > timed["rounds"]["graph_nodes"]["gamma 0"]
+    assert {"launched ahead", "loop"} < set(timed["loop"]) and timed["loop"]["passed"]
+    assert timed["profile"]["gamma 2"]["kernels"] == 5
+    assert timed["memory"]["goal"]["limit"] == 0.1
     assert 0 < timed["memory"]["used"]["loaded"] <= timed["memory"]["used"]["after_rounds"]
 
     names = [*Checks.NAMES, "loop"]
@@ -228,5 +384,5 @@ def test_the_gpus_side(
         "long_prompt": None, "loop": True,
     }, found  # fmt: skip
     assert found["texts"]["same_without_ahead"] and found["acceptance"]["alpha"] == 1
-    assert {"loop", "round by round"} < set(found["loop"])
+    assert {"loop", "launched ahead"} < set(found["loop"])
     assert "capture loop" in on_fake_gpu.log

@@ -1,16 +1,22 @@
-"""Every kind of draft on the bundled pair: the certificate of `--check` at temperature 0 and 1.
+"""Every kind of draft on trained models: the certificate of `--check` at temperature 0 and 1.
 
-The pair is trained, so its distributions are those of text, and its engines are real. What the
-certificate finds out is in test_certificate.py.
+Their distributions are those of text, and their engines are real. The fast tests have the bundled
+draft as the target, and as its draft the same with noise on its weights, which is one trace of two
+layers; `make test-slow` has the bundled pair. What the certificate finds out is in
+test_certificate.py.
 """
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from rounds import cases
+from safetensors.torch import load_file, save_file
 from workshop import Workshop
 
 from export import ngram
@@ -21,6 +27,8 @@ from runtime.text.engine import TextEngine
 from runtime.text.options import Options
 
 CHECKOUT = Path(__file__).parents[2]
+MODELS = CHECKOUT / "models"
+NOISE = 0.2  # relative to the weights
 PROMPT = "import os\n\ndef load(path):\n    with open(path) as file:\n"
 SAMPLED = Options(temperature=1.0, seed=11, max_new_tokens=128, ignore_eos=True)
 GREEDY = Options(max_new_tokens=96, ignore_eos=True)
@@ -32,9 +40,24 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def engine(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> TextEngine:
-    bundle = workshop.bundle(CHECKOUT / "models" / "target", CHECKOUT / "models" / "draft")
+def noisy(source: Path, folder: Path) -> Path:
+    """A copy that agrees with its source now and then."""
+    shutil.copytree(source, folder)
+    weights, dice = load_file(source / "model.safetensors"), torch.Generator().manual_seed(1)
+    for weight in weights.values():
+        weight += NOISE * weight.std() * torch.randn(weight.shape, generator=dice).to(weight.dtype)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module", params=cases(["small"], ["pair"]))
+def engine(
+    request: pytest.FixtureRequest, workshop: Workshop, tmp_path_factory: pytest.TempPathFactory
+) -> TextEngine:
+    target, draft = MODELS / "target", MODELS / "draft"
+    if request.param == "small":
+        target, draft = draft, noisy(draft, tmp_path_factory.mktemp("noisy") / "draft")
+    bundle = workshop.bundle(target, draft)
     table = tmp_path_factory.mktemp("table") / "table.npz"
     texts = [str(path) for path in sorted((CHECKOUT / "runtime").glob("*.py"))]
     tokenizer = str(bundle / "tokenizer")

@@ -6,18 +6,18 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE
+from checkpoints import VOCAB_SIZE, WINDOW
 from commands import error_line
 from exported import CAPACITY, UNTIED, command, nothing_left
 from originals import original_of
 from rounds import cases
 from safetensors.torch import load_file, save_file
-from transformers import AttentionMaskInterface, masking_utils
-from workshop import Workshop
+from workshop import MAX_LEN, Workshop, traced_once
 
-from export import checkpoint, compare, decoder, loading
+from export import checkpoint, compare, graph, loading
 from runtime.files.errors import EXIT_STATUS
 from runtime.files.torch_files import WEIGHTS_FILE
 
@@ -69,19 +69,27 @@ def test_an_original_that_overflows_is_refused(
 
 
 def test_a_lost_window_fails_the_build(
-    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workshop: Workshop,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A graph that ignores the architecture's mask: right on short texts, wrong on long ones."""
+    simplify = graph.simplify
 
-    def causal_only(**kwargs: object) -> torch.Tensor:
-        return decoder._mask(**{**kwargs, "mask_function": masking_utils.causal_mask_function})
+    def lose(traced: ir.Model) -> None:
+        constants = [node for node in traced.graph if "value" in node.attributes]
+        values = [node.attributes["value"].as_tensor().numpy() for node in constants]
+        (window,) = [i for i, value in enumerate(values) if value.size == 1 and value == WINDOW]
+        endless = ir.AttrTensor("value", ir.tensor(np.int64(10**6)))
+        constants[window].attributes["value"] = endless
+        simplify(traced)
 
-    source = workshop.example("mistral")
-    AttentionMaskInterface.register(decoder.NAME, causal_only)
-    try:
-        status, err = command(capsys, tmp_path, source)
-    finally:
-        AttentionMaskInterface.register(decoder.NAME, decoder._mask)
+    monkeypatch.setattr(graph, "simplify", lose)
+    with traced_once():
+        status, err = command(
+            capsys, tmp_path, workshop.example("mistral"), "--max-len", str(MAX_LEN)
+        )
     assert status == EXIT_STATUS["difference"]
     assert "differs from the original" in error_line(err, "difference")
     assert nothing_left(tmp_path)

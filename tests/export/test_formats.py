@@ -18,7 +18,7 @@ from exported import command, nothing_left, text
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from workshop import Workshop
+from workshop import MAX_LEN, Workshop, traced_once
 
 from export.checkpoint import content_hashes, find
 from export.loading import load
@@ -227,10 +227,12 @@ def test_recovery(bits: Any) -> None:
 
 
 def test_export_of_a_gguf_file(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    source = workshop.checkpoint("llama")
     packers.gguf(tmp_path / "model.gguf", source, "Q4_0")
-    status, err = command(capsys, tmp_path, tmp_path / "model.gguf", "--max-len", "64")
+    with traced_once():  # as that of its original with 4 bits
+        status, err = command(capsys, tmp_path, tmp_path / "model.gguf", "--max-len", str(MAX_LEN))
     assert status == 0, err
     assert "GGUF, Q4_0 and F32, made float32" in err
     tokenizer = json.loads((tmp_path / "out" / "tokenizer" / TOKENIZER_FILE).read_text())

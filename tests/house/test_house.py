@@ -117,11 +117,14 @@ def test_a_circle_in_a_room_without_a_ladder(tmp_path: Path) -> None:
 
 def test_control_long_files_and_wide_lines(tmp_path: Path) -> None:
     (tmp_path / "runtime").mkdir()
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "architecture.md").write_text("word\n" * 1201)
     (tmp_path / "runtime" / "round.py").write_text("pass\n" * 151)
     wide = "x" * (MOST_COLUMNS + 1)
     (tmp_path / "README.md").write_text(f"{wide}\n| {wide} |\n")
     assert list(text_faults(tmp_path)) == [
         "runtime/round.py: 151 lines, at most 150",
+        "docs/architecture.md: 1201 words, at most 1200",
         f"README.md:1: {MOST_COLUMNS + 1} columns",
     ]
 

@@ -323,6 +323,17 @@ def test_compiles_for(nvrtc, architecture):
             assert 0 < needs["registers"] <= 255 and needs["shared"] <= 48 * 1024
     else:
         assert b".target sm_80" in code
+        assert between_host_and_device(code.decode()) == {"ld": 2, "st": 1}
+
+
+def between_host_and_device(ptx):
+    """Accesses of outrider_again that the compiler may not keep in a register: what the host has
+    read, whether it wants the loop to stop, and that a round is there. None before the fence."""
+    body = ptx.partition(".entry outrider_again")[2].partition("\n}")[0]
+    fenced = (
+        body.rpartition("membar.sys")[2] if "membar.sys" in body else body.rpartition("fence")[2]
+    )
+    return {what: fenced.count(f"{what}.volatile.global.u32") for what in ("ld", "st")}
 
 
 def kernels_of_plans():

@@ -1,14 +1,16 @@
 """A CUDA driver without a GPU: device memory is host memory, and a launch runs the emulated kernel.
 
 Enough of cuda.bindings.driver for runtime/backends/cuda.py and gpu/launch.py, with its conventions:
-every function returns a tuple that begins with an error code. A stream does its work when
-somebody waits for it, so what reads too early reads garbage; a capture records it, and a graph
-repeats it.
+every function returns a tuple that begins with an error code. What is put on a stream happens
+later: at any call of the driver some of it may, of any stream, by a chance that a seed decides; at
+the latest when somebody waits. So what reads too early may read garbage, and what may not be
+touched while a copy is under way is read late. A capture records work, and a graph repeats it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,8 @@ from typing import Any
 from runtime.gpu.launch import Loop, Plan, Ring
 from runtime.sampling import kernel
 
-STREAM = 0x5EED
+DEFAULT, STREAM = 0, 0x5EED  # neither waits for the other
+HASTE = 0.5  # the chance that a call finds the device having got on, and that it did so further
 PARAMETERS = {
     b"outrider_begin": Loop, b"outrider_feed": Loop, b"outrider_commit": Loop,
     b"outrider_again": Ring,
@@ -56,7 +59,8 @@ def _garbage(size: int) -> Any:
 
 
 class FakeDriver:
-    """emulation: the library of plugins/cuda/emulate.cpp. memory: bytes that the device has.
+    """emulation: the library of plugins/cuda/emulate.cpp. memory: bytes that the device has. seed:
+    of when things happen.
 
     launched: every kernel that ran. log: what was asked of streams and graphs, in order.
     """
@@ -69,8 +73,9 @@ class FakeDriver:
     CUgraphConditionalNodeType = SimpleNamespace(CU_GRAPH_COND_TYPE_WHILE=1)
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
 
-    def __init__(self, emulation: ctypes.CDLL, memory: int = 1 << 28):
+    def __init__(self, emulation: ctypes.CDLL, memory: int = 1 << 28, seed: int = 0):
         self._emulation, self._memory = emulation, memory
+        self._chance = random.Random(seed)
         pointer = ctypes.c_void_p
         emulation.outrider_emulate_launch.argtypes = (
             ctypes.c_char_p, pointer, ctypes.c_uint32, pointer,
@@ -84,8 +89,7 @@ class FakeDriver:
         self.conditions: dict[int, Any] = {}
         self.loops = True  # whether it is of a version that has them
         self.loaded_kernels: set[bytes] = set()
-        self._default: list[Work] = []
-        self._queue: list[Work] = []  # of the one stream there is, beside the default one
+        self._queues: dict[int, list[Work]] = {DEFAULT: [], STREAM: []}
         self._recording: list[Work] | None = None
         self._invalid = False
         self.current: list[str] = []  # contexts of the one thread there is
@@ -118,7 +122,8 @@ class FakeDriver:
         if self._recording is not None:
             self._invalid = True
             return (Error(900),)
-        self.drain()
+        for stream in self._queues:
+            self.drain(stream)
         return (OK,)
 
     def cuModuleLoadData(self, image: bytes) -> tuple[Error, str]:
@@ -154,35 +159,44 @@ class FakeDriver:
 
     def enqueue(self, stream: int, work: Work) -> Status:
         """What an engine's library does: put work on a stream, whose graph may be recorded."""
-        if stream != STREAM:
+        if stream not in self._queues:
             work()
-        elif self._recording is not None:
+        elif stream == STREAM and self._recording is not None:
             self._recording.append(work)
         else:
-            self._queue.append(work)
+            self._queues[stream].append(work)
+            self.pass_time()
         return (OK,)
 
-    def drain(self) -> None:
+    def pass_time(self) -> None:
+        """The device may get on, with whatever is on its streams."""
+        while not self._busy and self._recording is None and self._chance.random() < HASTE:
+            waiting = [stream for stream, queue in self._queues.items() if queue]
+            if not waiting:
+                break
+            self._step(self._chance.choice(waiting))
+
+    def drain(self, stream: int = STREAM) -> None:
         """What is on the stream happens."""
         # The collector may ask for it in the midst of some work, which nothing may overtake.
-        while self._queue and not self._busy:
-            self._step()
+        while self._queues[stream] and not self._busy:
+            self._step(stream)
 
     def drop(self) -> None:
         """What is on the stream never happens."""
-        self._queue.clear()
+        self._queues[STREAM].clear()
 
-    def _step(self) -> None:
+    def _step(self, stream: int = STREAM) -> None:
         self._busy = True
         try:
-            self._queue.pop(0)()
+            self._queues[stream].pop(0)()
         finally:
             self._busy = False
 
     def _free(self, work: Work) -> Status:
         """After all that is on the stream."""
         if self._busy:
-            self._queue.append(work)
+            self._queues[STREAM].append(work)
         else:
             work()
         return (OK,)
@@ -192,21 +206,18 @@ class FakeDriver:
         return OK, STREAM
 
     def cuStreamSynchronize(self, stream: int) -> Status:
-        if stream == 0:
-            while self._default:
-                self._default.pop(0)()
-            return (OK,)
-        assert self._recording is None
-        self.log.append("wait")
-        self.drain()
+        if stream == STREAM:
+            assert self._recording is None
+            self.log.append("wait")
+        self.drain(stream)
         return (OK,)
 
     def cuStreamQuery(self, stream: int) -> Status:
         """A host that asks lets the stream get on a little."""
         assert self._recording is None
-        if self._queue:
-            self._step()
-        return (Error(600) if self._queue else OK,)
+        if self._queues[stream]:
+            self._step(stream)
+        return (Error(600) if self._queues[stream] else OK,)
 
     def cuEventCreate(self, flags: int) -> tuple[Error, dict[str, int]]:
         assert flags == 2
@@ -222,6 +233,10 @@ class FakeDriver:
         while event["reached"] != event["recorded"]:
             self._step()
         return (OK,)
+
+    def cuEventQuery(self, event: dict[str, int]) -> Status:
+        self.pass_time()
+        return (OK if event["reached"] == event["recorded"] else Error(600),)
 
     # Captures and graphs
 
@@ -252,6 +267,9 @@ class FakeDriver:
 
     def cuGraphCreate(self, flags: int) -> tuple[Error, list[Work]]:
         return OK, []
+
+    def cuGraphGetNodes(self, graph: list[Work]) -> tuple[Error, list[object], int]:
+        return OK, [], len(graph)
 
     def cuGraphInstantiate(self, graph: list[Work], flags: int) -> tuple[Error, list[Work]]:
         return OK, list(graph)
@@ -295,7 +313,7 @@ class FakeDriver:
 
         def again() -> None:
             if condition.value:
-                self._queue[0:0] = [*body, again]
+                self._queues[STREAM][0:0] = [*body, again]
 
         def begin() -> None:
             condition.value = 1
@@ -331,8 +349,10 @@ class FakeDriver:
 
     def cuMemsetD8(self, address: int, value: int, size: int) -> Status:
         """On the default stream, for which ours does not wait."""
-        self._default.append(lambda: ctypes.memset(address, value, size))
-        return (OK,)
+        return self.cuMemsetD8Async(address, value, size, DEFAULT)
+
+    def cuMemsetD8Async(self, address: int, value: int, size: int, stream: int) -> Status:
+        return self.enqueue(stream, lambda: ctypes.memset(address, value, size))
 
     def cuMemcpyHtoD(self, target: int, source: int, size: int) -> Status:
         self.cuStreamSynchronize(0)
@@ -342,12 +362,19 @@ class FakeDriver:
     cuMemcpyDtoH = cuMemcpyHtoD
 
     def cuMemcpyHtoDAsync(self, address: int, source: int, size: int, stream: int) -> Status:
-        data = ctypes.string_at(source, size)  # staged: the caller may change it
-        return self.enqueue(stream, lambda: ctypes.memmove(address, data, size))
+        """Reads page-locked memory when its turn comes; other memory now, having waited."""
+        if not self._is_pinned(source):
+            self.cuStreamSynchronize(stream)
+            data = ctypes.string_at(source, size)
+            return self.enqueue(stream, lambda: ctypes.memmove(address, data, size))
+        return self.cuMemcpyDtoDAsync(address, source, size, stream)
+
+    def _is_pinned(self, address: int) -> bool:
+        return any(at <= address < at + len(block) for at, block in self.pinned.items())
 
     def cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> Status:
         return self.enqueue(stream, lambda: ctypes.memmove(target, source, size))
 
     def cuMemcpyDtoHAsync(self, target: int, address: int, size: int, stream: int) -> Status:
-        assert any(at <= target < at + len(block) for at, block in self.pinned.items())
+        assert self._is_pinned(target)
         return self.cuMemcpyDtoDAsync(target, address, size, stream)

@@ -17,7 +17,7 @@ from plugins.tools.build import BuildError, build_emulated
 from runtime.backends.cuda import Cuda
 from runtime.backends.device import DeviceCall, DeviceEngine
 from runtime.backends.engine import Ids, Logits
-from runtime.files.manifest import GraphFacts
+from runtime.files.manifest import Dtype, GraphFacts
 from runtime.gpu.launch import Device
 from runtime.gpu.rounds import DeviceRounds
 from runtime.sampling import kernel
@@ -36,10 +36,10 @@ class _Behind(FakeEngine):
         return super()._row(rows, end, width)
 
 
-def facts_of(fake: FakeEngine) -> GraphFacts:
+def facts_of(fake: FakeEngine, dtype: Dtype = "float32") -> GraphFacts:
     """Of a graph with one layer, whose caches nobody looks into."""
     return GraphFacts(
-        key="", source="fake", architecture="Fake", parameters=1, dtype="float32",
+        key="", source="fake", architecture="Fake", parameters=1, dtype=dtype,
         vocab_size=fake.vocab_size, max_len=fake.capacity, capacity=fake.capacity,
         key_shapes=[[1, 1]], value_shapes=[[1, 1]], max_difference=0.0, tolerance=0.0,
         comparison="", versions={}, files={},
@@ -47,16 +47,25 @@ def facts_of(fake: FakeEngine) -> GraphFacts:
 
 
 class FakeDeviceEngine(DeviceEngine):
-    """`FakeEngine` behind `enqueue`: what it is told lies in device memory when its turn comes."""
+    """`FakeEngine` behind `enqueue`: what it is told lies in device memory when its turn comes.
+    dtype: of its logits, float32 or bfloat16."""
 
-    def __init__(self, cuda: Cuda, driver: FakeDriver, stream: int, fake: FakeEngine):
+    def __init__(
+        self, cuda: Cuda, driver: FakeDriver, stream: int, fake: FakeEngine,
+        dtype: Dtype = "float32",
+    ):  # fmt: skip
+        facts = facts_of(fake, dtype)
         super().__init__(
-            cuda, stream, Path(), facts_of(fake), slots=fake.slots, widest=9, buffers=fake.buffers
+            cuda, stream, Path(), facts, slots=fake.slots, widest=9, buffers=fake.buffers
         )
         self.chunk = fake.chunk
         fake.__class__ = type("Behind", (_Behind, type(fake)), {})
         self._driver, self.fake = driver, fake
         self.made: set[object] = set()  # the calls that were made outside of a capture
+
+    @staticmethod
+    def logits_dtype(facts: GraphFacts) -> Dtype:
+        return facts.dtype
 
     def _open(self, *_: object) -> None:
         pass
@@ -96,13 +105,15 @@ class FakeDeviceEngine(DeviceEngine):
             ids(call.logits_index, call.outputs).copy(),
             call.first_slot,
         )
+        if self.logit_type == "bfloat16":
+            logits = (logits.view(np.uint32) >> 16).astype(np.uint16)
         ctypes.memmove(call.logits, logits.ctypes.data, logits.nbytes)
 
 
-def make_driver() -> FakeDriver:
+def make_driver(seed: int = 0) -> FakeDriver:
     """A driver that runs the emulated kernels; skips the test where they cannot be compiled."""
     try:
-        return FakeDriver(kernel.load_file(build_emulated(LIBRARIES)))
+        return FakeDriver(kernel.load_file(build_emulated(LIBRARIES)), seed=seed)
     except BuildError as error:
         pytest.skip(f"the emulation cannot be built here: {error}")
 
@@ -119,14 +130,15 @@ def make_rounds(
     *,
     driver: FakeDriver | None = None,
     rounds: type[DeviceRounds] = DeviceRounds,
+    dtype: Dtype = "float32",
     **options: Any,
 ) -> DeviceRounds:
-    """rounds: `DeviceRounds` or `LoopingRounds`; options: its own."""
+    """rounds: `DeviceRounds` or `LoopingRounds`; dtype: of logits; options: its own."""
     driver = driver or make_driver()
     device = make_device(driver)
     stream = device.stream()
     engines = [
-        None if fake is None else FakeDeviceEngine(device, driver, stream, fake)
+        None if fake is None else FakeDeviceEngine(device, driver, stream, fake, dtype)
         for fake in (target, draft)
     ]
     return rounds(device, stream, engines[0], engines[1], **options)  # type: ignore[arg-type]

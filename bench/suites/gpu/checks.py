@@ -19,6 +19,7 @@ from runtime import Options, TextEngine, load
 from runtime.certificate import check as certify
 
 from ...core.prompts import PROMPTS
+from .looping import NO_GPU, compared
 
 TOLERANCE = 4 * 2**-4  # logits
 FRACTION = 0.05
@@ -26,7 +27,6 @@ BEYOND = 150  # tokens of a long prompt behind its first prefill call
 LOOK = 64  # most probable tokens of which the reference says how probable they are
 FAR = 99.0  # the margin of a token that is not among those
 ALPHA_DIFFERS = 0.1  # of two times 450 drafts: three standard errors if no two were the same
-NO_GPU = {"passed": None, "reason": "no GPU"}
 Tie = dict[str, Any]  # a token that is not the reference's; margin: logits by which that is ahead
 
 
@@ -100,16 +100,11 @@ class Checks:
         if self.device == "cpu":
             return NO_GPU
         result = self.agree({"loop": False}, {"loop": True})
-        for loop in (False, True):
-            engine = load(self.folder / "bundle", device=self.device, loop=loop, verify=False)
-            for _ in range(2):  # the first is the warm-up
-                stats = engine.generate(self.prompts[0], **self.drafted).stats
-            device = stats.time_draft + stats.time_verify
-            result["loop" if loop else "round by round"] = {
-                "wall_ms": round(1e3 * stats.time_rounds / stats.rounds, 4),
-                "device_ms": round(1e3 * device / stats.rounds, 4),
-            }
-        return result
+        timed = compared(
+            lambda loop: load(self.folder / "bundle", device=self.device, loop=loop, verify=False),
+            self.drafted, self.prompts[0],
+        )  # fmt: skip
+        return {**timed, **result, "passed": result["passed"] and timed["passed"] is not False}
 
     def agree(self, *ways: dict[str, Any]) -> dict[str, Any]:
         """Whether two ways of loading the bundle say the same."""

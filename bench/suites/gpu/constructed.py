@@ -1,33 +1,59 @@
 """The pairs that a GPU is given: the bundled one, and pairs of published shapes.
 
 Time depends on shapes, and on how often the draft is right. So the weights of the latter are
-random, but every layer's `o_proj` and `down_proj` are zero: what a layer computes costs what it
-costs and adds nothing. The residual stream is the token's embedding, and the model a bigram model,
+random, but every layer's `o_proj` and `down_proj` are so small that what they add to the residual
+stream is lost when the sum becomes bfloat16: a layer costs what it costs and changes nothing. The
+stream is the token's embedding, and the model a bigram model,
 
     logits(x) = H norm(E[x]).
 
 The draft, of hidden size d, has E and H of its own; the target, of hidden size k d, has k copies of
-E side by side, of which the norm is k copies of the draft's, and [H, 0, ..., 0]. Their logits are
-the same numbers up to rounding. Noise of relative size `delta` on the draft's H then sets how often
-it is right, which is measured and not assumed. All is bfloat16, and the embeddings are untied.
+E side by side, of which the norm is k copies of the draft's, and k copies of H / k. Their logits
+are the same numbers up to rounding. Noise of relative size `delta` on the draft's H then sets how
+often it is right, which is measured and not assumed. All is bfloat16, and the embeddings are
+untied. k is a power of 2, so H / k is exact.
+
+Weights of that size are never written: `unwritten.py` builds bundles without them, and `fill` makes
+them where a loaded engine has them.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime import TextEngine, load
+from runtime.files.manifest import Dtype
 
 from ...core.pair import DRAFT, TARGET, Shape
+
+if TYPE_CHECKING:
+    import torch
+
+    Weights = dict[str, torch.Tensor]
 
 # Standard deviation of a logit. 128,256 normal numbers of that size, as logits, give half of the
 # probability to one token, and 1.3 between the two largest.
 PEAK = 6.0
 DELTA = 0.1  # accepted: 0.78 of the examined at temperature 0, 0.82 at 1, at V = 128,256
-DTYPE = "bfloat16"
+# Standard deviation of what a layer adds. Of a number in [0.5, 1), bfloat16 rounds 2^-9 away.
+WHISPER = 2.0**-14
+DTYPE: Dtype = "bfloat16"
+STEP = 2.0**-3  # between logits of 16 to 32 in bfloat16: the largest ones
+NEAR = 2 * STEP  # a choice that is off by no more may be another sum's rounding
+FRACTION = 0.02  # of the tokens, at most, that may be such a choice
+PROMPT = 64  # tokens
+CHUNK = 8192  # rows of H at a time, for the host's memory
 ROPE_THETA = 500_000.0
+SOURCE = "constructed"  # what the graphs of a bundle without weights are said to be made of
 
 # "The Llama 3 Herd of Models" (arXiv 2407.21783), table 3, and config.json of
 # meta-llama/Meta-Llama-3-8B and meta-llama/Llama-3.2-1B, whose embeddings are tied. The rotary base
@@ -36,79 +62,150 @@ LLAMA_8B = Shape(4096, 14_336, 32, 32, 8, 128_256)
 LLAMA_1B = Shape(2048, 8192, 16, 32, 8, 128_256)
 SMALL = Shape(512, 2048, 12, 8, 2, 128_256)  # of nobody's
 
-SHAPES = {  # target, draft, longest text
-    "tiny": (Shape(128, 256, 2, 4, 2, 4096), Shape(64, 128, 2, 2, 2, 4096), 256),
-    "1b+small": (LLAMA_1B, SMALL, 1024),
-    "8b+1b": (LLAMA_8B, LLAMA_1B, 1024),
+
+@dataclass(frozen=True)
+class Constructed:
+    """length: of the longest text."""
+
+    target: Shape
+    draft: Shape
+    length: int
+
+    def shape(self, role: str) -> Shape:
+        return self.target if role == "target" else self.draft
+
+
+SHAPES = {
+    "tiny": Constructed(Shape(128, 256, 2, 4, 2, 4096), Shape(64, 128, 2, 2, 2, 4096), 256),
+    "1b+small": Constructed(LLAMA_1B, SMALL, 1024),
+    "8b+1b": Constructed(LLAMA_8B, LLAMA_1B, 1024),
 }
-PAIRS = ("bundled", *SHAPES)
 
 
-def write_pair(name: str, folder: Path, *, delta: float = DELTA) -> tuple[Path, Path]:
-    """Write folder/target and folder/draft. name: one of `PAIRS`. delta: size of the noise on the
-    draft's output matrix, relative to it."""
-    places = folder / "target", folder / "draft"
-    if name == "bundled":
-        for source, place in zip((TARGET, DRAFT), places, strict=True):
-            _round(source, place)
-        return places
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # where 8e9 random numbers take no time
-    target, draft, length = SHAPES[name]
-    width = draft.hidden_size
-    generator = torch.Generator(device)
-    generator.manual_seed(0)
-
-    def normal(deviation: float = 1.0) -> Any:
-        size = draft.vocab_size, width
-        return deviation * torch.randn(size, generator=generator, device=device)
-
-    deviation = PEAK / width**0.5  # of H: the norm's output has `width` squares of mean 1
-    embedding, head = normal(), normal(deviation)
-    noisy = (head + delta * normal(deviation)) / (1 + delta**2) ** 0.5
-    wide = torch.nn.functional.pad(head, (0, target.hidden_size - width))
-    _write(target, length, places[0], embedding.repeat(1, target.hidden_size // width), wide)
-    _write(draft, length, places[1], embedding, noisy)
-    return places
-
-
-def _round(source: Path, folder: Path) -> None:
-    """A checkpoint with its weights rounded: a float32 reference shall compute with the same."""
+def write_bundled(folder: Path) -> None:
+    """The bundled pair as folder/target and folder/draft, rounded: a float32 reference shall
+    compute with the numbers that the GPU has."""
     import torch
     from safetensors.torch import load_file, save_file
 
-    shutil.copytree(source, folder, dirs_exist_ok=True)
-    config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": DTYPE}))
-    weights = load_file(source / "model.safetensors")
-    made = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
-    save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+    shutil.rmtree(folder, ignore_errors=True)  # so that no bundle of before is measured
+    for source, place in ((TARGET, folder / "target"), (DRAFT, folder / "draft")):
+        shutil.copytree(source, place, dirs_exist_ok=True)
+        config = json.loads((source / "config.json").read_text())
+        (place / "config.json").write_text(json.dumps({**config, "dtype": DTYPE}))
+        weights = load_file(source / "model.safetensors")
+        made = {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+        save_file(made, place / "model.safetensors", metadata={"format": "pt"})
 
 
-def _write(shape: Shape, length: int, folder: Path, embedding: Any, head: Any) -> None:
-    """One checkpoint. embedding, head: [V, hidden], on the device where the others are made."""
+def fill(target: Weights, draft: Weights, delta: float = DELTA) -> None:
+    """Make a pair's weights where they are. delta: size of the noise on the draft's H.
+
+    By their names in a graph, which end as a checkpoint's do: two-dimensional ones are matrices
+    [out, in], the others norms and what the graph computes by itself, which stays.
+    """
     import torch
-    import transformers
 
-    from ...core.pair.grow import name_tokens
+    narrow = _named(draft, "embed_tokens.weight")
+    vocab_size, width = narrow.shape
+    generator = torch.Generator(narrow.device)
+    generator.manual_seed(0)
 
-    library: Any = transformers
-    library.logging.disable_progress_bar()
-    config = library.LlamaConfig(
-        **asdict(shape), max_position_embeddings=length, tie_word_embeddings=False,
-        rms_norm_eps=1e-5, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-    )  # fmt: skip
-    with embedding.device, torch.no_grad():
-        torch.manual_seed(shape.hidden_size)
-        model = library.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        model.model.embed_tokens.weight.copy_(embedding)
-        model.lm_head.weight.copy_(head)
-    model.save_pretrained(folder, max_shard_size="4GB")
-    for path in TARGET.glob("tokenizer*"):
-        shutil.copyfile(path, folder / path.name)
-    name_tokens(folder, range(shape.vocab_size))
+    def random(rows: int, columns: int, deviation: float) -> Any:
+        numbers = torch.empty(rows, columns, device=narrow.device)
+        return numbers.normal_(0, deviation, generator=generator)
+
+    # Away from 0, next to which bfloat16 rounds nothing away.
+    embedding = random(vocab_size, width, 1.0)
+    embedding = embedding.sign() * (0.5 + embedding.abs().frac())
+    deviation = PEAK / width**0.5  # of H: the norm's output has `width` squares of mean 1
+    head = random(vocab_size, width, deviation).bfloat16().float()  # of which the target has copies
+    noise = random(vocab_size, width, deviation)
+    noisy = (head + delta * noise) / (1 + delta**2) ** 0.5
+    for weights, last in ((target, head), (draft, noisy)):
+        copies = _named(weights, "embed_tokens.weight").shape[1] // width
+        for name, weight in weights.items():
+            if name.endswith("embed_tokens.weight"):
+                weight.copy_(embedding.repeat(1, copies))
+            elif name.endswith("lm_head.weight"):
+                weight.copy_((last / copies).repeat(1, copies))
+            elif weight.dim() == 2 and name.endswith(".weight"):
+                lost = name.endswith(("o_proj.weight", "down_proj.weight"))
+                weight.normal_(
+                    0, (WHISPER if lost else 1.0) / weight.shape[1] ** 0.5, generator=generator
+                )
+            elif name.endswith("norm.weight"):
+                weight.fill_(1)
+    if narrow.is_cuda:
+        torch.cuda.synchronize()  # an engine's stream does not wait for torch's
+
+
+def _named(weights: Weights, ending: str) -> torch.Tensor:
+    return next(weight for name, weight in weights.items() if name.endswith(ending))
+
+
+def bigram(weights: Weights, tokens: Sequence[int], said: Sequence[int]) -> dict[str, Any]:
+    """Whether `said[i]` is what the bigram model of these weights says after `tokens[i]`, at
+    temperature 0: logits by NumPy in float32, rounded to bfloat16 as a model's are, and of equal
+    ones the first."""
+    rows = _named(weights, "embed_tokens.weight")[list(tokens)].float().cpu().numpy()
+    rows = rounded(rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-5, dtype=np.float32))
+    matrix = _named(weights, "lm_head.weight")
+    ids, place = np.array(said), np.arange(len(said))
+    best, chosen = np.full(len(said), -np.inf, np.float32), np.empty(len(said), np.float32)
+    expected = np.zeros(len(said), np.int64)
+    for begin in range(0, len(matrix), CHUNK):
+        part = matrix[begin : begin + CHUNK].float().cpu().numpy()
+        logits = rounded(rows @ part.T)
+        first = logits.argmax(-1)
+        larger = logits[place, first] > best
+        expected[larger], best[larger] = begin + first[larger], logits[place, first][larger]
+        inside = (ids >= begin) & (ids < begin + len(part))
+        chosen[inside] = logits[place[inside], ids[inside] - begin]
+    differ = expected != ids
+    margins = (best - chosen)[differ]
+    near = int((margins <= NEAR).sum())
+    return {
+        "passed": bool(near == len(margins) <= max(1, FRACTION * len(said))),
+        "tokens": len(said), "as_expected": int((~differ).sum()), "near_ties": near,
+        "largest_margin": round(float(margins.max(initial=0)), 4),
+    }  # fmt: skip
+
+
+def rounded(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """To bfloat16 and back, halves to even."""
+    bits = numbers.view(np.uint32)
+    kept: npt.NDArray[np.uint32] = bits + 0x7FFF + ((bits >> 16) & 1) & np.uint32(0xFFFF0000)
+    return kept.view(np.float32)
+
+
+def open_pair(folder: Path, device: str, **options: Any) -> TextEngine:
+    """The engine of folder/bundle; of a constructed pair, with its weights. options: of `load`."""
+    engine = load(folder / "bundle", device=device, verify=False, reuse=False, **options)
+    if is_constructed(engine):
+        fill(weights(engine, "target"), weights(engine, "draft"))
+    return engine
+
+
+def give_back() -> None:
+    """The GPU's memory of engines that nobody has any more: torch would keep it to itself."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def is_constructed(engine: TextEngine) -> bool:
+    return engine.manifest.pair.target.source.startswith(SOURCE)
+
+
+def weights(engine: TextEngine, role: str) -> Weights:
+    """Those that the code of a constructed pair's engine reads."""
+    found: Weights = getattr(engine.decoder, role).weights
+    return found
+
+
+def prompts(engine: TextEngine, count: int) -> list[list[int]]:
+    """Random ones."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(1, engine.decoder.vocab_size, PROMPT).tolist() for _ in range(count)]

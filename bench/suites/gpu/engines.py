@@ -1,9 +1,10 @@
 """python -m bench.suites.gpu.engines: a pair for the GPU of this machine, checked and timed.
 
-`checkpoints` writes FOLDER/target and FOLDER/draft, from which `suite.engines` makes FOLDER/bundle
-and, for the checks, FOLDER/reference. `check` and `times` take these. Each prints as it goes and
-writes one JSON file. With --device cpu all of it runs without a GPU, and what only one can say is
-null. `constructed` says what the pairs are.
+`checkpoints` writes the bundled pair to FOLDER/target and FOLDER/draft, from which
+`suite.bundled` makes FOLDER/bundle and FOLDER/reference; `build` writes a constructed pair's
+FOLDER/bundle by itself. `check`, `times` and `loop` take these. Each prints as it goes and writes
+one JSON file. With --device cpu all of it runs without a GPU, and what only one can say is null.
+`constructed` says what the pairs are.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 import time
 import traceback
@@ -22,22 +22,28 @@ from typing import Any
 from runtime.files.errors import CommandParser, first_line, run_command
 
 from .checks import Checks
-from .constructed import PAIRS, write_pair
+from .constructed import SHAPES, write_bundled
+from .looping import Loop
 from .suite import save
 from .times import Times
+from .unwritten import build
+
+KINDS: dict[str, Any] = {"check": Checks, "times": Times, "loop": Loop}
 
 
 def parser() -> argparse.ArgumentParser:
     made = CommandParser(prog="python -m bench.suites.gpu.engines", description=__doc__)
     commands = made.add_subparsers(dest="command", required=True)
-    for name in ("checkpoints", "check", "times"):
+    for name in ("checkpoints", "build", *KINDS):
         add = commands.add_parser(name).add_argument
         add("folder", type=Path, metavar="FOLDER")
-        if name == "checkpoints":
-            add("--pair", required=True, choices=PAIRS)
+        if name != "checkpoints":
+            add("--device", default="cuda", choices=["cuda", "cpu"])
+        if name == "build":
+            add("--pair", required=True, choices=list(SHAPES))
+        if name not in KINDS:
             continue
         add("--json", type=Path, metavar="FILE", help="write the report there")
-        add("--device", default="cuda", choices=["cuda", "cpu"])
         add("--quick", action="store_true", help="a little of everything")
         if name == "check":
             add("--only", action="append", choices=[*Checks.NAMES, "loop"])
@@ -52,17 +58,19 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     if args.command == "checkpoints":
-        shutil.rmtree(args.folder, ignore_errors=True)  # so that no bundle of before is measured
-        write_pair(args.pair, args.folder)
+        write_bundled(args.folder)
         return 0
-    kind: Any = Checks if args.command == "check" else Times
+    if args.command == "build":
+        build(args.pair, args.folder, args.device)
+        return 0
+    kind = KINDS[args.command]
     subject = kind(args.folder, args.device, args.quick)
     report = sections(subject, getattr(args, "only", None) or kind.NAMES, args.json)
     return 0 if report["passed"] else 1
 
 
 def sections(
-    subject: Checks | Times, names: Sequence[str], path: Path | None = None
+    subject: Checks | Times | Loop, names: Sequence[str], path: Path | None = None
 ) -> dict[str, Any]:
     """What the methods of these names return, and "passed": whether none of them has failed. One
     that breaks has failed and takes no other along. path: written after each."""

@@ -171,7 +171,7 @@ class DeviceRound:
             for _ in range(PASSES):
                 self.launch(plans, wait=False)
         graph.replay()
-        times = sorted(1e6 * _seconds(graph.replay) / (PASSES * self.sets) for _ in range(REPLAYS))
+        times = sorted(1e6 * seconds(graph.replay) / (PASSES * self.sets) for _ in range(REPLAYS))
         figures = {"us": times[len(times) // 2], "low": times[0], "high": times[-1]}
         return {name: round(value, 3) for name, value in figures.items()}
 
@@ -182,10 +182,10 @@ def copy_bandwidth() -> float:
 
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=WHERE)
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / min(_seconds(lambda: target.copy_(source)) for _ in range(10))
+    return 2 * COPY_BYTES / min(seconds(lambda: target.copy_(source)) for _ in range(10))
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def seconds(work: Callable[[], object]) -> float:
     """What the GPU takes for `work`, by its own clock."""
     import torch
 

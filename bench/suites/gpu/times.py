@@ -3,40 +3,58 @@
 Of a round: its wall time, and from the device's own clock the time of drafts and verification. What
 the two do not share is the host's: gaps in which the GPU waits. A round has to read the draft's
 weights gamma times, the target's once and the rows that the caches have; a copy measured in the
-same run says how fast memory is.
+same run says how fast memory is. What the device's clock counts as work has gaps too, between the
+kernels of a graph: one round through a profiler tells these.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from runtime import Options, TextEngine, load
+from runtime import Options, TextEngine
 from runtime.theory.formulas import speedup
 
 from ...core.clock import Clock
 from ...core.costs import Traffic, total
+from ...core.machine import CHECKOUT
 from ...core.record import Run
 from ...core.runs import Way, decode_all, gain
-from .constructed import DTYPE
+from .constructed import (
+    DTYPE,
+    PROMPT,
+    bigram,
+    give_back,
+    is_constructed,
+    open_pair,
+    prompts,
+    weights,
+)  # fmt: skip
+from .inside import longest_round, profiled, summed_up
 from .suite import goal
 
-PROMPT = 64  # tokens
+if TYPE_CHECKING:
+    import torch
+
 SLOTS = 4
+LOOP_SECONDS = 100  # for a process that opens the pair twice
 NO_GPU = {"reason": "no GPU"}
 
 
 class Times:
     """One run on a pair. Each method that `NAMES` names is a section and returns its figures."""
 
-    NAMES = ("copy", "rounds", "memory", "slots", "without_graphs", "transformers")
+    # What matters most first: a limit takes the rest.
+    NAMES = (
+        "copy", "rounds", "bigram", "transformers", "without_graphs", "loop", "profile", "memory",
+        "slots",
+    )  # fmt: skip
 
     def __init__(self, folder: Path, device: str, quick: bool):
         self.folder, self.device, self.gpu = folder, device, device != "cpu"
@@ -46,18 +64,16 @@ class Times:
         self.bandwidth: float | None = None
         self._free = [self._free_bytes()]
         begin = time.perf_counter()
-        self.engine = load(folder / "bundle", device=device, slots=SLOTS, verify=False, reuse=False)
+        self.engine = open_pair(folder, device, slots=SLOTS)
         self.load_s = round(time.perf_counter() - begin, 2)
         self._free.append(self._free_bytes())
-        rng, pair = np.random.default_rng(0), self.engine.manifest.pair
-        vocab_size = self.engine.decoder.vocab_size
-        self.prompts = [rng.integers(1, vocab_size, PROMPT).tolist() for _ in range(8)]
+        pair, self.prompts = self.engine.manifest.pair, prompts(self.engine, 8)
         self.room = pair.max_len - PROMPT
         assert pair.draft is not None
         roles = "target", "draft"
-        weights = (weight_bytes(folder / role, self.engine.memory[role]) for role in roles)
+        sizes = (weight_bytes(folder / role, self.engine.memory[role]) for role in roles)
         rows = (facts.cache_bytes(1) / pair.capacity for facts in (pair.target, pair.draft))
-        (target, row), (draft, draft_row) = zip(weights, rows, strict=True)
+        (target, row), (draft, draft_row) = zip(sizes, rows, strict=True)
         self.traffic = Traffic(target, row, PROMPT + self.tokens / 2, draft, draft_row)
 
     def _free_bytes(self) -> int:
@@ -75,12 +91,10 @@ class Times:
     def copy(self) -> dict[str, Any]:
         if not self.gpu:
             return NO_GPU
-        import torch
-
         from . import kernel
 
         self.bandwidth = kernel.copy_bandwidth()
-        torch.cuda.empty_cache()
+        give_back()
         return {"bytes_per_second": round(self.bandwidth)}
 
     def rounds(self) -> dict[str, Any]:
@@ -89,13 +103,69 @@ class Times:
         rows |= self._sweep(self.engine, 1.0, (0, self.middle))
         if not self.gpu:
             return rows
-        return rows | {"goal": goal(max(row["host_share"] for row in rows.values()), 0.05)}
+        host = goal(max(row["host_share"] for row in rows.values()), 0.05)
+        found = {**rows, "graph_nodes": self._graph_nodes(), "goal": host}
+        if self.bandwidth:
+            plain = rows["temperature 0, gamma 0"]["of_copy_bandwidth"]
+            found["bandwidth_goal"] = goal(plain, 0.7, at_least=True)
+        return found
+
+    def _graph_nodes(self) -> dict[str, int]:
+        """Kernels and copies of a round of one slot: as many launches without a graph."""
+        rounds: Any = self.engine.decoder.rounds
+        return {f"gamma {shape.gamma}": nodes for shape, nodes in rounds.graph_nodes().items()}
+
+    def bigram(self) -> dict[str, Any]:
+        """Texts at temperature 0 against what these weights say by NumPy: of every gamma, alone and
+        of all slots at once."""
+        if not is_constructed(self.engine):
+            return {"passed": None, "reason": "the pair is not constructed"}
+        texts = []
+        for gamma in (0, *self.gammas):
+            options = self._options(gamma, self.tokens)
+            texts.append((self.prompts[0], self.engine.generate(self.prompts[0], **options)))
+            together = self.engine.batch((p, Options(**options)) for p in self.prompts[:SLOTS])
+            texts += [(self.prompts[i], text) for i, text in together]
+        before, said = [], []
+        for prompt, text in texts:
+            before += [prompt[-1], *text.token_ids[:-1]]
+            said += text.token_ids
+        return {"texts": len(texts), **bigram(weights(self.engine, "target"), before, said)}
 
     def without_graphs(self) -> dict[str, Any]:
         if not self.gpu:
             return NO_GPU
-        engine = load(self.folder / "bundle", device=self.device, graphs=False, verify=False)
-        return self._sweep(engine, 0.0, (0, self.middle))
+        engine = open_pair(self.folder, self.device, graphs=False)
+        found = self._sweep(engine, 0.0, (0, self.middle))
+        del engine
+        give_back()  # the next section has a process of its own
+        return found
+
+    def loop(self) -> dict[str, Any]:
+        """By a process of its own: one that does not end is ended."""
+        if not self.gpu:
+            return NO_GPU
+        path = self.folder / "loop.json"
+        command = [sys.executable, "-m", "bench.suites.gpu.engines", "loop", str(self.folder)]
+        quick = ["--quick"] if len(self.gammas) == 1 else []
+        subprocess.run(
+            [*command, "--json", str(path), *quick], cwd=CHECKOUT, timeout=LOOP_SECONDS, check=False
+        )
+        found: dict[str, Any] = json.loads(path.read_text())["loop"]
+        return found
+
+    def profile(self) -> dict[str, Any]:
+        """One round of the usual gamma, and one plain one, from inside."""
+        if not self.gpu:
+            return NO_GPU
+        result = {}
+        for gamma in (0, self.middle):
+            options = self._options(gamma, 8 * (gamma + 1))
+            found = longest_round(
+                profiled(lambda o=options: self.engine.generate(self.prompts[0], **o))  # type: ignore[misc]
+            )
+            result[f"gamma {gamma}"] = summed_up(found) if found else {"reason": "no whole round"}
+        return result
 
     def _sweep(
         self, engine: TextEngine, temperature: float, gammas: Sequence[int]
@@ -158,16 +228,25 @@ class Times:
         return result
 
     def memory(self) -> dict[str, Any]:
-        """Bytes of the GPU that are gone since before `load`, against the plan. Libraries' own code
-        and CUDA graphs are in the one and not in the other."""
+        """Bytes of the GPU that are gone since before `load`, against the plan. torch says what it
+        has taken beyond the weights: cuBLAS's workspaces, activations, the pool of the graphs.
+        What is left are modules and CUDA graphs."""
         plan, planned = self.engine.memory, sum(self.engine.memory.values())
         found = {"load_s": self.load_s, "plan": plan, "planned": planned}
         if not self.gpu:
             return found | NO_GPU
-        gc.collect()
+        import torch
+
+        give_back()  # what the peers have left
         before, loaded = self._free
-        used = {"loaded": before - loaded, "after_rounds": before - self._free_bytes()}
-        return {**found, "used": used, "goal": goal(abs(used["after_rounds"] / planned - 1), 0.1)}
+        used = before - self._free_bytes()
+        beyond = max(0, torch.cuda.memory_reserved() - plan["target"] - plan.get("draft", 0))
+        counted = planned - plan["activations"] + beyond
+        return {
+            **found, "used": {"loaded": before - loaded, "after_rounds": used},
+            "torch_beyond_weights": beyond, "allowed": plan["activations"],
+            "modules_and_graphs": used - counted, "goal": goal(abs(used / counted - 1), 0.1),
+        }  # fmt: skip
 
     def transformers(self) -> dict[str, Any]:
         """`generate` on the same device, plain and assisted, and whole calls of ours."""
@@ -178,7 +257,7 @@ class Times:
             return lambda: self.engine.generate(prompt, **options).token_ids
 
         calls = {"outrider plain": ours(0), f"outrider gamma {self.middle}": ours(self.middle)}
-        calls |= _peers(self.folder, self.device, prompt, tokens)
+        calls |= self._peers(prompt, tokens)
         result: dict[str, Any] = {"new_tokens": tokens, "attention": "sdpa", "dtype": DTYPE}
         plain = calls["outrider plain"]()
         for name, call in calls.items():
@@ -190,6 +269,17 @@ class Times:
             }
         return result
 
+    def _peers(self, prompt: list[int], tokens: int) -> dict[str, Callable[[], list[int]]]:
+        """Transformers' own `generate`, plain and with an assistant as it sets that up."""
+        own = is_constructed(self.engine)
+        target, draft = (
+            transformers_model(
+                self.folder / role, self.device, weights(self.engine, role) if own else None
+            )
+            for role in ("target", "draft")
+        )
+        return _transformers(target, draft, prompt, tokens)
+
 
 def weight_bytes(checkpoint: Path, size: int) -> int:
     """What a step reads of `size` bytes of weights: of an untied embedding one row a token."""
@@ -198,26 +288,39 @@ def weight_bytes(checkpoint: Path, size: int) -> int:
     return size - (0 if tied else 2 * int(config["vocab_size"]) * int(config["hidden_size"]))
 
 
-def _peers(
-    folder: Path, device: str, prompt: list[int], tokens: int
-) -> dict[str, Callable[[], list[int]]]:
-    """Transformers' own `generate`, plain and with an assistant as it sets that up."""
+def transformers_model(
+    checkpoint: Path, device: str, own: Mapping[str, torch.Tensor] | None = None
+) -> Any:
+    """A model of Transformers on a device. own: the weights of a constructed pair's engine, by
+    their names in its graph, which the model then shares; None for the checkpoint's."""
     import torch
     import transformers
 
     library: Any = transformers
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
+    options = {"dtype": getattr(torch, DTYPE), "attn_implementation": "sdpa"}
+    if own is None:
+        model = library.AutoModelForCausalLM.from_pretrained(checkpoint, **options).to(device)
+    else:
+        config = library.AutoConfig.from_pretrained(checkpoint)
+        with torch.device("meta"):
+            model = library.AutoModelForCausalLM.from_config(config, **options)
+        named = {name.partition("decoder.model.")[2]: weight for name, weight in own.items()}
+        given = {name: named[name] for name in model.state_dict()}
+        model.load_state_dict(given, assign=True)
+        # What is computed and not loaded.
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    model.generation_config.eos_token_id = None  # so that every text has all its tokens
+    return model.eval()
 
-    def model(role: str) -> Any:
-        made = library.AutoModelForCausalLM.from_pretrained(
-            folder / role, dtype=getattr(torch, DTYPE), attn_implementation="sdpa"
-        )
-        made.generation_config.eos_token_id = None  # so that every text has all its tokens
-        return made.to(device).eval()
 
-    target, draft = model("target"), model("draft")
-    ids = torch.tensor([prompt], device=device)
+def _transformers(
+    target: Any, draft: Any, prompt: list[int], tokens: int
+) -> dict[str, Callable[[], list[int]]]:
+    import torch
+
+    ids = torch.tensor([prompt], device=target.device)
 
     def call(assistant: Any = None) -> list[int]:
         with torch.inference_mode():

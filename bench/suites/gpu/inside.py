@@ -1,0 +1,81 @@
+"""What one round is made of: its kernels, and the gaps between them.
+
+The host's share of a round (`times.py`) is the gaps between graphs alone. A step of the target
+launches hundreds of kernels inside its graph, and what lies between these the device's own clock
+counts as work. torch's profiler says when each began and ended.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+FIRST, LAST = "outrider_begin", "outrider_commit"
+MOST = 10  # kinds of kernels that are named
+NAME = 90  # letters of a name
+
+
+class Kernel(NamedTuple):
+    """Of the device: a kernel, a copy, a fill. In microseconds."""
+
+    name: str
+    begin: float
+    end: float
+
+
+def profiled(work: Callable[[], object]) -> list[Kernel]:
+    """What the device does meanwhile."""
+    import torch
+    from torch._C._autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        work()
+        torch.cuda.synchronize()
+    return [
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in found.events() or ()
+        if event.device_type == DeviceType.CUDA
+    ]
+
+
+def longest_round(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Of the rounds that are there as a whole the middle one of those with most kernels: neither a
+    first token nor plain. Empty where there is none."""
+    every: list[list[Kernel]] = []
+    current: list[Kernel] | None = None
+    for kernel in sorted(kernels, key=lambda k: k.begin):
+        if kernel.name == FIRST:
+            current = []
+        if current is None:
+            continue
+        current.append(kernel)
+        if kernel.name == LAST:
+            every.append(current)
+            current = None
+    most = max(map(len, every), default=0)
+    largest = [each for each in every if len(each) == most]
+    return largest[len(largest) // 2] if largest else []
+
+
+def summed_up(kernels: Sequence[Kernel]) -> dict[str, Any]:
+    """Of one round, in order. gap_share: of the time between its first and its last kernel, what
+    none of them covers."""
+    span = max(k.end for k in kernels) - kernels[0].begin
+    # One stream: kernels follow each other, at most overlapping a little.
+    gaps = sum(max(0.0, after.begin - before.end) for before, after in pairwise(kernels))
+    kinds: dict[str, list[float]] = defaultdict(list)
+    for kernel in kernels:
+        kinds[kernel.name[:NAME]].append(kernel.end - kernel.begin)
+    largest = sorted(kinds.items(), key=lambda item: -sum(item[1]))
+    return {
+        "kernels": len(kernels), "span_us": round(span, 1), "gap_share": round(gaps / span, 4),
+        "mean_gap_us": round(gaps / max(1, len(kernels) - 1), 3),
+        "largest": [
+            {"name": name, "count": len(each), "us": round(sum(each), 1),
+             "share": round(sum(each) / span, 4)}
+            for name, each in largest[:MOST]
+        ],
+    }  # fmt: skip

@@ -1,0 +1,163 @@
+"""Bundles of constructed pairs whose weights nobody has written.
+
+The weights file has the places of all tensors and the few that are no weights; the rest is a hole,
+which takes no room and reads as zeros, until `constructed.fill` makes the weights in the engine's
+memory. So an 8B pair takes the time of its compilers: nothing is hashed, and no logits compared.
+The target and the draft are compiled side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from runtime.files.manifest import (
+    MANIFEST_FILE,
+    TOKENIZER_FILE,
+    EngineFacts,
+    FileFacts,
+    GraphFacts,
+    Manifest,
+    Pair,
+    TokenizerFacts,
+    file_facts,
+)
+from runtime.files.records import write_json
+from runtime.files.torch_files import PROGRAM_FILE, WEIGHTS_FILE
+
+from ...core.pair import TARGET, Shape
+from ...core.pair.grow import name_tokens
+from .constructed import DTYPE, ROPE_THETA, SHAPES, SOURCE
+
+MAX_GAMMA = 8
+NO_DIGEST = "0" * 64  # of a file that nobody hashes
+
+
+def build(name: str, folder: Path, device: str = "cuda") -> None:
+    """Write folder/bundle, which `load` opens with verify=False, and each model's configuration in
+    folder/target and folder/draft. name: of `SHAPES`. Raises OutriderError "backend"."""
+    from engines import aotinductor
+
+    shutil.rmtree(folder, ignore_errors=True)  # so that no bundle of before is measured
+    pair, bundle = SHAPES[name], folder / "bundle"
+    capacity = -(-(pair.length + MAX_GAMMA + 1) // 8) * 8
+    make = partial(_make, folder, name, pair.length, capacity, "cpu" if device == "cpu" else "")
+    # Not forked: the parent's threads and, where there is a GPU, its driver stay out of it.
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        roles = "target", "draft"
+        made = dict(zip(roles, pool.map(make, roles, map(pair.shape, roles)), strict=True))
+    facts = {role: each[0] for role, each in made.items()}
+    engines = {role: each[1] for role, each in made.items()}
+    whole = Pair(
+        target=facts["target"], draft=facts["draft"],
+        tokenizer=_tokenizer(bundle / "tokenizer", pair.target.vocab_size),
+        vocab_size=pair.target.vocab_size, max_len=pair.length, max_gamma=MAX_GAMMA,
+        capacity=capacity,
+    )  # fmt: skip
+    files = whole.carried_files(engines) | {
+        f"{role}/{engine.file}": file_facts(bundle / role / engine.file)
+        for role, engine in engines.items()
+    }
+    manifest = Manifest(
+        name=name, backend="aotinductor", versions=aotinductor.versions(), slots=1, pair=whole,
+        files=files, engines=engines,
+    )  # fmt: skip
+    write_json(bundle / MANIFEST_FILE, "manifest", manifest)
+
+
+def _make(
+    folder: Path, name: str, length: int, capacity: int, sm: str, role: str, shape: Shape
+) -> tuple[GraphFacts, EngineFacts]:
+    from engines import aotinductor
+
+    place = folder / "bundle" / role
+    facts = write_graph(shape, length, capacity, place, f"{SOURCE} {name}", folder / role)
+    plan = aotinductor.plan({role: facts, "target": facts}, 1, MAX_GAMMA, sm, None)
+    return facts, aotinductor.compile(role, place, place, facts, plan[role])
+
+
+def write_graph(
+    shape: Shape, length: int, capacity: int, folder: Path, source: str, config_folder: Path
+) -> GraphFacts:
+    """The graph in torch's format, with a hole for each weight. capacity: rows of a slot."""
+    import torch
+
+    from export import program
+    from export.decoder import Decoder, example
+
+    folder.mkdir(parents=True)
+    with _unfilled(shape, length) as model:
+        model.config.save_pretrained(config_folder)
+        heads, layers = shape.num_key_value_heads, shape.num_hidden_layers
+        rows = [(heads, shape.hidden_size // shape.num_attention_heads)] * layers
+        dtype = getattr(torch, DTYPE)
+        traced = program.trace(
+            Decoder(model, None).eval(), example(rows, rows, program.EXAMPLE_ROWS, dtype)
+        )
+        program.save(traced, folder, holes=True)
+        parameters = model.num_parameters()
+    listed = [list(row) for row in rows]
+    return GraphFacts(
+        key="", source=source, architecture="LlamaForCausalLM", parameters=parameters, dtype=DTYPE,
+        vocab_size=shape.vocab_size, max_len=length, capacity=capacity, key_shapes=listed,
+        value_shapes=listed, max_difference=None, tolerance=0.0, comparison="without weights",
+        versions={}, files={
+            PROGRAM_FILE: file_facts(folder / PROGRAM_FILE),
+            WEIGHTS_FILE: FileFacts((folder / WEIGHTS_FILE).stat().st_size, NO_DIGEST),
+        },
+    )  # fmt: skip
+
+
+@contextmanager
+def _unfilled(shape: Shape, length: int) -> Iterator[Any]:
+    """A model of that shape whose weights nobody has touched, so that they take no memory."""
+    import torch
+    import transformers
+
+    from export.decoder import NAME
+
+    library: Any = transformers
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with torch.device("meta"):
+        model = library.AutoModelForCausalLM.from_config(
+            config_of(shape, length), dtype=getattr(torch, DTYPE)
+        )
+    model.to_empty(device="cpu")
+    # What is computed and not loaded.
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    model.config._attn_implementation = NAME
+    yield model.train(False).requires_grad_(False)
+
+
+def config_of(shape: Shape, length: int) -> Any:
+    """The LlamaConfig."""
+    import transformers
+
+    library: Any = transformers
+    return library.LlamaConfig(
+        **asdict(shape), max_position_embeddings=length, tie_word_embeddings=False,
+        rms_norm_eps=1e-5, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+    )  # fmt: skip
+
+
+def _tokenizer(folder: Path, vocab_size: int) -> TokenizerFacts:
+    """The bundled one's, with a name for every id."""
+    folder.mkdir(parents=True)
+    path = folder / TOKENIZER_FILE
+    shutil.copyfile(TARGET / TOKENIZER_FILE, path)
+    name_tokens(folder, range(vocab_size))
+    assert len(json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]) <= vocab_size
+    return TokenizerFacts(
+        key="", vocab_size=vocab_size, eos_token_ids=[], special_tokens={}, chat_template=False,
+        files={TOKENIZER_FILE: file_facts(path)},
+    )  # fmt: skip

@@ -1,0 +1,123 @@
+"""What a missing wait does: the stand-in's device gets on when it likes, not when somebody waits.
+
+The tests of rounds run on one course of events; here are others, and the waits that there are, each
+left out once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cuda_standin import FakeDriver
+from device_standin import make_device, make_driver
+from devices import DRAFT, MODEL, decoder_on, host, steps, wander
+from rounds import broken, cases
+
+from runtime.backends import cuda
+from runtime.backends.cuda import Cuda
+from runtime.files.errors import OutriderError
+from runtime.gpu.loop import LoopingRounds
+from runtime.gpu.rounds import DeviceRounds
+
+SEEDS = range(3)
+
+
+@pytest.mark.parametrize("rounds", cases([DeviceRounds], [LoopingRounds]))
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_hosts_tokens_whenever_things_happen(
+    monkeypatch: pytest.MonkeyPatch, rounds: type[DeviceRounds], seed: int
+) -> None:
+    """With so little page-locked memory that uploads do have to wait for it."""
+    monkeypatch.setattr(cuda, "PIECES", 2)
+    driver = make_driver(seed)
+    found = wander(decoder_on(driver, rounds=rounds, slots=3), seed)
+    assert found == wander(host(monkeypatch, slots=3), seed)
+
+
+def test_results_that_are_read_too_early_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: nobody waits for them."""
+    expected = wander(host(monkeypatch, slots=3), 0)
+    noticed = 0
+    with broken("backends.cuda.Cuda.wait_for", lambda self, event: None):
+        for seed in SEEDS:
+            try:
+                noticed += wander(decoder_on(make_driver(seed), slots=3), 0) != expected
+            except (OutriderError, AssertionError, ValueError, IndexError):
+                noticed += 1
+    assert noticed
+
+
+def test_what_is_uploaded_is_not_overwritten_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Page-locked memory is used again. The control: without a look at whether it may be."""
+    monkeypatch.setattr(cuda, "PIECES", 2)
+
+    def crossed(seed: int) -> list[int]:
+        device = make_device(make_driver(seed))
+        stream, found = device.stream(), np.zeros(9, np.int64)
+        address = device.allocate(found.nbytes)
+        for i in range(len(found)):
+            device.upload(address + 8 * i, np.array([i]), stream)
+        device.wait(stream)
+        device.read(found.ctypes.data, address, found.nbytes)
+        return found.tolist()
+
+    assert all(crossed(seed) == list(range(9)) for seed in range(8))
+    with broken("backends.cuda.Cuda.reached", lambda self, event: True):
+        assert any(crossed(seed) != list(range(9)) for seed in range(8))
+
+
+def test_memory_is_zero_before_anybody_has_it() -> None:
+    """On whatever stream. The control: without the wait some find what was there before."""
+
+    def first_bytes(seed: int) -> list[int]:
+        device = make_device(make_driver(seed))
+        stream, found = device.stream(), device.pinned(8)
+        device.download(found, device.allocate(8), stream)
+        device.wait(stream)
+        return found.tolist()
+
+    assert all(first_bytes(seed) == [0] * 8 for seed in range(8))
+    with pytest.MonkeyPatch.context() as patch:
+        real = Cuda._call
+        patch.setattr(
+            Cuda, "_call",
+            lambda self, name, *given: None
+            if (name, given) == ("cuStreamSynchronize", (0,))
+            else real(self, name, *given),
+        )  # fmt: skip
+        assert any(first_bytes(seed) != [0] * 8 for seed in range(8))
+
+
+def test_uploads_wait_for_nothing(driver: FakeDriver) -> None:
+    """Long ones neither; the array may change at once. The control: memory of the host's own."""
+    device = make_device(driver)
+    stream = device.stream()
+    array = np.arange(20_000)
+    address, expected = device.allocate(array.nbytes), array.copy()
+    assert steps(driver, lambda: device.upload(address, array, stream)) == []
+    array[:] = 0
+    device.wait(stream)
+    device.read(array.ctypes.data, address, array.nbytes)
+    np.testing.assert_array_equal(array, expected)
+    direct = (address, array.ctypes.data, 8, stream)
+    assert steps(driver, lambda: driver.cuMemcpyHtoDAsync(*direct)) == ["wait"]
+
+
+def test_logits_of_half_the_bytes(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16 logits give the tokens of the same numbers in float32, in half of the memory."""
+    kept = np.uint32(0xFFFF0000)
+
+    def rounded(model):  # type: ignore[no-untyped-def]
+        return lambda *given: (model(*given).astype(np.float32).view(np.uint32) & kept).view(
+            np.float32
+        )
+
+    monkeypatch.setattr("devices.MODEL", rounded(MODEL))
+    monkeypatch.setattr("devices.DRAFT", rounded(DRAFT))
+    half = decoder_on(driver, slots=3, dtype="bfloat16")
+    whole = decoder_on(make_driver(), slots=3)
+    assert wander(half, 0) == wander(whole, 0)
+    half_bytes, bytes_ = (x.rounds._sizes.bytes()["target_logits"] for x in (half, whole))  # type: ignore[attr-defined]
+    assert 2 * half_bytes == bytes_
