@@ -95,6 +95,11 @@ def build(root: str | None, out: Path, images: Images) -> Path:
     return _made(root, out, PLUGIN, SOURCES, images)
 
 
+def new_enough(public: Path) -> bool:
+    """Whether these headers say which caches an engine updates in place: 10.14's do not."""
+    return "getAliasedInputTensor" in (public / "NvInferRuntime.h").read_text()
+
+
 def build_engine(root: str | None, out: Path) -> Path:
     """The session's engine, `out`/liboutrider_tensorrt_engine.so, likewise."""
     return _made(root, out, ENGINE, ENGINE_SOURCES)
@@ -163,11 +168,18 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "lib")
     arguments = parser.parse_args()
     try:
-        tensorrt_headers(arguments.tensorrt_root)  # before anything that takes minutes
+        # Before anything that takes minutes.
+        headers_of = tensorrt_headers(arguments.tensorrt_root)
         cuda_headers()
-        print(build_engine(arguments.tensorrt_root, arguments.out))
         images = make_images(HERE.parent / "build" / "cuda")
         print(build(arguments.tensorrt_root, arguments.out, images))
+        if new_enough(headers_of):
+            print(build_engine(arguments.tensorrt_root, arguments.out))
+        else:
+            print(
+                "note: without the engine of sessions: it wants headers of TensorRT 10.15 or newer",
+                file=sys.stderr,
+            )
         print("note: not linked with libnvinfer: they use none of its symbols", file=sys.stderr)
     except BuildError as error:
         print(f"error: backend: {error}", file=sys.stderr)

@@ -66,6 +66,15 @@ def test_it_compiles_without_a_warning(
     assert not re.search(r" cu[A-Z]|nvinfer|_INTERNAL", listed[1])
 
 
+def test_older_headers_make_no_engine(tmp_path: Path) -> None:
+    """Of the plugin they still make one."""
+    path = tmp_path / "NvInferRuntime.h"
+    path.write_text("class ICudaEngine;")
+    assert not build_tensorrt.new_enough(tmp_path)
+    if ROOT:
+        assert build_tensorrt.new_enough(build_tensorrt.tensorrt_headers(ROOT))
+
+
 def test_liboutrider_needs_none_of_it() -> None:
     library = find_library()
     assert library is not None

@@ -152,6 +152,8 @@ def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
     NativeSession(bundle).close()
     write_json(bundle / "manifest.json", "manifest", replace(odd, backend="aotinductor"))
     refused("backend", "aotinductor")
+    write_json(bundle / "manifest.json", "manifest", replace(odd, slots=0))
+    refused("bundle", "slots: 0 is not from 1 to")
     target = replace(odd.pair.target, encoder=EncoderFacts([[1, 1]], [[1, 1]]))
     reading = replace(odd, pair=replace(odd.pair, target=target))
     write_json(bundle / "manifest.json", "manifest", reading)

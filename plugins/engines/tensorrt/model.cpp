@@ -20,6 +20,8 @@ namespace {
 using nvinfer1::DataType;
 using nvinfer1::Dims;
 
+static_assert(NV_TENSORRT_MAJOR >= 10, "these are the headers of TensorRT-RTX");
+
 constexpr int64_t ALIGNMENT = 256; // bytes, of every tensor (NvInferRuntime.h, setTensorAddress)
 constexpr size_t MOST_STEPS = 256; // contexts and graphs that are kept
 const char REBUILD[] = "Build the bundle again, for this GPU and this TensorRT";

@@ -1,5 +1,5 @@
 // One model that TensorRT compiled, on a GPU: runtime/backends/tensorrt.py in C++. Works with the
-// headers of TensorRT 10.16 and newer, and 11.
+// headers of TensorRT 10.15 and newer, and 11.
 //
 // Every call that a CUDA graph holds has an execution context of its own, since what a context was
 // told last would be what all replays read. All contexts work in the same memory: calls are one after
