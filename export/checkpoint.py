@@ -11,14 +11,18 @@ import transformers
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoConfig,
+    GenerationConfig,
     PretrainedConfig,
 )
 
+from runtime.files.audio import FeatureFacts
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.manifest import file_facts
 from runtime.files.progress import note
 
+from .audio import features
 from .formats import awq, compressed, gguf, gptq, llamacpp
 from .formats.packed import Packed, unsupported
 
@@ -40,6 +44,7 @@ class Checkpoint:
     path: a folder, or a GGUF file that says all by itself. context: the longest sequence that it
     was made for, in tokens; None where it does not say. packed: how its weights are stored, None
     where as Transformers itself reads them. gguf: the file that holds them, where it is one.
+    features: what its encoder reads, where that is no text.
     """
 
     path: Path
@@ -48,6 +53,7 @@ class Checkpoint:
     context: int | None
     packed: Packed | None = None
     gguf: gguf.GgufFile | None = None
+    features: FeatureFacts | None = None
 
     @property
     def max_len(self) -> int:
@@ -93,9 +99,11 @@ def find(name: str) -> Checkpoint:
     if packed:
         del config.quantization_config  # the model is a plain one
     text = config.get_text_config(decoder=True)
-    context = getattr(text, "max_position_embeddings", None)
+    named = "max_position_embeddings", "max_target_positions"
+    field = next((field for field in named if getattr(text, field, None) is not None), named[0])
+    context = getattr(text, field, None)
     if context is not None and (type(context) is not int or context < 1):
-        raise _odd_config(name, "max_position_embeddings", context)
+        raise _odd_config(name, field, context)
     if type(width := getattr(text, "vocab_size", None)) is not int or width < 1:
         raise _odd_config(name, "vocab_size", width)
     if "auto_map" in written:
@@ -103,15 +111,39 @@ def find(name: str) -> Checkpoint:
             f"{name} brings code of its own, which is not run: Transformers' "
             f"{type(config).__name__.removesuffix('Config')} is exported"
         )
-    return Checkpoint(path, source, config, context, packed)
+    try:
+        heard = features.read(name, path) if _hears(config) else None
+    except features.OtherFeatures as other:
+        raise refuse_architecture(name, config, str(other)) from None
+    return Checkpoint(path, source, config, context, packed, features=heard)
+
+
+def generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
+    """What generation_config.json says, None where there is none. Raises OutriderError
+    "checkpoint"."""
+    if (checkpoint.path / "generation_config.json").is_file():
+        try:
+            return GenerationConfig.from_pretrained(checkpoint.path)
+        except Exception as error:  # noqa: BLE001 - Transformers checks fields by using them
+            raise OutriderError(
+                "checkpoint",
+                f"{checkpoint.source}/generation_config.json cannot be read: {first_line(error)}",
+                "Download the checkpoint again, or remove that file.",
+            ) from None
+    return None
+
+
+def _hears(config: PretrainedConfig) -> bool:
+    return bool(config.is_encoder_decoder) and type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
 
 
 def _configuration(name: str, path: Path) -> PretrainedConfig:
     config: PretrainedConfig
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        if config.is_encoder_decoder and type(config) not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-            raise refuse_architecture(name, config, "its encoder reads something else than text")
+        of_text = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+        if config.is_encoder_decoder and not of_text and not _hears(config):
+            raise refuse_architecture(name, config, "its encoder reads neither text nor sound")
         config.get_text_config(decoder=True)
     except OutriderError:
         raise
@@ -258,6 +290,8 @@ def content_hashes(checkpoint: Checkpoint) -> dict[str, str]:
     else:
         indexes = sorted(checkpoint.path.glob("*.index.json"))
         files = [checkpoint.path / "config.json", *indexes, *checkpoint.files]
+        if checkpoint.features:
+            files += sorted(checkpoint.path.glob("p*processor_config.json"))
     return {path.name: file_facts(path).sha256 for path in files}
 
 

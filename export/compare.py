@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
+from runtime.files.audio import FeatureFacts
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.library import add_operators
 from runtime.files.manifest import (
@@ -25,6 +26,8 @@ from runtime.files.manifest import (
     Dtype,
 )
 from runtime.files.torch_files import PROGRAM_FILE, read_program
+
+from .encoder import reading
 
 # Allowed difference of a logit, relative to 1 + the largest logit: some hundred roundings.
 # Rows of 8 bits are about as coarse as bfloat16.
@@ -38,13 +41,14 @@ _LONGEST = 256  # tokens compared; more only where a sliding window is to be see
 class Reference:
     """Two texts and what the original model says of them: ids [2, T], logits float32 [2, T, V].
 
-    remark: what the texts are too short to show. sources: ids [E] of each text's, if any.
+    remark: what the texts are too short to show. sources: of each text, where there is an encoder:
+    ids [1, E] or features [1, F, T].
     """
 
     ids: npt.NDArray[np.int64]
     logits: npt.NDArray[np.float32]
     remark: str
-    sources: tuple[npt.NDArray[np.int64], ...] = ()
+    sources: tuple[npt.NDArray[Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,13 @@ class Comparison:
         return self.max_difference is None or self.max_difference <= self.bound
 
 
-def reference(model: PreTrainedModel, capacity: int, vocab_size: int) -> Reference:
-    """The eager model, whole texts at once, no cache: nothing shared with the graph's road."""
+def reference(
+    model: PreTrainedModel, capacity: int, vocab_size: int, features: FeatureFacts | None = None
+) -> Reference:
+    """The eager model, whole texts at once, no cache: nothing shared with the graph's road.
+
+    features: what its encoder reads, where that is no text.
+    """
     config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None) or 0
     length = 40 if not window or 2 * window + 8 > _LONGEST else max(40, 2 * window + 8)
@@ -68,9 +77,12 @@ def reference(model: PreTrainedModel, capacity: int, vocab_size: int) -> Referen
     length = min(length, capacity - 8)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, vocab_size, (2, length))
-    sources: tuple[npt.NDArray[np.int64], ...] = ()
-    if model.config.is_encoder_decoder:
-        sources = tuple(rng.integers(0, vocab_size, n) for n in (length, length // 2))
+    sources: tuple[npt.NDArray[Any], ...] = ()
+    if features:
+        shape = (1, features.feature_size, features.frames)
+        sources = tuple(rng.standard_normal(shape, np.float32) for _ in range(2))
+    elif model.config.is_encoder_decoder:
+        sources = tuple(rng.integers(0, vocab_size, (1, n)) for n in (length, length // 2))
     remark = f"; its window of {window} was not reached" if window >= length else ""
     said = logits(model, torch.from_numpy(ids), [torch.from_numpy(source) for source in sources])
     return Reference(ids, said.float().numpy(), remark, sources)
@@ -79,15 +91,15 @@ def reference(model: PreTrainedModel, capacity: int, vocab_size: int) -> Referen
 def logits(
     model: PreTrainedModel, ids: torch.Tensor, sources: Sequence[torch.Tensor] = ()
 ) -> torch.Tensor:
-    """[B, T, V] of whole texts [B, T], in the model's dtype. sources: [E] of each text, where there
-    is an encoder. Raises OutriderError "checkpoint" where the model does not run, or says NaN or
-    infinity."""
+    """[B, T, V] of whole texts [B, T], in the model's dtype. sources: of each text, where there is
+    an encoder, as `Reference` has them. Raises OutriderError "checkpoint" where the model does not
+    run, or says NaN or infinity."""
     said: torch.Tensor
     try:
         with torch.no_grad():
             if sources:  # one by one: nothing is padded
                 pairs = zip(sources, ids, strict=True)
-                inputs = [{"input_ids": s[None], "decoder_input_ids": t[None]} for s, t in pairs]
+                inputs = [{**reading(model, s), "decoder_input_ids": t[None]} for s, t in pairs]
             else:
                 inputs = [{"input_ids": ids}]
             said = torch.cat([model(**each, use_cache=False).logits for each in inputs])
@@ -248,19 +260,22 @@ class _Graph:
             if value.name.startswith(("key_", "value_"))
         }
 
-    def read(self, sources: Sequence[npt.NDArray[np.int64]]) -> None:
+    def read(self, sources: Sequence[npt.NDArray[Any]]) -> None:
         """Have the encoder's graph beside it read a source for each slot; there is room for more
         than the longest, as in slots."""
         encoder = _Graph(self._file.with_name(ENCODER_FILE), 0, self._dtype)._session
         names = [value.name for value in encoder.get_outputs()]
-        rows = [encoder.run(names, {"input_ids": source[None]}) for source in sources]
-        room = max(map(len, sources)) + 8
+        (given,) = encoder.get_inputs()
+        rows = [encoder.run(names, {given.name: source}) for source in sources]
+        lengths = [parts[0].shape[2] for parts in rows]
+        # A source that is no text fills its rows, and nothing looks at how many they are.
+        room = max(lengths) + (8 if given.name == "input_ids" else 0)
         for name, parts in zip(names, zip(*rows, strict=True), strict=True):
             padded = [
                 np.pad(part, ((0, 0), (0, 0), (0, room - part.shape[2]), (0, 0))) for part in parts
             ]
             self._source[name] = np.concatenate(padded)
-        self._source["source_length"] = np.array([len(source) for source in sources])
+        self._source["source_length"] = np.array(lengths)
 
     def __call__(self, ids: npt.NDArray[np.int64], position: list[int]) -> npt.NDArray[np.float32]:
         feeds = {

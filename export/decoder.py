@@ -43,7 +43,7 @@ def _attention(
     query: torch.Tensor,  # [B, H, N, D]
     key: torch.Tensor,  # [B, Hkv, S, D]
     value: torch.Tensor,  # [B, Hkv, S, Dv]
-    attention_mask: torch.Tensor | None,  # bool [B, 1, N, S]
+    attention_mask: torch.Tensor | None,  # bool [B, 1, N, S]; None of an encoder: all rows are seen
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,  # [H], attention sinks
@@ -56,11 +56,12 @@ def _attention(
     ]
     if extras:
         raise UnsupportedArchitecture(f"its attention takes {', '.join(extras)}")
-    if attention_mask is None:
+    if attention_mask is None and getattr(module, "is_causal", True):
         raise UnsupportedArchitecture("it makes its attention mask outside the mask interface")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     if position_bias is not None:
+        assert attention_mask is not None
         if softcap or s_aux is not None:
             raise UnsupportedArchitecture("its attention has a bias and a soft cap or sinks")
         lowest = torch.finfo(position_bias.dtype).min
@@ -72,6 +73,7 @@ def _attention(
         scores = query @ key.transpose(2, 3) * scaling
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
+        assert attention_mask is not None
         scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
         if s_aux is not None:
             sink = s_aux.to(scores.dtype).reshape(1, -1, 1, 1)
@@ -82,7 +84,7 @@ def _attention(
         # Not torch.onnx.ops.attention: that takes the width of the values for that of the keys.
         out = torch.onnx.ops.symbolic(
             "Attention",
-            [query, key, value, attention_mask],
+            [query, key, value, *([] if attention_mask is None else [attention_mask])],
             {"scale": float(scaling)},
             dtype=query.dtype,
             shape=(*query.shape[:3], value.shape[3]),
@@ -209,6 +211,7 @@ class Stored:
     """A cache that keeps what each layer stores; nothing was there before."""
 
     is_compileable = False
+    is_sliding = is_linear = is_dummy = ()  # layers that it does not know yet
 
     def __init__(self) -> None:
         self.keys: dict[int, torch.Tensor] = {}

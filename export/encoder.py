@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
 
+from runtime.files.audio import FeatureFacts
+
 from .decoder import Decoder, Example, SlotCache, Stored, example_caches, numbered
 
 Shapes = Sequence[tuple[int, int]]  # per layer (H, D)
@@ -45,24 +47,38 @@ class Caches(EncoderDecoderCache):
 
 
 class Encoder(torch.nn.Module):
-    """`forward(input_ids [1, E])`: the keys and values of each decoder layer's attention to the
-    source, each [1, H, E, D]."""
+    """`forward(source)`: the keys and values of each decoder layer's attention to the source, each
+    [1, H, E, D]. source: token ids [1, E], or features [1, F, T] of which the encoder makes E rows.
+    """
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        source = Stored()
+    def forward(self, source: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        stored = Stored()
         self.model(
-            input_ids=input_ids,
-            attention_mask=torch.ones_like(input_ids),
             # What the decoder makes of it is not asked for, and so is not in the graph.
-            decoder_input_ids=torch.zeros_like(input_ids[:, :1]),
-            past_key_values=Caches(Stored(), source),
+            decoder_input_ids=torch.zeros(1, 1, dtype=torch.long, device=source.device),
+            past_key_values=Caches(Stored(), stored),
             use_cache=True,
+            **reading(self.model, source),
         )
-        return list(source.keys.values()), list(source.values.values())
+        return list(stored.keys.values()), list(stored.values.values())
+
+
+def reading(model: PreTrainedModel, source: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A source as arguments of the whole model: token ids [1, E], or features [1, F, T]."""
+    named = {model.main_input_name: source}
+    return named if source.is_floating_point() else {**named, "attention_mask": source * 0 + 1}
+
+
+def example_source(features: FeatureFacts | None) -> torch.Tensor:
+    """features: what the encoder reads, None for token ids, of which there are 3."""
+    # 3, not 1: as in `example`.
+    if features is None:
+        return torch.zeros(1, 3, dtype=torch.long)
+    return torch.zeros(1, features.feature_size, features.frames)
 
 
 class SourceDecoder(Decoder):
@@ -89,6 +105,10 @@ class SourceDecoder(Decoder):
             for key, value in zip(cross_keys, cross_values, strict=True)
         ]
         slots, rows = cross_keys[0].shape[0], cross_keys[0].shape[2]
+        numbers: dict[str, torch.Tensor] = {}
+        if "decoder_position_ids" in signature(self.model.forward).parameters:
+            width = torch.arange(input_ids.shape[1], device=position.device)
+            numbers = {"decoder_position_ids": position[:, None] + width}
         with _for_each_slot(self.model, logits_index, self.max_positions):
             logits = self.model(
                 # Nobody reads them: what they would be multiplied to is there.
@@ -97,6 +117,7 @@ class SourceDecoder(Decoder):
                 decoder_input_ids=input_ids,
                 past_key_values=Caches(text, SimpleNamespace(layers=layers), len(layers)),
                 use_cache=True,
+                **numbers,
             ).logits
         return logits.float(), text.keys, text.values
 
@@ -164,12 +185,15 @@ def _look_up(
     return found.reshape(*position_ids.shape, -1)
 
 
-def example_encoder(key_shapes: Shapes, value_shapes: Shapes) -> Example:
-    """For tracing an `Encoder` with E left open; the shapes are those of the source's caches."""
+def example_encoder(
+    key_shapes: Shapes, value_shapes: Shapes, features: FeatureFacts | None
+) -> Example:
+    """For tracing an `Encoder`, with E left open where it reads ids; the shapes are those of the
+    source's caches."""
     outputs = [*numbered("cross_key", key_shapes), *numbered("cross_value", value_shapes)]
-    # 3, not 1: as in `example`.
-    ids = torch.zeros(1, 3, dtype=torch.long)
-    return Example((ids,), ({1: torch.export.Dim("source")},), ["input_ids"], outputs)
+    open_sizes = {} if features else {1: torch.export.Dim("source")}
+    name = "input_features" if features else "input_ids"
+    return Example((example_source(features),), (open_sizes,), [name], outputs)
 
 
 def example_decoder(text: Example, key_shapes: Shapes, value_shapes: Shapes) -> Example:

@@ -12,6 +12,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -20,7 +21,7 @@ from runtime.files.errors import OutriderError, first_line
 
 from .checkpoint import Checkpoint, refuse_architecture
 from .decoder import NAME, Stored, UnsupportedArchitecture, traced_layers
-from .encoder import Caches
+from .encoder import Caches, example_source, reading
 
 # Positions beyond the original context change these embeddings for all slots of a call at once.
 _LENGTH_DEPENDENT_ROPE = {"dynamic": "dynamic NTK", "longrope": "LongRoPE"}
@@ -61,6 +62,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
             )
         else:
             kind = AutoModelForSeq2SeqLM if checkpoint.has_encoder else AutoModelForCausalLM
+            kind = AutoModelForSpeechSeq2Seq if checkpoint.features else kind
             model, info = kind.from_pretrained(checkpoint.path, trust_remote_code=False, **options)
     except OutriderError:
         raise
@@ -127,12 +129,16 @@ def learned_positions(model: PreTrainedModel, checkpoint: Checkpoint) -> int | N
 
 @dataclass(frozen=True)
 class CacheShapes:
-    """Per layer (H, D) of a row's keys and values: of the text, and of the source, if any."""
+    """Per layer (H, D) of a row's keys and values: of the text, and of the source, if any.
+
+    source_rows: how many there are of a source that is no text; None for the others.
+    """
 
     keys: list[tuple[int, int]]
     values: list[tuple[int, int]]
     source_keys: list[tuple[int, int]] = field(default_factory=list)
     source_values: list[tuple[int, int]] = field(default_factory=list)
+    source_rows: int | None = None
 
 
 def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
@@ -151,7 +157,8 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
     }
     if checkpoint.has_encoder:
         caches = Caches(text, source)
-        inputs = {"input_ids": ids, "decoder_input_ids": ids, "past_key_values": caches}
+        read = example_source(checkpoint.features)
+        inputs = {"decoder_input_ids": ids, "past_key_values": caches, **reading(model, read)}
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PretrainedConfig):
@@ -182,6 +189,8 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
             checkpoint.source, checkpoint.config, "not all of its layers keep the source's keys"
         )
     sides = (text.keys, text.values, source.keys, source.values)
-    return CacheShapes(
-        *([(rows.shape[1], rows.shape[3]) for _, rows in sorted(side.items())] for side in sides)
+    keys, values, source_keys, source_values = (
+        [(rows.shape[1], rows.shape[3]) for _, rows in sorted(side.items())] for side in sides
     )
+    fixed = source.keys[0].shape[2] if checkpoint.features else None
+    return CacheShapes(keys, values, source_keys, source_values, fixed)

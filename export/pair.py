@@ -11,6 +11,7 @@ from typing import Literal, cast
 import transformers
 from transformers import PreTrainedTokenizerFast
 
+from runtime.files.audio import FeatureFacts
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.folders import point_to, refuse_foreign, write_folder
 from runtime.files.manifest import (
@@ -135,6 +136,7 @@ def export(
         note(f"{target.source} names no eos_token_id: a text ends at its length or a stop string")
     vocabulary.check_chat_template(target, tokenizer)
     vocabulary.start_ids(target)
+    vocabulary.audio(target)
     _say_what_is_not_carried(target, tokenizer)
     widths = [_width(checkpoint) for checkpoint in (target, drafter) if checkpoint]
     if drafter:
@@ -166,12 +168,16 @@ def export(
             target=target_facts,
             draft=parts["draft"][1] if drafter else None,
             tokenizer=facts,
-            vocab_size=min(facts.vocab_size, target_facts.vocab_size),
+            # Tokenizers of Whisper may lack the timestamps, which are tokens like all others.
+            vocab_size=target_facts.vocab_size
+            if target.features
+            else min(facts.vocab_size, target_facts.vocab_size),
             max_len=length,
             max_gamma=max_gamma,
             capacity=capacity,
             lookup=lookup,
             start_ids=vocabulary.start_ids(target),
+            audio=vocabulary.audio(target),
         )
         write_json(partial / PAIR_FILE, "pair", pair)
     return pair
@@ -194,9 +200,22 @@ def _check_encoder_decoder(
     for checkpoint in filter(None, (target, drafter)):
         if not checkpoint.has_encoder:
             raise _two_kinds(target, checkpoint)
+        if checkpoint.features != target.features:
+            raise OutriderError(
+                "architecture",
+                f"{target.source} reads {_spectrum(target.features)}, and its draft "
+                f"{checkpoint.source} {_spectrum(checkpoint.features)}",
+                "Choose a DRAFT of the target's kind, or DRAFT=none.",
+            )
         if checkpoint.packed:
             reason = "quantised weights are read of decoder-only models alone in this version"
             raise refuse_architecture(checkpoint.source, checkpoint.config, reason)
+
+
+def _spectrum(features: FeatureFacts | None) -> str:
+    if features is None:
+        return "text"
+    return f"{features.feature_size} x {features.frames} log-mel features"
 
 
 def _two_kinds(target: Checkpoint, drafter: Checkpoint) -> OutriderError:

@@ -201,9 +201,7 @@ def _export(wanted: Wanted, folder: Path, key: str) -> GraphFacts:
             cache=wanted.cache,
             weights=wanted.weights,
             quality=found,
-            encoder=EncoderFacts(_listed(shapes.source_keys), _listed(shapes.source_values))
-            if checkpoint.has_encoder
-            else None,
+            encoder=_encoder_facts(checkpoint, shapes),
         )
         write_json(partial / PART_FILE, "graph", facts)
     return facts
@@ -221,11 +219,11 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
     if quantising:
         quantising.quantise(model, wanted.max_len, folder)
     with stage(role, "run the original"):
-        original = compare.reference(model, wanted.capacity, vocab_size)
+        original = compare.reference(model, wanted.capacity, vocab_size, checkpoint.features)
         rounded = None
         if quantising:
             with rounding_activations():
-                rounded = compare.reference(model, wanted.capacity, vocab_size)
+                rounded = compare.reference(model, wanted.capacity, vocab_size, checkpoint.features)
         shapes = cache_shapes(model, checkpoint)
     traced = _trace(wanted, model, shapes)
     if wanted.form == "onnx":  # a compiler of torch's graphs does this itself
@@ -256,7 +254,7 @@ def _trace(wanted: Wanted, model: PreTrainedModel, shapes: CacheShapes) -> list[
             of_source = example_decoder(of_text, *source)
             return [
                 graph.trace(SourceDecoder(model, positions).eval(), of_source),
-                graph.trace(Encoder(model).eval(), example_encoder(*source)),
+                graph.trace(Encoder(model).eval(), example_encoder(*source, checkpoint.features)),
             ]
         except Exception as error:  # noqa: BLE001 - torch.export wraps whatever the model raised
             raise refuse_architecture(
@@ -269,6 +267,13 @@ def _simplify(traced: list[Any]) -> str:
     for each in traced:
         graph.simplify(each)
     return f"{before:,} -> {sum(len(each.graph) for each in traced):,} nodes"
+
+
+def _encoder_facts(checkpoint: Checkpoint, shapes: CacheShapes) -> EncoderFacts | None:
+    if not checkpoint.has_encoder:
+        return None
+    sides = _listed(shapes.source_keys), _listed(shapes.source_values)
+    return EncoderFacts(*sides, checkpoint.features, shapes.source_rows)
 
 
 def _listed(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
@@ -284,7 +289,9 @@ def _compare(
         model = load(wanted.checkpoint, torch.float32)
         if quantising:
             quantising.again(model)
-        return compare.reference(model, wanted.capacity, original.vocab_size)
+        return compare.reference(
+            model, wanted.capacity, original.vocab_size, wanted.checkpoint.features
+        )
 
     with stage(wanted.role, "compare with the original") as said:
         # A second load, of twice the size: only where the first answer is in doubt.

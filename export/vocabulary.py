@@ -7,11 +7,13 @@ from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
+from runtime.files.audio import AudioFacts
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.manifest import TEMPLATE_FILE, TOKENIZER_FILE, TokenizerFacts, file_facts
 from runtime.files.records import digest_json
 
-from .checkpoint import Checkpoint
+from .audio import tokens
+from .checkpoint import Checkpoint, generation_config
 from .formats import llamacpp
 
 # One of them holds the tokens. Without any, Transformers makes up a tokenizer for some models.
@@ -122,7 +124,7 @@ def end_of_text_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) 
     Raises OutriderError "checkpoint" for what is no token of the model.
     """
     sources: list[Any] = [getattr(checkpoint.text_config, "eos_token_id", None)]
-    if (generation := _generation_config(checkpoint)) is not None:
+    if (generation := generation_config(checkpoint)) is not None:
         sources.insert(0, generation.eos_token_id)
     width = checkpoint.text_config.vocab_size
     named = next((ids for ids in sources if ids is not None), None)
@@ -142,14 +144,16 @@ def end_of_text_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) 
 
 def start_ids(checkpoint: Checkpoint) -> list[int] | None:
     """What the text of an encoder-decoder begins with: the token that `generate` gives the decoder
-    first, and the one that it forces behind it, where the checkpoint has one. None for the others.
+    first, and what it forces behind it, where the checkpoint has any. None for the others.
 
     Raises OutriderError "checkpoint" where none is named, or what is named is no token.
     """
     if not checkpoint.has_encoder:
         return None
     config = checkpoint.config
-    generation = _generation_config(checkpoint) or GenerationConfig.from_model_config(config)
+    generation = generation_config(checkpoint) or GenerationConfig.from_model_config(config)
+    if checkpoint.features:
+        return tokens.begin(checkpoint, generation)[0]
     starts = (
         generation.decoder_start_token_id,
         getattr(config, "decoder_start_token_id", None),
@@ -171,9 +175,17 @@ def start_ids(checkpoint: Checkpoint) -> list[int] | None:
     return list(found.values())
 
 
+def audio(checkpoint: Checkpoint) -> AudioFacts | None:
+    """What transcribing needs; None for models that do not. Raises OutriderError "checkpoint"."""
+    if not checkpoint.features:
+        return None
+    own = generation_config(checkpoint) or GenerationConfig.from_model_config(checkpoint.config)
+    return tokens.facts(checkpoint, own)
+
+
 def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
     """What generation_config.json would change in `generate`, and a bundle does not carry."""
-    if (generation := _generation_config(checkpoint)) is None:
+    if (generation := generation_config(checkpoint)) is None:
         return {}
     neutral = {
         "do_sample": (None, False),
@@ -190,19 +202,6 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
     }
     values = {name: getattr(generation, name, None) for name in neutral}
     return {name: value for name, value in values.items() if value not in neutral[name]}
-
-
-def _generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
-    if (checkpoint.path / "generation_config.json").is_file():
-        try:
-            return GenerationConfig.from_pretrained(checkpoint.path)
-        except Exception as error:  # noqa: BLE001 - Transformers checks fields by using them
-            raise OutriderError(
-                "checkpoint",
-                f"{checkpoint.source}/generation_config.json cannot be read: {first_line(error)}",
-                "Download the checkpoint again, or remove that file.",
-            ) from None
-    return None
 
 
 # What a template may expect of a message: a text, or a list of parts.

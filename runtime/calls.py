@@ -10,7 +10,7 @@ import numpy as np
 
 from .backends.engine import Engine, Ids, Logits
 from .sampling.sampler import SlotSampling
-from .sequence import ActiveSequence
+from .sequence import ActiveSequence, Request
 from .slots import SlotTable
 
 
@@ -22,6 +22,17 @@ def prefill(engine: Engine, slot: int, tokens: Sequence[int], start: int) -> Log
         logits = engine.forward(wide(engine, ids), np.array([begin]), last, first_slot=slot)
     row: Logits = logits[0, 0]
     return row
+
+
+def with_second(engine: Engine, slot: int, request: Request) -> Request:
+    """The request with the second token of its prompt found, where that is asked for
+    (`Request.second`); the slot has its source."""
+    if not request.second:
+        return request
+    first, _, *others = request.prompt
+    row, ids = prefill(engine, slot, [first], 0), np.array(sorted(request.second))
+    best = int(ids[row[ids].argmax()])
+    return replace(request, prompt=[first, best, *others], second=())
 
 
 def wide(engine: Engine, ids: Ids) -> Ids:
@@ -116,9 +127,12 @@ def slot_sampling(
         gamma,
         position=len(tokens) + len(drafts),
         index=sequence.slot.index,
-        context=np.array([*tokens, *drafts], np.int64) if params.reads_context else None,
+        context=np.array([*tokens, *drafts], np.int64)
+        if params.reads_context or request.processors
+        else None,
         suppress=np.array(sorted(request.eos_token_ids), np.int64) if masked > 0 else None,
         suppress_rows=max(0, min(masked, gamma + 1)),
         name=f"slot {sequence.slot.index}",
         output_start=len(request.prompt),
+        processors=request.processors,
     )

@@ -49,11 +49,12 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from .backends.engine import Engine, Logits
-from .calls import readable, wide
+from .backends.engine import Engine, Logits, source_ids
+from .calls import readable, wide, with_second
 from .files.manifest import Dtype
 from .sampling.distribution import Distribution
 from .sampling.philox import Purpose, uniform
+from .sampling.processors import process
 from .sampling.warp import warp
 from .sequence import Request
 from .slots import Slot
@@ -192,15 +193,20 @@ def check(engine: TextEngine, prompt: Prompt | None, options: Options) -> Certif
             break
 
     width = request.gamma + 1
-    replay = _Replay(engine, request)
     numbers: list[tuple[float, float]] = []  # the U, in the order by p/q and in that by p
     mismatches: list[Mismatch] = []
     rounding = _Rounding(engine.decoder.vocab_size, params.repetition_penalty)
     with engine.exclusive() as slot:
+        engine.decoder.target.encode(slot.index, request.source)
+        request = with_second(engine.decoder.target, slot.index, request)
+        replay = _Replay(engine, request)
         target, draft = _Forced(engine.decoder.target, slot, request), None
         if params.temperature and request.gamma and request.draft == "model":
             model, room = engine.decoder.draft, engine.decoder.draft_max_len
-            if model is not None and max(len(request.prompt) + 1, len(request.source)) <= room:
+            if (
+                model is not None
+                and max(len(request.prompt) + 1, len(source_ids(request.source))) <= room
+            ):
                 draft = _Forced(model, slot, request, room)
         for run, (seed, text) in enumerate(zip(seeds, texts, strict=False)):
             plain = rounding.watch(target.rows(text))
@@ -313,13 +319,21 @@ class _Replay:
         """The distribution of the token after `text`."""
         request = self._request
         params = self._greedy if greedy else request.params
+        row, context = row[: self._vocab_size], np.array([*request.prompt, *text])
+        suppress = tuple(request.eos_token_ids) if len(text) < request.min_new_tokens else ()
+        where = f"{model}, teacher-forced, output token {len(text)}"
+        if request.processors:
+            row = row.copy()  # the plain row is looked at again
+            process(
+                request.processors, row, params, context, suppress, of_draft=model == "draft",
+                where=where, output_start=len(request.prompt),
+            )  # fmt: skip
         return warp(
             row,
             params,
-            np.array([*request.prompt, *text]) if params.reads_context else (),
-            suppress=tuple(request.eos_token_ids) if len(text) < request.min_new_tokens else (),
-            vocab_size=self._vocab_size,
-            where=f"{model}, teacher-forced, output token {len(text)}",
+            context if params.reads_context else (),
+            suppress=suppress,
+            where=where,
             output_start=len(request.prompt),
         )
 

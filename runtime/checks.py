@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .backends.engine import source_ids
 from .drafts.registry import KINDS
 from .files.errors import OutriderError
 from .sequence import Request
@@ -39,13 +40,14 @@ class Limits:
 def check_request(request: Request, limits: Limits) -> None:
     """Refuse what cannot be run. Raises OutriderError "prompt" or "option"."""
     length, gamma = len(request.prompt), request.gamma
-    if (source := len(request.source)) > limits.max_len:
+    read = source_ids(request.source)
+    if (source := len(read)) > limits.max_len:
         raise OutriderError(
             "prompt",
             f"the source has {source:,} tokens and the bundle's encoder takes {limits.max_len:,}",
             _longer(source, limits),
         )
-    check_ids(request.source, limits.embeddings, "source")
+    check_ids(read, limits.embeddings, "source")
     if length == 0:
         raise OutriderError("prompt", "the prompt is empty", "Give it at least one token.")
     if length >= limits.max_len:
@@ -65,6 +67,9 @@ def check_request(request: Request, limits: Limits) -> None:
          f"gamma={gamma} is over the {limits.max_gamma} that the bundle was built for", within),
         *((getattr(request.params, name), f"{name} is not in the sampling kernel of a GPU",
            "Leave it out, or use a bundle that runs on the CPU.") for name in counted),
+        (request.processors and not limits.counts_and_biases,
+         "processors act on logits that a GPU does not hand out",
+         "Leave them out, or use a bundle that runs on the CPU."),
         (request.logprobs is not None and not 0 <= request.logprobs <= limits.vocab_size,
          f"logprobs={request.logprobs} is out of range",
          f"Choose from 0 to {limits.vocab_size}, the number of tokens that there are."),

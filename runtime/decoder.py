@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from .backends.engine import Logits
+from .backends.engine import Logits, source_ids
 from .checks import Limits, check_ids, check_request
 from .costs import Costs
 from .drafts.registry import KINDS
@@ -77,7 +77,8 @@ class Decoder:
     def admit(self, request: Request) -> ActiveSequence:
         """Take a slot, prefill the target, emit the first token (it comes from p alone)."""
         self.check(request)
-        sequence = ActiveSequence(request, self.slots.acquire(request.prompt, request.source))
+        known = request.prompt[:1] if request.second else request.prompt
+        sequence = ActiveSequence(request, self.slots.acquire(known, request.source))
         try:
             sequence.slot.tokens.extend(request.prompt)
             sequence.stats.reused_tokens = sequence.slot.target_len
@@ -170,7 +171,7 @@ class Decoder:
         """How many tokens to draft at most: what can still become text and fits the contexts."""
         if not KINDS[sequence.request.draft].reads_model:
             return max(0, self._left(sequence) - 1)
-        if self.draft is None or len(sequence.request.source) > self.draft_max_len:
+        if self.draft is None or len(source_ids(sequence.request.source)) > self.draft_max_len:
             return 0
         return max(0, min(self._left(sequence) - 1, self.draft_max_len - len(sequence.slot.tokens)))
 

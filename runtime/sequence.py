@@ -10,9 +10,10 @@ from typing import Protocol
 
 import numpy as np
 
-from .backends.engine import Engine, Logits
+from .backends.engine import Engine, Logits, Source, source_ids
 from .files.errors import OutriderError
 from .policy import Policy
+from .sampling.processors import LogitsProcessor
 from .sampling.rules import Verdict
 from .sampling.warp import SamplingParams
 from .slots import Slot, SlotTable
@@ -31,7 +32,10 @@ class Request:
     draft_threshold: no more are drafted in a round after one to which the draft itself gave less
     probability; 0 for never. logprobs: how many alternatives to report for each token, None
     for none. stop: called with each new token in order; a text ends after the token for which it
-    returns a finish reason. source: what an encoder reads, none where there is none.
+    returns a finish reason. source: what an encoder reads, none where there is none. second: ids of
+    which the target's most probable one after the prompt's first token, unprocessed, becomes its
+    second (a language that is detected). processors: of the logits of target and draft, in this
+    order.
     """
 
     prompt: Sequence[int]
@@ -47,13 +51,15 @@ class Request:
     ignore_eos: bool = False
     logprobs: int | None = None
     stop: Callable[[int], str | None] | None = None
-    source: Sequence[int] = ()
+    source: Source = ()
+    second: Sequence[int] = ()
+    processors: tuple[LogitsProcessor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One emitted token. logprob: log p of the target's own distribution, before any warping;
-    alternatives: the most probable ids with theirs, best first."""
+    """One emitted token. logprob: log p of the target's own distribution, before any warping and
+    after the request's processors; alternatives: the most probable ids with theirs, best first."""
 
     id: int
     origin: Origin
@@ -72,14 +78,15 @@ class ActiveSequence:
         self.output: list[Token] = []
         self.finish_reason: str | None = None
         self.error: OutriderError | None = None
-        self.stats = Stats(prompt_tokens=len(request.prompt), source_tokens=len(request.source))
+        read = source_ids(request.source)
+        self.stats = Stats(prompt_tokens=len(request.prompt), source_tokens=len(read))
         self.started = time.perf_counter()
 
     @property
     def seen(self) -> Sequence[int]:
         """What there is to copy from: the source, where there is one, and the text."""
-        text = self.slot.tokens
-        return [*self.request.source, *text] if self.request.source else text
+        text, source = self.slot.tokens, source_ids(self.request.source)
+        return [*source, *text] if source else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +137,7 @@ class Rounds(Protocol):
 
     kinds: who can propose here, names of `drafts.registry`. supports_draft_options: whether a draft
     can have a temperature of its own, and stop where it is unsure. supports_counts_and_biases:
-    whether the sampling knows frequency and presence penalties, and biases.
+    whether the sampling knows frequency and presence penalties, biases, and processors.
     """
 
     target: Engine

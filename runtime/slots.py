@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .backends.engine import HeldRows
+from .backends.engine import HeldRows, Source
 from .files.errors import OutriderError
 
 
@@ -74,7 +74,7 @@ class SlotTable:
     def free(self) -> int:
         return len(self) - len(self._busy)
 
-    def acquire(self, prompt: Sequence[int] = (), source: Sequence[int] = ()) -> Slot:
+    def acquire(self, prompt: Sequence[int] = (), source: Source = ()) -> Slot:
         """A slot without text, whose lengths are those of the prompt's rows that it still holds;
         source: what the prompt's rows are of, where there is an encoder.
 

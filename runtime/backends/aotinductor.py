@@ -152,7 +152,7 @@ class TorchGpu:
         self._torch.cuda.init()
         self.index, self.device = cuda.ordinal, f"cuda:{cuda.ordinal}"
         self._stream = self._torch.cuda.ExternalStream(stream, self.device)
-        self._pool = self._torch.cuda.MemPool()
+        self._pool, self._capturing = self._torch.cuda.MemPool(), False
 
     def bytes(self, address: int, size: int) -> torch.Tensor:
         """uint8 [size] over device memory that is not torch's."""
@@ -169,8 +169,10 @@ class TorchGpu:
         with self._torch.cuda.stream(self._stream):
             work()
 
-    def capturing(self) -> AbstractContextManager[object]:
-        """Give what is allocated meanwhile from a pool of this object's.
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Give what is allocated meanwhile from a pool of this object's. Each engine enters; torch
+        refuses a pool that is in use, so only the first does something.
 
         A graph writes to the addresses of its capture at every replay. Memory of a pool is given
         to nobody outside of it, and not back to the driver while the pool lives. All graphs may
@@ -180,8 +182,15 @@ class TorchGpu:
         then: 2.11 takes a pool in use for a capture and does not, 2.13 does but has none, since
         nothing here is used on a second stream.
         """
-        pooled: AbstractContextManager[object] = self._torch.cuda.use_mem_pool(self._pool)
-        return pooled
+        if self._capturing:
+            yield
+            return
+        self._capturing = True
+        try:
+            with self._torch.cuda.use_mem_pool(self._pool):
+                yield
+        finally:
+            self._capturing = False
 
 
 class AotiCudaEngine(PreparedEngine):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +15,7 @@ import numpy as np
 from ..files.errors import OutriderError, first_line
 from ..files.manifest import Dtype, EngineFacts, GraphFacts
 from .cuda import Cuda
-from .engine import CHUNK, HeldRows, Ids, Logits, cache_shapes
+from .engine import CHUNK, HeldRows, Ids, Logits, Source, cache_shapes
 
 LOGIT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Tensor = tuple[str, int, tuple[int, ...]]  # name, device address, shape
@@ -125,8 +125,7 @@ class DeviceEngine(ABC):
         """
 
     def capturing(self) -> AbstractContextManager[object]:
-        """What must be in force while calls are captured, of any engine on the stream: of one
-        backend they all are."""
+        """What must be in force while calls are captured."""
         return nullcontext()
 
     @cached_property
@@ -184,7 +183,7 @@ class DeviceEngine(ABC):
         rows: Logits = raw.view(kind).astype(np.float32).reshape(count, self.vocab_size)
         return rows
 
-    def encode(self, slot: int, source: Sequence[int]) -> None:
+    def encode(self, slot: int, source: Source) -> None:
         assert not source, "no bundle for GPUs has an encoder"
 
     def clear(self, slot: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -37,6 +38,31 @@ def source_shapes(facts: GraphFacts) -> dict[str, tuple[int, int]]:
     }
 
 
+class Features:
+    """A source that is no text: float32 [bands, frames], which nobody writes any more. Two of the
+    same numbers are equal."""
+
+    def __init__(self, array: npt.ArrayLike):
+        self.array = np.array(array, np.float32, order="C")
+        self.array.flags.writeable = False
+        shape = str(self.array.shape).encode()
+        self._digest = hashlib.blake2b(self.array.tobytes(), key=shape).digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Features) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+
+Source = Sequence[int] | Features  # what an encoder reads; no ids where there is none
+
+
+def source_ids(source: Source) -> Sequence[int]:
+    """Its tokens; none of what is no text."""
+    return () if isinstance(source, Features) else source
+
+
 class HeldRows:
     """What an engine's rows were computed from: an account of its calls, slot by slot.
 
@@ -48,23 +74,24 @@ class HeldRows:
 
     def __init__(self, slots: int, vocab_size: int):
         self._tokens: list[list[int]] = [[] for _ in range(slots)]
-        self._sources: list[tuple[int, ...]] = [()] * slots
+        self._sources: list[tuple[int, ...] | Features] = [()] * slots
         self._vocab_size = vocab_size
 
-    def source(self, slot: int) -> tuple[int, ...]:
-        return self._sources[slot]
+    def has(self, slot: int, source: Source) -> bool:
+        """Whether the slot has this source."""
+        return self._sources[slot] == _kept(source)
 
-    def encoded(self, slot: int, source: Sequence[int]) -> None:
+    def encoded(self, slot: int, source: Source) -> None:
         """The slot has another source."""
-        self._sources[slot] = tuple(source)
+        self._sources[slot] = _kept(source)
         self.cut(slot, 0)
 
     def length(self, slot: int) -> int:
         return len(self._tokens[slot])
 
-    def common(self, slot: int, text: Sequence[int], source: Sequence[int] = ()) -> int:
+    def common(self, slot: int, text: Sequence[int], source: Source = ()) -> int:
         """How many tokens this text, of this source, and the rows begin with together."""
-        if self._sources[slot] != tuple(source):
+        if not self.has(slot, source):
             return 0
         held, wide = self._tokens[slot], self._vocab_size
         pairs = enumerate(zip(held, text, strict=False))
@@ -88,6 +115,10 @@ class HeldRows:
     def copied(self, source: int, destination: int, length: int) -> None:
         """The first rows of one slot became another's. Both are of one source."""
         self._tokens[destination] = self._tokens[source][:length]
+
+
+def _kept(source: Source) -> tuple[int, ...] | Features:
+    return source if isinstance(source, Features) else tuple(source)
 
 
 class Engine(Protocol):
@@ -127,10 +158,10 @@ class Engine(Protocol):
         with it.
         """
 
-    def encode(self, slot: int, source: Sequence[int]) -> None:
+    def encode(self, slot: int, source: Source) -> None:
         """Let the slot's rows be of this source, of which there is one exactly where the model has
         an encoder. It runs unless the slot has that source already; otherwise no row is of use
-        after it. The length is the caller's duty, ids that the encoder lacks are read as 0."""
+        after it. Its length or shape is the caller's duty; ids that it lacks are read as 0."""
 
     def clear(self, slot: int) -> None:
         """Empty a slot whose rows may hold NaN: masked rows are multiplied too, and 0 times NaN is

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from ..files.errors import OutriderError, first_line, out_of_memory
 from ..files.manifest import FIRST_ROWS, MOST_GAMMA, GraphFacts, Manifest
-from .engine import CHUNK, HeldRows, Ids, Logits, cache_shapes, source_shapes
+from .engine import (
+    CHUNK,
+    Features,
+    HeldRows,
+    Ids,
+    Logits,
+    Source,
+    cache_shapes,
+    source_shapes,
+)
 
 Call = TypeVar("Call")
 
@@ -26,7 +36,7 @@ class HostEngine(ABC, Generic[Call]):
     shape that was seen before (`Call`) is ready; a step then only fills three small buffers.
 
     What an encoder leaves is kept likewise, [slots, H, E, D], for E as many rows as the longest
-    source has needed (`_reserve_source`).
+    source has needed (`_reserve_source`), or as all sources have.
     """
 
     _library: ClassVar[str]  # what runs the model, for errors
@@ -62,8 +72,9 @@ class HostEngine(ABC, Generic[Call]):
         self._source: dict[str, Any] = {}
         self._source_length = np.ones(slots, np.int64)  # no attention reads nothing
         self.source_rows = 0  # E, for now
+        self._all_rows = facts.encoder.rows if facts.encoder else None  # E, where it is fixed
         if self._source_shapes:
-            self._reserve_source(1)
+            self._reserve_source(self._all_rows or 1)
         self.held = HeldRows(slots, self.vocab_size)
 
     @classmethod
@@ -102,8 +113,9 @@ class HostEngine(ABC, Generic[Call]):
     ) -> Call:
         """A call on this memory. Caches are written where they are; source: what is only read."""
 
-    def _encode(self, source: Ids) -> dict[str, Any]:
-        """What the encoder makes of a source [1, E]: [1, H, E, D] by name."""
+    def _encode(self, source: npt.NDArray[Any]) -> dict[str, Any]:
+        """What the encoder makes of a source, ids [1, E] or features [1, F, T]: [1, H, E, D] by
+        name."""
         raise NotImplementedError  # no bundle of this library has an encoder
 
     @abstractmethod
@@ -151,19 +163,25 @@ class HostEngine(ABC, Generic[Call]):
                 "Free some memory, or build with a smaller MAX_LEN or fewer SLOTS.",
             ) from None
 
-    def encode(self, slot: int, source: Sequence[int]) -> None:
+    def encode(self, slot: int, source: Source) -> None:
         """See `Engine`."""
-        if self.held.source(slot) == tuple(source):
+        if self.held.has(slot, source):
             return
-        ids = np.array(source, np.int64)
-        ids[ids >= self.vocab_size] = 0
-        with self._running(f"a source of {len(ids)} tokens"):
-            rows = self._encode(ids[None])
+        if isinstance(source, Features):
+            read: npt.NDArray[Any] = source.array
+            what = f"{len(read)} x {read.shape[1]} features"
+        else:
+            read = np.array(source, np.int64)
+            read[read >= self.vocab_size] = 0
+            what = f"{len(read)} tokens"
+        with self._running(f"a source of {what}"):
+            rows = self._encode(read[None])
+        length = self._all_rows or len(read)
         self.held.encoded(slot, ())  # whoever is interrupted leaves a slot without a source
-        self._reserve_source(len(ids))
+        self._reserve_source(length)
         for name, found in rows.items():
-            self._source[name][slot, :, : len(ids)] = found[0]
-        self._source_length[slot] = len(ids)
+            self._source[name][slot, :, :length] = found[0]
+        self._source_length[slot] = length
         self.held.encoded(slot, source)
 
     def copy_rows(self, source: int, destination: int, rows: int) -> None:
@@ -211,9 +229,10 @@ class HostEngine(ABC, Generic[Call]):
     def _reserve_source(self, need: int) -> None:
         """Enough rows for a source of this length, by the same rule. With several slots they stay:
         the others' sources may need them."""
-        if need > self.capacity:
+        if need > (self._all_rows or self.capacity):
             raise ValueError(f"a source of {need} tokens is beyond the capacity of {self.capacity}")
         rows = min(self.capacity, max(FIRST_ROWS, 1 << (need - 1).bit_length()))
+        rows = self._all_rows or rows
         if rows == self.source_rows or (rows < self.source_rows and self.slots > 1):
             return
         kept, other = min(rows, self.source_rows), {}

@@ -26,7 +26,7 @@ from ..files.errors import CommandParser, OutriderError, run_command
 from ..files.machine import processor
 from ..files.manifest import FIRST_ROWS, CallBits, Invariance, Manifest, Pair, read_bundle
 from .bits import reproducible
-from .engine import Ids
+from .engine import Features, Ids, Source
 from .host import HostEngine
 from .registry import host_engine
 
@@ -62,7 +62,7 @@ def measure(folder: Path, manifest: Manifest) -> Invariance:
         if slots > 1:
             crowd = np.stack([text, text[::-1], text])
             neighbours = _agree(ways, say(engine, crowd, looked))
-        if sources:
+        if sources and pair.target.reads is None:
             engine.encode(0, [0] * min(4 * FIRST_ROWS, engine.capacity))
             engine = _reading(engine, sources)
         rows = _agree(ways, say(engine, text[None], looked, rows=4 * FIRST_ROWS))
@@ -76,15 +76,18 @@ def measure(folder: Path, manifest: Manifest) -> Invariance:
     return Invariance(processor(), one, several, _agree(alone, among, one.widths))
 
 
-def _sources(pair: Pair) -> list[list[int]]:
+def _sources(pair: Pair) -> list[Source]:
     """For the first and last slot, and for those between; none without an encoder."""
     if pair.start_ids is None:
         return []
-    rng, longest = np.random.default_rng(1), pair.max_len
+    rng, longest, features = np.random.default_rng(1), pair.max_len, pair.target.reads
+    if features:
+        shape = features.feature_size, features.frames
+        return [Features(rng.standard_normal(shape)) for _ in range(2)]
     return [rng.integers(0, pair.vocab_size, min(n, longest)).tolist() for n in (PREFIX, 3)]
 
 
-def _reading(engine: HostEngine[Any], sources: list[list[int]]) -> HostEngine[Any]:
+def _reading(engine: HostEngine[Any], sources: list[Source]) -> HostEngine[Any]:
     """The engine, with a source in each slot where it has an encoder."""
     for slot in range(engine.slots if sources else 0):
         engine.encode(slot, sources[0 < slot < engine.slots - 1])

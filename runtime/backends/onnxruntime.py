@@ -140,9 +140,9 @@ class OrtEngine(HostEngine[Any]):
             binding.bind_input(name, *place, dtype, shape, address)
         return binding
 
-    def _encode(self, source: Ids) -> dict[str, Any]:
-        names = list(self._source_shapes)
-        found = self._encoder.run(names, {"input_ids": source})
+    def _encode(self, source: npt.NDArray[Any]) -> dict[str, Any]:
+        names, (given,) = list(self._source_shapes), self._encoder.get_inputs()
+        found = self._encoder.run(names, {given.name: source})
         return dict(zip(names, found, strict=True))
 
     def _run(self, call: Any) -> None:

@@ -237,6 +237,7 @@ def _parser() -> ArgumentParser:
     add("--check", action="store_true",
         help=f"certify the output: exit {EXIT_STATUS['certificate']} unless it is the target's")
     # fmt: on
+    parser.set_defaults(processors=())  # they are functions
     return parser  # fmt: skip
 
 

@@ -64,7 +64,7 @@ class HostDraft:
 
     def _has_source(self, sequence: ActiveSequence) -> bool:
         source, engine = sequence.request.source, self.sources.engine
-        return engine is None or engine.held.source(sequence.slot.index) == tuple(source)
+        return engine is None or engine.held.has(sequence.slot.index, source)
 
     def read(self, sequence: ActiveSequence) -> None:
         """Give the draft what it lacks: source and prompt at first, plain rounds later."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ..backends.engine import source_ids
 from ..sequence import ActiveSequence
 from .draft import GuessedDraft, Sources
 
@@ -53,7 +54,8 @@ class CopyDraft(NgramDraft):
 
     def known(self, sequence: ActiveSequence) -> Sequence[int]:
         request = sequence.request
-        return [*request.source, *request.prompt] if request.source else request.prompt
+        source = source_ids(request.source)
+        return [*source, *request.prompt] if source else request.prompt
 
 
 class Lookup:

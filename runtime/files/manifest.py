@@ -16,8 +16,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Literal
 
+from .audio import AudioFacts, FeatureFacts
 from .errors import OutriderError
-from .records import Rule, between, read_json, readable
+from .records import Count, Rule, Small, TokenId, between, read_json, readable
 from .torch_files import PROGRAM_FILE, WEIGHTS_FILE
 
 KINDS = ("manifest", "pair", "graph")
@@ -40,12 +41,8 @@ SCALE_BYTES = 4  # behind the levels of a quantised row: OUTRIDER_ATTENTION_SCAL
 MOST_SLOTS = 1 << 16
 FIRST_ROWS = 256  # of a slot on the CPU; they double as texts grow
 
-# What a field may be. The bounds are what no model comes near, so that no product of them overflows
-# and what is wrong with a file is found when it is read.
+# What more a field may be: see `records`.
 Bytes = Annotated[int, between(0, 1 << 62)]
-Count = Annotated[int, between(1, (1 << 31) - 1)]
-Small = Annotated[int, between(1, 1 << 16)]
-TokenId = Annotated[int, between(0, (1 << 31) - 1)]
 Finite = Annotated[float, between(0, 1e30)]
 Digest = Annotated[
     str, Rule("a SHA-256", lambda text: re.fullmatch("[0-9a-f]{64}", text) is not None)
@@ -94,10 +91,16 @@ class Quality:
 
 @dataclass(frozen=True)
 class EncoderFacts:
-    """What a decoder reads of its encoder: per layer [heads, head_dim] of a source's row."""
+    """What a decoder reads of its encoder: per layer [heads, head_dim] of a source's row.
+
+    features: what the encoder reads; None for token ids. rows: that it makes of them; None where
+    they are as many as the ids.
+    """
 
     key_shapes: list[RowShape]
     value_shapes: list[RowShape]
+    features: FeatureFacts | None = None
+    rows: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -145,19 +148,25 @@ class GraphFacts:
         return HOST_WEIGHTS_FILE in self.files
 
     @property
+    def reads(self) -> FeatureFacts | None:
+        """What its encoder reads, where that is no text."""
+        return self.encoder.features if self.encoder else None
+
+    @property
     def format(self) -> Format:
         return "torch" if PROGRAM_FILE in self.files else "onnx"
 
     def cache_bytes(self, slots: int, rows: int | None = None) -> int:
         """rows: of a slot, and of its source; None for all of them."""
         shapes = [*self.key_shapes, *self.value_shapes]
-        if self.encoder:
-            shapes += [*self.encoder.key_shapes, *self.encoder.value_shapes]
         rows = self.capacity if rows is None else min(rows, self.capacity)
         if self.cache:
             return slots * rows * sum(heads * (width + SCALE_BYTES) for heads, width in shapes)
-        width = sum(heads * width for heads, width in shapes)
-        return slots * rows * width * (4 if self.dtype == "float32" else 2)
+        numbers = rows * sum(heads * width for heads, width in shapes)
+        if self.encoder:
+            shapes = [*self.encoder.key_shapes, *self.encoder.value_shapes]
+            numbers += (self.encoder.rows or rows) * sum(heads * width for heads, width in shapes)
+        return slots * numbers * (4 if self.dtype == "float32" else 2)
 
 
 @dataclass(frozen=True)
@@ -183,8 +192,9 @@ class Pair:
     max_len: longest prompt + output. max_gamma: most draft tokens a round.
     capacity: rows of a slot, at least max_len + max_gamma + 1: a verification never writes past it.
     lookup: what proposes where there is no draft model and a request does not say; None: nothing.
-    start_ids: what an encoder-decoder's text begins with: the decoder's start token, and the one
-        that is forced behind it, where there is any; None for decoder-only models.
+    start_ids: what an encoder-decoder's text begins with: the decoder's start token, and what is
+        forced behind it, where there is any; None for decoder-only models.
+    audio: of a target that transcribes; None for the others.
     """
 
     target: GraphFacts
@@ -195,13 +205,29 @@ class Pair:
     max_gamma: Annotated[int, between(1, MOST_GAMMA)]
     capacity: Count
     lookup: Literal["ngram"] | None = None
-    start_ids: Annotated[list[TokenId], Rule("one or two tokens", bool)] | None = None
+    start_ids: Annotated[list[TokenId], Rule("some tokens", bool)] | None = None
+    audio: AudioFacts | None = None
 
     def models(self) -> Iterator[tuple[str, GraphFacts]]:
         """("target", facts), and ("draft", facts) where there is one."""
         yield "target", self.target
         if self.draft is not None:
             yield "draft", self.draft
+
+    def audio_holds(self) -> bool:
+        """Whether what is said of audio can be true together."""
+        features = self.target.reads
+        if features is None or self.audio is None or self.start_ids is None:
+            return features is None and self.audio is None
+        audio, start = self.audio, self.start_ids
+        return (
+            self.target.encoder is not None
+            and self.target.encoder.rows is not None
+            and 0 < features.frames < 1 << 16
+            and start[0] == audio.decoder_start_token_id
+            and max([*audio.tokens(), *start]) < self.vocab_size
+            and (not audio.language_detected or (start[1:2] != [] and bool(audio.lang_to_id)))
+        )
 
     def logits_bytes(self, slots: int) -> int:
         """Of one round, in float32: the target's gamma + 1 rows and the draft's gamma."""
@@ -346,8 +372,11 @@ class Manifest:
                 len(facts.key_shapes) == len(facts.value_shapes) > 0 for facts in models.values()
             ),
             "its encoders": all(
-                (facts.encoder is None) == (pair.start_ids is None) for facts in models.values()
+                (facts.encoder is None) == (pair.start_ids is None)
+                and facts.reads == pair.target.reads
+                for facts in models.values()
             ),
+            "its audio": pair.audio_holds(),
         }
         return next((what for what, holds in facts_that_hold.items() if not holds), None)
 

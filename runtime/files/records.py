@@ -37,6 +37,13 @@ def between(least: float, most: float) -> Rule:
     return Rule(f"from {least} to {most}", lambda value: least <= value <= most)
 
 
+# What a field may be. The bounds are what no model comes near, so that no product of them overflows
+# and what is wrong with a file is found when it is read.
+Count = Annotated[int, between(1, (1 << 31) - 1)]
+Small = Annotated[int, between(1, 1 << 16)]
+TokenId = Annotated[int, between(0, (1 << 31) - 1)]
+
+
 def digest_json(value: Any) -> str:
     """SHA-256 of a value's canonical JSON: the content address of a part."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))

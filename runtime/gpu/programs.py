@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -109,7 +110,10 @@ class Programs(Rounds):
         play_all(program)
         self._device.wait(self._stream)
         try:
-            with self.target.capturing():
+            with ExitStack() as stack:
+                for engine in (self.target, self.draft):
+                    if engine is not None:
+                        stack.enter_context(engine.capturing())
                 return capture()
         except CaptureError as error:
             logger.warning(

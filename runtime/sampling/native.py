@@ -76,6 +76,10 @@ class RoundSampler:
         kept = self._keep(logits.dtype) if keep else None
         self._drew, self._draft_slot = True, first_slot
         rows = self._rows(logits[:, None], self.draft_vocab_size, first_slot, 1, step + 1)
+        for b, place in enumerate(self._places):
+            if place.processors and step < place.gamma:
+                row = logits[place.index - first_slot, : self.draft_vocab_size]
+                place.process(row, self.drafts[b, :step], "draft")
         status = self._library.outrider_draw(
             ctypes.addressof(rows), self._at_slots, count, self.width, step,
             _pointer(uniforms, (count, self.width)), self._at_drafts, self._at_rows, kept,
@@ -112,10 +116,13 @@ class RoundSampler:
         """
         count, gamma = len(self._places), max((p.gamma for p in self._places), default=-1)
         target = self._rows(logits, self.vocab_size, first_slot, gamma + 1, 0)
+        self._process(logits, self.vocab_size, first_slot, "target")
         draft = Logits(None, 0, 0, 1, 0)
         if draft_logits is not None and len(draft_logits):
             steps = draft_logits if isinstance(draft_logits, np.ndarray) else _steps(draft_logits)
             draft = self._rows(steps, self.draft_vocab_size, self._draft_slot, gamma, 1)
+            if not self._drew:
+                self._process(steps, self.draft_vocab_size, self._draft_slot, "draft")
         elif self._drew:
             draft = _logits(self._kept, self.draft_vocab_size)
         status = self._library.outrider_verify(
@@ -131,6 +138,15 @@ class RoundSampler:
                 self._verdicts[:count].tolist(), self._ratios[:count].tolist(), strict=True
             )
         ]
+
+    def _process(self, logits: Array, vocab_size: int, first_slot: int, model: str) -> None:
+        """Let the processors at a round's rows [S, K, V]: of a draft one less than of a target."""
+        for b, place in enumerate(self._places):
+            count = place.gamma + (model == "target")
+            if place.processors and count > 0:
+                rows = logits[place.index - first_slot, :count, :vocab_size]
+                for i, row in enumerate(rows):
+                    place.process(row, self.drafts[b, :i], model)
 
     def _rows(
         self, array: Array, vocab_size: int, first_slot: int, rows: int, gamma: int
@@ -192,7 +208,7 @@ def _steps(rows: Sequence[Array]) -> Array:
         raise ValueError("the draft's logits of a round are not evenly spaced in memory")
     shape = (first.shape[0], len(rows), first.shape[1])
     strides = (first.strides[0], spacing, first.strides[1])
-    return np.lib.stride_tricks.as_strided(first, shape, strides, writeable=False)
+    return np.lib.stride_tricks.as_strided(first, shape, strides)
 
 
 def _pointer(uniforms: Array | None, shape: tuple[int, ...]) -> int | None:

@@ -91,24 +91,18 @@ class NumpySampler:
         self, place: SlotSampling, drafted: Sequence[int], row: Array, model: str
     ) -> Distribution:
         """The distribution of the token after `drafted`, the same for p and for q."""
-        context: Sequence[int] | Ids = ()
-        if place.params.reads_context:
-            context = np.array(drafted, np.int64)
-            if place.context is not None:
-                context = np.concatenate([place.context, context])
-        suppressed = place.suppress is not None and len(drafted) < place.suppress_rows
-        position = place.position + len(drafted)
+        row = row[: self.vocab_size]
+        place.process(row, drafted, model)
         warped = warp(
             row,
             place.params,
-            context,
-            suppress=place.suppress if suppressed and place.suppress is not None else (),
-            vocab_size=self.vocab_size,
-            where=f"{model}, {place.name}, position {position}",
+            place.text(drafted) if place.params.reads_context else (),
+            suppress=place.suppressed(drafted),
+            where=place.where(drafted, model),
             output_start=place.output_start,
         )
         if place.params.verify == "coupled":
-            return settle(warped, place.params.seed, position)
+            return settle(warped, place.params.seed, place.position + len(drafted))
         return warped
 
     def _uniform(self, place: SlotSampling, step: int, purpose: Purpose) -> float:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from .processors import LogitsProcessor, process
 from .rules import Verdict
 from .warp import SamplingParams
 
@@ -26,7 +27,8 @@ class SlotSampling:
 
     gamma: draft tokens, 0..width; -1 where the slot sits out. position: the absolute index of the
     round's first token; the round must end below 2^32. index: the slot's number. context: int64
-    [n], all ids before the round, read where there is a penalty; None is an empty one.
+    [n], all ids before the round, read where there is a penalty or a processor; None is an empty
+    one. processors: of the logits, which they change in place.
     output_start: where in it the output begins. suppress: int64 [n], ids with probability 0 in the
     round's rows 0 .. suppress_rows - 1. name: of the slot, in errors. Raises ValueError for numbers
     outside their range.
@@ -41,12 +43,37 @@ class SlotSampling:
     suppress_rows: int = 0
     name: str = "slot 0"
     output_start: int = 0
+    processors: tuple[LogitsProcessor, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.position <= self.position + max(self.gamma, 0) < 2**32:
             raise ValueError(f"a round from position {self.position} does not end below 2^32")
         if self.gamma < -1 or self.index < 0:
             raise ValueError(f"gamma={self.gamma} or index={self.index} is out of range")
+
+    def text(self, drafted: Sequence[int] | Ids) -> Ids:
+        """All ids before the row after `drafted`."""
+        drafts = np.array(drafted, np.int64)
+        return drafts if self.context is None else np.concatenate([self.context, drafts])
+
+    def suppressed(self, drafted: Sequence[int] | Ids) -> Ids | Sequence[int]:
+        """What has probability 0 in the row after `drafted`, whatever the processors say."""
+        if self.suppress is None or len(drafted) >= self.suppress_rows:
+            return ()
+        return self.suppress
+
+    def where(self, drafted: Sequence[int] | Ids, model: str) -> str:
+        """The row after `drafted`, for errors. model: "target" or "draft"."""
+        return f"{model}, {self.name}, position {self.position + len(drafted)}"
+
+    def process(self, row: Array, drafted: Sequence[int] | Ids, model: str) -> None:
+        """Let the processors at the row [V] of this model after `drafted`. Raises "numeric"."""
+        if self.processors:
+            process(
+                self.processors, row, self.params, self.text(drafted), self.suppressed(drafted),
+                of_draft=model == "draft", where=self.where(drafted, model),
+                output_start=self.output_start,
+            )  # fmt: skip
 
 
 class Sampler(Protocol):

@@ -168,26 +168,19 @@ def warp(
     width = scores.shape[0]
     penalise = params.reads_context and len(context) > 0
     if penalise or params.logit_bias or len(suppress) > 0:
-        _check(float(scores.max()), where)  # before suppression could hide a NaN
-        scores = scores.copy()
-        if params.logit_bias:
-            tokens, biases = zip(*params.logit_bias, strict=True)
-            inside = len(_within(tokens, width))  # in order of id
-            scores[list(tokens[:inside])] += np.array(biases[:inside], np.float32)
-        if penalise:
-            _penalise(scores, params, context, output_start)
-        scores[_within(suppress, width)] = -np.inf
+        check_row(float(scores.max()), where)  # before suppression could hide a NaN
+        scores = edit(scores.copy(), params, context, suppress, output_start)
 
     if params.temperature == 0:
         token = int(scores.argmax())  # the first NaN, where there is one
-        _check(scores.item(token), where)
+        check_row(scores.item(token), where)
         point = Distribution.point(token, width)
         if params.lenience != 1:
             point.processed = scores
         return point
 
     peak = scores.max()
-    _check(float(peak), where)
+    check_row(float(peak), where)
     if 0 < params.top_k < width:
         threshold = np.partition(scores, width - params.top_k)[width - params.top_k]
         scores = np.where(scores < threshold, np.float32(-np.inf), scores)
@@ -204,16 +197,34 @@ def warp(
     return distribution
 
 
+def edit(
+    scores: FloatRow,
+    params: SamplingParams,
+    context: TokenIds,
+    suppress: TokenIds,
+    output_start: int,
+) -> FloatRow:
+    """The row itself, with what `warp` does to it before the temperature done to it in place."""
+    if params.logit_bias:
+        tokens, biases = zip(*params.logit_bias, strict=True)
+        inside = len(within(tokens, len(scores)))  # in order of id
+        scores[list(tokens[:inside])] += np.array(biases[:inside], np.float32)
+    if params.reads_context and len(context) > 0:
+        _penalise(scores, params, context, output_start)
+    scores[within(suppress, len(scores))] = -np.inf
+    return scores
+
+
 def _penalise(
     scores: FloatRow, params: SamplingParams, context: TokenIds, output_start: int
 ) -> None:
     if params.repetition_penalty != 1:
-        seen = _within(context, len(scores))
+        seen = within(context, len(scores))
         values = scores[seen]
         penalty = np.float32(params.repetition_penalty)
         scores[seen] = np.where(values < 0, values * penalty, values / penalty)
     if params.frequency_penalty or params.presence_penalty:
-        output = _within(context[output_start:], len(scores))
+        output = within(context[output_start:], len(scores))
         tokens, counts = np.unique(output, return_counts=True)
         frequency = np.float32(params.frequency_penalty) * counts.astype(np.float32)
         scores[tokens] -= frequency + np.float32(params.presence_penalty)
@@ -231,7 +242,8 @@ def _weights(
     return np.exp(weights, out=weights)
 
 
-def _check(peak: float, where: str) -> None:
+def check_row(peak: float, where: str) -> None:
+    """Raise OutriderError("numeric") where a row's largest logit is none."""
     if math.isfinite(peak):
         return
     what = "NaN in the logits"
@@ -248,7 +260,8 @@ def broken_row(where: str, what: str) -> OutriderError:
     )
 
 
-def _within(ids: TokenIds, width: int) -> npt.NDArray[np.intp]:
+def within(ids: TokenIds, width: int) -> npt.NDArray[np.intp]:
+    """Those of the ids that a row of this width has."""
     array = np.asarray(ids, dtype=np.intp)
     return array[(array >= 0) & (array < width)]
 

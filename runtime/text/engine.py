@@ -23,6 +23,7 @@ from ..stats import Stats
 from .line import QUEUE, TIMEOUT, Caller, Line
 from .options import Message, Options, Prompt
 from .results import Result, Transcript
+from .sources import checkpoint_processors, read_source
 from .stream import Batch, Stream
 from .together import Together
 from .tokenizer import Tokenizer
@@ -55,6 +56,7 @@ class TextEngine:
         self.memory = dict(memory or {})  # bytes of weights and caches, by part
         self.line = Line(len(decoder.slots), queue, timeout)
         self._decoder: Decoder | None = decoder
+        self._processors = checkpoint_processors(manifest.pair)
         self._turn = threading.RLock()  # who has all slots may close it
         self._together = Together()
         self._dropped: deque[ActiveSequence] = deque()
@@ -149,7 +151,8 @@ class TextEngine:
             for name, tokens in (("stop_token_ids", options.stop_token_ids), ("logit_bias", biased))
             for token in tokens
         )  # fmt: skip
-        source, ids = self._source(options), self.encode(prompt, options)
+        source = read_source(options, self.manifest.pair, self.tokenizer)
+        ids = self.encode(prompt, options)
         self.decoder.check_ids(ids)  # before the text side, which would look a stranger up
         transcript = Transcript(self.tokenizer, ids, params.seed, options)
         request = Request(
@@ -167,6 +170,8 @@ class TextEngine:
             logprobs=options.logprobs,
             stop=transcript.push,
             source=source,
+            second=self._second(prompt),
+            processors=(*self._processors, *options.processors),
         )
         self.decoder.check(request)
         return request, transcript
@@ -260,7 +265,8 @@ class TextEngine:
 
     def encode(self, prompt: Prompt | None, options: Options) -> list[int]:
         """Token ids of a prompt: text as it is or through the chat template, messages, or ids. An
-        encoder-decoder's begins with the decoder's start token, whatever it is, as in Transformers.
+        encoder-decoder's begins with the decoder's start token, whatever it is, as in Transformers;
+        that of a model that transcribes is taken as it is.
 
         Raises OutriderError "prompt" or "option".
         """
@@ -274,33 +280,14 @@ class TextEngine:
         ids = self._encode(() if prompt is None else prompt, options)
         if not ids:
             return list(start)
-        return ids if ids[0] == start[0] else [start[0], *ids]
+        return ids if self.manifest.pair.audio or ids[0] == start[0] else [start[0], *ids]
 
-    def _source(self, options: Options) -> list[int]:
-        """Token ids of what an encoder reads. Raises OutriderError "prompt" or "option"."""
-        source, architecture = options.source, self.manifest.pair.target.architecture
-        if self.manifest.pair.start_ids is None:
-            if source is None:
-                return []
-            raise OutriderError(
-                "option",
-                f"a source is for encoder-decoders, and the target is a {architecture}",
-                "Give it as the prompt.",
-            )
-        refuse_first([
-            (options.chat or options.system is not None,
-             f"chat templates are of decoder-only models, and the target is a {architecture}",
-             "Leave chat and system out."),
-        ])  # fmt: skip
-        if isinstance(source, str):
-            return self.tokenizer.encode(source, special_tokens=options.special_tokens)
-        if source is None or len(source) == 0:
-            raise OutriderError(
-                "prompt",
-                f"there is no source, which the target, a {architecture}, reads",
-                "Give it one: source=..., on the command line --source TEXT.",
-            )
-        return [index(token) for token in source]
+    def _second(self, prompt: Prompt | None) -> list[int]:
+        """`Request.second`: the languages, where the model is to find out which."""
+        audio = self.manifest.pair.audio
+        if audio is None or not audio.language_detected or (prompt is not None and len(prompt)):
+            return []
+        return sorted(audio.lang_to_id.values())
 
     def _encode(self, prompt: Prompt, options: Options) -> list[int]:
         special, start = options.special_tokens, self.manifest.pair.start_ids

@@ -9,9 +9,11 @@ from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from ..drafts.registry import KINDS
 from ..files.errors import OutriderError, refuse_first
+from ..sampling.processors import LogitsProcessor
 from ..sampling.warp import SamplingParams, VerifyRule
 
 # Options without effect where nothing is drafted.
@@ -44,7 +46,9 @@ class Options:
     case. special_tokens: whether special tokens that are written out in a prompt or message, such
     as "</s>", are "control" tokens, as in Transformers, or "text"; those that the chat template
     writes always control. source: what the encoder of an encoder-decoder reads, as text or token
-    ids; a prompt then is how the output begins, and there need not be one. The others are those of
+    ids, or of a model that transcribes as log-mel features, float32 [bands, frames]; a prompt then
+    is how the output begins, and there need not be one. processors: what forbids tokens by the text
+    before them (`sampling.processors`), from Python alone. The others are those of
     `SamplingParams`.
     """
 
@@ -73,7 +77,8 @@ class Options:
     chat: bool | None = None
     system: str | None = None
     special_tokens: Literal["control", "text"] = "control"
-    source: str | Sequence[int] | None = None
+    source: str | Sequence[int] | npt.NDArray[np.float32] | None = None
+    processors: Sequence[LogitsProcessor] = ()
 
     def seeded(self) -> Options:
         """With a seed, drawn where there is none."""
@@ -180,7 +185,8 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "system": (_is_text, "a text"),
     "special_tokens": _one_of("control", "text"),
     "source": (
-        lambda value: _is_text(value) or _list(value, _whole(0)),
-        "a text or a list of token ids",
+        lambda value: isinstance(value, str | np.ndarray) or _list(value, _whole(0)),
+        "a text, a list of token ids or an array of features",
     ),
+    "processors": (lambda value: _list(value, callable), "a list of functions"),
 }

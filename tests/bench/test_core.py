@@ -316,11 +316,12 @@ def test_the_command_line_names_its_suites(capsys: pytest.CaptureFixture[str]) -
 def test_what_is_kept_is_made_again_when_its_sources_changed(tmp_path: Path) -> None:
     source, folder, made = tmp_path / "source", tmp_path / "made", []
     source.mkdir()
-    (source / "a").write_text("a")
+    (source / "room").mkdir()
+    (source / "room" / "a").write_text("a")
     for _ in range(2):
         kept(folder, [source], lambda: made.append(1))
     assert len(made) == 1
-    (source / "a").write_text("other")
+    (source / "room" / "a").write_text("other")
     with pytest.raises(ValueError, match="half"):
         kept(folder, [source], lambda: (_ for _ in ()).throw(ValueError("half")))
     kept(folder, [source], lambda: made.append(2))

@@ -58,7 +58,7 @@ OUTSIDE = "attention does not go through Transformers' attention interface"
         ("bloom", OUTSIDE),
         ("gptj", OUTSIDE),
         ("mamba", "not all of its layers keep a KV cache"),
-        ("whisper", "its encoder reads something else than text"),
+        ("speech-to-text", "its encoder reads something else than log-mel spectra"),
     ],
 )
 def test_architectures_that_the_graph_cannot_express(

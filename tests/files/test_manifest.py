@@ -9,14 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from runtime.backends.bits import promised
 from runtime.bundle import choose_device, load
+from runtime.files.audio import AudioFacts, FeatureFacts
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
 from runtime.files.manifest import (
     MANIFEST_FILE,
     CallBits,
+    EncoderFacts,
     EngineFacts,
     FileFacts,
     GraphFacts,
@@ -29,6 +32,7 @@ from runtime.files.manifest import (
     read_bundle,
 )
 from runtime.files.records import digest_json, write_json
+from runtime.text.sources import checkpoint_processors
 
 NONSENSE: list[Any] = [
     None, True, -1, 0, 1, 65, 2**31, 2**63, 10**400, 1.5, float("nan"), float("inf"), "", "x",
@@ -37,10 +41,11 @@ NONSENSE: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(params=["onnxruntime", "tensorrt_rtx"])
+@pytest.fixture(params=["onnxruntime", "tensorrt_rtx", "audio"])
 def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Two models of nothing: the files are there, and no graph is in them."""
-    compiled = request.param == "tensorrt_rtx"
+    compiled, hears = request.param == "tensorrt_rtx", request.param == "audio"
+    backend = "onnxruntime" if hears else request.param
     folder = tmp_path / "bundle"
 
     def files(part: str, *names: str) -> dict[str, FileFacts]:
@@ -49,12 +54,23 @@ def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
             (folder / part / name).write_bytes(name.encode())
         return {name: file_facts(folder / part / name) for name in names}
 
+    encoder, names = None, ["graph.onnx", "weights.bin"]
+    if hears:
+        features = FeatureFacts(16_000, 80, 400, 160, 480_000)
+        encoder = EncoderFacts([[2, 16]] * 2, [[2, 16]] * 2, features, 1500)
+        names += ["encoder.onnx", "encoder.bin"]
+    audio = AudioFacts(
+        290, {"<|en|>": 291, "<|de|>": 292}, {"transcribe": 293}, True, [7, 8], [9], 100, True,
+        294, 295, 50,
+    )  # fmt: skip
+
     def graph(role: str) -> GraphFacts:
         return GraphFacts(
             key="0", source="some/name", architecture="Llama", parameters=10, dtype="float16",
             vocab_size=300, max_len=100, capacity=112, key_shapes=[[2, 16]] * 2,
             value_shapes=[[2, 16]] * 2, max_difference=None, tolerance=0.1, comparison="not run",
-            versions={"torch": "2"}, files=files(role, "graph.onnx", "weights.bin"), context=200,
+            versions={"torch": "2"}, files=files(role, *names), context=200,
+            encoder=encoder,
         )  # fmt: skip
 
     pair = Pair(
@@ -64,6 +80,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
             files("tokenizer", "tokenizer.json", "chat_template.jinja"),
         ),
         vocab_size=299, max_len=100, max_gamma=8, capacity=112,
+        start_ids=[290, 291, 294] if hears else None, audio=audio if hears else None,
     )  # fmt: skip
     profile = Profile("decode", [1, 1, 2], [1, 9, 9], [1, 9, 9], 1000)
     engines = {r: EngineFacts("1", "engine.rtx", ["sm89"], [profile]) for r in ("target", "draft")}
@@ -73,7 +90,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         listed |= {f"{role}/engine.rtx": facts for role, facts in made.items()}
     calls = CallBits([2, 3], [1], True, True, False)
     manifest = Manifest(
-        "bundle", request.param, {"onnx": "1"}, 2, pair, listed, engines if compiled else None,
+        "bundle", backend, {"onnx": "1"}, 2, pair, listed, engines if compiled else None,
         None if compiled else Invariance("here", calls, calls, True),
     )  # fmt: skip
     write_json(folder / MANIFEST_FILE, "manifest", manifest)
@@ -104,6 +121,8 @@ def use(folder: Path) -> int:
     assert manifest.rebuild_command(folder, "sm90").startswith("make engines MODEL=")
     assert 0 < sum(f.cache_bytes(manifest.slots) for _, f in manifest.pair.models()) < 1 << 62
     assert 0 < manifest.pair.logits_bytes(manifest.slots) < 1 << 62
+    for processor in checkpoint_processors(manifest.pair):
+        processor(np.zeros(manifest.pair.vocab_size, np.float32), np.zeros(3, np.int64), 3)
     return 0
 
 

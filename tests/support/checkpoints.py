@@ -29,6 +29,7 @@ TOKENS = [EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())]  # 257: one of each
 VOCAB_SIZE = len(TOKENS)
 CONTEXT = 256
 FORCED = 5  # token of the one checkpoint whose texts begin with one behind the start token
+FEATURES = (8, 16)  # bands and frames of what Whisper's encoder reads
 WINDOW = 12  # of every architecture that has a sliding one
 
 torch.set_num_threads(1)  # models of this size only lose by more, and test workers share the cores
@@ -127,7 +128,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "bloom": _gpt(transformers.BloomConfig, hidden_size=64, n_layer=2, n_head=4),
     "gptj": _gpt(transformers.GPTJConfig, **_GPT2, rotary_dim=8),
     "mamba": _gpt(transformers.MambaConfig, hidden_size=64, num_hidden_layers=2),
-    "whisper": _bart(transformers.WhisperConfig),
+    "speech-to-text": _bart(transformers.Speech2TextConfig),
     # Encoder-decoders.
     "t5": _t5(transformers.T5Config),
     "t5-gated": _t5(
@@ -139,8 +140,21 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mbart": _bart(transformers.MBartConfig, scale_embedding=True),
     "marian": _bart(transformers.MarianConfig),
     "pegasus": _bart(transformers.PegasusConfig),
+    # Its encoder reads features.
+    "whisper": _like(
+        {**_IDS, **_BART, "pad_token_id": 0}, transformers.WhisperConfig, num_mel_bins=FEATURES[0],
+        max_source_positions=FEATURES[1] // 2, max_target_positions=CONTEXT,
+        decoder_start_token_id=240,
+    ),
 }  # fmt: skip
-NO_GRAPH = {"falcon", "bloom", "gptj", "mamba", "whisper"}
+# Of the generation config of checkpoints that transcribe; timestamps are 251 to 256.
+WHISPER = {
+    "lang_to_id": {"<|en|>": 245, "<|de|>": 242}, "no_timestamps_token_id": 250,
+    "task_to_id": {"transcribe": 243, "translate": 244}, "is_multilingual": True,
+    "suppress_tokens": [7, 20, 21, 240, 242, 243, 244, 245], "begin_suppress_tokens": [0, 9],
+    "max_initial_timestamp_index": 3, "prev_sot_token_id": 248, "max_length": CONTEXT,
+}  # fmt: skip
+NO_GRAPH = {"falcon", "bloom", "gptj", "mamba", "speech-to-text"}
 WITH_ENCODER = ["t5", "t5-gated", "mt5", "umt5", "bart", "mbart", "marian", "pegasus"]
 SMALL = {"num_hidden_layers": 1}
 # An export of one layer takes half the time.
@@ -166,12 +180,14 @@ def write(
     seed: int = 0,
     blur: float = 0.0,
     tokens: Sequence[str] = TOKENS,
+    generation: dict[str, Any] | None = None,
     **overrides: Any,
 ) -> Path:
     """A checkpoint of the architecture `name`, in the Hugging Face layout.
 
     blur: size of the noise on the weights, relative to them: a draft that agrees with the
-    checkpoint of the same seed now and then. overrides: fields of the configuration.
+    checkpoint of the same seed now and then. generation: more of the generation config, where it
+    transcribes. overrides: fields of the configuration.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -179,7 +195,8 @@ def write(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if config.is_encoder_decoder:
-            reads = AutoModelForSpeechSeq2Seq if name == "whisper" else AutoModelForSeq2SeqLM
+            hears = name in ("whisper", "speech-to-text")
+            reads = AutoModelForSpeechSeq2Seq if hears else AutoModelForSeq2SeqLM
             model = reads.from_config(config)
         else:
             model = AutoModelForCausalLM.from_config(config)
@@ -195,6 +212,18 @@ def write(
                 parameter.add_(noise * parameter.std(correction=0), alpha=blur)
     if name == "mbart":
         model.generation_config.forced_bos_token_id = FORCED
+    if name == "whisper":
+        # One that comes from the configuration is read without what is of one kind of model alone.
+        model.generation_config._from_model_config = False
+        for field, value in {**WHISPER, **(generation or {})}.items():
+            if value is not None:  # Transformers asks whether some of them are there
+                setattr(model.generation_config, field, value)
+        bands, frames = FEATURES
+        transformers.WhisperFeatureExtractor(
+            bands, sampling_rate=16_000, hop_length=16_000 // frames, chunk_length=1
+        ).save_pretrained(folder)
+    if name == "speech-to-text":
+        transformers.Wav2Vec2FeatureExtractor().save_pretrained(folder)
     model.save_pretrained(folder)
     tokenizer(tokens).save_pretrained(folder)
     return folder

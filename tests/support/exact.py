@@ -20,6 +20,7 @@ from rounds import broken, ids, make_decoder, run
 
 from runtime.decoder import Decoder
 from runtime.sampling.philox import Purpose
+from runtime.sampling.processors import LogitsProcessor
 from runtime.sampling.warp import SamplingParams, warp
 from runtime.sequence import Request
 
@@ -140,6 +141,7 @@ def by_bisection(
     target: Model | None = None,
     draft: Model | None = None,
     min_new_tokens: int = 0,
+    processors: tuple[LogitsProcessor, ...] = (),
     asked: dict[str, Any] | None = None,
     **options: Any,
 ) -> float:
@@ -149,14 +151,25 @@ def by_bisection(
     decoder = make_decoder(target, draft, vocab_size=vocab_size, max_len=16, **options)
     request = Request(
         [1, 2, 1], params, gamma=gamma, max_new_tokens=gamma + 2, min_new_tokens=min_new_tokens,
-        eos_token_ids=[0] if min_new_tokens else [], ignore_eos=True, **(asked or {}),
+        eos_token_ids=[0] if min_new_tokens else [], ignore_eos=True,
+        processors=processors, **(asked or {}),
     )  # fmt: skip
     round_ = Round(decoder, request)
 
     def probs(context: Context) -> np.ndarray:
         early = len(context) - 3 < min_new_tokens
         suppress = [0] if early and min_new_tokens else []
-        return warp(target(context), params, list(context), suppress, vocab_size).probs()
+        row = target(context)
+        if processors:
+            edited = row.copy()
+            for token, bias in params.logit_bias:
+                edited[token] += bias
+            for token in set(context):
+                edited[token] *= params.repetition_penalty ** (1 if edited[token] < 0 else -1)
+            for processor in processors:
+                processor(edited, np.array(context), 3)
+            row = np.where(np.isneginf(edited), edited, row)
+        return warp(row, params, list(context), suppress, vocab_size).probs()
 
     outcomes = blocks(round_, params.verify, probs)
     return distance(outcomes, probs, tuple(round_.sequence.slot.tokens), gamma + 1)

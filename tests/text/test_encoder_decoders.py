@@ -165,7 +165,7 @@ def test_rows_of_another_source_are_not_used_again(
         real = HeldRows.common
 
         def common(self: HeldRows, slot: int, text: list[int], _: object) -> int:
-            return real(self, slot, text, self.source(slot))
+            return real(self, slot, text, self._sources[slot])
 
         def encoded(self: HeldRows, slot: int, source: list[int]) -> None:
             self._sources[slot] = tuple(source)

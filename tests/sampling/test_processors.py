@@ -1,0 +1,147 @@
+"""Logits processors in the round: each row of p and q with the text before it, by both samplers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from exact import at, by_bisection
+from fakes import EOS, make_text_engine, near, random_model
+from rounds import broken, ids, make_decoder, on_host, plain, run, together
+
+from runtime import OutriderError
+from runtime.certificate import check
+from runtime.sampling import sampler as sampler_module
+from runtime.sampling.processors import Ids, SuppressTokens
+from runtime.sampling.softmax import log_softmax
+from runtime.sampling.warp import SamplingParams
+from runtime.sequence import Request
+from runtime.text.options import Options
+
+pytestmark = pytest.mark.usefixtures("sampler")
+
+
+def whimsical(scores: np.ndarray, text: Ids, output_start: int) -> None:
+    """Not the token before; not 0 at first; and nothing of the lower half where the upper half has
+    more than any token of it: as Whisper's timestamps, by context, place and logits."""
+    scores[text[-1] % len(scores)] = -np.inf
+    if len(text) == output_start:
+        scores[0] = -np.inf
+    half = len(scores) // 2
+    if np.logaddexp.reduce(scores[half:]) > scores[:half].max():
+        scores[:half] = -np.inf
+
+
+@contextmanager
+def processing(change: Callable[..., Any]) -> Iterator[None]:
+    """`process` with other arguments, or not at all."""
+    real = sampler_module.process
+
+    def process(processors, row, params, text, suppress=(), **more):  # type: ignore[no-untyped-def]
+        if (text := change(text, more["of_draft"])) is not None:
+            real(processors, row, params, text, suppress, **more)
+
+    with broken("sampling.sampler.process", process):
+        yield
+
+
+def whole_text(text: Ids, of_draft: bool) -> Ids:
+    return text
+
+
+@on_host
+@pytest.mark.parametrize(
+    "params",
+    [at(), at(verify="block"), at(top_p=0.8, repetition_penalty=1.5, logit_bias={2: 1.5})],
+    ids=["token", "block", "edited"],
+)
+def test_the_round_has_the_processed_distribution(params: SamplingParams) -> None:
+    assert by_bisection(params, 2, 6, processors=(whimsical,)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text, of_draft: None if not of_draft else text,  # the target's rows as they are
+        lambda text, of_draft: text[:4],  # without the drafts of the round
+    ],
+    ids=["target alone", "without drafts"],
+)
+def test_control_rows_that_are_not_processed_show(change: Callable[..., Any]) -> None:
+    with processing(whole_text):
+        assert by_bisection(at(), 2, 6, processors=(whimsical,)) < 1e-6
+    with processing(change):
+        assert by_bisection(at(), 2, 6, processors=(whimsical,)) > 0.01
+
+
+@on_host
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_of_all_kinds_share_a_round(temperature: float) -> None:
+    """Also a guess that is forbidden, of which no distribution would be left."""
+    target = random_model(1)
+    decoder = make_decoder(target, near(target, 2, 0.5), slots=4)
+    params = SamplingParams(temperature=temperature, seed=3, verify="coupled")
+    requests = [
+        Request([2, 3, 3, 4, 3, 3], params, 4, draft, processors=(whimsical, SuppressTokens([29])),
+                max_new_tokens=40)
+        for draft in ("model", "ngram", "chain", "copy")
+    ]  # fmt: skip
+    texts = [ids(sequence) for sequence in together(decoder, requests)]
+    assert texts == [plain(decoder, requests[0])] * 4
+    assert 29 not in texts[0] and all(a != b for a, b in zip(texts[0], texts[0][1:], strict=False))
+    assert 29 in plain(decoder, replace(requests[0], processors=()))
+
+
+@on_host
+def test_log_probabilities_are_of_what_processors_leave() -> None:
+    target = random_model(1)
+    request = Request([2, 3], gamma=3, max_new_tokens=12, logprobs=1, processors=(whimsical,))
+    sequence = run(make_decoder(target, near(target, 2, 0.3)), request)
+    text = [2, 3]
+    for token in sequence.output:
+        row = target(tuple(text)).copy()
+        whimsical(row, np.array(text), 2)
+        assert token.logprob == pytest.approx(float(log_softmax(row).max()), abs=1e-6)
+        text.append(token.id)
+
+
+def test_suppressed_tokens() -> None:
+    row = np.zeros(6, np.float32)
+    suppress = SuppressTokens([4, 9], at_begin=[1])
+    suppress(row, np.array([1, 2]), 1)
+    assert np.flatnonzero(np.isneginf(row)).tolist() == [4]
+    suppress(row, np.array([1, 2]), 2)
+    assert np.flatnonzero(np.isneginf(row)).tolist() == [1, 4]
+
+
+@on_host
+def test_a_processor_that_forbids_everything_is_told() -> None:
+    def nothing(scores: np.ndarray, text: Ids, output_start: int) -> None:
+        scores[:] = -np.inf
+
+    target = random_model(1)
+    with pytest.raises(OutriderError, match="every logit is -inf"):
+        run(make_decoder(target), Request([2], gamma=0, processors=(nothing,)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_certificate(temperature: float, tmp_path: Path) -> None:
+    """Control: a round whose rows are not processed fails it."""
+    target = random_model(1, never=[EOS])
+    engine = make_text_engine(tmp_path, target, near(target, 2, 0.5))
+    options = Options(
+        temperature=temperature, seed=1, max_new_tokens=60, processors=[whimsical], chat=False
+    )
+    assert check(engine, "abc", options).passed
+    with processing(lambda text, of_draft: None):
+        assert not check(engine, "abc", options).passed
+
+
+def test_refused() -> None:
+    with pytest.raises(OutriderError, match="a list of functions"):
+        Options(processors=["x"]).check()  # type: ignore[list-item]

@@ -1,0 +1,226 @@
+"""Models that transcribe: at temperature 0 the tokens of Transformers' `generate`, of one source.
+
+Features are noise, each request's of its own. The random model's text repeats itself, so it has a
+repetition penalty, which is Transformers' own; the suppressed tokens are the checkpoint's.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import FEATURES, VOCAB_SIZE, WHISPER
+from commands import error_line
+from exported import command, nothing_left
+from originals import one_thread
+from rounds import cases
+from transformers import WhisperForConditionalGeneration
+from workshop import MAX_LEN, Workshop
+
+from export import vocabulary
+from export.checkpoint import find
+from runtime import Options
+from runtime.certificate import check
+from runtime.files.audio import FeatureFacts
+from runtime.files.errors import EXIT_STATUS, OutriderError
+from runtime.files.manifest import read_bundle
+
+NEW_TOKENS, PENALTY = 48, 3.0
+SOURCES = [np.random.default_rng(seed).standard_normal(FEATURES, np.float32) for seed in range(4)]
+START, LANGUAGES, NO_TIMESTAMPS = 240, (242, 245), 250
+ENGLISH = {"lang_to_id": None, "task_to_id": None, "is_multilingual": False}
+
+
+@cache
+def original(checkpoint: Path) -> WhisperForConditionalGeneration:
+    model = WhisperForConditionalGeneration.from_pretrained(
+        checkpoint, attn_implementation="eager"
+    ).eval()
+    # No end of text, so that all of the tokens are compared.
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def expected(checkpoint: Path, source: np.ndarray, **options: Any) -> list[int]:
+    """Transformers' own tokens, those that it begins with among them."""
+    import torch
+
+    found = original(checkpoint).generate(
+        torch.from_numpy(source)[None], return_timestamps=False, do_sample=False,
+        max_new_tokens=NEW_TOKENS, repetition_penalty=PENALTY, return_dict_in_generate=True,
+        force_unique_generate_call=True, **options,
+    )  # fmt: skip
+    output: list[int] = found.sequences[0].tolist()
+    assert len(set(output)) > NEW_TOKENS // 2, "a degenerate text proves nothing"
+    return output
+
+
+def greedy(source: np.ndarray, gamma: int | None = None, **more: Any) -> Options:
+    return Options(
+        source=source, gamma=gamma, max_new_tokens=NEW_TOKENS, ignore_eos=True,
+        repetition_penalty=PENALTY, **more,
+    )  # fmt: skip
+
+
+def distilled(target: Path, folder: Path) -> Path:
+    """A checkpoint with the first layer of its decoder alone, as Distil-Whisper drops most."""
+    model = WhisperForConditionalGeneration.from_pretrained(target)
+    del model.model.decoder.layers[1:]
+    model.config.decoder_layers = 1
+    shutil.copytree(target, folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whisper(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint, and its bundle with a draft that is right now and then."""
+    target = workshop.checkpoint("whisper")
+    draft = distilled(target, tmp_path_factory.mktemp("distilled") / "draft")
+    return target, workshop.bundle(target, draft)
+
+
+@pytest.mark.parametrize("which", cases(["mixed"], [("mixed",), ("each",)]))
+def test_greedy_text_is_that_of_transformers(whisper: tuple[Path, Path], which: str) -> None:
+    target, bundle = whisper
+    said = [expected(target, source) for source in SOURCES]
+    assert {text[1] for text in said} == set(LANGUAGES), "both are detected"
+    for slots in (1, 3):
+        engine = one_thread(bundle, slots)
+        for gammas in [(0, 3, 8, 5)] if which == "mixed" else [(g,) * 4 for g in range(9)]:
+            requests = [
+                (None, greedy(source, gamma)) for source, gamma in zip(SOURCES, gammas, strict=True)
+            ]
+            found = dict(engine.batch(requests))
+            for i, text in enumerate(said):
+                assert found[i].token_ids == text[3:], (slots, gammas, i)
+        stats = engine.stats()
+        assert 0 < stats["accepted"] < stats["drafted"]
+
+
+def test_what_a_text_begins_with(workshop: Workshop, whisper: tuple[Path, Path]) -> None:
+    target, bundle = whisper
+    engine = one_thread(bundle, 1)
+    for source in SOURCES[:2]:
+        text = expected(target, source)
+        assert text[0] == START and text[1] in LANGUAGES and text[2] == NO_TIMESTAMPS
+        sequence = engine.decoder.admit(engine.request(None, greedy(source)))
+        assert list(sequence.request.prompt) == text[:3]
+        engine.decoder.release(sequence)
+        # An explicit prompt is taken as it is, and neither is the language looked for then.
+        asked = expected(target, source, language="de", task="translate")
+        assert asked[:4] == [START, 242, 244, NO_TIMESTAMPS]
+        result = engine.generate(asked[:4], **vars(greedy(source)))
+        assert result.token_ids == asked[4:]
+
+
+def test_an_english_checkpoint_begins_with_fewer_tokens(workshop: Workshop) -> None:
+    """Also one whose config forces what comes behind the start, as the first ones on the hub do."""
+    english = workshop.checkpoint("whisper", generation={**ENGLISH, "forced_decoder_ids": None})
+    assert start_of(english) == ([START, NO_TIMESTAMPS], False)
+    forced = {"forced_decoder_ids": [[1, None], [2, 243]]}
+    assert start_of(workshop.checkpoint("whisper", generation=forced)) == (
+        [START, LANGUAGES[0], 243, NO_TIMESTAMPS], True,
+    )  # fmt: skip
+    chosen = {"language": "german", "task": "translate"}
+    assert start_of(workshop.checkpoint("whisper", generation=chosen)) == (
+        [START, 242, 244, NO_TIMESTAMPS], False,
+    )  # fmt: skip
+
+
+def start_of(checkpoint: Path) -> tuple[list[int] | None, bool]:
+    found = find(str(checkpoint))
+    facts = vocabulary.audio(found)
+    assert facts is not None
+    return vocabulary.start_ids(found), facts.language_detected
+
+
+def test_what_the_manifest_says(whisper: tuple[Path, Path]) -> None:
+    pair = read_bundle(whisper[1]).pair
+    assert pair.target.reads == FeatureFacts(16_000, FEATURES[0], 400, 1000, 16_000)
+    assert pair.target.encoder is not None and pair.target.encoder.rows == FEATURES[1] // 2
+    assert pair.draft is not None and len(pair.draft.key_shapes) == 1
+    assert pair.vocab_size == pair.target.vocab_size
+    assert pair.audio is not None
+    assert {name: getattr(pair.audio, name) for name in WHISPER} == WHISPER
+
+
+@pytest.mark.parametrize("processed", [True, False], ids=["as it is", "control"])
+def test_certificate(
+    whisper: tuple[Path, Path], processed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above temperature 0, with suppressed tokens. Control: a round that does not suppress them."""
+    if not processed:
+        monkeypatch.setattr("runtime.sampling.sampler.process", lambda *_, **__: None)
+    engine = one_thread(whisper[1], 1)
+    options = Options(source=SOURCES[1], temperature=1.0, seed=5, max_new_tokens=100)
+    found = check(engine, None, options)
+    assert found.passed == processed and found.tokens == 512 and found.drafted
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "cause"),
+    [
+        ([START], {}, "there is no source: the target, a WhisperForConditionalGeneration, reads"),
+        (None, {"source": "abc"}, "the source is text, and the target, a Whisper"),
+        (None, {"source": [1, 2]}, "the source is token ids, and the target"),
+        (None, {"source": SOURCES[0].astype(np.float64)}, r"the source is float64 \[8, 16\], and"),
+        (None, {"source": SOURCES[0][:, 1:]}, r"reads float32 log-mel features \[8, 16\]"),
+        (None, {"source": SOURCES[0] * np.inf}, "the source has NaN or infinity"),
+        ([START] * MAX_LEN, {"source": SOURCES[0]}, f"the prompt has {MAX_LEN} tokens"),
+    ],
+)
+def test_refused_of_a_model_that_transcribes(
+    whisper: tuple[Path, Path], prompt: list[int] | None, options: dict[str, Any], cause: str
+) -> None:
+    with pytest.raises(OutriderError, match=cause) as refused:
+        one_thread(whisper[1], 1).generate(prompt, **options)
+    assert refused.value.kind == "prompt"
+
+
+def test_features_are_refused_of_a_model_that_reads_text(workshop: Workshop) -> None:
+    bundle = workshop.bundle(workshop.checkpoint("t5"), workshop.checkpoint("t5", blur=0.1))
+    with pytest.raises(
+        OutriderError, match=r"the source is float32 \[8, 16\], and the target, a T5"
+    ):
+        one_thread(bundle, 1).generate(None, source=SOURCES[0])
+
+
+@pytest.mark.parametrize(
+    ("generation", "cause"),
+    [
+        ({"suppress_tokens": [VOCAB_SIZE]}, "suppress_tokens has [257], and there are 257 tokens"),
+        ({"lang_to_id": {"<|en|>": "x"}}, "lang_to_id has ['x']"),
+        ({"max_initial_timestamp_index": -1}, "max_initial_timestamp_index is -1"),
+        ({"language": "klingon"}, "Unsupported language: klingon"),
+    ],
+)
+def test_checkpoints_that_cannot_transcribe(
+    workshop: Workshop, tmp_path: Path, generation: dict[str, Any], cause: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    odd = workshop.checkpoint("whisper", generation=generation)
+    status, err = command(capsys, tmp_path, odd)
+    assert status == EXIT_STATUS["checkpoint"]
+    assert f"{odd.name} cannot transcribe: {cause}" in error_line(err, "checkpoint")
+    assert nothing_left(tmp_path)
+
+
+def test_a_draft_that_reads_other_features(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = workshop.checkpoint("whisper")
+    other = Path(shutil.copytree(target, tmp_path / "other"))
+    file = other / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "feature_size": 16}))
+    status, err = command(capsys, tmp_path / "out", target, "--draft", str(other))
+    assert status == EXIT_STATUS["architecture"]
+    assert "reads 8 x 16 log-mel features, and its draft other 16 x 16" in err
