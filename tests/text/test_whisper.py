@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,20 @@ def test_certificate(
     options = Options(source=SOURCES[1], temperature=1.0, seed=5, max_new_tokens=100)
     found = check(engine, None, options)
     assert found.passed == processed and found.tokens == 512 and found.drafted
+
+
+@pytest.mark.slow
+def test_what_its_bits_depend_on_is_measured(workshop: Workshop) -> None:
+    """And held to, where it is promised: a seed's text by the coupled rule."""
+    target = workshop.checkpoint("whisper")
+    bundle = workshop.bundle(target, workshop.checkpoint("whisper", blur=0.1), measure=True)
+    assert read_bundle(bundle).invariance is not None
+    engine = one_thread(bundle, 3)
+    if engine.bits.of_gamma:
+        options = Options(source=SOURCES[1], temperature=1.0, seed=5, verify="coupled")
+        requests = [(None, replace(options, gamma=gamma)) for gamma in (0, 1, 4, 8)]
+        found = dict(engine.batch(requests))
+        assert [found[i].token_ids for i in range(1, 4)] == [found[0].token_ids] * 3
 
 
 # Refusals
