@@ -60,7 +60,7 @@ help:
 	@echo 'make report     a page with a plot of what speculation gains [ENGINES=build/demo] [PROMPTS=<file>]'
 	@echo 'make plugins    compile the sampling kernel, into build/lib (the others do so by themselves)'
 	@echo 'make cubins     compile the CUDA kernels for all GPUs, into build/cuda (needs no GPU)'
-	@echo 'make plugin TENSORRT_ROOT=<folder with include/>   the TensorRT plugin, into build/lib'
+	@echo 'make plugin TENSORRT_ROOT=<folder with include/>   the TensorRT plugin and engine, into build/lib'
 	@echo 'make gpu-check  all that a GPU can tell about this project, in calls of 9 minutes: [CALL=1|2|3]'
 	@echo '                [GPU_OUT=<folder>]; DRY=1 prints what each would do'
 	@echo 'make wheel      the installable runtime, into dist/'

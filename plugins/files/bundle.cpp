@@ -54,8 +54,8 @@ bool inside(const std::string& name) {
   return !name.empty() && name[0] != '/' && ("/" + name + "/").find("/../") == std::string::npos;
 }
 
-std::vector<std::pair<int64_t, int64_t>> shapes(const Json& rows, bool quantised) {
-  std::vector<std::pair<int64_t, int64_t>> found;
+std::vector<CacheShape> shapes(const Json& rows, bool quantised) {
+  std::vector<CacheShape> found;
   for (const Json& row : rows.list()) {
     if (row.list().size() != 2) throw BadJson{"a cache's shape is not [heads, width]"};
     found.emplace_back(row.list()[0].integer(1, SMALL),
@@ -64,7 +64,26 @@ std::vector<std::pair<int64_t, int64_t>> shapes(const Json& rows, bool quantised
   return found;
 }
 
-ModelFacts model(const Json& facts, const std::string& role) {
+CompiledFacts compiled(const Json& engine) {
+  CompiledFacts found;
+  for (const Json& target : engine.list("targets")) found.targets += " " + target.string();
+  if (!found.targets.empty()) found.targets += " ";
+  for (const Json& profile : engine.list("profiles")) {
+    for (const char* name : {"slots", "tokens", "outputs"}) {
+      const std::vector<Json>& sizes = profile.list(name); // smallest, expected, largest
+      if (sizes.size() != 3) throw BadJson{"a profile has not three sizes"};
+      found.profiles.push_back({sizes[0].integer(1, COUNT), sizes[2].integer(1, COUNT)});
+    }
+    if (profile.has("memory"))
+      found.activations =
+          std::max(found.activations, profile.integer("memory", 0, int64_t{1} << 62));
+  }
+  if (found.profiles.empty()) throw BadJson{"an engine has no profiles"};
+  return found;
+}
+
+// engine: what was compiled of it, or null.
+ModelFacts model(const Json& facts, const std::string& role, const Json* engine) {
   ModelFacts found;
   const Json& files = facts.at("files");
   if (files.has("graph.pt2"))
@@ -75,12 +94,18 @@ ModelFacts model(const Json& facts, const std::string& role) {
          "Use the Python runtime: a session has no encoder yet");
   found.file = role + (files.has("host.onnx") ? "/host.onnx" : "/graph.onnx");
   found.weights = role + (files.has("host.bin") ? "/host.bin" : "/weights.bin");
-  found.dtype = facts.at("dtype").string();
+  if (engine != nullptr) {
+    found.file = found.weights = role + "/" + engine->string("file");
+    if (engine->has("weights") || facts.has("cache"))
+      throw BadJson{"its engines are of a kind that no GPU's library makes"};
+    found.compiled = compiled(*engine);
+  }
+  found.dtype = facts.string("dtype");
   const bool quantised = facts.has("cache");
-  found.cache = quantised ? facts.at("cache").string() : found.dtype;
-  found.vocab_size = static_cast<int32_t>(facts.at("vocab_size").integer(1, COUNT));
-  found.max_len = static_cast<int32_t>(facts.at("max_len").integer(1, COUNT));
-  found.capacity = facts.at("capacity").integer(1, COUNT);
+  found.cache = quantised ? facts.string("cache") : found.dtype;
+  found.vocab_size = static_cast<int32_t>(facts.integer("vocab_size", 1, COUNT));
+  found.max_len = static_cast<int32_t>(facts.integer("max_len", 1, COUNT));
+  found.capacity = facts.integer("capacity", 1, COUNT);
   found.keys = shapes(facts.at("key_shapes"), quantised);
   found.values = shapes(facts.at("value_shapes"), quantised);
   return found;
@@ -154,47 +179,51 @@ Bundle Bundle::read(const std::string& folder) {
   bundle.folder = folder;
   try {
     const Json whole = Json::parse(text);
-    if (!whole.has("kind") || whole.at("kind").string() != "manifest")
+    if (!whole.has("kind") || whole.string("kind") != "manifest")
       throw BadJson{"not a manifest file of Outrider"};
-    if (whole.at("schema").integer(0, COUNT) != SCHEMA)
+    if (whole.integer("schema", 0, COUNT) != SCHEMA)
       throw BadJson{"schema " + whole.at("schema").canonical() + "; this version reads schema " +
                     std::to_string(SCHEMA)};
     Sha256 hash;
     const std::string body = whole.canonical("checksum");
     hash.update(body.data(), body.size());
-    if (!whole.has("checksum") || whole.at("checksum").string() != hash.hex())
+    if (!whole.has("checksum") || whole.string("checksum") != hash.hex())
       throw BadJson{"the checksum does not match: the file was edited or damaged"};
 
     const Json &facts = whole.at("facts"), &pair = facts.at("pair");
-    if (facts.at("backend").string() != "onnxruntime" || facts.has("engines"))
-      fail(OUTRIDER_FAILED_BACKEND,
-           folder + " was built for the backend " + facts.at("backend").string(),
-           "Build it with BACKEND=onnxruntime: a session runs no other yet");
-    for (const auto& [name, version] : facts.at("versions").object())
+    bundle.backend = facts.string("backend");
+    if (bundle.backend != "onnxruntime" && bundle.backend != "tensorrt")
+      fail(OUTRIDER_FAILED_BACKEND, folder + " was built for the backend " + bundle.backend,
+           "Build it with BACKEND=onnxruntime or tensorrt: a session runs no other yet");
+    if (bundle.on_gpu() != facts.has("engines"))
+      throw BadJson{"it contradicts itself about its engines"};
+    for (const auto& [name, version] : facts.object("versions"))
       bundle.versions[name] = version.string();
-    for (const auto& [name, file] : facts.at("files").object()) {
+    for (const auto& [name, file] : facts.object("files")) {
       if (!inside(name)) throw BadJson{name + " leads out of the folder"};
-      bundle.files[name] = {file.at("size").integer(0, int64_t{1} << 62),
-                            file.at("sha256").string()};
+      bundle.files[name] = {file.integer("size", 0, int64_t{1} << 62), file.string("sha256")};
     }
-    bundle.slots = static_cast<int32_t>(facts.at("slots").integer(1, SMALL));
-    bundle.vocab_size = static_cast<int32_t>(pair.at("vocab_size").integer(1, COUNT));
-    bundle.max_len = static_cast<int32_t>(pair.at("max_len").integer(1, COUNT));
+    bundle.slots = static_cast<int32_t>(facts.integer("slots", 1, SMALL));
+    bundle.vocab_size = static_cast<int32_t>(pair.integer("vocab_size", 1, COUNT));
+    bundle.max_len = static_cast<int32_t>(pair.integer("max_len", 1, COUNT));
     bundle.max_gamma =
-        static_cast<int32_t>(pair.at("max_gamma").integer(1, OUTRIDER_MAX_WIDTH));
-    bundle.lookup = pair.has("lookup") && pair.at("lookup").string() == "ngram";
-    for (const Json& id : pair.at("tokenizer").at("eos_token_ids").list())
+        static_cast<int32_t>(pair.integer("max_gamma", 1, OUTRIDER_MAX_WIDTH));
+    bundle.lookup = pair.has("lookup") && pair.string("lookup") == "ngram";
+    for (const Json& id : pair.at("tokenizer").list("eos_token_ids"))
       bundle.ends.push_back(id.integer(0, COUNT));
     std::sort(bundle.ends.begin(), bundle.ends.end());
-    bundle.target = model(pair.at("target"), "target");
-    if (pair.has("draft")) bundle.draft = model(pair.at("draft"), "draft");
+    const auto engine = [&](const char* role) {
+      return bundle.on_gpu() ? &facts.at("engines").at(role) : nullptr;
+    };
+    bundle.target = model(pair.at("target"), "target", engine("target"));
+    if (pair.has("draft")) bundle.draft = model(pair.at("draft"), "draft", engine("draft"));
 
     const int64_t rows = int64_t{bundle.max_len} + bundle.max_gamma + 1;
     for (const ModelFacts* m : {&bundle.target, bundle.draft ? &*bundle.draft : nullptr}) {
       if (m == nullptr) continue;
       if (m->keys.empty() || m->keys.size() != m->values.size())
         throw BadJson{"it contradicts itself about its caches"};
-      if (m->capacity < rows || m->capacity != pair.at("capacity").integer(1, COUNT))
+      if (m->capacity < rows || m->capacity != pair.integer("capacity", 1, COUNT))
         throw BadJson{"it contradicts itself about its sizes"};
       if (bundle.files.count(m->file) == 0 || bundle.files.count(m->weights) == 0)
         throw BadJson{"it contradicts itself about its files"};
@@ -205,15 +234,15 @@ Bundle Bundle::read(const std::string& folder) {
     if (facts.has("invariance")) {
       const Json& measured = facts.at("invariance");
       const auto bits = [](const Json& json) {
-        CallBits calls{{}, {}, json.at("neighbours").boolean(), json.at("rows").boolean()};
-        for (const Json& width : json.at("widths").list())
+        CallBits calls{{}, {}, json.boolean("neighbours"), json.boolean("rows")};
+        for (const Json& width : json.list("widths"))
           calls.widths.push_back(width.integer(1, SMALL));
-        for (const Json& width : json.at("others").list())
+        for (const Json& width : json.list("others"))
           calls.others.push_back(width.integer(1, SMALL));
         if (calls.widths.empty()) throw BadJson{"no widths agree"};
         return calls;
       };
-      bundle.invariance_ = Invariance{measured.at("processor").string(), bits(measured.at("one")),
+      bundle.invariance_ = Invariance{measured.string("processor"), bits(measured.at("one")),
                                       bits(measured.at("several"))};
     }
   } catch (const BadJson& bad) {

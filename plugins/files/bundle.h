@@ -17,14 +17,28 @@ struct FileFacts {
   std::string sha256;
 };
 
-// One model's graph.
+using CacheShape = std::pair<int64_t, int64_t>; // heads, and bytes or numbers a row
+
+struct SizeRange {
+  int64_t least, most;
+};
+
+// What was compiled ahead of time of one model.
+struct CompiledFacts {
+  std::string targets;              // GPU architectures: " sm80 sm90 "
+  std::vector<SizeRange> profiles;  // three of each: slots, tokens, outputs of a call
+  int64_t activations = 0;          // bytes; 0: the builder did not say
+};
+
+// One model's graph, or what was compiled from it.
 struct ModelFacts {
   std::string file, weights; // from the bundle's folder
   std::string dtype;         // of activations
   std::string cache;         // of a row of keys or values
   int32_t vocab_size, max_len;
   int64_t capacity;
-  std::vector<std::pair<int64_t, int64_t>> keys, values; // [layer] heads, and bytes or numbers a row
+  std::vector<CacheShape> keys, values; // [layer]
+  std::optional<CompiledFacts> compiled;
 };
 
 struct Bits {
@@ -34,7 +48,7 @@ struct Bits {
 };
 
 struct Bundle {
-  std::string folder;
+  std::string folder, backend;
   std::map<std::string, std::string> versions;
   std::map<std::string, FileFacts> files;
   int32_t slots, vocab_size, max_len, max_gamma;
@@ -42,6 +56,8 @@ struct Bundle {
   std::vector<int64_t> ends;
   ModelFacts target;
   std::optional<ModelFacts> draft;
+
+  bool on_gpu() const { return backend != "onnxruntime"; }
 
   // A manifest that is whole, of this version, and free of contradictions; and every file there,
   // with its size. Throws Failure.

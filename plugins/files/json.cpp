@@ -259,6 +259,40 @@ const std::map<std::string, Json>& Json::object() const {
   return object_;
 }
 
+namespace {
+
+// What is read of a field; what is wrong with it, with its name.
+template <class Read> decltype(auto) field(const Json& object, const char* name, const Read& read) {
+  const Json& value = object.at(name);
+  try {
+    return read(value);
+  } catch (const BadJson& bad) {
+    throw BadJson{std::string(name) + ": " + bad.what};
+  }
+}
+
+} // namespace
+
+bool Json::boolean(const char* name) const {
+  return field(*this, name, [](const Json& value) { return value.boolean(); });
+}
+
+int64_t Json::integer(const char* name, int64_t least, int64_t most) const {
+  return field(*this, name, [&](const Json& value) { return value.integer(least, most); });
+}
+
+const std::string& Json::string(const char* name) const {
+  return field(*this, name, [](const Json& value) -> decltype(auto) { return value.string(); });
+}
+
+const std::vector<Json>& Json::list(const char* name) const {
+  return field(*this, name, [](const Json& value) -> decltype(auto) { return value.list(); });
+}
+
+const std::map<std::string, Json>& Json::object(const char* name) const {
+  return field(*this, name, [](const Json& value) -> decltype(auto) { return value.object(); });
+}
+
 std::string Json::canonical(const char* without) const {
   std::string out;
   write(out, without);

@@ -30,6 +30,13 @@ public:
   const std::vector<Json>& list() const;
   const std::map<std::string, Json>& object() const;
 
+  // Those of a field of an object; the BadJson names it.
+  bool boolean(const char* name) const;
+  int64_t integer(const char* name, int64_t least, int64_t most) const;
+  const std::string& string(const char* name) const;
+  const std::vector<Json>& list(const char* name) const;
+  const std::map<std::string, Json>& object(const char* name) const;
+
   // As Python's json.dumps(sort_keys=True, separators=(",", ":")) of the same value; without: a
   // name of the outermost object that is left out.
   std::string canonical(const char* without = nullptr) const;

@@ -2,7 +2,8 @@
  *
  * The same rounds as the Python runtime's, with the same bits: token ids and log-probabilities, at
  * every temperature, gamma, kind of draft and number of slots. It runs bundles for the CPU (backend
- * onnxruntime) and speaks token ids. outrider.hpp wraps it for C++17.
+ * onnxruntime), and those of TensorRT with a library of its own beside this one (docs/embedding.md),
+ * and speaks token ids. outrider.hpp wraps it for C++17.
  *
  *   outrider_open -> outrider_admit ... -> outrider_round, outrider_take ... -> outrider_release
  *
@@ -28,7 +29,7 @@ extern "C" {
 enum { /* of a failure */
   OUTRIDER_FAILED_OPTION = 2,   /* an option's value, or a combination of options, is refused */
   OUTRIDER_FAILED_BUNDLE = 7,   /* a bundle is missing, damaged, or of another version */
-  OUTRIDER_FAILED_BACKEND = 8,  /* ONNX Runtime is missing, or failed */
+  OUTRIDER_FAILED_BACKEND = 8,  /* ONNX Runtime, TensorRT or a GPU is missing, or failed */
   OUTRIDER_FAILED_PROMPT = 9,   /* the prompt is empty, too long, or has ids that do not exist */
   OUTRIDER_FAILED_NUMERIC = 10, /* NaN or infinity where probabilities were wanted */
   OUTRIDER_FAILED_MEMORY = 11,
@@ -47,14 +48,14 @@ typedef struct outrider_session outrider_session;
 typedef struct {
   int32_t abi_version;     /* OUTRIDER_ABI_VERSION: which headers the program was compiled with */
   int32_t plain_width;     /* tokens of the target's narrowest calls, 1 or 2; 0: as many as it takes
-                              to have the bits of wider ones */
+                              to have the bits of wider ones; of the CPU alone */
   const char* folder;      /* what `make engines` wrote */
-  const char* onnxruntime; /* the library's path; NULL or empty: $OUTRIDER_ONNXRUNTIME, or where the
-                              system looks for libonnxruntime.so */
+  const char* onnxruntime; /* the library's path, of bundles that it runs; NULL or empty:
+                              $OUTRIDER_ONNXRUNTIME, or where the system looks for libonnxruntime.so */
   const int64_t* corpus;   /* [corpus_length] a text in which ngram looks after the text itself */
   int64_t corpus_length;
   int32_t slots;           /* requests at a time; 0: the bundle's number */
-  int32_t threads;         /* of each model; 0 leaves it to ONNX Runtime */
+  int32_t threads;         /* of each model on the CPU, and of the sampling; 0: automatic */
   int32_t unverified;      /* not 0: the files' hashes are not looked at */
   int32_t no_reuse;        /* not 0: a prompt is computed whole, whatever rows a slot still holds */
 } outrider_config;

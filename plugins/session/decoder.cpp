@@ -10,6 +10,9 @@
 #include <numeric>
 #include <thread>
 
+#include "engines/device_engine.h"
+#include "engines/host_engine.h"
+
 namespace outrider {
 
 namespace {
@@ -49,18 +52,20 @@ private:
 
 int cores() { return static_cast<int>(std::max(1u, std::thread::hardware_concurrency())); }
 
-// Bytes that a model's slots take before any text is long: FIRST_ROWS of cache, and logits.
-double least_bytes(const ModelFacts& facts, int32_t slots, int32_t outputs, int32_t buffers) {
-  double row = 0;
-  for (const auto* side : {&facts.keys, &facts.values})
-    for (const auto& [heads, width] : *side) row += static_cast<double>(heads * width);
-  const double element = static_cast<double>(ort::bytes_of(ort::type_of(facts.cache)));
-  const double rows = static_cast<double>(std::min(FIRST_ROWS, facts.capacity));
-  const double logits = 4.0 * outputs * buffers * facts.vocab_size;
-  return slots * (row * element * rows + logits);
+void check_memory(const Bundle& bundle, int32_t slots) {
+  const int32_t gamma = bundle.max_gamma;
+  double need = HostEngine::least_bytes(bundle.target, slots, gamma + 1, 1);
+  if (bundle.draft) need += HostEngine::least_bytes(*bundle.draft, slots, gamma + 1, gamma);
+  const double have =
+      static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
+  if (need > have)
+    fail(OUTRIDER_FAILED_MEMORY,
+         std::to_string(slots) + " slots need " + std::to_string(static_cast<int64_t>(need / 1048576)) +
+             " MiB, and this machine has " + std::to_string(static_cast<int64_t>(have / 1048576)),
+         "Use fewer slots");
 }
 
-Bundle opened(const outrider_config& config) {
+Bundle read_bundle(const outrider_config& config) {
   refuse(config.abi_version != OUTRIDER_ABI_VERSION,
          "the program was compiled for version " + std::to_string(config.abi_version) +
              " of the interface, and this liboutrider has " + std::to_string(OUTRIDER_ABI_VERSION),
@@ -84,16 +89,9 @@ Bundle opened(const outrider_config& config) {
            "the corpus has the token id " + std::to_string(config.corpus[i]) +
                ", and the bundle only 0 to " + std::to_string(bundle.vocab_size - 1),
            "Tokenize it with the bundle's own tokenizer");
-  const int32_t slots = config.slots > 0 ? config.slots : bundle.slots, gamma = bundle.max_gamma;
-  double need = least_bytes(bundle.target, slots, gamma + 1, 1);
-  if (bundle.draft) need += least_bytes(*bundle.draft, slots, gamma + 1, gamma);
-  const double have =
-      static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
-  if (need > have)
-    fail(OUTRIDER_FAILED_MEMORY,
-         std::to_string(slots) + " slots need " + std::to_string(static_cast<int64_t>(need / 1048576)) +
-             " MiB, and this machine has " + std::to_string(static_cast<int64_t>(have / 1048576)),
-         "Use fewer slots");
+  refuse(config.plain_width != 0 && bundle.on_gpu(), "plain_width is for the CPU", "Leave it 0");
+  if (!bundle.on_gpu()) // whose library looks at its own memory
+    check_memory(bundle, config.slots > 0 ? config.slots : bundle.slots);
   if (!config.unverified) bundle.verify(false);
   return bundle;
 }
@@ -101,18 +99,17 @@ Bundle opened(const outrider_config& config) {
 } // namespace
 
 Decoder::Decoder(const outrider_config& config)
-    : bundle_(opened(config)), library_(config.onnxruntime), reuse_(!config.no_reuse),
-      rows_(config.slots > 0 ? config.slots : bundle_.slots) {
+    : bundle_(read_bundle(config)),
+      library_(bundle_.on_gpu() ? nullptr : std::make_unique<ort::Library>(config.onnxruntime)),
+      reuse_(!config.no_reuse), rows_(config.slots > 0 ? config.slots : bundle_.slots) {
   Verifying verifying(bundle_, !config.unverified);
   try {
-    bits_ = bundle_.promise(slots(), library_.version, config.plain_width);
+    if (library_) bits_ = bundle_.promise(slots(), library_->version, config.plain_width);
     const int32_t gamma = bundle_.max_gamma;
-    target_ = std::make_unique<Engine>(library_, bundle_.folder, bundle_.target, slots(), gamma + 1,
-                                       1, config.threads, bits_.narrowest);
+    target_ = opened(bundle_.target, 1, config.threads, bits_.narrowest);
     int32_t width = bundle_.vocab_size;
     if (bundle_.draft) { // a draft may have any bits: what a text is, the target's say
-      draft_ = std::make_unique<Engine>(library_, bundle_.folder, *bundle_.draft, slots(), gamma + 1,
-                                        gamma, config.threads, 1);
+      draft_ = opened(*bundle_.draft, gamma, config.threads, 1);
       width = std::min(width, draft_->vocab_size);
     }
     if (config.corpus_length > 0)
@@ -126,6 +123,16 @@ Decoder::Decoder(const outrider_config& config)
     throw;
   }
   verifying.join();
+}
+
+std::unique_ptr<Engine> Decoder::opened(const ModelFacts& facts, int32_t buffers, int threads,
+                                        int32_t narrowest) const {
+  const int32_t widest = bundle_.max_gamma + 1;
+  if (!library_)
+    return std::make_unique<DeviceEngine>(bundle_.backend, bundle_.folder, facts, slots(), widest,
+                                          buffers);
+  return std::make_unique<HostEngine>(*library_, bundle_.folder, facts, slots(), widest, buffers,
+                                      threads, narrowest);
 }
 
 Sequence& Decoder::sequence(uint64_t request) {

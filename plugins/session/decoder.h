@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "drafts.h"
+#include "onnxruntime/outrider_ort_model.h"
 
 namespace outrider {
 
@@ -39,6 +40,8 @@ public:
   int32_t slots() const { return static_cast<int32_t>(rows_.size()); }
 
 private:
+  std::unique_ptr<Engine> opened(const ModelFacts& facts, int32_t buffers, int threads,
+                                 int32_t narrowest) const;
   int32_t acquire(const Tokens& prompt);
   void start(Sequence& sequence);
   void speculate(std::vector<Plan>& plans);
@@ -54,7 +57,7 @@ private:
 
   // In the order that they depend on each other: ONNX Runtime outlives its models.
   Bundle bundle_;
-  ort::Library library_;
+  std::unique_ptr<ort::Library> library_; // null where a GPU runs them
   Bits bits_;
   std::unique_ptr<Engine> target_, draft_;
   std::unique_ptr<Corpus> corpus_;

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine.h"
+#include "engines/engine.h"
 
 namespace outrider {
 

@@ -1,12 +1,8 @@
 // The C interface of outrider_session.h: what is thrown inside becomes a status and two lines.
-#include <math.h>
-#include <string.h>
-
-#include <new>
 #include <string>
-#include <system_error>
 
 #include "decoder.h"
+#include "files/guarded.h"
 
 using outrider::Decoder;
 using outrider::Failure;
@@ -20,41 +16,14 @@ struct outrider_session {
 
 namespace {
 
-void copy(char* to, size_t size, const std::string& text) {
-  size_t length = std::min(size - 1, text.size());
-  while (length < text.size() && length > 0 && (text[length] & 0xC0) == 0x80) --length; // whole characters
-  memcpy(to, text.data(), length);
-  to[length] = '\0';
-  for (size_t i = 0; i < length; ++i)
-    if (to[i] == '\n') to[i] = ' ';
-}
-
-int32_t tell(outrider_failure* failure, const Failure& found) {
-  if (failure != nullptr) {
-    failure->status = found.status;
-    copy(failure->cause, sizeof failure->cause, found.cause);
-    copy(failure->remedy, sizeof failure->remedy, found.remedy);
-  }
-  return found.status;
-}
-
 template <class Work> int32_t guarded(outrider_failure* failure, const Work& work) {
-  try {
-    if (failure != nullptr) *failure = {};
-    work();
-    return OUTRIDER_OK;
-  } catch (const Failure& found) {
-    return tell(failure, found);
-  } catch (const outrider::Broken& broken) {
-    return tell(failure, broken.failure);
-  } catch (const std::bad_alloc&) {
-    return tell(failure, {OUTRIDER_FAILED_MEMORY, "not enough memory",
-                          "Free some, use fewer slots, or build with a smaller MAX_LEN"});
-  } catch (const std::system_error& error) { // no thread is to be had
-    return tell(failure, {OUTRIDER_FAILED_MEMORY, error.what(), "Let the process have more threads"});
-  } catch (const std::exception& error) { // nothing may pass a C interface
-    return tell(failure, {OUTRIDER_FAILED_BACKEND, error.what(), "This is a fault of Outrider"});
-  }
+  return outrider::guarded(failure, [&] {
+    try {
+      work();
+    } catch (const outrider::Broken& broken) {
+      throw broken.failure;
+    }
+  });
 }
 
 Decoder& decoder_of(outrider_session* session) {

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
-FOLDERS = ("include", "core", "cpu", "cuda", "onnxruntime", "files", "session")  # of sources
+FOLDERS = ("include", "core", "cpu", "cuda", "onnxruntime", "files", "engines", "session")
 NAME = "liboutrider.so"
 FLAGS = [
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden",
@@ -58,7 +58,8 @@ OPERATORS = ("operator", "attend", "multiply")
 SESSION = (
     *(f"files/{name}.cpp" for name in ("json", "sha256", "bundle")),
     "onnxruntime/outrider_ort_model.cpp",
-    *(f"session/{name}.cpp" for name in ("engine", "drafts", "checks", "decoder", "session")),
+    *(f"engines/{name}.cpp" for name in ("engine", "host_engine", "device_engine")),
+    *(f"session/{name}.cpp" for name in ("drafts", "checks", "decoder", "session")),
 )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
-"""Compile the TensorRT plugin: `python -m plugins.tools.build_tensorrt --tensorrt-root <folder>`.
+"""Compile what uses TensorRT: `python -m plugins.tools.build_tensorrt --tensorrt-root <folder>`.
 
-Wants TensorRT's headers (<folder>/include) and CUDA's, but neither library: the plugin uses no
-symbol of libnvinfer (the linker checks it), and looks the CUDA driver up when it runs. The kernels
-are machine code inside the library: no CUDA toolkit is needed, and there is no second CUDA runtime
-beside TensorRT's.
+The plugin, and the engine that liboutrider loads for a session. Both want TensorRT's headers
+(<folder>/include) and CUDA's, but neither library: they use no symbol of libnvinfer (the linker
+checks it), and look the CUDA driver up when they run. The plugin's kernels are machine code inside
+it: no CUDA toolkit is needed, and there is no second CUDA runtime beside TensorRT's.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from .build import (
     in_folder,
 )
 
-NAME = "liboutrider_tensorrt.so"
+PLUGIN, ENGINE = "liboutrider_tensorrt", "liboutrider_tensorrt_engine"
 SOURCES = HERE / "tensorrt"
+ENGINE_SOURCES = HERE / "engines" / "tensorrt"
 MODULES = {"outrider": cubins.SOURCE, "outrider_tensorrt": SOURCES / "pack.cu"}
 Images = dict[tuple[str, str], Path]  # (module, architecture as cubins.py names it): the file
 # Nothing is left undefined that is not in the C and C++ libraries.
@@ -91,32 +92,50 @@ def build(root: str | None, out: Path, images: Images) -> Path:
 
     root: the folder with TensorRT's include/. images: of all MODULES. Raises BuildError.
     """
+    return _made(root, out, PLUGIN, SOURCES, images)
+
+
+def new_enough(public: Path) -> bool:
+    """Whether these headers say which caches an engine updates in place: 10.14's do not."""
+    return "getAliasedInputTensor" in (public / "NvInferRuntime.h").read_text()
+
+
+def build_engine(root: str | None, out: Path) -> Path:
+    """The session's engine, `out`/liboutrider_tensorrt_engine.so, likewise."""
+    return _made(root, out, ENGINE, ENGINE_SOURCES)
+
+
+def _made(
+    root: str | None, out: Path, name: str, folder: Path, images: Images | None = None
+) -> Path:
+    """The library of the sources in a folder, and of a table of these images."""
     public, cuda, compiler = tensorrt_headers(root), cuda_headers(), find_compiler()
-    flags = [f"-isystem{public}", f"-isystem{cuda}", f"-I{SOURCES}"]
+    flags = [f"-isystem{public}", f"-isystem{cuda}", f"-I{folder}"]
+    exports = [f"-Wl,--version-script={path}" for path in sorted(folder.glob("*.map"))]
     version = public / "NvInferVersion.h"
     if not version.is_file():
         raise BuildError(f"{public} has no NvInferVersion.h. Give TENSORRT_ROOT all its headers.")
     digest = hashlib.sha256(_version(compiler).encode() + version.read_bytes())
     digest.update(repr((compiler, flags, FLAGS, WARNINGS, LINK)).encode())
-    sources = sorted((*SOURCES.iterdir(), *headers()))
-    for path in sources:
+    for path in sorted((*folder.iterdir(), *headers())):
         digest.update(path.name.encode() + path.read_bytes())
-    for key, path in sorted(images.items()):
+    for key, path in sorted((images or {}).items()):
         digest.update(repr(key).encode() + path.read_bytes())
-    made = out / f"liboutrider_tensorrt-{digest.hexdigest()[:16]}.so"
+    made = out / f"{name}-{digest.hexdigest()[:16]}.so"
     if not made.is_file():
-        print(f"compile the TensorRT plugin with {' '.join(compiler)}", file=sys.stderr)
-        with in_folder(out, "tensorrt") as made_in:
-            folder = made_in.resolve()
-            table = folder / "images.cpp"
-            table.write_text(_table(images))
-            jobs: list[Unit] = [
-                *((f"tensorrt/{path.name}", flags) for path in sorted(SOURCES.glob("*.cpp"))),
-                (str(table), flags),
-            ]
-            os.replace(_compile(compiler, jobs, HERE, LINK, folder), made)
-    _link(out / NAME, made)
-    return out / NAME
+        what = "plugin" if images else "engine"
+        print(f"compile the TensorRT {what} with {' '.join(compiler)}", file=sys.stderr)
+        with in_folder(out, what) as place:
+            sources = [str(path.relative_to(HERE)) for path in sorted(folder.glob("*.cpp"))]
+            if images:
+                table = place.resolve() / "images.cpp"
+                table.write_text(_table(images))
+                sources.append(str(table))
+            jobs: list[Unit] = [(source, flags) for source in sources]
+            os.replace(_compile(compiler, jobs, HERE, [*LINK, *exports], place), made)
+    link = out / f"{name}.so"
+    _link(link, made)
+    return link
 
 
 def _table(images: Images) -> str:
@@ -144,19 +163,24 @@ def _table(images: Images) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compile the TensorRT plugin.")
+    parser = argparse.ArgumentParser(description="Compile the TensorRT plugin and engine.")
     parser.add_argument("--tensorrt-root", default=os.environ.get("TENSORRT_ROOT"))
     parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "lib")
     arguments = parser.parse_args()
     try:
-        tensorrt_headers(arguments.tensorrt_root)  # before anything that takes minutes
+        # Before anything that takes minutes.
+        headers_of = tensorrt_headers(arguments.tensorrt_root)
         cuda_headers()
         images = make_images(HERE.parent / "build" / "cuda")
-        library = build(arguments.tensorrt_root, arguments.out, images)
-        print(library)
-        print(
-            "note: not linked with libnvinfer: the plugin uses none of its symbols", file=sys.stderr
-        )
+        print(build(arguments.tensorrt_root, arguments.out, images))
+        if new_enough(headers_of):
+            print(build_engine(arguments.tensorrt_root, arguments.out))
+        else:
+            print(
+                "note: without the engine of sessions: it wants headers of TensorRT 10.15 or newer",
+                file=sys.stderr,
+            )
+        print("note: not linked with libnvinfer: they use none of its symbols", file=sys.stderr)
     except BuildError as error:
         print(f"error: backend: {error}", file=sys.stderr)
         return 8  # runtime/files/errors.py: the backend is missing, or failed

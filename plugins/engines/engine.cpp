@@ -1,0 +1,63 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <chrono>
+
+namespace outrider {
+
+int64_t HeldRows::common(int32_t slot, const Tokens& text) const {
+  const Tokens& held = tokens_[slot];
+  const size_t most = std::min(held.size(), text.size());
+  size_t i = 0;
+  while (i < most && held[i] == (text[i] < vocab_size_ ? text[i] : 0)) ++i;
+  return static_cast<int64_t>(i);
+}
+
+void HeldRows::cut(int32_t slot, int64_t length) {
+  if (length < this->length(slot)) tokens_[slot].resize(length);
+}
+
+void HeldRows::wrote(int32_t slot, const int64_t* ids, int64_t count, int64_t start) {
+  cut(slot, start);
+  if (length(slot) == start) // rows behind a gap are those of no text
+    tokens_[slot].insert(tokens_[slot].end(), ids, ids + count);
+}
+
+Engine::Engine(const ModelFacts& facts, int32_t slot_count, int32_t narrowest_call)
+    : slots(slot_count), vocab_size(facts.vocab_size), narrowest(narrowest_call),
+      capacity(facts.capacity), chunk(std::min(CHUNK, facts.capacity)),
+      held(slot_count, facts.vocab_size) {}
+
+LogitsView Engine::forward(const Tokens& ids, const Tokens& position, int64_t since,
+                           int64_t outputs, int32_t first, int32_t buffer) {
+  const auto batch = static_cast<int64_t>(position.size());
+  const int64_t width = static_cast<int64_t>(ids.size()) / batch;
+  reserve(position, width);
+  for (int64_t b = 0; b < batch; ++b)
+    held.cut(static_cast<int32_t>(first + b), position[b]); // a call that fails leaves nothing there
+  const auto begin = std::chrono::steady_clock::now();
+  float* const logits =
+      compute({ids.data(), position.data(), batch, width, since, outputs, first, buffer});
+  seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  for (int64_t b = 0; b < batch; ++b)
+    held.wrote(static_cast<int32_t>(first + b), ids.data() + b * width, width, position[b]);
+  return {logits, outputs, vocab_size};
+}
+
+LogitsView Engine::prefill(int32_t slot, const Tokens& tokens, int64_t start, int64_t end) {
+  LogitsView row{};
+  for (int64_t at = start; at < end; at += chunk) {
+    const int64_t count = std::min(chunk, end - at);
+    Tokens ids(std::max<int64_t>(count, narrowest)); // zeros behind lie beyond the valid rows
+    for (int64_t i = 0; i < count; ++i) ids[i] = readable(tokens[at + i]);
+    row = forward(ids, {at}, count - 1, 1, slot);
+  }
+  return row;
+}
+
+void Engine::clear(int32_t slot) {
+  held.cut(slot, 0);
+  wipe(slot);
+}
+
+} // namespace outrider

@@ -1,0 +1,118 @@
+#include "host_engine.h"
+
+#include <string.h>
+
+namespace outrider {
+
+template <class T> HostEngine::Memory<T> HostEngine::zeros(int64_t count) {
+  void* memory = calloc(std::max<size_t>(1, static_cast<size_t>(count)), sizeof(T));
+  if (memory == nullptr)
+    fail(OUTRIDER_FAILED_MEMORY, "not enough memory for caches and logits",
+         "Free some, use fewer slots, or build with a smaller MAX_LEN");
+  return Memory<T>(static_cast<T*>(memory));
+}
+
+HostEngine::HostEngine(const ort::Library& library, const std::string& folder,
+                       const ModelFacts& facts, int32_t slot_count, int32_t widest, int32_t buffers,
+                       int threads, int32_t narrowest_call)
+    : Engine(facts, slot_count, narrowest_call),
+      model_(library, folder + "/" + facts.file, facts.dtype, threads),
+      cache_type_(ort::type_of(facts.cache)), widest_(widest) {
+  const auto side = [&](const char* name, const std::vector<std::pair<int64_t, int64_t>>& shapes) {
+    for (size_t layer = 0; layer < shapes.size(); ++layer)
+      caches_.push_back({name + std::to_string(layer), shapes[layer].first, shapes[layer].second, {}});
+  };
+  side("key_", facts.keys);
+  side("value_", facts.values);
+  ids_ = zeros<int64_t>(slots * chunk);
+  position_ = zeros<int64_t>(slots);
+  index_ = zeros<int64_t>(widest);
+  logits_ = zeros<float>(int64_t{buffers} * slots * widest * vocab_size);
+}
+
+double HostEngine::least_bytes(const ModelFacts& facts, int32_t slots, int32_t widest,
+                               int32_t buffers) {
+  double row = 0;
+  for (const auto* side : {&facts.keys, &facts.values})
+    for (const auto& [heads, width] : *side) row += static_cast<double>(heads * width);
+  const double element = static_cast<double>(ort::bytes_of(ort::type_of(facts.cache)));
+  const double rows = static_cast<double>(std::min(FIRST_ROWS, facts.capacity));
+  const double logits = 4.0 * widest * buffers * facts.vocab_size;
+  return slots * (row * element * rows + logits);
+}
+
+float* HostEngine::logits(int32_t buffer) const {
+  return logits_.get() + int64_t{buffer} * slots * widest_ * vocab_size;
+}
+
+float* HostEngine::compute(const EngineCall& call) {
+  std::copy(call.ids, call.ids + call.batch * call.width, ids_.get());
+  std::copy(call.position, call.position + call.batch, position_.get());
+  for (int64_t k = 0; k < call.outputs; ++k) index_[k] = call.since + k;
+  const std::array<int64_t, 5> shape = {call.first, call.batch, call.width, call.outputs,
+                                        call.buffer};
+  if (call.width <= widest_) { // steps and verifications; prefill widths vary too much
+    const auto found = calls_.find(shape);
+    model_.run(found != calls_.end() ? found->second
+                                     : calls_.emplace(shape, prepare(call)).first->second);
+  } else {
+    model_.run(prepare(call));
+  }
+  return logits(call.buffer);
+}
+
+void HostEngine::wipe(int32_t slot) {
+  for (Cache& cache : caches_) {
+    const int64_t size = slot_bytes(cache);
+    if (rows_ > 0) memset(cache.data.get() + slot * size, 0, static_cast<size_t>(size));
+  }
+}
+
+int64_t HostEngine::slot_bytes(const Cache& cache) const {
+  return cache.heads * rows_ * cache.width * static_cast<int64_t>(ort::bytes_of(cache_type_));
+}
+
+ort::Call HostEngine::prepare(const EngineCall& call) {
+  const std::vector<ort::NamedTensor> inputs = {
+      {"input_ids", ids_.get(), {call.batch, call.width}, ort::INT64},
+      {"position", position_.get(), {call.batch}, ort::INT64},
+      {"logits_index", index_.get(), {call.outputs}, ort::INT64},
+  };
+  std::vector<ort::NamedTensor> caches;
+  for (const Cache& cache : caches_) {
+    caches.push_back({cache.name, cache.data.get() + call.first * slot_bytes(cache),
+                      {call.batch, cache.heads, rows_, cache.width}, cache_type_});
+  }
+  const std::vector<int64_t> sizes = {call.batch, call.outputs, vocab_size};
+  return model_.bind(inputs, {"logits", logits(call.buffer), sizes, ort::FLOAT}, caches);
+}
+
+// Enough rows for this call, and not many more: a graph may read all S, valid or not. S doubles from
+// FIRST_ROWS to the capacity. With one slot, another text starts small again.
+void HostEngine::reserve(const Tokens& position, int64_t width) {
+  const int64_t need = *std::max_element(position.begin(), position.end()) + width;
+  const int64_t start = position[0];
+  // No round goes back this far: it is another text, of which the first rows may be known.
+  const bool another =
+      slots == 1 && (start == 0 || held.length(0) - start > 2 * OUTRIDER_MAX_WIDTH);
+  if (need <= rows_ && !(another && need <= rows_ / 2 && rows_ / 2 >= FIRST_ROWS)) return;
+  int64_t rows = FIRST_ROWS;
+  while (rows < need) rows *= 2;
+  rows = std::min(rows, capacity);
+  const int64_t kept = another ? start : rows_;
+  const auto element = static_cast<int64_t>(ort::bytes_of(cache_type_));
+  std::vector<Memory<char>> other; // whole before it is used
+  for (const Cache& cache : caches_) {
+    other.push_back(zeros<char>(int64_t{slots} * cache.heads * rows * cache.width * element));
+    const int64_t row = cache.width * element;
+    for (int64_t plane = 0; kept > 0 && plane < slots * cache.heads; ++plane)
+      memcpy(other.back().get() + plane * rows * row, cache.data.get() + plane * rows_ * row,
+             static_cast<size_t>(kept * row));
+  }
+  if (another) held.cut(0, kept);
+  calls_.clear(); // they have the addresses
+  for (size_t i = 0; i < caches_.size(); ++i) caches_[i].data = std::move(other[i]);
+  rows_ = rows;
+}
+
+} // namespace outrider

@@ -1,0 +1,58 @@
+// A graph that ONNX Runtime runs: runtime/backends/host.py in C++.
+#ifndef OUTRIDER_ENGINES_HOST_ENGINE_H
+#define OUTRIDER_ENGINES_HOST_ENGINE_H
+
+#include <stdlib.h>
+
+#include <array>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine.h"
+#include "outrider_ort_model.h"
+
+namespace outrider {
+
+constexpr int64_t FIRST_ROWS = 256; // of a slot; they double as texts grow
+
+class HostEngine final : public Engine {
+public:
+  // widest: the largest K of a call. buffers: calls whose logits it holds. Throws Failure.
+  HostEngine(const ort::Library& library, const std::string& folder, const ModelFacts& facts,
+             int32_t slots, int32_t widest, int32_t buffers, int threads, int32_t narrowest);
+
+  // What its slots take before any text is long: FIRST_ROWS of cache, and logits.
+  static double least_bytes(const ModelFacts& facts, int32_t slots, int32_t widest, int32_t buffers);
+
+private:
+  struct Freed {
+    void operator()(void* memory) const { free(memory); }
+  };
+  template <class T> using Memory = std::unique_ptr<T[], Freed>;
+  struct Cache {
+    std::string name;
+    int64_t heads, width; // width in elements
+    Memory<char> data;    // [slots, heads, rows, width]
+  };
+  void reserve(const Tokens& position, int64_t width) override;
+  float* compute(const EngineCall& call) override;
+  void wipe(int32_t slot) override;
+  int64_t slot_bytes(const Cache& cache) const; // with the rows that there are now
+  template <class T> static Memory<T> zeros(int64_t count);
+  float* logits(int32_t buffer) const;
+  ort::Call prepare(const EngineCall& call);
+
+  ort::Model model_;
+  const int cache_type_;
+  const int64_t widest_;
+  std::vector<Cache> caches_;
+  int64_t rows_ = 0; // S, for now: it grows with the longest text
+  Memory<int64_t> ids_, position_, index_;
+  Memory<float> logits_; // [buffers, slots * widest * V]
+  std::map<std::array<int64_t, 5>, ort::Call> calls_;
+};
+
+} // namespace outrider
+#endif

@@ -1,0 +1,92 @@
+// One model that TensorRT compiled, on a GPU: runtime/backends/tensorrt.py in C++. Works with the
+// headers of TensorRT 10.15 and newer, and 11.
+//
+// Every call that a CUDA graph holds has an execution context of its own, since what a context was
+// told last would be what all replays read. All contexts work in the same memory: calls are one after
+// the other, on one stream.
+#ifndef OUTRIDER_ENGINES_TENSORRT_MODEL_H
+#define OUTRIDER_ENGINES_TENSORRT_MODEL_H
+
+#include <array>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <NvInferRuntime.h>
+
+#include "gpu.h"
+#include "engines/table.h"
+
+namespace outrider {
+
+// What the library says goes to its log alone.
+class Log final : public nvinfer1::ILogger {
+public:
+  void log(Severity severity, const char* message) noexcept override;
+  std::string said(); // the first error since it was asked last, as one line
+
+private:
+  std::string error_;
+};
+
+class TensorRtModel {
+public:
+  explicit TensorRtModel(const ModelSpec& spec); // throws Failure, as the others
+  ~TensorRtModel();
+  TensorRtModel(const TensorRtModel&) = delete;
+  TensorRtModel& operator=(const TensorRtModel&) = delete;
+
+  float* compute(const EngineCall& call);
+  void wipe(int32_t slot);
+
+private:
+  using Context = std::unique_ptr<nvinfer1::IExecutionContext>;
+  using Shape = std::array<int64_t, 4>; // first, B, N, K
+  struct Cache {
+    std::string name;
+    CUdeviceptr data; // [slots, heads, capacity, width]
+    int64_t heads, width, slot_bytes;
+  };
+  struct Step { // a call that comes again and again
+    Context context;
+    CUgraphExec graph = nullptr;
+    bool refused = false; // no graph can hold it
+  };
+  struct Inputs { // int64 each: ids [slots * N], positions [slots], which of the tokens get logits [K]
+    int64_t* host; // page-locked
+    CUdeviceptr device;
+    int64_t bytes;
+  };
+
+  void open(const ModelSpec& spec, nvinfer1::DataType type);
+  void load(const std::string& file);
+  void check_room(int64_t need) const;
+  void check_tensors(const std::string& file, nvinfer1::DataType type) const;
+  Inputs inputs(int64_t count);
+  int32_t profile_of(const EngineCall& call) const;
+  Context make_context(int32_t profile);
+  void bind(nvinfer1::IExecutionContext& context, const EngineCall& call);
+  bool enqueue(nvinfer1::IExecutionContext& context, const EngineCall& call);
+  void run(nvinfer1::IExecutionContext& context, const EngineCall& call);
+  void step(const EngineCall& call);
+  void drop_steps();
+
+  // In the order that they depend on each other.
+  Cuda cuda_;
+  Log log_;
+  std::unique_ptr<nvinfer1::IRuntime> runtime_;
+  std::unique_ptr<nvinfer1::ICudaEngine> engine_;
+  const int64_t slots_, vocab_size_, widest_, capacity_;
+  std::vector<std::array<SizeRange, 3>> profiles_; // of B, N and K
+  std::vector<Cache> caches_;
+  Inputs ids_{}, position_{}, index_{};
+  CUdeviceptr scratch_ = 0, logits_ = 0; // logits: [slots * widest * V], of one call
+  int64_t activations_ = 0;              // bytes of `scratch_`
+  float* landed_ = nullptr;              // [buffers, slots * widest * V], page-locked
+  std::map<int32_t, Context> contexts_;  // by profile, of calls that no graph holds
+  std::map<Shape, Step> steps_;
+};
+
+} // namespace outrider
+#endif

@@ -1,0 +1,33 @@
+// The one symbol of the library: what is thrown inside becomes a status and two lines.
+#include "files/guarded.h"
+#include "model.h"
+
+namespace {
+
+using outrider::EngineCall;
+using outrider::guarded;
+using outrider::ModelSpec;
+using outrider::ModelTable;
+using outrider::TensorRtModel;
+
+TensorRtModel& model_of(void* model) { return *static_cast<TensorRtModel*>(model); }
+
+constexpr ModelTable TABLE = {
+    outrider::MODEL_TABLE,
+    [](const ModelSpec* spec, void** model, outrider_failure* failure) {
+      return guarded(failure, [&] { *model = new TensorRtModel(*spec); });
+    },
+    [](void* model, const EngineCall* call, float** logits, outrider_failure* failure) {
+      return guarded(failure, [&] { *logits = model_of(model).compute(*call); });
+    },
+    [](void* model, int32_t slot, outrider_failure* failure) {
+      return guarded(failure, [&] { model_of(model).wipe(slot); });
+    },
+    [](void* model) { delete static_cast<TensorRtModel*>(model); },
+};
+
+} // namespace
+
+extern "C" __attribute__((visibility("default"))) const ModelTable* outrider_model_table() {
+  return &TABLE;
+}

@@ -1,0 +1,53 @@
+// What is thrown inside a C interface becomes a status and two lines.
+#ifndef OUTRIDER_FILES_GUARDED_H
+#define OUTRIDER_FILES_GUARDED_H
+
+#include <string.h>
+
+#include <algorithm>
+#include <exception>
+#include <new>
+#include <string>
+#include <system_error>
+
+#include "failure.h"
+
+namespace outrider {
+
+inline void copy_line(char* to, size_t size, const std::string& text) {
+  size_t length = std::min(size - 1, text.size());
+  while (length < text.size() && length > 0 && (text[length] & 0xC0) == 0x80) --length; // whole characters
+  memcpy(to, text.data(), length);
+  to[length] = '\0';
+  for (size_t i = 0; i < length; ++i)
+    if (to[i] == '\n') to[i] = ' ';
+}
+
+inline int32_t tell(outrider_failure* failure, const Failure& found) {
+  if (failure != nullptr) {
+    failure->status = found.status;
+    copy_line(failure->cause, sizeof failure->cause, found.cause);
+    copy_line(failure->remedy, sizeof failure->remedy, found.remedy);
+  }
+  return found.status;
+}
+
+template <class Work> int32_t guarded(outrider_failure* failure, const Work& work) {
+  try {
+    if (failure != nullptr) *failure = {};
+    work();
+    return OUTRIDER_OK;
+  } catch (const Failure& found) {
+    return tell(failure, found);
+  } catch (const std::bad_alloc&) {
+    return tell(failure, {OUTRIDER_FAILED_MEMORY, "not enough memory",
+                          "Free some, use fewer slots, or build with a smaller MAX_LEN"});
+  } catch (const std::system_error& error) { // no thread is to be had
+    return tell(failure, {OUTRIDER_FAILED_MEMORY, error.what(), "Let the process have more threads"});
+  } catch (const std::exception& error) { // nothing may pass a C interface
+    return tell(failure, {OUTRIDER_FAILED_BACKEND, error.what(), "This is a fault of Outrider"});
+  }
+}
+
+} // namespace outrider
+#endif

@@ -1,0 +1,213 @@
+"""Sessions over TensorRT's stand-in, beside the same toy model under Python's rounds.
+
+In a process of its own, which test_device_session.py starts: the stand-ins answer to the names of
+the driver's and TensorRT's libraries.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from native_session import NativeSession
+from test_bits import in_step, requests
+from toy_model import make_bundle, python_engine
+
+from runtime.files.errors import OutriderError
+
+PLAIN = {"max_new_tokens": 30, "ignore_eos": True, "gamma": 0}
+DRAFTED = {**PLAIN, "gamma": 4, "draft": "model", "temperature": 1.0, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def driver() -> ctypes.CDLL:
+    found = ctypes.CDLL("libcuda.so.1")
+    found.standin_count.restype = ctypes.c_longlong
+    return found
+
+
+def count(driver: ctypes.CDLL, what: str) -> int:
+    return int(driver.standin_count(what.encode()))
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(driver: ctypes.CDLL) -> Iterator[None]:
+    """What a session takes of a GPU it gives back, however it ends."""
+    yield
+    driver.standin_fail(ctypes.c_longlong(-1))
+    driver.standin_break_captures(False)
+    driver.standin_room(ctypes.c_size_t(1 << 30))
+    left = ("device", "pinned", "streams", "graphs", "contexts", "current")
+    assert {what: count(driver, what) for what in left} == dict.fromkeys(left, 0)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_requests_join_and_leave(tmp_path: Path, driver: ctypes.CDLL, slots: int) -> None:
+    """All kinds of drafts and rules, texts up to the context's end, rows used again: token by token
+    what Python's rounds say."""
+    random, manifest = Random(slots), make_bundle(tmp_path, slots=slots)
+    with (
+        closing(python_engine(tmp_path, manifest, slots)) as engine,
+        NativeSession(tmp_path, threads=1) as session,
+    ):
+        before = count(driver, "launches"), count(driver, "captures")
+        assert in_step(engine, session, requests(engine, 40, random), random) > 300
+        launches, captures = count(driver, "launches"), count(driver, "captures")
+        assert launches - before[0] > 3 * (captures - before[1]) > 0  # graphs are replayed
+        assert session.facts.slots == slots and not session.facts.one_text
+
+
+def test_a_stale_row_would_be_noticed(tmp_path: Path) -> None:
+    """The control: the toy's tokens depend on every token before."""
+    make_bundle(tmp_path, slots=1)
+    with NativeSession(tmp_path) as session:
+        texts = [
+            [token.id for token in session.generate([first, *range(2, 30)], **PLAIN)]
+            for first in (3, 4)
+        ]
+    assert texts[0] != texts[1]
+
+
+@pytest.mark.parametrize("length", [256, 257, 600])
+def test_long_prompts_come_in_chunks(tmp_path: Path, length: int) -> None:
+    manifest = make_bundle(tmp_path, slots=2, max_len=700)
+    prompt = np.random.default_rng(length).integers(2, 32, length).tolist()
+    with (
+        closing(python_engine(tmp_path, manifest, 2)) as engine,
+        NativeSession(tmp_path) as session,
+    ):
+        for options in (PLAIN, DRAFTED):
+            expected = engine.generate(prompt, **options).token_ids
+            assert [token.id for token in session.generate(prompt, **options)] == expected
+
+
+def test_a_text_grows_to_the_capacity(tmp_path: Path) -> None:
+    manifest = make_bundle(tmp_path, slots=1, max_len=60)
+    options = {**DRAFTED, "max_new_tokens": 100}
+    with (
+        closing(python_engine(tmp_path, manifest, 1)) as engine,
+        NativeSession(tmp_path) as session,
+    ):
+        expected = engine.generate([5, 6, 7], **options)
+        assert expected.finish_reason == "context" and len(expected.token_ids) == 57
+        assert [t.id for t in session.generate([5, 6, 7], **options)] == expected.token_ids
+
+
+def test_without_a_draft_model(tmp_path: Path) -> None:
+    manifest = make_bundle(tmp_path, slots=1, draft=False)
+    options = {**PLAIN, "gamma": 3, "draft": "ngram"}
+    with (
+        closing(python_engine(tmp_path, manifest, 1)) as engine,
+        NativeSession(tmp_path) as session,
+    ):
+        expected = engine.generate([5, 6, 5, 6], **options).token_ids
+        assert [token.id for token in session.generate([5, 6, 5, 6], **options)] == expected
+
+
+def test_what_no_graph_can_hold_runs_without(tmp_path: Path, driver: ctypes.CDLL) -> None:
+    make_bundle(tmp_path, slots=1)
+    with NativeSession(tmp_path) as session:
+        expected = [token.id for token in session.generate([5, 6], **DRAFTED)]
+    driver.standin_break_captures(True)
+    with NativeSession(tmp_path) as session:
+        before = count(driver, "launches")
+        assert [token.id for token in session.generate([5, 6], **DRAFTED)] == expected
+        assert count(driver, "launches") == before
+
+
+def test_a_broken_text_leaves_its_slot_empty(tmp_path: Path) -> None:
+    """Rows of NaN are wiped: the next text in the slot is as in a fresh one."""
+    make_bundle(tmp_path, slots=2, nan_after=20)
+    with NativeSession(tmp_path) as session:
+        session.admit([5, 6], **{**PLAIN, "max_new_tokens": 1})  # the first slot stays taken
+        with pytest.raises(OutriderError) as caught:
+            session.generate([5, 6, 7], **PLAIN)
+        assert caught.value.kind == "numeric"
+        assert len(session.generate([5, 6, 7], **{**PLAIN, "max_new_tokens": 10})) == 10
+
+
+def test_every_allocation_may_fail(tmp_path: Path, driver: ctypes.CDLL) -> None:
+    make_bundle(tmp_path, slots=2)
+    # Of each model: scratch, caches, logits, page-locked ones, and three inputs on both sides.
+    for number in range(2 * (1 + 2 * 2 + 1 + 1 + 2 * 3)):
+        driver.standin_fail(ctypes.c_longlong(number))
+        with pytest.raises(OutriderError, match="the GPU") as caught:
+            NativeSession(tmp_path)
+        assert caught.value.kind == "memory" and caught.value.remedy
+        assert count(driver, "device") == count(driver, "pinned") == 0
+    driver.standin_fail(ctypes.c_longlong(number + 1))  # and these are all
+    NativeSession(tmp_path).close()
+
+
+REFUSED = {
+    "error": ("backend", "TensorRT cannot load .*: of version 9"),
+    "odd_tensor": ("backend", r"of another graph \(tensor odd\)"),
+    "copies": ("backend", "does not update key_0 in place"),
+    "half_logits": ("backend", "its logits are not float32"),
+    "float_caches": ("backend", "key_0 has another type"),
+}
+
+
+@pytest.mark.parametrize("odd", REFUSED)
+def test_engines_that_are_refused(tmp_path: Path, odd: str) -> None:
+    kind, cause = REFUSED[odd]
+    make_bundle(tmp_path, slots=1, **{odd: "of version 9"})
+    with pytest.raises(OutriderError, match=cause) as caught:
+        NativeSession(tmp_path)
+    assert caught.value.kind == kind and "Build the bundle again" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("odd", "kind", "cause"),
+    [("no_context", "memory", "cannot make a context: no context today"),
+     ("no_profile", "backend", "refuses profile 0: no such profile"),
+     ("broken", "backend", "failed on 1 slots x 2 tokens: broken today")],
+)  # fmt: skip
+def test_calls_that_fail(tmp_path: Path, odd: str, kind: str, cause: str) -> None:
+    make_bundle(tmp_path, slots=1, **{odd: 1})
+    with NativeSession(tmp_path) as session:
+        for _ in range(2):  # and the session is as it was
+            with pytest.raises(OutriderError, match=cause) as caught:
+                session.admit([5, 6], **PLAIN)
+            assert caught.value.kind == kind and "\n" not in caught.value.cause
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "kind", "cause"),
+    [("STANDIN_NO_GPU", "1", "backend", "cuInit failed: CUDA_ERROR_NO_DEVICE"),
+     ("STANDIN_VERSION", "91600", "backend", r"TensorRT 9.16 is here, and this was compiled for"),
+     ("STANDIN_NO_RUNTIME", "1", "backend", "cannot start: CUDA initialization failure"),
+     ("OUTRIDER_TENSORRT", "/nowhere.so", "backend", "TensorRT cannot be loaded: /nowhere.so"),
+     ("OUTRIDER_TENSORRT", "libcuda.so.1", "backend", "libcuda.so.1 is not TensorRT")],
+)  # fmt: skip
+def test_machines_that_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, kind: str,
+    cause: str,
+) -> None:  # fmt: skip
+    make_bundle(tmp_path, slots=1)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(OutriderError, match=cause) as caught:
+        NativeSession(tmp_path)
+    assert caught.value.kind == kind and caught.value.remedy
+
+
+def test_what_does_not_fit(tmp_path: Path, driver: ctypes.CDLL) -> None:
+    make_bundle(tmp_path / "bundle", slots=2)
+    for config, kind, cause in (
+        ({"slots": 3}, "option", "slots=3 is over the 2 that the bundle was built for"),
+        ({"plain_width": 2}, "option", "plain_width is for the CPU"),
+    ):
+        with pytest.raises(OutriderError, match=cause) as caught:
+            NativeSession(tmp_path / "bundle", **config)
+        assert caught.value.kind == kind
+    driver.standin_room(ctypes.c_size_t(1 << 16))
+    with pytest.raises(OutriderError, match="a model needs 0 MiB of the GPU's memory, and 0"):
+        NativeSession(tmp_path / "bundle")
+    make_bundle(tmp_path / "other", slots=2, target="sm80")
+    with pytest.raises(OutriderError, match="was compiled for sm80 and this GPU is sm90"):
+        NativeSession(tmp_path / "other")

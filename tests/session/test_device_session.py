@@ -1,0 +1,119 @@
+"""The session over TensorRT without TensorRT's library and without a GPU.
+
+Its engine is built against real headers where TENSORRT_ROOT names them (else these tests are
+skipped), and opened with stand-ins for the driver and for TensorRT, which check what they are told.
+What this does not show: that TensorRT does what its headers say, and how fast anything is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from toy_model import BUILT, ROOT, compile_standins, make_bundle
+
+from plugins.tools import build_tensorrt
+from plugins.tools.build import find_compiler
+from runtime.files.library import find_library
+
+HERE = Path(__file__).parent
+# Opens a bundle as a program does that has nothing of ours but the library.
+OPEN = """
+import sys
+from pathlib import Path
+from runtime.files import library
+library.FOLDERS = (Path(sys.argv[1]),)
+from native_session import NativeSession
+try:
+    NativeSession(Path(sys.argv[2]))
+except Exception as error:
+    print(f"{error.kind}: {error.cause}: {error.remedy}")
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    if not ROOT:
+        pytest.skip("TENSORRT_ROOT does not name TensorRT's headers")
+    return compile_standins(tmp_path_factory.mktemp("standins"))
+
+
+def test_as_python_says(environment: Mapping[str, str]) -> None:
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider",
+               HERE / "device_cases.py"]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_it_compiles_without_a_warning(
+    environment: Mapping[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made = build_tensorrt.build_engine(ROOT, tmp_path)
+    assert capfd.readouterr().err == f"compile the TensorRT engine with {find_compiler()[0]}\n"
+    listed = [
+        subprocess.run(["nm", "-D", f"--{which}-only", made], capture_output=True, text=True).stdout
+        for which in ("defined", "undefined")
+    ]
+    assert listed[0].split()[2::3] == ["outrider_model_table"]
+    assert not re.search(r" cu[A-Z]|nvinfer|_INTERNAL", listed[1])
+
+
+def test_older_headers_make_no_engine(tmp_path: Path) -> None:
+    """Of the plugin they still make one."""
+    path = tmp_path / "NvInferRuntime.h"
+    path.write_text("class ICudaEngine;")
+    assert not build_tensorrt.new_enough(tmp_path)
+    if ROOT:
+        assert build_tensorrt.new_enough(build_tensorrt.tensorrt_headers(ROOT))
+
+
+def test_liboutrider_needs_none_of_it() -> None:
+    library = find_library()
+    assert library is not None
+    needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True)
+    assert not re.search(r"NEEDED.*(nvinfer|cuda|engine)", needed.stdout)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("engine", r"backend: the bundle needs liboutrider_tensorrt_engine.so: .*: Compile it"),
+        ("version", r"backend: .*engine.so is of another version than liboutrider: Compile it"),
+        ("driver", r"backend: there is no CUDA driver: .*: Install NVIDIA's driver"),
+    ],
+)
+def test_what_is_missing_is_named(missing: str, message: str, tmp_path: Path) -> None:
+    """In a copy of the folder of liboutrider, and where no stand-in is found."""
+    library, own, driver = find_library(), tmp_path / "lib", tmp_path / "driver"
+    assert library is not None
+    own.mkdir()
+    driver.mkdir()
+    shutil.copy(library, own / "liboutrider.so")
+    engine = own / f"{build_tensorrt.ENGINE}.so"
+    if missing == "version":
+        source = tmp_path / "other.c"
+        source.write_text("const int *outrider_model_table(void) { static int v = 0; return &v; }")
+        subprocess.run([*find_compiler(), "-x", "c", "-shared", "-fPIC", source, "-o", engine],
+                       check=True)  # fmt: skip
+    elif missing == "driver":
+        if not ROOT:
+            pytest.skip("TENSORRT_ROOT does not name TensorRT's headers")
+        shutil.copy(build_tensorrt.build_engine(ROOT, BUILT), engine)
+        (driver / "libcuda.so.1").write_text("no library")
+    make_bundle(tmp_path / "bundle", slots=1)
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN, own, tmp_path / "bundle"], cwd=HERE.parents[1],
+        env={**os.environ, "LD_LIBRARY_PATH": str(driver),
+             "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])])},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and re.match(message, done.stdout), done.stdout + done.stderr
+    assert done.stdout.count("\n") == 1
