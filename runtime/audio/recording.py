@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Audio = str | PathLike[str] | npt.NDArray[np.floating[Any]]
 
+LOUDEST = 1e12  # of a sample: float32 holds the powers of its spectrum
 INSTALL = "Install what reads audio: pip install soundfile soxr."
 _FORMATS = "Give a WAV or FLAC file, or convert it: ffmpeg -i <file> audio.wav"
 
@@ -42,7 +43,8 @@ class Recording:
                     f"the audio is {audio.dtype} {list(audio.shape)}, not float samples [n]",
                     "Mix the channels, and divide integers by their largest (32768 for int16).",
                 )
-            self._samples, self.name = audio.astype(np.float32, copy=False), "the audio"
+            with np.errstate(over="ignore"):  # infinity is refused with the others
+                self._samples, self.name = audio.astype(np.float32, copy=False), "the audio"
         elif isinstance(audio, str | PathLike):
             self._path = Path(audio)
             self.name = str(self._path)
@@ -76,7 +78,9 @@ class Recording:
         with importing("soundfile", INSTALL):
             import soundfile
         with self._named(soundfile.LibsndfileError), soundfile.SoundFile(path) as file:
-            pieces = self._finite(self._mono(file, size), file.samplerate)
+            # A low rate makes many samples of one.
+            piece = max(1, min(size, size * file.samplerate // self.rate))
+            pieces = self._finite(self._mono(file, piece), file.samplerate)
             yield from (
                 pieces if file.samplerate == self.rate else self._resampled(pieces, file.samplerate)
             )
@@ -100,12 +104,13 @@ class Recording:
     def _finite(self, pieces: Iterable[Samples], rate: int) -> Iterator[Samples]:
         begin = 0
         for piece in pieces:
-            odd = np.flatnonzero(~np.isfinite(piece))
+            odd = np.flatnonzero(~(np.abs(piece) <= LOUDEST))
             if len(odd):
                 at = begin + int(odd[0])
+                kind = "far too large" if np.isfinite(piece[odd[0]]) else "no number"
                 raise OutriderError(
                     "prompt",
-                    f"{self.name} has a sample that is no number, after {at / rate:.3f} s",
+                    f"{self.name} has a sample that is {kind}, after {at / rate:.3f} s",
                     "Make it again: what wrote it failed there.",
                 )
             begin += len(piece)

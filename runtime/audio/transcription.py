@@ -58,8 +58,8 @@ class SpeechOptions:
         several = len(self.temperatures) > 1
         ratio, logprob = self.compression_ratio_threshold, self.logprob_threshold
         refuse_first(
-            (not isinstance(value, Real | None), f"{name}={value!r} is out of range",
-             f"{name} must be a number.")
+            (not isinstance(value, Real | None) or (value is not None and math.isnan(value)),
+             f"{name}={value!r} is out of range", f"{name} must be a number.")
             for name, value in vars(self).items() if name.endswith("_threshold")
         )  # fmt: skip
         refuse_first([

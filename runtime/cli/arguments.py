@@ -266,7 +266,10 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     no_text = "--json" if args.json else "--batch" if args.batch else ""
     leave = "Leave one of them out."
     no_stream = no_text or args.baseline or args.beams
+    files = ("prompt_file", "messages", "batch", "audio", "source_file")
     rules: list[tuple[object, str, str]] = [
+        *((getattr(args, name) == "", f"--{name.replace('_', '-')} names no file", "Give one.")
+          for name in files),
         (args.draft == "none" and args.gamma, f"--draft none contradicts --gamma {args.gamma}",
          leave),
         (args.draft not in (None, "none") and args.gamma == 0,

@@ -104,6 +104,7 @@ def transcribe(session: Session) -> None:
     args, out = session.args, session.out
     options = options_of(args, session.options)
     write = _writer(args.format or "text", options["timestamps"])
+    session.err.lines(report.notes([session.options]))
     begin = time.perf_counter()
     with ExitStack() as stack:
         # Where the text itself is seen coming, that is progress enough.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +66,7 @@ def _single(session: Session, prompt: Prompt | None) -> None:
             "--baseline compares with plain decoding, and without a draft there is nothing else",
             "Leave --baseline out, or use a bundle that was built with DRAFT=<draft>.",
         )
-    err.lines(_notes([options]))
+    err.lines(report.notes([options]))
     plain_options = options.plain()
     if args.baseline:
         few = min(WARM_UP, options.max_new_tokens)
@@ -152,7 +152,7 @@ def _batch(session: Session, requests: Sequence[tuple[int, Prompt | None, Option
             raise at_line(args, number, error) from None
     refuse_unread(args, {request.draft for request in asked if request.gamma})
     all_options = [options for _, _, options in requests]
-    err.lines(_notes(all_options))
+    err.lines(report.notes(all_options))
     begin = time.perf_counter()
     results: dict[int, Result] = {}
     printed = tokens = 0
@@ -189,18 +189,3 @@ def _gamma_text(options: Collection[Options], gammas: Collection[int], stats: St
         return f"{least}-{most}" if least < most else str(most)
     named = chosen[0].gamma if isinstance(chosen[0].gamma, str) else f"{most} or 0"
     return f"{named} | {stats.undrafted} rounds without drafts"
-
-
-def _notes(all_options: Collection[Options]) -> Iterator[str]:
-    """What is not exact, once each."""
-    if any(options.verify == "sigmoid" for options in all_options):
-        yield (
-            "note: verify=sigmoid is not exact: the output is close to the draft's, and not "
-            "distributed as the target's"
-        )
-    lenience = min(options.lenience for options in all_options)
-    if lenience < 1:
-        yield (
-            f"note: lenience={lenience:g} is not exact: a token may be drawn with up to "
-            f"{1 / lenience:.3g} times the target's probability"
-        )

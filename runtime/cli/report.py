@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
 from typing import Any
 
 from ..sequence import Token
 from ..stats import Stats
+from ..text.options import Options
 from ..text.results import Result
 from ..theory.formulas import speedup
 
@@ -247,3 +248,18 @@ def _fraction(value: float) -> str:
     """Two digits, without the zero before the point."""
     text = f"{value:.2f}"
     return text[1:] if text.startswith("0") else text
+
+
+def notes(all_options: Collection[Options]) -> Iterator[str]:
+    """What is not exact, once each."""
+    if any(options.verify == "sigmoid" for options in all_options):
+        yield (
+            "note: verify=sigmoid is not exact: the output is close to the draft's, and not "
+            "distributed as the target's"
+        )
+    lenience = min(options.lenience for options in all_options)
+    if lenience < 1:
+        yield (
+            f"note: lenience={lenience:g} is not exact: a token may be drawn with up to "
+            f"{1 / lenience:.3g} times the target's probability"
+        )

@@ -23,7 +23,11 @@ class Stage:
 
 @contextmanager
 def stage(part: str, what: str) -> Iterator[Stage]:
-    """Print `part  what  seconds  note` on stderr when the block ends well."""
+    """Print `part  what  seconds  note` on stderr when the block ends well; nothing on a closed
+    one."""
+    if sys.stderr is None:  # `2>&-`; print would take stdout for it
+        yield Stage()
+        return
     begin, done, said = time.perf_counter(), threading.Event(), Stage()
     head, terminal = f"{part:<9} {what:<34}", sys.stderr.isatty()
 

@@ -63,13 +63,17 @@ def _features(source: Any, wanted: FeatureFacts, architecture: str) -> Features:
     shape = wanted.feature_size, wanted.frames
     reads = f"the target, a {architecture}, reads float32 log-mel features {list(shape)}"
     if source is None:
-        raise OutriderError("prompt", f"there is no source: {reads}", "Give it one: source=array.")
+        raise OutriderError(
+            "prompt",
+            f"there is no source: {reads}",
+            "Transcribe a recording, on the command line --audio FILE, or give source=array.",
+        )
     if not isinstance(source, np.ndarray):
         what = "text" if isinstance(source, str) else "token ids"
         raise OutriderError(
             "prompt",
             f"the source is {what}, and {reads}",
-            "Give it features, or use a bundle of a model that reads text.",
+            "Transcribe a recording, --audio FILE, or use a bundle of a model that reads text.",
         )
     if source.dtype != np.float32 or source.shape != shape:
         raise OutriderError(

@@ -79,6 +79,12 @@ def test_times(cli: Cli, asked: dict[str, Any], options: list[str], expected: st
     assert asked["timestamps"]
 
 
+def test_what_is_not_exact_is_said(cli: Cli) -> None:
+    _, _, err = cli("--audio", "talk.wav", "--lenience", "0.5", "--temperature", "1")
+    assert "note: lenience=0.5 is not exact" in err
+    assert "note:" not in cli("--audio", "talk.wav", "--temperature", "1")[2]
+
+
 def test_json(cli: Cli) -> None:
     _, out, _ = cli("--audio", "talk.wav", "--format", "json")
     found = json.loads(out)
@@ -113,6 +119,8 @@ def test_options(cli: Cli, asked: dict[str, Any]) -> None:
         ("--prompt hello --language en", "--language is of --audio"),
         ("--prompt hello --timestamps", "--timestamps is of --audio"),
         ("--prompt hello --format json", "--format is of --audio"),
+        ("--audio=", "--audio names no file"),
+        ("--batch=", "--batch names no file"),
         ("--audio a.wav --source abc", "--source has no meaning for --audio"),
         ("--audio a.wav --json", "--json has no meaning for --audio"),
         ("--audio a.wav --no-stream", "--stream has no meaning for --audio"),

@@ -157,3 +157,22 @@ def test_nothing_to_hear(tmp_path: Path) -> None:
             Windows(Recording(audio, RATE), LOG_MEL, 30 * RATE)
         assert refused.value.kind == "prompt"
     assert windows(np.ones(1)).frames == 1
+
+
+def test_a_low_rate_needs_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second of a file of 1 Hz is 16,000 samples, so few seconds are read at a time."""
+    soundfile.write(tmp_path / "a.wav", np.full(120, 0.1), 1)
+    most, real = [], soxr.ResampleStream.resample_chunk
+    monkeypatch.setattr(
+        soxr.ResampleStream,
+        "resample_chunk",
+        lambda self, piece, **more: most.append(len(piece)) or real(self, piece, **more),
+    )
+    found = Recording(tmp_path / "a.wav", RATE).blocks(10 * RATE)
+    assert sum(map(len, found)) == 120 * RATE and max(most) == 10
+
+
+def test_a_sample_whose_power_is_no_float_is_named() -> None:
+    loud = np.array([0.1, 1e30, 1e300])
+    with pytest.raises(OutriderError, match=r"far too large, after 0\.000 s"):
+        list(Recording(loud, RATE).blocks(RATE))

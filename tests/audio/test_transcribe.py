@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ def test_windows_do_not_share_random_numbers(bundle: Path) -> None:
         ({"temperature": None}, "temperature=None is out of range"),
         ({"temperature": (0.0, -1.0), "logprob_threshold": -1.0}, "temperature=-1.0 is out of"),
         ({"logprob_threshold": "a", "temperature": (0, 1)}, "logprob_threshold='a' is out of"),
+        ({"logprob_threshold": math.nan, "temperature": (0, 1)}, "logprob_threshold=nan is out"),
         ({"max_new_tokens": 0}, "max_new_tokens=0 is out of range"),
         ({"gamma": 99}, "gamma=99 is over"),
     ],

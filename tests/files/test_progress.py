@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import pytest
@@ -48,3 +49,12 @@ def test_a_stage_that_fails_says_nothing(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(ValueError), progress.stage("target", "load"):
         raise ValueError
     assert capsys.readouterr().err == ""
+
+
+def test_a_closed_stderr_hears_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    with progress.stage("target", "trace"):
+        pass
+    assert capsys.readouterr().out == ""
