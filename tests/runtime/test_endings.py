@@ -126,9 +126,9 @@ def test_min_new_tokens_masks_end_of_text(gamma: int) -> None:
 def test_end_of_text_that_is_not_masked(model: str) -> None:
     """In the target it would end the text early; in the draft it would cost every acceptance."""
 
-    def unmasked(logits, params, context, suppress, vocab_size, where, output_start):  # type: ignore[no-untyped-def]
+    def unmasked(logits, params, context, suppress, where, output_start):  # type: ignore[no-untyped-def]
         kept = () if where.startswith(model) else suppress
-        return warp(logits, params, context, kept, vocab_size, where, output_start)
+        return warp(logits, params, context, kept, where=where, output_start=output_start)
 
     for minimum in range(2, GAMMA + 2):
         with broken("sampling.reference.warp", unmasked), pytest.raises(AssertionError):
