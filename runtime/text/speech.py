@@ -79,6 +79,13 @@ def transcribe(
         replace(usual, temperature=temperature).check()
     stats, calls = Stats(), 0
 
+    def room_after(prompt: int) -> int:
+        """New tokens. The checkpoint's `max_length` is without the prompt, as in Transformers."""
+        left = pair.max_len - prompt
+        if max_new_tokens is not None:
+            return min(max_new_tokens, left)
+        return min(facts.max_length + min(pair.max_len // 2 - 1, prompt) - prompt, left)
+
     def say(
         prompt: list[int],
         window: MelFrames,
@@ -90,7 +97,7 @@ def transcribe(
         nonlocal calls
         asked = replace(
             usual, source=window, processors=processors, temperature=temperature,
-            logprobs=0 if logprobs else None, max_new_tokens=min(room, pair.max_len - len(prompt)),
+            logprobs=0 if logprobs else None, max_new_tokens=room_after(len(prompt)),
             # No two windows, and no two attempts at one, have the same random numbers.
             seed=((usual.seed or 0) + calls) % 2**64,
         )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,20 @@ def test_a_talk(bundle: Path, seconds: int, context: bool) -> None:
         stats = found.stats
         assert (0 < stats.accepted < stats.drafted) == (gamma > 0)
         assert stats.output_tokens >= len(tokens)
+
+
+def test_a_checkpoint_with_short_texts(bundle: Path) -> None:
+    """Shorter than its positions allow. One window: Transformers allows each one more."""
+    engine = one_thread(bundle, 1)
+    pair = engine.manifest.pair
+    assert pair.audio is not None
+    pair = replace(pair, audio=replace(pair.audio, max_length=12))
+    engine.manifest = replace(engine.manifest, pair=pair)
+    sound = SOUND[: 30 * RATE]
+    found = engine.transcribe(sound, timestamps=True)
+    check(list(found.segments), theirs(sound, SEED, max_length=12))
+    longer = one_thread(bundle, 1).transcribe(sound, timestamps=True)
+    assert found.stats.output_tokens < longer.stats.output_tokens
 
 
 def test_what_is_heard_while_it_is(bundle: Path) -> None:
