@@ -137,6 +137,7 @@ def export(
     vocabulary.check_chat_template(target, tokenizer)
     vocabulary.start_ids(target)
     vocabulary.audio(target)
+    vocabulary.rules(target)
     _say_what_is_not_carried(target, tokenizer)
     widths = [_width(checkpoint) for checkpoint in (target, drafter) if checkpoint]
     if drafter:
@@ -178,6 +179,7 @@ def export(
             lookup=lookup,
             start_ids=vocabulary.start_ids(target),
             audio=vocabulary.audio(target),
+            rules=vocabulary.rules(target),
         )
         write_json(partial / PAIR_FILE, "pair", pair)
     return pair
@@ -287,7 +289,7 @@ def _width(checkpoint: Checkpoint) -> int:
 def _say_what_is_not_carried(target: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> None:
     if defaults := vocabulary.sampling_defaults(target):
         options = ", ".join(f"{name}={value}" for name, value in defaults.items())
-        note(f"generation_config.json asks for {options}: pass what you want of it when generating")
+        note(f"the generation config asks for {options}: pass what you want of it when generating")
     beyond = max(tokenizer.get_vocab().values()) + 1 - _width(target)
     if beyond > 0:
         note(f"{beyond} tokens of the tokenizer have no embedding: prompts with them are refused")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 from runtime.files.audio import AudioFacts
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.manifest import TEMPLATE_FILE, TOKENIZER_FILE, TokenizerFacts, file_facts
-from runtime.files.records import digest_json
+from runtime.files.records import build, digest_json
+from runtime.files.rules import TextRules
 
 from .audio import tokens
 from .checkpoint import Checkpoint, generation_config
@@ -151,7 +153,7 @@ def start_ids(checkpoint: Checkpoint) -> list[int] | None:
     if not checkpoint.has_encoder:
         return None
     config = checkpoint.config
-    generation = generation_config(checkpoint) or GenerationConfig.from_model_config(config)
+    generation = _generation(checkpoint)
     if checkpoint.features:
         return tokens.begin(checkpoint, generation)[0]
     starts = (
@@ -179,15 +181,42 @@ def audio(checkpoint: Checkpoint) -> AudioFacts | None:
     """What transcribing needs; None for models that do not. Raises OutriderError "checkpoint"."""
     if not checkpoint.features:
         return None
-    own = generation_config(checkpoint) or GenerationConfig.from_model_config(checkpoint.config)
-    return tokens.facts(checkpoint, own)
+    return tokens.facts(checkpoint, _generation(checkpoint))
+
+
+def _generation(checkpoint: Checkpoint) -> GenerationConfig:
+    """As Transformers has it, which takes an old checkpoint's from its config.json."""
+    own = generation_config(checkpoint)
+    return own or GenerationConfig.from_model_config(checkpoint.config)
+
+
+def rules(checkpoint: Checkpoint) -> TextRules | None:
+    """What the generation config asks of each text, and a bundle carries. Raises OutriderError
+    "checkpoint"."""
+    own, width = _generation(checkpoint), checkpoint.text_config.vocab_size
+    asked = {field.name: getattr(own, field.name) for field in fields(TextRules)}
+    end = asked.pop("forced_eos_token_id")
+    asked = {name: value for name, value in asked.items() if value not in (None, 0, [])}
+    if end is not None:
+        asked["forced_eos_token_id"] = end[0] if isinstance(end, list) and len(end) == 1 else end
+    try:
+        found: TextRules = build(TextRules, asked, "generation_config")
+        named = [token for word in found.bad_words_ids or () for token in word]
+        if odd := [token for token in [*named, found.forced_eos_token_id or 0] if token >= width]:
+            raise ValueError(f"generation_config names the token {odd[0]}, and there are {width}")
+    except (TypeError, ValueError) as error:
+        raise OutriderError(
+            "checkpoint",
+            f"{checkpoint.source}: {first_line(error)}",
+            "Mend its generation_config.json, or download the checkpoint again.",
+        ) from None
+    return found if asked else None
 
 
 def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What generation_config.json would change in `generate`, and a bundle does not carry."""
-    if (generation := generation_config(checkpoint)) is None:
-        return {}
-    neutral = {
+    """What the generation config would change in `generate`, and a bundle does not carry."""
+    generation = _generation(checkpoint)
+    neutral: dict[str, tuple[Any, ...]] = {
         "do_sample": (None, False),
         "temperature": (None, 1.0),
         "top_k": (None, 0, 50),  # 50 is Transformers' own default, and no choice of the model
@@ -195,11 +224,19 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
         "min_p": (None, 0.0),
         "repetition_penalty": (None, 1.0),
         "num_beams": (None, 1),
-        "no_repeat_ngram_size": (None, 0),
-        "min_length": (None, 0),
-        "forced_eos_token_id": (None,),
-        "bad_words_ids": (None,),
+        "length_penalty": (None, 1.0),
+        "encoder_repetition_penalty": (None, 1.0),
+        "guidance_scale": (None, 1.0),
+        "typical_p": (None, 1.0),
+        "epsilon_cutoff": (None, 0.0),
+        "eta_cutoff": (None, 0.0),
+        "sequence_bias": (None,),
+        "exponential_decay_length_penalty": (None,),
     }
+    if checkpoint.has_encoder and not checkpoint.features:
+        neutral["max_length"] = (None, 20)  # as 50 above
+    if not checkpoint.features:
+        neutral |= {name: (None, []) for name in ("suppress_tokens", "begin_suppress_tokens")}
     values = {name: getattr(generation, name, None) for name in neutral}
     return {name: value for name, value in values.items() if value not in neutral[name]}
 

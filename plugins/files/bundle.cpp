@@ -215,6 +215,13 @@ Bundle Bundle::read(const std::string& folder) {
     const auto engine = [&](const char* role) {
       return bundle.on_gpu() ? &facts.at("engines").at(role) : nullptr;
     };
+    if (pair.has("rules")) {
+      std::string names;
+      for (const auto& [name, asked] : pair.object("rules"))
+        if (pair.at("rules").has(name)) names += (names.empty() ? "" : ", ") + name;
+      fail(OUTRIDER_FAILED_BACKEND, "the checkpoint's generation config asks for " + names,
+           "Use the Python runtime: a session does not do that yet");
+    }
     bundle.target = model(pair.at("target"), "target", engine("target"));
     if (pair.has("draft")) bundle.draft = model(pair.at("draft"), "draft", engine("draft"));
 

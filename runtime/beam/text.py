@@ -84,6 +84,12 @@ def beam_texts(
         system=system, special_tokens=special_tokens,
     )  # fmt: skip
     request = engine.request(prompt, options)
+    if request.processors or request.min_new_tokens:
+        raise OutriderError(
+            "option",
+            "the checkpoint's generation config forbids tokens, which a beam search does not",
+            "Sample instead, without beams.",
+        )
     ids = request.prompt
     with engine.undisturbed():
         found = beam_search(

@@ -171,8 +171,8 @@ def _parser() -> ArgumentParser:
     add = parser.add_argument_group("length").add_argument
     add("--max-new-tokens", type=_whole(1), metavar="N",
         help="default 256; of each window of --audio all that fit")
-    add("--min-new-tokens", type=_whole(0), default=0, metavar="N",
-        help="no end-of-text before this many (default 0)")
+    add("--min-new-tokens", type=_whole(0), metavar="N",
+        help="no end-of-text before this many (default: what the checkpoint asks for, or 0)")
     add("--stop", type=_escaped, action="append", default=[], metavar="TEXT",
         help=r"end before this text; repeatable; \n \t \r \xHH \uHHHH and \\ are understood")
     add("--stop-token-id", type=_whole(0), action="append", default=[], metavar="ID",
@@ -190,6 +190,9 @@ def _parser() -> ArgumentParser:
         help="taken from a token's logit each time that it stands in the output; default 0: off")
     add("--presence-penalty", type=float, default=0.0, metavar="X",
         help="taken once, where it stands there at all; default 0: off")
+    add("--no-repeat-ngram-size", type=_whole(0), metavar="N",
+        help="no N tokens in a row stand twice in prompt and output (default: what the checkpoint "
+        "asks for, or 0: off)")
     add("--logit-bias", type=_bias, action="append", default=[], metavar="ID=X",
         help="added to the logit of a token id, -100 to 100; repeatable")
     add("--seed", type=_whole(0), metavar="N", help="default: a random one, which is printed")
@@ -245,7 +248,8 @@ def _parser() -> ArgumentParser:
     add("--check", action="store_true",
         help=f"certify the output: exit {EXIT_STATUS['certificate']} unless it is the target's")
     # fmt: on
-    parser.set_defaults(processors=())  # they are functions
+    # Of Python, and the latter of --batch, alone.
+    parser.set_defaults(processors=(), bad_words_ids=None, encoder_no_repeat_ngram_size=None)
     return parser  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 from .audio import AudioFacts, FeatureFacts
 from .errors import OutriderError
 from .records import Count, Rule, Small, TokenId, between, read_json, readable
+from .rules import TextRules
 from .torch_files import PROGRAM_FILE, WEIGHTS_FILE
 
 KINDS = ("manifest", "pair", "graph")
@@ -195,6 +196,7 @@ class Pair:
     start_ids: what an encoder-decoder's text begins with: the decoder's start token, and what is
         forced behind it, where there is any; None for decoder-only models.
     audio: of a target that transcribes; None for the others.
+    rules: of all texts, where the target's generation config has any.
     """
 
     target: GraphFacts
@@ -207,6 +209,7 @@ class Pair:
     lookup: Literal["ngram"] | None = None
     start_ids: Annotated[list[TokenId], Rule("some tokens", bool)] | None = None
     audio: AudioFacts | None = None
+    rules: TextRules | None = None
 
     def models(self) -> Iterator[tuple[str, GraphFacts]]:
         """("target", facts), and ("draft", facts) where there is one."""

@@ -55,7 +55,7 @@ def write_json(path: Path, kind: str, facts: Any) -> None:
     content = dataclasses.asdict(facts)
     for field in dataclasses.fields(facts):
         if field.default is None and content[field.name] is None:
-            del content[field.name]  # written only where there is something, as `_build` reads it
+            del content[field.name]  # written only where there is something, as `build` reads it
     body = {"kind": kind, "schema": SCHEMA, "facts": content}
     text = json.dumps({**body, "checksum": digest_json(body)}, indent=1)
     path.write_text(text + "\n", encoding="utf-8")
@@ -81,7 +81,7 @@ def read_json(path: Path, kind: str, cls: type[T], remedy: str) -> T:
     except (ValueError, RecursionError) as error:
         raise refuse(f"not JSON, truncated or edited ({error})") from None
     try:
-        return typing.cast(T, _build(cls, content["facts"], kind))
+        return typing.cast(T, build(cls, content["facts"], kind))
     except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise refuse(str(error)) from None
 
@@ -100,11 +100,12 @@ def readable(path: Path, remedy: str) -> Iterator[None]:
         raise OutriderError("bundle", f"{path} is not UTF-8", remedy) from None
 
 
-def _build(annotation: Any, value: Any, where: str) -> Any:
-    """A value of the annotated type from JSON; TypeError names the field that does not fit."""
+def build(annotation: Any, value: Any, where: str) -> Any:
+    """A value of the annotated type from JSON. TypeError and ValueError name the field that does
+    not fit."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        built = _build(arguments[0], value, where)
+        built = build(arguments[0], value, where)
         for rule in arguments[1:]:
             if not rule.holds(built):
                 raise ValueError(f"{where} is {_shown(value)}, not {rule.what}")
@@ -112,16 +113,16 @@ def _build(annotation: Any, value: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
-        return _build(next(a for a in arguments if a is not type(None)), value, where)
+        return build(next(a for a in arguments if a is not type(None)), value, where)
     if origin is Literal:
         if value not in arguments:
             raise TypeError(f"{where} is {_shown(value)}, not one of {', '.join(arguments)}")
         return value
     if origin is list and isinstance(value, list):
-        return [_build(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value)]
+        return [build(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value)]
     if origin is dict and isinstance(value, dict):
         return {
-            _build(arguments[0], k, f"a name in {where}"): _build(arguments[1], v, f"{where}.{k}")
+            build(arguments[0], k, f"a name in {where}"): build(arguments[1], v, f"{where}.{k}")
             for k, v in value.items()
         }
     if dataclasses.is_dataclass(annotation) and isinstance(value, dict):
@@ -138,8 +139,8 @@ def _dataclass(cls: type, value: dict[str, Any], where: str) -> Any:
     optional = {f.name for f in dataclasses.fields(cls) if f.default is None}
     odd = sorted((fields.keys() ^ value.keys()) - (optional - value.keys()))
     if odd:
-        raise TypeError(f"{where}: field {odd[0]} is missing or unknown")
-    return cls(**{k: _build(fields[k], v, f"{where}.{k}") for k, v in value.items()})
+        raise TypeError(f"{where}: field {_shown(odd[0])} is missing or unknown")
+    return cls(**{k: build(fields[k], v, f"{where}.{k}") for k, v in value.items()})
 
 
 def _shown(value: Any) -> str:

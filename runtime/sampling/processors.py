@@ -57,6 +57,57 @@ class SuppressTokens:
             scores[within(self.at_begin, len(scores))] = -np.inf
 
 
+@dataclass(frozen=True, eq=False)
+class NoRepeatNgram:
+    """No `size` tokens twice in a row: Transformers' `no_repeat_ngram_size`. source: of whose
+    n-grams none is said, in place of the text's own (`encoder_no_repeat_ngram_size`)."""
+
+    size: int
+    source: Sequence[int] | None = None
+
+    def __call__(self, scores: FloatRow, text: Ids, output_start: int, /) -> None:
+        said = text if self.source is None else np.array(self.source, np.int64)
+        begin = len(text) + 1 - self.size
+        if begin >= 0 and len(said) >= self.size:
+            ngrams = np.lib.stride_tricks.sliding_window_view(said, self.size)
+            again = (ngrams[:, :-1] == text[begin:]).all(axis=1)
+            scores[within(ngrams[again, -1], len(scores))] = -np.inf
+
+
+class BadWords:
+    """None of these sequences of tokens: Transformers' `bad_words_ids`."""
+
+    def __init__(self, words: Sequence[Sequence[int]]):
+        self._always = np.array([word[0] for word in words if len(word) == 1], np.int64)
+        self._after: dict[int, list[list[int]]] = {}  # the longer ones, by their last but one
+        for word in words:
+            if len(word) > 1:
+                self._after.setdefault(word[-2], []).append(list(word))
+
+    def __call__(self, scores: FloatRow, text: Ids, output_start: int, /) -> None:
+        scores[within(self._always, len(scores))] = -np.inf
+        for *before, last in self._after.get(int(text[-1]), ()) if len(text) else ():
+            if text[-len(before) :].tolist() == before:
+                scores[within([last], len(scores))] = -np.inf
+
+
+@dataclass(frozen=True)
+class LastToken:
+    """`token` in row `position` of the text, Transformers' `forced_eos_token_id`; in all others
+    what these `processors` leave, which have no say there."""
+
+    position: int
+    token: int
+    processors: Sequence[LogitsProcessor] = ()
+
+    def __call__(self, scores: FloatRow, text: Ids, output_start: int, /) -> None:
+        if len(text) == self.position:
+            scores[: self.token] = scores[self.token + 1 :] = -np.inf
+            return
+        for processor in self.processors:
+            processor(scores, text, output_start)
+
+
 def process(
     processors: Sequence[LogitsProcessor],
     row: FloatRow,

@@ -25,7 +25,7 @@ from ..stats import Stats
 from .line import QUEUE, TIMEOUT, Caller, Line
 from .options import Message, Options, Prompt
 from .results import Result, Transcript
-from .sources import checkpoint_processors, read_source
+from .sources import read_source, rules_of
 from .speech import Heard, Transcription, transcribe
 from .stream import Batch, Stream
 from .together import Together
@@ -59,7 +59,6 @@ class TextEngine:
         self.memory = dict(memory or {})  # bytes of weights and caches, by part
         self.line = Line(len(decoder.slots), queue, timeout)
         self._decoder: Decoder | None = decoder
-        self._processors = checkpoint_processors(manifest.pair)
         self._turn = threading.RLock()  # who has all slots may close it
         self._together = Together()
         self._dropped: deque[ActiveSequence] = deque()
@@ -167,16 +166,21 @@ class TextEngine:
                 "verify=coupled promises a text of every gamma, and plain_width=1 ties it to one",
                 "Leave one of them out.",
             )
-        biased = list(dict(params.logit_bias))
+        named = {
+            "stop_token_ids": options.stop_token_ids,
+            "logit_bias": [*dict(params.logit_bias)],
+            "bad_words_ids": [token for word in options.bad_words_ids or () for token in word],
+        }
         refuse_first(
             (not 0 <= token < width, f"{name}: the token id {token} does not exist",
              f"Choose from 0 to {width - 1}.")
-            for name, tokens in (("stop_token_ids", options.stop_token_ids), ("logit_bias", biased))
+            for name, tokens in named.items()
             for token in tokens
         )  # fmt: skip
         source = read_source(options, self.manifest.pair, self.tokenizer)
         ids = self.encode(prompt, options)
         self.decoder.check_ids(ids)  # before the text side, which would look a stranger up
+        min_new_tokens, processors = rules_of(options, self.manifest.pair, ids, source)
         transcript = Transcript(self.tokenizer, ids, params.seed, options)
         request = Request(
             prompt=ids,
@@ -187,14 +191,14 @@ class TextEngine:
             draft_threshold=options.draft_threshold,
             policy=self._policy(options, params, draft, gamma),
             max_new_tokens=options.max_new_tokens,
-            min_new_tokens=options.min_new_tokens,
+            min_new_tokens=min_new_tokens,
             eos_token_ids=frozenset(self.manifest.pair.tokenizer.eos_token_ids),
             ignore_eos=options.ignore_eos,
             logprobs=options.logprobs,
             stop=transcript.push,
             source=source,
             second=self._second(prompt),
-            processors=(*self._processors, *options.processors),
+            processors=processors,
         )
         self.decoder.check(request)
         return request, transcript

@@ -41,19 +41,21 @@ class Options:
     By the other rules a seed repeats the text for the same draft and gamma only, and where rounds
     go by the clock (gamma or fallback "auto") the distribution alone. stop: texts that end the
     output and are not part of it; stop_token_ids likewise. logprobs: alternatives reported for each
-    token, None for no log-probabilities. chat: whether a plain-text prompt is a user's message for
-    the chat template; None does so where the bundle has one. system: the system message in that
-    case. special_tokens: whether special tokens that are written out in a prompt or message, such
-    as "</s>", are "control" tokens, as in Transformers, or "text"; those that the chat template
-    writes always control. source: what the encoder of an encoder-decoder reads, as text or token
-    ids, or of a model that transcribes as log-mel features, float32 [bands, frames]; a prompt then
-    is how the output begins, and there need not be one. processors: what forbids tokens by the text
-    before them (`sampling.processors`), from Python alone. The others are those of
-    `SamplingParams`.
+    token, None for no log-probabilities. min_new_tokens, no_repeat_ngram_size,
+    encoder_no_repeat_ngram_size, bad_words_ids: as in Transformers; None for what the checkpoint's
+    generation config asks for, 0 or an empty list for nothing. chat: whether a plain-text prompt is
+    a user's message for the chat template; None does so where the bundle has one. system: the
+    system message in that case. special_tokens: whether special tokens that are written out in a
+    prompt or message, such as "</s>", are "control" tokens, as in Transformers, or "text"; those
+    that the chat template writes always control. source: what the encoder of an encoder-decoder
+    reads, as text or token ids, or of a model that transcribes as log-mel features, float32 [bands,
+    frames]; a prompt then is how the output begins, and there need not be one. processors: what
+    forbids tokens by the text before them (`sampling.processors`), from Python alone. The others
+    are those of `SamplingParams`.
     """
 
     max_new_tokens: int = 256
-    min_new_tokens: int = 0
+    min_new_tokens: int | None = None
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -62,6 +64,9 @@ class Options:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    no_repeat_ngram_size: int | None = None
+    encoder_no_repeat_ngram_size: int | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
     seed: int | None = None
     gamma: int | GammaName | None = None
     fallback: Literal["auto", "off"] = "off"
@@ -106,7 +111,7 @@ class Options:
         refuse_first([
             (drafted and self.draft not in tuple(KINDS), f"draft={self.draft!r} is unknown",
              f"Use {', '.join(KINDS)} or none."),
-            (self.min_new_tokens > self.max_new_tokens,
+            ((self.min_new_tokens or 0) > self.max_new_tokens,
              f"min_new_tokens={self.min_new_tokens} is over max_new_tokens={self.max_new_tokens}",
              "Choose 0 <= min_new_tokens <= max_new_tokens."),
             (self.chat is False and self.system is not None,
@@ -166,6 +171,12 @@ _FROM_0 = (_whole(0), "a whole number from 0 up")
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_new_tokens": (_whole(1), "a whole number from 1 up"),
     "min_new_tokens": _FROM_0,
+    "no_repeat_ngram_size": _FROM_0,
+    "encoder_no_repeat_ngram_size": _FROM_0,
+    "bad_words_ids": (
+        lambda value: _list(value, lambda word: _list(word, _whole(0)) and len(word) > 0),
+        "a list of lists of token ids, none of them empty",
+    ),
     "seed": _FROM_0,
     "gamma": (
         lambda value: _whole(0)(value) or (isinstance(value, str) and value in get_args(GammaName)),

@@ -1,17 +1,25 @@
-"""What an encoder reads of a request: token ids, or features of a sound; and what is never said."""
+"""What an encoder reads of a request: token ids, or features of a sound; and what is not said."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import index
 from typing import Any
 
 import numpy as np
 
-from ..backends.engine import Features, Source
+from ..backends.engine import Features, Source, source_ids
 from ..files.audio import FeatureFacts
 from ..files.errors import OutriderError, refuse_first
 from ..files.manifest import Pair
-from ..sampling.processors import LogitsProcessor, SuppressTokens
+from ..files.rules import TextRules
+from ..sampling.processors import (
+    BadWords,
+    LastToken,
+    LogitsProcessor,
+    NoRepeatNgram,
+    SuppressTokens,
+)
 from .options import Options
 from .tokenizer import Tokenizer
 
@@ -31,6 +39,9 @@ def read_source(options: Options, pair: Pair, tokenizer: Tokenizer) -> Source:
         (options.chat or options.system is not None,
          f"chat templates are of decoder-only models, and the target is a {architecture}",
          "Leave chat and system out."),
+        (options.encoder_no_repeat_ngram_size and pair.target.reads,
+         "encoder_no_repeat_ngram_size is of sources that are tokens, and the target reads "
+         "features", "Leave it out."),
     ])  # fmt: skip
     if pair.target.reads is not None:
         return _features(source, pair.target.reads, architecture)
@@ -51,12 +62,35 @@ def read_source(options: Options, pair: Pair, tokenizer: Tokenizer) -> Source:
     return [index(token) for token in source]
 
 
-def checkpoint_processors(pair: Pair) -> tuple[LogitsProcessor, ...]:
-    """Those that the target's generation config asks for, of all requests."""
-    audio = pair.audio
-    if audio is None or not (audio.suppress_tokens or audio.begin_suppress_tokens):
-        return ()
-    return (SuppressTokens(audio.suppress_tokens, audio.begin_suppress_tokens),)
+def rules_of(
+    options: Options, pair: Pair, prompt: Sequence[int], source: Source
+) -> tuple[int, tuple[LogitsProcessor, ...]]:
+    """The least new tokens of a text, and its logits processors: what the options ask for, and
+    where they do not say, the target's generation config."""
+    own, audio, ends = pair.rules or TextRules(), pair.audio, pair.tokenizer.eos_token_ids
+    asked = {
+        name: getattr(own, name) if (value := getattr(options, name)) is None else value
+        for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids")
+    }
+    found: list[LogitsProcessor] = []
+    if size := asked["no_repeat_ngram_size"]:
+        found.append(NoRepeatNgram(size))
+    if size := asked["encoder_no_repeat_ngram_size"]:
+        # A decoder-only model's source is its prompt, as in Transformers.
+        found.append(NoRepeatNgram(size, prompt if pair.start_ids is None else source_ids(source)))
+    # As in Transformers, the end of the text is no bad word.
+    if words := [w for w in asked["bad_words_ids"] or () if list(w) not in [[end] for end in ends]]:
+        found.append(BadWords(words))
+    least = options.min_new_tokens
+    if least is None:
+        least = min(max(0, (own.min_length or 0) - len(prompt)), options.max_new_tokens)
+    if own.forced_eos_token_id is not None and not options.ignore_eos:
+        longest = min(len(prompt) + options.max_new_tokens, pair.max_len)
+        found = [LastToken(longest - 1, own.forced_eos_token_id, found)]
+        least = min(least, longest - 1 - len(prompt))
+    if audio and (audio.suppress_tokens or audio.begin_suppress_tokens):
+        found.append(SuppressTokens(audio.suppress_tokens, audio.begin_suppress_tokens))
+    return least, (*found, *options.processors)
 
 
 def _features(source: Any, wanted: FeatureFacts, architecture: str) -> Features:

@@ -32,7 +32,9 @@ from runtime.files.manifest import (
     read_bundle,
 )
 from runtime.files.records import digest_json, write_json
-from runtime.text.sources import checkpoint_processors
+from runtime.files.rules import TextRules
+from runtime.text.options import Options
+from runtime.text.sources import rules_of
 
 NONSENSE: list[Any] = [
     None, True, -1, 0, 1, 65, 2**31, 2**63, 10**400, 1.5, float("nan"), float("inf"), "", "x",
@@ -81,6 +83,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         ),
         vocab_size=299, max_len=100, max_gamma=8, capacity=112,
         start_ids=[290, 291, 294] if hears else None, audio=audio if hears else None,
+        rules=TextRules(5, 3, 3, [[7], [8, 9]], 2) if hears else None,
     )  # fmt: skip
     profile = Profile("decode", [1, 1, 2], [1, 9, 9], [1, 9, 9], 1000)
     engines = {r: EngineFacts("1", "engine.rtx", ["sm89"], [profile]) for r in ("target", "draft")}
@@ -121,7 +124,7 @@ def use(folder: Path) -> int:
     assert manifest.rebuild_command(folder, "sm90").startswith("make engines MODEL=")
     assert 0 < sum(f.cache_bytes(manifest.slots) for _, f in manifest.pair.models()) < 1 << 62
     assert 0 < manifest.pair.logits_bytes(manifest.slots) < 1 << 62
-    for processor in checkpoint_processors(manifest.pair):
+    for processor in rules_of(Options(), manifest.pair, [3] * 3, [])[1]:
         processor(np.zeros(manifest.pair.vocab_size, np.float32), np.zeros(3, np.int64), 3)
     return 0
 

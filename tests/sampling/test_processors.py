@@ -10,14 +10,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from exact import at, by_bisection
 from fakes import EOS, make_text_engine, near, random_model
 from rounds import broken, ids, make_decoder, on_host, plain, run, together
+from transformers import LogitsProcessor as TransformersProcessor
+from transformers.generation.logits_process import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+)
 
 from runtime import OutriderError
 from runtime.certificate import check
 from runtime.sampling import sampler as sampler_module
-from runtime.sampling.processors import Ids, SuppressTokens
+from runtime.sampling.processors import (
+    BadWords,
+    Ids,
+    LastToken,
+    LogitsProcessor,
+    NoRepeatNgram,
+    SuppressTokens,
+)
 from runtime.sampling.softmax import log_softmax
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
@@ -35,6 +50,11 @@ def whimsical(scores: np.ndarray, text: Ids, output_start: int) -> None:
     half = len(scores) // 2
     if np.logaddexp.reduce(scores[half:]) > scores[:half].max():
         scores[:half] = -np.inf
+
+
+SOURCE = [0, 1, 2, 0, 1, 3, 2, 2, 2, 2, 1]
+WORDS = [[3], [1, 2], [2, 0], [1, 2, 1, 4], [5, 5, 5]]
+RULES = NoRepeatNgram(2), BadWords(WORDS)
 
 
 @contextmanager
@@ -56,12 +76,19 @@ def whole_text(text: Ids, of_draft: bool) -> Ids:
 
 @on_host
 @pytest.mark.parametrize(
-    "params",
-    [at(), at(verify="block"), at(top_p=0.8, repetition_penalty=1.5, logit_bias={2: 1.5})],
-    ids=["token", "block", "edited"],
+    ("params", "processors"),
+    [
+        (at(), (whimsical,)),
+        (at(verify="block"), (whimsical,)),
+        (at(top_p=0.8, repetition_penalty=1.5, logit_bias={2: 1.5}), (whimsical,)),
+        (at(), (LastToken(6, 2, RULES),)),
+    ],
+    ids=["token", "block", "edited", "rules"],
 )
-def test_the_round_has_the_processed_distribution(params: SamplingParams) -> None:
-    assert by_bisection(params, 2, 6, processors=(whimsical,)) < 1e-6
+def test_the_round_has_the_processed_distribution(
+    params: SamplingParams, processors: tuple[LogitsProcessor, ...]
+) -> None:
+    assert by_bisection(params, 2, 6, processors=processors) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -72,11 +99,16 @@ def test_the_round_has_the_processed_distribution(params: SamplingParams) -> Non
     ],
     ids=["target alone", "without drafts"],
 )
-def test_control_rows_that_are_not_processed_show(change: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("gamma", "processors"), [(2, (whimsical,)), *((1, (rule,)) for rule in RULES)]
+)
+def test_control_rows_that_are_not_processed_show(
+    change: Callable[..., Any], gamma: int, processors: tuple[LogitsProcessor, ...]
+) -> None:
     with processing(whole_text):
-        assert by_bisection(at(), 2, 6, processors=(whimsical,)) < 1e-6
+        assert by_bisection(at(), gamma, 6, processors=processors) < 1e-6
     with processing(change):
-        assert by_bisection(at(), 2, 6, processors=(whimsical,)) > 0.01
+        assert by_bisection(at(), gamma, 6, processors=processors) > 0.01
 
 
 @on_host
@@ -117,6 +149,33 @@ def test_suppressed_tokens() -> None:
     assert np.flatnonzero(np.isneginf(row)).tolist() == [4]
     suppress(row, np.array([1, 2]), 2)
     assert np.flatnonzero(np.isneginf(row)).tolist() == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs"),
+    [
+        *((NoRepeatNgram(n), NoRepeatNGramLogitsProcessor(n)) for n in (1, 2, 3)),
+        *((NoRepeatNgram(n, SOURCE), EncoderNoRepeatNGramLogitsProcessor(n, torch.tensor([SOURCE])))
+          for n in (1, 2, 4)),
+        (BadWords(WORDS), NoBadWordsLogitsProcessor(WORDS)),
+        (LastToken(7, 2), ForcedEOSTokenLogitsProcessor(8, 2)),
+    ],
+)  # fmt: skip
+def test_rules_are_those_of_transformers(
+    own: LogitsProcessor, theirs: TransformersProcessor
+) -> None:
+    """On all kinds of texts of four tokens, so that they repeat themselves."""
+    rng, forbidden = np.random.default_rng(0), 0
+    for length in [*range(1, 10)] * 40:
+        text, row = rng.integers(0, 6, length) % 5, np.zeros(6, np.float32)
+        expected = theirs(torch.from_numpy(text)[None], torch.from_numpy(row.copy())[None])
+        own(row, text, 1)
+        np.testing.assert_array_equal(np.isneginf(row), np.isneginf(expected[0].numpy()))
+        forbidden += np.isneginf(row).sum()
+        narrow = np.zeros(3, np.float32)  # a draft's, of fewer tokens
+        own(narrow, text, 1)
+        np.testing.assert_array_equal(narrow, row[:3])
+    assert forbidden > 0
 
 
 @on_host

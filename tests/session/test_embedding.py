@@ -22,6 +22,7 @@ from runtime.files.errors import OutriderError
 from runtime.files.library import find_library
 from runtime.files.manifest import EncoderFacts, read_bundle
 from runtime.files.records import write_json
+from runtime.files.rules import TextRules
 from runtime.sampling.kernel import ABI_VERSION
 
 CHECKOUT = Path(__file__).parents[2]
@@ -158,6 +159,9 @@ def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
     reading = replace(odd, pair=replace(odd.pair, target=target))
     write_json(bundle / "manifest.json", "manifest", reading)
     refused("backend", "encoder-decoder")
+    asked = replace(odd, pair=replace(odd.pair, rules=TextRules(5, no_repeat_ngram_size=3)))
+    write_json(bundle / "manifest.json", "manifest", asked)
+    refused("backend", "generation config asks for min_length, no_repeat_ngram_size")
     (bundle / "manifest.json").write_text(manifest)
     for name in ("tokenizer/tokenizer.json", "target/weights.bin"):
         content = (bundle / name).read_bytes()

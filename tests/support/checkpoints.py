@@ -186,8 +186,8 @@ def write(
     """A checkpoint of the architecture `name`, in the Hugging Face layout.
 
     blur: size of the noise on the weights, relative to them: a draft that agrees with the
-    checkpoint of the same seed now and then. generation: more of the generation config, where it
-    transcribes. overrides: fields of the configuration.
+    checkpoint of the same seed now and then. generation: more of the generation config. overrides:
+    fields of the configuration.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -215,9 +215,11 @@ def write(
     if name == "whisper":
         # One that comes from the configuration is read without what is of one kind of model alone.
         model.generation_config._from_model_config = False
-        for field, value in {**WHISPER, **(generation or {})}.items():
-            if value is not None:  # Transformers asks whether some of them are there
-                setattr(model.generation_config, field, value)
+        generation = {**WHISPER, **(generation or {})}
+    for field, value in (generation or {}).items():
+        if value is not None:  # Transformers asks whether some of them are there
+            setattr(model.generation_config, field, value)
+    if name == "whisper":
         bands, frames = FEATURES
         transformers.WhisperFeatureExtractor(
             bands, sampling_rate=16_000, hop_length=16_000 // frames, chunk_length=1

@@ -25,11 +25,13 @@ from transformers import AutoModelForSeq2SeqLM
 from workshop import MAX_LEN, Workshop
 
 from engines.bundle import build
-from runtime import Options, TextEngine, generate
+from runtime import Options, TextEngine, generate, load
 from runtime.backends import host
 from runtime.backends.engine import HeldRows, Ids
 from runtime.backends.onnxruntime import OrtEngine
 from runtime.certificate import check
+from runtime.drafts.registry import KINDS
+from runtime.drafts.tables import Tables, fingerprint
 from runtime.files.errors import EXIT_STATUS, OutriderError
 from runtime.files.manifest import read_bundle
 
@@ -85,22 +87,38 @@ def t5(workshop: Workshop) -> tuple[Path, Path]:
     return bundle_of(workshop, "t5")
 
 
-@pytest.mark.parametrize(
-    ("name", "which"),
-    cases([("t5", "mixed")], [(n, w) for n in WITH_ENCODER for w in ("mixed", "each")]),
-)
-def test_greedy_text_is_that_of_transformers(workshop: Workshop, name: str, which: str) -> None:
-    target, bundle = bundle_of(workshop, name)
+def test_greedy_text_is_that_of_transformers(t5: tuple[Path, Path]) -> None:
+    target, bundle = t5
     said = [expected(target, source) for source in SOURCES]
     three = one_thread(bundle, 3)
-    for gammas in [(0, 3, 8, 5)] if which == "mixed" else [(g,) * 4 for g in range(9)]:
-        requests = [greedy(s, gamma) for s, gamma in zip(SOURCES, gammas, strict=True)]
-        assert texts(three, requests) == said, gammas
+    requests = [greedy(s, gamma) for s, gamma in zip(SOURCES, (0, 3, 8, 5), strict=True)]
+    assert texts(three, requests) == said
     one = one_thread(bundle, 1)
     drafts = ("model", "ngram", "copy", "chain")
     assert texts(one, [greedy(s, None, d) for s, d in zip(SOURCES, drafts, strict=True)]) == said
     accepted = one.stats()["accepted"] + three.stats()["accepted"]
     assert 0 < accepted < one.stats()["drafted"] + three.stats()["drafted"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("name", WITH_ENCODER)
+def test_greedy_text_with_every_draft_and_gamma(
+    workshop: Workshop, tmp_path: Path, name: str, slots: int
+) -> None:
+    target, bundle = bundle_of(workshop, name)
+    said, table = [expected(target, source) for source in SOURCES], tmp_path / "table.npz"
+    tables = Tables.count(np.array(sum(said[1:], said[0]), np.int32), VOCAB_SIZE, 3)
+    tables.tokenizer = fingerprint(one_thread(bundle, 1).tokenizer.vocabulary())
+    tables.save(table)
+    engine = load(bundle, slots=slots, threads=1, table=table)
+    assert texts(engine, [greedy(source, 0) for source in SOURCES]) == said
+    for draft in KINDS:
+        before = engine.stats()
+        for gamma in range(1, 9):
+            assert texts(engine, [greedy(s, gamma, draft) for s in SOURCES]) == said, (draft, gamma)
+        accepted, drafted = (engine.stats()[x] - before[x] for x in ("accepted", "drafted"))
+        assert accepted < drafted and (accepted > 0 or draft == "random"), draft
 
 
 @pytest.mark.parametrize("name", cases(["t5"], ["mbart"]))
@@ -113,6 +131,32 @@ def test_a_prompt_is_how_the_output_begins(workshop: Workshop, name: str) -> Non
     start = read_bundle(bundle).pair.start_ids
     assert start == ([1, FORCED] if name == "mbart" else [1])
     assert engine.request(None, greedy(SOURCES[1])).prompt == start
+
+
+RULES = {
+    "no_repeat_ngram_size": 2, "bad_words_ids": [[9], [20, 21]], "min_length": 30,
+    "forced_eos_token_id": 0, "forced_bos_token_id": FORCED, "encoder_no_repeat_ngram_size": 3,
+    "num_beams": 4, "early_stopping": True, "max_length": 40,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", cases(["t5"], [(name,) for name in WITH_ENCODER]))
+def test_what_the_generation_config_asks_for(workshop: Workshop, name: str) -> None:
+    """As BART's and Marian's do: their `generate` says the same, but for the beams."""
+    target = workshop.checkpoint(name, generation=RULES)
+    engine = one_thread(workshop.bundle(target, workshop.checkpoint(name, blur=0.1)), 1)
+    model = AutoModelForSeq2SeqLM.from_pretrained(target, attn_implementation="eager").eval()
+    for source in SOURCES:
+        ids = torch.tensor([source])
+        plain = {"num_beams": 1, "early_stopping": None, "do_sample": False}
+        said = model.generate(ids, attention_mask=torch.ones_like(ids), **plain)[0].tolist()
+        room, asked = RULES["max_length"] - 2, {"source": source, "repetition_penalty": 1.0}
+        for gamma in (0, 4):
+            found = engine.generate(None, **asked, gamma=gamma, max_new_tokens=room)
+            assert found.token_ids == said[2:]
+        off = {"no_repeat_ngram_size": 0, "bad_words_ids": (), "encoder_no_repeat_ngram_size": 0}
+        assert engine.generate(None, **asked, **off, max_new_tokens=room).token_ids != said[2:]
+    assert engine.stats()["accepted"] > 0
 
 
 def test_a_source_is_looked_into(t5: tuple[Path, Path]) -> None:
