@@ -41,10 +41,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
     try:
         if own:
             return llamacpp.tokenizer(checkpoint.source, own)
-        config = {"config": checkpoint.config} if checkpoint.gguf else {}
-        tokenizer = AutoTokenizer.from_pretrained(
-            checkpoint.path, trust_remote_code=False, **config
-        )
+        tokenizer = _read_tokenizer(checkpoint)
     except OutriderError:
         raise
     except Exception as error:  # noqa: BLE001 - a dozen unrelated classes, by tokenizer kind
@@ -65,6 +62,21 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
             "Copy the checkpoint's tokenizer.json beside its weights.",
         )
     return tokenizer
+
+
+def _read_tokenizer(checkpoint: Checkpoint) -> Any:
+    """By Transformers. Marian's own class there reads SentencePiece files alone, and needs their
+    library; a tokenizer.json beside them says it all."""
+    if checkpoint.config.model_type == "marian":
+        if (checkpoint.path / TOKENIZER_FILE).is_file():
+            return PreTrainedTokenizerFast.from_pretrained(checkpoint.path)
+        raise OutriderError(
+            "checkpoint",
+            f"{checkpoint.source} has no fast tokenizer, and SentencePiece files are not read",
+            "Put a tokenizer.json beside them: the hub has opus-mt-X's in Xenova/opus-mt-X.",
+        )
+    config = {"config": checkpoint.config} if checkpoint.gguf else {}
+    return AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False, **config)
 
 
 def check_same_tokens(

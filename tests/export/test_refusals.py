@@ -254,6 +254,21 @@ def test_checkpoints_that_are_refused(
     assert nothing_left(tmp_path)
 
 
+def test_a_marian_with_sentencepiece_files(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on the hub: its class in Transformers reads those alone, where their library is there. A
+    tokenizer.json beside them is enough."""
+    marian = Path(shutil.copytree(workshop.checkpoint("marian"), tmp_path / "marian"))
+    _json("tokenizer_config.json", tokenizer_class="MarianTokenizer")(marian)
+    (marian / "source.spm").write_bytes(b"")
+    assert load_tokenizer(find(str(marian)))("ab").input_ids == [65, 66]
+    (marian / "tokenizer.json").rename(marian / "vocab.json")
+    status, err = command(capsys, tmp_path, marian)
+    assert status == EXIT_STATUS["checkpoint"]
+    assert "marian has no fast tokenizer, and Sent" in error_line(err, "checkpoint")
+
+
 @pytest.mark.parametrize("name", ["model.gguf", "nobody/nothing"])
 def test_what_is_no_folder(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A file; and a name on the hub, without a network."""
