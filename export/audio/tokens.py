@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, GenerationConfig
+from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from runtime.files.audio import AudioFacts
 from runtime.files.errors import OutriderError, first_line
@@ -64,6 +65,7 @@ def facts(checkpoint: Checkpoint, config: GenerationConfig) -> AudioFacts:
         return _tokens(checkpoint, field, number(field) or [])
 
     ids, detected = begin(checkpoint, config)
+    codes = {name.strip("<|>") for name in _ids(checkpoint, config, "lang_to_id")}
     multilingual, first = number("is_multilingual"), number("max_initial_timestamp_index")
     longest = min(number("max_length") or checkpoint.max_len, checkpoint.max_len)
     if type(multilingual) not in (bool, type(None)):
@@ -84,6 +86,7 @@ def facts(checkpoint: Checkpoint, config: GenerationConfig) -> AudioFacts:
         no_timestamps_token_id=token("no_timestamps_token_id"),
         prev_sot_token_id=token("prev_sot_token_id"),
         max_initial_timestamp_index=first,
+        language_names={n: code for n, code in TO_LANGUAGE_CODE.items() if code in codes} or None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -21,6 +22,10 @@ Audio = str | PathLike[str] | npt.NDArray[np.floating[Any]]
 
 LOUDEST = 1e12  # of a sample: float32 holds the powers of its spectrum
 INSTALL = "Install what reads audio: pip install soundfile soxr."
+# What libsndfile says of a header that promises more bytes than there are. What writes into a pipe
+# cannot know, and promises as much as fits.
+_CUT_OFF = re.compile(r"^ *(?:data|SSND|Data Size|riff) *: (\d+) \(should be (\d+)\)", re.MULTILINE)
+_UNKNOWN = 0x7FFF_0000
 _FORMATS = "Give a WAV or FLAC file, or convert it: ffmpeg -i <file> audio.wav"
 
 
@@ -46,9 +51,8 @@ class Recording:
             with np.errstate(over="ignore"):  # infinity is refused with the others
                 self._samples, self.name = audio.astype(np.float32, copy=False), "the audio"
         elif isinstance(audio, str | PathLike):
-            self._path = Path(audio)
-            self.name = str(self._path)
-            self._check_file(self._path)
+            check_file(audio)
+            self._path, self.name = Path(audio), str(audio)
         else:
             raise OutriderError(
                 "prompt", f"the audio is of type {type(audio).__name__}",
@@ -78,6 +82,13 @@ class Recording:
         with importing("soundfile", INSTALL):
             import soundfile
         with self._named(soundfile.LibsndfileError), soundfile.SoundFile(path) as file:
+            found = _CUT_OFF.search(file.extra_info)
+            if found and int(found[2]) < int(found[1]) < _UNKNOWN:
+                raise OutriderError(
+                    "prompt",
+                    f"{self.name} is cut off: it has {found[2]} of {found[1]} bytes of sound",
+                    "Copy it again, or keep what there is: ffmpeg -i <file> audio.wav",
+                )
             # A low rate makes many samples of one.
             piece = max(1, min(size, size * file.samplerate // self.rate))
             pieces = self._finite(self._mono(file, piece), file.samplerate)
@@ -116,16 +127,6 @@ class Recording:
             begin += len(piece)
             yield piece
 
-    def _check_file(self, path: Path) -> None:
-        try:
-            if path.exists() and not path.is_file():  # a pipe cannot be read twice
-                cause = f"{path} is a folder" if path.is_dir() else f"{path} is no regular file"
-                raise OutriderError("prompt", cause, _FORMATS)
-            path.open("rb").close()
-        except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-            cause = f"cannot read {path}: {getattr(error, 'strerror', None) or first_line(error)}"
-            raise OutriderError("prompt", cause, "Give the path of an audio file.") from None
-
     @contextmanager
     def _named(self, kind: type[Exception]) -> Iterator[None]:
         try:
@@ -134,3 +135,16 @@ class Recording:
             why = getattr(error, "error_string", first_line(error)).rstrip(". ")
             cause = f"{self.name} cannot be read as audio: {why}"
             raise OutriderError("prompt", cause, _FORMATS) from None
+
+
+def check_file(audio: str | PathLike[str]) -> None:
+    """Refuse what is no file that can be read. Raises OutriderError "prompt"."""
+    path = Path(audio)
+    try:
+        if path.exists() and not path.is_file():  # a pipe cannot be read twice
+            cause = f"{path} is a folder" if path.is_dir() else f"{path} is no regular file"
+            raise OutriderError("prompt", cause, _FORMATS)
+        path.open("rb").close()
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        cause = f"cannot read {path}: {getattr(error, 'strerror', None) or first_line(error)}"
+        raise OutriderError("prompt", cause, "Give the path of an audio file.") from None

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +29,10 @@ COLD = 0.5  # a text of this temperature or a higher one is no context for the n
 class SpeechOptions:
     """What is asked of a transcription, as in Transformers.
 
-    language: a code such as "en"; None detects it in the first window. task: "transcribe", or
-    "translate" into English. timestamps: whether a recording of one window is cut into segments
-    too; a longer one always is. condition_on_prev_tokens: whether a window reads what was said
-    before. temperature: of the sampling; of several, the next one where the text missed a
+    language: a code or a name, "en" or "English"; None detects it in the first window. task:
+    "transcribe", or "translate" into English. timestamps: whether a recording of one window is cut
+    into segments too; a longer one always is. condition_on_prev_tokens: whether a window reads what
+    was said before. temperature: of the sampling; of several, the next one where the text missed a
     threshold: compression_ratio_threshold, the most times that its tokens may be compressed by;
     logprob_threshold, the least mean of its log-probabilities. no_speech_threshold: a window is
     silent where the probability of no speech is over this and the text missed logprob_threshold.
@@ -57,6 +57,17 @@ class SpeechOptions:
         codes = languages(facts)
         several = len(self.temperatures) > 1
         ratio, logprob = self.compression_ratio_threshold, self.logprob_threshold
+        kinds: dict[str, tuple[Any, str]] = {
+            "language": (str | None, "a text"),
+            "task": (str, "a text"),
+            "timestamps": (bool | np.bool_, "True or False"),
+            "condition_on_prev_tokens": (bool | np.bool_, "True or False"),
+        }
+        refuse_first(
+            (not isinstance(value := getattr(self, name), kind),
+             f"{name}={repr(value)[:80]} is out of range", f"{name} must be {what}.")
+            for name, (kind, what) in kinds.items()
+        )  # fmt: skip
         refuse_first(
             (not isinstance(value, Real | None) or (value is not None and math.isnan(value)),
              f"{name}={value!r} is out of range", f"{name} must be a number.")
@@ -68,7 +79,7 @@ class SpeechOptions:
              "Take a newer one from the model's page, and build the bundle again."),
             (self.language is not None and not codes,
              f"language={self.language}: the model knows English alone", "Leave it out."),
-            (self.language is not None and self.language not in [*codes],
+            (self.language is not None and language_code(self.language, facts) not in codes,
              f"language={self.language} is unknown",
              f"Use one of {', '.join(sorted(codes))}, or leave it out."),
             (self.task not in ("transcribe", "translate"), f"task={self.task} is unknown",
@@ -94,6 +105,12 @@ class SpeechOptions:
 def languages(facts: AudioFacts) -> dict[str, int]:
     """The token of each language, by its code; none of a model that knows English alone."""
     return {name.strip("<|>"): token for name, token in facts.lang_to_id.items()}
+
+
+def language_code(name: str, facts: AudioFacts) -> str:
+    """As Transformers reads a language: "en" of "en", "<|en|>" and "English", in any case."""
+    lower = name.lower()
+    return (facts.language_names or {}).get(lower) or lower.strip("<|>")
 
 
 @dataclass(frozen=True)
@@ -153,7 +170,8 @@ class Listener:
             facts.decoder_start_token_id, end, facts.no_timestamps_token_id
         )  # fmt: skip
         self._most_context = max_len // 2 - 1
-        self.language = options.language
+        asked = options.language
+        self.language = None if asked is None else language_code(asked, facts)
         self.windows = 0  # that were heard
 
     def segments(self, windows: Windows) -> Iterator[tuple[list[Segment], int]]:

@@ -79,6 +79,8 @@ def rules(args: Namespace, parser: ArgumentParser) -> Iterator[tuple[object, str
                leave)  # fmt: skip
     yield (args.temperatures and given("temperature"),
            "--temperatures and --temperature say the same", leave)  # fmt: skip
+    yield (args.audio == "-", "--audio reads no standard input: a recording is read twice",
+           "Write it into a file, and name that.")  # fmt: skip
     yield (args.audio and args.draft is None and (args.corpus or args.table),
            "--corpus and --table are for drafts that are named", "Add --draft.")  # fmt: skip
 
@@ -109,7 +111,8 @@ def transcribe(session: Session) -> None:
     with ExitStack() as stack:
         # Where the text itself is seen coming, that is progress enough.
         shown = args.stats != "none" and not (out.terminal and args.format != "json")
-        said = stack.enter_context(stage("audio", args.audio[-34:])) if shown else Stage()
+        name = " ".join(args.audio.split())[-34:]
+        said = stack.enter_context(stage("audio", name)) if shown else Stage()
 
         def heard(seconds: float, duration: float, new: Sequence[Segment]) -> None:
             said.phase = f"{_minutes(seconds)} of {_minutes(duration)}"

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..audio.recording import check_file
 from ..beam.text import SLOTS, beam_texts, gamma_of
 from ..bundle import load
 from ..certificate import check
@@ -37,6 +38,7 @@ def run(argv: Sequence[str] | None) -> int:
         requests = batch_requests(args, options)
         _batch(Session(_load(args), args, options, out, err), requests)
     elif args.audio:
+        check_file(args.audio)
         transcribe(Session(_load(args), args, options, out, err))
     elif args.conversation:
         converse(Session(_load(args), args, options, out, err))

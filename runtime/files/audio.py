@@ -35,7 +35,8 @@ class AudioFacts:
 
     max_length: most tokens of a text, the prompt among them. language_detected: whether the prompt
     of a request without one has the most probable language in its second place (`Pair.start_ids`
-    has any there).
+    has any there). language_names: codes by the names that Transformers takes for them, in lower
+    case.
     """
 
     decoder_start_token_id: TokenId
@@ -49,6 +50,7 @@ class AudioFacts:
     no_timestamps_token_id: TokenId | None = None
     prev_sot_token_id: TokenId | None = None
     max_initial_timestamp_index: Annotated[int, between(0, 1 << 16)] | None = None
+    language_names: dict[str, str] | None = None
 
     def tokens(self) -> Iterator[int]:
         """Every id that is named."""

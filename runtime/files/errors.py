@@ -177,7 +177,7 @@ def run_command(command: Callable[[], int]) -> int:
         name = error.filename2 or error.filename
         where = f" ({name})" if name else ""
         failure = OutriderError("disk", f"{error.strerror}{where}", _DISK[error.errno])
-    _say(f"error: {failure}")
+    _say("error: " + " ".join(str(failure).splitlines()))  # names of files may have several
     return failure.exit_status
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..audio.mel import LogMel, MelFrames
 from ..audio.recording import Audio, Recording
 from ..audio.transcription import Listener, Segment, SpeechOptions
@@ -75,8 +77,10 @@ def transcribe(
     speech.check(facts)
     room = pair.max_len - 1 if max_new_tokens is None else max_new_tokens
     usual = Options(**options, max_new_tokens=room).seeded()
-    for temperature in speech.temperatures:
-        replace(usual, temperature=temperature).check()
+    window = np.zeros((features.feature_size, features.frames), np.float32)
+    for temperature in speech.temperatures:  # the later ones may never be reached
+        asked = replace(usual, source=window, temperature=temperature)
+        engine.prepare([facts.decoder_start_token_id], asked)
     stats, calls = Stats(), 0
 
     def room_after(prompt: int) -> int:

@@ -36,6 +36,9 @@ def cli(
 ) -> Cli:  # fmt: skip
     """Its engine hears the windows above."""
     engine = make_text_engine(tmp_path, random_model(1))
+    monkeypatch.chdir(tmp_path)
+    for name in ("talk.wav", "a.flac"):
+        (tmp_path / name).touch()
 
     def transcribe(audio: str, *, heard: Callable[..., None], **options: Any) -> Transcription:
         asked.update(options, audio=audio)
@@ -120,6 +123,7 @@ def test_options(cli: Cli, asked: dict[str, Any]) -> None:
         ("--prompt hello --timestamps", "--timestamps is of --audio"),
         ("--prompt hello --format json", "--format is of --audio"),
         ("--audio=", "--audio names no file"),
+        ("--audio -", "--audio reads no standard input: a recording is read twice"),
         ("--batch=", "--batch names no file"),
         ("--audio a.wav --source abc", "--source has no meaning for --audio"),
         ("--audio a.wav --json", "--json has no meaning for --audio"),
@@ -136,6 +140,12 @@ def test_options(cli: Cli, asked: dict[str, Any]) -> None:
 )
 def test_refused(cli: Cli, words: str, cause: str) -> None:
     assert cause in cli.refused(*words.split())
+
+
+@pytest.mark.parametrize("name", ["none.wav", "two\nlines.wav", "."])
+def test_a_file_that_cannot_be_read_is_refused_first(cli: Cli, name: str) -> None:
+    """In one line, before the engines are loaded."""
+    assert name.replace("\n", " ") in cli.refused("--audio", name, kind="prompt")
 
 
 def test_a_target_that_hears_nothing(tmp_path: Path) -> None:

@@ -89,6 +89,27 @@ def test_files_that_hold_no_audio(tmp_path: Path) -> None:
         assert refused.value.kind == "prompt" and name in refused.value.cause
 
 
+@pytest.mark.parametrize("name", ["a.wav", "a.aiff", "a.w64"])
+def test_a_file_that_is_cut_off(tmp_path: Path, name: str) -> None:
+    """libsndfile reads what there is, and says nothing."""
+    soundfile.write(tmp_path / name, sine(1, RATE), RATE)
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(OutriderError, match="is cut off: it has") as refused:
+        samples(tmp_path / name)
+    assert refused.value.kind == "prompt" and name in refused.value.cause
+
+
+def test_a_file_that_was_written_into_a_pipe(tmp_path: Path) -> None:
+    """Its header says nothing of its length."""
+    soundfile.write(tmp_path / "a.wav", sine(1, RATE), RATE)
+    whole = bytearray((tmp_path / "a.wav").read_bytes())
+    size = whole.index(b"data") + 4
+    whole[size : size + 4] = b"\xff" * 4
+    (tmp_path / "a.wav").write_bytes(whole)
+    assert len(samples(tmp_path / "a.wav")) == RATE
+
+
 @pytest.mark.parametrize("odd", [np.nan, np.inf])
 @pytest.mark.parametrize("rate", [RATE, 44_100])
 def test_a_sample_that_is_no_number_is_named(tmp_path: Path, odd: float, rate: int) -> None:

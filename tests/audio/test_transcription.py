@@ -62,6 +62,7 @@ def facts(english: bool = False) -> AudioFacts:
         no_timestamps_token_id=NO_TIMES,
         prev_sot_token_id=CONTEXT,
         max_initial_timestamp_index=50,
+        language_names=None if english else {"english": "en", "german": "de"},
     )
 
 
@@ -146,14 +147,16 @@ def test_without_times(english: bool) -> None:
     assert speaker.asked[0] == [START, *language, NO_TIMES]
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_what_is_asked_for(language: str) -> None:
+@pytest.mark.parametrize(
+    ("language", "code"), [("en", "en"), ("<|de|>", "de"), ("German", "de"), ("EN", "en")]
+)
+def test_what_is_asked_for(language: str, code: str) -> None:
     sound = talk(30, seed=4)
     asked: dict[str, Any] = {"language": language, "task": "translate"}
     speaker, made, found = listened(sound, 1, timestamps=True, **asked)
     check(found, theirs(sound, 1, **asked))
-    begin = [START, LANGUAGES[language], TRANSLATE]
-    assert speaker.asked == [begin] * made.windows
+    begin = [START, LANGUAGES[code], TRANSLATE]
+    assert speaker.asked == [begin] * made.windows and made.language == code
 
 
 def test_a_short_recording_ends_where_it_does() -> None:
@@ -255,6 +258,10 @@ def test_compression_is_that_of_transformers() -> None:
         (True, {"task": "translate"}, "no token that asks for it"),
         (False, {"language": "fr"}, "language=fr is unknown"),
         (False, {"task": "sing"}, "task=sing is unknown"),
+        (False, {"language": 5}, "language=5 is out of range"),
+        (False, {"task": []}, r"task=\[\] is out of range"),
+        (False, {"timestamps": "no"}, "timestamps='no' is out of range"),
+        (False, {"condition_on_prev_tokens": 1}, "condition_on_prev_tokens=1 is out of range"),
         (False, {"temperature": ()}, "empty list"),
         (False, {"temperature": (0.0, 0.2)}, "only the first has an effect"),
         (False, {"compression_ratio_threshold": 2.0}, "and there is one"),
