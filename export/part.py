@@ -37,10 +37,12 @@ from runtime.files.manifest import (
 from runtime.files.progress import stage
 from runtime.files.records import digest_json, read_json, write_json
 
-from . import compare, graph, host, program
+from . import compare, graph, program
 from .checkpoint import Checkpoint, content_hashes, refuse_architecture
 from .decoder import Decoder, UnsupportedArchitecture, example
 from .encoder import Encoder, SourceDecoder, example_decoder, example_encoder
+from .host import lowering
+from .host.attention import NotLowered
 from .loading import CacheShapes, cache_shapes, give_back, learned_positions, load
 from .weights import quality
 from .weights.blocks import BLOCK
@@ -87,8 +89,7 @@ class Wanted:
     @property
     def for_host(self) -> bool:
         """Whether ONNX Runtime on the CPU has a graph of its own."""
-        plain = self.form == "onnx" and self.dtype == "float32"
-        return plain and not self.checkpoint.has_encoder
+        return self.form == "onnx" and self.dtype == "float32"
 
     def key(self) -> str:
         """Of everything that decides what is made."""
@@ -322,12 +323,12 @@ def _host(
     quantised rows only when it is right without, and they cost no more than `TOLERANCE`."""
     original, rounded = references
     try:
-        nodes = host.write(folder, capacity)
+        nodes = lowering.write(folder, capacity)
         result = compare.compare(folder, original, "float32", file=HOST_FILE, rounded=rounded)
         if not result.passed:
-            raise host.NotLowered(f"it would differ by {result.max_difference:.1e}")
+            raise NotLowered(f"it would differ by {result.max_difference:.1e}")
         if cache:
-            host.write(folder, capacity, cache)
+            lowering.write(folder, capacity, cache)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is told or refused
         if cache:
             cause = f"CACHE={cache} needs a graph of our own: {first_line(error)}"
