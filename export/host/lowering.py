@@ -9,6 +9,7 @@ call.
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from runtime.files.manifest import (
+    ENCODER_FILE,
+    ENCODER_WEIGHTS_FILE,
     GRAPH_FILE,
     HOST_FILE,
     HOST_WEIGHTS_FILE,
@@ -60,9 +63,24 @@ def write(folder: Path, capacity: int, cache: Cache | None = None) -> int:
         model.graph.opset_imports[domain] = 1
     if cache or quantised:
         ir.save(model, folder / HOST_FILE, external_data=HOST_WEIGHTS_FILE, **saving())
+        if (folder / ENCODER_FILE).exists():
+            _rewrite_encoder(folder)
     else:
         ir.save(model, folder / HOST_FILE)  # the weights stay where graph.onnx has them
     return len(model.graph)
+
+
+def _rewrite_encoder(folder: Path) -> None:
+    """With our products. In place: it has no other reader."""
+    model = ir.load(folder / ENCODER_FILE)
+    own_operators(model)
+    RemoveUnusedNodesPass()(model)
+    model.graph.opset_imports[OWN_DOMAIN] = 1
+    with TemporaryDirectory(dir=folder) as aside:
+        made = Path(aside) / ENCODER_FILE
+        ir.save(model, made, external_data=ENCODER_WEIGHTS_FILE, **saving())
+        for name in (ENCODER_WEIGHTS_FILE, ENCODER_FILE):
+            made.with_name(name).replace(folder / name)
 
 
 # The new nodes
