@@ -169,8 +169,18 @@ class HostEngine(ABC, Generic[Call]):
 
     def encode(self, slot: int, source: Source) -> None:
         """See `Engine`."""
-        if not self.held.has(slot, source):
+        if self.held.has(slot, source):
+            return
+        other = self.held.slot_of(source)
+        if other is None:
             self._encode_into(slot, source)
+            return
+        self.held.encoded(slot, ())  # as there
+        for array in (*self._source.values(), self._source_length):
+            array[slot] = array[other]
+        if other in self._states:
+            self._states[slot] = self._states[other]
+        self.held.encoded(slot, source)
 
     def states(self, slot: int, source: Source) -> npt.NDArray[Any]:
         """What the encoder makes of the source, [1, E, D], before the decoder's own projections."""

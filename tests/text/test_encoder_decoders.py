@@ -33,6 +33,7 @@ from runtime import Options, TextEngine, generate
 from runtime.backends import host
 from runtime.backends.engine import HeldRows, Ids
 from runtime.backends.onnxruntime import OrtEngine
+from runtime.beam.text import beam_texts
 from runtime.certificate import check
 from runtime.files.errors import EXIT_STATUS, OutriderError
 from runtime.files.manifest import read_bundle
@@ -255,6 +256,23 @@ def test_control_a_wrong_row_of_the_source_shows(t5: tuple[Path, Path]) -> None:
     for event in stream:
         tokens += event.tokens
     assert [token.id for token in tokens] != expected(t5[0], SOURCES[1])
+
+
+def test_beams(t5: tuple[Path, Path], encoded: list[int]) -> None:
+    """All hypotheses of Transformers' beam search, plain and drafted; slots share what was read."""
+    target, bundle = t5
+    engine, original = one_thread(bundle, 12), AutoModelForSeq2SeqLM.from_pretrained(target).eval()
+    original.generation_config.eos_token_id = None
+    for source in SOURCES[1:3]:
+        want = original.generate(
+            torch.tensor([source]), do_sample=False, num_beams=3, num_return_sequences=3,
+            max_new_tokens=16, pad_token_id=0,
+        )[:, 1:].tolist()  # fmt: skip
+        for gamma in (0, 3):
+            given = {"source": source, "max_new_tokens": 16, "ignore_eos": True}
+            found = beam_texts(engine, None, beams=3, gamma=gamma, **given)
+            assert [one.token_ids for one in found.texts] == want
+    assert encoded == [7, 7, 40, 40], "once for the target and once for the draft"
 
 
 # Promises
