@@ -35,7 +35,8 @@ def add_options(parser: ArgumentParser) -> None:
     """The group of the parser, but for --audio itself, which is one of the prompts."""
     # fmt: off
     add = parser.add_argument_group("audio", "Of --audio, with a Whisper.").add_argument
-    add("--language", metavar="CODE", help="such as en (default: detected in the first window)")
+    add("--language", metavar="NAME",
+        help="such as en or English (default: detected in the first window)")
     add("--task", choices=("transcribe", "translate"), help="default transcribe; translate is into "
         "English")
     add("--timestamps", action="store_true", default=None,

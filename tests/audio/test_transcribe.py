@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ from transformers import WhisperFeatureExtractor
 from workshop import Workshop
 
 from runtime import OutriderError, generate
-from runtime.files.errors import EXIT_STATUS
+from runtime.cli import command
+from runtime.files.errors import EXIT_STATUS, INTERRUPTED
 
 SEED = 1
 SOUND = talk(65)
@@ -96,7 +99,7 @@ def test_an_encoder_runs_once_a_window(bundle: Path, monkeypatch: pytest.MonkeyP
     engine = one_thread(bundle, 2)
     runs, real = [], engine.decoder.target._encode  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        engine.decoder.target, "_encode", lambda source: runs.append(1) or real(source)
+        engine.decoder.target, "_encode", lambda *given: runs.append(1) or real(*given)
     )
     found = engine.transcribe(SOUND, logprob_threshold=-1e9, no_speech_threshold=0.9, gamma=0)
     assert len(runs) == found.windows
@@ -133,6 +136,10 @@ def test_windows_do_not_share_random_numbers(bundle: Path) -> None:
         ({"logprob_threshold": math.nan, "temperature": (0, 1)}, "logprob_threshold=nan is out"),
         ({"max_new_tokens": 0}, "max_new_tokens=0 is out of range"),
         ({"gamma": 99}, "gamma=99 is over"),
+        (
+            {"temperature": (1.0, 0.0), "logprob_threshold": -1e9, "draft_temperature": 0.5},
+            "draft_temperature has no effect at temperature=0",
+        ),
     ],
 )
 def test_refused(bundle: Path, options: dict[str, Any], cause: str) -> None:
@@ -158,6 +165,36 @@ def test_command_line(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "audio 65.0 s | windows " in err and "rounds " in err
     out, _ = said("--audio", path, "--timestamps", "--gamma", "0")
     assert out.count(" --> ") <= len(expected) and out.startswith("[00:00:00.")
+
+
+def test_ctrl_c_keeps_what_was_said(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In a round of the second window. The engine goes on as if nothing had been."""
+    engine, path = one_thread(bundle, 1), str(tmp_path / "talk.wav")
+    soundfile.write(path, SOUND, RATE, subtype="FLOAT")
+    whole, real, encode = engine.transcribe(path), engine.round, engine.decoder.target._encode
+    windows = list[int]()
+
+    def interrupted(sequences: Any) -> Any:
+        if len(windows) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(sequences)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "load", lambda *_, **__: engine)
+        patch.setattr(engine, "round", interrupted)
+        patch.setattr(engine.decoder.target, "_encode", lambda *a: windows.append(1) or encode(*a))
+        status = generate.main(["--engines", "x", "--audio", path])
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    out, err = capsys.readouterr()
+    assert status == INTERRUPTED and err.endswith("\ninterrupted\n") and "Traceback" not in err
+    assert out.strip() and whole.text.strip().startswith(out.strip())
+    assert len(out) < len(whole.text)
+    assert engine.decoder.slots.free == 1 and engine.transcribe(path).text == whole.text
 
 
 @pytest.mark.parametrize("name", ["none.wav", "text.wav", "."])
