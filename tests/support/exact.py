@@ -52,9 +52,12 @@ class Round:
 
         with broken("sampling.reference.uniform", controlled):
             emitted = self.decoder.round([sequence])[sequence]
-        # What was drafted stands in the target's cache, whether it was accepted or not.
+        return self.drafted(), [token.id for token in emitted]
+
+    def drafted(self) -> list[int]:
+        """It stands in the target's cache, whether it was accepted or not."""
         rows = self.decoder.target.cache[0, self.start : self.start + self.gamma]  # type: ignore[attr-defined]
-        return rows.tolist(), [token.id for token in emitted]
+        return [int(token) for token in rows]
 
 
 def blocks(round_: Round, rule: str, probs: Probs) -> Iterator[tuple[float, tuple[int, ...]]]:
