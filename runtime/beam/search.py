@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +27,12 @@ import numpy.typing as npt
 from ..backends.engine import Engine, Ids, Logits, Source
 from ..calls import wide
 from ..files.errors import OutriderError
+from ..sampling.processors import LogitsProcessor
+from ..sampling.warp import within
 
 Tokens = tuple[int, ...]  # what was generated, without the prompt
 UNKNOWN = -1
+Forbid = Callable[[npt.NDArray[Any], Tokens], None]  # sets what may not come after to -inf
 WIDEST = 1024  # hypotheses; what is wider does not end
 
 
@@ -99,6 +102,8 @@ def beam_search(
     draft_max_len: int | None = None,
     vocab_size: int | None = None,
     source: Source = (),
+    processors: Sequence[LogitsProcessor] = (),
+    min_new_tokens: int = 0,
 ) -> BeamResult:
     """The `width` best continuations that beam search finds.
 
@@ -115,7 +120,8 @@ def beam_search(
     max_len: longest prompt + output. draft_max_len: where the draft's own context ends; from there
     on nothing is drafted. vocab_size: how many tokens there are; logits beyond are padding. A
     narrower draft proposes none of the others. length_penalty: ranks the result, not the search.
-    source: what an encoder reads, where the models have one.
+    source: what an encoder reads, where the models have one. processors: of the log-probabilities
+    of a step, which are not normalised again, as in Transformers. min_new_tokens: before an end.
 
     The prompt, gamma and max_new_tokens are what `TextEngine.request` lets pass. Raises
     OutriderError: "option", "numeric", and what the engines raise.
@@ -133,6 +139,13 @@ def beam_search(
     most = min(max_new_tokens, max_len - len(prompt))
     draft_room = (max_len if draft_max_len is None else draft_max_len) - len(prompt)
 
+    def forbid(scores: npt.NDArray[Any], tokens: Tokens) -> None:
+        if len(tokens) < min_new_tokens:
+            scores[within([*ends], len(scores))] = -np.inf
+        text = np.array([*prompt, *tokens], np.int64)
+        for processor in processors:
+            processor(scores, text, len(prompt))
+
     beam = [Hypothesis((), 0.0)]
     while stats.steps < most and _unfinished(beam):
         # The last step of all looks at no sequence that it makes.
@@ -143,7 +156,7 @@ def beam_search(
             drafts = beam
             for _ in range(ahead):
                 logits = drafter.logits(_unfinished(drafts))
-                drafts = advance(drafts, logits, draft_width, narrower, ends)
+                drafts = advance(drafts, logits, draft_width, narrower, ends, forbid)
                 stats.drafted += 1
                 nodes += _unfinished(drafts)
                 if not _unfinished(drafts):
@@ -153,7 +166,7 @@ def beam_search(
         stats.scored += len(nodes)
         before = stats.steps
         while stats.steps < most and _unfinished(beam) and contained(beam, known):
-            beam = advance(beam, known, width, vocab_size, ends)
+            beam = advance(beam, known, width, vocab_size, ends, forbid)
             stats.steps += 1
         stats.accepted += stats.steps - before - 1
     # Of the same length-penalised score, the better in the beam: sorting is stable.
@@ -168,6 +181,7 @@ def advance(
     width: int,
     vocab_size: int,
     ends: Collection[int],
+    forbid: Forbid = lambda scores, tokens: None,
 ) -> list[Hypothesis]:
     """One step of beam search: at most `width` hypotheses, best first.
 
@@ -179,7 +193,9 @@ def advance(
         if one.finished:
             candidates.append((-one.score, rank, UNKNOWN))
             continue
-        totals = one.score + log_softmax(logits[one.tokens][:vocab_size])
+        totals = log_softmax(logits[one.tokens][:vocab_size])
+        forbid(totals, one.tokens)
+        totals += one.score
         candidates += [(-float(totals[token]), rank, token) for token in _best(totals, width)]
     candidates.sort()
     return [

@@ -88,12 +88,6 @@ def beam_texts(
         system=system, special_tokens=special_tokens, source=source,
     )  # fmt: skip
     request = engine.request(prompt, options)
-    if request.processors or request.min_new_tokens:
-        raise OutriderError(
-            "option",
-            "a beam search forbids no tokens, and this checkpoint's generation config does",
-            "Generate without beams.",
-        )
     ids = request.prompt
     with engine.undisturbed():
         found = beam_search(
@@ -102,6 +96,7 @@ def beam_texts(
             eos_token_ids=() if ignore_eos else request.eos_token_ids,
             length_penalty=length_penalty, draft_max_len=decoder.draft_max_len,
             vocab_size=decoder.vocab_size, source=request.source,
+            processors=request.processors, min_new_tokens=request.min_new_tokens,
         )  # fmt: skip
     texts = [
         BeamText(_text(engine, ids, one.tokens[: -1 if one.finished else None]), list(one.tokens),

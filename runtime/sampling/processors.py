@@ -94,7 +94,8 @@ class BadWords:
 @dataclass(frozen=True)
 class LastToken:
     """`token` in row `position` of the text, Transformers' `forced_eos_token_id`; in all others
-    what these `processors` leave, which have no say there."""
+    what these `processors` leave, which have no say there. Its score becomes 0, as in
+    Transformers."""
 
     position: int
     token: int
@@ -103,6 +104,7 @@ class LastToken:
     def __call__(self, scores: FloatRow, text: Ids, output_start: int, /) -> None:
         if len(text) == self.position:
             scores[: self.token] = scores[self.token + 1 :] = -np.inf
+            scores[self.token : self.token + 1] = 0
             return
         for processor in self.processors:
             processor(scores, text, output_start)

@@ -319,6 +319,22 @@ def test_beams(t5: tuple[Path, Path], encoded: list[int]) -> None:
     assert encoded == [7, 7, 40, 40], "once for the target and once for the draft"
 
 
+def test_beams_keep_to_what_the_generation_config_asks_for(workshop: Workshop) -> None:
+    """To the length at which all end: no end of text comes before."""
+    rules = {**RULES, "min_length": 18, "max_length": 18}
+    target = workshop.checkpoint("t5", generation=rules)
+    engine = one_thread(workshop.bundle(target, workshop.checkpoint("t5", blur=0.1)), 12)
+    original = AutoModelForSeq2SeqLM.from_pretrained(target).eval()
+    for source in SOURCES[1:3]:
+        want = original.generate(
+            torch.tensor([source]), do_sample=False, num_beams=3, num_return_sequences=3,
+            early_stopping=False,
+        )[:, 2:].tolist()  # fmt: skip
+        for gamma in (0, 3):
+            found = beam_texts(engine, None, beams=3, gamma=gamma, source=source, max_new_tokens=16)
+            assert [one.token_ids for one in found.texts] == want
+
+
 # Promises
 
 
