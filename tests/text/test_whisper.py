@@ -149,6 +149,7 @@ def test_what_the_manifest_says(whisper: tuple[Path, Path]) -> None:
     assert pair.vocab_size == pair.target.vocab_size
     assert pair.audio is not None
     assert {name: getattr(pair.audio, name) for name in WHISPER} == WHISPER
+    assert pair.audio.language_names == {"english": "en", "german": "de"}
 
 
 @pytest.mark.parametrize("processed", [True, False], ids=["as it is", "control"])
