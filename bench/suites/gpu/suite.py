@@ -49,6 +49,8 @@ ENGINES = [*PYTHON, "bench.suites.gpu.engines"]
 # and cuda-bindings asks the driver for functions that it may lack, which would count as errors.
 SANITIZER = ["compute-sanitizer", "--error-exitcode", "9", "--report-api-errors", "no",
              "--kernel-name", "kns=outrider_"]  # fmt: skip
+# All that a failure can tell: nobody can ask the machine again.
+TALKATIVE = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OUTRIDER_TRACEBACK": "1"}
 KILL_SECONDS = 10  # for a process that was ended; the driver may hold one whose kernel does not end
 
 
@@ -180,7 +182,7 @@ def run_part(part: Part, limit: float, log: TextIO) -> dict[str, Any]:
     # A session of its own, so that a limit ends what it started too.
     process = subprocess.Popen(
         command, cwd=CHECKOUT, stdout=log, stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"}, start_new_session=True,
+        env={**os.environ, **TALKATIVE}, start_new_session=True,
     )  # fmt: skip
     try:
         status = process.wait(limit)
