@@ -78,7 +78,7 @@ def parts(out: Path, architecture: str) -> list[Part]:
     first = [
         Part("smoke", KERNEL, 40, usual=15),
         Part("kernel, quick", [*KERNEL, "--quick", "--times", quick], 90, reads=quick, usual=40),
-        *timed("1b+small", workplace(4), (150, 200), (80, 130)),
+        *timed("1b+small", workplace(4), (220, 200), (80, 130)),
         Part("kernel times", [*KERNEL, "--times", full], 180, reads=full, usual=120),
     ]
     products = out / "products.json"
@@ -93,7 +93,7 @@ def parts(out: Path, architecture: str) -> list[Part]:
         Part("kernel tests", [*PYTHON, "pytest", "-q", "--noconftest", "-p", "no:cacheprovider",
                               "-k", "cuda", "-m", "not slow", f"--junitxml={out / 'kernel.xml'}",
                               *KERNEL_TESTS], 120, usual=60),
-        *(Part(f"sanitizer: {tool}", [*SANITIZER, "--tool", tool, *KERNEL], 60, usual=20)
+        *(Part(f"sanitizer: {tool}", [*SANITIZER, "--tool", tool, *KERNEL], 90, usual=20)
           for tool in ("memcheck", "racecheck", "synccheck")),
     ]  # fmt: skip
     return [
@@ -143,7 +143,7 @@ def bundled(place: Path, *, device: str = "cuda") -> list[Part]:
     found = [
         Part("checkpoints", [*ENGINES, "checkpoints", folder], 60, usual=10),
         Part("export", [*export, *torch, "--out", graphs], 120, needs=there, usual=30),
-        Part("build", [*build, folder / "bundle", "--graphs", graphs, *compiled], 120,
+        Part("build", [*build, folder / "bundle", "--graphs", graphs, *compiled], 200,
              needs=graphs / "pair.json", usual=60),
         Part("reference, export", [*export, "--out", reference], 120, needs=there, usual=30),
         Part("reference, build", [*build, folder / "reference", "--graphs", reference], 120,
