@@ -79,11 +79,14 @@ class OutriderWorker:
                 decoder.release(sequence)
 
     def _encode(self, asked: Asked) -> float:
-        """Seconds of the encoders: the target's and the draft's, which would run later."""
+        """Seconds of the encoders: the target's and the draft's, which would run later. The source
+        that the slot may still have, of another mode's text, is forgotten."""
         begin, decoder = time.perf_counter(), self.engine.decoder
-        decoder.target.encode(0, asked.source)
-        if decoder.draft is not None and asked.gamma and asked.draft == "model":
-            decoder.draft.encode(0, asked.source)
+        drafts = decoder.draft is not None and asked.gamma and asked.draft == "model"
+        for model in (decoder.target, decoder.draft if drafts else None):
+            if model is not None:
+                model.held.encoded(0, ())
+                model.encode(0, asked.source)
         return time.perf_counter() - begin
 
     def steps(self, request: Steps) -> dict[str, list[Sample]]:

@@ -73,6 +73,15 @@ def write(shape: Seq2Seq, alpha: float, target: Path, draft: Path) -> Blurred:
     return Blurred(size, figures.acceptance_rate, figures.greedy_agreement)
 
 
+def configuration(shape: Seq2Seq, sizes: dict[str, int]) -> Any:
+    """Of Transformers. sizes: the target's or the draft's."""
+    own = {"begin_suppress_tokens": None} if shape.sound else {}
+    return getattr(library, shape.config)(
+        **shape.common, **sizes, **own, decoder_start_token_id=shape.begin[0],
+        pad_token_id=END, eos_token_id=END, bos_token_id=END,
+    )  # fmt: skip
+
+
 def says(shape: Seq2Seq, target: Path, token: int, count: int) -> list[int]:
     """What the checkpoint says at temperature 0 after a token, by the formula."""
     from safetensors.torch import load_file
@@ -115,13 +124,14 @@ def _write(
     shape: Seq2Seq, sizes: dict[str, int], out: Path, embedding: torch.Tensor, move: torch.Tensor
 ) -> None:
     """move: S, of which the model has S and -S in the last MLP of its decoder."""
-    config = getattr(library, shape.config)(
-        **shape.common, **sizes, decoder_start_token_id=shape.begin[0],
-        pad_token_id=END, eos_token_id=END, bos_token_id=END,
-        **({"begin_suppress_tokens": None} if shape.sound else {}),
-    )  # fmt: skip
+    config = configuration(shape, sizes)
     kind = "AutoModelForSpeechSeq2Seq" if shape.sound else "AutoModelForSeq2SeqLM"
     model = getattr(library, kind).from_config(config, dtype=torch.float32)
+    if shape.sound:  # target and draft have one encoder, as Distil-Whisper's
+        same = torch.Generator().manual_seed(0)
+        for weight in model.get_encoder().parameters():
+            if weight.dim() > 1 and weight.requires_grad:
+                weight.normal_(0, config.init_std, generator=same)
     for name, weight in model.named_parameters():
         if name.endswith(WRITERS):
             weight.mul_(QUIET)

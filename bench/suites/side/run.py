@@ -8,6 +8,7 @@ memory.
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -201,7 +202,7 @@ class SideRun:
                     between()
                 shape = {"group": job.group, "name": job.name, "temperature": job.temperature}
                 cells.append({**shape, "rows": rows})
-                self.clock.note(f"{job.name}: {len(cells)} of {len(jobs)}")
+                self.clock.note(f"{job.name}: {len(cells)} of {len(jobs)}; {_speeds(rows)}")
         return cells
 
     def ask(
@@ -262,6 +263,14 @@ class SideRun:
                     "ratio": peak / (weights + cache), "own": (peak - before) / (weights + cache),
                 }  # fmt: skip
         return found
+
+
+def _speeds(rows: Sequence[dict[str, Told]]) -> str:
+    """Tokens a second, for whoever watches, or has to do with a run that was ended."""
+    found: dict[str, list[float]] = {}
+    for name, told in (item for row in rows for item in row.items() if "token" in item[1]):
+        found.setdefault(name, []).append(1 / told["token"])
+    return ", ".join(f"{name} {statistics.median(x):.1f}" for name, x in found.items())
 
 
 def _rows(prompt: Prompt) -> int:

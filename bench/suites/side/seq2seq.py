@@ -39,7 +39,7 @@ class ReadingScale:
 
 
 FULL = ReadingScale(5, (400, 128), (30, 64), 128)
-QUICK = ReadingScale(2, (400, 64), (30, 64), 64)
+QUICK = ReadingScale(1, (400, 64), (30, 64), 64)
 
 
 def jobs(
@@ -55,20 +55,21 @@ def jobs(
         kinds, chosen = {"sound": (SECONDS, scale.sound)}, [s for s in chosen if s.mode != "lookup"]
     made = []
     for kind, (length, new_tokens) in kinds.items():
-        firsts = rng.integers(1, tokens, scale.count).tolist()
-        requests: list[Prompt] = []
-        for first in firsts:
-            if shape.sound:
-                requests.append(features(speech(rng, length), bands))
-                continue
-            said = says(shape, pair.target, first, new_tokens) if kind == "summary" else []
-            requests.append(document(rng, said, length, tokens))
-        begins = [(*shape.begin, first) for first in firsts]
-        name = f"{kind} {length}{'s' * shape.sound}+{new_tokens}"
-        made += [
-            Job(GROUP, name, [[r] for r in requests], new_tokens, temperature, chosen, begins)
-            for temperature in temperatures
-        ]
+        for temperature in temperatures:  # each has sources of its own: none comes twice in a row
+            firsts = rng.integers(1, tokens, scale.count).tolist()
+            requests: list[list[Prompt]] = []
+            for first in firsts:
+                said = says(shape, pair.target, first, new_tokens) if kind == "summary" else []
+                requests.append(
+                    [
+                        features(speech(rng, length), bands)
+                        if shape.sound
+                        else document(rng, said, length, tokens)
+                    ]
+                )
+            begins = [(*shape.begin, first) for first in firsts]
+            name = f"{kind} {length}{'s' * shape.sound}+{new_tokens}"
+            made.append(Job(GROUP, name, requests, new_tokens, temperature, chosen, begins))
     return made
 
 
