@@ -66,12 +66,13 @@ def compile(
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")  # no second copy
+    ours = find_library() is not None
     try:
+        if ours:
+            add_operators(options)
         graphs = (HOST_FILE,) if facts.host_alone else (GRAPH_FILE, HOST_FILE)
         for name in (*graphs, ENCODER_FILE) if facts.encoder else graphs:
-            if name == HOST_FILE and name in facts.files and find_library() is not None:
-                add_operators(options)
-            elif name == HOST_FILE:
+            if name == HOST_FILE and not (ours and name in facts.files):
                 continue
             ort.InferenceSession(str(graph / name), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes

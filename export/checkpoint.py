@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import transformers
+from safetensors import safe_open
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -180,6 +182,50 @@ def _packed(name: str, path: Path, written: dict[str, Any]) -> Packed | None:
     if packed.remark:
         note(f"{name}: {packed.remark}")
     return packed
+
+
+# Of a configuration, what an encoder does not compute with, as parts of names.
+_NOT_OF_ENCODERS = (
+    "decoder", "drop", "token", "suppress", "init", "_name", "version", "dtype", "architectures",
+    "num_hidden_layers", "cache", "max_length", "max_target", "mask_", "median", "apply_spec",
+    "task_specific", "label", "classif", "proj_size", "tie_", "output_past", "beam", "prefix",
+    "min_length", "penalty", "early_stopping", "no_repeat",
+)  # fmt: skip
+
+
+def same_encoder(one: Checkpoint, other: Checkpoint) -> bool:
+    """Whether their encoders are the same: all weights in their files, and all that is configured.
+
+    A difference that does not matter counts as one: then each runs its own.
+    """
+    fields = [
+        {
+            name: value
+            for name, value in checkpoint.config.to_dict().items()
+            if not any(part in name for part in _NOT_OF_ENCODERS)
+        }
+        for checkpoint in (one, other)
+    ]
+    if fields[0] != fields[1]:
+        return False
+    digests = [_encoder_digests(checkpoint) for checkpoint in (one, other)]
+    return bool(digests[0]) and digests[0] == digests[1]
+
+
+def _encoder_digests(checkpoint: Checkpoint) -> dict[str, str]:
+    """By the names of an encoder's weights, the embedding among them, what they are as float32;
+    none where they are not in safetensors."""
+    found = {}
+    for file in checkpoint.files:
+        if file.suffix != ".safetensors":
+            return {}
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                parts = name.removeprefix("model.").split(".")
+                if parts[0] in ("encoder", "shared"):
+                    numbers = tensors.get_tensor(name).float().numpy()
+                    found[".".join(parts)] = hashlib.sha256(numbers.tobytes()).hexdigest()
+    return found
 
 
 def _check_files(name: str, path: Path) -> None:

@@ -16,18 +16,17 @@ from transformers import PreTrainedModel
 
 from runtime.files.audio import FeatureFacts
 from runtime.files.errors import OutriderError, first_line
-from runtime.files.library import add_operators
+from runtime.files.library import add_operators, find_library
 from runtime.files.manifest import (
     ENCODER_FILE,
     GRAPH_FILE,
-    HOST_FILE,
     ORT_LEFT_OUT,
     Cache,
     Dtype,
 )
 from runtime.files.torch_files import PROGRAM_FILE, read_program
 
-from .encoder import reading
+from .encoder import STATES, arguments, states_of
 
 # Allowed difference of a logit, relative to 1 + the largest logit: some hundred roundings.
 # Rows of 8 bits are about as coarse as bfloat16.
@@ -42,7 +41,7 @@ class Reference:
     """Two texts and what the original model says of them: ids [2, T], logits float32 [2, T, V].
 
     remark: what the texts are too short to show. sources: of each text, where there is an encoder:
-    ids [1, E] or features [1, F, T].
+    ids [1, E], features [1, F, T], or the states [1, E, D] that the model makes of them.
     """
 
     ids: npt.NDArray[np.int64]
@@ -63,11 +62,16 @@ class Comparison:
 
 
 def reference(
-    model: PreTrainedModel, capacity: int, vocab_size: int, features: FeatureFacts | None = None
+    model: PreTrainedModel,
+    capacity: int,
+    vocab_size: int,
+    features: FeatureFacts | None = None,
+    shares: bool = False,
 ) -> Reference:
     """The eager model, whole texts at once, no cache: nothing shared with the graph's road.
 
-    features: what its encoder reads, where that is no text.
+    features: what its encoder reads, where that is no text. shares: whether the graph reads what
+    an encoder has made.
     """
     config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None) or 0
@@ -84,7 +88,10 @@ def reference(
     elif model.config.is_encoder_decoder:
         sources = tuple(rng.integers(0, vocab_size, (1, n)) for n in (length, length // 2))
     remark = f"; its window of {window} was not reached" if window >= length else ""
-    said = logits(model, torch.from_numpy(ids), [torch.from_numpy(source) for source in sources])
+    read = [torch.from_numpy(source) for source in sources]
+    said = logits(model, torch.from_numpy(ids), read)
+    if shares:
+        sources = tuple(states_of(model, source).float().numpy() for source in read)
     return Reference(ids, said.float().numpy(), remark, sources)
 
 
@@ -97,11 +104,11 @@ def logits(
     said: torch.Tensor
     try:
         with torch.no_grad():
-            if sources:  # one by one: nothing is padded
+            if len(sources):  # one by one: nothing is padded
                 pairs = zip(sources, ids, strict=True)
-                inputs = [{**reading(model, s), "decoder_input_ids": t[None]} for s, t in pairs]
+                inputs = [arguments(model, text[None], source) for source, text in pairs]
             else:
-                inputs = [{"input_ids": ids}]
+                inputs = [arguments(model, ids)]
             said = torch.cat([model(**each, use_cache=False).logits for each in inputs])
     except Exception as error:  # noqa: BLE001 - any model code may fail in any way
         raise OutriderError(
@@ -214,10 +221,17 @@ def _difference(graph: _Call, original: Reference) -> float:
     return worst
 
 
-def run(file: Path, dtype: Dtype, ids: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.float32]]:
+def run(
+    file: Path,
+    dtype: Dtype,
+    ids: npt.NDArray[np.int64],
+    sources: Sequence[npt.NDArray[Any]] = (),  # as `Reference` has them
+) -> Iterator[npt.NDArray[np.float32]]:
     """Logits [T, V] of whole texts [B, T] by an exported graph, one text after the other."""
     graph = _Graph(file, ids.shape[1], dtype, slots=1)
-    for text in ids:
+    for i, text in enumerate(ids):
+        if len(sources):
+            graph.read(sources[i : i + 1])
         yield graph(text[None], [0])[0]
 
 
@@ -238,7 +252,7 @@ class _Graph:
         left_out = [*ORT_LEFT_OUT.get(dtype, []), "ConstantFolding"]
         # A product with quantised weights that it fuses rounds the activations too.
         options.add_session_config_entry("session.enable_quant_qdq", "0")
-        if file.name == HOST_FILE:
+        if file.name != GRAPH_FILE and find_library() is not None:
             add_operators(options)
         try:
             self._session = ort.InferenceSession(
@@ -264,12 +278,12 @@ class _Graph:
         """Have the encoder's graph beside it read a source for each slot; there is room for more
         than the longest, as in slots."""
         encoder = _Graph(self._file.with_name(ENCODER_FILE), 0, self._dtype)._session
-        names = [value.name for value in encoder.get_outputs()]
+        names = [value.name for value in encoder.get_outputs() if value.name != STATES]
         (given,) = encoder.get_inputs()
         rows = [encoder.run(names, {given.name: source}) for source in sources]
         lengths = [parts[0].shape[2] for parts in rows]
         # A source that is no text fills its rows, and nothing looks at how many they are.
-        room = max(lengths) + (8 if given.name == "input_ids" else 0)
+        room = max(lengths) + (0 if isinstance(given.shape[1], int) else 8)
         for name, parts in zip(names, zip(*rows, strict=True), strict=True):
             padded = [
                 np.pad(part, ((0, 0), (0, 0), (0, room - part.shape[2]), (0, 0))) for part in parts

@@ -26,6 +26,7 @@ from runtime.files.audio import FeatureFacts
 from .decoder import Decoder, Example, SlotCache, Stored, example_caches, numbered
 
 Shapes = Sequence[tuple[int, int]]  # per layer (H, D)
+STATES = "encoder_states"
 
 
 class Caches(EncoderDecoderCache):
@@ -48,29 +49,59 @@ class Caches(EncoderDecoderCache):
 
 class Encoder(torch.nn.Module):
     """`forward(source)`: the keys and values of each decoder layer's attention to the source, each
-    [1, H, E, D]. source: token ids [1, E], or features [1, F, T] of which the encoder makes E rows.
+    [1, H, E, D], and the states that they are made of, [1, E, D'].
+
+    source: token ids [1, E], or features [1, F, T] of which the encoder makes E rows.
     """
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
 
-    def forward(self, source: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def forward(
+        self, source: torch.Tensor
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
         stored = Stored()
-        self.model(
+        states = self.model(
             # What the decoder makes of it is not asked for, and so is not in the graph.
             decoder_input_ids=torch.zeros(1, 1, dtype=torch.long, device=source.device),
             past_key_values=Caches(Stored(), stored),
             use_cache=True,
-            **reading(self.model, source),
-        )
-        return list(stored.keys.values()), list(stored.values.values())
+            **self.reading(source),
+        ).encoder_last_hidden_state
+        return list(stored.keys.values()), list(stored.values.values()), states
+
+    def reading(self, source: torch.Tensor) -> dict[str, Any]:
+        """The source as arguments of the model."""
+        return reading(self.model, source)
+
+
+class SharedEncoder(Encoder):
+    """The same of the states that another model's encoder has made."""
+
+    def forward(  # type: ignore[override]
+        self, source: torch.Tensor
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        keys, values, _ = super().forward(source)
+        return keys, values
+
+    def reading(self, source: torch.Tensor) -> dict[str, Any]:
+        return {"encoder_outputs": (source,)}
 
 
 def reading(model: PreTrainedModel, source: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A source as arguments of the whole model: token ids [1, E], or features [1, F, T]."""
+    """Sources as arguments of the whole model: token ids [B, E], or features [B, F, T]."""
     named = {model.main_input_name: source}
     return named if source.is_floating_point() else {**named, "attention_mask": source * 0 + 1}
+
+
+def arguments(
+    model: PreTrainedModel, ids: torch.Tensor, sources: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """Texts [B, T] as arguments of the whole model, with their sources if there is an encoder."""
+    if sources is None:
+        return {"input_ids": ids}
+    return {**reading(model, sources), "decoder_input_ids": ids}
 
 
 def example_source(features: FeatureFacts | None) -> torch.Tensor:
@@ -186,14 +217,27 @@ def _look_up(
 
 
 def example_encoder(
-    key_shapes: Shapes, value_shapes: Shapes, features: FeatureFacts | None
+    key_shapes: Shapes,
+    value_shapes: Shapes,
+    features: FeatureFacts | None,
+    states: torch.Tensor | None = None,
 ) -> Example:
     """For tracing an `Encoder`, with E left open where it reads ids; the shapes are those of the
-    source's caches."""
+    source's caches. states: for a `SharedEncoder`, of E = 3 or of all that there are of a sound."""
     outputs = [*numbered("cross_key", key_shapes), *numbered("cross_value", value_shapes)]
     open_sizes = {} if features else {1: torch.export.Dim("source")}
+    if states is not None:
+        return Example((states,), (open_sizes,), [STATES], outputs)
     name = "input_features" if features else "input_ids"
-    return Example((example_source(features),), (open_sizes,), [name], outputs)
+    return Example((example_source(features),), (open_sizes,), [name], [*outputs, STATES])
+
+
+def states_of(model: PreTrainedModel, source: torch.Tensor) -> torch.Tensor:
+    """What its encoder makes of sources, [B, E, D]; see `reading`."""
+    encoder: Any = model.get_encoder()
+    with torch.no_grad():
+        states: torch.Tensor = encoder(**reading(model, source)).last_hidden_state
+    return states
 
 
 def example_decoder(text: Example, key_shapes: Shapes, value_shapes: Shapes) -> Example:

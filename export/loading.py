@@ -131,7 +131,8 @@ def learned_positions(model: PreTrainedModel, checkpoint: Checkpoint) -> int | N
 class CacheShapes:
     """Per layer (H, D) of a row's keys and values: of the text, and of the source, if any.
 
-    source_rows: how many there are of a source that is no text; None for the others.
+    source_rows: how many there are of a source that is no text; None for the others. states: the
+    width of what the encoder makes of it, 0 where there is none.
     """
 
     keys: list[tuple[int, int]]
@@ -139,6 +140,7 @@ class CacheShapes:
     source_keys: list[tuple[int, int]] = field(default_factory=list)
     source_values: list[tuple[int, int]] = field(default_factory=list)
     source_rows: int | None = None
+    states: int = 0
 
 
 def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
@@ -167,7 +169,7 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
     traced_layers.clear()
     try:
         with torch.no_grad():
-            model(**inputs, use_cache=True)
+            said = model(**inputs, use_cache=True)
     except UnsupportedArchitecture as error:
         raise refuse_architecture(checkpoint.source, checkpoint.config, str(error)) from None
     except Exception as error:  # noqa: BLE001 - any model code may fail in any way here
@@ -193,4 +195,5 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
         [(rows.shape[1], rows.shape[3]) for _, rows in sorted(side.items())] for side in sides
     )
     fixed = source.keys[0].shape[2] if checkpoint.features else None
-    return CacheShapes(keys, values, source_keys, source_values, fixed)
+    states = said.encoder_last_hidden_state.shape[2] if checkpoint.has_encoder else 0
+    return CacheShapes(keys, values, source_keys, source_values, fixed, states)

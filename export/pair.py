@@ -28,7 +28,7 @@ from runtime.files.progress import note, stage
 from runtime.files.records import write_json
 
 from . import part, vocabulary
-from .checkpoint import Checkpoint, find, refuse_architecture
+from .checkpoint import Checkpoint, find, refuse_architecture, same_encoder
 from .loading import check_length
 from .weights.recover import recover
 
@@ -79,9 +79,8 @@ def export(
     itself = draft == "self"
     drafter = target if itself else find(draft) if draft is not None else None
     if target.has_encoder:
-        weighed = {"WEIGHTS": weights, "DRAFT_WEIGHTS": draft_weights, "CACHE": cache_type}
-        asked_for = {"DTYPE": dtype, "--format": form, "DRAFT": "self" if itself else None}
-        _check_encoder_decoder(target, drafter, {**asked_for, **weighed})
+        asked_for = {"DTYPE": dtype, "--format": form, "CACHE": cache_type}
+        _check_encoder_decoder(target, drafter, asked_for)
     elif drafter and drafter.has_encoder:
         raise _two_kinds(target, drafter)
     own = weights or _bits_of(target, "WEIGHTS")
@@ -147,11 +146,16 @@ def export(
 
     words = _words(text, tokenizer, min(widths)) if text is not None else None
 
+    shares = drafter is not None and target.has_encoder and same_encoder(target, drafter)
+    if shares:
+        note("the draft's encoder is the target's, which is run once for both")
+
     def made(role: str, checkpoint: Checkpoint, longest: int, bits: str) -> tuple[Path, GraphFacts]:
         form_of = None if bits == "full" else cast(Weights, bits)
         wanted = part.Wanted(
-            role, checkpoint, dtype, longest, capacity, form, form_of, cache_type, words
-        )
+            role, checkpoint, dtype, longest, capacity, form, form_of, cache_type, words,
+            shares and role == "draft",
+        )  # fmt: skip
         return part.make(wanted, cache, force)
 
     parts = {"target": made("target", target, length, own)}
@@ -190,7 +194,7 @@ def _check_encoder_decoder(
     "architecture"."""
     usual = {"DTYPE": "float32", "--format": "onnx"}
     for name, value in asked.items():
-        if value not in (None, "full", usual.get(name)):
+        if value not in (None, usual.get(name)):
             raise OutriderError(
                 "option",
                 f"{name}={value} is for decoder-only models in this version, and {target.source} "

@@ -37,10 +37,12 @@ from runtime.files.manifest import (
 from runtime.files.progress import stage
 from runtime.files.records import digest_json, read_json, write_json
 
-from . import compare, graph, host, program
+from . import compare, graph, program
 from .checkpoint import Checkpoint, content_hashes, refuse_architecture
 from .decoder import Decoder, UnsupportedArchitecture, example
-from .encoder import Encoder, SourceDecoder, example_decoder, example_encoder
+from .encoder import Encoder, SharedEncoder, SourceDecoder, example_decoder, example_encoder
+from .host import lowering
+from .host.attention import NotLowered
 from .loading import CacheShapes, cache_shapes, give_back, learned_positions, load
 from .weights import quality
 from .weights.blocks import BLOCK
@@ -66,7 +68,8 @@ class Wanted:
     """What is to be made of a checkpoint.
 
     role: as in progress lines. text: token ids to measure the quality of quantised weights on; None
-    has the model write them. The others are those of `GraphFacts`.
+    has the model write them. shares: whether it reads what the target's encoder has made. The
+    others are those of `GraphFacts`.
     """
 
     role: str
@@ -78,6 +81,7 @@ class Wanted:
     weights: Weights | None = None
     cache: Cache | None = None
     text: Sequence[int] | None = None
+    shares: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -87,8 +91,7 @@ class Wanted:
     @property
     def for_host(self) -> bool:
         """Whether ONNX Runtime on the CPU has a graph of its own."""
-        plain = self.form == "onnx" and self.dtype == "float32"
-        return plain and not self.checkpoint.has_encoder
+        return self.form == "onnx" and self.dtype == "float32"
 
     def key(self) -> str:
         """Of everything that decides what is made."""
@@ -103,6 +106,7 @@ class Wanted:
                 **({"format": self.form} if self.form != "onnx" else {}),
                 **({"weights": self.weights, "text": self.text} if self.weights else {}),
                 **({"cache": self.cache} if self.cache else {}),
+                **({"shares": True} if self.shares else {}),
                 **({} if find_library() else {"host": "no library to check it with"}),
             }
         )
@@ -166,8 +170,10 @@ def _export(wanted: Wanted, folder: Path, key: str) -> GraphFacts:
     role, checkpoint = wanted.role, wanted.checkpoint
     quantising = None
     if wanted.weights:
-        packed = bool(checkpoint.packed)
-        quantising = Quantising(role, wanted.weights, checkpoint.source, wanted.text, packed)
+        quantising = Quantising(
+            role, wanted.weights, checkpoint.source, wanted.text, bool(checkpoint.packed),
+            checkpoint.features, wanted.shares,
+        )  # fmt: skip
     with write_folder(folder, PART_FILE) as partial:
         original = _write(wanted, quantising, partial)
         give_back()  # the comparison loads the weights a second time
@@ -201,7 +207,7 @@ def _export(wanted: Wanted, folder: Path, key: str) -> GraphFacts:
             cache=wanted.cache,
             weights=wanted.weights,
             quality=found,
-            encoder=_encoder_facts(checkpoint, shapes),
+            encoder=_encoder_facts(wanted, shapes),
         )
         write_json(partial / PART_FILE, "graph", facts)
     return facts
@@ -219,11 +225,11 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
     if quantising:
         quantising.quantise(model, wanted.max_len, folder)
     with stage(role, "run the original"):
-        original = compare.reference(model, wanted.capacity, vocab_size, checkpoint.features)
-        rounded = None
+        given = model, wanted.capacity, vocab_size, checkpoint.features, wanted.shares
+        original, rounded = compare.reference(*given), None
         if quantising:
             with rounding_activations():
-                rounded = compare.reference(model, wanted.capacity, vocab_size, checkpoint.features)
+                rounded = compare.reference(*given)
         shapes = cache_shapes(model, checkpoint)
     traced = _trace(wanted, model, shapes)
     if wanted.form == "onnx":  # a compiler of torch's graphs does this itself
@@ -251,10 +257,13 @@ def _trace(wanted: Wanted, model: PreTrainedModel, shapes: CacheShapes) -> list[
             if not checkpoint.has_encoder:
                 decoder = Decoder(model, positions).eval()
                 return [(program if wanted.form == "torch" else graph).trace(decoder, of_text)]
-            of_source = example_decoder(of_text, *source)
+            read_by_decoder = example_decoder(of_text, *source)
+            states = torch.zeros(1, shapes.source_rows or 3, shapes.states, dtype=model.dtype)
+            read = example_encoder(*source, checkpoint.features, states if wanted.shares else None)
+            encoder = (SharedEncoder if wanted.shares else Encoder)(model)
             return [
-                graph.trace(SourceDecoder(model, positions).eval(), of_source),
-                graph.trace(Encoder(model).eval(), example_encoder(*source, checkpoint.features)),
+                graph.trace(SourceDecoder(model, positions).eval(), read_by_decoder),
+                graph.trace(encoder.eval(), read),
             ]
         except Exception as error:  # noqa: BLE001 - torch.export wraps whatever the model raised
             raise refuse_architecture(
@@ -269,11 +278,12 @@ def _simplify(traced: list[Any]) -> str:
     return f"{before:,} -> {sum(len(each.graph) for each in traced):,} nodes"
 
 
-def _encoder_facts(checkpoint: Checkpoint, shapes: CacheShapes) -> EncoderFacts | None:
-    if not checkpoint.has_encoder:
+def _encoder_facts(wanted: Wanted, shapes: CacheShapes) -> EncoderFacts | None:
+    if not wanted.checkpoint.has_encoder:
         return None
     sides = _listed(shapes.source_keys), _listed(shapes.source_values)
-    return EncoderFacts(*sides, checkpoint.features, shapes.source_rows)
+    shared = shapes.states if wanted.shares else None
+    return EncoderFacts(*sides, wanted.checkpoint.features, shapes.source_rows, shared)
 
 
 def _listed(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
@@ -290,7 +300,7 @@ def _compare(
         if quantising:
             quantising.again(model)
         return compare.reference(
-            model, wanted.capacity, original.vocab_size, wanted.checkpoint.features
+            model, wanted.capacity, original.vocab_size, wanted.checkpoint.features, wanted.shares
         )
 
     with stage(wanted.role, "compare with the original") as said:
@@ -322,12 +332,12 @@ def _host(
     quantised rows only when it is right without, and they cost no more than `TOLERANCE`."""
     original, rounded = references
     try:
-        nodes = host.write(folder, capacity)
+        nodes = lowering.write(folder, capacity)
         result = compare.compare(folder, original, "float32", file=HOST_FILE, rounded=rounded)
         if not result.passed:
-            raise host.NotLowered(f"it would differ by {result.max_difference:.1e}")
+            raise NotLowered(f"it would differ by {result.max_difference:.1e}")
         if cache:
-            host.write(folder, capacity, cache)
+            lowering.write(folder, capacity, cache)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is told or refused
         if cache:
             cause = f"CACHE={cache} needs a graph of our own: {first_line(error)}"

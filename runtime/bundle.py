@@ -293,6 +293,8 @@ def _on_host(
         )
         for role, facts in pair.models()
     }  # fmt: skip
+    if pair.draft and pair.draft.encoder and pair.draft.encoder.shared:
+        engines["draft"].read_states_of(engines["target"])
     if cause := kernel.unavailable():
         logger.warning(
             "sampling in NumPy, attention over all rows, several times slower: %s", cause

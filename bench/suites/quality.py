@@ -52,7 +52,7 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     count = sum(p.numel() for p in full.parameters() if p.dim() > 1)
     clock.note("the full model writes texts")
     ids = quality.sample(full, TEXTS + (8 if args.quick else 64), LENGTH, seed=args.seed)
-    written, ids = ids[:TEXTS], ids[TEXTS:]
+    written, ids = quality.Texts(ids[:TEXTS]), ids[TEXTS:]
     said = logits(full, ids)
     del full
     rows, missing = {}, SYSTEMS["llama.cpp"].missing()
@@ -68,7 +68,7 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
 
 
 def ours(checkpoint: Path, written: Any, clock: Clock) -> Iterator[Way]:
-    """As a build quantises. written: int64 [texts, length], which the levels are chosen by."""
+    """As a build quantises. written: `Texts`, which the levels are chosen by."""
     import torch
 
     from export.checkpoint import find

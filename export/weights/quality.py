@@ -5,46 +5,115 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from runtime.files.audio import FeatureFacts
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import Quality
 
+from ..encoder import reading
 from .blocks import Bits
 
 # Nats of mean KL. Rounding costs a trained model some 0.0001 with 8 bits and 0.001 to 0.02 with 4.
 # What is a hundred times as far off was not rounded but broken, or cannot be rounded like this.
 BOUND: dict[Bits, float] = {8: 0.05, 4: 1.0}
 
+SOUNDS = 4  # that a model which hears is measured on: each is half a minute of an encoder's work
 _ROWS = 16  # that float64 copies are made of at a time
 Slice = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def sample(model: PreTrainedModel, texts: int, length: int, seed: int = 0) -> torch.Tensor:
+@dataclass(frozen=True)
+class Texts:
+    """ids: int64 [texts, T]. sources: of each, where there is an encoder: ids [texts, E] or
+    features [texts, F, T]."""
+
+    ids: torch.Tensor
+    sources: torch.Tensor | None = None
+
+    def __getitem__(self, which: slice) -> Texts:
+        return Texts(self.ids[which], None if self.sources is None else self.sources[which])
+
+    def cut(self, length: int) -> Texts:
+        """The same of fewer tokens."""
+        return Texts(self.ids[:, :length], self.sources)
+
+    @property
+    def one_by_one(self) -> Sequence[torch.Tensor]:
+        """The sources, as `compare.logits` takes them."""
+        return () if self.sources is None else torch.split(self.sources, 1)
+
+
+def write(model: PreTrainedModel, texts: int, length: int) -> Texts:
+    """Texts of a model that reads text, if anything: what it writes. What an encoder reads, it has
+    written too, about random tokens."""
+    if not model.config.is_encoder_decoder:
+        return Texts(sample(model, texts, length))
+    random = torch.Generator().manual_seed(0)
+    noise = torch.randint(_width(model), (texts, length), generator=random)
+    sources = sample(model, texts, length, sources=noise)
+    return Texts(sample(model, texts, length, sources=sources, seed=1), sources)
+
+
+def write_about(model: PreTrainedModel, sources: torch.Tensor, length: int) -> Texts:
+    """What the model writes about these. One by one, where they are sounds: what a slot keeps of
+    one is hundreds of megabytes of a large model."""
+    together = len(sources) if not sources.is_floating_point() else 1
+    parts = [
+        sample(model, len(part), length, seed, part)
+        for seed, part in enumerate(torch.split(sources, together))
+    ]
+    return Texts(torch.cat(parts), sources)
+
+
+def noise(features: FeatureFacts) -> torch.Tensor:
+    """Sounds to measure on, float32 [SOUNDS, F, T]: of the scale that features have."""
+    random = torch.Generator().manual_seed(0)
+    return torch.randn(SOUNDS, features.feature_size, features.frames, generator=random)
+
+
+def sample(
+    model: PreTrainedModel,
+    texts: int,
+    length: int,
+    seed: int = 0,
+    sources: torch.Tensor | None = None,  # of each text, where there is an encoder
+) -> torch.Tensor:
     """Texts that the model writes at temperature 1: token ids int64 [texts, length].
 
     Each begins with the model's first token, or with a random one where it has none, and goes on
     behind an end. All are written side by side, so a step reads the weights once.
     """
     random = torch.Generator().manual_seed(seed)
-    outputs: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    first = model.config.get_text_config(decoder=True).bos_token_id
+    config = model.config.get_text_config(decoder=True)
+    first, name, inputs = getattr(config, "bos_token_id", None), "input_ids", {}
+    if sources is not None:
+        first, name = model.config.decoder_start_token_id, "decoder_input_ids"
+        with torch.inference_mode():
+            inputs = {"encoder_outputs": model.get_encoder()(**reading(model, sources))}
     ids = torch.empty(texts, length, dtype=torch.int64)
-    if isinstance(first, int) and 0 <= first < outputs.weight.shape[0]:
+    if isinstance(first, int) and 0 <= first < _width(model):
         ids[:, 0] = first
     else:
-        ids[:, 0] = torch.randint(outputs.weight.shape[0], (texts,), generator=random)
+        ids[:, 0] = torch.randint(_width(model), (texts,), generator=random)
     cache = None
     with torch.inference_mode():
         for i in range(1, length):
-            said = model(input_ids=ids[:, i - 1 : i], past_key_values=cache, use_cache=True)
+            last = {name: ids[:, i - 1 : i], "past_key_values": cache}
+            said = model(**inputs, **last, use_cache=True)
             cache = said.past_key_values
             likely = said.logits[:, -1].float().softmax(-1)
             ids[:, i] = torch.multinomial(likely, 1, generator=random)[:, 0]
     return ids
+
+
+def _width(model: PreTrainedModel) -> int:
+    outputs: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return int(outputs.weight.shape[0])
 
 
 def measure(slices: Iterable[Slice]) -> Quality:

@@ -9,11 +9,13 @@ from tempfile import NamedTemporaryFile
 import torch
 from transformers import PreTrainedModel
 
+from runtime.files.audio import FeatureFacts
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import Dtype, Quality, Weights
 from runtime.files.progress import stage
 
 from .. import compare
+from ..encoder import example_source, states_of
 from ..loading import give_back
 from . import quality
 from .blocks import Bits, Quantised
@@ -26,14 +28,23 @@ TEXTS, MEASURED, LENGTH = 16, 8, 128
 
 class Quantising:
     """Of one model. role: as in progress lines. text: token ids to measure the quality on; None has
-    the model write them. packed: whether the checkpoint may be quantised already; what lies on
-    levels keeps them then."""
+    the model write them; an encoder reads it. packed: whether the checkpoint may be quantised
+    already; what lies on levels keeps them then. features: what its encoder reads, where that is
+    no text. shares: whether its graph reads what an encoder has made."""
 
     def __init__(
-        self, role: str, weights: Weights, source: str, text: Sequence[int] | None, packed: bool
+        self,
+        role: str,
+        weights: Weights,
+        source: str,
+        text: Sequence[int] | None,
+        packed: bool = False,
+        features: FeatureFacts | None = None,
+        shares: bool = False,
     ):
         self.role, self.weights, self.source = role, weights, source
-        self._text, self._packed = text, packed
+        self._text, self._packed, self._features = text, packed, features
+        self._shares = shares
         self._option = "DRAFT_WEIGHTS" if role == "draft" else "WEIGHTS"
         self._bits: Bits = 4 if weights == "int4" else 8
         self._found: dict[str, Quantised] = {}  # in half precision
@@ -42,27 +53,18 @@ class Quantising:
     def quantise(self, model: PreTrainedModel, context: int, folder: Path) -> None:
         """In place, by modules that know of levels. context: the longest text, in tokens. folder:
         for what is put away until it is measured."""
-        compare.logits(model, torch.zeros(1, 8, dtype=torch.int64))  # says whether it runs at all
-        length = min(LENGTH, context)
-        written = None
-        if self._bits == 4 or self._text is None:
-            with stage(self.role, "write texts") as said:
-                written = quality.sample(model, TEXTS + MEASURED, length)
-                said.note = f"{written.numel():,} tokens"
-        if self._text is not None:
-            self.ids = quality.windows(self._text, length // 2, MEASURED)
-        else:
-            assert written is not None
-            self.ids = written[TEXTS:, : length // 2]
-        self._full = _put_away(compare.logits(model, self.ids), folder)
+        encoder = model.config.is_encoder_decoder
+        some = [example_source(self._features)] if encoder else []
+        compare.logits(model, torch.zeros(1, 8, dtype=torch.int64), some)  # does it run at all?
+        written = self._write(model, min(LENGTH, context))
+        self._full = _put_away(self._say(model), folder)
         give_back()
         with stage(self.role, f"quantise, {self.weights}") as said:
-            texts = None if written is None else written[:TEXTS]
             # Half precision is for TensorRT, which takes no negative scale of 8 bits.
             negative = model.dtype == torch.float32
             try:
                 found = quantise_model(
-                    model, self._bits, texts, keep=self._packed, negative=negative
+                    model, self._bits, written, keep=self._packed, negative=negative
                 )
             except ValueError as error:
                 raise OutriderError(
@@ -73,9 +75,35 @@ class Quantising:
             give_back()
             size = sum(weight.size for weight in found.values())
             said.note = f"{len(found)} matrices, {size / 2**20:,.1f} MiB"
+        read = self._texts.one_by_one
+        self._read = [states_of(model, source) for source in read] if self._shares else read
         if model.dtype != torch.float32:  # `again`, and `measure` without an engine, are for these
-            self._found, said_here = found, compare.logits(model, self.ids)
-            self._said = _put_away(said_here, folder)
+            self._found, self._said = found, _put_away(self._say(model), folder)
+
+    def _write(self, model: PreTrainedModel, length: int) -> quality.Texts | None:
+        """Texts to quantise by, if any; what to measure on is kept.
+
+        What a model makes of a sound nobody knows without one, so there its levels are the nearest.
+        """
+        half, written = length // 2, None
+        with stage(self.role, "texts to look at") as said:
+            if self._features:
+                self._texts = quality.write_about(model, quality.noise(self._features), half)
+            elif self._bits == 4 or self._text is None:
+                written = quality.write(model, TEXTS + MEASURED, length)
+                self._texts = written[TEXTS:].cut(half)
+            if self._text is not None:
+                given = quality.windows(self._text, half, MEASURED)
+                encoder = model.config.is_encoder_decoder
+                self._texts = (
+                    quality.write_about(model, given, half) if encoder else quality.Texts(given)
+                )
+            tokens = self._texts.ids.numel() + (written.ids.numel() if written else 0)
+            said.note = f"{tokens:,} tokens"
+        return written and written[:TEXTS]
+
+    def _say(self, model: PreTrainedModel) -> torch.Tensor:
+        return compare.logits(model, self._texts.ids, self._texts.one_by_one)
 
     def again(self, model: PreTrainedModel) -> PreTrainedModel:
         """The same levels in another copy of the model."""
@@ -88,8 +116,10 @@ class Quantising:
         with stage(self.role, "quality") as said:
             quantised: Iterable[torch.Tensor] = self._said
             if engine is not None:
-                quantised = map(torch.from_numpy, compare.run(engine, dtype, self.ids.numpy()))
-            texts = zip(self._full, quantised, self.ids, strict=True)
+                sources = [source.numpy() for source in self._read]
+                told = compare.run(engine, dtype, self._texts.ids.numpy(), sources)
+                quantised = map(torch.from_numpy, told)
+            texts = zip(self._full, quantised, self._texts.ids, strict=True)
             found = quality.measure((p[:-1], q[:-1], ids[1:]) for p, q, ids in texts)
             said.note = quality.describe(found)
         quality.refuse_nonsense(found, self._bits, self.source, self._option)

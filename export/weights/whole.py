@@ -9,16 +9,18 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..encoder import arguments
 from .blocks import Bits, Quantised, quantise
 from .feedback import factor, quantise_with_feedback
 from .layers import put
+from .quality import Texts
 from .recover import recover
 
 
 def quantise_model(
     model: PreTrainedModel,
     bits: Bits,
-    texts: torch.Tensor | None = None,  # int64 [texts, length], of `quality.sample`
+    texts: Texts | None = None,  # that the model wrote
     output_bits: Bits = 8,
     keep: bool = False,  # the levels of what lies on some already
     negative: bool = True,  # also where a scale of theirs of 8 bits is negative
@@ -74,7 +76,8 @@ def quantise_model(
         # The ends first: what the layers see of the embedding is to be what they will see of it.
         most: Bits = 8 if bits == 8 else output_bits
         if texts is not None and most == 4:
-            seen = factor(model.base_model(input_ids=texts).last_hidden_state.flatten(0, -2))
+            inputs = arguments(model, texts.ids, texts.sources)
+            seen = factor(model.base_model(**inputs).last_hidden_state.flatten(0, -2))
             take(ends[0], lambda weight: quantise_with_feedback(weight, seen, 4))
         take(ends[0], nearest(most))
         take(ends[1], nearest(8))
@@ -100,7 +103,9 @@ def _places(model: PreTrainedModel) -> dict[str, list[str]]:
     places: dict[str, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         linear = isinstance(module, torch.nn.Linear | Conv1D) and not _routes(model, path)
-        if linear or module is embedding:
+        # Of an encoder-decoder there are several with the one table.
+        table = isinstance(module, torch.nn.Embedding) and module.weight is embedding.weight
+        if linear or table:
             assert isinstance(module.weight, torch.Tensor)
             places.setdefault(names[id(module.weight)], []).append(path)
     return places
@@ -128,7 +133,7 @@ def _routes(model: PreTrainedModel, path: str) -> bool:
 
 def _pass(
     model: PreTrainedModel,
-    texts: torch.Tensor,
+    texts: Texts,
     waiting: dict[str, list[str]],
     take: Callable[[str, Callable[[torch.Tensor], Quantised]], None],
 ) -> None:
@@ -158,7 +163,7 @@ def _pass(
         for path in paths
     ]
     try:
-        model.base_model(input_ids=texts, use_cache=False)
+        model.base_model(**arguments(model, texts.ids, texts.sources), use_cache=False)
     finally:
         for handle in hooks:
             handle.remove()

@@ -3,10 +3,19 @@
 // inputs   query [B, N, H D], or all three side by side; key, value [B, N, Hkv D], or none;
 //          key cache, value cache [B, Hkv, S, D], of the second one int8 [B, Hkv, S, D + 4]
 //          (see outrider_attention.h); position int64 [B];
-//          cosine, sine [>= rows in use, rotated / 2], or none
-// A graph whose sizes are others is refused.
+//          cosine, sine [>= rows in use, rotated / 2], or none;
+//          bias [H, >= rows in use + KEYS], or none: of the farthest row first
 // outputs  [B, N, H D]; the caches, in place where they are bound to the inputs' memory
 // attributes  heads, key_heads, scale, window (0: none), interleaved
+//
+// And outrider.SourceAttention, to what an encoder left.
+//
+// inputs   query [B, N, H D]; keys, values [B, Hkv, E, D]; length int64 [B], of the E rows
+// output   [B, N, H D]
+// attributes  the same
+//
+// A graph whose sizes are others is refused.
+#include <algorithm>
 #include <cstring>
 #include <new>
 
@@ -16,7 +25,8 @@
 namespace {
 using ort::Api;
 
-enum Input { QUERY, KEY, VALUE, KEYS, VALUES, POSITION, COSINE, SINE, INPUTS };
+enum Input { QUERY, KEY, VALUE, KEYS, VALUES, POSITION, COSINE, SINE, BIAS, INPUTS };
+constexpr Input OF_SOURCE[] = {QUERY, KEYS, VALUES, POSITION}; // where the last is the length
 
 struct Kernel {
   const Api* api;
@@ -68,6 +78,7 @@ struct Work {
   outrider_attention call;
   const outrider_attention_tiles* tiles;
   int64_t rows, run; // of queries for a slot and key head; of them at a time
+  bool small;
 };
 
 void write_heads(void* data, size_t index) {
@@ -111,10 +122,51 @@ bool fit(const Kernel& kernel, const ort::Tensor* in) {
     same = same && ort::has_sizes(in[QUERY], {slots, tokens, kernel.heads * width}) &&
            ort::has_sizes(in[KEY], {slots, tokens, own}) &&
            ort::has_sizes(in[VALUE], {slots, tokens, own});
+  if (in[BIAS].value != nullptr)
+    same = same && in[BIAS].dimensions == 2 && in[BIAS].sizes[0] == kernel.heads &&
+           in[BIAS].sizes[1] > OUTRIDER_ATTENTION_KEYS;
   if (in[COSINE].value == nullptr) return same && in[SINE].value == nullptr;
   const int64_t *table = in[COSINE].sizes, half = width / 2;
   return same && in[COSINE].dimensions == 2 && table[1] <= half &&
          ort::has_sizes(in[SINE], {table[0], table[1]});
+}
+
+bool fits_source(const Kernel& kernel, const ort::Tensor* in) {
+  if (in[QUERY].dimensions != 3 || in[KEYS].dimensions != 4) return false;
+  const int64_t slots = in[QUERY].sizes[0], rows = in[KEYS].sizes[2], width = in[KEYS].sizes[3];
+  bool same = width >= 1 && width <= OUTRIDER_ATTENTION_WIDTH &&
+              ort::has_sizes(in[POSITION], {slots}) &&
+              ort::has_sizes(in[QUERY], {slots, in[QUERY].sizes[1], kernel.heads * width});
+  for (const Input side : {KEYS, VALUES})
+    same = same && ort::has_sizes(in[side], {slots, kernel.key_heads, rows, width});
+  return same;
+}
+
+// What the operators have in common.
+outrider_attention call_of(const Kernel& kernel, const ort::Tensor* in) {
+  outrider_attention c{};
+  c.slots = in[QUERY].sizes[0], c.tokens = in[QUERY].sizes[1];
+  c.heads = kernel.heads, c.key_heads = kernel.key_heads;
+  c.rows = in[KEYS].sizes[2], c.width = width_of(kernel, in[KEYS]);
+  c.window = kernel.window, c.interleaved = kernel.interleaved, c.scale = kernel.scale;
+  c.query = static_cast<const float*>(in[QUERY].data);
+  c.query_stride = in[QUERY].sizes[2];
+  c.keys = in[KEYS].data, c.values = in[VALUES].data;
+  return c;
+}
+
+// furthest: the most rows that a query sees.
+Work work_of(const Kernel& kernel, const outrider_attention& c, int64_t furthest) {
+  Work work{c, kernel.tiles, c.tokens * (c.heads / c.key_heads), OUTRIDER_ATTENTION_ROWS, false};
+  const int64_t products = c.slots * c.key_heads * work.rows * furthest * c.width;
+  work.small = products < 1 << 17; // a few microseconds: less than waking a thread takes
+  return work;
+}
+
+ort::Status* share_runs(const Api* api, const ort::Context* context, Work* work) {
+  const int64_t runs = (work->rows + work->run - 1) / work->run;
+  const int64_t heads = work->call.slots * work->call.key_heads;
+  return ort::share(api, context, attend_runs, heads * runs, work->small, work);
 }
 
 ort::Status* compute(void* made, ort::Context* context) {
@@ -124,13 +176,7 @@ ort::Status* compute(void* made, ort::Context* context) {
   for (size_t i = 0; i < INPUTS; ++i)
     if (ort::Status* status = ort::input(api, context, i, &in[i])) return status;
   if (!fit(kernel, in)) return ort::refuse(api, "an input has another size than the others say");
-  outrider_attention c{};
-  c.slots = in[QUERY].sizes[0], c.tokens = in[QUERY].sizes[1];
-  c.heads = kernel.heads, c.key_heads = kernel.key_heads;
-  c.rows = in[KEYS].sizes[2], c.width = width_of(kernel, in[KEYS]);
-  c.window = kernel.window, c.interleaved = kernel.interleaved, c.scale = kernel.scale;
-  c.query = static_cast<const float*>(in[QUERY].data);
-  c.query_stride = in[QUERY].sizes[2];
+  outrider_attention c = call_of(kernel, in);
   if (in[KEY].value != nullptr) {
     c.key = static_cast<const float*>(in[KEY].data), c.key_stride = in[KEY].sizes[2];
     c.value = static_cast<const float*>(in[VALUE].data), c.value_stride = in[VALUE].sizes[2];
@@ -142,13 +188,17 @@ ort::Status* compute(void* made, ort::Context* context) {
   c.cosine = static_cast<const float*>(in[COSINE].data);
   c.sine = static_cast<const float*>(in[SINE].data);
   c.rotated = in[COSINE].value != nullptr ? 2 * in[COSINE].sizes[1] : 0;
-  int64_t furthest = 0;
+  int64_t most = c.rows, furthest = 0;
+  if (in[COSINE].value != nullptr) most = std::min(most, in[COSINE].sizes[0]);
+  if (in[BIAS].value != nullptr) {
+    c.bias = static_cast<const float*>(in[BIAS].data), c.distances = in[BIAS].sizes[1];
+    c.farthest = c.distances - OUTRIDER_ATTENTION_KEYS - 1;
+    most = std::min(most, c.farthest + 1);
+  }
   for (int64_t slot = 0; slot < c.slots; ++slot) {
     const int64_t first = c.position[slot];
-    if (first < 0 || first > c.rows - c.tokens ||
-        (in[COSINE].value != nullptr && first > in[COSINE].sizes[0] - c.tokens))
-      return ort::refuse(api, "a row is beyond the cache");
-    furthest = first + c.tokens > furthest ? first + c.tokens : furthest;
+    if (first < 0 || first > most - c.tokens) return ort::refuse(api, "a row is beyond the cache");
+    furthest = std::max(furthest, first + c.tokens);
   }
   const int64_t shape[] = {c.slots, c.tokens, c.heads * c.width};
   void* outs[3];
@@ -163,35 +213,63 @@ ort::Status* compute(void* made, ort::Context* context) {
   if (outs[2] != in[VALUES].data) std::memcpy(outs[2], in[VALUES].data, bytes);
   c.out = static_cast<float*>(outs[0]);
   c.keys = outs[1], c.values = outs[2];
-
-  Work work{c, kernel.tiles, c.tokens * (c.heads / c.key_heads), OUTRIDER_ATTENTION_ROWS};
+  Work work = work_of(kernel, c, furthest);
   const int64_t heads = c.slots * c.key_heads;
-  const int64_t products = heads * work.rows * furthest * c.width;
-  const bool small = products < 1 << 17; // a few microseconds: less than waking a thread takes
-  if (work.rows <= work.run) return ort::share(api, context, write_and_attend, heads, small, &work);
-  if (ort::Status* status = ort::share(api, context, write_heads, heads, small, &work)) return status;
-  const int64_t runs = (work.rows + work.run - 1) / work.run;
-  return ort::share(api, context, attend_runs, heads * runs, small, &work);
+  if (work.rows <= work.run)
+    return ort::share(api, context, write_and_attend, heads, work.small, &work);
+  ort::Status* status = ort::share(api, context, write_heads, heads, work.small, &work);
+  return status == nullptr ? share_runs(api, context, &work) : status;
+}
+
+ort::Status* compute_of_source(void* made, ort::Context* context) {
+  const Kernel& kernel = *static_cast<const Kernel*>(made);
+  const Api* api = kernel.api;
+  ort::Tensor in[INPUTS];
+  size_t given = 0;
+  for (const Input i : OF_SOURCE)
+    if (ort::Status* status = ort::input(api, context, given++, &in[i])) return status;
+  if (!fits_source(kernel, in))
+    return ort::refuse(api, "an input has another size than the others say");
+  outrider_attention c = call_of(kernel, in);
+  c.length = static_cast<const int64_t*>(in[POSITION].data);
+  int64_t longest = 0;
+  for (int64_t slot = 0; slot < c.slots; ++slot) {
+    if (c.length[slot] < 1 || c.length[slot] > c.rows)
+      return ort::refuse(api, "a source has as many rows as there are, or fewer, and one at least");
+    longest = std::max(longest, c.length[slot]);
+  }
+  const int64_t shape[] = {c.slots, c.tokens, c.heads * c.width};
+  void* out;
+  if (ort::Status* status = ort::output(api, context, 0, shape, 3, &out)) return status;
+  c.out = static_cast<float*>(out);
+  Work work = work_of(kernel, c, longest);
+  return share_runs(api, context, &work);
 }
 
 const char* name(const ort::Operator* made) {
   return quantised(made) ? "QuantizedCacheAttention" : "Attention";
 }
+const char* name_of_source(const ort::Operator*) { return "SourceAttention"; }
 const char* provider(const ort::Operator*) { return nullptr; }
 size_t input_count(const ort::Operator*) { return INPUTS; }
+size_t input_count_of_source(const ort::Operator*) { return sizeof OF_SOURCE / sizeof *OF_SOURCE; }
 int cache_type(const ort::Operator* made) { return quantised(made) ? ort::INT8 : ort::FLOAT; }
 int input_type(const ort::Operator* made, size_t index) {
   if (index == KEYS || index == VALUES) return cache_type(made);
   return index == POSITION ? ort::INT64 : ort::FLOAT;
 }
+int input_type_of_source(const ort::Operator* made, size_t index) {
+  return input_type(made, OF_SOURCE[index]);
+}
 int input_characteristic(const ort::Operator*, size_t index) {
   return index == KEY || index == VALUE || index >= COSINE ? ort::OPTIONAL : ort::REQUIRED;
 }
 size_t output_count(const ort::Operator*) { return 3; }
+size_t one(const ort::Operator*) { return 1; }
 int output_type(const ort::Operator* made, size_t index) {
   return index == 0 ? ort::FLOAT : cache_type(made);
 }
-int output_characteristic(const ort::Operator*, size_t) { return ort::REQUIRED; }
+int required(const ort::Operator*, size_t) { return ort::REQUIRED; }
 int memory(const ort::Operator*, size_t) { return 0; }
 void destroy(void* kernel) { delete static_cast<Kernel*>(kernel); }
 int version(const ort::Operator*) { return 1; }
@@ -200,7 +278,12 @@ int version(const ort::Operator*) { return 1; }
 
 const ort::Operator ort::ATTENTION = {
     ort::API_VERSION, nullptr, name, provider, input_type, input_count, output_type, output_count,
-    nullptr, destroy, input_characteristic, output_characteristic, memory, {}, create, compute,
-    nullptr, version, version, {}};
+    nullptr, destroy, input_characteristic, required, memory, {}, create, compute, nullptr, version,
+    version, {}};
 
 const ort::Operator ort::QUANTISED_ATTENTION = ort::ATTENTION; // told from it by its address
+
+const ort::Operator ort::SOURCE_ATTENTION = {
+    ort::API_VERSION, nullptr, name_of_source, provider, input_type_of_source,
+    input_count_of_source, output_type, one, nullptr, destroy, required, required, memory, {},
+    create, compute_of_source, nullptr, version, version, {}};

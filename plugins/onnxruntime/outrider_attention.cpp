@@ -24,8 +24,8 @@ typedef float Unaligned __attribute__((vector_size(LANES * sizeof(float)), align
 constexpr int MOST_ROWS = OUTRIDER_ATTENTION_ROWS, MOST_WIDTH = OUTRIDER_ATTENTION_WIDTH;
 constexpr int TOGETHER = 4;                   // query rows that share the loads of a key or value
 constexpr int COLUMNS = LANES == 16 ? 4 : 2;  // vectors of a value at a time: of TOGETHER x COLUMNS
-constexpr int KEYS = 64;                      // of a block
-constexpr float INF = __builtin_inff();
+constexpr int KEYS = OUTRIDER_ATTENTION_KEYS;
+constexpr float INF = __builtin_inff(), LOG2_E = 1.44269504f;
 
 inline Vector load(const float* p) { return *reinterpret_cast<const Unaligned*>(p); }
 inline void store(float* p, Vector v) { *reinterpret_cast<Unaligned*>(p) = v; }
@@ -131,6 +131,7 @@ inline Rows<R> products(const float* q, const float* keys, int width, int first)
 // How far a query row is: `total` and what is mixed for it are sums of 2^(score - peak).
 struct Row {
   int64_t from, end; // the rows of the cache that it sees
+  const float* bias; // of row 0; null: none
   float peak;
   Vector total;
 };
@@ -157,7 +158,9 @@ void weigh(Row* rows, const float* q, float* mixed, float* weights, const float*
       const int64_t from = rows[r].from - block, end = rows[r].end - block;
       const Integers seen = (at >= static_cast<int>(from < 0 ? 0 : from)) &
                             (at < static_cast<int>(end < KEYS ? end : KEYS));
-      const Vector score = seen ? z.of[r] : splat(-INF);
+      Vector score = z.of[r];
+      if (rows[r].bias) score = fused(load(rows[r].bias + block + j), splat(LOG2_E), score);
+      score = seen ? score : splat(-INF);
       store(weights + r * KEYS + j, score);
       most[r] = larger(most[r], score);
     }
@@ -349,11 +352,13 @@ void attend_head(const Call& c, int64_t slot, int64_t key_head, int64_t first, i
   Row rows[MOST_ROWS];
   for (int r = 0; r < count; ++r) {
     const int64_t token = (first + r) / group, head = key_head * group + (first + r) % group;
-    const int64_t own = c.position[slot] + token;
-    rows[r] = {c.window > 0 && own >= c.window ? own - c.window + 1 : 0, own + 1, -INF, Vector{}};
+    const int64_t own = c.length ? 0 : c.position[slot] + token;
+    const int64_t from = c.window > 0 && own >= c.window ? own - c.window + 1 : 0;
+    const float* bias = c.bias ? c.bias + head * c.distances + c.farthest - own : nullptr;
+    rows[r] = {from, c.length ? c.length[slot] : own + 1, bias, -INF, Vector{}};
     float* to = q + r * width;
     rotate(to, c.query + (slot * c.tokens + token) * c.query_stride + head * c.width, c, own);
-    for (int64_t d = 0; d < c.width; ++d) to[d] *= c.scale * 1.44269504f; // 2^x, not e^x
+    for (int64_t d = 0; d < c.width; ++d) to[d] *= c.scale * LOG2_E; // 2^x, not e^x
     for (int64_t d = c.width; d < width; ++d) to[d] = 0;
     for (int64_t d = 0; d < width; ++d) mixed[r * width + d] = 0;
   }

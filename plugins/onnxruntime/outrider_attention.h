@@ -8,11 +8,13 @@
 enum {
   OUTRIDER_ATTENTION_ROWS = 32,   // most query rows of one `attend`
   OUTRIDER_ATTENTION_WIDTH = 256, // most numbers of a head, D
+  OUTRIDER_ATTENTION_KEYS = 64,   // of a block
   OUTRIDER_ATTENTION_SCALE = 4    // bytes of a quantised row's scale
 };
 
 // One call: N new tokens for each of B slots. A head's queries, keys and values are read at
-// [slot * tokens + token] * stride + head * width.
+// [slot * tokens + token] * stride + head * width. Nothing is rotated or written where the caches
+// are those of a source (`length`).
 struct outrider_attention {
   int64_t slots, tokens, heads, key_heads, width; // B, N, H, Hkv, D
   int64_t rows;                                   // S of the caches
@@ -23,6 +25,11 @@ struct outrider_attention {
   const float *query, *key, *value;
   int64_t query_stride, key_stride, value_stride;
   const int64_t* position;  // [B], the row of a slot's first new token
+  const int64_t* length;    // [B], how many rows all queries of a slot see; null: up to their own
+  // [H, distances], added to the scores: that of a row r for a query of row q at `farthest` + r - q.
+  // OUTRIDER_ATTENTION_KEYS of them lie behind that of r = q, for rows that nobody sees. Or null.
+  const float* bias;
+  int64_t distances, farthest;
   const float *cosine, *sine; // [.., rotated / 2], by row
   // Caches: float [B, Hkv, S, D]; or quantised, int8 [B, Hkv, S, D + OUTRIDER_ATTENTION_SCALE], a
   // row being its levels and, behind them, the float that they are multiples of.

@@ -40,6 +40,7 @@ Status* add_operators(const Api* api, Options* options, Domain** made);
 
 extern const Operator ATTENTION;           // "Attention"
 extern const Operator QUANTISED_ATTENTION; // "QuantizedCacheAttention"
+extern const Operator SOURCE_ATTENTION;    // "SourceAttention"
 extern const Operator PRODUCT, ROWS;       // "QuantizedMatMul", "QuantizedGather"
 
 } // namespace ort

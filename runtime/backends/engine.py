@@ -81,6 +81,11 @@ class HeldRows:
         """Whether the slot has this source."""
         return self._sources[slot] == _kept(source)
 
+    def slot_of(self, source: Source) -> int | None:
+        """A slot that has this source."""
+        kept = _kept(source)
+        return self._sources.index(kept) if kept in self._sources else None
+
     def encoded(self, slot: int, source: Source) -> None:
         """The slot has another source."""
         self._sources[slot] = _kept(source)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -25,6 +25,7 @@ from .engine import (
 )
 
 Call = TypeVar("Call")
+STATES = "encoder_states"
 
 
 class HostEngine(ABC, Generic[Call]):
@@ -73,6 +74,9 @@ class HostEngine(ABC, Generic[Call]):
         self._source_length = np.ones(slots, np.int64)  # no attention reads nothing
         self.source_rows = 0  # E, for now
         self._all_rows = facts.encoder.rows if facts.encoder else None  # E, where it is fixed
+        self._states_of: HostEngine[Any] | None = None
+        self._keeps_states = False
+        self._states: dict[int, npt.NDArray[Any]] = {}  # by slot
         if self._source_shapes:
             self._reserve_source(self._all_rows or 1)
         self.held = HeldRows(slots, self.vocab_size)
@@ -113,9 +117,9 @@ class HostEngine(ABC, Generic[Call]):
     ) -> Call:
         """A call on this memory. Caches are written where they are; source: what is only read."""
 
-    def _encode(self, source: npt.NDArray[Any]) -> dict[str, Any]:
-        """What the encoder makes of a source, ids [1, E] or features [1, F, T]: [1, H, E, D] by
-        name."""
+    def _encode(self, source: npt.NDArray[Any], names: Sequence[str]) -> dict[str, Any]:
+        """What the encoder makes of a source, ids [1, E], features [1, F, T] or the target's states
+        [1, E, D]: what is named, [1, H, E, D], and the states."""
         raise NotImplementedError  # no bundle of this library has an encoder
 
     @abstractmethod
@@ -167,6 +171,23 @@ class HostEngine(ABC, Generic[Call]):
         """See `Engine`."""
         if self.held.has(slot, source):
             return
+        other = self.held.slot_of(source)
+        if other is None:
+            self._encode_into(slot, source)
+            return
+        self.held.encoded(slot, ())  # as there
+        for array in (*self._source.values(), self._source_length):
+            array[slot] = array[other]
+        if other in self._states:
+            self._states[slot] = self._states[other]
+        self.held.encoded(slot, source)
+
+    def states(self, slot: int, source: Source) -> npt.NDArray[Any]:
+        """What the encoder makes of the source, [1, E, D], before the decoder's own projections."""
+        self.encode(slot, source)
+        return self._states[slot]
+
+    def _encode_into(self, slot: int, source: Source) -> None:
         if isinstance(source, Features):
             read: npt.NDArray[Any] = source.array
             what = f"{len(read)} x {read.shape[1]} features"
@@ -174,15 +195,24 @@ class HostEngine(ABC, Generic[Call]):
             read = np.array(source, np.int64)
             read[read >= self.vocab_size] = 0
             what = f"{len(read)} tokens"
+        read = read[None] if self._states_of is None else self._states_of.states(slot, source)
+        names = [*self._source_shapes, *([STATES] if self._keeps_states else [])]
         with self._running(f"a source of {what}"):
-            rows = self._encode(read[None])
-        length = self._all_rows or len(read)
+            rows = self._encode(read, names)
+        length = self._all_rows or read.shape[1]
         self.held.encoded(slot, ())  # whoever is interrupted leaves a slot without a source
         self._reserve_source(length)
+        if self._keeps_states:
+            self._states[slot] = rows.pop(STATES)
         for name, found in rows.items():
             self._source[name][slot, :, :length] = found[0]
         self._source_length[slot] = length
         self.held.encoded(slot, source)
+
+    def read_states_of(self, target: HostEngine[Any]) -> None:
+        """From now on, what this engine reads in place of a source is what the target's encoder has
+        made of it. Both have as many slots."""
+        self._states_of, target._keeps_states = target, True
 
     def copy_rows(self, source: int, destination: int, rows: int) -> None:
         """The first `rows` rows of one slot become another's; its rows from there on are garbage.

@@ -6,7 +6,7 @@ Attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def open_session(
     for name, value in {"force_spinning_stop": "1", **entries}.items():
         options.add_session_config_entry(f"session.{name}", value)
     try:
-        if file.name == HOST_FILE:
+        if file.name != GRAPH_FILE and kernel.available():
             add_operators(options)
         return ort.InferenceSession(
             str(file),
@@ -140,8 +140,8 @@ class OrtEngine(HostEngine[Any]):
             binding.bind_input(name, *place, dtype, shape, address)
         return binding
 
-    def _encode(self, source: npt.NDArray[Any]) -> dict[str, Any]:
-        names, (given,) = list(self._source_shapes), self._encoder.get_inputs()
+    def _encode(self, source: npt.NDArray[Any], names: Sequence[str]) -> dict[str, Any]:
+        (given,) = self._encoder.get_inputs()
         found = self._encoder.run(names, {given.name: source})
         return dict(zip(names, found, strict=True))
 

@@ -24,7 +24,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.engine import Engine, Ids, Logits
+from ..backends.engine import Engine, Ids, Logits, Source
 from ..calls import wide
 from ..files.errors import OutriderError
 
@@ -98,6 +98,7 @@ def beam_search(
     length_penalty: float = 1.0,
     draft_max_len: int | None = None,
     vocab_size: int | None = None,
+    source: Source = (),
 ) -> BeamResult:
     """The `width` best continuations that beam search finds.
 
@@ -114,6 +115,7 @@ def beam_search(
     max_len: longest prompt + output. draft_max_len: where the draft's own context ends; from there
     on nothing is drafted. vocab_size: how many tokens there are; logits beyond are padding. A
     narrower draft proposes none of the others. length_penalty: ranks the result, not the search.
+    source: what an encoder reads, where the models have one.
 
     The prompt, gamma and max_new_tokens are what `TextEngine.request` lets pass. Raises
     OutriderError: "option", "numeric", and what the engines raise.
@@ -123,8 +125,10 @@ def beam_search(
     draft_width = 2 * width if draft_width is None else draft_width
     _check(width, draft_width, length_penalty)
     stats = BeamStats()
-    verifier = Pool(target, prompt, stats.target, "target")
-    drafter = Pool(draft, prompt, stats.draft, "draft") if draft is not None and gamma else None
+    verifier = Pool(target, prompt, stats.target, "target", source)
+    drafter = None
+    if draft is not None and gamma:
+        drafter = Pool(draft, prompt, stats.draft, "draft", source)
     ends = frozenset(eos_token_ids)
     most = min(max_new_tokens, max_len - len(prompt))
     draft_room = (max_len if draft_max_len is None else draft_max_len) - len(prompt)
@@ -226,10 +230,18 @@ class Pool:
     share is computed once, in one slot, before it is copied; so a prompt is prefilled once.
 
     prompt: at least one id. name: of the model, in errors. A narrower model reads ids that it
-    lacks as 0. Raises OutriderError("option") for engines that cannot copy rows.
+    lacks as 0. source: see `beam_search`. Raises OutriderError("option") for engines that cannot
+    copy rows.
     """
 
-    def __init__(self, engine: Engine, prompt: Sequence[int], stats: PoolStats, name: str):
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Sequence[int],
+        stats: PoolStats,
+        name: str,
+        source: Source = (),
+    ):
         if not isinstance(engine, CopyingEngine):
             raise OutriderError(
                 "option",
@@ -237,6 +249,7 @@ class Pool:
                 "Use device=cpu with a bundle for the CPU, or leave the beam's width out.",
             )
         self.engine, self.prompt, self.stats, self.name = engine, tuple(prompt), stats, name
+        self._source = source
         # One column more than rows, in which every sequence differs: `_common`.
         self._held: Ids = np.full((engine.slots, engine.capacity + 1), UNKNOWN, np.int64)
 
@@ -293,6 +306,8 @@ class Pool:
         after sequence[:first], sequence[:first + 1]...; garbage past a sequence's end.
         """
         texts = [self._ids(sequence) for sequence in sequences]
+        for slot in range(len(texts) if self._source else 0):  # those that they get
+            self.engine.encode(slot, self._source)
         row = len(self.prompt) + first - 1  # of the first logits
         common = np.minimum([self._common(text) for text in texts], row)
         slots = self._place(common)

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from ..drafts.model import ModelDraft
 from ..files.errors import OutriderError
 from ..text.engine import TextEngine
@@ -55,7 +58,7 @@ class BeamTexts:
 
 def beam_texts(
     engine: TextEngine,
-    prompt: Prompt,
+    prompt: Prompt | None,
     *,
     beams: int = 4,
     draft_beams: int | None = None,
@@ -66,6 +69,7 @@ def beam_texts(
     chat: bool | None = None,
     system: str | None = None,
     special_tokens: Literal["control", "text"] = "control",
+    source: str | Sequence[int] | npt.NDArray[np.float32] | None = None,
 ) -> BeamTexts:
     """The best texts that beam search finds; see `beam.beam_search`.
 
@@ -81,9 +85,15 @@ def beam_texts(
         raise OutriderError("option", cause, "Use gamma=0.")
     options = Options(
         gamma=gamma, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, chat=chat,
-        system=system, special_tokens=special_tokens,
+        system=system, special_tokens=special_tokens, source=source,
     )  # fmt: skip
     request = engine.request(prompt, options)
+    if request.processors:
+        raise OutriderError(
+            "option",
+            "a beam search forbids no tokens, and this checkpoint's generation config does",
+            "Generate without beams.",
+        )
     ids = request.prompt
     with engine.undisturbed():
         found = beam_search(
@@ -91,7 +101,7 @@ def beam_texts(
             max_new_tokens=max_new_tokens, max_len=decoder.max_len,
             eos_token_ids=() if ignore_eos else request.eos_token_ids,
             length_penalty=length_penalty, draft_max_len=decoder.draft_max_len,
-            vocab_size=decoder.vocab_size,
+            vocab_size=decoder.vocab_size, source=request.source,
         )  # fmt: skip
     texts = [
         BeamText(_text(engine, ids, one.tokens[: -1 if one.finished else None]), list(one.tokens),
@@ -118,7 +128,10 @@ def excluded(options: Options, given: Mapping[str, Any]) -> str | None:
 
     given: other things that were asked for, by name.
     """
-    kept = {"max_new_tokens", "gamma", "draft", "ignore_eos", "chat", "system", "special_tokens"}
+    kept = {
+        "max_new_tokens", "gamma", "draft", "ignore_eos", "chat", "system", "special_tokens",
+        "source",
+    }  # fmt: skip
     usual = Options()
     for name, value in vars(options).items():
         if name not in kept and value != getattr(usual, name) and value != []:

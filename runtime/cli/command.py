@@ -126,7 +126,6 @@ def _text(session: Session, prompt: Prompt | None) -> Result:
 
 def _beams(session: Session, prompt: Prompt | None) -> None:
     engine, args, options = session.engine, session.args, session.options
-    assert prompt is not None, "a beam search has no source"
     assert not isinstance(options.gamma, str), "refused with the other options"
     engine.request(prompt, options)  # refuses what no text can have
     found = beam_texts(
@@ -134,6 +133,7 @@ def _beams(session: Session, prompt: Prompt | None) -> None:
         max_new_tokens=options.max_new_tokens, ignore_eos=options.ignore_eos,
         length_penalty=1.0 if args.length_penalty is None else args.length_penalty,
         chat=options.chat, system=options.system, special_tokens=options.special_tokens,
+        source=options.source,
     )  # fmt: skip
     text = report.json_line(found.json_object()) if args.json else found.texts[0].text
     session.out.line(text)

@@ -159,6 +159,7 @@ def run_command(command: Callable[[], int]) -> int:
         _interrupts.install()
         return command()
     except OutriderError as error:
+        show_origin(error)
         failure = error
     except KeyboardInterrupt:
         _say("\ninterrupted")
@@ -179,6 +180,22 @@ def run_command(command: Callable[[], int]) -> int:
         failure = OutriderError("disk", f"{error.strerror}{where}", _DISK[error.errno])
     _say(f"error: {failure}")
     return failure.exit_status
+
+
+def show_origin(error: BaseException, *, always: bool = False) -> None:
+    """Print the tracebacks of an error and of all that led to it, first things first; also of what
+    `from None` keeps from a user. always: also where OUTRIDER_TRACEBACK is not set."""
+    if not always and not os.environ.get("OUTRIDER_TRACEBACK"):
+        return
+    import traceback
+
+    led_to: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and found not in led_to:
+        led_to.append(found)
+        found = found.__cause__ or found.__context__
+    for each in reversed(led_to):
+        _say("".join(traceback.format_exception(each, chain=False)))
 
 
 def _say(line: str) -> None:

@@ -94,13 +94,15 @@ class EncoderFacts:
     """What a decoder reads of its encoder: per layer [heads, head_dim] of a source's row.
 
     features: what the encoder reads; None for token ids. rows: that it makes of them; None where
-    they are as many as the ids.
+    they are as many as the ids. shared: the width D of the target's encoder's states, where a draft
+    reads those in place of the source, because its own encoder is the same.
     """
 
     key_shapes: list[RowShape]
     value_shapes: list[RowShape]
     features: FeatureFacts | None = None
     rows: Count | None = None
+    shared: Count | None = None
 
 
 @dataclass(frozen=True)

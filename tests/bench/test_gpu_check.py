@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +75,40 @@ def test_what_breaks_breaks_nothing_else(tmp_path, a_gpu):
     assert "too few to begin" in found["too little left"]["reason"]
     log = (tmp_path / "gpu-check.log").read_text()
     assert "why" in log and "=== fine" in log
+
+
+def test_the_log_says_what_led_to_a_failure(tmp_path, a_gpu):
+    """A user reads one line; who cannot ask the machine again wants what it hides."""
+    fails = """
+from runtime.files.errors import OutriderError, run_command
+def work():
+    try:
+        raise ValueError("what the compiler said:\\nall of it")
+    except ValueError:
+        raise OutriderError("backend", "it does not compile", "Report it") from None
+raise SystemExit(run_command(work))
+"""
+    report, _ = check(tmp_path, 60, lambda out, sm: [Part("fails", [*PYTHON, fails], 20)])
+    assert report["parts"]["fails"]["exit"] == 8
+    *_, last = (tmp_path / "gpu-check.log").read_text().partition("Traceback")
+    assert "all of it" in last and last.endswith(
+        "\nerror: backend: it does not compile. Report it.\n"
+    )
+
+
+def test_what_cannot_be_ended_is_left(tmp_path, a_gpu, monkeypatch):
+    """A process whose kernel does not end stays in the driver when it is killed."""
+    left, end = [], os.killpg
+    monkeypatch.setattr(suite.os, "killpg", lambda group, _: left.append(group))
+    monkeypatch.setattr(suite, "KILL_SECONDS", 0.1)
+    chosen = [
+        Part("stuck", [*PYTHON, "import time; time.sleep(60)"], 0.5),
+        Part("fine", [*PYTHON, ""], 20),
+    ]
+    report, _ = check(tmp_path, 60, lambda out, sm: chosen)
+    (group,) = left
+    end(group, signal.SIGKILL)  # it was there still
+    assert outcomes(report) == {"stuck": "timed out", "fine": "ok"}
 
 
 def test_the_time_of_all_is_kept(tmp_path, a_gpu):

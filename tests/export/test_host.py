@@ -13,15 +13,19 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import pytest
-from checkpoints import VOCAB_SIZE
+from checkpoints import VOCAB_SIZE, WITH_ENCODER
 from rounds import cases
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from workshop import MAX_LEN, Workshop
 
-from export import compare, host, part
+from export import compare, part
+from export.host import observing
+from export.host.attention import NotLowered
+from export.host.observing import AHEAD
 from export.pair import export
 from runtime import load
+from runtime.backends.engine import Features
 from runtime.backends.onnxruntime import OrtEngine
 from runtime.certificate import check
 from runtime.files.errors import OutriderError
@@ -31,7 +35,11 @@ from runtime.text.options import Options
 
 CAPACITY = MAX_LEN + 16  # rows of a slot, at least
 # Plain; packed with biases; norms between; a window; a rotation of longer texts; learned positions.
-LOWERED = cases(["llama", "qwen2", "qwen3", "mistral"], ["phi3", "opt"])
+# Biases of distances; an encoder; one of sound.
+LOWERED = cases(
+    ["llama", "qwen2", "qwen3", "mistral", "t5", "whisper"],
+    ["phi3", "opt", *(name for name in WITH_ENCODER if name != "t5")],
+)
 KEPT = {
     "gpt2": "products of flattened rows",
     "gemma2": "soft caps",
@@ -48,8 +56,10 @@ def nodes(folder: Path) -> Counter[str]:
 @pytest.mark.parametrize("name", LOWERED)
 def test_attention_is_one_node(workshop: Workshop, name: str) -> None:
     folder = workshop.graphs(workshop.example(name))
-    found = nodes(folder)
-    assert found["outrider.Attention"] == len(read_pair(folder).target.key_shapes)
+    found, facts = nodes(folder), read_pair(folder).target
+    assert found["outrider.Attention"] == len(facts.key_shapes)
+    of_source = len(facts.encoder.key_shapes) if facts.encoder else 0
+    assert found["outrider.SourceAttention"] == of_source
     assert not found.keys() & {".Attention", ".TensorScatter", ".RotaryEmbedding"}
 
 
@@ -77,7 +87,16 @@ def test_what_the_operator_cannot_do_has_no_such_graph(workshop: Workshop, name:
 def engine(folder: Path, *, host: bool = True, slots: int = 1, threads: int = 1) -> OrtEngine:
     facts = read_pair(folder.parent).target
     files = {name: file for name, file in facts.files.items() if host or name != HOST_FILE}
-    return OrtEngine(folder, replace(facts, files=files), slots=slots, widest=48, threads=threads)
+    facts = replace(facts, files=files)
+    made = OrtEngine(folder, facts, slots=slots, widest=48, threads=threads)
+    for slot in range(slots) if facts.encoder else ():
+        rng = np.random.default_rng(slots - slot)  # the last slot reads the same in all
+        if features := facts.encoder.features:
+            shape = features.feature_size, features.frames
+            made.encode(slot, Features(rng.standard_normal(shape, np.float32)))
+        else:
+            made.encode(slot, tuple(rng.integers(0, 99, 5 + 7 * (slots - slot)).tolist()))
+    return made
 
 
 def walk(engine: OrtEngine) -> npt.NDArray[np.float32]:
@@ -130,8 +149,8 @@ def tell(
     ("name", "options"),
     [
         *cases(
-            [(name, {}) for name in ("llama", "qwen2", "qwen3", "mistral")],
-            [("phi3", {}), ("opt", {})],
+            [(name, {}) for name in ("llama", "qwen2", "qwen3", "mistral", "t5", "whisper")],
+            [("phi3", {}), ("opt", {}), ("bart", {})],
         ),
         ("llama", {"cache_type": "int8"}),
     ],
@@ -219,17 +238,30 @@ def test_it_is_run_wherever_the_library_is(
     engine(folder)
 
 
-def test_a_wrong_window_is_found_out(
-    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "told", "wrong"),
+    [
+        ("mistral", "window_of", lambda mask, queries: 0),
+        ("t5", "bias_of", lambda scores, queries: np.zeros((4, CAPACITY + AHEAD), np.float32)),
+    ],
+)
+def test_what_is_told_wrong_is_found_out(
+    workshop: Workshop,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    told: str,
+    wrong: Any,
 ) -> None:
     """A control: what is kept is what agrees with the original."""
-    source = workshop.example("mistral")
+    source = workshop.example(name)
     folder = Path(shutil.copytree(workshop.graphs(source) / "target", tmp_path / "target"))
-    model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
+    kind = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
+    model = kind.from_pretrained(source, attn_implementation="eager").eval()
     original = compare.reference(model, CAPACITY, VOCAB_SIZE)
     assert "nodes, largest difference" in part._host(folder, (original, None), CAPACITY)
     assert (folder / HOST_FILE).exists()
-    monkeypatch.setattr(host, "_window", lambda mask, queries: 0)
+    monkeypatch.setattr(observing, told, wrong)
     assert "none: it would differ by" in part._host(folder, (original, None), CAPACITY)
     assert not (folder / HOST_FILE).exists()
 
@@ -240,11 +272,20 @@ def test_a_wrong_window_is_found_out(
 )
 def test_windows_are_read_off_masks(rows: str, window: int) -> None:
     mask = np.array([[c == "1" for c in row] for row in rows.split()])
-    assert host._window(mask, np.arange(4)) == window
+    assert observing.window_of(mask, np.arange(4)) == window
 
 
 @pytest.mark.parametrize("rows", ["1000 1100 0010 0011", "1111 1111 1111 1111"])
 def test_other_masks_are_left_to_the_other_graph(rows: str) -> None:
     mask = np.array([[c == "1" for c in row] for row in rows.split()])
-    with pytest.raises(host.NotLowered):
-        host._window(mask, np.arange(4))
+    with pytest.raises(NotLowered):
+        observing.window_of(mask, np.arange(4))
+
+
+def test_other_biases_are_left_to_the_other_graph() -> None:
+    """A bias that is of the distance alone is read off; one that is of the row is not."""
+    ages = np.subtract.outer(np.arange(4), np.arange(4))
+    table = observing.bias_of(np.stack([-1.0 * ages, 2.0 * ages]), np.arange(4))
+    assert table[:, :4].tolist() == [[-3, -2, -1, 0], [6, 4, 2, 0]]
+    with pytest.raises(NotLowered):
+        observing.bias_of(-1.0 * ages[None] * np.arange(1, 5)[:, None], np.arange(4))

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from checkpoints import VOCAB_SIZE
+from checkpoints import FEATURES, VOCAB_SIZE
 from exported import command, nothing_left
+from rounds import cases
 from workshop import MAX_GAMMA, MAX_LEN, Workshop
 
 from engines.bundle import build
@@ -19,7 +21,15 @@ from runtime.backends.onnxruntime import OrtEngine
 from runtime.bundle import load
 from runtime.certificate import check
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import GRAPH_FILE, HOST_FILE, HOST_WEIGHTS_FILE, read_bundle, read_pair
+from runtime.files.manifest import (
+    ENCODER_FILE,
+    ENCODER_WEIGHTS_FILE,
+    GRAPH_FILE,
+    HOST_FILE,
+    HOST_WEIGHTS_FILE,
+    read_bundle,
+    read_pair,
+)
 from runtime.sampling import kernel
 from runtime.text.options import Options
 
@@ -124,6 +134,44 @@ def test_a_bundle_for_the_cpu_carries_the_quantised_weights_alone(
     with pytest.raises(OutriderError, match="liboutrider") as caught:
         load(bundle)
     assert "make plugins" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "draft"),
+    cases(
+        [("t5", "int8", None)],
+        [("t5", "int8", "self"), ("bart", "int4", None), ("whisper", "int4", None)],
+    ),
+)
+def test_an_encoder_decoder(workshop: Workshop, name: str, weights: str, draft: str | None) -> None:
+    """Both of its graphs have our products; its texts are those of any number of drafted tokens."""
+    small = {"num_layers": 1} if name == "t5" else {"encoder_layers": 1, "decoder_layers": 1}
+    drafter = Path(draft) if draft else None
+    bundle = workshop.bundle(workshop.checkpoint(name, **small), drafter, weights=weights)
+    files = {HOST_FILE, HOST_WEIGHTS_FILE, ENCODER_FILE, ENCODER_WEIGHTS_FILE}
+    assert {path.name for path in (bundle / "target").iterdir()} == files
+    for file in (HOST_FILE, ENCODER_FILE):
+        found = nodes(bundle, file)
+        assert found["outrider.QuantizedMatMul"] > 3
+        assert not found[".MatMul"] and not found[".DequantizeLinear"]
+    facts = read_bundle(bundle).pair.target
+    assert facts.weights == weights and facts.quality is not None
+    assert 0 < facts.quality.kl < 0.2
+
+    with load(bundle, threads=1) as engine:
+        source: Any = np.random.default_rng(0).standard_normal(FEATURES).astype("f4")
+        source = "what it reads" if name != "whisper" else source
+        drafted, plain = (
+            Options(source=source, max_new_tokens=24, ignore_eos=True, draft=kind, gamma=gamma)
+            for kind, gamma in (("model" if draft else "ngram", 4), (None, 0))
+        )
+        (_, one), (_, other) = sorted(engine.batch([(None, drafted), (None, plain)]))
+        assert one.token_ids == other.token_ids
+        drawn = Options(
+            source=source, temperature=0.9, seed=2, max_new_tokens=24, draft=drafted.draft
+        )
+        certificate = check(engine, None, drawn)
+        assert certificate.passed and not certificate.rounding
 
 
 def test_quality_is_measured_with_the_rows_that_run(workshop: Workshop) -> None:

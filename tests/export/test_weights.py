@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from export.weights.blocks import BLOCK, RANGE, Bits, Quantised, quantise
 from export.weights.feedback import factor, quantise_with_feedback
-from export.weights.quality import describe, measure, refuse_nonsense, sample, windows
+from export.weights.quality import Texts, describe, measure, refuse_nonsense, sample, windows
 from export.weights.whole import quantise_model
 from runtime.files.errors import OutriderError
 
@@ -206,7 +206,7 @@ def test_feedback_needs_less_than_rounding_to_nearest_and_is_the_same_each_time(
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return model.eval().requires_grad_(False)
 
-    def quality(texts: torch.Tensor | None) -> tuple[float, dict[str, Quantised]]:
+    def quality(texts: Texts | None) -> tuple[float, dict[str, Quantised]]:
         model = trained()
         text = sample(model, 8, 64)
         full = model(input_ids=text).logits[:, :-1].flatten(0, 1)
@@ -214,7 +214,7 @@ def test_feedback_needs_less_than_rounding_to_nearest_and_is_the_same_each_time(
         logits = model(input_ids=text).logits[:, :-1].flatten(0, 1)
         return measure([(full, logits, text[:, 1:].flatten())]).kl, made
 
-    texts = sample(trained(), 8, 64, seed=1)
+    texts = Texts(sample(trained(), 8, 64, seed=1))
     (nearest, _), (less, made), (again, _) = quality(None), quality(texts), quality(texts)
     assert 0 < less < 0.8 * nearest and again == less
     for quantised in made.values():
@@ -241,7 +241,7 @@ def test_feedback_leaves_alone_what_no_input_connects() -> None:
 
 def test_an_output_matrix_of_four_bits_where_it_is_asked_for() -> None:
     model = _model("mistral")
-    made = quantise_model(model, 4, sample(model, 2, 32), output_bits=4)
+    made = quantise_model(model, 4, Texts(sample(model, 2, 32)), output_bits=4)
     assert made["lm_head.weight"].bits == 4 and made["model.embed_tokens.weight"].bits == 8
 
 

@@ -16,6 +16,7 @@ import pytest
 from kernels import cpu_library
 from onnx import TensorProto, helper, numpy_helper
 
+from export.host.observing import AHEAD
 from plugins.tools.build import find_compiler, includes
 from runtime.files.library import add_operators
 
@@ -34,6 +35,7 @@ class Shape:
     interleaved: int = 0
     window: int = 0
     packed: bool = True
+    biased: bool = False  # by the distance between query and key, each head otherwise
     quantised: bool = False  # its caches
 
 
@@ -44,6 +46,8 @@ SHAPES = {
     "20, no whole vector": Shape(20, 20, interleaved=1),
     "32, window": Shape(32, window=70, packed=False),
     "256": Shape(256, 256),
+    "64, bias": Shape(64, biased=True),
+    "20, bias, window": Shape(20, 20, window=70, packed=False, biased=True),
     "64, int8": Shape(64, 64, quantised=True),
     "20, int8, window": Shape(20, 20, window=70, packed=False, quantised=True),
 }
@@ -83,6 +87,8 @@ class Attention:
         self.text = rng.normal(size=(3, tokens, HEADS + 2 * KEY_HEADS, shape.width)).astype("f4")
         angles = rng.uniform(0, 7, (ROWS, shape.rotated // 2))
         self.cosine, self.sine = np.cos(angles).astype("f4"), np.sin(angles).astype("f4")
+        self.bias = rng.normal(size=(HEADS, ROWS + AHEAD)).astype("f4")
+        self.bias[:, ROWS:] = np.nan  # of keys ahead of a query
         self.attributes = attributes
         self.session = self.open(threads)
 
@@ -98,19 +104,19 @@ class Attention:
         shape = self.shape
         names = ["query"] if shape.packed else ["query", "key", "value"]
         angles = ["cosine", "sine"] if shape.rotated else []
-        caches = ["keys", "values"]
+        caches, biases = ["keys", "values"], ["bias"] * shape.biased
         attributes = {
             "heads": HEADS, "key_heads": KEY_HEADS, "scale": shape.width**-0.5,
             "window": shape.window, "interleaved": shape.interleaved,
         }  # fmt: skip
         node = helper.make_node(
             "QuantizedCacheAttention" if shape.quantised else "Attention",
-            [*names, *[""] * (3 - len(names)), *caches, "position", *angles],
+            [*names, *[""] * (3 - len(names)), *caches, "position", *(angles or ["", ""]), *biases],
             ["out", *(f"{name}_out" for name in caches)],
             domain="outrider",
             **attributes | self.attributes,
         )
-        tables = [numpy_helper.from_array(getattr(self, name), name) for name in angles]
+        tables = [numpy_helper.from_array(getattr(self, name), name) for name in angles + biases]
         cache = TensorProto.INT8 if shape.quantised else TensorProto.FLOAT
         made = [("out", TensorProto.FLOAT), *((f"{name}_out", cache) for name in caches)]
         taken = [
@@ -170,7 +176,10 @@ class Attention:
         outs = []
         for head in range(HEADS):
             own = head * KEY_HEADS // HEADS
-            scores = np.where(seen, query[:, head] @ key[:, own].T * shape.width**-0.5, -np.inf)
+            scores = query[:, head] @ key[:, own].T * shape.width**-0.5
+            if shape.biased:
+                scores += self.bias[head, ROWS - 1 - np.maximum(ages, 0)]
+            scores = np.where(seen, scores, -np.inf)
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             outs.append(weights / weights.sum(axis=1, keepdims=True) @ value[:, own])
         return np.concatenate(outs, axis=1)
@@ -316,6 +325,101 @@ def test_tables_of_other_sizes_are_refused() -> None:
         attention.cosine, attention.sine = cosine, sine
         with pytest.raises(Exception, match="an input has another size"):
             attention.open().run(None, attention.feeds(attention.caches(), [0], 2))
+
+
+def test_biases_of_other_sizes_are_refused() -> None:
+    attention = Attention(SHAPES["64, bias"])
+    bias = attention.bias
+    for attention.bias in (bias[:-1], bias[0], bias[:, :AHEAD]):
+        with pytest.raises(Exception, match="an input has another size"):
+            attention.open().run(None, attention.feeds(attention.caches(), [0], 2))
+    attention.bias = bias[:, 1:]
+    session = attention.open()
+    session.run(None, attention.feeds(attention.caches(), [ROWS - 3], 2))
+    with pytest.raises(Exception, match="a row is beyond the cache"):
+        session.run(None, attention.feeds(attention.caches(), [ROWS - 2], 2))
+
+
+class SourceAttention:
+    """The node in a session of its own, and a source for each of three slots."""
+
+    def __init__(self, width: int = 64, *, rows: int = ROWS, threads: int = 1):
+        cpu_library()
+        rng = np.random.default_rng(0)
+        self.lengths = np.array([70, 1, ROWS])
+        self.query = rng.normal(size=(3, 40, HEADS, width)).astype("f4")
+        self.sides = rng.normal(size=(2, 3, KEY_HEADS, ROWS, width)).astype("f4")
+        behind = np.arange(ROWS) >= self.lengths[:, None]
+        self.sides.swapaxes(2, 3)[:, behind] = np.nan  # of another source
+        self.sides = np.pad(self.sides, ((0, 0), (0, 0), (0, 0), (0, rows - ROWS), (0, 0)))
+        names = ["query", "keys", "values"]
+        attributes = {"heads": HEADS, "key_heads": KEY_HEADS, "scale": width**-0.5}
+        node = helper.make_node(
+            "SourceAttention", [*names, "length"], ["out"], domain="outrider",
+            window=0, interleaved=0, **attributes,
+        )  # fmt: skip
+        inputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in names]
+        inputs.append(helper.make_tensor_value_info("length", TensorProto.INT64, None))
+        outputs = [helper.make_tensor_value_info("out", TensorProto.FLOAT, None)]
+        graph = helper.make_graph([node], "attention", inputs, outputs)
+        opsets = [helper.make_opsetid("", 21), helper.make_opsetid("outrider", 1)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 4
+        add_operators(options)
+        self.session = ort.InferenceSession(
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+
+    def feeds(self, slots: slice = slice(None), tokens: slice = slice(None)) -> dict[str, Any]:
+        query = self.query[slots, tokens]
+        keys, values = self.sides[:, slots]
+        flat = query.reshape(*query.shape[:2], -1)
+        return {"query": flat, "keys": keys, "values": values, "length": self.lengths[slots]}
+
+    def run(self, *which: slice) -> Array:
+        return np.asarray(self.session.run(None, self.feeds(*which))[0])
+
+
+@pytest.mark.parametrize("width", [64, 20])
+def test_it_is_attention_to_the_rows_of_a_source(instruction_set: str, width: int) -> None:
+    attention = SourceAttention(width)
+    found = attention.run().reshape(3, 40, HEADS, width)
+    for slot, length in enumerate(attention.lengths):
+        keys, values = attention.sides[:, slot, :, :length].astype(np.float64)
+        for head in range(HEADS):
+            own = head * KEY_HEADS // HEADS
+            scores = attention.query[slot, :, head] @ keys[own].T * width**-0.5
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            want = weights / weights.sum(axis=1, keepdims=True) @ values[own]
+            np.testing.assert_allclose(found[slot, :, head], want, atol=4e-6, rtol=0)
+
+
+def test_bits_of_a_query_depend_on_its_source_alone(instruction_set: str) -> None:
+    want = SourceAttention().run()
+    for width in (1, 2, 5, 33):
+        parts = [
+            SourceAttention().run(slice(2, 3), slice(i, i + width)) for i in range(0, 40, width)
+        ]
+        assert (np.concatenate(parts, axis=1)[0] == want[2]).all(), f"width {width}"
+    assert (SourceAttention(rows=1024).run() == want).all(), "rows"
+    assert (SourceAttention(threads=3).run() == want).all(), "threads"
+
+
+def test_sources_of_other_sizes_are_refused() -> None:
+    attention = SourceAttention()
+    right = attention.feeds()
+    for length in (0, -1, ROWS + 1, 2**63 - 1):
+        with pytest.raises(Exception, match="a source has"):
+            attention.session.run(None, right | {"length": np.array([1, length, 1])})
+    for name, sizes in (
+        ("query", (3, 2, 64)), ("query", (2, 2, HEADS * 64)), ("keys", (3, 1, ROWS, 64)),
+        ("values", (3, KEY_HEADS, ROWS - 1, 64)), ("values", (3, KEY_HEADS, 64)), ("length", (2,)),
+    ):  # fmt: skip
+        wrong = np.zeros(sizes, right[name].dtype)
+        with pytest.raises(Exception, match="an input has another size"):
+            attention.session.run(None, right | {name: wrong})
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from random import Random
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -41,6 +42,7 @@ def nothing_stays(driver: ctypes.CDLL) -> Iterator[None]:
     yield
     driver.standin_fail(ctypes.c_longlong(-1))
     driver.standin_break_captures(False)
+    driver.standin_break(False)
     driver.standin_room(ctypes.c_size_t(1 << 30))
     left = ("device", "pinned", "streams", "graphs", "contexts", "current")
     assert {what: count(driver, what) for what in left} == dict.fromkeys(left, 0)
@@ -120,6 +122,56 @@ def test_what_no_graph_can_hold_runs_without(tmp_path: Path, driver: ctypes.CDLL
         assert count(driver, "launches") == before
 
 
+def test_contexts_that_are_kept_make_room(tmp_path: Path) -> None:
+    """Each has memory of its own beside the one they share."""
+    make_bundle(tmp_path / "all", slots=1)
+    make_bundle(tmp_path / "few", slots=1, contexts=3)
+    texts = []
+    for name in ("all", "few"):
+        with NativeSession(tmp_path / name) as session:
+            texts.append(
+                [
+                    [token.id for token in session.generate([5, 6], **{**DRAFTED, "gamma": gamma})]
+                    for gamma in (1, 2, 3, 4, 5, 1)
+                ]
+            )
+    assert texts[0] == texts[1]
+
+
+def test_sessions_beside_each_other_in_any_thread(tmp_path: Path) -> None:
+    make_bundle(tmp_path, slots=1)
+    with NativeSession(tmp_path) as session:
+        expected = [token.id for token in session.generate([5, 6], **DRAFTED)]
+    found: list[list[int]] = []
+
+    def generate(session: NativeSession) -> None:
+        found.append([token.id for token in session.generate([5, 6], **DRAFTED)])
+
+    def elsewhere(session: NativeSession) -> None:
+        thread = Thread(target=generate, args=(session,))
+        thread.start()
+        thread.join()
+
+    with NativeSession(tmp_path) as left:
+        with NativeSession(tmp_path) as right:
+            for session in (left, right):
+                generate(session)
+                elsewhere(session)
+        elsewhere(left)
+    assert found == [expected] * 5
+
+
+def test_a_gpu_that_breaks(tmp_path: Path, driver: ctypes.CDLL) -> None:
+    """What is on it ends with the context current, as TensorRT's objects want it."""
+    make_bundle(tmp_path, slots=1)
+    with NativeSession(tmp_path) as session:
+        session.generate([5, 6], **DRAFTED)
+        driver.standin_break(True)
+        with pytest.raises(OutriderError, match="cuStreamSynchronize failed") as caught:
+            session.admit([5, 6], **DRAFTED)
+        assert caught.value.kind == "backend"
+
+
 def test_a_broken_text_leaves_its_slot_empty(tmp_path: Path) -> None:
     """Rows of NaN are wiped: the next text in the slot is as in a fresh one."""
     make_bundle(tmp_path, slots=2, nan_after=20)
@@ -171,9 +223,9 @@ def test_engines_that_are_refused(tmp_path: Path, odd: str) -> None:
 def test_calls_that_fail(tmp_path: Path, odd: str, kind: str, cause: str) -> None:
     make_bundle(tmp_path, slots=1, **{odd: 1})
     with NativeSession(tmp_path) as session:
-        for _ in range(2):  # and the session is as it was
+        for first in (5, 7):  # and the session is as it was
             with pytest.raises(OutriderError, match=cause) as caught:
-                session.admit([5, 6], **PLAIN)
+                session.admit([first, 6], **PLAIN)
             assert caught.value.kind == kind and "\n" not in caught.value.cause
 
 

@@ -9,6 +9,8 @@ them have a repetition penalty, which is Transformers' own.
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,14 +23,17 @@ from commands import error_line
 from exported import command, nothing_left
 from originals import one_thread
 from rounds import cases
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM
 from workshop import MAX_LEN, Workshop
 
 from engines.bundle import build
+from export.checkpoint import find, same_encoder
 from runtime import Options, TextEngine, generate
 from runtime.backends import host
 from runtime.backends.engine import HeldRows, Ids
 from runtime.backends.onnxruntime import OrtEngine
+from runtime.beam.text import beam_texts
 from runtime.certificate import check
 from runtime.files.errors import EXIT_STATUS, OutriderError
 from runtime.files.manifest import read_bundle
@@ -134,13 +139,14 @@ def test_a_source_is_looked_into(t5: tuple[Path, Path]) -> None:
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The length of each source that an encoder has read."""
+    """The length of each source that an encoder has read, of token ids."""
     lengths: list[int] = []
     real = OrtEngine._encode
 
-    def encode(self: OrtEngine, source: Ids) -> dict[str, Any]:
-        lengths.append(source.shape[1])
-        return real(self, source)
+    def encode(self: OrtEngine, source: Ids, names: Sequence[str]) -> dict[str, Any]:
+        if source.ndim == 2:
+            lengths.append(source.shape[1])
+        return real(self, source, names)
 
     monkeypatch.setattr(OrtEngine, "_encode", encode)
     return lengths
@@ -154,6 +160,54 @@ def test_an_encoder_runs_once_a_request(t5: tuple[Path, Path], encoded: list[int
     assert encoded == [7, 40, 40]
     texts(engine, [greedy(SOURCES[2], 4)])
     assert encoded == [7, 40, 40], "the slot has it still"
+
+
+def with_encoder_of(draft: Path, target: Path, folder: Path) -> Path:
+    """The draft with the target's encoder, and so with its embeddings."""
+    shutil.copytree(draft, folder)
+    theirs, weights = (load_file(x / "model.safetensors") for x in (target, draft))
+    same = {name: theirs[name] for name in weights if name.startswith(("encoder.", "shared."))}
+    save_file({**weights, **same}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_a_draft_with_the_targets_encoder_runs_none(
+    workshop: Workshop, tmp_path: Path, encoded: list[int]
+) -> None:
+    """What the target's has made is projected by the draft's own decoder."""
+    target, small = workshop.checkpoint("t5"), workshop.checkpoint("t5", num_decoder_layers=1)
+    draft = with_encoder_of(small, target, tmp_path / "draft")
+    assert same_encoder(find(str(target)), find(str(draft)))
+    assert not same_encoder(find(str(target)), find(str(small)))
+    bundle = workshop.bundle(target, draft)
+    facts = read_bundle(bundle).pair.draft
+    assert facts and facts.encoder and facts.encoder.shared == 64
+    engine, one = one_thread(bundle, 3), one_thread(bundle, 1)
+    said = [expected(target, source) for source in SOURCES]
+    assert texts(engine, [greedy(source, 4) for source in SOURCES]) == said
+    assert encoded == [len(source) for source in SOURCES]
+    assert texts(one, [greedy(SOURCES[1], 0), greedy(SOURCES[1], 4)]) == [said[1]] * 2
+    assert encoded[4:] == [7], "kept for the draft, which asks for it later"
+    states = engine.decoder.target._states  # type: ignore[attr-defined]
+    model = AutoModelForSeq2SeqLM.from_pretrained(target).get_encoder()
+    held = [engine.decoder.target.held.has(slot, SOURCES[2]) for slot in range(3)]
+    want = model(torch.tensor([SOURCES[2]])).last_hidden_state.detach().numpy()
+    np.testing.assert_allclose(states[held.index(True)], want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [({"num_decoder_layers": 1}, True), ({"num_heads": 8}, False), ({"d_ff": 90}, False)],
+)
+def test_what_a_configuration_says_of_an_encoder(
+    workshop: Workshop, tmp_path: Path, change: dict[str, int], same: bool
+) -> None:
+    """The same weights mean something else under another configuration."""
+    target = workshop.checkpoint("t5")
+    other = Path(shutil.copytree(target, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, **change}))
+    assert same_encoder(find(str(target)), find(str(other))) is same
 
 
 @pytest.mark.parametrize("looks", [True, False], ids=["as it is", "control"])
@@ -204,6 +258,23 @@ def test_control_a_wrong_row_of_the_source_shows(t5: tuple[Path, Path]) -> None:
     assert [token.id for token in tokens] != expected(t5[0], SOURCES[1])
 
 
+def test_beams(t5: tuple[Path, Path], encoded: list[int]) -> None:
+    """All hypotheses of Transformers' beam search, plain and drafted; slots share what was read."""
+    target, bundle = t5
+    engine, original = one_thread(bundle, 12), AutoModelForSeq2SeqLM.from_pretrained(target).eval()
+    original.generation_config.eos_token_id = None
+    for source in SOURCES[1:3]:
+        want = original.generate(
+            torch.tensor([source]), do_sample=False, num_beams=3, num_return_sequences=3,
+            max_new_tokens=16, pad_token_id=0,
+        )[:, 1:].tolist()  # fmt: skip
+        for gamma in (0, 3):
+            given = {"source": source, "max_new_tokens": 16, "ignore_eos": True}
+            found = beam_texts(engine, None, beams=3, gamma=gamma, **given)
+            assert [one.token_ids for one in found.texts] == want
+    assert encoded == [7, 7, 40, 40], "once for the target and once for the draft"
+
+
 # Promises
 
 
@@ -220,18 +291,18 @@ def test_certificate(t5: tuple[Path, Path]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_ENCODER)
 def test_what_its_bits_depend_on_is_measured(workshop: Workshop, name: str) -> None:
-    """And held to, where it is promised: a seed's text by the coupled rule."""
+    """And held to: a seed's text by the coupled rule."""
     target = workshop.checkpoint(name)
     bundle = workshop.bundle(target, workshop.checkpoint(name, blur=0.1), measure=True)
     assert read_bundle(bundle).invariance is not None
     engine = one_thread(bundle, 3)
-    if engine.bits.of_gamma:
-        options = [
-            Options(source=SOURCES[1], temperature=1.0, seed=5, gamma=gamma, verify="coupled")
-            for gamma in (0, 1, 4, 8)
-        ]
-        first, *others = texts(engine, options)
-        assert others == [first] * 3
+    assert engine.bits.of_gamma
+    options = [
+        Options(source=SOURCES[1], temperature=1.0, seed=5, gamma=gamma, verify="coupled")
+        for gamma in (0, 1, 4, 8)
+    ]
+    first, *others = texts(engine, options)
+    assert others == [first] * 3
 
 
 # Refusals
@@ -276,10 +347,9 @@ def test_refused_of_a_decoder(
 @pytest.mark.parametrize(
     ("options", "kind", "cause"),
     [
-        (["--weights", "int8"], "option", "WEIGHTS=int8 is for decoder-only models"),
         (["--dtype", "float16"], "option", "DTYPE=float16 is for decoder-only models"),
         (["--format", "torch"], "option", "--format=torch is for decoder-only models"),
-        (["--draft", "self"], "option", "DRAFT=self is for decoder-only models"),
+        (["--cache-type", "int8"], "option", "CACHE=int8 is for decoder-only models"),
         (["--draft", "llama"], "architecture", "one of them reads a source"),
     ],
 )

@@ -14,12 +14,11 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.files.errors import CommandParser, first_line, run_command
+from runtime.files.errors import CommandParser, first_line, run_command, show_origin
 
 from .checks import Checks
 from .constructed import SHAPES, write_bundled
@@ -80,7 +79,7 @@ def sections(
         try:
             result: dict[str, Any] = getattr(subject, name)()
         except Exception as error:  # noqa: BLE001 - whatever it is, the rest is worth having
-            traceback.print_exc()
+            show_origin(error, always=True)
             result = {"passed": False, "reason": first_line(error)}
         report[name] = {**result, "section_s": round(time.perf_counter() - begin, 1)}
         report["passed"] &= result.get("passed") is not False

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runtime.files.errors import OutriderError, show_origin
 from runtime.files.manifest import (
     MANIFEST_FILE,
     TOKENIZER_FILE,
@@ -80,9 +81,13 @@ def _make(
     from engines import aotinductor
 
     place = folder / "bundle" / role
-    facts = write_graph(shape, length, capacity, place, f"{SOURCE} {name}", folder / role)
-    plan = aotinductor.plan({role: facts, "target": facts}, 1, MAX_GAMMA, sm, None)
-    return facts, aotinductor.compile(role, place, place, facts, plan[role])
+    try:
+        facts = write_graph(shape, length, capacity, place, f"{SOURCE} {name}", folder / role)
+        plan = aotinductor.plan({role: facts, "target": facts}, 1, MAX_GAMMA, sm, None)
+        return facts, aotinductor.compile(role, place, place, facts, plan[role])
+    except OutriderError as error:
+        show_origin(error)  # which does not cross to the parent
+        raise
 
 
 def write_graph(

@@ -141,7 +141,7 @@ CUgraphExec Cuda::capture(const std::function<bool()>& enqueue) {
   bool good = false;
   try {
     good = enqueue();
-  } catch (const Failure&) { // whatever it is, the capture must be ended
+  } catch (...) { // whatever it is, the capture must be ended
   }
   CUgraph graph = nullptr;
   CUgraphExec found = nullptr;

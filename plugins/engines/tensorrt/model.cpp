@@ -79,6 +79,7 @@ void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(address); }
 void Log::log(Severity severity, const char* message) noexcept {
   if (severity != Severity::kERROR && severity != Severity::kINTERNAL_ERROR) return;
   try {
+    const std::lock_guard<std::mutex> lock(mutex_);
     if (error_.empty()) error_ = message;
   } catch (...) { // no memory for it: nothing may pass through an entry point of ours
   }
@@ -86,7 +87,10 @@ void Log::log(Severity severity, const char* message) noexcept {
 
 std::string Log::said() {
   std::string found;
-  found.swap(error_);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    found.swap(error_);
+  }
   found = found.substr(0, std::min<size_t>(found.find('\n'), 200));
   while (!found.empty() && (found.back() == '.' || found.back() == ' ')) found.pop_back();
   return found.empty() ? "it gives no reason" : found;
@@ -158,13 +162,16 @@ void TensorRtModel::open(const ModelSpec& spec, DataType type) {
 
 TensorRtModel::~TensorRtModel() {
   try {
-    const Cuda::Current current(cuda_);
-    cuda_.wait();
+    const Cuda::Current current(cuda_); // TensorRT's objects want it, also of a GPU that is broken
+    try {
+      cuda_.wait();
+    } catch (const Failure&) { // nobody is left to be told
+    }
     drop_steps();
     contexts_.clear();
     engine_.reset();
     runtime_.reset();
-  } catch (const Failure&) { // of a GPU that is broken: nobody is left to be told
+  } catch (const Failure&) { // likewise
   }
 }
 
@@ -235,8 +242,16 @@ int32_t TensorRtModel::profile_of(const EngineCall& call) const {
 }
 
 TensorRtModel::Context TensorRtModel::make_context(int32_t profile) {
-  Context made(engine_->createExecutionContext(
-      nvinfer1::ExecutionContextAllocationStrategy::kUSER_MANAGED));
+  const auto create = [&] {
+    return Context(engine_->createExecutionContext(
+        nvinfer1::ExecutionContextAllocationStrategy::kUSER_MANAGED));
+  };
+  Context made = create();
+  if (made == nullptr && !steps_.empty()) { // each has memory of its own: kept ones may be in the way
+    drop_steps();
+    log_.said();
+    made = create();
+  }
   if (made == nullptr)
     fail(OUTRIDER_FAILED_MEMORY, "TensorRT cannot make a context: " + log_.said(),
          "Use fewer slots, build with a smaller MAX_LEN, or free the GPU's memory");
@@ -279,11 +294,13 @@ bool TensorRtModel::enqueue(nvinfer1::IExecutionContext& context, const EngineCa
 }
 
 void TensorRtModel::run(nvinfer1::IExecutionContext& context, const EngineCall& call) {
-  if (!enqueue(context, call))
-    fail(OUTRIDER_FAILED_BACKEND,
-         "TensorRT failed on " + std::to_string(call.batch) + " slots x " +
-             std::to_string(call.width) + " tokens: " + log_.said(),
-         "Free some memory of the GPU, or build with a smaller MAX_LEN or fewer SLOTS");
+  if (enqueue(context, call)) return;
+  const std::string why = log_.said();
+  cuda_.wait(); // what it has put on the stream reads what the next call writes, and the context
+  fail(OUTRIDER_FAILED_BACKEND,
+       "TensorRT failed on " + std::to_string(call.batch) + " slots x " +
+           std::to_string(call.width) + " tokens: " + why,
+       "Free some memory of the GPU, or build with a smaller MAX_LEN or fewer SLOTS");
 }
 
 // The first call of a shape runs as it is, since TensorRT prepares in it what a graph cannot hold.

@@ -10,6 +10,7 @@
 #include <array>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -20,13 +21,14 @@
 
 namespace outrider {
 
-// What the library says goes to its log alone.
+// What the library says goes to its log alone, from any of its threads (ILogger, NvInferRuntime.h).
 class Log final : public nvinfer1::ILogger {
 public:
   void log(Severity severity, const char* message) noexcept override;
   std::string said(); // the first error since it was asked last, as one line
 
 private:
+  std::mutex mutex_;
   std::string error_;
 };
 

@@ -23,15 +23,16 @@ constexpr unsigned char GARBAGE = 0xa5;
 int anything; // whose address is a context
 
 std::map<std::string, long long> counts; // what happened, by name
-std::vector<CUcontext> current;
+thread_local std::vector<CUcontext> current;
 std::map<CUdeviceptr, size_t> device; // allocated bytes, by their first address
 std::map<char*, size_t> pinned;
-std::set<CUstream> streams;
-Works queue;                  // of all streams: there is no order between them that we would miss
+std::map<CUstream, Works> streams; // what is on each; there is no order between them
 Works* recording = nullptr;
+CUstream recorded = nullptr; // the stream that captures
 size_t room = size_t{1} << 30;
 long long until_failure = -1; // allocations; -1: none fails
 bool breaks_captures = false;
+bool broken = false; // the GPU, as after an illegal address
 
 [[noreturn]] void wrong(const char* what) { // a fault of whoever calls
   std::fprintf(stderr, "driver stand-in: %s\n", what);
@@ -45,7 +46,24 @@ void need(bool is, const char* what) {
 void enqueue(CUstream stream, Work work) {
   need(!current.empty(), "no context is current");
   need(streams.count(stream) == 1, "no stream of ours");
-  (recording != nullptr ? *recording : queue).push_back(std::move(work));
+  (recording != nullptr && stream == recorded ? *recording : streams[stream])
+      .push_back(std::move(work));
+}
+
+// What a capture forbids, and what nobody may do without a context.
+void need_free(const char* what) { need(!current.empty() && recording == nullptr, what); }
+
+void need_idle(const char* what) {
+  for (const auto& [stream, works] : streams) need(works.empty() || broken, what);
+}
+
+// Page-locked memory that a copy reads when its turn comes must be until then as it was.
+Work copied(CUdeviceptr to, const char* from, size_t size, bool now) {
+  const std::string then = now ? std::string(from, size) : std::string();
+  return [=] {
+    need(!now || std::memcmp(from, then.data(), size) == 0, "what a copy reads was written to");
+    std::memcpy(reinterpret_cast<char*>(to), from, size);
+  };
 }
 
 template <class Blocks, class Address> bool inside(const Blocks& blocks, Address at, size_t size) {
@@ -81,6 +99,7 @@ API long long standin_count(const char* what) {
 API void standin_fail(long long more) { until_failure = more; }
 API void standin_room(size_t size) { room = size; }
 API void standin_break_captures(bool is) { breaks_captures = is; }
+API void standin_break(bool is) { broken = is; }
 
 API CUresult cuInit(unsigned) {
   return std::getenv("STANDIN_NO_GPU") != nullptr ? CUDA_ERROR_NO_DEVICE : CUDA_SUCCESS;
@@ -124,7 +143,7 @@ API CUresult cuMemGetInfo(size_t* found, size_t* total) {
   return CUDA_SUCCESS;
 }
 API CUresult cuMemAlloc(CUdeviceptr* address, size_t size) {
-  need(!current.empty() && recording == nullptr, "an allocation in a capture, or without a context");
+  need_free("an allocation in a capture, or without a context");
   if (fails()) return CUDA_ERROR_OUT_OF_MEMORY;
   void* const found = std::aligned_alloc(256, (size + 255) / 256 * 256);
   std::memset(found, GARBAGE, size);
@@ -133,11 +152,14 @@ API CUresult cuMemAlloc(CUdeviceptr* address, size_t size) {
   return CUDA_SUCCESS;
 }
 API CUresult cuMemFree(CUdeviceptr address) {
+  need_free("memory given back in a capture, or without a context");
+  need_idle("memory given back that work on a stream may use");
   need(device.erase(address) == 1, "freed what was not allocated");
   std::free(bytes(address));
   return CUDA_SUCCESS;
 }
 API CUresult cuMemHostAlloc(void** address, size_t size, unsigned) {
+  need_free("an allocation in a capture, or without a context");
   if (fails()) return CUDA_ERROR_OUT_OF_MEMORY;
   *address = std::malloc(size);
   std::memset(*address, GARBAGE, size);
@@ -145,6 +167,8 @@ API CUresult cuMemHostAlloc(void** address, size_t size, unsigned) {
   return CUDA_SUCCESS;
 }
 API CUresult cuMemFreeHost(void* address) {
+  need_free("memory given back in a capture, or without a context");
+  need_idle("memory given back that work on a stream may use");
   need(pinned.erase(static_cast<char*>(address)) == 1, "freed what was not allocated");
   std::free(address);
   return CUDA_SUCCESS;
@@ -157,7 +181,7 @@ API CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t si
 API CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, size_t size, CUstream stream) {
   const auto source = static_cast<char*>(const_cast<void*>(from));
   need(inside(device, to, size) && inside(pinned, source, size), "a copy beyond what is allocated");
-  enqueue(stream, [=] { std::memcpy(bytes(to), source, size); }); // read when its turn comes
+  enqueue(stream, copied(to, source, size, recording == nullptr)); // read when its turn comes
   return CUDA_SUCCESS;
 }
 API CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t size, CUstream stream) {
@@ -169,8 +193,9 @@ API CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t size, CUstream
 
 API CUresult cuStreamCreate(CUstream* stream, unsigned flags) {
   need(flags == CU_STREAM_NON_BLOCKING, "a stream that waits for the default one");
+  need_free("a stream made in a capture, or without a context");
   *stream = reinterpret_cast<CUstream>(new int);
-  streams.insert(*stream);
+  streams[*stream] = {};
   return CUDA_SUCCESS;
 }
 API CUresult cuStreamDestroy(CUstream stream) {
@@ -182,18 +207,21 @@ API CUresult cuStreamSynchronize(CUstream stream) {
   need(!current.empty() && streams.count(stream) == 1, "waited for no stream, or without a context");
   need(recording == nullptr, "waited in a capture");
   Works works;
-  works.swap(queue);
+  works.swap(streams[stream]);
+  if (broken) return CUDA_ERROR_ILLEGAL_ADDRESS;
   for (const Work& work : works) work();
   return CUDA_SUCCESS;
 }
-API CUresult cuStreamBeginCapture(CUstream, CUstreamCaptureMode mode) {
+API CUresult cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode mode) {
   need(recording == nullptr && mode == CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, "a capture of its own");
+  need(!current.empty() && streams.count(stream) == 1, "a capture of no stream of ours");
   recording = new Works;
+  recorded = stream;
   ++counts["captures"];
   return CUDA_SUCCESS;
 }
-API CUresult cuStreamEndCapture(CUstream, CUgraph* graph) {
-  need(recording != nullptr, "no capture to end");
+API CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
+  need(recording != nullptr && stream == recorded, "no capture to end");
   Works* const found = recording;
   recording = nullptr;
   if (breaks_captures) {
@@ -220,6 +248,7 @@ API CUresult cuGraphExecDestroy(CUgraphExec graph) {
 }
 API CUresult cuGraphLaunch(CUgraphExec graph, CUstream stream) {
   ++counts["launches"];
+  need(recording == nullptr, "a graph launched in a capture");
   for (const Work& work : *reinterpret_cast<Works*>(graph)) enqueue(stream, work);
   return CUDA_SUCCESS;
 }

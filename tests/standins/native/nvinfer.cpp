@@ -10,6 +10,7 @@
 #include <cstring>
 #include <limits>
 #include <map>
+#include <memory>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -36,6 +37,7 @@ constexpr uint16_t POISON = 0xffff; // in a cache, as all that is no token's: Na
 
 void want_context() { // of whoever destroys
   if (!standin_current()) missing("a current context");
+  if (standin_capturing()) missing("an end of the capture");
 }
 
 uint64_t mix(uint64_t x) { // splitmix64's finaliser
@@ -61,7 +63,7 @@ class Engine;
 class Context final : public StubExecutionContext, public IExecutionContext {
 public:
   explicit Context(const Engine& engine);
-  ~Context() noexcept override { want_context(); }
+  ~Context() noexcept override;
 
   bool setOptimizationProfileAsync(int32_t index, cudaStream_t) noexcept override;
   void setDeviceMemoryV2(void* memory, int64_t size) noexcept override;
@@ -80,6 +82,7 @@ private:
   struct Job {
     const Engine* engine;
     Told told;
+    std::weak_ptr<int> context; // what a context has of its own, a replay still uses
   };
   static void run(const Job& job);
 
@@ -87,6 +90,7 @@ private:
   int32_t profile_ = -1;
   int64_t memory_ = -1;
   Told told_, ran_;
+  const std::shared_ptr<int> own_ = std::make_shared<int>();
   bool has_run_ = false, was_captured_ = false;
 };
 
@@ -130,7 +134,10 @@ public:
   IExecutionContext* createExecutionContext(
       ExecutionContextAllocationStrategy strategy) noexcept override {
     if (strategy != ExecutionContextAllocationStrategy::kUSER_MANAGED) missing("another strategy");
+    if (standin_capturing()) missing("an end of the capture");
     if (plan.is("no_context")) return say("no context today"), nullptr;
+    if (plan.is("contexts") && contexts == plan.number("contexts"))
+      return say("no memory for a context"), nullptr;
     return new Context(*this);
   }
 
@@ -138,6 +145,7 @@ public:
   ILogger& logger;
   std::vector<std::string> names;
   std::vector<Range> profiles; // three of each: B, N and K
+  mutable int64_t contexts = 0; // that live
 
 private:
   mutable std::string aliased;
@@ -145,9 +153,16 @@ private:
 
 Context::Context(const Engine& engine) : engine_(engine) {
   mImpl = this;
+  ++engine.contexts;
+}
+
+Context::~Context() noexcept {
+  want_context();
+  --engine_.contexts;
 }
 
 bool Context::setOptimizationProfileAsync(int32_t index, cudaStream_t) noexcept {
+  if (standin_capturing()) missing("an end of the capture");
   profile_ = index;
   return !engine_.plan.is("no_profile") || (engine_.say("no such profile"), false);
 }
@@ -201,12 +216,13 @@ bool Context::enqueueV3(cudaStream_t stream) noexcept {
   ran_ = told_, has_run_ = true, was_captured_ |= captured;
   standin_enqueue(
       stream, [](void* job) { run(*static_cast<Job*>(job)); },
-      [](void* job) { delete static_cast<Job*>(job); }, new Job{&engine_, told_});
+      [](void* job) { delete static_cast<Job*>(job); }, new Job{&engine_, told_, own_});
   return true;
 }
 
 // Rows are written; then each row's logits are made of the tokens up to it, in the last layer.
 void Context::run(const Job& job) {
+  if (job.context.expired()) missing("a context that lives until its work is done");
   const Plan& plan = job.engine->plan;
   const auto& shapes = job.told.shapes;
   const auto numbers = [&](const char* name) {

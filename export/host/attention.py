@@ -1,0 +1,137 @@
+"""The attention of graph.onnx, layer by layer: what goes into it, and where its result is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+
+class NotLowered(Exception):
+    """The graph has no such form; the text is the reason."""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """What a RotaryEmbedding node rotates by."""
+
+    cos: ir.Value
+    sin: ir.Value
+    interleaved: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Attention to the text. query, key, value: [B, N, H D], before the rotation."""
+
+    node: ir.Node
+    end: ir.Value  # [B, N, H D]
+    query: ir.Value
+    key: ir.Value
+    value: ir.Value
+    rotary: Rotary | None
+    writes: tuple[ir.Node, ir.Node]  # of keys and values into their caches
+    mask: ir.Value  # bool, or what is added to the scores
+    heads: int
+    key_heads: int
+
+
+@dataclass(frozen=True)
+class SourceLayer:
+    """Attention to the source, whose keys and values are inputs of the graph, [B, H, E, D]."""
+
+    node: ir.Node
+    end: ir.Value  # [B, N, H D]
+    query: ir.Value  # [B, N, H D]
+    mask: ir.Value | None  # None: all rows are seen
+    heads: int
+    key_heads: int
+
+
+def layers_of(model: ir.Model) -> tuple[list[Layer], list[SourceLayer]]:
+    """In the order of the graph. Raises NotLowered."""
+    nodes = [node for node in model.graph if node.op_type == "Attention"]
+    if not nodes:
+        raise NotLowered("its attention is written out")
+    inputs = set(model.graph.inputs)
+    of_source = [node for node in nodes if node.inputs[1] in inputs]
+    return (
+        [_layer(node) for node in nodes if node not in of_source],
+        [_source_layer(node) for node in of_source],
+    )
+
+
+def _layer(node: ir.Node) -> Layer:
+    end = _end(node, 4)
+    query, key_cache, value_cache, mask = node.inputs
+    writes = (_made_by(key_cache, "TensorScatter"), _made_by(value_cache, "TensorScatter"))
+    (query, rotary), (key, other), (value, none) = map(
+        _rows, (query, writes[0].inputs[1], writes[1].inputs[1])
+    )
+    if rotary != other or none is not None:
+        raise NotLowered("its queries and keys are not rotated alike")
+    assert mask is not None
+    return Layer(
+        node, end, query, key, value, rotary, writes, mask, size(node.inputs[0], 1),
+        size(key_cache, 1),
+    )  # fmt: skip
+
+
+def _source_layer(node: ir.Node) -> SourceLayer:
+    end, (query, rotary) = _end(node, len(node.inputs)), _rows(node.inputs[0])
+    if rotary is not None:
+        raise NotLowered("it rotates what asks for the source")
+    mask = node.inputs[3] if len(node.inputs) > 3 else None
+    heads, key_heads = (size(value, 1) for value in node.inputs[:2])
+    return SourceLayer(node, end, query, mask, heads, key_heads)
+
+
+def _end(node: ir.Node, inputs: int) -> ir.Value:
+    if len(node.inputs) != inputs or set(node.attributes) != {"scale"}:
+        raise NotLowered("its attention has options")
+    swap = _only_use(node.outputs[0], "Transpose")
+    if not _swaps(swap):
+        raise NotLowered("its attention's output is not turned back")
+    return _only_use(swap.outputs[0], "Reshape").outputs[0]
+
+
+def _made_by(value: ir.Value | None, kind: str) -> ir.Node:
+    node = value.producer() if value is not None else None
+    if node is None or node.op_type != kind:
+        raise NotLowered(f"its attention is not fed by {kind}")
+    return node
+
+
+def _only_use(value: ir.Value, kind: str) -> ir.Node:
+    uses = list(value.uses())
+    if len(uses) != 1 or uses[0].node.op_type != kind:
+        raise NotLowered(f"its attention does not end in {kind}")
+    return uses[0].node
+
+
+def _swaps(node: ir.Node) -> bool:
+    """Between [B, N, H, D] and [B, H, N, D]."""
+    return node.op_type == "Transpose" and tuple(node.attributes["perm"].as_ints()) == (0, 2, 1, 3)
+
+
+def size(value: ir.Value | None, axis: int) -> int:
+    assert value is not None and value.shape is not None
+    found = value.shape[axis]
+    assert isinstance(found, int)
+    return found
+
+
+def _rows(value: ir.Value | None) -> tuple[ir.Value, Rotary | None]:
+    """What is turned, and perhaps rotated, to [B, H, N, D]; as [B, N, H, D] or [B, N, H D]."""
+    rotary = None
+    node = value.producer() if value is not None else None
+    if node is not None and node.op_type == "RotaryEmbedding" and len(node.inputs) == 3:
+        before, cos, sin = node.inputs
+        assert before is not None and cos is not None and sin is not None
+        rotary = Rotary(cos, sin, node.attributes.get_int("interleaved", 0))
+        node = before.producer()
+    if node is None or not _swaps(node):
+        raise NotLowered("its heads are not turned in the usual way")
+    source = node.inputs[0]
+    assert source is not None
+    return source, rotary

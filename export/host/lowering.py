@@ -1,0 +1,204 @@
+"""Writing host.onnx from graph.onnx.
+
+graph.onnx is what every backend takes. ONNX Runtime runs its attention as six nodes a layer, over
+all rows of the cache, and sums in an order that depends on the call. Here it is one node, an
+operator of plugins/onnxruntime, which reads valid rows only and whose bits do not depend on the
+call.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from runtime.files.manifest import (
+    ENCODER_FILE,
+    ENCODER_WEIGHTS_FILE,
+    GRAPH_FILE,
+    HOST_FILE,
+    HOST_WEIGHTS_FILE,
+    SCALE_BYTES,
+    Cache,
+)
+
+from ..graph import initializer, saving
+from ..weights.operators import OWN_DOMAIN, own_operators, put
+from .attention import Layer, NotLowered, SourceLayer, layers_of, size
+from .observing import Observed, observe, see_all_rows
+
+DOMAIN = "com.microsoft"  # of ONNX Runtime's own operators
+
+
+def write(folder: Path, capacity: int, cache: Cache | None = None) -> int:
+    """Write the graph beside graph.onnx; returns how many nodes it has.
+
+    capacity: rows of the longest text, for which the rotary tables are made. cache: the type of the
+    rows, if not that of graph.onnx; what has quantised rows or weights has a weights file of its
+    own. Raises NotLowered.
+    """
+    model = ir.load(folder / GRAPH_FILE)
+    quantised = own_operators(model)
+    try:
+        layers, of_source = layers_of(model)
+        observed = observe(folder, layers, capacity)
+        see_all_rows(folder, of_source)
+        for layer in layers:
+            _replace(model, layer, observed, cache)
+        for source_layer in of_source:
+            _replace_of_source(model, source_layer)
+    except NotLowered:
+        if cache or not quantised:
+            raise
+    _fuse_sums(model)
+    _fuse_transposed(model)
+    RemoveUnusedNodesPass()(model)
+    model.graph.sort()
+    for domain in (DOMAIN, OWN_DOMAIN):
+        model.graph.opset_imports[domain] = 1
+    if cache or quantised:
+        ir.save(model, folder / HOST_FILE, external_data=HOST_WEIGHTS_FILE, **saving())
+        if (folder / ENCODER_FILE).exists():
+            _rewrite_encoder(folder)
+    else:
+        ir.save(model, folder / HOST_FILE)  # the weights stay where graph.onnx has them
+    return len(model.graph)
+
+
+def _rewrite_encoder(folder: Path) -> None:
+    """With our products. In place: it has no other reader."""
+    model = ir.load(folder / ENCODER_FILE)
+    own_operators(model)
+    RemoveUnusedNodesPass()(model)
+    model.graph.opset_imports[OWN_DOMAIN] = 1
+    with TemporaryDirectory(dir=folder) as aside:
+        made = Path(aside) / ENCODER_FILE
+        ir.save(model, made, external_data=ENCODER_WEIGHTS_FILE, **saving())
+        for name in (ENCODER_WEIGHTS_FILE, ENCODER_FILE):
+            made.with_name(name).replace(folder / name)
+
+
+# The new nodes
+
+
+def _constant(model: ir.Model, name: str, array: npt.NDArray[Any]) -> ir.Value:
+    found = model.graph.initializers.get(name)
+    return initializer(model, ir.tensor(array, name=name)) if found is None else found
+
+
+def _replace(model: ir.Model, layer: Layer, observed: Observed, cache: Cache | None) -> None:
+    rotary, mask = layer.rotary, str(layer.mask.name)
+    tables = [(value, observed.tables) for value in ((rotary.cos, rotary.sin) if rotary else ())]
+    inputs: list[ir.Value | None] = [
+        _constant(model, f"host.{value.name}", found[str(value.name)]) for value, found in tables
+    ]
+    if mask in observed.biases:
+        inputs += [None] * (2 - len(inputs))
+        inputs.append(_constant(model, f"host.{mask}", observed.biases[mask]))
+    caches = [write.inputs[0] for write in layer.writes]
+    node = ir.node(
+        "QuantizedCacheAttention" if cache else "Attention",
+        [*_together(model, layer), *caches, _input(model, "position"), *inputs],
+        {
+            **_attributes(layer),
+            "window": observed.windows[mask],
+            "interleaved": rotary.interleaved if rotary else 0,
+        },
+        domain=OWN_DOMAIN,
+        num_outputs=3,
+    )
+    model.graph.append(node)
+    olds = [layer.end, *(write.outputs[0] for write in layer.writes)]
+    for old, new in zip(olds, node.outputs, strict=True):
+        put(old, new)
+    for rows in (*caches, *node.outputs[1:]) if cache else ():
+        assert rows is not None and rows.shape is not None
+        *sizes, _ = rows.shape
+        rows.dtype = ir.DataType.INT8
+        rows.shape = ir.Shape([*sizes, size(rows, 3) + SCALE_BYTES])
+
+
+def _replace_of_source(model: ir.Model, layer: SourceLayer) -> None:
+    inputs = [_flat(model, layer.query), *layer.node.inputs[1:3], _input(model, "source_length")]
+    attributes = {**_attributes(layer), "window": 0, "interleaved": 0}
+    node = ir.node("SourceAttention", inputs, attributes, domain=OWN_DOMAIN)
+    model.graph.append(node)
+    put(layer.end, node.outputs[0])
+
+
+def _attributes(layer: Layer | SourceLayer) -> dict[str, Any]:
+    return {
+        "heads": layer.heads,
+        "key_heads": layer.key_heads,
+        "scale": layer.node.attributes["scale"].as_float(),
+    }
+
+
+def _input(model: ir.Model, name: str) -> ir.Value:
+    return next(value for value in model.graph.inputs if value.name == name)
+
+
+def _together(model: ir.Model, layer: Layer) -> list[ir.Value | None]:
+    """Queries, keys and values; the first alone where they are one product's."""
+    parts = [_flat(model, value) for value in (layer.query, layer.key, layer.value)]
+    splits = {part.producer() for part in parts}
+    split = splits.pop()
+    if not splits and split is not None and list(split.outputs) == parts:
+        return [split.inputs[0], None, None]
+    return [*parts]
+
+
+def _flat(model: ir.Model, value: ir.Value) -> ir.Value:
+    """[B, N, H D] from [B, N, H, D]: what that was made from, where it was just reshaped."""
+    node = value.producer()
+    if node is not None and node.op_type == "Reshape" and node.inputs[0] is not None:
+        return node.inputs[0]
+    shape = _constant(model, "host.flat", np.array([0, 0, -1], np.int64))
+    flat = ir.node("Reshape", [value, shape])
+    model.graph.append(flat)
+    return flat.outputs[0]
+
+
+def _fuse_sums(model: ir.Model) -> None:
+    """A sum and the norm of it in one node, which hands out both."""
+    for norm in [node for node in model.graph if node.op_type == "RMSNormalization"]:
+        x, scale = norm.inputs[:2]
+        add = x.producer() if x is not None else None
+        if add is None or add.op_type != "Add" or any(_is_weight(value) for value in add.inputs):
+            continue
+        epsilon = norm.attributes.get_float("epsilon", 1e-5)
+        fused = ir.node(
+            "SkipSimplifiedLayerNormalization", [*add.inputs, scale], {"epsilon": epsilon},
+            domain=DOMAIN, num_outputs=4,
+        )  # fmt: skip
+        model.graph.append(fused)
+        for old, new in ((norm.outputs[0], fused.outputs[0]), (add.outputs[0], fused.outputs[3])):
+            put(old, new)
+        model.graph.remove([norm, add], safe=True)
+
+
+def _fuse_transposed(model: ir.Model) -> None:
+    """The tied output matrix, read as it lies. What transposes it in a node of its own has ONNX
+    Runtime make a transposed copy of it first whenever the graph is opened, which takes four times
+    as long as preparing the matrix does (docs/LOG.md)."""
+    for product in [node for node in model.graph if node.op_type == "MatMul"]:
+        x, right = product.inputs
+        turned = right.producer() if right is not None else None
+        if turned is None or turned.op_type != "Transpose" or not _is_weight(turned.inputs[0]):
+            continue
+        weight = turned.inputs[0]
+        if tuple(turned.attributes["perm"].as_ints()) != (1, 0):
+            continue
+        fused = ir.node("FusedMatMul", [x, weight], {"transB": 1}, domain=DOMAIN)
+        model.graph.append(fused)
+        put(product.outputs[0], fused.outputs[0])
+        model.graph.remove(product, safe=True)
+
+
+def _is_weight(value: ir.Value | None) -> bool:
+    return value is None or value.is_initializer()

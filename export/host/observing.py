@@ -1,0 +1,146 @@
+"""What the operators have to be told: not guessed from names, but seen where graph.onnx is run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from runtime.files.errors import first_line
+from runtime.files.manifest import GRAPH_FILE
+
+from .attention import Layer, NotLowered, SourceLayer, size
+
+Floats = npt.NDArray[np.float32]
+SEEN = 16  # queries at each end of a slot whose masks are looked at
+# A score that something below it is added to is one that nobody sees.
+UNSEEN = float(np.finfo(np.float32).min) / 2
+AHEAD = 64  # OUTRIDER_ATTENTION_KEYS: of a bias, for keys ahead of a query, which are masked
+
+
+@dataclass(frozen=True)
+class Observed:
+    """By the names of graph.onnx, since values of the one graph are not those of another.
+
+    tables: of rotary angles, [capacity, D / 2]. windows: of each mask, 0 where it is causal without
+    one. biases: of masks that are numbers, [H, capacity + AHEAD], of the farthest key first.
+    """
+
+    tables: dict[str, Floats]
+    windows: dict[str, int]
+    biases: dict[str, Floats]
+
+
+def observe(folder: Path, layers: Sequence[Layer], capacity: int) -> Observed:
+    """Raises NotLowered."""
+    rotaries = [layer.rotary for layer in layers if layer.rotary is not None]
+    angles = _names(value for rotary in rotaries for value in (rotary.cos, rotary.sin))
+    turned = _run_part(folder, angles, positions=(0,), tokens=capacity, rows=1)
+    tables = {name: np.ascontiguousarray(a.reshape(capacity, -1)) for name, a in turned.items()}
+    tokens = min(capacity, SEEN)
+    ends = 0, capacity - tokens
+    queries = np.concatenate([np.arange(first, first + tokens) for first in ends])
+    masks = _names(layer.mask for layer in layers)
+    windows, biases = {}, {}
+    for name, mask in _run_part(
+        folder, masks, positions=ends, tokens=tokens, rows=capacity
+    ).items():
+        # [P, 1, H or 1, N, S] to [H, P N, S]
+        scores = mask[:, 0].swapaxes(0, 1).reshape(-1, len(queries), capacity)
+        seen = scores if scores.dtype == bool else scores > UNSEEN
+        windows[name] = window_of(seen[0], queries)
+        if scores.dtype != bool:
+            biases[name] = bias_of(scores, queries)
+    return Observed(tables, windows, biases)
+
+
+def see_all_rows(folder: Path, layers: Sequence[SourceLayer]) -> None:
+    """Raises NotLowered where a query does not see all rows of its source alike, or sees others."""
+    masks = _names(layer.mask for layer in layers if layer.mask is not None)
+    rows, length = 7, 5
+    for mask in _run_part(
+        folder, masks, positions=(0, 2), tokens=3, rows=rows, length=length
+    ).values():
+        seen = mask if mask.dtype == bool else mask > UNSEEN
+        alike = mask.dtype == bool or not mask[seen].any()
+        if not alike or (seen != (np.arange(rows) < length)).any():
+            raise NotLowered("its mask of the source is not of its rows alone")
+
+
+def window_of(mask: npt.NDArray[np.bool_], queries: npt.NDArray[np.int64]) -> int:
+    """0 of a causal mask [T, S] for the queries [T] at these rows, w of one that lets them look at
+    w rows, their own among them. Raises NotLowered."""
+    ages = np.subtract.outer(queries, np.arange(mask.shape[1]))
+    window = int(mask[-1].sum())
+    for width, found in ((mask.shape[1], 0), (window, window)):
+        if np.array_equal(mask, (ages >= 0) & (ages < width)):
+            return found
+    raise NotLowered("its mask is neither causal nor a sliding window")
+
+
+def bias_of(scores: Floats, queries: npt.NDArray[np.int64]) -> Floats:
+    """[H, S + AHEAD] of what is added to scores [H, T, S] for the queries [T] at these rows, of
+    which the last is in the last row. Raises NotLowered where it is not of the distance alone."""
+    rows = np.arange(scores.shape[2])
+    table = np.pad(scores[:, -1], ((0, 0), (0, AHEAD)))
+    for row, found in zip(queries, scores.swapaxes(0, 1), strict=True):
+        behind = rows[: row + 1]
+        if not np.array_equal(found[:, behind], table[:, len(rows) - 1 + behind - row]):
+            raise NotLowered("its bias is not of the distance alone")
+    return np.ascontiguousarray(table)
+
+
+def _names(values: Iterable[ir.Value]) -> list[str]:
+    return list(dict.fromkeys(str(value.name) for value in values))
+
+
+def _run_part(
+    folder: Path,
+    names: Sequence[str],
+    *,
+    positions: Sequence[int],
+    tokens: int,
+    rows: int,
+    length: int = 1,
+) -> dict[str, npt.NDArray[Any]]:
+    """These values of graph.onnx, [P, ...], for that many tokens from each of P rows on, in a cache
+    of that many rows, with a source of that length. Only what makes them is run."""
+    import onnxruntime as ort
+
+    if not names:
+        return {}
+    model = ir.load(folder / GRAPH_FILE)
+    made = {value.name: value for node in model.graph for value in node.outputs}
+    model.graph.outputs[:] = [made[name] for name in names]
+    RemoveUnusedNodesPass()(model)
+    model.graph.inputs[:] = used = [value for value in model.graph.inputs if value.uses()]
+
+    def feed(value: ir.Value, position: int) -> npt.NDArray[Any]:
+        if value.name == "input_ids":
+            return np.zeros((1, tokens), np.int64)
+        if value.name in ("position", "source_length"):
+            return np.full(1, position if value.name == "position" else length)
+        # A cache, for the number of its rows.
+        return np.zeros((1, size(value, 1), rows, size(value, 3)), np.float32)
+
+    file = folder / "part.onnx"
+    ir.save(model, file)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        found = [
+            session.run(list(names), {str(value.name): feed(value, p) for value in used})
+            for p in positions
+        ]
+    except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes
+        raise NotLowered(f"ONNX Runtime cannot run a part of it: {first_line(error)}") from None
+    finally:
+        file.unlink()
+    return {name: np.stack(values) for name, *values in zip(names, *found, strict=True)}
