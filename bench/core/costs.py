@@ -110,11 +110,19 @@ def acceptance(texts: Iterable[Run]) -> float:
 
 
 def row_bytes(checkpoint: Path, element: int) -> int:
-    """Of one token's keys and values in all layers. element: bytes of a number."""
+    """Of one token's keys and values in all layers, and of an encoder-decoder's source in all of
+    the decoder's. element: bytes of a number."""
     config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
-    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return int(2 * config["num_hidden_layers"] * heads * width * element)
+
+    def first(*names: str) -> Any:
+        return next(config[name] for name in names if config.get(name))
+
+    layers = first("num_decoder_layers", "decoder_layers", "num_hidden_layers")
+    queries = first("num_heads", "decoder_attention_heads", "num_attention_heads")
+    heads = config.get("num_key_value_heads") or queries
+    width = config.get("head_dim") or config.get("d_kv")
+    width = width or first("d_model", "hidden_size") // queries
+    return int(2 * layers * heads * width * element)
 
 
 @dataclass(frozen=True)

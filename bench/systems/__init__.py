@@ -18,7 +18,8 @@ class Kind:
 
     modes, of one name in all systems: "plain" decoding; "draft", with the draft model, and
     "lookup", with n-grams of the text, of gamma tokens a round; "auto" chooses gamma for each
-    round; "assistant" drafts as the library sets it up. precisions: of the weights.
+    round; "assistant" drafts as the library sets it up. precisions: of the weights. models: "text"
+    goes on with a prompt; "seq2seq", an encoder-decoder, reads it.
     """
 
     worker: str
@@ -26,6 +27,7 @@ class Kind:
     extra: str
     modes: tuple[str, ...]
     precisions: tuple[str, ...] = ("float32",)
+    models: tuple[str, ...] = ("text",)
 
     def missing(self) -> str | None:
         """Why there is no such system, None if its packages are installed."""
@@ -36,11 +38,11 @@ class Kind:
 SYSTEMS = {
     "outrider": Kind(
         "ours.OutriderWorker", ("onnxruntime", "torch", "transformers"), "dev",
-        ("plain", "draft", "auto", "lookup"), ("float32", "int8", "int4"),
+        ("plain", "draft", "auto", "lookup"), ("float32", "int8", "int4"), ("text", "seq2seq"),
     ),
     "transformers": Kind(
         "transformers.TransformersWorker", ("torch", "transformers"), "dev",
-        ("plain", "draft", "assistant", "lookup"),
+        ("plain", "draft", "assistant", "lookup"), models=("text", "seq2seq"),
     ),
     "genai": Kind(
         "genai.GenaiWorker", ("onnxruntime_genai", "onnx_ir", "torch", "transformers"), "genai",
@@ -49,5 +51,9 @@ SYSTEMS = {
     "llama.cpp": Kind(
         "llama.LlamaWorker", ("llama_cpp", "gguf", "torch", "safetensors"), "llama",
         ("plain", "draft", "lookup"), ("float32", "q8_0", "q4_0"),
+    ),
+    "ctranslate2": Kind(
+        "ctranslate2.CTranslateWorker", ("ctranslate2", "torch", "transformers"), "ctranslate2",
+        ("plain",), ("float32", "int8"), ("seq2seq",),
     ),
 }  # fmt: skip

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
 from runtime.bundle import load
+from runtime.files.manifest import ENCODER_WEIGHTS_FILE
 from runtime.sequence import ActiveSequence
+from runtime.sequence import Request as Asked
 from runtime.text.engine import TextEngine
 from runtime.text.options import Options
 
@@ -37,30 +41,53 @@ class OutriderWorker:
         return {
             "outrider": f"onnxruntime {version('onnxruntime')}",
             "dtype": setup.precision,
-            "weights": self.engine.memory["target"],
+            "weights": self._step_bytes("target"),
             "parameters": self.engine.manifest.pair.target.parameters,
-            "draft_weights": self.engine.memory.get("draft", 0),
+            "draft_weights": self._step_bytes("draft"),
             "cache_element": 4,
             "plain_width": self.engine.decoder.target.narrowest,
         }
 
+    def _step_bytes(self, role: str) -> int:
+        """Of the weights that a step reads: all but the encoder's."""
+        encoder = self._folder / role / ENCODER_WEIGHTS_FILE
+        return self.engine.memory.get(role, 0) - (encoder.stat().st_size if encoder.exists() else 0)
+
     def generate(self, request: Request | Batch, arrivals: Arrivals) -> None:
         """As `TextEngine.batch` with a slot for each text, and the times of the rounds."""
         decoder, numbers = self.engine.decoder, dict[ActiveSequence, int]()
+        notes: dict[str, float] = {}
         try:
             for number, prompt in enumerate(request.prompts):
                 options = Options(**_options(request), seed=request.seed + number)
-                joined = decoder.admit(self.engine.request(prompt, options))
+                if request.begin:
+                    options = replace(options, source=prompt)
+                ids = list(request.begin or prompt)
+                asked = self.engine.request(ids, options)
+                if request.begin:
+                    notes = {"encode": self._encode(asked)}
+                joined = decoder.admit(asked)
                 numbers[joined] = number
                 arrivals.add([(number, [token.id for token in joined.output])])
             while running := [x for x in numbers if x.finish_reason is None]:
                 new = decoder.round(running)
                 arrivals.add((numbers[x], [token.id for token in new[x]]) for x in running)
             for sequence, number in numbers.items():
-                arrivals.texts[number].notes = sequence.stats.summary()
+                arrivals.texts[number].notes = {**sequence.stats.summary(), **notes}
         finally:
             for sequence in numbers:
                 decoder.release(sequence)
+
+    def _encode(self, asked: Asked) -> float:
+        """Seconds of the encoders: the target's and the draft's, which would run later. The source
+        that the slot may still have, of another mode's text, is forgotten."""
+        begin, decoder = time.perf_counter(), self.engine.decoder
+        drafts = decoder.draft is not None and asked.gamma and asked.draft == "model"
+        for model in (decoder.target, decoder.draft if drafts else None):
+            if model is not None:
+                model.held.encoded(0, ())
+                model.encode(0, asked.source)
+        return time.perf_counter() - begin
 
     def steps(self, request: Steps) -> dict[str, list[Sample]]:
         """See `Steps`."""

@@ -8,9 +8,11 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..core.clock import Sample
 from . import SYSTEMS
-from .protocol import Batch, Request, Setup, Steps, Text, Unavailable
+from .protocol import Batch, Prompt, Request, Setup, Steps, Text, Unavailable
 from .worker import serve
 
 PATIENCE = 10.0  # seconds for a worker to end by itself
@@ -20,7 +22,8 @@ class Peer(AbstractContextManager["Peer"]):
     """The worker of one system on one checkpoint, or a pair. options: those of `Setup`.
 
     facts: the library's versions, dtype of the weights; load_seconds and load_lost, from the
-    converted files; of ours `parameters`; bytes of weights, draft_weights, a cache_element,
+    converted files; of ours `parameters`; bytes of weights, draft_weights (of an encoder-decoder
+    those that a step reads), a cache_element,
     `before`, of the process without a model, and `loaded`, its peak with it.
 
     Raises:
@@ -33,7 +36,7 @@ class Peer(AbstractContextManager["Peer"]):
             raise Unavailable(reason)
         if setup.precision not in self.kind.precisions:
             raise Unavailable(f"{name} has no weights of {setup.precision}")
-        self._prompts: dict[str, list[int]] = {}  # the last of each mode
+        self._prompts: dict[str, Prompt] = {}  # the last of each mode
         context = multiprocessing.get_context("spawn")  # nothing of this process is in it
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, name, setup), daemon=True)
@@ -63,9 +66,10 @@ class Peer(AbstractContextManager["Peer"]):
             ValueError: the prompt is the one before in this mode: a cache of prefixes, which a
                 worker should not have, would show.
         """
-        if request.prompt == self._prompts.get(request.mode):
+        last = self._prompts.get(request.mode)
+        if last is not None and np.array_equal(request.prompt, last):
             raise ValueError("the same prompt twice in a row")
-        self._prompts[request.mode] = list(request.prompt)
+        self._prompts[request.mode] = request.prompt[:]
         return self._texts(request)[0]
 
     def batch(self, request: Batch) -> list[Text]:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 from ..core.clock import Sample
+
+# What a text is made of: token ids; or a sound's log-mel features, float32 [bands, frames].
+Prompt = list[int] | npt.NDArray[np.float32]
 
 
 class Unavailable(Exception):
@@ -35,17 +42,19 @@ class Setup:
 @dataclass(frozen=True)
 class Request:
     """A text of exactly `new_tokens` tokens: its end is never recognised. gamma: tokens drafted a
-    round. seed: of the draws at a temperature above 0, which are from the whole vocabulary."""
+    round. seed: of the draws at a temperature above 0, which are from the whole vocabulary. begin:
+    the tokens that the output of an encoder-decoder, which reads the prompt, begins with."""
 
-    prompt: list[int]
+    prompt: Prompt
     new_tokens: int
     mode: str = "plain"
     temperature: float = 0.0
     seed: int = 0
     gamma: int = 4
+    begin: tuple[int, ...] = ()
 
     @property
-    def prompts(self) -> list[list[int]]:
+    def prompts(self) -> list[Prompt]:
         return [self.prompt]
 
 
@@ -54,10 +63,11 @@ class Batch:
     """Texts that are decoded together, greedily. prompts: of the same length, so that nothing has
     to be padded. The others: as those of a `Request`."""
 
-    prompts: list[list[int]]
+    prompts: Sequence[Prompt]
     new_tokens: int
     mode: str = "plain"
     gamma: int = 4
+    begin: ClassVar[tuple[int, ...]] = ()
     temperature: ClassVar[float] = 0.0
     seed: ClassVar[int] = 0
 
@@ -83,7 +93,7 @@ class Text:
     for which its threads have waited for a core by then (`core.clock`). memory: bytes of the
     worker, as `machine.resident`; its peak counts everything since the worker started, so whoever
     compares peaks asks each worker for one mode, and gives it a draft only to draft with. notes:
-    what the system itself has counted, if anything.
+    what the system itself has counted, if anything; "encode", seconds until all encoders had run.
     """
 
     tokens: list[int] = field(default_factory=list)

@@ -1,16 +1,22 @@
-"""Transformers' `generate`: plain, with an assistant model, with prompt lookup."""
+"""Transformers' `generate`: plain, with an assistant model, with prompt lookup.
+
+An encoder-decoder goes by `GenerationMixin.generate` too where its class has one of its own, as
+Whisper's, which is about windows and languages.
+"""
 
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
 from .protocol import Batch, Request, Setup
-from .worker import Arrivals, weights_bytes
+from .worker import Arrivals, step_share, weights_bytes
 
 library: Any = transformers  # most of it is not annotated
 
@@ -40,35 +46,45 @@ class TransformersWorker:
         torch.set_num_threads(setup.threads)
         self._setup = setup
         self._draft: Any = None
+        self._encoding = 0.0  # seconds in encoders
 
     def load(self) -> dict[str, Any]:
-        self._target = _load(self._setup.target)
+        self._target = self._read(self._setup.target)
         draft = self._setup.draft
         return {
             "transformers": transformers.__version__,
             "torch": torch.__version__,
             "dtype": str(self._target.dtype).removeprefix("torch."),
-            "weights": sum(x.numel() * x.element_size() for x in self._target.parameters()),
-            "draft_weights": weights_bytes(draft) if draft else 0,
+            "weights": step_share(self._setup.target)
+            * sum(x.numel() * x.element_size() for x in self._target.parameters()),
+            "draft_weights": step_share(draft) * weights_bytes(draft) if draft else 0,
             "cache_element": 4,
         }
 
     def generate(self, request: Request | Batch, arrivals: Arrivals) -> None:
         torch.manual_seed(request.seed)
-        ids = torch.tensor(request.prompts)
+        read = torch.tensor(np.array(request.prompts))
+        given = {self._target.main_input_name: read}
+        if not read.is_floating_point():
+            given["attention_mask"] = torch.ones_like(read)
+        if request.begin:
+            given["decoder_input_ids"] = torch.tensor([request.begin])
+        self._encoding = 0.0
         sampling: dict[str, Any] = {"do_sample": False}
         if request.temperature:
             unrestricted = {"top_k": 0, "top_p": 1.0}
             sampling = {"do_sample": True, "temperature": request.temperature, **unrestricted}
         with torch.inference_mode():
-            self._target.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
+            library.GenerationMixin.generate(
+                self._target,
+                **given,
                 max_new_tokens=request.new_tokens,
                 streamer=_Streamer(arrivals),
                 **sampling,
                 **self._drafting(request),
             )
+        if request.begin:
+            arrivals.texts[0].notes["encode"] = self._encoding
 
     def _drafting(self, request: Request | Batch) -> dict[str, Any]:
         if request.mode == "lookup":
@@ -78,7 +94,7 @@ class TransformersWorker:
         if self._draft is None:
             if self._setup.draft is None:
                 raise ValueError("no draft model was given")
-            self._draft = _load(self._setup.draft)
+            self._draft = self._read(self._setup.draft)
             self._defaults = self._draft.generation_config
         own = self._draft.generation_config = copy.deepcopy(self._defaults)
         if request.mode == "draft":
@@ -87,10 +103,30 @@ class TransformersWorker:
             own.assistant_confidence_threshold = 0.0
         return {"assistant_model": self._draft}
 
+    def _read(self, folder: Path) -> Any:
+        config = library.AutoConfig.from_pretrained(folder)
+        kind = "AutoModelForCausalLM"
+        if config.is_encoder_decoder:
+            hears = hasattr(config, "num_mel_bins")
+            kind = "AutoModelForSpeechSeq2Seq" if hears else "AutoModelForSeq2SeqLM"
+        model = (
+            getattr(library, kind)
+            .from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+            .eval()
+        )
+        model.generation_config.eos_token_id = None  # so that every text has all its tokens
+        if config.is_encoder_decoder:
+            self._time(model.get_encoder())
+        return model
 
-def _load(folder: Path) -> Any:
-    model = library.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="sdpa"
-    ).eval()
-    model.generation_config.eos_token_id = None  # so that every text has all its tokens
-    return model
+    def _time(self, encoder: Any) -> None:
+        """Let its calls count."""
+
+        def timed(*args: Any, **options: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return forward(*args, **options)
+            finally:
+                self._encoding += time.perf_counter() - begin
+
+        forward, encoder.forward = encoder.forward, timed

@@ -6,7 +6,9 @@ Nothing of the runtime is imported here, so that the memory of the others is the
 from __future__ import annotations
 
 import importlib
+import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -21,6 +23,8 @@ from ..core.kept import kept
 from ..core.machine import resident
 from . import SYSTEMS
 from .protocol import Batch, Request, Setup, Steps, Text, Unavailable
+
+_OF_SOURCE = re.compile(r"^(model\.)?encoder\.|EncDecAttention\.[kv]\.|encoder_attn\.[kv]_proj\.")
 
 
 class Arrivals:
@@ -81,6 +85,20 @@ def converted(folder: Path, checkpoint: Path, module: str, *arguments: object) -
 def weights_bytes(folder: Path, pattern: str = "*.safetensors") -> int:
     """Of the files that hold a model's weights."""
     return sum(file.stat().st_size for file in folder.glob(pattern))
+
+
+def step_share(checkpoint: Path) -> float:
+    """The part of the weights that a step reads. An encoder-decoder's encoder, and what makes keys
+    and values of the source, are not in it."""
+    from safetensors import safe_open
+
+    sizes: dict[str, int] = {}
+    for path in checkpoint.glob("*.safetensors"):
+        with safe_open(path, framework="np") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                sizes[name] = math.prod(file.get_slice(name).get_shape())
+    read = sum(size for name, size in sizes.items() if not _OF_SOURCE.search(name))
+    return read / sum(sizes.values())
 
 
 def serve(pipe: Connection, name: str, setup: Setup) -> None:

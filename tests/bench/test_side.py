@@ -191,7 +191,9 @@ def test_a_whole_run_with_systems_that_only_pretend(
     pair = Pair(tmp_path, tmp_path, {"shape": "s", "alpha_wanted": 0.8})
     side = SideRun(pair, 1, tmp_path, Clock())
     prompts = Prompts([*CODE, *PROSE], sparse, [7], 0)
-    results = run(QUICK, side, prompts, systems(["outrider", "transformers"]))
+    chosen = systems(["outrider", "transformers"], ["float32"])
+    works = [alone(QUICK, prompts, chosen), together(QUICK, prompts, chosen)]
+    results = run(side, chosen, works, prompts.completion(128))
     assert results["missing"]["outrider lookup"] == "no such thing in model.bin"
     assert results["missing"]["outrider draft, 4 together"] == "one text at a time"
     assert results["missing"]["costs of outrider"] == "no draft model"

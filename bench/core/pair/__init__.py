@@ -2,7 +2,8 @@
 
 A small trained pair does not have the costs of real models, and random weights have no acceptance.
 So the bundled target is grown to a real model's shape without changing what it says (`grow`), and a
-draft is made that agrees with it about as often as is asked for (`blur`).
+draft is made that agrees with it about as often as is asked for (`blur`). There is no trained
+encoder-decoder, so those are random, and say what is known beforehand (`seq2seq`).
 """
 
 from __future__ import annotations
@@ -13,35 +14,22 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runtime.files.errors import OutriderError
 
 from ..kept import kept
 from ..machine import CHECKOUT
+from .shapes import SEQ2SEQ, SHAPES, Seq2Seq, Shape
+
+if TYPE_CHECKING:
+    from .blur import Blurred
+
+__all__ = ["SEQ2SEQ", "SHAPES", "Pair", "Seq2Seq", "Shape", "bundle", "encoder", "make", "place"]
 
 TARGET, DRAFT = CHECKOUT / "models" / "target", CHECKOUT / "models" / "draft"
 BUILDERS = "export", "engines", "runtime/files"  # what a bundle is made by
 DRAFT_HIDDEN = 288  # a larger vocabulary takes three channels more than the bundled target has
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A Llama's, as its configuration names it."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int
-
-
-# config.json of HuggingFaceTB/SmolLM-135M; of Qwen/Qwen2.5-0.5B, but for the biases of its q, k, v.
-SHAPES = {
-    "smollm-135m": Shape(576, 1536, 30, 9, 3, 49_152),
-    "0.5b": Shape(896, 4864, 24, 14, 2, 151_936),
-}
 
 
 @dataclass(frozen=True)
@@ -54,30 +42,38 @@ class Pair:
 
 
 def make(shape: str, alpha: float, work: Path) -> Pair:
-    """The bundled target in that shape, and a draft of acceptance alpha; made unless it is there.
+    """A target in that shape, and a draft of acceptance alpha; made unless they are there.
 
-    The draft is the bundled target with noise, as it was before it was grown, but with as many
-    tokens: so its cost is that of a small model with a large vocabulary. Raises OutriderError as
-    `grow.grow` and `blur.blur`.
+    Of `SHAPES`, the target is the bundled one, and the draft that with noise, as it was before it
+    was grown, but with as many tokens: so its cost is that of a small model with a large
+    vocabulary. Raises OutriderError as `grow.grow`, `blur.blur` and `seq2seq.write`.
     """
+    from . import seq2seq
     from .blur import blur
     from .grow import grow
 
-    sizes = asdict(SHAPES[shape])
     target, draft = work / shape, work / f"{shape}-draft-{alpha:g}"
     blurred, stamp = work / f"blurred-{alpha:g}", work / f"{shape}-{alpha:g}.json"
+    facts: dict[str, Any] = {"shape": shape, "alpha_wanted": alpha}
+    if not stamp.is_file() and shape in SEQ2SEQ:
+        made = seq2seq.write(SEQ2SEQ[shape], alpha, target, draft)
+        stamp.write_text(json.dumps(facts | _of_draft(made)))
     if not stamp.is_file():
-        facts: dict[str, Any] = {"shape": shape, "alpha_wanted": alpha}
+        sizes = asdict(SHAPES[shape])
         if not target.is_dir():
             facts["difference"] = grow(TARGET, target, sizes).difference
         if not draft.is_dir():
             if not blurred.is_dir():
                 made = blur(TARGET, blurred, alpha)
-                facts |= {f"draft_{key}": value for key, value in asdict(made).items()}
+                facts |= _of_draft(made)
             more = {"vocab_size": sizes["vocab_size"], "hidden_size": DRAFT_HIDDEN}
             grow(blurred, draft, more)
         stamp.write_text(json.dumps(facts))
     return Pair(target, draft, json.loads(stamp.read_text()))
+
+
+def _of_draft(made: Blurred) -> dict[str, Any]:
+    return {f"draft_{key}": value for key, value in asdict(made).items()}
 
 
 def place(
@@ -117,11 +113,17 @@ def bundle(
 def _run(module: str, *arguments: object) -> None:
     """In a process of its own, whose words go to stderr."""
     texts = [str(a.resolve()) if isinstance(a, Path) else str(a) for a in arguments]
-    done = subprocess.run(
-        [sys.executable, "-m", module, *texts], cwd=CHECKOUT, stdin=subprocess.DEVNULL, stdout=2
-    )
-    if done.returncode:
-        cause = f"python -m {module} ended with status {done.returncode}"
+    command = [sys.executable, "-m", module, *texts]
+    last = ""
+    with subprocess.Popen(
+        command, cwd=CHECKOUT, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            sys.stderr.write(line)
+            last = line.strip() or last
+    if process.returncode:
+        cause = f"python -m {module} ended with status {process.returncode}: {last}"
         raise OutriderError("backend", cause, "See what it has said above.")
 
 

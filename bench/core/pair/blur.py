@@ -56,7 +56,7 @@ def blur(target: Path, out: Path, alpha: float) -> Blurred:
     judge, model = load_llama(target), load_llama(target)
     windows = _windows(target, model.config.max_position_embeddings)
     with stage("draft", f"find noise for alpha {alpha:g}") as said:
-        noise, figures = _bisect(_noisy(judge, model, windows), alpha)
+        noise, figures = bisect(_noisy(judge, model, windows), alpha)
         said.note = f"noise {noise:.4f}, alpha {figures.acceptance_rate:.3f}"
     with write_folder(out, "config.json") as partial:
         write_checkpoint(model, target, partial)
@@ -90,7 +90,7 @@ def _noisy(target: Any, draft: Any, windows: torch.Tensor) -> Callable[[float], 
     return at
 
 
-def _bisect(at: Callable[[float], PairFigures], alpha: float) -> tuple[float, PairFigures]:
+def bisect(at: Callable[[float], PairFigures], alpha: float) -> tuple[float, PairFigures]:
     """The size of noise, and the figures at it; the draft is left with that."""
     size, low, high = FIRST_NOISE, 0.0, math.inf
     for _ in range(MOST_TRIES):

@@ -8,11 +8,14 @@ memory.
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from runtime.costs import RoundCosts
 from runtime.theory.formulas import expected_tokens
@@ -23,13 +26,23 @@ from ...core.costs import Traffic, predicted, row_bytes, verification
 from ...core.pair import Pair
 from ...systems import SYSTEMS
 from ...systems.peer import Peer
-from ...systems.protocol import Batch, Request, Steps, Text, Unavailable
+from ...systems.protocol import Batch, Prompt, Request, Steps, Text, Unavailable
 
 GAMMA = 4
 WARM_UPS = 4  # as many as there are sizes of batches
 OWN, DRAFT = "outrider plain", "outrider draft"
 MODES = ("plain", "draft", "assistant", "auto", "lookup")
 QUANTISED = "plain", "draft", "lookup"
+PRECISIONS = {  # ours, and what all of them call it
+    "float32": ("float32",),
+    "int8": ("int8", "q8_0"),
+    "int4": ("int4", "q4_0"),
+}
+READING = {  # of encoder-decoders
+    "outrider": QUANTISED,
+    "transformers": ("plain", "assistant"),
+    "ctranslate2": ("plain",),
+}
 FEW = {"outrider": ("plain", "draft", "auto"), "transformers": ("plain", "assistant")}
 SHARED, LENGTHS, TOGETHER = "Workloads", "Other lengths", "Texts decoded together"
 MEMORY_SHAPE = 128, 64  # (prompt, output) tokens
@@ -59,35 +72,47 @@ class System:
         return self.precision == "float32" and self.mode in FEW.get(self.peer, ("plain",))
 
 
-def systems(wanted: Sequence[str]) -> list[System]:
-    """Modes of the decoders; of quantised weights those in `QUANTISED`."""
+def systems(
+    wanted: Sequence[str], bits: Sequence[str] = tuple(PRECISIONS), models: str = "text"
+) -> list[System]:
+    """Modes of the decoders of such models; of quantised weights those in `QUANTISED`. bits: keys
+    of `PRECISIONS`."""
+    precisions = [name for key in bits for name in PRECISIONS[key]]
     return [
         System(name, mode, precision)
         for name, kind in SYSTEMS.items()
-        if name in wanted
+        if name in wanted and models in kind.models
         for precision in kind.precisions
+        if precision in precisions
         for mode in MODES
         if mode in kind.modes and (precision == "float32" or mode in QUANTISED)
+        if models == "text" or mode in READING[name]
     ]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A workload. group: the table that has it. requests: the prompts that are decoded together."""
+    """A workload. group: the table that has it. requests: the prompts that are decoded together.
+    begins: of each request to an encoder-decoder, what its output begins with."""
 
     group: str
     name: str
-    requests: Sequence[list[list[int]]]
+    requests: Sequence[Sequence[Prompt]]
     new_tokens: int
     temperature: float
     systems: Sequence[System]
+    begins: Sequence[tuple[int, ...]] = ()
+
+    def begin(self, turn: int) -> tuple[int, ...]:
+        return self.begins[turn] if self.begins else ()
 
 
 @dataclass
 class SideRun:
     """Where a run happens, and what it has found out about its systems.
 
-    work: folder of what systems make of the pair. missing: why, by system or worker. By worker:
+    work: folder of what systems make of the pair. max_len: rows of their caches. warm_ups: turns of
+    short texts before anything is timed. missing: why, by system or worker. By worker:
     facts, and loads, seconds of each time that it was started.
     """
 
@@ -95,6 +120,8 @@ class SideRun:
     threads: int
     work: Path
     clock: Clock
+    max_len: int = 2048
+    warm_ups: int = WARM_UPS
     missing: dict[str, str] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     loads: dict[str, list[float]] = field(default_factory=dict)
@@ -104,6 +131,7 @@ class SideRun:
         peer = Peer(
             system.peer, self.pair.target, draft=self.pair.draft if draft else None,
             threads=self.threads, work=self.work, precision=system.precision, slots=slots,
+            max_len=self.max_len,
         )  # fmt: skip
         self.facts.setdefault(system.worker, peer.facts)
         self.loads.setdefault(system.worker, []).append(peer.facts["load_seconds"])
@@ -144,33 +172,42 @@ class SideRun:
         cells = []
         with ExitStack() as stack:
             peers = self.workers(stack, every, slots)
-            for turn in range(WARM_UPS):
+            for turn in range(self.warm_ups):
                 job = jobs[turn % len(jobs)]
                 for number, system in enumerate(every):  # another prompt for each
                     size = 8 + len(every) * turn + number
-                    prompts = [prompt[:size] for prompt in job.requests[0]]
-                    self.ask(peers, system, job, prompts, 12, turn)
+                    some = [
+                        _turned(prompt, size) if job.begins else prompt[:size]
+                        for prompt in job.requests[0]
+                    ]
+                    self.ask(peers, system, job, some, 12, turn, job.begin(0))
             for job in jobs:
                 rows = []
                 for turn, prompts in enumerate(job.requests):
                     row = {
                         system.name: texts
                         for system in order(job.systems, turn)
-                        if (texts := self.ask(peers, system, job, prompts, job.new_tokens, turn))
+                        if (
+                            texts := self.ask(
+                                peers, system, job, prompts, job.new_tokens, turn, job.begin(turn)
+                            )
+                        )
                     }
                     rows.append(row)
                     if {OWN, DRAFT} <= row.keys() and len(prompts) == 1:
-                        found = self.costs(peers, len(prompts[0]) + job.new_tokens // 2)
+                        found = self.costs(
+                            peers, len(job.begin(turn) or prompts[0]) + job.new_tokens // 2
+                        )
                         row[DRAFT] |= theory(row[OWN], row[DRAFT], found) if found else {}
                     between()
                 shape = {"group": job.group, "name": job.name, "temperature": job.temperature}
                 cells.append({**shape, "rows": rows})
-                self.clock.note(f"{job.name}: {len(cells)} of {len(jobs)}")
+                self.clock.note(f"{job.name}: {len(cells)} of {len(jobs)}; {_speeds(rows)}")
         return cells
 
     def ask(
-        self, peers: dict[str, Peer], system: System, job: Job, prompts: list[list[int]],
-        new_tokens: int, seed: int,
+        self, peers: dict[str, Peer], system: System, job: Job, prompts: Sequence[Prompt],
+        new_tokens: int, seed: int, begin: tuple[int, ...] = (),
     ) -> Told:  # fmt: skip
         """What is told of the texts; nothing by a system that has failed with so many before."""
         what = f"{system.name}, {len(prompts)} together" if len(prompts) > 1 else system.name
@@ -180,12 +217,15 @@ class SideRun:
                 if len(prompts) > 1:
                     texts = peer.batch(Batch(prompts, new_tokens, mode, GAMMA))
                 else:
-                    request = Request(prompts[0], new_tokens, mode, job.temperature, seed, GAMMA)
+                    request = Request(
+                        prompts[0], new_tokens, mode, job.temperature, seed, GAMMA, begin
+                    )
                     texts = [peer.generate(request)]
-                facts, rows = peer.facts, len(prompts[0]) + new_tokens / 2
+                facts, rows = peer.facts, _rows(prompts[0]) + len(begin) + new_tokens / 2
                 row, more = self.rows(facts["cache_element"])
                 traffic = Traffic(facts["weights"], row, rows, facts["draft_weights"], more)
-                return told(texts, mode, traffic)
+                found = told(texts, mode, traffic)
+                return found | {"whole": texts[0].times[-1]} if begin else found
         return {}
 
     def rows(self, element: int) -> tuple[int, int]:
@@ -225,13 +265,34 @@ class SideRun:
         return found
 
 
+def _speeds(rows: Sequence[dict[str, Told]]) -> str:
+    """Tokens a second, for whoever watches, or has to do with a run that was ended."""
+    found: dict[str, list[float]] = {}
+    for name, told in (item for row in rows for item in row.items() if "token" in item[1]):
+        found.setdefault(name, []).append(1 / told["token"])
+    return ", ".join(f"{name} {statistics.median(x):.1f}" for name, x in found.items())
+
+
+def _rows(prompt: Prompt) -> int:
+    """Of the prompt in a cache: one for each token, or for each two frames of a sound."""
+    return prompt.shape[1] // 2 if isinstance(prompt, np.ndarray) else len(prompt)
+
+
+def _turned(prompt: Prompt, size: int) -> Prompt:
+    """As long as it was, begun elsewhere."""
+    if isinstance(prompt, np.ndarray):
+        return np.roll(prompt, size, axis=1)
+    return prompt[size:] + prompt[:size]
+
+
 def told(texts: Sequence[Text], mode: str, traffic: Traffic) -> Told:
     """What is kept of texts that were decoded together, as far as it is known.
 
     first: seconds until all have their first token. token: seconds a token after that; a draft's
     prefill counts where it comes later. lost: the share of these to other processes. Of a single
     text also tokens and rounds after the first round; the bytes that those rounds had to read; the
-    counts of `drafting`; and of ours, ms of its rounds, of their host's part, and of a token.
+    counts of `drafting`; and of ours, ms of its rounds, of their host's part, and of a token. Where
+    there are encoders, encode: their seconds, a part of first.
     """
     begin, end = (max(text.times[i] for text in texts) for i in (0, -1))
     after = sum(time > begin for text in texts for time in text.times)
@@ -243,6 +304,8 @@ def told(texts: Sequence[Text], mode: str, traffic: Traffic) -> Told:
     if len(texts) > 1:
         return found
     rounds, notes = texts[0].round_tokens(), texts[0].notes
+    if "encode" in notes:
+        found["encode"] = notes["encode"]
     found |= {"tokens": sum(rounds), "rounds": len(rounds), **drafting(texts[0], mode)}
     if "time_host" in notes:
         found |= {"spent": sum(notes[part] for part in ROUND), "host": notes["time_host"]}

@@ -4,6 +4,9 @@ The pair is the bundled one, grown to the shape of a real model without changing
 a draft that agrees with it about as often as is asked for (bench.core.pair). Every system is a
 process of its own (bench.systems). Each prompt goes to all of them, one after the other in an order
 that changes; ratios are taken prompt by prompt, and their median is told.
+
+An encoder-decoder (--shape t5-base, whisper-small) reads sources in place of prompts. Its encoders'
+time is part of the first token's, and told apart where a system lets it be known.
 """
 
 from __future__ import annotations
@@ -22,9 +25,21 @@ from ...core.clock import Clock
 from ...core.command import Suite
 from ...core.prompts import KINDS, Prompts
 from ...systems import SYSTEMS
-from . import tables
-from .run import GAMMA, LENGTHS, MEMORY_SHAPE, SHARED, TOGETHER, Job, SideRun, System, systems
+from . import seq2seq, tables
+from .run import (
+    GAMMA,
+    LENGTHS,
+    MEMORY_SHAPE,
+    PRECISIONS,
+    SHARED,
+    TOGETHER,
+    Job,
+    SideRun,
+    System,
+    systems,
+)
 
+LONGEST = 448  # rows of an encoder-decoder's cache: Whisper has no more
 BOTH, GREEDY = (0.0, 1.0), (0.0,)
 Shape = tuple[Sequence[str], int, int, Sequence[float]]  # kinds, (prompt, output) tokens, T
 
@@ -85,18 +100,21 @@ def together(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> li
 
 
 def run(
-    scale: SideScale, side: SideRun, prompts: Prompts, chosen: Sequence[System]
+    side: SideRun,
+    chosen: Sequence[System],
+    works: Sequence[Sequence[Job]],
+    prompt: list[int] | None,
 ) -> dict[str, Any]:
-    """Measure all of a scale; the JSON object."""
+    """Measure all jobs, each work with workers of its own; the JSON object. prompt: that processes
+    read whose memory is looked at, None for none."""
     reader = machine.MemoryReader(side.threads)
     for _ in range(5):
         reader()
-    cells = side.measure(alone(scale, prompts, chosen), reader)
-    cells += side.measure(together(scale, prompts, chosen), reader)
+    cells = [cell for jobs in works for cell in side.measure(jobs, reader)]
     return {
         "machine": machine.describe(side.threads), "gamma": GAMMA, "pair": side.pair.facts,
         "bytes_per_second": reader.bandwidth, "systems": [system.name for system in chosen],
-        "cells": cells, "memory": side.memory(chosen, prompts.completion(MEMORY_SHAPE[0])),
+        "cells": cells, "memory": side.memory(chosen, prompt) if prompt else {},
         "loads": side.loads, "missing": side.missing, "facts": side.facts,
     }  # fmt: skip
 
@@ -105,8 +123,10 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--alpha", type=float, default=0.8, metavar="A",
         help="acceptance of the draft on held-out text; default 0.8")  # fmt: skip
-    add("--shape", choices=pair.SHAPES, default="smollm-135m",
+    add("--shape", choices=[*pair.SHAPES, *pair.SEQ2SEQ], default="smollm-135m",
         help="of the target; default smollm-135m")  # fmt: skip
+    add("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS),
+        help="of the weights, or what peers have of as many bits; default: all")  # fmt: skip
     add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
     add("--work", type=Path, default=Path("build/side"), metavar="DIR",
         help="where pairs and what systems make of them are kept; default build/side")  # fmt: skip
@@ -116,9 +136,16 @@ def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     if "outrider" not in args.systems:
         raise OutriderError("option", "--systems leaves outrider out", "Name it too.")
     made = pair.make(args.shape, args.alpha, args.work)
-    prompts = Prompts(collect().held_out, *pair.encoder(made.target), seed=1)
     side = SideRun(made, args.threads, args.work, clock)
-    return run(QUICK if args.quick else FULL, side, prompts, systems(args.systems))
+    if args.shape in pair.SEQ2SEQ:
+        side.max_len, side.warm_ups = LONGEST, 1
+        chosen = systems(args.systems, args.precision, "seq2seq")
+        reading = seq2seq.QUICK if args.quick else seq2seq.FULL
+        return run(side, chosen, [seq2seq.jobs(reading, made, chosen, BOTH)], None)
+    prompts = Prompts(collect().held_out, *pair.encoder(made.target), seed=1)
+    scale, chosen = QUICK if args.quick else FULL, systems(args.systems, args.precision)
+    works = [alone(scale, prompts, chosen), together(scale, prompts, chosen)]
+    return run(side, chosen, works, prompts.completion(MEMORY_SHAPE[0]))
 
 
 SUITE = Suite(

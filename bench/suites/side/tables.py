@@ -15,10 +15,12 @@ from ...core.command import Results
 from ...core.costs import plain_steps
 from ...core.fit import Spread
 from ...core.machine import sentence
+from ...core.pair import SEQ2SEQ
 from ...core.table import MARKED, Column, Table, decimals, table_of
 from .run import DRAFT, OWN, SHARED, TOGETHER, Told
 
 BASE, LLAMA, Q4 = "transformers plain", "llama.cpp plain", "llama.cpp q4_0 plain"
+CT2, CT2_INT8 = "ctranslate2 plain", "ctranslate2 int8 plain"
 ALIKE = {"int4": "q4_0", "int8": "q8_0"}  # ours, and what llama.cpp has of as many bits
 OTHERS = (BASE, "genai plain", LLAMA)  # in float32, as we are
 Row = Mapping[str, Told]
@@ -40,10 +42,11 @@ def _mib(value: float) -> str:
 
 SPEEDS: tuple[Column, ...] = (
     ("speed", "tok/s", ONE), ("floor", "floor ms", TWO), ("first", "first token ms", ONE),
+    ("encode", "of it encoders", ONE), ("whole", "text ms", ONE),
     ("tau", "tau", TWO), ("of_examined", "of exam.", _percent),
     ("of_drafted", "of drafted", _percent), ("host", "host", lambda share: f"{share:.1%}"),
     (BASE, "x Transf.", TWO), (LLAMA, "x llama", TWO), (Q4, "x q4_0", TWO),
-    (OWN, "x own", TWO),
+    (CT2, "x CTr.", TWO), (CT2_INT8, "x int8", TWO), (OWN, "x own", TWO),
 )  # fmt: skip
 THEORY: tuple[Column, ...] = (
     ("alpha", "alpha", THREE), ("c", "c", THREE), ("verify", "verify", TWO), ("given", "tau", TWO),
@@ -60,12 +63,13 @@ GOAL: tuple[Column, ...] = (
 )  # fmt: skip
 
 
-def ratios(rows: Iterable[Row], fast: str, slow: str) -> list[float]:
-    """How many times as fast one system decoded as another, for each request that both have."""
+def ratios(rows: Iterable[Row], fast: str, slow: str, key: str = "token") -> list[float]:
+    """How many times as fast one system decoded as another, for each request that both have. key:
+    of seconds."""
     return [
-        row[slow]["token"] / row[fast]["token"]
+        row[slow][key] / row[fast][key]
         for row in rows
-        if all("token" in row.get(name, {}) for name in (fast, slow))
+        if all(key in row.get(name, {}) for name in (fast, slow))
     ]
 
 
@@ -82,10 +86,12 @@ def figures(rows: Sequence[Row], name: str, rate: float) -> dict[str, Any]:
     for key, parts in SHARES.items():
         part, whole = (sum(t.get(name, 0) for t in texts) for name in parts)
         found[key] = part / whole if whole and parts[0] in keys else None
-    found |= {"speed": 1 / found["token"], "first": 1e3 * found["first"]}
+    found |= {"speed": 1 / found["token"]}
+    found |= {key: 1e3 * found[key] for key in ("first", "encode", "whole") if key in found}
     found["floor"] = 1e3 * found["read"] / rate if found["read"] else None
     found["disturbed"] = 2 * sum(t["lost"] > DISTURBED for t in texts) > len(texts)
-    gains = {base: ratios(rows, name, base) for base in (BASE, LLAMA, Q4, OWN)}
+    bases = BASE, LLAMA, Q4, CT2, CT2_INT8, OWN
+    gains = {base: ratios(rows, name, base) for base in bases}
     return found | {base: statistics.median(some) for base, some in gains.items() if some}
 
 
@@ -131,7 +137,7 @@ def tables(results: Results) -> list[Table]:
         for worker, times in results["loads"].items()
     ]
     missing = [(name, {"why": why}) for name, why in results["missing"].items()]
-    return [
+    every = [
         *made,
         table_of("Speedup of outrider draft over plain, Theorem 3.8", theory, THEORY),
         table_of("Memory, a process for each", results["memory"].items(), MEMORY),
@@ -140,12 +146,16 @@ def tables(results: Results) -> list[Table]:
         table_of("Missing", missing, [("why", "why", str)]),
         table_of("Goals", goals(results), GOAL),
     ]  # fmt: skip
+    return [table for table in every if table.rows]
 
 
 def goals(results: Results) -> list[tuple[str, dict[str, Any]]]:
     """What the project wants of the median, what it is, and whether that will do."""
     alone = (cell["rows"] for cell in results["cells"] if cell["group"] != TOGETHER)
     rows = [row for some in alone for row in some]
+    if results.get("pair", {}).get("shape") in SEQ2SEQ:
+        found = _reading_goals(rows)
+        return [(name, _goal("least", bound, spread)) for name, bound, spread in found]
     quotients = [q for row in rows if (q := row.get(DRAFT, {}).get("quotient"))]
     memory = results["memory"].items()
     peaks = [sizes["ratio"] for name, sizes in memory if name.startswith("outrider")]
@@ -163,6 +173,31 @@ def goals(results: Results) -> list[tuple[str, dict[str, Any]]]:
         ("peak memory over weights and cache, of each mode", "most", 1.2, peaks),
     ]
     return [(name, _goal(side, bound, Spread.of(found))) for name, side, bound, found in wanted]
+
+
+def _reading_goals(rows: Sequence[Row]) -> list[tuple[str, float, Spread | None]]:
+    """Of encoder-decoders: names, least values, what was found. Without encoders, where the name
+    does not say so."""
+    own = "outrider"
+    wanted: list[tuple[str, str, str, float]] = [
+        (f"{own} draft", f"{own} plain", "token", 1.5),
+        (f"{own} plain", BASE, "token", 1.0),
+        (f"{own} draft", BASE, "token", 2.0),
+        (f"{own} draft", "transformers assistant", "token", 1.0),
+        (f"{own} plain", CT2, "token", 1.0),
+        (f"{own} draft", CT2, "token", 1.0),
+        *[(f"{own} {bits} draft", f"{own} {bits} plain", "token", 1.5) for bits in ALIKE],
+        (f"{own} int8 plain", CT2_INT8, "token", 1.0),
+        (f"{own} plain", BASE, "encode", 1.0),
+        (f"{own} plain", CT2, "encode", 1.0),
+        (f"{own} draft", BASE, "whole", 1.0),
+        (f"{own} draft", CT2, "whole", 1.0),
+    ]
+    parts = {"token": "", "encode": "encoder: ", "whole": "whole text: "}
+    return [
+        (f"{parts[key]}{fast}, times {slow}", bound, Spread.of(ratios(rows, fast, slow, key)))
+        for fast, slow, key, bound in wanted
+    ]
 
 
 def _quantised_goals(rows: Sequence[Row]) -> list[tuple[str, str, float, list[float]]]:

@@ -1,0 +1,61 @@
+"""The published shapes that checkpoints are made in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama's, as its configuration names it."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+
+
+# config.json of HuggingFaceTB/SmolLM-135M; of Qwen/Qwen2.5-0.5B, but for the biases of its q, k, v.
+SHAPES = {
+    "smollm-135m": Shape(576, 1536, 30, 9, 3, 49_152),
+    "0.5b": Shape(896, 4864, 24, 14, 2, 151_936),
+}
+
+
+@dataclass(frozen=True)
+class Seq2Seq:
+    """config: of Transformers, by name. Then its fields: those of both models, of each. sound:
+    whether the encoder reads features. begin: what every output begins with."""
+
+    config: str
+    common: dict[str, int]
+    target: dict[str, int]
+    draft: dict[str, int]
+    sound: bool
+    begin: tuple[int, ...]
+
+
+def _whisper(layers: int) -> dict[str, int]:
+    """Of the decoder; the encoder is the target's."""
+    return {
+        "d_model": 768, "encoder_layers": 12, "decoder_layers": layers, "encoder_ffn_dim": 3072,
+        "decoder_ffn_dim": 3072, "encoder_attention_heads": 12, "decoder_attention_heads": 12,
+    }  # fmt: skip
+
+
+# config.json of google-t5/t5-base and t5-small, whose embeddings are tied; of openai/whisper-small
+# (tied too) and distil-whisper/distil-small.en's two layers.
+SEQ2SEQ = {
+    "t5-base": Seq2Seq(
+        "T5Config", {"vocab_size": 32_128, "d_kv": 64},
+        {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
+        {"d_model": 512, "d_ff": 2048, "num_layers": 6, "num_heads": 8},
+        False, (1,),
+    ),
+    "whisper-small": Seq2Seq(
+        "WhisperConfig", {"vocab_size": 51_865, "num_mel_bins": 80}, _whisper(12), _whisper(2),
+        True, (51_862, 51_864),
+    ),
+}  # fmt: skip

@@ -1,0 +1,104 @@
+"""What encoder-decoders are measured on: texts to sum up, texts to translate, and sounds.
+
+What such a target says is in its weights (`core.pair.seq2seq`), and goes on from the token that its
+output begins with. Half of what it will say is in a text that it sums up, in pieces, among tokens
+drawn at random; nothing of it on purpose in one that it translates. So lookups find that much to
+copy, and a sound has nothing for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from runtime.audio.mel import LogMel
+from runtime.audio.recording import Recording
+from runtime.audio.windows import Windows
+
+from ...core.pair import SEQ2SEQ, Pair
+from ...systems.protocol import Prompt
+from .run import Job, System
+
+GROUP = "Encoder-decoder"
+PIECE = 16  # tokens that stand together as they will be said
+RATE, N_FFT, HOP, SECONDS = 16_000, 400, 160, 30  # Whisper's
+
+
+@dataclass(frozen=True)
+class ReadingScale:
+    """count: requests of a workload. summary, translation: (source, output) tokens; sound: output
+    tokens."""
+
+    count: int
+    summary: tuple[int, int]
+    translation: tuple[int, int]
+    sound: int
+
+
+FULL = ReadingScale(5, (400, 128), (30, 64), 128)
+QUICK = ReadingScale(1, (400, 64), (30, 64), 64)
+
+
+def jobs(
+    scale: ReadingScale, pair: Pair, chosen: Sequence[System], temperatures: Sequence[float]
+) -> list[Job]:
+    """Of the shape that the pair was made in; its vocabulary and bands are the shape's."""
+    from ...core.pair.seq2seq import says  # here: torch
+
+    shape, rng = SEQ2SEQ[pair.facts["shape"]], np.random.default_rng(1)
+    bands, tokens = shape.common.get("num_mel_bins", 0), shape.common["vocab_size"]
+    kinds = {"summary": scale.summary, "translation": scale.translation}
+    if shape.sound:
+        kinds, chosen = {"sound": (SECONDS, scale.sound)}, [s for s in chosen if s.mode != "lookup"]
+    made = []
+    for kind, (length, new_tokens) in kinds.items():
+        for temperature in temperatures:  # each has sources of its own: none comes twice in a row
+            firsts = rng.integers(1, tokens, scale.count).tolist()
+            requests: list[list[Prompt]] = []
+            for first in firsts:
+                said = says(shape, pair.target, first, new_tokens) if kind == "summary" else []
+                requests.append(
+                    [
+                        features(speech(rng, length), bands)
+                        if shape.sound
+                        else document(rng, said, length, tokens)
+                    ]
+                )
+            begins = [(*shape.begin, first) for first in firsts]
+            name = f"{kind} {length}{'s' * shape.sound}+{new_tokens}"
+            made.append(Job(GROUP, name, requests, new_tokens, temperature, chosen, begins))
+    return made
+
+
+def document(rng: np.random.Generator, said: Sequence[int], length: int, tokens: int) -> list[int]:
+    """So many random ids; in place of some of them every other piece of what will be said, in any
+    order."""
+    ids: list[int] = rng.integers(1, tokens, length).tolist()
+    pieces = [said[i : i + PIECE] for i in range(0, len(said), 2 * PIECE)]
+    places = rng.permutation(length // PIECE)[: len(pieces)] * PIECE
+    for place, piece in zip(places.tolist(), pieces, strict=True):
+        ids[place : place + len(piece)] = piece
+    return ids
+
+
+def speech(rng: np.random.Generator, seconds: float) -> npt.NDArray[np.float32]:
+    """Something like it, at RATE: syllables of a voice's harmonics, noise between them, pauses."""
+    pieces: list[npt.NDArray[np.float64]] = []
+    while sum(map(len, pieces)) < seconds * RATE:
+        length = int(rng.integers(RATE // 20, RATE // 3))
+        time = np.arange(length) / RATE
+        pitch = rng.uniform(90, 250) * (1 + 0.1 * np.sin(2 * np.pi * rng.uniform(2, 6) * time))
+        phase = 2 * np.pi * np.cumsum(pitch) / RATE
+        voice = sum(np.sin(n * phase) / n for n in range(1, 20))
+        loudness = rng.choice([0.0, 0.1, 0.3]) * np.hanning(length)
+        pieces.append(loudness * (voice + 0.3 * rng.standard_normal(length)))
+    return np.concatenate(pieces)[: int(seconds * RATE)].astype(np.float32)
+
+
+def features(sound: npt.NDArray[np.float32], bands: int) -> npt.NDArray[np.float32]:
+    """[bands, frames], as Whisper reads them."""
+    windows = Windows(Recording(sound, RATE), LogMel(bands, RATE, N_FFT, HOP), SECONDS * RATE)
+    return windows.at(0)

@@ -1,0 +1,271 @@
+"""Encoder-decoders in the side-by-side benchmark: pairs that say what is known, and who reads
+sources."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+
+from bench.core import pair as pairs
+from bench.core.clock import Clock
+from bench.core.costs import row_bytes
+from bench.core.pair import SEQ2SEQ, Pair, Seq2Seq, seq2seq
+from bench.suites.side import SUITE
+from bench.suites.side import run as measuring
+from bench.suites.side.run import DRAFT, OWN, SideRun, systems
+from bench.suites.side.seq2seq import PIECE, ReadingScale, document, features, jobs, speech
+from bench.suites.side.suite import run
+from bench.suites.side.tables import BASE, CT2
+from bench.systems import SYSTEMS
+from bench.systems.peer import Peer
+from bench.systems.protocol import Request, Steps, Text, Unavailable
+from bench.systems.worker import step_share
+from runtime.files.errors import OutriderError
+
+SIZES = {"d_model": 64, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 128}
+HEARD = {**SIZES, "decoder_attention_heads": 4, "decoder_ffn_dim": 128}
+TINY = {
+    "t5-tiny": Seq2Seq(
+        "T5Config", {"vocab_size": 4200, "d_kv": 16},
+        {"d_model": 96, "d_ff": 128, "num_layers": 2, "num_heads": 4},
+        {"d_model": 64, "d_ff": 128, "num_layers": 1, "num_heads": 4}, False, (1,),
+    ),
+    "whisper-tiny": Seq2Seq(
+        "WhisperConfig", {"vocab_size": 4200, "num_mel_bins": 80},
+        {**HEARD, "decoder_layers": 2}, {**HEARD, "decoder_layers": 1}, True, (4197, 4199),
+    ),
+}  # fmt: skip
+SCALE = ReadingScale(2, (96, 24), (30, 24), 24)
+
+
+@pytest.fixture(scope="module", params=TINY)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SEQ2SEQ, request.param, TINY[request.param])
+        return pairs.make(request.param, 0.8, tmp_path_factory.mktemp("pairs"))
+
+
+def load(folder: Path, shape: Seq2Seq) -> Any:
+    kind = AutoModelForSpeechSeq2Seq if shape.sound else AutoModelForSeq2SeqLM
+    return kind.from_pretrained(folder)
+
+
+def source(shape: Seq2Seq, seed: int = 0) -> Any:
+    rng = np.random.default_rng(seed)
+    if shape.sound:
+        return rng.standard_normal((80, 3000), np.float32)
+    return rng.integers(1, 4000, 40).tolist()
+
+
+def logits(model: Any, shape: Seq2Seq, ids: torch.Tensor) -> torch.Tensor:
+    given = torch.tensor(source(shape))[None]
+    with torch.no_grad():
+        return model(**{model.main_input_name: given}, decoder_input_ids=ids[None]).logits[0]
+
+
+def test_a_pair_says_what_is_known_and_agrees_as_often_as_asked(made: Pair) -> None:
+    """The formula against the models as Transformers runs them, source, layers and all."""
+    shape = TINY[made.facts["shape"]]
+    ids = torch.randint(1, 4100, (200,), generator=torch.Generator().manual_seed(3))
+    p, q = (logits(load(folder, shape), shape, ids) for folder in (made.target, made.draft))
+    said = [seq2seq.says(shape, made.target, int(token), 1)[0] for token in ids[:40]]
+    assert (p[:40].argmax(-1) == torch.tensor(said)).sum() >= 39  # a tie may fall otherwise
+    assert len(set(said)) > 30
+    p, q = p.softmax(-1), q.softmax(-1)
+    assert abs(float(torch.minimum(p, q).sum(-1).mean()) - 0.8) < 0.06
+    assert float(p[:, seq2seq.END].max()) < 1e-4
+    assert abs(made.facts["draft_alpha"] - 0.8) < 0.01
+    if shape.sound:  # one encoder
+        weights = (load(f, shape).get_encoder().state_dict() for f in (made.target, made.draft))
+        one, other = weights
+        assert all(torch.equal(one[name], other[name]) for name in one | other)
+
+
+def test_control_layers_that_are_not_quiet_say_something_else(
+    made: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = TINY[made.facts["shape"]]
+    monkeypatch.setattr(seq2seq, "QUIET", 1e4)
+    seq2seq.write(shape, 0.8, tmp_path / "target", tmp_path / "draft")
+    ids = torch.arange(100, 140)
+    said = [seq2seq.says(shape, tmp_path / "target", int(token), 1)[0] for token in ids]
+    loud = logits(load(tmp_path / "target", shape), shape, ids).argmax(-1)
+    assert (loud == torch.tensor(said)).sum() < 20
+
+
+def test_an_acceptance_out_of_range_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OutriderError, match=r"1\.5 is out of range"):
+        seq2seq.write(TINY["t5-tiny"], 1.5, tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "draft"),
+    # As counted in the published checkpoints; nobody has published the draft of two layers.
+    [("t5-base", 222_903_552, 60_506_624), ("whisper-small", 241_734_912, None)],
+)
+def test_the_named_shapes_have_as_many_parameters(
+    name: str, target: int, draft: int | None
+) -> None:
+    shape = SEQ2SEQ[name]
+    for sizes, expected in ((shape.target, target), (shape.draft, draft)):
+        with torch.device("meta"):
+            kind = AutoModelForSpeechSeq2Seq if shape.sound else AutoModelForSeq2SeqLM
+            model = kind.from_config(seq2seq.configuration(shape, sizes))
+        assert expected is None or model.num_parameters() == expected
+
+
+def test_a_step_reads_the_matrices_that_it_multiplies_with(made: Pair) -> None:
+    """Those of modules that run for one more token, whatever they are called."""
+    shape = TINY[made.facts["shape"]]
+    model = load(made.target, shape)
+    given = {model.main_input_name: torch.tensor(source(shape))[None]}
+    run: dict[int, int] = {}
+    with torch.no_grad():
+        first = model(**given, decoder_input_ids=torch.tensor([[1]]), use_cache=True)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_hook(
+                    lambda m, *_: run.update({id(m.weight): m.weight.numel()})
+                )
+        hidden = (first.encoder_last_hidden_state,)
+        cache = first.past_key_values
+        model(encoder_outputs=hidden, past_key_values=cache, decoder_input_ids=torch.tensor([[2]]))
+    matrices = sum(run.values())
+    read = step_share(made.target) * model.num_parameters()
+    assert matrices < read < 1.1 * matrices  # norms and positions are the rest
+    assert read < 0.95 * model.num_parameters()
+    heads = model.config.decoder_attention_heads if shape.sound else model.config.num_heads
+    assert row_bytes(made.target, 4) == 2 * 2 * heads * 16 * 4
+
+
+def test_what_is_read() -> None:
+    said = list(range(5000, 5096))
+    ids = document(np.random.default_rng(0), said, 400, 4000)
+    text = " ".join(map(str, ids))
+    found = [" ".join(map(str, said[i : i + PIECE])) in text for i in range(0, 96, PIECE)]
+    assert len(ids) == 400 and found == [True, False] * 3
+    assert max(document(np.random.default_rng(0), [], 30, 4000)) < 4000
+    one, other = (features(speech(np.random.default_rng(seed), 30), 80) for seed in (0, 1))
+    assert one.shape == (80, 3000) and one.dtype == np.float32 and np.isfinite(one).all()
+    assert one.std() > 0.1 and not np.array_equal(one, other)
+
+
+def test_who_reads_sources() -> None:
+    names = [system.name for system in systems(list(SYSTEMS), models="seq2seq")]
+    assert {OWN, DRAFT, "outrider lookup", "outrider int4 draft", BASE, CT2} <= {*names}
+    assert not {"outrider auto", "genai plain", "llama.cpp plain"} & {*names}
+    few = {system.name for system in systems(list(SYSTEMS), ["int8"], "seq2seq")}
+    assert few == {
+        "outrider int8 plain", "outrider int8 draft", "outrider int8 lookup",
+        "ctranslate2 int8 plain",
+    }  # fmt: skip
+    assert {"llama.cpp q4_0 plain"} < {s.name for s in systems(["llama.cpp"], ["int4"])}
+    assert CT2 not in {system.name for system in systems(list(SYSTEMS))}
+
+
+class FakePeer:
+    """Encodes in a tenth of a second, and says a token each hundredth."""
+
+    facts: ClassVar[dict[str, Any]] = {
+        "load_seconds": 0.5, "weights": 10**7, "draft_weights": 10, "cache_element": 4,
+    }  # fmt: skip
+    asked: ClassVar[list[Request]] = []
+
+    def __init__(self, name: str, target: Path, **options: Any):
+        self.step = {"outrider": 0.01, "transformers": 0.04, "ctranslate2": 0.01}[name]
+        assert options["max_len"] == 448
+
+    def __enter__(self) -> FakePeer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def generate(self, request: Request) -> Text:
+        self.asked.append(request)
+        step = self.step / (2 if request.mode == "draft" else 1)
+        times = [0.1 + step * (1 + i) for i in range(request.new_tokens)]
+        ids = list(range(len(times)))
+        return Text(ids, times, [0.0] * len(times), notes={"encode": 0.1})
+
+    def steps(self, request: Steps) -> Any:
+        raise Unavailable("it only pretends")
+
+
+def test_a_whole_run_of_sources_with_systems_that_only_pretend(
+    made: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    name = made.facts["shape"]
+    monkeypatch.setattr(measuring, "Peer", FakePeer)
+    monkeypatch.setattr(FakePeer, "asked", [])
+    monkeypatch.setitem(SEQ2SEQ, name, TINY[name])
+    chosen = systems(list(SYSTEMS), ["float32"], "seq2seq")
+    work = jobs(SCALE, made, chosen, (0.0, 1.0))
+    side = SideRun(made, 1, tmp_path, Clock(), max_len=448, warm_ups=1)
+    results = run(side, chosen, [work], None)
+    assert {request.begin[:-1] for request in FakePeer.asked} == {TINY[name].begin}
+    cells = results["cells"]
+    assert [cell["temperature"] for cell in cells] == [0, 1] * (1 if TINY[name].sound else 2)
+    told = cells[0]["rows"][0]
+    rows = 1500 if TINY[name].sound else 96
+    rows += len(TINY[name].begin) + 1 + 12  # and half of the text
+    floor = 10**7 + rows * row_bytes(made.target, 4)
+    assert told[OWN]["bytes"] == 23 * floor
+    assert told[OWN]["encode"] == 0.1 and told[OWN]["whole"] == pytest.approx(0.34)
+    assert ("outrider lookup" in told) == (not TINY[name].sound)
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps({"benchmark": "side", **results}))
+    assert SUITE.main(["--show", str(kept), "--out", str(tmp_path / "out")]) == 0
+    lines = (tmp_path / "out" / "side.md").read_text().splitlines()
+    assert any("| of it encoders | text ms |" in line for line in lines)
+    assert (
+        "| outrider draft, times outrider plain | at least 1.5 | 2.00 (2.00 to 2.00) | yes |"
+        in lines
+    )
+    assert any(line.startswith("| encoder: outrider plain, times ctranslate2") for line in lines)
+    assert (
+        "| outrider int8 draft, times outrider int8 plain | at least 1.5 |  | not measured |"
+        in lines
+    )
+    capsys.readouterr()
+
+
+def _says_what_is_known(made: Pair, name: str, modes: tuple[str, ...], work: Path) -> None:
+    shape = TINY[made.facts["shape"]]
+    options: dict[str, Any] = {"threads": 1, "work": work, "max_len": 128}
+    with Peer(name, made.target, draft=made.draft, **options) as peer:
+        for number, mode in enumerate(modes):
+            first = 200 + number
+            begin = (*shape.begin, first)
+            text = peer.generate(Request(source(shape, number), 16, mode, begin=begin))
+            assert text.tokens == seq2seq.says(shape, made.target, first, 16), mode
+            assert ("encode" in text.notes) == (shape.sound or name != "ctranslate2")
+            assert 0 < text.notes.get("encode", 1e-9) < text.times[0]
+            drawn = [
+                peer.generate(Request(source(shape, 9 + i), 16, mode, 1.0, 5, begin=begin)).tokens
+                for i in range(2)
+            ]
+            assert drawn[0] != text.tokens
+        assert (
+            0 < peer.facts["weights"] < 4 * made.target.joinpath("model.safetensors").stat().st_size
+        )
+
+
+def test_transformers_reads_sources(made: Pair, tmp_path: Path) -> None:
+    _says_what_is_known(made, "transformers", ("plain", "assistant"), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["outrider", "ctranslate2"])
+def test_others_read_sources(made: Pair, name: str, tmp_path: Path) -> None:
+    if (reason := SYSTEMS[name].missing()) is not None:
+        pytest.skip(reason)
+    modes = ("plain", "draft", "lookup") if name == "outrider" else ("plain",)
+    _says_what_is_known(made, name, modes, tmp_path)
