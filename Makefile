@@ -43,7 +43,7 @@ help:
 	@echo 'make demo       set up, compile the bundled pair, generate, compare with plain decoding'
 	@echo 'make engines MODEL=<target> DRAFT=<draft|self|ngram|none> [OUT=build/<name>] [BACKEND=onnxruntime]'
 	@echo '             [DTYPE=float32|float16] [MAX_LEN=2048] [MAX_GAMMA=8] [SLOTS=1] [FORCE=0]'
-	@echo '             [WEIGHTS=int8|int4] [DRAFT_WEIGHTS=int8|int4|full] fewer bytes, so faster; what'
+	@echo '             [WEIGHTS=int8|int4|fp8] [DRAFT_WEIGHTS=int8|int4|fp8|full] fewer bytes, so faster; what'
 	@echo '                they cost is measured on TEXT=<file>, or on what the model writes; DRAFT=self is'
 	@echo '                the target itself with 4 bits: a draft for whoever has none'
 	@echo '             [MEASURE=1]: find out what the bits of a text depend on'

@@ -15,7 +15,7 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float32", "float16", "bfloat16")
-QUANTISED = ()  # it would write a dense copy of the weights in each call
+# It would write a dense copy of the weights in each call.
+QUANTISED: dict[str, tuple[str, ...]] = {}
 FORMAT: Format = "torch"
 LEVELS = range(0)
 CONFIG: dict[str, Any] = {
@@ -63,7 +64,7 @@ def _torch() -> Any:
     return torch
 
 
-def targets(sm: str, dtype: str) -> list[str]:
+def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
     """The GPU of this machine, such as sm90, or what its processor has.
 
     sm: empty takes the GPU where there is one, "cpu" does not; a number, such as "90", must be the

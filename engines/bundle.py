@@ -165,7 +165,7 @@ def check_backend(
     weights: Sequence[str] = (),
     cache: str | None = None,
 ) -> list[str]:
-    """What it will be built for. weights: of the target and of the draft, full, int8 or int4.
+    """What it will be built for. weights: of the target and of the draft, full, int8, int4 or fp8.
     cache: int8 of its rows. Refuses, before minutes of export, what cannot be built: raises
     "backend" or "option"."""
     builder = find(backend)
@@ -181,8 +181,8 @@ def check_backend(
                 "backend",
                 f"the backend {backend} does not run {option}={kind} with DTYPE={dtype} in this "
                 "version",
-                f"Use DTYPE={' or '.join(builder.QUANTISED)}."
-                if builder.QUANTISED
+                f"Use DTYPE={' or '.join(builder.QUANTISED[kind])}."
+                if kind in builder.QUANTISED
                 else f"Use {option}=full, or another BACKEND.",
             )
     if cache and backend != "onnxruntime":
@@ -200,12 +200,13 @@ def check_backend(
             else f"OPT_LEVEL={level} is out of range",
             f"Use {levels[0]} to {levels[-1]}." if levels else "Leave OPT_LEVEL out.",
         )
-    return builder.targets(sm, dtype)
+    return builder.targets(sm, dtype, weights)
 
 
 def weights_of(backend: str, dtype: str) -> tuple[str, ...]:
     """The kinds of weights that the backend runs in this precision."""
-    return ("full", *get_args(Weights)) if dtype in find(backend).QUANTISED else ("full",)
+    runs = find(backend).QUANTISED
+    return ("full", *(kind for kind in get_args(Weights) if dtype in runs.get(kind, ())))
 
 
 def _intact(out: Path) -> Manifest | None:

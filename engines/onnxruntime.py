@@ -7,6 +7,7 @@ and one processor (docs/LOG.md).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from runtime.files.errors import OutriderError, first_line, importing
@@ -21,7 +22,7 @@ from runtime.files.manifest import (
 )
 
 DTYPES = ("float32", "float16")  # ONNX Runtime has no bfloat16 kernels for the CPU
-QUANTISED = ("float32",)  # liboutrider's products are of float32
+QUANTISED = {"int8": ("float32",), "int4": ("float32",)}  # what liboutrider multiplies
 FORMAT: Format = "onnx"
 LEVELS = range(0)
 
@@ -33,7 +34,7 @@ def versions() -> dict[str, str]:
     return {"onnxruntime": onnxruntime.__version__}
 
 
-def targets(sm: str, dtype: str) -> list[str]:
+def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
     """No GPU architectures. Raises OutriderError "option" where some are asked for."""
     if sm:
         raise OutriderError(

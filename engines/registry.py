@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
@@ -25,8 +26,8 @@ class Backend(Protocol):
         """What it builds."""
 
     @property
-    def QUANTISED(self) -> tuple[str, ...]:
-        """The dtypes of graphs with quantised weights that it builds."""
+    def QUANTISED(self) -> Mapping[str, tuple[str, ...]]:
+        """By the kind of quantised weights the dtypes of graphs with such that it builds."""
 
     @property
     def FORMAT(self) -> Format:
@@ -35,8 +36,9 @@ class Backend(Protocol):
     def versions(self) -> dict[str, str]:
         """Of what it builds with."""
 
-    def targets(self, sm: str, dtype: str) -> list[str]:
-        """The GPU architectures that a user's list stands for; also says that it can build."""
+    def targets(self, sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
+        """The GPU architectures that a user's list stands for; also says that it can build graphs
+        of this precision with such weights for them."""
 
     @property
     def LEVELS(self) -> range:

@@ -23,7 +23,7 @@ examples:
 A part whose checkpoint, options and exporter did not change is taken from the cache.
 """
 
-WEIGHTS = ["full", "int8", "int4"]
+WEIGHTS = ["full", "int8", "int4", "fp8"]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--weights",
         choices=WEIGHTS,
-        help="of the target's matrices: in blocks of 8 or 4 bits, or full, as --dtype says "
+        help="of the target's matrices: 8 or 4 bits, float8 for GPUs, or full, as --dtype says "
         "(default: full, or as a quantised checkpoint has them)",
     )
     add(

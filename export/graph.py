@@ -68,6 +68,7 @@ def simplify(model: ir.Model) -> None:
         _rotary_embedding.fuse_partial_rotary_embedding(model)
         LiftConstantsToInitializersPass(lift_all_constants=False)(model)
         CommonSubexpressionEliminationPass()(model)
+        _gather_positions(model)
         _transpose_weights(model)
         _pack_products(model)
         dequantise_linear(model)
@@ -97,6 +98,36 @@ def _match_norms(model: ir.Model) -> None:
             cast.outputs[0].shape, cast.outputs[0].dtype = x.shape, scale.dtype
             model.graph.insert_before(node, cast)
             node.replace_input_with(0, cast.outputs[0])
+
+
+def _gather_positions(model: ir.Model) -> None:
+    """Replace Transpose, GatherND, Transpose, which is torch's `x[:, index]`, by Gather.
+
+    TensorRT-RTX takes the transposition into the product with the output matrix, and has none then
+    that reads levels: it made a dense copy of the matrix in each call.
+    """
+    for node in list(model.graph):
+        if node.op_type != "GatherND":
+            continue
+        batch = node.attributes.get_int("batch_dims", 0)
+        before, index = (value.producer() if value else None for value in node.inputs)
+        after = [use.node for use in node.outputs[0].uses()]
+        turns = [before, *after]
+        if batch or len(after) != 1 or index is None or index.op_type != "Unsqueeze":
+            continue
+        if any(turn is None or _permutation(turn) != [1, 0, 2] for turn in turns):
+            continue
+        assert before is not None
+        gather = ir.node("Gather", [before.inputs[0], index.inputs[0]], {"axis": 1})
+        old, new = after[0].outputs[0], gather.outputs[0]
+        new.shape, new.type = old.shape, old.type
+        model.graph.insert_before(after[0], gather)
+        ir.convenience.replace_all_uses_with(old, new)
+        model.graph.remove([after[0], node], safe=True)
+
+
+def _permutation(node: ir.Node) -> Sequence[int]:
+    return list(node.attributes["perm"].as_ints()) if node.op_type == "Transpose" else []
 
 
 def _transpose_weights(model: ir.Model) -> None:

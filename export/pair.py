@@ -34,7 +34,7 @@ from .weights.recover import recover
 
 DEFAULT_MAX_LEN = 2048
 SAMPLED = 8  # matrices of a checkpoint, to learn how it is quantised
-BITS = {"int4": 4, "int8": 8, "full": 16}
+BITS = {"int4": 4, "int8": 8, "fp8": 8, "full": 16}
 SHORTEST_MAX_LEN = 32  # what the comparison with the original needs to roll back and go on
 
 
@@ -98,7 +98,7 @@ def export(
             "cheaper than the target",
             "Give the draft fewer bits than the target, or another DRAFT.",
         )
-    graphs = form, backend_weights
+    graphs = form, dtype, backend_weights
     _check_weights(f"WEIGHTS={own}", own, not weights, *graphs, "WEIGHTS=full")
     if drafter is not None:
         instead = "another DRAFT" if itself else "DRAFT_WEIGHTS=full"
@@ -234,13 +234,22 @@ def _two_kinds(target: Checkpoint, drafter: Checkpoint) -> OutriderError:
 
 
 def _check_weights(
-    asked: str, kind: str, default: bool, form: Format, backend: Sequence[str], instead: str
+    asked: str,
+    kind: str,
+    default: bool,
+    form: Format,
+    dtype: Dtype,
+    backend: Sequence[str],
+    instead: str,
 ) -> None:
     """Refuse now what the backend would refuse after the export. asked: in the words of make."""
     said = asked + (", the default here," if default else "")
     if form == "torch" and kind != "full":
         cause = f"{said} is for graphs in ONNX, and these are torch's"
         raise OutriderError("option", cause, f"Build with {instead}, or --format onnx.")
+    if kind == "fp8" and dtype == "float32":
+        cause = f"{said} is for GPUs, and graphs of DTYPE={dtype} are for CPUs"
+        raise OutriderError("option", cause, "Build with DTYPE=float16 or bfloat16.")
     if kind not in backend:
         cause = f"{said} is not what the backend runs with this DTYPE"
         raise OutriderError("backend", cause, f"Build with {instead}, or another BACKEND or DTYPE.")

@@ -73,7 +73,7 @@ def _read_tokenizer(checkpoint: Checkpoint) -> Any:
         raise OutriderError(
             "checkpoint",
             f"{checkpoint.source} has no fast tokenizer, and SentencePiece files are not read",
-            "Put a tokenizer.json beside them: the hub has opus-mt-X's in Xenova/opus-mt-X.",
+            "Put a tokenizer.json beside them; converted copies of a checkpoint have one.",
         )
     config = {"config": checkpoint.config} if checkpoint.gguf else {}
     return AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=False, **config)

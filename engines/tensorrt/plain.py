@@ -6,6 +6,7 @@ are not on the package index, and it builds on a GPU only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from . import builder
 
 PRODUCT, PACKAGE = "TensorRT", "tensorrt"
 DTYPES = ("float16", "bfloat16")
-QUANTISED = DTYPES
+QUANTISED = dict.fromkeys(("int8", "int4"), DTYPES)
 FORMAT: Format = "onnx"
 ENGINE_FILE = "engine.plan"
 LEVELS = range(6)  # how long it looks for a faster kernel
@@ -39,7 +40,7 @@ def _module() -> Any:
     return tensorrt
 
 
-def targets(sm: str, dtype: str) -> list[str]:
+def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
     """The present GPU's architecture. Raises OutriderError "option" or "backend"."""
     _module()
     if sm:

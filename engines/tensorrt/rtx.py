@@ -6,6 +6,7 @@ file serves all architectures of its list, at 8 bytes for each (docs/LOG.md).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from . import builder
 
 PRODUCT, PACKAGE = "TensorRT-RTX", "tensorrt_rtx"
 DTYPES = ("float16", "bfloat16")  # its attention has no float32 kernels
-QUANTISED = DTYPES
+QUANTISED = dict.fromkeys(("int8", "int4", "fp8"), DTYPES)
 FORMAT: Format = "onnx"
 ENGINE_FILE = "engine.rtx"
 LEVELS = range(0)  # it takes them and builds the same engine (docs/LOG.md)
-# Only when asked for: it has no bfloat16, and it makes the engine of a list another, larger one.
-TURING = "75"
+# Only when asked for: it makes the engine of a list another, larger one.
+TURING = 75
+# The first architecture that has it, where the builder says that not all do ("HW-specific").
+SINCE = {"bfloat16": 80, "int4": 80, "fp8": 89}
 
 
 def versions() -> dict[str, str]:
@@ -41,10 +44,11 @@ def _module() -> Any:
     return tensorrt_rtx
 
 
-def targets(sm: str, dtype: str) -> list[str]:
+def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
     """The GPU architectures to build for, such as sm89.
 
-    sm: a list such as "80,89"; empty takes the present GPU's, and without a GPU all but Turing.
+    sm: a list such as "80,89"; empty takes the present GPU's, and without a GPU all but Turing that
+    have what the graphs need. weights: kinds of them.
     Raises OutriderError "option" or "backend".
     """
     capabilities = _module().ComputeCapability.__members__
@@ -59,18 +63,24 @@ def targets(sm: str, dtype: str) -> list[str]:
                 + (f"SM={part or sm}" if sm else f"the GPU of this machine (SM={part})"),
                 f"Name the GPUs that will run it, some of SM={','.join(known)}.",
             )
-    if TURING in wanted and dtype == "bfloat16":
+    what = max((dtype, *weights), key=lambda name: SINCE.get(name, 0))
+    least = SINCE.get(what, 0)
+    if lacking := [part for part in wanted if int(part) < least]:
         raise OutriderError(
-            "option", "Turing (SM=75) has no bfloat16", "Use DTYPE=float16, or leave 75 out of SM."
+            "option",
+            f"the GPU SM={lacking[0]} has no {what}, which is there from SM={least} on",
+            f"Use another {'DTYPE' if what == dtype else 'WEIGHTS'}, or leave {lacking[0]} out of "
+            "SM.",
         )
-    chosen = wanted or [part for part in known if part != TURING]
-    return [f"sm{number}" for number in sorted(set(map(int, chosen)))]
+    chosen = map(int, wanted or known)
+    return [f"sm{n}" for n in sorted(set(chosen)) if wanted or n >= max(least, TURING + 1)]
 
 
 def plan(
     models: dict[str, GraphFacts], slots: int, max_gamma: int, sm: str, level: int | None
 ) -> dict[str, EngineFacts]:
-    gpus = targets(sm, models["target"].dtype)
+    weights = [facts.weights or "full" for facts in models.values()]
+    gpus = targets(sm, models["target"].dtype, weights)
     return builder.plan(ENGINE_FILE, models, slots, max_gamma, gpus, versions(), level)
 
 

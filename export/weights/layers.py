@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .blocks import BLOCK, Quantised
+from .blocks import BLOCK, FLOAT8, Quantised, sharing
 
 # Nodes until the graph is written in ONNX's operators: one of plugins/onnxruntime, and the dense
 # matrix of levels and scales.
@@ -21,13 +21,13 @@ _rounds_activations = False
 class QuantisedLinear(torch.nn.Module):
     """x [.., K] -> x W^T + bias, [.., N]."""
 
-    levels: torch.Tensor  # int8 [N, K]
-    scales: torch.Tensor  # [N, K / BLOCK, rounded up], in the model's dtype
+    levels: torch.Tensor  # int8 or float8 [N, K]
+    scales: torch.Tensor  # [N, K / BLOCK, rounded up] or [N, 1], in the model's dtype
 
     def __init__(self, weight: Quantised, bias: torch.Tensor | None, dtype: torch.dtype):
         super().__init__()
         self.bits = weight.bits
-        self.register_buffer("levels", torch.from_numpy(weight.levels))
+        self.register_buffer("levels", _levels(weight))
         self.register_buffer("scales", torch.from_numpy(weight.scales).to(dtype))
         self.bias = bias
 
@@ -55,13 +55,13 @@ class QuantisedLinear(torch.nn.Module):
 class _Table(torch.nn.Module):
     """What the table of an embedding is computed from."""
 
-    levels: torch.Tensor  # int8 [V, K]
-    scales: torch.Tensor  # float16 [V, K / BLOCK, rounded up]
+    levels: torch.Tensor  # int8 or float8 [V, K]
+    scales: torch.Tensor  # float16 [V, K / BLOCK, rounded up] or [V, 1]
 
     def __init__(self, weight: Quantised, dtype: torch.dtype):
         super().__init__()
         self.dtype = dtype
-        self.register_buffer("levels", torch.from_numpy(weight.levels))
+        self.register_buffer("levels", _levels(weight))
         self.register_buffer("scales", torch.from_numpy(weight.scales))
 
     def forward(self, _: torch.Tensor) -> torch.Tensor:
@@ -97,10 +97,17 @@ def put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
 
 def _dense(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Levels times scales, in the scales' dtype: the only thing of this size that is made."""
-    dense, whole = levels.to(scales.dtype), levels.shape[1] // BLOCK
-    dense[:, : whole * BLOCK].view(len(dense), whole, BLOCK).mul_(scales[:, :whole, None])
-    dense[:, whole * BLOCK :].mul_(scales[:, whole:])
+    dense, width = levels.to(scales.dtype), sharing(levels.shape[1], scales.shape[1])
+    whole = levels.shape[1] // width
+    dense[:, : whole * width].view(len(dense), whole, width).mul_(scales[:, :whole, None])
+    dense[:, whole * width :].mul_(scales[:, whole:])
     return dense
+
+
+def _levels(weight: Quantised) -> torch.Tensor:
+    if weight.levels.dtype != FLOAT8:
+        return torch.from_numpy(weight.levels)
+    return torch.from_numpy(weight.levels.view("u1")).view(torch.float8_e4m3fn)
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from .blocks import BLOCK, Bits, Quantised, row_slices
+from .blocks import BLOCK, Bits, Quantised, row_slices, sharing
 from .layers import PRODUCT, TABLE
 from .recover import recover
 
@@ -42,18 +42,22 @@ def dense_tables(model: ir.Model) -> None:
 
 
 def dequantise_linear(model: ir.Model) -> None:
-    """Replace the products of `QuantisedLinear` by DequantizeLinear and MatMul, in place."""
+    """Replace the products of `QuantisedLinear` by DequantizeLinear and MatMul, in place. What the
+    scales belong to is blocks along K, or outputs."""
     for node in [node for node in model.graph if node.op_type == PRODUCT]:
         x, levels, scales = node.inputs
         assert levels is not None and scales is not None
+        assert isinstance(levels.shape, ir.Shape) and isinstance(scales.shape, ir.Shape)
         bits = node.attributes["bits"].as_int()
+        (rows, columns), (_, several) = levels.shape.numpy(), scales.shape.numpy()
+        in_blocks = sharing(columns, several) == BLOCK
         dequantise = ir.node(
             "DequantizeLinear",
             [
-                _turned(model, levels, ir.DataType.INT4 if bits == 4 else ir.DataType.INT8),
-                _turned(model, scales, scales.dtype),
+                _turned(model, levels, ir.DataType.INT4 if bits == 4 else levels.dtype),
+                _turned(model, scales, scales.dtype, None if in_blocks else [rows]),
             ],
-            {"axis": 0, "block_size": BLOCK},
+            {"axis": 0, "block_size": BLOCK} if in_blocks else {"axis": 1},
         )
         product = ir.node("MatMul", [x, dequantise.outputs[0]])
         dequantise.outputs[0].type = ir.TensorType(scales.dtype or ir.DataType.FLOAT)
@@ -62,18 +66,20 @@ def dequantise_linear(model: ir.Model) -> None:
     model.graph.opset_imports.pop(OWN_DOMAIN, None)
 
 
-def _turned(model: ir.Model, value: ir.Value, dtype: ir.DataType | None) -> ir.Value:
+def _turned(
+    model: ir.Model, value: ir.Value, dtype: ir.DataType | None, sizes: list[int] | None = None
+) -> ir.Value:
     """The transposed initializer, materialised only while it is written. Each product has one of
-    its own: ONNX Runtime does not fuse those that share one."""
+    its own: ONNX Runtime does not fuse those that share one. sizes: its shape, if not [K, N]."""
     tensor = value.const_value
     assert tensor is not None and dtype is not None and value.name is not None
-    rows, columns = tensor.shape.numpy()
+    shape = ir.Shape(sizes or list(reversed(tensor.shape.numpy())))
+    name = f"{value.name}.T"
 
     def materialise() -> ir.TensorProtocol:
-        turned = np.ascontiguousarray(tensor.numpy().T)
-        return ir.tensor(turned.astype(dtype.numpy()), dtype=dtype)
+        turned = np.ascontiguousarray(tensor.numpy().T).reshape(shape.numpy())
+        return ir.tensor(turned.astype(dtype.numpy(), copy=False), dtype=dtype)
 
-    shape, name = ir.Shape([columns, rows]), f"{value.name}.T"
     lazy = ir.LazyTensor(materialise, dtype=dtype, shape=shape, name=name)
     made = ir.Value(name=name, shape=shape, type=ir.TensorType(dtype), const_value=lazy)
     model.graph.register_initializer(made)

@@ -13,14 +13,14 @@ from transformers import PreTrainedModel
 
 from runtime.files.audio import FeatureFacts
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import Quality
+from runtime.files.manifest import Quality, Weights
 
 from ..encoder import reading
-from .blocks import Bits
 
-# Nats of mean KL. Rounding costs a trained model some 0.0001 with 8 bits and 0.001 to 0.02 with 4.
-# What is a hundred times as far off was not rounded but broken, or cannot be rounded like this.
-BOUND: dict[Bits, float] = {8: 0.05, 4: 1.0}
+# Nats of mean KL. Rounding costs a trained model some 0.0001 with int8, 0.001 with fp8, and 0.001
+# to 0.02 with int4. What is a hundred times as far off was not rounded but broken, or cannot be
+# rounded like this.
+BOUND: dict[Weights, float] = {"int8": 0.05, "fp8": 0.5, "int4": 1.0}
 
 SOUNDS = 4  # that a model which hears is measured on: each is half a minute of an encoder's work
 _ROWS = 16  # that float64 copies are made of at a time
@@ -165,12 +165,14 @@ def describe(quality: Quality) -> str:
     )
 
 
-def refuse_nonsense(quality: Quality, bits: Bits, source: str, option: str = "WEIGHTS") -> None:
-    """Raises OutriderError "difference" beyond `BOUND`. option: which sets the bits."""
-    if quality.kl > BOUND[bits]:
+def refuse_nonsense(
+    quality: Quality, weights: Weights, source: str, option: str = "WEIGHTS"
+) -> None:
+    """Raises OutriderError "difference" beyond `BOUND`. option: which sets the weights."""
+    if quality.kl > BOUND[weights]:
         raise OutriderError(
             "difference",
-            f"{source} at {bits} bits is {quality.kl:.2g} nats from the full model, "
-            f"more than {BOUND[bits]}",
-            f"Build with {option}={'int8' if bits == 4 else 'full'}.",
+            f"{source} with {option}={weights} is {quality.kl:.2g} nats from the full model, "
+            f"more than {BOUND[weights]}",
+            f"Build with {option}={'full' if weights == 'int8' else 'int8'}.",
         )

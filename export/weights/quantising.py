@@ -18,7 +18,7 @@ from .. import compare
 from ..encoder import example_source, states_of
 from ..loading import give_back
 from . import quality
-from .blocks import Bits, Quantised
+from .blocks import Bits, Quantised, Rows
 from .whole import quantise_model, requantise
 
 # Texts that the model writes: to choose levels by, and others, of half the length, to measure on.
@@ -60,12 +60,12 @@ class Quantising:
         self._full = _put_away(self._say(model), folder)
         give_back()
         with stage(self.role, f"quantise, {self.weights}") as said:
-            # Half precision is for TensorRT, which takes no negative scale of 8 bits.
-            negative = model.dtype == torch.float32
+            # Half precision is for TensorRT, which makes a dense copy of blocks of 8 bits.
+            rows: Rows | None = None
+            if model.dtype != torch.float32:
+                rows = "fp8" if self.weights == "fp8" else "int8"
             try:
-                found = quantise_model(
-                    model, self._bits, written, keep=self._packed, negative=negative
-                )
+                found = quantise_model(model, self._bits, written, keep=self._packed, rows=rows)
             except ValueError as error:
                 raise OutriderError(
                     "checkpoint",
@@ -122,7 +122,7 @@ class Quantising:
             texts = zip(self._full, quantised, self._texts.ids, strict=True)
             found = quality.measure((p[:-1], q[:-1], ids[1:]) for p, q, ids in texts)
             said.note = quality.describe(found)
-        quality.refuse_nonsense(found, self._bits, self.source, self._option)
+        quality.refuse_nonsense(found, self.weights, self.source, self._option)
         return found
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..encoder import arguments
-from .blocks import Bits, Quantised, quantise
+from .blocks import Bits, Quantised, Rows, quantise, quantise_rows
 from .feedback import factor, quantise_with_feedback
 from .layers import put
 from .quality import Texts
@@ -23,7 +23,7 @@ def quantise_model(
     texts: Texts | None = None,  # that the model wrote
     output_bits: Bits = 8,
     keep: bool = False,  # the levels of what lies on some already
-    negative: bool = True,  # also where a scale of theirs of 8 bits is negative
+    rows: Rows | None = None,  # what has 8 bits has a scale a row, and such levels
 ) -> dict[str, Quantised]:
     """Quantise the model's matrices. A module is replaced as soon as its levels are chosen, so no
     dense copy of the model is made.
@@ -63,16 +63,14 @@ def quantise_model(
                 put(model, path, made)
 
     def nearest(to: Bits) -> Callable[[torch.Tensor], Quantised]:
+        if to == 8 and rows:
+            return lambda weight: quantise_rows(weight.numpy(), rows)
         return lambda weight: quantise(weight.numpy(), to)
 
-    def recovered(weight: torch.Tensor) -> Quantised | None:
-        made = recover(weight.numpy(), bits)
-        takes = made is not None and (negative or bits == 4 or not (made.scales < 0).any())
-        return made if takes else None
-
     with torch.no_grad():
-        for name in (*inner, ends[0]) if keep else ():
-            take(name, recovered)
+        # Levels of 8 bits are found again in blocks, which whole rows are not.
+        for name in (*inner, ends[0]) if keep and not (rows and bits == 8) else ():
+            take(name, lambda weight: recover(weight.numpy(), bits))
         # The ends first: what the layers see of the embedding is to be what they will see of it.
         most: Bits = 8 if bits == 8 else output_bits
         if texts is not None and most == 4:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 from commands import error_line
 from rtx import SM, arguments, needs_library
@@ -274,14 +276,64 @@ def test_which_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sm75" not in targets("", "float16")
     assert targets("75", "float16") == ["sm75"]
     assert targets("120, 80,80", "bfloat16") == ["sm80", "sm120"]
-    with pytest.raises(OutriderError, match="bfloat16"):
-        targets("75,80", "bfloat16")
+    assert targets("", "float16", ["fp8"]) == ["sm89", "sm120", "sm121"]
+    assert targets("89", "float16", ["full", "fp8"]) == ["sm89"]
+    assert targets("80", "bfloat16", ["int8", "int4"]) == ["sm80"]
+    for sm, dtype, weights, cause, remedy in (
+        ("75,80", "bfloat16", [], "SM=75 has no bfloat16, .* SM=80", "DTYPE.* leave 75 out"),
+        ("75", "float16", ["int4"], "SM=75 has no int4, .* SM=80", "WEIGHTS"),
+        ("89,86,80", "float16", ["fp8", "int8"], "SM=86 has no fp8, .* SM=89", "leave 86 out"),
+    ):
+        with pytest.raises(OutriderError, match=cause) as caught:
+            targets(sm, dtype, weights)
+        assert caught.value.kind == "option" and re.search(remedy, caught.value.remedy)
     monkeypatch.setattr(rtx, "present_gpus", lambda: {120: 0, 89: 0})
     assert targets("", "float16") == ["sm89", "sm120"]
     assert targets("80", "float16") == ["sm80"]
     monkeypatch.setattr(rtx, "present_gpus", lambda: {90: 0})
     with pytest.raises(OutriderError, match="the GPU of this machine"):
         targets("", "float16")
+
+
+# Weights of 8 bits
+
+
+def in_blocks(model: onnx.ModelProto) -> None:
+    """Scales for 32 inputs in place of those for a whole output, all of them 1."""
+    sizes = {tensor.name: tensor.dims for tensor in model.graph.initializer}
+    for i, node in enumerate(model.graph.node):
+        if node.op_type == "DequantizeLinear":
+            rows, outputs = sizes[node.input[0]]
+            ones = np.ones((rows // 32, outputs), np.float16)
+            model.graph.initializer.append(onnx.numpy_helper.from_array(ones, f"ones.{i}"))
+            inputs, outputs = [node.input[0], f"ones.{i}"], list(node.output)
+            made = onnx.helper.make_node(node.op_type, inputs, outputs, axis=0, block_size=32)
+            node.CopyFrom(made)
+
+
+@needs_library
+def test_no_product_makes_a_dense_copy_of_levels_of_8_bits(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    """The memory of a step beside that of the full model, and of levels in blocks, which do."""
+    checkpoint = workshop.checkpoint("llama", intermediate_size=2048, num_hidden_layers=1)
+    steps: dict[str, int] = {}
+    for name in ("full", "fp8", "in blocks"):
+        kind = {} if name == "full" else {"weights": "fp8"}
+        folder = workshop.graphs(checkpoint, dtype="float16", **kind) / "target"
+        facts = read_pair(folder.parent).target
+        model = onnx.load(folder / "graph.onnx", load_external_data=False)
+        if name == "in blocks":
+            in_blocks(model)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights.bin").symlink_to(folder / "weights.bin")
+        onnx.save(model, tmp_path / name / "graph.onnx")
+        to = builder.plan("e", {"target": facts}, 1, MAX_GAMMA, ["sm89"], {}, None)["target"]
+        made = builder.compile(
+            "tensorrt_rtx", "x", "target", tmp_path / name, tmp_path / "out", facts, to
+        )
+        steps[name] = made.profiles[0].memory or 0
+    assert steps["fp8"] <= steps["full"] < steps["in blocks"], steps
 
 
 # Many architectures

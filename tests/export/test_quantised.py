@@ -34,6 +34,7 @@ from runtime.sampling import kernel
 from runtime.text.options import Options
 
 INT4, INT8 = onnx.TensorProto.INT4, onnx.TensorProto.INT8
+FLOAT8 = onnx.TensorProto.FLOAT8E4M3FN
 BITS = {"int4": [INT4] * 8 + [INT8], "int8": [INT8] * 9}  # the output matrix has 8
 
 
@@ -74,12 +75,40 @@ def test_the_graph_for_the_cpu_has_the_operators_of_liboutrider(graphs: tuple[Pa
     folder, _ = graphs
     found = nodes(folder, HOST_FILE)
     assert found["outrider.QuantizedMatMul"] == 9
-    assert found["outrider.QuantizedGather"] == 1 and not found[".Gather"]
+    assert found["outrider.QuantizedGather"] == 1 and found[".Gather"] == 1  # of positions
     assert not found[".MatMul"] and not found[".DequantizeLinear"]
     facts = read_pair(folder).target
     own = "QuantizedCacheAttention" if facts.cache else "Attention"
     assert found[f"outrider.{own}"] == len(facts.key_shapes)
     assert facts.host_alone and HOST_WEIGHTS_FILE in facts.files
+
+
+@pytest.mark.parametrize(
+    ("weights", "levels"), [("int4", [INT4] * 8 + [INT8]), ("fp8", [FLOAT8] * 9)]
+)
+def test_a_graph_for_gpus_has_8_bits_with_a_scale_an_output(
+    workshop: Workshop, weights: str, levels: list[int]
+) -> None:
+    folder = workshop.graphs(workshop.checkpoint("llama"), weights=weights, dtype="float16")
+    facts = read_pair(folder).target
+    assert facts.weights == weights and facts.quality is not None and facts.quality.kl > 0
+    assert facts.max_difference is not None and facts.max_difference <= facts.tolerance
+    model = onnx.load(folder / "target" / GRAPH_FILE, load_external_data=False)
+    made = {output: node for node in model.graph.node for output in node.output}
+    stored = {tensor.name: tensor for tensor in model.graph.initializer}
+    products = [node for node in model.graph.node if node.op_type == "MatMul"]
+    sources = [made[node.input[1]] for node in products]
+    assert [stored[node.input[0]].data_type for node in sources] == levels
+    for node in sources:
+        matrix, scales = (stored[name] for name in node.input)
+        axis = {attribute.name: attribute.i for attribute in node.attribute}
+        rows, outputs = matrix.dims
+        if matrix.data_type == INT4:
+            assert axis == {"axis": 0, "block_size": 32} and scales.dims == [rows // 32, outputs]
+        else:
+            assert axis == {"axis": 1} and scales.dims == [outputs]
+    # The output matrix reads positions that nothing has transposed (`_gather_positions`).
+    assert made[products[-1].input[0]].op_type == "Gather"
 
 
 def engine(graphs: tuple[Path, str], slots: int = 1, threads: int = 1) -> OrtEngine:
@@ -229,6 +258,7 @@ def test_what_a_backend_does_not_run_is_refused_before_the_export(
         (["float16", "int4"], "does not run WEIGHTS=int4 with DTYPE=float16"),
         (["float16", "full", "int8"], "does not run DRAFT_WEIGHTS=int8 with DTYPE=float16"),
         (["float32", "int8", "--backend", "aotinductor", "--sm", "cpu"], "Use WEIGHTS=full, or"),
+        (["float32", "fp8"], "Use WEIGHTS=full, or another BACKEND"),
         (
             ["float32", "--cache-type", "int8", "--backend", "aotinductor", "--sm", "cpu"],
             "Leave CACHE out, or use BACKEND=onnxruntime",
@@ -237,7 +267,7 @@ def test_what_a_backend_does_not_run_is_refused_before_the_export(
         assert main(["--supports", *asked]) == 8
         assert cause in capsys.readouterr().err
     assert main(["--supports", "float32", "full", "int4", "--cache-type", "int8"]) == 0
-    assert capsys.readouterr().out == "full int8 int4\n"
+    assert capsys.readouterr().out == "full int8 int4\n"  # no float8 on the CPU
     assert main(["--supports", "float16"]) == 0
     assert capsys.readouterr().out == "full\n"
 
@@ -250,6 +280,7 @@ def test_what_a_backend_does_not_run_is_refused_before_the_export(
             "WEIGHTS=int8 is for graphs in ONNX",
             "Build with WEIGHTS=full, or --format onnx.",
         ),
+        (["--weights", "fp8"], "WEIGHTS=fp8 is for GPUs", "Build with DTYPE=float16 or bfloat16."),
         (
             ["--backend-weights", "full", "--draft", "self"],
             "DRAFT_WEIGHTS=int4, the default here, is not what the backend runs",

@@ -11,7 +11,7 @@ import torch
 from checkpoints import ARCHITECTURES
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from export.weights.blocks import BLOCK, RANGE, Bits, Quantised, quantise
+from export.weights.blocks import BLOCK, RANGE, Bits, Quantised, Rows, quantise, quantise_rows
 from export.weights.feedback import factor, quantise_with_feedback
 from export.weights.quality import Texts, describe, measure, refuse_nonsense, sample, windows
 from export.weights.whole import quantise_model
@@ -103,6 +103,46 @@ def test_what_has_no_level_is_refused(bits: Bits, value: float) -> None:
         quantise(weight, bits)
 
 
+@pytest.mark.parametrize(("kind", "most"), [("int8", 127), ("fp8", 448)])
+@pytest.mark.parametrize("shape", [(7, 64), (5, 70), (1, 33)])
+def test_a_row_has_the_scale_of_its_largest_number_and_the_nearest_levels(
+    kind: Rows, most: int, shape: tuple[int, int]
+) -> None:
+    weight = _random(*shape) * 0.05
+    made = quantise_rows(weight, kind)
+    levels, scales = made.levels.astype(np.float32), made.scales.astype(np.float32)
+    assert made.scales.shape == (shape[0], 1) and (scales > 0).all()
+    assert (np.abs(levels).max(1) == most).all()
+    assert (made.dense() == levels * scales).all()
+    assert made.size == weight.size + 2 * shape[0]
+    apart = np.abs(made.dense() - weight)
+    bound = scales / 2 if kind == "int8" else np.maximum(np.abs(weight) / 16, scales / 2**10)
+    assert (apart <= 1.01 * bound).all()
+    assert kind == "int8" or len(weight) == 1 or apart.max() > scales.max() / 2  # it is no int8
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_rows_of_nothing_and_rows_that_have_no_level(kind: Rows) -> None:
+    weight = _random(3, 64)
+    weight[1] = 0
+    assert (quantise_rows(weight, kind).dense()[1] == 0).all()
+    for value in (np.nan, np.inf, 1e9):
+        weight[1, 40] = value
+        with pytest.raises(ValueError, match="NaN, infinite or beyond"):
+            quantise_rows(weight, kind)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_what_has_8_bits_has_a_scale_a_row_where_that_is_asked_for(kind: Rows) -> None:
+    model = _model("mistral")
+    made = quantise_model(model, 4 if kind == "int8" else 8, keep=True, rows=kind)
+    for name, quantised in made.items():
+        weight = model.get_submodule(name.removesuffix(".weight")).weight
+        assert (weight == torch.from_numpy(quantised.dense())).all()
+        assert (quantised.scales.shape[1] == 1) == (quantised.bits == 8)
+        assert (quantised.levels.dtype == np.int8) == (kind == "int8")
+
+
 def test_kl_of_a_model_with_itself_is_0_and_with_a_shuffled_one_is_not() -> None:
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(50, 20, generator=random) * 3
@@ -121,9 +161,9 @@ def test_kl_of_a_model_with_itself_is_0_and_with_a_shuffled_one_is_not() -> None
     assert describe(same) == "KL 0.00000 ± 0.00000 nats, top-1 100.0 %" + (
         f", perplexity {same.perplexity:.2f} (full {same.perplexity:.2f}), 50 tokens"
     )
-    refuse_nonsense(same, 8, "it")
-    with pytest.raises(OutriderError, match=r"it at 8 bits.*nats"):
-        refuse_nonsense(other, 8, "it")
+    refuse_nonsense(same, "int8", "it")
+    with pytest.raises(OutriderError, match=r"it with WEIGHTS=int8 is .* nats"):
+        refuse_nonsense(other, "int8", "it")
 
 
 def test_text_of_the_user_is_cut_into_windows() -> None:
