@@ -96,7 +96,7 @@ engines: kernel
 	$(PY) -m export --model="$$MODEL" --draft="$$DRAFT" --dtype="$$DTYPE" --format=$$format \
 	  $${WEIGHTS:+--weights="$$WEIGHTS"} $${DRAFT_WEIGHTS:+--draft-weights="$$DRAFT_WEIGHTS"} \
 	  $${CACHE:+--cache-type="$$CACHE"} \
-	  $${TEXT:+--text="$$TEXT"} $${runs:+--backend-weights="$$runs"} \
+	  $${TEXT:+--text="$$TEXT"} $${runs:+--backend-runs="$$runs"} \
 	  --max-gamma="$$MAX_GAMMA" $${MAX_LEN:+--max-len="$$MAX_LEN"} --out="$$graphs" \
 	  $${force:+--force}; \
 	case "$$BACKEND" in tensorrt*) $(PY) -m plugins.tools.cubins > /dev/null;; esac; \

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "float16", "bfloat16")
 # It would write a dense copy of the weights in each call.
 QUANTISED: dict[str, tuple[str, ...]] = {}
+ENCODERS: tuple[str, ...] = ()
 FORMAT: Format = "torch"
 LEVELS = range(0)
 CONFIG: dict[str, Any] = {

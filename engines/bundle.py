@@ -15,6 +15,7 @@ from runtime.files.errors import OutriderError
 from runtime.files.folders import replacing, settle_file, take_file, write_folder
 from runtime.files.machine import processor
 from runtime.files.manifest import (
+    ENCODER_DECODERS,
     FIRST_ROWS,
     MANIFEST_FILE,
     CallBits,
@@ -57,12 +58,12 @@ def build(
     """
     pair = read_pair(graphs)
     models = dict(pair.models())
-    if pair.start_ids is not None and backend != "onnxruntime":
+    if pair.start_ids is not None and ENCODER_DECODERS not in runs(backend, pair.target.dtype):
         raise OutriderError(
             "backend",
-            f"the backend {backend} does not run encoder-decoders such as {pair.target.source} in "
-            "this version",
-            "Use BACKEND=onnxruntime.",
+            f"the backend {backend} does not run encoder-decoders such as {pair.target.source} "
+            f"with DTYPE={pair.target.dtype} in this version",
+            "Use BACKEND=onnxruntime DTYPE=float32.",
         )
     weights = [facts.weights or "full" for facts in models.values()]
     check_backend(backend, pair.target.dtype, sm, level, weights)
@@ -207,6 +208,13 @@ def weights_of(backend: str, dtype: str) -> tuple[str, ...]:
     """The kinds of weights that the backend runs in this precision."""
     runs = find(backend).QUANTISED
     return ("full", *(kind for kind in get_args(Weights) if dtype in runs.get(kind, ())))
+
+
+def runs(backend: str, dtype: str) -> tuple[str, ...]:
+    """What an export has to know of the backend: its kinds of weights in this precision, and
+    whether it runs encoder-decoders."""
+    encoders = (ENCODER_DECODERS,) if dtype in find(backend).ENCODERS else ()
+    return (*weights_of(backend, dtype), *encoders)
 
 
 def _intact(out: Path) -> Manifest | None:

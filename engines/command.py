@@ -12,7 +12,7 @@ from runtime.files.folders import check_place
 from runtime.files.manifest import MANIFEST_FILE, MOST_SLOTS, read_bundle, read_pair
 from runtime.files.progress import size_text
 
-from .bundle import build, check_backend, check_memory, engine_plan, memory_plan, weights_of
+from .bundle import build, check_backend, check_memory, engine_plan, memory_plan, runs
 from .registry import BACKENDS
 
 
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         metavar=("DTYPE", "WEIGHTS"),
         help="build nothing; say whether the backend runs graphs of this precision, with such "
         "weights of the target and of the draft, and with --out whether the bundle can be written "
-        "there; print all the kinds of weights that it runs",
+        "there; print all the kinds of weights that it runs, and whether encoder-decoders",
     )
     add("--cache-type", choices=["full", "int8"], help="and, with --supports, of keys and values")
     add(
@@ -74,7 +74,7 @@ def run(argv: list[str] | None) -> int:
         check_backend(arguments.backend, dtype, arguments.sm, arguments.opt_level, weights, cache)
         if arguments.out is not None:
             check_place(arguments.out, MANIFEST_FILE)
-        print(*weights_of(arguments.backend, dtype))
+        print(*runs(arguments.backend, dtype))
         return 0
     if arguments.graphs is None or arguments.out is None:
         parser().error("the following arguments are required: --graphs, --out")

@@ -30,6 +30,10 @@ class Backend(Protocol):
         """By the kind of quantised weights the dtypes of graphs with such that it builds."""
 
     @property
+    def ENCODERS(self) -> tuple[str, ...]:
+        """The dtypes of encoder-decoders that it builds."""
+
+    @property
     def FORMAT(self) -> Format:
         """Of the graphs that it builds from."""
 

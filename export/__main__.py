@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from runtime.files.errors import CommandParser, interrupts_wait, run_command
+from runtime.files.manifest import ENCODER_DECODERS
 
 DESCRIPTION = """\
 Export a Hugging Face checkpoint pair to graphs with explicit cache slots, check them against the
@@ -61,11 +62,11 @@ def parser() -> argparse.ArgumentParser:
         help="of the draft's (default: as the target's; of --draft self: int4)",
     )
     add(
-        "--backend-weights",
-        default=" ".join(WEIGHTS),
+        "--backend-runs",
+        default=" ".join([*WEIGHTS, ENCODER_DECODERS]),
         metavar="KINDS",
-        help="those that the graphs' backend runs, as python -m engines --supports says; others "
-        "are refused before the export (default: all)",
+        help="the weights, and whether encoder-decoders, that the graphs' backend runs, as "
+        "python -m engines --supports says; others are refused before the export (default: all)",
     )
     add(
         "--cache-type",
@@ -134,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
             form=arguments.format,
             weights=arguments.weights,
             draft_weights=arguments.draft_weights,
-            backend_weights=arguments.backend_weights.split(),
+            backend_runs=arguments.backend_runs.split(),
             cache_type=None if arguments.cache_type == "full" else arguments.cache_type,
             text=arguments.text,
             force=arguments.force,

@@ -15,6 +15,7 @@ from runtime.files.audio import FeatureFacts
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.folders import point_to, refuse_foreign, write_folder
 from runtime.files.manifest import (
+    ENCODER_DECODERS,
     MOST_GAMMA,
     PAIR_FILE,
     Cache,
@@ -51,7 +52,7 @@ def export(
     form: Format = "onnx",
     weights: Weights | Literal["full"] | None = None,
     draft_weights: Weights | Literal["full"] | None = None,
-    backend_weights: Sequence[str] = tuple(BITS),
+    backend_runs: Sequence[str] = (*BITS, ENCODER_DECODERS),
     cache_type: Cache | None = None,
     text: Path | None = None,
     force: bool = False,
@@ -61,7 +62,8 @@ def export(
     draft: "self" is the target with fewer bits. lookup: what proposes in place of a draft. form: of
     the graphs; which one a backend wants, it says when it is given the other. weights: None is
     "full", or as few bits as the checkpoint has, of the draft as the target's; of the draft "self"
-    4 bits. backend_weights: what the graphs' backend runs; others are refused before the export.
+    4 bits. backend_runs: kinds of weights, and whether encoder-decoders, that the graphs' backend
+    runs; others are refused before the export.
     text: a file, UTF-8, to measure the quality of quantised weights on.
     cache_type: of the caches' rows, of ONNX Runtime on the CPU alone; None is `dtype`.
     max_gamma: 1 to 64. max_len: None takes 2048, or the target's own context where that is shorter.
@@ -79,6 +81,13 @@ def export(
     itself = draft == "self"
     drafter = target if itself else find(draft) if draft is not None else None
     if target.has_encoder:
+        if ENCODER_DECODERS not in backend_runs:
+            raise OutriderError(
+                "backend",
+                f"{target.source} is a {target.architecture}, and the backend does not run "
+                f"encoder-decoders with DTYPE={dtype} in this version",
+                "Build with BACKEND=onnxruntime DTYPE=float32.",
+            )
         asked_for = {"DTYPE": dtype, "--format": form, "CACHE": cache_type}
         _check_encoder_decoder(target, drafter, asked_for)
     elif drafter and drafter.has_encoder:
@@ -98,7 +107,7 @@ def export(
             "cheaper than the target",
             "Give the draft fewer bits than the target, or another DRAFT.",
         )
-    graphs = form, dtype, backend_weights
+    graphs = form, dtype, backend_runs
     _check_weights(f"WEIGHTS={own}", own, not weights, *graphs, "WEIGHTS=full")
     if drafter is not None:
         instead = "another DRAFT" if itself else "DRAFT_WEIGHTS=full"

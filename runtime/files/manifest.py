@@ -28,6 +28,7 @@ GRAPH_FILE = "graph.onnx"
 HOST_FILE = "host.onnx"  # the same for the CPU, with the operators of plugins/onnxruntime
 HOST_WEIGHTS_FILE = "host.bin"  # its own weights, where they are quantised
 ENCODER_FILE, ENCODER_WEIGHTS_FILE = "encoder.onnx", "encoder.bin"
+ENCODER_DECODERS = "encoder-decoders"  # as `engines --supports` says that a backend runs them
 PACKAGE_FILE = "engine.pt2"  # AOTInductor's
 # Optimisers of ONNX Runtime that are left out. In float16 this one makes a node and does not say
 # so; the next one asks for the node's operator, which nobody looked up, and the process dies.

@@ -253,7 +253,7 @@ def test_what_nobody_asks_for_is_what_costs_next_to_nothing(
 ) -> None:
     """Refused before the export where the backend runs no such weights, which tells the default."""
     packers.gguf(tmp_path / "model.gguf", source, kind)
-    asked = ["--max-len", "64", "--backend-weights", "full"]
+    asked = ["--max-len", "64", "--backend-runs", "full"]
     status, err = command(capsys, tmp_path, tmp_path / "model.gguf", *asked)
     assert status == EXIT_STATUS["backend"] and nothing_left(tmp_path)
     bits = "int4" if kind == "Q4_0" else "int8"

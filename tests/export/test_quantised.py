@@ -267,7 +267,7 @@ def test_what_a_backend_does_not_run_is_refused_before_the_export(
         assert main(["--supports", *asked]) == 8
         assert cause in capsys.readouterr().err
     assert main(["--supports", "float32", "full", "int4", "--cache-type", "int8"]) == 0
-    assert capsys.readouterr().out == "full int8 int4\n"  # no float8 on the CPU
+    assert capsys.readouterr().out == "full int8 int4 encoder-decoders\n"  # no float8 on the CPU
     assert main(["--supports", "float16"]) == 0
     assert capsys.readouterr().out == "full\n"
 
@@ -282,12 +282,12 @@ def test_what_a_backend_does_not_run_is_refused_before_the_export(
         ),
         (["--weights", "fp8"], "WEIGHTS=fp8 is for GPUs", "Build with DTYPE=float16 or bfloat16."),
         (
-            ["--backend-weights", "full", "--draft", "self"],
+            ["--backend-runs", "full", "--draft", "self"],
             "DRAFT_WEIGHTS=int4, the default here, is not what the backend runs",
             "Build with another DRAFT, or another BACKEND",
         ),
         (
-            ["--backend-weights", "full", "--draft", "{model}", "--draft-weights", "int8"],
+            ["--backend-runs", "full", "--draft", "{model}", "--draft-weights", "int8"],
             "DRAFT_WEIGHTS=int8 is not what the backend runs",
             "Build with DRAFT_WEIGHTS=full, or another BACKEND",
         ),

@@ -81,7 +81,7 @@ def test_engines_runs_its_three_commands(checkout: Path) -> None:
     same = ["-m", "engines", "--out=build/b", "--backend=aotinductor", "--slots=1", "--sm=80"]
     assert supports == [*same, "--supports", "float32", "full", "full"]
     assert export[:5] == ["-m", "export", "--model=a/b", "--draft=c", "--dtype=float32"]
-    given = {"--format=torch", "--max-len=64", "--force", "--backend-weights=full int8"}
+    given = {"--format=torch", "--max-len=64", "--force", "--backend-runs=full int8"}
     assert given < set(export)
     graphs = next(a.removeprefix("--out=") for a in export if a.startswith("--out="))
     assert build == [*same, f"--graphs={graphs}", "--force"]

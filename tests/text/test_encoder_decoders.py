@@ -12,6 +12,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSeq2SeqLM
 from workshop import MAX_LEN, Workshop
 
-from engines.bundle import build
+from engines.bundle import build, runs
+from engines.registry import BACKENDS
 from export.checkpoint import find, same_encoder
 from runtime import Options, TextEngine, generate, load
 from runtime.backends import host
@@ -38,7 +40,7 @@ from runtime.certificate import check
 from runtime.drafts.registry import KINDS
 from runtime.drafts.tables import Tables, fingerprint
 from runtime.files.errors import EXIT_STATUS, OutriderError
-from runtime.files.manifest import read_bundle
+from runtime.files.manifest import ENCODER_DECODERS, read_bundle
 
 NEW_TOKENS, PENALTY = 48, 3.0
 SOURCES = [
@@ -409,6 +411,11 @@ def test_refused_of_a_decoder(
     [
         (["--dtype", "float16"], "option", "DTYPE=float16 is for decoder-only models"),
         (["--format", "torch"], "option", "--format=torch is for decoder-only models"),
+        (
+            ["--backend-runs", "full"],
+            "backend",
+            "the backend does not run encoder-decoders with DTYPE=",
+        ),
         (["--cache-type", "int8"], "option", "CACHE=int8 is for decoder-only models"),
         (["--draft", "llama"], "architecture", "one of them reads a source"),
     ],
@@ -426,6 +433,10 @@ def test_not_exported(
 
 def test_backends_that_run_no_encoder(workshop: Workshop, tmp_path: Path) -> None:
     graphs = workshop.graphs(workshop.checkpoint("t5"), workshop.checkpoint("t5", blur=0.1))
+    assert ENCODER_DECODERS in runs("onnxruntime", "float32")  # which the export is told, for:
+    for backend, dtype in product(BACKENDS, ("float32", "float16", "bfloat16")):
+        if (backend, dtype) != ("onnxruntime", "float32"):
+            assert ENCODER_DECODERS not in runs(backend, dtype)
     for backend in ("tensorrt_rtx", "aotinductor"):
         with pytest.raises(OutriderError, match="does not run encoder-decoders") as refused:
             build(graphs, tmp_path / "out", backend=backend, slots=1)
