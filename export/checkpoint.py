@@ -186,10 +186,10 @@ def _packed(name: str, path: Path, written: dict[str, Any]) -> Packed | None:
 
 # Of a configuration, what an encoder does not compute with, as parts of names.
 _NOT_OF_ENCODERS = (
-    "decoder", "drop", "token", "suppress", "init", "_name", "version", "dtype", "architectures",
-    "num_hidden_layers", "cache", "max_length", "max_target", "mask_", "median", "apply_spec",
-    "task_specific", "label", "classif", "proj_size", "tie_", "output_past", "beam", "prefix",
-    "min_length", "penalty", "early_stopping", "no_repeat",
+    "decoder", "drop", "bos_token", "eos_token", "suppress", "init", "_name", "version", "dtype",
+    "architectures", "num_hidden_layers", "cache", "max_length", "max_target", "mask_", "median",
+    "apply_spec", "task_specific", "label", "classif", "proj_size", "tie_", "output_past", "beam",
+    "prefix", "min_length", "penalty", "early_stopping", "no_repeat",
 )  # fmt: skip
 
 
@@ -214,7 +214,7 @@ def same_encoder(one: Checkpoint, other: Checkpoint) -> bool:
 
 def _encoder_digests(checkpoint: Checkpoint) -> dict[str, str]:
     """By the names of an encoder's weights, the embedding among them, what they are as float32;
-    none where they are not in safetensors."""
+    none where they are not in safetensors, or a tied embedding is there by another name."""
     found = {}
     for file in checkpoint.files:
         if file.suffix != ".safetensors":
@@ -225,7 +225,8 @@ def _encoder_digests(checkpoint: Checkpoint) -> dict[str, str]:
                 if parts[0] in ("encoder", "shared"):
                     numbers = tensors.get_tensor(name).float().numpy()
                     found[".".join(parts)] = hashlib.sha256(numbers.tobytes()).hexdigest()
-    return found
+    embeds = any(name.endswith(("shared.weight", "embed_tokens.weight")) for name in found)
+    return found if embeds or checkpoint.features else {}
 
 
 def _check_files(name: str, path: Path) -> None:

@@ -243,7 +243,12 @@ def test_a_draft_with_the_targets_encoder_runs_none(
 
 @pytest.mark.parametrize(
     ("change", "same"),
-    [({"num_decoder_layers": 1}, True), ({"num_heads": 8}, False), ({"d_ff": 90}, False)],
+    [
+        ({"num_decoder_layers": 1}, True),
+        ({"num_heads": 8}, False),
+        ({"d_ff": 90}, False),
+        ({"pad_token_id": 5}, False),  # some count positions from it
+    ],
 )
 def test_what_a_configuration_says_of_an_encoder(
     workshop: Workshop, tmp_path: Path, change: dict[str, int], same: bool
@@ -254,6 +259,21 @@ def test_what_a_configuration_says_of_an_encoder(
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, **change}))
     assert same_encoder(find(str(target)), find(str(other))) is same
+
+
+def test_an_embedding_by_another_name_is_none_to_compare(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    """Of tied matrices a file may have the output's alone."""
+    target, names = workshop.checkpoint("t5"), ("shared.weight", "lm_head.weight")
+    folders = [Path(shutil.copytree(target, tmp_path / name)) for name in names]
+    assert same_encoder(*(find(str(folder)) for folder in folders))
+    for name, folder in zip(names, folders, strict=True):
+        weights = load_file(target / "model.safetensors")
+        weights[name] = weights.pop("shared.weight")
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    tied = find(str(folders[1]))
+    assert not same_encoder(tied, tied)
 
 
 @pytest.mark.parametrize("looks", [True, False], ids=["as it is", "control"])
