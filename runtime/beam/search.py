@@ -28,7 +28,7 @@ from ..backends.engine import Engine, Ids, Logits, Source
 from ..calls import wide
 from ..files.errors import OutriderError
 from ..sampling.processors import LogitsProcessor
-from ..sampling.warp import within
+from ..sampling.warp import NO_TOKEN, broken_row, within
 
 Tokens = tuple[int, ...]  # what was generated, without the prompt
 UNKNOWN = -1
@@ -168,6 +168,8 @@ def beam_search(
         while stats.steps < most and _unfinished(beam) and contained(beam, known):
             beam = advance(beam, known, width, vocab_size, ends, forbid)
             stats.steps += 1
+        if not beam:
+            raise broken_row(f"target, position {len(prompt) + stats.steps - 1}", NO_TOKEN)
         stats.accepted += stats.steps - before - 1
     # Of the same length-penalised score, the better in the beam: sorting is stable.
     beam.sort(key=lambda one: -one.score / len(one.tokens) ** length_penalty)

@@ -22,6 +22,7 @@ from .distribution import Distribution, FloatRow
 # A nucleus is full at this much less than top_p, as a share of the whole: float32 weights decide
 # nothing finer, and sums that are equal by arithmetic must not differ by rounding.
 TOP_P_SLACK = 1e-6
+NO_TOKEN = "every logit is -inf"  # as plugins/cpu says it too
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 VerifyRule = Literal["token", "block", "coupled", "sigmoid"]
@@ -248,15 +249,17 @@ def check_row(peak: float, where: str) -> None:
         return
     what = "NaN in the logits"
     if not math.isnan(peak):
-        what = "+inf in the logits" if peak > 0 else "every logit is -inf"
+        what = "+inf in the logits" if peak > 0 else NO_TOKEN
     raise broken_row(where or "logits", what)
 
 
 def broken_row(where: str, what: str) -> OutriderError:
+    forbids = "Forbid fewer tokens, by min_new_tokens or other rules; or else b"
     return OutriderError(
         "numeric",
         f"{where}: {what}",
-        "Build the engines with DTYPE=float32, and check that the checkpoint is intact.",
+        f"{forbids if what == NO_TOKEN else 'B'}uild the engines with DTYPE=float32, and check "
+        "that the checkpoint is intact.",
     )
 
 

@@ -24,6 +24,7 @@ from runtime.backends.registry import host_engine
 from runtime.beam.search import BeamResult, Pool, PoolStats, beam_search
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import read_bundle
+from runtime.sampling.processors import BadWords
 
 V = 5
 PROMPT = [3, 1, 4]
@@ -126,6 +127,17 @@ def test_what_has_no_probability_is_never_in_the_beam() -> None:
 
     result = search(two_tokens, width=4, max_new_tokens=1)
     assert [one.tokens for one in result.hypotheses] == [(1,), (0,)]
+
+
+@pytest.mark.parametrize("gamma", [0, 3])
+def test_rules_that_leave_nothing_are_told(gamma: int) -> None:
+    model, words = random_model(0, V), BadWords([[token] for token in range(V) if token != EOS])
+    options = {"processors": [words], "gamma": gamma}
+    assert [one.tokens for one in search(model, model, **options).hypotheses] == [(EOS,)]
+    with pytest.raises(
+        OutriderError, match=r"target, position 3: every logit is -inf\. Forbid fewer tokens"
+    ):
+        search(model, model, min_new_tokens=2, **options)
 
 
 def test_it_ends_when_all_are_finished() -> None:
