@@ -240,3 +240,14 @@ def test_a_draft_that_reads_other_features(
     status, err = command(capsys, tmp_path / "out", target, "--draft", str(other))
     assert status == EXIT_STATUS["architecture"]
     assert "reads 8 x 16 log-mel features, and its draft other 16 x 16" in err
+
+
+def test_a_text_is_nothing_to_measure_it_on(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("This is what was said. " * 40)
+    asked = ["--weights", "int8", "--text", str(text)]
+    status, err = command(capsys, tmp_path, workshop.checkpoint("whisper"), *asked)
+    assert status == EXIT_STATUS["option"]
+    assert "reads sound" in error_line(err, "option")
