@@ -166,10 +166,11 @@ class TextEngine:
                 "verify=coupled promises a text of every gamma, and plain_width=1 ties it to one",
                 "Leave one of them out.",
             )
+        words = () if options.bad_words_ids is None else options.bad_words_ids  # or an array
         named = {
             "stop_token_ids": options.stop_token_ids,
             "logit_bias": [*dict(params.logit_bias)],
-            "bad_words_ids": [token for word in options.bad_words_ids or () for token in word],
+            "bad_words_ids": [token for word in words for token in word],
         }
         refuse_first(
             (not 0 <= token < width, f"{name}: the token id {token} does not exist",

@@ -79,7 +79,8 @@ def rules_of(
         # A decoder-only model's source is its prompt, as in Transformers.
         found.append(NoRepeatNgram(size, prompt if pair.start_ids is None else source_ids(source)))
     # As in Transformers, the end of the text is no bad word.
-    if words := [w for w in asked["bad_words_ids"] or () if list(w) not in [[end] for end in ends]]:
+    words = () if asked["bad_words_ids"] is None else asked["bad_words_ids"]
+    if words := [list(w) for w in words if list(w) not in [[end] for end in ends]]:
         found.append(BadWords(words))
     least = options.min_new_tokens
     if least is None:

@@ -166,6 +166,16 @@ def test_what_the_generation_config_asks_for(workshop: Workshop, name: str) -> N
     assert engine.stats()["accepted"] > 0
 
 
+def test_words_may_be_an_array(t5: tuple[Path, Path]) -> None:
+    engine, words = one_thread(t5[1], 1), [[9], [20]]
+    asked = [Options(source=SOURCES[1], bad_words_ids=x) for x in (words, np.array(words))]
+    lists, arrays = (engine.request(None, each).processors for each in asked)
+    scores = np.zeros((2, VOCAB_SIZE), np.float32)
+    for row, (processor,) in zip(scores, (lists, arrays), strict=True):
+        processor(row, np.array([1]), 1)
+    assert np.flatnonzero(scores[0]).tolist() == np.flatnonzero(scores[1]).tolist() == [9, 20]
+
+
 def test_a_source_is_looked_into(t5: tuple[Path, Path]) -> None:
     """The copying draft proposes what followed in the source."""
     engine = one_thread(t5[1], 1)
