@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from rounds import cases
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from bench.core import pair as pairs
@@ -44,7 +45,7 @@ TINY = {
 SCALE = ReadingScale(2, (96, 24), (30, 24), 24)
 
 
-@pytest.fixture(scope="module", params=TINY)
+@pytest.fixture(scope="module", params=cases(["t5-tiny"], TINY))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SEQ2SEQ, request.param, TINY[request.param])
