@@ -259,14 +259,16 @@ def _says_what_is_known(made: Pair, name: str, modes: tuple[str, ...], work: Pat
         )
 
 
-def test_transformers_reads_sources(made: Pair, tmp_path: Path) -> None:
-    _says_what_is_known(made, "transformers", ("plain", "assistant"), tmp_path)
+MODES = {
+    "outrider": ("plain", "draft", "lookup"),
+    "transformers": ("plain", "assistant"),
+    "ctranslate2": ("plain",),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["outrider", "ctranslate2"])
-def test_others_read_sources(made: Pair, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", MODES)
+def test_systems_read_sources(made: Pair, name: str, tmp_path: Path) -> None:
     if (reason := SYSTEMS[name].missing()) is not None:
         pytest.skip(reason)
-    modes = ("plain", "draft", "lookup") if name == "outrider" else ("plain",)
-    _says_what_is_known(made, name, modes, tmp_path)
+    _says_what_is_known(made, name, MODES[name], tmp_path)

@@ -221,10 +221,10 @@ def test_a_draft_with_the_targets_encoder_runs_none(
     workshop: Workshop, tmp_path: Path, encoded: list[int]
 ) -> None:
     """What the target's has made is projected by the draft's own decoder."""
-    target, small = workshop.checkpoint("t5"), workshop.checkpoint("t5", num_decoder_layers=1)
-    draft = with_encoder_of(small, target, tmp_path / "draft")
+    target, other = workshop.checkpoint("t5"), workshop.checkpoint("t5", blur=0.1)
+    draft = with_encoder_of(other, target, tmp_path / "draft")
     assert same_encoder(find(str(target)), find(str(draft)))
-    assert not same_encoder(find(str(target)), find(str(small)))
+    assert not same_encoder(find(str(target)), find(str(other)))
     bundle = workshop.bundle(target, draft)
     facts = read_bundle(bundle).pair.draft
     assert facts and facts.encoder and facts.encoder.shared == 64
@@ -236,9 +236,9 @@ def test_a_draft_with_the_targets_encoder_runs_none(
     assert encoded[4:] == [7], "kept for the draft, which asks for it later"
     states = engine.decoder.target._states  # type: ignore[attr-defined]
     model = AutoModelForSeq2SeqLM.from_pretrained(target).get_encoder()
-    held = [engine.decoder.target.held.has(slot, SOURCES[2]) for slot in range(3)]
-    want = model(torch.tensor([SOURCES[2]])).last_hidden_state.detach().numpy()
-    np.testing.assert_allclose(states[held.index(True)], want, atol=1e-5)
+    slot = engine.decoder.target.held.slot_of(SOURCES[3])  # the last to come
+    want = model(torch.tensor([SOURCES[3]])).last_hidden_state.detach().numpy()
+    np.testing.assert_allclose(states[slot], want, atol=1e-5)
 
 
 @pytest.mark.parametrize(
