@@ -125,7 +125,9 @@ def test_greedy_text_with_every_draft_and_gamma(
         for gamma in range(1, 9):
             assert texts(engine, [greedy(s, gamma, draft) for s in SOURCES]) == said, (draft, gamma)
         accepted, drafted = (engine.stats()[x] - before[x] for x in ("accepted", "drafted"))
-        assert accepted < drafted and (accepted > 0 or draft == "random"), draft
+        assert accepted < drafted, draft
+        # What is looked up in a text that is kept from repeating itself hardly ever stands.
+        assert accepted > 0 or draft not in ("model", "chain", "bigram"), draft
 
 
 @pytest.mark.parametrize("name", cases(["t5"], ["mbart"]))
