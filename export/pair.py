@@ -98,11 +98,8 @@ def export(
         cause = f"DRAFT_WEIGHTS={draft_weights} is for a draft model, and there is none"
         raise OutriderError("option", cause, "Name a DRAFT, or leave it out.")
     if text is not None and target.features:
-        raise OutriderError(
-            "option",
-            f"TEXT is what a model reads, and {target.source} reads sound",
-            "Leave it out: the quality is measured on what the model makes of noise.",
-        )
+        cause = f"TEXT={text} is what a model reads, and {target.source} reads sound"
+        raise OutriderError("option", cause, "Leave TEXT out.")
     if text is not None and {own, draft_own} == {"full"}:
         cause = f"TEXT={text} is to measure quantised weights on, and none are"
         raise OutriderError("option", cause, "Set WEIGHTS, or leave it out.")

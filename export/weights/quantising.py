@@ -89,9 +89,11 @@ class Quantising:
         with stage(self.role, "texts to look at") as said:
             if self._features:
                 self._texts = quality.write_about(model, quality.noise(self._features), half)
-            elif self._bits == 4 or self._text is None:
+            elif self._bits == 4:
                 written = quality.write(model, TEXTS + MEASURED, length)
                 self._texts = written[TEXTS:].cut(half)
+            elif self._text is None:  # 8 bits are rounded to the nearest
+                self._texts = quality.write(model, MEASURED, half)
             if self._text is not None:
                 given = quality.windows(self._text, half, MEASURED)
                 encoder = model.config.is_encoder_decoder

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from rounds import cases
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from bench.core import pair as pairs
@@ -44,7 +45,7 @@ TINY = {
 SCALE = ReadingScale(2, (96, 24), (30, 24), 24)
 
 
-@pytest.fixture(scope="module", params=TINY)
+@pytest.fixture(scope="module", params=cases(["t5-tiny"], TINY))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SEQ2SEQ, request.param, TINY[request.param])
@@ -258,14 +259,16 @@ def _says_what_is_known(made: Pair, name: str, modes: tuple[str, ...], work: Pat
         )
 
 
-def test_transformers_reads_sources(made: Pair, tmp_path: Path) -> None:
-    _says_what_is_known(made, "transformers", ("plain", "assistant"), tmp_path)
+MODES = {
+    "outrider": ("plain", "draft", "lookup"),
+    "transformers": ("plain", "assistant"),
+    "ctranslate2": ("plain",),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["outrider", "ctranslate2"])
-def test_others_read_sources(made: Pair, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", MODES)
+def test_systems_read_sources(made: Pair, name: str, tmp_path: Path) -> None:
     if (reason := SYSTEMS[name].missing()) is not None:
         pytest.skip(reason)
-    modes = ("plain", "draft", "lookup") if name == "outrider" else ("plain",)
-    _says_what_is_known(made, name, modes, tmp_path)
+    _says_what_is_known(made, name, MODES[name], tmp_path)

@@ -311,6 +311,7 @@ def in_blocks(model: onnx.ModelProto) -> None:
             node.CopyFrom(made)
 
 
+@pytest.mark.slow
 @needs_library
 def test_no_product_makes_a_dense_copy_of_levels_of_8_bits(
     workshop: Workshop, tmp_path: Path

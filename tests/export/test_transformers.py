@@ -21,9 +21,9 @@ GAMMAS = (0, 1, 2, 4, 8)
 # One of each way to build a decoder: tied and grouped; a window; biases; norms of queries and keys;
 # soft caps and mixed windows; packed products; learned positions; experts. The others are near one
 # of them.
-FAST = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "mixtral"]
+FAST = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "mixtral"]
 SLOW = [
-    "llama3", "gemma3", "opt", "gpt-neox", "olmo2", "gemma", "phi", "phi3-longrope",
+    "llama3", "gemma3", "opt", "phi3", "gpt-neox", "olmo2", "gemma", "phi", "phi3-longrope",
     "llama-dynamic", "stablelm", "granite", "cohere", "smollm3", "starcoder2", "qwen3-moe",
     "deepseek3", "gpt-oss",
 ]  # fmt: skip

@@ -125,7 +125,9 @@ def test_greedy_text_with_every_draft_and_gamma(
         for gamma in range(1, 9):
             assert texts(engine, [greedy(s, gamma, draft) for s in SOURCES]) == said, (draft, gamma)
         accepted, drafted = (engine.stats()[x] - before[x] for x in ("accepted", "drafted"))
-        assert accepted < drafted and (accepted > 0 or draft == "random"), draft
+        assert accepted < drafted, draft
+        # What is looked up in a text that is kept from repeating itself hardly ever stands.
+        assert accepted > 0 or draft not in ("model", "chain", "bigram"), draft
 
 
 @pytest.mark.parametrize("name", cases(["t5"], ["mbart"]))
@@ -231,10 +233,10 @@ def test_a_draft_with_the_targets_encoder_runs_none(
     workshop: Workshop, tmp_path: Path, encoded: list[int]
 ) -> None:
     """What the target's has made is projected by the draft's own decoder."""
-    target, small = workshop.checkpoint("t5"), workshop.checkpoint("t5", num_decoder_layers=1)
-    draft = with_encoder_of(small, target, tmp_path / "draft")
+    target, other = workshop.checkpoint("t5"), workshop.checkpoint("t5", blur=0.1)
+    draft = with_encoder_of(other, target, tmp_path / "draft")
     assert same_encoder(find(str(target)), find(str(draft)))
-    assert not same_encoder(find(str(target)), find(str(small)))
+    assert not same_encoder(find(str(target)), find(str(other)))
     bundle = workshop.bundle(target, draft)
     facts = read_bundle(bundle).pair.draft
     assert facts and facts.encoder and facts.encoder.shared == 64
@@ -246,9 +248,9 @@ def test_a_draft_with_the_targets_encoder_runs_none(
     assert encoded[4:] == [7], "kept for the draft, which asks for it later"
     states = engine.decoder.target._states  # type: ignore[attr-defined]
     model = AutoModelForSeq2SeqLM.from_pretrained(target).get_encoder()
-    held = [engine.decoder.target.held.has(slot, SOURCES[2]) for slot in range(3)]
-    want = model(torch.tensor([SOURCES[2]])).last_hidden_state.detach().numpy()
-    np.testing.assert_allclose(states[held.index(True)], want, atol=1e-5)
+    slot = engine.decoder.target.held.slot_of(SOURCES[3])  # the last to come
+    want = model(torch.tensor([SOURCES[3]])).last_hidden_state.detach().numpy()
+    np.testing.assert_allclose(states[slot], want, atol=1e-5)
 
 
 @pytest.mark.parametrize(
