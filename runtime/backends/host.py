@@ -224,10 +224,10 @@ class HostEngine(ABC, Generic[Call]):
         self.held.copied(source, destination, rows)
 
     def clear(self, slot: int) -> None:
+        self.held.encoded(slot, ())  # first: whoever is interrupted leaves no rows of use
         for cache in (*self._cache.values(), *self._source.values()):
             cache[slot] = 0
         self._source_length[slot] = 1
-        self.held.encoded(slot, ())
 
     def _reserve(self, position: Ids, width: int) -> None:
         """Enough rows for this call, and not many more: attention reads all S, valid or not.

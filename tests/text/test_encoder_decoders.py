@@ -40,7 +40,8 @@ from runtime.certificate import check
 from runtime.drafts.registry import KINDS
 from runtime.drafts.tables import Tables, fingerprint
 from runtime.files.errors import EXIT_STATUS, OutriderError
-from runtime.files.manifest import ENCODER_DECODERS, read_bundle
+from runtime.files.folders import refuse_foreign
+from runtime.files.manifest import ENCODER_DECODERS, ENCODER_FILE, PART_FILE, read_bundle
 
 NEW_TOKENS, PENALTY = 48, 3.0
 SOURCES = [
@@ -334,6 +335,13 @@ def test_control_a_wrong_row_of_the_source_shows(t5: tuple[Path, Path]) -> None:
     for event in stream:
         tokens += event.tokens
     assert [token.id for token in tokens] != expected(t5[0], SOURCES[1])
+
+
+def test_a_part_can_be_made_again(t5: tuple[Path, Path], workshop: Workshop) -> None:
+    """What is replaced holds files of ours alone."""
+    part = workshop.cache / read_bundle(t5[1]).pair.target.key[:16]
+    refuse_foreign(part, PART_FILE)
+    assert (part / ENCODER_FILE).exists()
 
 
 def test_beams(t5: tuple[Path, Path], encoded: list[int]) -> None:

@@ -202,12 +202,6 @@ def test_refused_of_a_model_that_transcribes(
     assert refused.value.kind == "prompt"
 
 
-def test_a_text_to_measure_on_is_refused(workshop: Workshop, tmp_path: Path) -> None:
-    with pytest.raises(OutriderError, match="reads sound") as refused:
-        workshop.graphs(workshop.checkpoint("whisper"), weights="int8", text=tmp_path / "text")
-    assert refused.value.kind == "option"
-
-
 def test_features_are_refused_of_a_model_that_reads_text(workshop: Workshop) -> None:
     bundle = workshop.bundle(workshop.checkpoint("t5"), workshop.checkpoint("t5", blur=0.1))
     with pytest.raises(
