@@ -82,6 +82,7 @@ def test_a_graph_without_its_weights_takes_no_room(graphs: Path) -> None:
         assert rotary[0] == 1 and (rotary > 0).all()
 
 
+@pytest.mark.slow
 def test_noise_sets_the_acceptance(graphs: Path) -> None:
     """And without it the draft is the target: a bigram model, whatever its layers compute, which
     NumPy knows."""

@@ -198,6 +198,7 @@ def test_an_older_torch_compiles_for_a_gpu_and_for_no_processor(
     assert aotinductor._config(gpu=False) == aotinductor.CONFIG
 
 
+@pytest.mark.slow
 def test_a_gpu_copies_no_cache(graphs: Path) -> None:
     facts, heads = read_pair(graphs).target, 4
     assert facts.key_shapes[0][0] < heads
