@@ -21,7 +21,7 @@ class Body(BaseModel, extra="allow"):
     """A request. What has no name here is an option of the engine, under its own name."""
 
     model: str
-    n: int = Field(1, ge=1)
+    n: int = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: dict[Literal["include_usage"], bool] | None = None
     max_tokens: int | None = None

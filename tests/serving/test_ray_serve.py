@@ -261,6 +261,7 @@ REFUSED = [
     ({"temperature": -1}, 400, "option"),
     ({"top_p": "much"}, 400, "option"),
     ({"n": 0}, 400, "option"),
+    ({"n": 10**9}, 400, "option"),
     ({"logit_bias": {"4096": 1}}, 400, "option"),
     ({"max_tokens": 0}, 400, "option"),
     ({"seed": "a", "n": 2}, 400, "option"),

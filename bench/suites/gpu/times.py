@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from runtime import Options, TextEngine
 from runtime.theory.formulas import speedup
 
-from ...core.clock import Clock
+from ...core.clock import Clock, sample
 from ...core.costs import Traffic, total
 from ...core.record import Run
 from ...core.runs import Way, decode_all, gain
@@ -243,7 +243,7 @@ class Times:
         plain = calls["outrider plain"]()
         for name, call in calls.items():
             agree = [a == b for a, b in zip(call(), plain, strict=True)]
-            seconds = statistics.median(_seconds(call) for _ in range(3))
+            seconds = statistics.median(sample(call).seconds for _ in range(3))
             result[name] = {
                 "tokens_per_second": round(tokens / seconds, 2),
                 "same_first_tokens": [*agree, False].index(False),
@@ -313,12 +313,6 @@ def _transformers(
         return answer
 
     return {"transformers": call, "transformers, assistant_model": lambda: call(draft)}
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
 
 
 def _ms(seconds: float) -> float:
