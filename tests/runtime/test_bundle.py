@@ -148,10 +148,6 @@ def test_a_line_that_cannot_be_is_refused_before_anything_is_read(tmp_path: Path
         load(tmp_path / "nothing", queue=-1)
 
 
-def test_control_the_copy_is_sound(bundle: Path) -> None:
-    assert len(load(bundle).generate([5, 6, 7], max_new_tokens=4, ignore_eos=True).tokens) == 4
-
-
 def test_unverified_files_are_still_there_and_whole(bundle: Path) -> None:
     """verify=False skips the hashes, and nothing else."""
     _flip("target/weights.bin")(bundle)
@@ -223,19 +219,6 @@ def test_an_interrupted_folder_leaves_no_trace(
         write()
     assert snapshot(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == (["out"] if exists else [])
-
-
-def test_a_foreign_folder_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter-1.md").write_text("years of work")
-    before = snapshot(tmp_path)
-    with pytest.raises(OutriderError) as caught, write_folder(tmp_path / "thesis", "marker"):
-        pytest.fail("the block must not run")
-    assert caught.value.kind == "disk"
-    assert snapshot(tmp_path) == before
-    (tmp_path / "empty").mkdir()  # nothing to lose
-    with write_folder(tmp_path / "empty", "marker") as partial:
-        (partial / "marker").write_text("")
 
 
 # Building
