@@ -53,12 +53,6 @@ def test_channels_bits_and_rates(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, whole, atol=1e-6)
 
 
-def test_arrays() -> None:
-    sound = sine(0.5, RATE)
-    np.testing.assert_array_equal(samples(sound), sound.astype(np.float32))
-    assert samples(sound.astype(np.float32)).dtype == np.float32
-
-
 @pytest.mark.parametrize(
     ("audio", "cause"),
     [

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from exact import V, by_keys, own
-from fakes import near, random_model, script
+from fakes import random_model, script
 from rounds import ids, make_decoder, on_host, oracle, plain, run
 
 from examples.own_draft import Phrases
@@ -52,20 +52,6 @@ def _known(sampler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Phrases, "least", 1)
     monkeypatch.setitem(registry.KINDS, "phrases", Phrases)
     monkeypatch.setitem(registry.KINDS, "liar", Liar)
-
-
-@on_host
-@pytest.mark.parametrize("gamma", [1, 8])
-def test_temperature_0_is_plain_decoding(gamma: int) -> None:
-    accepted = 0
-    for model in (SAYING, random_model(1)):
-        decoder = make_decoder(model, near(model, 2, 1.0))
-        request = Request([2, 3, 2], gamma=gamma, draft="phrases", max_new_tokens=40)
-        sequence = run(decoder, request)
-        assert ids(sequence) == plain(decoder, request) == oracle(model, request)
-        assert sequence.stats.drafted > 0
-        accepted += sequence.stats.accepted
-    assert accepted > 0
 
 
 @on_host

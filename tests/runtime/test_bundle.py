@@ -119,6 +119,10 @@ DAMAGE = {
         ),
         "contradicts itself about its files",
     ),
+    "files elsewhere": (
+        _manifest(lambda c: c["facts"]["files"].update({"../x": {"size": 1, "sha256": "0"}})),
+        "leads out of the folder",
+    ),
     "unknown backend": (_manifest(lambda c: c["facts"].update(backend="tensorrt")), "tensorrt"),
     "edited graph": (_flip("target/graph.onnx"), "its hash differs"),
     "edited weights": (_flip("draft/weights.bin"), "its hash differs"),

@@ -36,7 +36,6 @@ from runtime.backends import host
 from runtime.backends.engine import HeldRows, Ids
 from runtime.backends.onnxruntime import OrtEngine
 from runtime.beam.text import beam_texts
-from runtime.certificate import check
 from runtime.drafts.registry import KINDS
 from runtime.drafts.tables import Tables, fingerprint
 from runtime.files.errors import EXIT_STATUS, OutriderError
@@ -167,16 +166,6 @@ def test_what_the_generation_config_asks_for(workshop: Workshop, name: str) -> N
         off = {"no_repeat_ngram_size": 0, "bad_words_ids": (), "encoder_no_repeat_ngram_size": 0}
         assert engine.generate(None, **asked, **off, max_new_tokens=room).token_ids != said[2:]
     assert engine.stats()["accepted"] > 0
-
-
-def test_words_may_be_an_array(t5: tuple[Path, Path]) -> None:
-    engine, words = one_thread(t5[1], 1), [[9], [20]]
-    asked = [Options(source=SOURCES[1], bad_words_ids=x) for x in (words, np.array(words))]
-    lists, arrays = (engine.request(None, each).processors for each in asked)
-    scores = np.zeros((2, VOCAB_SIZE), np.float32)
-    for row, (processor,) in zip(scores, (lists, arrays), strict=True):
-        processor(row, np.array([1]), 1)
-    assert np.flatnonzero(scores[0]).tolist() == np.flatnonzero(scores[1]).tolist() == [9, 20]
 
 
 def test_a_source_is_looked_into(t5: tuple[Path, Path]) -> None:
@@ -326,17 +315,6 @@ def test_room_for_sources_grows(t5: tuple[Path, Path], monkeypatch: pytest.Monke
     assert rows == [MAX_LEN, 64, 16, 16]
 
 
-def test_control_a_wrong_row_of_the_source_shows(t5: tuple[Path, Path]) -> None:
-    engine = one_thread(t5[1], 1)
-    stream = engine.stream(None, **vars(greedy(SOURCES[1], 0)))
-    tokens = list(next(stream).tokens)
-    for array in engine.decoder.target._source.values():  # type: ignore[attr-defined]
-        array[0, :, 3] = 0
-    for event in stream:
-        tokens += event.tokens
-    assert [token.id for token in tokens] != expected(t5[0], SOURCES[1])
-
-
 def test_a_part_can_be_made_again(t5: tuple[Path, Path], workshop: Workshop) -> None:
     """What is replaced holds files of ours alone."""
     part = workshop.cache / read_bundle(t5[1]).pair.target.key[:16]
@@ -378,16 +356,6 @@ def test_beams_keep_to_what_the_generation_config_asks_for(workshop: Workshop) -
 
 
 # Promises
-
-
-def test_certificate(t5: tuple[Path, Path]) -> None:
-    """Above temperature 0, with a draft that has read the source, too."""
-    engine = one_thread(t5[1], 1)
-    options = Options(source=SOURCES[1], temperature=1.0, seed=5, max_new_tokens=100)
-    found = check(engine, None, options)
-    assert found.passed and found.tokens == 512 and found.drafted
-    lenient = Options(**{**vars(options), "verify": "sigmoid"})
-    assert not check(engine, None, lenient).passed
 
 
 @pytest.mark.slow

@@ -295,23 +295,6 @@ def test_random_streams_equal_the_naive_search() -> None:
     assert 1000 < matches < 5000
 
 
-@pytest.mark.parametrize(
-    ("stops", "pieces", "expected"),
-    [
-        (["\n\n"], ["a\n", "b\n", "\n", "c"], ("a\nb", "\n\n", 3)),
-        (["b", "ab"], ["xab"], ("x", "ab", 1)),  # end together: the longest
-        (["bcd", "c"], ["abcd"], ("ab", "c", 1)),  # complete first, also inside one piece
-        ("ab", ["xbab"], ("xb", "ab", 1)),  # a lone string
-    ],
-)
-def test_stop_strings(
-    stops: list[str] | str, pieces: list[str], expected: tuple[str, str | None, int]
-) -> None:
-    assert run_stops(stops, pieces) == expected
-    with pytest.raises(OutriderError, match=r"option: .* empty"):
-        StopStrings(["a", ""])
-
-
 CHATML = """{%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}
 {%- endfor %}

@@ -49,12 +49,6 @@ def test_table_4(gamma: int, alpha: float, cost: float, expected: float) -> None
     assert most - least < 0.3
 
 
-@pytest.mark.parametrize(("alpha", "expected"), [(0.75, 3.3), (0.8, 3.9), (0.87, 4.9)])
-def test_lenience_at_temperature_0(alpha: float, expected: float) -> None:
-    """Appendix A.5: c = 0.015, gamma = 8."""
-    assert speedup(alpha, 8, 0.015) == pytest.approx(expected, abs=0.05)
-
-
 def test_figure_2() -> None:
     """Tokens of a round: from 1 at alpha 0 to gamma + 1 at 1, growing in both."""
     for gamma in (1, 3, 5, 7, 10):
