@@ -124,7 +124,7 @@ def test_what_is_missing_is_named(
     with pytest.raises(OutriderError, match=f"{library} is not installed.*pip install") as refused:
         samples(tmp_path / "a.wav")
     assert refused.value.kind == "backend"
-    samples(sine(0.1, RATE))  # an array needs neither
+    assert samples(sine(0.1, RATE)).dtype == np.float32, "an array needs neither"
 
 
 # Windows

@@ -322,25 +322,9 @@ def test_a_part_can_be_made_again(t5: tuple[Path, Path], workshop: Workshop) -> 
     assert (part / ENCODER_FILE).exists()
 
 
-def test_beams(t5: tuple[Path, Path], encoded: list[int]) -> None:
-    """All hypotheses of Transformers' beam search, plain and drafted; slots share what was read."""
-    target, bundle = t5
-    engine, original = one_thread(bundle, 12), AutoModelForSeq2SeqLM.from_pretrained(target).eval()
-    original.generation_config.eos_token_id = None
-    for source in SOURCES[1:3]:
-        want = original.generate(
-            torch.tensor([source]), do_sample=False, num_beams=3, num_return_sequences=3,
-            max_new_tokens=16, pad_token_id=0,
-        )[:, 1:].tolist()  # fmt: skip
-        for gamma in (0, 3):
-            given = {"source": source, "max_new_tokens": 16, "ignore_eos": True}
-            found = beam_texts(engine, None, beams=3, gamma=gamma, **given)
-            assert [one.token_ids for one in found.texts] == want
-    assert encoded == [7, 7, 40, 40], "once for the target and once for the draft"
-
-
-def test_beams_keep_to_what_the_generation_config_asks_for(workshop: Workshop) -> None:
-    """To the length at which all end: no end of text comes before."""
+def test_beams(workshop: Workshop, encoded: list[int]) -> None:
+    """All hypotheses of Transformers' beam search, plain and drafted, with what the generation
+    config asks for, to the length at which all end. Slots share what was read."""
     rules = {**RULES, "min_length": 18, "max_length": 18}
     target = workshop.checkpoint("t5", generation=rules)
     engine = one_thread(workshop.bundle(target, workshop.checkpoint("t5", blur=0.1)), 12)
@@ -353,6 +337,7 @@ def test_beams_keep_to_what_the_generation_config_asks_for(workshop: Workshop) -
         for gamma in (0, 3):
             found = beam_texts(engine, None, beams=3, gamma=gamma, source=source, max_new_tokens=16)
             assert [one.token_ids for one in found.texts] == want
+    assert encoded == [7, 7, 40, 40], "once for the target and once for the draft"
 
 
 # Promises
@@ -379,38 +364,39 @@ def test_what_its_bits_depend_on_is_measured(workshop: Workshop, name: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("prompt", "options", "kind", "cause"),
+    ("target", "prompt", "options", "kind", "cause"),
     [
-        ("abc", {}, "prompt", "there is no source"),
-        (None, {"source": []}, "prompt", "there is no source"),
-        (None, {"source": [3] * (MAX_LEN + 1)}, "prompt", f"the source has {MAX_LEN + 1} tokens"),
-        (None, {"source": [VOCAB_SIZE]}, "prompt", f"the source has the token id {VOCAB_SIZE}"),
-        (None, {"source": 7}, "option", "source=7 is out of range"),
-        ("abc", {"source": "abc", "system": "be kind"}, "option", "chat templates are of"),
-        (None, {"source": "abc", "chat": True}, "option", "chat templates are of"),
+        ("t5", "abc", {}, "prompt", "there is no source"),
+        ("t5", None, {"source": []}, "prompt", "there is no source"),
+        (
+            "t5",
+            None,
+            {"source": [3] * (MAX_LEN + 1)},
+            "prompt",
+            f"the source has {MAX_LEN + 1} tokens",
+        ),
+        (
+            "t5",
+            None,
+            {"source": [VOCAB_SIZE]},
+            "prompt",
+            f"the source has the token id {VOCAB_SIZE}",
+        ),
+        ("t5", None, {"source": 7}, "option", "source=7 is out of range"),
+        ("t5", "abc", {"source": "abc", "system": "be kind"}, "option", "chat templates are of"),
+        ("t5", None, {"source": "abc", "chat": True}, "option", "chat templates are of"),
+        ("llama", "abc", {"source": "abc"}, "option", "a source is for encoder-decoders"),
+        ("llama", "abc", {"source": ""}, "option", "a source is for encoder-decoders"),
+        ("llama", None, {}, "prompt", "there is no prompt"),
     ],
 )
-def test_refused_of_an_encoder_decoder(
-    t5: tuple[Path, Path], prompt: str | None, options: dict[str, object], kind: str, cause: str
-) -> None:
+def test_refused(
+    t5: tuple[Path, Path], llama_bundle: Path, target: str, prompt: str | None,
+    options: dict[str, object], kind: str, cause: str,
+) -> None:  # fmt: skip
+    bundle = t5[1] if target == "t5" else llama_bundle
     with pytest.raises(OutriderError, match=cause) as refused:
-        one_thread(t5[1], 1).generate(prompt, **options)
-    assert refused.value.kind == kind
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "kind", "cause"),
-    [
-        ("abc", {"source": "abc"}, "option", "a source is for encoder-decoders"),
-        ("abc", {"source": ""}, "option", "a source is for encoder-decoders"),
-        (None, {}, "prompt", "there is no prompt"),
-    ],
-)
-def test_refused_of_a_decoder(
-    llama_bundle: Path, prompt: str | None, options: dict[str, object], kind: str, cause: str
-) -> None:
-    with pytest.raises(OutriderError, match=cause) as refused:
-        one_thread(llama_bundle, 1).generate(prompt, **options)
+        one_thread(bundle, 1).generate(prompt, **options)
     assert refused.value.kind == kind
 
 
