@@ -38,13 +38,10 @@ from runtime.sampling.softmax import confidence
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
+pytestmark = pytest.mark.usefixtures("sampler")
+
 LOOKUPS = [name for name, kind in KINDS.items() if kind.point_masses]
 REPEATS = script("abcab.abcdab,", period=True, start=1)
-
-
-@pytest.fixture(autouse=True)
-def _sampler(sampler: None) -> None:
-    pass
 
 
 def tables(vocab_size: int = VOCAB_SIZE, seed: int = 0, length: int = 400) -> Tables:

@@ -132,21 +132,6 @@ def test_random_streams_equal_the_full_decode(tokenizer: Tokenizer) -> None:
         assert_streams(tokenizer, random_ids(tokenizer, rng))
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "value"),
-    [(Tokenizer, "undecided", lambda self, pieces: 0), (Detokenizer, "_CONTEXT", 1)],
-)
-def test_incomplete_characters_that_are_shown_are_noticed(
-    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, owner: type, name: str, value: object
-) -> None:
-    """The control: nothing is held back, or the window of tokens has no context."""
-    monkeypatch.setattr(owner, name, value)
-    tokenizer = Tokenizer(files["byte_level"])
-    with pytest.raises(AssertionError):  # noqa: PT012 - at one of the cuts
-        for start in range(12):
-            assert_streams(tokenizer, tokenizer.encode("x" * start + "🦊🧭" * 9))
-
-
 def test_the_prompt_decides_on_the_leading_space(tokenizer: Tokenizer) -> None:
     rng = random.Random(1)
     for _ in range(300):
