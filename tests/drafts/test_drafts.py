@@ -247,20 +247,6 @@ def test_confidence_is_the_drafts_own() -> None:
         decoder.release(sequence)
 
 
-def test_a_draft_colder_than_the_target() -> None:
-    """Of a draft that knows the target's logits: alpha = sum min(p, q), largest at p's own."""
-    model = random_model(1)
-    rates = {}
-    for own_temperature in (0.3, 1.0, 3.0):
-        request = Request(
-            [2], sampled(temperature=1.0), gamma=4, draft_temperature=own_temperature,
-            max_new_tokens=60,
-        )  # fmt: skip
-        stats = run(make_decoder(model, model), request).stats
-        rates[own_temperature] = stats.accepted / stats.examined
-    assert rates[1.0] == 1 and max(rates[0.3], rates[3.0]) < 0.9
-
-
 # Tables and texts
 
 
