@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from models.corpus import collect
+from runtime.files.manifest import TOKENIZER_FILE
+from runtime.text.tokenizer import Tokenizer
 
-from ..core import machine, pair
+from ..core import machine
 from ..core.clock import ENOUGH, Clock, Sample, figure, order, turns
 from ..core.command import Results, Suite
 from ..core.costs import row_bytes
@@ -268,7 +270,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     args.work.mkdir(parents=True, exist_ok=True)
     clock.note("the text that prompts are cut from")
-    prompts = Prompts(collect().held_out, *pair.encoder(TARGET))
+    prompts = Prompts.of(Tokenizer(TARGET / TOKENIZER_FILE), collect().held_out)
     reader = machine.MemoryReader(args.threads)
     scale = QUICK if args.quick else FULL
     return run(Growing(scale, args.threads, args.work, prompts, reader, clock, args.precision))

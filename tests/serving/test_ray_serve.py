@@ -27,6 +27,7 @@ from outrider.files.manifest import MANIFEST_FILE, TEMPLATE_FILE, file_facts, re
 from outrider.files.records import write_json
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: see make test-serve")
+yaml = pytest.importorskip("yaml")
 openai = pytest.importorskip("openai", reason="openai is not installed: see make test-serve")
 
 pytestmark = pytest.mark.slow
@@ -67,11 +68,15 @@ class Server:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url, self.mark = f"http://127.0.0.1:{port}/v1", f"OUTRIDER_SERVER={port}"
-        options = {"port": port, "queue": QUEUE, "replicas": REPLICAS}
+        given = yaml.safe_load((CHECKOUT / "examples" / "ray_serve.yaml").read_text())
+        given["http_options"]["port"], (app,) = port, given["applications"]
+        app["args"] |= {"bundle": str(bundle), "queue": QUEUE}
+        app["deployments"][0]["autoscaling_config"]["min_replicas"] = REPLICAS
+        config = Path(folder) / "serve.yaml"
+        config.write_text(yaml.safe_dump(given))
         name, value = self.mark.split("=")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "examples.ray_serve", bundle]
-            + [f"--{option}={value}" for option, value in options.items()],
+            [Path(sys.executable).with_name("serve"), "run", config],
             cwd=CHECKOUT,
             env={**os.environ, name: value, "RAY_TMPDIR": folder, "RAY_SERVE_LOG_TO_STDERR": "0"},
         )
@@ -256,6 +261,8 @@ REFUSED = [
     ({"temperature": -1}, 400, "option"),
     ({"top_p": "much"}, 400, "option"),
     ({"n": 0}, 400, "option"),
+    ({"n": 10**9}, 400, "option"),
+    ({"logit_bias": {"4096": 1}}, 400, "option"),
     ({"max_tokens": 0}, 400, "option"),
     ({"seed": "a", "n": 2}, 400, "option"),
     ({"stream_options": {"include_usage": True}}, 400, "option"),
