@@ -39,6 +39,16 @@ class Gate:
         return MODEL(context)
 
 
+def test_more_callers_than_slots(engine: TextEngine) -> None:
+    """Fault: "busy" at once. And threads in turn get what they get alone."""
+    alone = engine.generate("abc", max_new_tokens=40).token_ids
+    with ThreadPoolExecutor(8) as pool:
+        runs = [pool.submit(engine.generate, "abc", max_new_tokens=40) for _ in range(12)]
+        assert all(run.result(60).token_ids == alone for run in runs)
+    assert engine.decoder.slots.free == engine.line.free == 2
+    assert engine.stats()["requests"] == 13
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_threads_share_rounds(
     engine: TextEngine, monkeypatch: pytest.MonkeyPatch, shared: bool
