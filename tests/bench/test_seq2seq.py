@@ -22,7 +22,7 @@ from bench.suites.side import run as measuring
 from bench.suites.side.run import DRAFT, OWN, SideRun, systems
 from bench.suites.side.seq2seq import PIECE, ReadingScale, document, features, jobs, speech
 from bench.suites.side.suite import run
-from bench.suites.side.tables import BASE, CT2
+from bench.suites.side.tables import BASE, CT2, MIXED
 from bench.systems import SYSTEMS
 from bench.systems.peer import Peer
 from bench.systems.protocol import Request, Steps, Text, Unavailable
@@ -147,7 +147,7 @@ def test_what_is_read() -> None:
 
 def test_who_reads_sources() -> None:
     names = [system.name for system in systems(list(SYSTEMS), models="seq2seq")]
-    assert {OWN, DRAFT, "outrider lookup", "outrider int4 draft", BASE, CT2} <= {*names}
+    assert {OWN, DRAFT, "outrider lookup", "outrider int4 draft", MIXED, BASE, CT2} <= {*names}
     assert not {"outrider auto", "genai plain", "llama.cpp plain"} & {*names}
     few = {system.name for system in systems(list(SYSTEMS), ["int8"], "seq2seq")}
     assert few == {

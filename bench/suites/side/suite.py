@@ -19,6 +19,8 @@ from typing import Any
 
 from models.corpus import collect
 from runtime.files.errors import OutriderError
+from runtime.files.manifest import TOKENIZER_FILE
+from runtime.text.tokenizer import Tokenizer
 
 from ...core import machine, pair
 from ...core.clock import Clock
@@ -126,7 +128,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--shape", choices=[*pair.SHAPES, *pair.SEQ2SEQ], default="smollm-135m",
         help="of the target; default smollm-135m")  # fmt: skip
     add("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS),
-        help="of the weights, or what peers have of as many bits; default: all")  # fmt: skip
+        help="of the weights, or what peers have of as many bits; mixed: a target of float32 "
+        "with a draft of int8; default: all")  # fmt: skip
     add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
     add("--work", type=Path, default=Path("build/side"), metavar="DIR",
         help="where pairs and what systems make of them are kept; default build/side")  # fmt: skip
@@ -142,7 +145,7 @@ def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
         chosen = systems(args.systems, args.precision, "seq2seq")
         reading = seq2seq.QUICK if args.quick else seq2seq.FULL
         return run(side, chosen, [seq2seq.jobs(reading, made, chosen, BOTH)], None)
-    prompts = Prompts(collect().held_out, *pair.encoder(made.target), seed=1)
+    prompts = Prompts.of(Tokenizer(made.target / TOKENIZER_FILE), collect().held_out, seed=1)
     scale, chosen = QUICK if args.quick else FULL, systems(args.systems, args.precision)
     works = [alone(scale, prompts, chosen), together(scale, prompts, chosen)]
     return run(side, chosen, works, prompts.completion(MEMORY_SHAPE[0]))
