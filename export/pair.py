@@ -90,6 +90,8 @@ def export(
             )
         asked_for = {"DTYPE": dtype if form == "onnx" else None, "CACHE": cache_type}
         _check_encoder_decoder(target, drafter, asked_for)
+        if form == "torch":
+            backend_runs = ["full"]  # quantised layers have been compiled of decoders alone
     elif drafter and drafter.has_encoder:
         raise _two_kinds(target, drafter)
     own = weights or _bits_of(target, "WEIGHTS")

@@ -257,8 +257,7 @@ def _trace(wanted: Wanted, model: PreTrainedModel, shapes: CacheShapes) -> list[
         source = shapes.source_keys, shapes.source_values
         try:
             if not checkpoint.has_encoder:
-                decoder = Decoder(model, positions).eval()
-                return [wanted.by.trace(decoder, of_text)]
+                return [wanted.by.trace(Decoder(model, positions).eval(), of_text)]
             read_by_decoder = example_decoder(of_text, *source)
             states = torch.zeros(1, shapes.source_rows or 3, shapes.states, dtype=model.dtype)
             read = example_encoder(*source, checkpoint.features, states if wanted.shares else None)

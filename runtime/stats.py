@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast, get_args
 
@@ -75,6 +76,14 @@ class Stats:
                 setattr(self, name, [a + b for a, b in zip(*pairs, strict=True)])
             else:
                 setattr(self, name, mine + theirs)
+
+    @staticmethod
+    def total(every: Iterable[Stats]) -> Stats:
+        """The counts and times of several."""
+        sum_of_all = Stats()
+        for stats in every:
+            sum_of_all.add(stats)
+        return sum_of_all
 
     @property
     def time_host(self) -> float:

@@ -94,10 +94,7 @@ def predicted(alpha: float, gammas: Iterable[float], costs: RoundCosts) -> float
 
 def total(texts: Iterable[Run]) -> Stats:
     """The counts and times of several texts."""
-    stats = Stats()
-    for text in texts:
-        stats.add(text.stats)
-    return stats
+    return Stats.total(text.stats for text in texts)
 
 
 def acceptance(texts: Iterable[Run]) -> float:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from .machine import CHECKOUT
 
 
 def kept(folder: Path, sources: Iterable[Path], make: Callable[[], object]) -> Path:
@@ -20,6 +25,23 @@ def kept(folder: Path, sources: Iterable[Path], make: Callable[[], object]) -> P
     make()
     stamp.write_text(wanted)  # last: what is half made is made again
     return folder
+
+
+def run_module(module: str, *arguments: object) -> str | None:
+    """`python -m module` in a process of its own, whose words go to stderr. How it ended: with
+    which status and what last words; None where all is well."""
+    texts = [str(a.resolve()) if isinstance(a, Path) else str(a) for a in arguments]
+    last = "nothing said"
+    with subprocess.Popen(
+        [sys.executable, "-m", module, *texts], cwd=CHECKOUT, text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"}, stdin=subprocess.DEVNULL, stdout=2,
+        stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        for line in process.stderr:
+            sys.stderr.write(line)
+            last = line.strip() or last
+    return f"ended with status {process.returncode}: {last}" if process.returncode else None
 
 
 def _counts(path: Path) -> bool:

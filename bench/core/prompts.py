@@ -78,7 +78,7 @@ class Prompts:
 
     @staticmethod
     def of(tokenizer: Tokenizer, documents: Sequence[str], seed: int = 0) -> Prompts:
-        """With a bundle's own tokenizer."""
+        """With a model's own tokenizer."""
 
         def encode(text: str) -> list[int]:
             return tokenizer.encode(text, add_special_tokens=False)

@@ -45,10 +45,7 @@ class Measurement:
 
     def total(self, *gammas: int) -> Stats:
         """The counts and times of all prompts."""
-        stats = Stats()
-        for text in (text for gamma in gammas for text in self.texts[gamma]):
-            stats.add(text)
-        return stats
+        return Stats.total(text for gamma in gammas for text in self.texts[gamma])
 
     def ratios(self, gamma: int) -> list[float]:
         """Of each prompt, the speed over plain decoding's, without the prefill."""

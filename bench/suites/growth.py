@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from models.corpus import collect
+from runtime.files.manifest import TOKENIZER_FILE
+from runtime.text.tokenizer import Tokenizer
 
-from ..core import machine, pair
+from ..core import machine
 from ..core.clock import ENOUGH, Clock, Sample, figure, order, turns
 from ..core.command import Results, Suite
 from ..core.costs import row_bytes
@@ -30,7 +32,6 @@ from ..core.pair import SHAPES, TARGET, Shape
 from ..core.pair.grow import grow
 from ..core.prompts import Prompts
 from ..core.table import Table
-from ..systems import SYSTEMS
 from ..systems.peer import Peer
 from ..systems.protocol import Request, Steps
 
@@ -261,14 +262,14 @@ def _number(value: float) -> str:
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work", type=Path, default=Path("build/side"), metavar="DIR",
         help="where checkpoints and bundles are kept; default build/side")  # fmt: skip
-    parser.add_argument("--precision", choices=SYSTEMS["outrider"].precisions, default="float32",
+    parser.add_argument("--precision", choices=("float32", "int8", "int4"), default="float32",
         help="of the weights; default float32")  # fmt: skip
 
 
 def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     args.work.mkdir(parents=True, exist_ok=True)
     clock.note("the text that prompts are cut from")
-    prompts = Prompts(collect().held_out, *pair.encoder(TARGET))
+    prompts = Prompts.of(Tokenizer(TARGET / TOKENIZER_FILE), collect().held_out)
     reader = machine.MemoryReader(args.threads)
     scale = QUICK if args.quick else FULL
     return run(Growing(scale, args.threads, args.work, prompts, reader, clock, args.precision))

@@ -9,8 +9,6 @@ import importlib
 import math
 import os
 import re
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Iterable, Sequence
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..core.clock import lost_seconds, sample
-from ..core.kept import kept
+from ..core.kept import kept, run_module
 from ..core.machine import resident
 from . import SYSTEMS
 from .protocol import Batch, Request, Setup, Steps, Text, Unavailable
@@ -69,15 +67,8 @@ def converted(folder: Path, checkpoint: Path, module: str, *arguments: object) -
     """
 
     def convert() -> None:
-        texts = [str(a.resolve()) if isinstance(a, Path) else str(a) for a in arguments]
-        done = subprocess.run(
-            [sys.executable, "-m", module, *texts],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            cwd=Path(__file__).parents[2], env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
-        if done.returncode:
-            lines = done.stdout.strip().splitlines() or [f"status {done.returncode}"]
-            raise RuntimeError(f"{module} cannot convert the checkpoint: {lines[-1]}")
+        if said := run_module(module, *arguments):
+            raise RuntimeError(f"{module} cannot convert the checkpoint: it {said}")
 
     return kept(folder, [checkpoint], convert)
 

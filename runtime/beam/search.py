@@ -9,29 +9,27 @@ whatever the draft says: up to the rounding of calls of other shapes, which can 
 half precision now and then. A draft that is the target is always followed where both beams are of
 one width; in a wider one the others' continuations can crowd out what the narrow one keeps.
 
-`beam_search` knows nothing of tokenizers and files; `Pool` knows nothing of beams.
+`beam_search` knows nothing of tokenizers and files; `Pool` keeps the caches.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..backends.engine import Engine, Ids, Logits, Source
-from ..calls import wide
+from ..backends.engine import Engine, Logits, Source
 from ..files.errors import OutriderError
 from ..sampling.processors import LogitsProcessor
 from ..sampling.warp import NO_TOKEN, broken_row, within
+from .pool import Pool, PoolStats, Tokens
 
-Tokens = tuple[int, ...]  # what was generated, without the prompt
-UNKNOWN = -1
+KEPT = -1  # in place of a token: the hypothesis stays as it is
 Forbid = Callable[[npt.NDArray[Any], Tokens], None]  # sets what may not come after to -inf
 WIDEST = 1024  # hypotheses; what is wider does not end
 
@@ -44,17 +42,6 @@ class Hypothesis:
     tokens: Tokens
     score: float
     finished: bool = False
-
-
-@dataclass(slots=True)
-class PoolStats:
-    """calls: of the engine. rows: cache rows that they computed, padding included. copied: rows
-    copied from slot to slot. seconds: in all of that."""
-
-    calls: int = 0
-    rows: int = 0
-    copied: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -193,7 +180,7 @@ def advance(
     candidates: list[tuple[float, int, int]] = []  # in the order of preference: see `beam_search`
     for rank, one in enumerate(beam):
         if one.finished:
-            candidates.append((-one.score, rank, UNKNOWN))
+            candidates.append((-one.score, rank, KEPT))
             continue
         totals = log_softmax(logits[one.tokens][:vocab_size])
         forbid(totals, one.tokens)
@@ -202,7 +189,7 @@ def advance(
     candidates.sort()
     return [
         beam[rank]
-        if token == UNKNOWN
+        if token == KEPT
         else Hypothesis((*beam[rank].tokens, token), -negated, token in ends)
         for negated, rank, token in candidates[:width]
     ]
@@ -230,159 +217,6 @@ def _best(totals: npt.NDArray[np.float64], count: int) -> list[int]:
 
 def _unfinished(beam: Iterable[Hypothesis]) -> list[Tokens]:
     return [one.tokens for one in beam if not one.finished]
-
-
-@runtime_checkable
-class CopyingEngine(Engine, Protocol):
-    """An engine whose slots can take over one another's rows, as `HostEngine`'s."""
-
-    def copy_rows(self, source: int, destination: int, rows: int) -> None: ...
-
-
-class Pool:
-    """The slots of an engine as a cache of continuations of one prompt.
-
-    It remembers which tokens' rows each slot holds. Rows are never shared, a slot has its own of
-    everything: where several sequences continue what one slot holds, one of them (the first) stays
-    in that slot, and rows [0, common prefix) are copied for the others. What all sequences
-    share is computed once, in one slot, before it is copied; so a prompt is prefilled once.
-
-    prompt: at least one id. name: of the model, in errors. A narrower model reads ids that it
-    lacks as 0. source: see `beam_search`. Raises OutriderError("option") for engines that cannot
-    copy rows.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        prompt: Sequence[int],
-        stats: PoolStats,
-        name: str,
-        source: Source = (),
-    ):
-        if not isinstance(engine, CopyingEngine):
-            raise OutriderError(
-                "option",
-                "beam search runs on the CPU only in this version",
-                "Use device=cpu with a bundle for the CPU, or leave the beam's width out.",
-            )
-        self.engine, self.prompt, self.stats, self.name = engine, tuple(prompt), stats, name
-        self._source = source
-        # One column more than rows, in which every sequence differs: `_common`.
-        self._held: Ids = np.full((engine.slots, engine.capacity + 1), UNKNOWN, np.int64)
-
-    def logits(self, nodes: Iterable[Tokens]) -> dict[Tokens, Logits]:
-        """Raw logits, float32 [V], after prompt + node, for each of the nodes.
-
-        nodes: continuations of the prompt; with each also its prefixes down to the length of the
-        shortest, so that the logits of inner nodes are read along the way to the leaves.
-        Raises OutriderError("numeric") where there is no finite largest logit.
-        """
-        began = time.perf_counter()
-        wanted = sorted(set(nodes))
-        first = min(map(len, wanted))
-        # In this order what continues a sequence comes right after it.
-        leaves = [
-            node
-            for node, after in zip(wanted, [*wanted[1:], None], strict=True)
-            if after is None or after[: len(node)] != node
-        ]
-        self._share(leaves, first)
-        answer: dict[Tokens, Logits] = {}
-        for begin in range(0, len(leaves), self.engine.slots):
-            some = leaves[begin : begin + self.engine.slots]
-            for leaf, rows in zip(some, self._run(some, first), strict=True):
-                for length, row in enumerate(rows[: len(leaf) - first + 1], first):
-                    answer.setdefault(leaf[:length], row)
-        for node, row in answer.items():
-            if not math.isfinite(row.max()):
-                for slot in np.flatnonzero(self._held[:, 0] != UNKNOWN).tolist():
-                    self.engine.clear(slot)  # what broke the logits may lie in its rows
-                raise OutriderError(
-                    "numeric",
-                    f"{self.name}, position {len(self.prompt) + len(node)}: the largest logit is "
-                    f"{row.max()}",
-                    "Build the engines with DTYPE=float32, and check that the checkpoint is intact",
-                )
-        self.stats.seconds += time.perf_counter() - began
-        return answer
-
-    def _share(self, sequences: Sequence[Tokens], first: int) -> None:
-        """Have one slot hold what all of the (sorted) sequences begin with."""
-        low, high = sequences[0], sequences[-1]
-        length = next((i for i in range(first) if low[i] != high[i]), first)
-        rows = len(self.prompt) + length
-        # The last row before the logits is computed in any case.
-        need = min(rows, len(self.prompt) + first - 1)
-        if len(sequences) > 1 and self._common(self._ids(low)[:rows]).max() < need:
-            self._run([low[:length]], length)
-
-    def _run(self, sequences: Sequence[Tokens], first: int) -> Logits:
-        """Feed prompt + each sequence to a slot of its own: one call, or one for each chunk.
-
-        At most as many as there are slots. Returns float32 [n, longest - first + 1, V]: logits
-        after sequence[:first], sequence[:first + 1]...; garbage past a sequence's end.
-        """
-        texts = [self._ids(sequence) for sequence in sequences]
-        for slot in range(len(texts) if self._source else 0):  # those that they get
-            self.engine.encode(slot, self._source)
-        row = len(self.prompt) + first - 1  # of the first logits
-        common = np.minimum([self._common(text) for text in texts], row)
-        slots = self._place(common)
-        # All from one row on: K is the same for all slots of a call, and rows that a slot has
-        # already get the same values again. Past its end a sequence is fed 0: those rows are beyond
-        # the length that is remembered.
-        start, end = int(common.max(1).min()), max(map(len, texts))
-        ids = np.zeros((len(texts), end - start), np.int64)
-        for slot, text in zip(slots, texts, strict=True):
-            ids[slot, : len(text) - start] = text[start:]
-            self._held[slot] = UNKNOWN
-            self._held[slot, : len(text)] = text
-        parts = []
-        for begin in range(start, end, self.engine.chunk):
-            piece = ids[:, begin - start : begin - start + self.engine.chunk]
-            width = piece.shape[1]
-            piece = wide(self.engine, piece)
-            index = np.arange(min(max(0, row - begin), width - 1), width)
-            position = np.full(len(texts), begin, np.int64)
-            logits = self.engine.forward(piece, position, index)
-            if begin + width > row:
-                parts.append(logits.copy())
-            self.stats.calls += 1
-            self.stats.rows += piece.size
-        return np.concatenate(parts, axis=1)[slots]
-
-    def _place(self, common: npt.NDArray[np.intp]) -> list[int]:
-        """A slot for each of n sequences, holding as much of it as any slot did.
-
-        common: [n, slots], how many rows of each sequence each slot holds. They get the first n
-        slots, so that a call has no idle ones. Nothing that is still to be copied is overwritten: a
-        slot that holds the most of a sequence has been given to one, or comes after the first n.
-        """
-        count = len(common)
-        slots = [UNKNOWN] * count
-        for i, rows in enumerate(common):
-            best = np.flatnonzero(rows[:count] == rows.max()).tolist()
-            slots[i] = next((slot for slot in best if slot not in slots), UNKNOWN)
-        free = iter(sorted(set(range(count)) - set(slots)))
-        for i, rows in enumerate(common):
-            if slots[i] == UNKNOWN:
-                slots[i], source, most = next(free), int(rows.argmax()), int(rows.max())
-                if most:
-                    self.engine.copy_rows(source, slots[i], most)
-                    self.stats.copied += most
-        return slots
-
-    def _common(self, ids: Ids) -> npt.NDArray[np.intp]:
-        """How many of these ids' rows each slot holds: [slots]."""
-        differs = self._held[:, : len(ids) + 1] != np.append(ids, UNKNOWN - 1)
-        rows: npt.NDArray[np.intp] = differs.argmax(1)
-        return rows
-
-    def _ids(self, sequence: Tokens) -> Ids:
-        ids = np.array((*self.prompt, *sequence), np.int64)
-        ids[ids >= self.engine.vocab_size] = 0
-        return ids
 
 
 def _check(width: int, draft_width: int, length_penalty: float) -> None:

@@ -170,7 +170,7 @@ def _batch(session: Session, requests: Sequence[tuple[int, Prompt | None, Option
             progress.show(len(results), tokens / (time.perf_counter() - begin))
     seconds = time.perf_counter() - begin
     whole = [results[index] for index in range(len(requests))]
-    total = report.total_stats(whole)
+    total = Stats.total(result.stats for result in whole)
     if args.stats != "none":
         gamma = _gamma_text(all_options, [request.gamma for request in asked], total)
         err.lines(report.batch_summary(whole, seconds, gamma))

@@ -6,7 +6,6 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import fields, replace
 from typing import Any
 
 from ..files.errors import OutriderError
@@ -81,14 +80,7 @@ def _request(body: Any, options: Options, where: str) -> tuple[Prompt | None, Op
         cause = f"{where} needs either a prompt or messages"
         raise OutriderError("prompt", cause, _BATCH_REMEDY)
     given = {name: value for name, value in body.items() if name not in ("prompt", "messages")}
-    known = [field.name for field in fields(Options)]
-    if unknown := [name for name in given if name not in known]:
-        cause = f"unknown key {unknown[0]!r}"
-        raise OutriderError("option", cause, f"There are {', '.join(known)}.")
-    if isinstance(bias := given.get("logit_bias"), dict):  # JSON's keys are strings
-        given["logit_bias"] = {int(i) if i.isdecimal() else i: x for i, x in bias.items()}
-    changed = replace(options, **given)
-    changed.check()
+    changed = options.updated(given)
     if "messages" in body:
         if changed.chat is False:
             cause = "messages need the chat template"

@@ -59,7 +59,7 @@ def answer(result: Result) -> str:
 
 def batch_summary(results: Sequence[Result], seconds: float, gamma: str) -> list[str]:
     """The lines after a batch. seconds: wall time of the whole."""
-    total = total_stats(results)
+    total = Stats.total(result.stats for result in results)
     reasons = [result.finish_reason for result in results]
     finish = " ".join(f"{reason} {reasons.count(reason)}" for reason in sorted(set(reasons)))
     throughput = total.output_tokens / seconds if seconds else 0.0
@@ -69,13 +69,6 @@ def batch_summary(results: Sequence[Result], seconds: float, gamma: str) -> list
         f"output {total.output_tokens} tok | {throughput:.1f} tok/s | {seconds:.1f} s",
         *round_lines(total, gamma),
     ]
-
-
-def total_stats(results: Sequence[Result]) -> Stats:
-    total = Stats()
-    for result in results:
-        total.add(result.stats)
-    return total
 
 
 def round_lines(stats: Stats, gamma: str) -> list[str]:

@@ -89,6 +89,21 @@ class Options:
         """With a seed, drawn where there is none."""
         return self if self.seed is not None else replace(self, seed=int.from_bytes(os.urandom(4)))
 
+    def updated(self, given: Mapping[str, Any]) -> Options:
+        """With what a JSON object says, whose keys are texts. Raises OutriderError "option", for a
+        name that is no option's too."""
+        known = [field.name for field in fields(Options)]
+        refuse_first(
+            (name not in known, f"unknown key {name!r}", f"There are {', '.join(known)}.")
+            for name in given
+        )
+        changed = replace(self, **given)
+        if isinstance(bias := changed.logit_bias, Mapping):
+            ids = {int(i) if str(i).isdecimal() else i: x for i, x in bias.items()}
+            changed = replace(changed, logit_bias=ids)
+        changed.check()
+        return changed
+
     def sampling(self) -> SamplingParams:
         """The part that samplers know. Raises OutriderError "option"."""
         names = {f.name for f in fields(Options)} & {f.name for f in fields(SamplingParams)}

@@ -52,9 +52,8 @@ class Findings:
 
 def findings(texts: Mapping[int, Sequence[Stats]]) -> Findings:
     """texts: as `measure` gives them, one for each gamma at least. Medians of what they say."""
-    drafting, total = [stats for gamma, some in texts.items() if gamma for stats in some], Stats()
-    for stats in drafting:
-        total.add(stats)
+    drafting = [stats for gamma, some in texts.items() if gamma for stats in some]
+    total = Stats.total(drafting)
     costs = RoundCosts.of(
         median(stats.time_draft / stats.drafted for stats in drafting if stats.drafted),
         {

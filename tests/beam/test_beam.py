@@ -21,7 +21,8 @@ from workshop import Workshop
 from runtime.backends.engine import Engine, HeldRows
 from runtime.backends.host import HostEngine
 from runtime.backends.registry import host_engine
-from runtime.beam.search import BeamResult, Pool, PoolStats, beam_search
+from runtime.beam.pool import Pool, PoolStats
+from runtime.beam.search import BeamResult, beam_search
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import read_bundle
 from runtime.sampling.processors import BadWords

@@ -23,11 +23,10 @@ from bench.suites.gpu import (
     times,
     unwritten,
 )  # fmt: skip
-from bench.suites.gpu.checks import Checks
+from bench.suites.gpu.checks import Checks, compared
 from bench.suites.gpu.constructed import SHAPES, TARGET, bigram, fill, write_bundled
 from bench.suites.gpu.engines import main, sections
 from bench.suites.gpu.inside import Kernel
-from bench.suites.gpu.looping import compared
 from bench.suites.gpu.times import Times
 from engines.aotinductor import fitted
 from runtime import load
@@ -240,7 +239,7 @@ def test_the_times_run_to_their_end(built: Path) -> None:
     assert main(["times", str(built), "--device", "cpu", "--quick", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     assert report["passed"] and set(Times.NAMES) < set(report)
-    for name in ("copy", "memory", "loop", "profile", "without_graphs"):
+    for name in ("copy", "memory", "profile", "without_graphs"):
         assert report[name]["reason"] == "no GPU"
     assert report["bigram"]["reason"] == "the pair is not constructed"
     plain, row = (report["rounds"][f"temperature 0, gamma {gamma}"] for gamma in (0, 2))
@@ -361,7 +360,6 @@ def test_the_gpus_side(
     monkeypatch.setattr("bench.suites.gpu.kernel.copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(times.Times, "_peers", lambda *_: {})
     monkeypatch.setattr(times, "profiled", lambda work: work() and a_round(3))
-    monkeypatch.setattr(times.subprocess, "run", lambda command, **_: main(command[3:]))
     source, place = workshop.checkpoint("llama"), tmp_path / "pair"
     place.mkdir()
     folder_of(place, source, source, llama_bundle)
@@ -373,7 +371,6 @@ def test_the_gpus_side(
     assert "temperature 0, gamma 2" in timed["without_graphs"]
     assert timed["rounds"]["goal"]["limit"] == 0.05 and timed["rounds"]["bandwidth_goal"]
     assert timed["rounds"]["graph_nodes"]["gamma 2"] > timed["rounds"]["graph_nodes"]["gamma 0"]
-    assert {"launched ahead", "loop"} < set(timed["loop"]) and timed["loop"]["passed"]
     assert timed["profile"]["gamma 2"]["kernels"] == 5
     assert timed["memory"]["goal"]["limit"] == 0.1
     assert 0 < timed["memory"]["used"]["loaded"] <= timed["memory"]["used"]["after_rounds"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SERVERS = {"openai_api", "ray_serve"}  # tests/serving/
+SERVERS = {"openai_answers", "openai_requests", "ray_serve"}  # tests/serving/
 MODULES = {path.stem for path in (Path(__file__).parents[2] / "examples").glob("*.py")}
 EXAMPLES = sorted(MODULES - SERVERS)
 

@@ -27,6 +27,7 @@ from outrider.files.manifest import MANIFEST_FILE, TEMPLATE_FILE, file_facts, re
 from outrider.files.records import write_json
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: see make test-serve")
+yaml = pytest.importorskip("yaml")
 openai = pytest.importorskip("openai", reason="openai is not installed: see make test-serve")
 
 pytestmark = pytest.mark.slow
@@ -67,11 +68,15 @@ class Server:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url, self.mark = f"http://127.0.0.1:{port}/v1", f"OUTRIDER_SERVER={port}"
-        options = {"port": port, "queue": QUEUE, "replicas": REPLICAS}
+        given = yaml.safe_load((CHECKOUT / "examples" / "ray_serve.yaml").read_text())
+        given["http_options"]["port"], (app,) = port, given["applications"]
+        app["args"] |= {"bundle": str(bundle), "queue": QUEUE}
+        app["deployments"][0]["autoscaling_config"]["min_replicas"] = REPLICAS
+        config = Path(folder) / "serve.yaml"
+        config.write_text(yaml.safe_dump(given))
         name, value = self.mark.split("=")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "examples.ray_serve", bundle]
-            + [f"--{option}={value}" for option, value in options.items()],
+            [Path(sys.executable).with_name("serve"), "run", config],
             cwd=CHECKOUT,
             env={**os.environ, name: value, "RAY_TMPDIR": folder, "RAY_SERVE_LOG_TO_STDERR": "0"},
         )
@@ -256,6 +261,8 @@ REFUSED = [
     ({"temperature": -1}, 400, "option"),
     ({"top_p": "much"}, 400, "option"),
     ({"n": 0}, 400, "option"),
+    ({"n": 10**9}, 400, "option"),
+    ({"logit_bias": {"4096": 1}}, 400, "option"),
     ({"max_tokens": 0}, 400, "option"),
     ({"seed": "a", "n": 2}, 400, "option"),
     ({"stream_options": {"include_usage": True}}, 400, "option"),
@@ -393,33 +400,3 @@ def test_a_replica_that_dies(server: Server, engine: outrider.TextEngine) -> Non
     assert dict(enumerate(given)) == texts(engine, ["import "] * 10, 8, range(10))
     until(lambda: len(server.replicas()) == REPLICAS)
     assert min(before) not in server.replicas()
-
-
-def test_many_at_once(
-    server: Server, engine: outrider.TextEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """200 requests, half of them streamed. What is printed is for the reader: no test of speed."""
-    prompts = [f"def f{n}(" if n % 2 else f"# {n}\nimport " for n in range(QUEUE)]
-    most = 16
-
-    async def work(client: openai.AsyncOpenAI) -> list[str]:
-        async def one(seed: int) -> str:
-            options = {"model": "demo", "prompt": prompts[seed], "max_tokens": most}
-            options |= {"temperature": 0.8, "seed": seed, "stream": seed % 4 < 2}
-            answer = await client.completions.create(**options)
-            if not options["stream"]:
-                return answer.choices[0].text
-            return "".join([part.choices[0].text async for part in answer])
-
-        return await asyncio.gather(*map(one, range(QUEUE)))
-
-    begin = time.perf_counter()
-    given = asked(server, work)
-    served, begin = time.perf_counter() - begin, time.perf_counter()
-    expected = texts(engine, prompts, most, range(QUEUE))
-    locally = time.perf_counter() - begin
-    assert dict(enumerate(given)) == expected
-    with capsys.disabled():
-        print(
-            f"\n{QUEUE} requests: {REPLICAS} replicas {served:.1f} s, one process {locally:.1f} s"
-        )

@@ -9,23 +9,20 @@ encoder-decoder, so those are random, and say what is known beforehand (`seq2seq
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.files.errors import OutriderError
 
-from ..kept import kept
+from ..kept import kept, run_module
 from ..machine import CHECKOUT
 from .shapes import SEQ2SEQ, SHAPES, Seq2Seq, Shape
 
 if TYPE_CHECKING:
     from .blur import Blurred
 
-__all__ = ["SEQ2SEQ", "SHAPES", "Pair", "Seq2Seq", "Shape", "bundle", "encoder", "make", "place"]
+__all__ = ["SEQ2SEQ", "SHAPES", "Pair", "Seq2Seq", "Shape", "bundle", "make", "place"]
 
 TARGET, DRAFT = CHECKOUT / "models" / "target", CHECKOUT / "models" / "draft"
 BUILDERS = "export", "engines", "runtime/files"  # what a bundle is made by
@@ -113,31 +110,6 @@ def bundle(
 
 
 def _run(module: str, *arguments: object) -> None:
-    """In a process of its own, whose words go to stderr."""
-    texts = [str(a.resolve()) if isinstance(a, Path) else str(a) for a in arguments]
-    command = [sys.executable, "-m", module, *texts]
-    last = ""
-    with subprocess.Popen(
-        command, cwd=CHECKOUT, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            sys.stderr.write(line)
-            last = line.strip() or last
-    if process.returncode:
-        cause = f"python -m {module} ended with status {process.returncode}: {last}"
+    if said := run_module(module, *arguments):
+        cause = f"python -m {module} {said}"
         raise OutriderError("backend", cause, "See what it has said above.")
-
-
-def encoder(checkpoint: Path) -> tuple[Callable[[str], list[int]], list[int]]:
-    """From text to ids without special tokens, and the ids that begin every text."""
-    import transformers
-
-    library: Any = transformers
-    tokenizer = library.AutoTokenizer.from_pretrained(checkpoint)
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
-
-    return encode, tokenizer("")["input_ids"]

@@ -10,7 +10,9 @@ near-ties at all.) At most `FRACTION` of a text's tokens may be.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,15 @@ from runtime import Options, TextEngine, load
 from runtime.certificate import check as certify
 
 from ...core.prompts import PROMPTS
-from .looping import NO_GPU, compared
+from .constructed import give_back
+from .suite import NO_GPU
 
 TOLERANCE = 4 * 2**-4  # logits
 FRACTION = 0.05
 BEYOND = 150  # tokens of a long prompt behind its first prefill call
 LOOK = 64  # most probable tokens of which the reference says how probable they are
 FAR = 99.0  # the margin of a token that is not among those
+TEXTS = 3  # of a loop, of which the first is the warm-up
 ALPHA_DIFFERS = 0.1  # of two times 450 drafts: three standard errors if no two were the same
 Tie = dict[str, Any]  # a token that is not the reference's; margin: logits by which that is ahead
 
@@ -175,3 +179,45 @@ def judged(ties: list[Tie], tokens: int) -> dict[str, Any]:
         "passed": near == len(ties) <= max(1, FRACTION * tokens),
         "tokens": tokens, "near_ties": near, "worst": worst[:4],
     }  # fmt: skip
+
+
+def compared(
+    opened: Callable[..., TextEngine], options: dict[str, Any], prompt: Sequence[int]
+) -> dict[str, Any]:
+    """A whole text as one launch, beside rounds that are launched ahead: the same tokens, and the
+    time. opened: takes `loop`. A driver that refuses the loop is no fault of ours, is told in one
+    line, and leaves the time of rounds that are launched ahead."""
+    result: dict[str, Any] = {}
+    texts: list[list[int]] = []
+    for loop, name in ((False, "launched ahead"), (True, "loop")):
+        with warnings() as said:
+            engine = opened(loop=loop)
+            for _ in range(TEXTS):
+                text = engine.generate(prompt, **options)
+        if refused := next((line for line in said if "without a CUDA loop" in line), None):
+            result["refused"] = refused
+            break
+        texts.append(text.token_ids)
+        stats = text.stats
+        device = stats.time_draft + stats.time_verify
+        result[name] = {
+            "wall_ms": round(1e3 * stats.time_rounds / stats.rounds, 4),
+            "device_ms": round(1e3 * device / stats.rounds, 4),
+        }
+        del engine, text, stats
+        give_back()  # before another one takes as much
+    same = len(texts) == 2 and texts[0] == texts[1]
+    return {"passed": None if "refused" in result else same, **result}
+
+
+@contextmanager
+def warnings() -> Iterator[list[str]]:
+    """What the runtime warns of meanwhile."""
+    found: list[str] = []
+    logger, handler = logging.getLogger("outrider"), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)

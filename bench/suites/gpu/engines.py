@@ -2,8 +2,8 @@
 
 `checkpoints` writes the bundled pair to FOLDER/target and FOLDER/draft, from which
 `suite.bundled` makes FOLDER/bundle and FOLDER/reference; `build` writes a constructed pair's
-FOLDER/bundle by itself. `check`, `times` and `loop` take these. Each prints as it goes and writes
-one JSON file. With --device cpu all of it runs without a GPU, and what only one can say is null.
+FOLDER/bundle by itself. `check` and `times` take these. Each prints as it goes and writes one JSON
+file. With --device cpu all of it runs without a GPU, and what only one can say is null.
 `constructed` says what the pairs are.
 """
 
@@ -22,12 +22,11 @@ from runtime.files.errors import CommandParser, first_line, run_command, show_or
 
 from .checks import Checks
 from .constructed import SHAPES, write_bundled
-from .looping import Loop
 from .suite import save
 from .times import Times
 from .unwritten import build
 
-KINDS: dict[str, Any] = {"check": Checks, "times": Times, "loop": Loop}
+KINDS: dict[str, Any] = {"check": Checks, "times": Times}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,7 +68,7 @@ def _main(args: argparse.Namespace) -> int:
 
 
 def sections(
-    subject: Checks | Times | Loop, names: Sequence[str], path: Path | None = None
+    subject: Checks | Times, names: Sequence[str], path: Path | None = None
 ) -> dict[str, Any]:
     """What the methods of these names return, and "passed": whether none of them has failed. One
     that breaks has failed and takes no other along. path: written after each."""

@@ -51,6 +51,7 @@ SANITIZER = ["compute-sanitizer", "--error-exitcode", "9", "--report-api-errors"
              "--kernel-name", "kns=outrider_"]  # fmt: skip
 # All that a failure can tell: nobody can ask the machine again.
 TALKATIVE = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OUTRIDER_TRACEBACK": "1"}
+NO_GPU: dict[str, Any] = {"passed": None, "reason": "no GPU"}  # of what it alone can say
 KILL_SECONDS = 10  # for a process that was ended; the driver may hold one whose kernel does not end
 
 
@@ -209,12 +210,10 @@ def check(
     out: Path,
     seconds: float,
     chosen: Callable[[Path, str], list[Part]] = parts,
-    only: Sequence[str] = (),
     call: int | None = None,
 ) -> tuple[dict[str, Any], bool]:
-    """The report, and whether nothing failed. seconds: for all parts together. only: the parts
-    whose name contains one of these, after those that need no GPU, on which they rest. call: the
-    parts of that call alone, likewise."""
+    """The report, and whether nothing failed. seconds: for all parts together. call: the parts of
+    that call alone, after those that need no GPU, on which they rest."""
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.perf_counter() + seconds
     architecture, no_gpu = find_gpu()
@@ -223,8 +222,6 @@ def check(
     }  # fmt: skip
     with (out / "gpu-check.log").open("w") as log:
         for part in chosen(out, architecture):
-            if part.gpu and only and not any(text in part.name for text in only):
-                continue
             if part.call and call not in (None, part.call):
                 continue
             left = deadline - time.perf_counter()
@@ -305,10 +302,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--out", type=Path, default=CHECKOUT / "build" / "gpu-check", metavar="DIR")
     add("--seconds", type=float, default=540, help="for all parts; default 540")
-    add("--only", action="append", default=[], metavar="TEXT",
-        help="of the parts that need a GPU only those whose name contains this; may be repeated",
-    )  # fmt: skip
-
     add("--call", type=int, choices=(1, 2, 3), help="the parts of one call of ten minutes alone")
     add("--dry", action="store_true", help="print what each call would do, and do nothing")
 
@@ -318,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.dry:
             print("\n".join(planned(out)))
             return 0
-        _, good = check(out, arguments.seconds, only=arguments.only, call=arguments.call)
+        _, good = check(out, arguments.seconds, call=arguments.call)
         print(arguments.out / "gpu-check.json")
         return 0 if good else 1
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 from runtime import Options, TextEngine
 from runtime.theory.formulas import speedup
 
-from ...core.clock import Clock
+from ...core.clock import Clock, sample
 from ...core.costs import Traffic, total
-from ...core.machine import CHECKOUT
 from ...core.record import Run
 from ...core.runs import Way, decode_all, gain
 from .constructed import (
@@ -37,14 +34,12 @@ from .constructed import (
     weights,
 )  # fmt: skip
 from .inside import longest_round, profiled, summed_up
-from .suite import goal
+from .suite import NO_GPU, goal
 
 if TYPE_CHECKING:
     import torch
 
 SLOTS = 4
-LOOP_SECONDS = 100  # for a process that opens the pair twice
-NO_GPU = {"reason": "no GPU"}
 
 
 class Times:
@@ -52,8 +47,7 @@ class Times:
 
     # What matters most first: a limit takes the rest.
     NAMES = (
-        "copy", "rounds", "bigram", "transformers", "without_graphs", "loop", "profile", "memory",
-        "slots",
+        "copy", "rounds", "bigram", "transformers", "without_graphs", "profile", "memory", "slots",
     )  # fmt: skip
 
     def __init__(self, folder: Path, device: str, quick: bool):
@@ -138,20 +132,7 @@ class Times:
         engine = open_pair(self.folder, self.device, graphs=False)
         found = self._sweep(engine, 0.0, (0, self.middle))
         del engine
-        give_back()  # the next section has a process of its own
-        return found
-
-    def loop(self) -> dict[str, Any]:
-        """By a process of its own: one that does not end is ended."""
-        if not self.gpu:
-            return NO_GPU
-        path = self.folder / "loop.json"
-        command = [sys.executable, "-m", "bench.suites.gpu.engines", "loop", str(self.folder)]
-        quick = ["--quick"] if len(self.gammas) == 1 else []
-        subprocess.run(
-            [*command, "--json", str(path), *quick], cwd=CHECKOUT, timeout=LOOP_SECONDS, check=False
-        )
-        found: dict[str, Any] = json.loads(path.read_text())["loop"]
+        give_back()
         return found
 
     def profile(self) -> dict[str, Any]:
@@ -262,7 +243,7 @@ class Times:
         plain = calls["outrider plain"]()
         for name, call in calls.items():
             agree = [a == b for a, b in zip(call(), plain, strict=True)]
-            seconds = statistics.median(_seconds(call) for _ in range(3))
+            seconds = statistics.median(sample(call).seconds for _ in range(3))
             result[name] = {
                 "tokens_per_second": round(tokens / seconds, 2),
                 "same_first_tokens": [*agree, False].index(False),
@@ -332,12 +313,6 @@ def _transformers(
         return answer
 
     return {"transformers": call, "transformers, assistant_model": lambda: call(draft)}
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
 
 
 def _ms(seconds: float) -> float:

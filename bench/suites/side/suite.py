@@ -19,6 +19,8 @@ from typing import Any
 
 from models.corpus import collect
 from runtime.files.errors import OutriderError
+from runtime.files.manifest import TOKENIZER_FILE
+from runtime.text.tokenizer import Tokenizer
 
 from ...core import machine, pair
 from ...core.clock import Clock
@@ -143,7 +145,7 @@ def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
         chosen = systems(args.systems, args.precision, "seq2seq")
         reading = seq2seq.QUICK if args.quick else seq2seq.FULL
         return run(side, chosen, [seq2seq.jobs(reading, made, chosen, BOTH)], None)
-    prompts = Prompts(collect().held_out, *pair.encoder(made.target), seed=1)
+    prompts = Prompts.of(Tokenizer(made.target / TOKENIZER_FILE), collect().held_out, seed=1)
     scale, chosen = QUICK if args.quick else FULL, systems(args.systems, args.precision)
     works = [alone(scale, prompts, chosen), together(scale, prompts, chosen)]
     return run(side, chosen, works, prompts.completion(MEMORY_SHAPE[0]))

@@ -75,9 +75,9 @@ class TritonPythonModel:
     def stream(self, request: Any) -> outrider.Stream:
         try:
             prompt = _input(request, "text_input", b"").decode()
-            options = json.loads(_input(request, "sampling_parameters", b"{}"))
-            return self.engine.stream(prompt, **options)
-        except (TypeError, ValueError) as error:  # no JSON object, or no option of that name
+            given = json.loads(_input(request, "sampling_parameters", b"{}"))
+            return self.engine.stream(prompt, **vars(outrider.Options().updated(given)))
+        except (TypeError, ValueError) as error:  # no JSON object
             raise outrider.OutriderError("option", str(error), "See outrider.Options") from None
 
     def fail(self, sender: Any, error: Any) -> None:

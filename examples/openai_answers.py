@@ -1,0 +1,92 @@
+"""What OpenAI's clients get: an answer, whole or as server-sent events."""
+
+import json
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any
+from uuid import uuid4
+
+from outrider import Event, Result
+
+from .openai_requests import REFUSED, Body, Chat, refusal
+
+# Of which choice; what a round added to it, or of an answer that is not streamed its last event;
+# and the tokens of that, if log-probabilities are wanted, as `spelled` has them.
+Part = tuple[int, Event, list[dict[str, Any]]]
+
+
+class Answer:
+    """To one request."""
+
+    def __init__(self, body: Body):
+        self.body, self.chat = body, isinstance(body, Chat)
+        kind = ("chat.completion" + ".chunk" * body.stream) if self.chat else "text_completion"
+        self.head = {"id": uuid4().hex, "object": kind, "created": int(time.time())}
+        self.results: list[Result] = []
+
+    def whole(self, parts: Iterable[Part]) -> dict[str, Any]:
+        return self.chunk(*parts) | {"usage": self.usage()}
+
+    async def events(self, first: Part, others: AsyncIterator[Part]) -> AsyncIterator[str]:
+        """What goes wrong by now is one of them, and no [DONE] comes after it."""
+        yield _event(self.chunk(first))
+        try:
+            async for part in others:
+                yield _event(self.chunk(part))
+        except REFUSED as error:
+            yield _event(refusal(error)[0])
+            return
+        if (self.body.stream_options or {}).get("include_usage"):
+            yield _event(self.chunk() | {"usage": self.usage()})
+        yield "data: [DONE]\n\n"
+
+    def chunk(self, *parts: Part) -> dict[str, Any]:
+        choices = [self.choice(*part) for part in parts]
+        return {**self.head, "model": self.body.model, "choices": choices}
+
+    def choice(self, index: int, event: Event, tokens: list[dict[str, Any]]) -> dict[str, Any]:
+        result, text, ended = event.result, event.text, None
+        if result is not None:
+            self.results.append(result)
+            text = text if self.body.stream else result.text
+            ended = "length" if result.finish_reason in ("length", "context") else "stop"
+        choice = {"index": index, "finish_reason": ended, "logprobs": None}
+        if self.chat:
+            message = {"role": "assistant", "content": text}
+            choice["delta" if self.body.stream else "message"] = message
+        else:
+            choice["text"] = text
+        if tokens:
+            choice["logprobs"] = {"content": tokens} if self.chat else _of_completion(tokens)
+        return choice
+
+    def usage(self) -> dict[str, int]:
+        prompted = self.results[:: self.body.n]  # choices of one prompt share it
+        prompt = sum(result.stats.prompt_tokens for result in prompted)
+        output = sum(len(result.tokens) for result in self.results)
+        total = prompt + output
+        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": total}
+
+
+def spelled(tokens: Iterable[Any], tokenizer: Any) -> list[dict[str, Any]]:
+    """Those that have a log-probability, with their alternatives."""
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": None}  # JSON: no infinity
+
+    return [
+        one(token.id, token.logprob) | {"top_logprobs": [one(*o) for o in token.alternatives]}
+        for token in tokens
+        if token.logprob is not None
+    ]
+
+
+def _of_completion(tokens: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    names, logprobs = ([token[key] for token in tokens] for key in ("token", "logprob"))
+    tops = [{t["token"]: t["logprob"] for t in (token, *token["top_logprobs"])} for token in tokens]
+    return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops}
+
+
+def _event(said: dict[str, Any]) -> str:
+    return f"data: {json.dumps(said)}\n\n"

@@ -1,0 +1,85 @@
+"""What OpenAI's clients ask for, in the engine's terms, and how they are told that it failed."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from outrider import Options, OutriderError
+from pydantic import BaseModel, Field
+from ray.exceptions import RayError
+
+STATUS = {"option": 400, "prompt": 400, "model": 404, "busy": 429, "replica": 503}  # others: 500
+REFUSED = (OutriderError, RequestValidationError, RayError)
+Prompt = str | list[int]
+Requests = list[tuple[Any, Options]]
+
+
+class Body(BaseModel, extra="allow"):
+    """A request. What has no name here is an option of the engine, under its own name."""
+
+    model: str
+    n: int = Field(1, ge=1, le=128)
+    stream: bool = False
+    stream_options: dict[Literal["include_usage"], bool] | None = None
+    max_tokens: int | None = None
+
+    def several(self, prompts: Sequence[Any], **named: Any) -> Requests:
+        """`n` of each prompt. Raises OutriderError "option" for what the engine does not take."""
+        if self.stream_options and not self.stream:
+            raise OutriderError("option", "stream_options is for streams", "Leave it out")
+        given = named | (self.model_extra or {})
+        given = {name: value for name, value in given.items() if value is not None}
+        options = Options(temperature=1.0).updated(given).seeded()
+        seeds = [replace(options, seed=(options.seed or 0) + nth) for nth in range(self.n)]
+        return [(prompt, seeded) for prompt in prompts for seeded in seeds]
+
+
+class Completion(Body):
+    prompt: Prompt | list[Prompt]
+    logprobs: int | None = None
+
+    def requests(self) -> Requests:
+        one = isinstance(self.prompt, str) or all(isinstance(item, int) for item in self.prompt)
+        return self.several(
+            [self.prompt] if one else self.prompt,
+            max_new_tokens=16 if self.max_tokens is None else self.max_tokens,
+            logprobs=self.logprobs,
+            chat=False,
+        )
+
+
+class Chat(Body):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def requests(self) -> Requests:
+        given = [n for n in (self.max_completion_tokens, self.max_tokens) if n is not None]
+        return self.several(
+            [self.messages],
+            max_new_tokens=min(given, default=10**6),  # or until the context is full
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            special_tokens="text",  # those in a message
+        )
+
+
+def refusal(error: Exception) -> tuple[dict[str, Any], int]:
+    """The body and the HTTP status of what is in `REFUSED`."""
+    kind, message = "replica", "the replica has failed or died. Try again."
+    if isinstance(error, OutriderError):
+        kind, message = error.kind, str(error)
+    elif isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        kind, message = "option", ".".join(map(str, first["loc"][1:])) + ": " + first["msg"]
+    status = STATUS.get(kind, 500)
+    blame = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": blame, "param": None, "code": kind}}, status
+
+
+http = FastAPI()
+for _kind in REFUSED:
+    http.exception_handler(_kind)(lambda _, error: JSONResponse(*refusal(error)))
