@@ -36,6 +36,7 @@ from runtime.backends import host
 from runtime.backends.engine import HeldRows, Ids
 from runtime.backends.onnxruntime import OrtEngine
 from runtime.beam.text import beam_texts
+from runtime.certificate import check
 from runtime.drafts.registry import KINDS
 from runtime.drafts.tables import Tables, fingerprint
 from runtime.files.errors import EXIT_STATUS, OutriderError
@@ -341,6 +342,16 @@ def test_beams(workshop: Workshop, encoded: list[int]) -> None:
 
 
 # Promises
+
+
+def test_certificate(t5: tuple[Path, Path]) -> None:
+    """Above temperature 0, with a draft that has read the source, too."""
+    engine = one_thread(t5[1], 1)
+    options = Options(source=SOURCES[1], temperature=1.0, seed=5, max_new_tokens=100)
+    found = check(engine, None, options)
+    assert found.passed and found.tokens == 512 and found.drafted
+    lenient = Options(**{**vars(options), "verify": "sigmoid"})
+    assert not check(engine, None, lenient).passed
 
 
 @pytest.mark.slow
