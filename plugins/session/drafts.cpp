@@ -216,6 +216,13 @@ void Proposer::chain(const Plans& plans, const std::vector<int64_t>& kept) {
       guesses.push_back(std::move(tokens));
     }
     const Span within = span(fed);
+    // Who has enough by now sits this call out behind the rows that its drafts wrote.
+    for (const Plan* plan : plans) {
+      const auto done = static_cast<int64_t>(plan->drafts.size());
+      const Sequence& sequence = *plan->sequence;
+      if (done >= plan->gamma && sequence.slot >= within.first && sequence.slot < within.last)
+        fed.push_back({&sequence, sequence.length() - 1 + done, {}});
+    }
     const LogitsView logits = feed(*engine_, kept, within, fed, 1);
     for (Plan* plan : active)
       temper(logits.row(plan->sequence->slot - within.first),

@@ -63,8 +63,13 @@ class ChainDraft(Draft):
         """Draft with lookups, verify with the draft model, accept or correct or extend."""
         engine, inner = self.sources.engine, self.sources.inner
         assert engine is not None and inner is not None
-        within = first, _ = span(active)
-        fed: dict[ActiveSequence, tuple[int, Sequence[int] | Ids]] = {}
+        within = first, last = span(active)
+        # Who has enough by now sits this call out behind the rows that its drafts wrote.
+        fed: dict[ActiveSequence, tuple[int, Sequence[int] | Ids]] = {
+            x: (len(x.slot.tokens) - 1 + len(drafts), [])
+            for x, drafts in tokens.items()
+            if first <= x.slot.index < last
+        }
         for sequence, guess in zip(active, guesses, strict=True):
             known = [*sequence.slot.tokens[-2:], *tokens[sequence]]  # two, as in a first step
             start = len(sequence.slot.tokens) + len(known) - 4
