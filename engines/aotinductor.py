@@ -208,7 +208,7 @@ def fitted(program: torch.export.ExportedProgram, capacity: int) -> torch.export
 
     assert program.example_inputs is not None
     device = next(iter(program.state_dict.values())).device
-    # `_move` leaves them where they were in torch 2.11.
+    # Older versions of `_move` leave them where they were.
     (ids, position, index, *sides), _ = torch.utils._pytree.tree_map_only(
         torch.Tensor, lambda tensor: tensor.to(device), program.example_inputs
     )

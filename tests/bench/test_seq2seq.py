@@ -88,18 +88,6 @@ def test_a_pair_says_what_is_known_and_agrees_as_often_as_asked(made: Pair) -> N
         assert all(torch.equal(one[name], other[name]) for name in one | other)
 
 
-def test_control_layers_that_are_not_quiet_say_something_else(
-    made: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shape = TINY[made.facts["shape"]]
-    monkeypatch.setattr(seq2seq, "QUIET", 1e4)
-    seq2seq.write(shape, 0.8, tmp_path / "target", tmp_path / "draft")
-    ids = torch.arange(100, 140)
-    said = [seq2seq.says(shape, tmp_path / "target", int(token), 1)[0] for token in ids]
-    loud = logits(load(tmp_path / "target", shape), shape, ids).argmax(-1)
-    assert (loud == torch.tensor(said)).sum() < 20
-
-
 def test_an_acceptance_out_of_range_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match=r"1\.5 is out of range"):
         seq2seq.write(TINY["t5-tiny"], 1.5, tmp_path / "a", tmp_path / "b")

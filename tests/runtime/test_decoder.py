@@ -144,11 +144,3 @@ def test_stats_of_a_text_that_ends_inside_a_block() -> None:
     assert (stats.drafted, stats.examined, stats.accepted) == (4, 2, 2)
     assert stats.accepted_at == [1, 1, 0, 0]
     assert stats.summary()["acceptance_by_position"] == [1.0, 1.0], "others were not reached"
-
-
-def test_the_limits_themselves_are_allowed() -> None:
-    decoder = make_decoder(random_model(1), random_model(2))
-    longest = run(decoder, Request([2] * 63, gamma=8, max_new_tokens=9, min_new_tokens=9))
-    assert (longest.finish_reason, len(longest.output)) == ("context", 1)
-    one = run(decoder, Request([VOCAB_SIZE - 1], gamma=8, max_new_tokens=1, min_new_tokens=1))
-    assert (one.finish_reason, len(one.output)) == ("length", 1)

@@ -429,6 +429,16 @@ def test_beams(workshop: Workshop, encoded: list[int], backend: str) -> None:
 # Promises
 
 
+def test_certificate(t5: tuple[Path, Path]) -> None:
+    """Above temperature 0, with a draft that has read the source, too."""
+    engine = one_thread(t5[1], 1)
+    options = Options(source=SOURCES[1], temperature=1.0, seed=5, max_new_tokens=100)
+    found = check(engine, None, options)
+    assert found.passed and found.tokens == 512 and found.drafted
+    lenient = Options(**{**vars(options), "verify": "sigmoid"})
+    assert not check(engine, None, lenient).passed
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", aotinductor.ENCODERS)
 def test_certificate_of_compiled_code(workshop: Workshop, dtype: str) -> None:
