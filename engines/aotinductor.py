@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "float16", "bfloat16")
 # It would write a dense copy of the weights in each call.
 QUANTISED: dict[str, tuple[str, ...]] = {}
-ENCODERS = DTYPES
+ENCODERS = ("float32", "bfloat16")
 FORMAT: Format = "torch"
 LEVELS = range(0)
 CONFIG: dict[str, Any] = {

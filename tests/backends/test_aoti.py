@@ -62,9 +62,8 @@ def test_the_program_has_no_weights_and_no_traces_of_its_maker(
 
 def test_tied_weights_are_stored_once(graphs: Path) -> None:
     tensors = read_tensors(graphs / "draft" / WEIGHTS_FILE)
-    embedding = tensors["decoder.model.model.embed_tokens.weight"]
-    assert embedding.data_ptr() == tensors["decoder.model.lm_head.weight"].data_ptr()
-    assert embedding.shape == (VOCAB_SIZE, 64)
+    matrices = [tensor for tensor in tensors.values() if tensor.shape == (VOCAB_SIZE, 64)]
+    assert len({matrix.data_ptr() for matrix in matrices}) == 1
 
 
 def test_graphs_of_the_other_format_are_refused(
