@@ -22,7 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.files.errors import OutriderError, first_line, importing
-from runtime.files.manifest import PACKAGE_FILE, EngineFacts, Format, GraphFacts
+from runtime.files.manifest import (
+    ENCODER_PACKAGE_FILE,
+    PACKAGE_FILE,
+    EngineFacts,
+    Format,
+    GraphFacts,
+)
 from runtime.files.progress import stage
 from runtime.files.torch_files import WEIGHTS_FILE, cpu_targets, read_program
 
@@ -34,7 +40,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "float16", "bfloat16")
 # It would write a dense copy of the weights in each call.
 QUANTISED: dict[str, tuple[str, ...]] = {}
-ENCODERS: tuple[str, ...] = ()
+ENCODERS = DTYPES
 FORMAT: Format = "torch"
 LEVELS = range(0)
 CONFIG: dict[str, Any] = {
@@ -134,8 +140,10 @@ def plan(
         )
         for role, facts in models.items()
     }
+    encoders = {role: ENCODER_PACKAGE_FILE if models[role].encoder else None for role in models}
     return {
-        role: EngineFacts(key, PACKAGE_FILE, has, [], WEIGHTS_FILE) for role, key in keys.items()
+        role: EngineFacts(key, PACKAGE_FILE, has, [], WEIGHTS_FILE, encoder=encoders[role])
+        for role, key in keys.items()
     }
 
 
@@ -146,25 +154,25 @@ def compile(
     OSError where the disk is full."""
     assert to is not None
     torch = _torch()
-    package, gpu = out / to.file, to.targets[0] != "cpu"
+    gpu = to.targets[0] != "cpu"
     try:
         with (
             stage(role, f"compile, {to.targets[0]}") as said,
             _workplace(out),
             _linkable_driver(out) if gpu else nullcontext(),
         ):
-            program = read_program(graph)
-            if gpu:
-                program = fitted(_move(program, "cuda"), facts.capacity)
-            torch._inductor.aoti_compile_and_package(
-                program,
-                package_path=str(package),
-                inductor_configs=_config(gpu),
-            )
-            said.note = f"{package.stat().st_size / 2**20:,.1f} MiB of code"
+            for file in to.compiled:
+                program = read_program(graph, encoder=file == to.encoder)
+                if gpu:
+                    program = fitted(_move(program, "cuda"), facts.capacity)
+                torch._inductor.aoti_compile_and_package(
+                    program, package_path=str(out / file), inductor_configs=_config(gpu)
+                )
+            size = sum((out / file).stat().st_size for file in to.compiled)
+            said.note = f"{size / 2**20:,.1f} MiB of code"
     except Exception as error:  # noqa: BLE001 - a dozen compilers in a row, each with its own
         if full := _full_disk(error):
-            raise OSError(full, os.strerror(full), str(package)) from None
+            raise OSError(full, os.strerror(full), str(out / to.file)) from None
         raise OutriderError(
             "backend",
             f"AOTInductor of torch {torch.__version__} cannot compile the graph of "
@@ -199,7 +207,11 @@ def fitted(program: torch.export.ExportedProgram, capacity: int) -> torch.export
     import torch
 
     assert program.example_inputs is not None
-    (ids, position, index, *sides), _ = program.example_inputs
+    device = next(iter(program.state_dict.values())).device
+    # Older versions of `_move` leave them where they were.
+    (ids, position, index, *sides), _ = torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.to(device), program.example_inputs
+    )
     caches = [
         [cache.new_zeros(len(cache), cache.shape[1], capacity, cache.shape[3]) for cache in side]
         for side in sides

@@ -58,12 +58,12 @@ def build(
     """
     pair = read_pair(graphs)
     models = dict(pair.models())
-    if pair.start_ids is not None and ENCODER_DECODERS not in runs(backend, pair.target.dtype):
+    if pair.start_ids is not None and ENCODER_DECODERS not in runs(backend, pair.target.dtype, sm):
         raise OutriderError(
             "backend",
             f"the backend {backend} does not run encoder-decoders such as {pair.target.source} "
             f"with DTYPE={pair.target.dtype} in this version",
-            "Use BACKEND=onnxruntime DTYPE=float32.",
+            "Use BACKEND=onnxruntime DTYPE=float32, or BACKEND=aotinductor SM=cpu.",
         )
     weights = [facts.weights or "full" for facts in models.values()]
     check_backend(backend, pair.target.dtype, sm, level, weights)
@@ -101,13 +101,15 @@ def build(
             to = engines[role] if engines else None
             old = (found.engines or {}).get(role) if found else None
             if to and old and old.key == to.key:  # only the other model changed
-                take_file(out / role / old.file, partial / role / old.file, out)
+                for name in old.compiled:
+                    take_file(out / role / name, partial / role / name, out)
                 engine: EngineFacts | None = old
             else:
                 engine = builder.compile(role, graphs / role, partial / role, facts, to)
             if engine:
                 made[role] = engine
-                files[f"{role}/{engine.file}"] = file_facts(partial / role / engine.file)
+                for name in engine.compiled:
+                    files[f"{role}/{name}"] = file_facts(partial / role / name)
         manifest = dataclasses.replace(wanted, files=files, engines=made or None)
         write_json(partial / MANIFEST_FILE, "manifest", manifest)
         if measure:
@@ -210,11 +212,14 @@ def weights_of(backend: str, dtype: str) -> tuple[str, ...]:
     return ("full", *(kind for kind in get_args(Weights) if dtype in runs.get(kind, ())))
 
 
-def runs(backend: str, dtype: str) -> tuple[str, ...]:
+def runs(backend: str, dtype: str, sm: str = "") -> tuple[str, ...]:
     """What an export has to know of the backend: its kinds of weights in this precision, and
-    whether it runs encoder-decoders."""
-    encoders = (ENCODER_DECODERS,) if dtype in find(backend).ENCODERS else ()
-    return (*weights_of(backend, dtype), *encoders)
+    whether it runs encoder-decoders, which none does on a GPU."""
+    builder = find(backend)
+    encoders = dtype in builder.ENCODERS and not any(
+        target.startswith("sm") for target in builder.targets(sm, dtype)
+    )
+    return (*weights_of(backend, dtype), *((ENCODER_DECODERS,) if encoders else ()))
 
 
 def _intact(out: Path) -> Manifest | None:

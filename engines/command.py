@@ -74,7 +74,7 @@ def run(argv: list[str] | None) -> int:
         check_backend(arguments.backend, dtype, arguments.sm, arguments.opt_level, weights, cache)
         if arguments.out is not None:
             check_place(arguments.out, MANIFEST_FILE)
-        print(*runs(arguments.backend, dtype))
+        print(*runs(arguments.backend, dtype, arguments.sm))
         return 0
     if arguments.graphs is None or arguments.out is None:
         parser().error("the following arguments are required: --graphs, --out")

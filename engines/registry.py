@@ -31,7 +31,7 @@ class Backend(Protocol):
 
     @property
     def ENCODERS(self) -> tuple[str, ...]:
-        """The dtypes of encoder-decoders that it builds."""
+        """The dtypes of encoder-decoders that it builds, for CPUs."""
 
     @property
     def FORMAT(self) -> Format:

@@ -160,7 +160,7 @@ def compare(
 
     def difference_from(reference: Reference) -> float:
         graph = _Program(folder, rows) if of_torch else _Graph(folder / file, rows, dtype)
-        if isinstance(graph, _Graph) and reference.sources:
+        if reference.sources:
             graph.read(reference.sources)
         return _difference(graph, reference)
 
@@ -320,16 +320,34 @@ class _Program:
 
     def __init__(self, folder: Path, rows: int):
         program = read_program(folder)
-        self._run = program.module()
+        self._folder, self._run = folder, program.module()
+        self._source: list[Any] = []
         # The example's caches have the program's own dtype and row widths.
-        (*_, keys, values), _ = program.example_inputs
+        (_, _, _, keys, values, *_), _ = program.example_inputs
         self._caches = [
             [cache.new_zeros(2, cache.shape[1], rows, cache.shape[3]) for cache in side]
             for side in (keys, values)
         ]
 
+    def read(self, sources: Sequence[npt.NDArray[Any]]) -> None:
+        """As there."""
+        program = read_program(self._folder, encoder=True)
+        encoder, ((given,), _) = program.module(), program.example_inputs
+        with torch.no_grad():
+            rows = [encoder(torch.from_numpy(source).to(given.dtype)) for source in sources]
+        lengths = [keys[0].shape[2] for keys, *_ in rows]
+        room = max(lengths) + (8 if program.range_constraints else 0)  # E is open, or fixed
+
+        def padded(side: int, layer: int) -> torch.Tensor:
+            parts = [found[side][layer] for found in rows]
+            fill = torch.nn.functional.pad
+            return torch.cat([fill(x, (0, 0, 0, room - x.shape[2])) for x in parts])
+
+        sides = [[padded(side, i) for i in range(len(rows[0][side]))] for side in (0, 1)]
+        self._source = [*sides, torch.tensor(lengths)]
+
     def __call__(self, ids: npt.NDArray[np.int64], position: list[int]) -> npt.NDArray[np.float32]:
         arguments = (torch.from_numpy(ids), torch.tensor(position), torch.arange(ids.shape[1]))
         with torch.no_grad():
-            logits: torch.Tensor = self._run(*arguments, *self._caches)
+            logits: torch.Tensor = self._run(*arguments, *self._caches, *self._source)
         return logits.numpy()

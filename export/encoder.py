@@ -91,8 +91,10 @@ class SharedEncoder(Encoder):
 
 def reading(model: PreTrainedModel, source: torch.Tensor) -> dict[str, torch.Tensor]:
     """Sources as arguments of the whole model: token ids [B, E], or features [B, F, T]."""
-    named = {model.main_input_name: source}
-    return named if source.is_floating_point() else {**named, "attention_mask": source * 0 + 1}
+    name = model.main_input_name
+    if source.is_floating_point():
+        return {name: source.to(model.dtype)}
+    return {name: source, "attention_mask": source * 0 + 1}
 
 
 def arguments(

@@ -26,8 +26,8 @@ from onnx_ir.passes.common import (
 from onnxscript.optimizer import optimize_ir
 from onnxscript.rewriter.rules.fusion import _rms_normalization, _rotary_embedding
 
-from runtime.files.manifest import GRAPH_FILE
-from runtime.files.torch_files import WEIGHTS_FILE
+from runtime.files.manifest import ENCODER_FILE, GRAPH_FILE
+from runtime.files.torch_files import ENCODER_WEIGHTS_FILE, WEIGHTS_FILE
 
 from .decoder import Example
 from .weights.layers import PRODUCT
@@ -261,10 +261,14 @@ def _transposed(tensor: ir.TensorProtocol, permutation: Sequence[int], name: str
     )
 
 
-def save(
-    model: ir.Model, folder: Path, file: str = GRAPH_FILE, weights: str = WEIGHTS_FILE
-) -> None:
-    """Write the graph and its external data into `folder`; the model lets go of its weights."""
+def save(model: ir.Model, folder: Path, *, encoder: bool = False) -> None:
+    """Write the graph and its external data into `folder`; the model lets go of its weights.
+
+    encoder: under an encoder's names.
+    """
+    file, weights = GRAPH_FILE, WEIGHTS_FILE
+    if encoder:
+        file, weights = ENCODER_FILE, ENCODER_WEIGHTS_FILE
     for node in model.graph:
         node.metadata_props.clear()  # stack traces of this machine
         node.doc_string = None

@@ -86,10 +86,12 @@ def export(
                 "backend",
                 f"{target.source} is a {target.architecture}, and the backend does not run "
                 f"encoder-decoders with DTYPE={dtype} in this version",
-                "Build with BACKEND=onnxruntime DTYPE=float32.",
+                "Build with BACKEND=onnxruntime DTYPE=float32, or BACKEND=aotinductor SM=cpu.",
             )
-        asked_for = {"DTYPE": dtype, "--format": form, "CACHE": cache_type}
+        asked_for = {"DTYPE": dtype if form == "onnx" else None, "CACHE": cache_type}
         _check_encoder_decoder(target, drafter, asked_for)
+        if form == "torch":
+            backend_runs = ["full"]  # quantised layers have been compiled of decoders alone
     elif drafter and drafter.has_encoder:
         raise _two_kinds(target, drafter)
     own = weights or _bits_of(target, "WEIGHTS")
@@ -206,9 +208,8 @@ def _check_encoder_decoder(
 ) -> None:
     """Refuse what there is for decoder-only models alone. Raises OutriderError "option",
     "architecture"."""
-    usual = {"DTYPE": "float32", "--format": "onnx"}
     for name, value in asked.items():
-        if value not in (None, usual.get(name)):
+        if value not in (None, "float32"):
             raise OutriderError(
                 "option",
                 f"{name}={value} is for decoder-only models in this version, and {target.source} "

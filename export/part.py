@@ -21,8 +21,6 @@ from runtime.files.errors import OutriderError, first_line
 from runtime.files.folders import write_folder
 from runtime.files.library import find_library
 from runtime.files.manifest import (
-    ENCODER_FILE,
-    ENCODER_WEIGHTS_FILE,
     HOST_FILE,
     PART_FILE,
     Cache,
@@ -87,6 +85,11 @@ class Wanted:
     def torch_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
+
+    @property
+    def by(self) -> Any:
+        """What traces modules and saves what comes of it."""
+        return program if self.form == "torch" else graph
 
     @property
     def for_host(self) -> bool:
@@ -236,9 +239,8 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
         with stage(role, "simplify") as said:
             said.note = _simplify(traced)
     with stage(role, "write") as said:
-        (program if wanted.form == "torch" else graph).save(traced[0], folder)
-        if checkpoint.has_encoder:
-            graph.save(traced[1], folder, ENCODER_FILE, ENCODER_WEIGHTS_FILE)
+        for i, each in enumerate(traced):
+            wanted.by.save(each, folder, encoder=i > 0)
         size = sum(path.stat().st_size for path in folder.iterdir())
         said.note = f"{size / 2**20:,.1f} MiB"
     return _Original(parameters, vocab_size, shapes, original, rounded)
@@ -255,15 +257,14 @@ def _trace(wanted: Wanted, model: PreTrainedModel, shapes: CacheShapes) -> list[
         source = shapes.source_keys, shapes.source_values
         try:
             if not checkpoint.has_encoder:
-                decoder = Decoder(model, positions).eval()
-                return [(program if wanted.form == "torch" else graph).trace(decoder, of_text)]
+                return [wanted.by.trace(Decoder(model, positions).eval(), of_text)]
             read_by_decoder = example_decoder(of_text, *source)
             states = torch.zeros(1, shapes.source_rows or 3, shapes.states, dtype=model.dtype)
             read = example_encoder(*source, checkpoint.features, states if wanted.shares else None)
             encoder = (SharedEncoder if wanted.shares else Encoder)(model)
             return [
-                graph.trace(SourceDecoder(model, positions).eval(), read_by_decoder),
-                graph.trace(encoder.eval(), read),
+                wanted.by.trace(SourceDecoder(model, positions).eval(), read_by_decoder),
+                wanted.by.trace(encoder.eval(), read),
             ]
         except Exception as error:  # noqa: BLE001 - torch.export wraps whatever the model raised
             raise refuse_architecture(

@@ -1,4 +1,4 @@
-"""From the traced decoder to a torch.export program: the same graph in torch's own operators.
+"""From a traced module to a torch.export program: the same graph in torch's own operators.
 
 Beside an ONNX file this is the second format that a part can have (`--format torch`), for backends
 that compile torch's graphs. It crosses to them as two files: the program, with no weight in it, and
@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from runtime.files.torch_files import PROGRAM_FILE, TENSOR_ALIGNMENT, WEIGHTS_FILE, place_tensors
+from runtime.files.torch_files import TENSOR_ALIGNMENT, place_tensors, program_files
 
 from .decoder import Decoder, Example
 from .graph import quiet
@@ -28,34 +29,55 @@ class _InPlace(torch.nn.Module):
         super().__init__()
         self.decoder = decoder
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        position: torch.Tensor,
-        logits_index: torch.Tensor,
-        keys: list[torch.Tensor],
-        values: list[torch.Tensor],
-    ) -> torch.Tensor:
-        logits: torch.Tensor = self.decoder(input_ids, position, logits_index, keys, values)[0]
+    def forward(self, *arguments: Any) -> torch.Tensor:
+        logits: torch.Tensor = self.decoder(*arguments)[0]
         return logits
 
 
-def trace(decoder: Decoder, example: Example) -> torch.export.ExportedProgram:
-    """As `graph.trace`. Inputs in the contract's order, all keys before all values; one output."""
+def trace(module: torch.nn.Module, example: Example) -> torch.export.ExportedProgram:
+    """As `graph.trace`. Inputs in the contract's order, all keys before all values; of a `Decoder`
+    one output."""
+    sizes = example.open_sizes
+    if isinstance(module, Decoder):
+        module, sizes = _InPlace(module), (sizes,)
     with torch.no_grad(), quiet():
-        return torch.export.export(
-            _InPlace(decoder).eval(),
-            example.arguments,
-            dynamic_shapes=example.open_sizes,
-            strict=False,
+        program = torch.export.export(
+            module.eval(), example.arguments, dynamic_shapes=sizes, strict=False
         )
+    _prune(program)
+    return program
 
 
-def save(program: torch.export.ExportedProgram, folder: Path, holes: bool = False) -> None:
+def _prune(program: torch.export.ExportedProgram) -> None:
+    """Drop what no result needs, and the weights that nothing reads then: half of a model whose
+    encoder is a graph of its own, and of an encoder's graph what its decoder goes on to compute."""
+    graph, inputs = program.graph, program.graph_signature.input_specs
+    asserts = torch.ops.aten._assert_tensor_metadata.default  # that types are as they were traced
+    graph.eliminate_dead_code(
+        lambda node: node.target is not asserts and node.is_impure(impure_random=False)
+    )
+    for node, spec in list(zip(graph.find_nodes(op="placeholder"), inputs, strict=True)):
+        if spec.target is not None and not node.users:
+            graph.erase_node(node)
+            inputs.remove(spec)
+            program.state_dict.pop(spec.target, None)
+            program.constants.pop(spec.target, None)
+    program.graph_module.recompile()
+
+
+def save(
+    program: torch.export.ExportedProgram,
+    folder: Path,
+    *,
+    encoder: bool = False,
+    holes: bool = False,
+) -> None:
     """Write `graph.pt2` and `weights.bin` into `folder`; the program lets go of its weights.
 
-    holes: leave the places of parameters empty. They read as zeros and take no room.
+    encoder: under an encoder's names. holes: leave the places of parameters empty. They read as
+    zeros and take no room.
     """
+    file, weights = program_files(encoder)
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             for trace_of_this_machine in ("stack_trace", "nn_module_stack", "source_fn_stack"):
@@ -65,13 +87,13 @@ def save(program: torch.export.ExportedProgram, folder: Path, holes: bool = Fals
         for name, tensor in (*program.state_dict.items(), *program.constants.items())
         if isinstance(tensor, torch.Tensor)
     }
-    _write_tensors(tensors, folder / WEIGHTS_FILE, holes)
+    _write_tensors(tensors, folder / weights, holes)
     # The format wants a tensor of each name and shape: one number is enough for that.
     stubs = {n: torch.zeros((), dtype=t.dtype).expand(t.shape) for n, t in tensors.items()}
     tensors.clear()
     place_tensors(program, stubs)
     with quiet():
-        torch.export.save(program, folder / PROGRAM_FILE)
+        torch.export.save(program, folder / file)
 
 
 def _write_tensors(tensors: dict[str, torch.Tensor], path: Path, holes: bool = False) -> None:

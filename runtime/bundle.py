@@ -18,7 +18,6 @@ from .drafts.lookup import Corpus
 from .drafts.tables import Tables
 from .files.errors import OutriderError, first_line, refuse_first
 from .files.manifest import (
-    ENCODER_WEIGHTS_FILE,
     FIRST_ROWS,
     HOST_WEIGHTS_FILE,
     TEMPLATE_FILE,
@@ -29,7 +28,7 @@ from .files.manifest import (
 )
 from .files.progress import size_text
 from .files.records import readable
-from .files.torch_files import WEIGHTS_FILE
+from .files.torch_files import ENCODER_WEIGHTS_FILE, WEIGHTS_FILE
 from .round import HostRounds
 from .sampling import kernel
 from .sampling.native import RoundSampler

@@ -68,9 +68,9 @@ def check_request(request: Request, limits: Limits) -> None:
         *((getattr(request.params, name), f"{name} is not in the sampling kernel of a GPU",
            "Leave it out, or use a bundle that runs on the CPU.") for name in counted),
         (request.processors and not limits.counts_and_biases,
-         "no_repeat_ngram_size, bad_words_ids and processors act on logits that a GPU does not "
-         "hand out", "Leave them out (0 or [] where the checkpoint asks for them), or use a bundle "
-         "that runs on the CPU."),
+         "no_repeat_ngram_size, bad_words_ids, forced_eos_token_id and processors act on logits "
+         "that a GPU does not hand out", "Leave them out (by 0, [] and ignore_eos what the "
+         "checkpoint asks for), or use a bundle that runs on the CPU."),
         (request.logprobs is not None and not 0 <= request.logprobs <= limits.vocab_size,
          f"logprobs={request.logprobs} is out of range",
          f"Choose from 0 to {limits.vocab_size}, the number of tokens that there are."),

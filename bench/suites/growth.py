@@ -32,7 +32,6 @@ from ..core.pair import SHAPES, TARGET, Shape
 from ..core.pair.grow import grow
 from ..core.prompts import Prompts
 from ..core.table import Table
-from ..systems import SYSTEMS
 from ..systems.peer import Peer
 from ..systems.protocol import Request, Steps
 
@@ -263,7 +262,7 @@ def _number(value: float) -> str:
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work", type=Path, default=Path("build/side"), metavar="DIR",
         help="where checkpoints and bundles are kept; default build/side")  # fmt: skip
-    parser.add_argument("--precision", choices=SYSTEMS["outrider"].precisions, default="float32",
+    parser.add_argument("--precision", choices=("float32", "int8", "int4"), default="float32",
         help="of the weights; default float32")  # fmt: skip
 
 

@@ -18,7 +18,8 @@ class Kind:
 
     modes, of one name in all systems: "plain" decoding; "draft", with the draft model, and
     "lookup", with n-grams of the text, of gamma tokens a round; "auto" chooses gamma for each
-    round; "assistant" drafts as the library sets it up. precisions: of the weights. models: "text"
+    round; "assistant" drafts as the library sets it up. precisions: of the weights; "mixed" is a
+    target of float32 with a draft of int8. models: "text"
     goes on with a prompt; "seq2seq", an encoder-decoder, reads it.
     """
 
@@ -38,7 +39,8 @@ class Kind:
 SYSTEMS = {
     "outrider": Kind(
         "ours.OutriderWorker", ("onnxruntime", "torch", "transformers"), "dev",
-        ("plain", "draft", "auto", "lookup"), ("float32", "int8", "int4"), ("text", "seq2seq"),
+        ("plain", "draft", "auto", "lookup"), ("float32", "mixed", "int8", "int4"),
+        ("text", "seq2seq"),
     ),
     "transformers": Kind(
         "transformers.TransformersWorker", ("torch", "transformers"), "dev",

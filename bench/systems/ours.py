@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from runtime.bundle import load
-from runtime.files.manifest import ENCODER_WEIGHTS_FILE
+from runtime.files.torch_files import ENCODER_WEIGHTS_FILE
 from runtime.sequence import ActiveSequence
 from runtime.sequence import Request as Asked
 from runtime.text.engine import TextEngine

@@ -19,13 +19,13 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from runtime.files.manifest import (
     ENCODER_FILE,
-    ENCODER_WEIGHTS_FILE,
     GRAPH_FILE,
     HOST_FILE,
     HOST_WEIGHTS_FILE,
     SCALE_BYTES,
     Cache,
 )
+from runtime.files.torch_files import ENCODER_WEIGHTS_FILE
 
 from ..graph import initializer, saving
 from ..weights.operators import OWN_DOMAIN, own_operators, put

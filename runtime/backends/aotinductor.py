@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from pathlib import Path
@@ -10,9 +10,18 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from ..files.errors import OutriderError, first_line, importing
-from ..files.manifest import PACKAGE_FILE, Dtype, EngineFacts, GraphFacts, Manifest
-from ..files.torch_files import WEIGHTS_FILE, cpu_targets, read_tensors
+from ..files.manifest import (
+    ENCODER_PACKAGE_FILE,
+    PACKAGE_FILE,
+    Dtype,
+    EngineFacts,
+    GraphFacts,
+    Manifest,
+)
+from ..files.torch_files import cpu_targets, program_files, read_tensors
 from .cuda import Cuda
 from .device import DeviceCall, PreparedEngine
 from .engine import Ids, Logits
@@ -28,7 +37,9 @@ class Call(NamedTuple):
     """Views of the engine's memory."""
 
     ids: list[torch.Tensor]  # int64: input_ids [B, N], position [B], logits_index [K]
-    caches: list[torch.Tensor]  # in the contract's order, each [B, Hkv, S, D]
+    # In the contract's order, each [B, Hkv, S, D]; with an encoder those of the sources too, which
+    # are only read, and how long they are, int64 [B].
+    caches: list[torch.Tensor]
     logits: torch.Tensor  # [B, K, V], on the CPU float32
 
 
@@ -42,21 +53,25 @@ def import_torch(version: str | None = None) -> Any:
 
 
 class Package:
-    """The code of a model, and its weights on a device. index: of a GPU, -1 for the CPU.
+    """The code of a model, and its weights on a device. index: of a GPU, -1 for the CPU. encoder:
+    those of its encoder.
 
     weights: by their names in the graph; what is written into them is what the code reads.
     """
 
-    def __init__(self, folder: Path, index: int = -1, device: str = "cpu"):
+    def __init__(
+        self, folder: Path, index: int = -1, device: str = "cpu", *, encoder: bool = False
+    ):
+        file = ENCODER_PACKAGE_FILE if encoder else PACKAGE_FILE
         # Not torch._inductor.aoti_load_package: it imports the compiler, for the same loader.
         # Single-threaded: the turns are the caller's, and otherwise it waits for events, which no
         # CUDA graph can hold.
         loader = import_torch()._C._aoti.AOTIModelPackageLoader(
-            str(folder / PACKAGE_FILE), "model", True, 1, index
+            str(folder / file), "model", True, 1, index
         )
         # The code uses them where they are; this dictionary keeps them there.
         names = loader.get_constant_fqns()
-        self.weights = load_weights(folder / WEIGHTS_FILE, names, device)
+        self.weights = load_weights(folder / program_files(encoder)[1], names, device)
         loader.load_constants(self.weights, False, True, True)
         self.run = loader.run
 
@@ -79,10 +94,9 @@ def opening(folder: Path, remedy: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001 - torch raises what its C++ raises
-        path, version = folder / PACKAGE_FILE, import_torch().__version__
-        raise OutriderError(
-            "backend", f"torch {version} cannot load {path}: {first_line(error)}", remedy
-        ) from None
+        version = import_torch().__version__
+        cause = f"torch {version} cannot load the code in {folder}: {first_line(error)}"
+        raise OutriderError("backend", cause, remedy) from None
 
 
 class AotiEngine(HostEngine[Call]):
@@ -94,6 +108,7 @@ class AotiEngine(HostEngine[Call]):
         self._torch, self._threads = import_torch(), threads
         with opening(folder, "Build the bundle again."):
             self._loader = Package(folder)
+            self._encoder = Package(folder, encoder=True) if facts.encoder else None
         self.weights = self._loader.weights
         self._dtype = getattr(self._torch, facts.dtype)
 
@@ -120,15 +135,32 @@ class AotiEngine(HostEngine[Call]):
         self, ids: dict[str, Ids], caches: dict[str, Any], source: dict[str, Any], logits: Logits
     ) -> Call:
         view = self._torch.from_numpy
-        return Call([*map(view, ids.values())], [*caches.values()], view(logits))
+        first, lengths = [*map(view, ids.values())], []
+        if source:
+            lengths = [first.pop()]
+        return Call(first, [*caches.values(), *source.values(), *lengths], view(logits))
+
+    def _encode(self, source: Any, names: Sequence[str]) -> dict[str, Any]:
+        assert self._encoder is not None
+        if isinstance(source, np.ndarray):  # else what another package has made
+            source = self._torch.from_numpy(source.copy())  # it may be read-only
+        with self._own_threads():
+            found = self._encoder.run([source])
+        return dict(zip(names, found, strict=False))  # the states last, where they are asked for
 
     def _run(self, call: Call) -> None:
+        with self._own_threads():
+            # A package allocates its output: that is copied, the caches are not.
+            call.logits.copy_(self._loader.run([*call.ids, *call.caches])[0])
+
+    @contextmanager
+    def _own_threads(self) -> Iterator[None]:
+        """While as many threads run as were asked for."""
         before = self._torch.get_num_threads()
         if self._threads:  # the process's, so a host application gets its own back
             self._torch.set_num_threads(self._threads)
         try:
-            # A package allocates its output: that is copied, the caches are not.
-            call.logits.copy_(self._loader.run([*call.ids, *call.caches])[0])
+            yield
         finally:
             if self._threads:
                 self._torch.set_num_threads(before)

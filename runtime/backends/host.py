@@ -117,10 +117,11 @@ class HostEngine(ABC, Generic[Call]):
     ) -> Call:
         """A call on this memory. Caches are written where they are; source: what is only read."""
 
+    @abstractmethod
     def _encode(self, source: npt.NDArray[Any], names: Sequence[str]) -> dict[str, Any]:
         """What the encoder makes of a source, ids [1, E], features [1, F, T] or the target's states
-        [1, E, D]: what is named, [1, H, E, D], and the states."""
-        raise NotImplementedError  # no bundle of this library has an encoder
+        [1, E, D], as it made them: what is named, [1, H, E, D], and the states. The names are in
+        the contract's order."""
 
     @abstractmethod
     def _run(self, call: Call) -> None:

@@ -22,7 +22,6 @@ from pathlib import Path
 from .errors import OutriderError
 from .manifest import (
     ENCODER_FILE,
-    ENCODER_WEIGHTS_FILE,
     GRAPH_FILE,
     HOST_FILE,
     HOST_WEIGHTS_FILE,
@@ -31,12 +30,13 @@ from .manifest import (
     PAIR_FILE,
     PART_FILE,
 )
-from .torch_files import PROGRAM_FILE, WEIGHTS_FILE
+from .torch_files import ENCODER_PROGRAM_FILE, ENCODER_WEIGHTS_FILE, PROGRAM_FILE, WEIGHTS_FILE
 
 # What our folders hold at the top; anything else in one is somebody's.
 _OURS = {
     MANIFEST_FILE, PAIR_FILE, PART_FILE, GRAPH_FILE, HOST_FILE, HOST_WEIGHTS_FILE, PROGRAM_FILE,
-    WEIGHTS_FILE, ENCODER_FILE, ENCODER_WEIGHTS_FILE, "target", "draft", "tokenizer",
+    WEIGHTS_FILE, ENCODER_FILE, ENCODER_PROGRAM_FILE, ENCODER_WEIGHTS_FILE, "target", "draft",
+    "tokenizer",
 }  # fmt: skip
 # What a file system says that has no links, or not between these two places.
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)

@@ -20,16 +20,16 @@ from .audio import AudioFacts, FeatureFacts
 from .errors import OutriderError
 from .records import Count, Rule, Small, TokenId, between, read_json, readable
 from .rules import TextRules
-from .torch_files import PROGRAM_FILE, WEIGHTS_FILE
+from .torch_files import ENCODER_WEIGHTS_FILE, PROGRAM_FILE, WEIGHTS_FILE
 
 KINDS = ("manifest", "pair", "graph")
 MANIFEST_FILE, PAIR_FILE, PART_FILE = "manifest.json", "pair.json", "graph.json"
 GRAPH_FILE = "graph.onnx"
 HOST_FILE = "host.onnx"  # the same for the CPU, with the operators of plugins/onnxruntime
 HOST_WEIGHTS_FILE = "host.bin"  # its own weights, where they are quantised
-ENCODER_FILE, ENCODER_WEIGHTS_FILE = "encoder.onnx", "encoder.bin"
+ENCODER_FILE = "encoder.onnx"  # with ENCODER_WEIGHTS_FILE, as a program has
 ENCODER_DECODERS = "encoder-decoders"  # as `engines --supports` says that a backend runs them
-PACKAGE_FILE = "engine.pt2"  # AOTInductor's
+PACKAGE_FILE, ENCODER_PACKAGE_FILE = "engine.pt2", "encoder_engine.pt2"  # AOTInductor's
 # Optimisers of ONNX Runtime that are left out. In float16 this one makes a node and does not say
 # so; the next one asks for the node's operator, which nobody looked up, and the process dies.
 ORT_LEFT_OUT = {"float16": ["MatmulTransposeFusion"]}
@@ -252,6 +252,7 @@ class Pair:
             }
             return {name: file for name, file in self.all_files().items() if name not in alone}
         beside = {f"{role}/{engine.weights}" for role, engine in engines.items()}
+        beside |= {f"{r}/{ENCODER_WEIGHTS_FILE}" for r, engine in engines.items() if engine.encoder}
         return {
             name: file
             for name, file in self.all_files().items()
@@ -290,7 +291,8 @@ class EngineFacts:
     key: content address of everything the engine was made from. file: in the model's folder.
     targets: the GPU architectures that it runs on, such as sm89; of a CPU, what it must have.
     weights: the graph's file that holds them; None where they are in the engine. level: of
-    optimisation, None for the builder's own.
+    optimisation, None for the builder's own. encoder: as file, of an encoder-decoder's encoder,
+    whose weights are the graph's too.
     """
 
     key: str
@@ -299,6 +301,12 @@ class EngineFacts:
     profiles: list[Profile]
     weights: PlainName | None = None
     level: int | None = None
+    encoder: PlainName | None = None
+
+    @property
+    def compiled(self) -> list[str]:
+        """The files that no graph has."""
+        return [self.file, *([self.encoder] if self.encoder else [])]
 
 
 @dataclass(frozen=True)
@@ -362,15 +370,17 @@ class Manifest:
             if models[role].host_alone:
                 own = [HOST_FILE, HOST_WEIGHTS_FILE]
             if engine:
-                own = [engine.file, engine.weights or engine.file]
+                own = [*engine.compiled, engine.weights or engine.file]
             if models[role].encoder:
-                own += [ENCODER_FILE, ENCODER_WEIGHTS_FILE]
+                own += [ENCODER_WEIGHTS_FILE, *([] if engine else [ENCODER_FILE])]
             needed |= {f"{role}/{name}" for name in own}
-            if engine:  # compiled: no file of the pair
-                name = f"{role}/{engine.file}"
+            for file in engine.compiled if engine else ():  # no file of the pair
+                name = f"{role}/{file}"
                 files[name] = self.files.get(name, FileFacts(-1, ""))
         facts_that_hold = {
-            "its engines": self.engines is None or self.engines.keys() == models.keys(),
+            "its engines": self.engines is None
+            or {role: engine.encoder is not None for role, engine in self.engines.items()}
+            == {role: facts.encoder is not None for role, facts in models.items()},
             "its files": files == self.files and needed <= files.keys(),
             "its sizes": all(rows <= pair.capacity == facts.capacity for facts in models.values()),
             "its vocabulary": pair.vocab_size <= pair.target.vocab_size,

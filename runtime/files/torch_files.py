@@ -1,4 +1,4 @@
-"""The files of a part in torch's format: `graph.pt2` and `weights.bin`.
+"""The files of a part in torch's format: `graph.pt2` and `weights.bin`, and those of an encoder.
 
 Part of the file contract, so the other rooms import it from `manifest`. torch is imported by what
 is called, since a bundle of another backend needs none.
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 PROGRAM_FILE, WEIGHTS_FILE = "graph.pt2", "weights.bin"
+ENCODER_PROGRAM_FILE, ENCODER_WEIGHTS_FILE = "encoder.pt2", "encoder.bin"
 TENSOR_ALIGNMENT = 64  # bytes: a cache line, the widest vector
 
 
@@ -40,13 +41,19 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def read_program(folder: Path) -> torch.export.ExportedProgram:
-    """The torch.export program of a part, with its weights mapped."""
+def read_program(folder: Path, *, encoder: bool = False) -> torch.export.ExportedProgram:
+    """The torch.export program of a part, with its weights mapped; or that of its encoder."""
     import torch
 
-    program = torch.export.load(folder / PROGRAM_FILE)
-    place_tensors(program, read_tensors(folder / WEIGHTS_FILE))
+    file, weights = program_files(encoder)
+    program = torch.export.load(folder / file)
+    place_tensors(program, read_tensors(folder / weights))
     return program
+
+
+def program_files(encoder: bool) -> tuple[str, str]:
+    """A program and its weights."""
+    return (ENCODER_PROGRAM_FILE, ENCODER_WEIGHTS_FILE) if encoder else (PROGRAM_FILE, WEIGHTS_FILE)
 
 
 def place_tensors(program: torch.export.ExportedProgram, tensors: dict[str, torch.Tensor]) -> None:

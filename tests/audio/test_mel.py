@@ -9,7 +9,7 @@ import pytest
 from transformers import WhisperFeatureExtractor
 
 from runtime.audio import mel
-from runtime.audio.mel import LogMel, mel_filters, scaled
+from runtime.audio.mel import LogMel, scaled
 
 RATE, CHUNK = 16_000, 30 * 16_000
 TIME = np.arange(CHUNK) / RATE
@@ -22,8 +22,6 @@ def noise(samples: int, size: float = 0.1) -> np.ndarray:
 SIGNALS = {
     "silence": np.zeros(CHUNK),
     "noise of exactly 30 s": noise(CHUNK),
-    "sine": 0.5 * np.sin(2 * np.pi * 440 * TIME),
-    "chord": sum(0.2 * np.sin(2 * np.pi * hertz * TIME) for hertz in (100, 1000, 5000)),
     "chirp": 0.5 * np.sin(2 * np.pi * (50 + 120 * TIME) * TIME),
     "clicks": 1.0 * (np.arange(CHUNK) % 8000 == 0),
     "short": noise(5000),
@@ -33,10 +31,10 @@ SIGNALS = {
 }
 
 
-def features(samples: np.ndarray, mels: int = 80, size: int = CHUNK) -> np.ndarray:
-    """Ours, of blocks of this size."""
+def features(samples: np.ndarray, mels: int = 80) -> np.ndarray:
+    """Ours, of blocks that end anywhere in a frame."""
     padded = np.pad(samples, (0, max(0, CHUNK - len(samples)))).astype(np.float32)
-    blocks = (padded[i : i + size] for i in range(0, len(padded), size))
+    blocks = np.array_split(padded, 7)
     logs = np.hstack(list(LogMel(mels, RATE, 400, 160).logs(blocks)))
     return scaled(logs, logs.max())
 
@@ -61,23 +59,12 @@ def test_features_are_those_of_transformers(name: str, mels: int) -> None:
         np.testing.assert_allclose(found, theirs, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("size", [401, 5001, 100_000])
-def test_blocks_do_not_matter(size: int) -> None:
-    samples = SIGNALS["chirp"][:100_123]
-    np.testing.assert_allclose(features(samples, size=size), features(samples), rtol=0, atol=1e-6)
-
-
 def test_control_another_filter_or_window_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = next(expected(SIGNALS["noise of exactly 30 s"]))
-    with monkeypatch.context() as patch:
-        patch.setattr(mel, "HIGHEST", 7990.0)
-        assert np.abs(features(SIGNALS["noise of exactly 30 s"]) - theirs).max() > 1e-3
-    with monkeypatch.context() as patch:
-        patch.setattr(np, "cos", lambda x: np.sin(x - np.pi / 2 + 0.01))
-        assert np.abs(features(SIGNALS["noise of exactly 30 s"]) - theirs).max() > 1e-3
-
-
-@pytest.mark.parametrize("mels", [80, 128])
-def test_filters(mels: int) -> None:
-    theirs = WhisperFeatureExtractor(feature_size=mels).mel_filters.T
-    np.testing.assert_allclose(mel_filters(201, mels, RATE), theirs, rtol=0, atol=1e-12)
+    sound = SIGNALS["noise of exactly 30 s"]
+    theirs = next(expected(sound))
+    for broken in (
+        (mel, "HIGHEST", 7990.0), (np, "cos", lambda x: np.sin(x - np.pi / 2 + 0.01))
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(*broken)
+            assert np.abs(features(sound) - theirs).max() > 1e-3

@@ -53,12 +53,6 @@ def test_channels_bits_and_rates(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, whole, atol=1e-6)
 
 
-def test_arrays() -> None:
-    sound = sine(0.5, RATE)
-    np.testing.assert_array_equal(samples(sound), sound.astype(np.float32))
-    assert samples(sound.astype(np.float32)).dtype == np.float32
-
-
 @pytest.mark.parametrize(
     ("audio", "cause"),
     [
@@ -130,7 +124,7 @@ def test_what_is_missing_is_named(
     with pytest.raises(OutriderError, match=f"{library} is not installed.*pip install") as refused:
         samples(tmp_path / "a.wav")
     assert refused.value.kind == "backend"
-    samples(sine(0.1, RATE))  # an array needs neither
+    assert samples(sine(0.1, RATE)).dtype == np.float32, "an array needs neither"
 
 
 # Windows

@@ -61,26 +61,6 @@ def test_the_rule_is_that_of_transformers(latest: int | None) -> None:
     assert {(True, True), (True, False), (False, True)} <= kinds
 
 
-@pytest.mark.parametrize(
-    ("output", "scores"),
-    [
-        ((), {}),  # the first token is a time
-        ((ZERO,), {}),  # no pair of it
-        ((ZERO, 0, ZERO + 1), {}),  # text only after a pair
-        ((ZERO, 0), {ZERO: 1.0}),  # a segment takes some time
-        ((ZERO + 2, 0), {ZERO + 1: 1.0}),  # times do not fall
-        ((ZERO + 1, 0), dict.fromkeys(range(ZERO + 2, VOCAB_SIZE), -0.5)),  # the sum decides
-    ],
-)
-def test_control_each_part_of_it_shows(output: tuple[int, ...], scores: dict[int, float]) -> None:
-    row = np.full(VOCAB_SIZE, -0.6, np.float32)
-    row[0] = 0.0
-    for token, score in scores.items():
-        row[token] = score
-    row[NO_TIMES] = -np.inf
-    assert (ours(row, output, 2) != row).any()
-
-
 def their_cut(tokens: list[int], zero: int, seek: int, frames: int) -> tuple[list[Cut], int]:
     segments, further = WhisperForConditionalGeneration._retrieve_segment(
         seek_sequence=torch.tensor(tokens, dtype=torch.long),

@@ -34,7 +34,6 @@ from transformers import WhisperForConditionalGeneration
 from runtime.audio import transcription
 from runtime.audio.mel import LogMel, MelFrames
 from runtime.audio.recording import Recording
-from runtime.audio.timestamps import cut
 from runtime.audio.transcription import Listener, Look, Say, Segment, SpeechOptions
 from runtime.audio.windows import Windows
 from runtime.files.audio import AudioFacts, FeatureFacts
@@ -276,20 +275,3 @@ def test_refused(english: bool, options: dict[str, Any], cause: str) -> None:
 
 
 # Controls: each of these changes shows.
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        (transcription, "TimestampRule", lambda *_: lambda scores, text, start: None),
-        (transcription, "cut", lambda tokens, **more: (cut(tokens, **more)[0], 3000)),
-    ],
-    ids=["timestamps", "seek"],
-)
-def test_control(broken: tuple[Any, str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = talk(35)
-    expected = theirs(sound, 1)
-    monkeypatch.setattr(*broken)
-    *_, found = listened(sound, 1)
-    with pytest.raises(AssertionError):
-        check(found, expected)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import tensorrt_standin
 from device_standin import facts_of, make_device, make_driver
 from devices import DRAFT, MODEL, text, texts
 from fakes import FakeEngine
+from rtx import needs_library
 from tensorrt_standin import FakeTensorRt, FakeTensorRtx
 
 from runtime.backends.device import DeviceCall
@@ -159,36 +159,27 @@ def refused(bench: Bench, cause: str, kind: str = "backend", **options: Any) -> 
     assert caught.value.kind == kind
 
 
-Change = Callable[[FakeTensorRtx], None]
-
-
 @pytest.mark.parametrize(
-    ("change", "file", "cause"),
+    ("library", "file", "cause"),
     [
         (
-            lambda library: setattr(library, "invalid", 3), {},
+            {"invalid": 3}, {},
             "cannot load .*target.rtx: VERSION_MISMATCH, UNSUPPORTED_CC. Build the bundle again, "
             "for this GPU",
         ),
         (
-            lambda library: None, {"error": "magic tag does not match\nat line 7"},
+            {}, {"error": "magic tag does not match\nat line 7"},
             "TensorRT-RTX 1.2.3 cannot load .*: magic tag does not match",
         ),
-        (
-            lambda library: None, {"names": [*NAMES, "pixels"]},
-            r"it is of another graph \(tensor pixels\)",
-        ),
-        (
-            lambda library: setattr(library, "in_place", False), {},
-            "it does not update key_0 in place",
-        ),
+        ({}, {"names": [*NAMES, "pixels"]}, r"it is of another graph \(tensor pixels\)"),
+        ({"in_place": False}, {}, "it does not update key_0 in place"),
     ],
     ids=["another version", "no engine", "another graph", "a cache that is copied"],
 )  # fmt: skip
 def test_files_that_are_refused(
-    bench: Bench, change: Change, file: dict[str, Any], cause: str
+    bench: Bench, library: dict[str, Any], file: dict[str, Any], cause: str
 ) -> None:
-    change(bench.library)  # type: ignore[arg-type]
+    vars(bench.library).update(library)
     refused(bench, cause, **file)
 
 
@@ -234,12 +225,8 @@ def test_a_library_that_is_not_installed() -> None:
 
 # The real interface
 
-real = pytest.mark.skipif(
-    importlib.util.find_spec("tensorrt_rtx") is None, reason="tensorrt_rtx is not installed"
-)
 
-
-@real
+@needs_library
 def test_the_stand_in_has_only_what_the_library_has() -> None:
     """Every public name of the fake's classes is one of the real classes."""
     trt = load_library("tensorrt_rtx")
@@ -268,7 +255,7 @@ def test_the_stand_in_has_only_what_the_library_has() -> None:
         assert all(int(getattr(actual, member.name)) == member for member in fake)
 
 
-@real
+@needs_library
 def test_the_real_librarys_logger() -> None:
     trt = load_library("tensorrt_rtx")
     logger = _logger(trt)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from workshop import Workshop
 
 from bench.core.pair import SHAPES, TARGET, blur, grow
-from bench.core.pair.grow import CONSTANTS, Growth, grown_config, load_llama
+from bench.core.pair.grow import Growth, grown_config, load_llama
 from runtime.files.errors import OutriderError
 
 EPS = 0.05  # so large that what is done to it shows
@@ -59,37 +58,6 @@ def test_logits_are_the_originals(
     assert (new.lm_head.weight is new.model.embed_tokens.weight) == tied
     assert result.parameters == new.num_parameters() > old.num_parameters()
     assert result.difference < 1e-4 and difference(old, new) < 1e-4
-
-
-def _eps(model: Any) -> None:
-    for module in model.modules():
-        if hasattr(module, "variance_epsilon"):
-            module.variance_epsilon = EPS * 64 / 96  # as if the constants took nothing of it
-
-
-def _key_heads(model: Any) -> None:
-    for layer in model.model.layers:
-        for part in (layer.self_attn.k_proj, layer.self_attn.v_proj):
-            part.weight.copy_(part.weight.roll(16, 0))
-
-
-DAMAGE: dict[str, Callable[[Any], Any]] = {
-    "norms": lambda model: [
-        weight.mul_((96 / 64) ** 0.5) for name, weight in model.named_parameters() if "norm" in name
-    ],
-    "eps": _eps,
-    "key heads": _key_heads,
-    "a new layer's writer": lambda model: model.model.layers[1].mlp.down_proj.weight.normal_(std=1),
-    "constants": lambda model: model.model.norm.weight[-CONSTANTS:].abs_(),
-}
-
-
-@pytest.mark.parametrize("part", DAMAGE)
-def test_control_each_part_of_it_is_needed(workshop: Workshop, grown: Path, part: str) -> None:
-    old, new = (AutoModelForCausalLM.from_pretrained(p) for p in (original(workshop), grown))
-    with torch.no_grad():
-        DAMAGE[part](new)
-    assert difference(old, new) > 1e-3
 
 
 def test_what_is_new_is_random_or_writes_nothing(grown: Path) -> None:

@@ -22,7 +22,7 @@ from bench.suites.side import run as measuring
 from bench.suites.side.run import DRAFT, OWN, SideRun, systems
 from bench.suites.side.seq2seq import PIECE, ReadingScale, document, features, jobs, speech
 from bench.suites.side.suite import run
-from bench.suites.side.tables import BASE, CT2
+from bench.suites.side.tables import BASE, CT2, MIXED
 from bench.systems import SYSTEMS
 from bench.systems.peer import Peer
 from bench.systems.protocol import Request, Steps, Text, Unavailable
@@ -88,18 +88,6 @@ def test_a_pair_says_what_is_known_and_agrees_as_often_as_asked(made: Pair) -> N
         assert all(torch.equal(one[name], other[name]) for name in one | other)
 
 
-def test_control_layers_that_are_not_quiet_say_something_else(
-    made: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shape = TINY[made.facts["shape"]]
-    monkeypatch.setattr(seq2seq, "QUIET", 1e4)
-    seq2seq.write(shape, 0.8, tmp_path / "target", tmp_path / "draft")
-    ids = torch.arange(100, 140)
-    said = [seq2seq.says(shape, tmp_path / "target", int(token), 1)[0] for token in ids]
-    loud = logits(load(tmp_path / "target", shape), shape, ids).argmax(-1)
-    assert (loud == torch.tensor(said)).sum() < 20
-
-
 def test_an_acceptance_out_of_range_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match=r"1\.5 is out of range"):
         seq2seq.write(TINY["t5-tiny"], 1.5, tmp_path / "a", tmp_path / "b")
@@ -159,7 +147,7 @@ def test_what_is_read() -> None:
 
 def test_who_reads_sources() -> None:
     names = [system.name for system in systems(list(SYSTEMS), models="seq2seq")]
-    assert {OWN, DRAFT, "outrider lookup", "outrider int4 draft", BASE, CT2} <= {*names}
+    assert {OWN, DRAFT, "outrider lookup", "outrider int4 draft", MIXED, BASE, CT2} <= {*names}
     assert not {"outrider auto", "genai plain", "llama.cpp plain"} & {*names}
     few = {system.name for system in systems(list(SYSTEMS), ["int8"], "seq2seq")}
     assert few == {

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import packers
 import pytest
 from checkpoints import CONTEXT, VOCAB_SIZE
 from workshop import Workshop
@@ -165,28 +166,9 @@ def test_tokens_of_a_round_share_its_time():
 # GGUF
 
 
-def test_interleaved_rows_rotate_to_the_same_scores():
-    """Both rotations, written out: scores of positions are equal, and not without reordering."""
-    rng = np.random.default_rng(1)
-    heads, width, hidden = 2, 8, 16
-    queries, keys = rng.standard_normal((2, heads * width, hidden)).astype(np.float32)
-    x, y = rng.standard_normal((2, hidden)).astype(np.float32)
-    turn = np.exp(3j * 10_000 ** (-2 * np.arange(width // 2) / width))  # of the query, not the key
-
-    def halves(vector: np.ndarray) -> np.ndarray:  # Transformers: i with i + width / 2
-        return vector[:, : width // 2] + 1j * vector[:, width // 2 :]
-
-    def neighbours(vector: np.ndarray) -> np.ndarray:  # llama.cpp: 2 i with 2 i + 1
-        return vector[:, 0::2] + 1j * vector[:, 1::2]
-
-    def scores(q: np.ndarray, k: np.ndarray, pairs) -> np.ndarray:
-        q, k = (pairs((w @ v).reshape(heads, width)) for w, v in ((q, x), (k, y)))
-        return (turn * q * k.conj()).real.sum(-1)
-
-    expected = scores(queries, keys, halves)
-    written = scores(interleaved(queries, heads), interleaved(keys, heads), neighbours)
-    assert written == pytest.approx(expected, rel=1e-5)
-    assert scores(queries, keys, neighbours) != pytest.approx(expected, rel=1e-2)
+def test_rows_of_a_head_that_rotate_together_are_neighbours():
+    rows = np.arange(32.0)[:, None]
+    assert (interleaved(rows, 2) == packers.neighbours(rows, 2)).all()
 
 
 def test_a_gguf_file_has_the_checkpoint_s_tensors(pair, workshop, tmp_path):
@@ -202,8 +184,7 @@ def test_a_gguf_file_has_the_checkpoint_s_tensors(pair, workshop, tmp_path):
         other = stored[names.get_name(name, try_suffixes=(".weight",))]
         assert other.tensor_type == gguf.GGMLQuantizationType.F32
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            rows = tensor.reshape(-1, 16, 64)  # heads of 16 rows: 0, 8, 1, 9, ...
-            tensor = rows[:, [i // 2 + 8 * (i % 2) for i in range(16)]].reshape(tensor.shape)
+            tensor = packers.neighbours(tensor, len(tensor) // 16)
         np.testing.assert_array_equal(other.data.reshape(tensor.shape), tensor)
     for field, value in (("vocab_size", VOCAB_SIZE), ("context_length", CONTEXT)):
         assert read.fields[f"llama.{field}"].contents() == value

@@ -89,6 +89,7 @@ def test_how_the_bundle_is_loaded(cli):
         ("--stop e --stop k", {"stop": ["e", "k"]}),
         ("--stop-token-id 9 --stop-token-id 10", {"stop_token_ids": [9, 10]}),
         ("--gamma 2", {"gamma": 2}),
+        ("--gamma 0", {"gamma": 0}),
         ("--draft none", {"gamma": 0}),
         ("--draft model", {}),
         ("--ignore-eos", {"ignore_eos": True}),
@@ -130,22 +131,6 @@ def test_detailed_statistics(cli):
     assert "\ndraft 4: accepted " in err
     assert "rounds by accepted drafts  0: " in err
     assert "Theorem 3.8" in err
-
-
-def test_plain_decoding(cli):
-    status, _, err = cli("--prompt", "hello", "--gamma", "0", "--max-new-tokens", "9")
-    assert status == 0
-    assert "rounds 8 | tau 1.00 tok/round | plain decoding (gamma 0)\n" in err
-    assert "position" not in err
-    assert not cli.engine.decoder.draft.calls
-
-
-def test_the_stop_text_is_shown_in_the_summary(cli):
-    whole = cli.engine.generate("hello").text
-    end = whole.index("\n")
-    _, out, err = cli("--prompt", "hello", "--stop", whole[end - 1] + r"\n")
-    assert out == whole[: end - 1] + "\n"
-    assert f'finish stop:"{whole[end - 1]}\\n"\n' in err
 
 
 def test_escape_sequences_of_stop(cli):
@@ -639,10 +624,3 @@ def test_closed_streams(cli, monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     status, out, _ = cli("--prompt", "a", "--max-new-tokens", "5")
     assert (status, out) == (0, cli.engine.generate("a", max_new_tokens=5).text + "\n")
-
-
-def test_the_module_from_the_checkout(tmp_path):
-    argv = [sys.executable, "-m", "runtime.generate", "--engines", str(tmp_path / "no"), "--prompt"]
-    child = subprocess.run([*argv, "x"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (child.returncode, child.stdout) == (EXIT_STATUS["bundle"], "")
-    assert PLAIN_ERROR.fullmatch(child.stderr)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,15 @@ def engine(
     return load(bundle, slots=1, table=table, corpus=CHECKOUT / "runtime" / "round.py", threads=1)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["0", "1"])
+@pytest.mark.parametrize(
+    ("way", "options"),
+    cases(
+        [("bigram", SAMPLED), ("chain", SAMPLED), ("auto", GREEDY), ("stops", GREEDY)],
+        product(WAYS, (GREEDY, SAMPLED)),
+    ),
+)
 def test_the_output_is_the_targets(
-    engine: TextEngine, options: Options, way: str, monkeypatch: pytest.MonkeyPatch
+    engine: TextEngine, way: str, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     observe = Costs.observe  # injected: on a busy machine it may rightly be 0
     monkeypatch.setattr(Costs, "observe", lambda *seen: observe(*seen[:3], 0.1 * seen[2], 1.0))

@@ -14,6 +14,8 @@ from runtime.drafts.lookup import LONGEST, Lookup
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
+pytestmark = pytest.mark.usefixtures("sampler")
+
 
 def proposal(text: Sequence[int], count: int, longest: int = LONGEST) -> list[int]:
     """By definition, looking through the whole text each time."""
@@ -48,11 +50,6 @@ REPEATS = script("abcab.abcdab,", period=True, start=1)
 
 def lookups(**request: object) -> Request:
     return Request(**{"prompt": [2], "gamma": 6, "draft": "ngram", **request})  # type: ignore[arg-type]
-
-
-@pytest.fixture(autouse=True)
-def _sampler(sampler: None) -> None:
-    pass
 
 
 @on_host

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rtx import SM
 from workshop import Workshop
 
 from engines import bundle as bundles
@@ -29,5 +28,5 @@ def graphs(workshop: Workshop) -> Path:
 def rtx_bundle(graphs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shared: not to be damaged."""
     out = tmp_path_factory.mktemp("rtx") / "bundle"
-    assert build(graphs, out, backend="tensorrt_rtx", slots=3, sm=SM)
+    assert build(graphs, out, backend="tensorrt_rtx", slots=3, sm="89,120")
     return out

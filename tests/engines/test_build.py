@@ -38,6 +38,7 @@ def refused(capsys: pytest.CaptureFixture[str], kind: str, *options: str) -> str
 
 
 HALF = ("--supports", "float16")
+AOTI = ("--backend=aotinductor", "--sm=cpu")
 NO_LEVEL = "OPT_LEVEL={} means nothing to the backend "
 
 
@@ -56,6 +57,14 @@ NO_LEVEL = "OPT_LEVEL={} means nothing to the backend "
         *(
             ((f"--backend={backend}", "--supports", dtype), "backend", f" {dtype} in this version.")
             for backend, dtype in (("tensorrt_rtx", "int4"), ("tensorrt", "float32"))
+        ),
+        (("--supports", "float16", "int4"), "backend", "not run WEIGHTS=int4 with DTYPE=float16"),
+        ((*HALF, "full", "int8"), "backend", "not run DRAFT_WEIGHTS=int8 with DTYPE=float16"),
+        (("--supports", "float32", "fp8"), "backend", "Use WEIGHTS=full, or another BACKEND"),
+        ((*AOTI, "--supports", "float32", "int8"), "backend", "Use WEIGHTS=full, or"),
+        (
+            (*AOTI, "--supports", "float32", "--cache-type", "int8"), "backend",
+            "Leave CACHE out, or use BACKEND=onnxruntime",
         ),
         *(
             (("--backend=tensorrt", *HALF, f"--opt-level={level}"), "option", "is out of range")
@@ -78,6 +87,20 @@ def test_what_no_machine_builds(
     """Also where `make engines` asks first: nothing is exported for them."""
     assert words in refused(capsys, kind, *options, "--out", str(tmp_path / "out"))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "kinds"),
+    [
+        (("float32", "full", "int4", "--cache-type", "int8"), "full int8 int4 encoder-decoders"),
+        (("float16",), "full"),
+    ],
+)
+def test_what_this_machine_builds(
+    asked: tuple[str, ...], kinds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert engines.__main__.main(["--supports", *asked]) == 0
+    assert capsys.readouterr().out == f"{kinds}\n"
 
 
 @pytest.mark.parametrize("backend", ["tensorrt_rtx", "tensorrt"])

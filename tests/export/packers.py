@@ -22,6 +22,7 @@ Rng = np.random.Generator
 Parts = dict[str, torch.Tensor]
 # Of a projection's shape: its tensors by their last names, and the dense weight.
 Packer = Callable[[tuple[int, int], Rng], tuple[Parts, np.ndarray]]
+Block = Callable[[Rng], tuple[bytes, np.ndarray]]  # of GGUF, with random content
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -170,7 +171,7 @@ def float8(block: int | None) -> Packer:
     return pack
 
 
-# GGUF. Each: `count` blocks with random content, as bytes and as float32 numbers.
+# GGUF. A block: bytes, and the float32 numbers that they mean.
 
 
 def _half(number: float) -> tuple[bytes, np.float32]:
@@ -189,33 +190,19 @@ def _q8_0(rng: Rng) -> tuple[bytes, np.ndarray]:
     return data + levels.astype(np.int8).tobytes(), d * levels.astype(np.float32)
 
 
-def _q4_0(rng: Rng) -> tuple[bytes, np.ndarray]:
-    data, d = _half(rng.uniform(0.001, 0.01) * rng.choice([-1, 1]))
-    levels = rng.integers(0, 16, 32)
-    return data + _nibbles(levels), d * (levels - 8).astype(np.float32)
+def _blocks_of_32(bits: int, *, least: bool) -> Block:
+    """Q4_0 to Q5_1. least: with the smallest number, in place of levels around 0."""
 
+    def block(rng: Rng) -> tuple[bytes, np.ndarray]:
+        data, d = _half(rng.uniform(0.001, 0.01) * (1 if least else rng.choice([-1, 1])))
+        more, m = _half(rng.uniform(-0.1, 0)) if least else (b"", np.float32(0))
+        levels = rng.integers(0, 2**bits, 32)
+        fifth = sum(int(level >> 4) << place for place, level in enumerate(levels))
+        content = (struct.pack("<I", fifth) if bits == 5 else b"") + _nibbles(levels & 15)
+        middle = 0 if least else 2 ** (bits - 1)
+        return data + more + content, d * (levels - middle).astype(np.float32) + m
 
-def _q4_1(rng: Rng) -> tuple[bytes, np.ndarray]:
-    (data, d), (least, m) = _half(rng.uniform(0.001, 0.01)), _half(rng.uniform(-0.1, 0))
-    levels = rng.integers(0, 16, 32)
-    return data + least + _nibbles(levels), d * levels.astype(np.float32) + m
-
-
-def _fifth(levels: np.ndarray) -> bytes:
-    bits = sum(int(level >> 4) << place for place, level in enumerate(levels))
-    return struct.pack("<I", bits) + _nibbles(levels & 15)
-
-
-def _q5_0(rng: Rng) -> tuple[bytes, np.ndarray]:
-    data, d = _half(rng.uniform(0.001, 0.01))
-    levels = rng.integers(0, 32, 32)
-    return data + _fifth(levels), d * (levels - 16).astype(np.float32)
-
-
-def _q5_1(rng: Rng) -> tuple[bytes, np.ndarray]:
-    (data, d), (least, m) = _half(rng.uniform(0.001, 0.01)), _half(rng.uniform(-0.1, 0))
-    levels = rng.integers(0, 32, 32)
-    return data + least + _fifth(levels), d * levels.astype(np.float32) + m
+    return block
 
 
 def _q4_k(rng: Rng) -> tuple[bytes, np.ndarray]:
@@ -248,7 +235,8 @@ def _q6_k(rng: Rng) -> tuple[bytes, np.ndarray]:
 
 
 GGML = {
-    "Q4_0": (2, _q4_0), "Q4_1": (3, _q4_1), "Q5_0": (6, _q5_0), "Q5_1": (7, _q5_1),
+    "Q4_0": (2, _blocks_of_32(4, least=False)), "Q4_1": (3, _blocks_of_32(4, least=True)),
+    "Q5_0": (6, _blocks_of_32(5, least=False)), "Q5_1": (7, _blocks_of_32(5, least=True)),
     "Q8_0": (8, _q8_0), "Q4_K": (12, _q4_k), "Q6_K": (14, _q6_k),
 }  # fmt: skip
 _LAYER = {
@@ -292,7 +280,7 @@ def gguf(
             stored = np.concatenate([values for _, values in blocks]).reshape(stored.shape)
             dense[name] = torch.from_numpy(_halves(stored, turned) if turned else stored)
         else:
-            number, data = 0, (_pairs(stored, turned) if turned else stored).tobytes()
+            number, data = 0, (neighbours(stored, turned) if turned else stored).tobytes()
         written[_name(name)] = (number, tensor.shape, data)
     for name, table in (tensors or {}).items():
         written[name] = (0, table.shape, table.astype(np.float32).tobytes())
@@ -320,7 +308,7 @@ def gguf(
     return dense
 
 
-def _pairs(rows: np.ndarray, heads: int) -> np.ndarray:
+def neighbours(rows: np.ndarray, heads: int) -> np.ndarray:
     """llama.cpp's order: rows i and i + width / 2 of a head as neighbours."""
     turned, width = np.empty_like(rows), len(rows) // heads
     for row in range(len(rows)):
@@ -331,7 +319,7 @@ def _pairs(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    order = _pairs(np.arange(len(rows)), heads)
+    order = neighbours(np.arange(len(rows)), heads)
     back = np.empty_like(rows)
     back[order] = rows
     return back

@@ -13,9 +13,7 @@ import packers
 import pytest
 import torch
 from checkpoints import EOS, VOCAB_SIZE
-from commands import error_line
-from exported import command, nothing_left, text
-from safetensors.torch import load_file, save_file
+from exported import Refused, command, edit_weights, text
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from workshop import MAX_LEN, Workshop, traced_once
@@ -25,7 +23,6 @@ from export.loading import load
 from export.vocabulary import load_tokenizer
 from export.weights.blocks import RANGE, Quantised
 from export.weights.recover import recover
-from runtime.files.errors import EXIT_STATUS
 from runtime.files.manifest import PAIR_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Pair
 from runtime.files.records import read_json
 
@@ -188,9 +185,10 @@ def test_gguf_says_the_same_as_its_original(workshop: Workshop, tmp_path: Path, 
 def test_a_changed_nibble_is_another_model(source: Path, tmp_path: Path) -> None:
     """The control of the tests above."""
     packer, config, *_ = FOLDERS["GPTQ, 4 bits"]
-    dense = packers.write(tmp_path / "packed", source, packer, **config)
-    _edit(tmp_path / "packed", lambda w: w[WORDS].__setitem__((0, 0), w[WORDS][0, 0] ^ 1 << 8))
-    assert different(loaded(tmp_path / "packed"), dense) == [WORDS.replace("qweight", "weight")]
+    packed = tmp_path / "packed"
+    dense = packers.write(packed, source, packer, **config)
+    edit_weights(packed, lambda w: w[WORDS].__setitem__((0, 0), w[WORDS][0, 0] ^ 1 << 8))
+    assert different(loaded(packed), dense) == [WORDS.replace("qweight", "weight")]
     dense = packers.gguf(tmp_path / "model.gguf", source, "Q4_0")
     content = bytearray((tmp_path / "model.gguf").read_bytes())
     assert content[-1 - 64 * 4] != 0  # beyond the norms, within the last projection
@@ -253,13 +251,11 @@ def test_what_nobody_asks_for_is_what_costs_next_to_nothing(
 ) -> None:
     """Refused before the export where the backend runs no such weights, which tells the default."""
     packers.gguf(tmp_path / "model.gguf", source, kind)
-    asked = ["--max-len", "64", "--backend-runs", "full"]
-    status, err = command(capsys, tmp_path, tmp_path / "model.gguf", *asked)
-    assert status == EXIT_STATUS["backend"] and nothing_left(tmp_path)
+    status, said = command(capsys, tmp_path, tmp_path / "model.gguf", "--backend-runs", "full")
     bits = "int4" if kind == "Q4_0" else "int8"
-    assert f"WEIGHTS={bits}, the default here, is not what the backend runs" in err
-    assert "Build with WEIGHTS=full" in err
-    assert ("do not carry its levels over" in err) == (bits == "int8")
+    assert status and f"WEIGHTS={bits}, the default here, is not what the backend runs" in said
+    assert "Build with WEIGHTS=full" in said
+    assert ("do not carry its levels over" in said) == (bits == "int8")
 
 
 def test_tokenizers_of_gguf_files(source: Path, workshop: Workshop, tmp_path: Path) -> None:
@@ -282,12 +278,6 @@ def test_tokenizers_of_gguf_files(source: Path, workshop: Workshop, tmp_path: Pa
 PROJ = "model.layers.0.self_attn.q_proj."
 WORDS = PROJ + "qweight"
 Edit = Callable[[dict[str, torch.Tensor]], object]
-
-
-def _edit(folder: Path, edit: Edit) -> None:
-    weights = load_file(folder / "model.safetensors")
-    edit(weights)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def _without(part: str) -> Edit:
@@ -340,34 +330,19 @@ DAMAGED: dict[str, tuple[str, Edit, str]] = {
 
 
 @pytest.mark.parametrize("what", DAMAGED)
-def test_damaged_folders(
-    source: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_folders(source: Path, tmp_path: Path, what: str, refused: Refused) -> None:
     which, edit, words = DAMAGED[what]
     packer, config, *_ = FOLDERS[which]
     packers.write(tmp_path / "packed", source, packer, **config)
-    _edit(tmp_path / "packed", edit)
-    _refused(tmp_path, tmp_path / "packed", words, capsys)
+    edit_weights(tmp_path / "packed", edit)
+    assert words in refused(tmp_path / "packed")
 
 
-def test_truncated_folders(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    packers.write(tmp_path / "packed", source, *[FOLDERS["AWQ"][0]], **AWQ)
+def test_truncated_folders(source: Path, tmp_path: Path, refused: Refused) -> None:
+    packers.write(tmp_path / "packed", source, packers.awq(32), **AWQ)
     weights = tmp_path / "packed" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    _refused(tmp_path, tmp_path / "packed", "model.safetensors cannot be read", capsys)
-
-
-def _refused(
-    folder: Path, model: Path, words: str, capsys: pytest.CaptureFixture[str],
-    kind: str = "checkpoint",
-) -> None:  # fmt: skip
-    status, err = command(capsys, folder, model, "--max-len", "64")
-    assert status == EXIT_STATUS[kind], err
-    error_line(err, kind)
-    assert words in err.splitlines()[-1]
-    assert nothing_left(folder)
+    assert "model.safetensors cannot be read" in refused(tmp_path / "packed")
 
 
 NOT_READ: dict[str, tuple[dict[str, Any], str]] = {
@@ -390,80 +365,68 @@ NOT_READ: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("what", NOT_READ)
 def test_formats_that_are_not_read(
-    source: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+    source: Path, tmp_path: Path, what: str, refused: Refused
 ) -> None:
     config, words = NOT_READ[what]
     packers.write(tmp_path / "packed", source, FOLDERS["AWQ"][0], **config)
-    _refused(tmp_path, tmp_path / "packed", words, capsys)
+    assert words in refused(tmp_path / "packed")
 
 
-ODD_GGUF: dict[str, tuple[dict[str, Any], str, str]] = {
-    "another family": (
-        {"general.architecture": "mamba"}, "architecture", "a GGUF file of 'mamba'",
-    ),
+def _says(key: str, value: Any) -> dict[str, Any]:
+    return {"more": {key: value}}
+
+
+def _factors(table: np.ndarray) -> dict[str, Any]:
+    return {"tensors": {"rope_freqs.weight": table}}
+
+
+ODD_GGUF: dict[str, tuple[dict[str, Any], str]] = {
+    "another family": (_says("general.architecture", "mamba"), "a GGUF file of 'mamba'"),
     "a key that would be lost": (
-        {"llama.rope.scaling.type": "yarn"}, "checkpoint", "llama.rope.scaling.type = yarn",
+        _says("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type = yarn",
     ),
-    "half a rotation": ({"llama.rope.dimension_count": 8}, "checkpoint", "dimension_count = 8"),
+    "half a rotation": (_says("llama.rope.dimension_count", 8), "dimension_count = 8"),
     "sizes by layer": (
-        {"llama.attention.head_count_kv": [2, 4]}, "checkpoint", "differ from layer to layer",
+        _says("llama.attention.head_count_kv", [2, 4]), "differ from layer to layer",
     ),
-    "sizes that are words": (
-        {"llama.rope.freq_base": "high"}, "checkpoint", "or are none",
-    ),
+    "sizes that are words": (_says("llama.rope.freq_base", "high"), "or are none"),
     "an end that is a word": (
-        {"tokenizer.ggml.eos_token_id": "</s>"}, "checkpoint", "its metadata is no configuration",
+        _says("tokenizer.ggml.eos_token_id", "</s>"), "its metadata is no configuration",
     ),
-    "one of two": ({"split.count": 2}, "checkpoint", "one of 2 parts"),
-    "an unknown tokenizer": (
-        {"tokenizer.ggml.pre": "odd"}, "checkpoint", "tokenizer.ggml.pre = 'odd'",
+    "one of two": (_says("split.count", 2), "one of 2 parts"),
+    "an unknown tokenizer": (_says("tokenizer.ggml.pre", "odd"), "tokenizer.ggml.pre = 'odd'"),
+    "no tokens": (_says("tokenizer.ggml.tokens", []), "has no tokenizer"),
+    "rotary factors too few": (_factors(np.ones(5)), "no factor for each of 8"),
+    "rotary factors that are none": (_factors(np.zeros(8)), "no factor for each"),
+    "rotary factors that are NaN": (_factors(np.full(8, np.nan)), "no factor for each"),
+    "factors below one": (_factors(np.full(8, 0.5)), "other than Llama 3's"),
+    "other rotary factors": (_factors(np.linspace(1, 9, 8)), "other than Llama 3's"),
+    "a tensor too many": (
+        {"tensors": {"blk.0.attn_sinks.weight": np.ones(4)}}, "blk.0.attn_sinks.weight first",
     ),
-    "no tokens": ({"tokenizer.ggml.tokens": []}, "checkpoint", "has no tokenizer"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", ODD_GGUF)
 def test_gguf_files_that_say_more(
-    source: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+    source: Path, tmp_path: Path, what: str, refused: Refused
 ) -> None:
-    more, kind, words = ODD_GGUF[what]
-    packers.gguf(tmp_path / "model.gguf", source, more=more)
-    _refused(tmp_path, tmp_path / "model.gguf", words, capsys, kind)
-
-
-ODD_TENSORS = {
-    "rotary factors too few": ("rope_freqs.weight", np.ones(5), "no factor for each of 8"),
-    "rotary factors that are none": ("rope_freqs.weight", np.zeros(8), "no factor for each of 8"),
-    "rotary factors that are NaN": ("rope_freqs.weight", np.full(8, np.nan), "no factor for each"),
-    "factors below one": ("rope_freqs.weight", np.full(8, 0.5), "other than Llama 3's"),
-    "other rotary factors": ("rope_freqs.weight", np.linspace(1, 9, 8), "other than Llama 3's"),
-    "a tensor too many": ("blk.0.attn_sinks.weight", np.ones(4), "blk.0.attn_sinks.weight first"),
-}
-
-
-@pytest.mark.parametrize("what", ODD_TENSORS)
-def test_gguf_files_with_more_tensors(
-    source: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name, table, words = ODD_TENSORS[what]
-    packers.gguf(tmp_path / "model.gguf", source, tensors={name: table})
-    _refused(tmp_path, tmp_path / "model.gguf", words, capsys)
+    more, words = ODD_GGUF[what]
+    packers.gguf(tmp_path / "model.gguf", source, **more)
+    kind = "architecture" if what == "another family" else "checkpoint"
+    assert words in refused(tmp_path / "model.gguf", kind=kind)
 
 
 @pytest.mark.parametrize("length", [3, 4, 100, 3000, -100])
-def test_truncated_gguf_files(
-    source: Path, tmp_path: Path, length: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_truncated_gguf_files(source: Path, tmp_path: Path, length: int, refused: Refused) -> None:
     packers.gguf(tmp_path / "model.gguf", source, "Q8_0")
     content = (tmp_path / "model.gguf").read_bytes()
     (tmp_path / "model.gguf").write_bytes(content[:length])
     words = "it ends before" if length < 0 else "cannot be read as GGUF"
-    _refused(tmp_path, tmp_path / "model.gguf", words, capsys)
+    assert words in refused(tmp_path / "model.gguf")
 
 
-def test_a_folder_with_two_gguf_files(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_with_two_gguf_files(source: Path, tmp_path: Path, refused: Refused) -> None:
     for name in ("a.gguf", "b.gguf"):
         packers.gguf(tmp_path / name, source)
-    _refused(tmp_path, tmp_path, "has 2 GGUF files", capsys)
+    assert "has 2 GGUF files" in refused(tmp_path)

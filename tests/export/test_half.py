@@ -9,8 +9,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from checkpoints import ARCHITECTURES, NO_GRAPH, SMALL, WITH_ENCODER
-from commands import error_line
-from exported import LAYERS, TIED, UNTIED, command, eager, graph, nothing_left, text, type_of
+from exported import LAYERS, TIED, UNTIED, Refused, eager, graph, text, type_of
 from rounds import cases
 from workshop import MAX_LEN, Workshop
 
@@ -20,7 +19,7 @@ from export import compare
 from export.pair import export as export_pair
 from runtime import load
 from runtime.backends.registry import host_engine
-from runtime.files.errors import EXIT_STATUS, OutriderError
+from runtime.files.errors import OutriderError
 from runtime.files.manifest import read_pair
 
 
@@ -105,9 +104,8 @@ def test_a_norm_reads_the_type_of_its_scale() -> None:
 
 @pytest.mark.slow
 def test_control_a_norm_of_two_types_is_refused(
-    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
     """Gemma scales in float32. The one line is for any graph that ONNX Runtime refuses."""
     source = workshop.checkpoint("gemma2")
     norms = [
@@ -117,11 +115,8 @@ def test_control_a_norm_of_two_types_is_refused(
     ]
     assert len(norms) == 4 * LAYERS + 1
     monkeypatch.setattr(export.graph, "_match_norms", lambda model: None)
-    options = ["--dtype", "float16", "--max-len", str(MAX_LEN)]
-    status, err = command(capsys, tmp_path, source, *options)
-    assert status == EXIT_STATUS["backend"]
-    assert "ONNX Runtime cannot run the float16 graph" in error_line(err, "backend")
-    assert nothing_left(tmp_path)
+    said = refused(source, "--dtype", "float16", "--max-len", str(MAX_LEN), kind="backend")
+    assert "ONNX Runtime cannot run the float16 graph" in said
 
 
 @pytest.mark.slow

@@ -4,18 +4,16 @@ same bits, whatever the call."""
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 import pytest
 from checkpoints import VOCAB_SIZE, WITH_ENCODER
+from exported import edit_weights, graph, nodes
 from rounds import cases
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from workshop import MAX_LEN, Workshop
 
@@ -23,15 +21,11 @@ from export import compare, part
 from export.host import observing
 from export.host.attention import NotLowered
 from export.host.observing import AHEAD
-from export.pair import export
-from runtime import load
 from runtime.backends.engine import Features
 from runtime.backends.onnxruntime import OrtEngine
-from runtime.certificate import check
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import GRAPH_FILE, HOST_FILE, read_pair
 from runtime.sampling import kernel
-from runtime.text.options import Options
 
 CAPACITY = MAX_LEN + 16  # rows of a slot, at least
 # Plain; packed with biases; norms between; a window; a rotation of longer texts; learned positions.
@@ -48,33 +42,28 @@ KEPT = {
 }
 
 
-def nodes(folder: Path) -> Counter[str]:
-    model = onnx.load(folder / "target" / HOST_FILE, load_external_data=False)
-    return Counter(f"{node.domain}.{node.op_type}" for node in model.graph.node)
-
-
 @pytest.mark.parametrize("name", LOWERED)
-def test_attention_is_one_node(workshop: Workshop, name: str) -> None:
+def test_attention_is_one_node_and_says_what_it_said(workshop: Workshop, name: str) -> None:
     folder = workshop.graphs(workshop.example(name))
-    found, facts = nodes(folder), read_pair(folder).target
+    found, facts = nodes(folder, HOST_FILE), read_pair(folder).target
     assert found["outrider.Attention"] == len(facts.key_shapes)
     of_source = len(facts.encoder.key_shapes) if facts.encoder else 0
     assert found["outrider.SourceAttention"] == of_source
     assert not found.keys() & {".Attention", ".TensorScatter", ".RotaryEmbedding"}
+    own, portable = (walk(engine(folder / "target", host=host)) for host in (True, False))
+    np.testing.assert_allclose(own, portable, atol=2e-5 * (1 + np.abs(portable).max()), rtol=0)
 
 
 def test_a_tied_output_matrix_is_not_transposed(workshop: Workshop) -> None:
     """Which would be done, in a copy, whenever the graph is opened."""
-    folder = workshop.graphs(workshop.checkpoint("llama")) / "target"
-    turned = {}
+    folder, turned = workshop.graphs(workshop.checkpoint("llama")), {}
     for file in (GRAPH_FILE, HOST_FILE):
-        graph = onnx.load(folder / file, load_external_data=False).graph
-        weights = {weight.name for weight in graph.initializer}
+        made = graph(folder, file).graph
+        weights = {weight.name for weight in made.initializer}
         turned[file] = [
-            node for node in graph.node if node.op_type == "Transpose" and node.input[0] in weights
+            node for node in made.node if node.op_type == "Transpose" and node.input[0] in weights
         ]
     assert turned[GRAPH_FILE] and not turned[HOST_FILE]
-    says_the_same(folder)
 
 
 @pytest.mark.parametrize("name", cases(["gpt2", "gemma2"], KEPT))
@@ -115,17 +104,6 @@ def walk(engine: OrtEngine) -> npt.NDArray[np.float32]:
         index = np.arange(width)[-5:]
         found.append(engine.forward(ids, np.array([position]), index).copy())
     return np.concatenate(found, axis=1)
-
-
-def says_the_same(folder: Path) -> None:
-    """The two graphs of a model's folder."""
-    own, portable = (walk(engine(folder, host=host)) for host in (True, False))
-    np.testing.assert_allclose(own, portable, atol=2e-5 * (1 + np.abs(portable).max()), rtol=0)
-
-
-@pytest.mark.parametrize("name", LOWERED)
-def test_it_says_what_the_portable_graph_says(workshop: Workshop, name: str) -> None:
-    says_the_same(workshop.graphs(workshop.example(name)) / "target")
 
 
 def tell(
@@ -170,57 +148,48 @@ def test_bits_do_not_depend_on_the_call(
 
 
 def test_rows_of_eight_bits(workshop: Workshop) -> None:
-    """The same model but for its rows' roundings, from an export to a bundle's text."""
-    target, draft = workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=1)
-    full = workshop.graphs(target, draft)
-    folder = workshop.graphs(target, draft, cache_type="int8")
+    """The same model but for its rows' roundings. Its texts are in test_quantised.py."""
+    full = workshop.graphs(workshop.checkpoint("llama"))
+    folder = workshop.graphs(workshop.checkpoint("llama"), cache_type="int8")
     facts, more = read_pair(folder).target, read_pair(full).target
     assert facts.cache == "int8" and facts.host_alone
-    assert nodes(folder)["outrider.QuantizedCacheAttention"] == len(facts.key_shapes)
+    assert nodes(folder, HOST_FILE)["outrider.QuantizedCacheAttention"] == len(facts.key_shapes)
     assert 2 * facts.cache_bytes(3) < more.cache_bytes(3)
     own, portable = walk(engine(folder / "target")), walk(engine(full / "target"))
     difference = np.abs(own - portable).max() / (1 + np.abs(portable).max())
     assert 1e-4 < difference < 0.1, "its rows are rounded, and nothing else"
 
-    bundle, prompt = workshop.bundle(target, draft, cache_type="int8"), "hello there"
-    with load(bundle, device="cpu") as used, load(bundle, device="cpu", reuse=False) as fresh:
-        plain = used.generate(prompt, max_new_tokens=24, gamma=0)
-        drawn = Options(temperature=0.9, seed=2, max_new_tokens=24, gamma=4)
-        certificate = check(used, prompt, drawn)
-        assert certificate.passed and not certificate.rounding
-        drafted = used.generate(prompt + prompt, max_new_tokens=24, gamma=4)
-        assert drafted.stats.reused_tokens > 5, "rows of the texts before"
-        assert drafted.token_ids == fresh.generate(prompt + prompt, max_new_tokens=24).token_ids
-        assert plain.token_ids == fresh.generate(prompt, max_new_tokens=24, gamma=4).token_ids
-
 
 def test_rows_that_eight_bits_cannot_hold_are_refused(workshop: Workshop, tmp_path: Path) -> None:
     """One number of each value is 10,000 times the others, and the model does not look at it."""
     source = Path(shutil.copytree(workshop.checkpoint("llama"), tmp_path / "outliers"))
-    weights = load_file(source / "model.safetensors")
-    for name, weight in weights.items():
-        if name.endswith("v_proj.weight"):
-            weight[::16] *= 1e4  # the first of each head's 16
-        if name.endswith("o_proj.weight"):
-            weight *= 10
-            weight[:, ::16] = 0
-    save_file(weights, source / "model.safetensors", {"format": "pt"})
+
+    def stretch(weights: dict[str, Any]) -> None:
+        for name, weight in weights.items():
+            if name.endswith("v_proj.weight"):
+                weight[::16] *= 1e4  # the first of each head's 16
+            if name.endswith("o_proj.weight"):
+                weight *= 10
+                weight[:, ::16] = 0
+
+    edit_weights(source, stretch)
     with pytest.raises(OutriderError, match="rows of int8 change a logit"):
         workshop.graphs(source, cache_type="int8")
 
 
-@pytest.mark.parametrize("options", [{"dtype": "float16"}, {"form": "torch"}])
+@pytest.mark.parametrize(
+    ("name", "options", "cause"),
+    [
+        ("llama", {"dtype": "float16"}, "is for ONNX Runtime on the CPU"),
+        ("llama", {"form": "torch"}, "is for ONNX Runtime on the CPU"),
+        ("gpt2", {}, "needs a graph of our own"),
+    ],
+)
 def test_rows_of_eight_bits_are_for_this_graph_alone(
-    workshop: Workshop, tmp_path: Path, options: dict[str, Any]
+    workshop: Workshop, name: str, options: dict[str, Any], cause: str
 ) -> None:
-    target = str(workshop.checkpoint("llama"))
-    with pytest.raises(OutriderError, match="CACHE=int8 is for ONNX Runtime on the CPU"):
-        export(target, None, tmp_path / "out", cache_type="int8", **options)
-
-
-def test_rows_of_eight_bits_want_an_attention_of_ours(workshop: Workshop) -> None:
-    with pytest.raises(OutriderError, match="CACHE=int8 needs a graph of our own"):
-        workshop.graphs(workshop.example("gpt2"), cache_type="int8")
+    with pytest.raises(OutriderError, match=f"CACHE=int8 {cause}"):
+        workshop.graphs(workshop.example(name), cache_type="int8", **options)
 
 
 def test_it_is_run_wherever_the_library_is(

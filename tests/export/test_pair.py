@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import TOKENS, VOCAB_SIZE, tokenizer, write
-from commands import CHECKOUT, environment, error_line
-from exported import CAPACITY, SHORT, SHORT_DRAFT, TIED, UNTIED, command, eager, nothing_left, text
+from commands import CHECKOUT, environment
+from exported import CAPACITY, SHORT, SHORT_DRAFT, TIED, UNTIED, Refused, eager, text
 from transformers import AutoModelForCausalLM
 from workshop import MAX_GAMMA, MAX_LEN, Workshop
 
@@ -21,31 +21,22 @@ from engines.bundle import build
 from export import checkpoint, part, vocabulary
 from export.pair import export as export_pair
 from runtime import load
-from runtime.files.errors import EXIT_STATUS
 from runtime.files.manifest import GRAPH_FILE, PART_FILE, Pair, read_pair
 from runtime.files.torch_files import WEIGHTS_FILE
 
 
-def test_a_pair_of_different_tokenizers(
-    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pair_of_different_tokenizers(workshop: Workshop, refused: Refused) -> None:
     """Refused before anything is exported, naming the first id and how many there are."""
     other = [*TOKENS]
     other[139], other[140], other[141] = TOKENS[141], TOKENS[139], TOKENS[140]
     draft = workshop.checkpoint(TIED, tokens=tuple(other))
-    target = workshop.checkpoint(UNTIED)
-    status, err = command(capsys, tmp_path, target, "--draft", str(draft), "--max-len", "64")
-    assert status == EXIT_STATUS["vocabulary"]
-    assert error_line(err, "vocabulary") == (
+    said = refused(workshop.checkpoint(UNTIED), "--draft", str(draft), kind="vocabulary")
+    assert (
         f"id 139 is {TOKENS[139]!r} in the target and {TOKENS[141]!r} in the draft (first of 3)"
-    )
-    assert nothing_left(tmp_path)
-    assert "trace" not in err
+    ) in said
 
 
-def test_a_narrower_draft_and_padding(
-    workshop: Workshop, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_narrower_draft_and_padding(workshop: Workshop) -> None:
     """Widths padded differently, and tokens that the draft lacks (traps 15 and 16).
 
     The target has 264 tokens in 320 columns, the draft 257 in 260.

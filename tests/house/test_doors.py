@@ -16,8 +16,6 @@ import runtime
 from runtime.bundle import check_slots
 from runtime.files.errors import OutriderError
 from runtime.files.folders import take_file, write_folder
-from runtime.files.manifest import FileFacts
-from runtime.files.records import write_json
 from runtime.sampling.philox import Purpose, uniform
 from runtime.sampling.warp import SamplingParams
 
@@ -33,8 +31,10 @@ def test_numpy_numbers_are_numbers(engine, kind):
     assert uniform(kind(5), 7, Purpose.ACCEPT) == uniform(5, 7, Purpose.ACCEPT)
     assert type(SamplingParams(seed=kind(5)).seed) is int
     options = {"temperature": 1.0, "max_new_tokens": 20}
-    found = engine.generate(np.array([5, 6], kind), seed=kind(5), **options)
-    assert found.token_ids == engine.generate([5, 6], seed=5, **options).token_ids
+    arrays = {"seed": kind(5), "bad_words_ids": np.array([[9], [7]], kind)}
+    found = engine.generate(np.array([5, 6], kind), **arrays, **options)
+    lists = {"seed": 5, "bad_words_ids": [[9], [7]]}
+    assert found.token_ids == engine.generate([5, 6], **lists, **options).token_ids
     json.dumps(found.stats.summary())
 
 
@@ -63,20 +63,6 @@ def test_prompts_that_are_none(engine, prompt):
     assert error.value.kind == "prompt"
 
 
-def test_a_users_file_in_a_bundle_keeps_it(engine, tmp_path):
-    folder = tmp_path / "out"
-    for _ in range(2):  # ours alone is replaced: the control
-        with write_folder(folder, "manifest.json") as partial:
-            write_json(partial / "manifest.json", "manifest", engine.manifest)
-    (folder / "results.jsonl").write_text("precious")
-    with (
-        pytest.raises(OutriderError, match=r"results\.jsonl"),
-        write_folder(folder, "manifest.json"),
-    ):
-        pass
-    assert (folder / "results.jsonl").exists()
-
-
 def test_out_through_a_symbolic_link(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "bundle")
@@ -96,16 +82,6 @@ def test_leftovers_of_a_killed_process_are_cleared_up(tmp_path):
         raise RuntimeError
     assert [p.name for p in tmp_path.iterdir()] == ["out"]  # the old one is back
     assert (tmp_path / "out" / "manifest.json").exists()
-
-
-@pytest.mark.parametrize("name", ["../../victim", "/etc/victim"])
-def test_a_file_name_that_leads_out_is_refused(engine, tmp_path, name):
-    from runtime.files.manifest import MANIFEST_FILE, read_bundle
-
-    bad = replace(engine.manifest, files={name: FileFacts(1, "0")})
-    write_json(tmp_path / MANIFEST_FILE, "manifest", bad)
-    with pytest.raises(OutriderError, match="leads out of the folder"):
-        read_bundle(tmp_path)
 
 
 def test_taking_a_file_does_not_overwrite(tmp_path):

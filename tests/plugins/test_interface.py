@@ -64,6 +64,7 @@ def test_structures_have_the_layout_of_the_header(tmp_path):
     ):  # fmt: skip
         got += [ctypes.sizeof(structure), getattr(structure, last).offset]
     assert [int(n) for n in said] == got
+    assert kernel.SLOT.itemsize % 8 == kernel.VERDICT.itemsize % 8 == 0  # copied in words
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

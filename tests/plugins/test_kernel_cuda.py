@@ -15,8 +15,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from enumeration import Models, distance
-from kernels import BLOCK, OPTIONS, TOKEN, Case, by_library, cpu_library, emulated_library
+from kernels import OPTIONS, TOKEN, Case, by_library, cpu_library, emulated_library
 from rounds import cases
 
 from plugins.tools import cubins
@@ -176,13 +175,6 @@ def test_rows_that_are_not_aligned_to_vectors(name, dtype):
     for padding in (1, 4, 8):
         case.target, case.draft = moved(case.target, padding), moved(case.draft, 9 - padding)
         same(case, places, keep=(True, False), want=want)
-
-
-@slow  # the CPU library's bits, of which test_kernel_exact.py shows it in the fast run
-@pytest.mark.parametrize("params", [TOKEN, BLOCK], ids=["token", "block"])
-def test_a_round_has_the_targets_joint_distribution(params):
-    with emulation() as library:
-        assert distance(library, Models(0, 1), params)[0] < 1e-6
 
 
 # --- what a plan does not serve ---------------------------------------------------------------

@@ -191,7 +191,7 @@ def checks(library):
         yield lambda o=options: counts(library, o)
     for rule in (TOKEN, BLOCK):
         enumerated = exact.test_a_round_has_the_targets_joint_distribution
-        yield lambda r=rule, e=enumerated: e(library, r)
+        yield lambda r=rule, e=enumerated: e(library, r, 0, 2)
 
 
 def caught(library):

@@ -7,15 +7,13 @@ from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 import pytest
 from commands import CHECKOUT
 from kernels import cpu_library
-from onnx import TensorProto, helper, numpy_helper
+from operators import FLOAT, INT64, session_of
 
-from export.weights.blocks import BLOCK, RANGE, Bits, Quantised, quantise
+from export.weights.blocks import BLOCK, RANGE, Bits, Quantised
 from export.weights.operators import packed
-from runtime.files.library import add_operators
 from runtime.sampling import kernel
 
 Array = npt.NDArray[np.float32]
@@ -51,41 +49,17 @@ def activations(rows: int = WIDTHS[-1], columns: int = COLUMNS) -> Array:
 
 
 class Node:
-    """A node of one of the operators in a session of its own."""
+    """One of the operators with a matrix."""
 
     def __init__(
-        self,
-        weight: Quantised,
-        kind: str = "QuantizedMatMul",
-        *,
-        threads: int = 1,
-        parts: Packed | None = None,
-        **attributes: int,
-    ):
-        cpu_library()
+        self, weight: Quantised, kind: str = "QuantizedMatMul", *, threads: int = 1,
+        parts: Packed | None = None, **attributes: int,
+    ):  # fmt: skip
         rows, columns = weight.levels.shape
         attributes = {"bits": weight.bits, "rows": rows, "columns": columns} | attributes
-        node = helper.make_node(
-            kind, ["x", "levels", "scales"], ["y"], domain="outrider", **attributes
-        )
-        matrices = zip(("levels", "scales"), parts or packed(weight), strict=True)
-        dtype = TensorProto.FLOAT if kind == "QuantizedMatMul" else TensorProto.INT64
-        graph = helper.make_graph(
-            [node],
-            "product",
-            [helper.make_tensor_value_info("x", dtype, None)],
-            [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-            [numpy_helper.from_array(array, name) for name, array in matrices],
-        )
-        opsets = [helper.make_opsetid("", 21), helper.make_opsetid("outrider", 1)]
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.log_severity_level = 4  # refusals are meant
-        add_operators(options)
-        self.session = ort.InferenceSession(
-            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
+        matrix = dict(zip(("levels", "scales"), parts or packed(weight), strict=True))
+        given = {"x": FLOAT if kind == "QuantizedMatMul" else INT64}
+        self.session = session_of(kind, given, {"y": FLOAT}, matrix, threads=threads, **attributes)
 
     def __call__(self, x: npt.ArrayLike) -> Array:
         return np.asarray(self.session.run(None, {"x": np.asarray(x)})[0])
@@ -115,16 +89,6 @@ def test_it_is_the_product(instruction_set: str, bits: Bits) -> None:
         check(node(x[:width]), x[:width], weight)
     batch = x[:18].reshape(2, 9, -1)
     assert (node(batch) == node(x[:18]).reshape(2, 9, -1)).all() and not node(x[:0]).size
-
-
-def test_it_is_near_the_product_of_a_quantised_matrix(instruction_set: str, bits: Bits) -> None:
-    """What rounding costs, of weights and activations: the levels are those that they stand for."""
-    rng = np.random.default_rng(2)
-    weight = rng.normal(size=(ROWS, 576)).astype(np.float32)
-    x = rng.normal(size=(3, 576)).astype(np.float32)
-    want = x @ weight.T
-    error = np.sqrt(np.square(Node(quantise(weight, bits))(x) - want).mean() / want.var())
-    assert error < {4: 0.12, 8: 0.012}[bits]
 
 
 def test_bits_depend_on_a_row_alone(instruction_set: str, bits: Bits) -> None:

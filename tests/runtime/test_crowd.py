@@ -1,22 +1,25 @@
 """Requests that share slots and rounds: each comes out as it does alone, to the log-probability.
 
 They join when there is room or later, sit rounds out, end, are given up, and find slots that hold
-the beginning of their prompt. With controls: numbers, rows and lengths that depend on the company.
+the beginning of their prompt: then only the rest is computed. With controls: numbers, rows and
+lengths that depend on the company.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import rounds
-from fakes import VOCAB_SIZE, near, random_model
-from rounds import broken, cases, check_rows, make_decoder, run
+from fakes import EOS, VOCAB_SIZE, Context, make_text_engine, near, random_model
+from rounds import broken, cases, check_rows, ids, make_decoder, run
 
 from runtime.backends.engine import HeldRows, Ids
+from runtime.beam.text import beam_texts
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
 from runtime.sampling.philox import Purpose, uniform
@@ -44,7 +47,9 @@ def outcome(sequence: ActiveSequence) -> list[tuple[int, float | None]]:
     return [(token.id, token.logprob) for token in sequence.output]
 
 
-def a_request(rng: np.random.Generator, texts: list[list[int]], params: SamplingParams) -> Request:
+def a_request(
+    rng: np.random.Generator, texts: list[list[int]], params: SamplingParams, draft: str
+) -> Request:
     """It goes on with a text that was, or branches off."""
     base = texts[rng.integers(len(texts))][: rng.integers(1, 60)]
     params = replace(params, seed=int(rng.integers(99)))
@@ -52,12 +57,14 @@ def a_request(rng: np.random.Generator, texts: list[list[int]], params: Sampling
         params = replace(params, temperature=float(rng.choice([0.6, 1.0, 1.3])))
     return Request(
         [*base, *rng.integers(0, VOCAB_SIZE, rng.integers(0, 3)).tolist()], params,
-        gamma=int(rng.integers(0, 9)), max_new_tokens=int(rng.integers(1, 20)),
+        gamma=int(rng.integers(0, 9)), draft=draft, max_new_tokens=int(rng.integers(1, 20)),
         eos_token_ids=[5, 9], logprobs=[None, 0][rng.integers(2)],
     )  # fmt: skip
 
 
-def crowd(slots: int, params: SamplingParams, seeds: range = range(4)) -> tuple[int, int]:
+def crowd(
+    slots: int, params: SamplingParams, seeds: range = range(4), chains: bool = False
+) -> tuple[int, int]:
     """Returns how many tokens were not computed again, and how many texts came to an end."""
     reused, ended = 0, 0
     for seed in seeds:
@@ -66,7 +73,8 @@ def crowd(slots: int, params: SamplingParams, seeds: range = range(4)) -> tuple[
         active: list[ActiveSequence] = []
         for _ in range(60):
             if used.slots.free and rng.random() < 0.5:
-                active.append(used.admit(a_request(rng, texts, params)))
+                draft = ("model", "chain")[len(texts) % 2] if chains else "model"
+                active.append(used.admit(a_request(rng, texts, params, draft)))
                 reused += active[-1].stats.reused_tokens
             batch = [x for x in active if x.finish_reason is None and rng.random() < 0.7]
             if batch:
@@ -89,7 +97,7 @@ def crowd(slots: int, params: SamplingParams, seeds: range = range(4)) -> tuple[
 @pytest.mark.parametrize(
     ("sampler", "slots", "params"),
     cases(
-        [("numpy", 3, GREEDY), ("kernel", 1, GREEDY), ("device", 3, GREEDY),
+        [("numpy", 3, GREEDY), ("kernel", 1, SAMPLED), ("device", 3, GREEDY),
          ("numpy", 3, SAMPLED), ("kernel", 3, BLOCK), ("device", 3, SAMPLED)],
         [(sampler, slots, params) for sampler in ("numpy", "kernel", "device", "loop")
          for slots in (1, 3) for params in (GREEDY, SAMPLED, BLOCK)],
@@ -98,7 +106,8 @@ def crowd(slots: int, params: SamplingParams, seeds: range = range(4)) -> tuple[
 )  # fmt: skip
 def test_each_as_if_it_were_alone(slots: int, params: SamplingParams) -> None:
     on_device = rounds.SAMPLER in ("device", "loop")  # emulated; and its slots hold nothing
-    reused, ended = crowd(slots, params, range(1 if on_device else 4))
+    chains = slots == 1 and not on_device
+    reused, ended = crowd(slots, params, range(1 if on_device else 4), chains)
     assert (reused > 200) != on_device and ended > 0
 
 
@@ -167,3 +176,52 @@ def test_slots_run_out_and_come_back() -> None:
     assert third.slot.index == 0
     used.release(first)  # once more, by its former owner: the new owner keeps it
     assert used.slots.free == 0
+
+
+# What is computed
+
+
+def test_the_rest_is_all_that_is_computed() -> None:
+    used = decoder(1)
+    first = run(used, Request(STORY[:30], gamma=2, max_new_tokens=6))
+    talk = [*STORY[:30], *ids(first), 9, 9]
+    used.target.calls.clear()  # type: ignore[attr-defined]
+    used.draft.calls.clear()  # type: ignore[union-attr, attr-defined]
+    second = run(used, Request(talk, gamma=2, max_new_tokens=6))
+    # The last token of the first text was in no cache yet.
+    assert second.stats.reused_tokens == 35
+    prefill = used.target.calls[0]  # type: ignore[attr-defined]
+    assert (prefill.position, prefill.width) == ((35,), 3)
+    assert used.draft.calls[0].position[0] >= 30  # type: ignore[union-attr, attr-defined]
+    assert first.stats.reused_tokens == 0
+    again = run(used, Request(talk, gamma=2, max_new_tokens=6))
+    assert outcome(again) == outcome(second)
+    assert again.stats.reused_tokens == len(talk) - 2, "two are computed, for the same rounding"
+
+
+def test_rows_of_a_failed_sequence_are_not_used_again() -> None:
+    def failing(context: Context) -> np.ndarray:
+        return np.full(VOCAB_SIZE, np.nan) if len(context) == 33 else MODEL(context)
+
+    used = make_decoder(failing, DRAFT, max_len=96, order=None)
+    sequence = used.admit(Request(STORY[:30], gamma=0, max_new_tokens=9))
+    while sequence.finish_reason is None:
+        used.round([sequence])
+    used.release(sequence)
+    assert sequence.error is not None
+    assert used.admit(Request(STORY[:30], gamma=0)).stats.reused_tokens == 0
+
+
+def test_beams_in_between(tmp_path: Path) -> None:
+    """They use all slots, without asking the table."""
+    model = random_model(1, never=[EOS])
+    engine, fresh = (
+        make_text_engine(tmp_path, model, near(model, 2, 1.0), slots=4, order=None)
+        for _ in range(2)
+    )
+    expected = fresh.generate("hello there", max_new_tokens=20).token_ids
+    for _ in range(2):
+        result = engine.generate("hello there", max_new_tokens=20)
+        assert result.token_ids == expected
+        engine.decoder.target.copy_rows = lambda *_: None  # type: ignore[attr-defined]
+        beam_texts(engine, "hello", beams=1, max_new_tokens=3, gamma=0)

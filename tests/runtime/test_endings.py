@@ -67,14 +67,6 @@ def test_end_of_text_at_each_place_of_a_block(at: int, drafted: bool) -> None:
     ends_at(at, drafted=drafted, gamma=0)
 
 
-def test_the_places_are_those_that_they_are_meant_to_be() -> None:
-    request = Request([2, 3, 4], gamma=GAMMA, eos_token_ids=[EOS])
-    last = [run(ending(at, drafted=True), request).output[-1].origin for at in range(6)]
-    assert last == ["first", *["accepted"] * 4, "bonus"]
-    last = [run(ending(at, drafted=False), request).output[-1].origin for at in range(5)]
-    assert last == ["first", *["corrected"] * 4]
-
-
 # --- the number of tokens ---------------------------------------------------------------------
 
 

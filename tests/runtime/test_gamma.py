@@ -17,13 +17,10 @@ from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 from runtime.text.options import Options
 
+pytestmark = pytest.mark.usefixtures("sampler")
+
 MODEL = random_model(1)
 NAMES = ["auto", "transformers", 4]
-
-
-@pytest.fixture(autouse=True)
-def _sampler(sampler: None) -> None:
-    pass
 
 
 def chosen(decoder: Decoder, name: int | str, fallback: bool = True, **request: object) -> Request:

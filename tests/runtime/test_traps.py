@@ -1,6 +1,6 @@
-"""What a round may not touch, skip or overrun: closed streams, penalties, padding, numbers that are
-none, contexts that are full. Every test runs the real round; every control runs the same check on a
-round with the fault put back.
+"""What a round may not touch, skip or overrun: closed streams, padding, numbers that are none,
+contexts that are full. Every test runs the real round; every control runs the same check on a round
+with the fault put back.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes import EOS, Context, Model, make_text_engine, near, random_model, script
-from rounds import both, broken, check_rows, ids, is_late, make_decoder, oracle, plain, run
+from fakes import EOS, Context, Model, make_text_engine, near, random_model
+from rounds import both, broken, check_rows, ids, is_late, make_decoder, oracle, run
 
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
-from runtime.sampling.reference import NumpySampler
-from runtime.sampling.sampler import SlotSampling
-from runtime.sampling.warp import SamplingParams, warp
+from runtime.sampling.warp import SamplingParams
 from runtime.sequence import ActiveSequence, Request
 from runtime.text.engine import TextEngine
 
@@ -53,50 +51,6 @@ def test_a_stream_closed_at_every_yield(tmp_path: Path) -> None:
         assert engine.generate("b c\n", **second).token_ids == expected
 
 
-def test_a_stream_that_is_never_begun_takes_no_slot(tmp_path: Path) -> None:
-    model = script(SAYING)
-    engine = make_text_engine(tmp_path, model, model, order=None)
-    streams = [engine.stream("go\n") for _ in range(3)]
-    assert engine.decoder.slots.free == 1
-    assert next(streams[2]).text == SAYING[0]
-    with pytest.raises(OutriderError, match="in use, by streams that this thread"):
-        next(streams[0])
-    streams[2].close()
-    assert engine.decoder.slots.free == 1
-
-
-# --- penalties --------------------------------------------------------------------------------
-
-
-def penalised(penalty: float, seeds: range = range(6)) -> None:
-    for seed in seeds:
-        target = random_model(seed)
-        decoder = make_decoder(target, near(target, 50, 0.8))
-        params = SamplingParams(repetition_penalty=penalty)
-        request = Request([2, 3, 2], params, gamma=GAMMA, max_new_tokens=30)
-        assert ids(run(decoder, request)) == oracle(target, request) == plain(decoder, request)
-
-
-@both
-@pytest.mark.parametrize("penalty", [4.0, 0.7])
-def test_the_repetition_penalty_while_speculating(penalty: float) -> None:
-    penalised(penalty)
-
-
-@pytest.mark.parametrize("drafts_seen", [True, False])
-def test_a_penalty_that_is_ignored(drafts_seen: bool) -> None:
-    """Dropped altogether, or applied to the committed text without the drafts of the block."""
-    real = NumpySampler._warp
-
-    def careless(self: NumpySampler, place: SlotSampling, drafted, row, model):  # type: ignore[no-untyped-def]
-        if not drafts_seen:
-            return real(self, place, (), row, model)
-        return warp(row, SamplingParams(), vocab_size=self.vocab_size)
-
-    with broken("sampling.reference.NumpySampler._warp", careless), pytest.raises(AssertionError):
-        penalised(4.0)
-
-
 # --- padding ----------------------------------------------------------------------------------
 
 
@@ -111,17 +65,19 @@ def padded(model: Model, width: int, vocab_size: int) -> Model:
     return wide
 
 
-def ignores_padding(temperature: float, vocab_size: int = 16) -> None:
+def odd_widths(temperature: float, draft_width: int, vocab_size: int = 16) -> None:
+    """Columns beyond the 16 tokens, or a draft that knows ten of them."""
     model = random_model(4, 16)
+    draft = padded(near(model, 5, 0.8), draft_width, min(16, draft_width))
     decoder = make_decoder(
-        padded(model, 24, 16), padded(near(model, 5, 0.8), 20, 16), vocab_size=vocab_size,
-        target_width=24, draft_width=20,
+        padded(model, 24, 16), draft, vocab_size=vocab_size, target_width=24,
+        draft_width=draft_width,
     )  # fmt: skip
     params = SamplingParams(temperature=temperature, seed=3)
     for gamma in (0, GAMMA):
-        request = Request([2, 3], params, gamma=gamma, max_new_tokens=40, logprobs=16)
+        request = Request([15, 2, 11], params, gamma=gamma, max_new_tokens=40, logprobs=16)
         sequence = run(decoder, request)
-        assert max(ids(sequence)) < 16
+        assert max(ids(sequence)) in range(10, 16), "the draft reads tokens that it may not know"
         if temperature == 0:
             assert ids(sequence) == oracle(model, request, 16)
         for token in sequence.output:
@@ -132,41 +88,17 @@ def ignores_padding(temperature: float, vocab_size: int = 16) -> None:
 
 @both
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_padding_is_never_emitted(temperature: float) -> None:
-    ignores_padding(temperature)
+@pytest.mark.parametrize("draft_width", [20, 10])
+def test_padding_is_never_emitted(temperature: float, draft_width: int) -> None:
+    odd_widths(temperature, draft_width)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_padding_that_is_read(temperature: float) -> None:
+def test_padding_that_is_read_and_ids_that_cannot_be() -> None:
     with pytest.raises(AssertionError):
-        ignores_padding(temperature, vocab_size=24)
-
-
-def narrow_draft(temperature: float) -> ActiveSequence:
-    target = random_model(4, 16)
-    draft = random_model(5, 10)
-    decoder = make_decoder(target, draft, vocab_size=16, draft_width=10, max_len=256, order=None)
-    params = SamplingParams(temperature=temperature, seed=3)
-    request = Request([15, 2, 11], params, gamma=GAMMA, max_new_tokens=200)
-    sequence = run(decoder, request)
-    assert temperature or ids(sequence) == oracle(target, request, 16)
-    assert set(range(10, 16)) & set(ids(sequence)), "the draft read tokens that it does not know"
-    assert sequence.stats.accepted > 0
-    return sequence
-
-
-@both
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_narrower_than_the_vocabulary(temperature: float) -> None:
-    narrow_draft(temperature)
-
-
-def test_ids_that_the_draft_cannot_look_up() -> None:
-    def as_they_are(engine: object, tokens: list[int]) -> np.ndarray:
-        return np.array(tokens, np.int64)
-
-    with broken("drafts.model.readable", as_they_are), pytest.raises(AssertionError):
-        narrow_draft(0.0)
+        odd_widths(1.0, 20, vocab_size=24)
+    unchanged = "drafts.model.readable", lambda engine, tokens: np.array(tokens, np.int64)
+    with broken(*unchanged), pytest.raises(AssertionError):
+        odd_widths(0.0, 10)
 
 
 # --- numbers that are none --------------------------------------------------------------------
@@ -187,7 +119,7 @@ def failing(model: Model, at: int) -> Model:
 @both
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("name", ["target", "draft"])
-@pytest.mark.parametrize("at", [4, 5, 7, 9])  # 4: the prefill
+@pytest.mark.parametrize("at", [4, 7])  # 4: the prefill
 def test_numeric_failures_are_named(name: str, at: int, temperature: float) -> None:
     model = random_model(1)
     models = {"target": model, "draft": model, name: failing(model, at)}
@@ -241,17 +173,6 @@ def test_a_failure_is_one_sequences_alone(
     assert error is not None and f"{name}, slot 1, position " in error.cause
     assert broken_one.finish_reason == "error" and 0 < len(broken_one.output) < 12
     assert broken_one.output == alone[1][: len(broken_one.output)]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_failure_that_is_not_looked_for(temperature: float) -> None:
-    model = random_model(1)
-    decoder = make_decoder(failing(model, 7), model)
-    params = SamplingParams(temperature=temperature)
-    request = Request([2, 3, 4, 5], params, gamma=3, max_new_tokens=20)
-    with broken("sampling.warp.check_row", lambda peak, where: None), np.errstate(invalid="ignore"):
-        sequence = run(decoder, request)
-    assert len(sequence.output) == 20, "tokens came out of a row that holds none"
 
 
 # --- contexts ---------------------------------------------------------------------------------
@@ -340,11 +261,11 @@ def test_rows_that_a_bundle_would_not_have() -> None:
         fills_context(3)
 
 
-@pytest.mark.parametrize("left", range(1, 12))
-def test_no_more_is_drafted_than_can_become_text(left: int) -> None:
+def test_no_more_is_drafted_than_can_become_text() -> None:
     """Everything is accepted here, so every draft must be text, up to the very last token."""
     model = random_model(2)
-    for max_len, count in ((64, left), (3 + left, left), (3 + left, 99)):
-        decoder = make_decoder(model, model, max_len=max_len)
-        stats = run(decoder, Request([2, 3, 4], gamma=4, max_new_tokens=count)).stats
-        assert stats.output_tokens == left == 1 + stats.drafted + stats.rounds
+    for left in range(1, 12):
+        for max_len, count in ((64, left), (3 + left, 99)):
+            decoder = make_decoder(model, model, max_len=max_len)
+            stats = run(decoder, Request([2, 3, 4], gamma=4, max_new_tokens=count)).stats
+            assert stats.output_tokens == left == 1 + stats.drafted + stats.rounds

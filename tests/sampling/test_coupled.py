@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import cache
 
 import numpy as np
 import pytest
@@ -52,10 +53,16 @@ def test_a_tiles_least_number_is_anywhere(drawn):
     assert stats.chisquare(counts).pvalue > LEAST
 
 
+@cache
+def opened(vocab_size, gamma):
+    """One for thousands of rounds."""
+    return open_sampler(cpu_library(), vocab_size, gamma)
+
+
 def tokens_of(target, draft, params, position):
     """(drafts, verdict) of a round in slot 0. target: [gamma + 1, V]."""
     gamma, vocab_size = draft.shape
-    sampler = open_sampler(cpu_library(), vocab_size, gamma)
+    sampler = opened(vocab_size, gamma)
     sampler.begin([SlotSampling(params, gamma, position)])
     drafts = [int(sampler.draw(draft[None, i], i)[0]) for i in range(gamma)]
     return drafts, sampler.verify(target[None])[0]

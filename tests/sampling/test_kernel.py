@@ -63,7 +63,8 @@ LARGE = (51_864, 128_256, 151_936)
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("plain", {"vocab_size": 128_256}), ("all", {"vocab_size": 151_936})]
+    [("plain", {"vocab_size": 128_256})]
+    + [(name, {"vocab_size": 151_936}) for name in ("all", "top-p")]
     + [("block", {"vocab_size": 51_864}), ("coupled", {"vocab_size": 51_864})]
     + [(name, {"dtype": d}) for d in ("float16", "bfloat16") for name in ("top-k", "greedy")]
     + [("block", {"dtype": "float16"}), ("plain", {"offset": 1e4}), ("block", {"offset": 1e4})]

@@ -1,4 +1,4 @@
-"""The verification rules as functions: what they look at, what is left of p, what they report.
+"""The verification rules as functions: what is left of p, what they report.
 
 That they are exact is shown of every sampler alike, in test_kernel_exact.py; the edge table is in
 test_kernel_edges.py.
@@ -6,7 +6,7 @@ test_kernel_edges.py.
 
 import numpy as np
 import pytest
-from kernels import BLOCK, SIGMOID, TOKEN
+from kernels import BLOCK, TOKEN
 
 from runtime.files.errors import OutriderError
 from runtime.sampling.distribution import Distribution
@@ -16,30 +16,6 @@ from runtime.sampling.warp import SamplingParams, warp
 
 def dense(*weights):
     return Distribution.dense(np.array(weights, np.float32))
-
-
-class Rows:
-    """A lazy sequence of rows that notes which of them are used."""
-
-    def __init__(self, *distributions):
-        self.distributions, self.touched = distributions, []
-
-    def __len__(self):
-        return len(self.distributions)
-
-    def __getitem__(self, i):
-        self.touched.append(i)
-        return self.distributions[i]
-
-
-@pytest.mark.parametrize("params", [TOKEN, SIGMOID], ids=["token", "sigmoid"])
-def test_rows_after_the_first_rejection_are_not_touched(params):
-    z = np.array([0.0, 0.0, -np.inf], np.float32)
-    p = Rows(*[warp(z, params)] * 4)
-    q = [warp(z[::-1].copy(), params)] * 3
-    verdict = verify(p, q, [1, 2, 1], [0.0] * 3, 0.5, params)
-    assert verdict.accepted == 1 and len(verdict.ratios) == 2
-    assert set(p.touched) == {0, 1}
 
 
 def test_lengths_must_agree():

@@ -15,10 +15,9 @@ from rounds import broken, ids, make_decoder, run
 from workshop import Workshop
 
 from runtime import load
-from runtime.backends.registry import host_engine
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import MOST_GAMMA, read_bundle
-from runtime.sampling import kernel, native
+from runtime.files.manifest import MOST_GAMMA
+from runtime.sampling import kernel
 from runtime.sampling.native import RoundSampler
 from runtime.sampling.reference import NumpySampler
 from runtime.sampling.sampler import SlotSampling
@@ -103,25 +102,6 @@ def test_logits_in_an_engines_buffers_need_no_copy() -> None:
     assert [(v.accepted, v.token) for v in verdicts[0]] == [(v.accepted, v.token) for v in theirs]
     with pytest.raises(ValueError, match="evenly"):
         sampler.verify(target, [pool[0], pool[2], pool[1]], first_slot=2)
-
-
-def test_an_engine_keeps_the_logits_of_as_many_calls_as_it_has_buffers(bundle: Path) -> None:
-    facts = read_bundle(bundle).pair.target
-    options = {"slots": 2, "widest": 1, "buffers": 3, "threads": 1}
-    engine = host_engine("onnxruntime")(bundle / "target", facts, **options)
-    assert engine.buffers == 3
-    index, steps, copies = np.array([0]), [], []
-    for step in range(3):
-        token, position = np.full((2, 1), 5 + step), np.full(2, step)
-        steps.append(engine.forward(token, position, index, buffer=step)[:, 0])
-        copies.append(steps[-1].copy())
-    for step, copy in zip(steps, copies, strict=True):
-        np.testing.assert_array_equal(step, copy)
-    assert not np.array_equal(copies[0], copies[1])
-    native._steps(steps)  # evenly spaced
-    engine.forward(np.full((2, 1), 9), np.full(2, 3), index, buffer=1)
-    assert not np.array_equal(steps[1], copies[1])
-    np.testing.assert_array_equal(steps[2], copies[2])
 
 
 def test_limits_are_those_of_the_library() -> None:

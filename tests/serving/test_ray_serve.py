@@ -400,33 +400,3 @@ def test_a_replica_that_dies(server: Server, engine: outrider.TextEngine) -> Non
     assert dict(enumerate(given)) == texts(engine, ["import "] * 10, 8, range(10))
     until(lambda: len(server.replicas()) == REPLICAS)
     assert min(before) not in server.replicas()
-
-
-def test_many_at_once(
-    server: Server, engine: outrider.TextEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """200 requests, half of them streamed. What is printed is for the reader: no test of speed."""
-    prompts = [f"def f{n}(" if n % 2 else f"# {n}\nimport " for n in range(QUEUE)]
-    most = 16
-
-    async def work(client: openai.AsyncOpenAI) -> list[str]:
-        async def one(seed: int) -> str:
-            options = {"model": "demo", "prompt": prompts[seed], "max_tokens": most}
-            options |= {"temperature": 0.8, "seed": seed, "stream": seed % 4 < 2}
-            answer = await client.completions.create(**options)
-            if not options["stream"]:
-                return answer.choices[0].text
-            return "".join([part.choices[0].text async for part in answer])
-
-        return await asyncio.gather(*map(one, range(QUEUE)))
-
-    begin = time.perf_counter()
-    given = asked(server, work)
-    served, begin = time.perf_counter() - begin, time.perf_counter()
-    expected = texts(engine, prompts, most, range(QUEUE))
-    locally = time.perf_counter() - begin
-    assert dict(enumerate(given)) == expected
-    with capsys.disabled():
-        print(
-            f"\n{QUEUE} requests: {REPLICAS} replicas {served:.1f} s, one process {locally:.1f} s"
-        )

@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from random import Random
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,57 +69,46 @@ def test_a_stale_row_would_be_noticed(tmp_path: Path) -> None:
     """The control: the toy's tokens depend on every token before."""
     make_bundle(tmp_path, slots=1)
     with NativeSession(tmp_path) as session:
-        texts = [
-            [token.id for token in session.generate([first, *range(2, 30)], **PLAIN)]
-            for first in (3, 4)
-        ]
+        texts = [session.generate([first, *range(2, 30)], **PLAIN) for first in (3, 4)]
     assert texts[0] != texts[1]
 
 
-@pytest.mark.parametrize("length", [256, 257, 600])
-def test_long_prompts_come_in_chunks(tmp_path: Path, length: int) -> None:
-    manifest = make_bundle(tmp_path, slots=2, max_len=700)
-    prompt = np.random.default_rng(length).integers(2, 32, length).tolist()
+LONG = np.random.default_rng(0).integers(2, 32, 600).tolist()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "bundle", "length"),
+    [
+        # Long prompts come in chunks.
+        *((LONG[:n], options, {"max_len": 700}, 30) for n in (256, 257, 600)
+          for options in (PLAIN, DRAFTED)),
+        # A text grows to the capacity.
+        ([5, 6, 7], {**DRAFTED, "max_new_tokens": 100}, {"max_len": 60}, 57),
+        # There is no draft model.
+        ([5, 6, 5, 6], {**PLAIN, "gamma": 3, "draft": "ngram"}, {"draft": False}, 30),
+    ],
+    ids=lambda value: str(value)[:16],
+)  # fmt: skip
+def test_a_text_is_pythons(
+    tmp_path: Path, prompt: list[int], options: dict[str, Any], bundle: dict[str, Any], length: int
+) -> None:
+    manifest = make_bundle(tmp_path, slots=2, **bundle)
     with (
         closing(python_engine(tmp_path, manifest, 2)) as engine,
         NativeSession(tmp_path) as session,
     ):
-        for options in (PLAIN, DRAFTED):
-            expected = engine.generate(prompt, **options).token_ids
-            assert [token.id for token in session.generate(prompt, **options)] == expected
-
-
-def test_a_text_grows_to_the_capacity(tmp_path: Path) -> None:
-    manifest = make_bundle(tmp_path, slots=1, max_len=60)
-    options = {**DRAFTED, "max_new_tokens": 100}
-    with (
-        closing(python_engine(tmp_path, manifest, 1)) as engine,
-        NativeSession(tmp_path) as session,
-    ):
-        expected = engine.generate([5, 6, 7], **options)
-        assert expected.finish_reason == "context" and len(expected.token_ids) == 57
-        assert [t.id for t in session.generate([5, 6, 7], **options)] == expected.token_ids
-
-
-def test_without_a_draft_model(tmp_path: Path) -> None:
-    manifest = make_bundle(tmp_path, slots=1, draft=False)
-    options = {**PLAIN, "gamma": 3, "draft": "ngram"}
-    with (
-        closing(python_engine(tmp_path, manifest, 1)) as engine,
-        NativeSession(tmp_path) as session,
-    ):
-        expected = engine.generate([5, 6, 5, 6], **options).token_ids
-        assert [token.id for token in session.generate([5, 6, 5, 6], **options)] == expected
+        expected = engine.generate(prompt, **options).token_ids
+        assert session.generate(prompt, **options) == expected and len(expected) == length
 
 
 def test_what_no_graph_can_hold_runs_without(tmp_path: Path, driver: ctypes.CDLL) -> None:
     make_bundle(tmp_path, slots=1)
     with NativeSession(tmp_path) as session:
-        expected = [token.id for token in session.generate([5, 6], **DRAFTED)]
+        expected = session.generate([5, 6], **DRAFTED)
     driver.standin_break_captures(True)
     with NativeSession(tmp_path) as session:
         before = count(driver, "launches")
-        assert [token.id for token in session.generate([5, 6], **DRAFTED)] == expected
+        assert session.generate([5, 6], **DRAFTED) == expected
         assert count(driver, "launches") == before
 
 
@@ -129,23 +119,19 @@ def test_contexts_that_are_kept_make_room(tmp_path: Path) -> None:
     texts = []
     for name in ("all", "few"):
         with NativeSession(tmp_path / name) as session:
-            texts.append(
-                [
-                    [token.id for token in session.generate([5, 6], **{**DRAFTED, "gamma": gamma})]
-                    for gamma in (1, 2, 3, 4, 5, 1)
-                ]
-            )
+            options = [{**DRAFTED, "gamma": gamma} for gamma in (1, 2, 3, 4, 5, 1)]
+            texts.append([session.generate([5, 6], **each) for each in options])
     assert texts[0] == texts[1]
 
 
 def test_sessions_beside_each_other_in_any_thread(tmp_path: Path) -> None:
     make_bundle(tmp_path, slots=1)
     with NativeSession(tmp_path) as session:
-        expected = [token.id for token in session.generate([5, 6], **DRAFTED)]
+        expected = session.generate([5, 6], **DRAFTED)
     found: list[list[int]] = []
 
     def generate(session: NativeSession) -> None:
-        found.append([token.id for token in session.generate([5, 6], **DRAFTED)])
+        found.append(session.generate([5, 6], **DRAFTED))
 
     def elsewhere(session: NativeSession) -> None:
         thread = Thread(target=generate, args=(session,))

@@ -169,10 +169,10 @@ class NativeSession:
             if finish is None:
                 self.round()
 
-    def generate(self, prompt: Sequence[int], **options: Any) -> list[NativeToken]:
+    def generate(self, prompt: Sequence[int], **options: Any) -> list[int]:
         request = self.admit(prompt, **options)
         try:
-            return list(self.tokens(request))
+            return [token.id for token in self.tokens(request)]
         finally:
             with suppress(OutriderError):
                 self.release(request)

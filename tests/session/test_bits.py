@@ -142,16 +142,6 @@ def test_requests_join_and_leave(llama_bundle: Path, slots: int) -> None:
         assert in_step(engine, session, requests(engine, 40, random), random) > 300
 
 
-def test_a_seed_decides(llama_bundle: Path) -> None:
-    """The control: what the comparison sees where anything differs."""
-    random, options = Random(1), {"temperature": 1.0, "max_new_tokens": 20, "ignore_eos": True}
-    with both(llama_bundle, slots=1, threads=1) as (engine, session):
-        (prompt, _), *_ = requests(engine, 1, random)
-        texts = [[t.id for t in session.generate(prompt, **options, seed=seed)] for seed in (1, 2)]
-        assert texts[0] != texts[1]
-        assert engine.generate(prompt, **options, seed=1).token_ids == texts[0]
-
-
 def test_without_the_rows_of_other_texts(llama_bundle: Path) -> None:
     random = Random(5)
     with both(llama_bundle, slots=2, threads=1, no_reuse=1) as (engine, session):

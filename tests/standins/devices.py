@@ -72,12 +72,12 @@ def wander(decoder: Decoder, seed: int, changing: float = 0.0) -> list[object]:
     waiting = [
         Request(
             [chance.randrange(2, 30) for _ in range(chance.randrange(1, 40))],
-            replace(chance.choice(list(PARAMS.values())), seed=number),
+            replace(params, seed=number),
             gamma=chance.choice([0, 1, 3, 8]), max_new_tokens=chance.randrange(1, 24),
             logprobs=chance.choice([None, None, None, 2]),
             eos_token_ids=frozenset([7, 11]), min_new_tokens=chance.choice([0, 0, 5]),
         )
-        for number in range(16)
+        for number, params in enumerate([*PARAMS.values()] * 2)
     ]  # fmt: skip
     present: list[ActiveSequence] = []
     done: list[ActiveSequence] = []

@@ -31,7 +31,7 @@ def environment() -> dict[str, str]:
 
 
 def run(
-    *arguments: str | Path, largest_file: int | None = None, timeout: float = 300
+    *arguments: str | Path, largest_file: int | None = None
 ) -> subprocess.CompletedProcess[str]:
     """`python -m` with these arguments. largest_file: bytes; more fails as on a full disk."""
 
@@ -45,7 +45,7 @@ def run(
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=300,
         preexec_fn=limit,  # the child only sets a limit: safe between fork and exec
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE
 from commands import leftovers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from workshop import MAX_GAMMA, MAX_LEN
 
@@ -17,6 +20,7 @@ import export.__main__
 import export.graph
 from runtime.files.manifest import GRAPH_FILE
 
+Refused = Callable[..., str]  # the fixture of tests/export
 LAYERS = 2
 CAPACITY = -(-(MAX_LEN + MAX_GAMMA + 1) // 8) * 8
 TIED, UNTIED = "llama", "qwen2"
@@ -25,8 +29,13 @@ SHORT = 48
 SHORT_DRAFT = {"n_positions": SHORT, "n_layer": 1}
 
 
-def graph(folder: Path) -> onnx.ModelProto:
-    return onnx.load(folder / "target" / GRAPH_FILE, load_external_data=False)
+def graph(folder: Path, file: str = GRAPH_FILE) -> onnx.ModelProto:
+    return onnx.load(folder / "target" / file, load_external_data=False)
+
+
+def nodes(folder: Path, file: str) -> Counter[str]:
+    """ "domain.operator", the domain empty where it is ONNX's."""
+    return Counter(f"{node.domain}.{node.op_type}" for node in graph(folder, file).graph.node)
 
 
 def eager(path: Path, ids: np.ndarray) -> np.ndarray:
@@ -53,6 +62,14 @@ def command(
     capsys.readouterr()
     status = export.__main__.main(["--model", str(model), *places, *more])
     return status, capsys.readouterr().err
+
+
+def edit_weights(checkpoint: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Other tensors in a folder that no other test has."""
+    file = checkpoint / "model.safetensors"
+    weights = load_file(file)
+    edit(weights)
+    save_file(weights, file, {"format": "pt"})
 
 
 def nothing_left(folder: Path) -> bool:

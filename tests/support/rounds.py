@@ -13,7 +13,6 @@ import pytest
 from fakes import VOCAB_SIZE, FakeEngine, Model
 
 from runtime.decoder import Decoder
-from runtime.drafts.lookup import Corpus
 from runtime.drafts.tables import Tables
 from runtime.gpu.loop import LoopingRounds
 from runtime.gpu.rounds import DeviceRounds
@@ -91,9 +90,7 @@ def make_decoder(
     draft_max_len: int | None = None,
     draft_capacity: int | None = None,
     order: int | None = None,
-    draft_engine: type[FakeEngine] = FakeEngine,
     tables: Tables | None = None,
-    corpus: Corpus | None = None,
     **of_target: Any,
 ) -> Decoder:
     """Fakes of exactly the capacity that a bundle has: a row too many is an error.
@@ -105,7 +102,7 @@ def make_decoder(
         target, vocab_size=target_width or vocab_size, slots=slots, capacity=capacity, order=order,
         **of_target,
     )  # fmt: skip
-    other = None if draft is None else draft_engine(
+    other = None if draft is None else FakeEngine(
         draft, vocab_size=draft_width or vocab_size, slots=slots,
         capacity=draft_capacity or capacity, order=order,
     )  # fmt: skip
@@ -120,7 +117,7 @@ def make_decoder(
         width = min(vocab_size, draft_width or vocab_size)
         rounds = HostRounds(
             target_engine, other, make_sampler(vocab_size, width, slots, max_gamma),
-            make_sampler(width, width, slots, max_gamma) if other else None, tables, corpus,
+            make_sampler(width, width, slots, max_gamma) if other else None, tables,
         )  # fmt: skip
     return Decoder(
         rounds,

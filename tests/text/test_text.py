@@ -132,21 +132,6 @@ def test_random_streams_equal_the_full_decode(tokenizer: Tokenizer) -> None:
         assert_streams(tokenizer, random_ids(tokenizer, rng))
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "value"),
-    [(Tokenizer, "undecided", lambda self, pieces: 0), (Detokenizer, "_CONTEXT", 1)],
-)
-def test_incomplete_characters_that_are_shown_are_noticed(
-    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, owner: type, name: str, value: object
-) -> None:
-    """The control: nothing is held back, or the window of tokens has no context."""
-    monkeypatch.setattr(owner, name, value)
-    tokenizer = Tokenizer(files["byte_level"])
-    with pytest.raises(AssertionError):  # noqa: PT012 - at one of the cuts
-        for start in range(12):
-            assert_streams(tokenizer, tokenizer.encode("x" * start + "🦊🧭" * 9))
-
-
 def test_the_prompt_decides_on_the_leading_space(tokenizer: Tokenizer) -> None:
     rng = random.Random(1)
     for _ in range(300):
@@ -293,23 +278,6 @@ def test_random_streams_equal_the_naive_search() -> None:
             matches += 1
             assert naive_stop("".join(pieces[: used - 1]), stops)[1] is None
     assert 1000 < matches < 5000
-
-
-@pytest.mark.parametrize(
-    ("stops", "pieces", "expected"),
-    [
-        (["\n\n"], ["a\n", "b\n", "\n", "c"], ("a\nb", "\n\n", 3)),
-        (["b", "ab"], ["xab"], ("x", "ab", 1)),  # end together: the longest
-        (["bcd", "c"], ["abcd"], ("ab", "c", 1)),  # complete first, also inside one piece
-        ("ab", ["xbab"], ("xb", "ab", 1)),  # a lone string
-    ],
-)
-def test_stop_strings(
-    stops: list[str] | str, pieces: list[str], expected: tuple[str, str | None, int]
-) -> None:
-    assert run_stops(stops, pieces) == expected
-    with pytest.raises(OutriderError, match=r"option: .* empty"):
-        StopStrings(["a", ""])
 
 
 CHATML = """{%- for message in messages %}

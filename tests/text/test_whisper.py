@@ -79,11 +79,21 @@ def distilled(target: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whisper(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A checkpoint, and its bundle with a draft that is right now and then."""
+def pair(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint, and a draft that is right now and then."""
     target = workshop.checkpoint("whisper")
-    draft = distilled(target, tmp_path_factory.mktemp("distilled") / "draft")
-    return target, workshop.bundle(target, draft)
+    return target, distilled(target, tmp_path_factory.mktemp("distilled") / "draft")
+
+
+COMPILED = pytest.param("aotinductor", marks=pytest.mark.slow)  # as in test_encoder_decoders.py
+
+
+@pytest.fixture(scope="module", params=["onnxruntime", COMPILED])
+def whisper(
+    workshop: Workshop, pair: tuple[Path, Path], request: pytest.FixtureRequest
+) -> tuple[Path, Path]:
+    """The checkpoint, and the pair's bundle."""
+    return pair[0], workshop.bundle(*pair, backend=request.param)
 
 
 @pytest.mark.parametrize("which", cases(["mixed"], [("mixed",), ("each",)]))
@@ -163,6 +173,15 @@ def test_certificate(
     options = Options(source=SOURCES[1], temperature=1.0, seed=5, max_new_tokens=100)
     found = check(engine, None, options)
     assert found.passed == processed and found.tokens == 512 and found.drafted
+
+
+@pytest.mark.slow
+def test_certificate_in_bfloat16(workshop: Workshop, pair: tuple[Path, Path]) -> None:
+    """Whose encoder reads float32 still."""
+    bundle = workshop.bundle(*pair, backend="aotinductor", dtype="bfloat16")
+    options = Options(source=SOURCES[1], temperature=1.0, seed=5, max_new_tokens=100)
+    found = check(one_thread(bundle, 1), None, options)
+    assert found.passed and found.tokens == 512 and found.drafted
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ __all__ = ["SEQ2SEQ", "SHAPES", "Pair", "Seq2Seq", "Shape", "bundle", "make", "p
 
 TARGET, DRAFT = CHECKOUT / "models" / "target", CHECKOUT / "models" / "draft"
 BUILDERS = "export", "engines", "runtime/files"  # what a bundle is made by
+WEIGHTS = {"float32": [], "mixed": ["--draft-weights", "int8"]}
 DRAFT_HIDDEN = 288  # a larger vocabulary takes three channels more than the bundled target has
 
 
@@ -93,14 +94,15 @@ def bundle(
     """What `make engines` makes of a pair, in `work`, made unless it is there.
 
     max_len: None for the checkpoints' own. precision: int8 or int4, of the weights of float32
-    graphs; or float32. Raises OutriderError "backend"; stderr has said why.
+    graphs; "mixed" for int8 of the draft's alone; or float32. Raises OutriderError "backend";
+    stderr has said why.
     """
     folder, sources = place(target, draft, work, max_len=max_len, precision=precision)
 
     def make() -> None:
         graphs, length = work / "graphs" / folder.name, ["--max-len", max_len] if max_len else []
         models = ["--model", target, "--draft", draft or "none", "--cache", work / "cache"]
-        weights = ["--weights", "full" if precision == "float32" else precision]
+        weights = WEIGHTS.get(precision, ["--weights", precision])
         _run("export", *models, *weights, "--out", graphs, *length)
         _run("engines", "--graphs", graphs, "--out", folder)
 

@@ -33,8 +33,10 @@ WARM_UPS = 4  # as many as there are sizes of batches
 OWN, DRAFT = "outrider plain", "outrider draft"
 MODES = ("plain", "draft", "assistant", "auto", "lookup")
 QUANTISED = "plain", "draft", "lookup"
+OF_PRECISION = {"float32": MODES, "mixed": ("draft",)}  # of others QUANTISED
 PRECISIONS = {  # ours, and what all of them call it
     "float32": ("float32",),
+    "mixed": ("mixed",),
     "int8": ("int8", "q8_0"),
     "int4": ("int4", "q4_0"),
 }
@@ -75,8 +77,8 @@ class System:
 def systems(
     wanted: Sequence[str], bits: Sequence[str] = tuple(PRECISIONS), models: str = "text"
 ) -> list[System]:
-    """Modes of the decoders of such models; of quantised weights those in `QUANTISED`. bits: keys
-    of `PRECISIONS`."""
+    """Modes of the decoders of such models; of quantised weights not all. bits: keys of
+    `PRECISIONS`."""
     precisions = [name for key in bits for name in PRECISIONS[key]]
     return [
         System(name, mode, precision)
@@ -85,7 +87,7 @@ def systems(
         for precision in kind.precisions
         if precision in precisions
         for mode in MODES
-        if mode in kind.modes and (precision == "float32" or mode in QUANTISED)
+        if mode in kind.modes and mode in OF_PRECISION.get(precision, QUANTISED)
         if models == "text" or mode in READING[name]
     ]
 

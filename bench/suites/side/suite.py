@@ -128,7 +128,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
     add("--shape", choices=[*pair.SHAPES, *pair.SEQ2SEQ], default="smollm-135m",
         help="of the target; default smollm-135m")  # fmt: skip
     add("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS),
-        help="of the weights, or what peers have of as many bits; default: all")  # fmt: skip
+        help="of the weights, or what peers have of as many bits; mixed: a target of float32 "
+        "with a draft of int8; default: all")  # fmt: skip
     add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
     add("--work", type=Path, default=Path("build/side"), metavar="DIR",
         help="where pairs and what systems make of them are kept; default build/side")  # fmt: skip

@@ -1,0 +1,57 @@
+"""An operator of plugins/onnxruntime, a node alone in a session of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+import pytest
+from kernels import cpu_library
+from onnx import TensorProto, helper, numpy_helper
+
+from runtime.files.library import add_operators
+
+FLOAT, INT8, INT64 = TensorProto.FLOAT, TensorProto.INT8, TensorProto.INT64
+Feeds = dict[str, npt.NDArray[Any]]
+
+
+def session_of(
+    kind: str,
+    inputs: Mapping[str, int],
+    outputs: Mapping[str, int],
+    tables: Mapping[str, npt.NDArray[Any]] | None = None,
+    *,
+    order: Sequence[str] | None = None,
+    threads: int = 1,
+    **attributes: float,
+) -> ort.InferenceSession:
+    """inputs, outputs: their types. tables: inputs that are constants. order: of all inputs, where
+    "" is one that is left out."""
+    cpu_library()
+    tables = tables or {}
+    order = order or [*inputs, *tables]
+    node = helper.make_node(kind, order, [*outputs], domain="outrider", **attributes)
+    ends = (
+        [helper.make_tensor_value_info(name, dtype, None) for name, dtype in side.items()]
+        for side in (inputs, outputs)
+    )
+    constants = [numpy_helper.from_array(table, name) for name, table in tables.items()]
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("outrider", 1)]
+    graph = helper.make_graph([node], kind, *ends, constants)
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4  # refusals are meant
+    add_operators(options)
+    return ort.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+
+
+def refuses(session: ort.InferenceSession, feeds: Feeds, message: str, **wrong: Any) -> None:
+    """Where these inputs take the place of right ones."""
+    with pytest.raises(Exception, match=message):
+        session.run(None, feeds | {name: np.asarray(array) for name, array in wrong.items()})
