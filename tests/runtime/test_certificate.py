@@ -12,6 +12,7 @@ from rounds import WRONG_RULES
 from scipy import stats
 
 import runtime.certificate as certificate_module
+import runtime.certificate.replay as replay_module
 from runtime.backends.bits import Bits
 from runtime.certificate import LEVEL, TOKENS, check, kolmogorov_smirnov
 from runtime.sampling import philox, reference
@@ -93,7 +94,7 @@ def test_its_random_numbers_are_its_own(engine, monkeypatch):
         return uniform
 
     monkeypatch.setattr(reference, "uniform", record("generation"))
-    monkeypatch.setattr(certificate_module, "uniform", record("certificate"))
+    monkeypatch.setattr(replay_module, "uniform", record("certificate"))
     check(engine, PROMPT, replace(SAMPLED, verify="block"))
     assert len(drawn["certificate"]) == TOKENS
     assert not drawn["certificate"] & drawn["generation"]

@@ -1,0 +1,209 @@
+"""Texts that are given, decoded plainly: teacher-forced through a model one token at a time.
+
+Nothing of the round is used for it: rows, contexts and warping arguments are put together a second
+time, so that a fault of the round cannot hide itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from ..backends.engine import Engine, Logits
+from ..calls import readable, wide
+from ..sampling.distribution import Distribution
+from ..sampling.philox import Purpose, uniform
+from ..sampling.processors import process
+from ..sampling.warp import warp
+from ..sequence import Request
+from ..slots import Slot
+from ..text.engine import TextEngine
+
+WITNESSES = 16  # largest logits of a row on which rounding is measured
+# The round draws in lane 0 or in the lane of a position in the text; no text is this long.
+LANE = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """An emitted token that plain decoding would not have emitted at its place.
+
+    position: index in the output of text `run`. best: plain decoding's choice (at temperature
+    above 0, the best of the tokens it never emits). margin: logits by which best is ahead.
+    """
+
+    run: int
+    position: int
+    token: int
+    best: int
+    margin: float
+
+
+class Forced:
+    """One model on a slot, with source and prompt in its caches, fed texts that are given."""
+
+    def __init__(self, engine: Engine, slot: Slot, request: Request, max_len: int = 2**31):
+        prompt = request.prompt
+        engine.encode(slot.index, request.source)
+        self._engine, self._slot, self._start = engine, slot.index, len(prompt)
+        self._room = max_len - len(prompt)  # tokens that may be fed
+        for begin in range(0, len(prompt), engine.chunk):
+            chunk = prompt[begin : begin + engine.chunk]
+            row = self._forward(chunk, begin, np.array([len(chunk) - 1]))[0]
+        self._first = row.copy()
+
+    def rows(self, text: Sequence[int], width: int = 1) -> Iterator[Logits]:
+        """The logits [V] that predict text[0], text[1], ...: each valid until the next.
+
+        width: tokens of a call that are asked for. 1 is plain decoding. Rows end early where the
+        model's context does.
+        """
+        yield self._first
+        wanted = min(len(text) - 1, self._room)
+        for begin in range(0, wanted, width):
+            block = list(text[begin : begin + width])
+            # A short block is filled up: its last rows are not asked for, and every call is alike.
+            filled = block + [0] * (width - len(block))
+            logits = self._forward(filled, self._start + begin, np.arange(width))
+            yield from logits[: wanted - begin]
+
+    def _forward(
+        self, tokens: Sequence[int], position: int, index: npt.NDArray[np.int64]
+    ) -> Logits:
+        ids = wide(self._engine, readable(self._engine, tokens)[None])  # as the round has them
+        logits = self._engine.forward(ids, np.array([position]), index, first_slot=self._slot)
+        return cast(Logits, logits[0])
+
+
+class Replay:
+    """The warping of a request, as a function of the text alone, and tokens held against it."""
+
+    def __init__(self, engine: TextEngine, request: Request):
+        self._request, self._vocab_size = request, engine.decoder.vocab_size
+        # Lenience does not change the point mass, but below 1 it comes with the logits behind it.
+        self._greedy = replace(request.params, temperature=0, verify="token", lenience=0.5)
+
+    def warp(
+        self, row: Logits, text: Sequence[int], model: str, *, greedy: bool = False
+    ) -> Distribution:
+        """The distribution of the token after `text`."""
+        request = self._request
+        params = self._greedy if greedy else request.params
+        row, context = row[: self._vocab_size], np.array([*request.prompt, *text])
+        suppress = tuple(request.eos_token_ids) if len(text) < request.min_new_tokens else ()
+        where = f"{model}, teacher-forced, output token {len(text)}"
+        if request.processors:
+            row = row.copy()  # the plain row is looked at again
+            process(
+                request.processors, row, params, context, suppress, of_draft=model == "draft",
+                where=where, output_start=len(request.prompt),
+            )  # fmt: skip
+        return warp(
+            row,
+            params,
+            context if params.reads_context else (),
+            suppress=suppress,
+            where=where,
+            output_start=len(request.prompt),
+        )
+
+    def not_argmax(self, rows: Iterator[Logits], text: Sequence[int]) -> Iterator[Mismatch]:
+        """The tokens of a text that plain decoding at temperature 0 would not have chosen."""
+        for i, (token, row) in enumerate(zip(text, rows, strict=True)):
+            p = self.warp(row, text[:i], "target", greedy=True)
+            assert p.point_mass is not None
+            if token != p.point_mass:
+                yield Mismatch(0, i, token, p.point_mass, -p.margin(token))
+
+    def transform(
+        self,
+        p_rows: Iterator[Logits],
+        q_rows: Iterator[Logits],
+        text: Sequence[int],
+        seed: int,
+        run: int,
+        mismatches: list[Mismatch],
+    ) -> Iterator[tuple[float, float]]:
+        """The U of a text's tokens; those of probability 0 are appended to `mismatches`.
+
+        q_rows: the draft's, may end early: without one, tokens are in order of their ids.
+        """
+        for i, (token, p_row) in enumerate(zip(text, p_rows, strict=True)):
+            p = self.warp(p_row, text[:i], "target").probs()
+            q = np.zeros(len(p))
+            if (q_row := next(q_rows, None)) is not None:
+                known = self.warp(q_row, text[:i], "draft").probs()[: len(p)]
+                q[: len(known)] = known
+            v = uniform(seed, i, Purpose.RESIDUAL, LANE)
+            if not 0 <= token < len(p) or p[token] == 0:
+                best, margin = self._removed(p_row, text[:i], token, p)
+                mismatches.append(Mismatch(run, i, token, best, margin))
+                yield v, v  # it has no U, and is judged as a mismatch instead
+                continue
+            # p_i / q_i against p_x / q_x, without dividing.
+            by_ratio = _below(p * q[token], p[token] * q, token)
+            by_p = _below(p, p[token : token + 1], token)
+            yield float(p[by_ratio].sum() + v * p[token]), float(p[by_p].sum() + v * p[token])
+
+    def _removed(
+        self, row: Logits, before: Sequence[int], token: int, p: npt.NDArray[np.float64]
+    ) -> tuple[int, float]:
+        """The best of the tokens that top-k, top-p or min-p remove, and by how much it is ahead of
+        this one. Rounding may move a filter's edge by a token, so the best is a near-tie."""
+        greedy = self.warp(row, before, "target", greedy=True)
+        assert greedy.processed is not None
+        removed = np.where(p > 0, -np.inf, greedy.processed)
+        best = int(removed.argmax())
+        here = removed.item(token) if 0 <= token < len(removed) else -math.inf
+        return best, removed.item(best) - here if math.isfinite(here) else math.inf
+
+
+class Rounding:
+    """How far calls of several tokens are from plain steps, on each row's largest logits; and
+    whether all logits are the same."""
+
+    def __init__(self, vocab_size: int, penalty: float):
+        self._vocab_size = vocab_size
+        self._stretch = max(penalty, 1 / penalty)  # the penalty scales differences too
+        self.largest = 0.0
+        self.scale = 0.0  # the largest logit
+        self.identical = True
+
+        self._witnesses: list[tuple[npt.NDArray[np.intp], Logits, bytes]] = []
+
+    def watch(self, rows: Iterator[Logits]) -> Iterator[Logits]:
+        """Pass plain rows on, remembering what `compare` will look at."""
+        self._witnesses.clear()
+        for row in rows:
+            known = row[: self._vocab_size]
+            best = np.argpartition(known, -min(WITNESSES, len(known)))[-WITNESSES:]
+            best = best[np.isfinite(known[best])]
+            self._witnesses.append((best, known[best], _digest(known)))
+            self.scale = max(self.scale, float(np.abs(known[best]).max(initial=0.0)))
+            yield row
+
+    def compare(self, rows: Iterator[Logits]) -> None:
+        """The same rows from wider calls."""
+        for (best, plain, digest), row in zip(self._witnesses, rows, strict=True):
+            self.identical &= _digest(row[: self._vocab_size]) == digest
+            difference = float(np.abs(row[best] - plain).max(initial=0.0)) * self._stretch
+            self.largest = max(self.largest, difference)
+
+
+def _digest(row: Logits) -> bytes:
+    return hashlib.blake2b(row.tobytes()).digest()
+
+
+def _below(
+    ours: npt.NDArray[np.float64], theirs: npt.NDArray[np.float64], token: int
+) -> npt.NDArray[np.bool_]:
+    """Which tokens come before `token` in an order; equal ones come in the order of their ids."""
+    below: npt.NDArray[np.bool_] = ours < theirs
+    below[:token] |= (ours == theirs)[:token]
+    return below
