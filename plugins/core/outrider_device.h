@@ -228,8 +228,9 @@ inline int32_t plan_verify(const outrider_device_sizes* sizes, const outrider_lo
   if ((call.flags & OUTRIDER_DEVICE_COUPLED) != 0)
     add(plan, "outrider_verify_couple", 1, sizes->width + 1, call.slot_count, 1);
   const bool general = (call.flags & (OUTRIDER_DEVICE_FILTERS | OUTRIDER_DEVICE_PENALTIES)) != 0;
-  add(plan, general ? "outrider_verify_rest_general" : "outrider_verify_rest", (tiles_of(target->vocab_size) + WARPS - 1) / WARPS,
-      call.rest_count, call.slot_count, WARPS);
+  const char* rest = general ? "outrider_verify_rest_general" : "outrider_verify_rest";
+  add(plan, rest, (tiles_of(target->vocab_size) + WARPS - 1) / WARPS, call.rest_count,
+      call.slot_count, WARPS);
   finish(plan, call);
   return OUTRIDER_OK;
 }

@@ -163,15 +163,16 @@ def test_every_gamma_tells_the_same_text_with_the_same_coins(
             prompt, **options, max_new_tokens=40, seed=gamma, ignore_eos=True
         ).tokens
         assert [token.id for token in told] == list(story.ids[len(prompt) :])
-        rounds = runs.decode(Way(fixed, options), prompt, 40, 1).rounds
+        run = runs.decode(Way(fixed, options), prompt, 40, 1)
         begin = len(prompt) + 1  # the first token is the prefill's
-        for x in rounds:
-            assert x.accepted == [*story.stands[begin : begin + x.gamma], False].index(False)
-            begin += x.accepted + 1
+        for x in run.rounds:
+            begin += [*story.stands[begin : begin + x.gamma], False].index(False) + 1
         assert begin == len(story.ids)
+        assert run.stats.accepted == begin - len(prompt) - 1 - len(run.rounds)
         if temperature == 0:
-            own = runs.decode(Way(engine, options), prompt, 40, 0).rounds
-            assert [x.accepted for x in rounds] == [x.accepted for x in own]
+            own = runs.decode(Way(engine, options), prompt, 40, 0)
+            assert [x.gamma for x in run.rounds] == [x.gamma for x in own.rounds]
+            assert run.stats.accepted == own.stats.accepted
 
 
 @slow

@@ -331,7 +331,7 @@ def between_host_and_device(ptx):
 def kernels_of_plans():
     return {
         launch[0]
-        for flags in range(16)
+        for flags in range(32)
         for drawing in (False, True)
         for launch in launches(planned(flags, drawing=drawing)[1])
     }
