@@ -10,9 +10,10 @@ from fastapi.responses import JSONResponse
 from outrider import Options, OutriderError
 from pydantic import BaseModel, Field
 from ray.exceptions import RayError
+from starlette.exceptions import HTTPException
 
 STATUS = {"option": 400, "prompt": 400, "model": 404, "busy": 429, "replica": 503}  # others: 500
-REFUSED = (OutriderError, RequestValidationError, RayError)
+REFUSED = (OutriderError, RequestValidationError, RayError, HTTPException)
 Prompt = str | list[int]
 Requests = list[tuple[Any, Options]]
 
@@ -30,7 +31,10 @@ class Body(BaseModel, extra="allow"):
         """`n` of each prompt. Raises OutriderError "option" for what the engine does not take."""
         if self.stream_options and not self.stream:
             raise OutriderError("option", "stream_options is for streams", "Leave it out")
-        given = named | (self.model_extra or {})
+        extra = self.model_extra or {}
+        for name in extra.keys() & {"max_new_tokens", "chat"}:
+            raise OutriderError("option", f"{name} has another name here", "See OpenAI's reference")
+        given = named | extra
         given = {name: value for name, value in given.items() if value is not None}
         options = Options(temperature=1.0).updated(given).seeded()
         seeds = [replace(options, seed=(options.seed or 0) + nth) for nth in range(self.n)]
@@ -58,6 +62,8 @@ class Chat(Body):
     top_logprobs: int | None = None
 
     def requests(self) -> Requests:
+        if self.top_logprobs and not self.logprobs:
+            raise OutriderError("option", "top_logprobs without logprobs", "Set logprobs to true")
         given = [n for n in (self.max_completion_tokens, self.max_tokens) if n is not None]
         return self.several(
             [self.messages],
@@ -75,7 +81,9 @@ def refusal(error: Exception) -> tuple[dict[str, Any], int]:
     elif isinstance(error, RequestValidationError):
         first = error.errors()[0]
         kind, message = "option", ".".join(map(str, first["loc"][1:])) + ": " + first["msg"]
-    status = STATUS.get(kind, 500)
+    elif isinstance(error, HTTPException):  # no such route
+        kind, message = "route", error.detail
+    status = error.status_code if isinstance(error, HTTPException) else STATUS.get(kind, 500)
     blame = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": message, "type": blame, "param": None, "code": kind}}, status
 

@@ -146,7 +146,8 @@ class AotiEngine(HostEngine[Call]):
             source = self._torch.from_numpy(source.copy())  # it may be read-only
         with self._own_threads():
             found = self._encoder.run([source])
-        return dict(zip(names, found, strict=False))  # the states last, where they are asked for
+        assert len(names) <= len(found)  # the states last, where they are asked for
+        return dict(zip(names, found, strict=False))
 
     def _run(self, call: Call) -> None:
         with self._own_threads():

@@ -1,7 +1,6 @@
 """The files of a part in torch's format: `graph.pt2` and `weights.bin`, and those of an encoder.
 
-Part of the file contract, so the other rooms import it from `manifest`. torch is imported by what
-is called, since a bundle of another backend needs none.
+torch is imported by what is called, since a bundle of another backend needs none.
 """
 
 from __future__ import annotations

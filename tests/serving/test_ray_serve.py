@@ -267,6 +267,8 @@ REFUSED = [
     ({"seed": "a", "n": 2}, 400, "option"),
     ({"stream_options": {"include_usage": True}}, 400, "option"),
     ({"extra_body": {"gamma": 99}}, 400, "option"),
+    ({"extra_body": {"max_new_tokens": 5}}, 400, "option"),
+    ({"extra_body": {"chat": True}}, 400, "option"),
     ({"prompt": []}, 400, "prompt"),
     ({"prompt": [4096]}, 400, "prompt"),
     ({"prompt": "x " * 3000}, 400, "prompt"),
@@ -283,6 +285,10 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, stream: bool) -> 
         assert raised.value.status_code == status, given
         assert raised.value.body["code"] == kind, given
         assert raised.value.body["type"] == "invalid_request_error" and raised.value.body["message"]
+
+    with pytest.raises(openai.NotFoundError) as no_route:
+        client.embeddings.create(model="demo", input="x")
+    assert no_route.value.body["code"] == "route"
 
 
 async def begun(client: openai.AsyncOpenAI) -> AsyncIterator[Any]:
