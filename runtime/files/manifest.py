@@ -409,6 +409,9 @@ class Manifest:
         targets = {*self.gpu_targets(), *([gpu] if gpu else [])}
         # The others build for the GPU that is there.
         gpus = [t.removeprefix("sm") for t in targets if self.backend == "tensorrt_rtx"]
+        chips = ",".join(sorted(gpus, key=int))
+        if self.backend == "aotinductor" and not targets:
+            chips = "cpu"
         variables = {
             "MODEL": f"<{pair.target.source}>",
             "DRAFT": f"<{pair.draft.source}>" if pair.draft else pair.lookup or "none",
@@ -422,7 +425,7 @@ class Manifest:
                 else {}
             ),
             **({"CACHE": pair.target.cache} if pair.target.cache else {}),
-            **({"SM": ",".join(sorted(gpus, key=int))} if gpus else {}),
+            **({"SM": chips} if chips else {}),
             **({"OPT_LEVEL": level} if level is not None else {}),
             "MAX_LEN": pair.max_len,
             "MAX_GAMMA": pair.max_gamma,

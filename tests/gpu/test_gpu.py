@@ -84,6 +84,7 @@ def test_only_some_backends_build_for_gpus_elsewhere(manifest: Manifest) -> None
     for backend in ("tensorrt", "aotinductor"):
         command = compiled(manifest, backend, "sm90").rebuild_command(FOLDER, gpu="sm89")
         assert "SM=" not in command and f"BACKEND={backend}" in command
+    assert "SM=cpu" in compiled(manifest, "aotinductor", "cpu", "x86_64").rebuild_command(FOLDER)
 
 
 def test_threads_are_refused_on_a_gpu(llama_bundle: Path) -> None:
