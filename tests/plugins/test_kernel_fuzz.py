@@ -67,3 +67,8 @@ def test_faults_are_found(tmp_path, sanitizer, name, old, new, says):
     (sources / name).write_text(text.replace(old, new))
     done = fuzz(sanitizer, 0, tmp_path, sources)
     assert done.returncode != 0 and re.search(says, done.stderr), done.stderr[-2000:]
+
+
+def test_every_fault_still_applies():
+    for _, name, old, _, _ in FAULTS.values():
+        assert (HERE / name).read_text().count(old) == 1, f"{name}: {old}"
