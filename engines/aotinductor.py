@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import errno
+import json
 import logging
 import os
 import tempfile
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runtime.files.errors import OutriderError, first_line, importing
 from runtime.files.manifest import (
@@ -30,12 +31,11 @@ from runtime.files.manifest import (
     GraphFacts,
 )
 from runtime.files.progress import stage
-from runtime.files.torch_files import WEIGHTS_FILE, cpu_targets, read_program
+from runtime.files.torch_files import JOINED, WEIGHTS_FILE, cpu_targets, read_program
 
+from . import gpu_program
+from .gpus import cuda_toolkit
 from .keys import engine_key
-
-if TYPE_CHECKING:
-    import torch
 
 DTYPES = ("float32", "float16", "bfloat16")
 # It would write a dense copy of the weights in each call.
@@ -117,15 +117,20 @@ def _check_compiler() -> None:
 
 def _check_gpu_tools() -> None:
     """Triton makes the kernels; the code that launches them is compiled with CUDA's headers."""
+    import torch
     from torch.utils._triton import has_triton
     from torch.utils.cpp_extension import CUDA_HOME
 
-    for what, there in (("Triton", has_triton()), ("CUDA's toolkit (CUDA_HOME)", CUDA_HOME)):
+    packages = f"pip install 'cuda-toolkit[crt,cccl]=={torch.version.cuda}.*'"
+    for what, there, remedy in (
+        ("Triton", has_triton(), "Install it"),
+        ("CUDA's headers", cuda_toolkit(CUDA_HOME), f"Set CUDA_HOME to a toolkit, or {packages}"),
+    ):
         if not there:
             raise OutriderError(
                 "backend",
-                f"AOTInductor needs {what} to compile for a GPU, and it is not installed",
-                "Install it, or build for the CPU with SM=cpu.",
+                f"AOTInductor needs {what} to compile for a GPU, and there is none",
+                f"{remedy}, or build for the CPU with SM=cpu.",
             )
 
 
@@ -159,14 +164,18 @@ def compile(
         with (
             stage(role, f"compile, {to.targets[0]}") as said,
             _workplace(out),
-            _linkable_driver(out) if gpu else nullcontext(),
+            _toolchain(out) if gpu else nullcontext(),
         ):
             for file in to.compiled:
                 program = read_program(graph, encoder=file == to.encoder)
+                config = _config(gpu)
                 if gpu:
-                    program = fitted(_move(program, "cuda"), facts.capacity)
+                    program, joined = gpu_program.fitted(
+                        gpu_program.moved(program, "cuda"), facts.capacity
+                    )
+                    config["aot_inductor.metadata"] = {JOINED: json.dumps(joined)}
                 torch._inductor.aoti_compile_and_package(
-                    program, package_path=str(out / file), inductor_configs=_config(gpu)
+                    program, package_path=str(out / file), inductor_configs=config
                 )
             size = sum((out / file).stat().st_size for file in to.compiled)
             said.note = f"{size / 2**20:,.1f} MiB of code"
@@ -189,83 +198,6 @@ def _config(gpu: bool) -> dict[str, Any]:
     return {name: value for name, value in CONFIG.items() if name in known}
 
 
-def _move(program: torch.export.ExportedProgram, device: str) -> torch.export.ExportedProgram:
-    """The program, its weights and its example on another device."""
-    from torch.export.passes import move_to_device_pass
-
-    return move_to_device_pass(program, device)
-
-
-def fitted(program: torch.export.ExportedProgram, capacity: int) -> torch.export.ExportedProgram:
-    """The program as a GPU wants it: S is the capacity, attention is `_attention`, and logits have
-    the type they are computed in.
-
-    Left open, S would have the example's 16 rows as its hint, by which Inductor sizes every
-    reduction over it; and torch's own attention would be chosen by them. As float32, logits would
-    be written, read and written again for nothing: the sampling kernel reads each type.
-    """
-    import torch
-
-    assert program.example_inputs is not None
-    device = next(iter(program.state_dict.values())).device
-    # Older versions of `_move` leave them where they were.
-    (ids, position, index, *sides), _ = torch.utils._pytree.tree_map_only(
-        torch.Tensor, lambda tensor: tensor.to(device), program.example_inputs
-    )
-    caches = [
-        [cache.new_zeros(len(cache), cache.shape[1], capacity, cache.shape[3]) for cache in side]
-        for side in sides
-    ]
-    module, attention = program.module(), torch.ops.aten.scaled_dot_product_attention.default
-    for node in module.graph.nodes:
-        if node.target is attention:
-            node.target = _attention
-    _keep_type(module.graph)
-    module.recompile()
-    slots, tokens, outputs = (torch.export.Dim(name) for name in ("slots", "tokens", "outputs"))
-    open_sizes = ({0: slots, 1: tokens}, {0: slots}, {0: outputs})
-    return torch.export.export(
-        module, (ids, position, index, *caches),
-        dynamic_shapes=(*open_sizes, *([{0: slots} for _ in side] for side in caches)),
-        # That strides of a product are what they are cannot be proven for every N.
-        strict=False, prefer_deferred_runtime_asserts_over_guards=True,
-    )  # fmt: skip
-
-
-def _keep_type(graph: torch.fx.Graph) -> None:
-    """Drop the conversion to float32 that the graph's one result ends with."""
-    import torch
-
-    (results,) = graph.output_node().args
-    (result,) = torch.utils._pytree.tree_leaves(results)
-    if result.target is torch.ops.aten.to.dtype and result.args[1] == torch.float32:
-        graph.output_node().replace_input_with(result, result.args[0])
-        graph.eliminate_dead_code()
-
-
-def _attention(
-    query: torch.Tensor,  # [B, H, N, D]
-    key: torch.Tensor,  # [B, Hkv, S, D]
-    value: torch.Tensor,  # [B, Hkv, S, Dv]
-    attn_mask: torch.Tensor,  # bool [B, 1, N, S]
-    *,
-    scale: float,
-    enable_gqa: bool,
-) -> torch.Tensor:
-    """Attention as two batched products in the caches' own type, softmax in float32; [B, H, N, Dv].
-
-    The heads that share keys become rows of one product, so that neither keys nor values are
-    copied, for each head and in float32, as torch's own products do.
-    """
-    (batch, heads, count, width), (_, shared, rows, _) = query.shape, key.shape
-    together = batch * shared, heads // shared * count
-    queries = query.contiguous().view(*together, width)
-    products = queries.bmm(key.flatten(0, 1).transpose(1, 2))
-    scores = products.view(batch, heads, count, rows).float() * scale
-    weights = scores.masked_fill(~attn_mask, float("-inf")).softmax(-1).to(value.dtype)
-    return weights.view(*together, rows).bmm(value.flatten(0, 1)).view(batch, heads, count, -1)
-
-
 @contextmanager
 def _workplace(out: Path) -> Iterator[None]:
     """Inductor's own files go where the engine goes, and with it if that is not finished."""
@@ -283,29 +215,28 @@ def _workplace(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _linkable_driver(out: Path) -> Iterator[None]:
-    """Lets the linker find CUDA's driver, by the name that it asks for.
+def _toolchain(out: Path) -> Iterator[None]:
+    """Lets torch find CUDA's headers, and the linker CUDA's driver, by the name that it asks for.
 
-    torch links with -lcuda, and looks in the toolkit's stubs only where CUDA_HOME is set. Without
-    a toolkit's package the driver is there as libcuda.so.1 alone, where no linker looks.
+    torch takes the folder above nvcc for the toolkit, which it need not be; and it links with
+    -lcuda, where a machine without a toolkit's stubs has libcuda.so.1 alone.
     """
-    from torch.utils.cpp_extension import CUDA_HOME
+    from torch.utils import cpp_extension
 
-    before = {name: os.environ.get(name) for name in ("CUDA_HOME", "LIBRARY_PATH")}
+    guess, before = cpp_extension.CUDA_HOME, os.environ.get("LIBRARY_PATH")
     with tempfile.TemporaryDirectory(dir=out, prefix=".driver-") as folder:
         if (driver := _loaded_driver()) is not None:
             Path(folder, "libcuda.so").symlink_to(driver)
-        os.environ["LIBRARY_PATH"] = os.pathsep.join(filter(None, (folder, before["LIBRARY_PATH"])))
-        if CUDA_HOME and not before["CUDA_HOME"]:
-            os.environ["CUDA_HOME"] = CUDA_HOME
+        cpp_extension.CUDA_HOME = cuda_toolkit(guess)
+        os.environ["LIBRARY_PATH"] = os.pathsep.join(filter(None, (folder, before)))
         try:
             yield
         finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            cpp_extension.CUDA_HOME = guess
+            if before is None:
+                del os.environ["LIBRARY_PATH"]
+            else:
+                os.environ["LIBRARY_PATH"] = before
 
 
 def _loaded_driver() -> str | None:

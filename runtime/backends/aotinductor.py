@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from pathlib import Path
@@ -21,7 +22,7 @@ from ..files.manifest import (
     GraphFacts,
     Manifest,
 )
-from ..files.torch_files import cpu_targets, program_files, read_tensors
+from ..files.torch_files import JOINED, cpu_targets, program_files, read_tensors
 from .cuda import Cuda
 from .device import DeviceCall, PreparedEngine
 from .engine import Ids, Logits
@@ -69,23 +70,37 @@ class Package:
         loader = import_torch()._C._aoti.AOTIModelPackageLoader(
             str(folder / file), "model", True, 1, index
         )
+        joined = json.loads(loader.get_metadata().get(JOINED, "{}"))
         # The code uses them where they are; this dictionary keeps them there.
-        names = loader.get_constant_fqns()
-        self.weights = load_weights(folder / program_files(encoder)[1], names, device)
-        loader.load_constants(self.weights, False, True, True)
+        self.weights, read = load_weights(
+            folder / program_files(encoder)[1], loader.get_constant_fqns(), joined, device
+        )
+        loader.load_constants(read, False, True, True)
         self.run = loader.run
 
 
-def load_weights(path: Path, names: list[str], device: str) -> dict[str, torch.Tensor]:
-    """Those of a file on a device; tied ones, which share their place in the file, once."""
+def load_weights(
+    path: Path, names: Sequence[str], joined: Mapping[str, Sequence[str]], device: str
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Those of a file on a device, by their names there, and by those that the code has: each of
+    `joined` is one tensor, and its parts are views of it. Tied ones, which share their place in
+    the file, are there once."""
     weights, loaded = read_tensors(path), {}
+    read: dict[str, torch.Tensor] = {}
     moved: dict[tuple[object, ...], torch.Tensor] = {}
     for name in names:
+        if name in joined:
+            parts = [weights[part] for part in joined[name]]
+            rows = [len(part) for part in parts]
+            whole = read[name] = parts[0].new_empty(sum(rows), *parts[0].shape[1:], device=device)
+            for part, view in zip(joined[name], import_torch().split(whole, rows), strict=True):
+                loaded[part] = view.copy_(weights[part])
+            continue
         place = (weights[name].data_ptr(), weights[name].dtype, weights[name].shape)
         if place not in moved:
             moved[place] = weights[name].to(device)
-        loaded[name] = moved[place]
-    return loaded
+        loaded[name] = read[name] = moved[place]
+    return loaded, read
 
 
 @contextmanager

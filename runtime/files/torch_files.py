@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 PROGRAM_FILE, WEIGHTS_FILE = "graph.pt2", "weights.bin"
 ENCODER_PROGRAM_FILE, ENCODER_WEIGHTS_FILE = "encoder.pt2", "encoder.bin"
 TENSOR_ALIGNMENT = 64  # bytes: a cache line, the widest vector
+# In a package's metadata: JSON that gives of each weight which its code reads, and the weights file
+# lacks, the names of those that it is made of, one below the other.
+JOINED = "outrider_joined"
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -279,10 +279,22 @@ def test_tied_weights_are_loaded_once(tmp_path: Path) -> None:
     one, other = torch.ones(2, 3), torch.zeros(2, 3)
     _write_tensors({"head": one, "embedding": one, "other": other}, tmp_path / WEIGHTS_FILE)
     # The meta device takes a GPU's place: it is the other one that torch has everywhere.
-    loaded = load_weights(tmp_path / WEIGHTS_FILE, ["head", "embedding", "other"], "meta")
+    loaded, read = load_weights(tmp_path / WEIGHTS_FILE, ["head", "embedding", "other"], {}, "meta")
+    assert read == loaded
     assert {weight.device.type for weight in loaded.values()} == {"meta"}
     assert loaded["head"] is loaded["embedding"]
     assert loaded["head"] is not loaded["other"], "the control"
+
+
+def test_weights_that_the_code_reads_as_one_are_views_of_it(tmp_path: Path) -> None:
+    parts = {"k": torch.randn(2, 3), "q": torch.randn(4, 3)}
+    _write_tensors({**parts, "norm": torch.ones(3)}, tmp_path / WEIGHTS_FILE)
+    joined = {"joined_0": ["q", "k"]}
+    loaded, read = load_weights(tmp_path / WEIGHTS_FILE, ["norm", "joined_0"], joined, "cpu")
+    assert set(loaded) == {"norm", "q", "k"} and set(read) == {"norm", "joined_0"}
+    assert torch.equal(read["joined_0"], torch.cat([parts["q"], parts["k"]]))
+    loaded["k"].fill_(7)  # as the benchmarks do
+    assert (read["joined_0"][4:] == 7).all()
 
 
 def test_half_precision_and_its_memory(driver: FakeDriver) -> None:

@@ -6,8 +6,9 @@ Without a GPU: the compiler is stood in for where one would be needed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from workshop import Workshop
 
 import engines.__main__
-from engines import aotinductor
+from engines import aotinductor, gpu_program, gpus
 from engines.bundle import build
 from runtime.backends.aotinductor import AotiEngine
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
 from runtime.files.manifest import PACKAGE_FILE, EngineFacts, read_pair
-from runtime.files.torch_files import WEIGHTS_FILE, cpu_targets, read_program
+from runtime.files.torch_files import JOINED, WEIGHTS_FILE, cpu_targets, read_program
 
 Machine = Callable[[tuple[int, int] | None], None]
 
@@ -46,7 +47,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-        monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", "/usr/local/cuda")
+        monkeypatch.setattr(aotinductor, "cuda_toolkit", lambda named: "/cuda")
 
     return make
 
@@ -94,7 +95,7 @@ def test_other_gpus_are_refused(
     ("name", "nothing", "what"),
     [
         ("torch.utils._triton.has_triton", lambda: False, "Triton"),
-        ("torch.utils.cpp_extension.CUDA_HOME", None, "CUDA_HOME"),
+        ("engines.aotinductor.cuda_toolkit", lambda named: None, "CUDA's headers"),
     ],
 )
 def test_what_compiles_for_a_gpu_is_missing(
@@ -106,6 +107,37 @@ def test_what_compiles_for_a_gpu_is_missing(
         aotinductor.targets("", "float16")
     assert caught.value.kind == "backend"
     assert aotinductor.targets("cpu", "float16") == cpu_targets()
+
+
+def test_the_toolkit_is_one_whose_headers_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def toolkit(name: str, headers: Iterable[str]) -> str:
+        for header in headers:
+            path = tmp_path / name / "include" / header
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        return str(tmp_path / name)
+
+    first, *rest = gpus.HEADERS
+    pieces, whole = toolkit("pieces", [first]), toolkit("whole", gpus.HEADERS)
+    assert gpus.cuda_toolkit(whole) == whole
+    nvcc = tmp_path / "bin" / "nvcc"  # a script, and no toolkit above it
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\necho '#$ _HERE_=x' >&2\necho '#$ TOP={whole}/bin/..' >&2\n")
+    nvcc.chmod(0o755)
+    (tmp_path / "whole" / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{nvcc.parent}:/bin")
+    assert gpus.cuda_toolkit(pieces) == whole
+    # Pieces that PyPI's packages have put together.
+    nvcc.unlink()
+    packages = toolkit("nvidia/cu13", rest)
+    monkeypatch.setattr(gpus, "find_spec", lambda name: SimpleNamespace(
+        submodule_search_locations=[str(tmp_path / "nvidia")]))  # fmt: skip
+    without = gpus.cuda_toolkit(None)
+    assert without != packages
+    toolkit("nvidia/cu13", [first])
+    assert gpus.cuda_toolkit(None) == (without or packages)
 
 
 def test_a_missing_compiler(
@@ -160,34 +192,34 @@ def test_what_is_compiled(
         seen.update(
             devices=devices_of(program), config=inductor_configs, rows=key.shape[2], own=own,
             driver=os.readlink(driver) if driver.is_symlink() else None,
-            toolkit=os.environ.get("CUDA_HOME"),
+            toolkit=torch.utils.cpp_extension.CUDA_HOME,
         )  # fmt: skip
         Path(package_path).write_bytes(b"code")
 
-    def move(program: Any, to: str, real: Any = aotinductor._move) -> Any:
+    def move(program: Any, to: str, real: Any = gpu_program.moved) -> Any:
         # The meta device takes a GPU's place: it is the other one that torch has everywhere.
-        before = program.example_inputs
-        moved = real(program, {"cuda": "meta"}[to])
-        moved._example_inputs = before  # as torch 2.11 leaves them
-        return moved
+        return real(program, {"cuda": "meta"}[to])
 
-    monkeypatch.setattr(aotinductor, "_move", move)
+    monkeypatch.setattr(gpu_program, "moved", move)
     monkeypatch.setattr(aotinductor, "_loaded_driver", lambda: "/lib/libcuda.so.1")
-    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", "/cuda")
-    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", "/above/nvcc")
+    monkeypatch.setattr(aotinductor, "cuda_toolkit", {"/above/nvcc": "/cuda"}.get)
     monkeypatch.setenv("LIBRARY_PATH", "/before")
     monkeypatch.setattr("torch._inductor.aoti_compile_and_package", compile)
     to = EngineFacts("key", PACKAGE_FILE, [target], [], WEIGHTS_FILE)
     facts = read_pair(graphs).target
     assert aotinductor.compile("target", graphs / "target", tmp_path, facts, to) == to
-    assert seen.pop("config") == aotinductor.CONFIG
-    on_gpu = target == "sm90"
+    on_gpu, config = target == "sm90", seen.pop("config")
+    said = config.pop("aot_inductor.metadata", {})
+    assert config == aotinductor.CONFIG and set(said) == ({JOINED} if on_gpu else set())
     assert seen.pop("devices") == {"meta" if on_gpu else "cpu"}
     assert seen == {
         "own": on_gpu, "rows": facts.capacity if on_gpu else 16,
-        "driver": "/lib/libcuda.so.1" if on_gpu else None, "toolkit": "/cuda" if on_gpu else None,
+        "driver": "/lib/libcuda.so.1" if on_gpu else None,
+        "toolkit": "/cuda" if on_gpu else "/above/nvcc",
     }  # fmt: skip
-    assert os.environ["LIBRARY_PATH"] == "/before" and "CUDA_HOME" not in os.environ
+    assert os.environ["LIBRARY_PATH"] == "/before"
+    assert torch.utils.cpp_extension.CUDA_HOME == "/above/nvcc"
 
 
 def test_an_older_torch_compiles_for_a_gpu_and_for_no_processor(
@@ -198,11 +230,42 @@ def test_an_older_torch_compiles_for_a_gpu_and_for_no_processor(
     assert aotinductor._config(gpu=False) == aotinductor.CONFIG
 
 
+def test_matrices_of_one_vector_are_one_matrix() -> None:
+    """Of the same parameters, and not those that somebody else reads."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = {"q": 8, "k": 2, "v": 2, "gate": 6, "up": 6, "tied": 4, "alone": 4}
+            biased = {"q", "k", "v"}
+            for name, size in sizes.items():
+                setattr(self, name, torch.nn.Linear(4, size, bias=name in biased))
+
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            first = [layer(x) for layer in (self.q, self.gate, self.k, self.tied, self.v, self.up)]
+            return [*first, self.alone(x + 1), self.tied.weight * 2]
+
+    x = torch.randn(3, 4)
+    module = torch.export.export(Model(), (x,)).module()
+    assert isinstance(module, torch.fx.GraphModule)
+    expected = module(x)
+    joined = gpu_program._join(module)
+    module.recompile()
+    assert [*joined.values()] == [
+        ["q.weight", "k.weight", "v.weight"], ["q.bias", "k.bias", "v.bias"],
+        ["gate.weight", "up.weight"],
+    ]  # fmt: skip
+    assert {*module.state_dict()} == {*joined, "tied.weight", "alone.weight"}
+    torch.testing.assert_close(module(x), expected)
+    linear = torch.ops.aten.linear.default
+    assert len(module.graph.find_nodes(op="call_function", target=linear)) == 4
+
+
 @pytest.mark.slow
 def test_a_gpu_copies_no_cache(graphs: Path) -> None:
     facts, heads = read_pair(graphs).target, 4
     assert facts.key_shapes[0][0] < heads
-    fitted = aotinductor.fitted(read_program(graphs / "target"), facts.capacity)
+    fitted, _ = gpu_program.fitted(read_program(graphs / "target"), facts.capacity)
     assert not repeated_caches(fitted, heads)
     sizes = {size for tensor in fitted.example_inputs[0][3] for size in tensor.shape}
     assert facts.capacity in sizes and all(
@@ -219,7 +282,7 @@ def test_attention_of_every_size_is_the_same_attention(
     workshop: Workshop, graphs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that a GPU's build does otherwise, but for the device."""
-    monkeypatch.setattr(aotinductor, "_move", lambda program, _: program)
+    monkeypatch.setattr(gpu_program, "moved", lambda program, _: program)
     facts = read_pair(graphs).target
     (tmp_path / WEIGHTS_FILE).hardlink_to(graphs / "target" / WEIGHTS_FILE)
     to = EngineFacts("key", PACKAGE_FILE, ["sm90"], [], WEIGHTS_FILE)

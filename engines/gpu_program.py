@@ -1,0 +1,147 @@
+"""The program as a GPU wants it, whose time is launches and bytes.
+
+What the exporter writes is for every backend. This traces it once more, with other operators for
+what a GPU would otherwise do in more kernels, over more bytes, or by the sizes of an example.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from operator import getitem
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def moved(program: torch.export.ExportedProgram, device: str) -> torch.export.ExportedProgram:
+    """The program, its weights and its example on `device`."""
+    from torch.export.passes import move_to_device_pass
+
+    return move_to_device_pass(program, device)
+
+
+def fitted(
+    program: torch.export.ExportedProgram, capacity: int
+) -> tuple[torch.export.ExportedProgram, dict[str, list[str]]]:
+    """The program with S = capacity, `_attention` for torch's, logits in the type that they are
+    computed in, and matrices of one input as one; and of each such matrix the names of its parts.
+
+    Left open, S would have the example's 16 rows as its hint, by which Inductor sizes every
+    reduction over it; and torch's own attention would be chosen by them. As float32, logits would
+    be written, read and written again for nothing: the sampling kernel reads each type.
+    """
+    import torch
+
+    assert program.example_inputs is not None
+    (ids, position, index, *sides), _ = program.example_inputs
+    caches = [
+        [cache.new_zeros(len(cache), cache.shape[1], capacity, cache.shape[3]) for cache in side]
+        for side in sides
+    ]
+    module, attention = program.module(), torch.ops.aten.scaled_dot_product_attention.default
+    assert isinstance(module, torch.fx.GraphModule)
+    for node in module.graph.nodes:
+        if node.target is attention:
+            node.target = _attention
+    _keep_type(module.graph)
+    joined = _join(module)
+    module.recompile()
+    slots, tokens, outputs = (torch.export.Dim(name) for name in ("slots", "tokens", "outputs"))
+    open_sizes = ({0: slots, 1: tokens}, {0: slots}, {0: outputs})
+    retraced = torch.export.export(
+        module, (ids, position, index, *caches),
+        dynamic_shapes=(*open_sizes, *([{0: slots} for _ in side] for side in caches)),
+        # That strides of a product are what they are cannot be proven for every N.
+        strict=False, prefer_deferred_runtime_asserts_over_guards=True,
+    )  # fmt: skip
+    return retraced, joined
+
+
+def _keep_type(graph: torch.fx.Graph) -> None:
+    """Drop the conversion to float32 that the graph's one result ends with."""
+    import torch
+
+    (results,) = graph.output_node().args
+    (result,) = torch.utils._pytree.tree_leaves(results)
+    if result.target is torch.ops.aten.to.dtype and result.args[1] == torch.float32:
+        graph.output_node().replace_input_with(result, result.args[0])
+        graph.eliminate_dead_code()
+
+
+def _join(module: torch.fx.GraphModule) -> dict[str, list[str]]:
+    """Multiply each vector once by the matrices, such as those of queries, keys and values, that
+    are multiplied by it: one below the other, under a name of their own.
+
+    A token's product with a small matrix takes a launch's time and not its bytes'.
+    """
+    import torch
+
+    graph, linear = module.graph, torch.ops.aten.linear.default
+    split, joined = torch.ops.aten.split_with_sizes.default, dict[str, list[str]]()
+    groups: dict[tuple[object, ...], list[torch.fx.Node]] = defaultdict(list)
+    for node in graph.find_nodes(op="call_function", target=linear):
+        vector, *given = node.args
+        # A tied matrix stays, for who else reads it.
+        if all(each.op == "get_attr" and len(each.users) == 1 for each in given):
+            dtypes = (_attribute(module, each.target).dtype for each in given)
+            groups[vector, *dtypes].append(node)
+    for nodes in groups.values():
+        if len(nodes) == 1:
+            continue
+        with graph.inserting_before(nodes[0]):
+            whole = []
+            for parts in zip(*(node.args[1:] for node in nodes), strict=True):
+                name, names = f"joined_{len(joined)}", [part.target for part in parts]
+                tensors = [_attribute(module, each) for each in names]
+                module.register_parameter(name, torch.nn.Parameter(torch.cat(tensors), False))
+                whole.append(graph.get_attr(name))
+                joined[name] = names
+            product = graph.call_function(linear, (nodes[0].args[0], *whole))
+            sizes = [len(tensor) for tensor in tensors]
+            pieces = graph.call_function(split, (product, sizes, -1))
+        for place, node in enumerate(nodes):
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(graph.call_function(getitem, (pieces, place)))
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    for name in (name for names in joined.values() for name in names):
+        owner, _, own = name.rpartition(".")
+        delattr(module.get_submodule(owner), own)
+    return joined
+
+
+def _attribute(module: torch.nn.Module, name: str) -> torch.Tensor:
+    owner, _, own = name.rpartition(".")
+    tensor: torch.Tensor = getattr(module.get_submodule(owner), own)
+    return tensor
+
+
+def _attention(
+    query: torch.Tensor,  # [B, H, N, D]
+    key: torch.Tensor,  # [B, Hkv, S, D]
+    value: torch.Tensor,  # [B, Hkv, S, Dv]
+    attn_mask: torch.Tensor,  # bool [B, 1, N, S]
+    *,
+    scale: float,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Attention as two batched products in the caches' own type, softmax in float32; [B, H, N, Dv].
+
+    The heads that share keys become rows of one product, so that neither keys nor values are
+    copied, for each head and in float32, as torch's own products do. All that is computed between
+    the products has their shape, and tokens stand before heads: else Inductor, which cannot tell
+    that a view of open sizes needs no copy, makes one of the queries and one of the weights.
+    """
+    (batch, heads, count, _), (_, shared, rows, _) = query.shape, key.shape
+    groups = heads // shared
+
+    def together(tensor: torch.Tensor) -> torch.Tensor:  # of [B, Hkv, N, H / Hkv, ...]
+        return tensor.reshape(batch * shared, count * groups, -1)
+
+    queries = together(query.view(batch, shared, groups, count, -1).transpose(2, 3))
+    unseen = together(~attn_mask[:, :, :, None].expand(batch, shared, count, groups, rows))
+    scores = queries.bmm(key.flatten(0, 1).transpose(1, 2)).float() * scale
+    weights = scores.masked_fill(unseen, float("-inf")).softmax(-1).to(value.dtype)
+    values = weights.bmm(value.flatten(0, 1)).view(batch, shared, count, groups, -1)
+    return values.transpose(2, 3).reshape(batch, heads, count, -1)
