@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from operator import getitem
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ def fitted(
         if node.target is attention:
             node.target = _attention
     _keep_type(module.graph)
-    joined = _join(module)
+    joined = _join(module, program.state_dict)
     module.recompile()
     slots, tokens, outputs = (torch.export.Dim(name) for name in ("slots", "tokens", "outputs"))
     open_sizes = ({0: slots, 1: tokens}, {0: slots}, {0: outputs})
@@ -69,9 +69,12 @@ def _keep_type(graph: torch.fx.Graph) -> None:
         graph.eliminate_dead_code()
 
 
-def _join(module: torch.fx.GraphModule) -> dict[str, list[str]]:
+def _join(
+    module: torch.fx.GraphModule, parameters: dict[str, torch.Tensor]
+) -> dict[str, list[str]]:
     """Multiply each vector once by the matrices, such as those of queries, keys and values, that
-    are multiplied by it: one below the other, under a name of their own.
+    are multiplied by it: one below the other, under a name of their own. These are taken out of
+    `parameters`, from which the module is, so that only few of them are there twice at a time.
 
     A token's product with a small matrix takes a launch's time and not its bytes'.
     """
@@ -79,9 +82,9 @@ def _join(module: torch.fx.GraphModule) -> dict[str, list[str]]:
 
     graph, linear = module.graph, torch.ops.aten.linear.default
     split, joined = torch.ops.aten.split_with_sizes.default, dict[str, list[str]]()
-    groups: dict[tuple[object, ...], list[torch.fx.Node]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[Any]] = defaultdict(list)
     for node in graph.find_nodes(op="call_function", target=linear):
-        vector, *given = node.args
+        vector, *given = cast(tuple[Any, ...], node.args)
         # A tied matrix stays, for who else reads it.
         if all(each.op == "get_attr" and len(each.users) == 1 for each in given):
             dtypes = (_attribute(module, each.target).dtype for each in given)
@@ -94,20 +97,23 @@ def _join(module: torch.fx.GraphModule) -> dict[str, list[str]]:
             for parts in zip(*(node.args[1:] for node in nodes), strict=True):
                 name, names = f"joined_{len(joined)}", [part.target for part in parts]
                 tensors = [_attribute(module, each) for each in names]
+                sizes = [len(tensor) for tensor in tensors]
                 module.register_parameter(name, torch.nn.Parameter(torch.cat(tensors), False))
                 whole.append(graph.get_attr(name))
                 joined[name] = names
+                del tensors
             product = graph.call_function(linear, (nodes[0].args[0], *whole))
-            sizes = [len(tensor) for tensor in tensors]
             pieces = graph.call_function(split, (product, sizes, -1))
         for place, node in enumerate(nodes):
             with graph.inserting_before(node):
                 node.replace_all_uses_with(graph.call_function(getitem, (pieces, place)))
+            _, *given = node.args
             graph.erase_node(node)
-    graph.eliminate_dead_code()
-    for name in (name for names in joined.values() for name in names):
-        owner, _, own = name.rpartition(".")
-        delattr(module.get_submodule(owner), own)
+            for part in given:
+                graph.erase_node(part)
+                del parameters[part.target]
+                owner, _, own = part.target.rpartition(".")
+                delattr(module.get_submodule(owner), own)
     return joined
 
 

@@ -5,7 +5,9 @@ Without a GPU: the compiler is stood in for where one would be needed.
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -240,17 +242,22 @@ def test_matrices_of_one_vector_are_one_matrix() -> None:
             biased = {"q", "k", "v"}
             for name, size in sizes.items():
                 setattr(self, name, torch.nn.Linear(4, size, bias=name in biased))
+            self.requires_grad_(False)
 
         def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
             first = [layer(x) for layer in (self.q, self.gate, self.k, self.tied, self.v, self.up)]
             return [*first, self.alone(x + 1), self.tied.weight * 2]
 
     x = torch.randn(3, 4)
-    module = torch.export.export(Model(), (x,)).module()
+    program = torch.export.export(Model(), (x,))
+    module = program.module()
     assert isinstance(module, torch.fx.GraphModule)
     expected = module(x)
-    joined = gpu_program._join(module)
+    gate = weakref.ref(program.state_dict["gate.weight"])
+    joined = gpu_program._join(module, program.state_dict)
     module.recompile()
+    gc.collect()  # the class above has them in a cycle
+    assert gate() is None, "nobody has it any more"
     assert [*joined.values()] == [
         ["q.weight", "k.weight", "v.weight"], ["q.bias", "k.bias", "v.bias"],
         ["gate.weight", "up.weight"],
