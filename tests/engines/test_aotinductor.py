@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE
+from checkpoints import ARCHITECTURES, NO_GRAPH, VOCAB_SIZE, WITH_ENCODER
 from commands import error_line, run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from workshop import Workshop
@@ -282,6 +282,28 @@ def test_a_gpu_copies_no_cache(graphs: Path) -> None:
     )
     # The control: torch's own products do copy them.
     assert repeated_caches(read_program(graphs / "target"), heads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*ARCHITECTURES} - {*NO_GRAPH, *WITH_ENCODER, "whisper"}))
+def test_every_architecture_computes_the_same_on_a_gpu(workshop: Workshop, name: str) -> None:
+    """A prompt and four tokens behind it."""
+    graphs = workshop.graphs(workshop.example(name), form="torch")
+    capacity = read_pair(graphs).target.capacity
+    ids = torch.from_numpy(np.random.default_rng(2).integers(0, VOCAB_SIZE, (1, 20)))
+
+    def logits(program: torch.export.ExportedProgram) -> torch.Tensor:
+        (_, _, _, *sides), _ = program.example_inputs
+        caches = [[x.new_zeros(1, x.shape[1], capacity, x.shape[3]) for x in s] for s in sides]
+        module = program.module()
+        with torch.no_grad():
+            module(ids[:, :16], torch.tensor([0]), torch.tensor([15]), *caches)
+            answer: torch.Tensor = module(ids[:, 16:], torch.tensor([16]), torch.arange(4), *caches)
+        return answer
+
+    fitted, _ = gpu_program.fitted(read_program(graphs / "target"), capacity)
+    expected = logits(read_program(graphs / "target"))
+    torch.testing.assert_close(logits(fitted), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow
