@@ -76,8 +76,10 @@ def run(argv: list[str] | None) -> int:
             check_place(arguments.out, MANIFEST_FILE)
         print(*runs(arguments.backend, dtype, arguments.sm))
         return 0
-    if arguments.graphs is None or arguments.out is None:
-        parser().error("the following arguments are required: --graphs, --out")
+    missing = [name for name in ("graphs", "out") if getattr(arguments, name) is None]
+    if missing:
+        names = ", ".join(f"--{name}" for name in missing)
+        parser().error(f"the following arguments are required: {names}")
     begin = time.perf_counter()
     pair = read_pair(arguments.graphs)
     _say_memory(memory_plan(pair, arguments.slots))

@@ -311,7 +311,9 @@ def _refused(dtype: Dtype, error: Exception) -> OutriderError:
     return OutriderError(
         "backend",
         f"ONNX Runtime cannot run the {dtype} graph: {first_line(error)}",
-        "Build with DTYPE=float32; if that fails too, please report the architecture.",
+        "Please report the architecture."
+        if dtype == "float32"
+        else "Build with DTYPE=float32; if that fails too, please report the architecture.",
     )
 
 

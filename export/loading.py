@@ -52,7 +52,10 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     """
     model: PreTrainedModel
     info: dict[str, Any]
-    options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
+    options = {
+        "dtype": dtype, "attn_implementation": "eager", "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # they are named below
+    }  # fmt: skip
     try:
         if checkpoint.packed:
             kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.config)]
@@ -68,6 +71,8 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
         raise
     except (ValueError, KeyError, ImportError) as error:
         why = first_line(error)
+        if isinstance(error, KeyError):
+            why = f"Transformers has no {why}"
         if "trust_remote_code" in str(error):
             why = "it needs code of its own, which is never run"
         raise refuse_architecture(checkpoint.source, checkpoint.config, why) from None
@@ -77,8 +82,15 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
             f"the weights of {checkpoint.source} cannot be read: {first_line(error)}",
             "Download the checkpoint again.",
         ) from None
-    missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
-    if missing:
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, there, wanted = mismatched[0]
+        raise OutriderError(
+            "checkpoint",
+            f"{len(mismatched)} weights of {checkpoint.source} have other sizes than its "
+            f"config.json says, {name} first: {[*there]}, not {[*wanted]}",
+            "Check that config.json belongs to these weights.",
+        )
+    if missing := sorted(info["missing_keys"]):
         raise OutriderError(
             "checkpoint",
             f"{checkpoint.source} lacks {len(missing)} of its weights, {missing[0]} first",

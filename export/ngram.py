@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 DISTANCES = 8
 PIECE = 1 << 20  # characters that are tokenized at a time
+ZIP = b"PK"  # which NumPy's .npz files are
 
 
 def count(tokenizer_folder: Path, texts: Sequence[Path], distances: int) -> tuple[Tables, int]:
@@ -93,6 +94,14 @@ def _progress(text: str) -> None:
         sys.stderr.flush()
 
 
+def _check_place(path: Path) -> None:
+    """Refuse what is there and is no table, the text itself above all."""
+    if path.exists() and not (path.is_file() and path.open("rb").read(len(ZIP)) == ZIP):
+        raise OutriderError(
+            "option", f"--out {path} is there, and is no table", "Name another file, or remove it."
+        )
+
+
 def _write(tables: Tables, path: Path) -> None:
     """The whole file or none of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,6 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(args: argparse.Namespace) -> int:
     if not 1 <= args.distances <= 64:
         raise OutriderError("option", f"distances={args.distances} is out of range", "Use 1 to 64.")
+    _check_place(args.out)
     tables, tokens = count(args.tokenizer, args.texts, args.distances)
     _write(tables, args.out)
     pairs = len(tables.pairs[0][1])

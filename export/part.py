@@ -318,7 +318,9 @@ def _compare(
             "difference",
             f"the graph of {wanted.checkpoint.source} differs from the original by "
             f"{result.max_difference:.1e}, more than {result.bound:.1e}",
-            "Build with DTYPE=float32; if that fails too, please report the architecture.",
+            "Please report the architecture."
+            if wanted.dtype == "float32"
+            else "Build with DTYPE=float32; if that fails too, please report the architecture.",
         )
     return result
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import metadata
-from numbers import Integral
 from pathlib import Path
 from threading import Thread
 
@@ -16,7 +15,7 @@ from .backends.registry import host_engine
 from .decoder import Decoder
 from .drafts.lookup import Corpus
 from .drafts.tables import Tables
-from .files.errors import OutriderError, first_line, refuse_first
+from .files.errors import OutriderError, first_line, is_whole, refuse_first
 from .files.manifest import (
     FIRST_ROWS,
     HOST_WEIGHTS_FILE,
@@ -90,8 +89,8 @@ def load(
          "Leave the option out."),
         (gpu and (table or corpus), "table and corpus are for the CPU in this version",
          "Leave them out, or use a bundle that runs on the CPU."),
-        (not 0 <= threads <= most_threads,
-         f"threads={threads} is out of range" + (" on a GPU" if gpu else ""),
+        (not (is_whole(threads) and 0 <= threads <= most_threads),
+         f"threads={threads!r} is out of range" + (" on a GPU" if gpu else ""),
          "Leave it out: it is of a CPU's engines." if gpu else
          f"Use 0 (automatic) to {most_threads}."),
         (plain_width is not None and gpu, f"plain_width={plain_width} is for the CPU",
@@ -169,9 +168,9 @@ def _verifying(folder: Path, manifest: Manifest) -> Iterator[None]:
 
 def choose_device(manifest: Manifest, folder: Path, device: str) -> int | None:
     """The number of the GPU to run on, None for the CPU. Raises OutriderError "option"."""
-    kind, _, number = device.partition(":")
+    kind, colon, number = str(device).partition(":")
     known = kind == "cuda" or (kind in ("auto", "cpu") and not number)
-    if not known or (":" in device and not number.isdecimal()):
+    if not known or (colon and not number.isdecimal()):
         raise OutriderError(
             "option", f"device={device!r} is unknown", "Use auto, cpu, cuda or cuda:<number>."
         )
@@ -215,7 +214,7 @@ def check_slots(manifest: Manifest, slots: int, *, gpu: bool) -> None:
 
     On a GPU `gpu.opening` holds them against its memory. Raises OutriderError "option", "memory".
     """
-    if isinstance(slots, bool) or not isinstance(slots, Integral) or slots < 1:
+    if not is_whole(slots) or slots < 1:
         raise OutriderError(
             "option", f"slots={slots!r} is out of range", "Use a whole number from 1 up."
         )

@@ -17,14 +17,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..backends.engine import Engine, Logits, Source
-from ..files.errors import OutriderError
+from ..files.errors import OutriderError, is_whole
 from ..sampling.processors import LogitsProcessor
 from ..sampling.warp import NO_TOKEN, broken_row, within
 from .pool import Pool, PoolStats, Tokens
@@ -224,8 +224,7 @@ def _check(width: int, draft_width: int, length_penalty: float) -> None:
         ("width", width, 1, WIDEST),
         ("draft_width", draft_width, width, 2 * WIDEST),
     ):
-        whole = isinstance(value, Integral) and not isinstance(value, bool)
-        if not whole or not least <= value <= most:
+        if not is_whole(value) or not least <= value <= most:
             raise OutriderError(
                 "option",
                 f"{name}={value!r} is out of range",

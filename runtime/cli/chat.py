@@ -27,7 +27,7 @@ def converse(session: Session) -> None:
             f"--chat needs a chat template, and {args.engines} has none",
             "Use --prompt, or a checkpoint with a chat template.",
         )
-    request = engine.request("", session.options)
+    request = engine.request([{"role": "user", "content": "."}], session.options)
     refuse_unread(args, [request.draft] if request.gamma else [])
     if err.terminal:
         with suppress(ImportError):

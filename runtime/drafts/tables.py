@@ -168,14 +168,14 @@ class Tables:
         except Exception as error:  # noqa: BLE001 - zipfile, zlib and NumPy's parser, each its own
             cause = f"{path} is no table ({first_line(error)})"
             raise OutriderError("option", cause, _REMEDY) from None
-        if version != VERSION or not pairs:
+        if version != VERSION:
             raise OutriderError("option", f"{path} has version {version}, not {VERSION}", _REMEDY)
         if tokenizer != fingerprint(vocabulary):
             raise OutriderError(
                 "vocabulary", f"{path} was made with another tokenizer than the bundle's",
                 "Write it with --tokenizer <the bundle>/tokenizer: python -m export.ngram --help.",
             )  # fmt: skip
-        if (odd := _odd(unigram, pairs)) is not None:
+        if (odd := _odd(unigram, pairs) if pairs else "pairs") is not None:
             raise OutriderError("option", f"{path} is no table: its {odd} are damaged", _REMEDY)
         # A model may have more rows than its tokenizer has ids: those are as rare as the rarest.
         width = min(len(unigram), vocab_size)

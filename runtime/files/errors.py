@@ -10,6 +10,7 @@ import threading
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, NoReturn
 
 # One status per kind of failure, so that scripts can tell them apart. 2 is argparse's own (a
@@ -59,6 +60,11 @@ def refuse_first(rules: Iterable[tuple[object, str, str]]) -> None:
     for broken, cause, remedy in rules:
         if broken:
             raise OutriderError("option", cause, remedy)
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number, Python's or NumPy's, and not True or False."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 class CommandParser(ArgumentParser):

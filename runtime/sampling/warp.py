@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ..files.errors import OutriderError
+from ..files.errors import OutriderError, is_whole
 from .distribution import Distribution, FloatRow
 
 # A nucleus is full at this much less than top_p, as a share of the whole: float32 weights decide
@@ -96,7 +96,7 @@ class SamplingParams:
         try:
             pairs = dict(self.logit_bias)
             legal = all(
-                _is_int(token) and 0 <= token < 2**31 and _is_real(bias) and abs(bias) <= 100
+                is_whole(token) and 0 <= token < 2**31 and _is_real(bias) and abs(bias) <= 100
                 for token, bias in pairs.items()
             )
         except (TypeError, ValueError):  # neither a mapping nor pairs
@@ -114,10 +114,6 @@ def _is_real(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def _real(fits: Callable[[float], bool]) -> Callable[[Any], bool]:
     return lambda value: _is_real(value) and fits(value)
 
@@ -125,13 +121,13 @@ def _real(fits: Callable[[float], bool]) -> Callable[[Any], bool]:
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     # The lower bound keeps logits / temperature finite in float32.
     "temperature": (_real(lambda x: x == 0 or 1e-6 <= x <= 1e6), "0, or from 1e-6 to 1e6"),
-    "top_k": (lambda x: _is_int(x) and x >= 0, "0 (off) or more"),
+    "top_k": (lambda x: is_whole(x) and x >= 0, "0 (off) or more"),
     "top_p": (_real(lambda x: 0 < x <= 1), "in (0, 1]"),
     "min_p": (_real(lambda x: 0 <= x <= 1), "in [0, 1]"),
     "repetition_penalty": (_real(lambda x: 1e-3 <= x <= 1e3), "from 0.001 to 1000; 1 is off"),
     "frequency_penalty": (_real(lambda x: abs(x) <= 2), "from -2 to 2; 0 is off"),
     "presence_penalty": (_real(lambda x: abs(x) <= 2), "from -2 to 2; 0 is off"),
-    "seed": (lambda x: _is_int(x) and 0 <= x < 2**64, "in [0, 2^64)"),
+    "seed": (lambda x: is_whole(x) and 0 <= x < 2**64, "in [0, 2^64)"),
     "verify": (lambda x: x in get_args(VerifyRule), "token, block, coupled or sigmoid"),
     "lenience": (_real(lambda x: 0 < x <= 1), "in (0, 1]"),
     "sigmoid_alpha": (_real(lambda x: x < 0), "negative"),

@@ -387,7 +387,8 @@ def _items(prompt: Any) -> list[Any]:
     """Messages, or token ids. Raises OutriderError "prompt" for what is neither."""
     if isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray | Mapping):
         items = list(prompt)
-        if any(all(isinstance(item, kind) for item in items) for kind in (Mapping, SupportsIndex)):
+        tokens = (isinstance(x, SupportsIndex) and not isinstance(x, bool) for x in items)
+        if all(isinstance(item, Mapping) for item in items) or all(tokens):
             return items
     raise OutriderError(
         "prompt",

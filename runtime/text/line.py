@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from numbers import Real
 
-from ..files.errors import OutriderError
+from ..files.errors import OutriderError, is_whole
 
 QUEUE, TIMEOUT = 64, 600.0  # callers that wait, and seconds, unless a bundle is loaded with others
 GRACE = 1.0  # seconds without a change until a thread is said to wait for itself
@@ -14,10 +15,11 @@ GRACE = 1.0  # seconds without a change until a thread is said to wait for itsel
 
 def check_line(queue: int, timeout: float | None) -> None:
     """Refuse what is no line. Raises OutriderError "option"."""
-    if queue < 0 or not (timeout is None or timeout >= 0):
+    endless = timeout is None or (isinstance(timeout, Real) and timeout >= 0)
+    if not (is_whole(queue) and queue >= 0 and endless):
         raise OutriderError(
             "option",
-            f"queue={queue}, timeout={timeout}: one of them is out of range",
+            f"queue={queue!r}, timeout={timeout!r}: one of them is out of range",
             "Use 0 or more callers and seconds; timeout=None waits as long as it takes.",
         )
 

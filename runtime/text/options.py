@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from ..drafts.registry import KINDS
-from ..files.errors import OutriderError, refuse_first
+from ..files.errors import OutriderError, is_whole, refuse_first
 from ..sampling.processors import LogitsProcessor
 from ..sampling.warp import SamplingParams, VerifyRule
 
@@ -157,9 +157,7 @@ class Options:
 
 
 def _whole(least: int) -> Callable[[Any], bool]:
-    return lambda value: (
-        isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
-    )
+    return lambda value: is_whole(value) and int(value) >= least
 
 
 def _list(value: Any, fits: Callable[[Any], bool]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from math import inf
 
 from ..files.errors import CommandParser, OutriderError, refuse_first, run_command
 from .formulas import MOST, best_gamma, break_even, oracle, table
@@ -28,14 +29,14 @@ def parser() -> argparse.ArgumentParser:
     add("--alpha", type=float, metavar="A", help="acceptance of a draft token, 0 to 1")
     add("--cost", type=float, metavar="C", help="c: a draft step's time over a plain step's")
     add("--engines", metavar="DIR", help="measure both on this bundle instead, with your prompts")
-    add("--prompt", action="append", default=[], metavar="TEXT", help="repeatable; takes part in "
-        "the acceptance, so of your own kind")  # fmt: skip
-    add("--temperature", type=float, default=0.0, metavar="T", help="of the measurement, default 0")
-    add("--tokens", type=int, default=96, metavar="N", help="generated for each prompt and gamma")
+    add("--prompt", action="append", metavar="TEXT", help="repeatable; takes part in the "
+        "acceptance, so of your own kind")  # fmt: skip
+    add("--temperature", type=float, metavar="T", help="of the measurement, default 0")
+    add("--tokens", type=int, metavar="N", help="generated for each prompt and gamma, default 96")
     add("--overhead", type=float, metavar="O",
         help="plain steps that speculation costs once (the draft's prefill), for the output "
         "length from which on it pays")  # fmt: skip
-    add("--max-gamma", type=int, default=16, metavar="G", help="without a bundle; default 16")
+    add("--max-gamma", type=int, metavar="G", help="without a bundle; default 16")
     return made
 
 
@@ -45,24 +46,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
-    given = args.alpha is not None or args.cost is not None
+    measured, said = ("prompt", "temperature", "tokens"), ("alpha", "cost", "overhead", "max_gamma")
+    unread = [
+        name for name in (said if args.engines else measured) if getattr(args, name) is not None
+    ]
     refuse_first([
-        (bool(args.engines) == given or (given and None in (args.alpha, args.cost)),
+        (not args.engines and None in (args.alpha, args.cost),
          "--alpha and --cost, or --engines, are needed", "See --help."),
+        *((True, f"--{name.replace('_', '-')} has no meaning with" + "out" * (not args.engines)
+           + " --engines", "Leave one of them out.") for name in unread),
         (args.engines and not args.prompt, "--engines measures on prompts",
          "Add --prompt, once or more often."),
     ])  # fmt: skip
     if args.engines:
-        print(recommend(args.engines, args.prompt, args.temperature, args.tokens))
+        tokens = 96 if args.tokens is None else args.tokens
+        print(recommend(args.engines, args.prompt, args.temperature or 0.0, tokens))
         return 0
-    if not (0 <= args.alpha <= 1 and args.cost >= 0 and 1 <= args.max_gamma <= MOST):
+    most = 16 if args.max_gamma is None else args.max_gamma
+    overhead = 0 if args.overhead is None else args.overhead
+    if not (
+        0 <= args.alpha <= 1 and 0 <= args.cost < inf and 0 <= overhead < inf and 1 <= most <= MOST
+    ):
         raise OutriderError(
             "option",
-            f"alpha={args.alpha}, cost={args.cost}, max-gamma={args.max_gamma} are out of range",
-            f"Use 0 <= alpha <= 1, cost >= 0, 1 <= max-gamma <= {MOST}.",
+            f"alpha={args.alpha}, cost={args.cost}, overhead={overhead}, max-gamma={most}: one of "
+            "them is out of range",
+            f"Use 0 <= alpha <= 1, 1 <= max-gamma <= {MOST}, and finite others from 0 up.",
         )
-    print(table(args.alpha, args.cost, None, range(1, args.max_gamma + 1)))
-    gamma, gain = best_gamma(args.alpha, args.cost, most=args.max_gamma)
+    print(table(args.alpha, args.cost, None, range(1, most + 1)))
+    gamma, gain = best_gamma(args.alpha, args.cost, most=most)
     print(f"best   gamma {gamma}: {gain:.2f}x" if gamma else "best   plain decoding, --gamma 0")
     print(f"bound  {oracle(args.alpha, args.cost):.2f}x, if gamma were chosen by an oracle")
     if args.overhead is not None:

@@ -77,6 +77,9 @@ def recommend(folder: str, prompts: Sequence[str], temperature: float, tokens: i
     no_draft = engine.decoder.draft is None
     refuse_first([
         (no_draft, f"{folder} has no draft", "Build it with DRAFT=<draft>, or give --alpha."),
+        (engine.manifest.pair.target.encoder is not None,
+         f"{folder} reads a source, and this measures prompts alone",
+         "Give --alpha and --cost; runtime.generate --stats says how often drafts were accepted."),
         (tokens < 2, f"tokens={tokens} is out of range", "Use 2 or more."),
     ])  # fmt: skip
     texts = measure(engine, prompts, temperature, tokens)

@@ -12,6 +12,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import fakes
 import pytest
 from commands import PLAIN_ERROR, Cli
 from fakes import EOS, UNKNOWN, VOCAB_SIZE, make_text_engine, near, random_model, script
@@ -494,6 +495,14 @@ def test_a_conversation(chat_cli):
     assert said == [["do you"], ["do you", "yes, i do.", "really"], ["hm"]]
     assert [m["role"] for m in asked[1]] == ["user", "assistant", "user"]
     assert err.count("| output 11 tok |") == 3
+
+
+def test_a_template_may_be_the_messages_alone(tmp_path, capsys, monkeypatch):
+    """Fault: --chat asks first whether its options can be run, with a message that has no text."""
+    monkeypatch.setattr(fakes, "CHAT_TEMPLATE", "{{ messages[-1].content }}")
+    engine = make_text_engine(tmp_path, script("yes, i do."), order=None, chat=True)
+    status, out, _ = Cli(engine, capsys, monkeypatch)("--chat", "--gamma", "0", stdin="do you\n")
+    assert status == 0 and out.endswith("do.\n")
 
 
 def test_a_message_that_is_refused_is_not_said(chat_cli):

@@ -357,6 +357,8 @@ def test_the_table_of_a_text(text_file: Path, tmp_path: Path) -> None:
         (["--tokenizer", str(TOKENIZER), "--out", "x.npz", "--distances", "0", "{text}"],
          "out of range", "option"),
         (["--tokenizer", str(TOKENIZER), "--out", "{text}/x.npz", "{text}"], "File exists", "disk"),
+        (["--tokenizer", str(TOKENIZER), "--out", "{text}", "{text}"], "is no table", "option"),
+        (["--tokenizer", str(TOKENIZER), "--out", "", "{text}"], "is no table", "option"),
     ],
 )  # fmt: skip
 def test_what_the_counting_refuses(

@@ -112,11 +112,15 @@ def test_tokens_that_the_model_has_no_row_for(table: Path) -> None:
 
 
 def test_files_that_are_no_tables(table: Path, tmp_path: Path) -> None:
+    pairless = tmp_path / "pairless.npz"
+    with np.load(table) as file:
+        np.savez(pairless, **{name: file[name] for name in file if name[-1] not in "12"})
     for path, vocabulary, words in (
         (table, {"other": 0}, "vocabulary: .* another tokenizer"),
         (tmp_path / "none.npz", WORDS, "option: .* No such file"),
         (tmp_path, WORDS, "option: .* directory"),
         (Path(__file__), WORDS, "option: .* no table"),
+        (pairless, WORDS, "option: .* its pairs are damaged"),
     ):
         with pytest.raises(OutriderError, match=words):
             Tables.load(path, vocabulary, len(WORDS))

@@ -143,7 +143,8 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     # Lost or broken
     "a tensor is missing": (_tensors(lambda w: w.pop(K_PROJ)), "lacks 1 of its weights"),
     "a tensor of another shape": (
-        _tensors(lambda w: w.update({K_PROJ: w[K_PROJ][:-1].contiguous()})), "weights",
+        _tensors(lambda w: w.update({K_PROJ: w[K_PROJ][:-1].contiguous()})),
+        f"its config.json says, {K_PROJ} first: [31, 64], not [32, 64]",
     ),
     "truncated weights": (_truncate, "cannot be read"),
     "no weights": (_without("model.safetensors"), "has no weights"),

@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import error_line, leftovers, limited_files, run
@@ -146,8 +147,18 @@ def test_damaged_bundle_is_refused_in_one_line(
 
 
 def test_a_line_that_cannot_be_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    with pytest.raises(OutriderError, match="queue=-1"):
-        load(tmp_path / "nothing", queue=-1)
+    nonsense: dict[str, Any] = {"queue": "x", "timeout": "x"}
+    for name, value in ("queue", -1), ("timeout", -1), *nonsense.items():
+        with pytest.raises(OutriderError, match=f"{name}={value!r}"):
+            load(tmp_path / "nothing", **{name: value})
+
+
+def test_options_of_another_type_are_refused(bundle: Path) -> None:
+    for name, value in ("threads", "a"), ("threads", 2.5), ("threads", True), ("device", 3):
+        nonsense: dict[str, Any] = {name: value}
+        with pytest.raises(OutriderError, match=f"option: {name}={value!r} is") as caught:
+            load(bundle, **nonsense)
+        assert caught.value.kind == "option"
 
 
 def test_unverified_files_are_still_there_and_whole(bundle: Path) -> None:

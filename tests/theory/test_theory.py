@@ -101,7 +101,10 @@ def test_without_a_bundle(capsys: pytest.CaptureFixture[str]) -> None:
     "argv",
     [[], ["--alpha", "0.5"], ["--alpha", "1.5", "--cost", "0"], ["--alpha", "1", "--cost", "-1"],
      ["--engines", "x", "--alpha", "1", "--cost", "0"], ["--engines", "x"],
-     ["--alpha", "0.5", "--cost", "0", "--max-gamma", "0"]],
+     ["--alpha", "0.5", "--cost", "0", "--max-gamma", "0"],
+     ["--alpha", "0.5", "--cost", "inf"], ["--alpha", "0.5", "--cost", "0", "--overhead", "nan"],
+     ["--alpha", "0.5", "--cost", "0", "--tokens", "9"],
+     ["--engines", "x", "--prompt", "y", "--overhead", "1"]],
 )  # fmt: skip
 def test_what_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == EXIT_STATUS["option"]
