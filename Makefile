@@ -85,7 +85,7 @@ engines: kernel
 	  'Type make engines MODEL=<folder or name> DRAFT=<folder or name, ngram, or none>.' >&2; exit 2; }
 	@for name in FORCE MEASURE; do case "$${!name}" in 0|1) ;; *) \
 	  echo "error: option: $$name is $${!name}. Use 0 or 1." >&2; exit 2;; esac; done
-	@set -e; out=$${OUT:-build/$$(basename -- "$$MODEL")}; force=$${FORCE#0}; \
+	@set -e; out=$${OUT:-build/$$(basename -- "$$(realpath -sm -- "$$MODEL")")}; force=$${FORCE#0}; \
 	unmeasured=$${MEASURE#1}; \
 	graphs=build/.cache/graphs/$$(realpath -m -- "$$out" | sha256sum | cut -c1-12); \
 	bundle=(--out="$$out" --backend="$$BACKEND" --slots="$$SLOTS" --sm="$$SM" \

@@ -85,6 +85,12 @@ def find(name: str) -> Checkpoint:
     No code that a checkpoint brings along is run. Raises OutriderError "checkpoint" or
     "architecture".
     """
+    if not name:
+        raise OutriderError(
+            "checkpoint",
+            "the name of a model is empty",
+            "Give a folder, or DRAFT=none for no draft.",
+        )
     path = Path(name).expanduser()
     source = path.resolve().name
     if not path.exists():

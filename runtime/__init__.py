@@ -13,6 +13,7 @@ has a kind, a cause and a remedy. From a checkout the package is called `runtime
 """
 
 from importlib import import_module
+from os import environ
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # "as" makes them public for type checkers
@@ -33,6 +34,8 @@ if TYPE_CHECKING:  # "as" makes them public for type checkers
     from .text.stream import Batch as Batch
     from .text.stream import Stream as Stream
 
+# ONNX Runtime would write a device's id into the home folder, and report to its makers.
+environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 __version__ = "0.1.0"
 _PLACES = {
     "Batch": ("text.stream", "Batch"),

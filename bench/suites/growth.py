@@ -252,7 +252,9 @@ def exponents(points: Sequence[Point], unit: str) -> str:
     if beyond.low is None or beyond.high is None:
         return f"{line} | a constant cannot be told from it"
     interval = f"({beyond.low:.2f} to {beyond.high:.2f})"
-    return f"{line} | beyond {_number(beyond.constant)} {unit}: x^{beyond.exponent:.2f} {interval}"
+    # A fit's own rounding is no constant.
+    constant = beyond.constant if beyond.constant > 1e-9 * max(y) else 0
+    return f"{line} | beyond {_number(constant)} {unit}: x^{beyond.exponent:.2f} {interval}"
 
 
 def _number(value: float) -> str:

@@ -46,6 +46,10 @@ def locate(name: str, path: Path) -> Path | None:
     Raises OutriderError "checkpoint" where a folder has several.
     """
     if path.is_file():
+        if path.suffix != ".gguf" and path.open("rb").read(4) != b"GGUF":
+            raise OutriderError(
+                "checkpoint", f"{name} is a file, and no GGUF", "Give the checkpoint's folder."
+            )
         return path
     files = sorted(path.glob("*.gguf")) if path.is_dir() else []
     if len(files) > 1:

@@ -74,7 +74,9 @@ def _turned(
     tensor = value.const_value
     assert tensor is not None and dtype is not None and value.name is not None
     shape = ir.Shape(sizes or list(reversed(tensor.shape.numpy())))
-    name = f"{value.name}.T"
+    name, number = f"{value.name}.T", 1
+    while name in model.graph.initializers:  # torch makes one of two that are equal
+        name, number = f"{value.name}.{number}.T", number + 1
 
     def materialise() -> ir.TensorProtocol:
         turned = np.ascontiguousarray(tensor.numpy().T).reshape(shape.numpy())

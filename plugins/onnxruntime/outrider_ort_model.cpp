@@ -41,6 +41,7 @@ template <class Release, class Made> Owned<Made, Release> owned(const Api* api, 
 Library::Library(const char* path) : environment(nullptr, {nullptr}), memory(nullptr, {nullptr}) {
   const auto named = [](const char* name) { return name != nullptr && *name != '\0' ? name : nullptr; };
   path = named(path) ? path : named(getenv("OUTRIDER_ONNXRUNTIME"));
+  setenv("ORT_DISABLE_TELEMETRY", "1", 0); // else it writes a device's id into the home folder
   void* library = nullptr;
   for (const char* name : {path, path ? nullptr : "libonnxruntime.so.1",
                            path ? nullptr : "libonnxruntime.so"})

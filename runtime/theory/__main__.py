@@ -7,9 +7,14 @@ import sys
 from collections.abc import Sequence
 from math import inf
 
-from ..files.errors import CommandParser, OutriderError, refuse_first, run_command
+from ..files.errors import (
+    CommandParser,
+    OutriderError,
+    interrupts_wait,
+    refuse_first,
+    run_command,
+)
 from .formulas import MOST, best_gamma, break_even, oracle, table
-from .measure import recommend
 
 PACKAGE = (__package__ or "runtime.theory").partition(".")[0]
 
@@ -59,6 +64,8 @@ def _main(args: argparse.Namespace) -> int:
          "Add --prompt, once or more often."),
     ])  # fmt: skip
     if args.engines:
+        with interrupts_wait():
+            from .measure import recommend
         tokens = 96 if args.tokens is None else args.tokens
         print(recommend(args.engines, args.prompt, args.temperature or 0.0, tokens))
         return 0

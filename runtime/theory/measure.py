@@ -22,8 +22,15 @@ def measure(
     """By gamma, the statistics of each prompt's text that has a round.
 
     All prompts with every gamma, one gamma after the other for each prompt, so that what changes
-    meanwhile changes for all of them.
+    meanwhile changes for all of them. Raises OutriderError as `generate`, and "option" for a model
+    that reads a source.
     """
+    if engine.manifest.pair.target.encoder is not None:
+        raise OutriderError(
+            "option",
+            f"{engine.manifest.name} reads a source, and this measures prompts alone",
+            "python -m runtime.generate --source TEXT --baseline says what drafts gain there.",
+        )
     texts: dict[int, list[Stats]] = {gamma: [] for gamma in range(engine.decoder.max_gamma + 1)}
     for number, prompt in enumerate(prompts):
         for gamma, some in texts.items():
@@ -77,9 +84,6 @@ def recommend(folder: str, prompts: Sequence[str], temperature: float, tokens: i
     no_draft = engine.decoder.draft is None
     refuse_first([
         (no_draft, f"{folder} has no draft", "Build it with DRAFT=<draft>, or give --alpha."),
-        (engine.manifest.pair.target.encoder is not None,
-         f"{folder} reads a source, and this measures prompts alone",
-         "Give --alpha and --cost; runtime.generate --stats says how often drafts were accepted."),
         (tokens < 2, f"tokens={tokens} is out of range", "Use 2 or more."),
     ])  # fmt: skip
     texts = measure(engine, prompts, temperature, tokens)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from enumeration import Models, output_joint
-from kernels import open_backend
+from samplers import open_backend
 
 from bench.core.fit import ratio_estimates
 from bench.core.table import update

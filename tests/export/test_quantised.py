@@ -3,6 +3,7 @@ whatever the call."""
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from checkpoints import FEATURES, VOCAB_SIZE
 from exported import Refused, graph, nodes
 from rounds import cases
+from safetensors.torch import load_file, save_file
 from workshop import MAX_GAMMA, MAX_LEN, Workshop
 
 from engines.bundle import build
@@ -63,6 +65,23 @@ def test_the_portable_graph_has_levels_and_standard_operators(graphs: tuple[Path
     shared = Counter(name for node in sources for name in node.input)
     assert set(shared.values()) == {1}
     assert len(products) == 4 * 2 + 1  # of two layers, side by side where they read the same
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_weights_that_are_the_same(workshop: Workshop, tmp_path: Path, weights: str) -> None:
+    """Fault: torch makes one of equal tensors, whose transposed copies then have one name."""
+    checkpoint = tmp_path / "same"
+    shutil.copytree(workshop.checkpoint("llama"), checkpoint)
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    tensors |= {
+        name.replace(".0.", ".1."): w.clone() for name, w in tensors.items() if ".0." in name
+    }
+    tensors |= {n.replace("k_p", "v_p"): w.clone() for n, w in tensors.items() if "k_proj" in n}
+    save_file(tensors, file, metadata={"format": "pt"})
+    facts = read_pair(workshop.graphs(checkpoint, weights=weights)).target
+    assert facts.host_alone and facts.max_difference is not None
+    assert facts.max_difference <= facts.tolerance
 
 
 def test_the_graph_for_the_cpu_has_the_operators_of_liboutrider(graphs: tuple[Path, str]) -> None:

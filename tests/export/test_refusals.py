@@ -229,6 +229,11 @@ def test_a_marian_with_sentencepiece_files(
     assert "marian has no fast tokenizer, and Sent" in refused(marian)
 
 
+def test_names_of_nothing(copy: Path, refused: Refused) -> None:
+    assert "the name of a model is empty" in refused("")
+    assert "config.json is a file, and no GGUF" in refused(copy / "config.json")
+
+
 def test_a_name_on_the_hub_without_a_network(refused: Refused) -> None:
     assert "nobody/nothing" in refused("nobody/nothing")
 

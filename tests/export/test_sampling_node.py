@@ -10,15 +10,15 @@ from dataclasses import replace
 from functools import cache
 
 import enumeration
-import kernels
 import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from kernels import TOKEN, Case, by_library, by_reference, cpu_library
+import samplers
 from onnx import TensorProto, helper
 from rounds import cases
+from samplers import TOKEN, Case, by_library, by_reference, cpu_library
 
 from export.graph import OPSET
 from export.verify_node import functions as sampling_functions
@@ -136,7 +136,7 @@ def test_the_uniforms_are_philox():
 
 
 DTYPES = ("float32", "float16", "bfloat16")
-OPTIONS = {name: kernels.OPTIONS[name] for name in ("plain", "cool", "greedy", "lenient")}
+OPTIONS = {name: samplers.OPTIONS[name] for name in ("plain", "cool", "greedy", "lenient")}
 OPTIONS["greedy-lenient"] = {"lenience": 0.5}
 
 

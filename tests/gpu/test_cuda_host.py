@@ -15,9 +15,9 @@ import pytest
 import torch
 from cuda_standin import FakeDriver
 from device_standin import make_device
-from kernels import OPTIONS, Case, by_library, cpu_library, emulated_library
 from on_gpu import OnGpu
 from rounds import cases
+from samplers import OPTIONS, Case, by_library, cpu_library, emulated_library
 
 from bench.suites.gpu import kernel as kernel_gpu
 from bench.suites.gpu.kernel import DeviceRound, KernelShape

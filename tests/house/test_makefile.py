@@ -92,6 +92,10 @@ def test_engines_runs_its_three_commands(checkout: Path) -> None:
     assert supports == [*same, "--supports", "float32", "int4", "full", "--cache-type=int8"]
     given = {"--weights=int4", "--draft-weights=full", "--cache-type=int8", "--text=a b.txt"}
     assert given < set(export)
+    # Without OUT, and however MODEL is spelt.
+    for model in ("a/b", "a/b/.", "a/../a/b/"):
+        _, (*_, named), _ = make(checkout, "engines", f"MODEL={model}", "DRAFT=c")
+        assert "--out=build/b" in named
     # However OUT is spelt; and another OUT has other graphs.
     for out, equal in (("build/../build/b", True), ("build/c", False)):
         _, (_, other, _), _ = make(checkout, "engines", *options, f"OUT={out}")

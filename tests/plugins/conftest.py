@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from kernels import cpu_library
+from samplers import cpu_library
 
 
 @pytest.fixture(params=["plain", "avx2", "avx512"])

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 import pytest
-from kernels import cpu_library
 from onnx import TensorProto, helper, numpy_helper
+from samplers import cpu_library
 
 from runtime.files.library import add_operators
 

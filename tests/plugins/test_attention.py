@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 import pytest
-from kernels import cpu_library
 from operators import FLOAT, INT8, INT64, Feeds, refuses, session_of
+from samplers import cpu_library
 
 from export.host.observing import AHEAD
 from plugins.tools.build import find_compiler, includes

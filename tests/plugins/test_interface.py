@@ -8,7 +8,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from kernels import TOKEN, open_backend
+from samplers import TOKEN, open_backend
 from test_philox import KNOWN_ANSWERS
 
 from plugins.tools.build import BuildError, build, find_compiler, includes

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from kernels import OPTIONS, TOKEN, Case, by_library, cpu_library, emulated_library
 from rounds import cases
+from samplers import OPTIONS, TOKEN, Case, by_library, cpu_library, emulated_library
 
 from plugins.tools import cubins
 from runtime.files.errors import OutriderError

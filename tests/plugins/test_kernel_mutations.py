@@ -15,7 +15,7 @@ import test_interface as interface
 import test_kernel as tests
 import test_kernel_edges as edges
 import test_kernel_exact as exact
-from kernels import BLOCK, COUNTED, OPTIONS, SIGMOID, TOKEN, Case, disagreements, warp_weights
+from samplers import BLOCK, COUNTED, OPTIONS, SIGMOID, TOKEN, Case, disagreements, warp_weights
 
 from plugins.tools.build import HERE, build
 from runtime.sampling import kernel

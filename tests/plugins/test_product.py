@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from commands import CHECKOUT
-from kernels import cpu_library
 from operators import FLOAT, INT64, session_of
+from samplers import cpu_library
 
 from export.weights.blocks import BLOCK, RANGE, Bits, Quantised
 from export.weights.operators import packed

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kernels import LIBRARIES, Case
 from rounds import cases
+from samplers import LIBRARIES, Case
 from test_sampling_node import OPTIONS, answers, feed, places_of, verifier
 
 from plugins.tools import build_tensorrt, cubins

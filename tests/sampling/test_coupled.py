@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from kernels import cpu_library, emulated_library, open_sampler
+from samplers import cpu_library, emulated_library, open_sampler
 from scipy import stats
 
 from runtime.sampling.coupled import noise, settle

@@ -10,7 +10,7 @@ import itertools
 
 import numpy as np
 import pytest
-from kernels import (
+from samplers import (
     BLOCK,
     COUNTED,
     OPTIONS,

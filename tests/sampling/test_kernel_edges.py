@@ -10,7 +10,8 @@ import math
 
 import numpy as np
 import pytest
-from kernels import (
+from proof import ONE
+from samplers import (
     BLOCK,
     COUNTED,
     NUMPY,
@@ -23,7 +24,6 @@ from kernels import (
     open_sampler,
     weights_of,
 )
-from proof import ONE
 
 from runtime.files.errors import OutriderError
 from runtime.sampling.rules import Verdict

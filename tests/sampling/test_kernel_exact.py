@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from enumeration import Models, distance, output_joint, softmax
-from kernels import BLOCK, NUMPY, SIGMOID, TOKEN, open_backend
 from rounds import cases
+from samplers import BLOCK, NUMPY, SIGMOID, TOKEN, open_backend
 
 from runtime.sampling.warp import SamplingParams
 

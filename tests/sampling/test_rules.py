@@ -6,7 +6,7 @@ test_kernel_edges.py.
 
 import numpy as np
 import pytest
-from kernels import BLOCK, TOKEN
+from samplers import BLOCK, TOKEN
 
 from runtime.files.errors import OutriderError
 from runtime.sampling.distribution import Distribution

@@ -64,12 +64,19 @@ def compiled(compiler: Sequence[str], source: Path, place: Path) -> Path:
 
 
 @pytest.mark.parametrize("compiler", ["g++", "clang++"])
-def test_the_example(compiler: str, llama_bundle: Path, tmp_path: Path) -> None:
+def test_the_example(
+    compiler: str, llama_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not installed")
     program = compiled([compiler], CHECKOUT / "examples" / "embed.cpp", tmp_path)
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
     done = run(program, llama_bundle, onnxruntime(), 5, 6, 7)
     assert done.returncode == 0, done.stderr
+    assert not [*home.iterdir()], "ONNX Runtime's telemetry"
     with load(llama_bundle, verify=False) as engine:
         options = {"max_new_tokens": 48, "temperature": 0.8, "seed": 3, "verify": "coupled"}
         expected = engine.generate([5, 6, 7], **options).token_ids

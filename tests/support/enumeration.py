@@ -11,8 +11,8 @@ import itertools
 
 import numpy as np
 import pytest
-from kernels import NUMPY, ONE
 from proof import BISECTIONS
+from samplers import NUMPY, ONE
 
 from runtime.sampling.native import RoundSampler
 from runtime.sampling.rules import verify

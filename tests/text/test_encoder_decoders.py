@@ -59,6 +59,7 @@ from runtime.files.torch_files import (
     read_program,
     read_tensors,
 )
+from runtime.theory.measure import measure
 
 NEW_TOKENS, PENALTY = 48, 3.0
 SOURCES = [
@@ -505,6 +506,11 @@ def test_refused(
     with pytest.raises(OutriderError, match=cause) as refused:
         one_thread(bundle, 1).generate(prompt, **options)
     assert refused.value.kind == kind
+
+
+def test_prompts_alone_are_not_measured(t5: tuple[Path, Path]) -> None:
+    with pytest.raises(OutriderError, match=r"reads a source, .* --source TEXT --baseline"):
+        measure(one_thread(t5[1], 1), ["ab"], 0.0, 8)
 
 
 @pytest.mark.parametrize(
