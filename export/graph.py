@@ -61,6 +61,7 @@ def simplify(model: ir.Model) -> None:
     traced = list(model.graph.initializers.values())
     with quiet():
         dense_tables(model)
+        _keep_exact(model)
         optimize_ir(model, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT)
         _rms_normalization.fuse_rms_normalization(model)
         _match_norms(model)
@@ -80,6 +81,23 @@ def simplify(model: ir.Model) -> None:
     for value in traced:
         if id(value) not in kept:
             value.const_value = None
+
+
+def _keep_exact(model: ir.Model) -> None:
+    """Give scalars next to 0 and 1 a dimension.
+
+    The optimizer takes x + 1e-20 for x, and x * 1.000001, where the constant is a scalar. Routers
+    of experts divide by such a sum: 0 / 1e-20 is none of 0 / 0.
+    """
+    for node in model.graph:
+        value = node.attributes.get("value") if node.op_type == "Constant" else None
+        constant = value.as_tensor().numpy() if value else np.zeros(1)
+        if constant.ndim or constant in (0, 1):
+            continue
+        if np.isclose(constant.astype(float), (0, 1)).any():  # by the optimizer's tolerances
+            tensor = ir.tensor(constant.reshape(1))
+            node.attributes["value"] = ir.AttrTensor("value", tensor)
+            node.outputs[0].shape, node.outputs[0].const_value = ir.Shape([1]), tensor
 
 
 def _match_norms(model: ir.Model) -> None:

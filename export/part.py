@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,11 +181,11 @@ def _export(wanted: Wanted, folder: Path, key: str) -> GraphFacts:
     with write_folder(folder, PART_FILE) as partial:
         original = _write(wanted, quantising, partial)
         give_back()  # the comparison loads the weights a second time
-        result = _compare(wanted, quantising, original, partial)
+        exact = _exactly(wanted, quantising, original.vocab_size)
+        result = _compare(wanted, original, exact, partial)
         if wanted.for_host:
             with stage(role, "for ONNX Runtime on the CPU") as said:
-                references = original.said, original.rounded
-                said.note = _host(partial, references, wanted.capacity, wanted.cache)
+                said.note = _host(partial, original, exact, wanted.capacity, wanted.cache)
         found = None
         if quantising:
             engine = partial / HOST_FILE if wanted.for_host else None
@@ -291,22 +292,37 @@ def _listed(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
     return [list(shape) for shape in shapes]
 
 
-def _compare(
-    wanted: Wanted, quantising: Quantising | None, original: _Original, folder: Path
-) -> compare.Comparison:
-    """Raises OutriderError "difference"."""
+def _exactly(
+    wanted: Wanted, quantising: Quantising | None, vocab_size: int
+) -> Callable[[], compare.Reference] | None:
+    """What the original says in twice as many bits. A second load, of twice the size, and once.
+    None for quantised float32, whose levels are not kept."""
+    if quantising and wanted.dtype == "float32":
+        return None
 
-    def in_float32() -> compare.Reference:
+    @functools.cache
+    def reference() -> compare.Reference:
         model = load(wanted.checkpoint, torch.float32)
         if quantising:
             quantising.again(model)
-        return compare.reference(
-            model, wanted.capacity, original.vocab_size, wanted.checkpoint.features, wanted.shares
-        )
+        if wanted.dtype == "float32":
+            model = model.double()
+            model.config._experts_implementation = "eager"  # grouped products have no doubles
+        features = wanted.checkpoint.features
+        return compare.reference(model, wanted.capacity, vocab_size, features, wanted.shares)
 
+    return reference
+
+
+def _compare(
+    wanted: Wanted,
+    original: _Original,
+    exact: Callable[[], compare.Reference] | None,
+    folder: Path,
+) -> compare.Comparison:
+    """Raises OutriderError "difference"."""
     with stage(wanted.role, "compare with the original") as said:
-        # A second load, of twice the size: only where the first answer is in doubt.
-        result = compare.compare(folder, original.said, wanted.dtype, in_float32)
+        result = compare.compare(folder, original.said, wanted.dtype, exact)
         said.note = result.what
         if result.max_difference is not None:
             said.note = (
@@ -327,16 +343,19 @@ def _compare(
 
 def _host(
     folder: Path,
-    references: tuple[compare.Reference, compare.Reference | None],  # the second: rounded
+    original: _Original,
+    exact: Callable[[], compare.Reference] | None,
     capacity: int,
     cache: Cache | None = None,
 ) -> str:
     """Write the graph for the CPU, unless there is none or it is not right; what to say of it. With
     quantised rows only when it is right without, and they cost no more than `TOLERANCE`."""
-    original, rounded = references
+    check = functools.partial(
+        compare.compare, folder, original.said, "float32", file=HOST_FILE, rounded=original.rounded
+    )
     try:
         nodes = lowering.write(folder, capacity)
-        result = compare.compare(folder, original, "float32", file=HOST_FILE, rounded=rounded)
+        result = check(exact)
         if not result.passed:
             raise NotLowered(f"it would differ by {result.max_difference:.1e}")
         if cache:
@@ -345,7 +364,7 @@ def _host(
         if cache:
             cause = f"CACHE={cache} needs a graph of our own: {first_line(error)}"
             raise OutriderError("backend", cause, "Build without CACHE.") from None
-        if rounded is not None:
+        if original.rounded is not None:
             raise OutriderError(
                 "difference",
                 f"the graph for the CPU is not right: {first_line(error)}",
@@ -355,9 +374,7 @@ def _host(
         return f"none: {first_line(error)}"
     said = f"{nodes:,} nodes, largest difference {result.max_difference:.1e}"
     if cache:
-        rows = compare.compare(
-            folder, original, "float32", file=HOST_FILE, rounded=rounded, cache=cache
-        )
+        rows = check(cache=cache)
         found = f"{rows.max_difference:.1e}"
         if not rows.passed:
             cause = f"rows of {cache} change a logit by {found}, more than {rows.bound:.1e}"

@@ -14,7 +14,9 @@ from exported import CAPACITY, UNTIED, Refused, edit_weights
 from originals import original_of
 from workshop import MAX_LEN, Workshop, traced_once
 
-from export import checkpoint, compare, graph, loading
+from export import checkpoint, compare, graph, loading, part
+from export.pair import export as export_pair
+from runtime.files.manifest import HOST_FILE
 from runtime.files.torch_files import WEIGHTS_FILE
 
 
@@ -44,6 +46,27 @@ def test_float32_decides_where_the_original_rounds_badly(
     (copy / WEIGHTS_FILE).unlink()
     weights.tofile(copy / WEIGHTS_FILE)
     assert not compare.compare(copy, rough, "float16", lambda: exact).passed
+
+
+@pytest.mark.slow
+def test_float64_decides_where_layers_make_roundings_large(
+    workshop: Workshop, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two float32 computations of such a model are ten bounds apart."""
+    source = Path(shutil.copytree(workshop.checkpoint("bart"), tmp_path / "checkpoint"))
+
+    def louder(weights: dict[str, torch.Tensor]) -> None:
+        for name, weight in weights.items():
+            weight.mul_(8 if ".layers." in name and weight.dim() > 1 else 1)
+
+    edit_weights(source, louder)
+    with traced_once(), monkeypatch.context() as control:
+        control.setattr(part, "_exactly", lambda *_: None)
+        refused(source, "--max-len", str(MAX_LEN), kind="difference")
+    with traced_once():
+        pair = export_pair(str(source), None, tmp_path / "out", max_len=MAX_LEN, cache=tmp_path)
+    assert "from the original in float64" in pair.target.comparison
+    assert HOST_FILE in pair.target.files
 
 
 def test_an_original_that_overflows_is_refused(

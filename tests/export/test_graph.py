@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE
@@ -21,6 +22,7 @@ from rounds import cases
 from transformers import AutoModelForCausalLM
 from workshop import MAX_GAMMA, MAX_LEN, Workshop
 
+from export import graph as simplified
 from export.pair import export as export_pair
 from runtime.backends.onnxruntime import OrtEngine
 from runtime.files.manifest import GRAPH_FILE, HOST_FILE, read_pair
@@ -182,3 +184,21 @@ def test_learned_positions_to_the_end_of_the_table(workshop: Workshop) -> None:
     call = np.concatenate([ids[:, start:], text(1, MAX_GAMMA - 2)], axis=1)
     logits = engine.forward(call, np.array([start]), np.arange(3))
     assert np.abs(logits[0] - expected[0, start:]).max() < 1e-5 * (1 + np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("operator", "constant", "left"),
+    [("Add", 0, 0), ("Add", 1e-20, 1), ("Mul", 1, 0), ("Mul", 1.000001, 1)],
+)
+def test_constants_that_are_nearly_nothing_stay(operator: str, constant: float, left: int) -> None:
+    """Without one a router of experts divides 0 by 0."""
+    x = ir.val("x", ir.DataType.FLOAT, [4])
+    number = ir.node("Constant", [], {"value": ir.tensor(np.float32(constant))})
+    node = ir.node(operator, [x, number.outputs[0]])
+    absolute = ir.node("Abs", node.outputs)
+    nodes = [number, node, absolute]
+    imports = {"": simplified.OPSET}
+    made = ir.Graph([x], absolute.outputs, nodes=nodes, opset_imports=imports, name="made")
+    model = ir.Model(made, ir_version=11)
+    simplified.simplify(model)
+    assert [each.op_type for each in model.graph].count(operator) == left

@@ -123,12 +123,14 @@ def test_control_a_norm_of_two_types_is_refused(
 def test_control_a_graph_that_crashes_onnx_runtime(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With all of its optimisers ONNX Runtime 1.31 dies of this graph; the export survives, says
-    that it compared nothing, and this backend wants no such graph."""
+    """With all of its optimisers ONNX Runtime 1.31 dies of this graph on Intel's processors; the
+    export survives, says that it compared nothing, and this backend wants no such graph."""
     monkeypatch.setattr(compare, "ORT_LEFT_OUT", {})
     folder = tmp_path / "graphs"
     options = {"dtype": "float16", "max_len": MAX_LEN, "cache": tmp_path / "cache"}
     pair = export_pair(str(workshop.checkpoint("gpt2")), None, folder, **options)
+    if not compare._crashes(folder / "target"):
+        pytest.skip("ONNX Runtime loads this graph on this processor")
     assert pair.target.max_difference is None
     assert pair.target.comparison.startswith("not run: ONNX Runtime crashes")
     with pytest.raises(OutriderError, match="crashes when it loads this float16 graph") as caught:
