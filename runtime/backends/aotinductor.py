@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
 
@@ -75,8 +75,17 @@ class Package:
         self.weights, read = load_weights(
             folder / program_files(encoder)[1], loader.get_constant_fqns(), joined, device
         )
-        loader.load_constants(read, False, True, True)
+        # Tensors of its own: the loader has a reference to each that it never gives back, so that
+        # the memory would stay when all is gone.
+        own = [tensor.detach() for tensor in read.values()]
+        loader.load_constants(dict(zip(read, own, strict=True)), False, True, True)
+        finalize(loader, _empty, own).atexit = False  # a thread may still compute with them then
         self.run = loader.run
+
+
+def _empty(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.data = tensor.new_empty(0)
 
 
 def load_weights(

@@ -6,6 +6,7 @@ what they share with ONNX Runtime; tests/engines/test_aotinductor.py how they ar
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import subprocess
@@ -112,6 +113,21 @@ def test_threads_are_those_asked_for_and_given_back(bundle: Path) -> None:
         assert seen == {threads or before}
         assert torch.get_num_threads() == before
         seen.clear()
+
+
+def test_who_closes_an_engine_gives_its_weights_back(bundle: Path) -> None:
+    """Fault: the loader keeps a reference to each tensor that it was given, for ever."""
+
+    def mapped() -> int:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return sum(line.endswith(WEIGHTS_FILE) for line in lines)
+
+    before = mapped()
+    with load(bundle) as engine:
+        engine.generate([5, 6, 7], max_new_tokens=4)
+        assert mapped() > before, "the control"
+    gc.collect()
+    assert mapped() == before
 
 
 # Refused when it is opened
