@@ -268,6 +268,16 @@ def test_matrices_of_one_vector_are_one_matrix() -> None:
     assert len(module.graph.find_nodes(op="call_function", target=linear)) == 4
 
 
+def test_products_that_float16_cannot_hold() -> None:
+    """Fault: without their scale they are infinite, and what comes of them is no number."""
+    queries, keys = torch.full((1, 4, 3, 64), 40.0).half(), torch.full((1, 2, 8, 64), 40.0).half()
+    assert (queries[0, 0] @ keys[0, 0].T).isinf().all(), "the control"
+    values, seen = torch.randn(1, 2, 8, 64).half(), torch.ones(1, 1, 3, 8, dtype=torch.bool)
+    found = gpu_program._attention(queries, keys, values, seen, scale=64**-0.5, enable_gqa=True)
+    expected = values.float().mean(2, keepdim=True).repeat_interleave(2, 1).expand(1, 4, 3, 64)
+    torch.testing.assert_close(found.float(), expected, atol=2e-3, rtol=0)
+
+
 @pytest.mark.slow
 def test_a_gpu_copies_no_cache(graphs: Path) -> None:
     facts, heads = read_pair(graphs).target, 4
