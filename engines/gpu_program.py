@@ -86,10 +86,15 @@ def _join(
     groups: dict[tuple[object, ...], list[Any]] = defaultdict(list)
     for node in graph.find_nodes(op="call_function", target=linear):
         vector, *given = cast(tuple[Any, ...], node.args)
-        # A tied matrix stays, for who else reads it.
-        if all(each.op == "get_attr" and len(each.users) == 1 for each in given):
-            dtypes = (_attribute(module, each.target).dtype for each in given)
-            groups[vector, *dtypes].append(node)
+        # A tied matrix stays, for who else reads it; and what the graph made by itself.
+        if all(
+            each.op == "get_attr" and len(each.users) == 1 and each.target in parameters
+            for each in given
+        ):
+            tensors = [_attribute(module, each.target) for each in given]
+            if tensors[0].dim() == 2:
+                groups[vector, *(tensor.dtype for tensor in tensors)].append(node)
+            del tensors
     for nodes in groups.values():
         if len(nodes) == 1:
             continue

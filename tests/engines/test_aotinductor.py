@@ -233,7 +233,7 @@ def test_an_older_torch_compiles_for_a_gpu_and_for_no_processor(
 
 
 def test_matrices_of_one_vector_are_one_matrix() -> None:
-    """Of the same parameters, and not those that somebody else reads."""
+    """Of the same parameters, and neither those that somebody else reads nor what is none."""
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -243,10 +243,12 @@ def test_matrices_of_one_vector_are_one_matrix() -> None:
             for name, size in sizes.items():
                 setattr(self, name, torch.nn.Linear(4, size, bias=name in biased))
             self.requires_grad_(False)
+            self.made, self.vector = torch.randn(4, 4), torch.nn.Parameter(torch.randn(4), False)
 
         def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
             first = [layer(x) for layer in (self.q, self.gate, self.k, self.tied, self.v, self.up)]
-            return [*first, self.alone(x + 1), self.tied.weight * 2]
+            others = [torch.nn.functional.linear(x, matrix) for matrix in (self.made, self.vector)]
+            return [*first, *others, self.alone(x + 1), self.tied.weight * 2]
 
     x = torch.randn(3, 4)
     program = torch.export.export(Model(), (x,))
@@ -262,10 +264,10 @@ def test_matrices_of_one_vector_are_one_matrix() -> None:
         ["q.weight", "k.weight", "v.weight"], ["q.bias", "k.bias", "v.bias"],
         ["gate.weight", "up.weight"],
     ]  # fmt: skip
-    assert {*module.state_dict()} == {*joined, "tied.weight", "alone.weight"}
+    assert {*module.state_dict()} == {*joined, "tied.weight", "alone.weight", "vector"}
     torch.testing.assert_close(module(x), expected)
     linear = torch.ops.aten.linear.default
-    assert len(module.graph.find_nodes(op="call_function", target=linear)) == 4
+    assert len(module.graph.find_nodes(op="call_function", target=linear)) == 6
 
 
 def test_products_that_float16_cannot_hold() -> None:
