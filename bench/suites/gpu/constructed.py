@@ -184,6 +184,7 @@ def open_pair(folder: Path, device: str, **options: Any) -> TextEngine:
     engine = load(folder / "bundle", device=device, verify=False, reuse=False, **options)
     if is_constructed(engine):
         fill(weights(engine, "target"), weights(engine, "draft"))
+        give_back()  # gigabytes of float32, which would count as the engine's
     return engine
 
 
