@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -262,6 +263,11 @@ class AotiCudaEngine(PreparedEngine):
     @staticmethod
     def logits_dtype(facts: GraphFacts) -> Dtype:
         return facts.dtype  # see engines.aotinductor.fitted
+
+    @classmethod
+    def give_back(cls) -> None:
+        gc.collect()
+        import_torch().cuda.empty_cache()
 
     def _open(self, folder: Path, facts: GraphFacts, engine: EngineFacts | None) -> None:
         self._torch = import_torch()

@@ -115,6 +115,11 @@ class DeviceEngine(ABC):
         OutriderError "backend"."""
         return
 
+    @classmethod
+    def give_back(cls) -> None:
+        """Let the driver have what the library keeps of engines that are gone."""
+        return
+
     @abstractmethod
     def enqueue(self, call: DeviceCall, graph: object = None) -> None:
         """Put the call on the stream, without waiting.

@@ -37,6 +37,8 @@ def open_rounds(
     device = Device(ordinal, driver=driver)
     check_gpu(manifest, folder, device.capability)
     memory.update(working_memory(manifest, slots))
+    if sum(memory.values()) > device.memory()[0]:
+        device_engine(manifest.backend).give_back()
     check_room(memory, *device.memory())
     pair, stream = manifest.pair, device.stream()
     engines = {

@@ -13,6 +13,7 @@ from cuda_standin import FakeDriver
 
 from runtime import Options, load
 from runtime.backends import onnxruntime as ort_cuda
+from runtime.backends.device import DeviceEngine
 from runtime.backends.registry import device_engine
 from runtime.bundle import choose_device
 from runtime.files.errors import OutriderError
@@ -141,6 +142,17 @@ def test_a_gpu_that_is_too_small(llama_bundle: Path, on_fake_gpu: FakeDriver) ->
         load(llama_bundle, device="cuda")
     assert caught.value.kind == "memory"
     assert not on_fake_gpu.allocated, "nothing was loaded"
+
+
+def test_memory_that_a_library_keeps_is_no_reason_to_refuse(
+    llama_bundle: Path, on_fake_gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: a closed engine's weights, which torch keeps for itself, are room that is missing."""
+    room, on_fake_gpu._memory = on_fake_gpu._memory, 2**16
+    monkeypatch.setattr(
+        DeviceEngine, "give_back", classmethod(lambda _: setattr(on_fake_gpu, "_memory", room))
+    )
+    assert load(llama_bundle, device="cuda").generate("some words", max_new_tokens=3).tokens
 
 
 def test_working_memory(manifest: Manifest) -> None:
