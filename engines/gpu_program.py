@@ -45,6 +45,7 @@ def fitted(
     for node in module.graph.nodes:
         if node.target is attention:
             node.target = _attention
+    _multiply(module.graph)
     _keep_type(module.graph)
     joined = _join(module, program.state_dict)
     module.recompile()
@@ -57,6 +58,18 @@ def fitted(
         strict=False, prefer_deferred_runtime_asserts_over_guards=True,
     )  # fmt: skip
     return retraced, joined
+
+
+def _multiply(graph: torch.fx.Graph) -> None:
+    """Make element-wise products of matrix products that sum nothing, as the angles of rotary
+    embeddings are in some versions of Transformers: cuBLAS would take a launch for them, and round
+    them to TF32 where somebody allows that, as images with PyTorch do."""
+    import torch
+
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.matmul.default):
+        summed = node.args[0].meta["val"].shape[-1]
+        if isinstance(summed, int) and summed == 1:
+            node.target = torch.ops.aten.mul.Tensor
 
 
 def _keep_type(graph: torch.fx.Graph) -> None:

@@ -270,6 +270,24 @@ def test_matrices_of_one_vector_are_one_matrix() -> None:
     assert len(module.graph.find_nodes(op="call_function", target=linear)) == 6
 
 
+def test_angles_are_no_matrix_product() -> None:
+    class Angles(torch.nn.Module):
+        def forward(self, inverse: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            angles = inverse[None, :, None].expand(positions.shape[0], -1, 1) @ positions[:, None]
+            return angles @ angles.transpose(1, 2)
+
+    given = torch.rand(8), torch.rand(2, 3)
+    sizes = (None, {0: torch.export.Dim("slots"), 1: torch.export.Dim("tokens")})
+    module = torch.export.export(Angles(), given, dynamic_shapes=sizes).module()
+    assert isinstance(module, torch.fx.GraphModule)
+    expected = module(*given)
+    gpu_program._multiply(module.graph)
+    module.recompile()
+    left = module.graph.find_nodes(op="call_function", target=torch.ops.aten.matmul.default)
+    assert len(left) == 1, "the one that sums"
+    torch.testing.assert_close(module(*given), expected)
+
+
 def test_products_that_float16_cannot_hold() -> None:
     """Fault: without their scale they are infinite, and what comes of them is no number."""
     queries, keys = torch.full((1, 4, 3, 64), 40.0).half(), torch.full((1, 2, 8, 64), 40.0).half()
