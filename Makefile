@@ -34,6 +34,13 @@ export PYTHONUNBUFFERED := 1
 GIVEN := MODEL DRAFT OUT BENCH_OUT BACKEND DTYPE WEIGHTS DRAFT_WEIGHTS CACHE TEXT MAX_LEN MAX_GAMMA \
          SLOTS MEASURE SM OPT_LEVEL FORCE PROMPT ENGINES PROMPTS GPU_OUT CALL TENSORRT_ROOT
 $(foreach name,$(GIVEN),$(eval override export $(name) := $$(value $(name))))
+# Of what else is set on the command line a misspelt name would be dropped without a word.
+KNOWN := QUICK DRY PYTHON PY CXX CUDA_HOME PIP_% OUTRIDER_%
+$(foreach name,$(.VARIABLES),$(if $(findstring command line,$(origin $(name))),\
+  $(if $(filter $(KNOWN),$(name)),,$(error error: option: there is no variable $(name). \
+  Type make help for those there are))))
+$(foreach name,QUICK DRY,$(if $(filter-out 0 1,$($(name))),\
+  $(error error: option: $(name) is $($(name)). Use 0 or 1)))
 
 .PHONY: kernel gpu-check help demo test test-slow test-serve check map bench report engines plugins plugin \
         cubins sanitize wheel clean distclean
@@ -107,7 +114,7 @@ demo: kernel
 	@$(MAKE) --no-print-directory engines MODEL=models/target DRAFT=models/draft OUT=build/demo
 	@echo
 	@$(PY) -m runtime.generate --engines build/demo --prompt="$$PROMPT" --max-new-tokens 160 \
-	  --temperature 0.8 --seed 3 --baseline $(if $(MAKE_TERMOUT),--color)
+	  --temperature 0.8 --seed 3 --gamma 2 --baseline $(if $(MAKE_TERMOUT),--color)
 	@echo
 	@echo 'The bundled target is tiny: a step of it costs little more than a step of its draft, so a'
 	@echo 'draft model can gain little here. docs/performance.md measures a target worth drafting for.'
@@ -143,8 +150,8 @@ map: .venv/stamp
 	@$(PY) tests/house/house.py
 
 bench: kernel
-	$(PY) -m bench side $(if $(QUICK),--quick) --out="$$BENCH_OUT/side"
-	$(PY) -m bench growth $(if $(QUICK),--quick) --out="$$BENCH_OUT/growth"
+	$(PY) -m bench side $(if $(filter 1,$(QUICK)),--quick) --out="$$BENCH_OUT/side"
+	$(PY) -m bench growth $(if $(filter 1,$(QUICK)),--quick) --out="$$BENCH_OUT/growth"
 
 report: kernel
 	@$(PY) -m bench report --engines="$$ENGINES" $${PROMPTS:+--prompts="$$PROMPTS"}

@@ -90,6 +90,9 @@ def build(
     if found and _same(found, wanted):
         _settle(graphs, out, wanted)
         return measure and _measure(out, found)
+    if found and found.pair.target.key != pair.target.key:
+        was = found.pair.target
+        note(f"{out} was a bundle of {was.source}, {was.weights or was.dtype}: it is replaced")
     remedy = "Export the checkpoints again: python -m export --help."
     verify_files(graphs, pair.all_files(), contents=True, remedy=remedy)
     with write_folder(out, MANIFEST_FILE) as partial:
@@ -186,7 +189,8 @@ def check_backend(
                 "version",
                 f"Use DTYPE={' or '.join(builder.QUANTISED[kind])}."
                 if kind in builder.QUANTISED
-                else f"Use {option}=full, or another BACKEND.",
+                else f"Use {option}={' or '.join(weights_of(backend, dtype))}"
+                + (", or another BACKEND." if kind in get_args(Weights) else "."),
             )
     if cache and backend != "onnxruntime":
         raise OutriderError(

@@ -1,7 +1,7 @@
 """Many requests in a few slots: each joins when a slot is free, and results come as they finish.
 They are read one by one, so a generator without an end will do as well.
 
-python -m examples.batch build/demo
+python examples/batch.py build/demo
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import runtime as outrider
+import outrider
 
 PROMPTS = ["import os\n", "def main(", "class Reader:\n", "# Numbers from one to ten\n", "if "]
 

@@ -1,8 +1,8 @@
 """One text, and what it cost.
 
-    python -m examples.generate build/demo "import os"
+    python examples/generate.py build/demo "import os"
 
-Without a prompt it takes one of its own. Installed, the package is called `outrider`.
+Without a prompt it takes one of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import runtime as outrider
+import outrider
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """A draft of your own: it completes the phrases that an application says again and again.
 
-    python -m examples.own_draft build/demo
+    python examples/own_draft.py build/demo
 
 Where the text ends with the beginning of a phrase, the rest of the phrase is proposed. The target
 still decides about every token: a phrase that does not fit costs time, and never changes the text.
@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import runtime as outrider
+import outrider
 
 PHRASES = [
-    'if __name__ == "__main__":\n    main()\n',
+    "if __name__ == '__main__':\n    unittest.main()\n",
     "    def __init__(self, *args, **kwargs):\n        super().__init__(*args, **kwargs)\n",
 ]
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
     engine = outrider.load(argv[0])
     encode = engine.tokenizer.encode
     Phrases.known = [encode(phrase, add_special_tokens=False) for phrase in PHRASES]
-    prompt = "import sys\n\n\ndef main():\n    print(sys.argv)\n\n\nif __name__"
+    prompt = "import unittest\n\n\nclass Tests(unittest.TestCase):\n    pass\n\n\nif __name__"
     result = engine.generate(prompt, draft="phrases", max_new_tokens=32)
     plain = engine.generate(prompt, gamma=0, max_new_tokens=32)
     print(result.text)

@@ -1,6 +1,6 @@
 """A text as it comes, round by round; the tokens that the draft proposed in brackets.
 
-python -m examples.stream build/demo "import os"
+python examples/stream.py build/demo "import os"
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import runtime as outrider
+import outrider
 
 
 def main(argv: Sequence[str]) -> None:

@@ -372,14 +372,17 @@ def _host(
             ) from None
         (folder / HOST_FILE).unlink(missing_ok=True)
         return f"none: {first_line(error)}"
-    said = f"{nodes:,} nodes, largest difference {result.max_difference:.1e}"
+    said = f"{nodes:,} nodes, "
+    if original.rounded is not None:
+        said += "activations in 8 bits, "
+    said += f"largest difference {result.max_difference:.1e} (bound {result.bound:.1e})"
     if cache:
         rows = check(cache=cache)
         found = f"{rows.max_difference:.1e}"
         if not rows.passed:
             cause = f"rows of {cache} change a logit by {found}, more than {rows.bound:.1e}"
             raise OutriderError("difference", cause, "Build without CACHE.")
-        said += f", with rows of {cache} {found} (bound {rows.bound:.1e})"
+        said += f", with rows of {cache} {found} ({rows.bound:.1e})"
     return said
 
 

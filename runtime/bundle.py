@@ -66,12 +66,12 @@ def load(
     launches each call by itself, to find out what they bring. loop: let a GPU go on to the next
     round by itself, a whole text as one launch; not measured yet. table: the file of `python -m
     export.ngram`, for draft="unigram", "bigram" and "skip". corpus: a text, UTF-8, in which
-    draft="ngram" looks after the text itself. reuse: compute of a prompt only what no slot still
-    holds, on the CPU; a GPU computes all of it. queue, timeout: how many calls may wait for a slot,
-    and for how many seconds; see `TextEngine`. plain_width: tokens of the target's narrowest calls,
-    plain steps above all; None for as many as it takes to have the bits of wider ones. 1 is a few
-    percent faster in plain decoding, and a text is then the same only for the same gamma. Raises
-    OutriderError: "bundle", "backend", "option", "memory", "vocabulary".
+    draft="ngram", "copy" and "chain" look after the text itself. reuse: compute of a prompt only
+    what no slot still holds, on the CPU; a GPU computes all of it. queue, timeout: how many calls
+    may wait for a slot, and for how many seconds; see `TextEngine`. plain_width: tokens of the
+    target's narrowest calls, plain steps above all; None for as many as it takes to have the bits
+    of wider ones. 1 is a few percent faster in plain decoding, and a text is then the same only for
+    the same gamma. Raises OutriderError: "bundle", "backend", "option", "memory", "vocabulary".
     """
     check_line(queue, timeout)
     folder = Path(folder)

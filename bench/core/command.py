@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,8 +37,8 @@ class Suite:
 
     about: its help; the first paragraph says what it measures. quick: what --quick means. options:
     adds others. measure: from the options, with notes on the clock, to the JSON object. tables,
-    heading: of that object. Tables go to stdout, progress to stderr, and the last line of
-    stdout is the object.
+    heading: of that object. Tables go to stdout, progress to stderr, and the last line of a
+    stdout that is no terminal is the object.
     """
 
     name: str
@@ -90,7 +91,8 @@ class Suite:
             (args.out / f"{self.name}.md").write_text(page)
         if document is not None:
             args.update.write_text(update(document, (table for table in tables if table.name)))
-        print(line)
+        if not sys.stdout.isatty():
+            print(line)
         return 0
 
 

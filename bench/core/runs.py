@@ -46,7 +46,8 @@ def load_pair(folder: str, threads: int) -> TextEngine:
     """A bundle on the CPU, for one text at a time. Raises OutriderError as `load`, and "option"."""
     engine = load(folder, slots=1, threads=threads, device="cpu", verify=False)
     if engine.decoder.draft is None:
-        raise OutriderError("option", "the bundle has no draft", "Build it with DRAFT=<draft>.")
+        cause = "the bundle has no draft model"
+        raise OutriderError("option", cause, "Build it with DRAFT=<draft>.")
     return engine
 
 

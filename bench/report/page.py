@@ -169,7 +169,7 @@ def _main(args: argparse.Namespace) -> int:
     engine = load(args.engines, reuse=False)  # every text has its prefill
     if engine.decoder.draft is None:
         raise OutriderError(
-            "option", f"{args.engines} has no draft", "Build it with DRAFT=<draft>."
+            "option", f"{args.engines} has no draft model", "Build it with DRAFT=<draft>."
         )
     for prompt in prompts:
         engine.request(prompt, Options(temperature=args.temperature))

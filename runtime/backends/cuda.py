@@ -294,7 +294,8 @@ def _give_back(driver: Any, context: Any, owned: list[tuple[str, Any]]) -> None:
 
 
 def _driver() -> Any:
-    with importing("cuda.bindings", "Install it: pip install cuda-bindings.", "cuda-bindings"):
+    remedy = "Install the extra outrider[cuda], where an NVIDIA GPU and its driver are."
+    with importing("cuda.bindings", remedy, "cuda-bindings"):
         from cuda.bindings import driver
     try:
         driver.cuInit(0)

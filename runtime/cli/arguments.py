@@ -131,13 +131,13 @@ def _parser() -> ArgumentParser:
     add("--table", type=Path, metavar="FILE.npz",
         help="what `python -m export.ngram` counted, for --draft unigram, bigram and skip")
     add("--corpus", type=Path, metavar="FILE",
-        help="a text, UTF-8, in which --draft ngram looks too")
+        help="a text, UTF-8, in which lookups (--draft ngram, copy, chain) look too")
     add("--no-verify-files", action="store_false", dest="verify_files",
         help="do not check the bundle's files against their hashes")
 
     group = parser.add_argument_group(
-        "prompt", "One of them; the value - reads standard input. A text that is read loses one "
-        "final newline.")
+        "prompt", "One of them; the value - reads standard input. One final newline of a file or "
+        "of\nstandard input is no part of the prompt.")
     add = group.add_mutually_exclusive_group().add_argument
     add("--prompt", metavar="TEXT", help="the text itself")
     add("--prompt-file", metavar="FILE", help="a text file, UTF-8")

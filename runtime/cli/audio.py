@@ -34,7 +34,8 @@ NAMES = {"chat": "no-chat-template", "stop_token_ids": "stop-token-id"}  # that 
 def add_options(parser: ArgumentParser) -> None:
     """The group of the parser, but for --audio itself, which is one of the prompts."""
     # fmt: off
-    add = parser.add_argument_group("audio", "Of --audio, with a Whisper.").add_argument
+    group = parser.add_argument_group("audio", "Only with --audio, and the bundle of a Whisper.")
+    add = group.add_argument
     add("--language", metavar="NAME",
         help="such as en or English (default: detected in the first window)")
     add("--task", choices=("transcribe", "translate"), help="default transcribe; translate is into "

@@ -114,7 +114,8 @@ def _json(text: str, where: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         cause = f"{where} is not JSON: {error}"
-        raise OutriderError("prompt", cause, "Check it with python -m json.tool.") from None
+        remedy = "Check it with python -m json.tool, a batch with --json-lines."
+        raise OutriderError("prompt", cause, remedy) from None
 
 
 def source_name(source: str) -> str:

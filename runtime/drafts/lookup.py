@@ -50,7 +50,7 @@ class NgramDraft(GuessedDraft):
 
 
 class CopyDraft(NgramDraft):
-    help = "in source and prompt alone"
+    help = "the same, and not in the output"
 
     def known(self, sequence: ActiveSequence) -> Sequence[int]:
         request = sequence.request

@@ -31,6 +31,11 @@ def register(name: str, kind: type[Draft]) -> None:
         raise OutriderError(
             "option", f"there is a draft {name!r} already", "Choose another name for yours."
         )
+    if not hasattr(kind, "propose"):
+        raise OutriderError(
+            "option", f"the draft {name!r} is no class of drafts",
+            "Give a class derived from Draft or GuessedDraft.",
+        )  # fmt: skip
     sources = [field.name for field in fields(Sources)]
     if unknown := [need for need in kind.needs if need not in sources]:
         raise OutriderError(

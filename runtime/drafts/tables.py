@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.engine import Logits
-from ..files.errors import OutriderError, first_line
+from ..files.errors import OutriderError
 from ..sequence import ActiveSequence
 from .draft import Draft
 
@@ -52,7 +52,7 @@ class BigramDraft(TableDraft):
 
 
 class SkipDraft(TableDraft):
-    help, kind = "of what came as far after the text's last token", "skip"
+    help, kind = "of what came as far behind the text's last token as the draft token is", "skip"
 
 
 class RandomDraft(Draft):
@@ -165,9 +165,8 @@ class Tables:
         except OSError as error:
             cause = error.strerror or "it is no table"
             raise OutriderError("option", f"cannot read {path}: {cause}", _REMEDY) from None
-        except Exception as error:  # noqa: BLE001 - zipfile, zlib and NumPy's parser, each its own
-            cause = f"{path} is no table ({first_line(error)})"
-            raise OutriderError("option", cause, _REMEDY) from None
+        except Exception:  # noqa: BLE001 - zipfile, zlib and NumPy's parser, each its own
+            raise OutriderError("option", f"{path} is no table", _REMEDY) from None
         if version != VERSION:
             raise OutriderError("option", f"{path} has version {version}, not {VERSION}", _REMEDY)
         if tokenizer != fingerprint(vocabulary):

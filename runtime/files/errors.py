@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import sys
+import textwrap
 import threading
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -91,7 +92,7 @@ def first_line(error: BaseException) -> str:
     the first only announces it."""
     first, *more = str(error).strip().splitlines() or [type(error).__name__]
     text = f"{first} {more[0].strip()}" if more and first.endswith(":") else first
-    return text.rstrip(".:")[:200]
+    return textwrap.shorten(text, 200, placeholder=" …").rstrip(".:")
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -449,7 +449,7 @@ def read_pair(folder: Path) -> Pair:
     return read_json(folder / PAIR_FILE, "pair", Pair, remedy)
 
 
-_REBUILD = "Build it again: make engines MODEL=<target> DRAFT=<draft> OUT=<folder>."
+_REBUILD = "Build one: make engines MODEL=<target> DRAFT=<draft> OUT=<folder>."
 
 
 def read_bundle(folder: Path, *, verify: bool = True) -> Manifest:

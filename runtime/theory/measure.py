@@ -83,7 +83,9 @@ def recommend(folder: str, prompts: Sequence[str], temperature: float, tokens: i
     engine = load(folder, reuse=False)  # the prefills are part of what is measured
     no_draft = engine.decoder.draft is None
     refuse_first([
-        (no_draft, f"{folder} has no draft", "Build it with DRAFT=<draft>, or give --alpha."),
+        (no_draft, f"{folder} has no draft model",
+         "Build it with DRAFT=<draft>, or give --alpha; what lookups gain, python -m "
+         "runtime.generate --draft ngram --baseline says."),
         (tokens < 2, f"tokens={tokens} is out of range", "Use 2 or more."),
     ])  # fmt: skip
     texts = measure(engine, prompts, temperature, tokens)

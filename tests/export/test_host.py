@@ -21,6 +21,7 @@ from export import compare, part
 from export.host import observing
 from export.host.attention import NotLowered
 from export.host.observing import AHEAD
+from export.loading import CacheShapes
 from runtime.backends.engine import Features
 from runtime.backends.onnxruntime import OrtEngine
 from runtime.files.errors import OutriderError
@@ -227,11 +228,12 @@ def test_what_is_told_wrong_is_found_out(
     folder = Path(shutil.copytree(workshop.graphs(source) / "target", tmp_path / "target"))
     kind = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
     model = kind.from_pretrained(source, attn_implementation="eager").eval()
-    original = compare.reference(model, CAPACITY, VOCAB_SIZE)
-    assert "nodes, largest difference" in part._host(folder, (original, None), CAPACITY)
+    said = compare.reference(model, CAPACITY, VOCAB_SIZE)
+    original = part._Original(0, VOCAB_SIZE, CacheShapes([], []), said, None)
+    assert "nodes, largest difference" in part._host(folder, original, None, CAPACITY)
     assert (folder / HOST_FILE).exists()
     monkeypatch.setattr(observing, told, wrong)
-    assert "none: it would differ by" in part._host(folder, (original, None), CAPACITY)
+    assert "none: it would differ by" in part._host(folder, original, None, CAPACITY)
     assert not (folder / HOST_FILE).exists()
 
 
