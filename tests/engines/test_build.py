@@ -60,7 +60,7 @@ NO_LEVEL = "OPT_LEVEL={} means nothing to the backend "
         ),
         (("--supports", "float16", "int4"), "backend", "not run WEIGHTS=int4 with DTYPE=float16"),
         ((*HALF, "full", "int8"), "backend", "not run DRAFT_WEIGHTS=int8 with DTYPE=float16"),
-        (("--supports", "float32", "fp8"), "backend", "Use WEIGHTS=full or int8 or int4, or another BACKEND"),
+        (("--supports", "float32", "fp8"), "backend", "Use WEIGHTS=full or int8 or int4, or"),
         ((*AOTI, "--supports", "float32", "int8"), "backend", "Use WEIGHTS=full, or"),
         (
             (*AOTI, "--supports", "float32", "--cache-type", "int8"), "backend",
