@@ -172,6 +172,8 @@ def _for_each_slot(
             replace(module, "compute_bias", _bias)
         if "position_ids" in signature(module.forward).parameters and not list(module.children()):
             replace(module, "forward", partial(_look_up, max_positions))
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            replace(module, "create_position_ids_from_input_ids", partial(_number, max_positions))
     outputs = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     asked = outputs.register_forward_pre_hook(lambda _, x: x[0].index_select(1, logits_index))
     try:
@@ -216,6 +218,21 @@ def _look_up(
         position_ids = position_ids.clamp(max=max_positions - 1)
     found = table(input_ids, 0, position_ids=position_ids.reshape(-1))
     return found.reshape(*position_ids.shape, -1)
+
+
+def _number(
+    max_positions: int | None,
+    _: Callable[..., torch.Tensor],
+    input_ids: torch.Tensor,  # [B, N]
+    padding_idx: int,
+    past_key_values_length: torch.Tensor,  # [B, 1]
+) -> torch.Tensor:
+    """Rows of a table of positions [B, N], for each token as if it came alone. M2M100 counts those
+    of a call without padding, so that a text would depend on how calls cut it."""
+    number = past_key_values_length + torch.arange(input_ids.shape[1], device=input_ids.device)
+    if max_positions is not None:  # as in `Decoder`
+        number = number.clamp(max=max_positions - 1)
+    return (number + 1) * input_ids.ne(padding_idx) + padding_idx
 
 
 def example_encoder(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -156,21 +157,24 @@ class CacheShapes:
 
 
 def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
-    """Run two tokens and note what each layer caches.
+    """Run two tokens, in two versions, and note what each layer caches.
 
     Nothing is read from the configuration, so an architecture that caches otherwise than its
     configuration suggests is seen as it is. Raises OutriderError "architecture" for models that
     do not go through Transformers' attention and cache interfaces.
     """
-    text, source, ids = Stored(), Stored(), torch.tensor([[0, 1]])
+    if getattr(checkpoint.config, "attention_type", None) == "block_sparse":  # not of short ones
+        reason = "its attention to long sources is sparse"
+        raise refuse_architecture(checkpoint.source, checkpoint.config, reason)
+    text, source = Stored(), Stored()
     inputs: dict[str, Any] = {
-        "input_ids": ids,
-        "position_ids": ids,
+        "input_ids": torch.tensor([[0, 1], [0, 2]]),
+        "position_ids": torch.tensor([[0, 1], [0, 1]]),
         "past_key_values": text,
-        "logits_to_keep": torch.tensor([1]),
+        "logits_to_keep": torch.tensor([0, 1]),
     }
     if checkpoint.has_encoder:
-        caches = Caches(text, source)
+        caches, ids = Caches(text, source), torch.tensor([[0, 1]])
         read = example_source(checkpoint.features)
         inputs = {"decoder_input_ids": ids, "past_key_values": caches, **reading(model, read)}
     for module in model.modules():
@@ -202,6 +206,14 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
         raise refuse_architecture(
             checkpoint.source, checkpoint.config, "not all of its layers keep the source's keys"
         )
+    if not checkpoint.has_encoder:
+        first, second = said.logits[:, 0].float()
+        if "position_ids" not in signature(model.forward).parameters:
+            reason = "nobody can tell it at which positions its tokens stand"
+            raise refuse_architecture(checkpoint.source, checkpoint.config, reason)
+        if not torch.allclose(first, second, rtol=0.05, atol=0.05):
+            reason = "its tokens look at those behind them"
+            raise refuse_architecture(checkpoint.source, checkpoint.config, reason)
     sides = (text.keys, text.values, source.keys, source.values)
     keys, values, source_keys, source_values = (
         [(rows.shape[1], rows.shape[3]) for _, rows in sorted(side.items())] for side in sides

@@ -58,6 +58,9 @@ OUTSIDE = "attention does not go through Transformers' attention interface"
         ("bloom", OUTSIDE),
         ("gptj", OUTSIDE),
         ("mamba", "not all of its layers keep a KV cache"),
+        ("bigbird-pegasus", "its attention to long sources is sparse"),
+        ("bert", "its tokens look at those behind them"),
+        ("bart-alone", "nobody can tell it at which positions its tokens stand"),
         ("speech-to-text", "its encoder reads something else than log-mel spectra"),
     ],
 )

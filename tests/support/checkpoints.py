@@ -129,6 +129,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gptj": _gpt(transformers.GPTJConfig, **_GPT2, rotary_dim=8),
     "mamba": _gpt(transformers.MambaConfig, hidden_size=64, num_hidden_layers=2),
     "speech-to-text": _bart(transformers.Speech2TextConfig),
+    "bigbird-pegasus": _bart(transformers.BigBirdPegasusConfig),
+    "bert": _gpt(transformers.BertConfig, **_LONG, intermediate_size=96),
+    "bart-alone": _bart(transformers.BartConfig, is_encoder_decoder=False),
     # Encoder-decoders.
     "t5": _t5(transformers.T5Config),
     "t5-gated": _t5(
@@ -140,6 +143,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mbart": _bart(transformers.MBartConfig, scale_embedding=True),
     "marian": _bart(transformers.MarianConfig),
     "pegasus": _bart(transformers.PegasusConfig),
+    "m2m100": _bart(transformers.M2M100Config),
     # Its encoder reads features.
     "whisper": _like(
         {**_IDS, **_BART, "pad_token_id": 0}, transformers.WhisperConfig, num_mel_bins=FEATURES[0],
@@ -154,8 +158,10 @@ WHISPER = {
     "suppress_tokens": [7, 20, 21, 240, 242, 243, 244, 245], "begin_suppress_tokens": [0, 9],
     "max_initial_timestamp_index": 3, "prev_sot_token_id": 248, "max_length": CONTEXT,
 }  # fmt: skip
-NO_GRAPH = {"falcon", "bloom", "gptj", "mamba", "speech-to-text"}
-WITH_ENCODER = ["t5", "t5-gated", "mt5", "umt5", "bart", "mbart", "marian", "pegasus"]
+NO_GRAPH = {
+    "falcon", "bloom", "gptj", "mamba", "speech-to-text", "bigbird-pegasus", "bert", "bart-alone"
+}  # fmt: skip
+WITH_ENCODER = ["t5", "t5-gated", "mt5", "umt5", "bart", "mbart", "marian", "pegasus", "m2m100"]
 SMALL = {"num_hidden_layers": 1}
 # An export of one layer takes half the time.
 ONE_LAYER = {

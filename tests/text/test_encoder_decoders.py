@@ -33,6 +33,7 @@ from engines import aotinductor
 from engines.bundle import build, runs
 from engines.registry import BACKENDS
 from export.checkpoint import find, same_encoder
+from export.encoder import _number
 from runtime import Options, TextEngine, generate, load
 from runtime.backends import host
 from runtime.backends.engine import HeldRows, Ids
@@ -453,6 +454,20 @@ def test_certificate_of_compiled_code(workshop: Workshop, dtype: str) -> None:
 
 
 @pytest.mark.slow
+def test_positions_do_not_depend_on_how_a_text_is_cut() -> None:
+    """Fault: M2M100 counts those of a call without its padding."""
+
+    def positions(*widths: int) -> list[int]:
+        parts = torch.tensor([[5, 0, 6, 7]]).split(widths, dim=1)
+        begins = torch.tensor([sum(widths[:i]) for i in range(len(widths))])
+        found = [
+            _number(None, None, x, 0, b[None, None]) for x, b in zip(parts, begins, strict=True)
+        ]
+        return torch.cat(found, dim=1)[0].tolist()
+
+    assert positions(4) == positions(1, 1, 1, 1) == positions(2, 2) == [1, 0, 3, 4]
+
+
 @pytest.mark.parametrize("name", WITH_ENCODER)
 def test_what_its_bits_depend_on_is_measured(workshop: Workshop, name: str) -> None:
     """And held to: a seed's text by the coupled rule."""
