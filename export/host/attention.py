@@ -22,10 +22,11 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Layer:
-    """Attention to the text. query, key, value: [B, N, H D], before the rotation."""
+    """Attention to the text. query, key, value: [B, N, H, D] or [B, N, H D], before the rotation
+    by `rotary`."""
 
     node: ir.Node
-    end: ir.Value  # [B, N, H D]
+    end: ir.Value  # [B, N, H D] or [B N, H D]
     query: ir.Value
     key: ir.Value
     value: ir.Value
@@ -41,7 +42,7 @@ class SourceLayer:
     """Attention to the source, whose keys and values are inputs of the graph, [B, H, E, D]."""
 
     node: ir.Node
-    end: ir.Value  # [B, N, H D]
+    end: ir.Value  # [B, N, H D] or [B N, H D]
     query: ir.Value  # [B, N, H D]
     mask: ir.Value | None  # None: all rows are seen
     heads: int
@@ -56,20 +57,23 @@ def layers_of(model: ir.Model) -> tuple[list[Layer], list[SourceLayer]]:
     inputs = set(model.graph.inputs)
     of_source = [node for node in nodes if node.inputs[1] in inputs]
     return (
-        [_layer(node) for node in nodes if node not in of_source],
+        [_layer(model, node) for node in nodes if node not in of_source],
         [_source_layer(node) for node in of_source],
     )
 
 
-def _layer(node: ir.Node) -> Layer:
+def _layer(model: ir.Model, node: ir.Node) -> Layer:
     end = _end(node, 4)
     query, key_cache, value_cache, mask = node.inputs
     writes = (_made_by(key_cache, "TensorScatter"), _made_by(value_cache, "TensorScatter"))
-    (query, rotary), (key, other), (value, none) = map(
-        _rows, (query, writes[0].inputs[1], writes[1].inputs[1])
+    given = query, writes[0].inputs[1], writes[1].inputs[1]
+    found = [_rows(each) for each in given]
+    rotary = found[0][1] if found[0] and found[1] and found[0][1] == found[1][1] else None
+    # Rotated otherwise, or through a norm: they come as they are stored, turned back.
+    query, key, value = (
+        rows[0] if rows and rows[1] == wanted else _turned(model, each)
+        for rows, wanted, each in zip(found, (rotary, rotary, None), given, strict=True)
     )
-    if rotary != other or none is not None:
-        raise NotLowered("its queries and keys are not rotated alike")
     assert mask is not None
     return Layer(
         node, end, query, key, value, rotary, writes, mask, size(node.inputs[0], 1),
@@ -78,12 +82,12 @@ def _layer(node: ir.Node) -> Layer:
 
 
 def _source_layer(node: ir.Node) -> SourceLayer:
-    end, (query, rotary) = _end(node, len(node.inputs)), _rows(node.inputs[0])
-    if rotary is not None:
-        raise NotLowered("it rotates what asks for the source")
+    end, rows = _end(node, len(node.inputs)), _rows(node.inputs[0])
+    if rows is None or rows[1] is not None:
+        raise NotLowered("what asks for the source is not turned in the usual way")
     mask = node.inputs[3] if len(node.inputs) > 3 else None
     heads, key_heads = (size(value, 1) for value in node.inputs[:2])
-    return SourceLayer(node, end, query, mask, heads, key_heads)
+    return SourceLayer(node, end, rows[0], mask, heads, key_heads)
 
 
 def _end(node: ir.Node, inputs: int) -> ir.Value:
@@ -121,8 +125,9 @@ def size(value: ir.Value | None, axis: int) -> int:
     return found
 
 
-def _rows(value: ir.Value | None) -> tuple[ir.Value, Rotary | None]:
-    """What is turned, and perhaps rotated, to [B, H, N, D]; as [B, N, H, D] or [B, N, H D]."""
+def _rows(value: ir.Value | None) -> tuple[ir.Value, Rotary | None] | None:
+    """What is turned, and perhaps rotated, to [B, H, N, D]; as [B, N, H, D]. None for what is made
+    otherwise."""
     rotary = None
     node = value.producer() if value is not None else None
     if node is not None and node.op_type == "RotaryEmbedding" and len(node.inputs) == 3:
@@ -131,7 +136,14 @@ def _rows(value: ir.Value | None) -> tuple[ir.Value, Rotary | None]:
         rotary = Rotary(cos, sin, node.attributes.get_int("interleaved", 0))
         node = before.producer()
     if node is None or not _swaps(node):
-        raise NotLowered("its heads are not turned in the usual way")
+        return None
     source = node.inputs[0]
     assert source is not None
     return source, rotary
+
+
+def _turned(model: ir.Model, value: ir.Value | None) -> ir.Value:
+    """[B, N, H, D] from [B, H, N, D]."""
+    swap = ir.node("Transpose", [value], {"perm": (0, 2, 1, 3)})
+    model.graph.append(swap)
+    return swap.outputs[0]

@@ -113,9 +113,9 @@ def _replace(model: ir.Model, layer: Layer, observed: Observed, cache: Cache | N
         num_outputs=3,
     )
     model.graph.append(node)
-    olds = [layer.end, *(write.outputs[0] for write in layer.writes)]
-    for old, new in zip(olds, node.outputs, strict=True):
-        put(old, new)
+    _end_in(model, layer, node)
+    for write, new in zip(layer.writes, node.outputs[1:], strict=True):
+        put(write.outputs[0], new)
     for rows in (*caches, *node.outputs[1:]) if cache else ():
         assert rows is not None and rows.shape is not None
         *sizes, _ = rows.shape
@@ -128,7 +128,18 @@ def _replace_of_source(model: ir.Model, layer: SourceLayer) -> None:
     attributes = {**_attributes(layer), "window": 0, "interleaved": 0}
     node = ir.node("SourceAttention", inputs, attributes, domain=OWN_DOMAIN)
     model.graph.append(node)
-    put(layer.end, node.outputs[0])
+    _end_in(model, layer, node)
+
+
+def _end_in(model: ir.Model, layer: Layer | SourceLayer, node: ir.Node) -> None:
+    """Have who read the layer's result read the node's, [B, N, H D]."""
+    result, shape = node.outputs[0], layer.end.shape
+    if shape is not None and len(shape) == 2:  # Gemm multiplies no more dimensions
+        rows = _constant(model, "host.rows", np.array([-1, shape[1]], np.int64))
+        flat = ir.node("Reshape", [result, rows])
+        model.graph.append(flat)
+        result = flat.outputs[0]
+    put(layer.end, result)
 
 
 def _attributes(layer: Layer | SourceLayer) -> dict[str, Any]:
@@ -156,8 +167,9 @@ def _together(model: ir.Model, layer: Layer) -> list[ir.Value | None]:
 def _flat(model: ir.Model, value: ir.Value) -> ir.Value:
     """[B, N, H D] from [B, N, H, D]: what that was made from, where it was just reshaped."""
     node = value.producer()
-    if node is not None and node.op_type == "Reshape" and node.inputs[0] is not None:
-        return node.inputs[0]
+    before = node.inputs[0] if node is not None and node.op_type == "Reshape" else None
+    if before is not None and before.shape is not None and len(before.shape) == 3:
+        return before
     shape = _constant(model, "host.flat", np.array([0, 0, -1], np.int64))
     flat = ir.node("Reshape", [value, shape])
     model.graph.append(flat)

@@ -30,13 +30,17 @@ from runtime.sampling import kernel
 
 CAPACITY = MAX_LEN + 16  # rows of a slot, at least
 # Plain; packed with biases; norms between; a window; a rotation of longer texts; learned positions.
+# Products of flattened rows; norms of turned heads; part of a head, and neighbours, rotated.
 # Biases of distances; an encoder; one of sound.
 LOWERED = cases(
-    ["llama", "qwen2", "qwen3", "mistral", "t5", "whisper"],
-    ["phi3", "opt", *(name for name in WITH_ENCODER if name != "t5")],
-)
+    ["llama", "qwen2", "qwen3", "mistral", "gpt2", "t5", "whisper"],
+    [
+        "phi3", "opt", "gemma3", "gpt-neox", "cohere", "stablelm", "olmo2",
+        *(name for name in WITH_ENCODER if name != "t5"),
+    ],
+)  # fmt: skip
+TURNED_BACK = {"gemma3", "gpt-neox", "cohere"}  # rotated by nodes of their own
 KEPT = {
-    "gpt2": "products of flattened rows",
     "gemma2": "soft caps",
     "gpt-oss": "sinks",
     "deepseek3": "another width of values",
@@ -50,7 +54,8 @@ def test_attention_is_one_node_and_says_what_it_said(workshop: Workshop, name: s
     assert found["outrider.Attention"] == len(facts.key_shapes)
     of_source = len(facts.encoder.key_shapes) if facts.encoder else 0
     assert found["outrider.SourceAttention"] == of_source
-    assert not found.keys() & {".Attention", ".TensorScatter", ".RotaryEmbedding"}
+    assert not found.keys() & {".Attention", ".TensorScatter"}
+    assert name in TURNED_BACK or not found[".RotaryEmbedding"]
     own, portable = (walk(engine(folder / "target", host=host)) for host in (True, False))
     np.testing.assert_allclose(own, portable, atol=2e-5 * (1 + np.abs(portable).max()), rtol=0)
 
@@ -67,7 +72,7 @@ def test_a_tied_output_matrix_is_not_transposed(workshop: Workshop) -> None:
     assert turned[GRAPH_FILE] and not turned[HOST_FILE]
 
 
-@pytest.mark.parametrize("name", cases(["gpt2", "gemma2"], KEPT))
+@pytest.mark.parametrize("name", cases(["gemma2"], KEPT))
 def test_what_the_operator_cannot_do_has_no_such_graph(workshop: Workshop, name: str) -> None:
     folder = workshop.graphs(workshop.example(name))
     assert not (folder / "target" / HOST_FILE).exists()
@@ -183,7 +188,7 @@ def test_rows_that_eight_bits_cannot_hold_are_refused(workshop: Workshop, tmp_pa
     [
         ("llama", {"dtype": "float16"}, "is for ONNX Runtime on the CPU"),
         ("llama", {"form": "torch"}, "is for ONNX Runtime on the CPU"),
-        ("gpt2", {}, "needs a graph of our own"),
+        ("gemma2", {}, "needs a graph of our own"),
     ],
 )
 def test_rows_of_eight_bits_are_for_this_graph_alone(
