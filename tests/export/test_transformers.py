@@ -10,12 +10,21 @@ graph of its own. Every gamma, in batches of its own: `make test-slow`.
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import pytest
-from checkpoints import WINDOW
+from checkpoints import WINDOW, write_any
 from originals import PROMPTS, Original, check_batch, check_text, greedy, one_thread, original_of
 from rounds import cases
-from workshop import Workshop
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
+from workshop import MAX_LEN, Workshop, traced_once
+
+from export.pair import export as export_pair
+from runtime.files.errors import OutriderError
 
 GAMMAS = (0, 1, 2, 4, 8)
 
@@ -85,3 +94,32 @@ def test_control_a_wrong_cache_row_shows(workshop: Workshop) -> None:
     for event in stream:
         tokens += event.tokens
     assert [token.id for token in tokens] != original_of(checkpoint).text(PROMPTS[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}))
+def test_every_causal_model_is_exported_or_refused_by_name(kind: str, tmp_path: Path) -> None:
+    """Nothing ends in another error, nor in a graph that says something else."""
+    config = CONFIG_MAPPING[kind]
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[config]
+    try:
+        reason = write_any(tmp_path / kind, config, model)
+    except Exception as error:  # noqa: BLE001 - some cannot even be made as they are by default
+        reason = type(error).__name__
+    if reason is not None:
+        pytest.skip(f"no tiny {kind}: {reason}")
+    refusal = None
+    try:
+        with traced_once():
+            pair = export_pair(
+                str(tmp_path / kind), None, tmp_path / "out", max_len=MAX_LEN, cache=tmp_path
+            )
+    except OutriderError as error:
+        refusal = error
+    if refusal is None:
+        assert pair.target.max_difference is not None
+        assert pair.target.max_difference <= pair.target.tolerance
+    elif "Transformers itself cannot run" in refusal.cause:
+        pytest.skip(refusal.cause)
+    else:
+        assert refusal.kind == "architecture", refusal

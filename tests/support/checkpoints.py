@@ -235,3 +235,60 @@ def write(
     model.save_pretrained(folder)
     tokenizer(tokens).save_pretrained(folder)
     return folder
+
+
+# What configurations call the same sizes; each takes those that it has.
+_ANY = {
+    **dict.fromkeys(("vocab_size",), VOCAB_SIZE),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "ffn_hidden_size"), 96),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 96),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), CONTEXT),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+    "num_experts_per_tok": 2, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8,
+    "sliding_window": WINDOW, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 16,
+}  # fmt: skip
+_LARGEST = 20_000_000  # parameters of what is still tiny
+
+
+def write_any(folder: Path, config: type[PretrainedConfig], kind: type) -> str | None:
+    """A checkpoint of any causal model of Transformers; or why there is none as small as that."""
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    usual: Any = config()
+    sizes = {name: size for name, size in _ANY.items() if hasattr(usual, name)}
+    if "kv_lora_rank" in sizes:  # no heads of one size, nor shared ones
+        sizes = {**sizes, "num_key_value_heads": 4}
+        sizes.pop("head_dim", None)
+    reason = ""
+    for without in ("", "head_dim", "sliding_window"):
+        sizes.pop(without, None)
+        try:
+            made: Any = config(**sizes)
+            if getattr(made, "layer_types", None):
+                made.layer_types = [*made.layer_types][:2]
+            with torch.device("meta"):
+                size = sum(parameter.numel() for parameter in kind(made).parameters())
+            break
+        except Exception as error:  # noqa: BLE001 - any configuration's or model's own
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    else:
+        return reason
+    if size > _LARGEST:
+        return f"{size:,} parameters"
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = kind(made)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return None
