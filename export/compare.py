@@ -33,8 +33,9 @@ from .encoder import STATES, arguments, states_of
 TOLERANCE: dict[Dtype | Cache, float] = {
     "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1, "int8": 1e-1,
 }  # fmt: skip
-# Largest roundings of two orders of summing, where layers enlarge them; 15 has been seen.
-_LUCK = {"float32": 30}
+# How many times the original's own rounding error the graph's may be: where layers enlarge what
+# another order of summing changes, 15 has been seen.
+_SLACK = {"float32": 30}
 _LONGEST = 256  # tokens compared; more only where a sliding window is to be seen to slide
 
 
@@ -147,7 +148,7 @@ def compare(
     different lengths, rejected drafts overwritten in place, every logit compared.
 
     Beyond the bound it is `exact` that decides, for some layers make roundings large: the graph may
-    be as far from that as the original's own roundings are, or `_LUCK` times, and the bound more.
+    be as far from that as the original's own roundings are, times `_SLACK`, and the bound more.
     Raises OutriderError "backend" where ONNX Runtime refuses the graph.
     """
     bound = TOLERANCE[cache or dtype] * (1 + float(np.abs(original.logits).max()))
@@ -174,7 +175,7 @@ def compare(
         truth = exact()
         rounding = float(np.abs(original.logits - truth.logits).max())
         bound = TOLERANCE[dtype] * (1 + float(np.abs(truth.logits).max()))
-        bound += _LUCK.get(dtype, 1) * rounding
+        bound += _SLACK.get(dtype, 1) * rounding
         difference = difference_from(truth)
         more = "float64" if dtype == "float32" else "float32"
         what += f"; from the original in {more}, from which its own {dtype} is {rounding:.1e}"
