@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from .backends.engine import source_ids
 from .drafts.registry import KINDS
-from .files.errors import OutriderError
+from .files.errors import OutriderError, refuse_first
 from .sequence import Request
 
 COUNTS_AND_BIASES = ("frequency_penalty", "presence_penalty", "logit_bias")
@@ -61,7 +61,7 @@ def check_request(request: Request, limits: Limits) -> None:
         _check_draft(request, limits)
     counted = () if limits.counts_and_biases else COUNTS_AND_BIASES
     within = f"Choose gamma from 0 to {limits.max_gamma}, or build with MAX_GAMMA."
-    _refuse(
+    refuse_first([
         (gamma < 0, f"gamma={gamma} is negative", within),
         (gamma > limits.max_gamma,
          f"gamma={gamma} is over the {limits.max_gamma} that the bundle was built for", within),
@@ -74,14 +74,7 @@ def check_request(request: Request, limits: Limits) -> None:
         (request.logprobs is not None and not 0 <= request.logprobs <= limits.vocab_size,
          f"logprobs={request.logprobs} is out of range",
          f"Choose from 0 to {limits.vocab_size}, the number of tokens that there are."),
-    )  # fmt: skip
-
-
-def _refuse(*rules: tuple[object, str, str]) -> None:
-    """Raise OutriderError "option" with cause and remedy of the first rule that is broken."""
-    for broken, cause, remedy in rules:
-        if broken:
-            raise OutriderError("option", cause, remedy)
+    ])  # fmt: skip
 
 
 def check_ids(prompt: Sequence[int], embeddings: int, what: str = "prompt") -> None:
@@ -110,7 +103,7 @@ def _check_draft(request: Request, limits: Limits) -> None:
     kind, stops = KINDS[name], request.draft_threshold > 0
     if name not in limits.kinds:
         raise _absent(name, request.gamma, limits)
-    _refuse(
+    refuse_first([
         (kind.point_masses and request.params.verify == "sigmoid",
          "verify=sigmoid needs the draft's logits, and a lookup has none",
          "Use verify=token, or the draft model."),
@@ -134,7 +127,7 @@ def _check_draft(request: Request, limits: Limits) -> None:
         (stops and request.policy is not None,
          "draft_threshold and a gamma that is chosen for each round are two ways to stop early",
          "Use one of them."),
-    )  # fmt: skip
+    ])  # fmt: skip
 
 
 def _absent(name: str, gamma: int, limits: Limits) -> OutriderError:

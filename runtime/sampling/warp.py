@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ..files.errors import OutriderError, is_whole
+from ..files.errors import OutriderError, is_whole, refuse_first
 from .distribution import Distribution, FloatRow
 
 # A nucleus is full at this much less than top_p, as a share of the whole: float32 weights decide
@@ -67,7 +67,7 @@ class SamplingParams:
             if not fits(getattr(self, name)):
                 raise self._out_of_range(name, legal)
         object.__setattr__(self, "logit_bias", self._ordered_bias())
-        conflicts = (
+        refuse_first([
             (self.lenience != 1 and self.verify != "token",
              f"lenience={self.lenience!r} is not defined for verify={self.verify}",
              "Use lenience with verify=token, or leave it at 1."),
@@ -77,10 +77,7 @@ class SamplingParams:
             (self.verify != "sigmoid" and (self.sigmoid_alpha, self.sigmoid_beta) != (-1e3, 1e3),
              f"sigmoid_alpha and sigmoid_beta have no effect with verify={self.verify}",
              "Use verify=sigmoid, or leave them out."),
-        )  # fmt: skip
-        for broken, cause, remedy in conflicts:
-            if broken:
-                raise OutriderError("option", cause, remedy)
+        ])  # fmt: skip
 
     @property
     def settled(self) -> bool:
