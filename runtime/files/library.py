@@ -15,13 +15,13 @@ def find_library() -> Path | None:
     return next((path for folder in FOLDERS if (path := folder / LIBRARY).is_file()), None)
 
 
-def add_operators(options: Any, library: Path | None = None) -> None:
+def add_operators(options: Any) -> None:
     """Tell ONNX Runtime of the operators of plugins/onnxruntime.
 
-    options: its SessionOptions. library: None takes what is found. Raises FileNotFoundError, and
-    what ONNX Runtime raises where it cannot load the library or is too old for it.
+    options: its SessionOptions. Raises FileNotFoundError, and what ONNX Runtime raises where it
+    cannot load the library or is too old for it.
     """
-    library = library or find_library()
+    library = find_library()
     if library is None:
         raise FileNotFoundError(f"{LIBRARY} is not there")
     options.register_custom_ops_library(str(library))

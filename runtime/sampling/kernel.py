@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..files.errors import OutriderError
-from ..files.library import FOLDERS, LIBRARY
+from ..files.library import LIBRARY, find_library
 from .rules import no_draft_logits
 from .sampler import Array, Ids, SlotSampling
 from .warp import broken_row
@@ -97,11 +97,10 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL:
-    """The library that `FOLDERS` hold. Raises OutriderError("backend")."""
-    for folder in FOLDERS:
-        if (folder / LIBRARY).is_file():
-            return load_file(folder / LIBRARY)
-    raise OutriderError("backend", f"{LIBRARY} is not there", _REMEDY)
+    """The library that is found. Raises OutriderError("backend")."""
+    if (path := find_library()) is None:
+        raise OutriderError("backend", f"{LIBRARY} is not there", _REMEDY)
+    return load_file(path)
 
 
 def load_file(path: Path) -> ctypes.CDLL:

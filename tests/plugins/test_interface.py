@@ -12,6 +12,7 @@ from samplers import TOKEN, open_backend
 from test_philox import KNOWN_ANSWERS
 
 from plugins.tools.build import BuildError, build, find_compiler, includes
+from runtime.files import library
 from runtime.files.errors import OutriderError
 from runtime.gpu import launch as cuda_kernel
 from runtime.sampling import kernel
@@ -120,7 +121,7 @@ def test_illegal_calls_are_refused_with_a_text(native):
 
 
 def test_a_missing_or_foreign_library_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernel, "FOLDERS", (tmp_path,))
+    monkeypatch.setattr(library, "FOLDERS", (tmp_path,))
     kernel.load.cache_clear()
     try:
         assert kernel.unavailable().startswith("liboutrider.so is not there. Run make plugins")
