@@ -26,6 +26,7 @@ import numpy.typing as npt
 from ..backends.engine import Engine, Logits, Source
 from ..files.errors import OutriderError, is_whole
 from ..sampling.processors import LogitsProcessor
+from ..sampling.softmax import log_softmax
 from ..sampling.warp import NO_TOKEN, broken_row, within
 from .pool import Pool, PoolStats, Tokens
 
@@ -198,14 +199,6 @@ def advance(
 def contained(beam: Iterable[Hypothesis], known: Collection[Tokens]) -> bool:
     """Whether the target knows the logits after every hypothesis that can go on."""
     return all(tokens in known for tokens in _unfinished(beam))
-
-
-def log_softmax(row: Logits) -> npt.NDArray[np.float64]:
-    """Of raw logits [V], in float64."""
-    logits = row.astype(np.float64)
-    logits -= logits.max()
-    shifted: npt.NDArray[np.float64] = logits - np.log(np.exp(logits).sum())
-    return shifted
 
 
 def _best(totals: npt.NDArray[np.float64], count: int) -> list[int]:
