@@ -28,14 +28,12 @@ class ChatTemplate:
     def _template(self) -> jinja2.Template:
         return _environment().from_string(self._source)
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
-    ) -> str:
-        """The prompt text of a conversation, as Transformers' `apply_chat_template` renders it.
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt text of a conversation, as Transformers' `apply_chat_template` renders it; it
+        ends with the header of the assistant's turn.
 
-        messages: dicts with `role`, `content` and whatever else the template reads.
-        add_generation_prompt: end with the header of the assistant's turn. Raises OutriderError
-        "prompt" when there is no message, or the template fails.
+        messages: dicts with `role`, `content` and whatever else the template reads. Raises
+        OutriderError "prompt" when there is no message, or the template fails.
         """
         if not messages:
             raise OutriderError("prompt", "the conversation is empty", "Pass at least one message.")
@@ -44,7 +42,7 @@ class ChatTemplate:
                 messages=[_plain_message(message) for message in messages],
                 tools=None,  # defined: templates test `tools is not none`
                 documents=None,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=True,
                 **self._special_tokens,
             )
         except Exception as error:

@@ -113,15 +113,13 @@ class Tokenizer:
         """The id of a special token by its text; those are left out of decoded text."""
         return self._model.token_to_id(text) if text in self._skipped else None
 
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
-    ) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt text of a conversation; see `ChatTemplate.render`."""
         if self._chat is None:
             raise OutriderError(
                 "prompt", "this checkpoint has no chat template", "Pass plain text as the prompt."
             )
-        return self._chat.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._chat.render(messages)
 
     def piece(self, token: int, skip_special_tokens: bool = True) -> str | None:
         """The vocabulary's spelling of one token; None if it is not part of the text."""
@@ -204,13 +202,11 @@ class StopStrings:
     The stop that is complete first wins; of several that end at the same character, the longest.
     It is the one rule that needs no look-ahead and depends on the text alone, not on how tokens
     cut it: with stops "bcd" and "c", "abcd" ends at "c" in whatever pieces it comes.
-    stops: a lone string is one. Raises OutriderError "option" for an empty one.
+    stops: none of them empty.
     """
 
     def __init__(self, stops: Sequence[str]):
-        self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
-        if not all(self._stops):
-            raise OutriderError("option", "a stop string is empty", "Leave it out")
+        self._stops = tuple(stops)
         self._held = ""
         self._matched: str | None = None
 
