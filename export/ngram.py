@@ -7,7 +7,6 @@ Unigrams, bigrams, and pairs of tokens further apart, in one file that
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from runtime.files.errors import (
     interrupts_wait,
     run_command,
 )
+from runtime.files.folders import replacing
 
 if TYPE_CHECKING:
     from runtime.drafts.tables import Tables
@@ -102,17 +102,6 @@ def _check_place(path: Path) -> None:
         )
 
 
-def _write(tables: Tables, path: Path) -> None:
-    """The whole file or none of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        tables.save(partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def parser() -> argparse.ArgumentParser:
     made = CommandParser(
         prog="python -m export.ngram",
@@ -144,7 +133,9 @@ def _main(args: argparse.Namespace) -> int:
         raise OutriderError("option", f"distances={args.distances} is out of range", "Use 1 to 64.")
     _check_place(args.out)
     tables, tokens = count(args.tokenizer, args.texts, args.distances)
-    _write(tables, args.out)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(args.out) as new:
+        tables.save(new)
     pairs = len(tables.pairs[0][1])
     print(
         f"{args.out}: {tokens:,} tokens, {len(tables.unigram):,} in the vocabulary, {pairs:,} "

@@ -21,6 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from runtime.bundle import load
 from runtime.cli.prompts import prompt_from, source_name
 from runtime.files.errors import CommandParser, OutriderError, run_command
+from runtime.files.folders import replacing
 from runtime.files.manifest import Manifest
 from runtime.text.options import Options
 from runtime.theory.formulas import speedup
@@ -109,15 +110,10 @@ def check_place(page: Path) -> None:
 
 
 def write(text: str, page: Path) -> None:
-    """In one step: whole or not at all."""
     page.parent.mkdir(parents=True, exist_ok=True)
-    partial = page.with_name(f".{page.name}.partial-{os.getpid()}")
-    try:
+    with replacing(page) as new:
         # A token may be half a surrogate pair to some tokenizers.
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-        partial.replace(page)
-    finally:
-        partial.unlink(missing_ok=True)
+        new.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def prompts_of(source: str | None) -> list[str]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.files.errors import OutriderError, first_line
+from runtime.files.folders import replacing
 from runtime.files.manifest import GRAPH_FILE, EngineFacts, GraphFacts, Profile
 from runtime.files.progress import Stage, stage
 
@@ -276,11 +277,10 @@ def use_timings(config: Any, file: Path) -> None:
 
 def keep_timings(config: Any, file: Path) -> None:
     """What was measured, for the next build; a disk that takes no cache fails no build."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(config.get_timing_cache().serialize())
-        partial.replace(file)
+        with replacing(file) as new:
+            new.write_bytes(config.get_timing_cache().serialize())
 
 
 def with_fixed_rows(path: str, capacity: int, what: str) -> bytes:

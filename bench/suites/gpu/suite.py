@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from runtime.files.errors import CommandParser, first_line, run_command
+from runtime.files.folders import replacing
 
 from ...core import machine
 from ...core.machine import CHECKOUT
@@ -288,9 +289,8 @@ def goal(value: float, limit: float, *, at_least: bool = False) -> dict[str, Any
 def save(path: Path, report: dict[str, Any]) -> None:
     """In one step: what breaks later does not lose what is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".partial")
-    fresh.write_text(json.dumps(report, indent=1) + "\n")
-    fresh.replace(path)
+    with replacing(path) as new:
+        new.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
