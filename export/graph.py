@@ -31,7 +31,7 @@ from runtime.files.torch_files import ENCODER_WEIGHTS_FILE, WEIGHTS_FILE
 
 from .decoder import Example
 from .weights.layers import PRODUCT
-from .weights.operators import dense_tables, dequantise_linear
+from .weights.operators import dense_tables, dequantise_linear, initializer
 
 OPSET = 24
 # A constant larger than this many elements is a weight, not shape arithmetic.
@@ -165,16 +165,6 @@ def _transpose_weights(model: ir.Model) -> None:
         ir.convenience.replace_all_uses_with(node.outputs[0], initializer(model, stored))
         model.graph.remove(node, safe=True)
         del model.graph.initializers[source.name]
-
-
-def initializer(model: ir.Model, tensor: ir.TensorProtocol) -> ir.Value:
-    """A new weight, or constant, of the graph."""
-    assert isinstance(tensor.shape, ir.Shape)
-    value = ir.Value(
-        name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
-    )
-    model.graph.register_initializer(value)
-    return value
 
 
 def _pack_products(model: ir.Model) -> None:

@@ -27,8 +27,8 @@ from runtime.files.manifest import (
 )
 from runtime.files.torch_files import ENCODER_WEIGHTS_FILE
 
-from ..graph import initializer, saving
-from ..weights.operators import OWN_DOMAIN, own_operators, put
+from ..graph import saving
+from ..weights.operators import OWN_DOMAIN, initializer, own_operators, put
 from .attention import Layer, NotLowered, SourceLayer, layers_of, size
 from .observing import Observed, observe, see_all_rows
 

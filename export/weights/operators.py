@@ -35,9 +35,7 @@ def dense_tables(model: ir.Model) -> None:
 
         shape, name = ir.Shape(levels.shape.numpy()), f"{levels.name}.dense"
         lazy = ir.LazyTensor(materialise, dtype=table.dtype, shape=shape, name=name)
-        made = ir.Value(name=name, shape=shape, type=ir.TensorType(table.dtype), const_value=lazy)
-        model.graph.register_initializer(made)
-        ir.convenience.replace_all_uses_with(table, made)
+        ir.convenience.replace_all_uses_with(table, initializer(model, lazy))
         model.graph.remove(node, safe=True)
 
 
@@ -82,10 +80,7 @@ def _turned(
         turned = np.ascontiguousarray(tensor.numpy().T).reshape(shape.numpy())
         return ir.tensor(turned.astype(dtype.numpy(), copy=False), dtype=dtype)
 
-    lazy = ir.LazyTensor(materialise, dtype=dtype, shape=shape, name=name)
-    made = ir.Value(name=name, shape=shape, type=ir.TensorType(dtype), const_value=lazy)
-    model.graph.register_initializer(made)
-    return made
+    return initializer(model, ir.LazyTensor(materialise, dtype=dtype, shape=shape, name=name))
 
 
 @dataclass(frozen=True)
@@ -169,8 +164,7 @@ def _packed_values(model: ir.Model, stored: _Stored, name: str) -> list[ir.Value
         shape = ir.Shape([panels, blocks, size])
         own = f"{name}.{('levels', 'scales')[part]}"
         lazy = ir.LazyTensor(materialise, dtype=dtype, shape=shape, name=own)
-        values.append(ir.Value(name=own, shape=shape, type=ir.TensorType(dtype), const_value=lazy))
-        model.graph.register_initializer(values[-1])
+        values.append(initializer(model, lazy))
     return values
 
 
@@ -193,6 +187,16 @@ def _replace(model: ir.Model, old: ir.Node, new: ir.Node) -> None:
     model.graph.insert_before(old, new)
     put(old.outputs[0], new.outputs[0])
     model.graph.remove(old, safe=True)
+
+
+def initializer(model: ir.Model, tensor: ir.TensorProtocol) -> ir.Value:
+    """A new weight, or constant, of the graph."""
+    assert isinstance(tensor.shape, ir.Shape)
+    value = ir.Value(
+        name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+    )
+    model.graph.register_initializer(value)
+    return value
 
 
 def put(old: ir.Value, new: ir.Value) -> None:
