@@ -222,7 +222,7 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
     role, checkpoint = wanted.role, wanted.checkpoint
     with stage(role, "load") as said:
         model = load(checkpoint, wanted.torch_dtype)
-        parameters, vocab_size = model.num_parameters(), _width(model)
+        parameters, vocab_size = model.num_parameters(), quality.width(model)
         said.note = f"{parameters / 1e6:,.1f} M parameters, {checkpoint.architecture}"
         if checkpoint.packed:
             said.note += f", {checkpoint.packed}, made {wanted.dtype}"
@@ -411,12 +411,6 @@ def _check_space(folder: Path, wanted: Wanted) -> None:
             f"{need / 2**20:,.0f}",
             "Free some space, or set another --cache.",
         )
-
-
-def _width(model: PreTrainedModel) -> int:
-    """V of the logits. No variable of the caller may hold a weight: it would keep all mapped."""
-    outputs: torch.nn.Linear = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return int(outputs.weight.shape[0])
 
 
 def _reason(error: BaseException) -> str:

@@ -100,14 +100,11 @@ def _ids(checkpoint: Checkpoint, config: GenerationConfig, field: str) -> dict[s
 
 def _tokens(checkpoint: Checkpoint, field: str, found: Any) -> list[int]:
     width = checkpoint.text_config.vocab_size
-    odd = [i for i in found if type(i) is not int or not 0 <= i < width] if _list(found) else found
-    if odd or not _list(found):
+    known = isinstance(found, list)
+    odd = [i for i in found if type(i) is not int or not 0 <= i < width] if known else found
+    if odd or not known:
         raise _odd(checkpoint, f"{field} has {repr(odd)[:60]}, and there are {width} tokens")
     return list(found)
-
-
-def _list(value: object) -> bool:
-    return isinstance(value, list)
 
 
 def _odd(checkpoint: Checkpoint, what: str) -> OutriderError:

@@ -54,7 +54,7 @@ def write(model: PreTrainedModel, texts: int, length: int) -> Texts:
     if not model.config.is_encoder_decoder:
         return Texts(sample(model, texts, length))
     random = torch.Generator().manual_seed(0)
-    noise = torch.randint(_width(model), (texts, length), generator=random)
+    noise = torch.randint(width(model), (texts, length), generator=random)
     sources = sample(model, texts, length, sources=noise)
     return Texts(sample(model, texts, length, sources=sources, seed=1), sources)
 
@@ -96,10 +96,10 @@ def sample(
         with torch.inference_mode():
             inputs = {"encoder_outputs": model.get_encoder()(**reading(model, sources))}
     ids = torch.empty(texts, length, dtype=torch.int64)
-    if isinstance(first, int) and 0 <= first < _width(model):
+    if isinstance(first, int) and 0 <= first < width(model):
         ids[:, 0] = first
     else:
-        ids[:, 0] = torch.randint(_width(model), (texts,), generator=random)
+        ids[:, 0] = torch.randint(width(model), (texts,), generator=random)
     cache = None
     with torch.inference_mode():
         for i in range(1, length):
@@ -111,7 +111,8 @@ def sample(
     return ids
 
 
-def _width(model: PreTrainedModel) -> int:
+def width(model: PreTrainedModel) -> int:
+    """V of the logits. No variable of the caller may hold a weight: it would keep all mapped."""
     outputs: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     return int(outputs.weight.shape[0])
 

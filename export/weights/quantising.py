@@ -107,10 +107,9 @@ class Quantising:
     def _say(self, model: PreTrainedModel) -> torch.Tensor:
         return compare.logits(model, self._texts.ids, self._texts.one_by_one)
 
-    def again(self, model: PreTrainedModel) -> PreTrainedModel:
+    def again(self, model: PreTrainedModel) -> None:
         """The same levels in another copy of the model."""
         requantise(model, self._found)
-        return model
 
     def measure(self, engine: Path | None, dtype: Dtype) -> Quality:
         """engine: the graph that will run, where it rounds what it multiplies; None takes the
