@@ -21,7 +21,6 @@ def quantise_model(
     model: PreTrainedModel,
     bits: Bits,
     texts: Texts | None = None,  # that the model wrote
-    output_bits: Bits = 8,
     keep: bool = False,  # the levels of what lies on some already
     rows: Rows | None = None,  # what has 8 bits has a scale a row, and such levels
 ) -> dict[str, Quantised]:
@@ -72,13 +71,8 @@ def quantise_model(
         for name in (*inner, ends[0]) if keep and not (rows and bits == 8) else ():
             take(name, lambda weight: recover(weight.numpy(), bits))
         # The ends first: what the layers see of the embedding is to be what they will see of it.
-        most: Bits = 8 if bits == 8 else output_bits
-        if texts is not None and most == 4:
-            inputs = arguments(model, texts.ids, texts.sources)
-            seen = factor(model.base_model(**inputs).last_hidden_state.flatten(0, -2))
-            take(ends[0], lambda weight: quantise_with_feedback(weight, seen, 4))
-        take(ends[0], nearest(most))
-        take(ends[1], nearest(8))
+        for name in ends:
+            take(name, nearest(8))
         if texts is not None:
             waiting = {name: places[name] for name in inner if name not in found}
             _pass(model, texts, waiting, take)
