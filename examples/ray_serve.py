@@ -34,7 +34,7 @@ class Replica:
         """One after another from a slot, which is free once Serve cancels this: a client left."""
         try:
             for index, (prompt, options) in enumerate(requests):
-                with closing(self.engine.stream(prompt, **vars(options))) as events:
+                with closing(self.engine.stream(prompt, options)) as events:
                     while events.result is None:
                         event = await asyncio.wrap_future(self.pool.submit(next, events))
                         said = event if stream else event.result

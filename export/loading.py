@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     PretrainedConfig,
@@ -19,6 +21,7 @@ from transformers import (
 )
 
 from runtime.files.errors import OutriderError, first_line
+from runtime.files.progress import note
 
 from .checkpoint import Checkpoint, refuse_architecture
 from .decoder import NAME, Stored, UnsupportedArchitecture, traced_layers
@@ -59,13 +62,13 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     }  # fmt: skip
     try:
         if checkpoint.packed:
-            kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.config)]
+            kind: Any = _causal(checkpoint)[1][type(checkpoint.config)]
             tensors = checkpoint.packed.tensors()
             model, info = kind.from_pretrained(
                 None, config=checkpoint.config, state_dict=tensors, **options
             )
         else:
-            kind = AutoModelForSeq2SeqLM if checkpoint.has_encoder else AutoModelForCausalLM
+            kind = AutoModelForSeq2SeqLM if checkpoint.has_encoder else _causal(checkpoint)[0]
             kind = AutoModelForSpeechSeq2Seq if checkpoint.features else kind
             model, info = kind.from_pretrained(checkpoint.path, trust_remote_code=False, **options)
     except OutriderError:
@@ -110,7 +113,53 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     _freeze_rope(model)
     model.train(False)
     model.requires_grad_(False)
+    if checkpoint.text_config is not checkpoint.config and not checkpoint.has_encoder:
+        _keep_text(model, checkpoint)
+    if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
+        reason = "Transformers does not say which is its output matrix"
+        raise refuse_architecture(checkpoint.source, checkpoint.config, reason)
     return model
+
+
+def _causal(checkpoint: Checkpoint) -> tuple[Any, Any]:
+    """Transformers' class for such decoders, and its mapping: of what also sees or hears, the class
+    that the checkpoint names, which has all of its weights."""
+    kind = type(checkpoint.config)
+    several: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING.get(kind, None)
+    if several is not None and (
+        kind not in MODEL_FOR_CAUSAL_LM_MAPPING or checkpoint.architecture == several.__name__
+    ):
+        return AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING
+    return AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+class _Absent(torch.nn.Module):
+    """In the place of a tower; some models ask one where it is, whatever they are given."""
+
+    device = torch.device("cpu")
+
+
+def _keep_text(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Let go of what no text runs through: what sees or hears, and what projects from there."""
+    ran = set()
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _: ran.add(module))
+        for module in model.modules()
+    ]
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.tensor([[0, 1]]))
+    except Exception as error:  # noqa: BLE001 - any model code may fail in any way here
+        reason = f"it does not run on text alone ({first_line(error)})"
+        raise refuse_architecture(checkpoint.source, checkpoint.config, reason) from None
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for parent in (model, model.base_model):
+        for name, child in [*parent.named_children()]:
+            if ran.isdisjoint(child.modules()):
+                setattr(parent, name, _Absent())
+    note(f"{checkpoint.source}: its text decoder alone is exported, without images or sound")
 
 
 def give_back() -> None:

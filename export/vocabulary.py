@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def carry(
     backend.no_padding()
     # Not backend.save: an error of the disk arrives there as a bare Exception.
     (folder / TOKENIZER_FILE).write_text(backend.to_str(), encoding="utf-8")
-    template = _chat_template(tokenizer)
+    template = _chat_template(checkpoint, tokenizer)
     if template is not None:
         (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
     special = {
@@ -262,7 +263,7 @@ _CONVERSATIONS: list[list[dict[str, Any]]] = [
 
 def check_chat_template(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> None:
     """Render the shortest conversation. Raises OutriderError "checkpoint" where none can be."""
-    template = _chat_template(tokenizer)
+    template = _chat_template(checkpoint, tokenizer)
     if template is None:
         return
     for conversation in _CONVERSATIONS:
@@ -280,7 +281,18 @@ def check_chat_template(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFa
     )
 
 
-def _chat_template(tokenizer: PreTrainedTokenizerFast) -> str | None:
+def _chat_template(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> str | None:
     template = tokenizer.chat_template
+    # Where models of several media had theirs, which Transformers hands to their processor alone.
+    file = checkpoint.path / "chat_template.json"
+    if template is None and file.is_file():
+        try:
+            template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise OutriderError(
+                "checkpoint",
+                f"{checkpoint.source}/{file.name} cannot be read: {first_line(error)}",
+                "Download the checkpoint again, or remove that file.",
+            ) from None
     # Several named templates: the one called default is what apply_chat_template takes.
     return template.get("default") if isinstance(template, dict) else template

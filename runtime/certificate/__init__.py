@@ -156,11 +156,11 @@ def check(engine: TextEngine, prompt: Prompt | None, options: Options) -> Certif
     repeated = 0 if params.verify == "coupled" and request.gamma else None
     for seed in seeds:
         seeded = replace(options, seed=seed)
-        result = engine.generate(prompt, **vars(seeded))
+        result = engine.generate(prompt, seeded)
         drafted += result.stats.drafted
         texts.append(result.token_ids)
         if repeated is not None:
-            plainly = engine.generate(prompt, **vars(seeded.plain())).token_ids
+            plainly = engine.generate(prompt, seeded.plain()).token_ids
             repeated += plainly == texts[-1]
         if sum(map(len, texts)) >= TOKENS and params.temperature:
             texts[-1] = texts[-1][: TOKENS - sum(map(len, texts[:-1]))]

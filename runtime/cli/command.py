@@ -74,7 +74,7 @@ def _single(session: Session, prompt: Prompt | None) -> None:
         few = min(WARM_UP, options.max_new_tokens)
         for warm_up in (options, plain_options):
             short = replace(warm_up, max_new_tokens=few, min_new_tokens=0, stop=(), ignore_eos=True)
-            engine.generate(prompt, **vars(short))
+            engine.generate(prompt, short)
     if args.color:
         err.line(report.legend())
     result = _text(session, prompt)
@@ -87,7 +87,7 @@ def _single(session: Session, prompt: Prompt | None) -> None:
     if args.stats == "detailed":
         err.lines(report.detailed(result.stats))
     if args.baseline:
-        plain = engine.generate(prompt, **vars(plain_options))
+        plain = engine.generate(prompt, plain_options)
         same = greedy or options.verify == "coupled"
         objects["baseline"] = report.baseline_object(result, plain, same=same)
         err.line(report.baseline(result, plain, same=same))
@@ -113,7 +113,7 @@ def _single(session: Session, prompt: Prompt | None) -> None:
 def _text(session: Session, prompt: Prompt | None) -> Result:
     """Generate, and show the text as it comes or at the end (with --json not at all)."""
     args, out = session.args, session.out
-    stream = session.engine.stream(prompt, **vars(session.options))
+    stream = session.engine.stream(prompt, session.options)
     try:
         shown = session.show(stream)
     except OutriderError:

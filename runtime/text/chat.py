@@ -28,6 +28,29 @@ class ChatTemplate:
     def _template(self) -> jinja2.Template:
         return _environment().from_string(self._source)
 
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether it reads a list of parts alone, as those of models that see do: text by itself
+        would be left out without a word."""
+        probe = "plain text"
+
+        def says(content: object) -> bool:
+            try:
+                return probe in self._rendered([{"role": "user", "content": content}])
+            except Exception:  # noqa: BLE001 - the template's own code, which may raise anything
+                return False
+
+        return not says(probe) and says([{"type": "text", "text": probe}])
+
+    def _rendered(self, messages: list[dict[str, Any]]) -> str:
+        return self._template.render(
+            messages=messages,
+            tools=None,  # defined: templates test `tools is not none`
+            documents=None,
+            add_generation_prompt=True,
+            **self._special_tokens,
+        )
+
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt text of a conversation, as Transformers' `apply_chat_template` renders it; it
         ends with the header of the assistant's turn.
@@ -38,13 +61,10 @@ class ChatTemplate:
         if not messages:
             raise OutriderError("prompt", "the conversation is empty", "Pass at least one message.")
         try:
-            return self._template.render(
-                messages=[_plain_message(message) for message in messages],
-                tools=None,  # defined: templates test `tools is not none`
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-            )
+            plain = [_plain_message(message) for message in messages]
+            if self._takes_parts:
+                plain = [_in_parts(message) for message in plain]
+            return self._rendered(plain)
         except Exception as error:
             raise OutriderError(
                 "prompt",
@@ -66,6 +86,12 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if reasoning is None:
         return plain
     return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 class _Dict:

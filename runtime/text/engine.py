@@ -88,22 +88,27 @@ class TextEngine:
 
     # What users call
 
-    def generate(self, prompt: Prompt | None = None, **options: Any) -> Result:
+    def generate(
+        self, prompt: Prompt | None = None, options: Options | None = None, **more: Any
+    ) -> Result:
         """The whole text. prompt: text, token ids, or chat messages; None beside a source that says
-        it all. options: see `Options`."""
-        for event in self.stream(prompt, **options):
+        it all. options: `Options`, None for the usual ones. more: fields of them, which win."""
+        for event in self.stream(prompt, options, **more):
             if event.result is not None:
                 return event.result
         raise AssertionError("a stream ends with a result")
 
-    def stream(self, prompt: Prompt | None = None, **options: Any) -> Stream:
-        """The text as it comes, an event a round; see `Stream`."""
-        return Stream(self, *self.prepare(prompt, Options(**options)))
+    def stream(
+        self, prompt: Prompt | None = None, options: Options | None = None, **more: Any
+    ) -> Stream:
+        """The text as it comes, an event a round; see `Stream`. Takes what `generate` takes."""
+        return Stream(self, *self.prepare(prompt, replace(options or Options(), **more)))
 
     def batch(
         self,
         prompts: Iterable[Prompt | tuple[Prompt | None, Options] | None],
-        **options: Any,
+        options: Options | None = None,
+        **more: Any,
     ) -> Batch:
         """Run requests in all slots at once, each joining when a slot is free.
 
@@ -117,7 +122,7 @@ class TextEngine:
             raise OutriderError(
                 "prompt", "batch was given one prompt", "Pass a list of prompts, or use generate."
             )
-        return Batch(self, iter(prompts), Options(**options))
+        return Batch(self, iter(prompts), replace(options or Options(), **more))
 
     def transcribe(
         self,

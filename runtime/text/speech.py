@@ -106,7 +106,7 @@ def transcribe(
             seed=((usual.seed or 0) + calls) % 2**64,
         )  # fmt: skip
         calls += 1
-        result = engine.generate(prompt, **vars(asked))
+        result = engine.generate(prompt, asked)
         stats.add(result.stats)
         return result.tokens
 

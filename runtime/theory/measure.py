@@ -11,6 +11,7 @@ from ..costs import RoundCosts
 from ..files.errors import OutriderError, refuse_first
 from ..stats import Stats
 from ..text.engine import TextEngine
+from ..text.options import Options
 from .formulas import best_gamma, break_even, oracle, speedup, table
 
 WARM_UP = 16  # tokens
@@ -34,10 +35,13 @@ def measure(
     texts: dict[int, list[Stats]] = {gamma: [] for gamma in range(engine.decoder.max_gamma + 1)}
     for number, prompt in enumerate(prompts):
         for gamma, some in texts.items():
-            options = {"gamma": gamma, "temperature": temperature, "seed": number}
+            options = Options(
+                max_new_tokens=tokens, ignore_eos=True, temperature=temperature, seed=number,
+                gamma=gamma,
+            )  # fmt: skip
             if number == 0:
-                engine.generate(prompt, max_new_tokens=WARM_UP, ignore_eos=True, **options)
-            stats = engine.generate(prompt, max_new_tokens=tokens, ignore_eos=True, **options).stats
+                engine.generate(prompt, options, max_new_tokens=WARM_UP)
+            stats = engine.generate(prompt, options).stats
             if stats.rounds:
                 some.append(stats)
     return texts

@@ -53,7 +53,7 @@ def ways(engine: TextEngine) -> Iterator[dict[str, Any]]:
 
 
 def said(engine: TextEngine, options: Options, **way: Any) -> Said:
-    results = [engine.generate(prompt, **vars(replace(options, **way))) for prompt in PROMPTS]
+    results = [engine.generate(prompt, replace(options, **way)) for prompt in PROMPTS]
     return [(result.token_ids, result.logprobs) for result in results]
 
 

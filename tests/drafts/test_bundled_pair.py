@@ -84,8 +84,8 @@ def test_the_output_is_the_targets(
     assert certificate.passed, certificate.lines()
     assert certificate.drafted > 0
     if options is GREEDY:
-        plain = engine.generate(PROMPT, **vars(replace(options, gamma=0))).token_ids
-        drafted = engine.generate(PROMPT, **vars(replace(options, **WAYS[way]))).token_ids
+        plain = engine.generate(PROMPT, replace(options, gamma=0)).token_ids
+        drafted = engine.generate(PROMPT, replace(options, **WAYS[way])).token_ids
         assert drafted == plain or certificate.near_ties
 
 

@@ -29,12 +29,13 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 def write(
     folder: Path, source: Path, packer: Packer, **quantization: Any
 ) -> dict[str, torch.Tensor]:
-    """The checkpoint `source` with packed projections. Returns the dense tensors that it means."""
+    """The checkpoint `source` with packed projections, but for those that see. Returns the dense
+    tensors that it means."""
     shutil.copytree(source, folder)
     dense = load_file(folder / "model.safetensors")
     stored, rng = {}, np.random.default_rng(3)
     for name, tensor in dense.items():
-        if not name.endswith("proj.weight"):
+        if not name.endswith("proj.weight") or name.startswith("visual."):
             stored[name] = tensor
             continue
         rows, width = tensor.shape

@@ -4,6 +4,7 @@ are found again in it. Damaged ones are one line."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from checkpoints import EOS, VOCAB_SIZE
 from exported import Refused, command, edit_weights, text
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from workshop import MAX_LEN, Workshop, traced_once
@@ -134,6 +136,19 @@ def test_folders(
     for bits in (4, 8):
         carried = [carries(tensor, bits) for name, tensor in tensors.items() if "proj" in name]
         assert all(carried) if exact and bits >= exact else not any(carried)
+
+
+def test_the_packed_text_of_a_model_that_sees(workshop: Workshop, tmp_path: Path) -> None:
+    """Its files name their tensors otherwise than the model does."""
+    source = workshop.checkpoint("qwen2.5-vl", **SIZES)
+    packer, config, *_ = FOLDERS["GPTQ, 4 bits"]
+    dense = packers.write(tmp_path / "packed", source, packer, **config)
+    shutil.copytree(source, tmp_path / "dense")
+    save_file(dense, tmp_path / "dense/model.safetensors", {"format": "pt"})
+    wanted = loaded(tmp_path / "dense")
+    assert different(loaded(tmp_path / "packed"), wanted) == []
+    assert different(loaded(source), wanted) != []
+    assert not any("visual" in name for name in wanted)  # they are let go of
 
 
 def carries(tensor: torch.Tensor, bits: Any) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import WINDOW, write_any
@@ -20,6 +21,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 from workshop import MAX_LEN, Workshop, traced_once
 
@@ -29,9 +32,9 @@ from runtime.files.errors import OutriderError
 GAMMAS = (0, 1, 2, 4, 8)
 
 # One of each way to build a decoder: tied and grouped; a window; biases; norms of queries and keys;
-# soft caps and mixed windows; packed products; learned positions; experts. The others are near one
-# of them.
-FAST = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "mixtral"]
+# soft caps and mixed windows; packed products; learned positions; experts; positions of three
+# numbers. The others are near one of them.
+FAST = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "mixtral", "qwen2.5-vl"]
 SLOW = [
     "llama3", "gemma3", "opt", "phi3", "gpt-neox", "olmo2", "gemma", "phi", "phi3-longrope",
     "llama-dynamic", "stablelm", "granite", "cohere", "smollm3", "starcoder2", "qwen3-moe",
@@ -68,7 +71,7 @@ def test_greedy_text_is_that_of_transformers(
         check_batch(three, original, gammas)
     one = one_thread(bundle, 1)
     for prompt, gamma in zip(PROMPTS, (3, 5, 7), strict=True):
-        check_text(original, prompt, one.generate(prompt, **vars(greedy(gamma))), f"gamma {gamma}")
+        check_text(original, prompt, one.generate(prompt, greedy(gamma)), f"gamma {gamma}")
 
 
 @pytest.mark.parametrize("name", cases(["mistral"], SLIDING))
@@ -87,7 +90,7 @@ def test_control_a_wrong_cache_row_shows(workshop: Workshop) -> None:
     """The comparison can fail: one row of the cache zeroed after the prefill changes the text."""
     checkpoint = workshop.checkpoint("llama")
     engine = one_thread(workshop.bundle(checkpoint, workshop.checkpoint("llama", seed=7)), 1)
-    stream = engine.stream(PROMPTS[2], **vars(greedy(0)))
+    stream = engine.stream(PROMPTS[2], greedy(0))
     tokens = list(next(stream).tokens)
     for array in engine.decoder.target._cache.values():  # type: ignore[attr-defined]
         array[0, :, 20] = 0
@@ -96,14 +99,28 @@ def test_control_a_wrong_cache_row_shows(workshop: Workshop) -> None:
     assert [token.id for token in tokens] != original_of(checkpoint).text(PROMPTS[2])
 
 
+# The first numbers its tokens otherwise where nobody does; a checkpoint of the second is of a
+# classifier, which Transformers' own list of decoders overlooks.
+OTHERWISE = {"kosmos-2.5": "difference", "shieldgemma2": "checkpoint"}
+# Of configurations that are made of the fields' usual names, and fit nothing.
+ODD = ("Transformers itself cannot run", "have other sizes", "has eos_token_id")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}))
-def test_every_causal_model_is_exported_or_refused_by_name(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "mapping"),
+    [
+        *product(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), [MODEL_FOR_CAUSAL_LM_MAPPING]),
+        *product(sorted(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES), [MODEL_FOR_MULTIMODAL_LM_MAPPING]),
+    ],
+)
+def test_every_decoder_is_exported_or_refused_by_name(
+    kind: str, mapping: Any, tmp_path: Path
+) -> None:
     """Nothing ends in another error, nor in a graph that says something else."""
     config = CONFIG_MAPPING[kind]
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[config]
     try:
-        reason = write_any(tmp_path / kind, config, model)
+        reason = write_any(tmp_path / kind, config, mapping[config])
     except Exception as error:  # noqa: BLE001 - some cannot even be made as they are by default
         reason = type(error).__name__
     if reason is not None:
@@ -119,7 +136,7 @@ def test_every_causal_model_is_exported_or_refused_by_name(kind: str, tmp_path: 
     if refusal is None:
         assert pair.target.max_difference is not None
         assert pair.target.max_difference <= pair.target.tolerance
-    elif "Transformers itself cannot run" in refusal.cause:
+    elif any(odd in refusal.cause for odd in ODD):
         pytest.skip(refusal.cause)
     else:
-        assert refusal.kind == "architecture", refusal
+        assert refusal.kind == OTHERWISE.get(kind, "architecture"), refusal

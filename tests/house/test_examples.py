@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
+from runtime import Result, TextEngine, load
+from runtime.audio.transcription import Segment, SpeechOptions
+from runtime.drafts.registry import KINDS
+from runtime.files.errors import EXIT_STATUS
+from runtime.text.options import Options
+from runtime.text.results import Event
+from runtime.text.speech import Transcription
+
 SERVERS = {"openai_answers", "openai_requests", "ray_serve"}  # tests/serving/
 FOLDER = Path(__file__).parents[2] / "examples"
+PAGE = (FOLDER.parent / "docs" / "python.md").read_text(encoding="utf-8")
 MODULES = {path.stem for path in FOLDER.glob("*.py")}
 EXAMPLES = sorted(MODULES - SERVERS)
 
@@ -28,3 +40,23 @@ def test_an_example(name: str, llama_bundle: Path, tmp_path: Path) -> None:
     assert done.stdout.strip()
     if name == "own_draft":
         assert "the same text as without: True" in done.stdout
+
+
+def test_the_page_runs(llama_bundle: Path, tmp_path: Path) -> None:
+    [code] = re.findall("```python\n(.*?)```", PAGE, re.DOTALL)
+    assert "build/demo" in code
+    command = [sys.executable, "-c", code.replace("build/demo", str(llama_bundle))]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip()
+
+
+def test_the_page_names_all_that_there_is() -> None:
+    named = set(re.findall(r'`"?(\w+)', PAGE))
+    records = (Options, Result, Event, Transcription, Segment)
+    there = {field.name for record in records for field in fields(record)}
+    there |= {name for record in records for name in vars(record) if name[0] != "_"}
+    there |= {*KINDS, *EXIT_STATUS, *[*signature(load).parameters][1:]}
+    there |= {field.name for field in fields(SpeechOptions)}
+    there |= {"generate", "stream", "batch", "transcribe", "stats", "close"} & {*vars(TextEngine)}
+    inside = {"seeded", "updated", "sampling", "plain", "check", "check_plain"}
+    assert sorted(there - inside - named) == []

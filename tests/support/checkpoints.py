@@ -17,7 +17,9 @@ import torch
 import transformers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     PretrainedConfig,
@@ -38,6 +40,17 @@ torch.set_num_threads(1)  # models of this size only lose by more, and test work
 def _like(common: dict[str, Any], cls: type[PretrainedConfig], **own: Any) -> Architecture:
     """A configuration, with overrides."""
     return lambda **overrides: cls(**{**common, **own, **overrides})
+
+
+def _qwen_vl(**overrides: Any) -> PretrainedConfig:
+    """Whose positions are three each: of the text, and of a picture's rows and columns."""
+    rope = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 3, 3]}
+    text = {**_LLAMA, "rope_parameters": rope, **overrides}
+    sees = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+    return transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config={**sees, "out_hidden_size": 64}, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
 
 
 Architecture = Callable[..., PretrainedConfig]
@@ -123,6 +136,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         transformers.GptOssConfig, num_local_experts=4, num_experts_per_tok=2, head_dim=16,
         **_MIXED, rope_parameters={"rope_theta": 1e4, "rope_type": "default"},
     ),
+    "qwen2.5-vl": _qwen_vl,
     # What the exporter refuses.
     "falcon": _gpt(transformers.FalconConfig, **_SIZES),
     "bloom": _gpt(transformers.BloomConfig, hidden_size=64, n_layer=2, n_head=4),
@@ -179,6 +193,12 @@ def tokenizer(tokens: Sequence[str] = TOKENS) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=model, eos_token=EOS)
 
 
+def decoder_kind(config: PretrainedConfig) -> Any:
+    """Transformers' class for it."""
+    alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForCausalLM if alone else AutoModelForMultimodalLM
+
+
 def write(
     folder: Path,
     name: str,
@@ -205,7 +225,7 @@ def write(
             reads = AutoModelForSpeechSeq2Seq if hears else AutoModelForSeq2SeqLM
             model = reads.from_config(config)
         else:
-            model = AutoModelForCausalLM.from_config(config)
+            model = decoder_kind(config).from_config(config)
         with torch.no_grad():
             for path, parameter in model.named_parameters():
                 # Layers that speak louder than the embeddings: text that depends on its context.
@@ -260,7 +280,7 @@ _LARGEST = 20_000_000  # parameters of what is still tiny
 
 
 def write_any(folder: Path, config: type[PretrainedConfig], kind: type) -> str | None:
-    """A checkpoint of any causal model of Transformers; or why there is none as small as that."""
+    """A checkpoint of any decoder of Transformers; or why there is none as small as that."""
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     usual: Any = config()
     sizes = {name: size for name, size in _ANY.items() if hasattr(usual, name)}
@@ -272,6 +292,9 @@ def write_any(folder: Path, config: type[PretrainedConfig], kind: type) -> str |
         sizes.pop(without, None)
         try:
             made: Any = config(**sizes)
+            for part in vars(made).values():
+                if isinstance(part, PretrainedConfig):
+                    _shrink(part)
             if getattr(made, "layer_types", None):
                 made.layer_types = [*made.layer_types][:2]
             with torch.device("meta"):
@@ -292,3 +315,15 @@ def write_any(folder: Path, config: type[PretrainedConfig], kind: type) -> str |
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return None
+
+
+def _shrink(part: PretrainedConfig) -> None:
+    """Of what sees, hears or writes in a model of several such."""
+    for name, size in {**_ANY, "depth": 2}.items():
+        if hasattr(part, name):
+            setattr(part, name, size)
+    if getattr(part, "layer_types", None):
+        part.layer_types = [*part.layer_types][:2]
+    rope = getattr(part, "rope_parameters", None)
+    if isinstance(rope, dict) and "mrope_section" in rope:
+        part.rope_parameters = {**rope, "mrope_section": [2, 3, 3]}

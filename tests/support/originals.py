@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from checkpoints import VOCAB_SIZE
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from checkpoints import VOCAB_SIZE, decoder_kind
+from transformers import AutoConfig, PreTrainedModel
 
 from runtime import Options, Result, TextEngine, load
 
@@ -30,7 +30,8 @@ class Original:
     """The eager model, and its greedy texts."""
 
     def __init__(self, checkpoint: Path, **overrides: object):
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        kind = decoder_kind(AutoConfig.from_pretrained(checkpoint))
+        self.model: PreTrainedModel = kind.from_pretrained(
             checkpoint, attn_implementation="eager", **overrides
         ).eval()
         # No end of text, so that all of the tokens are compared.

@@ -167,7 +167,7 @@ def test_a_prompt_is_how_the_output_begins(workshop: Workshop, name: str, backen
     target, bundle = bundle_of(workshop, name, backend=backend)
     engine, prompt = one_thread(bundle, 1), [9, 200, 31]
     for ids in (prompt, [1, *prompt]):  # with the start token or without, as in Transformers
-        result = engine.generate(ids, **vars(greedy(SOURCES[1])))
+        result = engine.generate(ids, greedy(SOURCES[1]))
         assert result.token_ids == expected(target, SOURCES[1], prompt)
     start = read_bundle(bundle).pair.start_ids
     assert start == ([1, FORCED] if name == "mbart" else [1])
@@ -383,7 +383,7 @@ def test_rows_of_another_source_are_not_used_again(
         monkeypatch.setattr(HeldRows, "encoded", encoded)
     engine, prompt = one_thread(t5[1], 1), list(range(60, 72))
     for source in SOURCES[1:3]:
-        result = engine.generate(prompt, **vars(greedy(source)))
+        result = engine.generate(prompt, greedy(source))
     assert (result.token_ids == expected(t5[0], SOURCES[2], prompt)) == looks
     assert (result.stats.reused_tokens == 0) == looks
 

@@ -81,6 +81,17 @@ def test_threads_share_rounds(
         assert sizes.count(2) > len(sizes) / 2
 
 
+def test_options_are_an_object_or_keywords_which_win(engine: TextEngine) -> None:
+    usual = Options(max_new_tokens=3, temperature=0.7, seed=5)
+    same = engine.generate("abc", **vars(usual))
+    assert engine.generate("abc", usual).token_ids == same.token_ids
+    assert len(engine.generate("abc", usual, max_new_tokens=2).tokens) == 2
+    both = dict(engine.batch(["abc", ("abc", Options(max_new_tokens=1))], usual))
+    assert both[0].token_ids == same.token_ids and len(both[1].tokens) == 1
+    with pytest.raises(TypeError, match="temperatur"):
+        engine.generate("abc", usual, temperatur=1)
+
+
 def test_who_leaves_a_round_is_not_in_it(engine: TextEngine) -> None:
     """Fault: a slot that was given back is written, perhaps in the middle of another text."""
     first, second = (engine.decoder.admit(engine.request(p, Options())) for p in ("abc", "b"))

@@ -320,6 +320,11 @@ REASONING = """{% for m in messages %}
 
 {% endfor %}"""
 
+# As models have it that see: plain text has no parts, and would vanish.
+PARTS = """{% for m in messages %}{{ m.role }}:
+{% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ part.text }};{% endfor %}
+{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
+
 TALK: list[dict[str, Any]] = [
     {"role": "system", "content": ' Be <brief> & "kind". '},
     {"role": "user", "content": "Hi 👋\n\nthere"},
@@ -358,6 +363,22 @@ def test_templates_equal_transformers(
     expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert ours.render_chat(messages) == expected
     assert messages[-1]["role"] in expected or len(expected) > 40  # it did render something
+
+
+def test_text_is_a_part_where_a_template_reads_parts_alone(files: dict[str, Path]) -> None:
+    transformers = pytest.importorskip("transformers")
+    path = files["byte_level"]
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path), **SPECIAL_TEXTS)
+    ours = Tokenizer(path, chat_template=PARTS, special_tokens=SPECIAL_TEXTS)
+    whole = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in TALK]
+    expected, lost = (
+        theirs.apply_chat_template(
+            talk, chat_template=PARTS, tokenize=False, add_generation_prompt=True
+        )
+        for talk in (whole, TALK)
+    )
+    assert ours.render_chat(TALK) == ours.render_chat(whole) == expected
+    assert "Hello" in expected and "Hello" not in lost  # the control: by itself it vanishes
 
 
 @pytest.mark.parametrize(

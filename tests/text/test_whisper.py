@@ -126,7 +126,7 @@ def test_what_a_text_begins_with(workshop: Workshop, whisper: tuple[Path, Path])
         # An explicit prompt is taken as it is, and neither is the language looked for then.
         asked = expected(target, source, language="de", task="translate")
         assert asked[:4] == [START, 242, 244, NO_TIMESTAMPS]
-        result = engine.generate(asked[:4], **vars(greedy(source)))
+        result = engine.generate(asked[:4], greedy(source))
         assert result.token_ids == asked[4:]
 
 

@@ -76,7 +76,7 @@ class TritonPythonModel:
         try:
             prompt = _input(request, "text_input", b"").decode()
             given = json.loads(_input(request, "sampling_parameters", b"{}"))
-            return self.engine.stream(prompt, **vars(outrider.Options().updated(given)))
+            return self.engine.stream(prompt, outrider.Options().updated(given))
         except (TypeError, ValueError) as error:  # no JSON object
             raise outrider.OutriderError("option", str(error), "See outrider.Options") from None
 
