@@ -58,7 +58,7 @@ def layers_of(model: ir.Model) -> tuple[list[Layer], list[SourceLayer]]:
     of_source = [node for node in nodes if node.inputs[1] in inputs]
     return (
         [_layer(model, node) for node in nodes if node not in of_source],
-        [_source_layer(node) for node in of_source],
+        [_source_layer(model, node) for node in of_source],
     )
 
 
@@ -67,9 +67,9 @@ def _layer(model: ir.Model, node: ir.Node) -> Layer:
     query, key_cache, value_cache, mask = node.inputs
     writes = (_made_by(key_cache, "TensorScatter"), _made_by(value_cache, "TensorScatter"))
     given = query, writes[0].inputs[1], writes[1].inputs[1]
-    found = [_rows(each) for each in given]
+    found = [_rows(model, each) for each in given]
     rotary = found[0][1] if found[0] and found[1] and found[0][1] == found[1][1] else None
-    # Rotated otherwise, or through a norm: they come as they are stored, turned back.
+    # Rotated otherwise: they come as they are stored, turned back.
     query, key, value = (
         rows[0] if rows and rows[1] == wanted else _turned(model, each)
         for rows, wanted, each in zip(found, (rotary, rotary, None), given, strict=True)
@@ -81,8 +81,8 @@ def _layer(model: ir.Model, node: ir.Node) -> Layer:
     )  # fmt: skip
 
 
-def _source_layer(node: ir.Node) -> SourceLayer:
-    end, rows = _end(node, len(node.inputs)), _rows(node.inputs[0])
+def _source_layer(model: ir.Model, node: ir.Node) -> SourceLayer:
+    end, rows = _end(node, len(node.inputs)), _rows(model, node.inputs[0])
     if rows is None or rows[1] is not None:
         raise NotLowered("what asks for the source is not turned in the usual way")
     mask = node.inputs[3] if len(node.inputs) > 3 else None
@@ -125,20 +125,30 @@ def size(value: ir.Value | None, axis: int) -> int:
     return found
 
 
-def _rows(value: ir.Value | None) -> tuple[ir.Value, Rotary | None] | None:
-    """What is turned, and perhaps rotated, to [B, H, N, D]; as [B, N, H, D]. None for what is made
-    otherwise."""
-    rotary = None
+def _rows(model: ir.Model, value: ir.Value | None) -> tuple[ir.Value, Rotary | None] | None:
+    """What is turned, and perhaps normed and rotated, to [B, H, N, D]; as [B, N, H, D], normed.
+    None for what is made otherwise."""
+    rotary = norm = None
     node = value.producer() if value is not None else None
     if node is not None and node.op_type == "RotaryEmbedding" and len(node.inputs) == 3:
         before, cos, sin = node.inputs
         assert before is not None and cos is not None and sin is not None
         rotary = Rotary(cos, sin, node.attributes.get_int("interleaved", 0))
         node = before.producer()
+    # Of D alone, so that the order of the others is all the same to it.
+    if node is not None and node.op_type == "RMSNormalization":
+        assert node.attributes.get_int("axis", -1) == -1
+        norm, before = node, node.inputs[0]
+        node = before.producer() if before is not None else None
     if node is None or not _swaps(node):
         return None
     source = node.inputs[0]
     assert source is not None
+    if norm is not None:
+        again = ir.node("RMSNormalization", [source, *norm.inputs[1:]], norm.attributes)
+        again.outputs[0].shape = source.shape
+        model.graph.append(again)
+        source = again.outputs[0]
     return source, rotary
 
 

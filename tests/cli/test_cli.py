@@ -217,12 +217,12 @@ def test_baseline_warms_both_ways_up_first(cli):
     cli.monkeypatch.setattr(
         cli.engine,
         "stream",
-        lambda prompt, **options: asked.append(options) or run(prompt, **options),
+        lambda prompt, options: asked.append(options) or run(prompt, options),
     )
     cli("--prompt", "hello", "--baseline", "--temperature", "1", "--verify", "block")
-    found = [(o["gamma"], o["max_new_tokens"]) for o in asked]
+    found = [(o.gamma, o.max_new_tokens) for o in asked]
     assert found == [(g, n) for n in (command.WARM_UP, 256) for g in (None, 0)]
-    assert len({o["seed"] for o in asked}) == 1
+    assert len({o.seed for o in asked}) == 1
 
 
 def test_check(cli):
@@ -487,7 +487,7 @@ def test_a_conversation(chat_cli):
     stream = chat_cli.engine.stream
     chat_cli.monkeypatch.setattr(
         chat_cli.engine, "stream",
-        lambda said, **options: asked.append([dict(m) for m in said]) or stream(said, **options),
+        lambda said, options: asked.append([dict(m) for m in said]) or stream(said, options),
     )  # fmt: skip
     status, out, err = chat_cli("--chat", stdin="do you\n\nreally\n/reset\nhm")
     assert (status, out) == (0, "yes, i do.\n" * 3)
@@ -516,9 +516,9 @@ def test_a_message_that_is_refused_is_not_said(chat_cli):
 def test_an_answer_that_is_interrupted_stays_as_far_as_it_came(chat_cli):
     stream, asked = chat_cli.engine.stream, []
 
-    def interrupted(said, **options):
+    def interrupted(said, options):
         asked.append([dict(message) for message in said])
-        running = stream(said, **options)
+        running = stream(said, options)
         if len(asked) == 1:
             advance = running._advance
 

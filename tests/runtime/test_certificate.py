@@ -221,8 +221,8 @@ def test_a_seed_that_does_not_mean_the_text_fails(engine, monkeypatch):
     assert "plain decoding repeats 2 of 2 texts" in certificate.lines()
     real = engine.generate
 
-    def another_seed(prompt, **options):
-        return real(prompt, **options | {"seed": options["seed"] + (options["gamma"] > 0)})
+    def another_seed(prompt, options):
+        return real(prompt, options, seed=options.seed + (options.gamma > 0))
 
     monkeypatch.setattr(engine, "generate", another_seed)
     certificate = check(engine, PROMPT, coupled)
