@@ -19,7 +19,7 @@ from ..encoder import example_source, states_of
 from ..loading import give_back
 from . import quality
 from .blocks import Bits, Quantised, Rows
-from .whole import quantise_model, requantise
+from .whole import expert_weights, quantise_model, requantise
 
 # Texts that the model writes: to choose levels by, and others, of half the length, to measure on.
 # Many short ones: a step of all of them reads the weights once.
@@ -75,6 +75,8 @@ class Quantising:
             give_back()
             size = sum(weight.size for weight in found.values())
             said.note = f"{len(found)} matrices, {size / 2**20:,.1f} MiB"
+            if left := sum(weight.nbytes for weight in expert_weights(model)):
+                said.note += f"; experts stay as they are, {left / 2**20:,.1f} MiB"
         read = self._texts.one_by_one
         self._read = [states_of(model, source) for source in read] if self._shares else read
         if model.dtype != torch.float32:  # `again`, and `measure` without an engine, are for these

@@ -111,16 +111,21 @@ def _routes(model: PreTrainedModel, path: str) -> bool:
     layer: Any = model.get_submodule(path)
     while path:
         path = path.rpartition(".")[0]
-        experts = {
-            len(weight)
-            for module in model.get_submodule(path).modules()
-            if not isinstance(module, torch.nn.Conv1d)
-            for weight in module.parameters(recurse=False)
-            if weight.dim() == 3
-        }
+        experts = {len(weight) for weight in expert_weights(model.get_submodule(path))}
         if experts:
             return len(layer.weight) in experts | {1}
     return False
+
+
+def expert_weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Those of a layer's experts, [E, ..] together."""
+    return [
+        weight
+        for module in model.modules()
+        if not isinstance(module, torch.nn.Conv1d)
+        for weight in module.parameters(recurse=False)
+        if weight.dim() == 3
+    ]
 
 
 def _pass(
