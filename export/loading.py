@@ -6,7 +6,7 @@ import ctypes
 import gc
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import (
@@ -48,11 +48,12 @@ def check_length(checkpoint: Checkpoint, max_len: int) -> None:
             )
 
 
-def load(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+def load(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
     """The model with all its weights, in evaluation mode, with eager attention.
 
-    Raises OutriderError "checkpoint" for weights that are missing, damaged, or more than the model
-    takes, "architecture" where Transformers has no causal model of this kind.
+    dtype: "auto" is the checkpoint's own. Raises OutriderError "checkpoint" for weights that are
+    missing, damaged, or more than the model takes, "architecture" where Transformers has no causal
+    model of this kind.
     """
     model: PreTrainedModel
     info: dict[str, Any]

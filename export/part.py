@@ -47,6 +47,7 @@ from .weights import quality
 from .weights.blocks import BLOCK
 from .weights.layers import rounding_activations
 from .weights.quantising import Quantising
+from .weights.stored import load_as_stored
 
 
 def versions() -> dict[str, str]:
@@ -221,7 +222,8 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
     """Load the model, quantise, run, trace and write it. Nothing that is returned has weights."""
     role, checkpoint = wanted.role, wanted.checkpoint
     with stage(role, "load") as said:
-        model = load(checkpoint, wanted.torch_dtype)
+        narrow = quantising and wanted.dtype == "float32"
+        model = load_as_stored(checkpoint) if narrow else load(checkpoint, wanted.torch_dtype)
         parameters, vocab_size = model.num_parameters(), quality.width(model)
         said.note = f"{parameters / 1e6:,.1f} M parameters, {checkpoint.architecture}"
         if checkpoint.packed:

@@ -138,7 +138,8 @@ def end_of_text_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) 
 
     Raises OutriderError "checkpoint" for what is no token of the model.
     """
-    sources: list[Any] = [getattr(checkpoint.text_config, "eos_token_id", None)]
+    configs = checkpoint.config, checkpoint.text_config
+    sources: list[Any] = [getattr(config, "eos_token_id", None) for config in configs]
     if (generation := generation_config(checkpoint)) is not None:
         sources.insert(0, generation.eos_token_id)
     width = checkpoint.text_config.vocab_size
@@ -277,22 +278,37 @@ def check_chat_template(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFa
     raise OutriderError(
         "checkpoint",
         f"the chat template of {checkpoint.source} cannot render a message: {failure}",
-        "Mend or remove chat_template (chat_template.jinja, or in tokenizer_config.json).",
+        "Mend or remove it (chat_template.jinja or .json, or in tokenizer_config.json).",
     )
 
 
+# Where models of several media may have theirs; Transformers hands it to their processor alone.
+_PROCESSORS = ("processor_config.json", "chat_template.json")
+
+
 def _chat_template(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> str | None:
-    template = tokenizer.chat_template
-    # Where models of several media had theirs, which Transformers hands to their processor alone.
-    file = checkpoint.path / "chat_template.json"
-    if template is None and file.is_file():
-        try:
-            template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise OutriderError(
-                "checkpoint",
-                f"{checkpoint.source}/{file.name} cannot be read: {first_line(error)}",
-                "Download the checkpoint again, or remove that file.",
-            ) from None
+    template, file = tokenizer.chat_template, "tokenizer_config.json"
+    for name in _PROCESSORS:
+        if template is None and (checkpoint.path / name).is_file():
+            template, file = _written(checkpoint, name), name
     # Several named templates: the one called default is what apply_chat_template takes.
-    return template.get("default") if isinstance(template, dict) else template
+    template = template.get("default") if isinstance(template, dict) else template
+    if template is None or isinstance(template, str):
+        return template
+    raise _unreadable(checkpoint, file, f"its chat_template is {repr(template)[:40]}")
+
+
+def _written(checkpoint: Checkpoint, name: str) -> Any:
+    try:
+        found = json.loads((checkpoint.path / name).read_text(encoding="utf-8"))
+        return found.get("chat_template")
+    except (OSError, ValueError, AttributeError) as error:
+        raise _unreadable(checkpoint, name, first_line(error)) from None
+
+
+def _unreadable(checkpoint: Checkpoint, name: str, why: str) -> OutriderError:
+    return OutriderError(
+        "checkpoint",
+        f"{checkpoint.source}/{name} cannot be read: {why}",
+        "Download the checkpoint again, or remove that file.",
+    )

@@ -9,7 +9,7 @@
             print(event.text, end="", flush=True)
 
 `Options` lists what `generate`, `stream` and `batch` take. What fails raises `OutriderError`, which
-has a kind, a cause and a remedy. From a checkout the package is called `runtime`.
+has a kind, a cause and a remedy. In a checkout without its `.venv` the package is called `runtime`.
 """
 
 from importlib import import_module

@@ -135,9 +135,8 @@ def _rows(model: ir.Model, value: ir.Value | None) -> tuple[ir.Value, Rotary | N
         assert before is not None and cos is not None and sin is not None
         rotary = Rotary(cos, sin, node.attributes.get_int("interleaved", 0))
         node = before.producer()
-    # Of D alone, so that the order of the others is all the same to it.
-    if node is not None and node.op_type == "RMSNormalization":
-        assert node.attributes.get_int("axis", -1) == -1
+    # Of D alone, with a scale of D, so that the order of the others is all the same to it.
+    if node is not None and node.op_type == "RMSNormalization" and _dimensions(node.inputs[1]) == 1:
         norm, before = node, node.inputs[0]
         node = before.producer() if before is not None else None
     if node is None or not _swaps(node):
@@ -150,6 +149,10 @@ def _rows(model: ir.Model, value: ir.Value | None) -> tuple[ir.Value, Rotary | N
         model.graph.append(again)
         source = again.outputs[0]
     return source, rotary
+
+
+def _dimensions(value: ir.Value | None) -> int:
+    return len(value.shape) if value is not None and value.shape is not None else 0
 
 
 def _turned(model: ir.Model, value: ir.Value | None) -> ir.Value:

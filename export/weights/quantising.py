@@ -19,6 +19,7 @@ from ..encoder import example_source, states_of
 from ..loading import give_back
 from . import quality
 from .blocks import Bits, Quantised, Rows
+from .stored import widen
 from .whole import expert_weights, quantise_model, requantise
 
 # Texts that the model writes: to choose levels by, and others, of half the length, to measure on.
@@ -72,6 +73,7 @@ class Quantising:
                     f"a weight of {self.source} cannot be quantised: {error}",
                     f"Check the weights, or build with {self._option}=full.",
                 ) from None
+            widen(model)
             give_back()
             size = sum(weight.size for weight in found.values())
             said.note = f"{len(found)} matrices, {size / 2**20:,.1f} MiB"

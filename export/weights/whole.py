@@ -15,6 +15,7 @@ from .feedback import factor, quantise_with_feedback
 from .layers import put
 from .quality import Texts
 from .recover import recover
+from .stored import parameter
 
 
 def quantise_model(
@@ -42,7 +43,7 @@ def quantise_model(
     output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     embedding: Any = model.get_input_embeddings()  # type: ignore[no-untyped-call]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    ends = names[id(output.weight)], names[id(embedding.weight)]
+    ends = names[id(parameter(output))], names[id(parameter(embedding))]
     del output, embedding  # or their dense weights would be kept
     places = _places(model)
     inner = [name for name in places if name not in ends]
@@ -98,8 +99,7 @@ def _places(model: PreTrainedModel) -> dict[str, list[str]]:
         # Of an encoder-decoder there are several with the one table.
         table = isinstance(module, torch.nn.Embedding) and module.weight is embedding.weight
         if linear or table:
-            assert isinstance(module.weight, torch.Tensor)
-            places.setdefault(names[id(module.weight)], []).append(path)
+            places.setdefault(names[id(parameter(module))], []).append(path)
     return places
 
 
@@ -113,7 +113,7 @@ def _routes(model: PreTrainedModel, path: str) -> bool:
         path = path.rpartition(".")[0]
         experts = {len(weight) for weight in expert_weights(model.get_submodule(path))}
         if experts:
-            return len(layer.weight) in experts | {1}
+            return len(parameter(layer)) in experts | {1}
     return False
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,8 @@ from ..files.errors import OutriderError, first_line
 
 # Names under which messages carry a model's reasoning; templates read the first (gpt-oss: second).
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+# Types of parts that a template would make a placeholder of, or nothing, begin with these.
+_MEDIA = ("image", "video", "audio", "input_image", "input_audio")
 
 
 class ChatTemplate:
@@ -28,19 +30,24 @@ class ChatTemplate:
     def _template(self) -> jinja2.Template:
         return _environment().from_string(self._source)
 
-    @cached_property
-    def _takes_parts(self) -> bool:
-        """Whether it reads a list of parts alone, as those of models that see do: text by itself
-        would be left out without a word."""
-        probe = "plain text"
+    def _in_parts(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Text as a list of one part, for the roles of which the template reads such lists alone,
+        as those of models that see do: by itself it would be left out without a word."""
+        roles = dict.fromkeys(m.get("role") for m in messages if isinstance(m.get("content"), str))
+        marks = {role: chr(0xE000 + i) for i, role in enumerate(roles)}  # letters of no alphabet
 
-        def says(content: object) -> bool:
+        def lost(parts: Collection[object]) -> set[object]:
+            """Roles whose mark, in the place of what they say, is not rendered."""
             try:
-                return probe in self._rendered([{"role": "user", "content": content}])
+                said = self._rendered(
+                    [_saying(m, marks.get(m.get("role")), parts) for m in messages]
+                )
             except Exception:  # noqa: BLE001 - the template's own code, which may raise anything
-                return False
+                return {*marks}
+            return {role for role, mark in marks.items() if mark not in said}
 
-        return not says(probe) and says([{"type": "text", "text": probe}])
+        mended = silent - lost(silent) if (silent := lost(())) else silent
+        return [_saying(m, None, mended) for m in messages]
 
     def _rendered(self, messages: list[dict[str, Any]]) -> str:
         return self._template.render(
@@ -62,9 +69,9 @@ class ChatTemplate:
             raise OutriderError("prompt", "the conversation is empty", "Pass at least one message.")
         try:
             plain = [_plain_message(message) for message in messages]
-            if self._takes_parts:
-                plain = [_in_parts(message) for message in plain]
-            return self._rendered(plain)
+            return self._rendered(self._in_parts(plain))
+        except OutriderError:
+            raise
         except Exception as error:
             raise OutriderError(
                 "prompt",
@@ -79,6 +86,13 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     A template is untrusted, and objects have methods that the sandbox does not know.
     """
     present = {key: value for key, value in message.items() if value is not None}
+    content = present.get("content")
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, Mapping) and str(part.get("type", "text")).startswith(_MEDIA):
+            raise OutriderError(
+                "prompt", f"a message has a part of type {part['type']!r}, and text alone is read",
+                "Leave it out.",
+            )  # fmt: skip
     plain: dict[str, Any] = json.loads(
         json.dumps(present, default=lambda value: f"<{type(value).__name__}>")
     )
@@ -88,10 +102,16 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(message.get("content"), str):
+def _saying(
+    message: dict[str, Any], instead: str | None, parts: Collection[object]
+) -> dict[str, Any]:
+    """The message, if it is a text with another one in its place, and for these roles as a part."""
+    text = message.get("content")
+    if not isinstance(text, str):
         return message
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+    text = text if instead is None else instead
+    in_parts = message.get("role") in parts
+    return {**message, "content": [{"type": "text", "text": text}] if in_parts else text}
 
 
 class _Dict:

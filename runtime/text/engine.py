@@ -102,7 +102,7 @@ class TextEngine:
         self, prompt: Prompt | None = None, options: Options | None = None, **more: Any
     ) -> Stream:
         """The text as it comes, an event a round; see `Stream`. Takes what `generate` takes."""
-        return Stream(self, *self.prepare(prompt, replace(options or Options(), **more)))
+        return Stream(self, *self.prepare(prompt, _asked(options, more)))
 
     def batch(
         self,
@@ -112,17 +112,17 @@ class TextEngine:
     ) -> Batch:
         """Run requests in all slots at once, each joining when a slot is free.
 
-        prompts: with options of their own, or without for those that are given here. They are read
-        one by one, when there is a slot, so there may be any number of them; while the next one is
-        awaited, nothing runs. Yields (index of the prompt, result) in the order in which they
-        finish. What is wrong with one request is its result's `error`, and the others go on; what
-        the engines themselves fail of is raised.
+        prompts: with options of their own, whole, or without for those that are given here. They
+        are read one by one, when there is a slot, so there may be any number of them; while the
+        next one is awaited, nothing runs. Yields (index of the prompt, result) in the order in
+        which they finish. What is wrong with one request is its result's `error`, and the others go
+        on; what the engines themselves fail of is raised.
         """
         if isinstance(prompts, str | bytes | Mapping):
             raise OutriderError(
                 "prompt", "batch was given one prompt", "Pass a list of prompts, or use generate."
             )
-        return Batch(self, iter(prompts), replace(options or Options(), **more))
+        return Batch(self, iter(prompts), _asked(options, more))
 
     def transcribe(
         self,
@@ -400,3 +400,9 @@ def _items(prompt: Any) -> list[Any]:
         f"the prompt ({type(prompt).__name__}) is neither text, nor messages, nor token ids",
         "Pass a str, a list of dicts with role and content, or a list of ints.",
     )
+
+
+def _asked(options: Options | None, more: Mapping[str, Any]) -> Options:
+    if not isinstance(options, Options | None):
+        raise TypeError(f"options must be an Options, not {type(options).__name__}")
+    return Options(**more) if options is None else replace(options, **more)

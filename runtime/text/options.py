@@ -1,4 +1,4 @@
-"""What can be asked of one text: `Options`, the keyword arguments of `TextEngine`'s methods."""
+"""What can be asked of one text: `Options`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 @dataclass(frozen=True)
 class Options:
-    """How to generate; the keyword arguments of `generate`, `stream` and `batch`.
+    """How to generate: what `generate`, `stream` and `batch` take, whole or as keyword arguments.
 
     seed: None draws one, which the result reports. draft: who proposes tokens, the bundle's draft
     "model", an "ngram" lookup in prompt and output, or "none"; None is what the bundle was built

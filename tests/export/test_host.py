@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx_ir as ir
 import pytest
 from checkpoints import VOCAB_SIZE, WITH_ENCODER
 from exported import edit_weights, graph, nodes
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from workshop import MAX_LEN, Workshop
 
 from export import compare, part
-from export.host import observing
+from export.host import attention, observing
 from export.host.attention import NotLowered
 from export.host.observing import AHEAD
 from export.loading import CacheShapes
@@ -240,6 +241,18 @@ def test_what_is_told_wrong_is_found_out(
     monkeypatch.setattr(observing, told, wrong)
     assert "none: it would differ by" in part._host(folder, original, None, CAPACITY)
     assert not (folder / HOST_FILE).exists()
+
+
+@pytest.mark.parametrize(("scale", "moved"), [([16], True), ([4, 1, 16], False)])
+def test_a_norm_of_each_head_stays_behind_the_turn(scale: list[int], moved: bool) -> None:
+    """Fault: a scale [H, 1, D] multiplies [B, N, H, D]."""
+    rows = ir.Value(name="rows", shape=ir.Shape([1, 5, 4, 16]))
+    weight = ir.Value(name="scale", shape=ir.Shape(scale))
+    turn = ir.node("Transpose", [rows], {"perm": (0, 2, 1, 3)})
+    norm = ir.node("RMSNormalization", [turn.outputs[0], weight])
+    whole = ir.Graph([rows, weight], norm.outputs, nodes=[turn, norm], opset_imports={"": 24})
+    found = attention._rows(ir.Model(whole, ir_version=10), norm.outputs[0])
+    assert (found is not None) == moved
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,17 @@ import pytest
 import torch
 from checkpoints import TOKENS, VOCAB_SIZE, tokenizer, write
 from commands import CHECKOUT, environment
-from exported import CAPACITY, SHORT, SHORT_DRAFT, TIED, UNTIED, Refused, eager, text
+from exported import (
+    CAPACITY,
+    SHORT,
+    SHORT_DRAFT,
+    TIED,
+    UNTIED,
+    Refused,
+    eager,
+    edit_weights,
+    text,
+)
 from transformers import AutoModelForCausalLM
 from workshop import MAX_GAMMA, MAX_LEN, Workshop
 
@@ -98,6 +108,18 @@ def test_end_of_text_ids(
     if generation is None:
         (folder / "generation_config.json").unlink()
         assert vocabulary.end_of_text_ids(found, vocabulary.load_tokenizer(found)) == expected
+
+
+@pytest.mark.parametrize("of_text", [9, None])
+def test_the_whole_model_says_where_texts_end(tmp_path: Path, of_text: int | None) -> None:
+    """As `generate` has it, where its text has a configuration of its own."""
+    folder = write(tmp_path / "checkpoint", "qwen2.5-vl")
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"eos_token_id": 5, "text_config": {**config["text_config"], "eos_token_id": of_text}}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = checkpoint.find(str(folder))
+    assert vocabulary.end_of_text_ids(found, vocabulary.load_tokenizer(found)) == [5]
 
 
 def test_tokenizer_and_chat_template_travel_along(workshop: Workshop, tmp_path: Path) -> None:
@@ -245,17 +267,23 @@ print(peak - before, resident("VmHWM") - before)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("weights", "most"), [("full", 0.5), ("int8", 1.2)])
+@pytest.mark.parametrize(
+    ("weights", "bits", "most"), [("full", 32, 0.5), ("int8", 32, 1.2), ("int8", 16, 1.9)]
+)
 def test_exporting_takes_little_memory_beside_the_files(
-    tmp_path: Path, weights: str, most: float
+    tmp_path: Path, weights: str, bits: int, most: float
 ) -> None:
     """Weights are read and written through mapped files, which the system can drop at any time;
     what it cannot drop is a fraction of them, though the graph is run as well. Of quantised ones it
     has the levels too, and the largest matrix at a time."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
     source = write(tmp_path / "checkpoint", UNTIED, num_attention_heads=16, **sizes)
+    if bits == 16:
+        edit_weights(source, lambda w: w.update({name: x.bfloat16() for name, x in w.items()}))
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     size = (source / "model.safetensors").stat().st_size
-    assert size > 350e6
+    assert size > 350e6 * bits / 32
     process = subprocess.run(
         [sys.executable, "-c", PEAK, str(source), str(tmp_path), weights],
         cwd=CHECKOUT,

@@ -21,7 +21,7 @@ from workshop import Workshop
 from export import decoder, part
 from export.checkpoint import find
 from export.pair import DEFAULT_MAX_LEN
-from export.vocabulary import check_chat_template, load_tokenizer
+from export.vocabulary import carry, check_chat_template, load_tokenizer
 from runtime.files.errors import EXIT_STATUS, OutriderError
 
 Damage = Callable[[Path], object]
@@ -207,6 +207,10 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         _instead("chat_template.jinja", b"{{ messages[0].content.nothing.further }}"),
         "cannot render a message: ",
     ),
+    "a processor's template that is none": (
+        _instead("chat_template.json", b'{"chat_template": 7}'),
+        "chat_template.json cannot be read: its chat_template is 7",
+    ),
 }  # fmt: skip
 OF_THE_ARCHITECTURE = {"an unknown model", "a size that is a word"}
 
@@ -272,11 +276,14 @@ def test_a_model_without_an_end_is_said(
         "{% generation %}{{ messages[0].content | tojson }}{% endgeneration %}",
     ],
 )
-def test_templates_that_are_fine(copy: Path, template: str) -> None:
-    """Of texts, of parts, and with what only chat templates have."""
-    (copy / "chat_template.jinja").write_text(template)
+@pytest.mark.parametrize("file", ["chat_template.jinja", "chat_template.json"])
+def test_templates_that_are_fine(copy: Path, template: str, file: str) -> None:
+    """Of texts, of parts, and with what only chat templates have; a processor's too."""
+    of_processors = file.endswith(".json")
+    (copy / file).write_text(json.dumps({"chat_template": template}) if of_processors else template)
     found = find(str(copy))
     check_chat_template(found, load_tokenizer(found))
+    assert carry(found, load_tokenizer(found), copy).chat_template
 
 
 # Code that a checkpoint brings along is never run, whatever stdin says

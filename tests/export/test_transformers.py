@@ -103,7 +103,9 @@ def test_control_a_wrong_cache_row_shows(workshop: Workshop) -> None:
 # classifier, which Transformers' own list of decoders overlooks.
 OTHERWISE = {"kosmos-2.5": "difference", "shieldgemma2": "checkpoint"}
 # Of configurations that are made of the fields' usual names, and fit nothing.
-ODD = ("Transformers itself cannot run", "have other sizes", "has eos_token_id")
+ODD = (
+    "Transformers itself cannot run", "have other sizes", "has eos_token_id", "split_with_sizes",
+)  # fmt: skip
 
 
 @pytest.mark.slow

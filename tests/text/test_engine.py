@@ -90,6 +90,9 @@ def test_options_are_an_object_or_keywords_which_win(engine: TextEngine) -> None
     assert both[0].token_ids == same.token_ids and len(both[1].tokens) == 1
     with pytest.raises(TypeError, match="temperatur"):
         engine.generate("abc", usual, temperatur=1)
+    for odd in ({"max_new_tokens": 3}, {}, 64):
+        with pytest.raises(TypeError, match="options must be an Options"):
+            engine.generate("abc", odd)  # type: ignore[arg-type]
 
 
 def test_who_leaves_a_round_is_not_in_it(engine: TextEngine) -> None:

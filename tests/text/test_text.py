@@ -365,20 +365,42 @@ def test_templates_equal_transformers(
     assert messages[-1]["role"] in expected or len(expected) > 40  # it did render something
 
 
-def test_text_is_a_part_where_a_template_reads_parts_alone(files: dict[str, Path]) -> None:
+@pytest.mark.parametrize("who", ["all", "user", "system first"])
+def test_text_is_a_part_where_a_template_reads_parts_alone(
+    files: dict[str, Path], who: str
+) -> None:
     transformers = pytest.importorskip("transformers")
-    path = files["byte_level"]
+    path, template = files["byte_level"], PARTS
+    if who == "user":
+        others = "{% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}"
+        template = others + PARTS.replace("in messages %}", "in messages if m.role == 'user' %}")
+    if who == "system first":
+        refused = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}"
+        template = refused + PARTS
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path), **SPECIAL_TEXTS)
-    ours = Tokenizer(path, chat_template=PARTS, special_tokens=SPECIAL_TEXTS)
-    whole = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in TALK]
+    ours = Tokenizer(path, chat_template=template, special_tokens=SPECIAL_TEXTS)
+    whole = [
+        {**turn, "content": [{"type": "text", "text": turn["content"]}]}
+        if turn["role"] == "user" or who != "user"
+        else turn
+        for turn in TALK
+    ]
     expected, lost = (
         theirs.apply_chat_template(
-            talk, chat_template=PARTS, tokenize=False, add_generation_prompt=True
+            talk, chat_template=template, tokenize=False, add_generation_prompt=True
         )
         for talk in (whole, TALK)
     )
     assert ours.render_chat(TALK) == ours.render_chat(whole) == expected
-    assert "Hello" in expected and "Hello" not in lost  # the control: by itself it vanishes
+    assert "there" in expected and "there" not in lost  # the control: by itself it vanishes
+
+
+@pytest.mark.parametrize("template", [PARTS, CHATML])
+def test_a_picture_in_a_message_is_refused(files: dict[str, Path], template: str) -> None:
+    ours = Tokenizer(files["byte_level"], chat_template=template, special_tokens=SPECIAL_TEXTS)
+    for kind in ("image", "image_url", "input_audio"):
+        with pytest.raises(OutriderError, match=f"a part of type '{kind}'"):
+            ours.render_chat([{"role": "user", "content": [{"type": kind}]}])
 
 
 @pytest.mark.parametrize(
