@@ -18,19 +18,25 @@ _ROWS = 8192  # of a matrix at a time; they have nothing to do with each other
 
 
 def factor(inputs: torch.Tensor) -> torch.Tensor:
-    """The upper Cholesky factor of the inverse of E[x x^T], damped: float32 [K, K] for [T, K].
+    """How the errors of earlier columns weigh on a later one, for inputs [T, K]: float32 [K, K],
+    upper triangular with ones on its diagonal.
 
-    Its row i says, over its diagonal, how the columns behind i make up for an error in column i.
+    It is R of E[x x^T] = R D R^T, damped. Errors d of a row cost |d R D^1/2|^2, of which column j
+    has d_j + sum_{i<j} d_i R_ij: this says which d_j is best. It needs no inverse of that matrix,
+    which GPTQ's own form does, and takes the same decisions (Chen et al. 2025, arXiv 2507.18553).
     """
-    x = inputs.float()
-    hessian = (x.T @ x).double()
-    diagonal = hessian.diagonal()
-    diagonal += _DAMPING * diagonal.mean() + 1e-12
-    # With H = R R^T, R upper, the factor is R^-1. Cholesky's of H with both axes turned round is R,
-    # turned round, so the inverse of H need not be made.
-    lower = torch.linalg.cholesky(hessian.flip(0, 1)).float()
-    inverse: torch.Tensor = torch.linalg.solve_triangular(lower, torch.eye(len(lower)), upper=False)
-    return inverse.flip(0, 1)
+    for dtype in (torch.float32, torch.float64):
+        x = inputs.to(dtype).flip(1)  # turned round, as Cholesky's factor is a lower one
+        hessian = x.T @ x
+        diagonal = hessian.diagonal()
+        diagonal += _DAMPING * diagonal.mean() + 1e-12
+        lower, failed = torch.linalg.cholesky_ex(hessian)
+        if not failed:
+            break
+    del hessian
+    lower /= lower.diagonal().clone()
+    upper: torch.Tensor = lower.flip(0, 1).float()
+    return upper
 
 
 def quantise_with_feedback(weight: torch.Tensor, factor: torch.Tensor, bits: Bits) -> Quantised:
@@ -44,17 +50,27 @@ def quantise_with_feedback(weight: torch.Tensor, factor: torch.Tensor, bits: Bit
     scales = np.empty((rows, -(-columns // BLOCK)), np.float16)
     for begin in range(0, rows, _ROWS):
         here = slice(begin, begin + _ROWS)
-        left = weight[here].T.contiguous()  # a column is a row in memory
+        owed = torch.zeros(columns, len(weight[here]))  # a column is a row in memory
         for block, start in enumerate(range(0, columns, BLOCK)):
             end = min(start + BLOCK, columns)
-            part = left[start:end]
+            inverse = _inverse(factor[start:end, start:end])
+            full = weight[here, start:end].T
+            part = torch.addmm(full, inverse.T, owed[start:end])
             scale = best_scales(as_blocks(part.T), bits)
             scales[here, block] = scale[:, 0].to(torch.float16).numpy()
-            errors = torch.empty_like(part)
+            errors = full.clone(memory_format=torch.contiguous_format)
             for i, column in enumerate(range(start, end)):
                 level = nearest_levels(part[i, :, None, None], scale, bits)[:, 0, 0]
                 levels[here, column] = level.to(torch.int8).numpy()
-                errors[i] = (part[i] - level * scale[:, 0]) / factor[column, column]
-                part[i:].addr_(factor[column, column:end], errors[i], alpha=-1)
-            left[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+                nearest = level.mul_(scale[:, 0])
+                errors[i] -= nearest
+                part[i + 1 :].addr_(inverse[i, i + 1 :], part[i] - nearest, alpha=-1)
+            owed[end:].addmm_(factor[start:end, end:].T, errors)
     return Quantised(levels, scales, bits)
+
+
+def _inverse(upper: torch.Tensor) -> torch.Tensor:
+    inverse: torch.Tensor = torch.linalg.solve_triangular(
+        upper, torch.eye(len(upper)), upper=True, unitriangular=True
+    )
+    return inverse

@@ -11,7 +11,18 @@ import torch
 from checkpoints import ARCHITECTURES
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from export.weights.blocks import BLOCK, RANGE, Bits, Quantised, Rows, quantise, quantise_rows
+from export.weights.blocks import (
+    BLOCK,
+    RANGE,
+    Bits,
+    Quantised,
+    Rows,
+    as_blocks,
+    best_scales,
+    nearest_levels,
+    quantise,
+    quantise_rows,
+)
 from export.weights.feedback import factor, quantise_with_feedback
 from export.weights.quality import Texts, describe, measure, refuse_nonsense, sample, windows
 from export.weights.whole import quantise_model
@@ -262,13 +273,40 @@ def test_feedback_needs_less_than_rounding_to_nearest_and_is_the_same_each_time(
         assert low <= quantised.levels.min() and quantised.levels.max() <= high
 
 
-def test_the_factor_is_of_the_inverse_of_what_the_inputs_weigh() -> None:
-    inputs = torch.randn(200, 40, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("size", [1.0, 1e20])  # float32 holds no square of such
+def test_the_factor_is_of_what_the_inputs_weigh(size: float) -> None:
+    inputs = torch.randn(200, 40, generator=torch.Generator().manual_seed(0)) * size
     upper = factor(inputs).double()
-    weighs = (inputs.T @ inputs).double()
+    weighs = inputs.double().T @ inputs.double()
     weighs.diagonal().add_(0.01 * weighs.diagonal().mean())
-    assert torch.allclose(upper.T @ upper @ weighs, torch.eye(40).double(), atol=1e-5)
-    assert torch.equal(upper, upper.triu())
+    rest = torch.linalg.solve_triangular(upper, weighs, upper=True)
+    rest = torch.linalg.solve_triangular(upper.T, rest, upper=False, left=False)  # D of R D R^T
+    assert torch.allclose(rest, rest.diagonal().diag(), atol=1e-5 * float(rest.max()))
+    assert torch.equal(upper, upper.triu()) and (upper.diagonal() == 1).all()
+
+
+def test_feedback_takes_the_levels_of_the_original_algorithm() -> None:
+    """Column by column, with the upper Cholesky factor of the inverse (Frantar et al. 2022,
+    algorithm 1), and the scales of a block when it is its turn."""
+    random = torch.Generator().manual_seed(0)
+    inputs = torch.randn(300, 40, generator=random) @ torch.randn(40, 70, generator=random)
+    weight = torch.from_numpy(_random(50, 70))
+    made = quantise_with_feedback(weight, factor(inputs), 4)
+    weighs = inputs.double().T @ inputs.double()
+    weighs.diagonal().add_(0.01 * weighs.diagonal().mean())
+    upper = torch.linalg.cholesky(weighs.inverse(), upper=True)
+    levels, scales = torch.from_numpy(made.levels), torch.from_numpy(made.scales).float()
+    left = weight.double()
+    for column in range(70):
+        block = column // 32
+        if column % 32 == 0:
+            best = best_scales(as_blocks(left[:, column : column + 32].float()), 4)
+            assert (best[:, 0] == scales[:, block]).float().mean() > 0.95
+        scale, level = scales[:, block], levels[:, column]
+        nearest = nearest_levels(left[:, column, None, None].float(), scale[:, None], 4)
+        assert (nearest[:, 0, 0] == level).float().mean() > 0.95  # a tie goes either way
+        error = (left[:, column] - level * scale) / upper[column, column]
+        left -= torch.outer(error, upper[column])
 
 
 def test_feedback_leaves_alone_what_no_input_connects() -> None:
