@@ -25,6 +25,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
+from .weights.experts import experts
+
 NAME = "outrider"
 # Tensors that attention layers pass along but that carry nothing the mask does not already hold.
 _HARMLESS_TENSORS = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
@@ -120,37 +122,9 @@ def _mask(
     return mask if attention_mask is None else mask & attention_mask[:, None, None]
 
 
-def _experts(
-    self: Any,  # the experts of one layer, as transformers.integrations.moe describes them
-    hidden: torch.Tensor,  # [T, H]
-    top_k_index: torch.Tensor,  # int64 [T, k]
-    top_k_weights: torch.Tensor,  # [T, k]
-) -> torch.Tensor:
-    """Every expert computes every token, and the routing weights leave k of them in the sum.
-
-    Standard operators and shapes that do not depend on data, at E / k times the arithmetic.
-    """
-
-    def linear(x: torch.Tensor, name: str) -> torch.Tensor:  # [E, T, in] -> [E, T, out]
-        weight = getattr(self, name)
-        x = x @ (weight if self.is_transposed else weight.transpose(1, 2))
-        return x + getattr(self, f"{name}_bias")[:, None] if self.has_bias else x
-
-    chosen = torch.nn.functional.one_hot(top_k_index, self.num_experts)  # [T, k, E]
-    routing = (chosen * top_k_weights[..., None]).sum(1).to(hidden.dtype)  # [T, E]
-    if self.has_gate:
-        inner = self._apply_gate(linear(hidden[None], "gate_up_proj"))
-    else:
-        inner = self.act_fn(linear(hidden[None], "up_proj"))
-    out = linear(inner, "down_proj")
-    if self.has_post_expert_norm:
-        out = self.post_expert_norm(out)
-    return (out * routing.T[..., None]).sum(0)
-
-
 AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _mask)
-ExpertsInterface.register(NAME, _experts)
+ExpertsInterface.register(NAME, experts)
 
 
 class SlotCache:

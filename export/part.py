@@ -6,6 +6,7 @@ import functools
 import hashlib
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,19 +34,19 @@ from runtime.files.manifest import (
     file_facts,
     verify_files,
 )
-from runtime.files.progress import stage
+from runtime.files.progress import note, stage
 from runtime.files.records import digest_json, read_json, write_json
 
 from . import compare, graph, program
 from .checkpoint import Checkpoint, content_hashes, refuse_architecture
 from .decoder import Decoder, UnsupportedArchitecture, example
 from .encoder import Encoder, SharedEncoder, SourceDecoder, example_decoder, example_encoder
-from .host import lowering
-from .host.attention import NotLowered
+from .host.checked import write_checked
 from .loading import CacheShapes, cache_shapes, give_back, learned_positions, load
 from .weights import quality
 from .weights.blocks import BLOCK
-from .weights.layers import rounding_activations
+from .weights.experts import QuantisedExperts, are_experts
+from .weights.layers import in_double, rounding_activations
 from .weights.quantising import Quantising
 from .weights.stored import load_as_stored
 
@@ -162,6 +163,7 @@ class _Original:
     """What is known of the model when its weights are gone.
 
     rounded: with activations rounded as liboutrider does; None where weights are not quantised.
+    exact: in float64, of experts of few bits.
     """
 
     parameters: int
@@ -169,6 +171,7 @@ class _Original:
     shapes: CacheShapes
     said: compare.Reference
     rounded: compare.Reference | None
+    exact: compare.Reference | None
 
 
 def _export(wanted: Wanted, folder: Path, key: str) -> GraphFacts:
@@ -182,11 +185,13 @@ def _export(wanted: Wanted, folder: Path, key: str) -> GraphFacts:
     with write_folder(folder, PART_FILE) as partial:
         original = _write(wanted, quantising, partial)
         give_back()  # the comparison loads the weights a second time
-        exact = _exactly(wanted, quantising, original.vocab_size)
+        exact = _exactly(wanted, quantising, original)
         result = _compare(wanted, original, exact, partial)
         if wanted.for_host:
             with stage(role, "for ONNX Runtime on the CPU") as said:
-                said.note = _host(partial, original, exact, wanted.capacity, wanted.cache)
+                said.note = write_checked(
+                    partial, original.said, original.rounded, exact, wanted.capacity, wanted.cache
+                )
         found = None
         if quantising:
             engine = partial / HOST_FILE if wanted.for_host else None
@@ -230,12 +235,19 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
             said.note += f", {checkpoint.packed}, made {wanted.dtype}"
     if quantising:
         quantising.quantise(model, wanted.max_len, folder)
+    elif wanted.for_host and any(are_experts(module) for module in model.modules()):
+        option = "DRAFT_WEIGHTS" if role == "draft" else "WEIGHTS"
+        note(f"all experts compute for each token; with {option}=int4 or int8 the chosen ones do")
     with stage(role, "run the original"):
         given = model, wanted.capacity, vocab_size, checkpoint.features, wanted.shares
-        original, rounded = compare.reference(*given), None
+        original, rounded, exact = compare.reference(*given), None, None
         if quantising:
             with rounding_activations():
                 rounded = compare.reference(*given)
+        if narrow and any(isinstance(module, QuantisedExperts) for module in model.modules()):
+            # Of two that score alike either may be asked. Some models cannot compute in it.
+            with in_double(model), suppress(OutriderError):
+                exact = compare.reference(*given)
         shapes = cache_shapes(model, checkpoint)
     traced = _trace(wanted, model, shapes)
     if wanted.form == "onnx":  # a compiler of torch's graphs does this itself
@@ -246,7 +258,7 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
             wanted.by.save(each, folder, encoder=i > 0)
         size = sum(path.stat().st_size for path in folder.iterdir())
         said.note = f"{size / 2**20:,.1f} MiB"
-    return _Original(parameters, vocab_size, shapes, original, rounded)
+    return _Original(parameters, vocab_size, shapes, original, rounded, exact)
 
 
 def _trace(wanted: Wanted, model: PreTrainedModel, shapes: CacheShapes) -> list[Any]:
@@ -295,12 +307,13 @@ def _listed(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
 
 
 def _exactly(
-    wanted: Wanted, quantising: Quantising | None, vocab_size: int
+    wanted: Wanted, quantising: Quantising | None, original: _Original
 ) -> Callable[[], compare.Reference] | None:
     """What the original says in twice as many bits. A second load, of twice the size, and once.
-    None for quantised float32, whose levels are not kept."""
+    Of quantised float32, whose levels are not kept, what was asked while they were there."""
+    found = original.exact
     if quantising and wanted.dtype == "float32":
-        return None
+        return (lambda: found) if found else None
 
     @functools.cache
     def reference() -> compare.Reference:
@@ -311,7 +324,8 @@ def _exactly(
             model = model.double()
             model.config._experts_implementation = "eager"  # grouped products have no doubles
         features = wanted.checkpoint.features
-        return compare.reference(model, wanted.capacity, vocab_size, features, wanted.shares)
+        given = model, wanted.capacity, original.vocab_size, features, wanted.shares
+        return compare.reference(*given)
 
     return reference
 
@@ -341,51 +355,6 @@ def _compare(
             else "Build with DTYPE=float32; if that fails too, please report the architecture.",
         )
     return result
-
-
-def _host(
-    folder: Path,
-    original: _Original,
-    exact: Callable[[], compare.Reference] | None,
-    capacity: int,
-    cache: Cache | None = None,
-) -> str:
-    """Write the graph for the CPU, unless there is none or it is not right; what to say of it. With
-    quantised rows only when it is right without, and they cost no more than `TOLERANCE`."""
-    check = functools.partial(
-        compare.compare, folder, original.said, "float32", file=HOST_FILE, rounded=original.rounded
-    )
-    try:
-        nodes = lowering.write(folder, capacity)
-        result = check(exact)
-        if not result.passed:
-            raise NotLowered(f"it would differ by {result.max_difference:.1e}")
-        if cache:
-            lowering.write(folder, capacity, cache)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is told or refused
-        if cache:
-            cause = f"CACHE={cache} needs a graph of our own: {first_line(error)}"
-            raise OutriderError("backend", cause, "Build without CACHE.") from None
-        if original.rounded is not None:
-            raise OutriderError(
-                "difference",
-                f"the graph for the CPU is not right: {first_line(error)}",
-                "Build without WEIGHTS; and please report the architecture.",
-            ) from None
-        (folder / HOST_FILE).unlink(missing_ok=True)
-        return f"none: {first_line(error)}"
-    said = f"{nodes:,} nodes, "
-    if original.rounded is not None:
-        said += "activations in 8 bits, "
-    said += f"largest difference {result.max_difference:.1e} (bound {result.bound:.1e})"
-    if cache:
-        rows = check(cache=cache)
-        found = f"{rows.max_difference:.1e}"
-        if not rows.passed:
-            cause = f"rows of {cache} change a logit by {found}, more than {rows.bound:.1e}"
-            raise OutriderError("difference", cause, "Build without CACHE.")
-        said += f", with rows of {cache} {found} ({rows.bound:.1e})"
-    return said
 
 
 def _check_space(folder: Path, wanted: Wanted) -> None:

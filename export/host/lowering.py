@@ -30,6 +30,7 @@ from runtime.files.torch_files import ENCODER_WEIGHTS_FILE
 from ..graph import saving
 from ..weights.operators import OWN_DOMAIN, initializer, own_operators, put
 from .attention import Layer, NotLowered, SourceLayer, layers_of, size
+from .experts import ask_the_chosen
 from .observing import Observed, observe, see_all_rows
 
 DOMAIN = "com.microsoft"  # of ONNX Runtime's own operators
@@ -44,6 +45,7 @@ def write(folder: Path, capacity: int, cache: Cache | None = None) -> int:
     """
     model = ir.load(folder / GRAPH_FILE)
     quantised = own_operators(model)
+    ask_the_chosen(model)
     try:
         layers, of_source = layers_of(model)
         observed = observe(folder, layers, capacity)

@@ -47,9 +47,14 @@ class QuantisedLinear(torch.nn.Module):
                 version=1,
             )
         else:
-            x = rounded(x) if _rounds_activations else x
-            y = torch.nn.functional.linear(x, self.weight)
+            y = multiply(x, self.levels, self.scales)
         return y if self.bias is None else y + self.bias
+
+
+def multiply(x: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """[.., K] by levels and scales [N, ..]: [.., N]."""
+    x = rounded(x) if _rounds_activations else x
+    return torch.nn.functional.linear(x, _dense(levels, scales))
 
 
 class _Table(torch.nn.Module):
@@ -130,3 +135,18 @@ def rounding_activations() -> Iterator[None]:
         yield
     finally:
         _rounds_activations = False
+
+
+@contextmanager
+def in_double(model: PreTrainedModel) -> Iterator[None]:
+    """Within it a quantised model of float32 computes in float64; levels stay as they are."""
+    tables = [module for module in model.modules() if isinstance(module, _Table)]
+    model.double()
+    for table in tables:
+        table.dtype = torch.float64
+    try:
+        yield
+    finally:
+        model.float()  # type: ignore[no-untyped-call]
+        for table in tables:
+            table.dtype, table.scales = torch.float32, table.scales.half()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
 from .blocks import BLOCK, Bits, Quantised, row_slices, sharing
+from .experts import PRODUCT as EXPERTS
 from .layers import PRODUCT, TABLE
 from .recover import recover
 
@@ -42,50 +44,64 @@ def dense_tables(model: ir.Model) -> None:
 def dequantise_linear(model: ir.Model) -> None:
     """Replace the products of `QuantisedLinear` by DequantizeLinear and MatMul, in place. What the
     scales belong to is blocks along K, or outputs."""
-    for node in [node for node in model.graph if node.op_type == PRODUCT]:
+    for node in [node for node in model.graph if node.op_type in (PRODUCT, EXPERTS)]:
         x, levels, scales = node.inputs
         assert levels is not None and scales is not None
         assert isinstance(levels.shape, ir.Shape) and isinstance(scales.shape, ir.Shape)
-        bits = node.attributes["bits"].as_int()
+        bits, experts = (node.attributes.get_int(name, 0) for name in ("bits", "experts"))
         (rows, columns), (_, several) = levels.shape.numpy(), scales.shape.numpy()
-        in_blocks = sharing(columns, several) == BLOCK
-        dequantise = ir.node(
-            "DequantizeLinear",
-            [
-                _turned(model, levels, ir.DataType.INT4 if bits == 4 else levels.dtype),
-                _turned(model, scales, scales.dtype, None if in_blocks else [rows]),
-            ],
-            {"axis": 0, "block_size": BLOCK} if in_blocks else {"axis": 1},
-        )
+        dtype = ir.DataType.INT4 if bits == 4 else levels.dtype
+        if sharing(columns, several) == BLOCK:
+            weights = [
+                _turned(model, levels, dtype, experts),
+                _turned(model, scales, scales.dtype, experts),
+            ]
+            attributes = {"axis": 1 if experts else 0, "block_size": BLOCK}
+        else:
+            weights = [
+                _turned(model, levels, dtype),
+                _turned(model, scales, scales.dtype, sizes=[rows]),
+            ]
+            attributes = {"axis": 1}
+        dequantise = ir.node("DequantizeLinear", weights, attributes)
         product = ir.node("MatMul", [x, dequantise.outputs[0]])
         dequantise.outputs[0].type = ir.TensorType(scales.dtype or ir.DataType.FLOAT)
         model.graph.insert_before(node, dequantise)
-        _replace(model, node, product)
+        replace(model, node, product)
     model.graph.opset_imports.pop(OWN_DOMAIN, None)
 
 
 def _turned(
-    model: ir.Model, value: ir.Value, dtype: ir.DataType | None, sizes: list[int] | None = None
+    model: ir.Model,
+    value: ir.Value,
+    dtype: ir.DataType | None,
+    experts: int = 0,
+    sizes: list[int] | None = None,
 ) -> ir.Value:
     """The transposed initializer, materialised only while it is written. Each product has one of
-    its own: ONNX Runtime does not fuse those that share one. sizes: its shape, if not [K, N]."""
+    its own: ONNX Runtime does not fuse those that share one. experts: [E N, K] becomes [E, K, N].
+    sizes: its shape, if not [K, N]."""
     tensor = value.const_value
     assert tensor is not None and dtype is not None and value.name is not None
-    shape = ir.Shape(sizes or list(reversed(tensor.shape.numpy())))
+    rows, columns = tensor.shape.numpy()
+    many = [experts] if experts else []
+    shape = ir.Shape(sizes or [*many, columns, rows // (experts or 1)])
     name, number = f"{value.name}.T", 1
     while name in model.graph.initializers:  # torch makes one of two that are equal
         name, number = f"{value.name}.{number}.T", number + 1
 
     def materialise() -> ir.TensorProtocol:
-        turned = np.ascontiguousarray(tensor.numpy().T).reshape(shape.numpy())
+        apart = tensor.numpy().reshape(*many, -1, columns).swapaxes(-1, -2)
+        turned = np.ascontiguousarray(apart).reshape(shape.numpy())
         return ir.tensor(turned.astype(dtype.numpy(), copy=False), dtype=dtype)
 
     return initializer(model, ir.LazyTensor(materialise, dtype=dtype, shape=shape, name=name))
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """A weight as `dequantise_linear` wrote it: levels [K, N] and scales [K / BLOCK, N]."""
+class StoredMatrix:
+    """A weight as `dequantise_linear` wrote it: levels [K, N] and scales [K / BLOCK, N], of experts
+    [E, K, N] and [E, K / BLOCK, N]."""
 
     levels: ir.TensorProtocol
     scales: ir.TensorProtocol
@@ -95,18 +111,40 @@ class _Stored:
         return 4 if self.levels.dtype == ir.DataType.INT4 else 8
 
     @property
+    def experts(self) -> int:
+        """0 of what is no experts'."""
+        many, *_ = self.levels.shape.numpy()
+        return many if len(self.levels.shape) == 3 else 0
+
+    @property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(reversed(self.levels.shape.numpy()))
+        """N, K."""
+        *_, columns, rows = self.levels.shape.numpy()
+        return rows, columns
+
+    @property
+    def panels(self) -> int:
+        return -(-self.sizes[0] // PANEL) * max(1, self.experts)
 
     def read(self, rows: slice = slice(None)) -> Quantised:
-        levels, scales = (part.numpy()[:, rows].T for part in (self.levels, self.scales))
+        """Of experts all together, where each begins a panel."""
+        levels, scales = (self._rows(part)[rows] for part in (self.levels, self.scales))
         return Quantised(levels.astype(np.int8), scales.astype(np.float16), self.bits)
+
+    def _rows(self, part: ir.TensorProtocol) -> npt.NDArray[Any]:
+        rows: npt.NDArray[Any] = part.numpy().swapaxes(-1, -2)
+        if not self.experts:
+            return rows
+        padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % PANEL), (0, 0)))
+        return padded.reshape(-1, rows.shape[2])
 
 
 def own_operators(model: ir.Model) -> int:
     """Replace what `dequantise_linear` wrote, and the embedding, whose table is dense but lies on
-    levels too, by liboutrider's operators, in place. Returns how many products there were."""
-    products = [(node, stored) for node in model.graph if (stored := _stored(node)) is not None]
+    levels too, by liboutrider's operators, in place; but for experts. Returns how many products
+    there were, experts' too."""
+    found = [(node, stored) for node in model.graph if (stored := stored_of(node)) is not None]
+    products = [(node, stored) for node, stored in found if not stored.experts]
     tables = [
         (node, table)
         for node in model.graph
@@ -115,44 +153,45 @@ def own_operators(model: ir.Model) -> int:
         and len(table.shape) == 2
     ]
     for node, stored in products:
-        matrix = _packed_values(model, stored, f"{node.outputs[0].name}.weight")
+        matrix = packed_values(model, stored, f"{node.outputs[0].name}.weight")
         _put(model, node, PRODUCT, node.inputs[0], matrix, stored)
         for gather, table in list(tables):
             if stored.sizes == tuple(table.shape.numpy()) and _is_table(table, stored):  # tied
                 _put(model, gather, GATHER, gather.inputs[1], matrix, stored)
                 tables.remove((gather, table))
     for gather, table in tables if products else ():
-        if (found := recover(table.numpy(), 8)) is not None:
-            stored = _Stored(ir.tensor(found.levels.T), ir.tensor(found.scales.T))
-            matrix = _packed_values(model, stored, f"{gather.outputs[0].name}.table")
+        if (levels := recover(table.numpy(), 8)) is not None:
+            stored = StoredMatrix(ir.tensor(levels.levels.T), ir.tensor(levels.scales.T))
+            matrix = packed_values(model, stored, f"{gather.outputs[0].name}.table")
             _put(model, gather, GATHER, gather.inputs[1], matrix, stored)
-    return len(products)
+    return len(found)
 
 
-def _stored(product: ir.Node) -> _Stored | None:
+def stored_of(product: ir.Node) -> StoredMatrix | None:
+    """The weight of a product with few bits; None for what is none."""
     right = product.inputs[1] if product.op_type == "MatMul" else None
     source = right.producer() if right is not None else None
     if source is None or source.op_type != "DequantizeLinear":
         return None
     levels, scales = map(_weight, source.inputs)
-    return _Stored(levels, scales) if levels is not None and scales is not None else None
+    return StoredMatrix(levels, scales) if levels is not None and scales is not None else None
 
 
 def _weight(value: ir.Value | None) -> ir.TensorProtocol | None:
     return value.const_value if value is not None and value.is_initializer() else None
 
 
-def _is_table(table: ir.TensorProtocol, stored: _Stored) -> bool:
+def _is_table(table: ir.TensorProtocol, stored: StoredMatrix) -> bool:
     dense = table.numpy()
     return all(
         np.array_equal(dense[here], stored.read(here).dense()) for here in row_slices(*dense.shape)
     )
 
 
-def _packed_values(model: ir.Model, stored: _Stored, name: str) -> list[ir.Value]:
+def packed_values(model: ir.Model, stored: StoredMatrix, name: str) -> list[ir.Value]:
     """The initializers of one of our operators, materialised only while they are written."""
-    rows, columns = stored.sizes
-    panels, blocks = -(-rows // PANEL), -(-columns // BLOCK)
+    _, columns = stored.sizes
+    panels, blocks = stored.panels, -(-columns // BLOCK)
     values = []
     for part, (dtype, size) in enumerate(
         ((ir.DataType.UINT8, 64 * stored.bits), (ir.DataType.FLOAT16, PANEL))
@@ -174,15 +213,15 @@ def _put(
     kind: str,
     x: ir.Value | None,
     matrix: list[ir.Value],
-    stored: _Stored,
+    stored: StoredMatrix,
 ) -> None:
     rows, columns = stored.sizes
     attributes = {"bits": stored.bits, "rows": rows, "columns": columns}
     node = ir.node(kind, [x, *matrix], attributes, domain=OWN_DOMAIN)
-    _replace(model, old, node)
+    replace(model, old, node)
 
 
-def _replace(model: ir.Model, old: ir.Node, new: ir.Node) -> None:
+def replace(model: ir.Model, old: ir.Node, new: ir.Node) -> None:
     """A node in the place of another; what it makes has the other's name."""
     model.graph.insert_before(old, new)
     put(old.outputs[0], new.outputs[0])

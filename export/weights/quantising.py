@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -10,11 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from runtime.files.audio import FeatureFacts
-from runtime.files.errors import OutriderError
+from runtime.files.errors import OutriderError, first_line
 from runtime.files.manifest import Dtype, Quality, Weights
 from runtime.files.progress import stage
 
 from .. import compare
+from ..checkpoint import refuse_architecture
 from ..encoder import example_source, states_of
 from ..loading import give_back
 from . import quality
@@ -57,7 +59,13 @@ class Quantising:
         encoder = model.config.is_encoder_decoder
         some = [example_source(self._features)] if encoder else []
         compare.logits(model, torch.zeros(1, 8, dtype=torch.int64), some)  # does it run at all?
-        written = self._write(model, min(LENGTH, context))
+        try:
+            written = self._write(model, min(LENGTH, context))
+        except OutriderError:
+            raise
+        except Exception as error:  # noqa: BLE001 - any model code may fail in any way
+            reason = f"it does not write with a KV cache ({first_line(error)})"
+            raise refuse_architecture(self.source, model.config, reason) from None
         self._full = _put_away(self._say(model), folder)
         give_back()
         with stage(self.role, f"quantise, {self.weights}") as said:
@@ -66,7 +74,8 @@ class Quantising:
             if model.dtype != torch.float32:
                 rows = "fp8" if self.weights == "fp8" else "int8"
             try:
-                found = quantise_model(model, self._bits, written, keep=self._packed, rows=rows)
+                tell = partial(setattr, said, "phase")
+                found = quantise_model(model, self._bits, written, self._packed, rows, tell)
             except ValueError as error:
                 raise OutriderError(
                     "checkpoint",

@@ -1,5 +1,6 @@
 """Linear layers that compute in float32 and leave their matrices as the checkpoint has them: in 16
-bits, mapped from its files, which takes no memory that the system cannot have back."""
+bits, mapped from its files, which takes no memory that the system cannot have back. Experts too,
+which lie in memory, where the checkpoint has them one by one."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checkpoint import Checkpoint
+from ..decoder import NAME
 from ..loading import load
+from .experts import are_experts
 
 _HALF = (torch.float16, torch.bfloat16)
 _PIECE = 1 << 20  # numbers of a matrix that are float32 at a time: what caches hold
@@ -47,8 +50,12 @@ def load_as_stored(checkpoint: Checkpoint) -> PreTrainedModel:
         return load(checkpoint, torch.float32)
     linear = {module for module in model.modules() if type(module) is torch.nn.Linear}
     for module in model.modules():
+        of_experts: Any = module if are_experts(module) else None
+        if of_experts:
+            of_experts.config._experts_implementation = NAME  # which makes them wide one by one
         for name, weight in module.named_parameters(recurse=False):
-            if module not in linear or name != "weight":
+            narrow = weight.dim() == 3 if of_experts else module in linear and name == "weight"
+            if not narrow:
                 weight.data = weight.data.float()
     for module in linear:
         if parameter(module).dtype in _HALF:  # that of an embedding is not any more
@@ -63,6 +70,9 @@ def widen(model: PreTrainedModel) -> None:
         if isinstance(module, _NarrowLinear):
             parameter(module).data = module.weight
             _become(module, torch.nn.Linear)
+        elif are_experts(module):
+            for weight in module.parameters(recurse=False):
+                weight.data = weight.data.float()
 
 
 def _become(module: torch.nn.Module, kind: type[torch.nn.Linear]) -> None:

@@ -9,8 +9,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..decoder import NAME
 from ..encoder import arguments
 from .blocks import Bits, Quantised, Rows, quantise, quantise_rows
+from .experts import QuantisedExperts, are_experts
 from .feedback import factor, quantise_with_feedback
 from .layers import put
 from .quality import Texts
@@ -24,17 +26,19 @@ def quantise_model(
     texts: Texts | None = None,  # that the model wrote
     keep: bool = False,  # the levels of what lies on some already
     rows: Rows | None = None,  # what has 8 bits has a scale a row, and such levels
+    said: Callable[[str], None] = lambda _: None,  # hears how far it is
 ) -> dict[str, Quantised]:
     """Quantise the model's matrices. A module is replaced as soon as its levels are chosen, so no
     dense copy of the model is made.
 
     By the name of the parameter (of `named_parameters`, where a tied one has the embedding's name):
     the weights of linear layers, the output matrix, tied or not, and an untied embedding. Levels
-    lie [N outputs, K inputs] for GPT-2's `Conv1D` too, whose weight is [K, N]. What decides between
-    experts (`_routes`), and what is not two-dimensional, stay as they are.
+    lie [N outputs, K inputs] for GPT-2's `Conv1D` too, whose weight is [K, N], and [E N, K] for
+    experts, in float32. What decides between them (`_routes`) stays as it is.
 
     With texts, 4 bits are rounded with error feedback. Every matrix sees its inputs as the
     quantised matrices before it make them: all are quantised in one pass, each when it is called.
+    Experts are rounded to nearest: too few tokens come by each of many.
     The output matrix has 8 bits, since 4 bits there cost more than in all other matrices together:
     per byte seven times as much on the bundled target. An untied embedding, of which a row is
     read, has 8 bits too.
@@ -54,13 +58,14 @@ def quantise_model(
         if name in found:
             return
         try:
-            made = make(_matrix(model.get_submodule(places[name][0])))
+            made = make(_matrix(model, places[name][0]))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         if made is not None:
             found[name] = made
             for path in places[name]:
-                put(model, path, made)
+                _put(model, path, made)
+            said(f"{len(found)} of {len(places)} matrices")
 
     def nearest(to: Bits) -> Callable[[torch.Tensor], Quantised]:
         if to == 8 and rows:
@@ -74,6 +79,9 @@ def quantise_model(
         # The ends first: what the layers see of the embedding is to be what they will see of it.
         for name in ends:
             take(name, nearest(8))
+        for name in inner:
+            if are_experts(_owner(model, places[name][0])[0]):
+                take(name, nearest(bits))
         if texts is not None:
             waiting = {name: places[name] for name in inner if name not in found}
             _pass(model, texts, waiting, take)
@@ -86,11 +94,29 @@ def requantise(model: PreTrainedModel, weights: dict[str, Quantised]) -> None:
     """Give another copy of a model the weights that `quantise_model` found."""
     for name, paths in _places(model).items():
         for path in paths if name in weights else ():
-            put(model, path, weights[name])
+            _put(model, path, weights[name])
+
+
+def _put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
+    module, child = _owner(model, path)
+    if not are_experts(module):
+        put(model, path, weight)
+        return
+    experts = len(getattr(module, child))
+    delattr(module, child)
+    setattr(module, child, QuantisedExperts(weight, experts))
+    module.config._experts_implementation = NAME  # no other can multiply by it
+
+
+def _owner(model: PreTrainedModel, path: str) -> tuple[Any, str]:
+    """What has the module or the parameter at this path, and under which name."""
+    parent, _, child = path.rpartition(".")
+    return model.get_submodule(parent), child
 
 
 def _places(model: PreTrainedModel) -> dict[str, list[str]]:
-    """By the name of each parameter to quantise the paths of the modules that have it."""
+    """By the name of each parameter to quantise the paths of the modules that have it, or its own
+    where it is one of experts."""
     embedding = model.get_input_embeddings()  # type: ignore[no-untyped-call]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     places: dict[str, list[str]] = {}
@@ -100,6 +126,11 @@ def _places(model: PreTrainedModel) -> dict[str, list[str]]:
         table = isinstance(module, torch.nn.Embedding) and module.weight is embedding.weight
         if linear or table:
             places.setdefault(names[id(parameter(module))], []).append(path)
+        # In half precision, which is for TensorRT, they stay as they are.
+        if are_experts(module) and model.dtype == torch.float32:
+            for name, weight in module.named_parameters(recurse=False):
+                if weight.dim() == 3:
+                    places.setdefault(names[id(weight)], []).append(f"{path}.{name}")
     return places
 
 
@@ -166,9 +197,13 @@ def _pass(
             handle.remove()
 
 
-def _matrix(module: torch.nn.Module) -> torch.Tensor:
-    """float32 [N, K]."""
-    assert isinstance(module.weight, torch.Tensor)
-    turned = isinstance(module, Conv1D)
-    weight: torch.Tensor = module.weight.T if turned else module.weight
+def _matrix(model: PreTrainedModel, path: str) -> torch.Tensor:
+    """float32 [N, K], of experts [E N, K]."""
+    owner, child = _owner(model, path)
+    module = getattr(owner, child)
+    weight: torch.Tensor
+    if are_experts(owner):
+        weight = (module.transpose(1, 2) if owner.is_transposed else module).flatten(0, 1)
+    else:
+        weight = module.weight.T if isinstance(module, Conv1D) else module.weight
     return weight.float().contiguous()

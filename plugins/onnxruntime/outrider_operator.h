@@ -42,6 +42,7 @@ extern const Operator ATTENTION;           // "Attention"
 extern const Operator QUANTISED_ATTENTION; // "QuantizedCacheAttention"
 extern const Operator SOURCE_ATTENTION;    // "SourceAttention"
 extern const Operator PRODUCT, ROWS;       // "QuantizedMatMul", "QuantizedGather"
+extern const Operator EXPERTS;             // "QuantizedExperts"
 
 } // namespace ort
 #endif

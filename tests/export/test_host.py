@@ -18,11 +18,11 @@ from rounds import cases
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from workshop import MAX_LEN, Workshop
 
-from export import compare, part
+from export import compare
 from export.host import attention, observing
 from export.host.attention import NotLowered
+from export.host.checked import write_checked
 from export.host.observing import AHEAD
-from export.loading import CacheShapes
 from runtime.backends.engine import Features
 from runtime.backends.onnxruntime import OrtEngine
 from runtime.files.errors import OutriderError
@@ -235,11 +235,10 @@ def test_what_is_told_wrong_is_found_out(
     kind = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
     model = kind.from_pretrained(source, attn_implementation="eager").eval()
     said = compare.reference(model, CAPACITY, VOCAB_SIZE)
-    original = part._Original(0, VOCAB_SIZE, CacheShapes([], []), said, None)
-    assert "nodes, largest difference" in part._host(folder, original, None, CAPACITY)
+    assert "nodes, largest difference" in write_checked(folder, said, None, None, CAPACITY)
     assert (folder / HOST_FILE).exists()
     monkeypatch.setattr(observing, told, wrong)
-    assert "none: it would differ by" in part._host(folder, original, None, CAPACITY)
+    assert "none: it would differ by" in write_checked(folder, said, None, None, CAPACITY)
     assert not (folder / HOST_FILE).exists()
 
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, CONTEXT, VOCAB_SIZE
+from checkpoints import ARCHITECTURES, CONTEXT, VOCAB_SIZE, write_any
 from commands import error_line
 from exported import TIED, UNTIED, Refused, command, edit_weights
 from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from workshop import Workshop
 
 from export import decoder, part
@@ -70,6 +72,15 @@ def test_architectures_that_the_graph_cannot_express(
     said = refused(workshop.checkpoint(name), kind="architecture")
     assert reason in said
     assert ARCHITECTURES[name]().__class__.__name__.removesuffix("Config").lower() in said.lower()
+
+
+def test_a_model_that_keeps_no_cache_writes_no_texts_to_quantise_by(
+    tmp_path: Path, refused: Refused
+) -> None:
+    config = CONFIG_MAPPING["granitemoehybrid"]  # as small as it gets, all of its layers are linear
+    assert write_any(tmp_path / "hybrid", config, MODEL_FOR_CAUSAL_LM_MAPPING[config]) is None
+    said = refused(tmp_path / "hybrid", "--weights", "int8", kind="architecture")
+    assert "it does not write with a KV cache" in said
 
 
 def test_attention_that_the_graph_cannot_express() -> None:

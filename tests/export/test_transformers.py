@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from checkpoints import WINDOW, write_any
+from exported import graph, nodes
 from originals import PROMPTS, Original, check_batch, check_text, greedy, one_thread, original_of
 from rounds import cases
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -28,6 +29,7 @@ from workshop import MAX_LEN, Workshop, traced_once
 
 from export.pair import export as export_pair
 from runtime.files.errors import OutriderError
+from runtime.files.manifest import HOST_FILE
 
 GAMMAS = (0, 1, 2, 4, 8)
 
@@ -119,7 +121,8 @@ ODD = (
 def test_every_decoder_is_exported_or_refused_by_name(
     kind: str, mapping: Any, tmp_path: Path
 ) -> None:
-    """Nothing ends in another error, nor in a graph that says something else."""
+    """Nothing ends in another error, nor in a graph that says something else. Experts of few bits
+    are asked alone."""
     config = CONFIG_MAPPING[kind]
     try:
         reason = write_any(tmp_path / kind, config, mapping[config])
@@ -127,17 +130,21 @@ def test_every_decoder_is_exported_or_refused_by_name(
         reason = type(error).__name__
     if reason is not None:
         pytest.skip(f"no tiny {kind}: {reason}")
-    refusal = None
+    refusal, given = None, (str(tmp_path / kind), None, tmp_path / "out")
     try:
         with traced_once():
-            pair = export_pair(
-                str(tmp_path / kind), None, tmp_path / "out", max_len=MAX_LEN, cache=tmp_path
-            )
+            pair = export_pair(*given, max_len=MAX_LEN, cache=tmp_path)
     except OutriderError as error:
         refusal = error
     if refusal is None:
         assert pair.target.max_difference is not None
         assert pair.target.max_difference <= pair.target.tolerance
+        weights = graph(tmp_path / "out").graph.initializer
+        products = {n.input[1] for n in graph(tmp_path / "out").graph.node if n.op_type == "MatMul"}
+        if any(len(weight.dims) == 3 and weight.name in products for weight in weights):
+            pair = export_pair(*given, max_len=MAX_LEN, weights="int4", cache=tmp_path, force=True)
+            found = nodes(tmp_path / "out", HOST_FILE)
+            assert found["outrider.QuantizedExperts"] and not found[".DequantizeLinear"]
     elif any(odd in refusal.cause for odd in ODD):
         pytest.skip(refusal.cause)
     else:

@@ -11,6 +11,7 @@ import torch
 from checkpoints import ARCHITECTURES
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from export.decoder import NAME
 from export.weights.blocks import (
     BLOCK,
     RANGE,
@@ -23,7 +24,9 @@ from export.weights.blocks import (
     quantise,
     quantise_rows,
 )
+from export.weights.experts import are_experts
 from export.weights.feedback import factor, quantise_with_feedback
+from export.weights.layers import in_double
 from export.weights.quality import Texts, describe, measure, refuse_nonsense, sample, windows
 from export.weights.whole import quantise_model
 from runtime.files.errors import OutriderError
@@ -197,7 +200,7 @@ def test_sampled_text_is_the_models_own_and_the_same_each_time() -> None:
     assert own < foreign / 2
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral", "mixtral"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral", "mixtral", "gpt-oss"])
 def test_a_model_becomes_what_its_levels_say(architecture: str) -> None:
     model = _model(architecture)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -205,16 +208,25 @@ def test_a_model_becomes_what_its_levels_say(architecture: str) -> None:
     after = dict(model.named_parameters())
     assert not made.keys() & after.keys(), "no dense copy is kept"
     for name, quantised in made.items():
-        weight = model.get_submodule(name.removesuffix(".weight")).weight
-        assert (weight == torch.from_numpy(quantised.dense())).all()
+        module = model.get_submodule(name.removesuffix(".weight"))
+        dense = torch.from_numpy(quantised.dense())
+        if before[name].dim() == 3:
+            apart = dense.view(len(before[name]), -1, dense.shape[1])
+            x = torch.eye(dense.shape[1])
+            for expert, weight in enumerate(apart):
+                assert (module.multiply(x, expert) == weight.T).all()
+            turned = apart.transpose(1, 2) if architecture == "gpt-oss" else apart
+            assert (turned - before[name]).abs().max() < 0.2 * before[name].abs().max()
+        else:
+            assert (module.weight == dense).all()
         ends = ("embed" in name, "lm_head" in name, "wte" in name)
         assert quantised.bits == (8 if any(ends) else 4)
     kept = before.keys() - made.keys()
     assert all((after[name] == before[name]).all() for name in kept)
-    linear = {n for n, p in before.items() if p.dim() == 2 and "wpe" not in n}
-    routers = {n for n in linear if n.endswith("gate.weight")}
-    assert bool(routers) == (architecture == "mixtral")
-    assert made.keys() == linear - routers
+    matrices = {n for n, p in before.items() if p.dim() > 1 and "wpe" not in n}
+    routers = {n for n in matrices if n.endswith(("gate.weight", "router.weight", "_bias"))}
+    assert bool(routers) == (architecture in ("mixtral", "gpt-oss"))
+    assert made.keys() == matrices - routers
 
 
 @pytest.mark.parametrize(
@@ -238,6 +250,30 @@ def test_what_decides_between_experts_is_left_whatever_its_name_is(
     }
     left = linear - quantise_model(model.requires_grad_(False), 8).keys() - {"lm_head.weight"}
     assert left == ({f"model.layers.0.{kept}.weight"} if kept else set())
+
+
+@pytest.mark.parametrize("architecture", ["qwen3-moe", "gpt-oss"])
+def test_experts_that_are_asked_alone_say_what_all_of_them_do(architecture: str) -> None:
+    """One by one, as those of few bits compute, against Transformers' own; in 8 bits and float64,
+    and in 16 bits that are made wide."""
+    model, ids = _model(architecture), torch.arange(24)[None]
+    with torch.no_grad():
+        full = model(input_ids=ids).logits
+        for module in model.modules():
+            if are_experts(module):
+                module.config._experts_implementation = NAME
+                module.down_proj.data = module.down_proj.bfloat16()
+        narrow = model(input_ids=ids).logits
+        quantise_model(model, 8)
+        single = model(input_ids=ids).logits
+        with in_double(model):
+            double = model(input_ids=ids).logits
+        again = model(input_ids=ids).logits
+    size = full.abs().max()
+    assert 0 < (narrow - full).abs().max() < 1e-3 * size
+    assert 0 < (single - narrow).abs().max() < 5e-2 * size
+    assert double.dtype == torch.float64 and 0 < (double - single).abs().max() < 1e-5 * size
+    assert (again == single).all()
 
 
 def test_an_embedding_that_does_more_than_look_up_goes_on_doing_it() -> None:

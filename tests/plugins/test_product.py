@@ -208,6 +208,79 @@ def test_ids_beyond_the_matrix_are_refused() -> None:
         gather(np.zeros([1] * 8, np.int64))
 
 
+EXPERTS = 5
+
+
+class Experts:
+    """The operator with several matrices, and each of them alone."""
+
+    def __init__(self, bits: Bits, rows: int = ROWS, columns: int = COLUMNS, *, threads: int = 1,
+                 parts: Packed | None = None, **attributes: int):  # fmt: skip
+        weights = [matrix(bits, rows, columns) for _ in range(EXPERTS)]
+        for expert, weight in enumerate(weights):
+            weight.levels[:] = np.roll(weight.levels, expert, axis=1)
+        self.alone = [Node(weight) for weight in weights]
+        self.packed = tuple(map(np.concatenate, zip(*map(packed, weights), strict=True)))
+        tables = dict(zip(("levels", "scales"), parts or self.packed, strict=True))
+        sizes = {"bits": bits, "rows": rows, "columns": columns, "experts": EXPERTS}
+        self.session = session_of(
+            "QuantizedExperts", {"x": FLOAT, "chosen": INT64}, {"y": FLOAT}, tables,
+            order=["x", "levels", "scales", "chosen"], threads=threads, **sizes | attributes,
+        )  # fmt: skip
+
+    def __call__(self, x: Array, chosen: npt.NDArray[np.int64]) -> Array:
+        return np.asarray(self.session.run(None, {"x": x, "chosen": chosen})[0])
+
+    def one_by_one(self, x: Array, chosen: npt.NDArray[np.int64]) -> Array:
+        rows = np.broadcast_to(x, (*chosen.shape, x.shape[2]))
+        return np.array([[self.alone[e](row) for e, row in zip(es, some, strict=True)]
+                         for es, some in zip(chosen, rows, strict=True)])  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_experts_give_the_bits_of_each_alone(
+    instruction_set: str, bits: Bits, shared: bool
+) -> None:
+    """Whoever else is asked, and by how many. shared: all that a token asks read the same row."""
+    experts, x = Experts(bits), activations()
+    for width in WIDTHS:
+        chosen = np.random.default_rng(width).integers(0, EXPERTS, (3, width))
+        rows = x[None, :width] if shared else np.stack([x[:width], -x[:width], x[:width] / 3])
+        want = experts.one_by_one(rows, chosen)
+        assert (experts(rows, chosen) == want).all()
+        chosen[0, 0] = (chosen[0, 0] + 1) % EXPERTS  # a control
+        assert (experts(rows, chosen)[0, 0] != want[0, 0]).any()
+    assert experts(x[None, :0], np.zeros((3, 0), np.int64)).shape == (3, 0, ROWS)
+
+
+def test_experts_share_threads(bits: Bits) -> None:
+    x = activations(150, columns=600)[None]
+    chosen = np.random.default_rng(0).integers(0, EXPERTS, (2, 150))
+    one, two = (Experts(bits, 1000, 600, threads=threads)(x, chosen) for threads in (1, 2))
+    assert (one == two).all()
+
+
+def test_what_experts_are_asked_wrongly_is_refused(bits: Bits) -> None:
+    experts, x = Experts(bits), activations(4)[None]
+    chosen = np.zeros((2, 4), np.int64)
+    for wrong in (-1, EXPERTS, 2**63 - 1):
+        with pytest.raises(Exception, match="an expert is chosen that there is not"):
+            experts(x, np.where(np.arange(4) == 3, wrong, chosen))
+    for rows, asked in (
+        (x[:, :3], chosen), (x[..., :-1], chosen), (x[0], chosen), (np.repeat(x, 3, 0), chosen),
+        (x[:0], chosen), (x, chosen[0]), (x, chosen[None]), (x, np.int64(0)),
+    ):  # fmt: skip
+        with pytest.raises(Exception, match="a row has another length than the experts"):
+            experts(rows, np.asarray(asked))
+    levels, scales = experts.packed
+    with pytest.raises(Exception, match="a matrix has other sizes than it says"):
+        Experts(bits, parts=(levels[:-1], scales))(x, chosen)
+    with pytest.raises(Exception, match="a matrix has other sizes than it says"):
+        Experts(bits, experts=EXPERTS + 1)(x, chosen)
+    with pytest.raises(Exception, match="a matrix has rows and columns"):
+        Experts(bits, experts=0)
+
+
 def test_a_library_with_other_operators_has_another_interface() -> None:
     """So an older one is refused by its number, and not by ONNX Runtime when it meets a node that
     it does not know. Whoever changes this set raises `ABI_VERSION`."""
@@ -216,5 +289,6 @@ def test_a_library_with_other_operators_has_another_interface() -> None:
         function = r"name\(const ort::Operator\*[^)]*\) \{(.*?)\}"
         bodies = re.findall(function, source.read_text(), re.DOTALL)
         names |= {name for body in bodies for name in re.findall(r'"(\w+)"', body)}
-    operators = {"Attention", "QuantizedCacheAttention", "QuantizedGather", "QuantizedMatMul"}
-    assert (names, kernel.ABI_VERSION) == (operators, 6)
+    products = {"QuantizedMatMul", "QuantizedGather", "QuantizedExperts"}
+    operators = {"Attention", "QuantizedCacheAttention", *products}
+    assert (names, kernel.ABI_VERSION) == (operators, 7)

@@ -1,0 +1,99 @@
+"""Experts of few bits: in graph.onnx all of them compute every token, here those that are chosen.
+
+What is [E, T, ..] there is [k, T, ..] here, and so is all that is computed between two products:
+it has an axis for experts, and looks at one of them at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from ..weights.experts import PRODUCT
+from ..weights.operators import OWN_DOMAIN, initializer, packed_values, replace, stored_of
+from .attention import NotLowered
+
+
+def ask_the_chosen(model: ir.Model) -> None:
+    """In place. Raises NotLowered."""
+    weights = {
+        node: stored
+        for node in model.graph
+        if (stored := stored_of(node)) is not None and stored.experts
+    }
+    nodes = list(model.graph)
+    while weights:
+        first = next(iter(weights))
+        way, end, place, (chosen, routing) = _to_the_sum(nodes[nodes.index(first) :])
+        for value in (value for node in (*way, end) for value in node.outputs):
+            value.shape = None  # with all experts
+        for node in way:
+            if (stored := weights.pop(node, None)) is not None:
+                rows, columns = stored.sizes
+                matrix = packed_values(model, stored, f"{node.outputs[0].name}.weight")
+                attributes = {
+                    "bits": stored.bits, "rows": rows, "columns": columns, "experts": stored.experts
+                }  # fmt: skip
+                inputs = [node.inputs[0], *matrix, chosen]
+                replace(model, node, ir.node(PRODUCT, inputs, attributes, domain=OWN_DOMAIN))
+            elif node.op_type == "Add":
+                _choose_bias(model, node, chosen)
+        end.replace_input_with(place, routing)
+
+
+_Routing = tuple[ir.Value, ir.Value]  # who is asked, int64 [k, T]; with which weights, [k, T, 1]
+
+
+def _to_the_sum(nodes: Sequence[ir.Node]) -> tuple[list[ir.Node], ir.Node, int, _Routing]:
+    """What follows from the first node, itself included, until a product with the routing weights;
+    that product, and which of its inputs they are."""
+    way, reached = [nodes[0]], set(nodes[0].outputs)
+    for node in nodes[1:]:
+        apart = [i for i, value in enumerate(node.inputs) if value not in reached]
+        if len(apart) == len(node.inputs):
+            continue
+        if node.op_type == "Mul" and apart and (routing := _routing(node.inputs[apart[0]])):
+            return way, node, apart[0], routing
+        way.append(node)
+        reached.update(node.outputs)
+    raise NotLowered("its experts are not weighed as usual")
+
+
+def _routing(value: ir.Value | None) -> _Routing | None:
+    """Of weights [E, T, 1] that most experts have as zeros what they were put together from."""
+    total = _made_by(value, "ReduceSum", "Unsqueeze", "Transpose", "Cast")
+    product = _made_by(total.inputs[0], "Mul") if total else None
+    if product is None:
+        return None
+    one_hot, weights = product.inputs
+    equal = _made_by(one_hot, "Equal", "Cast")
+    index = _made_by(equal.inputs[0], "Unsqueeze") if equal else None
+    if index is None or index.inputs[0] is None or weights is None:
+        return None
+    return index.inputs[0], weights
+
+
+def _made_by(value: ir.Value | None, kind: str, *through: str) -> ir.Node | None:
+    """The node of this kind that makes a value, before those of other kinds."""
+    node = value.producer() if value is not None else None
+    while node is not None and node.op_type in through:
+        node = node.inputs[0].producer() if node.inputs[0] is not None else None
+    return node if node is not None and node.op_type == kind else None
+
+
+def _choose_bias(model: ir.Model, add: ir.Node, chosen: ir.Value) -> None:
+    """A bias of experts, [E, 1, N], becomes that of those who are asked, [k, T, N]."""
+    for place, value in enumerate(add.inputs):
+        before = _made_by(value, "Unsqueeze")
+        weight = before.inputs[0] if before else value
+        if value is None or weight is None or not weight.is_initializer():
+            continue
+        if value.shape is None or len(value.shape) != 3:  # a number for all
+            continue
+        gather = ir.node("Gather", [value, chosen], {"axis": 0})
+        axis = initializer(model, ir.tensor(np.array([2]), name=f"{add.outputs[0].name}.axis"))
+        squeeze = ir.node("Squeeze", [gather.outputs[0], axis])
+        model.graph.insert_before(add, [gather, squeeze])
+        add.replace_input_with(place, squeeze.outputs[0])

@@ -1,0 +1,94 @@
+"""Mixtures of experts: what the experts of a layer compute, with weights of any kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import layers
+from .blocks import Quantised
+
+PRODUCT = "QuantizedExperts"  # a node until the graph is written in ONNX's operators
+
+
+class QuantisedExperts(torch.nn.Module):
+    """A weight of E experts, each [N, K], in the place of the parameter that it was."""
+
+    levels: torch.Tensor  # int8 [E N, K]
+    scales: torch.Tensor  # float32 [E N, K / BLOCK, rounded up]
+
+    def __init__(self, weight: Quantised, experts: int):
+        super().__init__()
+        self.bits, self.experts, self.rows = weight.bits, experts, len(weight.levels) // experts
+        self.register_buffer("levels", torch.from_numpy(weight.levels))
+        self.register_buffer("scales", torch.from_numpy(weight.scales).float())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """By all experts, as a node of a graph: [1 or E, T, K] -> [E, T, N]."""
+        return torch.onnx.ops.symbolic(
+            f"outrider::{PRODUCT}",
+            [x, self.levels, self.scales],
+            {"bits": self.bits, "experts": self.experts},
+            dtype=x.dtype,
+            shape=(self.experts, x.shape[1], self.rows),
+            version=1,
+        )
+
+    def multiply(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """By one: [n, K] -> [n, N]."""
+        own = slice(expert * self.rows, (expert + 1) * self.rows)
+        return layers.multiply(x, self.levels[own], self.scales[own])
+
+
+def are_experts(module: torch.nn.Module) -> bool:
+    """Whether it is what Transformers' interface for experts computes."""
+    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
+
+
+def experts(
+    self: Any,  # the experts of one layer, as transformers.integrations.moe describes them
+    hidden: torch.Tensor,  # [T, H]
+    top_k_index: torch.Tensor,  # int64 [T, k]
+    top_k_weights: torch.Tensor,  # [T, k]
+) -> torch.Tensor:
+    """In a graph every expert computes every token, and the routing weights leave k of them in the
+    sum: standard operators and shapes that do not depend on data, at E / k times the arithmetic.
+    `host/experts.py` has the chosen ones alone compute, where they have few bits.
+
+    Outside of a graph, weights that are narrower than what they multiply are made wide for one
+    expert at a time, and only for those that are asked.
+    """
+    if torch.onnx.is_in_onnx_export() or getattr(self.down_proj, "dtype", 0) == hidden.dtype:
+        chosen = torch.nn.functional.one_hot(top_k_index.T, self.num_experts)  # [k, T, E]
+        routing = (chosen * top_k_weights.T[..., None]).sum(0).to(hidden.dtype)  # [T, E]
+        return (_compute(self, hidden[None]) * routing.T[..., None]).sum(0)
+    total = torch.zeros_like(hidden)
+    for expert in sorted(set(top_k_index.flatten().tolist())):
+        token, place = torch.where(top_k_index == expert)
+        out = _compute(self, hidden[token], expert) * top_k_weights[token, place, None]
+        total.index_add_(0, token, out.to(total.dtype))
+    return total
+
+
+def _compute(self: Any, x: torch.Tensor, expert: int | None = None) -> torch.Tensor:
+    """By all experts, [1, T, H] -> [E, T, H], or by one, [n, H] -> [n, H]."""
+    if self.has_gate:
+        inner = self._apply_gate(_product(self, x, "gate_up_proj", expert))
+    else:
+        inner = self.act_fn(_product(self, x, "up_proj", expert))
+    out = _product(self, inner, "down_proj", expert)
+    return self.post_expert_norm(out) if self.has_post_expert_norm else out
+
+
+def _product(self: Any, x: torch.Tensor, name: str, expert: int | None) -> torch.Tensor:
+    weight = getattr(self, name)
+    if isinstance(weight, QuantisedExperts):
+        y = weight(x) if expert is None else weight.multiply(x, expert)
+    else:
+        part = weight if expert is None else weight[expert].to(x.dtype)
+        y = x @ (part if self.is_transposed else part.transpose(-1, -2))
+    if self.has_bias:
+        bias = getattr(self, f"{name}_bias")
+        y = y + (bias[:, None] if expert is None else bias[expert])
+    return y
