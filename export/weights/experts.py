@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from . import layers
-from .blocks import Quantised
+from .blocks import Quantised, quantise
+from .feedback import factor, quantise_with_feedback
 
 PRODUCT = "QuantizedExperts"  # a node until the graph is written in ONNX's operators
 
@@ -71,14 +73,41 @@ def experts(
     return total
 
 
+def quantise_experts(
+    self: Any, name: str, weight: torch.Tensor, hidden: torch.Tensor, chosen: torch.Tensor
+) -> Quantised:
+    """The parameter of that name, float32 [E N, K], to 4 bits with error feedback. hidden [T, H],
+    chosen [T, k]: what the experts are about to compute.
+
+    The first products of all experts are weighed by all tokens, the last ones by what their own
+    expert makes of its own tokens: all tokens' are worse there, also where few are its own.
+    """
+    if name != "down_proj":
+        return quantise_with_feedback(weight, factor(hidden), 4)
+    parts = []
+    for expert, own in enumerate(weight.view(self.num_experts, -1, weight.shape[1])):
+        asked = hidden[(chosen == expert).any(-1)]
+        if len(asked):
+            parts.append(quantise_with_feedback(own, factor(_inner(self, asked, expert)), 4))
+        else:
+            parts.append(quantise(own.numpy(), 4))
+    levels, scales = zip(*((part.levels, part.scales) for part in parts), strict=True)
+    return Quantised(np.concatenate(levels), np.concatenate(scales), 4)
+
+
 def _compute(self: Any, x: torch.Tensor, expert: int | None = None) -> torch.Tensor:
     """By all experts, [1, T, H] -> [E, T, H], or by one, [n, H] -> [n, H]."""
+    out = _product(self, _inner(self, x, expert), "down_proj", expert)
+    return self.post_expert_norm(out) if self.has_post_expert_norm else out
+
+
+def _inner(self: Any, x: torch.Tensor, expert: int | None) -> torch.Tensor:
+    """What the last product reads."""
     if self.has_gate:
-        inner = self._apply_gate(_product(self, x, "gate_up_proj", expert))
+        inner: torch.Tensor = self._apply_gate(_product(self, x, "gate_up_proj", expert))
     else:
         inner = self.act_fn(_product(self, x, "up_proj", expert))
-    out = _product(self, inner, "down_proj", expert)
-    return self.post_expert_norm(out) if self.has_post_expert_norm else out
+    return inner
 
 
 def _product(self: Any, x: torch.Tensor, name: str, expert: int | None) -> torch.Tensor:

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from ..decoder import NAME
 from ..encoder import arguments
 from .blocks import Bits, Quantised, Rows, quantise, quantise_rows
-from .experts import QuantisedExperts, are_experts
+from .experts import QuantisedExperts, are_experts, quantise_experts
 from .feedback import factor, quantise_with_feedback
 from .layers import put
 from .quality import Texts
@@ -38,7 +38,6 @@ def quantise_model(
 
     With texts, 4 bits are rounded with error feedback. Every matrix sees its inputs as the
     quantised matrices before it make them: all are quantised in one pass, each when it is called.
-    Experts are rounded to nearest: too few tokens come by each of many.
     The output matrix has 8 bits, since 4 bits there cost more than in all other matrices together:
     per byte seven times as much on the bundled target. An untied embedding, of which a row is
     read, has 8 bits too.
@@ -79,9 +78,6 @@ def quantise_model(
         # The ends first: what the layers see of the embedding is to be what they will see of it.
         for name in ends:
             take(name, nearest(8))
-        for name in inner:
-            if are_experts(_owner(model, places[name][0])[0]):
-                take(name, nearest(bits))
         if texts is not None:
             waiting = {name: places[name] for name in inner if name not in found}
             _pass(model, texts, waiting, take)
@@ -185,11 +181,20 @@ def _pass(
 
         return quantise_now
 
-    hooks = [
-        model.get_submodule(path).register_forward_pre_hook(hook(name))
-        for name, paths in waiting.items()
-        for path in paths
-    ]
+    def hook_of_experts(name: str, child: str) -> Callable[[Any, tuple[torch.Tensor, ...]], None]:
+        def quantise_now(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+            hidden, chosen, _ = inputs
+            take(name, lambda weight: quantise_experts(module, child, weight, hidden, chosen))
+
+        return quantise_now
+
+    hooks = []
+    for name, path in ((name, path) for name, paths in waiting.items() for path in paths):
+        owner, child = _owner(model, path)
+        if are_experts(owner):
+            hooks.append(owner.register_forward_pre_hook(hook_of_experts(name, child)))
+        else:
+            hooks.append(getattr(owner, child).register_forward_pre_hook(hook(name)))
     try:
         model.base_model(**arguments(model, texts.ids, texts.sources), use_cache=False)
     finally:
