@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -167,10 +168,14 @@ def test_a_corpus(llama_bundle: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TINY)
-def test_architectures(workshop: Workshop, name: str) -> None:
-    draft = workshop.checkpoint(name, blur=0.2)
-    bundle, random = workshop.bundle(workshop.checkpoint(name), draft, measure=True), Random(name)
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [*product(TINY, [None]), ("qwen3-moe", "int4"), ("gpt-oss", "int8")],
+)
+def test_architectures(workshop: Workshop, name: str, weights: str | None) -> None:
+    draft, random = workshop.checkpoint(name, blur=0.2), Random(name)
+    few = {"weights": weights, "draft_weights": weights} if weights else {}
+    bundle = workshop.bundle(workshop.checkpoint(name), draft, measure=True, **few)
     with both(bundle, slots=SLOTS, threads=1) as (engine, session):
         assert session.facts.one_text == engine.bits.of_gamma
         assert in_step(engine, session, requests(engine, 60, random), random) > 500
