@@ -25,7 +25,7 @@ from runtime.files.manifest import file_facts
 from runtime.files.progress import note
 
 from .audio import features
-from .formats import awq, compressed, gguf, gptq, llamacpp
+from .formats import awq, compressed, gguf, gptq, llamacpp, mxfp4
 from .formats.packed import Packed, unsupported
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -33,10 +33,12 @@ _ADAPTER = ("adapter_config.json", "adapter_model*")
 _HUB_FILES = ["*.json", "*.safetensors", "pytorch_model*.bin", "*.jinja", "*.model", "*.txt"]
 _HUB_TWICE = ["consolidated*", "original/*"]  # the same weights in another layout
 _POINTER = b"version https://git-lfs.github.com/spec/"
-# By quant_method. What is unpacked here, and what Transformers unpacks on a CPU; all other formats
-# it would need a GPU or a package for.
-_PACKED = {"gptq": gptq.packed, "awq": awq.packed, "compressed-tensors": compressed.packed}
-_UNPACKED = ("mxfp4",)
+_PACKED = {  # by quant_method
+    "gptq": gptq.packed,
+    "awq": awq.packed,
+    "compressed-tensors": compressed.packed,
+    "mxfp4": mxfp4.packed,
+}
 
 
 @dataclass(frozen=True)
@@ -177,8 +179,6 @@ def _packed(name: str, path: Path, written: dict[str, Any]) -> Packed | None:
     if quantised is None:
         return None
     how = str(quantised.get("quant_method") if isinstance(quantised, dict) else quantised)
-    if how in _UNPACKED:
-        return None
     if how not in _PACKED:
         raise unsupported(name, f"quantization_config: {how[:40]}")
     try:

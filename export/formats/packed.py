@@ -40,7 +40,7 @@ class Packed:
     bits: of most of the packed weights; 16 or more where none is quantised. details: what else a
     user should see. tensors: all of the checkpoint under Transformers' names, none of them read
     yet; raises OutriderError "checkpoint" where one is missing or not as it should be. remark: what
-    of the format is not carried over.
+    of the format is not carried over. narrow: whether 16 bits hold what they say.
     """
 
     format: str
@@ -48,6 +48,7 @@ class Packed:
     details: str
     tensors: Callable[[], dict[str, Lazy]]
     remark: str = ""
+    narrow: bool = False
 
     def __str__(self) -> str:
         return f"{self.format}, {self.details}"

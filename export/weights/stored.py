@@ -42,7 +42,7 @@ def parameter(module: torch.nn.Module) -> torch.nn.Parameter:
 def load_as_stored(checkpoint: Checkpoint) -> PreTrainedModel:
     """A model that computes in float32, its layers narrow where the checkpoint has 16 bits. Raises
     as `load`."""
-    if checkpoint.packed:
+    if checkpoint.packed and not checkpoint.packed.narrow:
         return load(checkpoint, torch.float32)
     model = load(checkpoint, "auto")
     if _rounded(model):

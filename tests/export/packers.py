@@ -48,6 +48,34 @@ def write(
     return dense
 
 
+def mxfp4(folder: Path, source: Path) -> dict[str, torch.Tensor]:
+    """The same of a GPT-OSS, with packed experts."""
+    shutil.copytree(source, folder)
+    dense, stored = load_file(folder / "model.safetensors"), {}
+    rng = np.random.default_rng(3)
+    for name, tensor in dense.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = tensor.bfloat16()
+            dense[name] = stored[name].float()
+            continue
+        experts, width, rows = tensor.shape
+        codes = rng.integers(0, 16, (experts, rows, width))
+        powers = rng.integers(118, 124, (experts, rows, width // 32))
+        stored[name + "_blocks"] = torch.from_numpy(
+            (codes[..., ::2] + 16 * codes[..., 1::2]).astype(np.uint8)
+        ).view(experts, rows, -1, 16)
+        stored[name + "_scales"] = torch.from_numpy(powers.astype(np.uint8))
+        sign, power, half = codes >> 3, codes >> 1 & 3, codes & 1  # e2m1
+        number = np.where(power > 0, (1 + half / 2) * 2.0 ** (power - 1), half / 2)
+        number *= (1 - 2 * sign) * np.exp2(powers.repeat(32, axis=-1) - 127.0)
+        dense[name] = torch.from_numpy(number.swapaxes(1, 2).astype(np.float32))
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"quantization_config": {"quant_method": "mxfp4"}, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return dense
+
+
 def words(levels: np.ndarray, bits: int) -> torch.Tensor:
     """Unsigned levels in int32 along the last axis, the first in the lowest bits."""
     many = 32 // bits

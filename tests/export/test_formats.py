@@ -25,6 +25,7 @@ from export.loading import load
 from export.vocabulary import load_tokenizer
 from export.weights.blocks import RANGE, Quantised
 from export.weights.recover import recover
+from export.weights.stored import load_as_stored
 from runtime.files.manifest import PAIR_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Pair
 from runtime.files.records import read_json
 
@@ -56,6 +57,7 @@ def compressed(bits: int, layout: str, **weights: Any) -> dict[str, Any]:
 GPTQ = {"quant_method": "gptq", "sym": True, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 PACK = "pack-quantized"
+EXPERTS = "model.layers.0.mlp.experts.down_proj"
 FLOAT8 = {"type": "float", "strategy": "channel"}
 # The packer, what config.json says, what the screen says, and the bits that carry all exactly.
 FOLDERS: dict[str, tuple[packers.Packer, dict[str, Any], str, int | None]] = {
@@ -136,6 +138,43 @@ def test_folders(
     for bits in (4, 8):
         carried = [carries(tensor, bits) for name, tensor in tensors.items() if "proj" in name]
         assert all(carried) if exact and bits >= exact else not any(carried)
+
+
+def test_the_experts_of_gpt_oss(workshop: Workshop, tmp_path: Path) -> None:
+    """8 bits carry them over, 16 hold them."""
+    dense = packers.mxfp4(tmp_path / "packed", workshop.checkpoint("gpt-oss"))
+    found = find(str(tmp_path / "packed"))
+    assert str(found.packed) == "MXFP4, 4 bits of floating point, groups of 32"
+    tensors = loaded(tmp_path / "packed")
+    assert different(tensors, dense) == []
+    packed = [tensor for name, tensor in tensors.items() if tensor.dim() == 3]
+    assert len(packed) == 4
+    for experts in packed:
+        rows = experts.transpose(1, 2).flatten(0, 1).contiguous()
+        assert carries(rows, 8) and not carries(rows, 4)
+    narrow = dict(load_as_stored(found).named_parameters())
+    assert sum(weight.dtype == torch.bfloat16 for weight in narrow.values()) == 4 + 8 + 1
+    assert different({name: weight.float() for name, weight in narrow.items()}, dense) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda w: w[EXPERTS + "_scales"].fill_(255), "_scales says NaN"),
+        (lambda w: w.pop(EXPERTS + "_scales"), "it lacks"),
+        (
+            lambda w: w.update({EXPERTS + "_scales": w[EXPERTS + "_scales"][..., :-1].clone()}),
+            "_scales is U8 [4, 64, 2] in place of U8 [4, 64, 3]",
+        ),
+        (lambda w: w.update({EXPERTS + "_blocks": torch.ones(3)}), "_blocks is F32 [3]"),
+    ],
+)
+def test_damaged_experts(
+    workshop: Workshop, tmp_path: Path, damage: Any, words: str, refused: Refused
+) -> None:
+    packers.mxfp4(tmp_path / "packed", workshop.checkpoint("gpt-oss"))
+    edit_weights(tmp_path / "packed", damage)
+    assert words in refused(tmp_path / "packed")
 
 
 def test_the_packed_text_of_a_model_that_sees(workshop: Workshop, tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""MXFP4 as GPT-OSS stores its experts: numbers of 4 bits (e2m1), and a power of two for each 32.
+
+OCP Microscaling Formats (MX) Specification 1.0, sections 5.2 and 6.3. bfloat16 holds all of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .packed import Lazy, Packed, damaged, expect, expect_floats, read_folder, take
+
+_BLOCK = 32
+_NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # and their negatives, in this order
+_BIAS = 127  # of the exponents; 255 is NaN
+_ROWS = 1 << 16  # blocks at a time
+
+
+def packed(name: str, folder: Path, _: dict[str, Any]) -> Packed:
+    details = f"4 bits of floating point, groups of {_BLOCK}"
+    return Packed("MXFP4", 4, details, lambda: _tensors(name, folder), narrow=True)
+
+
+def _tensors(name: str, folder: Path) -> dict[str, Lazy]:
+    tensors = read_folder(name, folder)
+    for key in [key for key in tensors if key.endswith("_blocks")]:
+        weight = key.removesuffix("_blocks")
+        tensors[weight] = _experts(name, weight, tensors)
+    expect_floats(name, tensors)
+    return tensors
+
+
+def _experts(name: str, weight: str, tensors: dict[str, Lazy]) -> Lazy:
+    """blocks uint8 [E, N, K / 32, 16], the first number in the lower half of a byte; scales uint8
+    [E, N, K / 32]. As the model has it: bfloat16 [E, K, N]."""
+    blocks, scales = (take(name, tensors, weight + part) for part in ("_blocks", "_scales"))
+    experts, rows, count = (*blocks.shape, 0, 0, 0)[:3]
+    expect(name, weight + "_blocks", blocks, {"U8"}, experts, rows, count, _BLOCK // 2)
+    expect(name, weight + "_scales", scales, {"U8"}, experts, rows, count)
+    numbers = torch.tensor(_NUMBERS + [-number for number in _NUMBERS])
+
+    def make() -> torch.Tensor:
+        exponents = scales[...].flatten()
+        if bool((exponents == 255).any()):
+            raise damaged(name, f"{weight}_scales says NaN")
+        dense = torch.empty(len(exponents), _BLOCK, dtype=torch.bfloat16)
+        all_of = blocks[...].view(-1, _BLOCK // 2), exponents, dense
+        parts = zip(*(torch.split(tensor, _ROWS) for tensor in all_of), strict=True)
+        for codes, exponent, part in parts:
+            both = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
+            part[:] = torch.ldexp(numbers[both.int()], exponent.int()[:, None] - _BIAS)
+        return dense.view(experts, rows, count * _BLOCK).transpose(1, 2).contiguous()
+
+    return Lazy(make, (experts, count * _BLOCK, rows), "BF16")
