@@ -65,14 +65,14 @@ def load_as_stored(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 def widen(model: PreTrainedModel) -> None:
-    """Make the layers that are left usual ones, in float32."""
+    """Make the layers that are left usual ones, in the type that the model computes in."""
     for module in model.modules():
         if isinstance(module, _NarrowLinear):
             parameter(module).data = module.weight
             _become(module, torch.nn.Linear)
         elif are_experts(module):
             for weight in module.parameters(recurse=False):
-                weight.data = weight.data.float()
+                weight.data = weight.data.to(model.dtype)
 
 
 def _become(module: torch.nn.Module, kind: type[torch.nn.Linear]) -> None:

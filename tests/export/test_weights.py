@@ -29,6 +29,7 @@ from export.weights.experts import are_experts
 from export.weights.feedback import factor, quantise_with_feedback
 from export.weights.layers import in_double
 from export.weights.quality import Texts, describe, measure, refuse_nonsense, sample, windows
+from export.weights.stored import widen
 from export.weights.whole import quantise_model
 from runtime.files.errors import OutriderError
 
@@ -251,6 +252,16 @@ def test_what_decides_between_experts_is_left_whatever_its_name_is(
     }
     left = linear - quantise_model(model.requires_grad_(False), 8).keys() - {"lm_head.weight"}
     assert left == ({f"model.layers.0.{kept}.weight"} if kept else set())
+
+
+def test_experts_of_half_precision_stay_as_they_are() -> None:
+    """Fault: they became float32 when others were made wide."""
+    model = _model("qwen3-moe").to(torch.float16)
+    before = {name: weight for name, weight in model.named_parameters() if weight.dim() == 3}
+    assert before and not before.keys() & quantise_model(model, 8, rows="int8").keys()
+    widen(model)
+    after = dict(model.named_parameters())
+    assert all(after[name].dtype == torch.float16 for name in before)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3-moe", "gpt-oss"])
