@@ -19,12 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
+from .functions import attention as own_attention
 from .weights.experts import experts
 
 NAME = "outrider"
@@ -35,6 +37,11 @@ _HARMLESS_TENSORS = {"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_
 # The attention layers that came through the interface since the list was last cleared.
 traced_layers: list[str] = []  # names: a layer would keep its weights alive
 
+# What becomes of the keys and values of the next attention, where a cache waits for them. Layers of
+# multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) hand their cache latents,
+# and make keys and values of all that it gives back: in each call of all rows of the slot.
+_waiting: list[Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = []
+
 
 class UnsupportedArchitecture(Exception):
     """What the graph cannot express; the text is the reason."""
@@ -43,7 +50,7 @@ class UnsupportedArchitecture(Exception):
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,  # [B, H, N, D]
-    key: torch.Tensor,  # [B, Hkv, S, D]
+    key: torch.Tensor,  # [B, Hkv, S, D], or of the new rows alone
     value: torch.Tensor,  # [B, Hkv, S, Dv]
     attention_mask: torch.Tensor | None,  # bool [B, 1, N, S]; None of an encoder: all rows are seen
     scaling: float | None = None,
@@ -53,6 +60,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     traced_layers.append(type(module).__name__)
+    if _waiting:
+        key, value = _waiting.pop()(key, value)
     extras = [
         k for k, v in kwargs.items() if isinstance(v, torch.Tensor) and k not in _HARMLESS_TENSORS
     ]
@@ -68,8 +77,15 @@ def _attention(
             raise UnsupportedArchitecture("its attention has a bias and a soft cap or sinks")
         lowest = torch.finfo(position_bias.dtype).min
         attention_mask = position_bias.masked_fill(~attention_mask, lowest)
-    if softcap or s_aux is not None:
-        # Written out: the operator has no sinks, and TensorRT-RTX's parser refuses its softcap.
+    exported, bent = torch.onnx.is_in_onnx_export(), bool(softcap) or s_aux is not None
+    if bent and attention_mask is None:
+        raise UnsupportedArchitecture("its attention has a soft cap or sinks, and no mask")
+    uneven = key.shape[-1] != value.shape[-1] and position_bias is None
+    if exported and attention_mask is not None and (bent or uneven):
+        # The operator has no sinks; TensorRT-RTX's parser refuses softcap, and uneven widths.
+        rows = query, key, value, attention_mask
+        out = own_attention.symbol(*rows, scaling, softcap, s_aux)
+    elif bent:
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         scores = query @ key.transpose(2, 3) * scaling
@@ -82,7 +98,7 @@ def _attention(
             scores = torch.cat([scores, sink.expand(*scores.shape[:3], 1)], dim=-1)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
         out = weights[..., : value.shape[2]] @ value
-    elif torch.onnx.is_in_onnx_export():
+    elif exported:
         # Not torch.onnx.ops.attention: that takes the width of the values for that of the keys.
         out = torch.onnx.ops.symbolic(
             "Attention",
@@ -128,7 +144,8 @@ ExpertsInterface.register(NAME, experts)
 
 
 class SlotCache:
-    """The slots as Transformers' `past_key_values`: rows are scattered in at `position`."""
+    """The slots as Transformers' `past_key_values`: rows are scattered in at `position`. Of a layer
+    that hands over rows of another size than the slot's, those that its attention is given."""
 
     is_compileable = False
 
@@ -142,9 +159,18 @@ class SlotCache:
         self.is_sliding = [False] * len(self.keys)
         self.is_linear = [False] * len(self.keys)
         self.is_dummy = [False] * len(self.keys)
+        _waiting.clear()
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if _sizes(key, value) == _sizes(self.keys[layer_idx], self.values[layer_idx]):
+            return self._write(layer_idx, key, value)
+        _waiting.append(partial(self._write, layer_idx))
+        return key, value
+
+    def _write(
+        self, layer_idx: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.keys[layer_idx] = self._scatter(self.keys[layer_idx], key)
         self.values[layer_idx] = self._scatter(self.values[layer_idx], value)
@@ -181,8 +207,13 @@ class SlotCache:
         return len(self.keys)
 
 
+def _sizes(key: torch.Tensor, value: torch.Tensor) -> list[tuple[int, int]]:
+    return [(rows.shape[1], rows.shape[3]) for rows in (key, value)]
+
+
 class Stored:
-    """A cache that keeps what each layer stores; nothing was there before."""
+    """A cache that keeps what each layer stores, or what its attention is given where numbers of
+    another width are; nothing was there before."""
 
     is_compileable = False
     is_sliding = is_linear = is_dummy = ()  # layers that it does not know yet
@@ -190,11 +221,21 @@ class Stored:
     def __init__(self) -> None:
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
+        _waiting.clear()
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.keys[layer_idx], self.values[layer_idx] = key, value
+        _waiting.append(partial(self._attended, layer_idx))
+        return key, value
+
+    def _attended(
+        self, layer_idx: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        widths = key.shape[3], value.shape[3]
+        if widths != (self.keys[layer_idx].shape[3], self.values[layer_idx].shape[3]):
+            self.keys[layer_idx], self.values[layer_idx] = key, value
         return key, value
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

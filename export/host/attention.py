@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from ..functions.attention import is_own
+
 
 class NotLowered(Exception):
     """The graph has no such form; the text is the reason."""
@@ -35,6 +37,8 @@ class Layer:
     mask: ir.Value  # bool, or what is added to the scores
     heads: int
     key_heads: int
+    sinks: ir.Value | None  # [H]
+    softcap: float  # 0: none
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,13 @@ class SourceLayer:
     mask: ir.Value | None  # None: all rows are seen
     heads: int
     key_heads: int
+    sinks: ir.Value | None  # as of `Layer`
+    softcap: float
 
 
 def layers_of(model: ir.Model) -> tuple[list[Layer], list[SourceLayer]]:
     """In the order of the graph. Raises NotLowered."""
-    nodes = [node for node in model.graph if node.op_type == "Attention"]
+    nodes = [node for node in model.graph if node.op_type == "Attention" or is_own(node)]
     if not nodes:
         raise NotLowered("its attention is written out")
     inputs = set(model.graph.inputs)
@@ -63,8 +69,9 @@ def layers_of(model: ir.Model) -> tuple[list[Layer], list[SourceLayer]]:
 
 
 def _layer(model: ir.Model, node: ir.Node) -> Layer:
-    end = _end(node, 4)
-    query, key_cache, value_cache, mask = node.inputs
+    end = _end(node)
+    query, key_cache, value_cache = node.inputs[:3]
+    mask, sinks = _more(node)
     writes = (_made_by(key_cache, "TensorScatter"), _made_by(value_cache, "TensorScatter"))
     given = query, writes[0].inputs[1], writes[1].inputs[1]
     found = [_rows(model, each) for each in given]
@@ -74,24 +81,31 @@ def _layer(model: ir.Model, node: ir.Node) -> Layer:
         rows[0] if rows and rows[1] == wanted else _turned(model, each)
         for rows, wanted, each in zip(found, (rotary, rotary, None), given, strict=True)
     )
-    assert mask is not None
+    if mask is None:
+        raise NotLowered("its attention has no mask")
     return Layer(
         node, end, query, key, value, rotary, writes, mask, size(node.inputs[0], 1),
-        size(key_cache, 1),
+        size(key_cache, 1), sinks, node.attributes.get_float("softcap", 0),
     )  # fmt: skip
 
 
 def _source_layer(model: ir.Model, node: ir.Node) -> SourceLayer:
-    end, rows = _end(node, len(node.inputs)), _rows(model, node.inputs[0])
+    end, rows = _end(node), _rows(model, node.inputs[0])
     if rows is None or rows[1] is not None:
         raise NotLowered("what asks for the source is not turned in the usual way")
-    mask = node.inputs[3] if len(node.inputs) > 3 else None
+    mask, sinks = _more(node)
     heads, key_heads = (size(value, 1) for value in node.inputs[:2])
-    return SourceLayer(node, end, rows[0], mask, heads, key_heads)
+    cap = node.attributes.get_float("softcap", 0)
+    return SourceLayer(node, end, rows[0], mask, heads, key_heads, sinks, cap)
 
 
-def _end(node: ir.Node, inputs: int) -> ir.Value:
-    if len(node.inputs) != inputs or set(node.attributes) != {"scale"}:
+def _more(node: ir.Node) -> tuple[ir.Value | None, ...]:
+    """The mask and the sinks, where they are."""
+    return (*node.inputs[3:], None, None)[:2]
+
+
+def _end(node: ir.Node) -> ir.Value:
+    if not is_own(node) and set(node.attributes) != {"scale"}:
         raise NotLowered("its attention has options")
     swap = _only_use(node.outputs[0], "Transpose")
     if not _swaps(swap):

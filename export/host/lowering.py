@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
 
 from runtime.files.manifest import (
     ENCODER_FILE,
@@ -60,6 +60,7 @@ def write(folder: Path, capacity: int, cache: Cache | None = None) -> int:
     _fuse_sums(model)
     _fuse_transposed(model)
     RemoveUnusedNodesPass()(model)
+    RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
     model.graph.sort()
     for domain in (DOMAIN, OWN_DOMAIN):
         model.graph.opset_imports[domain] = 1
@@ -99,13 +100,19 @@ def _replace(model: ir.Model, layer: Layer, observed: Observed, cache: Cache | N
     inputs: list[ir.Value | None] = [
         _constant(model, f"host.{value.name}", found[str(value.name)]) for value, found in tables
     ]
-    if mask in observed.biases:
-        inputs += [None] * (2 - len(inputs))
-        inputs.append(_constant(model, f"host.{mask}", observed.biases[mask]))
+    inputs += [None] * (2 - len(inputs))
+    bias = observed.biases.get(mask)
+    inputs.append(None if bias is None else _constant(model, f"host.{mask}", bias))
     caches = [write.inputs[0] for write in layer.writes]
     node = ir.node(
         "QuantizedCacheAttention" if cache else "Attention",
-        [*_together(model, layer), *caches, _input(model, "position"), *inputs],
+        [
+            *_together(model, layer),
+            *caches,
+            _input(model, "position"),
+            *inputs,
+            *_scores(model, layer),
+        ],
         {
             **_attributes(layer),
             "window": observed.windows[mask],
@@ -127,6 +134,7 @@ def _replace(model: ir.Model, layer: Layer, observed: Observed, cache: Cache | N
 
 def _replace_of_source(model: ir.Model, layer: SourceLayer) -> None:
     inputs = [_flat(model, layer.query), *layer.node.inputs[1:3], _input(model, "source_length")]
+    inputs += _scores(model, layer)
     attributes = {**_attributes(layer), "window": 0, "interleaved": 0}
     node = ir.node("SourceAttention", inputs, attributes, domain=OWN_DOMAIN)
     model.graph.append(node)
@@ -142,6 +150,12 @@ def _end_in(model: ir.Model, layer: Layer | SourceLayer, node: ir.Node) -> None:
         model.graph.append(flat)
         result = flat.outputs[0]
     put(layer.end, result)
+
+
+def _scores(model: ir.Model, layer: Layer | SourceLayer) -> list[ir.Value | None]:
+    """Sinks and soft cap."""
+    cap = np.array([layer.softcap], np.float32)
+    return [layer.sinks, _constant(model, f"host.softcap.{cap[0]}", cap) if cap else None]
 
 
 def _attributes(layer: Layer | SourceLayer) -> dict[str, Any]:

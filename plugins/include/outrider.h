@@ -32,7 +32,7 @@ typedef unsigned long long uint64_t;
 extern "C" {
 #endif
 
-#define OUTRIDER_ABI_VERSION 7
+#define OUTRIDER_ABI_VERSION 8
 #define OUTRIDER_MAX_WIDTH 64 /* draft tokens in a round */
 
 enum {

@@ -1,16 +1,18 @@
 // The operators outrider.Attention and outrider.QuantizedCacheAttention for ONNX Runtime.
 //
-// inputs   query [B, N, H D], or all three side by side; key, value [B, N, Hkv D], or none;
-//          key cache, value cache [B, Hkv, S, D], of the second one int8 [B, Hkv, S, D + 4]
-//          (see outrider_attention.h); position int64 [B];
+// inputs   query [B, N, H D], or all three side by side; key [B, N, Hkv D], value [B, N, Hkv Dv],
+//          or none; key cache, value cache [B, Hkv, S, D or Dv], of the second one int8
+//          [B, Hkv, S, D + 4 or Dv + 4] (see outrider_attention.h); position int64 [B];
 //          cosine, sine [>= rows in use, rotated / 2], or none;
-//          bias [H, >= rows in use + KEYS], or none: of the farthest row first
-// outputs  [B, N, H D]; the caches, in place where they are bound to the inputs' memory
+//          bias [H, >= rows in use + KEYS], or none: of the farthest row first;
+//          sinks [H], softcap [1], or none
+// outputs  [B, N, H Dv]; the caches, in place where they are bound to the inputs' memory
 // attributes  heads, key_heads, scale, window (0: none), interleaved
 //
 // And outrider.SourceAttention, to what an encoder left.
 //
-// inputs   query [B, N, H D]; keys, values [B, Hkv, E, D]; length int64 [B], of the E rows
+// inputs   query [B, N, H D]; keys, values [B, Hkv, E, D]; length int64 [B], of the E rows;
+//          sinks [H], softcap [1], or none
 // output   [B, N, H D]
 // attributes  the same
 //
@@ -25,8 +27,10 @@
 namespace {
 using ort::Api;
 
-enum Input { QUERY, KEY, VALUE, KEYS, VALUES, POSITION, COSINE, SINE, BIAS, INPUTS };
-constexpr Input OF_SOURCE[] = {QUERY, KEYS, VALUES, POSITION}; // where the last is the length
+enum Input {
+  QUERY, KEY, VALUE, KEYS, VALUES, POSITION, COSINE, SINE, BIAS, SINKS, SOFTCAP, INPUTS
+};
+constexpr Input OF_SOURCE[] = {QUERY, KEYS, VALUES, POSITION, SINKS, SOFTCAP}; // POSITION: length
 
 struct Kernel {
   const Api* api;
@@ -105,23 +109,33 @@ int64_t width_of(const Kernel& kernel, const ort::Tensor& cache) {
   return cache.sizes[3] - (kernel.quantised ? OUTRIDER_ATTENTION_SCALE : 0);
 }
 
+// Whether what changes scores is as large as it has to be, where it is there.
+bool fit_scores(const Kernel& kernel, const ort::Tensor* in) {
+  return (in[SINKS].value == nullptr || ort::has_sizes(in[SINKS], {kernel.heads})) &&
+         (in[SOFTCAP].value == nullptr || ort::has_sizes(in[SOFTCAP], {1}));
+}
+
 // Whether the inputs are of one batch, and of heads of one width.
 bool fit(const Kernel& kernel, const ort::Tensor* in) {
-  if (in[QUERY].dimensions != 3 || in[KEYS].dimensions != 4) return false;
-  const int64_t slots = in[QUERY].sizes[0], tokens = in[QUERY].sizes[1];
-  const int64_t rows = in[KEYS].sizes[2], width = width_of(kernel, in[KEYS]);
-  const int64_t own = kernel.key_heads * width;
-  bool same = width >= 1 && width <= OUTRIDER_ATTENTION_WIDTH &&
-              ort::has_sizes(in[POSITION], {slots});
-  for (const Input cache : {KEYS, VALUES})
-    same = same && ort::has_sizes(in[cache], {slots, kernel.key_heads, rows, in[KEYS].sizes[3]});
+  if (in[QUERY].dimensions != 3 || in[KEYS].dimensions != 4 || in[VALUES].dimensions != 4)
+    return false;
+  const int64_t slots = in[QUERY].sizes[0], tokens = in[QUERY].sizes[1], rows = in[KEYS].sizes[2];
+  bool same = ort::has_sizes(in[POSITION], {slots}) && fit_scores(kernel, in);
+  int64_t own[2], given = 0; // numbers of a token
+  for (const Input cache : {KEYS, VALUES}) {
+    const int64_t width = width_of(kernel, in[cache]);
+    own[given++] = kernel.key_heads * width;
+    same = same && width >= 1 && width <= OUTRIDER_ATTENTION_WIDTH &&
+           ort::has_sizes(in[cache], {slots, kernel.key_heads, rows, in[cache].sizes[3]});
+  }
+  const int64_t width = width_of(kernel, in[KEYS]), asking = kernel.heads * width;
   if (in[KEY].value == nullptr)
     same = same && in[VALUE].value == nullptr &&
-           ort::has_sizes(in[QUERY], {slots, tokens, kernel.heads * width + 2 * own});
+           ort::has_sizes(in[QUERY], {slots, tokens, asking + own[0] + own[1]});
   else
-    same = same && ort::has_sizes(in[QUERY], {slots, tokens, kernel.heads * width}) &&
-           ort::has_sizes(in[KEY], {slots, tokens, own}) &&
-           ort::has_sizes(in[VALUE], {slots, tokens, own});
+    same = same && ort::has_sizes(in[QUERY], {slots, tokens, asking}) &&
+           ort::has_sizes(in[KEY], {slots, tokens, own[0]}) &&
+           ort::has_sizes(in[VALUE], {slots, tokens, own[1]});
   if (in[BIAS].value != nullptr)
     same = same && in[BIAS].dimensions == 2 && in[BIAS].sizes[0] == kernel.heads &&
            in[BIAS].sizes[1] > OUTRIDER_ATTENTION_KEYS;
@@ -134,7 +148,7 @@ bool fit(const Kernel& kernel, const ort::Tensor* in) {
 bool fits_source(const Kernel& kernel, const ort::Tensor* in) {
   if (in[QUERY].dimensions != 3 || in[KEYS].dimensions != 4) return false;
   const int64_t slots = in[QUERY].sizes[0], rows = in[KEYS].sizes[2], width = in[KEYS].sizes[3];
-  bool same = width >= 1 && width <= OUTRIDER_ATTENTION_WIDTH &&
+  bool same = width >= 1 && width <= OUTRIDER_ATTENTION_WIDTH && fit_scores(kernel, in) &&
               ort::has_sizes(in[POSITION], {slots}) &&
               ort::has_sizes(in[QUERY], {slots, in[QUERY].sizes[1], kernel.heads * width});
   for (const Input side : {KEYS, VALUES})
@@ -147,11 +161,14 @@ outrider_attention call_of(const Kernel& kernel, const ort::Tensor* in) {
   outrider_attention c{};
   c.slots = in[QUERY].sizes[0], c.tokens = in[QUERY].sizes[1];
   c.heads = kernel.heads, c.key_heads = kernel.key_heads;
-  c.rows = in[KEYS].sizes[2], c.width = width_of(kernel, in[KEYS]);
+  c.rows = in[KEYS].sizes[2];
+  c.width = width_of(kernel, in[KEYS]), c.value_width = width_of(kernel, in[VALUES]);
   c.window = kernel.window, c.interleaved = kernel.interleaved, c.scale = kernel.scale;
   c.query = static_cast<const float*>(in[QUERY].data);
   c.query_stride = in[QUERY].sizes[2];
   c.keys = in[KEYS].data, c.values = in[VALUES].data;
+  c.sinks = static_cast<const float*>(in[SINKS].data);
+  if (in[SOFTCAP].value != nullptr) c.softcap = *static_cast<const float*>(in[SOFTCAP].data);
   return c;
 }
 
@@ -200,19 +217,19 @@ ort::Status* compute(void* made, ort::Context* context) {
     if (first < 0 || first > most - c.tokens) return ort::refuse(api, "a row is beyond the cache");
     furthest = std::max(furthest, first + c.tokens);
   }
-  const int64_t shape[] = {c.slots, c.tokens, c.heads * c.width};
-  void* outs[3];
-  for (size_t i = 0; i < 3; ++i) {
-    ort::Status* status = i == 0 ? ort::output(api, context, i, shape, 3, &outs[i])
-                                 : ort::output(api, context, i, in[KEYS].sizes, 4, &outs[i]);
-    if (status != nullptr) return status;
+  const int64_t shape[] = {c.slots, c.tokens, c.heads * c.value_width};
+  void *out, *caches[2];
+  if (ort::Status* status = ort::output(api, context, 0, shape, 3, &out)) return status;
+  for (size_t i = 0; i < 2; ++i) {
+    const ort::Tensor& given = in[KEYS + i];
+    if (ort::Status* status = ort::output(api, context, 1 + i, given.sizes, 4, &caches[i]))
+      return status;
+    const size_t cells = static_cast<size_t>(c.slots * c.key_heads * c.rows * given.sizes[3]);
+    if (caches[i] != given.data)
+      std::memcpy(caches[i], given.data, cells * (kernel.quantised ? 1 : sizeof(float)));
   }
-  const size_t bytes = static_cast<size_t>(c.slots * c.key_heads * c.rows * in[KEYS].sizes[3]) *
-                       (kernel.quantised ? 1 : sizeof(float));
-  if (outs[1] != in[KEYS].data) std::memcpy(outs[1], in[KEYS].data, bytes);
-  if (outs[2] != in[VALUES].data) std::memcpy(outs[2], in[VALUES].data, bytes);
-  c.out = static_cast<float*>(outs[0]);
-  c.keys = outs[1], c.values = outs[2];
+  c.out = static_cast<float*>(out);
+  c.keys = caches[0], c.values = caches[1];
   Work work = work_of(kernel, c, furthest);
   const int64_t heads = c.slots * c.key_heads;
   if (work.rows <= work.run)
@@ -261,6 +278,9 @@ int input_type(const ort::Operator* made, size_t index) {
 int input_type_of_source(const ort::Operator* made, size_t index) {
   return input_type(made, OF_SOURCE[index]);
 }
+int input_characteristic_of_source(const ort::Operator*, size_t index) {
+  return OF_SOURCE[index] >= SINKS ? ort::OPTIONAL : ort::REQUIRED;
+}
 int input_characteristic(const ort::Operator*, size_t index) {
   return index == KEY || index == VALUE || index >= COSINE ? ort::OPTIONAL : ort::REQUIRED;
 }
@@ -285,5 +305,5 @@ const ort::Operator ort::QUANTISED_ATTENTION = ort::ATTENTION; // told from it b
 
 const ort::Operator ort::SOURCE_ATTENTION = {
     ort::API_VERSION, nullptr, name_of_source, provider, input_type_of_source,
-    input_count_of_source, output_type, one, nullptr, destroy, required, required, memory, {},
-    create, compute_of_source, nullptr, version, version, {}};
+    input_count_of_source, output_type, one, nullptr, destroy, input_characteristic_of_source,
+    required, memory, {}, create, compute_of_source, nullptr, version, version, {}};

@@ -59,6 +59,14 @@ inline Vector exp2_of(Vector t) {
   return e * reinterpret_cast<Vector>(n << 23);
 }
 
+// cap tanh(x / cap), off by a few ten-millionths of cap.
+inline Vector capped(Vector x, float cap) {
+  const Vector t = x * splat(1 / cap), one = splat(1.0f);
+  const Vector e = exp2_of((t < Vector{} ? t : -t) * splat(2 * LOG2_E));
+  const Vector tanh = (one - e) / (one + e);
+  return splat(cap) * (t < Vector{} ? -tanh : tanh);
+}
+
 // --- lanes -------------------------------------------------------------------------------------
 
 #if defined(__clang__) || __GNUC__ >= 12
@@ -96,6 +104,7 @@ template <int H = LANES / 2> inline float largest_of(Vector v) {
 
 // --- blocks of keys and values -----------------------------------------------------------------
 // Rows of a block and of queries are `width` floats apart: D, made up to whole vectors by zeros.
+// What is mixed has the values' width.
 
 // The width where it is known to the compiler: WIDTH, which is 0 where it is not.
 #define WIDE(width) (WIDTH ? WIDTH : width)
@@ -128,7 +137,8 @@ inline Rows<R> products(const float* q, const float* keys, int width, int first)
   return sums;
 }
 
-// How far a query row is: `total` and what is mixed for it are sums of 2^(score - peak).
+// How far a query row is: `total` and what is mixed for it are sums of 2^(score - peak). A sink is
+// a key that it has seen already, whose value is 0.
 struct Row {
   int64_t from, end; // the rows of the cache that it sees
   const float* bias; // of row 0; null: none
@@ -146,7 +156,7 @@ inline Integers indices() {
 // fades.
 template <int R, int WIDTH>
 void weigh(Row* rows, const float* q, float* mixed, float* weights, const float* keys, int width,
-           int64_t block) {
+           int mixed_width, int64_t block, float cap) {
   const int64_t last = rows[R - 1].end - block; // ends rise from row to row
   const int count = static_cast<int>(last < KEYS ? last : KEYS);
   Vector most[R];
@@ -158,7 +168,7 @@ void weigh(Row* rows, const float* q, float* mixed, float* weights, const float*
       const int64_t from = rows[r].from - block, end = rows[r].end - block;
       const Integers seen = (at >= static_cast<int>(from < 0 ? 0 : from)) &
                             (at < static_cast<int>(end < KEYS ? end : KEYS));
-      Vector score = z.of[r];
+      Vector score = cap > 0 ? capped(z.of[r], cap) : z.of[r];
       if (rows[r].bias) score = fused(load(rows[r].bias + block + j), splat(LOG2_E), score);
       score = seen ? score : splat(-INF);
       store(weights + r * KEYS + j, score);
@@ -171,8 +181,8 @@ void weigh(Row* rows, const float* q, float* mixed, float* weights, const float*
     const Vector fade = exp2_of(splat(rows[r].peak - peak));
     rows[r].peak = peak;
     rows[r].total *= fade;
-    for (int d = 0; d < WIDE(width); d += LANES) {
-      float* part = mixed + r * WIDE(width) + d;
+    for (int d = 0; d < WIDE(mixed_width); d += LANES) {
+      float* part = mixed + r * WIDE(mixed_width) + d;
       store(part, load(part) * fade);
     }
     for (int j = 0; j < count; j += LANES) {
@@ -254,33 +264,33 @@ void rotate(float* y, const float* x, const Call& c, int64_t row) {
 
 #if defined(OUTRIDER_INT8)
 using Cell = int8_t; // a row is its levels and, behind them, the float that they are multiples of
-inline int64_t pitch(const Call& c) { return c.width + OUTRIDER_ATTENTION_SCALE; }
+inline int64_t pitch(int64_t width) { return width + OUTRIDER_ATTENTION_SCALE; }
 
 // The level of each number is the nearest: the row's largest has 127 or -127. A row with NaN or
 // infinity is all NaN when it is read.
-void put(int8_t* row, const float* x, const Call& c) {
+void put(int8_t* row, const float* x, int64_t width) {
   float largest = 0, odd = 0; // NaN where a number is not finite
-  for (int64_t d = 0; d < c.width; ++d) {
+  for (int64_t d = 0; d < width; ++d) {
     const float size = __builtin_fabsf(x[d]);
     largest = size > largest ? size : largest;
     odd += x[d] * 0.0f;
   }
   const float scale = largest / 127 + odd, magic = 12582912.0f;
   const bool some = scale > 1e-30f; // not NaN, nor too small to divide by
-  for (int64_t d = 0; d < c.width; ++d)
+  for (int64_t d = 0; d < width; ++d)
     row[d] = some ? static_cast<int8_t>(x[d] / scale + magic - magic) : int8_t{0};
-  __builtin_memcpy(row + c.width, &scale, sizeof scale);
+  __builtin_memcpy(row + width, &scale, sizeof scale);
 }
 
 void put_rotated(int8_t* to, const float* x, const Call& c, int64_t row) {
   alignas(64) float y[MOST_WIDTH];
   rotate(y, x, c, row);
-  put(to, y, c);
+  put(to, y, c.width);
 }
 
 template <int WIDTH>
-void dequantise(float* to, const int8_t* rows, int64_t count, const Call& c, int width) {
-  const int own = static_cast<int>(WIDE(c.width));
+void dequantise(float* to, const int8_t* rows, int64_t count, int64_t of_row, int width) {
+  const int own = static_cast<int>(WIDE(of_row));
   for (int64_t i = 0; i < count; ++i, to += width, rows += own + OUTRIDER_ATTENTION_SCALE) {
     float scale;
     __builtin_memcpy(&scale, rows + own, sizeof scale);
@@ -289,38 +299,42 @@ void dequantise(float* to, const int8_t* rows, int64_t count, const Call& c, int
   }
 }
 
-// KEYS rows of a cache from `first` on, as floats, with zeros for what is not there.
-const float* rows_of(const int8_t* cache, const Call& c, int64_t first, int width, float* copy) {
-  const int8_t* source = cache + first * pitch(c);
-  const int64_t there = c.rows - first < KEYS ? c.rows - first : KEYS;
-  switch (c.width) {
-  case 64: dequantise<64>(copy, source, there, c, width); break;
-  case 128: dequantise<128>(copy, source, there, c, width); break;
-  default: dequantise<0>(copy, source, there, c, width);
+// KEYS rows of a head's cache from `first` on, as floats, with zeros for what is not there. own: how
+// many numbers a row has.
+const float* rows_of(const int8_t* cache, int64_t rows, int64_t own, int64_t first, int width,
+                     float* copy) {
+  const int8_t* source = cache + first * pitch(own);
+  const int64_t there = rows - first < KEYS ? rows - first : KEYS;
+  switch (own) {
+  case 64: dequantise<64>(copy, source, there, own, width); break;
+  case 128: dequantise<128>(copy, source, there, own, width); break;
+  default: dequantise<0>(copy, source, there, own, width);
   }
   for (int64_t i = there * width; i < KEYS * width; ++i) copy[i] = 0;
   return copy;
 }
 #else
 using Cell = float;
-inline int64_t pitch(const Call& c) { return c.width; }
+inline int64_t pitch(int64_t width) { return width; }
 
-inline void put(float* row, const float* x, const Call& c) {
-  __builtin_memcpy(row, x, static_cast<unsigned long>(c.width) * sizeof(float));
+inline void put(float* row, const float* x, int64_t width) {
+  __builtin_memcpy(row, x, static_cast<unsigned long>(width) * sizeof(float));
 }
 
 inline void put_rotated(float* to, const float* x, const Call& c, int64_t row) {
   rotate(to, x, c, row);
 }
 
-// KEYS rows of a cache from `first` on: where they lie, or copied with zeros for what is not there.
-const float* rows_of(const float* cache, const Call& c, int64_t first, int width, float* copy) {
-  const float* source = cache + first * c.width;
-  if (width == c.width && first + KEYS <= c.rows) return source;
-  const int64_t there = c.rows - first < KEYS ? c.rows - first : KEYS;
+// KEYS rows of a head's cache from `first` on: where they lie, or copied with zeros for what is not
+// there. own: how many numbers a row has.
+const float* rows_of(const float* cache, int64_t rows, int64_t own, int64_t first, int width,
+                     float* copy) {
+  const float* source = cache + first * own;
+  if (width == own && first + KEYS <= rows) return source;
+  const int64_t there = rows - first < KEYS ? rows - first : KEYS;
   for (int64_t row = 0; row < KEYS; ++row)
     for (int64_t d = 0; d < width; ++d)
-      copy[row * width + d] = row < there && d < c.width ? source[row * c.width + d] : 0.0f;
+      copy[row * width + d] = row < there && d < own ? source[row * own + d] : 0.0f;
   return copy;
 }
 #endif
@@ -330,19 +344,23 @@ void write(const Call* call, int64_t slot, int64_t key_head) {
   const int64_t cache = (slot * c.key_heads + key_head) * c.rows;
   for (int64_t token = 0; token < c.tokens; ++token) {
     const int64_t row = c.position[slot] + token, source = slot * c.tokens + token;
-    const int64_t to = (cache + row) * pitch(c);
-    put_rotated(static_cast<Cell*>(c.keys) + to,
+    put_rotated(static_cast<Cell*>(c.keys) + (cache + row) * pitch(c.width),
                 c.key + source * c.key_stride + key_head * c.width, c, row);
-    put(static_cast<Cell*>(c.values) + to,
-        c.value + source * c.value_stride + key_head * c.width, c);
+    put(static_cast<Cell*>(c.values) + (cache + row) * pitch(c.value_width),
+        c.value + source * c.value_stride + key_head * c.value_width, c.value_width);
   }
 }
 
 // --- one head of one slot ----------------------------------------------------------------------
 
+inline int whole_vectors(int64_t width) {
+  return static_cast<int>((width + LANES - 1) / LANES * LANES);
+}
+
 template <int WIDTH>
 void attend_head(const Call& c, int64_t slot, int64_t key_head, int64_t first, int64_t end) {
-  const int width = static_cast<int>((c.width + LANES - 1) / LANES * LANES);
+  const int width = whole_vectors(c.width), mixed_width = whole_vectors(c.value_width);
+  const float cap = c.softcap * LOG2_E;
   const int64_t group = c.heads / c.key_heads;
   const int count = static_cast<int>(end - first);
   alignas(64) float q[MOST_ROWS * MOST_WIDTH];
@@ -356,48 +374,51 @@ void attend_head(const Call& c, int64_t slot, int64_t key_head, int64_t first, i
     const int64_t from = c.window > 0 && own >= c.window ? own - c.window + 1 : 0;
     const float* bias = c.bias ? c.bias + head * c.distances + c.farthest - own : nullptr;
     rows[r] = {from, c.length ? c.length[slot] : own + 1, bias, -INF, Vector{}};
+    if (c.sinks) rows[r].peak = c.sinks[head] * LOG2_E, rows[r].total[0] = 1;
     float* to = q + r * width;
     rotate(to, c.query + (slot * c.tokens + token) * c.query_stride + head * c.width, c, own);
     for (int64_t d = 0; d < c.width; ++d) to[d] *= c.scale * LOG2_E; // 2^x, not e^x
     for (int64_t d = c.width; d < width; ++d) to[d] = 0;
-    for (int64_t d = 0; d < width; ++d) mixed[r * width + d] = 0;
+    for (int64_t d = 0; d < mixed_width; ++d) mixed[r * mixed_width + d] = 0;
   }
-  const int64_t cache = (slot * c.key_heads + key_head) * c.rows * pitch(c);
+  const int64_t cache = (slot * c.key_heads + key_head) * c.rows;
+  const Cell* all_keys = static_cast<Cell*>(c.keys) + cache * pitch(c.width);
+  const Cell* all_values = static_cast<Cell*>(c.values) + cache * pitch(c.value_width);
   int begin = 0, reach = 0; // the rows that see something of a block: both ends of them rise
   for (int64_t block = rows[0].from / KEYS * KEYS; block < rows[count - 1].end; block += KEYS) {
     while (rows[begin].end <= block) ++begin;
     while (reach < count && rows[reach].from < block + KEYS) ++reach;
-    const float* keys = rows_of(static_cast<Cell*>(c.keys) + cache, c, block, width, copy);
+    const float* keys = rows_of(all_keys, c.rows, c.width, block, width, copy);
     for (int r = begin; r < reach; r += TOGETHER) {
-      float *own_q = q + r * width, *own = mixed + r * width, *w = weights + r * KEYS;
+      float *own_q = q + r * width, *own = mixed + r * mixed_width, *w = weights + r * KEYS;
       switch (reach - r) {
-      case 1: weigh<1, WIDTH>(rows + r, own_q, own, w, keys, width, block); break;
-      case 2: weigh<2, WIDTH>(rows + r, own_q, own, w, keys, width, block); break;
-      case 3: weigh<3, WIDTH>(rows + r, own_q, own, w, keys, width, block); break;
-      default: weigh<TOGETHER, WIDTH>(rows + r, own_q, own, w, keys, width, block);
+      case 1: weigh<1, WIDTH>(rows + r, own_q, own, w, keys, width, mixed_width, block, cap); break;
+      case 2: weigh<2, WIDTH>(rows + r, own_q, own, w, keys, width, mixed_width, block, cap); break;
+      case 3: weigh<3, WIDTH>(rows + r, own_q, own, w, keys, width, mixed_width, block, cap); break;
+      default: weigh<TOGETHER, WIDTH>(rows + r, own_q, own, w, keys, width, mixed_width, block, cap);
       }
     }
-    const float* values = rows_of(static_cast<Cell*>(c.values) + cache, c, block, width, copy);
+    const float* values = rows_of(all_values, c.rows, c.value_width, block, mixed_width, copy);
     for (int r = begin; r < reach; r += TOGETHER) {
-      float *own = mixed + r * width, *w = weights + r * KEYS;
+      float *own = mixed + r * mixed_width, *w = weights + r * KEYS;
       switch (reach - r) {
-      case 1: mix<1, WIDTH>(rows + r, own, w, values, width, block); break;
-      case 2: mix<2, WIDTH>(rows + r, own, w, values, width, block); break;
-      case 3: mix<3, WIDTH>(rows + r, own, w, values, width, block); break;
-      default: mix<TOGETHER, WIDTH>(rows + r, own, w, values, width, block);
+      case 1: mix<1, WIDTH>(rows + r, own, w, values, mixed_width, block); break;
+      case 2: mix<2, WIDTH>(rows + r, own, w, values, mixed_width, block); break;
+      case 3: mix<3, WIDTH>(rows + r, own, w, values, mixed_width, block); break;
+      default: mix<TOGETHER, WIDTH>(rows + r, own, w, values, mixed_width, block);
       }
     }
   }
   for (int r = 0; r < count; ++r) {
     const int64_t token = (first + r) / group, head = key_head * group + (first + r) % group;
-    float* to = c.out + ((slot * c.tokens + token) * c.heads + head) * c.width;
+    float* to = c.out + ((slot * c.tokens + token) * c.heads + head) * c.value_width;
     const float share = 1.0f / sum_of(rows[r].total);
-    for (int64_t d = 0; d < c.width; ++d) to[d] = mixed[r * width + d] * share;
+    for (int64_t d = 0; d < c.value_width; ++d) to[d] = mixed[r * mixed_width + d] * share;
   }
 }
 
 void attend(const Call* call, int64_t slot, int64_t key_head, int64_t first, int64_t end) {
-  switch (call->width) {
+  switch (call->width == call->value_width ? call->width : 0) {
   case 64: return attend_head<64>(*call, slot, key_head, first, end);
   case 128: return attend_head<128>(*call, slot, key_head, first, end);
   default: return attend_head<0>(*call, slot, key_head, first, end);

@@ -13,10 +13,10 @@ enum {
 };
 
 // One call: N new tokens for each of B slots. A head's queries, keys and values are read at
-// [slot * tokens + token] * stride + head * width. Nothing is rotated or written where the caches
+// [slot * tokens + token] * stride + head * width, of values value_width. Nothing is rotated or written where the caches
 // are those of a source (`length`).
 struct outrider_attention {
-  int64_t slots, tokens, heads, key_heads, width; // B, N, H, Hkv, D
+  int64_t slots, tokens, heads, key_heads, width, value_width; // B, N, H, Hkv, D, Dv
   int64_t rows;                                   // S of the caches
   int64_t window;   // a query sees this many rows, its own among them; 0: all up to its own
   int64_t rotated;  // the first numbers of a head that are rotated, even; 0: none
@@ -30,11 +30,13 @@ struct outrider_attention {
   // OUTRIDER_ATTENTION_KEYS of them lie behind that of r = q, for rows that nobody sees. Or null.
   const float* bias;
   int64_t distances, farthest;
+  const float* sinks; // [H], scores of which only the weight counts; null: none
+  float softcap;      // scores become softcap tanh(score / softcap), before the bias; 0: they stay
   const float *cosine, *sine; // [.., rotated / 2], by row
-  // Caches: float [B, Hkv, S, D]; or quantised, int8 [B, Hkv, S, D + OUTRIDER_ATTENTION_SCALE], a
+  // Caches: float [B, Hkv, S, D or Dv]; or quantised, int8 [.., OUTRIDER_ATTENTION_SCALE more], a
   // row being its levels and, behind them, the float that they are multiples of.
   void *keys, *values;
-  float* out;                 // [B, N, H D]
+  float* out;                 // [B, N, H Dv]
 };
 
 struct outrider_attention_tiles {

@@ -1,5 +1,5 @@
 // outrider::Verify for TensorRT: the sampling kernels as an IPluginV3. Its contract is that of the
-// ONNX function of the same name (export/verify_node/); attributes: vocab_size, and rule, which
+// ONNX function of the same name (export/functions/); attributes: vocab_size, and rule, which
 // must be "token". Works with the headers of TensorRT 10.14 and newer, and 11.
 //
 //   in   target_logits [B, K, V], draft_logits [B, K - 1, V'] (float32, float16 or bfloat16),

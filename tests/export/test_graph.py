@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from workshop import MAX_GAMMA, MAX_LEN, Workshop
 
 from export import graph as simplified
+from export.functions import attention
 from export.pair import export as export_pair
 from runtime.backends.onnxruntime import OrtEngine
 from runtime.files.manifest import GRAPH_FILE, HOST_FILE, read_pair
@@ -34,8 +36,11 @@ def test_inputs_and_outputs(workshop: Workshop, name: str) -> None:
     folder = workshop.graphs(workshop.example(name))
     model = graph(folder)
     onnx.checker.check_model(folder / "target" / GRAPH_FILE)
-    assert [(o.domain, o.version) for o in model.opset_import] == [("", 24)]
-    assert not model.functions
+    own = {"gemma2": "CappedAttention"}.get(name)
+    assert {o.domain: o.version for o in model.opset_import} == {"": 24} | (
+        {"outrider": 1} if own else {}
+    )
+    assert [function.name for function in model.functions] == ([own] if own else [])
     facts = read_pair(folder).target
     assert facts.files.keys() <= {GRAPH_FILE, HOST_FILE, WEIGHTS_FILE}
     caches = {
@@ -153,12 +158,11 @@ def test_two_slots_of_any_lengths_with_rejected_drafts(workshop: Workshop, name:
 
 
 def test_soft_caps(workshop: Workshop) -> None:
-    """Written out, not as the operator's attribute, which TensorRT-RTX refuses."""
+    """Both bend what this checkpoint computes: without one of them it is another model."""
     source = workshop.checkpoint("gemma2")
     model = graph(workshop.graphs(source))
     nodes = Counter(node.op_type for node in model.graph.node)
-    assert (nodes["Tanh"], nodes["Attention"]) == (LAYERS + 1, 0)
-    # Both caps bend what this checkpoint computes: without one of them it is another model.
+    assert (nodes["Tanh"], nodes["CappedAttention"]) == (1, LAYERS)
     ids = text(1, 20)
     capped = eager(source, ids)
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -202,3 +206,37 @@ def test_constants_that_are_nearly_nothing_stay(operator: str, constant: float, 
     model = ir.Model(made, ir_version=11)
     simplified.simplify(model)
     assert [each.op_type for each in model.graph].count(operator) == left
+
+
+@pytest.mark.parametrize(
+    ("name", "softcap", "sunk"),
+    [
+        ("UnevenAttention", None, False), ("CappedAttention", 1.5, False),
+        ("SinkAttention", None, True), ("CappedSinkAttention", 1.5, True),
+    ],
+)  # fmt: skip
+def test_attention_that_the_operator_lacks(name: str, softcap: float | None, sunk: bool) -> None:
+    """Its function, with two query heads for a key head, and values narrower than keys."""
+    rng = np.random.default_rng(0)
+    given = {
+        "query": rng.normal(size=(2, 4, 3, 16)), "key": rng.normal(size=(2, 2, 7, 16)),
+        "value": rng.normal(size=(2, 2, 7, 8)), "mask": np.tri(3, 7, 2, bool)[None, None],
+    } | ({"sinks": rng.normal(1, 1, 4)} if sunk else {})  # fmt: skip
+    given = {k: v.astype("f4") if v.dtype == float else v for k, v in given.items()}
+    inputs = [ir.val(k, ir.DataType.from_numpy(v.dtype), v.shape) for k, v in given.items()]
+    attributes = {"scale": 0.5, "lowest": -3e38} | ({"softcap": softcap} if softcap else {})
+    node = ir.node(name, inputs, attributes, domain="outrider")
+    imports = {"": simplified.OPSET}
+    made = ir.Model(
+        ir.Graph(inputs, node.outputs, nodes=[node], opset_imports=imports), ir_version=10
+    )
+    node.outputs[0].name, node.outputs[0].type = "out", ir.TensorType(ir.DataType.FLOAT)
+    attention.define(made, simplified.OPSET)
+    session = ort.InferenceSession(ir.to_proto(made).SerializeToString())
+    scores = np.einsum("bhnd,bhsd->bhns", given["query"], given["key"].repeat(2, 1)) * 0.5
+    scores = np.where(
+        given["mask"], softcap * np.tanh(scores / softcap) if softcap else scores, -np.inf
+    )
+    weights, sinks = np.exp(scores), np.exp(given["sinks"])[:, None, None] if sunk else 0
+    want = weights / (weights.sum(-1, keepdims=True) + sinks) @ given["value"].repeat(2, 1)
+    np.testing.assert_allclose(session.run(None, given)[0], want, rtol=1e-5, atol=1e-6)

@@ -224,11 +224,11 @@ def test_other_code_in_a_subfolder_makes_another_graph(
 ) -> None:
     monkeypatch.setattr(part, "__file__", str(tmp_path / "part.py"))
     digests = [part.exporter_digest()]
-    (tmp_path / "verify_node").mkdir()
+    (tmp_path / "functions").mkdir()
     for name, code in (
         ("part.py", "1"),
-        ("verify_node/node.py", "1"),
-        ("verify_node/node.py", "2"),
+        ("functions/verify.py", "1"),
+        ("functions/verify.py", "2"),
     ):
         (tmp_path / name).write_text(code)
         digests.append(part.exporter_digest())

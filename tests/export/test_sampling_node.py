@@ -20,9 +20,9 @@ from onnx import TensorProto, helper
 from rounds import cases
 from samplers import TOKEN, Case, by_library, by_reference, cpu_library
 
+from export.functions import sampling as sampling_functions
+from export.functions import verify as sampling_node
 from export.graph import OPSET
-from export.verify_node import functions as sampling_functions
-from export.verify_node import node as sampling_node
 from runtime.files.manifest import GRAPH_FILE
 from runtime.sampling.philox import Purpose, uniform
 from runtime.sampling.warp import SamplingParams

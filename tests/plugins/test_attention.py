@@ -35,6 +35,9 @@ class Shape:
     packed: bool = True
     biased: bool = False  # by the distance between query and key, each head otherwise
     quantised: bool = False  # its caches
+    value_width: int = 0  # 0: that of a key
+    sunk: bool = False  # a score more for each head, of no key
+    softcap: float = 0  # 0 for none
 
 
 SHAPES = {
@@ -47,6 +50,11 @@ SHAPES = {
     "64, bias": Shape(64, biased=True),
     "20, bias, window": Shape(20, 20, window=70, packed=False, biased=True),
     "64, int8": Shape(64, 64, quantised=True),
+    "64, soft cap": Shape(64, 64, softcap=1.5),
+    "20, sinks, window": Shape(20, 20, window=70, packed=False, sunk=True),
+    "32, all of it": Shape(32, biased=True, quantised=True, sunk=True, softcap=0.7),
+    "80 and 64": Shape(80, 16, value_width=64),
+    "64 and 20, int8": Shape(64, packed=False, value_width=20, quantised=True),
     "20, int8, window": Shape(20, 20, window=70, packed=False, quantised=True),
 }
 
@@ -77,15 +85,17 @@ class Attention:
 
     def __init__(
         self, shape: Shape, *, rows: int = ROWS, threads: int = 1, tokens: int = ROWS,
-        **attributes: int,
+        **attributes: float,
     ):  # fmt: skip
         rng = np.random.default_rng(0)
-        self.shape, self.rows = shape, rows
+        self.shape, self.rows, self.value_width = shape, rows, shape.value_width or shape.width
         self.text = rng.normal(size=(3, tokens, HEADS + 2 * KEY_HEADS, shape.width)).astype("f4")
         angles = rng.uniform(0, 7, (ROWS, shape.rotated // 2))
         self.cosine, self.sine = np.cos(angles).astype("f4"), np.sin(angles).astype("f4")
         self.bias = rng.normal(size=(HEADS, ROWS + AHEAD)).astype("f4")
         self.bias[:, ROWS:] = np.nan  # of keys ahead of a query
+        self.sinks = rng.normal(4, 2, HEADS).astype("f4")  # of the weight of all keys together
+        self.softcap = np.array([shape.softcap], "f4")
         self.attributes = attributes
         self.session = self.open(threads)
 
@@ -93,8 +103,13 @@ class Attention:
         shape, cache = self.shape, INT8 if self.shape.quantised else FLOAT
         caches = {"keys": cache, "values": cache}
         texts = ["query"] if shape.packed else ["query", "key", "value"]
-        angles, bias = ["cosine", "sine"] * bool(shape.rotated), ["bias"] * shape.biased
-        order = [*texts, *[""] * (3 - len(texts)), *caches, "position", *(angles or ["", ""])]
+        has = {
+            "cosine": shape.rotated, "sine": shape.rotated, "bias": shape.biased,
+            "sinks": shape.sunk, "softcap": shape.softcap,
+        }  # fmt: skip
+        tables = [name for name, is_there in has.items() if is_there]
+        order = [*texts, *[""] * (3 - len(texts)), *caches, "position"]
+        order += [name if name in tables else "" for name in has]
         attributes = {
             "heads": HEADS, "key_heads": KEY_HEADS, "scale": shape.width**-0.5,
             "window": shape.window, "interleaved": shape.interleaved,
@@ -103,24 +118,27 @@ class Attention:
             "QuantizedCacheAttention" if shape.quantised else "Attention",
             dict.fromkeys(texts, FLOAT) | caches | {"position": INT64},
             {"out": FLOAT, "keys_out": cache, "values_out": cache},
-            {name: getattr(self, name) for name in angles + bias},
-            order=order + bias,
+            {name: getattr(self, name) for name in tables},
+            order=order,
             threads=threads,
             **attributes | self.attributes,
         )
 
     def caches(self, slots: int = 1) -> list[Cache]:
         """Keys and values, as a text with a NaN left them."""
-        shape = slots, KEY_HEADS, self.rows, self.shape.width
-        caches: list[Cache] = [np.full(shape, np.nan, np.float32) for _ in range(2)]
+        sizes, widths = (slots, KEY_HEADS, self.rows), (self.shape.width, self.value_width)
+        caches: list[Cache] = [np.full((*sizes, width), np.nan, np.float32) for width in widths]
         return [quantised(cache) for cache in caches] if self.shape.quantised else caches
 
     def feeds(self, caches: list[Cache], position: list[int], width: int) -> Feeds:
-        parts = np.stack([self.text[b, p : p + width] for b, p in enumerate(position)])
-        flat = parts.reshape(len(position), width, -1)
-        ends = np.array([HEADS, HEADS + KEY_HEADS]) * self.shape.width
-        split = [flat] if self.shape.packed else np.split(flat, ends, axis=-1)
-        feeds = dict(zip(["query", "key", "value"], split, strict=False))
+        text = np.stack([self.text[b, p : p + width] for b, p in enumerate(position)])
+        *ends, values = np.split(text, [HEADS, HEADS + KEY_HEADS], axis=2)
+        parts = [
+            part.reshape(*text.shape[:2], -1) for part in (*ends, values[..., : self.value_width])
+        ]
+        if self.shape.packed:
+            parts = [np.concatenate(parts, axis=2)]
+        feeds = dict(zip(["query", "key", "value"], parts, strict=False))
         return feeds | {"keys": caches[0], "values": caches[1], "position": np.array(position)}
 
     def run(self, caches: list[Cache], position: list[int], width: int) -> Array:
@@ -146,6 +164,7 @@ class Attention:
         tokens = len(text)
         query, key, value = np.split(text, [HEADS, HEADS + KEY_HEADS], axis=1)
         query, key = self._rotated(query), self._rotated(key)
+        value = value[..., : self.value_width]
         if shape.quantised:
             key, value = (read(quantised(x.astype(np.float32))) for x in (key, value))
         ages = np.subtract.outer(np.arange(tokens), np.arange(tokens))
@@ -154,10 +173,14 @@ class Attention:
         for head in range(HEADS):
             own = head * KEY_HEADS // HEADS
             scores = query[:, head] @ key[:, own].T * shape.width**-0.5
+            if shape.softcap:
+                scores = shape.softcap * np.tanh(scores / shape.softcap)
             if shape.biased:
                 scores += self.bias[head, ROWS - 1 - np.maximum(ages, 0)]
             scores = np.where(seen, scores, -np.inf)
-            outs.append(softmax(scores) @ value[:, own])
+            sink = np.full((tokens, 1), self.sinks[head] if shape.sunk else -np.inf)
+            weights = softmax(np.concatenate([scores, sink], axis=1))[:, :-1]
+            outs.append(weights @ value[:, own])
         return np.concatenate(outs, axis=1)
 
     def _rotated(self, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -309,11 +332,37 @@ def test_biases_of_other_sizes_are_refused() -> None:
     refuses(session, beyond, "a row is beyond the cache")
 
 
+def test_sinks_and_soft_caps_of_other_sizes_are_refused() -> None:
+    attention = Attention(SHAPES["32, all of it"])
+    feeds, sinks = attention.feeds(attention.caches(), [0], 2), attention.sinks
+    for attention.sinks in (sinks[:-1], sinks[None]):
+        refuses(attention.open(), feeds, OTHER_SIZE)
+    attention.sinks, softcap = sinks, attention.softcap
+    for attention.softcap in (softcap[:0], softcap.repeat(2), softcap[0]):
+        refuses(attention.open(), feeds, OTHER_SIZE)
+
+
+@pytest.mark.parametrize("cap", [0.5, 50.0])
+def test_a_soft_cap_of_scores_of_any_size(instruction_set: str, cap: float) -> None:
+    """Of two keys, whose scores are s and 0, the first weighs 1 / (1 + e^(-cap tanh(s / cap)))."""
+    attention = Attention(Shape(64, packed=False, softcap=cap), scale=1.0)
+    for size in (*np.geomspace(1e-6, 1e4, 300), np.inf):
+        caches = attention.caches()
+        feeds = attention.feeds(caches, [0], 2)
+        feeds["query"][:], feeds["key"][:], feeds["value"][:] = 0, 0, 0
+        feeds["query"][..., ::64], feeds["key"][:, 0, ::64] = 1, size
+        feeds["value"][:, 0] = 1
+        want = 1 / (1 + np.exp(-cap * np.tanh(size / cap)))
+        got = attention.session.run(None, feeds)[0][0, 1]
+        np.testing.assert_allclose(got, want, rtol=2e-6)
+
+
 class SourceAttention:
     """The node in a session of its own, and a source for each of three slots."""
 
-    def __init__(self, width: int = 64, *, rows: int = ROWS, threads: int = 1):
+    def __init__(self, width: int = 64, *, rows: int = ROWS, threads: int = 1, bent: bool = False):
         rng = np.random.default_rng(0)
+        self.tables = {"sinks": rng.normal(4, 2, HEADS).astype("f4"), "softcap": np.ones(1, "f4")}
         self.lengths = np.array([70, 1, ROWS])
         self.query = rng.normal(size=(3, 40, HEADS, width)).astype("f4")
         self.sides = rng.normal(size=(2, 3, KEY_HEADS, ROWS, width)).astype("f4")
@@ -322,8 +371,8 @@ class SourceAttention:
         self.sides = np.pad(self.sides, ((0, 0), (0, 0), (0, 0), (0, rows - ROWS), (0, 0)))
         inputs = dict.fromkeys(["query", "keys", "values"], FLOAT) | {"length": INT64}
         self.session = session_of(
-            "SourceAttention", inputs, {"out": FLOAT}, threads=threads, heads=HEADS,
-            key_heads=KEY_HEADS, scale=width**-0.5, window=0, interleaved=0,
+            "SourceAttention", inputs, {"out": FLOAT}, self.tables if bent else {}, threads=threads,
+            heads=HEADS, key_heads=KEY_HEADS, scale=width**-0.5, window=0, interleaved=0,
         )  # fmt: skip
 
     def feeds(self, slots: slice = slice(None), tokens: slice = slice(None)) -> Feeds:
@@ -336,16 +385,20 @@ class SourceAttention:
         return np.asarray(self.session.run(None, self.feeds(*which))[0])
 
 
-@pytest.mark.parametrize("width", [64, 20])
-def test_it_is_attention_to_the_rows_of_a_source(instruction_set: str, width: int) -> None:
-    attention = SourceAttention(width)
+@pytest.mark.parametrize(("width", "bent"), [(64, False), (20, False), (64, True)])
+def test_it_is_attention_to_the_rows_of_a_source(
+    instruction_set: str, width: int, bent: bool
+) -> None:
+    attention = SourceAttention(width, bent=bent)
     found = attention.run().reshape(3, 40, HEADS, width)
     for slot, length in enumerate(attention.lengths):
         keys, values = attention.sides[:, slot, :, :length].astype(np.float64)
         for head in range(HEADS):
             own = head * KEY_HEADS // HEADS
             scores = attention.query[slot, :, head] @ keys[own].T * width**-0.5
-            want = softmax(scores) @ values[own]
+            sinks = np.full((len(scores), 1), attention.tables["sinks"][head] if bent else -np.inf)
+            scores = np.concatenate([np.tanh(scores) if bent else scores, sinks], axis=1)
+            want = softmax(scores)[:, :-1] @ values[own]
             np.testing.assert_allclose(found[slot, :, head], want, atol=4e-6, rtol=0)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from .functions import DOMAIN, functions
+from .sampling import DOMAIN, functions
 
 # What the body lacks: name, value that asks for nothing.
 _ABSENT: Mapping[str, object] = {

@@ -1,4 +1,4 @@
-"""The bodies of the graph's sampling functions, in ONNX's text format; see node.py.
+"""The bodies of the graph's sampling functions, in ONNX's text format; see verify.py.
 
 Standard operators only, and of them only what ONNX Runtime's CPU kernels have: no Where on
 booleans, no product that leaves int64. int64 [B] and float32 [B] are per slot; K = gamma + 1 rows

@@ -1,0 +1,1 @@
+"""Nodes of our own in every backend's graph: functions, with standard operators as bodies."""

@@ -1,1 +1,0 @@
-"""The sampling of a round as a node of the target's graph, `outrider::Verify`."""
