@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from runtime.files.audio import FeatureFacts
 
@@ -86,7 +87,7 @@ class SharedEncoder(Encoder):
         return keys, values
 
     def reading(self, source: torch.Tensor) -> dict[str, Any]:
-        return {"encoder_outputs": (source,)}
+        return {"encoder_outputs": BaseModelOutput(last_hidden_state=source)}
 
 
 def reading(model: PreTrainedModel, source: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -145,7 +146,7 @@ class SourceDecoder(Decoder):
         with _for_each_slot(self.model, logits_index, self.max_positions):
             logits = self.model(
                 # Nobody reads them: what they would be multiplied to is there.
-                encoder_outputs=(cross_keys[0].new_zeros(slots, rows, 1),),
+                encoder_outputs=BaseModelOutput(cross_keys[0].new_zeros(slots, rows, 1)),
                 attention_mask=torch.arange(rows, device=position.device) < source_length[:, None],
                 decoder_input_ids=input_ids,
                 past_key_values=Caches(text, SimpleNamespace(layers=layers), len(layers)),
@@ -170,7 +171,9 @@ def _for_each_slot(
     for module in model.modules():
         if hasattr(module, "compute_bias"):
             replace(module, "compute_bias", _bias)
-        if "position_ids" in signature(module.forward).parameters and not list(module.children()):
+        if {"position_ids", "past_key_values_length"} <= signature(
+            module.forward
+        ).parameters.keys():
             replace(module, "forward", partial(_look_up, max_positions))
         if hasattr(module, "create_position_ids_from_input_ids"):
             replace(module, "create_position_ids_from_input_ids", partial(_number, max_positions))

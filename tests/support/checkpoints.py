@@ -83,6 +83,17 @@ def _rope(kind: str, original: int, **own: Any) -> dict[str, Any]:
     return {"rope_parameters": {**of_it, **own}}
 
 
+def _t5gemma(**overrides: Any) -> PretrainedConfig:
+    """Two Gemma 2, each with layers of both kinds."""
+    part = {
+        **_LLAMA, **_MIXED, "head_dim": 16, "query_pre_attn_scalar": 16, "initializer_range": 0.2,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0,
+    }  # fmt: skip
+    return transformers.T5GemmaConfig(
+        encoder=part, decoder=part, tie_word_embeddings=False, **{**_STARTED, **overrides}
+    )
+
+
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": _llama(transformers.LlamaConfig, tie_word_embeddings=True),
     "llama3": _llama(
@@ -158,6 +169,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "marian": _bart(transformers.MarianConfig),
     "pegasus": _bart(transformers.PegasusConfig),
     "m2m100": _bart(transformers.M2M100Config),
+    "t5gemma": _t5gemma,
     # Its encoder reads features.
     "whisper": _like(
         {**_IDS, **_BART, "pad_token_id": 0}, transformers.WhisperConfig, num_mel_bins=FEATURES[0],
@@ -175,7 +187,9 @@ WHISPER = {
 NO_GRAPH = {
     "falcon", "bloom", "gptj", "mamba", "speech-to-text", "bigbird-pegasus", "bert", "bart-alone"
 }  # fmt: skip
-WITH_ENCODER = ["t5", "t5-gated", "mt5", "umt5", "bart", "mbart", "marian", "pegasus", "m2m100"]
+WITH_ENCODER = [
+    "t5", "t5-gated", "mt5", "umt5", "bart", "mbart", "marian", "pegasus", "m2m100", "t5gemma",
+]  # fmt: skip
 SMALL = {"num_hidden_layers": 1}
 # An export of one layer takes half the time.
 ONE_LAYER = {
