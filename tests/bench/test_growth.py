@@ -53,6 +53,7 @@ class FakePeer:
 def growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Growing:
     monkeypatch.setattr(Growing, "peer", lambda self, name, slots=1: FakePeer(name, slots))
     monkeypatch.setattr(Growing, "checkpoint", lambda self, name: pair.TARGET)
+    monkeypatch.setattr(MemoryReader, "bandwidth", 6.6e9)  # floors of 9.9: four digits tell rows
     prompts, reader = Prompts([*CODE, *PROSE], sparse, [7], 0), MemoryReader(1, 1 << 22)
     scale = replace(QUICK, patience=0.0)
     return Growing(scale, 1, tmp_path, prompts, reader, Clock())
