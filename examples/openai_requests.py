@@ -15,6 +15,15 @@ from starlette.exceptions import HTTPException
 STATUS = {"option": 400, "prompt": 400, "model": 404, "busy": 429, "replica": 503}  # others: 500
 REFUSED = (OutriderError, RequestValidationError, RayError, HTTPException)
 Prompt = str | list[int]
+
+# What clients and frameworks send along: for the books of whoever serves, or asking for nothing.
+_BOOKS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
+_NOTHING: dict[str, Sequence[Any]] = {
+    "store": [False], "echo": [False], "best_of": [1], "suffix": [""], "tools": [[]],
+    "tool_choice": ["none", "auto"], "parallel_tool_calls": [True, False],
+    "response_format": [{"type": "text"}], "modalities": [["text"]],
+    "service_tier": ["auto", "default"],
+}  # fmt: skip
 Requests = list[tuple[Any, Options]]
 
 
@@ -34,8 +43,11 @@ class Body(BaseModel, extra="allow"):
         extra = self.model_extra or {}
         for name in extra.keys() & {"max_new_tokens", "chat"}:
             raise OutriderError("option", f"{name} has another name here", "See OpenAI's reference")
-        given = named | extra
-        given = {name: value for name, value in given.items() if value is not None}
+        given = {
+            name: value
+            for name, value in (named | extra).items()
+            if value is not None and name not in _BOOKS and value not in _NOTHING.get(name, ())
+        }
         options = Options(temperature=1.0).updated(given).seeded()
         seeds = [replace(options, seed=(options.seed or 0) + nth) for nth in range(self.n)]
         return [(prompt, seeded) for prompt in prompts for seeded in seeds]

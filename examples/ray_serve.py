@@ -52,8 +52,12 @@ class Api:
 
     @http.get("/v1/models")
     async def models(self) -> Any:
-        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "outrider"}
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [await self.model(self.name)]}
+
+    @http.get("/v1/models/{name}")
+    async def model(self, name: str) -> Any:
+        self.refuse_other(name)
+        return {"id": self.name, "object": "model", "created": 0, "owned_by": "outrider"}
 
     @http.post("/v1/completions")
     async def complete(self, body: Completion) -> Any:
@@ -64,13 +68,16 @@ class Api:
         return await self.answer(body)
 
     async def answer(self, body: Completion | Chat) -> Any:
-        if body.model != self.name:
-            raise OutriderError("model", f"{body.model} is not here", f"Use {self.name}")
+        self.refuse_other(body.model)
         answer, parts = Answer(body), self.parts(body.requests(), body.stream)
         first = await anext(parts)  # what is refused has a status
         if body.stream:
             return StreamingResponse(answer.events(first, parts), media_type="text/event-stream")
         return answer.whole([first, *[part async for part in parts]])
+
+    def refuse_other(self, model: str) -> None:
+        if model != self.name:
+            raise OutriderError("model", f"{model} is not here", f"Use {self.name}")
 
     async def parts(self, *request: Any) -> AsyncIterator[Part]:
         answer = self.replicas.parts.remote(*request)

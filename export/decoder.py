@@ -112,7 +112,8 @@ def _attention(
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
         )
-    return out.transpose(1, 2), None
+    out = out.transpose(1, 2)
+    return out.contiguous() if exported else out, None  # AFMoE's layers view it
 
 
 def _mask(

@@ -164,6 +164,8 @@ ASKED = [
     ({**SAMPLED, "logit_bias": {"300": 5.0}}, {"logit_bias": {300: 5.0}}),
     ({**SAMPLED, "extra_body": {"verify": "coupled", "gamma": 0, "top_k": 5}},
      {"verify": "coupled", "gamma": 0, "top_k": 5}),
+    ({**SAMPLED, "user": "me", "best_of": 1, "echo": False,
+      "extra_body": {"store": False, "tools": [], "response_format": {"type": "text"}}}, {}),
 ]  # fmt: skip
 
 
@@ -286,6 +288,9 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, stream: bool) -> 
         assert raised.value.body["code"] == kind, given
         assert raised.value.body["type"] == "invalid_request_error" and raised.value.body["message"]
 
+    assert client.models.retrieve("demo").id == "demo"
+    with pytest.raises(openai.NotFoundError, match="gpt is not here"):
+        client.models.retrieve("gpt")
     with pytest.raises(openai.NotFoundError) as no_route:
         client.embeddings.create(model="demo", input="x")
     assert no_route.value.body["code"] == "route"
