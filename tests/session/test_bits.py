@@ -170,7 +170,7 @@ def test_a_corpus(llama_bundle: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "weights"),
-    [*product(TINY, [None]), ("qwen3-moe", "int4"), ("gpt-oss", "int8")],
+    [*product(TINY, [None]), ("qwen3-moe", "int4"), ("gpt-oss", "int8"), ("deepseek3", None)],
 )
 def test_architectures(workshop: Workshop, name: str, weights: str | None) -> None:
     draft, random = workshop.checkpoint(name, blur=0.2), Random(name)
