@@ -53,6 +53,11 @@ def test_attention_is_one_node_and_says_what_it_said(workshop: Workshop, name: s
     assert found["outrider.SourceAttention"] == of_source
     assert not found.keys() & {".Attention", ".TensorScatter"}
     assert name in TURNED_BACK or not found.keys() & {".RotaryEmbedding", ".Neg"}
+    # Nothing else is computed of all rows, in any backend.
+    all_nodes = graph(folder).graph.node
+    written = {node.output[0] for node in all_nodes if node.op_type == "TensorScatter"}
+    readers = {node.op_type for node in all_nodes if written & {*node.input}}
+    assert written and all(reader.endswith("Attention") for reader in readers)
     own, portable = (walk(engine(folder / "target", host=host)) for host in (True, False))
     np.testing.assert_allclose(own, portable, atol=2e-5 * (1 + np.abs(portable).max()), rtol=0)
 
