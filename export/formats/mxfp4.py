@@ -1,6 +1,7 @@
 """MXFP4 as GPT-OSS stores its experts: numbers of 4 bits (e2m1), and a power of two for each 32.
 
-OCP Microscaling Formats (MX) Specification 1.0, sections 5.2 and 6.3. bfloat16 holds all of it.
+OCP Microscaling Formats (MX) Specification 1.0, sections 5.2 and 6.3. bfloat16 holds what float32
+does of it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def _tensors(name: str, folder: Path) -> dict[str, Lazy]:
     tensors = read_folder(name, folder)
     for key in [key for key in tensors if key.endswith("_blocks")]:
         weight = key.removesuffix("_blocks")
+        if weight in tensors:
+            raise damaged(name, f"it has {weight} twice, packed and not")
         tensors[weight] = _experts(name, weight, tensors)
     expect_floats(name, tensors)
     return tensors

@@ -31,7 +31,7 @@ def factor(inputs: torch.Tensor) -> torch.Tensor:
         diagonal = hessian.diagonal()
         diagonal += _DAMPING * diagonal.mean() + 1e-12
         lower, failed = torch.linalg.cholesky_ex(hessian)
-        if not failed:
+        if not failed and bool(lower.isfinite().all()):
             break
     del hessian
     lower /= lower.diagonal().clone()

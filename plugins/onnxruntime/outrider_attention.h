@@ -7,7 +7,7 @@
 
 enum {
   OUTRIDER_ATTENTION_ROWS = 32,   // most query rows of one `attend`
-  OUTRIDER_ATTENTION_WIDTH = 256, // most numbers of a head, D
+  OUTRIDER_ATTENTION_WIDTH = 512, // most numbers of a head, D
   OUTRIDER_ATTENTION_KEYS = 64,   // of a block
   OUTRIDER_ATTENTION_SCALE = 4    // bytes of a quantised row's scale
 };

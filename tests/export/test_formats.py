@@ -155,12 +155,20 @@ def test_the_experts_of_gpt_oss(workshop: Workshop, tmp_path: Path) -> None:
     narrow = dict(load_as_stored(found).named_parameters())
     assert sum(weight.dtype == torch.bfloat16 for weight in narrow.values()) == 4 + 8 + 1
     assert different({name: weight.float() for name, weight in narrow.items()}, dense) == []
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    del config["dtype"]  # as it is published
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
+    again = load_as_stored(find(str(tmp_path / "packed"))).named_parameters()
+    assert {name: weight.dtype for name, weight in again} == {
+        name: weight.dtype for name, weight in narrow.items()
+    }
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (lambda w: w[EXPERTS + "_scales"].fill_(255), "_scales says NaN"),
+        (lambda w: w.update({EXPERTS: torch.ones(1)}), "twice, packed and not"),
         (lambda w: w.pop(EXPERTS + "_scales"), "it lacks"),
         (
             lambda w: w.update({EXPERTS + "_scales": w[EXPERTS + "_scales"][..., :-1].clone()}),

@@ -74,6 +74,21 @@ def test_architectures_that_the_graph_cannot_express(
     assert ARCHITECTURES[name]().__class__.__name__.removesuffix("Config").lower() in said.lower()
 
 
+def test_small_weights_do_not_hide_that_tokens_look_ahead(
+    workshop: Workshop, tmp_path: Path, refused: Refused
+) -> None:
+    shutil.copytree(workshop.checkpoint("bert"), tmp_path / "small")
+
+    def shrink(weights: dict[str, torch.Tensor]) -> None:
+        for name in weights:
+            if "attention.output.dense.weight" in name:
+                weights[name] *= 0.002
+
+    edit_weights(tmp_path / "small", shrink)
+    said = refused(tmp_path / "small", kind="architecture")
+    assert "its tokens look at those behind them" in said
+
+
 def test_a_model_that_keeps_no_cache_writes_no_texts_to_quantise_by(
     tmp_path: Path, refused: Refused
 ) -> None:

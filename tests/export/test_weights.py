@@ -349,9 +349,11 @@ def test_feedback_needs_less_than_rounding_to_nearest_and_is_the_same_each_time(
         assert low <= quantised.levels.min() and quantised.levels.max() <= high
 
 
-@pytest.mark.parametrize("size", [1.0, 1e20])  # float32 holds no square of such
-def test_the_factor_is_of_what_the_inputs_weigh(size: float) -> None:
-    inputs = torch.randn(200, 40, generator=torch.Generator().manual_seed(0)) * size
+# float32 holds no square of 1e20, and of 1e19 no sum of squares.
+@pytest.mark.parametrize("size", [[1.0], [1e20], [1.0] * 39 + [1e19]])
+def test_the_factor_is_of_what_the_inputs_weigh(size: list[float]) -> None:
+    random = torch.Generator().manual_seed(0)
+    inputs = torch.randn(200, 40, generator=random) * torch.tensor(size)
     upper = factor(inputs).double()
     weighs = inputs.double().T @ inputs.double()
     weighs.diagonal().add_(0.01 * weighs.diagonal().mean())

@@ -47,6 +47,7 @@ SHAPES = {
     "20, no whole vector": Shape(20, 20, interleaved=1),
     "32, window": Shape(32, window=70, packed=False),
     "256": Shape(256, 256),
+    "512": Shape(512, 128),
     "64, bias": Shape(64, biased=True),
     "20, bias, window": Shape(20, 20, window=70, packed=False, biased=True),
     "64, int8": Shape(64, 64, quantised=True),
