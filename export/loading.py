@@ -6,7 +6,7 @@ import ctypes
 import gc
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import (
@@ -48,18 +48,20 @@ def check_length(checkpoint: Checkpoint, max_len: int) -> None:
             )
 
 
-def load(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
-    """The model with all its weights, in evaluation mode, with eager attention.
+def load(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with all its weights, in evaluation mode, with eager attention. Raises as `read`
+    and `ready` do."""
+    return ready(read(checkpoint, dtype), checkpoint)
 
-    dtype: "auto" is the checkpoint's own. Raises OutriderError "checkpoint" for weights that are
-    missing, damaged, or more than the model takes, "architecture" where Transformers has no causal
-    model of this kind.
+
+def read(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """What Transformers makes of the files.
+
+    Raises OutriderError "checkpoint" for weights that are missing, damaged, or more than the model
+    takes, "architecture" where Transformers has no causal model of this kind.
     """
     model: PreTrainedModel
     info: dict[str, Any]
-    if dtype == "auto" and checkpoint.packed:  # where the configuration does not say
-        said = checkpoint.config.dtype
-        dtype = said if isinstance(said, torch.dtype) else torch.bfloat16
     options = {
         "dtype": dtype, "attn_implementation": "eager", "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # they are named below
@@ -114,6 +116,12 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype | Literal["auto"]) -> PreTra
             if adapter
             else "Check that config.json belongs to these weights.",
         )
+    return model
+
+
+def ready(model: PreTrainedModel, checkpoint: Checkpoint) -> PreTrainedModel:
+    """The same one, for inference, and without what no text runs through. Raises OutriderError
+    "architecture" where that cannot be told."""
     _freeze_rope(model)
     model.train(False)
     model.requires_grad_(False)

@@ -4,17 +4,22 @@ which lie in memory, where the checkpoint has them one by one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from ..checkpoint import Checkpoint
 from ..decoder import NAME
-from ..loading import load
+from ..loading import load, read, ready
 from .experts import are_experts
 
-_HALF = (torch.float16, torch.bfloat16)
+_HALF = {"F16": torch.float16, "BF16": torch.bfloat16}  # by the letters of safetensors
 _PIECE = 1 << 20  # numbers of a matrix that are float32 at a time: what caches hold
 
 
@@ -42,26 +47,62 @@ def parameter(module: torch.nn.Module) -> torch.nn.Parameter:
 def load_as_stored(checkpoint: Checkpoint) -> PreTrainedModel:
     """A model that computes in float32, its layers narrow where the checkpoint has 16 bits. Raises
     as `load`."""
-    if checkpoint.packed and not checkpoint.packed.narrow:
+    stored = _stored(checkpoint)
+    if stored is None:
         return load(checkpoint, torch.float32)
-    model = load(checkpoint, "auto")
-    if _rounded(model):
-        del model
-        return load(checkpoint, torch.float32)
-    linear = {module for module in model.modules() if type(module) is torch.nn.Linear}
+    with _made(stored):
+        model = read(checkpoint, torch.float32)
     for module in model.modules():
-        of_experts: Any = module if are_experts(module) else None
-        if of_experts:
-            of_experts.config._experts_implementation = NAME  # which makes them wide one by one
-        for name, weight in module.named_parameters(recurse=False):
-            narrow = weight.dim() == 3 if of_experts else module in linear and name == "weight"
-            if not narrow:
-                weight.data = weight.data.float()
-    for module in linear:
-        if parameter(module).dtype in _HALF:  # that of an embedding is not any more
+        if isinstance(module, torch.nn.Embedding):  # of a file that has the output matrix's name
+            module.weight.data = module.weight.data.float()
+    for module in model.modules():
+        if are_experts(module):
+            experts: Any = module
+            experts.config._experts_implementation = NAME  # which makes them wide one by one
+        elif type(module) is torch.nn.Linear and parameter(module).dtype == stored:
             _become(module, _NarrowLinear)
-    model.config.dtype = torch.float32
-    return model
+    return ready(model, checkpoint)
+
+
+def _stored(checkpoint: Checkpoint) -> torch.dtype | None:
+    """The type of 16 bits that all of its matrices are in; None where there is no one such."""
+    if checkpoint.packed:
+        return torch.bfloat16 if checkpoint.packed.narrow else None
+    try:
+        found = {dtype for file in checkpoint.files for dtype in _types(file)}
+    except Exception:  # noqa: BLE001 - of a damaged file, which `load` names
+        return None
+    return _HALF.get(found.pop()) if len(found) == 1 else None
+
+
+def _types(file: Path) -> set[str]:
+    """Of floating point, of the matrices in a file, whose numbers are not read."""
+    if file.suffix == ".safetensors":
+        with safe_open(file, framework="pt") as tensors:
+            views = [tensors.get_slice(name) for name in tensors.keys()]  # noqa: SIM118
+            types = {view.get_dtype() for view in views if len(view.get_shape()) > 1}
+        return {name for name in types if name.startswith(("F", "BF"))}
+    letters = {dtype: name for name, dtype in _HALF.items()}
+    held = torch.load(file, map_location="meta", weights_only=True).values()
+    return {letters.get(w.dtype, "F32") for w in held if w.dim() > 1 and w.is_floating_point()}
+
+
+@contextmanager
+def _made(dtype: torch.dtype) -> Iterator[None]:
+    """Within it, of a model that Transformers makes, linear layers and experts are of this type,
+    and all else, such as a factor that no checkpoint holds, is not rounded to it."""
+    plan = PreTrainedModel._get_dtype_plan  # asked when there are parameters, without numbers yet
+
+    def narrow(model: PreTrainedModel, asked: torch.dtype) -> Any:
+        for module in model.modules():
+            for name, weight in [*module.named_parameters(recurse=False)]:
+                linear = type(module) is torch.nn.Linear and name == "weight"
+                if linear or (are_experts(module) and weight.dim() == 3):
+                    setattr(module, name, torch.nn.Parameter(weight.to(dtype), requires_grad=False))
+        return plan(model, asked)
+
+    with patch.object(PreTrainedModel, "_get_dtype_plan", narrow):
+        yield
 
 
 def widen(model: PreTrainedModel) -> None:
@@ -77,13 +118,3 @@ def widen(model: PreTrainedModel) -> None:
 
 def _become(module: torch.nn.Module, kind: type[torch.nn.Linear]) -> None:
     module.__class__ = kind
-
-
-def _rounded(model: PreTrainedModel) -> bool:
-    """Whether something that is no weight was rounded when it was made, such as a factor of the
-    embedding: of that nobody knows what it was."""
-    return any(
-        isinstance(value, torch.Tensor) and value.dtype in _HALF
-        for module in model.modules()
-        for value in (*module._buffers.values(), *vars(module).values())
-    )
