@@ -24,14 +24,13 @@ from onnx_ir.passes.common import (
     RemoveUnusedNodesPass,
 )
 from onnxscript.optimizer import optimize_ir
-from onnxscript.rewriter import MatchResult, RewriteRuleSet
-from onnxscript.rewriter.rules.fusion import _rms_normalization, _rotary_embedding
 
 from runtime.files.manifest import ENCODER_FILE, GRAPH_FILE
 from runtime.files.torch_files import ENCODER_WEIGHTS_FILE, WEIGHTS_FILE
 
 from .decoder import Example
 from .functions import attention
+from .fusion import fuse_norms, fuse_rotary
 from .weights.layers import PRODUCT
 from .weights.operators import dense_tables, dequantise_linear, initializer
 
@@ -65,10 +64,8 @@ def simplify(model: ir.Model) -> None:
         dense_tables(model)
         _keep_exact(model)
         optimize_ir(model, input_size_limit=_FOLD_LIMIT, output_size_limit=_FOLD_LIMIT)
-        _rms_normalization.fuse_rms_normalization(model)
-        _match_norms(model)
-        RewriteRuleSet([_Rotary.rule()]).apply_to_model(model)
-        _rotary_embedding.fuse_partial_rotary_embedding(model)
+        fuse_norms(model)
+        fuse_rotary(model)
         LiftConstantsToInitializersPass(lift_all_constants=False)(model)
         CommonSubexpressionEliminationPass()(model)
         _gather_positions(model)
@@ -101,75 +98,6 @@ def _keep_exact(model: ir.Model) -> None:
             tensor = ir.tensor(constant.reshape(1))
             node.attributes["value"] = ir.AttrTensor("value", tensor)
             node.outputs[0].shape, node.outputs[0].const_value = ir.Shape([1]), tensor
-
-
-_fusion: Any = _rotary_embedding  # without types
-
-
-class _Rotary(_fusion.RotaryEmbedding23Fusion):  # type: ignore[misc]
-    """x * cos + rotate_half(x) * sin, wherever cos and sin repeat their first half.
-
-    The library's own rule wants the cosine and sine of repeated angles themselves. They may also be
-    scaled (YaRN, LongRoPE), or repeated only then, put together of several positions' (M-RoPE).
-    """
-
-    def pattern(  # type: ignore[no-untyped-def]
-        self, op, x, cos, sin, start1, end1, start2, end2, one1, one2
-    ):
-        turned = _fusion._rotate_half_pattern(op, x, start1, end1, start2, end2)
-        return x * op.Unsqueeze(cos, one1) + turned * op.Unsqueeze(sin, one2)
-
-    def check(self, op: Any, cos: Any, sin: Any, **found: Any) -> Any:
-        if not all(_repeats(value) for value in (cos, sin)):
-            return MatchResult().fail("no repeated half")
-        return super().check(op, **found)
-
-    def rewrite(self, op: Any, x: Any, cos: Any, sin: Any, **_: Any) -> Any:
-        halves = _half(op, cos), _half(op, sin)
-        return op.RotaryEmbedding(x, *halves, interleaved=0, num_heads=x.shape[1])
-
-
-def _repeats(value: Any) -> bool:
-    """Whether the last axis is something twice."""
-    if value is None or (node := value.producer()) is None:
-        return False
-    if node.op_type == "Mul":  # by a number
-        return _repeats(node.inputs[0]) and _is_number(node.inputs[1])
-    if node.op_type in ("Cos", "Sin"):
-        return _repeats(node.inputs[0])
-    twice = node.op_type == "Concat" and len(node.inputs) == 2
-    return twice and node.inputs[0] is node.inputs[1] and node.attributes["axis"].as_int() == -1
-
-
-def _half(op: Any, value: Any) -> Any:
-    """What is repeated, for a value that repeats."""
-    node = value.producer()
-    if node.op_type == "Concat":
-        return node.inputs[0]
-    return getattr(op, node.op_type)(_half(op, node.inputs[0]), *node.inputs[1:])
-
-
-def _is_number(value: ir.Value | None) -> bool:
-    constant = ir.convenience.get_const_tensor(value) if value is not None else None
-    return constant is not None and constant.size == 1
-
-
-def _match_norms(model: ir.Model) -> None:
-    """Cast what a norm reads to the type of its scale, which is its output's type.
-
-    Gemma, OLMo 2 and GPT-OSS scale in float32 before they round. The operator allows two types,
-    but its definition, which ONNX Runtime runs, multiplies the one by the other.
-    """
-    for node in list(model.graph):
-        if node.op_type != "RMSNormalization":
-            continue
-        x, scale = node.inputs[:2]
-        assert x is not None and scale is not None and scale.dtype is not None
-        if x.dtype != scale.dtype:
-            cast = ir.node("Cast", [x], {"to": scale.dtype})
-            cast.outputs[0].shape, cast.outputs[0].dtype = x.shape, scale.dtype
-            model.graph.insert_before(node, cast)
-            node.replace_input_with(0, cast.outputs[0])
 
 
 def _gather_positions(model: ir.Model) -> None:

@@ -103,11 +103,13 @@ def _replace(model: ir.Model, layer: Layer, observed: Observed, cache: Cache | N
     inputs += [None] * (2 - len(inputs))
     bias = observed.biases.get(mask)
     inputs.append(None if bias is None else _constant(model, f"host.{mask}", bias))
-    caches = [write.inputs[0] for write in layer.writes]
+    # Written by another layer already: its outputs are read, which have taken the writes' place.
+    reads = layer.node.inputs[1] is not layer.writes[0].outputs[0]
+    caches = layer.node.inputs[1:3] if reads else [write.inputs[0] for write in layer.writes]
     node = ir.node(
         "QuantizedCacheAttention" if cache else "Attention",
         [
-            *_together(model, layer),
+            *([_flat(model, layer.query), None, None] if reads else _together(model, layer)),
             *caches,
             _input(model, "position"),
             *inputs,
@@ -119,10 +121,12 @@ def _replace(model: ir.Model, layer: Layer, observed: Observed, cache: Cache | N
             "interleaved": rotary.interleaved if rotary else 0,
         },
         domain=OWN_DOMAIN,
-        num_outputs=3,
+        num_outputs=1 if reads else 3,
     )
     model.graph.append(node)
     _end_in(model, layer, node)
+    if reads:
+        return
     for write, new in zip(layer.writes, node.outputs[1:], strict=True):
         put(write.outputs[0], new)
     for rows in (*caches, *node.outputs[1:]) if cache else ():

@@ -19,6 +19,8 @@ from .quality import Texts
 from .recover import recover
 from .stored import parameter
 
+_OF_LAYERS = "embed_tokens_per_layer"  # of Gemma 3n and 4: what each layer adds for a token
+
 
 def quantise_model(
     model: PreTrainedModel,
@@ -32,7 +34,7 @@ def quantise_model(
     dense copy of the model is made.
 
     By the name of the parameter (of `named_parameters`, where a tied one has the embedding's name):
-    the weights of linear layers, the output matrix, tied or not, and an untied embedding. Levels
+    the weights of linear layers, the output matrix, tied or not, and other embeddings. Levels
     lie [N outputs, K inputs] for GPT-2's `Conv1D` too, whose weight is [K, N], and [E N, K] for
     experts, in float32. What decides between them (`_routes`) stays as it is.
 
@@ -40,15 +42,16 @@ def quantise_model(
     quantised matrices before it make them: all are quantised in one pass, each when it is called.
     The output matrix has 8 bits, since 4 bits there cost more than in all other matrices together:
     per byte seven times as much on the bundled target. An untied embedding, of which a row is
-    read, has 8 bits too.
+    read, has 8 bits too, and one for all layers.
     Raises ValueError for NaN, infinity and what no float16 scale reaches, with the name.
     """
     output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     embedding: Any = model.get_input_embeddings()  # type: ignore[no-untyped-call]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    ends = names[id(parameter(output))], names[id(parameter(embedding))]
+    ends = [names[id(parameter(output))], names[id(parameter(embedding))]]
     del output, embedding  # or their dense weights would be kept
     places = _places(model)
+    ends += [name for name in places if _OF_LAYERS in name]
     inner = [name for name in places if name not in ends]
     texts = texts if bits == 4 else None  # of 8 bits there is nothing to gain
     found: dict[str, Quantised] = {}
@@ -119,7 +122,9 @@ def _places(model: PreTrainedModel) -> dict[str, list[str]]:
     for path, module in model.named_modules(remove_duplicate=False):
         linear = isinstance(module, torch.nn.Linear | Conv1D) and not _routes(model, path)
         # Of an encoder-decoder there are several with the one table.
-        table = isinstance(module, torch.nn.Embedding) and module.weight is embedding.weight
+        table = isinstance(module, torch.nn.Embedding) and (
+            module.weight is embedding.weight or path.endswith(_OF_LAYERS)
+        )
         if linear or table:
             places.setdefault(names[id(parameter(module))], []).append(path)
         # In half precision, which is for TensorRT, they stay as they are.

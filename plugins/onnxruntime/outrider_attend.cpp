@@ -6,7 +6,8 @@
 //          cosine, sine [>= rows in use, rotated / 2], or none;
 //          bias [H, >= rows in use + KEYS], or none: of the farthest row first;
 //          sinks [H], softcap [1], or none
-// outputs  [B, N, H Dv]; the caches, in place where they are bound to the inputs' memory
+// outputs  [B, N, H Dv]; the caches, in place where they are bound to the inputs' memory, or none:
+//          another layer has written these tokens, and neither key nor value is there
 // attributes  heads, key_heads, scale, window (0: none), interleaved
 //
 // And outrider.SourceAttention, to what an encoder left.
@@ -116,7 +117,7 @@ bool fit_scores(const Kernel& kernel, const ort::Tensor* in) {
 }
 
 // Whether the inputs are of one batch, and of heads of one width.
-bool fit(const Kernel& kernel, const ort::Tensor* in) {
+bool fit(const Kernel& kernel, const ort::Tensor* in, bool reads) {
   if (in[QUERY].dimensions != 3 || in[KEYS].dimensions != 4 || in[VALUES].dimensions != 4)
     return false;
   const int64_t slots = in[QUERY].sizes[0], tokens = in[QUERY].sizes[1], rows = in[KEYS].sizes[2];
@@ -131,9 +132,9 @@ bool fit(const Kernel& kernel, const ort::Tensor* in) {
   const int64_t width = width_of(kernel, in[KEYS]), asking = kernel.heads * width;
   if (in[KEY].value == nullptr)
     same = same && in[VALUE].value == nullptr &&
-           ort::has_sizes(in[QUERY], {slots, tokens, asking + own[0] + own[1]});
+           ort::has_sizes(in[QUERY], {slots, tokens, asking + (reads ? 0 : own[0] + own[1])});
   else
-    same = same && ort::has_sizes(in[QUERY], {slots, tokens, asking}) &&
+    same = same && !reads && ort::has_sizes(in[QUERY], {slots, tokens, asking}) &&
            ort::has_sizes(in[KEY], {slots, tokens, own[0]}) &&
            ort::has_sizes(in[VALUE], {slots, tokens, own[1]});
   if (in[BIAS].value != nullptr)
@@ -192,12 +193,16 @@ ort::Status* compute(void* made, ort::Context* context) {
   ort::Tensor in[INPUTS];
   for (size_t i = 0; i < INPUTS; ++i)
     if (ort::Status* status = ort::input(api, context, i, &in[i])) return status;
-  if (!fit(kernel, in)) return ort::refuse(api, "an input has another size than the others say");
+  size_t outputs;
+  if (ort::Status* status = ort::call<ort::CountOutputs>(api, context, &outputs)) return status;
+  const bool reads = outputs == 1;
+  if (!fit(kernel, in, reads))
+    return ort::refuse(api, "an input has another size than the others say");
   outrider_attention c = call_of(kernel, in);
   if (in[KEY].value != nullptr) {
     c.key = static_cast<const float*>(in[KEY].data), c.key_stride = in[KEY].sizes[2];
     c.value = static_cast<const float*>(in[VALUE].data), c.value_stride = in[VALUE].sizes[2];
-  } else {
+  } else if (!reads) {
     c.key = c.query + c.heads * c.width, c.value = c.key + c.key_heads * c.width;
     c.key_stride = c.value_stride = c.query_stride;
   }
@@ -218,9 +223,9 @@ ort::Status* compute(void* made, ort::Context* context) {
     furthest = std::max(furthest, first + c.tokens);
   }
   const int64_t shape[] = {c.slots, c.tokens, c.heads * c.value_width};
-  void *out, *caches[2];
+  void *out, *caches[2] = {in[KEYS].data, in[VALUES].data};
   if (ort::Status* status = ort::output(api, context, 0, shape, 3, &out)) return status;
-  for (size_t i = 0; i < 2; ++i) {
+  for (size_t i = 0; i < 2 && !reads; ++i) {
     const ort::Tensor& given = in[KEYS + i];
     if (ort::Status* status = ort::output(api, context, 1 + i, given.sizes, 4, &caches[i]))
       return status;
@@ -231,6 +236,7 @@ ort::Status* compute(void* made, ort::Context* context) {
   c.out = static_cast<float*>(out);
   c.keys = caches[0], c.values = caches[1];
   Work work = work_of(kernel, c, furthest);
+  if (reads) return share_runs(api, context, &work);
   const int64_t heads = c.slots * c.key_heads;
   if (work.rows <= work.run)
     return ort::share(api, context, write_and_attend, heads, work.small, &work);
@@ -290,6 +296,9 @@ int output_type(const ort::Operator* made, size_t index) {
   return index == 0 ? ort::FLOAT : cache_type(made);
 }
 int required(const ort::Operator*, size_t) { return ort::REQUIRED; }
+int output_characteristic(const ort::Operator*, size_t index) {
+  return index == 0 ? ort::REQUIRED : ort::OPTIONAL;
+}
 int memory(const ort::Operator*, size_t) { return 0; }
 void destroy(void* kernel) { delete static_cast<Kernel*>(kernel); }
 int version(const ort::Operator*) { return 1; }
@@ -298,8 +307,8 @@ int version(const ort::Operator*) { return 1; }
 
 const ort::Operator ort::ATTENTION = {
     ort::API_VERSION, nullptr, name, provider, input_type, input_count, output_type, output_count,
-    nullptr, destroy, input_characteristic, required, memory, {}, create, compute, nullptr, version,
-    version, {}};
+    nullptr, destroy, input_characteristic, output_characteristic, memory, {}, create, compute,
+    nullptr, version, version, {}};
 
 const ort::Operator ort::QUANTISED_ATTENTION = ort::ATTENTION; // told from it by its address
 

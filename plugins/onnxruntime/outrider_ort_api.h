@@ -61,6 +61,7 @@ using GetShape = Slot<65, Status*(const Value*, Shape** made)>;
 using CreateCpuMemory = Slot<69, Status*(int allocator, int kind, MemoryInfo** made)>;
 using FloatAttribute = Slot<85, Status*(const KernelInfo*, const char* name, float* value)>;
 using IntegerAttribute = Slot<86, Status*(const KernelInfo*, const char* name, int64_t* value)>;
+using CountOutputs = Slot<89, Status*(const Context*, size_t* count)>; // KernelContext_
 using GetInput = Slot<90, Status*(const Context*, size_t index, const Value** found)>;
 using GetOutput = Slot<91, Status*(Context*, size_t index, const int64_t* sizes, size_t count,
                                    Value** made)>;

@@ -39,7 +39,10 @@ COUPLED = [
     replace(GREEDY, temperature=1.0, repetition_penalty=1.2, frequency_penalty=0.3, seed=4,
             verify="coupled"),
 ]  # fmt: skip
-TINY = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "olmo2", "cohere"]
+TINY = [
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gemma4", "phi3", "gpt2", "olmo2",
+    "cohere",
+]  # fmt: skip
 
 Said = list[tuple[list[int], list[float | None]]]
 

@@ -328,9 +328,9 @@ def test_no_product_makes_a_dense_copy_of_levels_of_8_bits(
 # Many architectures
 
 BUILT = [
-    "llama", "llama3", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3",
-    "phi3-longrope", "gpt2", "opt", "gpt-neox", "olmo2", "stablelm", "granite", "cohere", "smollm3",
-    "starcoder2", "mixtral", "qwen3-moe", "gpt-oss", "deepseek3",
+    "llama", "llama3", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma4", "phi",
+    "phi3", "phi3-longrope", "gpt2", "opt", "gpt-neox", "olmo2", "stablelm", "granite", "cohere",
+    "smollm3", "starcoder2", "mixtral", "qwen3-moe", "gpt-oss", "deepseek3",
 ]  # fmt: skip
 
 

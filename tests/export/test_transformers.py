@@ -38,12 +38,12 @@ GAMMAS = (0, 1, 2, 4, 8)
 # numbers. The others are near one of them.
 FAST = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "mixtral", "qwen2.5-vl"]
 SLOW = [
-    "llama3", "gemma3", "opt", "phi3", "gpt-neox", "olmo2", "gemma", "phi", "phi3-longrope",
-    "llama-dynamic", "stablelm", "granite", "cohere", "smollm3", "starcoder2", "qwen3-moe",
-    "deepseek3", "gpt-oss",
+    "llama3", "gemma3", "gemma4", "opt", "phi3", "gpt-neox", "olmo2", "gemma", "phi",
+    "phi3-longrope", "llama-dynamic", "stablelm", "granite", "cohere", "smollm3", "starcoder2",
+    "qwen3-moe", "deepseek3", "gpt-oss",
 ]  # fmt: skip
-COMPILED = ["gemma2", "llama", "mistral", "qwen2", "gemma3", "gpt2", "gpt-oss"]
-SLIDING = ["mistral", "gemma2", "gemma3", "starcoder2", "gpt-oss"]
+COMPILED = ["gemma2", "llama", "mistral", "qwen2", "gemma3", "gemma4", "gpt2", "gpt-oss"]
+SLIDING = ["mistral", "gemma2", "gemma3", "gemma4", "starcoder2", "gpt-oss"]
 
 
 @pytest.mark.parametrize(

@@ -100,10 +100,11 @@ class Attention:
         self.attributes = attributes
         self.session = self.open(threads)
 
-    def open(self, threads: int = 1) -> ort.InferenceSession:
+    def open(self, threads: int = 1, reads: bool = False) -> ort.InferenceSession:
+        """reads: what another node has written."""
         shape, cache = self.shape, INT8 if self.shape.quantised else FLOAT
         caches = {"keys": cache, "values": cache}
-        texts = ["query"] if shape.packed else ["query", "key", "value"]
+        texts = ["query"] if shape.packed or reads else ["query", "key", "value"]
         has = {
             "cosine": shape.rotated, "sine": shape.rotated, "bias": shape.biased,
             "sinks": shape.sunk, "softcap": shape.softcap,
@@ -118,7 +119,7 @@ class Attention:
         return session_of(
             "QuantizedCacheAttention" if shape.quantised else "Attention",
             dict.fromkeys(texts, FLOAT) | caches | {"position": INT64},
-            {"out": FLOAT, "keys_out": cache, "values_out": cache},
+            {"out": FLOAT} if reads else {"out": FLOAT, "keys_out": cache, "values_out": cache},
             {name: getattr(self, name) for name in tables},
             order=order,
             threads=threads,
@@ -247,6 +248,22 @@ def test_the_caches_are_written_in_place(shape: str) -> None:
         np.testing.assert_array_equal(mine, theirs)
         mine = read(mine) if mine.dtype == np.int8 else mine
         assert np.isnan(mine[:, :, 9:]).all() and not np.isnan(mine[:, :, :9]).any()
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_caches_that_another_node_has_written(instruction_set: str, shape: Shape) -> None:
+    """Are read alone, with the same bits."""
+    attention = Attention(shape)
+    caches = attention.caches(3)
+    for position, width in (([0, 0, 0], 40), ([40, 31, 5], 5), ([45, 2, 40], 1)):
+        want = attention.run(caches, position, width)
+        feeds = attention.feeds(caches, position, width)
+        feeds["query"] = feeds["query"][..., : HEADS * shape.width]
+        right = {name: feeds[name] for name in ("query", "keys", "values", "position")}
+        reader = attention.open(reads=True)
+        assert (reader.run(None, right)[0] == want).all()
+    wide = np.zeros((3, width, HEADS * shape.width + 1), np.float32)
+    refuses(reader, right, OTHER_SIZE, query=wide)
 
 
 def test_a_number_that_is_not_finite_does_not_get_lost(instruction_set: str) -> None:

@@ -21,7 +21,10 @@ from runtime.text.engine import TextEngine
 from runtime.text.options import Options
 
 CHECKOUT = Path(__file__).parents[2]
-TINY = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "olmo2", "cohere"]
+TINY = [
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gemma4", "phi3", "gpt2", "olmo2",
+    "cohere",
+]  # fmt: skip
 SLOTS = 4
 
 

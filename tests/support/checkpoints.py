@@ -94,6 +94,21 @@ def _t5gemma(**overrides: Any) -> PretrainedConfig:
     )
 
 
+def _gemma4(num_hidden_layers: int = 4, **overrides: Any) -> PretrainedConfig:
+    """All that its sizes have, in one: wider heads in every other layer, whose keys are the values
+    too; the last two read what the two before have cached; an embedding for each layer; experts."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    return transformers.Gemma4TextConfig(**{
+        **_LLAMA, **_GEMMA, **_EXPERTS, "layer_types": kinds[-num_hidden_layers:],
+        "num_hidden_layers": num_hidden_layers, "sliding_window": WINDOW,
+        "num_kv_shared_layers": 2 if num_hidden_layers == 4 else 0, "global_head_dim": 32,
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE,
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+        "final_logit_softcapping": 4.0, **overrides,
+    })  # fmt: skip
+
+
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": _llama(transformers.LlamaConfig, tie_word_embeddings=True),
     "llama3": _llama(
@@ -112,6 +127,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": _llama(
         transformers.Gemma3TextConfig, **_GEMMA, **_MIXED, query_pre_attn_scalar=16
     ),
+    "gemma4": _gemma4,
     "phi": _llama(transformers.PhiConfig),
     "phi3": _llama(
         transformers.Phi3Config, original_max_position_embeddings=CONTEXT, resid_pdrop=0.0
