@@ -136,6 +136,9 @@ def test_cmake_takes_the_folder_that_it_is_told(tmp_path: Path) -> None:
     assert f"-- {other / found.name}\n" in configured(other / "cmake").stdout
     write(ABI_VERSION + 1)
     assert f"version: {ABI_VERSION}" in configured(other / "cmake").stderr
+    words = ("-S", CHECKOUT / "examples", "-B", tmp_path / "embed", f"-Doutrider_DIR={folder()}")
+    examples = run(Path("cmake"), *words)  # Fault: they asked for a number that was gone
+    assert examples.returncode == 0, examples.stderr
 
 
 def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
