@@ -2,7 +2,7 @@
 
 Transformers routes attention, masks, caches and experts through interfaces. This module registers
 one implementation of each, so that every architecture that uses them becomes the graph of
-docs/architecture.md without a line of its own:
+docs/graph.md without a line of its own:
 
 - the cache writes N new rows at `position` and hands back the whole slot;
 - the mask is the architecture's own mask function, evaluated at the absolute positions of the

@@ -2,7 +2,7 @@
 
 The node calls an ONNX model-local function: its body, in standard operators, is the token rule of
 runtime/sampling/rules.py, so a backend that has those runs it. TensorRT has a plugin of that name,
-the kernel of plugins/, and takes it in place of the body (docs/architecture.md).
+the kernel of plugins/, and takes it in place of the body (docs/tensorrt.md).
 
 Random numbers are made inside, by Philox on int64: what crosses into the graph is a seed and a
 position, as it is for the kernel, and nobody has to agree on who draws which number. The rule

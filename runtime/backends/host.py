@@ -29,7 +29,7 @@ STATES = "encoder_states"
 
 
 class HostEngine(ABC, Generic[Call]):
-    """See `Engine`. The graph is that of docs/architecture.md; S rows for each slot and layer.
+    """See `Engine`. The graph is that of docs/graph.md; S rows for each slot and layer.
 
     The cache of all slots is one array [slots, Hkv, S, D] per layer and side, so that any run of
     consecutive slots is a plain pointer: a call for one slot touches only that slot. S grows with

@@ -42,7 +42,7 @@ def measure(folder: Path, manifest: Manifest) -> Invariance:
     """Of a bundle for the CPU. One engine at a time is open. Raises OutriderError as `load`."""
     pair = manifest.pair
     if not reproducible(pair.target):
-        raise OutriderError("backend", "liboutrider is missing", "Build it: make kernel.")
+        raise OutriderError("backend", "liboutrider is missing", "Build it: make plugins.")
     engine_of = partial(
         host_engine(manifest.backend), folder / "target", pair.target, widest=TOKENS + 1
     )

@@ -1,6 +1,6 @@
 """What a finished generation looks like: the summary, the detailed statistics, JSON, colours.
 
-Pure functions from results to lines; `generate.py` decides which of them are printed, and where.
+Pure functions from results to lines; `command.py` decides which of them are printed, and where.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The file contract between the rooms: what `export/`, `engines/` and `runtime/` hand each other.
 
-`export/` writes a *graphs* folder (`pair.json` and the ONNX graphs), `engines/` turns it into a
+`export/` writes a *graphs* folder (`pair.json` and the graphs), `engines/` turns it into a
 *bundle* (`manifest.json` and the backend's engines), `runtime/` reads the bundle. All three use
 the dataclasses of this module and nothing else of each other. docs/architecture.md has the layout.
 """

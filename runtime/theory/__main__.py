@@ -21,7 +21,7 @@ PACKAGE = (__package__ or "runtime.theory").partition(".")[0]
 
 def parser() -> argparse.ArgumentParser:
     made = CommandParser(
-        prog="outrider-theory" if PACKAGE == "outrider" else f"python -m {PACKAGE}.theory",
+        prog=f"python -m {PACKAGE}.theory",
         description="What speculative decoding gains, by the formulas of Leviathan et al. 2023: "
         "for an acceptance and a cost, or for a bundle whose own are measured.",
         epilog="examples:\n"
