@@ -91,6 +91,16 @@ class Stats:
         return max(0.0, self.time_rounds - self.time_draft - self.time_verify - self.time_sample)
 
     @property
+    def tokens_per_second(self) -> float:
+        """Output tokens, from the request's start to its last token."""
+        return self.output_tokens / self.elapsed if self.elapsed else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """alpha: accepted of examined."""
+        return self.accepted / max(1, self.examined)
+
+    @property
     def mean_acceptance_length(self) -> float:
         """tau: tokens of a round, the correction or bonus token included."""
         return self.round_tokens / self.rounds if self.rounds else 0.0
@@ -119,14 +129,13 @@ class Stats:
             "undrafted", "drafted", "examined", "accepted",
         )  # fmt: skip
         times = ("prefill", "draft_prefill", "draft", "verify", "sample", "host")
-        speed = self.output_tokens / self.elapsed if self.elapsed else 0.0
         return {
             **{name: getattr(self, name) for name in counts},
             "acceptance_by_position": [round(rate, 4) for rate in self.acceptance_by_position],
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "ttft_ms": ms(self.ttft / max(1, requests)),
             "tpot_ms": ms(self.tpot(requests)),
-            "tokens_per_second": round(speed, 3),
+            "tokens_per_second": round(self.tokens_per_second, 3),
             **{f"time_{part}": ms(getattr(self, f"time_{part}")) for part in times},
         }
 

@@ -99,8 +99,7 @@ def total(texts: Iterable[Run]) -> Stats:
 
 def acceptance(texts: Iterable[Run]) -> float:
     """alpha: accepted of examined."""
-    stats = total(texts)
-    return stats.accepted / max(1, stats.examined)
+    return total(texts).acceptance_rate
 
 
 # Bytes

@@ -182,7 +182,7 @@ def _summary(found: Transcription, seconds: float, seed: bool) -> list[str]:
     return [
         f"audio {found.duration:.1f} s | windows {found.windows}{language} | {seconds:.1f} s, "
         f"{found.duration / seconds:.1f} times as fast as it was said",
-        f"output {stats.output_tokens} tok | {report.speed(stats):.1f} tok/s"
+        f"output {stats.output_tokens} tok | {stats.tokens_per_second:.1f} tok/s"
         + (f" | seed {found.seed}" if seed else ""),
         *report.round_lines(stats, str(len(stats.drafted_at))),
     ]

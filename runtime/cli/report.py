@@ -42,8 +42,9 @@ def summary(result: Result, gamma: str, *, seed: bool = True) -> list[str]:
     return [
         f"{_source(stats)}prompt {stats.prompt_tokens} tok{_reused(stats)} "
         f"| TTFT {_ms(stats.ttft)} ms (target prefill {_ms(stats.time_prefill)}){drafts}",
-        f"output {stats.output_tokens} tok | {speed(stats):.1f} tok/s | TPOT {_ms(stats.tpot())} ms"
-        f" | finish {finish}" + (f" | seed {result.seed}" if seed else ""),
+        f"output {stats.output_tokens} tok | {stats.tokens_per_second:.1f} tok/s "
+        f"| TPOT {_ms(stats.tpot())} ms | finish {finish}"
+        + (f" | seed {result.seed}" if seed else ""),
         *round_lines(stats, gamma),
     ]
 
@@ -53,7 +54,7 @@ def answer(result: Result) -> str:
     stats = result.stats
     return (
         f"prompt {stats.prompt_tokens} tok{_reused(stats)} | TTFT {_ms(stats.ttft)} ms | "
-        f"output {stats.output_tokens} tok | {speed(stats):.1f} tok/s"
+        f"output {stats.output_tokens} tok | {stats.tokens_per_second:.1f} tok/s"
     )
 
 
@@ -118,7 +119,7 @@ def detailed(stats: Stats) -> list[str]:
     lines.append("ms  " + "  ".join(f"{name} {_ms(value)}" for name, value in times.items()))
     cost = draft_cost(stats)
     if cost is not None:
-        alpha = stats.accepted / stats.examined if stats.examined else 0.0
+        alpha = stats.acceptance_rate
         gamma = stats.drafted / stats.rounds
         expected = speedup(alpha, gamma, cost)
         lines.append(
@@ -141,28 +142,23 @@ def draft_cost(stats: Stats) -> float | None:
     return (stats.time_draft / stats.drafted) / (stats.time_verify / stats.rounds)
 
 
-def speed(stats: Stats) -> float:
-    """Output tokens per second, from the request's start to its last token."""
-    return stats.output_tokens / stats.elapsed if stats.elapsed else 0.0
-
-
 def baseline_object(result: Result, plain: Result, *, same: bool) -> dict[str, Any]:
     """The `baseline` object of --json. speedup: ratio of the tokens per second.
 
     same: whether the two texts ought to be; otherwise they are two draws.
     """
-    theirs = speed(plain.stats)
+    theirs = plain.stats.tokens_per_second
     return {
         "tokens_per_second": round(theirs, 3),
         "output_tokens": plain.stats.output_tokens,
-        "speedup": round(speed(result.stats) / theirs, 4) if theirs else None,
+        "speedup": round(result.stats.tokens_per_second / theirs, 4) if theirs else None,
         **({"same_tokens": result.token_ids == plain.token_ids} if same else {}),
     }
 
 
 def baseline(result: Result, plain: Result, *, same: bool) -> str:
     """The baseline line. same: as above."""
-    ours, theirs = speed(result.stats), speed(plain.stats)
+    ours, theirs = result.stats.tokens_per_second, plain.stats.tokens_per_second
     line = f"baseline {theirs:.1f} tok/s -> {ours / theirs if theirs else 0.0:.2f}x"
     if not same:
         return f"{line} | output {plain.stats.output_tokens} tok"

@@ -75,7 +75,7 @@ def findings(texts: Mapping[int, Sequence[Stats]]) -> Findings:
     )
     speeds = {g: median(x.round_tokens / x.time_rounds for x in some) for g, some in texts.items()}
     return Findings(
-        alpha=total.accepted / max(1, total.examined),
+        alpha=total.acceptance_rate,
         costs=costs,
         overhead=total.time_draft_prefill / max(1, len(drafting)) / costs.plain,
         measured={gamma: speed / speeds[0] for gamma, speed in speeds.items() if gamma},

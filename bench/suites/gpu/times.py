@@ -182,7 +182,7 @@ class Times:
             "verify_ms": _ms(stats.time_verify / stats.rounds),
             "host_share": round(1 - device / stats.time_rounds, 4),
             "tau": round(stats.mean_acceptance_length, 3),
-            "alpha": round(stats.accepted / max(1, stats.examined), 4),
+            "alpha": round(stats.acceptance_rate, 4),
             "bytes": round(size), "bytes_per_second": round(size * stats.rounds / device),
         }  # fmt: skip
         if self.bandwidth:
