@@ -192,7 +192,7 @@ def choose_device(manifest: Manifest, folder: Path, device: str) -> int | None:
     return int(number or 0) if kind == "cuda" else None
 
 
-def check_bundle(manifest: Manifest, folder: Path, *, gpu: bool = False) -> None:
+def check_bundle(manifest: Manifest, folder: Path, *, gpu: bool) -> None:
     """Refuse, before anything is loaded, engines that this version does not run.
 
     An engine belongs to the version of the library that made it. Raises OutriderError "backend".

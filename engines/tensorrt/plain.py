@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.files.errors import OutriderError
+from runtime.files.errors import OutriderError, importing
 from runtime.files.manifest import EngineFacts, Format, GraphFacts
 
 from ..gpus import present_gpus
@@ -30,14 +30,9 @@ def versions() -> dict[str, str]:
 
 
 def _module() -> Any:
-    try:
+    remedy = "Install version 10.16 or newer and its Python module, or use BACKEND=tensorrt_rtx."
+    with importing(PACKAGE, remedy, PRODUCT):
         import tensorrt
-    except ImportError as error:
-        raise OutriderError(
-            "backend",
-            f"{PRODUCT} is not installed ({error})",
-            f"Install {PRODUCT} 10.16 or newer and its Python module, or use BACKEND=tensorrt_rtx.",
-        ) from None
     return tensorrt
 
 

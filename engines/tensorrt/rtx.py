@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.files.errors import OutriderError
+from runtime.files.errors import OutriderError, importing
 from runtime.files.manifest import EngineFacts, Format, GraphFacts
 
 from ..gpus import present_gpus
@@ -34,14 +34,9 @@ def versions() -> dict[str, str]:
 
 
 def _module() -> Any:
-    try:
+    remedy = "Install it: pip install tensorrt-rtx, or use BACKEND=onnxruntime."
+    with importing(PACKAGE, remedy, PRODUCT):
         import tensorrt_rtx
-    except ImportError as error:
-        raise OutriderError(
-            "backend",
-            f"{PRODUCT} is not installed ({error})",
-            "Install it: pip install tensorrt-rtx, or use BACKEND=onnxruntime.",
-        ) from None
     return tensorrt_rtx
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.engine import Engine, Ids, Logits, Source
-from ..calls import wide
+from ..calls import readable, wide
 from ..files.errors import OutriderError
 
 Tokens = tuple[int, ...]  # what was generated, without the prompt
@@ -178,6 +178,4 @@ class Pool:
         return rows
 
     def _ids(self, sequence: Tokens) -> Ids:
-        ids = np.array((*self.prompt, *sequence), np.int64)
-        ids[ids >= self.engine.vocab_size] = 0
-        return ids
+        return readable(self.engine, (*self.prompt, *sequence))

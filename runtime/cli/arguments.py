@@ -23,6 +23,7 @@ from .. import __version__
 from ..beam.text import excluded
 from ..drafts.registry import KINDS
 from ..files.errors import EXIT_STATUS, INTERRUPTED, CommandParser, OutriderError, refuse_first
+from ..sampling.warp import VerifyRule
 from ..text.options import GammaName, Options
 from .audio import add_options
 from .audio import rules as audio_rules
@@ -213,7 +214,7 @@ def _parser() -> ArgumentParser:
     add("--draft-threshold", type=float, default=0.0, metavar="P",
         help="end a round's drafting after a token to which the draft gave a probability below P "
         "(default 0: off); still exact")
-    add("--verify", choices=("token", "block", "coupled", "sigmoid"), default="token",
+    add("--verify", choices=get_args(VerifyRule), default="token",
         help="token (default), block (accepts more) and coupled (the seed alone decides the text, "
         "whatever is drafted, with --gamma 0 too) are exact; sigmoid is not")
     add("--lenience", type=float, default=1.0, metavar="L",
@@ -250,7 +251,7 @@ def _parser() -> ArgumentParser:
     # fmt: on
     # Of Python, and the latter of --batch, alone.
     parser.set_defaults(processors=(), bad_words_ids=None, encoder_no_repeat_ngram_size=None)
-    return parser  # fmt: skip
+    return parser
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from ..backends.device import LOGIT_BYTES, DeviceEngine
 from ..backends.registry import device_engine
@@ -24,9 +23,8 @@ def open_rounds(
     slots: int,
     memory: dict[str, int],
     *,
-    graphs: bool = True,
-    loop: bool = False,
-    driver: Any = None,
+    graphs: bool,
+    loop: bool,
 ) -> DeviceRounds:
     """Both engines on a GPU. memory: the bytes of weights and caches, to which the activations and
     buffers are added. Raises OutriderError "backend", "memory", "option"."""
@@ -34,7 +32,7 @@ def open_rounds(
         raise OutriderError(
             "backend", f"a GPU's rounds need the kernel: {cause}", "Run make plugins."
         )
-    device = Device(ordinal, driver=driver)
+    device = Device(ordinal)
     check_gpu(manifest, folder, device.capability)
     memory.update(working_memory(manifest, slots))
     if sum(memory.values()) > device.memory()[0]:
