@@ -542,7 +542,7 @@ def test_an_answer_that_is_interrupted_stays_as_far_as_it_came(chat_cli):
 # Failures while running
 
 
-def test_an_error_in_the_middle_keeps_the_text(cli, monkeypatch):
+def test_an_error_in_the_middle_keeps_the_text(cli):
     class Broken(type(cli.engine.decoder.target)):
         def forward(self, *arguments, **options):
             if len(self.calls) > 5:

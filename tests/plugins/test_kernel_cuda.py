@@ -45,14 +45,9 @@ def emulation(added=0, removed=0, seed=0):
         library.outrider_emulate(0, 0, 0)
 
 
-def plain_places(case, params, gammas=None):
+def plain_places(case, params):
     """Without penalties and suppression, which the fast kernels do not know."""
-    return [
-        SlotSampling(
-            params, case.gamma if gammas is None else gammas[b], 5 * b, b, name=f"slot {b}"
-        )
-        for b in range(case.slots)
-    ]
+    return [SlotSampling(params, case.gamma, 5 * b, b, name=f"slot {b}") for b in range(case.slots)]
 
 
 def a_round(library, case, places, keep=True):

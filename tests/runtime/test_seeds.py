@@ -83,8 +83,9 @@ def test_a_wrong_rule_is_noticed() -> None:
         assert min(p_values(1.0, 3).values()) < 1e-6
 
 
-def words_by_block(tokens: int = 9_000) -> float:
+def words_by_block() -> float:
     """p-value of words of four tokens, under the block rule and two tokens in all."""
+    tokens = 9_000
     third = np.array([1 / 3, 2 / 3])
     p, q = np.log(third).astype(np.float32), np.log(third[::-1]).astype(np.float32)
     decoder = make_decoder(

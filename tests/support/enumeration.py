@@ -41,13 +41,15 @@ def bisect(accepted, count):
 class Models:
     """Target and draft rows for every prefix over V tokens: float32 logits."""
 
-    def __init__(self, seed, gamma, scale=1.5, dtype=np.float32):
+    def __init__(self, seed, gamma, scale=1.5):
         rng = np.random.default_rng([seed, gamma])
         self.gamma = gamma
         self.target = [
-            scale * rng.normal(size=(V,) * (i + 1)).astype(dtype) for i in range(gamma + 1)
+            scale * rng.normal(size=(V,) * (i + 1)).astype(np.float32) for i in range(gamma + 1)
         ]
-        self.draft = [scale * rng.normal(size=(V,) * (i + 1)).astype(dtype) for i in range(gamma)]
+        self.draft = [
+            scale * rng.normal(size=(V,) * (i + 1)).astype(np.float32) for i in range(gamma)
+        ]
         for rows in (*self.target[:1], *self.draft[:1]):
             rows[..., rng.integers(1, V)] = -np.inf
 

@@ -245,9 +245,6 @@ def make_text_engine(
     draft: Model | None = None,
     *,
     slots: int = 1,
-    vocab_size: int = VOCAB_SIZE,
-    max_len: int = 448,
-    max_gamma: int = 8,
     order: int | None = 2,
     rounding: float = 0.0,
     chat: bool = False,
@@ -256,15 +253,12 @@ def make_text_engine(
 
     order, rounding: of the target; the draft attends to as many rows and never rounds.
     """
-    manifest = make_manifest(
-        draft=draft is not None, slots=slots, vocab_size=vocab_size, max_len=max_len,
-        max_gamma=max_gamma, chat=chat,
-    )  # fmt: skip
-    capacity = manifest.pair.capacity
+    manifest = make_manifest(draft=draft is not None, slots=slots, chat=chat)
+    pair = manifest.pair
 
     def engine(model: Model, rounding: float) -> FakeEngine:
         return FakeEngine(
-            model, vocab_size=vocab_size, slots=slots, capacity=capacity, order=order,
+            model, vocab_size=pair.vocab_size, slots=slots, capacity=pair.capacity, order=order,
             rounding=rounding,
         )  # fmt: skip
 
@@ -272,17 +266,17 @@ def make_text_engine(
     tokenizer = Tokenizer(
         folder / "tokenizer.json",
         chat_template=CHAT_TEMPLATE if chat else None,
-        special_tokens=manifest.pair.tokenizer.special_tokens,
+        special_tokens=pair.tokenizer.special_tokens,
     )
     decoder = Decoder(
         HostRounds(
             engine(target, rounding),
             engine(draft, 0.0) if draft is not None else None,
-            NumpySampler(vocab_size),
+            NumpySampler(pair.vocab_size),
         ),
-        vocab_size=vocab_size,
-        max_len=max_len,
-        max_gamma=max_gamma,
+        vocab_size=pair.vocab_size,
+        max_len=pair.max_len,
+        max_gamma=pair.max_gamma,
     )
     memory = {"target": 3 << 20, "draft": 1 << 20, "cache": 2 << 20}
     if draft is None:

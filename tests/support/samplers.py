@@ -267,10 +267,10 @@ def same(ours: Verdict, theirs: Verdict) -> bool:
     )
 
 
-def disagreements(library, case, params, gammas=None, keep=True):
+def disagreements(library, case, params):
     """Slots where library and reference differ, although no uniform is near an edge."""
-    places = case.places(params, gammas)
-    drafts, verdicts = by_library(library, case, places, keep)
+    places = case.places(params)
+    drafts, verdicts = by_library(library, case, places)
     wrong = []
     for place, ids, verdict in zip(places, drafts, verdicts, strict=True):
         ids = ids[: place.gamma]
