@@ -23,12 +23,11 @@ from typing import Any
 
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.folders import replacing
-from runtime.files.manifest import GRAPH_FILE, EngineFacts, GraphFacts, Profile
+from runtime.files.manifest import CHUNK, GRAPH_FILE, EngineFacts, GraphFacts, Profile
 from runtime.files.progress import Stage, stage
 
 from ..keys import engine_key
 
-CHUNK = 256  # the most tokens of a prompt in one call, as on the CPU
 TIMINGS = Path(__file__).parents[2] / "build" / ".cache" / "tensorrt"
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from ..files.errors import OutriderError, first_line
-from ..files.manifest import Dtype, EngineFacts, GraphFacts
+from ..files.manifest import CHUNK, Dtype, EngineFacts, GraphFacts
 from .cuda import Cuda
-from .engine import CHUNK, HeldRows, Ids, Logits, Source, cache_shapes
+from .engine import HeldRows, Ids, Logits, Source, cache_shapes
 
 LOGIT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Tensor = tuple[str, int, tuple[int, ...]]  # name, device address, shape

@@ -13,7 +13,6 @@ from ..files.manifest import SCALE_BYTES, GraphFacts
 
 Ids = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
-CHUNK = 256  # tokens of one prefill call; bounds the activations
 
 
 def cache_shapes(facts: GraphFacts) -> dict[str, tuple[int, int]]:

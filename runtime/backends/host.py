@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..files.errors import OutriderError, first_line, out_of_memory
-from ..files.manifest import FIRST_ROWS, MOST_GAMMA, GraphFacts, Manifest
+from ..files.manifest import CHUNK, FIRST_ROWS, MOST_GAMMA, GraphFacts, Manifest
 from .engine import (
-    CHUNK,
     Features,
     HeldRows,
     Ids,

@@ -42,6 +42,7 @@ Cache = Literal["int8"]
 SCALE_BYTES = 4  # behind the levels of a quantised row: OUTRIDER_ATTENTION_SCALE
 MOST_SLOTS = 1 << 16
 FIRST_ROWS = 256  # of a slot on the CPU; they double as texts grow
+CHUNK = 256  # tokens of a prompt in one call, at most; bounds the activations
 
 # What more a field may be: see `records`.
 Bytes = Annotated[int, between(0, 1 << 62)]

@@ -16,9 +16,9 @@ from fakes import NEVER_WRITTEN, Context, FakeEngine, Model, character_tokenizer
 
 from plugins.tools import build_tensorrt
 from plugins.tools.build import FLAGS, HERE, WARNINGS, find_compiler
-from runtime.backends.engine import CHUNK, Ids, Logits
+from runtime.backends.engine import Ids, Logits
 from runtime.decoder import Decoder
-from runtime.files.manifest import EngineFacts, Manifest, Profile, file_facts
+from runtime.files.manifest import CHUNK, EngineFacts, Manifest, Profile, file_facts
 from runtime.files.records import write_json
 from runtime.round import HostRounds
 from runtime.sampling.native import RoundSampler
