@@ -43,7 +43,7 @@ $(foreach name,QUICK DRY,$(if $(filter-out 0 1,$($(name))),\
   $(error error: option: $(name) is $($(name)). Use 0 or 1)))
 
 .PHONY: kernel gpu-check help demo test test-slow test-serve check map bench report engines plugins plugin \
-        cubins sanitize wheel clean distclean
+        cubins wheel clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -169,9 +169,6 @@ plugin: .venv/stamp
 
 cubins: .venv/stamp
 	@$(PY) -m plugins.tools.cubins
-
-sanitize: .venv/stamp
-	$(PY) -m pytest -m slow tests/plugins/test_kernel_fuzz.py
 
 wheel: .venv/stamp
 	@rm -rf build/wheel dist/outrider-*.whl # setuptools would pack modules that are gone
