@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import get_args
 
 from runtime.files.errors import OutriderError
 from runtime.files.folders import replacing, settle_file, take_file, write_folder
-from runtime.files.machine import processor
+from runtime.files.machine import host_memory, processor
 from runtime.files.manifest import (
     ENCODER_DECODERS,
     FIRST_ROWS,
@@ -275,14 +274,6 @@ def check_memory(pair: Pair, slots: int, targets: list[str]) -> None:
             f"the bundle needs {size_text(least)}, and {what} has {size_text(room)}",
             "Use a smaller MAX_LEN, fewer SLOTS, or a smaller checkpoint.",
         )
-
-
-def host_memory() -> int:
-    """Bytes of memory that this machine has; 0 where it does not say."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return 0
 
 
 def engine_plan(manifest: Manifest) -> dict[str, int] | None:

@@ -16,6 +16,7 @@ from .decoder import Decoder
 from .drafts.lookup import Corpus
 from .drafts.tables import Tables
 from .files.errors import OutriderError, first_line, is_whole, refuse_first
+from .files.machine import host_memory
 from .files.manifest import (
     FIRST_ROWS,
     HOST_WEIGHTS_FILE,
@@ -224,8 +225,8 @@ def check_slots(manifest: Manifest, slots: int, *, gpu: bool) -> None:
         steps = max(1, pair.max_gamma) if role == "draft" else 1
         need += facts.cache_bytes(slots, FIRST_ROWS)
         need += slots * (pair.max_gamma + 1) * facts.vocab_size * 4 * steps  # logits, float32
-    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if not gpu and need > have:
+    have = host_memory()
+    if not gpu and need > have > 0:
         raise OutriderError(
             "memory",
             f"{slots:,} slots need {size_text(need)}, and this machine has {size_text(have)}",

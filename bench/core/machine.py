@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from runtime.files.machine import host_memory
+
 CHECKOUT = Path(__file__).parents[2]
 PACKAGES = ("numpy", "onnxruntime", "tokenizers", "torch", "transformers")
 READ_BYTES = 1 << 29  # for each thread's share to be far beyond any cache of its own
@@ -25,7 +27,7 @@ def describe(threads: int) -> dict[str, Any]:
     versions = {package: installed.get(package, "missing") for package in PACKAGES}
     return {
         "cpu": _cpu_name(), "cores": physical_cores(), "threads": threads,
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "memory_gib": round(host_memory() / 2**30, 1),
         "system": platform.system(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {"python": platform.python_version(), **versions},

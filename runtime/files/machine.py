@@ -1,8 +1,9 @@
-"""Which processor this is: bits that were measured are those of one."""
+"""Which processor this is, since bits that were measured are those of one; and its memory."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 from pathlib import Path
 
@@ -22,3 +23,11 @@ def processor() -> str:
     name = facts.get("model name") or facts.get("CPU part") or platform.processor()
     digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:8]
     return f"{platform.machine()} {name} {digest}"
+
+
+def host_memory() -> int:
+    """Bytes of memory that this machine has; 0 where it does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0

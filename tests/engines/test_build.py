@@ -13,8 +13,9 @@ from workshop import MAX_LEN, Workshop
 
 import engines.__main__
 from engines import bundle as bundles
-from engines.bundle import host_memory, memory_plan
+from engines.bundle import memory_plan
 from runtime.files.errors import EXIT_STATUS
+from runtime.files.machine import host_memory
 from runtime.files.manifest import FIRST_ROWS, MOST_SLOTS, PAIR_FILE, read_pair
 from runtime.files.records import write_json
 
