@@ -34,7 +34,7 @@ def speculate(
     would not repeat: random numbers go by the position in the text.
     """
     gammas = {plan.sequence: min(plan.gamma, plan.limit) for plan in plans}
-    # Sample x1..x(gamma) from the draft, with their distributions q.
+    # Sample x1..x(gamma) from the draft, with their distributions q; the sampler's round begins.
     for sequence in draft.lacking(gammas):
         draft.read(sequence)
     drafted = draft.propose(gammas)
@@ -83,7 +83,7 @@ class HostRounds(Rounds):
         )
         self._target = clock.around(target, forward="verify", encode="verify")
         self.proposer = HostDraft(sources, self._sampler)
-        self._draft = clock.around(self.proposer, propose="draft", read="draft_prefill")
+        self._proposer = clock.around(self.proposer, propose="draft", read="draft_prefill")
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -115,7 +115,7 @@ class HostRounds(Rounds):
     def _parts(self, plans: Sequence[SlotPlan]) -> list[SlotResult]:
         """A round; where logits of one sequence are broken, each sequence by itself."""
         try:
-            return speculate(plans, self._draft, self._target, self._sampler, self.slots)
+            return speculate(plans, self._proposer, self._target, self._sampler, self.slots)
         except OutriderError as error:
             if error.kind != "numeric":
                 raise

@@ -3,7 +3,7 @@
 A file of weights should be on the disk once. Hard links would do that, but then whoever edits one
 copy edits the others, and ONNX's own tools refuse files with two names. So a file has one owner:
 the newest bundle that holds it. The cache then has a symbolic link to that bundle's file, and looks
-at its hash before it is used again (docs/architecture.md, "The files").
+at its hash before it is used again: a part whose bundle was deleted or edited is exported again.
 """
 
 from __future__ import annotations
