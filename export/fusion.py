@@ -43,7 +43,7 @@ def _scale_all(model: ir.Model) -> None:
     """A norm without a scale, or with several of them, gets one of ones: the operator has one."""
     for node in [node for node in model.graph if node.op_type == "Mul"]:
         x, normed = node.inputs[0], node.outputs[0]
-        width = x.shape[-1] if x is not None and x.shape is not None else None
+        width = x.shape[-1] if x is not None and x.shape is not None and len(x.shape) else None
         if not (isinstance(width, int) and _is_inverse_of_root(node.inputs[1])):
             continue
         uses = list(normed.uses())

@@ -292,7 +292,7 @@ def _carried(checkpoint: Checkpoint) -> bool:
         if len(tensor.shape) == 2 and tensor.shape[0] != _width(checkpoint)
     ]
     sample = matrices[:: -(-len(matrices) // SAMPLED) or 1]
-    found = [recover(tensor[...].float().numpy(), 4) is not None for tensor in sample]
+    found = [recover(tensor[...], 4) is not None for tensor in sample]
     return 2 * sum(found) >= len(found)
 
 

@@ -67,8 +67,8 @@ def sharing(columns: int, scales: int) -> int:
     return BLOCK if scales == -(-columns // BLOCK) else columns
 
 
-def quantise(weight: npt.NDArray[np.float32], bits: Bits) -> Quantised:
-    """The matrix [N, K] rounded to nearest, with the best scales of a grid.
+def quantise(weight: torch.Tensor, bits: Bits) -> Quantised:
+    """The matrix [N, K], of any floating type, rounded to nearest, with the best scales of a grid.
 
     Raises ValueError for NaN, infinity and what no float16 scale reaches.
     """
@@ -76,7 +76,7 @@ def quantise(weight: npt.NDArray[np.float32], bits: Bits) -> Quantised:
     levels = np.empty((rows, columns), np.int8)
     scales = np.empty((rows, -(-columns // BLOCK)), np.float16)
     for here in row_slices(rows, columns):
-        blocks = as_blocks(torch.from_numpy(weight[here]))
+        blocks = as_blocks(weight[here].float())
         scale = best_scales(blocks, bits)
         level = nearest_levels(blocks, scale, bits).view(blocks.shape[0], -1)
         levels[here] = level[:, :columns].to(torch.int8).numpy()
@@ -84,16 +84,16 @@ def quantise(weight: npt.NDArray[np.float32], bits: Bits) -> Quantised:
     return Quantised(levels, scales, bits)
 
 
-def quantise_rows(weight: npt.NDArray[np.float32], kind: Rows) -> Quantised:
-    """The matrix [N, K] rounded to nearest, with the scale for each row that its largest number
-    needs: what is smaller has the precision that is left, and float8's own.
+def quantise_rows(weight: torch.Tensor, kind: Rows) -> Quantised:
+    """The matrix [N, K], of any floating type, rounded to nearest, with the scale for each row that
+    its largest number needs: what is smaller has the precision that is left, and float8's own.
 
     Raises ValueError for NaN, infinity and what no float16 scale reaches.
     """
     most, dtype = _MOST[kind], np.dtype(np.int8) if kind == "int8" else FLOAT8
     levels, scales = np.empty(weight.shape, dtype), np.empty((len(weight), 1), np.float16)
     for here in row_slices(*weight.shape):
-        part = torch.from_numpy(weight[here])
+        part = weight[here].float()
         peak = part.abs().amax(-1, keepdim=True)
         _check_reach(peak, most)
         scale = _to_float16(peak / most)

@@ -76,7 +76,7 @@ def experts(
 def quantise_experts(
     self: Any, name: str, weight: torch.Tensor, hidden: torch.Tensor, chosen: torch.Tensor
 ) -> Quantised:
-    """The parameter of that name, float32 [E N, K], to 4 bits with error feedback. hidden [T, H],
+    """The parameter of that name, [E N, K], to 4 bits with error feedback. hidden [T, H],
     chosen [T, k]: what the experts are about to compute.
 
     The first products of all experts are weighed by all tokens, the last ones by what their own
@@ -90,7 +90,7 @@ def quantise_experts(
         if len(asked):
             parts.append(quantise_with_feedback(own, factor(_inner(self, asked, expert)), 4))
         else:
-            parts.append(quantise(own.numpy(), 4))
+            parts.append(quantise(own, 4))
     levels, scales = zip(*((part.levels, part.scales) for part in parts), strict=True)
     return Quantised(np.concatenate(levels), np.concatenate(scales), 4)
 

@@ -40,7 +40,7 @@ def factor(inputs: torch.Tensor) -> torch.Tensor:
 
 
 def quantise_with_feedback(weight: torch.Tensor, factor: torch.Tensor, bits: Bits) -> Quantised:
-    """The matrix float32 [N, K] for inputs with this `factor` [K, K].
+    """The matrix [N, K], of any floating type, for inputs with this `factor` [K, K].
 
     A block's scales are chosen when it is its turn, for what its columns have to be by then.
     Raises ValueError for NaN, infinity and what no float16 scale reaches.
@@ -54,7 +54,7 @@ def quantise_with_feedback(weight: torch.Tensor, factor: torch.Tensor, bits: Bit
         for block, start in enumerate(range(0, columns, BLOCK)):
             end = min(start + BLOCK, columns)
             inverse = _inverse(factor[start:end, start:end])
-            full = weight[here, start:end].T
+            full = weight[here, start:end].T.float()
             part = torch.addmm(full, inverse.T, owed[start:end])
             scale = best_scales(as_blocks(part.T), bits)
             scales[here, block] = scale[:, 0].to(torch.float16).numpy()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -57,19 +57,52 @@ def multiply(x: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor) -> tor
     return torch.nn.functional.linear(x, _dense(levels, scales))
 
 
-class _Table(torch.nn.Module):
-    """What the table of an embedding is computed from."""
+class Table(torch.Tensor):
+    """The matrix of an embedding, of which rows are made when they are looked up. Its type and
+    sizes cost nothing, and whoever asks for anything else has the whole made."""
+
+    _rows: Callable[[torch.Tensor], torch.Tensor]  # int64 [..] -> [.., K]
+
+    @staticmethod
+    def of(
+        rows: Callable[[torch.Tensor], torch.Tensor], shape: Sequence[int], dtype: torch.dtype
+    ) -> Table:
+        made = torch.empty((), dtype=dtype).expand(*shape).as_subclass(Table)
+        made._rows = rows
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, given: Any = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.nn.functional.embedding:
+            ids, table = given[:2]
+            return table._rows(ids)
+        if function in _OF_SHAPE:
+            return super().__torch_function__(function, types, given, named or {})  # type: ignore[no-untyped-call]
+        whole = [each._whole() if isinstance(each, Table) else each for each in given]
+        return function(*whole, **named or {})
+
+    def _whole(self) -> torch.Tensor:
+        return self._rows(torch.arange(len(self)))
+
+
+_TENSOR: Any = torch.Tensor
+_OF_SHAPE = {
+    _TENSOR.dtype.__get__, _TENSOR.shape.__get__, _TENSOR.device.__get__,
+    _TENSOR.size, _TENSOR.dim, _TENSOR.__len__,
+}  # fmt: skip
+
+
+class QuantisedTable(torch.nn.Embedding):
+    """What an embedding becomes beside what it is, for its class may do more than look up."""
 
     levels: torch.Tensor  # int8 or float8 [V, K]
     scales: torch.Tensor  # float16 [V, K / BLOCK, rounded up] or [V, 1]
+    dtype: torch.dtype
 
-    def __init__(self, weight: Quantised, dtype: torch.dtype):
-        super().__init__()
-        self.dtype = dtype
-        self.register_buffer("levels", _levels(weight))
-        self.register_buffer("scales", torch.from_numpy(weight.scales))
-
-    def forward(self, _: torch.Tensor) -> torch.Tensor:
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
         if torch.onnx.is_in_onnx_export():
             return torch.onnx.ops.symbolic(
                 f"outrider::{TABLE}",
@@ -78,21 +111,35 @@ class _Table(torch.nn.Module):
                 shape=self.levels.shape,
                 version=1,
             )
-        return _dense(self.levels, self.scales.float()).to(self.dtype)
+        return Table.of(self._look_up, self.levels.shape, self.dtype)
+
+    def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        levels, scales = (part[ids.flatten()] for part in (self.levels, self.scales))
+        return _dense(levels, scales.float()).to(self.dtype).view(*ids.shape, -1)
+
+
+def become(module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
+    """Give the module another class, with what it has."""
+    module.__class__ = kind
+
+
+def beside(kind: type[torch.nn.Module], module: torch.nn.Module) -> type[torch.nn.Module]:
+    """A class that is `kind` first, and else that of the module."""
+    return type(kind.__name__, (kind, type(module)), {})
 
 
 def put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
     """Give the linear layer or embedding at this path its quantised weight, and let go of the dense
-    one. An embedding stays what it is, whose class may do more than look up; its table is computed.
+    one. An embedding stays what it is; its table is computed.
     """
-    module = model.get_submodule(path)
-    assert isinstance(module.weight, torch.Tensor)
+    module: Any = model.get_submodule(path)
     dtype = module.weight.dtype
     if isinstance(module, torch.nn.Embedding):
-        none = torch.empty(0, dtype=dtype)
-        module.weight = torch.nn.Parameter(none, requires_grad=False)
-        table = _Table(weight, dtype)
-        parametrize.register_parametrization(module, "weight", table, unsafe=True)
+        del module._parameters["weight"]
+        become(module, beside(QuantisedTable, module))
+        module.register_buffer("levels", _levels(weight))
+        module.register_buffer("scales", torch.from_numpy(weight.scales))
+        module.dtype = dtype
         return
     assert isinstance(module, torch.nn.Linear | Conv1D)
     parent, _, child = path.rpartition(".")
@@ -140,7 +187,7 @@ def rounding_activations() -> Iterator[None]:
 @contextmanager
 def in_double(model: PreTrainedModel) -> Iterator[None]:
     """Within it a quantised model of float32 computes in float64; levels stay as they are."""
-    tables = [module for module in model.modules() if isinstance(module, _Table)]
+    tables = [module for module in model.modules() if isinstance(module, QuantisedTable)]
     model.double()
     for table in tables:
         table.dtype = torch.float64

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -16,27 +18,53 @@ from .recover import recover
 
 OWN_DOMAIN = "outrider"  # of plugins/onnxruntime
 GATHER = "QuantizedGather"
+_AT_ONCE = 1 << 22  # numbers of a matrix that are turned into others
 PANEL = 16  # outputs that lie side by side: see outrider_product.h
+
+
+class InPieces(ir.LazyTensor):
+    """A tensor that is made and written some rows at a time. make: of a slice of the first axis."""
+
+    def __init__(
+        self,
+        make: Callable[[slice], npt.NDArray[Any]],
+        dtype: ir.DataType,
+        shape: ir.Shape,
+        name: str,
+        rows: int,
+    ):
+        def whole() -> ir.TensorProtocol:
+            return ir.tensor(make(slice(None)), dtype=dtype)
+
+        super().__init__(whole, dtype=dtype, shape=shape, name=name)
+        self._make, self._rows = make, max(1, rows)
+
+    def tofile(self, file: BinaryIO) -> None:
+        for begin in range(0, self.shape.numpy()[0], self._rows):
+            part = np.ascontiguousarray(self._make(slice(begin, begin + self._rows)))
+            file.write(part.view(np.uint8).data)
 
 
 def dense_tables(model: ir.Model) -> None:
     """Replace the computed tables of embeddings by dense ones, in place: ONNX has no look-up of
-    rows of levels. They are materialised only while they are written."""
+    rows of levels. They are made only while they are written."""
     for node in [node for node in model.graph if node.op_type == TABLE]:
         levels, scales = map(_weight, node.inputs)
         table = node.outputs[0]
         assert levels is not None and scales is not None and table.dtype is not None
 
-        def materialise(
+        def make(
+            here: slice,
             levels: ir.TensorProtocol = levels,
             scales: ir.TensorProtocol = scales,
             dtype: ir.DataType = table.dtype,
-        ) -> ir.TensorProtocol:
-            dense = Quantised(levels.numpy(), scales.numpy(), 8).dense()
-            return ir.tensor(dense.astype(dtype.numpy(), copy=False), dtype=dtype)
+        ) -> npt.NDArray[Any]:
+            dense = Quantised(levels.numpy()[here], scales.numpy()[here], 8).dense()
+            return dense.astype(dtype.numpy(), copy=False)
 
-        shape, name = ir.Shape(levels.shape.numpy()), f"{levels.name}.dense"
-        lazy = ir.LazyTensor(materialise, dtype=table.dtype, shape=shape, name=name)
+        rows, columns = levels.shape.numpy()
+        shape, name = ir.Shape([rows, columns]), f"{levels.name}.dense"
+        lazy = InPieces(make, table.dtype, shape, name, _AT_ONCE // columns)
         ir.convenience.replace_all_uses_with(table, initializer(model, lazy))
         model.graph.remove(node, safe=True)
 
@@ -189,20 +217,24 @@ def _is_table(table: ir.TensorProtocol, stored: StoredMatrix) -> bool:
 
 
 def packed_values(model: ir.Model, stored: StoredMatrix, name: str) -> list[ir.Value]:
-    """The initializers of one of our operators, materialised only while they are written."""
+    """The initializers of one of our operators, made only while they are written."""
     _, columns = stored.sizes
     panels, blocks = stored.panels, -(-columns // BLOCK)
+    # Of experts every piece would turn them all.
+    at_once = panels if stored.experts else _AT_ONCE // (columns * PANEL)
+
+    def make(here: slice, pack: Callable[[Quantised], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        begin, end, _ = here.indices(panels)
+        return pack(stored.read(slice(begin * PANEL, end * PANEL)))
+
+    parts = (
+        ("levels", ir.DataType.UINT8, 64 * stored.bits, _packed_levels),
+        ("scales", ir.DataType.FLOAT16, PANEL, _packed_scales),
+    )
     values = []
-    for part, (dtype, size) in enumerate(
-        ((ir.DataType.UINT8, 64 * stored.bits), (ir.DataType.FLOAT16, PANEL))
-    ):
-
-        def materialise(part: int = part) -> ir.TensorProtocol:
-            return ir.tensor(packed(stored.read())[part])
-
-        shape = ir.Shape([panels, blocks, size])
-        own = f"{name}.{('levels', 'scales')[part]}"
-        lazy = ir.LazyTensor(materialise, dtype=dtype, shape=shape, name=own)
+    for part, dtype, size, pack in parts:
+        shape, own = ir.Shape([panels, blocks, size]), f"{name}.{part}"
+        lazy = InPieces(partial(make, pack=pack), dtype, shape, own, at_once)
         values.append(initializer(model, lazy))
     return values
 
@@ -245,22 +277,28 @@ def put(old: ir.Value, new: ir.Value) -> None:
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
 
 
-def packed(
-    weight: Quantised,
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16]]:
-    """Levels [panels, blocks, 64 bits] and scales [panels, blocks, PANEL] as outrider_product.h
-    describes them."""
+def packed(weight: Quantised) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16]]:
+    """Levels and scales as outrider_product.h describes them."""
+    return _packed_levels(weight), _packed_scales(weight)
+
+
+def _packed_levels(weight: Quantised) -> npt.NDArray[np.uint8]:
+    """[panels, blocks, 64 bits]"""
     rows, columns = weight.levels.shape
     panels, blocks = -(-rows // PANEL), -(-columns // BLOCK)
     levels = np.full((panels * PANEL, blocks * BLOCK), 1 << (weight.bits - 1), np.uint8)
     levels[:rows, :columns] += weight.levels.view(np.uint8)  # modulo 256, as meant
-    scales = np.zeros((panels * PANEL, blocks), np.float16)
-    scales[:rows] = weight.scales
     # [panel, lane, block, number] with the numbers of a block by vector, half and place in it.
     apart = levels.reshape(panels, PANEL, blocks, weight.bits, -1, 4).transpose(0, 2, 3, 1, 4, 5)
     if weight.bits == 4:
         apart = apart[..., 0, :] | apart[..., 1, :] << 4
-    return (
-        np.ascontiguousarray(apart).reshape(panels, blocks, 64 * weight.bits),
-        np.ascontiguousarray(scales.reshape(panels, PANEL, blocks).transpose(0, 2, 1)),
-    )
+    return np.ascontiguousarray(apart).reshape(panels, blocks, 64 * weight.bits)
+
+
+def _packed_scales(weight: Quantised) -> npt.NDArray[np.float16]:
+    """[panels, blocks, PANEL]"""
+    rows, blocks = weight.scales.shape
+    panels = -(-rows // PANEL)
+    scales = np.zeros((panels * PANEL, blocks), np.float16)
+    scales[:rows] = weight.scales
+    return np.ascontiguousarray(scales.reshape(panels, PANEL, blocks).transpose(0, 2, 1))

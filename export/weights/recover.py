@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from .blocks import BLOCK, RANGE, Bits, Quantised, row_slices
 
@@ -12,9 +13,9 @@ _AT_ONCE = 1 << 22  # numbers that are searched
 Floats = npt.NDArray[np.float32]
 
 
-def recover(weight: Floats, bits: Bits) -> Quantised | None:
-    """Levels and scales with `dense()` equal to `weight`, float32 [N, K], bit for bit; None where a
-    block of 32 along K is no lattice of `bits` bits.
+def recover(weight: torch.Tensor | Floats, bits: Bits) -> Quantised | None:
+    """Levels and scales with `dense()` equal to `weight` [N, K], of any floating type, bit for bit;
+    None where a block of 32 along K is no lattice of `bits` bits.
 
     A dequantised block is level * scale, which float32 holds exactly. So the scale is the block's
     largest magnitude divided by the level there, and no more than 2 ** (bits - 1) levels come into
@@ -40,11 +41,11 @@ def recover(weight: Floats, bits: Bits) -> Quantised | None:
     return Quantised(levels, scales, bits)
 
 
-def _blocks(weight: Floats) -> Floats:
-    """[N, K] as [N, blocks, 32], made up with zeros."""
+def _blocks(weight: torch.Tensor | Floats) -> Floats:
+    """[N, K] as float32 [N, blocks, 32], made up with zeros."""
     rows, width = weight.shape
     blocks = np.zeros((rows, -(-width // BLOCK) * BLOCK), np.float32)
-    blocks[:, :width] = weight
+    blocks[:, :width] = weight.float() if isinstance(weight, torch.Tensor) else weight
     return blocks.reshape(rows, -1, BLOCK)
 
 

@@ -71,13 +71,13 @@ def quantise_model(
 
     def nearest(to: Bits) -> Callable[[torch.Tensor], Quantised]:
         if to == 8 and rows:
-            return lambda weight: quantise_rows(weight.numpy(), rows)
-        return lambda weight: quantise(weight.numpy(), to)
+            return lambda weight: quantise_rows(weight, rows)
+        return lambda weight: quantise(weight, to)
 
     with torch.no_grad():
         # Levels of 8 bits are found again in blocks, which whole rows are not.
         for name in (*inner, ends[0]) if keep and not (rows and bits == 8) else ():
-            take(name, lambda weight: recover(weight.numpy(), bits))
+            take(name, lambda weight: recover(weight, bits))
         # The ends first: what the layers see of the embedding is to be what they will see of it.
         for name in ends:
             take(name, nearest(8))
@@ -116,14 +116,14 @@ def _owner(model: PreTrainedModel, path: str) -> tuple[Any, str]:
 def _places(model: PreTrainedModel) -> dict[str, list[str]]:
     """By the name of each parameter to quantise the paths of the modules that have it, or its own
     where it is one of experts."""
-    embedding = model.get_input_embeddings()  # type: ignore[no-untyped-call]
+    embedding: Any = model.get_input_embeddings()  # type: ignore[no-untyped-call]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     places: dict[str, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         linear = isinstance(module, torch.nn.Linear | Conv1D) and not _routes(model, path)
         # Of an encoder-decoder there are several with the one table.
         table = isinstance(module, torch.nn.Embedding) and (
-            module.weight is embedding.weight or path.endswith(_OF_LAYERS)
+            parameter(module) is parameter(embedding) or path.endswith(_OF_LAYERS)
         )
         if linear or table:
             places.setdefault(names[id(parameter(module))], []).append(path)
@@ -208,12 +208,12 @@ def _pass(
 
 
 def _matrix(model: PreTrainedModel, path: str) -> torch.Tensor:
-    """float32 [N, K], of experts [E N, K]."""
+    """[N, K], of experts [E N, K], in the type that it is stored in."""
     owner, child = _owner(model, path)
     module = getattr(owner, child)
     weight: torch.Tensor
     if are_experts(owner):
         weight = (module.transpose(1, 2) if owner.is_transposed else module).flatten(0, 1)
     else:
-        weight = module.weight.T if isinstance(module, Conv1D) else module.weight
-    return weight.float().contiguous()
+        weight = parameter(module).T if isinstance(module, Conv1D) else parameter(module)
+    return weight

@@ -24,7 +24,7 @@ from engines.bundle import build
 from export.checkpoint import find
 from export.loading import load as load_original
 from export.pair import export as export_pair
-from export.weights import quantising
+from export.weights import operators, quantising
 from export.weights.stored import load_as_stored
 from export.weights.whole import quantise_model
 from runtime.backends.onnxruntime import OrtEngine
@@ -82,8 +82,8 @@ def halves(workshop: Workshop, tmp_path: Path, request: pytest.FixtureRequest) -
 def test_sixteen_bits_stay_where_they_are_until_they_are_quantised(
     halves: list[Path], stay: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the levels are those of 32. Gemma rounds a factor if it is made in 16 bits.
-    stay: how many matrices, a layer's experts as one."""
+    """And the levels are those of 32, written in pieces or at once. Gemma rounds a factor if it is
+    made in 16 bits. stay: how many matrices, a layer's experts as one."""
     stored: list[int] = []
 
     def counted(model: torch.nn.Module, *given: Any, **more: Any) -> Any:
@@ -91,11 +91,11 @@ def test_sixteen_bits_stay_where_they_are_until_they_are_quantised(
         return quantise_model(model, *given, **more)
 
     monkeypatch.setattr(quantising, "quantise_model", counted)
-    made = [
-        export_pair(str(half), None, half.parent / "out", max_len=MAX_LEN, weights="int8",
-                    cache=half.parent / "cache").target.files
-        for half in halves
-    ]  # fmt: skip
+    made = []
+    for half, at_once in zip(halves, (1, 1 << 22), strict=True):
+        monkeypatch.setattr(operators, "_AT_ONCE", at_once)
+        options = {"max_len": MAX_LEN, "weights": "int8", "cache": half.parent / "cache"}
+        made.append(export_pair(str(half), None, half.parent / "out", **options).target.files)
     assert stored == [stay, 0]
     for file in (WEIGHTS_FILE, HOST_WEIGHTS_FILE):
         assert made[0][file].sha256 == made[1][file].sha256

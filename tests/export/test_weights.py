@@ -66,7 +66,7 @@ def test_levels_are_in_range_and_no_block_is_worse_than_with_the_widest_scale(
     bits: Bits, shape: tuple[int, int]
 ) -> None:
     weight = _random(*shape)
-    made = quantise(weight, bits)
+    made = quantise(torch.from_numpy(weight), bits)
     assert made.levels.shape == shape and made.levels.dtype == np.int8
     assert made.scales.shape == (shape[0], -(-shape[1] // BLOCK))
     assert made.scales.dtype == np.float16 and np.isfinite(made.scales).all()
@@ -81,7 +81,7 @@ def test_levels_are_in_range_and_no_block_is_worse_than_with_the_widest_scale(
 
 def test_the_scales_of_four_bits_are_chosen_and_not_only_fitted_to_the_largest() -> None:
     weight = _random(64, 256)
-    error = ((quantise(weight, 4).dense() - weight) ** 2).sum()
+    error = ((quantise(torch.from_numpy(weight), 4).dense() - weight) ** 2).sum()
     assert error < 0.8 * ((_widest(weight, 4) - weight) ** 2).sum()
 
 
@@ -94,7 +94,7 @@ def test_what_lies_on_levels_is_found_again(bits: Bits) -> None:
     signs = [0.5, 0.25, -0.125 if bits == 4 else 0.125]
     scales = np.repeat(random.choice(signs, (16, 3)), BLOCK, axis=1)
     weight = (levels * scales).astype(np.float32)
-    assert (quantise(weight, bits).dense() == weight).all()
+    assert (quantise(torch.from_numpy(weight), bits).dense() == weight).all()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -104,7 +104,7 @@ def test_blocks_of_nothing_of_next_to_nothing_and_with_one_huge_number(bits: Bit
     weight[2] = 0.01
     weight[2, 5] = -1000
     weight[3] = 3e-5  # its scale of 8 bits is one of the few smallest that float16 has
-    made = quantise(weight, bits).dense()
+    made = quantise(torch.from_numpy(weight), bits).dense()
     assert (made[:2] == 0).all()
     assert abs(made[2, 5] + 1000) < 1 and (np.delete(made[2], 5) == 0).all()
     assert np.abs(made[3] - weight[3]).max() < 3e-7
@@ -116,7 +116,7 @@ def test_what_has_no_level_is_refused(bits: Bits, value: float) -> None:
     weight = _random(3, 64)
     weight[1, 40] = value
     with pytest.raises(ValueError, match="NaN, infinite or beyond"):
-        quantise(weight, bits)
+        quantise(torch.from_numpy(weight), bits)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 127), ("fp8", 448)])
@@ -125,7 +125,7 @@ def test_a_row_has_the_scale_of_its_largest_number_and_the_nearest_levels(
     kind: Rows, most: int, shape: tuple[int, int]
 ) -> None:
     weight = _random(*shape) * 0.05
-    made = quantise_rows(weight, kind)
+    made = quantise_rows(torch.from_numpy(weight), kind)
     levels, scales = made.levels.astype(np.float32), made.scales.astype(np.float32)
     assert made.scales.shape == (shape[0], 1) and (scales > 0).all()
     assert (np.abs(levels).max(1) == most).all()
@@ -141,11 +141,11 @@ def test_a_row_has_the_scale_of_its_largest_number_and_the_nearest_levels(
 def test_rows_of_nothing_and_rows_that_have_no_level(kind: Rows) -> None:
     weight = _random(3, 64)
     weight[1] = 0
-    assert (quantise_rows(weight, kind).dense()[1] == 0).all()
+    assert (quantise_rows(torch.from_numpy(weight), kind).dense()[1] == 0).all()
     for value in (np.nan, np.inf, 1e9):
         weight[1, 40] = value
         with pytest.raises(ValueError, match="NaN, infinite or beyond"):
-            quantise_rows(weight, kind)
+            quantise_rows(torch.from_numpy(weight), kind)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -391,7 +391,7 @@ def test_feedback_leaves_alone_what_no_input_connects() -> None:
     """With inputs that have nothing to do with each other there is nothing to make good."""
     weight = _random(5, 70)
     made = quantise_with_feedback(torch.from_numpy(weight), factor(torch.eye(70)), 4)
-    nearest = quantise(weight, 4)
+    nearest = quantise(torch.from_numpy(weight), 4)
     assert (made.levels == nearest.levels).all() and (made.scales == nearest.scales).all()
 
 
