@@ -25,6 +25,7 @@ PROMPT ?= def read_lines(path):
 ENGINES ?= build/demo
 PROMPTS ?=
 GPU_OUT ?=
+GPU_SECONDS ?=
 CALL ?=
 DRY ?=
 TENSORRT_ROOT ?=
@@ -32,7 +33,8 @@ export PYTHONUNBUFFERED := 1
 # What a user writes reaches the commands as it stands: recipes take it from the environment, so
 # that neither make nor the shell looks for variables and commands in it.
 GIVEN := MODEL DRAFT OUT BENCH_OUT BACKEND DTYPE WEIGHTS DRAFT_WEIGHTS CACHE TEXT MAX_LEN MAX_GAMMA \
-         SLOTS MEASURE SM OPT_LEVEL FORCE PROMPT ENGINES PROMPTS GPU_OUT CALL TENSORRT_ROOT
+         SLOTS MEASURE SM OPT_LEVEL FORCE PROMPT ENGINES PROMPTS GPU_OUT GPU_SECONDS CALL \
+         TENSORRT_ROOT
 $(foreach name,$(GIVEN),$(eval override export $(name) := $$(value $(name))))
 # Of what else is set on the command line a misspelt name would be dropped without a word.
 KNOWN := QUICK DRY PYTHON PY CXX CUDA_HOME PIP_% OUTRIDER_%
@@ -69,7 +71,7 @@ help:
 	@echo 'make cubins     compile the CUDA kernels for all GPUs, into build/cuda (needs no GPU)'
 	@echo 'make plugin TENSORRT_ROOT=<folder with include/>   the TensorRT plugin and engine, into build/lib'
 	@echo 'make gpu-check  all that a GPU can tell about this project, in calls of 9 minutes: [CALL=1|2|3]'
-	@echo '                [GPU_OUT=<folder>]; DRY=1 prints what each would do'
+	@echo '                [GPU_OUT=<folder>] [GPU_SECONDS=540]; DRY=1 prints what each would do'
 	@echo 'make wheel      the installable runtime, into dist/'
 	@echo 'make clean      remove what was built; make distclean: the environment too'
 	@echo 'make itself ends with 2 whatever failed; the status of the command that did, which --help of'
@@ -159,7 +161,8 @@ report: kernel
 # Without network and .venv: bench/suites/gpu/suite.py says what a machine with a GPU must have.
 gpu-check:
 	@$(or $(wildcard $(PY)),$(PYTHON)) -m bench gpu $${GPU_OUT:+--out="$$GPU_OUT"} \
-	  $${CALL:+--call="$$CALL"} $(if $(filter 1,$(DRY)),--dry)
+	  $${CALL:+--call="$$CALL"} $${GPU_SECONDS:+--seconds="$$GPU_SECONDS"} \
+	  $(if $(filter 1,$(DRY)),--dry)
 
 plugins: .venv/stamp
 	@$(PY) -m plugins.tools.build

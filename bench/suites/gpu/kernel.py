@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +36,8 @@ from .suite import goal, save
 
 WHERE = "cuda"  # PyTorch's name of the memory
 REPLAYS = 5  # samples of each graph; the median counts
-PASSES = 8  # of a graph through all sets, so that its launch does not count
+PASSES = 4  # of a graph through all sets, so that its launch does not count
+WARM = 0.1  # seconds of the same work before: an idle GPU's clocks are low
 COPY_BYTES = 1 << 31
 CHECKED = 8  # slots of a round that the reference, which takes its time, looks at at most
 WATCHED = ((2500, 3), (32_001, 2))  # V and B of the rounds that a sanitizer sees
@@ -170,7 +172,7 @@ class DeviceRound:
         with torch.cuda.graph(graph):
             for _ in range(PASSES):
                 self.launch(plans, wait=False)
-        graph.replay()
+        warm(graph.replay)
         times = sorted(1e6 * seconds(graph.replay) / (PASSES * self.sets) for _ in range(REPLAYS))
         figures = {"us": times[len(times) // 2], "low": times[0], "high": times[-1]}
         return {name: round(value, 3) for name, value in figures.items()}
@@ -180,9 +182,21 @@ def copy_bandwidth() -> float:
     """Bytes a second, read and written, of the best of ten large copies."""
     import torch
 
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=WHERE)
+    # Random: fresh memory is zeros, which may move faster than data.
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=WHERE).random_()
     target = torch.empty_like(source)
+    warm(lambda: target.copy_(source))
     return 2 * COPY_BYTES / min(seconds(lambda: target.copy_(source)) for _ in range(10))
+
+
+def warm(work: Callable[[], object]) -> None:
+    """Do it for `WARM` seconds."""
+    import torch
+
+    end = time.perf_counter() + WARM
+    while time.perf_counter() < end:
+        work()
+        torch.cuda.synchronize()
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -205,8 +219,9 @@ def measure(device: Device, name: str, shape: KernelShape, bandwidth: float) -> 
     import torch
 
     cache = torch.cuda.get_device_properties(0).L2_cache_size
-    set_bytes = shape.batch * (2 * shape.gamma + 1) * shape.row_bytes
-    round_ = DeviceRound(device, shape, VARIANTS[name], max(2, -(-2 * cache // set_bytes)))
+    # Of what the draws read, which is less than what a verification does.
+    drafts = shape.batch * shape.gamma * shape.row_bytes
+    round_ = DeviceRound(device, shape, VARIANTS[name], max(2, -(-2 * cache // drafts)))
     wrong = round_.disagreements()
     verify, draws = round_.microseconds(round_.verifies), round_.microseconds(round_.draws)
     if bad := [s for s in range(round_.sets) if round_.verdicts(s)["status"].any()]:

@@ -12,6 +12,9 @@ first; `make gpu-check DRY=1` prints what each would do:
     make gpu-check CALL=1    # smoke, the kernel's goals and times, times of a small pair
     make gpu-check CALL=2    # times of a large pair, torch's products of 8 and 4 bits
     make gpu-check CALL=3    # checks, tests, sanitizer
+
+GPU_OUT=<folder> says where the figures go: of a lent machine into what comes back from it. One that
+lends several kinds is asked for the same in each call; gpu-check.json names the card.
 """
 
 from __future__ import annotations
@@ -78,7 +81,8 @@ def parts(out: Path, architecture: str) -> list[Part]:
     only = ["--arch", architecture] if architecture else []  # without a GPU all are compiled
     quick, full = out / "kernel-quick.json", out / "kernel-gpu.json"
     first = [
-        Part("smoke", KERNEL, 40, usual=15),
+        # The first to read torch's gigabytes from a disk that nobody has read yet.
+        Part("smoke", KERNEL, 90, usual=25),
         Part("kernel, quick", [*KERNEL, "--quick", "--times", quick], 90, reads=quick, usual=40),
         *timed("1b+small", workplace(4), (220, 200), (80, 130)),
         Part("kernel times", [*KERNEL, "--times", full], 180, reads=full, usual=120),
@@ -219,7 +223,8 @@ def check(
     deadline = time.perf_counter() + seconds
     architecture, no_gpu = find_gpu()
     report: dict[str, Any] = {
-        "machine": machine.describe(os.cpu_count() or 1), "gpu": architecture or None, "parts": {},
+        "machine": machine.describe(os.cpu_count() or 1), "gpu": architecture or None,
+        "card": card(), "parts": {},
     }  # fmt: skip
     with (out / "gpu-check.log").open("w") as log:
         for part in chosen(out, architecture):
@@ -237,6 +242,8 @@ def check(
             more = outcome.get("reason") or f"{outcome['seconds']:.0f} s"
             print(f"{part.name}: {outcome['status']} ({more})", flush=True)
             save(out / "gpu-check.json", report)
+    report["card_at_the_end"] = card()
+    save(out / "gpu-check.json", report)
     failed = {"failed", "timed out"}
     return report, not any(o["status"] in failed for o in report["parts"].values())
 
@@ -278,6 +285,23 @@ def find_gpu() -> tuple[str, str | None]:
         driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
         architecture += str(value.value)
     return architecture, None
+
+
+CARD = ("name", "driver_version", "memory.total", "clocks.sm", "clocks.max.sm", "clocks.mem",
+        "power.limit", "temperature.gpu", "pstate")  # fmt: skip
+
+
+def card() -> dict[str, str] | None:
+    """What figures are of: calls may get different cards, and their clocks move."""
+    command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(CARD)}", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    values = found.stdout.strip().split(", ")
+    if found.returncode or len(values) != len(CARD):
+        return {"nvidia-smi": first_line(OSError(found.stdout + found.stderr))}
+    return dict(zip(CARD, values, strict=True))
 
 
 def goal(value: float, limit: float, *, at_least: bool = False) -> dict[str, Any]:
