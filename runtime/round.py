@@ -17,7 +17,7 @@ from .drafts.draft import Sources
 from .drafts.host import HostDraft
 from .drafts.lookup import Corpus
 from .drafts.tables import Tables
-from .files.errors import OutriderError
+from .files.errors import OF_ONE, OutriderError
 from .sampling.sampler import Sampler
 from .sequence import ActiveSequence, RoundResult, Rounds, SlotPlan, SlotResult
 from .slots import SlotTable
@@ -113,11 +113,11 @@ class HostRounds(Rounds):
         )
 
     def _parts(self, plans: Sequence[SlotPlan]) -> list[SlotResult]:
-        """A round; where logits of one sequence are broken, each sequence by itself."""
+        """A round; where one sequence is to blame for its failure, each sequence by itself."""
         try:
             return speculate(plans, self._proposer, self._target, self._sampler, self.slots)
         except OutriderError as error:
-            if error.kind != "numeric":
+            if error.kind not in OF_ONE:
                 raise
             if len(plans) == 1:
                 return [SlotResult.broken(error)]

@@ -6,12 +6,15 @@ first, the others draw theirs step by step, one call of the draft model a step f
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from operator import index
 
 import numpy as np
 
 from ..backends.engine import Logits
 from ..calls import first_forbidden, prefill, slot_sampling, span
+from ..files.errors import blaming
 from ..sampling.sampler import Sampler
 from ..sampling.softmax import confidence
 from ..sequence import ActiveSequence
@@ -97,6 +100,9 @@ class HostDraft:
             self._drafts[name] = draft = KINDS[name](self.sources)
         return draft
 
+    def _blaming(self, sequence: ActiveSequence) -> AbstractContextManager[None]:
+        return blaming(f"draft={sequence.request.draft}")
+
     def _at_once(self, drafted: Drafted) -> None:
         """All tokens of those who know them; their gamma becomes how many there are."""
         asked = [(x, self._of(x), gamma) for x, gamma in drafted.gammas.items() if gamma]
@@ -108,8 +114,10 @@ class HostDraft:
                 most = min(gamma, steps) if steps and draft.point_masses else gamma
                 by_draft.setdefault(draft, {})[sequence] = most
         for draft, wanted in by_draft.items():
-            for sequence, proposed in draft.propose(wanted).items():
-                tokens = list(proposed)[: wanted[sequence]]
+            with self._blaming(next(iter(wanted))):
+                found = {x: [*map(index, tokens)] for x, tokens in draft.propose(wanted).items()}
+            for sequence, proposed in found.items():
+                tokens = proposed[: wanted[sequence]]
                 tokens = tokens[: first_forbidden(sequence, tokens, self.sources.width)]
                 drafted.gammas[sequence], drafted.tokens[sequence] = len(tokens), tokens
 
@@ -146,7 +154,8 @@ class HostDraft:
             return
         if not isinstance(draft, ModelDraft):
             width = self.sources.width
-            row[:width] = draft.row(sequence, tokens[:step])[:width]
+            with self._blaming(sequence):
+                row[:width] = draft.row(sequence, tokens[:step])[:width]
         if not draft.at_once:
             temper(row, sequence)
 

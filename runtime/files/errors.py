@@ -32,6 +32,7 @@ EXIT_STATUS = {
     "busy": 14,  # all slots are in use
 }
 INTERRUPTED = 130
+OF_ONE = ("prompt", "option", "numeric")  # kinds that a single request may be to blame for
 
 
 class OutriderError(Exception):
@@ -93,6 +94,18 @@ def first_line(error: BaseException) -> str:
     first, *more = str(error).strip().splitlines() or [type(error).__name__]
     text = f"{first} {more[0].strip()}" if more and first.endswith(":") else first
     return textwrap.shorten(text, 200, placeholder=" …").rstrip(".:")
+
+
+@contextmanager
+def blaming(what: str) -> Iterator[None]:
+    """What a host application's own code raises within is a request's failure, of kind "option"."""
+    try:
+        yield
+    except OutriderError:
+        raise
+    except Exception as error:
+        cause = f"{what} raised {type(error).__name__}: {first_line(error)}"
+        raise OutriderError("option", cause, "Mend it, or leave that option out.") from error
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ..files.errors import blaming
 from .distribution import FloatRow
 from .warp import SamplingParams, TokenIds, check_row, edit, within
 
@@ -110,6 +111,10 @@ class LastToken:
             processor(scores, text, output_start)
 
 
+def named(processor: LogitsProcessor) -> str:
+    return getattr(processor, "__name__", None) or type(processor).__name__
+
+
 def process(
     processors: Sequence[LogitsProcessor],
     row: FloatRow,
@@ -125,14 +130,15 @@ def process(
 
     In the order of Transformers: they see the logits after bias, penalties and `suppress`, of which
     the row itself gets nothing but their -inf. Raises OutriderError "numeric" as `warp`, for a row
-    that was broken before.
+    that was broken before, and "option" for what a processor raises.
     """
     check_row(float(row.max()), where)
     before = row.copy() if of_draft else row
     edited = params.reads_context or params.logit_bias or len(suppress) > 0
     scores = edit(row.copy(), params, text, suppress, output_start) if edited else row
     for processor in processors:
-        processor(scores, text, output_start)
+        with blaming(f"{where}: a logits processor ({named(processor)})"):
+            processor(scores, text, output_start)
     if edited:
         row[np.isneginf(scores)] = -np.inf
     if of_draft and not np.isfinite(row.max()):

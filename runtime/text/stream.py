@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from ..files.errors import OutriderError
+from ..files.errors import OF_ONE, OutriderError
 from ..sequence import ActiveSequence, Request, Token
 from ..stats import Stats
 from .line import Caller, Cancelled
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from .engine import TextEngine
 
 # Errors of a request that are none of its neighbours'.
-OF_ONE = ("prompt", "option", "numeric")
 Item = TypeVar("Item")
 
 

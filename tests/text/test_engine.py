@@ -6,15 +6,19 @@ import gc
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from fakes import EOS, Context, FakeEngine, Logits, make_text_engine, near, random_model
 
 from runtime import Options, OutriderError, TextEngine
+from runtime.drafts.draft import GuessedDraft
+from runtime.drafts.registry import KINDS
+from runtime.sampling.processors import Ids
 from runtime.sequence import ActiveSequence, Token
 from runtime.text import together
 
@@ -252,6 +256,47 @@ def test_a_nan_ends_one_text_alone(tmp_path: Path) -> None:
     assert alone == [results[0].token_ids, results[2].token_ids]
     with pytest.raises(OutriderError, match="numeric"):
         engine.generate(prompts[1], max_new_tokens=12)
+    assert engine.decoder.slots.free == engine.line.free == 2
+
+
+class Broken(GuessedDraft):
+    """Of texts that begin with 7, from their fourth token on."""
+
+    guessed: ClassVar[list[Any]] = []
+
+    def guess(self, sequence: ActiveSequence, drafts: Sequence[int], count: int) -> list[int]:
+        first, *others = sequence.slot.tokens
+        return self.guessed if first == 7 and len(others) > 6 else []
+
+
+@pytest.mark.parametrize("what", ["a processor", "a draft", "floats"])
+def test_what_a_hosts_own_code_raises_ends_one_text_alone(
+    engine: TextEngine, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault: an exception of one request's processor or draft ended the texts of all."""
+    raised = {"a processor": "IndexError", "a draft": "KeyError", "floats": "TypeError"}[what]
+    monkeypatch.setitem(KINDS, "broken", Broken)
+    monkeypatch.setattr(Broken, "guessed", [1.5])
+    if what == "a draft":
+        monkeypatch.setattr(Broken, "guess", lambda *_: {}["no text"])
+
+    def processor(scores: Logits, text: Ids, begin: int) -> None:
+        if len(text) > begin + 3:
+            raise IndexError("of a host")
+
+    own = {"processors": [processor]} if what == "a processor" else {"draft": "broken"}
+    limits = {"max_new_tokens": 12, "ignore_eos": True}
+    prompts = [[5, 5, 5, 5], ([7, 5, 5, 5], Options(**limits, **own)), [6, 5, 5, 5]]
+    results = dict(engine.batch(prompts, **limits))
+    error = results[1].error
+    assert error is not None and error.kind == "option" and raised in error.cause
+    for i in (0, 2):
+        assert results[i].token_ids == engine.generate(prompts[i], **limits).token_ids
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(engine.generate, prompts[0], **{**limits, "max_new_tokens": 200})
+        with pytest.raises(OutriderError, match=raised):
+            engine.generate(prompts[1][0], options=prompts[1][1])
+        assert len(other.result(60).token_ids) == 200
     assert engine.decoder.slots.free == engine.line.free == 2
 
 
