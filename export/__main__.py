@@ -63,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--backend-runs",
+        type=str.split,
         default=" ".join([*WEIGHTS, ENCODER_DECODERS]),
         metavar="KINDS",
         help="the weights, and whether encoder-decoders, that the graphs' backend runs, as "
@@ -94,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--format",
+        dest="form",
         default="onnx",
         choices=["onnx", "torch"],
         help="of the graphs: torch for --backend aotinductor, onnx for all others (default: onnx)",
@@ -117,29 +119,16 @@ def _positive(text: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     def command() -> int:
-        arguments = parser().parse_args(argv)
+        given = vars(parser().parse_args(argv))
+        for option, nothing in (("draft", "none"), ("cache_type", "full")):
+            if given[option] == nothing:
+                given[option] = None
         # Imported late: --help and a mistyped option should not wait for torch.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         with interrupts_wait():
             from .pair import export
 
-        export(
-            arguments.model,
-            None if arguments.draft in ("none", "ngram") else arguments.draft,
-            arguments.out,
-            lookup="ngram" if arguments.draft == "ngram" else None,
-            dtype=arguments.dtype,
-            max_len=arguments.max_len,
-            max_gamma=arguments.max_gamma,
-            cache=arguments.cache,
-            form=arguments.format,
-            weights=arguments.weights,
-            draft_weights=arguments.draft_weights,
-            backend_runs=arguments.backend_runs.split(),
-            cache_type=None if arguments.cache_type == "full" else arguments.cache_type,
-            text=arguments.text,
-            force=arguments.force,
-        )
+        export(**given)
         return 0
 
     return run_command(command)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import transformers
 from transformers import PreTrainedTokenizerFast
 
 from runtime.files.audio import FeatureFacts
-from runtime.files.errors import OutriderError, first_line
+from runtime.files.errors import OutriderError, first_line, refuse_first
 from runtime.files.folders import point_to, refuse_foreign, write_folder
 from runtime.files.manifest import (
     ENCODER_DECODERS,
@@ -38,163 +39,206 @@ SAMPLED = 8  # matrices of a checkpoint, to learn how it is quantised
 BITS = {"int4": 4, "int8": 8, "fp8": 8, "full": 16}
 SHORTEST_MAX_LEN = 32  # what the comparison with the original needs to roll back and go on
 
+# By role: "target", and "draft" where that is a model.
+Models = Mapping[str, Checkpoint]
+Parts = Mapping[str, tuple[Path, GraphFacts]]
 
-def export(
-    model: str,
-    draft: str | None,
-    out: Path,
-    *,
-    lookup: Literal["ngram"] | None = None,
-    dtype: Dtype = "float32",
-    max_len: int | None = None,
-    max_gamma: int = 8,
-    cache: Path = Path("build/.cache"),
-    form: Format = "onnx",
-    weights: Weights | Literal["full"] | None = None,
-    draft_weights: Weights | Literal["full"] | None = None,
-    backend_runs: Sequence[str] = (*BITS, ENCODER_DECODERS),
-    cache_type: Cache | None = None,
-    text: Path | None = None,
-    force: bool = False,
-) -> Pair:
-    """Write target, draft and tokenizer to `out`, whole or not at all. See `Pair`.
 
-    draft: "self" is the target with fewer bits. lookup: what proposes in place of a draft. form: of
-    the graphs; which one a backend wants, it says when it is given the other. weights: None is
+@dataclass(frozen=True)
+class Asked:
+    """What `python -m export` is asked for, by the names of its options.
+
+    draft: "self" is the target with fewer bits, "ngram" lookups in the text, None no draft. form:
+    of the graphs; which one a backend wants, it says when it is given the other. weights: None is
     "full", or as few bits as the checkpoint has, of the draft as the target's; of the draft "self"
     4 bits. backend_runs: kinds of weights, and whether encoder-decoders, that the graphs' backend
     runs; others are refused before the export.
     text: a file, UTF-8, to measure the quality of quantised weights on.
     cache_type: of the caches' rows, of ONNX Runtime on the CPU alone; None is `dtype`.
     max_gamma: 1 to 64. max_len: None takes 2048, or the target's own context where that is shorter.
-    Raises OutriderError "checkpoint", "architecture", "vocabulary", "difference", "option", "disk".
+    cache: where finished parts are kept. force: make them again.
     """
+
+    model: str
+    draft: str | None
+    out: Path
+    dtype: Dtype = "float32"
+    max_len: int | None = None
+    max_gamma: int = 8
+    cache: Path = Path("build/.cache")
+    form: Format = "onnx"
+    weights: Weights | Literal["full"] | None = None
+    draft_weights: Weights | Literal["full"] | None = None
+    backend_runs: Sequence[str] = (*BITS, ENCODER_DECODERS)
+    cache_type: Cache | None = None
+    text: Path | None = None
+    force: bool = False
+
+
+def export(model: str, draft: str | None, out: Path, **options: Any) -> Pair:
+    """Write target, draft and tokenizer to `out`, whole or not at all. See `Pair`.
+
+    options: see `Asked`. Raises OutriderError "checkpoint", "architecture", "vocabulary",
+    "difference", "option", "backend", "disk".
+    """
+    asked = Asked(model, draft, out, **options)
     _quiet()
     refuse_foreign(out, PAIR_FILE)
-    if cache_type and (dtype != "float32" or form != "onnx"):
+    models = _find(asked)
+    bits = _bits(asked, models)
+    lengths = _lengths(asked, models)
+    tokenizer = _tokenizer(models)
+    parts = _parts(asked, models, bits, lengths, tokenizer)
+    return _write_pair(asked, models["target"], tokenizer, parts)
+
+
+def _find(asked: Asked) -> Models:
+    """Find both checkpoints, and refuse two that do not go together or that the backend does not
+    run. Raises OutriderError "checkpoint", "architecture", "option", "backend"."""
+    dtype, cache_type = asked.dtype, asked.cache_type
+    if cache_type and (dtype != "float32" or asked.form != "onnx"):
         raise OutriderError(
             "option",
             f"CACHE={cache_type} is for ONNX Runtime on the CPU in float32",
             "Leave CACHE out, or build with BACKEND=onnxruntime DTYPE=float32.",
         )
-    target = find(model)
-    itself = draft == "self"
-    drafter = target if itself else find(draft) if draft is not None else None
+    models = {"target": (target := find(asked.model))}
+    if asked.draft not in (None, "ngram"):
+        models["draft"] = target if asked.draft == "self" else find(asked.draft)
     if target.has_encoder:
-        if ENCODER_DECODERS not in backend_runs:
+        if ENCODER_DECODERS not in asked.backend_runs:
             raise OutriderError(
                 "backend",
                 f"{target.source} is a {target.architecture}, and the backend does not run "
                 f"encoder-decoders with DTYPE={dtype} in this version",
                 "Build with BACKEND=onnxruntime DTYPE=float32, or BACKEND=aotinductor SM=cpu.",
             )
-        asked_for = {"DTYPE": dtype if form == "onnx" else None, "CACHE": cache_type}
-        _check_encoder_decoder(target, drafter, asked_for)
-        if form == "torch":
-            backend_runs = ["full"]  # quantised layers have been compiled of decoders alone
-    elif drafter and drafter.has_encoder:
-        raise _two_kinds(target, drafter)
-    own = weights or _bits_of(target, "WEIGHTS")
-    draft_own = draft_weights or ("int4" if itself else own)
-    if drafter is None and draft_weights:
-        cause = f"DRAFT_WEIGHTS={draft_weights} is for a draft model, and there is none"
-        raise OutriderError("option", cause, "Name a DRAFT, or leave it out.")
-    if text is not None and target.features:
-        cause = f"TEXT={text} is what a model reads, and {target.source} reads sound"
-        raise OutriderError("option", cause, "Leave TEXT out.")
-    if text is not None and {own, draft_own} == {"full"}:
-        cause = f"TEXT={text} is to measure quantised weights on, and none are"
-        raise OutriderError("option", cause, "Set WEIGHTS, or leave it out.")
-    if itself and BITS[draft_own] >= BITS[own]:
-        raise OutriderError(
-            "option",
-            f"DRAFT=self with WEIGHTS={own} and DRAFT_WEIGHTS={draft_own}: the draft would be no "
-            "cheaper than the target",
-            "Give the draft fewer bits than the target, or another DRAFT.",
-        )
-    graphs = form, dtype, backend_runs
-    _check_weights(f"WEIGHTS={own}", own, not weights, *graphs, "WEIGHTS=full")
-    if drafter is not None:
-        instead = "another DRAFT" if itself else "DRAFT_WEIGHTS=full"
-        asked = f"DRAFT_WEIGHTS={draft_own}"
-        _check_weights(asked, draft_own, not draft_weights, *graphs, instead)
-    length = min(DEFAULT_MAX_LEN, target.max_len) if max_len is None else max_len
-    if length > target.max_len:
-        raise OutriderError(
-            "option",
-            f"MAX_LEN={length} is beyond the context of {target.source}, {target.max_len} tokens",
-            f"Build with MAX_LEN={target.max_len} or less.",
-        )
-    if not 1 <= max_gamma <= MOST_GAMMA:
-        raise OutriderError(
-            "option",
-            f"MAX_GAMMA={max_gamma} is out of range",
-            f"Build with MAX_GAMMA from 1 to {MOST_GAMMA}.",
-        )
-    if length < SHORTEST_MAX_LEN:
-        raise OutriderError(
-            "option",
-            f"MAX_LEN={length} is too short to compare the graph with the original",
-            f"Build with MAX_LEN={SHORTEST_MAX_LEN} or more.",
-        )
-    check_length(target, length)
-    draft_length = min(length, drafter.max_len) if drafter else length
-    if drafter:
-        check_length(drafter, draft_length)
-    # A multiple of 8, so that slots of any head width begin where GPUs like to read.
-    capacity = -(-(length + max_gamma + 1) // 8) * 8
+        options = {"DTYPE": dtype if asked.form == "onnx" else None, "CACHE": cache_type}
+        _check_encoder_decoder(models, options)
+    elif "draft" in models and models["draft"].has_encoder:
+        raise _two_kinds(target, models["draft"])
+    return models
 
+
+def _bits(asked: Asked, models: Models) -> dict[str, str]:
+    """Choose the kind of each model's weights. Raises OutriderError "option", "backend"."""
+    target, text, itself = models["target"], asked.text, asked.draft == "self"
+    bits = {"target": asked.weights or _bits_of(target, "WEIGHTS")}
+    if "draft" in models:
+        bits["draft"] = asked.draft_weights or ("int4" if itself else bits["target"])
+    refuse_first([
+        ("draft" not in models and asked.draft_weights,
+         f"DRAFT_WEIGHTS={asked.draft_weights} is for a draft model, and there is none",
+         "Name a DRAFT, or leave it out."),
+        (text is not None and target.features,
+         f"TEXT={text} is what a model reads, and {target.source} reads sound",
+         "Leave TEXT out."),
+        (text is not None and {*bits.values()} == {"full"},
+         f"TEXT={text} is to measure quantised weights on, and none are",
+         "Set WEIGHTS, or leave it out."),
+        (itself and BITS[bits["draft"]] >= BITS[bits["target"]],
+         f"DRAFT=self with WEIGHTS={bits['target']} and DRAFT_WEIGHTS={bits.get('draft')}: the "
+         "draft would be no cheaper than the target",
+         "Give the draft fewer bits than the target, or another DRAFT."),
+    ])  # fmt: skip
+    _check_weights(asked, "WEIGHTS", bits["target"], "WEIGHTS=full")
+    if "draft" in bits:
+        instead = "another DRAFT" if itself else "DRAFT_WEIGHTS=full"
+        _check_weights(asked, "DRAFT_WEIGHTS", bits["draft"], instead)
+    return bits
+
+
+def _lengths(asked: Asked, models: Models) -> dict[str, int]:
+    """Choose the longest text of each model. Raises OutriderError "option", "architecture"."""
+    target, length = models["target"], asked.max_len
+    if length is None:
+        length = min(DEFAULT_MAX_LEN, target.max_len)
+    refuse_first([
+        (length > target.max_len,
+         f"MAX_LEN={length} is beyond the context of {target.source}, {target.max_len} tokens",
+         f"Build with MAX_LEN={target.max_len} or less."),
+        (not 1 <= asked.max_gamma <= MOST_GAMMA, f"MAX_GAMMA={asked.max_gamma} is out of range",
+         f"Build with MAX_GAMMA from 1 to {MOST_GAMMA}."),
+        (length < SHORTEST_MAX_LEN,
+         f"MAX_LEN={length} is too short to compare the graph with the original",
+         f"Build with MAX_LEN={SHORTEST_MAX_LEN} or more."),
+    ])  # fmt: skip
+    lengths = {role: min(length, model.max_len) for role, model in models.items()}
+    for role, model in models.items():
+        check_length(model, lengths[role])
+    return lengths
+
+
+def _tokenizer(models: Models) -> PreTrainedTokenizerFast:
+    """Load the pair's one vocabulary. Whatever `_write_pair` reads beside it is read here too, so
+    that what is wrong with it is said before the minutes that graphs take. Raises OutriderError
+    "checkpoint", "vocabulary", "architecture"."""
+    target = models["target"]
     tokenizer = vocabulary.load_tokenizer(target)
-    if not vocabulary.end_of_text_ids(target, tokenizer):  # `carry` wants them in minutes
+    if not vocabulary.end_of_text_ids(target, tokenizer):
         note(f"{target.source} names no eos_token_id: a text ends at its length or a stop string")
     vocabulary.check_chat_template(target, tokenizer)
     vocabulary.start_ids(target)
     vocabulary.audio(target)
     vocabulary.rules(target)
     _say_what_is_not_carried(target, tokenizer)
-    widths = [_width(checkpoint) for checkpoint in (target, drafter) if checkpoint]
-    if drafter:
+    if "draft" in models:
         with stage("pair", "compare vocabularies") as said:
-            said.note = vocabulary.check_same_tokens(
-                tokenizer, vocabulary.load_tokenizer(drafter), min(widths)
-            )
+            theirs = vocabulary.load_tokenizer(models["draft"])
+            said.note = vocabulary.check_same_tokens(tokenizer, theirs, _narrowest(models))
+    return tokenizer
 
-    words = _words(text, tokenizer, min(widths)) if text is not None else None
 
-    shares = drafter is not None and target.has_encoder and same_encoder(target, drafter)
+def _parts(
+    asked: Asked,
+    models: Models,
+    bits: Mapping[str, str],
+    lengths: Mapping[str, int],
+    tokenizer: PreTrainedTokenizerFast,
+) -> Parts:
+    """Make each model's graph, or find it in the cache. Raises what `part.make` does, "option"."""
+    words = _words(asked.text, tokenizer, _narrowest(models)) if asked.text is not None else None
+    # A multiple of 8, so that slots of any head width begin where GPUs like to read.
+    capacity = -(-(lengths["target"] + asked.max_gamma + 1) // 8) * 8
+    shares = "draft" in models and models["target"].has_encoder and same_encoder(*models.values())
     if shares:
         note("the draft's encoder is the target's, which is run once for both")
+    return {
+        role: part.make(
+            part.Wanted(
+                role, model, asked.dtype, lengths[role], capacity, asked.form,
+                None if bits[role] == "full" else cast(Weights, bits[role]), asked.cache_type,
+                words, shares and role == "draft",
+            ),
+            asked.cache,
+            asked.force,
+        )
+        for role, model in models.items()
+    }  # fmt: skip
 
-    def made(role: str, checkpoint: Checkpoint, longest: int, bits: str) -> tuple[Path, GraphFacts]:
-        form_of = None if bits == "full" else cast(Weights, bits)
-        wanted = part.Wanted(
-            role, checkpoint, dtype, longest, capacity, form, form_of, cache_type, words,
-            shares and role == "draft",
-        )  # fmt: skip
-        return part.make(wanted, cache, force)
 
-    parts = {"target": made("target", target, length, own)}
-    if drafter:
-        parts["draft"] = made("draft", drafter, draft_length, draft_own)
-    with write_folder(out, PAIR_FILE) as partial:
+def _write_pair(
+    asked: Asked, target: Checkpoint, tokenizer: PreTrainedTokenizerFast, parts: Parts
+) -> Pair:
+    with write_folder(asked.out, PAIR_FILE) as partial:
         (partial / "tokenizer").mkdir()
-        facts = vocabulary.carry(target, tokenizer, partial / "tokenizer")
-        for role, (folder, graph_facts) in parts.items():
-            for name in graph_facts.files:
+        words = vocabulary.carry(target, tokenizer, partial / "tokenizer")
+        for role, (folder, facts) in parts.items():
+            for name in facts.files:
                 point_to(folder / name, partial / role / name)
-        target_facts = parts["target"][1]
+        facts = parts["target"][1]
         pair = Pair(
-            target=target_facts,
-            draft=parts["draft"][1] if drafter else None,
-            tokenizer=facts,
+            target=facts,
+            draft=parts["draft"][1] if "draft" in parts else None,
+            tokenizer=words,
             # Tokenizers of Whisper may lack the timestamps, which are tokens like all others.
-            vocab_size=target_facts.vocab_size
+            vocab_size=facts.vocab_size
             if target.features
-            else min(facts.vocab_size, target_facts.vocab_size),
-            max_len=length,
-            max_gamma=max_gamma,
-            capacity=capacity,
-            lookup=lookup,
+            else min(words.vocab_size, facts.vocab_size),
+            max_len=facts.max_len,
+            max_gamma=asked.max_gamma,
+            capacity=facts.capacity,
+            lookup="ngram" if asked.draft == "ngram" else None,
             start_ids=vocabulary.start_ids(target),
             audio=vocabulary.audio(target),
             rules=vocabulary.rules(target),
@@ -203,12 +247,11 @@ def export(
     return pair
 
 
-def _check_encoder_decoder(
-    target: Checkpoint, drafter: Checkpoint | None, asked: Mapping[str, str | None]
-) -> None:
+def _check_encoder_decoder(models: Models, options: Mapping[str, str | None]) -> None:
     """Refuse what there is for decoder-only models alone. Raises OutriderError "option",
     "architecture"."""
-    for name, value in asked.items():
+    target = models["target"]
+    for name, value in options.items():
         if value not in (None, "float32"):
             raise OutriderError(
                 "option",
@@ -216,7 +259,7 @@ def _check_encoder_decoder(
                 f"is a {target.architecture}",
                 f"Leave {name} out, and build with BACKEND=onnxruntime.",
             )
-    for checkpoint in filter(None, (target, drafter)):
+    for checkpoint in models.values():
         if not checkpoint.has_encoder:
             raise _two_kinds(target, checkpoint)
         if checkpoint.features != target.features:
@@ -246,24 +289,17 @@ def _two_kinds(target: Checkpoint, drafter: Checkpoint) -> OutriderError:
     )
 
 
-def _check_weights(
-    asked: str,
-    kind: str,
-    default: bool,
-    form: Format,
-    dtype: Dtype,
-    backend: Sequence[str],
-    instead: str,
-) -> None:
-    """Refuse now what the backend would refuse after the export. asked: in the words of make."""
-    said = asked + (", the default here," if default else "")
-    if form == "torch" and kind != "full":
+def _check_weights(asked: Asked, option: str, kind: str, instead: str) -> None:
+    """Refuse now what the backend would refuse after the export. option: in the words of make."""
+    default = getattr(asked, option.lower()) is None
+    said = f"{option}={kind}" + (", the default here," if default else "")
+    if asked.form == "torch" and kind != "full":
         cause = f"{said} is for graphs in ONNX, and these are torch's"
         raise OutriderError("option", cause, f"Build with {instead}, or --format onnx.")
-    if kind == "fp8" and dtype == "float32":
-        cause = f"{said} is for GPUs, and graphs of DTYPE={dtype} are for CPUs"
+    if kind == "fp8" and asked.dtype == "float32":
+        cause = f"{said} is for GPUs, and graphs of DTYPE={asked.dtype} are for CPUs"
         raise OutriderError("option", cause, "Build with DTYPE=float16 or bfloat16.")
-    if kind not in backend:
+    if kind not in asked.backend_runs:
         cause = f"{said} is not what the backend runs with this DTYPE"
         raise OutriderError("backend", cause, f"Build with {instead}, or another BACKEND or DTYPE.")
 
@@ -310,6 +346,10 @@ def _words(file: Path, tokenizer: PreTrainedTokenizerFast, width: int) -> list[i
 
 def _width(checkpoint: Checkpoint) -> int:
     return int(checkpoint.text_config.vocab_size)
+
+
+def _narrowest(models: Models) -> int:
+    return min(map(_width, models.values()))
 
 
 def _say_what_is_not_carried(target: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> None:
