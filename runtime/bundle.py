@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,12 +9,11 @@ from importlib import metadata
 from pathlib import Path
 from threading import Thread
 
+from . import host
 from .backends.bits import Bits, promised
 from .backends.registry import host_engine
 from .decoder import Decoder
-from .drafts.lookup import Corpus
-from .drafts.tables import Tables
-from .files.errors import OutriderError, first_line, is_whole, refuse_first
+from .files.errors import OutriderError, is_whole, refuse_first
 from .files.machine import host_memory
 from .files.manifest import (
     FIRST_ROWS,
@@ -29,17 +27,10 @@ from .files.manifest import (
 from .files.progress import size_text
 from .files.records import readable
 from .files.torch_files import ENCODER_WEIGHTS_FILE, WEIGHTS_FILE
-from .round import HostRounds
-from .sampling import kernel
-from .sampling.native import RoundSampler
-from .sampling.reference import NumpySampler
-from .sampling.sampler import Sampler
 from .sequence import Rounds
 from .text.engine import TextEngine
 from .text.line import QUEUE, TIMEOUT, check_line
 from .text.tokenizer import Tokenizer
-
-logger = logging.getLogger("outrider")
 
 
 def load(
@@ -82,55 +73,30 @@ def load(
     ordinal = choose_device(manifest, folder, device)
     gpu = ordinal is not None
     check_bundle(manifest, folder, gpu=gpu)
-    most_threads = 0 if gpu else 4 * (os.cpu_count() or 1)
-    refuse_first([
-        (loop and not (gpu and graphs), "loop is for a GPU's CUDA graphs",
-         "Leave it out, or graphs on, or use a bundle for a GPU."),
-        (not (graphs or gpu), "graphs are of a GPU, and this runs on the CPU",
-         "Leave the option out."),
-        (gpu and (table or corpus), "table and corpus are for the CPU in this version",
-         "Leave them out, or use a bundle that runs on the CPU."),
-        (not (is_whole(threads) and 0 <= threads <= most_threads),
-         f"threads={threads!r} is out of range" + (" on a GPU" if gpu else ""),
-         "Leave it out: it is of a CPU's engines." if gpu else
-         f"Use 0 (automatic) to {most_threads}."),
-        (plain_width is not None and gpu, f"plain_width={plain_width} is for the CPU",
-         "Leave it out."),
-        (plain_width not in (None, 1, 2), f"plain_width={plain_width!r} is out of range",
-         "Use 1 or 2, or leave it out."),
-    ])  # fmt: skip
+    check_options(
+        gpu=gpu, graphs=graphs, loop=loop, files=table or corpus, threads=threads,
+        plain_width=plain_width,
+    )  # fmt: skip
     slots = manifest.slots if slots is None else slots
     check_slots(manifest, slots, gpu=gpu)
-    pair = manifest.pair
-    template = None
-    if pair.tokenizer.chat_template:
-        path = folder / "tokenizer" / TEMPLATE_FILE
-        with readable(path, f"Build it again: {manifest.rebuild_command(folder)}"):
-            template = path.read_text(encoding="utf-8")
-    tokenizer = Tokenizer(
-        folder / "tokenizer" / TOKENIZER_FILE,
-        chat_template=template,
-        special_tokens=pair.tokenizer.special_tokens,
-    )
+    tokenizer = _tokenizer(manifest, folder)
     memory = _memory(manifest, folder, slots)
+    # A GPU's libraries choose by width: nobody has measured when.
+    bits = Bits() if gpu else _bits(manifest, slots, plain_width)
     rounds: Rounds
-    bits = Bits()  # a GPU's libraries choose by width: nobody has measured when
-    if not gpu:
-        same = all(_installed(package) == built for package, built in manifest.versions.items())
-        usual = host_engine(manifest.backend).least_width
-        bits = promised(manifest, slots, usual, same, plain_width)
     with _verifying(folder, manifest) if verify else nullcontext():
         if ordinal is None:
-            tables = looked = None
-            if table is not None:
-                tables = Tables.load(table, tokenizer.vocabulary(), pair.vocab_size)
-            if corpus is not None:
-                looked = Corpus(_corpus(tokenizer, Path(corpus)))
-            rounds = _on_host(manifest, folder, slots, threads, tables, looked, reuse, bits)
+            rounds = host.open_rounds(
+                manifest, folder, slots, tokenizer, bits,
+                threads=threads, table=table, corpus=corpus, reuse=reuse,
+            )  # fmt: skip
         else:
-            from .gpu.opening import open_rounds  # what a GPU needs is imported where there is one
+            from .gpu import opening  # what a GPU needs is imported where there is one
 
-            rounds = open_rounds(manifest, folder, ordinal, slots, memory, graphs=graphs, loop=loop)
+            rounds = opening.open_rounds(
+                manifest, folder, ordinal, slots, memory, graphs=graphs, loop=loop
+            )
+    pair = manifest.pair
     decoder = Decoder(
         rounds,
         vocab_size=pair.vocab_size,
@@ -210,6 +176,30 @@ def check_bundle(manifest: Manifest, folder: Path, *, gpu: bool) -> None:
         host_engine(manifest.backend).check(manifest, folder)
 
 
+def check_options(
+    *, gpu: bool, graphs: bool, loop: bool, files: object, threads: int, plain_width: int | None
+) -> None:
+    """Refuse what the device does not honour. files: a table or corpus, where one is given. Raises
+    OutriderError "option"."""
+    most_threads = 0 if gpu else 4 * (os.cpu_count() or 1)
+    refuse_first([
+        (loop and not (gpu and graphs), "loop is for a GPU's CUDA graphs",
+         "Leave it out, or graphs on, or use a bundle for a GPU."),
+        (not (graphs or gpu), "graphs are of a GPU, and this runs on the CPU",
+         "Leave the option out."),
+        (gpu and files, "table and corpus are for the CPU in this version",
+         "Leave them out, or use a bundle that runs on the CPU."),
+        (not (is_whole(threads) and 0 <= threads <= most_threads),
+         f"threads={threads!r} is out of range" + (" on a GPU" if gpu else ""),
+         "Leave it out: it is of a CPU's engines." if gpu else
+         f"Use 0 (automatic) to {most_threads}."),
+        (plain_width is not None and gpu, f"plain_width={plain_width} is for the CPU",
+         "Leave it out."),
+        (plain_width not in (None, 1, 2), f"plain_width={plain_width!r} is out of range",
+         "Use 1 or 2, or leave it out."),
+    ])  # fmt: skip
+
+
 def check_slots(manifest: Manifest, slots: int, *, gpu: bool) -> None:
     """Refuse slots that cannot be: what they need before any text is long is more than there is.
 
@@ -242,6 +232,25 @@ def _installed(package: str) -> str | None:
         return None
 
 
+def _tokenizer(manifest: Manifest, folder: Path) -> Tokenizer:
+    facts, template = manifest.pair.tokenizer, None
+    if facts.chat_template:
+        path = folder / "tokenizer" / TEMPLATE_FILE
+        with readable(path, f"Build it again: {manifest.rebuild_command(folder)}"):
+            template = path.read_text(encoding="utf-8")
+    return Tokenizer(
+        folder / "tokenizer" / TOKENIZER_FILE,
+        chat_template=template,
+        special_tokens=facts.special_tokens,
+    )
+
+
+def _bits(manifest: Manifest, slots: int, plain_width: int | None) -> Bits:
+    """Look up what texts on the CPU do not depend on, which was measured with these libraries."""
+    same = all(_installed(package) == built for package, built in manifest.versions.items())
+    return promised(manifest, slots, host_engine(manifest.backend).least_width, same, plain_width)
+
+
 def _memory(manifest: Manifest, folder: Path, slots: int) -> dict[str, int]:
     """Bytes of both models' weights and of all slots' caches."""
     memory = {}
@@ -254,59 +263,3 @@ def _memory(manifest: Manifest, folder: Path, slots: int) -> dict[str, int]:
         memory[role] = sum((folder / role / name).stat().st_size for name in files)
         memory["cache"] = memory.get("cache", 0) + facts.cache_bytes(slots)
     return memory
-
-
-def _corpus(tokenizer: Tokenizer, path: Path) -> list[int]:
-    """Token ids of a text file. Raises OutriderError "option"."""
-    try:
-        if path.exists() and not path.is_file():  # /dev/zero has no end
-            raise OSError(f"{path} is no file")
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OutriderError(
-            "option", f"cannot read the corpus {path}: {first_line(error)}",
-            "Give a readable UTF-8 text file.",
-        ) from None  # fmt: skip
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
-def _on_host(
-    manifest: Manifest,
-    folder: Path,
-    slots: int,
-    threads: int,
-    tables: Tables | None,
-    corpus: Corpus | None,
-    reuse: bool,
-    bits: Bits,
-) -> HostRounds:
-    pair = manifest.pair
-    engines = {
-        role: host_engine(manifest.backend)(
-            folder / role, facts, slots=slots,
-            widest=pair.max_gamma + 1,
-            buffers=max(1, pair.max_gamma) if role == "draft" else 1,
-            threads=threads,
-            # A draft may have any bits: what a text is, the target's say.
-            narrowest=bits.narrowest if role == "target" else 1,
-        )
-        for role, facts in pair.models()
-    }  # fmt: skip
-    if pair.draft and pair.draft.encoder and pair.draft.encoder.shared:
-        engines["draft"].read_states_of(engines["target"])
-    if cause := kernel.unavailable():
-        logger.warning(
-            "sampling in NumPy, attention over all rows, several times slower: %s", cause
-        )
-    threads = min(threads or os.cpu_count() or 1, kernel.MAX_THREADS)
-
-    def sampler(vocab_size: int, draft_vocab_size: int | None) -> Sampler:
-        if cause:
-            return NumpySampler(vocab_size)
-        return RoundSampler(vocab_size, pair.max_gamma, slots, threads, draft_vocab_size)
-
-    narrower = min(pair.draft.vocab_size, pair.vocab_size) if pair.draft else None
-    return HostRounds(
-        engines["target"], engines.get("draft"), sampler(pair.vocab_size, narrower),
-        None if narrower is None else sampler(narrower, None), tables, corpus, reuse=reuse,
-    )  # fmt: skip

@@ -27,8 +27,8 @@ MOST_WORDS = {"docs/architecture.md": 1200}
 LADDERS = {
     "runtime": [
         "files", "stats", "sampling", "backends", "slots", "costs", "policy", "sequence", "calls",
-        "drafts", "round", "checks", "decoder", "gpu", "audio", "text", "bundle", "beam",
-        "certificate", "theory", "cli", "generate", "cmake",
+        "drafts", "round", "checks", "decoder", "gpu", "audio", "text", "host", "bundle",
+        "beam", "certificate", "theory", "cli", "generate", "cmake",
     ],
     "bench": ["core", "systems", "suites", "report"],
 }  # fmt: skip

@@ -181,7 +181,7 @@ def test_damage_is_the_cause_of_what_it_breaks(
     def fails(*arguments: object, **options: object) -> None:
         raise OutriderError("backend", "it cannot be opened", "")
 
-    monkeypatch.setattr("runtime.bundle.HostRounds", fails)
+    monkeypatch.setattr("runtime.host.HostRounds", fails)
     if damaged:
         _flip("draft/weights.bin")(bundle)
     with pytest.raises(OutriderError) as caught:

@@ -1,0 +1,87 @@
+"""A bundle on the CPU: its engines, what samples, and its rounds."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from .backends.bits import Bits
+from .backends.registry import host_engine
+from .drafts.lookup import Corpus
+from .drafts.tables import Tables
+from .files.errors import OutriderError, first_line
+from .files.manifest import Manifest
+from .round import HostRounds
+from .sampling import kernel
+from .sampling.native import RoundSampler
+from .sampling.reference import NumpySampler
+from .sampling.sampler import Sampler
+from .text.tokenizer import Tokenizer
+
+logger = logging.getLogger("outrider")
+
+
+def open_rounds(
+    manifest: Manifest,
+    folder: Path,
+    slots: int,
+    tokenizer: Tokenizer,
+    bits: Bits,
+    *,
+    threads: int,
+    table: str | Path | None,
+    corpus: str | Path | None,
+    reuse: bool,
+) -> HostRounds:
+    """Open both engines on the CPU, and what drafts read of files. The arguments are those of
+    `bundle.load`. Raises OutriderError "backend", "memory", "option", "vocabulary"."""
+    pair = manifest.pair
+    tables = looked = None
+    if table is not None:
+        tables = Tables.load(table, tokenizer.vocabulary(), pair.vocab_size)
+    if corpus is not None:
+        looked = Corpus(_token_ids(tokenizer, Path(corpus)))
+    engines = {
+        role: host_engine(manifest.backend)(
+            folder / role, facts, slots=slots,
+            widest=pair.max_gamma + 1,
+            buffers=max(1, pair.max_gamma) if role == "draft" else 1,
+            threads=threads,
+            # A draft may have any bits: what a text is, the target's say.
+            narrowest=bits.narrowest if role == "target" else 1,
+        )
+        for role, facts in pair.models()
+    }  # fmt: skip
+    if pair.draft and pair.draft.encoder and pair.draft.encoder.shared:
+        engines["draft"].read_states_of(engines["target"])
+    if cause := kernel.unavailable():
+        logger.warning(
+            "sampling in NumPy, attention over all rows, several times slower: %s", cause
+        )
+    threads = min(threads or os.cpu_count() or 1, kernel.MAX_THREADS)
+
+    def sampler(vocab_size: int, draft_vocab_size: int | None) -> Sampler:
+        if cause:
+            return NumpySampler(vocab_size)
+        return RoundSampler(vocab_size, pair.max_gamma, slots, threads, draft_vocab_size)
+
+    narrower = min(pair.draft.vocab_size, pair.vocab_size) if pair.draft else None
+    return HostRounds(
+        engines["target"], engines.get("draft"), sampler(pair.vocab_size, narrower),
+        None if narrower is None else sampler(narrower, None), tables, looked, reuse=reuse,
+    )  # fmt: skip
+
+
+def _token_ids(tokenizer: Tokenizer, corpus: Path) -> list[int]:
+    """Token ids of a text file. Raises OutriderError "option"."""
+    try:
+        if corpus.exists() and not corpus.is_file():  # /dev/zero has no end
+            raise OSError(f"{corpus} is no file")
+        text = corpus.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutriderError(
+            "option", f"cannot read the corpus {corpus}: {first_line(error)}",
+            "Give a readable UTF-8 text file.",
+        ) from None  # fmt: skip
+    return tokenizer.encode(text, add_special_tokens=False)
