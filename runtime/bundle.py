@@ -48,6 +48,7 @@ def load(
     queue: int = QUEUE,
     timeout: float | None = TIMEOUT,
     plain_width: int | None = None,
+    draft_model: bool = True,
 ) -> TextEngine:
     """Open a bundle.
 
@@ -63,7 +64,9 @@ def load(
     may wait for a slot, and for how many seconds; see `TextEngine`. plain_width: tokens of the
     target's narrowest calls, plain steps above all; None for as many as it takes to have the bits
     of wider ones. 1 is a few percent faster in plain decoding, and a text is then the same only for
-    the same gamma. Raises OutriderError: "bundle", "backend", "option", "memory", "vocabulary".
+    the same gamma. draft_model: False leaves the draft model closed, whose memory lookups and plain
+    decoding have no use for; a text that names no draft is then decoded plainly. Raises
+    OutriderError: "bundle", "backend", "option", "memory", "vocabulary".
     """
     check_line(queue, timeout)
     folder = Path(folder)
@@ -78,25 +81,27 @@ def load(
         plain_width=plain_width,
     )  # fmt: skip
     slots = manifest.slots if slots is None else slots
-    check_slots(manifest, slots, gpu=gpu)
+    opened = manifest if draft_model else manifest.without_draft()
+    check_slots(opened, slots, gpu=gpu)
     tokenizer = _tokenizer(manifest, folder)
-    memory = _memory(manifest, folder, slots)
+    memory = _memory(opened, folder, slots)
     # A GPU's libraries choose by width: nobody has measured when.
     bits = Bits() if gpu else _bits(manifest, slots, plain_width)
     rounds: Rounds
-    with _verifying(folder, manifest) if verify else nullcontext():
+    with _verifying(folder, opened) if verify else nullcontext():
         if ordinal is None:
             rounds = host.open_rounds(
-                manifest, folder, slots, tokenizer, bits,
+                opened, folder, slots, tokenizer, bits,
                 threads=threads, table=table, corpus=corpus, reuse=reuse,
             )  # fmt: skip
         else:
             from .gpu import opening  # what a GPU needs is imported where there is one
 
             rounds = opening.open_rounds(
-                manifest, folder, ordinal, slots, memory, graphs=graphs, loop=loop
-            )
-    pair = manifest.pair
+                opened, folder, opening.open_device(manifest, folder, ordinal), slots, memory,
+                graphs=graphs, loop=loop,
+            )  # fmt: skip
+    pair = opened.pair
     decoder = Decoder(
         rounds,
         vocab_size=pair.vocab_size,
@@ -252,7 +257,7 @@ def _bits(manifest: Manifest, slots: int, plain_width: int | None) -> Bits:
 
 
 def _memory(manifest: Manifest, folder: Path, slots: int) -> dict[str, int]:
-    """Bytes of both models' weights and of all slots' caches."""
+    """Bytes of the models' weights and of all slots' caches."""
     memory = {}
     for role, facts in manifest.pair.models():
         engine = (manifest.engines or {}).get(role)

@@ -133,7 +133,7 @@ def _check_draft(request: Request, limits: Limits) -> None:
 def _absent(name: str, gamma: int, limits: Limits) -> OutriderError:
     """Why this kind of draft is not there, and how to get it."""
     kind, on_host = KINDS[name], limits.draft_options
-    if {"engine", "inner"} & set(kind.needs) and not limits.has_model:
+    if kind.needs_model() and not limits.has_model:
         return OutriderError(
             "option",
             f"gamma={gamma} needs a draft, and the bundle has none",

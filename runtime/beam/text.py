@@ -81,7 +81,8 @@ def beam_texts(
     decoder = engine.decoder
     gamma = gamma_of(engine, gamma)
     if gamma and decoder.draft is None:
-        cause = f"gamma={gamma} needs a draft, and the bundle has none"
+        without = "was opened without its own" if engine.manifest.pair.draft else "has none"
+        cause = f"gamma={gamma} needs a draft, and the bundle {without}"
         raise OutriderError("option", cause, "Use gamma=0.")
     options = Options(
         gamma=gamma, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, chat=chat,

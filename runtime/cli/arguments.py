@@ -208,7 +208,8 @@ def _parser() -> ArgumentParser:
         "since rounds that go by the clock repeat a seed's text with --verify coupled only)")
     add("--draft", choices=(*KINDS, "none"), metavar="WHO",
         help="who proposes them. " + "; ".join(f"{k}: {KINDS[k].help}" for k in KINDS)
-        + "; none: plain decoding (default: what the bundle was built with)")
+        + "; none: plain decoding (default: what the bundle was built with). The draft model is "
+        "opened where a text may need it")
     add("--draft-temperature", type=float, metavar="T",
         help="sample the draft at this temperature (default: the target's); still exact")
     add("--draft-threshold", type=float, default=0.0, metavar="P",

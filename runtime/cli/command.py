@@ -12,6 +12,7 @@ from ..audio.recording import check_file
 from ..beam.text import SLOTS, beam_texts, gamma_of
 from ..bundle import load
 from ..certificate import check
+from ..drafts.registry import KINDS
 from ..files.errors import OutriderError
 from ..stats import Stats
 from ..text.engine import TextEngine
@@ -36,26 +37,35 @@ def run(argv: Sequence[str] | None) -> int:
     options = options_from(args)
     if args.batch:
         requests = batch_requests(args, options)
-        _batch(Session(_load(args), args, options, out, err), requests)
+        engine = _load(args, [asked for _, _, asked in requests])
+        _batch(Session(engine, args, options, out, err), requests)
     elif args.audio:
         check_file(args.audio)
-        transcribe(Session(_load(args), args, options, out, err))
+        transcribe(Session(_load(args, [options]), args, options, out, err))
     elif args.conversation:
-        converse(Session(_load(args), args, options, out, err))
+        converse(Session(_load(args, [options]), args, options, out, err))
     else:
         prompt = prompt_from(args)
-        (_beams if args.beams else _single)(Session(_load(args), args, options, out, err), prompt)
+        session = Session(_load(args, [options]), args, options, out, err)
+        (_beams if args.beams else _single)(session, prompt)
     return 0
 
 
-def _load(args: Namespace) -> TextEngine:
+def _load(args: Namespace, texts: Sequence[Options]) -> TextEngine:
+    """The bundle, with its draft model where one of the texts needs it."""
     return load(
         args.engines, slots=args.slots or (SLOTS * args.beams if args.beams else None),
         threads=args.threads, verify=args.verify_files,
         device=args.device, graphs=args.graphs, loop=args.loop,
         table=args.table, corpus=args.corpus, reuse=not args.baseline,
-        plain_width=args.plain_width,
+        plain_width=args.plain_width, draft_model=any(map(_needs_model, texts)),
     )  # fmt: skip
+
+
+def _needs_model(options: Options) -> bool:
+    """Whether the draft model may propose. Where nobody says who, the bundle does."""
+    kind = options.draft
+    return options.gamma != 0 and (kind is None or (kind in KINDS and KINDS[kind].needs_model()))
 
 
 def _single(session: Session, prompt: Prompt | None) -> None:

@@ -68,6 +68,11 @@ class Draft:
     def there(cls, sources: Sources) -> bool:
         return all(getattr(sources, name) is not None for name in cls.needs)
 
+    @classmethod
+    def needs_model(cls) -> bool:
+        """Whether it is there only where the draft model is opened."""
+        return cls.reads_model or bool({"engine", "inner"} & set(cls.needs))
+
     def propose(self, wanted: Mapping[ActiveSequence, int]) -> dict[ActiveSequence, list[int]]:
         """At most as many tokens as are wanted of each sequence, where `at_once`; what is beyond,
         or comes from the first token on that the sampling cannot give, is left out."""

@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Literal
@@ -396,6 +396,11 @@ class Manifest:
             "its audio": pair.audio_holds(),
         }
         return next((what for what, holds in facts_that_hold.items() if not holds), None)
+
+    def without_draft(self) -> Manifest:
+        """What is opened where nobody will ask for the draft model."""
+        engines = self.engines and {"target": self.engines["target"]}
+        return replace(self, pair=replace(self.pair, draft=None), engines=engines)
 
     def gpu_targets(self) -> list[str]:
         """The GPU architectures that the engines were compiled for, such as sm89."""

@@ -16,10 +16,22 @@ from .memory import Sizes
 from .rounds import DeviceRounds
 
 
+def open_device(manifest: Manifest, folder: Path, ordinal: int) -> Device:
+    """The GPU, where the bundle's engines and the kernel run on it. Raises OutriderError
+    "backend", "option"."""
+    if cause := kernel.unavailable():
+        raise OutriderError(
+            "backend", f"a GPU's rounds need the kernel: {cause}", "Run make plugins."
+        )
+    device = Device(ordinal)
+    check_gpu(manifest, folder, device.capability)
+    return device
+
+
 def open_rounds(
     manifest: Manifest,
     folder: Path,
-    ordinal: int,
+    device: Device,
     slots: int,
     memory: dict[str, int],
     *,
@@ -27,13 +39,7 @@ def open_rounds(
     loop: bool,
 ) -> DeviceRounds:
     """Both engines on a GPU. memory: the bytes of weights and caches, to which the activations and
-    buffers are added. Raises OutriderError "backend", "memory", "option"."""
-    if cause := kernel.unavailable():
-        raise OutriderError(
-            "backend", f"a GPU's rounds need the kernel: {cause}", "Run make plugins."
-        )
-    device = Device(ordinal)
-    check_gpu(manifest, folder, device.capability)
+    buffers are added. Raises OutriderError "backend", "memory"."""
     memory.update(working_memory(manifest, slots))
     if sum(memory.values()) > device.memory()[0]:
         device_engine(manifest.backend).give_back()

@@ -372,6 +372,14 @@ class TextEngine:
         kind, gamma = options.draft, options.gamma
         if isinstance(gamma, str):
             gamma = self.decoder.max_gamma
+        unopened = self.decoder.draft is None and self.manifest.pair.draft is not None
+        if unopened and (KINDS[kind].needs_model() if kind in KINDS else gamma and kind is None):
+            raise OutriderError(
+                "option",
+                (f"draft={kind}" if kind else f"gamma={options.gamma}")
+                + " needs the draft model, and the bundle was opened without it",
+                "Leave that option out, or load the bundle with draft_model=True.",
+            )
         reads_model = kind in KINDS and KINDS[kind].reads_model
         if reads_model and self.decoder.draft is None:
             raise OutriderError(

@@ -67,11 +67,37 @@ def test_how_the_bundle_is_loaded(cli):
     cli("--prompt", "a", "--max-new-tokens", "1")
     usual = {"folder": Path("bundle"), "slots": None, "threads": 0, "verify": True}
     usual |= {"table": None, "corpus": None, "reuse": True, "plain_width": None}
+    usual |= {"draft_model": True}
     assert cli.loaded == {**usual, "device": "auto", "graphs": True, "loop": False}
     more = "--slots 3 --threads 2 --no-verify-files --device cuda:1 --no-graphs --loop"
     cli("--prompt", "a", "--max-new-tokens", "1", *more.split())
     own = {"slots": 3, "threads": 2, "verify": False, "device": "cuda:1"}
     assert cli.loaded == {**usual, **own, "graphs": False, "loop": True}
+
+
+@pytest.mark.parametrize(
+    ("argv", "opened"),
+    [
+        ("--prompt a", True), ("--prompt a --gamma auto", True), ("--prompt a --beams 2", True),
+        *((f"--prompt a --draft {kind}", kind in ("model", "chain"))
+          for kind in ("model", "chain", "ngram", "copy", "random", "none")),
+        ("--prompt a --draft ngram --baseline", False), ("--prompt a --draft ngram --check", False),
+        ("--prompt a --gamma 0", False), ("--prompt a --beams 2 --gamma 0", False),
+        ("--batch -", True), ("--batch - --draft ngram", True), ("--batch - --gamma 0", False),
+    ],
+)  # fmt: skip
+def test_the_draft_model_is_opened_where_a_text_needs_it(cli, argv, opened):
+    """Of a batch it takes one line."""
+    second = "" if "--gamma" in argv else ', "draft": "model"'
+    lines = f'{{"prompt": "a"}}\n{{"prompt": "a"{second}}}\n'
+    cli(*argv.split(), "--max-new-tokens", "3", stdin=lines)
+    assert cli.loaded["draft_model"] == opened
+
+
+def test_the_draft_model_of_a_conversation(chat_cli):
+    for more, opened in (((), True), (("--draft", "copy"), False)):
+        chat_cli("--chat", *more, stdin="")
+        assert chat_cli.loaded["draft_model"] == opened
 
 
 @pytest.mark.parametrize(

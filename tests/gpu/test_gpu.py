@@ -110,6 +110,19 @@ def test_texts_through_load(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None
     assert sorted(dict(engine.batch(requests))) == [0, 1, 2, 3, 4]
 
 
+def test_without_the_draft_model(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
+    with load(llama_bundle, device="cuda") as engine:
+        text = engine.generate("some words", max_new_tokens=9, ignore_eos=True).token_ids
+        whole = engine.memory
+    engine = load(llama_bundle, device="cuda", draft_model=False)
+    plain = engine.generate("some words", max_new_tokens=9, ignore_eos=True)
+    assert plain.token_ids == text and not plain.stats.drafted
+    assert engine.memory.keys() == whole.keys() - {"draft"}
+    assert all(engine.memory[name] < whole[name] for name in ("cache", "buffers"))
+    with pytest.raises(OutriderError, match="draft=model needs the draft model"):
+        engine.generate("some words", draft="model")
+
+
 def test_as_a_loop(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
     engine = load(llama_bundle, device="cuda", loop=True)
     assert len(engine.generate("some words", max_new_tokens=9, ignore_eos=True).tokens) == 9
@@ -158,6 +171,7 @@ def test_memory_that_a_library_keeps_is_no_reason_to_refuse(
 def test_working_memory(manifest: Manifest) -> None:
     made = compiled(manifest, "tensorrt_rtx", "sm89")
     assert gpu.working_memory(made, 1)["activations"] == 2 * 5000
+    assert gpu.working_memory(made.without_draft(), 1)["activations"] == 5000
     logits = manifest.pair.logits_bytes(4)
     assert logits < gpu.working_memory(manifest, 4)["buffers"] < logits + 2**20
 

@@ -23,7 +23,7 @@ import export.compare
 import export.part
 from engines.bundle import build
 from export.pair import export as export_pair
-from runtime import generate, load
+from runtime import beam_texts, generate, load
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
 from runtime.files.folders import write_folder
 from runtime.files.manifest import (
@@ -187,6 +187,38 @@ def test_damage_is_the_cause_of_what_it_breaks(
     with pytest.raises(OutriderError) as caught:
         load(bundle)
     assert caught.value.kind == ("bundle" if damaged else "backend")
+
+
+CHEAP: list[dict[str, Any]] = [{"draft": "ngram"}, {"draft": "none"}, {}]
+
+
+def test_a_draft_model_that_is_left_closed(bundle: Path) -> None:
+    """The lookups' text stays, and what needs the model is refused by what was asked."""
+    asked: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
+    with load(bundle, slots=4) as engine:
+        whole, caches = (
+            engine.memory,
+            [facts.cache_bytes(4) for _, facts in engine.manifest.pair.models()],
+        )
+        texts = [engine.generate("a b a b a", **asked, **who).token_ids for who in CHEAP]
+    _flip("draft/weights.bin")(bundle)
+    with pytest.raises(OutriderError, match="its hash differs"):
+        load(bundle)
+    with load(bundle, slots=4, draft_model=False) as engine:
+        assert engine.decoder.draft is None
+        assert engine.memory == {"target": whole["target"], "cache": caches[0]}
+        assert whole["cache"] == sum(caches)
+        found = [engine.generate("a b a b a", **asked, **who) for who in CHEAP]
+        assert [result.token_ids for result in found] == texts
+        assert [result.stats.drafted > 0 for result in found] == [True, False, False]
+        for option in ({"draft": "model"}, {"draft": "chain"}, {"gamma": 4}, {"gamma": "auto"}):
+            name = "=".join(map(str, *option.items()))
+            with pytest.raises(OutriderError, match=f"{name} needs the draft model") as caught:
+                engine.generate("a b a b a", **asked, **option)
+            assert "draft_model=True" in caught.value.remedy
+        assert beam_texts(engine, "a b", beams=2, max_new_tokens=3).stats.drafted == 0
+        with pytest.raises(OutriderError, match=r"gamma=2 needs a draft, .* was opened without"):
+            beam_texts(engine, "a b", beams=2, gamma=2)
 
 
 # Writing
