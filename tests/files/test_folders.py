@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -164,7 +166,15 @@ def test_a_file_system_that_shares_blocks(place: Place, monkeypatch: pytest.Monk
     assert place.part.read_bytes() == CONTENT
 
 
-# Where a folder may be written
+def test_taking_a_file_does_not_overwrite(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("new")
+    (tmp_path / "b").write_text("old")
+    with pytest.raises(FileExistsError):
+        take_file(tmp_path / "a", tmp_path / "b", tmp_path / "old")
+    assert (tmp_path / "b").read_text() == "old"
+
+
+# Where a folder may be written, and what is left there
 
 
 @pytest.mark.parametrize(
@@ -195,3 +205,24 @@ def test_a_place_that_is_fine_is_left_as_it_was(tmp_path: Path) -> None:
         write_folder(tmp_path, MANIFEST_FILE),
     ):
         pytest.fail("the block must not run")
+
+
+def test_out_through_a_symbolic_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "bundle")
+    with write_folder(tmp_path / "link", MANIFEST_FILE) as partial:
+        (partial / MANIFEST_FILE).write_text("{}")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "disk" / "bundle" / MANIFEST_FILE).exists()
+
+
+def test_folders_of_a_killed_process(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    (tmp_path / f".out.partial-{dead.pid}").mkdir()
+    (tmp_path / f".out.replaced-{dead.pid}").mkdir()
+    (tmp_path / f".out.replaced-{dead.pid}" / MANIFEST_FILE).write_text('{"kind": "manifest"}')
+    with pytest.raises(RuntimeError), write_folder(tmp_path / "out", MANIFEST_FILE):
+        raise RuntimeError
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # the old one is back
+    assert (tmp_path / "out" / MANIFEST_FILE).exists()

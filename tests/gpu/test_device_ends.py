@@ -43,8 +43,11 @@ def test_penalties_are_refused_before_a_slot_is_taken(
 ) -> None:
     """Also by `check` alone, which a batch asks of all its requests first."""
     decoder = decoder_on(driver, rounds=rounds)
-    with pytest.raises(OutriderError, match="not in the sampling kernel of a GPU"):
-        decoder.check(replace(REQUEST, params=SamplingParams(presence_penalty=0.5)))
+    wanted = replace(REQUEST, params=SamplingParams(presence_penalty=0.5))
+    for ask in (decoder.check, decoder.admit):
+        with pytest.raises(OutriderError, match="not in the sampling kernel of a GPU"):
+            ask(wanted)
+        assert decoder.slots.free == len(decoder.slots)
 
 
 @each

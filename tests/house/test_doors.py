@@ -1,4 +1,4 @@
-"""What comes in through the Python API, a bundle's files and OUT is taken as meant, or refused."""
+"""What comes in through the Python API is taken as meant, or refused."""
 
 import copy
 import json
@@ -15,7 +15,6 @@ from fakes import make_text_engine, near, random_model
 import runtime
 from runtime.bundle import check_slots
 from runtime.files.errors import OutriderError
-from runtime.files.folders import take_file, write_folder
 from runtime.sampling.philox import Purpose, uniform
 from runtime.sampling.warp import SamplingParams
 
@@ -61,35 +60,6 @@ def test_prompts_that_are_none(engine, prompt):
     with pytest.raises(OutriderError) as error:
         engine.generate(prompt)
     assert error.value.kind == "prompt"
-
-
-def test_out_through_a_symbolic_link(tmp_path):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "disk" / "bundle")
-    with write_folder(tmp_path / "link", "manifest.json") as partial:
-        (partial / "manifest.json").write_text("{}")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "disk" / "bundle" / "manifest.json").exists()
-
-
-def test_leftovers_of_a_killed_process_are_cleared_up(tmp_path):
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    (tmp_path / f".out.partial-{dead.pid}").mkdir()
-    (tmp_path / f".out.replaced-{dead.pid}").mkdir()
-    (tmp_path / f".out.replaced-{dead.pid}" / "manifest.json").write_text('{"kind": "manifest"}')
-    with pytest.raises(RuntimeError), write_folder(tmp_path / "out", "manifest.json"):
-        raise RuntimeError
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]  # the old one is back
-    assert (tmp_path / "out" / "manifest.json").exists()
-
-
-def test_taking_a_file_does_not_overwrite(tmp_path):
-    (tmp_path / "a").write_text("new")
-    (tmp_path / "b").write_text("old")
-    with pytest.raises(FileExistsError):
-        take_file(tmp_path / "a", tmp_path / "b", tmp_path / "old")
-    assert (tmp_path / "b").read_text() == "old"
 
 
 def test_an_error_crosses_processes():
