@@ -356,6 +356,10 @@ def _say_what_is_not_carried(target: Checkpoint, tokenizer: PreTrainedTokenizerF
     if defaults := vocabulary.sampling_defaults(target):
         options = ", ".join(f"{name}={value}" for name, value in defaults.items())
         note(f"the generation config asks for {options}: pass what you want of it when generating")
+    if tokenizer.split_special_tokens:
+        note(
+            "its tokenizer takes special tokens in a prompt as text: special_tokens=text does that"
+        )
     beyond = max(tokenizer.get_vocab().values()) + 1 - _width(target)
     if beyond > 0:
         note(f"{beyond} tokens of the tokenizer have no embedding: prompts with them are refused")

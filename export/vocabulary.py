@@ -246,6 +246,16 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
         "eta_cutoff": (None, 0.0),
         "sequence_bias": (None,),
         "exponential_decay_length_penalty": (None,),
+        "max_new_tokens": (None,),
+        "max_time": (None,),
+        "stop_strings": (None,),
+        "top_h": (None,),
+        "force_words_ids": (None,),
+        "constraints": (None,),
+        "penalty_alpha": (None,),
+        "dola_layers": (None,),
+        "token_healing": (None, False),
+        "watermarking_config": (None,),
     }
     if checkpoint.has_encoder and not checkpoint.features:
         neutral["max_length"] = (None, 20)  # as 50 above

@@ -63,7 +63,7 @@ def measure(folder: Path, manifest: Manifest) -> Invariance:
             crowd = np.stack([text, text[::-1], text])
             neighbours = _agree(ways, say(engine, crowd, looked))
         if sources and pair.target.reads is None:
-            engine.encode(0, [0] * min(4 * FIRST_ROWS, engine.capacity))
+            engine.encode(0, [0] * min(4 * FIRST_ROWS, pair.max_len))
             engine = _reading(engine, sources)
         rows = _agree(ways, say(engine, text[None], looked, rows=4 * FIRST_ROWS))
         del engine

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import json
 import os
 import re
@@ -72,7 +73,7 @@ def write_folder(folder: Path, marker: str) -> Iterator[Path]:
 
 def _recover(path: Path) -> None:
     """Clear up after processes that were killed while they wrote this folder or file."""
-    for leftover in path.parent.glob(f".{path.name}.*-*"):
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*-*"):
         what, _, process = leftover.name.removeprefix(f".{path.name}.").partition("-")
         if what not in ("partial", "replaced") or not process.isdecimal() or _lives(int(process)):
             continue
@@ -85,6 +86,10 @@ def _recover(path: Path) -> None:
 
 
 def _lives(process: int) -> bool:
+    """Whether what it left may still be written. Of this one's number it is a predecessor's: in a
+    container each has the same."""
+    if process == os.getpid():
+        return False
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from operator import index
-from typing import Any, SupportsIndex, cast
+from typing import Any, cast
 
 from ..audio.recording import Audio
 from ..backends.bits import Bits
@@ -352,7 +352,7 @@ class TextEngine:
              "Give the prompt as text or as messages.")
             for name in ("system", "special_tokens")
         )  # fmt: skip
-        return [index(token) for token in items]
+        return cast(list[int], items)
 
     def _policy(
         self, options: Options, params: SamplingParams, draft: str, gamma: int
@@ -400,9 +400,11 @@ def _items(prompt: Any) -> list[Any]:
     """Messages, or token ids. Raises OutriderError "prompt" for what is neither."""
     if isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray | Mapping):
         items = list(prompt)
-        tokens = (isinstance(x, SupportsIndex) and not isinstance(x, bool) for x in items)
-        if all(isinstance(item, Mapping) for item in items) or all(tokens):
+        if all(isinstance(item, Mapping) for item in items):
             return items
+        with suppress(TypeError):
+            if bool not in {type(item) for item in items}:
+                return [index(item) for item in items]
     raise OutriderError(
         "prompt",
         f"the prompt ({type(prompt).__name__}) is neither text, nor messages, nor token ids",

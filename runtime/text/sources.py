@@ -84,7 +84,8 @@ def rules_of(
         found.append(BadWords(words))
     least = options.min_new_tokens
     if least is None:
-        least = min(max(0, (own.min_length or 0) - len(prompt)), options.max_new_tokens)
+        least = own.min_new_tokens or max(0, (own.min_length or 0) - len(prompt))
+        least = min(least, options.max_new_tokens)
     if own.forced_eos_token_id is not None and not options.ignore_eos:
         longest = min(len(prompt) + options.max_new_tokens, pair.max_len)
         found = [LastToken(longest - 1, own.forced_eos_token_id, found)]

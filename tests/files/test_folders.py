@@ -120,6 +120,19 @@ def test_a_part_that_was_exported_again(place: Place) -> None:
     assert not place.part.parent.exists()
 
 
+def test_leftovers_of_ones_own_number_and_in_a_folder_that_reads_as_a_pattern(
+    tmp_path: Path,
+) -> None:
+    """Faults: in a container each process has the same number, and the next build said that a file
+    had its folder's name; and of "a[b]" nothing was ever found."""
+    out = tmp_path / "a[b]"
+    for process in (os.getpid(), 1 << 40):
+        (tmp_path / f".a[b].partial-{process}").mkdir()
+    with write_folder(out, "graph.json") as made:
+        (made / "graph.json").write_text("{}")
+    assert [path.name for path in tmp_path.iterdir()] == ["a[b]"]
+
+
 def test_leftovers_of_a_killed_process(place: Place) -> None:
     """Fault: they blocked the cache for good, and stayed in the bundle at full size."""
     made = place.build("bundle")

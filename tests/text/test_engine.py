@@ -228,12 +228,13 @@ def test_a_batch_of_prompts_and_of_pairs(engine: TextEngine) -> None:
 
 def test_one_bad_request_of_a_batch(engine: TextEngine) -> None:
     """Fault: its neighbours, half done, are lost with it."""
-    prompts = ["ab", ("ab", Options(gamma=99)), [], 7, ("ab", Options(seed=-1)), "cd", [True]]
+    prompts = ["ab", ("ab", Options(gamma=99)), [], 7, ("ab", Options(seed=-1)), "cd", [True],
+               np.array([[5, 6]])]  # fmt: skip
     results = dict(engine.batch(prompts, max_new_tokens=5))
-    errors = [results[i].error for i in range(7)]
+    errors = [results[i].error for i in range(8)]
     kinds = [None if error is None else error.kind for error in errors]
-    assert kinds == [None, "option", "prompt", "prompt", "option", None, "prompt"]
-    assert {results[i].finish_reason for i in (1, 2, 3, 4, 6)} == {"error"}
+    assert kinds == [None, "option", "prompt", "prompt", "option", None, "prompt", "prompt"]
+    assert {results[i].finish_reason for i in (1, 2, 3, 4, 6, 7)} == {"error"}
     assert results[5].token_ids == engine.generate("cd", max_new_tokens=5).token_ids
     assert engine.line.free == 2
 
