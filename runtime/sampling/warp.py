@@ -92,7 +92,8 @@ class SamplingParams:
     def _ordered_bias(self) -> tuple[tuple[int, float], ...]:
         try:
             pairs = dict(self.logit_bias)
-            legal = all(
+            once = len(pairs) == len(self.logit_bias)  # of two for one id neither is right
+            legal = once and all(
                 is_whole(token) and 0 <= token < 2**31 and _is_real(bias) and abs(bias) <= 100
                 for token, bias in pairs.items()
             )

@@ -27,31 +27,40 @@ Prompt = str | Sequence[int] | Sequence[Message]
 class Options:
     """How to generate: what `generate`, `stream` and `batch` take, whole or as keyword arguments.
 
-    seed: None draws one, which the result reports. draft: who proposes tokens, the bundle's draft
-    "model", an "ngram" lookup in prompt and output, or "none"; None is what the bundle was built
-    with. "chain": the draft model with lookups as its own draft; "copy": lookups in the prompt
-    alone (both look in a source too); "unigram", "bigram", "skip": tables, of the file that the
-    bundle was loaded with; "random": any token. gamma: draft tokens a round, 0 for plain decoding;
-    None for 4 of a model, 8 of the others; "auto" for what is fastest by measured costs and
-    acceptance, "transformers" for the schedule of Transformers. draft_temperature: of what the
-    draft is sampled with, None for the target's. draft_threshold: a round drafts no more after a
-    token to which the draft gave a probability below this. fallback: "auto" goes without drafts
-    while they lose. verify: "coupled" draws what plain sampling with this seed draws, whatever was
-    drafted, and is also for gamma 0.
-    By the other rules a seed repeats the text for the same draft and gamma only, and where rounds
-    go by the clock (gamma or fallback "auto") the distribution alone. stop: texts that end the
-    output and are not part of it; stop_token_ids likewise. logprobs: alternatives reported for each
-    token, None for no log-probabilities. min_new_tokens, no_repeat_ngram_size,
-    encoder_no_repeat_ngram_size, bad_words_ids: as in Transformers; None for what the checkpoint's
-    generation config asks for, 0 or an empty list for nothing. chat: whether a plain-text prompt is
-    a user's message for the chat template; None does so where the bundle has one. system: the
-    system message in that case. special_tokens: whether special tokens that are written out in a
-    prompt or message, such as "</s>", are "control" tokens, as in Transformers, or "text"; those
-    that the chat template writes always control. source: what the encoder of an encoder-decoder
-    reads, as text or token ids, or of a model that transcribes as log-mel features, float32 [bands,
-    frames]; a prompt then is how the output begins, and there need not be one. processors: what
-    forbids tokens by the text before them (`sampling.processors`), from Python alone. The others
-    are those of `SamplingParams`.
+    Fields that stand in no line are those of `SamplingParams`.
+
+    min_new_tokens, no_repeat_ngram_size, encoder_no_repeat_ngram_size, bad_words_ids: as in
+        Transformers. None is what the checkpoint's generation config asks for, 0 or an empty list
+        nothing.
+    seed: None draws one, which the result reports. By all rules but "coupled" a seed repeats the
+        text for the same draft and gamma only, and where rounds go by the clock (gamma or fallback
+        "auto") the distribution alone.
+    gamma: draft tokens a round, 0 for plain decoding. None is 4 of a model, 8 of the others. "auto"
+        is what is fastest by measured costs and acceptance, "transformers" the schedule of
+        Transformers.
+    fallback: "auto" goes without drafts while they lose.
+    draft: who proposes tokens. None is what the bundle was built with. "model": its draft model;
+        "chain": the same with lookups as its own draft; "ngram": what followed the same words in
+        prompt and output; "copy": in the prompt alone (both look in a source too); "unigram",
+        "bigram", "skip": tables, of the file that the bundle was loaded with; "random": any token;
+        "none": nobody.
+    draft_temperature: of what the draft is sampled with, None for the target's.
+    draft_threshold: a round drafts no more after a token to which the draft gave a probability
+        below this.
+    verify: the rule. "coupled" draws what plain sampling with this seed draws, whatever was
+        drafted, and is also for gamma 0.
+    stop: texts that end the output and are not part of it; stop_token_ids likewise.
+    logprobs: alternatives reported for each token, None for no log-probabilities.
+    chat: whether a plain-text prompt is a user's message for the chat template. None does so where
+        the bundle has one. system: the system message in that case.
+    special_tokens: whether special tokens that are written out in a prompt or message, such as
+        "</s>", are "control" tokens, as in Transformers, or "text". Those that the chat template
+        writes always control.
+    source: what the encoder of an encoder-decoder reads, as text or token ids, or of a model that
+        transcribes as log-mel features, float32 [bands, frames]. A prompt then is how the output
+        begins, and there need not be one.
+    processors: what forbids tokens by the text before them (`sampling.processors`), from Python
+        alone.
     """
 
     max_new_tokens: int = 256

@@ -486,8 +486,8 @@ def test_positions_do_not_depend_on_how_a_text_is_cut() -> None:
 
 @pytest.mark.parametrize("name", WITH_ENCODER)
 def test_what_its_bits_depend_on_is_measured(workshop: Workshop, name: str) -> None:
-    """And held to: a seed's text by the coupled rule. Fault: the longest source was of a slot's rows,
-    which are more than the model has positions."""
+    """And held to: a seed's text by the coupled rule. Fault: the longest source was of a slot's
+    rows, which are more than the model has positions."""
     longest = CONTEXT if name == "marian" else MAX_LEN
     _, bundle = bundle_of(workshop, name, measure=True, max_len=longest)
     assert read_bundle(bundle).invariance is not None
