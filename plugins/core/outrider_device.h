@@ -48,7 +48,6 @@ struct outrider_device_call {
   outrider_row* draft_rows;       // [B, width]; null: a verification shapes them itself
   outrider_verdict* verdicts;     // [B]; of a draw null, or [B]
   double* ratios;                 // [B, width]
-  unsigned char* kept;            // null, or [B, width, V]
   const int32_t* step_at;         // null, or where the step is
   uint32_t* arrived;              // [B] blocks that are done, 0 between kernels; workspace from here
   outrider_row* rows;             // [B, row_count]: the target's width + 1, the draft's width;
@@ -59,7 +58,7 @@ struct outrider_device_call {
   uint32_t* marks;                // null, or [B, 2, tile_count * 32]: bits of penalised, suppressed
   int32_t slot_count, width, row_count, rest_count, tile_count;
   int32_t span; // tiles that a warp of the scan takes
-  int32_t flags, step, draft_by_index;
+  int32_t flags, step;
 };
 
 #ifndef __CUDACC_RTC__
@@ -174,7 +173,7 @@ inline void finish(outrider_device_plan* plan, const outrider_device_call& call)
 // As outrider.h says.
 inline int32_t plan_draw(const outrider_device_sizes* sizes, const outrider_logits* logits,
                          const outrider_slot* slots, int32_t step, const int32_t* step_at,
-                         const double* uniforms, int64_t* drafts, outrider_row* rows, void* kept,
+                         const double* uniforms, int64_t* drafts, outrider_row* rows,
                          outrider_verdict* verdicts, void* workspace, size_t workspace_size,
                          outrider_device_plan* plan) {
   outrider_device_call call = {};
@@ -188,10 +187,8 @@ inline int32_t plan_draw(const outrider_device_sizes* sizes, const outrider_logi
   call.drafts = drafts;
   call.draft_rows = rows;
   call.verdicts = verdicts;
-  call.kept = static_cast<unsigned char*>(kept);
   call.step_at = step_at;
   call.step = step;
-  call.draft_by_index = 1;
   add_scan(plan, &call, tiles_of(logits->vocab_size), 1, "outrider_draw_scan",
            "outrider_draw_scan_general", "outrider_draw_filter");
   finish(plan, call);
@@ -199,9 +196,8 @@ inline int32_t plan_draw(const outrider_device_sizes* sizes, const outrider_logi
 }
 
 inline int32_t plan_verify(const outrider_device_sizes* sizes, const outrider_logits* target,
-                           const outrider_logits* draft, int32_t draft_by_index,
-                           const outrider_slot* slots, const double* uniforms,
-                           const int64_t* drafts, const outrider_row* rows,
+                           const outrider_logits* draft, const outrider_slot* slots,
+                           const double* uniforms, const int64_t* drafts, const outrider_row* rows,
                            outrider_verdict* verdicts, double* ratios, void* workspace,
                            size_t workspace_size, outrider_device_plan* plan) {
   outrider_device_call call = {};
@@ -221,7 +217,6 @@ inline int32_t plan_verify(const outrider_device_sizes* sizes, const outrider_lo
   call.draft_rows = const_cast<outrider_row*>(rows);
   call.verdicts = verdicts;
   if (ratios != nullptr) call.ratios = ratios;
-  call.draft_by_index = draft_by_index;
   const int32_t tiles = shapes ? call.tile_count : tiles_of(target->vocab_size);
   add_scan(plan, &call, tiles, sizes->width + 1 + (shapes ? sizes->width : 0),
            "outrider_verify_scan", "outrider_verify_scan_general", "outrider_verify_filter");

@@ -255,10 +255,8 @@ inline int choose_token(const float* weights, double fraction) {
 }
 
 // The distribution of a processed row: its shape, and tile_sum [tiles]. At temperature 0 a point mass.
-// kept: where the row is copied, or null.
 inline int32_t shape_row(const outrider_tiles& ops, const Row& row, const outrider_slot& slot,
-                         const Scratch& scratch, double* tile_sum, outrider_row* shape,
-                         unsigned char* kept = nullptr) {
+                         const Scratch& scratch, double* tile_sum, outrider_row* shape) {
   alignas(64) float buffer[TILE], w[TILE];
   const bool greedy = slot.temperature == 0;
   const int tiles = row.tiles();
@@ -269,10 +267,6 @@ inline int32_t shape_row(const outrider_tiles& ops, const Row& row, const outrid
   int broken = 0;
   for (int k = 0; k < tiles; ++k) {
     const outrider_logit* z = row.load(ops, k, buffer);
-    if (kept != nullptr) {
-      const int64_t size = outrider::element_size(row.dtype);
-      std::memcpy(kept + k * TILE * size, row.tile(k), static_cast<size_t>(row.count(k) * size));
-    }
     const int next = k + 1 < tiles ? k + 1 : k;
     float peak;
     if (greedy) {

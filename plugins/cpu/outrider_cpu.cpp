@@ -122,7 +122,7 @@ size_t outrider_workspace_size(int32_t vocab_size, int32_t width, int32_t thread
 
 int32_t outrider_draw(const outrider_logits* logits, const outrider_slot* slots,
                       int32_t slot_count, int32_t width, int32_t step, const double* uniforms,
-                      int64_t* drafts, outrider_row* rows, void* kept, outrider_verdict* verdicts,
+                      int64_t* drafts, outrider_row* rows, outrider_verdict* verdicts,
                       void* workspace, size_t workspace_size, int32_t threads) {
   if (!legal(logits) || logits->data == nullptr || drafts == nullptr || rows == nullptr ||
       step < 0 || step >= width)
@@ -137,24 +137,13 @@ int32_t outrider_draw(const outrider_logits* logits, const outrider_slot* slots,
     if (verdicts != nullptr) verdicts[b] = no_verdict();
     if (step >= slot.gamma) return;
     const int64_t at = int64_t{b} * width + step;
-    const Row raw = Model{logits, slot.index}.row(0);
-    // A verification never reads the q of a row that is one token.
-    unsigned char* copy = nullptr;
-    if (kept != nullptr && !outrider::settled(slot))
-      copy = static_cast<unsigned char*>(kept) +
-             at * raw.width * outrider::element_size(raw.dtype);
     int32_t slot_status;
     const Row row =
-        process(ops, raw, slot, drafts + at - step, step, memory.adjusted[1], memory.counts,
-                &slot_status);
+        process(ops, Model{logits, slot.index}.row(0), slot, drafts + at - step, step,
+                memory.adjusted[1], memory.counts, &slot_status);
     outrider_row& shape = rows[at];
-    const bool in_place = row.data == raw.data;
-    if (copy != nullptr && !in_place)
-      std::memcpy(copy, raw.data,
-                  static_cast<size_t>(int64_t{raw.width} * outrider::element_size(raw.dtype)));
     if (slot_status == OUTRIDER_OK)
-      slot_status = shape_row(ops, row, slot, memory.scratch, memory.q_sum, &shape,
-                              in_place ? copy : nullptr);
+      slot_status = shape_row(ops, row, slot, memory.scratch, memory.q_sum, &shape);
     if (slot_status == OUTRIDER_OK) {
       const uint32_t position = slot.position + static_cast<uint32_t>(step);
       if (!outrider::settled(slot)) {
@@ -184,10 +173,10 @@ int32_t outrider_draw(const outrider_logits* logits, const outrider_slot* slots,
 }
 
 int32_t outrider_verify(const outrider_logits* target, const outrider_logits* draft,
-                        int32_t draft_by_index, const outrider_slot* slots, int32_t slot_count,
-                        int32_t width, const double* uniforms, const int64_t* drafts,
-                        const outrider_row* rows, outrider_verdict* verdicts, double* ratios,
-                        void* workspace, size_t workspace_size, int32_t threads) {
+                        const outrider_slot* slots, int32_t slot_count, int32_t width,
+                        const double* uniforms, const int64_t* drafts, const outrider_row* rows,
+                        outrider_verdict* verdicts, double* ratios, void* workspace,
+                        size_t workspace_size, int32_t threads) {
   static const outrider_logits none = {nullptr, 0, 0, 1, OUTRIDER_FLOAT32};
   if (draft == nullptr) draft = &none;
   if (!legal(target) || target->data == nullptr || !legal(draft) || verdicts == nullptr ||
@@ -204,8 +193,8 @@ int32_t outrider_verify(const outrider_logits* target, const outrider_logits* dr
     outrider_verdict& verdict = verdicts[b] = no_verdict();
     if (slot.gamma < 0) return;
     const int64_t at = int64_t{b} * width;
-    Round round(ops, memory, slot, {target, slot.index}, {draft, draft_by_index ? slot.index : b},
-                drafts + at, rows != nullptr ? rows + at : nullptr,
+    Round round(ops, memory, slot, {target, slot.index}, {draft, slot.index}, drafts + at,
+                rows != nullptr ? rows + at : nullptr,
                 uniforms != nullptr ? uniforms + int64_t{b} * (width + 1) : nullptr, width);
     double unused[OUTRIDER_MAX_WIDTH];
     double* slot_ratios = ratios != nullptr ? ratios + at : unused;
@@ -262,23 +251,21 @@ size_t outrider_device_workspace_size(const outrider_device_sizes* sizes) {
 int32_t outrider_device_plan_draw(const outrider_device_sizes* sizes,
                                   const outrider_logits* logits, const outrider_slot* slots,
                                   int32_t step, const int32_t* step_at, const double* uniforms,
-                                  int64_t* drafts, outrider_row* rows, void* kept,
-                                  outrider_verdict* verdicts, void* workspace,
-                                  size_t workspace_size, outrider_device_plan* plan) {
+                                  int64_t* drafts, outrider_row* rows, outrider_verdict* verdicts,
+                                  void* workspace, size_t workspace_size,
+                                  outrider_device_plan* plan) {
   return outrider_device::plan_draw(sizes, logits, slots, step, step_at, uniforms, drafts, rows,
-                                    kept, verdicts, workspace, workspace_size, plan);
+                                    verdicts, workspace, workspace_size, plan);
 }
 
 int32_t outrider_device_plan_verify(const outrider_device_sizes* sizes,
                                     const outrider_logits* target, const outrider_logits* draft,
-                                    int32_t draft_by_index, const outrider_slot* slots,
-                                    const double* uniforms, const int64_t* drafts,
-                                    const outrider_row* rows, outrider_verdict* verdicts,
-                                    double* ratios, void* workspace, size_t workspace_size,
-                                    outrider_device_plan* plan) {
-  return outrider_device::plan_verify(sizes, target, draft, draft_by_index, slots, uniforms,
-                                      drafts, rows, verdicts, ratios, workspace, workspace_size,
-                                      plan);
+                                    const outrider_slot* slots, const double* uniforms,
+                                    const int64_t* drafts, const outrider_row* rows,
+                                    outrider_verdict* verdicts, double* ratios, void* workspace,
+                                    size_t workspace_size, outrider_device_plan* plan) {
+  return outrider_device::plan_verify(sizes, target, draft, slots, uniforms, drafts, rows,
+                                      verdicts, ratios, workspace, workspace_size, plan);
 }
 
 void outrider_philox4x32(uint64_t key, const uint32_t counter[4], uint32_t answer[4]) {

@@ -330,7 +330,7 @@ OUTRIDER_API void outrider_emulate_launch(const char* kernel, const uint32_t gri
 OUTRIDER_API int32_t outrider_emulate_draw(const outrider_logits* logits,
                                            const outrider_slot* slots, int32_t slot_count,
                                            int32_t width, int32_t step, const double* uniforms,
-                                           int64_t* drafts, outrider_row* rows, void* kept,
+                                           int64_t* drafts, outrider_row* rows,
                                            outrider_verdict* verdicts, void*, size_t, int32_t) {
   const outrider_device_sizes sizes = {slot_count, width, 0, logits->vocab_size,
                                        flags_of(slots, slot_count), 0};
@@ -338,7 +338,7 @@ OUTRIDER_API int32_t outrider_emulate_draw(const outrider_logits* logits,
   const int32_t* const step_at = step % 2 != 0 ? &step : nullptr; // now the one, now the other
   outrider_device_plan plan;
   const int32_t status = outrider_device_plan_draw(
-      &sizes, logits, slots, step_at != nullptr ? 0 : step, step_at, uniforms, drafts, rows, kept,
+      &sizes, logits, slots, step_at != nullptr ? 0 : step, step_at, uniforms, drafts, rows,
       verdicts, workspace.begin, workspace.size, &plan);
   if (status != OUTRIDER_OK) return status;
   launch(plan);
@@ -346,10 +346,9 @@ OUTRIDER_API int32_t outrider_emulate_draw(const outrider_logits* logits,
 }
 
 OUTRIDER_API int32_t outrider_emulate_verify(
-    const outrider_logits* target, const outrider_logits* draft, int32_t draft_by_index,
-    const outrider_slot* slots, int32_t slot_count, int32_t width, const double* uniforms,
-    const int64_t* drafts, const outrider_row* rows, outrider_verdict* verdicts, double* ratios,
-    void*, size_t, int32_t) {
+    const outrider_logits* target, const outrider_logits* draft, const outrider_slot* slots,
+    int32_t slot_count, int32_t width, const double* uniforms, const int64_t* drafts,
+    const outrider_row* rows, outrider_verdict* verdicts, double* ratios, void*, size_t, int32_t) {
   const bool has_draft = draft != nullptr && draft->data != nullptr;
   const int32_t shapes = has_draft && rows == nullptr ? OUTRIDER_DEVICE_SHAPES : 0;
   const outrider_device_sizes sizes = {slot_count, width, target->vocab_size,
@@ -358,8 +357,8 @@ OUTRIDER_API int32_t outrider_emulate_verify(
   Workspace& workspace = workspace_of(sizes);
   outrider_device_plan plan;
   const int32_t status = outrider_device_plan_verify(
-      &sizes, target, draft, draft_by_index, slots, uniforms, drafts, rows, verdicts, ratios,
-      workspace.begin, workspace.size, &plan);
+      &sizes, target, draft, slots, uniforms, drafts, rows, verdicts, ratios, workspace.begin,
+      workspace.size, &plan);
   if (status != OUTRIDER_OK) return status;
   launch(plan);
   return outcome(slots, verdicts, slot_count, width);

@@ -161,24 +161,6 @@ DEVICE bool draws(const Call& call, const outrider_slot& slot, int b, int step) 
   return false;
 }
 
-// Tile k of a row, as it is, to where the engine does not overwrite it.
-DEVICE void keep_tile(const Row& row, int k, unsigned char* kept) {
-  const int size = element_size(row.dtype);
-  const unsigned char* from = tile_at(row, k);
-  unsigned char* to = kept + static_cast<int64_t>(k) * TILE * size;
-  if (shift_of(row, k) != 0 && (reinterpret_cast<unsigned long long>(to) & 15) == 0) {
-    for (int i = lane_id(); i < TILE * size / 16; i += LANES)
-      reinterpret_cast<uint4*>(to)[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
-    return;
-  }
-  for (int i = lane_id(); i < TILE && k * TILE + i < row.width; i += LANES) {
-    if (size == 4)
-      reinterpret_cast<uint32_t*>(to)[i] = __ldg(reinterpret_cast<const uint32_t*>(from) + i);
-    else
-      reinterpret_cast<uint16_t*>(to)[i] = __ldg(reinterpret_cast<const uint16_t*>(from) + i);
-  }
-}
-
 template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
   __shared__ TileWeights weights;
   const int b = block_z(), step = step_of(call);
@@ -187,14 +169,6 @@ template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
   const Row row = row_of(call, slot, b, call.draft, slot.index, 0, step);
   outrider_device_tile* const tiles = call.tiles + tiles_at(call, b, 0);
   scan_row<GENERAL>(call, row, tiles, shape_of(slot).rate);
-  if (call.kept != nullptr && !settled(slot)) { // else no verification reads q
-    unsigned char* const kept = call.kept + (static_cast<int64_t>(b) * call.width + step) *
-                                                row.width * element_size(row.dtype);
-    for (int j = 0; j < call.span; ++j) {
-      const int k = (block_x() * call.span + j) * warps() + warp_id();
-      if (k * TILE < row.width) keep_tile(row, k, kept);
-    }
-  }
   if (!last_block(call, b, static_cast<int>(gridDim.x)) || warp_id() != 0) return;
   const outrider_row shape =
       combine(slot, tiles, tiles_of(call.draft), call.mass + tiles_at(call, b, 0));
@@ -212,7 +186,7 @@ template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
 // does not export variables.)
 #define OUTRIDER_NAME(version) outrider_interface_##version
 #define OUTRIDER_INTERFACE(version) OUTRIDER_NAME(version)
-static_assert(sizeof(outrider_device_call) == 224 && sizeof(outrider_loop) == 112 &&
+static_assert(sizeof(outrider_device_call) == 208 && sizeof(outrider_loop) == 112 &&
                   sizeof(outrider_sequence) == 48 && sizeof(outrider_ring) == 80 &&
                   sizeof(outrider_slot) == 136,
               "a new structure is a new OUTRIDER_ABI_VERSION");

@@ -225,7 +225,7 @@ DEVICE Row target_row(const Call& call, const outrider_slot& slot, int b, int i)
   return row_of(call, slot, b, call.target, slot.index, i, i);
 }
 DEVICE Row draft_row(const Call& call, const outrider_slot& slot, int b, int i) {
-  return row_of(call, slot, b, call.draft, call.draft_by_index ? slot.index : b, i, i);
+  return row_of(call, slot, b, call.draft, slot.index, i, i);
 }
 
 // --- sums over a tile -------------------------------------------------------------------------

@@ -32,7 +32,7 @@ typedef unsigned long long uint64_t;
 extern "C" {
 #endif
 
-#define OUTRIDER_ABI_VERSION 8
+#define OUTRIDER_ABI_VERSION 9
 #define OUTRIDER_MAX_WIDTH 64 /* draft tokens in a round */
 
 enum {
@@ -130,29 +130,25 @@ OUTRIDER_API size_t outrider_workspace_size(int32_t vocab_size, int32_t width, i
 /* Draw the draft token of step `step` for every slot with step < gamma.
  *
  * logits: row 0 of each slot is read. drafts [slots, width]: tokens of earlier steps are read (for
- * the penalty), this step's is written. rows [slots, width]: this step's is written. kept: NULL, or
- * memory [slots, width, vocab_size] of the logits' dtype, where this step's logits are copied
- * because the engine's next call overwrites them. uniforms: NULL for Philox, or [slots, width].
- * verdicts: NULL, or [slots]; status and row are written.
+ * the penalty), this step's is written. rows [slots, width]: this step's is written. uniforms: NULL
+ * for Philox, or [slots, width]. verdicts: NULL, or [slots]; status and row are written.
  */
 OUTRIDER_API int32_t outrider_draw(const outrider_logits* logits, const outrider_slot* slots,
                       int32_t slot_count, int32_t width, int32_t step, const double* uniforms,
-                      int64_t* drafts, outrider_row* rows, void* kept, outrider_verdict* verdicts,
+                      int64_t* drafts, outrider_row* rows, outrider_verdict* verdicts,
                       void* workspace, size_t workspace_size, int32_t threads);
 
 /* Verify a round: target rows 0 .. gamma against draft rows 0 .. gamma - 1, for every slot.
  *
- * draft: the logits that the drafts were drawn from; `kept` of outrider_draw has slot_stride =
- * width * row_stride, and there a slot's own number is its index (draft_by_index 0); otherwise
- * slot.index chooses (draft_by_index 1). rows [slots, width]: from outrider_draw, or NULL: computed
- * here. uniforms: NULL for Philox, or [slots, width + 1]: the accept tests', then the final draw's.
- * ratios: NULL, or [slots, width].
+ * draft: the logits that the drafts were drawn from; the caller keeps them from the draws until
+ * here. rows [slots, width]: from outrider_draw, or NULL: computed here. uniforms: NULL for Philox,
+ * or [slots, width + 1]: the accept tests', then the final draw's. ratios: NULL, or [slots, width].
  */
 OUTRIDER_API int32_t outrider_verify(const outrider_logits* target, const outrider_logits* draft,
-                        int32_t draft_by_index, const outrider_slot* slots, int32_t slot_count,
-                        int32_t width, const double* uniforms, const int64_t* drafts,
-                        const outrider_row* rows, outrider_verdict* verdicts, double* ratios,
-                        void* workspace, size_t workspace_size, int32_t threads);
+                        const outrider_slot* slots, int32_t slot_count, int32_t width,
+                        const double* uniforms, const int64_t* drafts, const outrider_row* rows,
+                        outrider_verdict* verdicts, double* ratios, void* workspace,
+                        size_t workspace_size, int32_t threads);
 
 /* The warped weights of row 0 of one slot, unnormalised, float32 [vocab_size], for tests and tools.
  * The workspace is that of width OUTRIDER_MAX_WIDTH and one thread. Returns the row's status. */
@@ -231,16 +227,15 @@ OUTRIDER_API size_t outrider_device_workspace_size(const outrider_device_sizes* 
 OUTRIDER_API int32_t outrider_device_plan_draw(const outrider_device_sizes* sizes,
                       const outrider_logits* logits, const outrider_slot* slots, int32_t step,
                       const int32_t* step_at, const double* uniforms, int64_t* drafts,
-                      outrider_row* rows, void* kept, outrider_verdict* verdicts, void* workspace,
+                      outrider_row* rows, outrider_verdict* verdicts, void* workspace,
                       size_t workspace_size, outrider_device_plan* plan);
 
 /* outrider_verify, likewise. draft: NULL or its data NULL for a draft without a distribution. */
 OUTRIDER_API int32_t outrider_device_plan_verify(const outrider_device_sizes* sizes,
                       const outrider_logits* target, const outrider_logits* draft,
-                      int32_t draft_by_index, const outrider_slot* slots, const double* uniforms,
-                      const int64_t* drafts, const outrider_row* rows, outrider_verdict* verdicts,
-                      double* ratios, void* workspace, size_t workspace_size,
-                      outrider_device_plan* plan);
+                      const outrider_slot* slots, const double* uniforms, const int64_t* drafts,
+                      const outrider_row* rows, outrider_verdict* verdicts, double* ratios,
+                      void* workspace, size_t workspace_size, outrider_device_plan* plan);
 
 /* --- the same on a GPU: between the calls of the models -----------------------------------------
  *

@@ -52,7 +52,7 @@ public:
     const int64_t stride = logits.outputs * logits.vocab_size;
     const outrider_logits rows = described(logits.data, stride, stride, draft_vocab_size_, first);
     check(outrider_draw(&rows, slots_.data(), count(), width_, static_cast<int32_t>(step), nullptr,
-                        drafts_.data(), rows_.data(), nullptr, verdicts_.data(), workspace_.data(),
+                        drafts_.data(), rows_.data(), verdicts_.data(), workspace_.data(),
                         workspace_.size(), threads_));
   }
   int64_t drawn(size_t b, int64_t step) const { return drafts_[b * width_ + step]; }
@@ -79,8 +79,8 @@ public:
             ? outrider_logits{nullptr, 0, 0, 1, OUTRIDER_FLOAT32}
             : described(draft.data, draft.slot_stride, draft.step_stride, draft_vocab_size_,
                         draft.first);
-    check(outrider_verify(&rows, &q, draft.data != nullptr, slots_.data(), count(), width_, nullptr,
-                          drafts_.data(), drew_ ? rows_.data() : nullptr, verdicts_.data(), nullptr,
+    check(outrider_verify(&rows, &q, slots_.data(), count(), width_, nullptr, drafts_.data(),
+                          drew_ ? rows_.data() : nullptr, verdicts_.data(), nullptr,
                           workspace_.data(), workspace_.size(), threads_));
     return verdicts_;
   }

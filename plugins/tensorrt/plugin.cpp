@@ -248,7 +248,7 @@ public:
                                             sizes.draft_vocab_size);
     outrider_device_plan plan;
     const int32_t status = outrider_device::plan_verify(
-        &sizes, &target, sizes.width > 0 ? &draft : nullptr, 0, memory.slots, nullptr,
+        &sizes, &target, sizes.width > 0 ? &draft : nullptr, memory.slots, nullptr,
         static_cast<const int64_t*>(inputs[DRAFTS]), nullptr, memory.verdicts, nullptr,
         memory.kernels, memory.kernels_size, &plan);
     if (status != OUTRIDER_OK) return fail("a tensor is null, or not aligned to its elements");

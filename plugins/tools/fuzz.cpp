@@ -143,17 +143,14 @@ void one_round(long* accepted, long* failed) {
   const int larger = vocab_size > draft_size ? vocab_size : draft_size;
   const size_t size = outrider_workspace_size(larger, width, threads);
   const Bytes workspace(size, below(64));
-  const size_t item = draft.view.dtype == OUTRIDER_FLOAT32 ? 4 : 2;
-  const Bytes kept(cells * static_cast<size_t>(draft_size) * item, below(4));
 
-  const bool draws = chance(60), keeps = draws && chance(50);
+  const bool draws = chance(60);
   int32_t status = OUTRIDER_OK;
   for (int step = 0; draws && step < width && status == OUTRIDER_OK; ++step) {
     outrider_logits row = draft.view;
     row.data = draft.bytes.data + step * row.row_stride;
     status = outrider_draw(&row, slot.data(), slots, width, step, nullptr, drafts.data(),
-                           rows.data(), keeps ? kept.data : nullptr, verdicts.data(),
-                           workspace.data, size, threads);
+                           rows.data(), verdicts.data(), workspace.data, size, threads);
     for (int b = 0; status == OUTRIDER_OK && b < slots; ++b) {
       const int64_t token = drafts[static_cast<size_t>(b * width + step)];
       require(step >= slot[static_cast<size_t>(b)].gamma || (token >= 0 && token < draft_size),
@@ -165,13 +162,10 @@ void one_round(long* accepted, long* failed) {
     ++*failed;
     return;
   }
-  const int64_t row_size = draft_size * static_cast<int64_t>(item);
-  const outrider_logits copy = {kept.data, width * row_size, row_size, draft_size,
-                                draft.view.dtype};
-  const outrider_logits* q = keeps ? &copy : chance(80) || draws ? &draft.view : nullptr;
-  status = outrider_verify(&target.view, q, !keeps, slot.data(), slots, width, nullptr,
-                           drafts.data(), draws ? rows.data() : nullptr, verdicts.data(),
-                           ratios.data(), workspace.data, size, threads);
+  const outrider_logits* q = chance(80) || draws ? &draft.view : nullptr;
+  status = outrider_verify(&target.view, q, slot.data(), slots, width, nullptr, drafts.data(),
+                           draws ? rows.data() : nullptr, verdicts.data(), ratios.data(),
+                           workspace.data, size, threads);
   if (status != OUTRIDER_OK) ++*failed;
   if (status != OUTRIDER_OK && status != OUTRIDER_SLOT_FAILED) return;
   for (size_t b = 0; b < verdicts.size(); ++b) {

@@ -162,7 +162,7 @@ class HostDraft:
     def _draw(self, draws: set[ActiveSequence], drafted: Drafted, step: int, first: int) -> None:
         """A token of each who draws; and none after one that the draft itself is unsure of."""
         gammas, logits = drafted.gammas, drafted.logits[step]
-        drawn = self._sampler.draw(logits, step, keep=False, first_slot=first).tolist()
+        drawn = self._sampler.draw(logits, step, first_slot=first).tolist()
         for b, (sequence, token) in enumerate(zip(gammas, drawn, strict=True)):
             if step >= gammas[sequence] or sequence not in draws:
                 continue

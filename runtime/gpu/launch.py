@@ -122,7 +122,6 @@ def plan_draw(
     step: int,
     *,
     uniforms: int = 0,
-    kept: int = 0,
     library: ctypes.CDLL | None = None,
 ) -> Plan:
     """The draft's draw of one step. logits: device addresses, rows aligned to their type, and for
@@ -130,7 +129,7 @@ def plan_draw(
     library, plan = library or kernel.load(), Plan()
     status = library.outrider_device_plan_draw(
         ctypes.byref(sizes), ctypes.byref(logits), buffers.slots, step, None, uniforms,
-        buffers.drafts, buffers.rows, kept, buffers.verdicts, buffers.workspace,
+        buffers.drafts, buffers.rows, buffers.verdicts, buffers.workspace,
         workspace_size(sizes, library), ctypes.byref(plan),
     )  # fmt: skip
     if status:
@@ -144,18 +143,16 @@ def plan_verify(
     draft: kernel.Logits | None,
     buffers: KernelBuffers,
     *,
-    by_index: bool = False,
     uniforms: int = 0,
     library: ctypes.CDLL | None = None,
 ) -> Plan:
-    """The verification of a round. by_index: a slot's draft logits are at its index, as the
-    target's are, and not at its number in the round. Raises ValueError likewise."""
+    """The verification of a round. Raises ValueError likewise."""
     library, plan = library or kernel.load(), Plan()
     rows = ctypes.byref(draft) if draft else None
     status = library.outrider_device_plan_verify(
-        ctypes.byref(sizes), ctypes.byref(target), rows, int(by_index), buffers.slots,
-        uniforms, buffers.drafts, buffers.rows, buffers.verdicts, buffers.ratios,
-        buffers.workspace, workspace_size(sizes, library), ctypes.byref(plan),
+        ctypes.byref(sizes), ctypes.byref(target), rows, buffers.slots, uniforms,
+        buffers.drafts, buffers.rows, buffers.verdicts, buffers.ratios, buffers.workspace,
+        workspace_size(sizes, library), ctypes.byref(plan),
     )  # fmt: skip
     if status:
         raise ValueError(kernel.status_text(library, status))

@@ -175,7 +175,7 @@ class Programs(Rounds):
         loop = self._loop(shape, slot)
         return [
             self._launch_loop("outrider_begin", loop),
-            self._launch_plan(launch.plan_verify(sizes, logits, None, buffers, by_index=True)),
+            self._launch_plan(launch.plan_verify(sizes, logits, None, buffers)),
             self._launch_loop("outrider_commit", loop),
         ]
 
@@ -210,7 +210,7 @@ class Programs(Rounds):
             at.target_logits,
         )  # fmt: skip
         target = self._logits(self.target, at.target_logits, (gamma + 1) * row, row)
-        verdicts = launch.plan_verify(sizes, target, drafts, buffers, by_index=True)
+        verdicts = launch.plan_verify(sizes, target, drafts, buffers)
         return [
             *actions,
             lambda: self.target.enqueue(verify, graph),

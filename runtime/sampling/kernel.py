@@ -21,7 +21,7 @@ from .rules import no_draft_logits
 from .sampler import Array, Ids, SlotSampling
 from .warp import broken_row
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 MAX_THREADS = 64
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -72,22 +72,21 @@ class Logits(ctypes.Structure):
 
 _INT, _POINTER, _SIZE = ctypes.c_int32, ctypes.c_void_p, ctypes.c_size_t
 _TAIL = (_POINTER, _SIZE)  # workspace, workspace_size
-_PLAN = (_POINTER,) * 3 + (_INT,) + (_POINTER,) * 6 + _TAIL + (_POINTER,)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "outrider_abi_version": (_INT, ()),
     "outrider_status_text": (ctypes.c_char_p, (_INT,)),
     "outrider_workspace_size": (_SIZE, (_INT,) * 3),
-    "outrider_draw": (_INT, (_POINTER,) * 2 + (_INT,) * 3 + (_POINTER,) * 5 + _TAIL + (_INT,)),
-    "outrider_verify": (
-        _INT,
-        (_POINTER, _POINTER, _INT, _POINTER, _INT, _INT) + (_POINTER,) * 5 + _TAIL + (_INT,),
-    ),
+    "outrider_draw": (_INT, (_POINTER,) * 2 + (_INT,) * 3 + (_POINTER,) * 4 + _TAIL + (_INT,)),
+    "outrider_verify": (_INT, (_POINTER,) * 3 + (_INT,) * 2 + (_POINTER,) * 5 + _TAIL + (_INT,)),
     "outrider_warp": (_INT, (_POINTER,) * 4 + _TAIL),
     "outrider_philox4x32": (None, (ctypes.c_uint64, _POINTER, _POINTER)),
     "outrider_uniform": (ctypes.c_double, (ctypes.c_uint64,) + (ctypes.c_uint32,) * 3),
     "outrider_device_workspace_size": (_SIZE, (_POINTER,)),
-    "outrider_device_plan_draw": (_INT, _PLAN),
-    "outrider_device_plan_verify": (_INT, _PLAN),
+    "outrider_device_plan_draw": (
+        _INT,
+        (_POINTER,) * 3 + (_INT,) + (_POINTER,) * 5 + _TAIL + (_POINTER,),
+    ),
+    "outrider_device_plan_verify": (_INT, (_POINTER,) * 9 + _TAIL + (_POINTER,)),
     "outrider_log_softmax": (None, (_POINTER, _INT, _POINTER)),
     "outrider_confidence": (ctypes.c_double, (_POINTER, _INT, ctypes.c_int64, ctypes.c_double)),
     "outrider_instruction_set": (ctypes.c_char_p, ()),

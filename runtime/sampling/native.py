@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -46,7 +45,6 @@ class RoundSampler:
         self._slots = np.zeros(slots, SLOT)
         self._verdicts = np.zeros(slots, VERDICT)
         self._ratios = np.zeros((slots, width))
-        self._kept: Array = np.empty((0,), np.float32)  # [slots, width, V], once a draft drew
         self._drew, self._draft_slot = False, 0  # the first slot of what `draw` was given
         self._places: list[SlotSampling] = []
         self._held: list[object] = []  # what the slots point to, beside the places' ids
@@ -64,16 +62,10 @@ class RoundSampler:
         self._held = [kernel.fill_slot(self._slots, b, place) for b, place in enumerate(places)]
 
     def draw(
-        self,
-        logits: Array,
-        step: int,
-        uniforms: Array | None = None,
-        keep: bool = True,
-        first_slot: int = 0,
+        self, logits: Array, step: int, uniforms: Array | None = None, first_slot: int = 0
     ) -> Ids:
         """See `Sampler.draw`. uniforms: float64 [B, width] in place of Philox."""
         count = len(self._places)
-        kept = self._keep(logits.dtype) if keep else None
         self._drew, self._draft_slot = True, first_slot
         rows = self._rows(logits[:, None], self.draft_vocab_size, first_slot, 1, step + 1)
         for b, place in enumerate(self._places):
@@ -82,7 +74,7 @@ class RoundSampler:
                 place.process(row, self.drafts[b, :step], "draft")
         status = self._library.outrider_draw(
             ctypes.addressof(rows), self._at_slots, count, self.width, step,
-            _pointer(uniforms, (count, self.width)), self._at_drafts, self._at_rows, kept,
+            _pointer(uniforms, (count, self.width)), self._at_drafts, self._at_rows,
             self._at_verdicts, *self._memory, self.threads,
         )  # fmt: skip
         self._check(status)
@@ -110,10 +102,12 @@ class RoundSampler:
     ) -> list[Verdict]:
         """See `Sampler.verify`. uniforms: float64 [B, width + 1] in place of Philox.
 
-        draft_logits: also as one array [S, >= gamma, V]. Where they are not given and `draw` was
-        not called, the draft has no distribution (n-gram lookup): see `give`.
-        Raises OutriderError("option") where the sigmoid rule meets such a draft.
+        draft_logits: also as one array [S, >= gamma, V]. Where there are none, the draft has no
+        distribution (n-gram lookup): see `give`. Raises ValueError where `draw` had some, and
+        OutriderError("option") where the sigmoid rule meets a draft without.
         """
+        if self._drew and draft_logits is None:
+            raise ValueError("the logits that the drafts were drawn from are not given again")
         count, gamma = len(self._places), max((p.gamma for p in self._places), default=-1)
         target = self._rows(logits, self.vocab_size, first_slot, gamma + 1, 0)
         self._process(logits, self.vocab_size, first_slot, "target")
@@ -123,13 +117,11 @@ class RoundSampler:
             draft = self._rows(steps, self.draft_vocab_size, self._draft_slot, gamma, 1)
             if not self._drew:
                 self._process(steps, self.draft_vocab_size, self._draft_slot, "draft")
-        elif self._drew:
-            draft = _logits(self._kept, self.draft_vocab_size)
         status = self._library.outrider_verify(
-            ctypes.addressof(target), ctypes.addressof(draft), int(draft_logits is not None),
-            self._at_slots, count, self.width, _pointer(uniforms, (count, self.width + 1)),
-            self._at_drafts, self._at_rows if self._drew else None, self._at_verdicts,
-            self._at_ratios, *self._memory, self.threads,
+            ctypes.addressof(target), ctypes.addressof(draft), self._at_slots, count, self.width,
+            _pointer(uniforms, (count, self.width + 1)), self._at_drafts,
+            self._at_rows if self._drew else None, self._at_verdicts, self._at_ratios,
+            *self._memory, self.threads,
         )  # fmt: skip
         self._check(status)
         return [
@@ -160,13 +152,6 @@ class RoundSampler:
             if place.gamma >= gamma and place.index not in held:
                 raise ValueError(f"the logits of {held} do not hold slot {place.index}")
         return _logits(array, vocab_size, first_slot)
-
-    def _keep(self, dtype: np.dtype[Any]) -> int:
-        shape = (*self.drafts.shape, self.draft_vocab_size)
-        if self._kept.shape != shape or self._kept.dtype != dtype:
-            self._kept = np.empty(shape, dtype)
-        address: int = self._kept.ctypes.data
-        return address
 
     def _check(self, status: int) -> None:
         if status == 0:

@@ -33,7 +33,7 @@ class NumpySampler:
         self._places = list(places)
         self._drafts, self._q = [[] for _ in places], [[] for _ in places]
 
-    def draw(self, logits: Array, step: int, *, keep: bool = True, first_slot: int = 0) -> Ids:
+    def draw(self, logits: Array, step: int, *, first_slot: int = 0) -> Ids:
         assert self._q is not None, "draw comes before give"
         tokens = np.zeros(len(self._places), np.int64)
         for b, place in enumerate(self._places):

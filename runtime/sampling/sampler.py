@@ -87,13 +87,12 @@ class Sampler(Protocol):
     def begin(self, places: Sequence[SlotSampling]) -> None:
         """Start a round of these slots; their order is that of all answers."""
 
-    def draw(self, logits: Array, step: int, *, keep: bool = True, first_slot: int = 0) -> Ids:
+    def draw(self, logits: Array, step: int, *, first_slot: int = 0) -> Ids:
         """Draw the draft token of `step` for every slot with step < gamma.
 
-        logits: [S, V] of the draft, of the slots from `first_slot` on. keep: copy what `verify`
-        will need; without it the caller leaves the logits alone until then and gives them again.
-        Returns int64 [B]; what stands where step >= gamma means nothing. Raises
-        OutriderError("numeric") for a broken row.
+        logits: [S, V] of the draft, of the slots from `first_slot` on; the caller leaves them alone
+        until `verify`, and gives them again there. Returns int64 [B]; what stands where step >=
+        gamma means nothing. Raises OutriderError("numeric") for a broken row.
         """
 
     def stop(self, b: int, gamma: int) -> None:
@@ -111,7 +110,7 @@ class Sampler(Protocol):
     ) -> list[Verdict]:
         """The outcome of the round for every slot.
 
-        logits: [S, K, V] of the target, K > gamma. draft_logits: those that `draw` was given, step
-        by step; None where it kept them, or there are none. Raises OutriderError("numeric") for a
-        broken row.
+        logits: [S, K, V] of the target, K > gamma. draft_logits: those that the drafts were drawn
+        from, step by step; None where there are none. Raises OutriderError("numeric") for a broken
+        row.
         """

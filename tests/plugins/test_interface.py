@@ -78,7 +78,7 @@ def test_a_broken_draft_row_that_nobody_looked_at(native, temperature):
         sampler.draw(broken, 0)
     sampler.draw(good, 1)
     with pytest.raises(OutriderError, match="draft, slot 3, position 17: NaN"):
-        sampler.verify(np.stack([good[0]] * 3)[None])
+        sampler.verify(np.stack([good[0]] * 3)[None], [broken, good])
 
 
 def test_illegal_calls_are_refused_with_a_text(native):

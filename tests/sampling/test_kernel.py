@@ -94,11 +94,10 @@ def test_slots_of_one_call_may_draft_differently_many_tokens(library):
     "name", ["plain", "all", "block-top-p", "coupled", "sigmoid-narrow", "greedy"]
 )
 def test_the_draft_rows_may_come_from_the_draw_or_from_logits(library, name):
-    """Kept by `draw`, read in place, or with nothing handed over: the same round."""
+    """By the normalisers that `draw` hands over, or with nothing handed over: the same round."""
     case = Case(6, 2500, gamma=4, slots=4)
     places = case.places(SamplingParams(**OPTIONS[name]))
     drafts, verdicts = by_library(library, case, places)
-    assert by_library(library, case, places, keep=False) == (drafts, verdicts)
     sampler = RoundSampler(2500, 4, 4, library=library)
     sampler.begin(places)
     sampler.drafts[:] = drafts
@@ -190,4 +189,3 @@ def test_misaligned_logits_with_odd_strides(library, dtype, shift):
     case.target, case.draft = moved(case.target), moved(case.draft)
     assert shift % 2 == 0 or case.target.ctypes.data % case.target.itemsize
     assert by_library(library, case, places) == want
-    assert by_library(library, case, places, keep=False) == want

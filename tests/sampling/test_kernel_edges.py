@@ -105,7 +105,7 @@ def test_logits_at_the_end_of_the_range(library):
     for position in range(20):
         sampler.begin([SlotSampling(params, 1, position)])
         drawn.add(int(sampler.draw(row[None], 0)[0]))
-        verdict = sampler.verify(np.stack([row, row])[None])
+        verdict = sampler.verify(np.stack([row, row])[None], [row[None]])
         assert verdict.pop().accepted == 1
     assert drawn == {0, 2}
 

@@ -85,21 +85,16 @@ def test_logits_in_an_engines_buffers_need_no_copy() -> None:
     pool = rng.standard_normal((width, slots, vocab)).astype(np.float32)
     target = rng.standard_normal((2, width + 1, vocab)).astype(np.float32)
     places = [SlotSampling(params, width, 10, index=index) for index in (2, 3)]
-    sampler = RoundSampler(vocab, width, slots)
-    verdicts = []
-    for keep in (True, False):
-        sampler.begin(places)
+    draft = [pool[step, 1:] for step in range(width)]
+    sampler, fates = RoundSampler(vocab, width, slots), []
+    for each in (sampler, NumpySampler(vocab)):
+        each.begin(places)
         for step in range(width):
-            sampler.draw(pool[step, 1:], step, keep=keep, first_slot=1)
-        draft = None if keep else [pool[step, 1:] for step in range(width)]
-        verdicts.append(sampler.verify(target, draft, first_slot=2))
-    assert verdicts[0] == verdicts[1]
-    reference = NumpySampler(vocab)
-    reference.begin(places)
-    for step in range(width):
-        reference.draw(pool[step, 1:], step, first_slot=1)
-    theirs = reference.verify(target, first_slot=2)
-    assert [(v.accepted, v.token) for v in verdicts[0]] == [(v.accepted, v.token) for v in theirs]
+            each.draw(draft[step], step, first_slot=1)
+        fates.append([(v.accepted, v.token) for v in each.verify(target, draft, first_slot=2)])
+    assert fates[0] == fates[1]
+    with pytest.raises(ValueError, match="not given again"):
+        sampler.verify(target, first_slot=2)
     with pytest.raises(ValueError, match="evenly"):
         sampler.verify(target, [pool[0], pool[2], pool[1]], first_slot=2)
 

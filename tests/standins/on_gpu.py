@@ -44,7 +44,7 @@ class OnGpu:
 
     def outrider_draw(
         self, logits: int, slots: int, count: int, width: int, step: int, uniforms: int | None,
-        drafts: int, rows: int, kept: int | None, verdicts: int, *_: Any,
+        drafts: int, rows: int, verdicts: int, *_: Any,
     ) -> int:  # fmt: skip
         if count == 0:
             return OK
@@ -55,22 +55,18 @@ class OnGpu:
             device_logits = memory.logits(given, at, 1)
             sizes = KernelSizes(count, width, 0, given.vocab_size, flags_of(places), 0)
             buffers = memory.buffers(sizes, places, drafts, rows)
-            kept_size = count * width * given.vocab_size * (4 if given.dtype == 0 else 2)
-            device_kept = memory.copied(kept, kept_size) if kept else 0
             device_uniforms = memory.copied(uniforms, 8 * count * width) if uniforms else 0
             plan = cuda_kernel.plan_draw(
-                sizes, device_logits, buffers, step, uniforms=device_uniforms, kept=device_kept,
+                sizes, device_logits, buffers, step, uniforms=device_uniforms,
                 library=self._library,
             )  # fmt: skip
             status = self._run(plan, buffers, verdicts, count)
             self._device.read(drafts, buffers.drafts, 8 * count * width)
             self._device.read(rows, buffers.rows, kernel.ROW.itemsize * count * width)
-            if kept:
-                self._device.read(kept, device_kept, kept_size)
         return status
 
     def outrider_verify(
-        self, target: int, draft: int | None, by_index: int, slots: int, count: int, width: int,
+        self, target: int, draft: int | None, slots: int, count: int, width: int,
         uniforms: int | None, drafts: int, rows: int | None, verdicts: int, ratios: int, *_: Any,
     ) -> int:  # fmt: skip
         if count == 0:
@@ -84,9 +80,8 @@ class OnGpu:
             device_target = memory.logits(given, at, most + 1)
             device_draft = None
             given_draft = kernel.Logits.from_address(draft) if draft else None
-            # At temperature 0 nothing is kept of a draft's row, and nothing read.
             if given_draft is not None and given_draft.data:
-                device_draft = memory.logits(given_draft, at if by_index else range(count), most)
+                device_draft = memory.logits(given_draft, at, most)
             flags = flags_of(places)
             if device_draft is not None and not rows:
                 flags |= cuda_kernel.SHAPES
@@ -97,8 +92,8 @@ class OnGpu:
             buffers = memory.buffers(sizes, places, drafts, rows)
             device_uniforms = memory.copied(uniforms, 8 * count * (width + 1)) if uniforms else 0
             plan = cuda_kernel.plan_verify(
-                sizes, device_target, device_draft, buffers, by_index=bool(by_index),
-                uniforms=device_uniforms, library=self._library,
+                sizes, device_target, device_draft, buffers, uniforms=device_uniforms,
+                library=self._library,
             )  # fmt: skip
             status = self._run(plan, buffers, verdicts, count)
             self._device.read(ratios, buffers.ratios, 8 * count * width)

@@ -57,10 +57,10 @@ class KernelWithUniforms(RoundSampler):
                     table[b, column] = NumpySampler._uniform(None, place, step, purpose)
         return table
 
-    def draw(self, logits, step, uniforms=None, keep=True, first_slot=0):  # type: ignore[no-untyped-def]
+    def draw(self, logits, step, uniforms=None, first_slot=0):  # type: ignore[no-untyped-def]
         table = np.zeros((len(self._places), self.width))
         table[:, step] = self._table(1, [(step, Purpose.DRAFT)])[:, 0]
-        return super().draw(logits, step, table, keep, first_slot)
+        return super().draw(logits, step, table, first_slot)
 
     def verify(self, logits, draft_logits=None, uniforms=None, first_slot=0):  # type: ignore[no-untyped-def]
         cells = [(i, Purpose.ACCEPT) for i in range(self.width)] + [(0, Purpose.RESIDUAL)]

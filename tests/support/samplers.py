@@ -122,7 +122,7 @@ class NumpyRounds(NumpySampler):
         super().begin(places)
         self._drew = False
 
-    def draw(self, logits, step, uniforms=None, keep=True, first_slot=0):
+    def draw(self, logits, step, uniforms=None, first_slot=0):
         self._given_uniforms, self._drew = uniforms, True
         tokens = super().draw(logits, step, first_slot=first_slot)
         self.drafts[: len(tokens), step] = tokens
@@ -228,13 +228,13 @@ class Case:
         ]
 
 
-def by_library(library, case, places, keep=True, threads=1, uniforms=(None, None)):
+def by_library(library, case, places, threads=1, uniforms=(None, None)):
     """(drafts, verdicts) of one round."""
     sampler = open_sampler(library, case.vocab_size, case.gamma, len(places), threads=threads)
     sampler.begin(places)
     for step in range(case.gamma):
-        sampler.draw(case.draft[:, step], step, uniforms[0], keep)
-    draft = None if keep else case.draft
+        sampler.draw(case.draft[:, step], step, uniforms[0])
+    draft = case.draft if case.gamma else None
     verdicts = sampler.verify(case.target, draft, uniforms[1])
     return sampler.drafts[: len(places)].tolist(), verdicts
 

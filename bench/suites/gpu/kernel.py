@@ -129,7 +129,7 @@ class DeviceRound:
 
     def _plan_verify(self, s: int) -> Plan:
         logits = self._logits(self.target[s]), self._logits(self.draft[s])
-        return launch.plan_verify(self.sizes, *logits, self._buffers(s), by_index=True)
+        return launch.plan_verify(self.sizes, *logits, self._buffers(s))
 
     def launch(self, plans: Sequence[Plan], wait: bool = True) -> None:
         for plan in plans:

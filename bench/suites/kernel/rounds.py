@@ -83,12 +83,10 @@ class Round:
         self.native = RoundSampler(self.vocab_size, self.gamma, self.batch, threads)
         self.reference = NumpySampler(self.vocab_size)
 
-    def draw(self, sampler: Sampler, keep: bool = True) -> list[list[int]]:
-        """gamma tokens of each slot. keep: see `Sampler.draw`."""
+    def draw(self, sampler: Sampler) -> list[list[int]]:
+        """gamma tokens of each slot."""
         sampler.begin(self.places)
-        steps = [
-            sampler.draw(self.draft[:, step], step, keep=keep).copy() for step in range(self.gamma)
-        ]
+        steps = [sampler.draw(self.draft[:, step], step).copy() for step in range(self.gamma)]
         drafts: list[list[int]] = np.stack(steps, axis=1).tolist()
         return drafts
 

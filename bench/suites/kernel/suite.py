@@ -18,7 +18,7 @@ from ...core.table import Table, decimals
 from . import times
 from .points import less, percent, points_of, points_table, ranges_table
 from .rounds import RULES, VARIANTS
-from .times import COPYING, NUMPY, NUMPY_ROUND, ROUND, TRANSFORMERS, VERIFY
+from .times import NUMPY, NUMPY_ROUND, ROUND, TRANSFORMERS, VERIFY
 
 VOCABULARIES = (32_000, 51_864, 128_256, 151_936)
 GAMMAS = (1, 3, 5, 8)
@@ -31,8 +31,8 @@ TABLED = [
     *((v, 5, 1) for v in VOCABULARIES[:3]), *((151_936, g, 1) for g in GAMMAS),
     (151_936, 5, 8), (151_936, 8, 32),
 ]  # fmt: skip
-WAYS = VERIFY, ROUND, COPYING, NUMPY, NUMPY_ROUND, TRANSFORMERS
-OURS, OUR_ROUND, COPYING_ROUND, _, NUMPYS_ROUND, THEIRS = (f"token: {way}" for way in WAYS)
+WAYS = VERIFY, ROUND, NUMPY, NUMPY_ROUND, TRANSFORMERS
+OURS, OUR_ROUND, _, NUMPYS_ROUND, THEIRS = (f"token: {way}" for way in WAYS)
 
 COUPLED = f"coupled: {VERIFY}"
 DRAWS = 16  # of the logits on which two rules are compared, which do not examine the same rows
@@ -55,7 +55,6 @@ GOALS = {
 RANGES = (
     (LOAD, "round: share of a 0.5B verification", percent(2)),
     RATIO,
-    (f"{NUMPYS_ROUND} / {COPYING_ROUND}", "with the draft's logits copied", decimals(1)),
     LESS,
     SHARE,
     COUPLED_RATIO,

@@ -19,7 +19,7 @@ from .rounds import VARIANTS, Round, disagreements, random_logits, transformers_
 
 # Verifications, and whole rounds: gamma draws and the verification.
 VERIFY, RAW = "verify", "verify, q from logits"
-ROUND, COPYING = "round", "round, copying"
+ROUND = "round"
 NUMPY, NUMPY_ROUND = "NumPy verify", "NumPy round"
 TRANSFORMERS, FUNCTION = "Transformers", "Transformers, its function alone"
 
@@ -51,9 +51,7 @@ def _transformers(round_: Round, *, processed: bool) -> Call | None:
 WAYS: dict[str, Callable[[Round], Call | None]] = {
     VERIFY: lambda r: partial(r.verify, r.native),
     RAW: _from_logits,
-    # As the runtime has it: the engine keeps the draft's logits, nothing is copied.
-    ROUND: lambda r: lambda: (r.draw(r.native, keep=False), r.verify(r.native)),
-    COPYING: lambda r: lambda: (r.draw(r.native), r.verify(r.native)),
+    ROUND: lambda r: lambda: (r.draw(r.native), r.verify(r.native)),
     NUMPY: lambda r: partial(r.verify, r.reference),
     NUMPY_ROUND: lambda r: lambda: (r.draw(r.reference), r.verify(r.reference)),
     TRANSFORMERS: lambda r: _transformers(r, processed=False),

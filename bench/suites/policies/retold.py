@@ -82,8 +82,8 @@ class Retelling:
         (self._place,) = places
         self.inner.begin(places)
 
-    def draw(self, logits: Array, step: int, *, keep: bool = True, first_slot: int = 0) -> Ids:
-        drawn = self.inner.draw(logits, step, keep=keep, first_slot=first_slot)
+    def draw(self, logits: Array, step: int, *, first_slot: int = 0) -> Ids:
+        drawn = self.inner.draw(logits, step, first_slot=first_slot)
         place = self._place.position + step
         token = self.story.ids[place]
         if not self.story.stands[place]:
