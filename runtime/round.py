@@ -14,8 +14,8 @@ import numpy as np
 from .backends.engine import Engine
 from .calls import feed, prefill, slot_sampling, span, with_second
 from .drafts.draft import Sources
-from .drafts.host import HostDraft
 from .drafts.lookup import Corpus
+from .drafts.proposer import Proposer
 from .drafts.tables import Tables
 from .files.errors import OF_ONE, OutriderError
 from .sampling.sampler import Sampler
@@ -25,7 +25,11 @@ from .stats import Stopwatch
 
 
 def speculate(
-    plans: Sequence[SlotPlan], draft: HostDraft, target: Engine, sampler: Sampler, slots: SlotTable
+    plans: Sequence[SlotPlan],
+    proposer: Proposer,
+    target: Engine,
+    sampler: Sampler,
+    slots: SlotTable,
 ) -> list[SlotResult]:
     """Algorithm 1 of Leviathan et al. 2023 for several sequences, each in its slot with its own
     gamma, up to the commit (`Slot.commit`), which is the decoder's.
@@ -35,9 +39,9 @@ def speculate(
     """
     gammas = {plan.sequence: min(plan.gamma, plan.limit) for plan in plans}
     # Sample x1..x(gamma) from the draft, with their distributions q; the sampler's round begins.
-    for sequence in draft.lacking(gammas):
-        draft.read(sequence)
-    drafted = draft.propose(gammas)
+    for sequence in proposer.lacking(gammas):
+        proposer.read(sequence)
+    drafted = proposer.propose(gammas)
 
     # Run the target once: p1..p(gamma+1) after the text, after x1, ... after x(gamma).
     within = span(gammas)
@@ -82,7 +86,7 @@ class HostRounds(Rounds):
             sampler, begin="host", give="host", draw="sample", verify="sample"
         )
         self._target = clock.around(target, forward="verify", encode="verify")
-        self.proposer = HostDraft(sources, self._sampler)
+        self.proposer = Proposer(sources, self._sampler)
         self._proposer = clock.around(self.proposer, propose="draft", read="draft_prefill")
 
     @property

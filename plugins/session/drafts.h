@@ -1,4 +1,4 @@
-// The draft tokens of a round, from whom each request wants them (runtime/drafts/host.py).
+// The draft tokens of a round, from whom each request wants them (runtime/drafts/proposer.py).
 #ifndef OUTRIDER_SESSION_DRAFTS_H
 #define OUTRIDER_SESSION_DRAFTS_H
 

@@ -1,8 +1,8 @@
 """What a kind of draft is: a subclass of `Draft`, and a line of the registry.
 
 A draft that names tokens is a `GuessedDraft`; one that gives logits for the next token has a `row`.
-The rest of the round is the proposer's (`host.HostDraft`): whatever a draft says, q is what its
-tokens were drawn from, so what comes out has the target's distribution.
+The rest of the round is the `Proposer`'s: whatever a draft says, q is what its tokens were drawn
+from, so what comes out has the target's distribution.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ from rounds import (
 
 from export import ngram
 from runtime.drafts import draft as draft_math
-from runtime.drafts.host import HostDraft
 from runtime.drafts.lookup import Corpus, Lookup
+from runtime.drafts.proposer import Proposer
 from runtime.drafts.registry import KINDS
 from runtime.drafts.tables import Tables
 from runtime.files.errors import EXIT_STATUS
@@ -148,13 +148,13 @@ def test_a_chain_that_shares_its_numbers_is_noticed() -> None:
 
 def test_a_chain_whose_rows_are_others_is_noticed() -> None:
     """Verified as if its tokens had been drawn from anything."""
-    fill = HostDraft._fill
+    fill = Proposer._fill
 
-    def flat(self: HostDraft, row: Any, *others: Any) -> None:
+    def flat(self: Proposer, row: Any, *others: Any) -> None:
         fill(self, row, *others)
         row[:] = 0
 
-    with broken("drafts.host.HostDraft._fill", flat):
+    with broken("drafts.proposer.Proposer._fill", flat):
         assert by_keys(2, 4, own, 1, ALL_TOKENS, draft="chain") > 0.01
 
 

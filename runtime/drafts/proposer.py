@@ -35,7 +35,7 @@ class Drafted:
     logits: list[Logits] = field(default_factory=list)
 
 
-class HostDraft:
+class Proposer:
     """Who proposes. `propose` begins the sampler's round.
 
     sources: what drafts are made of. sampler: of the target's rounds.
