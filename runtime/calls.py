@@ -11,7 +11,6 @@ import numpy as np
 from .backends.engine import Engine, Ids, Logits
 from .sampling.sampler import SlotSampling
 from .sequence import ActiveSequence, Request
-from .slots import SlotTable
 
 
 def prefill(engine: Engine, slot: int, tokens: Sequence[int], start: int) -> Logits:
@@ -58,19 +57,16 @@ def span(batch: Iterable[ActiveSequence]) -> tuple[int, int]:
     return min(indices), max(indices) + 1
 
 
-def idle_positions(
-    slots: SlotTable, engine: Engine, first: int, last: int, length: str, width: int
-) -> Ids:
-    """Where slots that sit out a call of `width` tokens may be written: beyond their valid rows."""
-    beyond = np.fromiter(slots.lengths(first, last, length), np.int64, last - first)
+def idle_positions(engine: Engine, lengths: Sequence[int], width: int) -> Ids:
+    """Where slots that sit out a call of `width` tokens may be written: beyond their valid rows,
+    of which they have `lengths`."""
     # A text of the full length that is over was longer than a call may begin at.
-    return np.minimum(beyond, engine.capacity - width)
+    return np.minimum(np.array(lengths, np.int64), engine.capacity - width)
 
 
 def feed(
     engine: Engine,
-    slots: SlotTable,
-    length: str,
+    lengths: Sequence[int],
     within: tuple[int, int],
     fed: Mapping[ActiveSequence, tuple[int, Sequence[int] | Ids]],
     since: int = 0,
@@ -79,12 +75,12 @@ def feed(
     """One call for the slots `within` [first, last): logits [S, K, V] after the tokens from number
     `since` on.
 
-    length: which one is the engine's, "target_len" or "draft_len". fed: the row that a sequence's
-    first token goes to, and its tokens; the widest, or `Engine.narrowest`, is the call's width.
+    lengths: the engine's valid rows of all slots. fed: the row that a sequence's first token goes
+    to, and its tokens; the widest, or `Engine.narrowest`, is the call's width.
     """
     (first, last), most = within, max(len(tokens) for _, tokens in fed.values())
     ids = wide(engine, np.zeros((last - first, most), np.int64))
-    position = idle_positions(slots, engine, first, last, length, ids.shape[1])
+    position = idle_positions(engine, lengths[first:last], ids.shape[1])
     for sequence, (start, tokens) in fed.items():
         row = sequence.slot.index - first
         ids[row, : len(tokens)], position[row] = tokens, start

@@ -48,7 +48,7 @@ def speculate(
     fed = {
         x: (x.slot.target_len, [x.slot.pending, *drafts]) for x, drafts in drafted.tokens.items()
     }
-    logits = feed(target, slots, "target_len", within, fed)
+    logits = feed(target, slots.target_lengths, within, fed)
 
     # Accept each x with probability min(1, p/q); correct the first that is not, or extend.
     verdicts = sampler.verify(logits, drafted.logits or None, first_slot=within[0])

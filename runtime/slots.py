@@ -6,7 +6,7 @@ in the engines, so rolling back is making it smaller.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .backends.engine import HeldRows, Source
@@ -110,7 +110,12 @@ class SlotTable:
         if self._slots[slot.index] is slot:
             self._busy.discard(slot.index)
 
-    def lengths(self, first: int, last: int, name: str) -> Iterable[int]:
-        """Of the slots first .. last - 1, how many rows are worth keeping: those of its text, or of
-        the text that it had. name: "target_len" or "draft_len"."""
-        return (getattr(slot, name) for slot in self._slots[first:last])
+    @property
+    def target_lengths(self) -> list[int]:
+        """How many of a slot's rows are worth keeping: those of its text, or of that it had."""
+        return [slot.target_len for slot in self._slots]
+
+    @property
+    def draft_lengths(self) -> list[int]:
+        """The same of the draft's."""
+        return [slot.draft_len for slot in self._slots]

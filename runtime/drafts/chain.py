@@ -74,7 +74,7 @@ class ChainDraft(Draft):
             known = [*sequence.slot.tokens[-2:], *tokens[sequence]]  # two, as in a first step
             start = len(sequence.slot.tokens) + len(known) - 4
             fed[sequence] = start, readable(engine, [*known[-2:], *guess])
-        logits = feed(engine, self.sources.slots, "draft_len", within, fed, since=1)
+        logits = feed(engine, self.sources.slots.draft_lengths, within, fed, since=1)
         for sequence in active:
             temper(logits[sequence.slot.index - first], sequence)
         inner.begin([

@@ -31,7 +31,7 @@ class ModelDraft(Draft):
 
         ahead: sequences that this round's drafts have rows of already, and how many.
         """
-        engine, slots = self.sources.engine, self.sources.slots
+        engine, lengths = self.sources.engine, self.sources.slots.draft_lengths
         assert engine is not None
         fed: dict[ActiveSequence, tuple[int, Sequence[int] | Ids]] = {
             sequence: (len(sequence.slot.tokens) - 1 + count, [])
@@ -47,4 +47,4 @@ class ModelDraft(Draft):
                 else (len(text) - 2, readable(engine, text[-2:]))
             )
         since = 0 if step else 1
-        return feed(engine, slots, "draft_len", (first, last), fed, since, buffer=step)[:, 0]
+        return feed(engine, lengths, (first, last), fed, since, buffer=step)[:, 0]

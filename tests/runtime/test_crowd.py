@@ -113,8 +113,8 @@ def test_each_as_if_it_were_alone(slots: int, params: SamplingParams) -> None:
 # The controls
 
 
-def idle_at_the_start(slots: object, engine: object, first: int, last: int, *_: object) -> Ids:
-    return np.zeros(last - first, np.int64)
+def idle_at_the_start(engine: object, lengths: list[int], width: int) -> Ids:
+    return np.zeros(len(lengths), np.int64)
 
 
 def remembered(self: SlotTable, *prompt: object) -> Slot:
