@@ -185,6 +185,13 @@ class Costs:
             seen.made = RoundCosts.of(draft, rest, self.max_gamma, seen.reading())
         return seen.made
 
+    def timed(self, batch: int) -> RoundCosts | None:
+        """`rounds`, where a plain step and a draft step were timed; None where it would guess."""
+        seen = self._batches.get(batch)
+        if seen is None or 0 not in seen.rest or not (seen.rest[0].known and seen.draft.known):
+            return None
+        return self.rounds(batch)
+
     def earlier(self, settings: Hashable = None) -> EarlierTexts:
         """Those with these settings. New settings begin with what all texts say together."""
         mine = self._settings.pop(settings, None) or EarlierTexts(

@@ -244,7 +244,8 @@ def _parser() -> ArgumentParser:
         help="with --json or --batch: the log-probability of each token under the target, before "
         "any of the sampling options, and of the N most probable ones")
     add("--stats", choices=("none", "summary", "detailed"), default="summary",
-        help="on stderr (default summary)")
+        help="on stderr (default summary); detailed has Theorem 3.8 too where a plain step was "
+        "timed, by --baseline or --gamma auto")
     add("--baseline", action="store_true",
         help="also decode plainly, and print how many times faster speculation was")
     add("--check", action="store_true",

@@ -12,12 +12,14 @@ from ..audio.recording import check_file
 from ..beam.text import SLOTS, beam_texts, gamma_of
 from ..bundle import load
 from ..certificate import check
+from ..costs import RoundCosts
 from ..drafts.registry import KINDS
 from ..files.errors import OutriderError
 from ..stats import Stats
 from ..text.engine import TextEngine
 from ..text.options import Options, Prompt
 from ..text.results import Result
+from ..theory.measure import findings
 from . import report
 from .arguments import options_from, parse, refuse_unread
 from .audio import transcribe
@@ -94,10 +96,10 @@ def _single(session: Session, prompt: Prompt | None) -> None:
     if args.stats != "none":
         gamma = _gamma_text([options], [request.gamma], result.stats)
         err.lines(report.summary(result, gamma, seed=not greedy))
+    plain = engine.generate(prompt, plain_options) if args.baseline else None
     if args.stats == "detailed":
-        err.lines(report.detailed(result.stats))
-    if args.baseline:
-        plain = engine.generate(prompt, plain_options)
+        err.lines(report.detailed(result.stats, _costs(engine, request.draft, result, plain)))
+    if plain is not None:
         same = greedy or options.verify == "coupled"
         objects["baseline"] = report.baseline_object(result, plain, same=same)
         err.line(report.baseline(result, plain, same=same))
@@ -118,6 +120,18 @@ def _single(session: Session, prompt: Prompt | None) -> None:
             if certificate.caveat is None
             else "Use --verify token, block or coupled, no --lenience, and texts of some length.",
         )
+
+
+def _costs(
+    engine: TextEngine, draft: str, result: Result, plain: Result | None
+) -> RoundCosts | None:
+    """What rounds cost, by the plain text or else by the plain steps that a policy asked for; None
+    where there was no plain step."""
+    stats = result.stats
+    if plain is not None and plain.stats.rounds and stats.drafted:
+        return findings({0: [plain.stats], -(-stats.drafted // stats.rounds): [stats]}).costs
+    known = engine.decoder.costs.get(draft)
+    return known.timed(1) if known else None
 
 
 def _text(session: Session, prompt: Prompt | None) -> Result:

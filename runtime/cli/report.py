@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
 from typing import Any
 
+from ..costs import RoundCosts
 from ..sequence import Token
 from ..stats import Stats
 from ..text.options import Options
@@ -89,14 +90,17 @@ def round_lines(stats: Stats, gamma: str) -> list[str]:
     parts = _times(stats)
     whole = sum(parts.values())
     shares = " ".join(f"{name} {_percent(part, whole)}" for name, part in parts.items())
-    cost = draft_cost(stats)
-    said = f" | a draft step takes {_percent(cost, 1)} of a verification" if cost else ""
+    share = draft_share(stats)
+    said = f" | a draft step takes {_percent(share, 1)} of a verification" if share else ""
     lines.append(f"time {shares}{said}")
     return lines
 
 
-def detailed(stats: Stats) -> list[str]:
-    """More on the rounds: each position, how many drafts rounds accepted, milliseconds, theory."""
+def detailed(stats: Stats, costs: RoundCosts | None = None) -> list[str]:
+    """More on the rounds: each position, how many drafts rounds accepted, milliseconds, theory.
+
+    costs: of the rounds, where a plain step was timed: the theorem's c is in plain steps.
+    """
     lines = []
     at = stats.accepted_at
     if stats.drafted:
@@ -117,16 +121,17 @@ def detailed(stats: Stats) -> list[str]:
         "total": stats.elapsed,
     }
     lines.append("ms  " + "  ".join(f"{name} {_ms(value)}" for name, value in times.items()))
-    cost = draft_cost(stats)
-    if cost is not None:
-        alpha = stats.acceptance_rate
-        gamma = stats.drafted / stats.rounds
-        expected = speedup(alpha, gamma, cost)
+    if stats.drafted:
         lines.append(
             f"a draft step {_ms(stats.time_draft / stats.drafted)} ms, a verification "
-            f"{_ms(stats.time_verify / stats.rounds)} ms | Theorem 3.8 at alpha "
-            f"{_fraction(alpha)}, gamma {gamma:.1f}, c {_fraction(cost)}: {expected:.2f}x"
+            f"{_ms(stats.time_verify / stats.rounds)} ms"
         )
+        if costs is not None:
+            alpha, gamma, cost = stats.acceptance_rate, stats.drafted / stats.rounds, costs.draft
+            lines[-1] += (
+                f", a plain step {_ms(costs.plain)} ms | Theorem 3.8 at alpha {_fraction(alpha)}, "
+                f"gamma {gamma:.1f}, c {_fraction(cost)}: {speedup(alpha, gamma, cost):.2f}x"
+            )
     return lines
 
 
@@ -135,8 +140,8 @@ def _times(stats: Stats) -> dict[str, float]:
     return {name: getattr(stats, f"time_{name}") for name in ("draft", "verify", "sample", "host")}
 
 
-def draft_cost(stats: Stats) -> float | None:
-    """c: the time of one draft step over that of one verification; None without drafts."""
+def draft_share(stats: Stats) -> float | None:
+    """The time of a draft step over that of a verification; None without drafts."""
     if not (stats.drafted and stats.time_verify):
         return None
     return (stats.time_draft / stats.drafted) / (stats.time_verify / stats.rounds)

@@ -157,7 +157,10 @@ def test_detailed_statistics(cli):
     _, _, err = cli("--prompt", "hello", "--stats", "detailed")
     assert "\ndraft 4: accepted " in err
     assert "rounds by accepted drafts  0: " in err
-    assert "Theorem 3.8" in err
+    assert "Theorem 3.8" not in err, "nobody timed a plain step"
+    for argv in (["--baseline"], ["--gamma", "auto"]):
+        _, _, err = cli("--prompt", "hello", "--stats", "detailed", *argv)
+        assert re.search(r"a plain step \S+ ms \| Theorem 3.8 at alpha ", err)
 
 
 def test_escape_sequences_of_stop(cli):

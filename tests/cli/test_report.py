@@ -6,6 +6,7 @@ import json
 import math
 
 from runtime.cli import report
+from runtime.costs import RoundCosts
 from runtime.decoder import Token
 from runtime.stats import Stats
 from runtime.text.results import Result
@@ -64,7 +65,16 @@ def test_detailed():
     assert lines[4] == "draft 5: accepted 24/68 drafted (35%), 24/26 reached (92%)"
     assert lines[5] == "rounds by accepted drafts  0: 16  1: 16  2: 10  3: 6  4: 2  5: 24"
     assert lines[6].endswith("verify 1000.0  sample 50.0  host 50.0  total 1840.0")
-    assert lines[7].startswith("a draft step 2.0 ms, a verification 13.5 ms | Theorem 3.8 at alpha")
+    assert lines[7:] == ["a draft step 2.0 ms, a verification 13.5 ms"]
+
+
+def test_the_theorem_is_in_plain_steps():
+    """Fault: c was a share of a verification, which takes longer: .15 here, and 1.97 times."""
+    costs = RoundCosts.of(0.7 / 349, {0: 0.009, 5: 0.0135}, 5)
+    assert report.detailed(make_stats(), costs)[7] == (
+        "a draft step 2.0 ms, a verification 13.5 ms, a plain step 9.0 ms | "
+        "Theorem 3.8 at alpha .77, gamma 4.7, c .22: 1.64x"
+    )
 
 
 def test_memory():

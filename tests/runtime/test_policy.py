@@ -197,9 +197,11 @@ def test_batch_sizes_keep_apart() -> None:
         assert policy.next(2) == asked
         costs.observe(2, found, found, 1.0)
     assert costs.lacking(2) is None and costs.lacking(3) == 0
+    assert costs.timed(2) == costs.rounds(2) and costs.timed(3) is None
     for _ in range(8):
         costs.observe(3, 4, 1.0, 1.0)
     assert costs.lacking(3) is None and costs.rounds(3).verify[0] == 1
+    assert costs.timed(3) is None, "its plain step is a guess"
 
 
 # What texts tell
