@@ -219,9 +219,7 @@ def runs(backend: str, dtype: str, sm: str = "") -> tuple[str, ...]:
     """What an export has to know of the backend: its kinds of weights in this precision, and
     whether it runs encoder-decoders, which none does on a GPU."""
     builder = find(backend)
-    encoders = dtype in builder.ENCODERS and not any(
-        target.startswith("sm") for target in builder.targets(sm, dtype)
-    )
+    encoders = dtype in builder.ENCODERS and not _on_gpu(builder.targets(sm, dtype))
     return (*weights_of(backend, dtype), *((ENCODER_DECODERS,) if encoders else ()))
 
 
@@ -244,16 +242,22 @@ def _same(found: Manifest, wanted: Manifest) -> bool:
     return keys[0] == keys[1] and found == wanted
 
 
-def memory_plan(pair: Pair, slots: int, rows: int | None = None) -> dict[str, int]:
+def _on_gpu(targets: Sequence[str]) -> bool:
+    return any(target.startswith("sm") for target in targets)
+
+
+def memory_plan(
+    pair: Pair, slots: int, targets: Sequence[str], rows: int | None = None
+) -> dict[str, int]:
     """Bytes that the bundle takes when it runs: weights of both models, all slots' caches, and the
-    logits of a round. rows: of a slot; None for all of them."""
+    logits of a round. targets: what it is built for. rows: of a slot; None for all of them."""
     plan = dict.fromkeys((role for role, _ in pair.models()), 0)
     for name, file in pair.carried_files(None).items():
         role = name.partition("/")[0]
         if role in plan:
             plan[role] += file.size
     plan["KV"] = sum(facts.cache_bytes(slots, rows) for _, facts in pair.models())
-    plan["logits"] = pair.logits_bytes(slots)
+    plan["logits"] = pair.logits_bytes(slots, gpu=_on_gpu(targets))
     return plan
 
 
@@ -261,12 +265,13 @@ def check_memory(pair: Pair, slots: int, targets: list[str]) -> None:
     """Refuse, before minutes of compiling, what this machine has no room for: no GPU of it for all
     rows of the slots, or its processor for those that slots begin with. Nothing is said of GPUs
     that are elsewhere. Raises OutriderError "memory"."""
-    if any(target.startswith("sm") for target in targets):
+    if _on_gpu(targets):
         here = [size for number, size in present_gpus().items() if f"sm{number}" in targets]
-        need, room, what = memory_plan(pair, slots), max(here, default=0), "the GPU"
+        need, room, what = memory_plan(pair, slots, targets), max(here, default=0), "the GPU"
     else:
-        need, room, what = memory_plan(pair, slots, FIRST_ROWS), host_memory(), "this machine"
-        if sum(memory_plan(pair, slots).values()) > room > 0:
+        need, room = memory_plan(pair, slots, targets, FIRST_ROWS), host_memory()
+        what = "this machine"
+        if sum(memory_plan(pair, slots, targets).values()) > room > 0:
             note(f"{what} has {size_text(room)}: not enough for {slots} texts of {pair.max_len}")
     if room and (least := sum(need.values())) > room:
         raise OutriderError(
@@ -277,16 +282,9 @@ def check_memory(pair: Pair, slots: int, targets: list[str]) -> None:
 
 
 def engine_plan(manifest: Manifest) -> dict[str, int] | None:
-    """`memory_plan` with what the engines take; None where their builder did not say.
-
-    A model's calls follow each other, so its contexts can share the memory of the largest.
-    """
-    plan = memory_plan(manifest.pair, manifest.slots)
-    sizes = [
-        [profile.memory for profile in engine.profiles]
-        for engine in (manifest.engines or {}).values()
-    ]
-    known = [[size for size in each if size is not None] for each in sizes]
-    if not all(known) or not known or known != sizes:
+    """`memory_plan` with what the engines take; None where their builder did not say."""
+    activations = manifest.activations
+    if activations is None:
         return None
-    return {**plan, "activations": sum(map(max, known))}
+    plan = memory_plan(manifest.pair, manifest.slots, manifest.gpu_targets())
+    return {**plan, "activations": activations}

@@ -82,9 +82,9 @@ def run(argv: list[str] | None) -> int:
         parser().error(f"the following arguments are required: {names}")
     begin = time.perf_counter()
     pair = read_pair(arguments.graphs)
-    _say_memory(memory_plan(pair, arguments.slots))
     facts = pair.target
     targets = check_backend(arguments.backend, facts.dtype, arguments.sm, cache=facts.cache)
+    _say_memory(memory_plan(pair, arguments.slots, targets))
     check_memory(pair, arguments.slots, targets)
     built = build(
         arguments.graphs,

@@ -215,11 +215,8 @@ def check_slots(manifest: Manifest, slots: int, *, gpu: bool) -> None:
             "option", f"slots={slots!r} is out of range", "Use a whole number from 1 up."
         )
     pair = manifest.pair
-    need = 0
-    for role, facts in pair.models():
-        steps = max(1, pair.max_gamma) if role == "draft" else 1
-        need += facts.cache_bytes(slots, FIRST_ROWS)
-        need += slots * (pair.max_gamma + 1) * facts.vocab_size * 4 * steps  # logits, float32
+    need = sum(facts.cache_bytes(slots, FIRST_ROWS) for _, facts in pair.models())
+    need += pair.logits_bytes(slots, gpu=False)
     have = host_memory()
     if not gpu and need > have > 0:
         raise OutriderError(

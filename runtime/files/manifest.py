@@ -236,11 +236,17 @@ class Pair:
             and (not audio.language_detected or (start[1:2] != [] and bool(audio.lang_to_id)))
         )
 
-    def logits_bytes(self, slots: int) -> int:
-        """Of one round, in float32: the target's gamma + 1 rows and the draft's gamma."""
-        draft = self.draft.vocab_size if self.draft else 0
-        gamma = self.max_gamma if self.draft else 0
-        return 4 * slots * ((gamma + 1) * self.target.vocab_size + gamma * draft)
+    def logits_bytes(self, slots: int, *, gpu: bool) -> int:
+        """Of a round's buffers, in float32: the target's gamma + 1 rows and the draft's gamma.
+
+        A CPU's engines have gamma + 1 rows in each buffer, as a chain verifies with the draft, and
+        a target alone has lookups. On a GPU a target alone decodes plainly.
+        """
+        gamma = self.max_gamma
+        rows = {"target": gamma + 1, "draft": gamma * (gamma + 1)}
+        if gpu:
+            rows = {"target": gamma + 1 if self.draft else 1, "draft": gamma}
+        return 4 * slots * sum(rows[role] * facts.vocab_size for role, facts in self.models())
 
     def carried_files(self, engines: dict[str, EngineFacts] | None) -> dict[str, FileFacts]:
         """What a bundle takes over from the graphs folder: not what its engines hold."""
@@ -303,6 +309,13 @@ class EngineFacts:
     weights: PlainName | None = None
     level: int | None = None
     encoder: PlainName | None = None
+
+    @property
+    def activations(self) -> int | None:
+        """Bytes: a model's calls follow each other, so its contexts can share the memory of the
+        largest. None where the builder did not say of all."""
+        sizes = [profile.memory for profile in self.profiles if profile.memory is not None]
+        return max(sizes) if sizes and len(sizes) == len(self.profiles) else None
 
     @property
     def compiled(self) -> list[str]:
@@ -401,6 +414,13 @@ class Manifest:
         """What is opened where nobody will ask for the draft model."""
         engines = self.engines and {"target": self.engines["target"]}
         return replace(self, pair=replace(self.pair, draft=None), engines=engines)
+
+    @property
+    def activations(self) -> int | None:
+        """Bytes of all engines together; None without engines, or where one does not know."""
+        sizes = [engine.activations for engine in (self.engines or {}).values()]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if known and known == sizes else None
 
     def gpu_targets(self) -> list[str]:
         """The GPU architectures that the engines were compiled for, such as sm89."""

@@ -89,9 +89,9 @@ def check_gpu(manifest: Manifest, folder: Path, capability: tuple[int, int]) -> 
 
 
 def working_memory(manifest: Manifest, slots: int) -> dict[str, int]:
-    """Bytes beside weights and caches. activations: of both models, where the builder said, or the
-    engines' allowance; buffers: those of a round. CUDA graphs and the driver's own are not in
-    it."""
+    """Bytes beside weights and caches. activations: of both models, where the builder said of both,
+    or else the engines' allowance; buffers: those of a round. CUDA graphs and the driver's own are
+    not in it."""
     pair, kind = manifest.pair, device_engine(manifest.backend)
     rows = (
         f.vocab_size * LOGIT_BYTES[kind.logits_dtype(f)] if f else 0
@@ -100,11 +100,8 @@ def working_memory(manifest: Manifest, slots: int) -> dict[str, int]:
     sizes = Sizes(
         slots, pair.max_gamma if pair.draft else 0, pair.max_len, pair.capacity, *rows
     )  # fmt: skip
-    activations = sum(
-        max((profile.memory or 0 for profile in engine.profiles), default=0)
-        for engine in (manifest.engines or {}).values()
-    )
-    activations = activations or kind.allowance
+    said = manifest.activations
+    activations = kind.allowance if said is None else said
     return {"activations": activations, "buffers": sum(sizes.bytes().values())}
 
 

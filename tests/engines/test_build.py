@@ -124,7 +124,7 @@ def test_memory_of_this_machine(
     assert host_memory() > 2**28
     pair, out = read_pair(graphs), tmp_path / "out"
     assert pair.max_len > 4 * FIRST_ROWS > MAX_LEN
-    least, most = (sum(memory_plan(pair, 2, rows).values()) for rows in (FIRST_ROWS, None))
+    least, most = (sum(memory_plan(pair, 2, [], rows).values()) for rows in (FIRST_ROWS, None))
     assert least < most
     options = ["--graphs", str(graphs), "--out", str(out), "--slots", "2"]
 

@@ -194,7 +194,7 @@ def test_building_twice_compiles_nothing_twice(
     plan = engine_plan(manifest)
     assert plan is not None
     activations = plan.pop("activations")
-    assert plan == memory_plan(manifest.pair, 1)
+    assert plan == memory_plan(manifest.pair, 1, ["sm89"])
     assert activations > 2**20
 
     def made() -> int:

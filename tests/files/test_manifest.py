@@ -123,7 +123,8 @@ def use(folder: Path) -> int:
     promised(manifest, manifest.slots, 1, True)
     assert manifest.rebuild_command(folder, "sm90").startswith("make engines MODEL=")
     assert 0 < sum(f.cache_bytes(manifest.slots) for _, f in manifest.pair.models()) < 1 << 62
-    assert 0 < manifest.pair.logits_bytes(manifest.slots) < 1 << 62
+    for gpu in (False, True):
+        assert 0 < manifest.pair.logits_bytes(manifest.slots, gpu=gpu) < 1 << 62
     for processor in rules_of(Options(), manifest.pair, [3] * 3, [])[1]:
         processor(np.zeros(manifest.pair.vocab_size, np.float32), np.zeros(3, np.int64), 3)
     return 0

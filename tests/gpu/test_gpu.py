@@ -172,8 +172,25 @@ def test_working_memory(manifest: Manifest) -> None:
     made = compiled(manifest, "tensorrt_rtx", "sm89")
     assert gpu.working_memory(made, 1)["activations"] == 2 * 5000
     assert gpu.working_memory(made.without_draft(), 1)["activations"] == 5000
-    logits = manifest.pair.logits_bytes(4)
-    assert logits < gpu.working_memory(manifest, 4)["buffers"] < logits + 2**20
+    for each in (manifest, manifest.without_draft()):
+        logits = each.pair.logits_bytes(4, gpu=True)
+        buffers = gpu.working_memory(each, 4)["buffers"]
+        assert logits < buffers < logits + 2**20
+
+
+def test_half_of_the_activations_is_no_sum(manifest: Manifest) -> None:
+    """Fault: what one builder said of one profile counted as all that both engines take."""
+    made = compiled(manifest, "aotinductor", "sm89")
+    assert made.engines is not None and made.activations == 2 * 5000
+    engine = made.engines["draft"]
+    silent = replace(
+        engine, profiles=[engine.profiles[0], replace(engine.profiles[1], memory=None)]
+    )
+    for odd in (silent, replace(engine, profiles=[])):
+        partly = replace(made, engines={**made.engines, "draft": odd})
+        assert partly.activations is None
+        allowed = gpu.working_memory(partly, 1)["activations"]
+        assert allowed == device_engine("aotinductor").allowance > 2 * 5000
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,16 @@ def test_damaged_bundle_is_refused_in_one_line(
     assert words in cause and (str(bundle) in cause or kind == "backend")
 
 
+def test_logits_take_what_the_engines_hold(llama_bundle: Path) -> None:
+    """Fault: a build counted gamma rows of the draft's, which has gamma + 1 in each of its gamma
+    buffers, and one row of a target without a draft model, which has lookups."""
+    decoder = load(llama_bundle, slots=3).decoder
+    pair = read_bundle(llama_bundle).pair
+    target, draft = (model._logits.nbytes for model in (decoder.target, decoder.draft))
+    assert pair.logits_bytes(3, gpu=False) == target + draft
+    assert dataclasses.replace(pair, draft=None).logits_bytes(3, gpu=False) == target
+
+
 def test_a_line_that_cannot_be_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     nonsense: dict[str, Any] = {"queue": "x", "timeout": "x"}
     for name, value in ("queue", -1), ("timeout", -1), *nonsense.items():
