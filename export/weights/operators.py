@@ -37,11 +37,11 @@ class InPieces(ir.LazyTensor):
             return ir.tensor(make(slice(None)), dtype=dtype)
 
         super().__init__(whole, dtype=dtype, shape=shape, name=name)
-        self._make, self._rows = make, max(1, rows)
+        self._make, self._rows = make, rows
 
     def tofile(self, file: BinaryIO) -> None:
-        for begin in range(0, self.shape.numpy()[0], self._rows):
-            part = np.ascontiguousarray(self._make(slice(begin, begin + self._rows)))
+        for here in row_slices(self.shape.numpy()[0], 1, self._rows):
+            part = np.ascontiguousarray(self._make(here))
             file.write(part.view(np.uint8).data)
 
 

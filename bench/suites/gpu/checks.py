@@ -142,7 +142,7 @@ class Checks:
             for i, (a, b) in enumerate(zip(*texts, strict=True))
             if a != b
         ]  # fmt: skip
-        end = limits["max_new_tokens"] - max(self.gammas) - 1
+        end = limits["max_new_tokens"] - gamma - 1
         counted = [x for x in differ if same_graphs or (x["slots"] == 1 and x["position"] < end)]
         return {"passed": not counted, "texts": len(texts[0]), "differ": differ}
 
