@@ -17,7 +17,8 @@ for which ONNX has operators that torch's would not become.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -252,6 +253,18 @@ class Stored:
         return -1
 
 
+@contextmanager
+def asked_rows(model: PreTrainedModel, logits_index: torch.Tensor) -> Iterator[None]:
+    """While these of the N positions alone get logits. Not by `logits_to_keep`, which encoder-
+    decoders do not know, and some models pass on to their attention."""
+    outputs = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    asked = outputs.register_forward_pre_hook(lambda _, x: x[0][:, logits_index])
+    try:
+        yield
+    finally:
+        asked.remove()
+
+
 class Decoder(torch.nn.Module):
     """`forward(input_ids [B, N], position [B], logits_index [K], keys, values)`.
 
@@ -277,13 +290,13 @@ class Decoder(torch.nn.Module):
         if self.max_positions is not None:
             # Drafted rows past the table are never read, but the look-up must stay inside it.
             position_ids = position_ids.clamp(max=self.max_positions - 1)
-        logits = self.model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=logits_index,
-        ).logits
+        with asked_rows(self.model, logits_index):
+            logits = self.model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                past_key_values=cache,
+                use_cache=True,
+            ).logits
         return logits.float(), cache.keys, cache.values
 
 

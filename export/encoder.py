@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from runtime.files.audio import FeatureFacts
 
-from .decoder import Decoder, Example, SlotCache, Stored, example_caches, numbered
+from .decoder import Decoder, Example, SlotCache, Stored, asked_rows, example_caches, numbered
 
 Shapes = Sequence[tuple[int, int]]  # per layer (H, D)
 STATES = "encoder_states"
@@ -143,7 +143,8 @@ class SourceDecoder(Decoder):
         if "decoder_position_ids" in signature(self.model.forward).parameters:
             width = torch.arange(input_ids.shape[1], device=position.device)
             numbers = {"decoder_position_ids": position[:, None] + width}
-        with _for_each_slot(self.model, logits_index, self.max_positions):
+        slotwise = _for_each_slot(self.model, self.max_positions)
+        with slotwise, asked_rows(self.model, logits_index):
             logits = self.model(
                 # Nobody reads them: what they would be multiplied to is there.
                 encoder_outputs=BaseModelOutput(cross_keys[0].new_zeros(slots, rows, 1)),
@@ -157,11 +158,9 @@ class SourceDecoder(Decoder):
 
 
 @contextmanager
-def _for_each_slot(
-    model: PreTrainedModel, logits_index: torch.Tensor, max_positions: int | None
-) -> Iterator[None]:
+def _for_each_slot(model: PreTrainedModel, max_positions: int | None) -> Iterator[None]:
     """While slots have lengths of their own, and some tokens get logits: Transformers' encoder-
-    decoders take one length for all, and have no `logits_to_keep`."""
+    decoders take one length for all."""
     replaced: list[tuple[torch.nn.Module, str]] = []
 
     def replace(module: Any, name: str, by: Callable[..., torch.Tensor]) -> None:
@@ -177,12 +176,9 @@ def _for_each_slot(
             replace(module, "forward", partial(_look_up, max_positions))
         if hasattr(module, "create_position_ids_from_input_ids"):
             replace(module, "create_position_ids_from_input_ids", partial(_number, max_positions))
-    outputs = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    asked = outputs.register_forward_pre_hook(lambda _, x: x[0].index_select(1, logits_index))
     try:
         yield
     finally:
-        asked.remove()
         for module, name in replaced:
             delattr(module, name)
 

@@ -232,7 +232,6 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
         "input_ids": torch.tensor([[0, 1], [0, 2]]),
         "position_ids": torch.tensor([[0, 1], [0, 1]]),
         "past_key_values": text,
-        "logits_to_keep": torch.tensor([0, 1]),
     }
     if checkpoint.has_encoder:
         caches, ids = Caches(text, source), torch.tensor([[0, 1]])

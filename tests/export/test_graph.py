@@ -16,15 +16,22 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE
+from checkpoints import VOCAB_SIZE, write_any
 from commands import CHECKOUT
 from exported import CAPACITY, LAYERS, SHORT, SHORT_DRAFT, TIED, UNTIED, eager, graph, text, type_of
 from rounds import cases
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+)
 from workshop import MAX_GAMMA, MAX_LEN, Workshop
 
 from export import graph as simplified
+from export.checkpoint import find
+from export.decoder import Decoder, example_caches
 from export.functions import attention
+from export.loading import cache_shapes, load
 from export.pair import export as export_pair
 from runtime.backends.onnxruntime import OrtEngine
 from runtime.files.manifest import GRAPH_FILE, HOST_FILE, read_pair
@@ -188,6 +195,20 @@ def test_learned_positions_to_the_end_of_the_table(workshop: Workshop) -> None:
     call = np.concatenate([ids[:, start:], text(1, MAX_GAMMA - 2)], axis=1)
     logits = engine.forward(call, np.array([start]), np.arange(3))
     assert np.abs(logits[0] - expected[0, start:]).max() < 1e-5 * (1 + np.abs(expected).max())
+
+
+def test_a_model_that_computes_the_logits_of_all_positions(tmp_path: Path) -> None:
+    """Whatever is asked; others hand `logits_to_keep` to their attention. Fault: refused."""
+    assert write_any(tmp_path, Qwen2AudioConfig, Qwen2AudioForConditionalGeneration) is None
+    checkpoint, ids = find(str(tmp_path)), torch.from_numpy(text(2, 5))
+    model = load(checkpoint, torch.float32)
+    with torch.no_grad():
+        every = model(input_ids=ids).logits
+    shapes, index = cache_shapes(model, checkpoint), torch.tensor([3, 0])
+    rows = [example_caches(side, 5, torch.float32) for side in (shapes.keys, shapes.values)]
+    with torch.no_grad():
+        logits, *_ = Decoder(model, None)(ids, torch.zeros(2, dtype=torch.int64), index, *rows)
+    torch.testing.assert_close(logits, every[:, index])
 
 
 @pytest.mark.parametrize(
