@@ -60,7 +60,7 @@ help:
 	@echo '             BACKEND=tensorrt_rtx DTYPE=float16|bfloat16 [SM=80,89,120] builds for RTX GPUs, here'
 	@echo '                or elsewhere; BACKEND=tensorrt [OPT_LEVEL=0..5] for the GPU of this machine'
 	@echo '             BACKEND=aotinductor [DTYPE=...|bfloat16] for the GPU here, or with SM=cpu for the CPU'
-	@echo '                MODEL and DRAFT are Hugging Face folders or names'
+	@echo '                MODEL and DRAFT are Hugging Face folders or names, or GGUF files'
 	@echo 'make test       the proofs, minutes on two cores; make test-slow: the long ones'
 	@echo 'make test-serve the Ray example with real replicas and OpenAI'"'"'s client, in an environment of its own'
 	@echo 'make check      ruff, mypy and the rules of the house; make map draws the house'

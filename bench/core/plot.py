@@ -1,4 +1,4 @@
-"""How plots look, and how they are written. matplotlib is of the group `dev`."""
+"""How plots look, and how they are written. matplotlib is of the extra `dev`."""
 
 from __future__ import annotations
 

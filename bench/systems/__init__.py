@@ -33,7 +33,7 @@ class Kind:
     def missing(self) -> str | None:
         """Why there is no such system, None if its packages are installed."""
         absent = [package for package in self.packages if not importlib.util.find_spec(package)]
-        return f"{' and '.join(absent)} not installed (group {self.extra})" if absent else None
+        return f"{' and '.join(absent)} not installed (extra {self.extra})" if absent else None
 
 
 SYSTEMS = {

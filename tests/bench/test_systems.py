@@ -127,7 +127,7 @@ def test_a_system_without_its_packages_is_missing_with_the_reason(tmp_path, monk
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "llama_cpp" else found(name)
     )
-    with pytest.raises(Unavailable, match=r"llama_cpp.*group llama"):
+    with pytest.raises(Unavailable, match=r"llama_cpp.*extra llama"):
         Peer("llama.cpp", tmp_path)
     assert SYSTEMS["transformers"].missing() is None
 
@@ -172,7 +172,7 @@ def test_rows_of_a_head_that_rotate_together_are_neighbours():
 
 
 def test_a_gguf_file_has_the_checkpoint_s_tensors(pair, workshop, tmp_path):
-    gguf = pytest.importorskip("gguf", reason="gguf not installed (group llama)")
+    gguf = pytest.importorskip("gguf", reason="gguf not installed (extra llama)")
     file = tmp_path / "model.gguf"
     write(pair[0], file)
     read = gguf.GGUFReader(file)
