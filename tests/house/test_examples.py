@@ -1,4 +1,4 @@
-"""What a user copies runs. Only here is the public interface used as the README shows it."""
+"""What a user copies runs (what the documents show: test_documents.py)."""
 
 from __future__ import annotations
 
@@ -40,14 +40,6 @@ def test_an_example(name: str, llama_bundle: Path, tmp_path: Path) -> None:
     assert done.stdout.strip()
     if name == "own_draft":
         assert "the same text as without: True" in done.stdout
-
-
-def test_the_page_runs(llama_bundle: Path, tmp_path: Path) -> None:
-    [code] = re.findall("```python\n(.*?)```", PAGE, re.DOTALL)
-    assert "build/demo" in code
-    command = [sys.executable, "-c", code.replace("build/demo", str(llama_bundle))]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.strip()
 
 
 def test_the_page_names_all_that_there_is() -> None:

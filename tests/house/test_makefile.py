@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from commands import CHECKOUT
 
-NOTE = f"""#!{sys.executable}
+NOTE = f"""#!{sys.executable} -IS
 import json, os, sys
 with open(os.environ["NOTED"], "a") as file:
     print(json.dumps(sys.argv[1:]), file=file)
