@@ -88,7 +88,8 @@ def complaint(*words: str) -> str:
         patch.setattr(sys, "path", [str((CHECKOUT / name).parent), *sys.path][module:])
         try:
             with redirect_stderr(StringIO()) as said:
-                (runpy.run_module if module else runpy.run_path)(name, run_name="__main__")
+                run = runpy.run_module if module else runpy.run_path
+                run(name if module else str(CHECKOUT / name), run_name="__main__")
         except Parsed:
             return ""
         except SystemExit as error:
@@ -258,7 +259,7 @@ def unlike(path: Path, house: Path) -> Iterator[str]:
         if kind == "shell" and CHEAP.match(line) and all((house / x).exists() for x in bundles):
             run = ["bash", "-c", line]
             done = subprocess.run(run, cwd=house, capture_output=True, text=True)
-            said = NUMBER.sub("#", done.stdout + done.stderr).splitlines()
+            said = [*map(str.strip, NUMBER.sub("#", done.stdout + done.stderr).splitlines())]
             if done.returncode:
                 yield f"{path.name}:{number}: {line}: {done.stderr}"
         elif kind != "shell" or PROGRAM.match(line):
