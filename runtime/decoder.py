@@ -78,7 +78,12 @@ class Decoder:
         """Take a slot, prefill the target, emit the first token (it comes from p alone)."""
         self.check(request)
         known = request.prompt[:1] if request.second else request.prompt
-        sequence = ActiveSequence(request, self.slots.acquire(known, request.source))
+        slot = self.slots.acquire(known, request.source)
+        try:
+            sequence = ActiveSequence(request, slot)
+        except BaseException:  # an interrupt
+            self.slots.release(slot)
+            raise
         try:
             sequence.slot.tokens.extend(request.prompt)
             sequence.stats.reused_tokens = sequence.slot.target_len

@@ -95,8 +95,7 @@ class SlotTable:
             common = {index: self._target.common(index, prompt, source) for index in free}
             index = min(free, key=lambda i: self._target.length(i) - 2 * common[i])  # type: ignore[union-attr]
             held = common[index]
-        self._slots[index] = slot = Slot(index)
-        self._busy.add(index)
+        slot = Slot(index)
         # The last token's logits are wanted, and a call of one token may round otherwise than
         # wider ones: so at least two are computed, here and of the draft where it lacks any.
         slot.target_len = max(0, min(held, len(prompt) - 2))
@@ -104,6 +103,8 @@ class SlotTable:
             drafted = self._draft.common(index, prompt, source)
             need = max(0, len(prompt) - 1)
             slot.draft_len = need if drafted >= need else max(0, min(drafted, need - 2))
+        self._slots[index] = slot
+        self._busy.add(index)  # last: who is interrupted before has taken nothing
         return slot
 
     def release(self, slot: Slot) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fakes import random_model
-from rounds import make_decoder
+from rounds import broken, make_decoder
 
 from runtime.checks import Limits, check_request
 from runtime.drafts.draft import Draft
@@ -93,3 +93,14 @@ def test_a_refusal_takes_no_slot() -> None:
             decoder.admit(Request(**asked))  # type: ignore[arg-type]
     assert decoder.slots.free == 1
     assert not decoder.target.calls  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("at", ["decoder.ActiveSequence", "round.prefill"])
+def test_an_interrupt_takes_no_slot(at: str) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    decoder = make_decoder(random_model(1), random_model(2))
+    with broken(at, interrupted), pytest.raises(KeyboardInterrupt):
+        decoder.admit(Request([2, 3]))
+    assert decoder.slots.free == 1
