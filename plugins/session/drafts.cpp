@@ -85,13 +85,14 @@ DraftRows Proposer::propose(std::vector<Plan>& plans, Sampler& sampler,
 DraftRows Proposer::steps(std::vector<Plan>& plans, Sampler& sampler,
                           const std::vector<int64_t>& kept) {
   Plans with_drafts, stepping; // stepping: those that the draft's calls are for, or go round
-  bool drafting = false, draws = false;
+  bool draws = false;
+  int64_t calls = 0;
   for (Plan& plan : plans) {
     if (plan.gamma == 0) continue;
     const Request& request = plan.sequence->request;
     with_drafts.push_back(&plan);
     if (request.reads_model()) stepping.push_back(&plan);
-    drafting |= request.options.draft == OUTRIDER_DRAFT_MODEL;
+    if (request.options.draft == OUTRIDER_DRAFT_MODEL) calls = std::max(calls, plan.gamma);
     draws |= !request.at_once();
   }
   const auto most = [&] {
@@ -100,13 +101,20 @@ DraftRows Proposer::steps(std::vector<Plan>& plans, Sampler& sampler,
     return gamma;
   };
   const Span within = span(with_drafts);
-  float* const own = drafting ? nullptr : own_rows(most());
+  // Of a round's rows all are in one place: where others have more drafts, not the engine's.
+  float* const own = most() > calls ? own_rows(most()) : nullptr;
   DraftRows found;
   found.first = within.first;
   for (int64_t number = 0; number < most(); ++number) {
-    const LogitsView logits =
-        drafting ? step(stepping, kept, number, within)
-                 : LogitsView{own + (number * slots_ + within.first) * width_, 1, width_};
+    LogitsView logits{};
+    if (own != nullptr) logits = {own + (number * slots_ + within.first) * width_, 1, width_};
+    if (number < calls) {
+      const LogitsView called = step(stepping, kept, number, within);
+      if (own == nullptr) logits = called;
+      else
+        for (int64_t b = 0; b < within.last - within.first; ++b)
+          std::copy_n(called.row(b), width_, logits.row(b));
+    }
     if (number == 0) {
       found.data = logits.data;
       found.slot_stride = logits.outputs * logits.vocab_size;
@@ -154,16 +162,11 @@ Tokens Proposer::guess(Sequence& sequence, const Tokens& drafts, int64_t count) 
 
 // All tokens of those who know them; their gamma becomes how many there are.
 void Proposer::at_once(std::vector<Plan>& plans, const std::vector<int64_t>& kept) {
-  // Beside drafts by the step a guess takes part in those steps, and has no others.
-  int64_t steps = 0;
-  for (const Plan& plan : plans)
-    if (!plan.sequence->request.point_masses()) steps = std::max(steps, plan.gamma);
   Plans chained;
   for (Plan& plan : plans) {
     const Request& request = plan.sequence->request;
     if (plan.gamma == 0 || !request.at_once()) continue;
     if (request.point_masses()) {
-      if (steps > 0) plan.gamma = std::min(plan.gamma, steps);
       plan.drafts = guess(*plan.sequence, {}, plan.gamma);
     } else {
       chained.push_back(&plan);

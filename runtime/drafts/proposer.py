@@ -106,13 +106,10 @@ class Proposer:
     def _at_once(self, drafted: Drafted) -> None:
         """All tokens of those who know them; their gamma becomes how many there are."""
         asked = [(x, self._of(x), gamma) for x, gamma in drafted.gammas.items() if gamma]
-        # Beside drafts by the step a guess takes part in those steps, and has no others.
-        steps = max((gamma for _, draft, gamma in asked if not draft.point_masses), default=0)
         by_draft: dict[Draft, Gammas] = {}
         for sequence, draft, gamma in asked:
             if draft.at_once:
-                most = min(gamma, steps) if steps and draft.point_masses else gamma
-                by_draft.setdefault(draft, {})[sequence] = most
+                by_draft.setdefault(draft, {})[sequence] = gamma
         for draft, wanted in by_draft.items():
             with self._blaming(next(iter(wanted))):
                 found = {x: [*map(index, tokens)] for x, tokens in draft.propose(wanted).items()}
@@ -129,12 +126,19 @@ class Proposer:
         model = drafts[drafting[0]] if drafting else None
         ahead = {x: len(tokens[x]) for x, d in drafts.items() if d.at_once and d.reads_model}
         draws = {x for x, draft in drafts.items() if not draft.at_once}
+        # Of a round's rows all are in one place: where others have more drafts, not the engine's.
+        calls, most = max((gammas[x] for x in drafting), default=0), max(gammas.values())
+        own = self._buffer(most) if most > calls else None
         step = 0
         while step < max(gammas.values()):
-            if isinstance(model, ModelDraft):
-                logits = model.step(drafting, ahead, tokens, step, first, last)
-            else:
-                logits = self._buffer(max(gammas.values()))[step, first:last]
+            if own is not None:
+                logits = own[step, first:last]
+            if isinstance(model, ModelDraft) and step < calls:
+                found = model.step(drafting, ahead, tokens, step, first, last)
+                if own is None:
+                    logits = found
+                else:
+                    logits[:] = found[:, : logits.shape[1]]
             drafted.logits.append(logits)
             for sequence, draft in drafts.items():
                 if step < gammas[sequence]:

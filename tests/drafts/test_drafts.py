@@ -194,10 +194,24 @@ def test_all_kinds_side_by_side() -> None:
         return make_decoder(model, near(model, 2, 0.5), tables=tables(), slots=slots)
 
     alone = [ids(run(decoder(1), request)) for request in requests]
-    # A lookup drafts no more than the others have steps, and then its coins fall otherwise.
     for i, sequence in enumerate(together(decoder(len(requests)), requests)):
-        if kinds[i] not in LOOKUPS or i % 3 == 0:
-            assert ids(sequence) == alone[i], kinds[i]
+        assert ids(sequence) == alone[i], kinds[i]
+
+
+@on_host
+def test_a_lookup_beside_fewer_steps() -> None:
+    """It drafts all that it would alone, and the model is not called for that."""
+    lookup, steps = (
+        Request([2, 3, 2, 3], sampled(), gamma=gamma, draft=kind, max_new_tokens=40)  # type: ignore[arg-type]
+        for gamma, kind in ((8, "ngram"), (2, "model"))
+    )
+    decoders = [make_decoder(REPEATS, near(REPEATS, 2, 0.5), slots=slots) for slots in (1, 1, 2)]
+    alone = [run(decoders[0], lookup), run(decoders[1], steps)]
+    beside = together(decoders[2], [lookup, steps])
+    assert [x.output for x in beside] == [x.output for x in alone]
+    assert beside[0].stats.drafted == alone[0].stats.drafted > 2 * alone[0].stats.rounds
+    calls = [len(decoder.draft.calls) for decoder in decoders]  # type: ignore[union-attr, attr-defined]
+    assert calls[2] == calls[1]
 
 
 @on_host
