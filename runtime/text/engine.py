@@ -93,9 +93,10 @@ class TextEngine:
     ) -> Result:
         """The whole text. prompt: text, token ids, or chat messages; None beside a source that says
         it all. options: `Options`, None for the usual ones. more: fields of them, which win."""
-        for event in self.stream(prompt, options, **more):
-            if event.result is not None:
-                return event.result
+        with self.stream(prompt, options, **more) as stream:
+            for event in stream:
+                if event.result is not None:
+                    return event.result
         raise AssertionError("a stream ends with a result")
 
     def stream(
@@ -224,8 +225,15 @@ class TextEngine:
 
     def enter(self, request: Request) -> ActiveSequence:
         """The request in a slot that the caller has taken."""
-        with self._in_turn():
-            return self.decoder.admit(request)
+        sequence: ActiveSequence | None = None
+        try:
+            with self._in_turn():
+                sequence = self.decoder.admit(request)
+        except BaseException:
+            if sequence is not None:  # an interrupt
+                self._dropped.append(sequence)
+            raise
+        return sequence
 
     def round(self, sequences: Collection[ActiveSequence]) -> dict[ActiveSequence, list[Token]]:
         """One round of these, with those of other threads that want one; the new tokens of each."""
@@ -239,11 +247,11 @@ class TextEngine:
 
     def leave(self, caller: Caller, sequence: ActiveSequence) -> None:
         """The sequence's slot is free again."""
-        self._together.forget(sequence)
+        self._dropped.append(sequence)  # first: an interrupt leaves it to whoever comes next
         try:
+            self._together.forget(sequence)
             with self._in_turn():
-                if self._decoder is not None:
-                    self._decoder.release(sequence)
+                pass
         finally:
             self.line.give_back(caller)
 
@@ -292,9 +300,13 @@ class TextEngine:
         """While no other thread uses the decoder, and without what was dropped."""
         with self._turn:
             while self._dropped:
-                sequence = self._dropped.popleft()
-                if self._decoder is not None:
-                    self._decoder.release(sequence)
+                try:
+                    if self._decoder is not None:
+                        self._decoder.release(self._dropped[0])
+                except Exception:
+                    self._dropped.popleft()
+                    raise
+                self._dropped.popleft()  # last: an interrupt leaves it there
             yield
 
     def encode(self, prompt: Prompt | None, options: Options) -> list[int]:

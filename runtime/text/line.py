@@ -65,7 +65,8 @@ class Line:
     def free(self) -> int:
         with self._changed:
             while self._dropped:
-                self._held.pop(self._dropped.popleft(), None)
+                self._held.pop(self._dropped[0], None)
+                self._dropped.popleft()  # last: an interrupt leaves it there
             return self._slots - sum(self._held.values())
 
     def take(self, caller: Caller, slots: int = 1) -> None:

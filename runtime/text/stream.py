@@ -30,6 +30,8 @@ class Running(ABC, Generic[Item]):
     to it any more. Thread-safe: threads that iterate over it take turns.
     """
 
+    _ended = True  # until it has begun
+
     def __init__(self, engine: TextEngine):
         self._engine, self._caller = engine, Caller()
         self._sequences: dict[ActiveSequence, tuple[int, Transcript]] = {}  # in its slots
@@ -68,9 +70,10 @@ class Running(ABC, Generic[Item]):
 
     def _end(self) -> None:
         if not self._ended:
-            self._ended = True
             for sequence in list(self._sequences):
                 self._leave(sequence)
+            self._engine.line.drop(self._caller)  # what an interrupt kept it from giving back
+            self._ended = True
 
     def _leave(self, sequence: ActiveSequence) -> None:
         del self._sequences[sequence]

@@ -34,7 +34,8 @@ class Together:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: list[_Asked] = []
-        self._running = False
+        self._runner: _Asked | None = None  # whose thread runs the round of those that are chosen
+        self._chosen: list[_Asked] = []
         self._last: set[ActiveSequence] = set()  # who took part in the last round, and may again
         self._seconds = 0.0  # of the last round
 
@@ -42,22 +43,13 @@ class Together:
         """One round of these, and of those of others; the new tokens of these. run: a round, of
         sequences that it asks for once nobody can release any of them. Raises what the round
         raises, to all that took part."""
-        asked, chosen = _Asked(list(sequences)), list[_Asked]()
-        with self._changed:
-            self._waiting.append(asked)
-            self._changed.notify_all()
-            try:
-                while self._running and not asked.done:
-                    self._changed.wait()
-                if not asked.done:
-                    self._gather()
-                    chosen, self._waiting = self._waiting, []
-            except BaseException:  # an interrupt: nobody wants this round any more
-                asked.withdrawn = True
-                self._changed.notify_all()
-                raise
-        if chosen:
-            self._serve(chosen, asked, run)
+        asked = _Asked(list(sequences))
+        try:
+            if self._join(asked):
+                self._serve(run)
+        except BaseException:  # an interrupt, wherever it came: nobody wants this round any more
+            self._withdraw(asked)
+            raise
         if asked.error is not None:
             raise asked.error
         return asked.emitted
@@ -68,39 +60,52 @@ class Together:
             self._last.discard(sequence)
             self._changed.notify_all()
 
-    def _gather(self) -> None:
-        """Be the one who runs the next round, once those of the last one are back."""
-        self._running = True
-        try:
-            until = time.perf_counter() + PATIENCE * self._seconds
-            while self._last - {x for asked in self._waiting for x in asked.sequences}:
-                left = until - time.perf_counter()
-                if left <= 0 or not self._changed.wait(left):
-                    return
-        except BaseException:
-            self._running = False
-            raise
+    def _join(self, asked: _Asked) -> bool:
+        """Wait for a round of another thread, or be the one who runs the next: whether it is."""
+        with self._changed:
+            self._waiting.append(asked)
+            self._changed.notify_all()
+            while self._runner is not None and not asked.done:
+                self._changed.wait()
+            if asked.done:
+                return False
+            self._runner = asked
+            self._gather()
+            self._chosen, self._waiting = self._waiting, []
+            return True
 
-    def _serve(self, chosen: list[_Asked], own: _Asked, run: Run) -> None:
+    def _gather(self) -> None:
+        """Those of the last round are awaited."""
+        until = time.perf_counter() + PATIENCE * self._seconds
+        while self._last - {x for asked in self._waiting for x in asked.sequences}:
+            left = until - time.perf_counter()
+            if left <= 0 or not self._changed.wait(left):
+                return
+
+    def _serve(self, run: Run) -> None:
         def wanted() -> list[ActiveSequence]:
-            return [x for asked in chosen if not asked.withdrawn for x in asked.sequences]
+            return [x for asked in self._chosen if not asked.withdrawn for x in asked.sequences]
 
         begin, error, emitted = time.perf_counter(), None, Emitted()
         try:
             emitted = run(wanted)
         except Exception as failed:  # noqa: BLE001 - whatever it is, all that took part are told
             error = failed
-        except BaseException:  # an interrupt of this thread: the others try again without it
-            with self._changed:
-                self._running = False
-                self._waiting = [asked for asked in chosen if asked is not own] + self._waiting
-                self._changed.notify_all()
-            raise
         with self._changed:
-            for asked in chosen:
+            for asked in self._chosen:
                 asked.emitted = {x: emitted.get(x, []) for x in asked.sequences}
                 asked.error, asked.done = error, True
             self._last = {x for x in emitted if x.finish_reason is None}
             self._seconds = time.perf_counter() - begin
-            self._running = False
+            self._runner, self._chosen = None, []
+            self._changed.notify_all()
+
+    def _withdraw(self, asked: _Asked) -> None:
+        """Take no part in a round; the others of one that this thread runs try again without it."""
+        with self._changed:
+            asked.withdrawn = True
+            if self._runner is asked:
+                self._waiting = [x for x in self._chosen if not x.done] + self._waiting
+                self._runner, self._chosen = None, []
+            self._waiting = [x for x in self._waiting if x is not asked]
             self._changed.notify_all()

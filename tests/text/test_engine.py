@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -123,6 +124,55 @@ def test_who_leaves_a_round_is_not_in_it(engine: TextEngine) -> None:
         leaving.set()
         assert one.result(30) == {first: []} and two.result(30) == {second: []}
     assert seen == [[first], []]
+
+
+@pytest.mark.parametrize("at", ["_changed.notify_all", "_gather", "_serve"])
+def test_an_interrupted_round_is_nobodys(engine: TextEngine, at: str) -> None:
+    """Fault: the next round writes a slot that was given back, or waits for one that never ends."""
+    first, second = (engine.decoder.admit(engine.request(p, Options())) for p in ("abc", "b"))
+    seen: list[list[ActiveSequence]] = []
+
+    def run(wanted: Callable[[], list[ActiveSequence]]) -> dict[ActiveSequence, list[Token]]:
+        seen.append(wanted())
+        return {sequence: [] for sequence in seen[-1]}
+
+    shared = together.Together()
+    with interrupted_once(shared, at), pytest.raises(KeyboardInterrupt):
+        shared.round([first], run)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(shared.round, [second], run).result(30) == {second: []}
+    assert seen == [[second]]
+
+
+@pytest.mark.parametrize("at", ["line._granted", "_together.forget", "decoder.release", "count"])
+def test_an_interrupt_leaves_no_slot_taken(tmp_path: Path, at: str) -> None:
+    engine = make_text_engine(tmp_path, MODEL)
+    text = engine.generate("abc").text
+    once = interrupted_once(engine, at, after=at != "decoder.release")
+    with once, pytest.raises(KeyboardInterrupt):
+        engine.generate("abc")
+    assert engine.generate("abc").text == text
+    assert engine.decoder.slots.free == engine.line.free == 1
+
+
+@contextmanager
+def interrupted_once(thing: Any, at: str, *, after: bool = False) -> Iterator[None]:
+    """Ctrl-C in the call of an attribute of it, or as that returns."""
+    *owners, name = at.split(".")
+    for owner in owners:
+        thing = getattr(thing, owner)
+    call, calls = getattr(thing, name), []
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        calls.append(name)
+        result = call(*args, **options) if after or len(calls) > 1 else None
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(thing, name, interrupted)
+        yield
 
 
 def test_a_stream_is_closed_by_another_thread(tmp_path: Path) -> None:
