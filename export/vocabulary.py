@@ -259,6 +259,8 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
     }
     if checkpoint.has_encoder and not checkpoint.features:
         neutral["max_length"] = (None, 20)  # as 50 above
+    if not checkpoint.has_encoder:  # there it begins the text
+        neutral["forced_bos_token_id"] = (None,)
     if not checkpoint.features:
         neutral |= {name: (None, []) for name in ("suppress_tokens", "begin_suppress_tokens")}
     values = {name: getattr(generation, name, None) for name in neutral}

@@ -111,6 +111,19 @@ def test_end_of_text_ids(
         assert vocabulary.end_of_text_ids(found, vocabulary.load_tokenizer(found)) == expected
 
 
+@pytest.mark.parametrize(("architecture", "named"), [(TIED, 2), ("t5", 1)])
+def test_what_a_bundle_does_not_carry_is_named(
+    tmp_path: Path, architecture: str, named: int
+) -> None:
+    """A decoder's first token is forced where the prompt has one: not here."""
+    folder = write(tmp_path / "checkpoint", architecture)
+    asked = {"typical_p": 0.5, "forced_bos_token_id": 6}
+    content = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**content, **asked}))
+    said = vocabulary.sampling_defaults(checkpoint.find(str(folder)))
+    assert said == dict([*asked.items()][:named])
+
+
 @pytest.mark.parametrize("of_text", [9, None])
 def test_the_whole_model_says_where_texts_end(tmp_path: Path, of_text: int | None) -> None:
     """As `generate` has it, where its text has a configuration of its own."""
