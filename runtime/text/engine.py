@@ -19,7 +19,7 @@ from ..files.errors import OutriderError, refuse_first
 from ..files.manifest import Manifest
 from ..policy import Policy, make_policy
 from ..sampling.warp import SamplingParams
-from ..sequence import ActiveSequence, Request, Token
+from ..sequence import ActiveSequence, Request
 from ..slots import Slot
 from ..stats import Stats
 from .line import QUEUE, TIMEOUT, Caller, Line
@@ -235,15 +235,14 @@ class TextEngine:
             raise
         return sequence
 
-    def round(self, sequences: Collection[ActiveSequence]) -> dict[ActiveSequence, list[Token]]:
-        """One round of these, with those of other threads that want one; the new tokens of each."""
-        return self._together.round(sequences, self._rounded)
+    def round(self, sequences: Collection[ActiveSequence]) -> None:
+        """One round of these, with those of other threads that want one."""
+        self._together.round(sequences, self._rounded)
 
-    def _rounded(
-        self, wanted: Callable[[], list[ActiveSequence]]
-    ) -> dict[ActiveSequence, list[Token]]:
+    def _rounded(self, wanted: Callable[[], list[ActiveSequence]]) -> Collection[ActiveSequence]:
         with self._in_turn():
-            return self.decoder.round(wanted())
+            batch = wanted()
+            return self.decoder.round(batch) if batch else ()
 
     def leave(self, caller: Caller, sequence: ActiveSequence) -> None:
         """The sequence's slot is free again."""

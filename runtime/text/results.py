@@ -69,6 +69,7 @@ class Transcript:
         self._stops = StopStrings([t for t in stops if t not in self._special.values()])
         self._stop_ids = frozenset(options.stop_token_ids)
         self._pieces: list[str] = []  # one for each token pushed since the last event
+        self._told = 0  # tokens, by events
         self.seed, self.text = seed, ""
         self.stopped_by: str | int | None = None
 
@@ -84,8 +85,10 @@ class Transcript:
         self.stopped_by = match
         return "stop"
 
-    def event(self, sequence: ActiveSequence, new: Sequence[Token]) -> Event:
-        """The event of the tokens that a round emitted, with the result if they were the last."""
+    def event(self, sequence: ActiveSequence) -> Event:
+        """The event of the tokens since the last one, with the result if they were the last."""
+        new = sequence.output[self._told :]
+        self._told += len(new)
         # A token that ends the text unsaid (end-of-text, a stop id) comes last and has no piece.
         pieces = [(p, t.origin) for p, t in zip(self._pieces, new, strict=False) if p]
         self._pieces.clear()

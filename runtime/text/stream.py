@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from ..files.errors import OF_ONE, OutriderError
-from ..sequence import ActiveSequence, Request, Token
+from ..sequence import ActiveSequence, Request
 from ..stats import Stats
 from .line import Caller, Cancelled
 from .options import Options
@@ -112,14 +112,14 @@ class Stream(Running[Event]):
 
     def _advance(self) -> Event:
         if self._sequences:
-            ((sequence, new),) = self._engine.round(self._sequences).items()
+            self._engine.round(self._sequences)
+            [sequence] = self._sequences
         else:
             sequence = self._engine.admit(self._caller, self._request)
             self._sequences[sequence] = (0, self._transcript)
-            new = sequence.output[:]
         if sequence.error is not None:
             raise sequence.error
-        event = self._transcript.event(sequence, new)
+        event = self._transcript.event(sequence)
         if event.result is not None:
             self.result = event.result
             self._engine.count(event.result)
@@ -143,8 +143,9 @@ class Batch(Running[tuple[int, Result]]):
             while not self._read and self._slot():
                 self._join()
             if self._sequences:
-                for sequence, new in self._engine.round(self._sequences).items():
-                    self._tell(sequence, new)
+                self._engine.round(self._sequences)
+                for sequence in list(self._sequences):
+                    self._tell(sequence)
             elif self._read and not self._finished:
                 raise StopIteration
         return self._finished.popleft()
@@ -179,13 +180,13 @@ class Batch(Running[tuple[int, Result]]):
                 return
             refused.pop_all()
         self._sequences[sequence] = (number, transcript)
-        self._tell(sequence, sequence.output[:])
+        self._tell(sequence)
 
-    def _tell(self, sequence: ActiveSequence, new: Sequence[Token]) -> None:
+    def _tell(self, sequence: ActiveSequence) -> None:
         number, transcript = self._sequences[sequence]
         if sequence.error is not None:
             result = transcript.result(sequence, "error", sequence.error)
-        elif (finished := transcript.event(sequence, new).result) is not None:
+        elif (finished := transcript.event(sequence).result) is not None:
             result = finished
             self._engine.count(result)
         else:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ..sequence import ActiveSequence, Token
+from ..sequence import ActiveSequence
 
-Emitted = dict[ActiveSequence, list[Token]]
-Run = Callable[[Callable[[], list[ActiveSequence]]], Emitted]
+Run = Callable[[Callable[[], list[ActiveSequence]]], Collection[ActiveSequence]]
 PATIENCE = 0.1  # of the last round's time, for which those that took part in it are awaited
 
 
 @dataclass(eq=False)
 class _Asked:
     sequences: Collection[ActiveSequence]
-    emitted: Emitted = field(default_factory=dict)
     error: Exception | None = None
     done: bool = False
     withdrawn: bool = False
@@ -39,10 +37,10 @@ class Together:
         self._last: set[ActiveSequence] = set()  # who took part in the last round, and may again
         self._seconds = 0.0  # of the last round
 
-    def round(self, sequences: Collection[ActiveSequence], run: Run) -> Emitted:
-        """One round of these, and of those of others; the new tokens of these. run: a round, of
-        sequences that it asks for once nobody can release any of them. Raises what the round
-        raises, to all that took part."""
+    def round(self, sequences: Collection[ActiveSequence], run: Run) -> None:
+        """One round of these, and of those of others. run: a round, of sequences that it asks for
+        once nobody can release any of them; says who took part. Raises what the round raises, to
+        all of them."""
         asked = _Asked(list(sequences))
         try:
             if self._join(asked):
@@ -52,7 +50,6 @@ class Together:
             raise
         if asked.error is not None:
             raise asked.error
-        return asked.emitted
 
     def forget(self, sequence: ActiveSequence) -> None:
         """The sequence has left: nobody awaits it."""
@@ -84,18 +81,19 @@ class Together:
 
     def _serve(self, run: Run) -> None:
         def wanted() -> list[ActiveSequence]:
-            return [x for asked in self._chosen if not asked.withdrawn for x in asked.sequences]
+            asking = [x for asked in self._chosen if not asked.withdrawn for x in asked.sequences]
+            # An interrupt may have come when the round was over and nobody had been told.
+            return [sequence for sequence in asking if sequence.finish_reason is None]
 
-        begin, error, emitted = time.perf_counter(), None, Emitted()
+        begin, error, took_part = time.perf_counter(), None, list[ActiveSequence]()
         try:
-            emitted = run(wanted)
+            took_part = [*run(wanted)]
         except Exception as failed:  # noqa: BLE001 - whatever it is, all that took part are told
             error = failed
         with self._changed:
             for asked in self._chosen:
-                asked.emitted = {x: emitted.get(x, []) for x in asked.sequences}
                 asked.error, asked.done = error, True
-            self._last = {x for x in emitted if x.finish_reason is None}
+            self._last = {x for x in took_part if x.finish_reason is None}
             self._seconds = time.perf_counter() - begin
             self._runner, self._chosen = None, []
             self._changed.notify_all()
