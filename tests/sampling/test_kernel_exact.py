@@ -1,8 +1,8 @@
 """The samplers are exact: by enumeration at V = 8.
 
-Samples at a real vocabulary, in the real round, are in test_seeds.py; that large vocabularies are
-no different is in test_kernel.py. Emulated, an enumeration takes minutes, and test_kernel_cuda.py
-shows that the emulated kernels have the CPU library's bits: the emulation is enumerated once there.
+That large vocabularies are no different is in test_kernel.py. Emulated, an enumeration takes
+minutes, and test_kernel_cuda.py shows that the emulated kernels have the CPU library's bits: the
+emulation is enumerated once there.
 """
 
 from __future__ import annotations
