@@ -52,12 +52,9 @@ class Round:
 
         with broken("sampling.reference.uniform", controlled):
             emitted = self.decoder.round([sequence])[sequence]
-        return self.drafted(), [token.id for token in emitted]
-
-    def drafted(self) -> list[int]:
-        """It stands in the target's cache, whether it was accepted or not."""
+        # A draft token stands in the target's cache, whether it was accepted or not.
         rows = self.decoder.target.cache[0, self.start : self.start + self.gamma]  # type: ignore[attr-defined]
-        return [int(token) for token in rows]
+        return [int(token) for token in rows], [token.id for token in emitted]
 
 
 def blocks(round_: Round, rule: str, probs: Probs) -> Iterator[tuple[float, tuple[int, ...]]]:
