@@ -118,24 +118,6 @@ def listened(
     return speaker, made, [part for parts, _ in made.segments(windows(sound)) for part in parts]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "seed"),
-    [
-        (65, 1),
-        pytest.param(180, 0, marks=pytest.mark.slow),
-        pytest.param(180, 1, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("context", [False, True])
-def test_a_long_talk_is_that_of_transformers(seconds: int, seed: int, context: bool) -> None:
-    sound = talk(seconds)
-    speaker, made, found = listened(sound, seed, condition_on_prev_tokens=context)
-    check(found, theirs(sound, seed, condition_on_prev_tokens=context))
-    assert len(found) > 4 and made.windows > 2
-    assert len({part.start for part in found}) > 4
-    assert any(CONTEXT in prompt for prompt in speaker.asked) == context
-
-
 @pytest.mark.parametrize("english", [False, True])
 def test_without_times(english: bool) -> None:
     """The language is detected where there are several."""
@@ -273,6 +255,3 @@ def test_refused(english: bool, options: dict[str, Any], cause: str) -> None:
     with pytest.raises(OutriderError, match=cause) as refused:
         SpeechOptions(**options).check(facts(english))
     assert refused.value.kind == "option"
-
-
-# Controls: each of these changes shows.
