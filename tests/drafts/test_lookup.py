@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fakes import EOS, near, random_model, script
-from rounds import check_rows, ids, make_decoder, on_host, plain, run
+from fakes import near, random_model, script
+from rounds import check_rows, ids, make_decoder, on_host, plain
 
 from runtime.drafts.lookup import LONGEST, Lookup
 from runtime.sampling.warp import SamplingParams
@@ -66,20 +66,6 @@ def test_switching_between_them() -> None:
         decoder.round([sequence])
         check_rows(decoder, sequence)
     assert ids(sequence) == expected
-
-
-@on_host
-def test_ends_that_may_not_come_yet() -> None:
-    """A lookup would propose end-of-text where the prompt had one; not while it is masked."""
-    model = random_model(5, never=[EOS])
-    prompt = [9, 8, EOS, 7, 9, 8]
-    request = Request(
-        prompt, SamplingParams(temperature=0.9, seed=2), gamma=4, draft="ngram",
-        max_new_tokens=12, min_new_tokens=6, eos_token_ids=frozenset([EOS]),
-    )  # fmt: skip
-    for draft in (None, near(model, 1, 1.0)):
-        sequence = run(make_decoder(model, draft), request)
-        assert EOS not in ids(sequence)[:6]
 
 
 @pytest.mark.parametrize("sampler", ["numpy"], indirect=True)
