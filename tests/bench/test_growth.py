@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from test_core import CODE, PROSE
-from test_side import sparse
+from test_side import Pretender, sparse
 
 from bench.core import pair
 from bench.core.clock import DISTURBED, Clock, Sample
@@ -23,7 +23,7 @@ WEIGHTS = {"16m": 64 * 10**6, "46m": 184 * 10**6, "bundled": 22 * 10**6}
 opened: list[int] = []  # slots of processes that were asked for steps
 
 
-class FakePeer:
+class FakePeer(Pretender):
     """10 ms for each slot and position, a second for 100 tokens of a prompt, 0.1 s a token."""
 
     def __init__(self, name: str, slots: int):
@@ -32,12 +32,6 @@ class FakePeer:
             "load_seconds": weights / 1e8, "load_lost": 0.0, "weights": weights, "before": 10**6,
             "loaded": 2 * weights, "cache_element": 4, "parameters": weights // 4,
         }  # fmt: skip
-
-    def __enter__(self) -> FakePeer:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     def generate(self, request: Request) -> Text:
         times = [len(request.prompt) / 100 + i / 10 for i in range(request.new_tokens)]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from rounds import cases
+from test_side import Pretender
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from bench.core import pair as pairs
@@ -158,7 +159,7 @@ def test_who_reads_sources() -> None:
     assert CT2 not in {system.name for system in systems(list(SYSTEMS))}
 
 
-class FakePeer:
+class FakePeer(Pretender):
     """Encodes in a tenth of a second, and says a token each hundredth."""
 
     facts: ClassVar[dict[str, Any]] = {
@@ -169,12 +170,6 @@ class FakePeer:
     def __init__(self, name: str, target: Path, **options: Any):
         self.step = {"outrider": 0.01, "transformers": 0.04, "ctranslate2": 0.01}[name]
         assert options["max_len"] == 448
-
-    def __enter__(self) -> FakePeer:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     def generate(self, request: Request) -> Text:
         self.asked.append(request)

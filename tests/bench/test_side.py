@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import pytest
 from test_core import CODE, PROSE
@@ -51,6 +51,16 @@ def text(*rounds: int, step: float = 1.0, first: float = 0.5, **notes: float) ->
     """A text whose rounds gave so many tokens."""
     times = [first + step * i for i, count in enumerate(rounds) for _ in range(count)]
     return Text(list(range(len(times))), times, [0.0] * len(times), notes=dict(notes))
+
+
+class Pretender:
+    """What a peer's process is opened and closed as: nothing to do."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
 
 def plain(step: float, first: float = 0.5) -> Told:
@@ -146,7 +156,7 @@ def test_who_gets_which_workload() -> None:
     assert sizes == [[n] * 3 for n in (1, 2, 4, 8)]
 
 
-class FakePeer:
+class FakePeer(Pretender):
     """Answers as fast as it is told, with facts of a model of 10 MB."""
 
     facts: ClassVar[dict[str, Any]] = {
@@ -156,12 +166,6 @@ class FakePeer:
 
     def __init__(self, name: str, target: Path, **options: Any):
         self.peer = name
-
-    def __enter__(self) -> FakePeer:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     def generate(self, request: Request) -> Text:
         if request.mode == "lookup":
