@@ -166,9 +166,8 @@ def test_a_line_that_cannot_be_is_refused_before_anything_is_read(tmp_path: Path
 def test_options_of_another_type_are_refused(bundle: Path) -> None:
     for name, value in ("threads", "a"), ("threads", 2.5), ("threads", True), ("device", 3):
         nonsense: dict[str, Any] = {name: value}
-        with pytest.raises(OutriderError, match=f"option: {name}={value!r} is") as caught:
+        with pytest.raises(OutriderError, match=f"option: {name}={value!r} is"):
             load(bundle, **nonsense)
-        assert caught.value.kind == "option"
 
 
 def test_unverified_files_are_still_there_and_whole(bundle: Path) -> None:

@@ -423,9 +423,8 @@ def test_a_closed_engine(engine: TextEngine) -> None:
         lambda: next(engine.batch(["abc"])),
         lambda: engine.decoder,
     ):
-        with pytest.raises(OutriderError, match="bundle: the engine is closed") as error:
+        with pytest.raises(OutriderError, match="bundle: the engine is closed"):
             use()
-        assert error.value.kind == "bundle"
     engine.close()
     assert engine.stats()["requests"] == 0
 
