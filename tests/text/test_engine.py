@@ -98,6 +98,8 @@ def test_options_are_an_object_or_keywords_which_win(engine: TextEngine) -> None
     for odd in ({"max_new_tokens": 3}, {}, 64):
         with pytest.raises(TypeError, match="options must be an Options"):
             engine.generate("abc", odd)  # type: ignore[arg-type]
+    with pytest.raises(OutriderError, match="one prompt"):
+        engine.batch("ab")
 
 
 def test_who_leaves_a_round_is_not_in_it(engine: TextEngine) -> None:
@@ -298,15 +300,6 @@ def test_a_batch_reads_as_slots_free(engine: TextEngine) -> None:
     assert engine.line.free == 2
 
 
-def test_a_batch_of_prompts_and_of_pairs(engine: TextEngine) -> None:
-    prompts = ["ab", [5, 6], ("cd", Options(max_new_tokens=3))]
-    results = dict(engine.batch(prompts, max_new_tokens=7))
-    assert [len(results[i].tokens) for i in range(3)] == [7, 7, 3]
-    assert results[0].token_ids == engine.generate("ab", max_new_tokens=7).token_ids
-    with pytest.raises(OutriderError, match="one prompt"):
-        engine.batch("ab")
-
-
 def test_one_bad_request_of_a_batch(engine: TextEngine) -> None:
     """Fault: its neighbours, half done, are lost with it."""
     prompts = ["ab", ("ab", Options(gamma=99)), [], 7, ("ab", Options(seed=-1)), "cd", [True],
@@ -318,27 +311,6 @@ def test_one_bad_request_of_a_batch(engine: TextEngine) -> None:
     assert {results[i].finish_reason for i in (1, 2, 3, 4, 6, 7)} == {"error"}
     assert results[5].token_ids == engine.generate("cd", max_new_tokens=5).token_ids
     assert engine.line.free == 2
-
-
-def test_a_nan_ends_one_text_alone(tmp_path: Path) -> None:
-    """Fault: one request's NaN ends the whole batch."""
-
-    def target(context: Context) -> Logits:
-        row = MODEL(context)
-        return row * np.float32(np.nan) if context[0] == 7 and len(context) == 9 else row
-
-    engine = make_text_engine(tmp_path, target, near(MODEL, 2, 1.0), slots=2, order=None)
-    prompts = [[5, 5, 5, 5], [7, 5, 5, 5], [6, 5, 5, 5]]
-    results = dict(engine.batch(prompts, max_new_tokens=12))
-    assert [results[i].finish_reason for i in range(3)] == ["length", "error", "length"]
-    failed = results[1]
-    assert failed.error is not None and failed.error.kind == "numeric"
-    assert 1 <= len(failed.tokens) <= 5 and failed.text
-    alone = [engine.generate(prompts[i], max_new_tokens=12).token_ids for i in (0, 2)]
-    assert alone == [results[0].token_ids, results[2].token_ids]
-    with pytest.raises(OutriderError, match="numeric"):
-        engine.generate(prompts[1], max_new_tokens=12)
-    assert engine.decoder.slots.free == engine.line.free == 2
 
 
 class Broken(GuessedDraft):
@@ -372,6 +344,7 @@ def test_what_a_hosts_own_code_raises_ends_one_text_alone(
     results = dict(engine.batch(prompts, **limits))
     error = results[1].error
     assert error is not None and error.kind == "option" and raised in error.cause
+    assert 1 <= len(results[1].tokens) <= 4 and results[1].text, "what was said until then"
     for i in (0, 2):
         assert results[i].token_ids == engine.generate(prompts[i], **limits).token_ids
     with ThreadPoolExecutor(2) as pool:
