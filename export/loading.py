@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -26,6 +27,7 @@ from runtime.files.progress import note
 from .checkpoint import Checkpoint, refuse_architecture
 from .decoder import NAME, Stored, UnsupportedArchitecture, traced_layers
 from .encoder import Caches, example_source, reading
+from .formats.packed import Lazy
 
 # Positions beyond the original context change these embeddings for all slots of a call at once.
 _LENGTH_DEPENDENT_ROPE = {"dynamic": "dynamic NTK", "longrope": "LongRoPE"}
@@ -54,8 +56,10 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     return ready(read(checkpoint, dtype), checkpoint)
 
 
-def read(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    """What Transformers makes of the files.
+def read(
+    checkpoint: Checkpoint, dtype: torch.dtype, given: Callable[[Lazy], Lazy] = lambda lazy: lazy
+) -> PreTrainedModel:
+    """What Transformers makes of the files. given: what it gets of each tensor that is packed.
 
     Raises OutriderError "checkpoint" for weights that are missing, damaged, or more than the model
     takes, "architecture" where Transformers has no causal model of this kind.
@@ -69,7 +73,7 @@ def read(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     try:
         if checkpoint.packed:
             kind: Any = _causal(checkpoint)[1][type(checkpoint.config)]
-            tensors = checkpoint.packed.tensors()
+            tensors = {key: given(each) for key, each in checkpoint.packed.tensors().items()}
             model, info = kind.from_pretrained(
                 None, config=checkpoint.config, state_dict=tensors, **options
             )

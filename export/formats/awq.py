@@ -9,12 +9,13 @@ import torch
 
 from .packed import (
     Lazy,
+    Levels,
     Packed,
     damaged,
-    dequantise,
     expect,
     expect_floats,
     expect_scales,
+    levels,
     modules,
     read_folder,
     take,
@@ -59,8 +60,8 @@ def _weight(name: str, module: str, tensors: dict[str, Lazy]) -> Lazy:
     if not count or width % count:
         raise damaged(name, f"{module}scales has {count} groups for {width} columns")
 
-    def make() -> torch.Tensor:
-        return dequantise(_outputs(words[...]).T, scales[...].T, _outputs(zeros[...]).T)
+    def make() -> Levels:
+        return levels(_outputs(words[...]).T, scales[...].T, _outputs(zeros[...]).T)
 
     return Lazy(make, (rows, width))
 

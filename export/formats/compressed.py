@@ -9,13 +9,14 @@ import torch
 
 from .packed import (
     Lazy,
+    Levels,
     Packed,
     damaged,
-    dequantise,
     expect,
     expect_floats,
     expect_scales,
     groups,
+    levels,
     modules,
     read_folder,
     take,
@@ -116,12 +117,12 @@ def _unpacked(name: str, module: str, tensors: dict[str, Lazy]) -> Lazy:
             group = groups(name, module + "weight_g_idx", order, count)
     middle = 2 ** (bits - 1)
 
-    def make() -> torch.Tensor:
+    def make() -> Levels:
         zero = None if zeros is None else zeros[...]
         if zero is not None and zero.dtype == torch.int32:
             zero = unpack(zero.T, bits).T[:rows] - middle
-        levels = unpack(words[...], bits)[:, :width] - middle
-        return dequantise(levels, scales[...], zero, group)
+        level = unpack(words[...], bits)[:, :width] - middle
+        return levels(level, scales[...], zero, group)
 
     return Lazy(make, (rows, width))
 
@@ -153,9 +154,11 @@ def _plain(name: str, module: str, tensors: dict[str, Lazy], blocks: list[int] |
     grown = Lazy(lambda: whole(scales[...]), (min(rows, scales.shape[0] * each), scales.shape[1]))
     _expect_groups(name, module, grown, rows, width, ordered=group is not None)
 
-    def make() -> torch.Tensor:
-        zero = None if zeros is None else whole(zeros[...]).to(torch.float32)
-        return dequantise(weight[...].to(torch.float32), grown[...], zero, group)
+    def make() -> Levels:
+        if zeros is None:
+            return levels(weight[...], grown[...], group=group)
+        wide = torch.int16 if weight.dtype == zeros.dtype == "I8" else torch.float32
+        return levels(weight[...].to(wide), grown[...], whole(zeros[...]).to(wide), group)
 
     return Lazy(make, (rows, width))
 

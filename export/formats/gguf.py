@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,15 +16,16 @@ from transformers.integrations.gguf import dequant, reader
 
 from runtime.files.errors import OutriderError, first_line
 
-from .packed import Lazy, damaged, unsupported
+from .packed import Lazy, Levels, damaged, unsupported
 
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
-# What Transformers does not unpack and files for small models are full of: llama.cpp takes these
-# for rows that are no multiple of 256. Weights and bytes of a block.
-_Q5_0, _Q5_1 = 6, 7
+_Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _Q4_K, _Q5_K, _Q6_K = 2, 3, 6, 7, 8, 12, 13, 14
+# Weights and bytes of a block. The last two Transformers does not unpack, and files for small
+# models are full of them: llama.cpp takes them for rows that are no multiple of 256.
 _BLOCK = {**dequant.GGML_BLOCK, _Q5_0: (32, 22), _Q5_1: (32, 24)}
 _NAME = {**dequant.GGML_NAME, _Q5_0: "Q5_0", _Q5_1: "Q5_1", 0: "F32", 1: "F16", 30: "BF16"}
 _BITS = {0: 32, 1: 16, 30: 16}
+_AT_ONCE = 1 << 15  # blocks that are split
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def read(name: str, path: Path) -> GgufFile:
     """The header. Raises OutriderError "checkpoint" for what is none, is one of several parts, is
     shorter than it says, or has a type that is not read."""
     try:
-        content: npt.NDArray[np.uint8] = np.memmap(path, mode="r", dtype=np.uint8)
+        content: npt.NDArray[np.uint8] = np.memmap(path, mode="c", dtype=np.uint8)
         # Not `GgufHeader`, which refuses the two types above.
         metadata, count, position = reader._read_metadata(content, name)
         table, position = reader._read_tensor_table(content, count, position)
@@ -113,26 +114,81 @@ def _bytes(kind: int, shape: tuple[int, ...]) -> int | None:
 
 def _reader(
     data: npt.NDArray[np.uint8], kind: int, shape: tuple[int, ...]
-) -> Callable[[], torch.Tensor]:
-    def make() -> torch.Tensor:
-        raw = torch.from_numpy(np.array(data))
+) -> Callable[[], torch.Tensor | Levels | _Blocks]:
+    def make() -> torch.Tensor | Levels | _Blocks:
+        raw = torch.from_numpy(data)  # mapped
         if kind in _PLAIN:
-            dense = raw.view(_PLAIN[kind]).to(torch.float32)
-        elif kind in (_Q5_0, _Q5_1):
-            dense = _five_bits(raw.view(-1, _BLOCK[kind][1]), kind)
-        else:
-            dense = dequant.dequantize(raw, kind)
-        return dense.reshape(shape)
+            return raw.view(_PLAIN[kind]).view(shape)
+        blocks = _Blocks(raw.view(*shape[:-1], -1), kind)
+        return _levels(blocks) if kind in _SPLIT else blocks
 
     return make
 
 
-def _five_bits(blocks: torch.Tensor, kind: int) -> torch.Tensor:
-    """Blocks of 32: scale, with Q5_1 a minimum, then the fifth bits, then the others. float32."""
-    head = 2 if kind == _Q5_0 else 4
-    scale = blocks[:, :head].view(torch.float16).to(torch.float32)
-    fifth = blocks[:, head : head + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1
-    nibbles = blocks[:, head + 4 :]
-    low = torch.cat([nibbles & 15, nibbles >> 4], dim=1)
-    level = low.to(torch.float32) + 16 * fifth.flatten(1)
-    return scale[:, :1] * (level - 16) if kind == _Q5_0 else scale[:, :1] * level + scale[:, 1:]
+@dataclass(frozen=True)
+class _Blocks:
+    """As the file has them; `blocks[rows]` makes rows dense. data: uint8 [.., bytes of a row]."""
+
+    data: torch.Tensor
+    kind: int
+
+    def __getitem__(self, rows: Any) -> torch.Tensor:
+        data = self.data[rows]
+        dense: torch.Tensor = dequant.dequantize(data.flatten(), self.kind)
+        return dense.view(*data.shape[:-1], -1)
+
+
+def _levels(blocks: _Blocks) -> Levels:
+    """The same in a byte a number: of these kinds rows are made dense three times as fast then."""
+    *rows, _ = blocks.data.shape
+    pieces = torch.split(blocks.data.view(-1, _BLOCK[blocks.kind][1]), _AT_ONCE)
+    parts = zip(*(_SPLIT[blocks.kind](piece, blocks.kind) for piece in pieces), strict=True)
+    return Levels(*(torch.cat(part).view(*rows, -1) for part in parts))
+
+
+def _split_32(blocks: torch.Tensor, kind: int) -> Sequence[torch.Tensor]:
+    """Blocks of 32: scale, perhaps a minimum, perhaps the fifth bits, then the others. Levels int8
+    [B, 32], scales float32 [B, 1], and minima."""
+    scale = _half(blocks, 0)
+    if kind == _Q8_0:
+        return blocks[:, 2:].view(torch.int8), scale
+    level, least = _fields(blocks[:, -16:], 4, 16), kind in (_Q4_1, _Q5_1)
+    middle = 8
+    if kind in (_Q5_0, _Q5_1):
+        level, middle = level | _fields(blocks[:, -20:-16], 1, 1) << 4, 16
+    level = level.view(torch.int8)
+    return (level, scale, _half(blocks, 2)) if least else (level - middle, scale)
+
+
+def _split_256(blocks: torch.Tensor, kind: int) -> Sequence[torch.Tensor]:
+    """Q4_K and Q5_K: eight times 32. Levels int8 [B, 256], scales and minima float32 [B, 8]."""
+    scale, least = dequant._k_scales(blocks[:, 4:16])
+    level = _fields(blocks[:, -128:], 4, 32)
+    if kind == _Q5_K:
+        level = level | _fields(blocks[:, 16:48], 1, 32) << 4
+    return level.view(torch.int8), _half(blocks, 0) * scale, -(_half(blocks, 2) * least)
+
+
+def _split_q6(blocks: torch.Tensor, _: int) -> Sequence[torch.Tensor]:
+    """Q6_K: sixteen times 16. Levels int8 [B, 256], scales float32 [B, 16]."""
+    level = _fields(blocks[:, :128], 4, 64) | _fields(blocks[:, 128:192], 2, 32) << 4
+    scale = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
+    return level.view(torch.int8) - 32, scale
+
+
+def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    return blocks[:, start : start + 2].view(torch.float16).float()
+
+
+def _fields(data: torch.Tensor, bits: int, width: int) -> torch.Tensor:
+    """uint8 [B, bytes]: of each `width` bytes the lowest bits of all, then the next ones."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    apart = torch.unflatten(data, 1, (-1, 1, width)) >> shifts
+    return apart.bitwise_and_(2**bits - 1).flatten(1)
+
+
+_SPLIT = {
+    **dict.fromkeys((_Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0), _split_32),
+    **dict.fromkeys((_Q4_K, _Q5_K), _split_256),
+    _Q6_K: _split_q6,
+}

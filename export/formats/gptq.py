@@ -5,17 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .packed import (
     Lazy,
+    Levels,
     Packed,
     damaged,
-    dequantise,
     expect,
     expect_floats,
     expect_scales,
     groups,
+    levels,
     modules,
     read_folder,
     take,
@@ -68,8 +67,8 @@ def _weight(name: str, module: str, tensors: dict[str, Lazy], less: int) -> Lazy
     expect(name, module + "g_idx", order, {"I32", "I64"}, width)
     group = groups(name, module + "g_idx", order, count)
 
-    def make() -> torch.Tensor:
+    def make() -> Levels:
         zero = (unpack(zeros[...], bits) + less) & (2**bits - 1)
-        return dequantise(unpack(words[...].T, bits), scales[...].T, zero.T, group)
+        return levels(unpack(words[...].T, bits), scales[...].T, zero.T, group)
 
     return Lazy(make, (rows, width))

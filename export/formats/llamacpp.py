@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from runtime.files.errors import OutriderError, first_line
 
 from .gguf import GgufFile
-from .packed import Lazy, Packed, damaged, take
+from .packed import Lazy, Packed, Reordered, damaged, take
 
 
 @dataclass(frozen=True)
@@ -178,10 +178,9 @@ def _turned(key: str, tensor: Lazy, config: PretrainedConfig) -> Lazy:
     if heads is None:
         return tensor
 
-    def make() -> torch.Tensor:
-        rows = tensor[...]
-        pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, -1)
-        return pairs.transpose(1, 2).reshape(rows.shape)
+    def make() -> Reordered:
+        pairs = torch.arange(tensor.shape[0]).view(heads, -1, 2)
+        return Reordered(tensor.stored(), pairs.transpose(1, 2).flatten())
 
     return Lazy(make, tensor.shape, tensor.dtype)
 

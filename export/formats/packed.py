@@ -22,15 +22,60 @@ _FLOATS = {"F16", "BF16", "F32", "F64"}
 @dataclass(frozen=True)
 class Lazy:
     """A tensor of the checkpoint that is read, or made dense, each time it is asked for: by
-    `lazy[...]`, as Transformers asks a safetensors file. dtype: in safetensors' letters."""
+    `lazy[...]`, as Transformers asks a safetensors file.
 
-    make: Callable[[], torch.Tensor]
+    make: what gives rows for a slice or their numbers, all of them for `...`: a tensor, or `Levels`
+    and the like. dtype: in safetensors' letters.
+    """
+
+    make: Callable[[], Any]
     shape: tuple[int, ...]
     dtype: str = "F32"
 
-    def __getitem__(self, _: object) -> torch.Tensor:
+    def stored(self) -> Any:
+        """What gives its rows, in about as many bytes as the file has them in."""
         with _ONE:
             return self.make()
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        dense: torch.Tensor = self.stored()[...]
+        return dense
+
+
+@dataclass(frozen=True)
+class Levels:
+    """A matrix level * scale, or level * scale + least; `levels[rows]` makes rows of it dense.
+
+    levels: [N, K], of any type that float32 holds. scales, least: float32 [N, G]. group: of each
+    column, int64 [K]; None for G groups of equal width, one after the other.
+    """
+
+    levels: torch.Tensor
+    scales: torch.Tensor
+    least: torch.Tensor | None = None
+    group: torch.Tensor | None = None
+
+    def __getitem__(self, rows: Any) -> torch.Tensor:
+        """float32 [.., K]. The product of an integer of 9 bits and a scale of 16 is exact."""
+        dense, scales = self.levels[rows].to(torch.float32, copy=True), self.scales[rows]
+        if self.group is not None:
+            return dense.mul_(scales.index_select(-1, self.group))
+        blocks = torch.unflatten(dense, -1, (scales.shape[-1], -1)).mul_(scales[..., None])
+        if self.least is not None:
+            blocks.add_(self.least[rows][..., None])
+        return dense
+
+
+@dataclass(frozen=True)
+class Reordered:
+    """Rows of something else, whose numbers are `order`, int64 [N]."""
+
+    rows: Any
+    order: torch.Tensor
+
+    def __getitem__(self, rows: Any) -> torch.Tensor:
+        found: torch.Tensor = self.rows[self.order[rows]]
+        return found
 
 
 @dataclass(frozen=True)
@@ -151,23 +196,24 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.flatten((words[..., None] >> shifts).bitwise_and_(2**bits - 1), -2)
 
 
-def dequantise(
+def levels(
     levels: torch.Tensor,
     scales: torch.Tensor,
     zeros: torch.Tensor | None = None,
     group: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """(level - zero) * scale in float32, [N, K]. The product of an integer of 8 bits and a scale
-    of 16 is exact.
+) -> Levels:
+    """(level - zero) * scale, in a byte a number where that holds all differences.
 
-    levels: [N, K]. scales, zeros: [N, G]. group: of each column, int64 [K]; None for G groups of
-    equal width, one after the other.
+    levels: [N, K]. scales, zeros: [N, G]. group: as `Levels` has it, or in order after all.
     """
-    (rows, width), count = levels.shape, scales.shape[1]
-    scales = scales.to(torch.float32)
-    if group is not None:
-        whole = levels if zeros is None else levels - zeros[:, group]
-        return whole.to(torch.float32) * scales[:, group]
-    blocks = levels.reshape(rows, count, width // count)
-    whole = blocks if zeros is None else blocks - zeros[..., None]
-    return whole.to(torch.float32).mul_(scales[..., None]).reshape(rows, width)
+    width, count = levels.shape[1], scales.shape[1]
+    order = torch.arange(width) // max(1, width // count)
+    if group is not None and width % count == 0 and torch.equal(group, order):
+        group = None
+    if zeros is not None:
+        levels = levels - zeros[:, order if group is None else group]
+    if levels.dtype in (torch.int16, torch.int32):
+        low, high = map(int, levels.aminmax()) if levels.numel() else (0, 0)
+        narrow = torch.int8 if low >= -128 and high <= 127 else torch.int16
+        levels = levels.to(narrow, memory_format=torch.contiguous_format)
+    return Levels(levels, scales.to(torch.float32).contiguous(), group=group)

@@ -50,11 +50,12 @@ def quantise_with_feedback(weight: torch.Tensor, factor: torch.Tensor, bits: Bit
     scales = np.empty((rows, -(-columns // BLOCK)), np.float16)
     for begin in range(0, rows, _ROWS):
         here = slice(begin, begin + _ROWS)
-        owed = torch.zeros(columns, len(weight[here]))  # a column is a row in memory
+        piece = weight[here]  # which may be made for it
+        owed = torch.zeros(columns, len(piece))  # a column is a row in memory
         for block, start in enumerate(range(0, columns, BLOCK)):
             end = min(start + BLOCK, columns)
             inverse = _inverse(factor[start:end, start:end])
-            full = weight[here, start:end].T.float()
+            full = piece[:, start:end].T.float()
             part = torch.addmm(full, inverse.T, owed[start:end])
             scale = best_scales(as_blocks(part.T), bits)
             scales[here, block] = scale[:, 0].to(torch.float16).numpy()

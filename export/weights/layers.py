@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -15,6 +16,7 @@ from .blocks import BLOCK, FLOAT8, Quantised, sharing
 # Nodes until the graph is written in ONNX's operators: one of plugins/onnxruntime, and the dense
 # matrix of levels and scales.
 PRODUCT, TABLE = "QuantizedMatMul", "QuantizedTable"
+_PIECE = 1 << 20  # numbers of a matrix that are made at a time: what caches hold
 _rounds_activations = False
 
 
@@ -58,15 +60,13 @@ def multiply(x: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor) -> tor
 
 
 class Table(torch.Tensor):
-    """The matrix of an embedding, of which rows are made when they are looked up. Its type and
-    sizes cost nothing, and whoever asks for anything else has the whole made."""
+    """A matrix of which rows are made when they are looked up, or multiplied by. Its type and sizes
+    cost nothing, and whoever asks for anything else has the whole made."""
 
-    _rows: Callable[[torch.Tensor], torch.Tensor]  # int64 [..] -> [.., K]
+    _rows: Callable[[Any], torch.Tensor]  # a slice, or numbers [..] -> [.., K]
 
     @staticmethod
-    def of(
-        rows: Callable[[torch.Tensor], torch.Tensor], shape: Sequence[int], dtype: torch.dtype
-    ) -> Table:
+    def of(rows: Callable[[Any], torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> Table:
         made = torch.empty((), dtype=dtype).expand(*shape).as_subclass(Table)
         made._rows = rows
         return made
@@ -75,23 +75,44 @@ class Table(torch.Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, given: Any = (), named: dict[str, Any] | None = None
     ) -> Any:
+        named = named or {}
         if function is torch.nn.functional.embedding:
             ids, table = given[:2]
             return table._rows(ids)
+        if function is torch.nn.functional.linear and isinstance(given[1], Table):
+            return _by_pieces(*given, **named)
+        if function is _TENSOR.__getitem__ and not isinstance(given[1], tuple):
+            return given[0] if given[1] is ... else given[0]._rows(given[1])
+        if function in _ITSELF or (function is _TENSOR.to and named.get("dtype") == given[0].dtype):
+            return given[0]
         if function in _OF_SHAPE:
-            return super().__torch_function__(function, types, given, named or {})  # type: ignore[no-untyped-call]
-        whole = [each._whole() if isinstance(each, Table) else each for each in given]
-        return function(*whole, **named or {})
+            return super().__torch_function__(function, types, given, named)  # type: ignore[no-untyped-call]
+        given, named = tree_map_only(Table, Table.whole, (given, named))
+        return function(*given, **named)
 
-    def _whole(self) -> torch.Tensor:
-        return self._rows(torch.arange(len(self)))
+    def whole(self) -> torch.Tensor:
+        return self._rows(slice(None))
 
 
 _TENSOR: Any = torch.Tensor
 _OF_SHAPE = {
-    _TENSOR.dtype.__get__, _TENSOR.shape.__get__, _TENSOR.device.__get__,
-    _TENSOR.size, _TENSOR.dim, _TENSOR.__len__,
+    _TENSOR.dtype.__get__, _TENSOR.shape.__get__, _TENSOR.device.__get__, _TENSOR.is_meta.__get__,
+    _TENSOR.requires_grad.__get__, _TENSOR.grad_fn.__get__, _TENSOR.is_floating_point,
+    _TENSOR.size, _TENSOR.dim, _TENSOR.numel, _TENSOR.__len__,
 }  # fmt: skip
+_ITSELF = {_TENSOR.detach, _TENSOR.requires_grad_}  # what a parameter has to be able to
+
+
+def _by_pieces(x: torch.Tensor, table: Table, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [.., K] -> x W^T + bias, [.., N]. Of whole multiples of 16 rows MKL makes the bits that it
+    makes of all of them at once."""
+    rows, columns = table.shape
+    step, y = max(16, _PIECE // columns // 16 * 16), x.new_empty(*x.shape[:-1], rows)
+    for begin in range(0, rows, step):
+        here = slice(begin, begin + step)
+        own = None if bias is None else bias[here]
+        y[..., here] = torch.nn.functional.linear(x, table._rows(here), own)
+    return y
 
 
 class QuantisedTable(torch.nn.Embedding):
@@ -113,9 +134,8 @@ class QuantisedTable(torch.nn.Embedding):
             )
         return Table.of(self._look_up, self.levels.shape, self.dtype)
 
-    def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
-        levels, scales = (part[ids.flatten()] for part in (self.levels, self.scales))
-        return _dense(levels, scales.float()).to(self.dtype).view(*ids.shape, -1)
+    def _look_up(self, ids: Any) -> torch.Tensor:
+        return _dense(self.levels[ids], self.scales[ids].float()).to(self.dtype)
 
 
 def become(module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
@@ -149,10 +169,11 @@ def put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
 
 def _dense(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Levels times scales, in the scales' dtype: the only thing of this size that is made."""
-    dense, width = levels.to(scales.dtype), sharing(levels.shape[1], scales.shape[1])
-    whole = levels.shape[1] // width
-    dense[:, : whole * width].view(len(dense), whole, width).mul_(scales[:, :whole, None])
-    dense[:, whole * width :].mul_(scales[:, whole:])
+    dense, width = levels.to(scales.dtype), sharing(levels.shape[-1], scales.shape[-1])
+    whole = levels.shape[-1] // width
+    blocks = torch.unflatten(dense[..., : whole * width], -1, (whole, width))
+    blocks.mul_(scales[..., :whole, None])
+    dense[..., whole * width :].mul_(scales[..., whole:])
     return dense
 
 

@@ -1,11 +1,12 @@
-"""Layers that compute in float32 and leave their matrices as the checkpoint has them: in 16 bits,
-mapped from its files, which takes no memory that the system cannot have back. Experts too, which
-lie in memory, where the checkpoint has them one by one."""
+"""Models that compute in float32 and leave their matrices as the checkpoint has them: in 16 bits,
+mapped from its files, which takes no memory that the system cannot have back, or in levels of a
+byte. Experts of 16 bits too, which lie in memory, where the checkpoint has them one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,35 +17,12 @@ from transformers import PreTrainedModel
 
 from ..checkpoint import Checkpoint
 from ..decoder import NAME
-from ..loading import load, read, ready
+from ..formats.packed import Lazy
+from ..loading import read, ready
 from .experts import are_experts
-from .layers import QuantisedTable, Table, become, beside
+from .layers import Table
 
 _HALF = {"F16": torch.float16, "BF16": torch.bfloat16}  # by the letters of safetensors
-_PIECE = 1 << 20  # numbers of a matrix that are float32 at a time: what caches hold
-
-
-class _NarrowLinear(torch.nn.Linear):
-    """Its weight is float32 to whoever asks for it, and made so piece by piece to be multiplied."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        rows: Any = parameter(self)
-        pieces = rows.split(max(1, _PIECE // self.in_features))
-        y = torch.cat([torch.nn.functional.linear(input, piece.float()) for piece in pieces], -1)
-        return y if self.bias is None else y + self.bias
-
-    @property
-    def weight(self) -> torch.Tensor:  # type: ignore[override]
-        return parameter(self).float()
-
-
-class _NarrowTable(torch.nn.Embedding):
-    """What an embedding becomes beside what it is: the rows that are looked up are made float32."""
-
-    @property
-    def weight(self) -> torch.Tensor:  # type: ignore[override]
-        table = parameter(self)
-        return Table.of(lambda ids: table[ids].float(), table.shape, torch.float32)
 
 
 def parameter(module: torch.nn.Module) -> torch.nn.Parameter:
@@ -55,31 +33,42 @@ def parameter(module: torch.nn.Module) -> torch.nn.Parameter:
 
 
 def load_as_stored(checkpoint: Checkpoint) -> PreTrainedModel:
-    """A model that computes in float32, its layers narrow where the checkpoint has 16 bits, and
-    tables but the tokens'. Raises as `load`."""
+    """A model that computes in float32, with a `Table` in the place of each matrix that the
+    checkpoint packs or has in 16 bits. Raises as `load`."""
     stored, held = _stored(checkpoint)
     if stored is None:
-        return load(checkpoint, torch.float32)
+        return ready(read(checkpoint, torch.float32, _kept), checkpoint)
     with _made(stored, held):
-        model = read(checkpoint, torch.float32)
-    first: Any = model.get_input_embeddings()  # type: ignore[no-untyped-call]
-    parameter(first).data = parameter(first).float()  # whose type is `model.dtype`
+        model = read(checkpoint, torch.float32, _kept)
+    tables: dict[int, Table] = {}  # one of what is tied
     for module in model.modules():
         if are_experts(module):
             experts: Any = module
             experts.config._experts_implementation = NAME  # which makes them wide one by one
-        elif type(module) is torch.nn.Linear and parameter(module).dtype == stored:
-            become(module, _NarrowLinear)
-        elif isinstance(module, torch.nn.Embedding) and parameter(module).dtype == stored:
-            become(module, beside(_NarrowTable, module))
+            continue
+        for name, weight in module._parameters.items():
+            if weight is not None and weight.dtype == stored:
+                table = tables.setdefault(id(weight), _table(weight, weight.shape))
+                module._parameters[name] = torch.nn.Parameter(table, requires_grad=False)
     return ready(model, checkpoint)
 
 
-def _stored(checkpoint: Checkpoint) -> tuple[torch.dtype | None, set[str]]:
+def _kept(tensor: Lazy) -> Lazy:
+    """The same as Transformers passes it on, unless it makes another of it: then that is dense."""
+    if len(tensor.shape) != 2:
+        return tensor
+    return replace(tensor, make=lambda: _table(tensor.stored(), tensor.shape))
+
+
+def _table(rows: Any, shape: Sequence[int]) -> Table:
+    return Table.of(lambda which: rows[which].float(), shape, torch.float32)
+
+
+def _stored(checkpoint: Checkpoint) -> tuple[torch.dtype | None, set[str] | None]:
     """The type of 16 bits that all of its matrices are in, None where there is no one such; and
-    what modules that have one are called."""
+    what modules that have one are called, None where experts alone do."""
     if checkpoint.packed:
-        return torch.bfloat16 if checkpoint.packed.narrow else None, set()
+        return torch.bfloat16 if checkpoint.packed.narrow else None, None
     types: dict[str, str] = {}
     try:
         for file in checkpoint.files:
@@ -107,7 +96,7 @@ def _types(file: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _made(dtype: torch.dtype, held: set[str]) -> Iterator[None]:
+def _made(dtype: torch.dtype, held: set[str] | None) -> Iterator[None]:
     """Within it, of a model that Transformers makes, linear layers, experts and tables that the
     checkpoint has are of this type, and all else, such as what it computes, is not rounded to it.
     """
@@ -115,8 +104,8 @@ def _made(dtype: torch.dtype, held: set[str]) -> Iterator[None]:
 
     def narrow(model: PreTrainedModel, asked: torch.dtype) -> Any:
         for path, module in model.named_modules():
-            table = isinstance(module, torch.nn.Embedding) and path.split(".")[-1] in held
-            matrix = table or type(module) is torch.nn.Linear
+            table = isinstance(module, torch.nn.Embedding) and path.split(".")[-1] in (held or ())
+            matrix = held is not None and (table or type(module) is torch.nn.Linear)
             for name, weight in [*module.named_parameters(recurse=False)]:
                 if (matrix and name == "weight") or (are_experts(module) and weight.dim() == 3):
                     setattr(module, name, torch.nn.Parameter(weight.to(dtype), requires_grad=False))
@@ -129,12 +118,9 @@ def _made(dtype: torch.dtype, held: set[str]) -> Iterator[None]:
 def widen(model: PreTrainedModel) -> None:
     """Make the layers that are left usual ones, in the type that the model computes in."""
     for module in model.modules():
-        if isinstance(module, _NarrowLinear):
-            parameter(module).data = module.weight
-            become(module, torch.nn.Linear)
-        elif isinstance(module, _NarrowTable) and not isinstance(module, QuantisedTable):
-            parameter(module).data = parameter(module).float()
-            become(module, type(module).__bases__[1])
-        elif are_experts(module):
-            for weight in module.parameters(recurse=False):
+        for name, weight in module._parameters.items():
+            if isinstance(weight, Table):
+                whole = torch.nn.Parameter(weight.whole(), requires_grad=False)
+                module._parameters[name] = whole
+            elif weight is not None and are_experts(module):
                 weight.data = weight.data.to(model.dtype)

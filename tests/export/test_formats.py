@@ -24,6 +24,7 @@ from export.checkpoint import content_hashes, find
 from export.loading import load
 from export.vocabulary import load_tokenizer
 from export.weights.blocks import RANGE, Quantised
+from export.weights.layers import Table
 from export.weights.recover import recover
 from export.weights.stored import load_as_stored
 from runtime.files.manifest import PAIR_FILE, TEMPLATE_FILE, TOKENIZER_FILE, Pair
@@ -153,7 +154,8 @@ def test_the_experts_of_gpt_oss(workshop: Workshop, tmp_path: Path) -> None:
         rows = experts.transpose(1, 2).flatten(0, 1).contiguous()
         assert carries(rows, 8) and not carries(rows, 4)
     narrow = dict(load_as_stored(found).named_parameters())
-    assert sum(weight.dtype == torch.bfloat16 for weight in narrow.values()) == 4 + 8 + 1
+    assert sum(weight.dtype == torch.bfloat16 for weight in narrow.values()) == 4
+    assert sum(isinstance(weight, Table) for weight in narrow.values()) == 8 + 2 + 1 + 1
     assert different({name: weight.float() for name, weight in narrow.items()}, dense) == []
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
     del config["dtype"]  # as it is published
