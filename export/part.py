@@ -232,7 +232,7 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
         parameters, vocab_size = model.num_parameters(), quality.width(model)
         said.note = f"{parameters / 1e6:,.1f} M parameters, {checkpoint.architecture}"
         if checkpoint.packed:
-            said.note += f", {checkpoint.packed}, made {wanted.dtype}"
+            said.note += f", {checkpoint.packed}" + ("" if narrow else f", made {wanted.dtype}")
     if quantising:
         quantising.quantise(model, wanted.max_len, folder)
     elif wanted.for_host and any(are_experts(module) for module in model.modules()):

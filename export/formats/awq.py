@@ -15,8 +15,8 @@ from .packed import (
     expect,
     expect_floats,
     expect_scales,
-    levels,
     modules,
+    quantised,
     read_folder,
     take,
     unpack,
@@ -61,7 +61,7 @@ def _weight(name: str, module: str, tensors: dict[str, Lazy]) -> Lazy:
         raise damaged(name, f"{module}scales has {count} groups for {width} columns")
 
     def make() -> Levels:
-        return levels(_outputs(words[...]).T, scales[...].T, _outputs(zeros[...]).T)
+        return quantised(_outputs(words[...]).T, scales[...].T, _outputs(zeros[...]).T)
 
     return Lazy(make, (rows, width))
 

@@ -16,8 +16,8 @@ from .packed import (
     expect_floats,
     expect_scales,
     groups,
-    levels,
     modules,
+    quantised,
     read_folder,
     take,
     unpack,
@@ -121,8 +121,8 @@ def _unpacked(name: str, module: str, tensors: dict[str, Lazy]) -> Lazy:
         zero = None if zeros is None else zeros[...]
         if zero is not None and zero.dtype == torch.int32:
             zero = unpack(zero.T, bits).T[:rows] - middle
-        level = unpack(words[...], bits)[:, :width] - middle
-        return levels(level, scales[...], zero, group)
+        levels = unpack(words[...], bits)[:, :width] - middle
+        return quantised(levels, scales[...], zero, group)
 
     return Lazy(make, (rows, width))
 
@@ -156,9 +156,9 @@ def _plain(name: str, module: str, tensors: dict[str, Lazy], blocks: list[int] |
 
     def make() -> Levels:
         if zeros is None:
-            return levels(weight[...], grown[...], group=group)
+            return quantised(weight[...], grown[...], group=group)
         wide = torch.int16 if weight.dtype == zeros.dtype == "I8" else torch.float32
-        return levels(weight[...].to(wide), grown[...], whole(zeros[...]).to(wide), group)
+        return quantised(weight[...].to(wide), grown[...], whole(zeros[...]).to(wide), group)
 
     return Lazy(make, (rows, width))
 

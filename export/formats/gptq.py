@@ -14,8 +14,8 @@ from .packed import (
     expect_floats,
     expect_scales,
     groups,
-    levels,
     modules,
+    quantised,
     read_folder,
     take,
     unpack,
@@ -69,6 +69,6 @@ def _weight(name: str, module: str, tensors: dict[str, Lazy], less: int) -> Lazy
 
     def make() -> Levels:
         zero = (unpack(zeros[...], bits) + less) & (2**bits - 1)
-        return levels(unpack(words[...].T, bits), scales[...].T, zero.T, group)
+        return quantised(unpack(words[...].T, bits), scales[...].T, zero.T, group)
 
     return Lazy(make, (rows, width))

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from workshop import MAX_LEN, Workshop, traced_once
 
-from export.checkpoint import content_hashes, find
+from export.checkpoint import Checkpoint, content_hashes, find
+from export.formats import gguf
 from export.loading import load
 from export.vocabulary import load_tokenizer
 from export.weights.blocks import RANGE, Quantised
@@ -122,6 +123,30 @@ FOLDERS: dict[str, tuple[packers.Packer, dict[str, Any], str, int | None]] = {
     ),
 }  # fmt: skip
 
+# Of 8 bits with zero points: their differences have nine.
+TWO_BYTES = {
+    "GPTQ, 8 bits", "compressed-tensors, 8 bits", "compressed-tensors, int8 with zero points",
+}  # fmt: skip
+
+
+def by_rows(found: Checkpoint, dense: dict[str, torch.Tensor]) -> set[int]:
+    """How many bytes a number of the projections takes until it is quantised. Of all matrices any
+    rows are made dense, and none as a whole when the model runs."""
+    assert found.packed
+    model = load_as_stored(found)
+    kept, ids, said = dict(model.named_parameters()), torch.arange(9)[None], []
+    for name, weight in kept.items():
+        for rows in (slice(5, 21), torch.tensor([[30, 2], [9, 9]])) if weight.dim() == 2 else ():
+            assert isinstance(weight, Table)
+            assert torch.equal(weight[rows], dense[name][rows]), name
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Table, "whole", lambda table: said.append(table))
+        logits = model(ids).logits
+    assert not said and torch.equal(logits, load(found, torch.float32)(ids).logits)
+    tensors = (found.packed.tensors()[name].stored() for name in kept if "proj" in name)
+    levels = [getattr(getattr(tensor, "rows", tensor), "levels", None) for tensor in tensors]
+    return {each.itemsize for each in levels if each is not None}
+
 
 @pytest.mark.parametrize("what", FOLDERS)
 def test_folders(
@@ -136,6 +161,7 @@ def test_folders(
     assert said == (config.get("format") == "int-quantized")
     tensors = loaded(tmp_path / "packed")
     assert different(tensors, dense) == []
+    assert by_rows(found, dense) == {2 if what in TWO_BYTES else 1}
     for bits in (4, 8):
         carried = [carries(tensor, bits) for name, tensor in tensors.items() if "proj" in name]
         assert all(carried) if exact and bits >= exact else not any(carried)
@@ -155,7 +181,8 @@ def test_the_experts_of_gpt_oss(workshop: Workshop, tmp_path: Path) -> None:
         assert carries(rows, 8) and not carries(rows, 4)
     narrow = dict(load_as_stored(found).named_parameters())
     assert sum(weight.dtype == torch.bfloat16 for weight in narrow.values()) == 4
-    assert sum(isinstance(weight, Table) for weight in narrow.values()) == 8 + 2 + 1 + 1
+    kept = sum(isinstance(weight, Table) for weight in narrow.values())
+    assert kept == 8 + 2 + 2 + 4  # projections, routers, ends, and the biases of experts
     assert different({name: weight.float() for name, weight in narrow.items()}, dense) == []
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
     del config["dtype"]  # as it is published
@@ -221,9 +248,30 @@ def test_gguf(source: Path, tmp_path: Path, kind: str, exact: int | None) -> Non
     for path in (tmp_path / "model.gguf", tmp_path):
         tensors = loaded(path)
         assert different(tensors, dense) == []
+    assert by_rows(found, dense) == ({1} if kind != "F32" else set())
     for bits in (4, 8):
         down = tensors["model.layers.0.mlp.down_proj.weight"]
         assert carries(down, bits) == bool(exact and bits >= exact)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
+def test_kinds_of_gguf_that_are_made_dense_from_the_file(
+    source: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are rarer than these, which are taken for such here."""
+    monkeypatch.setattr(gguf, "_SPLIT", {})
+    dense = packers.gguf(tmp_path / "model.gguf", source, kind)
+    assert by_rows(find(str(tmp_path)), dense) == set()
+
+
+def test_packed_experts_become_dense(workshop: Workshop, tmp_path: Path) -> None:
+    """Transformers makes one tensor of those of a layer."""
+    packer, config, *_ = FOLDERS["GPTQ, zero points"]
+    packers.write(tmp_path / "packed", workshop.checkpoint("qwen3-moe"), packer, **config)
+    found = find(str(tmp_path / "packed"))
+    kept, wide = load_as_stored(found), load(found, torch.float32)
+    assert all(map(torch.equal, wide.parameters(), kept.parameters()))
+    assert {weight.dim() for weight in kept.parameters() if not isinstance(weight, Table)} == {1, 3}
 
 
 @pytest.mark.parametrize("name", ["llama", "llama3", "qwen2", "qwen3"])
@@ -296,7 +344,7 @@ def test_export_of_a_gguf_file(
     with traced_once():  # as that of its original with 4 bits
         status, err = command(capsys, tmp_path, tmp_path / "model.gguf", "--max-len", str(MAX_LEN))
     assert status == 0, err
-    assert "GGUF, Q4_0 and F32, made float32" in err
+    assert "GGUF, Q4_0 and F32\n" in err
     tokenizer = json.loads((tmp_path / "out" / "tokenizer" / TOKENIZER_FILE).read_text())
     assert len(tokenizer["model"]["vocab"]) == VOCAB_SIZE
     assert (tmp_path / "out" / "tokenizer" / TEMPLATE_FILE).exists()

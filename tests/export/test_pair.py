@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import packers
 import pytest
 import torch
 from checkpoints import TOKENS, VOCAB_SIZE, tokenizer, write
@@ -299,6 +300,7 @@ _TABLES = {
         (_DEEP, "int8", 32, 1.2, 1.0),
         ({**_DEEP, "num_hidden_layers": 12}, "int8", 16, 1.9, 1.0),
         (_TABLES, "int8", 16, 1.4, 2.0),  # which the graph has in 32
+        (_DEEP, "int8", 4, 0.6, 1.0),
     ],
 )
 def test_exporting_takes_little_memory_beside_the_files(
@@ -306,7 +308,8 @@ def test_exporting_takes_little_memory_beside_the_files(
 ) -> None:
     """Weights are read and written through mapped files, which the system can drop at any time;
     what it cannot drop is a fraction of them, though the graph is run as well. Of quantised ones it
-    has the levels too, and the largest matrix at a time."""
+    has the levels too, and the largest matrix at a time. A packed one has a byte a number before:
+    the sizes are those of its dense numbers."""
     source = write(tmp_path / "checkpoint", **sizes)
     if bits == 16:
         edit_weights(source, lambda w: w.update({name: x.bfloat16() for name, x in w.items()}))
@@ -314,6 +317,10 @@ def test_exporting_takes_little_memory_beside_the_files(
         (source / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     size = (source / "model.safetensors").stat().st_size
     assert size > 330e6
+    if bits == 4:
+        method = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+        packers.write(tmp_path / "packed", source, packers.gptq(4, 128, symmetric=False), **method)
+        source = tmp_path / "packed"
     process = subprocess.run(
         [sys.executable, "-c", PEAK, str(source), str(tmp_path), weights],
         cwd=CHECKOUT,

@@ -13,6 +13,7 @@ from checkpoints import ARCHITECTURES
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from export.decoder import NAME
+from export.weights import layers
 from export.weights.blocks import (
     BLOCK,
     RANGE,
@@ -27,7 +28,7 @@ from export.weights.blocks import (
 )
 from export.weights.experts import are_experts
 from export.weights.feedback import factor, quantise_with_feedback
-from export.weights.layers import in_double
+from export.weights.layers import Table, in_double
 from export.weights.quality import Texts, describe, measure, refuse_nonsense, sample, windows
 from export.weights.stored import widen
 from export.weights.whole import quantise_model
@@ -400,3 +401,27 @@ def test_a_weight_that_is_nan_is_named() -> None:
     dict(model.named_parameters())["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: "):
         quantise_model(model, 8)
+
+
+@pytest.mark.parametrize(("rows", "bias"), [(16, True), (300, False), (300, True)])
+def test_a_product_by_pieces_has_the_bits_of_a_whole_one(
+    monkeypatch: pytest.MonkeyPatch, rows: int, bias: bool
+) -> None:
+    """For one token and many; and no more than a piece is ever dense."""
+    monkeypatch.setattr(layers, "_PIECE", 90 * 48)  # 80 rows, as a multiple of 16
+    weight = torch.from_numpy(_random(rows, 48))
+    made: list[int] = []
+
+    def some(which: slice) -> torch.Tensor:
+        made.append(len(weight[which]))
+        return weight[which]
+
+    layer = torch.nn.Linear(48, rows, bias=bias).requires_grad_(False)
+    added = layer.bias
+    layer.weight = torch.nn.Parameter(Table.of(some, weight.shape, weight.dtype), False)
+    for tokens in (1, 7, 129):
+        x = torch.from_numpy(_random(2 * tokens, 48)).view(2, tokens, 48)
+        assert torch.equal(layer(x), torch.nn.functional.linear(x, weight, added))
+    assert layer.weight.numel() == weight.numel() and max(made) == min(rows, 80)
+    assert torch.equal(torch.stack([layer.weight, layer.weight])[1], weight)  # a control
+    assert max(made) == rows
