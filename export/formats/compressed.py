@@ -155,10 +155,8 @@ def _plain(name: str, module: str, tensors: dict[str, Lazy], blocks: list[int] |
     _expect_groups(name, module, grown, rows, width, ordered=group is not None)
 
     def make() -> Levels:
-        if zeros is None:
-            return quantised(weight[...], grown[...], group=group)
-        wide = torch.int16 if weight.dtype == zeros.dtype == "I8" else torch.float32
-        return quantised(weight[...].to(wide), grown[...], whole(zeros[...]).to(wide), group)
+        zero = None if zeros is None else whole(zeros[...])
+        return quantised(weight[...], grown[...], zero, group)
 
     return Lazy(make, (rows, width))
 

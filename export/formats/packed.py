@@ -200,9 +200,12 @@ def groups(name: str, key: str, tensor: Lazy, count: int) -> torch.Tensor:
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unsigned integers out of int32 words along the last axis, the lowest bits first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    return torch.flatten((words[..., None] >> shifts).bitwise_and_(2**bits - 1), -2)
+    """Unsigned integers of 4 or 8 bits out of int32 words along the last axis, the lowest bits
+    first: int8 or int16."""
+    data = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return data.to(torch.int16)
+    return torch.stack([data & 15, data >> 4], -1).flatten(-2).view(torch.int8)
 
 
 def quantised(
@@ -213,17 +216,18 @@ def quantised(
 ) -> Levels:
     """(level - zero) * scale, in a byte a number where that holds all differences.
 
-    levels: [N, K], which zeros change. scales, zeros: [N, G]. group: as `Levels` has it, or in
-    order after all.
+    levels: [N, K]. scales, zeros: [N, G]. group: as `Levels` has it, or in order after all.
     """
     width, count = levels.shape[1], scales.shape[1]
     order = torch.arange(width) // max(1, width // count)
     if group is not None and width % count == 0 and torch.equal(group, order):
         group = None
     if zeros is not None:
-        levels -= zeros[:, order if group is None else group]
-    if levels.dtype in (torch.int16, torch.int32):
-        low, high = map(int, levels.aminmax()) if levels.numel() else (0, 0)
-        narrow = torch.int8 if low >= -128 and high <= 127 else torch.int16
-        levels = levels.to(narrow, memory_format=torch.contiguous_format)
-    return Levels(levels, scales.to(torch.float32).contiguous(), group=group)
+        floats = levels.is_floating_point() or zeros.is_floating_point()
+        wide = torch.float32 if floats else torch.int16
+        levels = levels.to(wide, copy=True)
+        levels -= zeros.to(wide)[:, order if group is None else group]
+    if levels.dtype == torch.int16 and levels.numel():
+        low, high = levels.aminmax()
+        levels = levels.to(torch.int8) if low >= -128 and high <= 127 else levels
+    return Levels(levels.contiguous(), scales.to(torch.float32).contiguous(), group=group)

@@ -5,7 +5,7 @@ byte. Experts of 16 bits too, which lie in memory, where the checkpoint has them
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..checkpoint import Checkpoint
 from ..decoder import NAME
 from ..formats.packed import Lazy
-from ..loading import read, ready
+from ..loading import give_back, read, ready
 from .experts import are_experts
 from .layers import Table
 
@@ -36,10 +36,11 @@ def load_as_stored(checkpoint: Checkpoint) -> PreTrainedModel:
     """A model that computes in float32, with a `Table` in the place of each matrix that the
     checkpoint packs or has in 16 bits. Raises as `load`."""
     stored, held = _stored(checkpoint)
-    if stored is None:
-        return ready(read(checkpoint, torch.float32, _kept), checkpoint)
-    with _made(stored, held):
+    with _made(stored, held) if stored else nullcontext():
         model = read(checkpoint, torch.float32, _kept)
+    give_back()  # what unpacking took
+    if stored is None:
+        return ready(model, checkpoint)
     tables: dict[int, Table] = {}  # one of what is tied
     for module in model.modules():
         if are_experts(module):
