@@ -16,6 +16,7 @@ from .backends.engine import Logits, source_ids
 from .checks import Limits, check_ids, check_request
 from .costs import Costs
 from .drafts.registry import KINDS
+from .files.errors import OutriderError
 from .sampling.softmax import log_softmax
 from .sequence import (
     ActiveSequence,
@@ -119,10 +120,13 @@ class Decoder:
         behind = sum(plan.sequence.slot.draft_lacks for plan in plans if self._reads_model(plan))
         result = self.rounds.run(plans)
         after = time.perf_counter()
-        emitted = {
-            sequence: self._settle(sequence, part)
-            for sequence, part in zip(batch, result.parts, strict=True)
-        }
+        emitted = {}
+        for sequence, part in zip(batch, result.parts, strict=True):
+            try:
+                emitted[sequence] = self._settle(sequence, part)
+            except BaseException:  # an interrupt, perhaps of a thread whose text is another one
+                self._check_whole(sequence)
+                raise
         end = time.perf_counter()
         self._observe(result, plans, behind, end - chosen)
         for sequence in batch:
@@ -217,6 +221,14 @@ class Decoder:
                     gamma, len(verdict.ratios), accepted, gamma > 0 and accepted == gamma
                 )
         return emitted
+
+    @staticmethod
+    def _check_whole(sequence: ActiveSequence) -> None:
+        """A text that a round was added to in part cannot go on."""
+        if len(sequence.slot.tokens) != len(sequence.request.prompt) + len(sequence.output):
+            sequence.finish_reason = "error"
+            cause = "an interrupt came while the text's round was settled"
+            sequence.error = OutriderError("busy", cause, "Ask again")
 
     def _finish_reason(self, sequence: ActiveSequence, token: int) -> str | None:
         request = sequence.request

@@ -104,7 +104,7 @@ class SlotTable:
             need = max(0, len(prompt) - 1)
             slot.draft_len = need if drafted >= need else max(0, min(drafted, need - 2))
         self._slots[index] = slot
-        self._busy.add(index)  # last: who is interrupted before has taken nothing
+        self._busy |= {index}  # last, and no call: who is interrupted before has taken nothing
         return slot
 
     def release(self, slot: Slot) -> None:

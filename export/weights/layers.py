@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -104,12 +105,13 @@ _ITSELF = {_TENSOR.detach, _TENSOR.requires_grad_}  # what a parameter has to be
 
 
 def _by_pieces(x: torch.Tensor, table: Table, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [.., K] -> x W^T + bias, [.., N]. Of whole multiples of 16 rows MKL makes the bits that it
-    makes of all of them at once."""
+    """x [.., K] -> x W^T + bias, [.., N]. Of whole multiples of 16 rows, and no few at the end, MKL
+    makes the bits that it makes of all of them at once."""
     rows, columns = table.shape
     step, y = max(16, _PIECE // columns // 16 * 16), x.new_empty(*x.shape[:-1], rows)
-    for begin in range(0, rows, step):
-        here = slice(begin, begin + step)
+    begins = range(0, max(1, rows - 15), step)
+    for begin, end in pairwise([*begins, rows]):
+        here = slice(begin, end)
         own = None if bias is None else bias[here]
         y[..., here] = torch.nn.functional.linear(x, table._rows(here), own)
     return y

@@ -61,7 +61,7 @@ class TextEngine:
         self._decoder: Decoder | None = decoder
         self._turn = threading.RLock()  # who has all slots may close it
         self._together = Together()
-        self._dropped: deque[ActiveSequence] = deque()
+        self.dropped: deque[ActiveSequence] = deque()
         self._total = Stats()
         self._requests = 0
 
@@ -78,7 +78,7 @@ class TextEngine:
         self.line.close()
         with self._turn:
             self._decoder = None
-            self._dropped.clear()
+            self.dropped.clear()
 
     def __enter__(self) -> TextEngine:
         return self
@@ -231,7 +231,7 @@ class TextEngine:
                 sequence = self.decoder.admit(request)
         except BaseException:
             if sequence is not None:  # an interrupt
-                self._dropped.append(sequence)
+                self.dropped.append(sequence)
             raise
         return sequence
 
@@ -245,8 +245,7 @@ class TextEngine:
             return self.decoder.round(batch) if batch else ()
 
     def leave(self, caller: Caller, sequence: ActiveSequence) -> None:
-        """The sequence's slot is free again."""
-        self._dropped.append(sequence)  # first: an interrupt leaves it to whoever comes next
+        """The slot of a sequence that has been dropped is free again."""
         try:
             self._together.forget(sequence)
             with self._in_turn():
@@ -259,7 +258,7 @@ class TextEngine:
 
         Waits for no lock: the garbage collector runs anywhere, within a round or in the line.
         """
-        self._dropped.extend(sequences)
+        self.dropped.extend(sequences)
         self.line.drop(caller)
 
     def count(self, result: Result) -> None:
@@ -285,12 +284,12 @@ class TextEngine:
     def undisturbed(self, slots: int | None = None) -> Iterator[None]:
         """While no other call runs. slots: that have to be free, None for all. Raises "busy"."""
         caller, slots = Caller(), len(self.decoder.slots) if slots is None else slots
-        self.line.take(caller, slots)
         try:
+            self.line.take(caller, slots)
             with self._in_turn():
                 yield
         finally:
-            self.line.give_back(caller, slots)
+            self.line.drop(caller)
 
     # Inside
 
@@ -298,14 +297,14 @@ class TextEngine:
     def _in_turn(self) -> Iterator[None]:
         """While no other thread uses the decoder, and without what was dropped."""
         with self._turn:
-            while self._dropped:
+            while self.dropped:
                 try:
                     if self._decoder is not None:
-                        self._decoder.release(self._dropped[0])
+                        self._decoder.release(self.dropped[0])
                 except Exception:
-                    self._dropped.popleft()
+                    self.dropped.popleft()
                     raise
-                self._dropped.popleft()  # last: an interrupt leaves it there
+                self.dropped.popleft()  # last: an interrupt leaves it there
             yield
 
     def encode(self, prompt: Prompt | None, options: Options) -> list[int]:

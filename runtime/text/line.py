@@ -58,12 +58,13 @@ class Line:
         self._held: dict[Caller, int] = {}
         self._waiting: dict[Caller, tuple[int, int]] = {}  # in order: slots wanted, thread
         self._dropped: deque[Caller] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # not by the condition, whose `with` an interrupt may cut
+        self._changed = threading.Condition(self._lock)
         self._closed = False
 
     @property
     def free(self) -> int:
-        with self._changed:
+        with self._lock:
             while self._dropped:
                 self._held.pop(self._dropped[0], None)
                 self._dropped.popleft()  # last: an interrupt leaves it there
@@ -77,7 +78,7 @@ class Line:
         where `cancel` came first.
         """
         caller.touch()
-        with self._changed:
+        with self._lock:
             if not self._waiting and self._granted(caller, slots):
                 return
             if len(self._waiting) >= self._queue:
@@ -87,11 +88,11 @@ class Line:
 
     def take_if_free(self, caller: Caller) -> bool:
         """Hold a slot more, if there is one that nobody waits for."""
-        with self._changed:
+        with self._lock:
             return not self._waiting and self._granted(caller, 1)
 
     def give_back(self, caller: Caller, slots: int = 1) -> None:
-        with self._changed:
+        with self._lock:
             self._held[caller] -= slots
             if not self._held[caller]:
                 del self._held[caller]
@@ -100,19 +101,21 @@ class Line:
     def drop(self, caller: Caller) -> None:
         """Nobody refers to this caller any more: what it holds is free. Waits for no lock."""
         self._dropped.append(caller)
-        if self._changed.acquire(blocking=False):
-            self._changed.notify_all()  # else who waits sees it within the grace
-            self._changed.release()
+        if self._lock.acquire(blocking=False):
+            try:
+                self._changed.notify_all()  # else who waits sees it within the grace
+            finally:
+                self._lock.release()
 
     def cancel(self, caller: Caller) -> None:
         """From any thread: this caller waits no longer, now and later."""
-        with self._changed:
+        with self._lock:
             caller.cancelled = True
             self._changed.notify_all()
 
     def close(self) -> None:
         """Nobody gets a slot any more, and who waits is told so."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
 

@@ -77,6 +77,7 @@ class Running(ABC, Generic[Item]):
 
     def _leave(self, sequence: ActiveSequence) -> None:
         del self._sequences[sequence]
+        self._engine.dropped.append(sequence)  # at once: an interrupt leaves it to who comes next
         self._engine.leave(self._caller, sequence)
 
     @abstractmethod

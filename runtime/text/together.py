@@ -30,7 +30,8 @@ class Together:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # not by the condition, whose `with` an interrupt may cut
+        self._changed = threading.Condition(self._lock)
         self._waiting: list[_Asked] = []
         self._runner: _Asked | None = None  # whose thread runs the round of those that are chosen
         self._chosen: list[_Asked] = []
@@ -53,13 +54,13 @@ class Together:
 
     def forget(self, sequence: ActiveSequence) -> None:
         """The sequence has left: nobody awaits it."""
-        with self._changed:
+        with self._lock:
             self._last.discard(sequence)
             self._changed.notify_all()
 
     def _join(self, asked: _Asked) -> bool:
         """Wait for a round of another thread, or be the one who runs the next: whether it is."""
-        with self._changed:
+        with self._lock:
             self._waiting.append(asked)
             self._changed.notify_all()
             while self._runner is not None and not asked.done:
@@ -90,7 +91,7 @@ class Together:
             took_part = [*run(wanted)]
         except Exception as failed:  # noqa: BLE001 - whatever it is, all that took part are told
             error = failed
-        with self._changed:
+        with self._lock:
             for asked in self._chosen:
                 asked.error, asked.done = error, True
             self._last = {x for x in took_part if x.finish_reason is None}
@@ -100,7 +101,7 @@ class Together:
 
     def _withdraw(self, asked: _Asked) -> None:
         """Take no part in a round; the others of one that this thread runs try again without it."""
-        with self._changed:
+        with self._lock:
             asked.withdrawn = True
             if self._runner is asked:
                 self._waiting = [x for x in self._chosen if not x.done] + self._waiting

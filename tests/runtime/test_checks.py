@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fakes import random_model
-from rounds import broken, make_decoder
+from rounds import broken, make_decoder, run
 
 from runtime.checks import Limits, check_request
 from runtime.drafts.draft import Draft
@@ -104,3 +104,28 @@ def test_an_interrupt_takes_no_slot(at: str) -> None:
     with broken(at, interrupted), pytest.raises(KeyboardInterrupt):
         decoder.admit(Request([2, 3]))
     assert decoder.slots.free == 1
+
+
+@pytest.mark.parametrize(
+    ("at", "whole"), [("slots.Slot.commit", False), ("stats.Stats.count_round", True)]
+)
+def test_an_interrupt_as_a_round_is_settled(at: str, whole: bool) -> None:
+    """Of a text that it cut in two nothing more comes; whose round is not settled, or is as a
+    whole, goes on. Fault: the next round went on from half of it."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    request = Request([2, 3], max_new_tokens=20)
+    alone = make_decoder(random_model(1), random_model(2))
+    expected = run(alone, request).output
+    decoder = make_decoder(random_model(1), random_model(2), slots=2)
+    first, second = (decoder.admit(request) for _ in range(2))
+    with broken(at, interrupted), pytest.raises(KeyboardInterrupt):
+        decoder.round([first, second])
+    assert (first.error is None) == whole
+    assert first.error is None or (first.finish_reason, first.error.kind) == ("error", "busy")
+    while going := [x for x in (first, second) if x.finish_reason is None]:
+        decoder.round(going)
+    for sequence in (first, second) if whole else (second,):
+        assert sequence.output == expected
