@@ -289,7 +289,7 @@ class TextEngine:
             with self._in_turn():
                 yield
         finally:
-            self.line.drop(caller)
+            self.line.give_back(caller, None)
 
     # Inside
 

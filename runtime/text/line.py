@@ -91,11 +91,14 @@ class Line:
         with self._lock:
             return not self._waiting and self._granted(caller, 1)
 
-    def give_back(self, caller: Caller, slots: int = 1) -> None:
+    def give_back(self, caller: Caller, slots: int | None = 1) -> None:
+        """slots: None for all that it holds, if any."""
         with self._lock:
-            self._held[caller] -= slots
-            if not self._held[caller]:
-                del self._held[caller]
+            left = 0 if slots is None else self._held[caller] - slots
+            if left:
+                self._held[caller] = left
+            else:
+                self._held.pop(caller, None)
             self._changed.notify_all()
 
     def drop(self, caller: Caller) -> None:

@@ -72,7 +72,7 @@ class Running(ABC, Generic[Item]):
         if not self._ended:
             for sequence in list(self._sequences):
                 self._leave(sequence)
-            self._engine.line.drop(self._caller)  # what an interrupt kept it from giving back
+            self._engine.line.give_back(self._caller, None)  # what an interrupt kept it from
             self._ended = True
 
     def _leave(self, sequence: ActiveSequence) -> None:
