@@ -57,6 +57,9 @@ CONFIG: dict[str, Any] = {
     # VNNI) it still asks.
     "cpp.vec_isa_ok": True,
 }
+# A kernel that turns queries makes their angles, cosines and sines itself, which are more than the
+# 30 operations after which Inductor ends one: it would put them in order in another, each layer.
+GPU_CONFIG: dict[str, Any] = {"realize_opcount_threshold": 64}
 
 
 def versions() -> dict[str, str]:
@@ -194,8 +197,10 @@ def compile(
 def _config(gpu: bool) -> dict[str, Any]:
     """A copy of CONFIG: torch adds to it. torch 2.11 lacks some options, all about the processor's
     code: a GPU's package can do without, a CPU's would not be what `targets` says."""
-    known = _torch()._inductor.list_options() if gpu else CONFIG
-    return {name: value for name, value in CONFIG.items() if name in known}
+    if not gpu:
+        return dict(CONFIG)
+    known = _torch()._inductor.list_options()
+    return {name: value for name, value in (CONFIG | GPU_CONFIG).items() if name in known}
 
 
 @contextmanager

@@ -213,7 +213,8 @@ def test_what_is_compiled(
     assert aotinductor.compile("target", graphs / "target", tmp_path, facts, to) == to
     on_gpu, config = target == "sm90", seen.pop("config")
     said = config.pop("aot_inductor.metadata", {})
-    assert config == aotinductor.CONFIG and set(said) == ({JOINED} if on_gpu else set())
+    expected = aotinductor.CONFIG | (aotinductor.GPU_CONFIG if on_gpu else {})
+    assert config == expected and set(said) == ({JOINED} if on_gpu else set())
     assert seen.pop("devices") == {"meta" if on_gpu else "cpu"}
     assert seen == {
         "own": on_gpu, "rows": facts.capacity if on_gpu else 16,
@@ -227,8 +228,11 @@ def test_what_is_compiled(
 def test_an_older_torch_compiles_for_a_gpu_and_for_no_processor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("torch._inductor.list_options", lambda: ["cpp.dynamic_threads", "x"])
-    assert aotinductor._config(gpu=True) == {"cpp.dynamic_threads": True}
+    monkeypatch.setattr(
+        "torch._inductor.list_options",
+        lambda: ["cpp.dynamic_threads", *aotinductor.GPU_CONFIG, "x"],
+    )
+    assert aotinductor._config(gpu=True) == {"cpp.dynamic_threads": True, **aotinductor.GPU_CONFIG}
     assert aotinductor._config(gpu=False) == aotinductor.CONFIG
 
 
