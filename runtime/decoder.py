@@ -108,11 +108,11 @@ class Decoder:
 
     # The round
 
-    def round(self, batch: Collection[ActiveSequence]) -> dict[ActiveSequence, list[Token]]:
-        """One round for all given unfinished sequences; the new tokens of each.
+    def round(self, batch: Collection[ActiveSequence]) -> None:
+        """One round for all given unfinished sequences, whose `output` grows.
 
-        A sequence whose logits are broken gets none: it ends with `finish_reason` "error" and its
-        `error`, and is to be released. The others do not notice.
+        That of a sequence whose logits are broken does not: it ends with `finish_reason` "error"
+        and its `error`, and is to be released. The others do not notice.
         """
         begin = time.perf_counter()
         plans = [self._plan(sequence, len(batch)) for sequence in batch]
@@ -120,10 +120,9 @@ class Decoder:
         behind = sum(plan.sequence.slot.draft_lacks for plan in plans if self._reads_model(plan))
         result = self.rounds.run(plans)
         after = time.perf_counter()
-        emitted = {}
         for sequence, part in zip(batch, result.parts, strict=True):
             try:
-                emitted[sequence] = self._settle(sequence, part)
+                self._settle(sequence, part)
             except BaseException:  # an interrupt, perhaps of a thread whose text is another one
                 self._check_whole(sequence)
                 raise
@@ -138,7 +137,6 @@ class Decoder:
             stats.time_rounds += end - begin - result.time_draft_prefill
             # Not wall time since the start: a slow reader of a stream is not a slow decoder.
             stats.elapsed += end - begin
-        return emitted
 
     def _plan(self, sequence: ActiveSequence, together: int) -> SlotPlan:
         request = sequence.request
@@ -184,11 +182,11 @@ class Decoder:
             return 0
         return max(0, min(self._left(sequence) - 1, self.draft_max_len - len(sequence.slot.tokens)))
 
-    def _settle(self, sequence: ActiveSequence, part: SlotResult) -> list[Token]:
+    def _settle(self, sequence: ActiveSequence, part: SlotResult) -> None:
         """Commit what becomes text of a round."""
         if part.error is not None:
             sequence.error, sequence.finish_reason = part.error, "error"
-            return []
+            return
         drafts, verdict = part.drafts, part.verdict
         gamma = len(drafts)
         ids = [*drafts[: verdict.accepted], verdict.token]
@@ -197,30 +195,28 @@ class Decoder:
             last = "plain" if sequence.output else "first"
         origins = ["accepted"] * verdict.accepted + [last]
         rows = part.rows() if sequence.request.logprobs is not None else None
-        emitted = []
+        before = len(sequence.output)
         for i, (token, origin) in enumerate(zip(ids, origins, strict=True)):
             row = rows[i] if rows is not None else None
-            emitted.append(self._token(sequence.request, token, origin, row))
-            sequence.output.append(emitted[-1])
+            sequence.output.append(self._token(sequence.request, token, origin, row))
             sequence.finish_reason = self._finish_reason(sequence, token)
             if sequence.finish_reason is not None:
                 break
+        emitted = len(sequence.output) - before
         slot = sequence.slot
         slot.commit(ids, gamma if KINDS[sequence.request.draft].reads_model else 0)
-        slot.roll_back(len(slot.tokens) - (len(ids) - len(emitted)))
+        slot.roll_back(len(slot.tokens) - (len(ids) - emitted))
         stats = sequence.stats
         stats.output_tokens = len(sequence.output)
         if last != "first":
-            kept = min(verdict.accepted, len(emitted))
-            examined = min(len(verdict.ratios), len(emitted))
-            whole = len(emitted) == len(ids)
-            stats.count_round(gamma, kept, examined, len(emitted), whole=whole)
+            kept = min(verdict.accepted, emitted)
+            examined = min(len(verdict.ratios), emitted)
+            stats.count_round(gamma, kept, examined, emitted, whole=emitted == len(ids))
             if sequence.request.policy is not None:
                 accepted = verdict.accepted
                 sequence.request.policy.observe(
                     gamma, len(verdict.ratios), accepted, gamma > 0 and accepted == gamma
                 )
-        return emitted
 
     @staticmethod
     def _check_whole(sequence: ActiveSequence) -> None:

@@ -70,8 +70,11 @@ class OutriderWorker:
                 numbers[joined] = number
                 arrivals.add([(number, [token.id for token in joined.output])])
             while running := [x for x in numbers if x.finish_reason is None]:
-                new = decoder.round(running)
-                arrivals.add((numbers[x], [token.id for token in new[x]]) for x in running)
+                had = {x: len(x.output) for x in running}
+                decoder.round(running)
+                arrivals.add(
+                    (numbers[x], [token.id for token in x.output[had[x] :]]) for x in running
+                )
             for sequence, number in numbers.items():
                 arrivals.texts[number].notes = {**sequence.stats.summary(), **notes}
         finally:

@@ -227,7 +227,8 @@ class TextEngine:
         """The request in a slot that the caller has taken."""
         sequence: ActiveSequence | None = None
         try:
-            with self._in_turn():
+            with self._turn:
+                self._release()
                 sequence = self.decoder.admit(request)
         except BaseException:
             if sequence is not None:  # an interrupt
@@ -239,17 +240,18 @@ class TextEngine:
         """One round of these, with those of other threads that want one."""
         self._together.round(sequences, self._rounded)
 
-    def _rounded(self, wanted: Callable[[], list[ActiveSequence]]) -> Collection[ActiveSequence]:
-        with self._in_turn():
-            batch = wanted()
-            return self.decoder.round(batch) if batch else ()
+    def _rounded(self, wanted: Callable[[], list[ActiveSequence]]) -> None:
+        with self._turn:
+            self._release()
+            if batch := wanted():
+                self.decoder.round(batch)
 
     def leave(self, caller: Caller, sequence: ActiveSequence) -> None:
         """The slot of a sequence that has been dropped is free again."""
         try:
             self._together.forget(sequence)
-            with self._in_turn():
-                pass
+            with self._turn:
+                self._release()
         finally:
             self.line.give_back(caller)
 
@@ -286,26 +288,24 @@ class TextEngine:
         caller, slots = Caller(), len(self.decoder.slots) if slots is None else slots
         try:
             self.line.take(caller, slots)
-            with self._in_turn():
+            with self._turn:
+                self._release()
                 yield
         finally:
             self.line.give_back(caller, None)
 
     # Inside
 
-    @contextmanager
-    def _in_turn(self) -> Iterator[None]:
-        """While no other thread uses the decoder, and without what was dropped."""
-        with self._turn:
-            while self.dropped:
-                try:
-                    if self._decoder is not None:
-                        self._decoder.release(self.dropped[0])
-                except Exception:
-                    self.dropped.popleft()
-                    raise
-                self.dropped.popleft()  # last: an interrupt leaves it there
-            yield
+    def _release(self) -> None:
+        """Give back the slots of what was dropped; in turn alone."""
+        while self.dropped:
+            try:
+                if self._decoder is not None:
+                    self._decoder.release(self.dropped[0])
+            except Exception:
+                self.dropped.popleft()
+                raise
+            self.dropped.popleft()  # last: an interrupt leaves it there
 
     def encode(self, prompt: Prompt | None, options: Options) -> list[int]:
         """Token ids of a prompt: text as it is or through the chat template, messages, or ids. An

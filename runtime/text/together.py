@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..sequence import ActiveSequence
 
-Run = Callable[[Callable[[], list[ActiveSequence]]], Collection[ActiveSequence]]
+Run = Callable[[Callable[[], list[ActiveSequence]]], None]
 PATIENCE = 0.1  # of the last round's time, for which those that took part in it are awaited
 
 
@@ -40,8 +40,7 @@ class Together:
 
     def round(self, sequences: Collection[ActiveSequence], run: Run) -> None:
         """One round of these, and of those of others. run: a round, of sequences that it asks for
-        once nobody can release any of them; says who took part. Raises what the round raises, to
-        all of them."""
+        once nobody can release any of them. Raises what the round raises, to all of them."""
         asked = _Asked(list(sequences))
         try:
             if self._join(asked):
@@ -84,11 +83,12 @@ class Together:
         def wanted() -> list[ActiveSequence]:
             asking = [x for asked in self._chosen if not asked.withdrawn for x in asked.sequences]
             # An interrupt may have come when the round was over and nobody had been told.
-            return [sequence for sequence in asking if sequence.finish_reason is None]
+            took_part.extend(x for x in asking if x.finish_reason is None)
+            return took_part
 
         begin, error, took_part = time.perf_counter(), None, list[ActiveSequence]()
         try:
-            took_part = [*run(wanted)]
+            run(wanted)
         except Exception as failed:  # noqa: BLE001 - whatever it is, all that took part are told
             error = failed
         with self._lock:

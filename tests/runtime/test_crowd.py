@@ -78,9 +78,7 @@ def crowd(
                 reused += active[-1].stats.reused_tokens
             batch = [x for x in active if x.finish_reason is None and rng.random() < 0.7]
             if batch:
-                emitted = used.round(batch)
-                assert list(emitted) == batch
-                assert all(emitted[x] == x.output[-len(emitted[x]) :] for x in batch)
+                used.round(batch)
             for sequence in active[:]:
                 check_rows(used, sequence)
                 if sequence.finish_reason is not None or rng.random() < 0.05:

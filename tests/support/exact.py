@@ -51,10 +51,10 @@ class Round:
             return table[purpose][position - self.start]
 
         with broken("sampling.reference.uniform", controlled):
-            emitted = self.decoder.round([sequence])[sequence]
+            self.decoder.round([sequence])
         # A draft token stands in the target's cache, whether it was accepted or not.
         rows = self.decoder.target.cache[0, self.start : self.start + self.gamma]  # type: ignore[attr-defined]
-        return [int(token) for token in rows], [token.id for token in emitted]
+        return [int(token) for token in rows], [token.id for token in sequence.output[1:]]
 
 
 def blocks(round_: Round, rule: str, probs: Probs) -> Iterator[tuple[float, tuple[int, ...]]]:

@@ -20,7 +20,7 @@ from runtime import Options, OutriderError, TextEngine
 from runtime.drafts.draft import GuessedDraft
 from runtime.drafts.registry import KINDS
 from runtime.sampling.processors import Ids
-from runtime.sequence import ActiveSequence, Token
+from runtime.sequence import ActiveSequence
 from runtime.text import together
 
 MODEL = random_model(1, never=[EOS])
@@ -62,10 +62,10 @@ def test_threads_share_rounds(
     alone = [engine.generate(text, max_new_tokens=40).token_ids for text in ("abc", "b")]
     sizes, real = [], engine.decoder.round
 
-    def round(batch: Collection[ActiveSequence]) -> dict[ActiveSequence, list[Token]]:
+    def round(batch: Collection[ActiveSequence]) -> None:
         sizes.append(len(batch))
         threading.Event().wait(0.002)  # so that the other thread comes to ask
-        return real(batch)
+        real(batch)
 
     monkeypatch.setattr(engine.decoder, "round", round)
     monkeypatch.setattr(together, "PATIENCE", 1000.0)  # of rounds of two milliseconds
@@ -108,12 +108,11 @@ def test_who_leaves_a_round_is_not_in_it(engine: TextEngine) -> None:
     seen: list[list[ActiveSequence]] = []
     running, leaving = threading.Event(), threading.Event()
 
-    def run(wanted: Callable[[], list[ActiveSequence]]) -> list[ActiveSequence]:
+    def run(wanted: Callable[[], list[ActiveSequence]]) -> None:
         if not seen:
             running.set()
             assert leaving.wait(30)
         seen.append(wanted())
-        return seen[-1]
 
     shared = together.Together()
     with ThreadPoolExecutor(2) as pool:
@@ -135,9 +134,8 @@ def test_an_interrupted_round_is_nobodys(engine: TextEngine, at: str) -> None:
     first, second = (engine.decoder.admit(engine.request(p, Options())) for p in ("abc", "b"))
     seen: list[list[ActiveSequence]] = []
 
-    def run(wanted: Callable[[], list[ActiveSequence]]) -> list[ActiveSequence]:
+    def run(wanted: Callable[[], list[ActiveSequence]]) -> None:
         seen.append(wanted())
-        return seen[-1]
 
     shared = together.Together()
     with interrupted_once(shared, at), pytest.raises(KeyboardInterrupt):
@@ -156,14 +154,13 @@ def test_an_interrupt_loses_no_tokens_of_others(
     alone = [engine.generate(prompt, options).token_ids for prompt in prompts]
     shared, real, interrupted = engine._together, engine.decoder.round, list[int]()
 
-    def round(batch: Collection[ActiveSequence]) -> dict[ActiveSequence, list[Token]]:
+    def round(batch: Collection[ActiveSequence]) -> None:
         while len(batch) < 2 and not interrupted and not shared._waiting:
             threading.Event().wait(0.001)  # until both are there
-        emitted = real(batch)
+        real(batch)
         if len(batch) == 2 and not interrupted:
             interrupted.append(threading.get_ident())
             raise KeyboardInterrupt
-        return emitted
 
     monkeypatch.setattr(engine.decoder, "round", round)
     with ThreadPoolExecutor(2) as pool:
