@@ -22,7 +22,7 @@ from typing import Any, get_args
 from .. import __version__
 from ..beam.text import excluded
 from ..drafts.registry import KINDS
-from ..files.errors import EXIT_STATUS, INTERRUPTED, CommandParser, OutriderError, refuse_first
+from ..files.errors import EXIT_STATUS, CommandParser, OutriderError, refuse_first
 from ..sampling.warp import VerifyRule
 from ..text.options import GammaName, Options
 from .audio import add_options
@@ -56,7 +56,7 @@ examples:
   {PROGRAM} --engines build/whisper --audio talk.wav --format srt > talk.srt
 
 exit status:
-  0 success, also when the reader of stdout leaves early (| head); {INTERRUPTED} interrupted;
+  0 success, also when the reader of stdout leaves early (| head); 130 Ctrl-C; 143 SIGTERM;
   otherwise that of the kind that the line `error: <kind>: ...` on stderr names:
   {_STATUSES}"""
 

@@ -15,7 +15,7 @@ from numbers import Integral
 from typing import Any, NoReturn
 
 # One status per kind of failure, so that scripts can tell them apart. 2 is argparse's own (a
-# malformed command line), 130 the shell's for Ctrl-C.
+# malformed command line), 130 and 143 the shell's for Ctrl-C and SIGTERM.
 EXIT_STATUS = {
     "option": 2,  # an option's value, or a combination of options, is refused
     "checkpoint": 3,  # a checkpoint is missing, unreadable or incomplete
@@ -31,7 +31,7 @@ EXIT_STATUS = {
     "certificate": 13,  # --check found a difference from the target's distribution
     "busy": 14,  # all slots are in use
 }
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 OF_ONE = ("prompt", "option", "numeric")  # kinds that a single request may be to blame for
 
 
@@ -114,27 +114,32 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(word in str(error).lower() for word in words)
 
 
+class Terminated(BaseException):
+    """SIGTERM. Not a KeyboardInterrupt: of a conversation that ends an answer alone."""
+
+
 class _Interrupts:
-    """What Ctrl-C and SIGTERM do to a command: raise KeyboardInterrupt, at once or a little later.
+    """What Ctrl-C and SIGTERM do to a command: raise KeyboardInterrupt or Terminated, at once or a
+    little later.
 
     Both leave nothing half-written. Native modules make an ImportError of an interrupt during their
     import, or print it and go on; so there it waits.
     """
 
-    held = waiting = False
+    held, waiting = False, 0  # the signal
 
     def install(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        self.held = self.waiting = False
+        self.held, self.waiting = False, 0
         signal.signal(signal.SIGTERM, self._arrived)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
             signal.signal(signal.SIGINT, self._arrived)
 
-    def _arrived(self, *_: object) -> None:
+    def _arrived(self, number: int, _: object) -> None:
         if not self.held:
-            raise KeyboardInterrupt
-        self.waiting = True
+            raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+        self.waiting = number
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -144,8 +149,8 @@ class _Interrupts:
         finally:
             self.held = before
             if self.waiting and not before:
-                self.waiting = False
-                raise KeyboardInterrupt
+                number, self.waiting = self.waiting, 0
+                self._arrived(number, None)
 
 
 _interrupts = _Interrupts()
@@ -181,9 +186,9 @@ def run_command(command: Callable[[], int]) -> int:
     except OutriderError as error:
         show_origin(error)
         failure = error
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated) as stopped:
         _say("\ninterrupted")
-        return INTERRUPTED
+        return TERMINATED if isinstance(stopped, Terminated) else INTERRUPTED
     except BrokenPipeError:
         # The reader of stdout left (`| head`); keep the interpreter from flushing into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
