@@ -249,8 +249,15 @@ def _tokenizer(manifest: Manifest, folder: Path) -> Tokenizer:
 
 def _bits(manifest: Manifest, slots: int, plain_width: int | None) -> Bits:
     """Look up what texts on the CPU do not depend on, which was measured with these libraries."""
-    same = all(_installed(package) == built for package, built in manifest.versions.items())
-    return promised(manifest, slots, host_engine(manifest.backend).least_width, same, plain_width)
+    other = next(
+        (
+            f"{package} {built}, and {_installed(package) or 'none'} is installed"
+            for package, built in manifest.versions.items()
+            if _installed(package) != built
+        ),
+        "",
+    )
+    return promised(manifest, slots, host_engine(manifest.backend).least_width, other, plain_width)
 
 
 def _memory(manifest: Manifest, folder: Path, slots: int) -> dict[str, int]:

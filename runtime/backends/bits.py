@@ -26,6 +26,7 @@ class Bits:
     other: tuple[str, ...] = ()
     forgone: bool = False  # by calls that are narrower than they need to be
     slots: bool = True  # whether one slot and several give the same
+    unknown: str = "not measured on this device"  # why, where both are empty
 
     @property
     def of_gamma(self) -> bool:
@@ -35,7 +36,7 @@ class Bits:
     def line(self) -> str:
         """For people."""
         if not self.same and not self.other:
-            return "bits: not measured for this machine and these libraries: nothing is promised"
+            return f"bits: nothing is promised: {self.unknown}"
         parts = [f"the same for every {_listed(self.same)}"] if self.same else []
         if self.other:
             why = " (plain steps of one token)" if self.forgone else ""
@@ -58,17 +59,25 @@ def reproducible(facts: GraphFacts) -> bool:
 
 
 def promised(
-    manifest: Manifest, slots: int, usual: int, measured_here: bool, plain_width: int | None = None
+    manifest: Manifest, slots: int, usual: int, library: str = "", plain_width: int | None = None
 ) -> Bits:
     """What a bundle for the CPU promises with as many slots.
 
-    usual: the narrowest call where nobody measured. measured_here: whether its libraries are those
-    that it was built with, and the graph too. plain_width: the narrowest call that was asked for.
+    usual: the narrowest call where nobody measured. library: that it was built with, where another
+    one is here. plain_width: the narrowest call that was asked for.
     """
-    facts = manifest.invariance
-    measured_here = measured_here and reproducible(manifest.pair.target)
-    if facts is None or not measured_here or facts.processor != processor():
-        return Bits(plain_width or usual, forgone=(plain_width or usual) < usual)
+    facts, unknown = manifest.invariance, ""
+    if facts is None:
+        unknown = "the build did not measure it; build again, without MEASURE=0"
+    elif library:
+        unknown = f"built with {library}; install that one, or build again"
+    elif not reproducible(manifest.pair.target):
+        unknown = "built with liboutrider, which is not here; type make plugins, or build again"
+    elif facts.processor != processor():
+        unknown = "built on another processor; build again on this one"
+    if facts is None or unknown:
+        narrowest = plain_width or usual
+        return Bits(narrowest, forgone=narrowest < usual, unknown=unknown)
     calls = facts.one if slots == 1 else facts.several
     need = _least(calls)
     narrowest = plain_width or need or usual

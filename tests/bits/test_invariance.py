@@ -95,7 +95,7 @@ def test_each_fault_is_found_and_nothing_else(name: str, monkeypatch: pytest.Mon
     assert facts.several == dataclasses.replace(usual, **found)
     assert facts.slots == (name != "slots")
     manifest = dataclasses.replace(manifest, invariance=facts)
-    assert promised(manifest, 3, 2, True).line() == f"bits: {promise}"
+    assert promised(manifest, 3, 2).line() == f"bits: {promise}"
 
 
 def described(**invariance: Any) -> Manifest:
@@ -106,9 +106,9 @@ def described(**invariance: Any) -> Manifest:
 
 def test_what_is_promised() -> None:
     """Only what was measured with these libraries on this processor."""
-    bits = promised(described(), 1, 1, True)
+    bits = promised(described(), 1, 1)
     assert (bits.narrowest, bits.same, bits.other) == (2, ALL, ())
-    bits = promised(described(), 1, 1, True, plain_width=1)
+    bits = promised(described(), 1, 1, plain_width=1)
     assert bits.narrowest == 1 and bits.forgone
     assert bits.json_object() == {
         "same": ("thread count",), "other": ALL[:4], "narrowest_call": 1, "forgone": True,
@@ -116,18 +116,17 @@ def test_what_is_promised() -> None:
     }  # fmt: skip
     assert bits.line().endswith("neighbour (plain steps of one token)")
     any_width = CallBits([1, 2, 3, 16], [], neighbours=True, threads=True, rows=True)
-    bits = promised(described(one=any_width), 1, 2, True)
+    bits = promised(described(one=any_width), 1, 2)
     assert bits.narrowest == 1 and bits.of_gamma, "nothing is paid where nothing is to be had"
-    for unknown in (
-        promised(make_manifest(), 1, 2, True),
-        promised(described(), 1, 2, False),
-        promised(described(processor="another"), 1, 2, True),
-    ):
+    for why, unknown in {
+        "without MEASURE=0": promised(make_manifest(), 1, 2),
+        "with X 1, and 2 is installed; install": promised(
+            described(), 1, 2, "X 1, and 2 is installed"
+        ),
+        "another processor; build again": promised(described(processor="another"), 1, 2),
+    }.items():
         assert unknown.narrowest == 2 and not unknown.same
-        assert (
-            unknown.line()
-            == "bits: not measured for this machine and these libraries: nothing is promised"
-        )
+        assert unknown.line().startswith("bits: nothing is promised: ") and why in unknown.line()
 
 
 def test_a_real_engine(workshop: Workshop, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def use(folder: Path) -> int:
     """All that is asked of a manifest before a file of the bundle is opened."""
     manifest = read_bundle(folder)
     choose_device(manifest, folder, "auto")
-    promised(manifest, manifest.slots, 1, True)
+    promised(manifest, manifest.slots, 1)
     assert manifest.rebuild_command(folder, "sm90").startswith("make engines MODEL=")
     assert 0 < sum(f.cache_bytes(manifest.slots) for _, f in manifest.pair.models()) < 1 << 62
     for gpu in (False, True):
