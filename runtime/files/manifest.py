@@ -490,7 +490,8 @@ def read_bundle(folder: Path, *, verify: bool = True) -> Manifest:
         if not path.is_file():
             other = (folder / "config.json").is_file()
             what = "a Hugging Face checkpoint" if other else "no bundle"
-            cause = f"{folder} is {what}: it has no {MANIFEST_FILE}"
+            named = "the current folder (or an empty path)" if folder == Path() else folder
+            cause = f"{named} is {what}: it has no {MANIFEST_FILE}"
             raise OutriderError("bundle", cause, _REBUILD)
     manifest = read_json(path, "manifest", Manifest, _REBUILD)
     if (odd := manifest.contradiction()) is not None:

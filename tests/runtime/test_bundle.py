@@ -163,6 +163,13 @@ def test_a_line_that_cannot_be_is_refused_before_anything_is_read(tmp_path: Path
             load(tmp_path / "nothing", **{name: value})
 
 
+def test_a_path_that_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = r"the current folder \(or an empty path\) is no bundle: .* Build one: make engines"
+    with pytest.raises(OutriderError, match=said):
+        load("")
+
+
 def test_options_of_another_type_are_refused(bundle: Path) -> None:
     for name, value in ("threads", "a"), ("threads", 2.5), ("threads", True), ("device", 3):
         nonsense: dict[str, Any] = {name: value}
