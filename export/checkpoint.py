@@ -112,6 +112,8 @@ def find(name: str) -> Checkpoint:
     named = "max_position_embeddings", "max_target_positions"
     field = next((field for field in named if getattr(text, field, None) is not None), named[0])
     context = getattr(text, field, None)
+    if context == -1 and field not in written:  # XLNet's class says so: there is no limit
+        context = None
     if context is not None and (type(context) is not int or context < 1):
         raise _odd_config(name, field, context)
     if type(width := getattr(text, "vocab_size", None)) is not int or width < 1:
@@ -356,5 +358,5 @@ def refuse_architecture(name: str, config: PretrainedConfig, reason: str) -> Out
     return OutriderError(
         "architecture",
         f"{name} is a {_architecture(config)}, which cannot be exported: {reason}",
-        "Use a checkpoint that runs on Transformers' attention interface.",
+        "Use a checkpoint of another architecture: docs/checkpoints.md lists them.",
     )

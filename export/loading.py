@@ -228,7 +228,8 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
     configuration suggests is seen as it is. Raises OutriderError "architecture" for models that
     do not go through Transformers' attention and cache interfaces.
     """
-    if getattr(checkpoint.config, "attention_type", None) == "block_sparse":  # not of short ones
+    kind = getattr(checkpoint.config, "attention_type", None)
+    if kind == "block_sparse" or hasattr(checkpoint.config, "encoder_attention_type"):
         reason = "its attention to long sources is sparse"
         raise refuse_architecture(checkpoint.source, checkpoint.config, reason)
     text, source = Stored(), Stored()
@@ -253,11 +254,10 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
     except UnsupportedArchitecture as error:
         raise refuse_architecture(checkpoint.source, checkpoint.config, str(error)) from None
     except Exception as error:  # noqa: BLE001 - any model code may fail in any way here
-        raise refuse_architecture(
-            checkpoint.source,
-            checkpoint.config,
-            f"it does not run with an explicit KV cache ({first_line(error)})",
-        ) from None
+        reason = f"it does not run with an explicit KV cache ({first_line(error)})"
+        if isinstance(error, AttributeError) and isinstance(error.obj, Stored):
+            reason = f"it keeps a state beside keys and values ({error.name})"
+        raise refuse_architecture(checkpoint.source, checkpoint.config, reason) from None
     layers = sorted(text.keys)
     if len(traced_layers) < len(layers) + len(source.keys):
         reason = "its attention does not go through Transformers' attention interface"

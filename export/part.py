@@ -390,4 +390,6 @@ def _reason(error: BaseException) -> str:
         error = error.__cause__
     if isinstance(error, UnsupportedArchitecture):
         return str(error)
-    return f"torch.export: {first_line(error)}"
+    if "data-dependent" in str(error):
+        return "what it computes depends on numbers that are known only while it runs"
+    return f"torch.export cannot follow its code ({first_line(error)})"

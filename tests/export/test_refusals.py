@@ -61,6 +61,9 @@ OUTSIDE = "attention does not go through Transformers' attention interface"
         ("gptj", OUTSIDE),
         ("mamba", "not all of its layers keep a KV cache"),
         ("bigbird-pegasus", "its attention to long sources is sparse"),
+        ("longt5", "its attention to long sources is sparse"),
+        ("falcon-h1", "it keeps a state beside keys and values (get_conv_state)"),
+        ("xlnet", "Use a checkpoint of another architecture"),
         ("bert", "its tokens look at those behind them"),
         ("bart-alone", "nobody can tell it at which positions its tokens stand"),
         ("speech-to-text", "its encoder reads something else than log-mel spectra"),
@@ -106,6 +109,19 @@ def test_attention_that_the_graph_cannot_express() -> None:
         decoder._attention(torch.nn.Identity(), rows, rows, rows, mask, alibi=torch.zeros(2))
     with pytest.raises(decoder.UnsupportedArchitecture, match="outside the mask interface"):
         decoder._attention(torch.nn.Identity(), rows, rows, rows, None)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("Could not guard on data-dependent expression u0", "are known only while it runs"),
+        ("False != True", "torch.export cannot follow its code (False != True)"),
+    ],
+)
+def test_what_torch_says_of_code_is_a_reason(said: str, reason: str) -> None:
+    outer = RuntimeError("Failed to export the model")
+    outer.__cause__ = AssertionError(said)
+    assert reason in part._reason(outer)
 
 
 @pytest.mark.parametrize("name", ["phi3-longrope", "llama-dynamic"])

@@ -171,6 +171,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mamba": _gpt(transformers.MambaConfig, hidden_size=64, num_hidden_layers=2),
     "speech-to-text": _bart(transformers.Speech2TextConfig),
     "bigbird-pegasus": _bart(transformers.BigBirdPegasusConfig),
+    "longt5": _t5(transformers.LongT5Config),
+    "xlnet": _like(
+        {"d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 96}, transformers.XLNetConfig,
+        vocab_size=VOCAB_SIZE,
+    ),
+    "falcon-h1": _llama(
+        transformers.FalconH1Config, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16,
+        mamba_d_state=16, mamba_n_groups=1,
+    ),
     "bert": _gpt(transformers.BertConfig, **_LONG, intermediate_size=96),
     "bart-alone": _bart(transformers.BartConfig, is_encoder_decoder=False),
     # Encoder-decoders.
@@ -201,7 +210,8 @@ WHISPER = {
     "max_initial_timestamp_index": 3, "prev_sot_token_id": 248, "max_length": CONTEXT,
 }  # fmt: skip
 NO_GRAPH = {
-    "falcon", "bloom", "gptj", "mamba", "speech-to-text", "bigbird-pegasus", "bert", "bart-alone"
+    "falcon", "bloom", "gptj", "mamba", "speech-to-text", "bigbird-pegasus", "bert", "bart-alone",
+    "longt5", "xlnet", "falcon-h1",
 }  # fmt: skip
 WITH_ENCODER = [
     "t5", "t5-gated", "mt5", "umt5", "bart", "mbart", "marian", "pegasus", "m2m100", "t5gemma",
