@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "engine.h"
-#include "outrider_ort_model.h"
+#include "ort_model.h"
 
 namespace outrider {
 

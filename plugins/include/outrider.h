@@ -32,7 +32,7 @@ typedef unsigned long long uint64_t;
 extern "C" {
 #endif
 
-#define OUTRIDER_ABI_VERSION 9
+#define OUTRIDER_ABI_VERSION 10
 #define OUTRIDER_MAX_WIDTH 64 /* draft tokens in a round */
 
 enum {

@@ -2,44 +2,16 @@
 // OUTRIDER_TABLE naming the table, and OUTRIDER_INT8 defined where rows are quantised. No standard
 // headers but the compiler's own: see outrider_tiles.cpp.
 #include "outrider_attention.h"
-
-#if defined(__AVX512F__) || defined(__FMA__)
-#include <immintrin.h>
-#endif
+#include "outrider_vector.h"
 
 namespace {
 using Call = outrider_attention;
-
-#if defined(__AVX512F__)
-constexpr int LANES = 16;
-#elif defined(__AVX2__) && defined(__FMA__)
-constexpr int LANES = 8;
-#else
-constexpr int LANES = 4;
-#endif
-typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
-typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t))));
-typedef float Unaligned __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
 
 constexpr int MOST_ROWS = OUTRIDER_ATTENTION_ROWS, MOST_WIDTH = OUTRIDER_ATTENTION_WIDTH;
 constexpr int TOGETHER = 4;                   // query rows that share the loads of a key or value
 constexpr int COLUMNS = LANES == 16 ? 4 : 2;  // vectors of a value at a time: of TOGETHER x COLUMNS
 constexpr int KEYS = OUTRIDER_ATTENTION_KEYS;
 constexpr float INF = __builtin_inff(), LOG2_E = 1.44269504f;
-
-inline Vector load(const float* p) { return *reinterpret_cast<const Unaligned*>(p); }
-inline void store(float* p, Vector v) { *reinterpret_cast<Unaligned*>(p) = v; }
-inline Vector splat(float x) { return Vector{} + x; }
-
-inline Vector fused(Vector a, Vector b, Vector c) { // a b + c
-#if defined(__AVX512F__)
-  return _mm512_fmadd_ps(a, b, c);
-#elif defined(__AVX2__) && defined(__FMA__)
-  return _mm256_fmadd_ps(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
 
 inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
 

@@ -38,8 +38,8 @@ Status* output(const Api* api, Context* context, size_t index, const int64_t* si
 
 Status* add_operators(const Api* api, Options* options, Domain** made) {
   Status* status = call<CreateDomain>(api, "outrider", made);
-  for (const Operator* one :
-       {&ATTENTION, &QUANTISED_ATTENTION, &SOURCE_ATTENTION, &PRODUCT, &ROWS, &EXPERTS})
+  for (const Operator* one : {&ATTENTION, &QUANTISED_ATTENTION, &SOURCE_ATTENTION, &PRODUCT, &ROWS,
+                              &EXPERTS, &RECURRENCE, &CONVOLUTION})
     if (status == nullptr) status = call<AddOperator>(api, *made, one);
   return status == nullptr ? call<AddDomain>(api, options, *made) : status;
 }

@@ -43,6 +43,8 @@ extern const Operator QUANTISED_ATTENTION; // "QuantizedCacheAttention"
 extern const Operator SOURCE_ATTENTION;    // "SourceAttention"
 extern const Operator PRODUCT, ROWS;       // "QuantizedMatMul", "QuantizedGather"
 extern const Operator EXPERTS;             // "QuantizedExperts"
+extern const Operator RECURRENCE;          // "Recurrence"
+extern const Operator CONVOLUTION;         // "ShortConvolution"
 
 } // namespace ort
 #endif

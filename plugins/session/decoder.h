@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "drafts.h"
-#include "onnxruntime/outrider_ort_model.h"
+#include "engines/ort_model.h"
 
 namespace outrider {
 

@@ -53,12 +53,12 @@ LOOPS = [
     ("onnxruntime/outrider_attention.cpp", "attention", X86, []),
     ("onnxruntime/outrider_attention.cpp", "attention_int8", X86, ["-DOUTRIDER_INT8"]),
     ("onnxruntime/outrider_product.cpp", "product", PRODUCTS, []),
+    ("onnxruntime/outrider_recurrence.cpp", "recurrence", X86, []),
 ]
-OPERATORS = ("operator", "attend", "multiply")
+OPERATORS = ("operator", "attend", "multiply", "recur")
 SESSION = (
     *(f"files/{name}.cpp" for name in ("json", "sha256", "bundle")),
-    "onnxruntime/outrider_ort_model.cpp",
-    *(f"engines/{name}.cpp" for name in ("engine", "host_engine", "device_engine")),
+    *(f"engines/{name}.cpp" for name in ("engine", "ort_model", "host_engine", "device_engine")),
     *(f"session/{name}.cpp" for name in ("drafts", "checks", "decoder", "session")),
 )  # fmt: skip
 

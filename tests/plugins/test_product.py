@@ -290,5 +290,6 @@ def test_a_library_with_other_operators_has_another_interface() -> None:
         bodies = re.findall(function, source.read_text(), re.DOTALL)
         names |= {name for body in bodies for name in re.findall(r'"(\w+)"', body)}
     products = {"QuantizedMatMul", "QuantizedGather", "QuantizedExperts"}
-    operators = {"Attention", "QuantizedCacheAttention", "SourceAttention", *products}
-    assert (names, kernel.ABI_VERSION) == (operators, 9)
+    attentions = {"Attention", "QuantizedCacheAttention", "SourceAttention"}
+    operators = {"Recurrence", "ShortConvolution", *attentions, *products}
+    assert (names, kernel.ABI_VERSION) == (operators, 10)

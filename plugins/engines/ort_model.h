@@ -1,6 +1,6 @@
 // ONNX Runtime's library, found when a bundle is opened, and a graph that it runs on fixed memory.
-#ifndef OUTRIDER_ORT_MODEL_H
-#define OUTRIDER_ORT_MODEL_H
+#ifndef OUTRIDER_ENGINES_ORT_MODEL_H
+#define OUTRIDER_ENGINES_ORT_MODEL_H
 
 #include <memory>
 #include <string>

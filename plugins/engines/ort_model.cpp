@@ -1,4 +1,4 @@
-#include "outrider_ort_model.h"
+#include "ort_model.h"
 
 #include <dlfcn.h>
 #include <stdlib.h>

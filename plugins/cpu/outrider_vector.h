@@ -1,0 +1,40 @@
+// A vector of the instruction set that a file is compiled for. Static: each set has its own, or the
+// linker might keep one that the processor does not know.
+#ifndef OUTRIDER_VECTOR_H
+#define OUTRIDER_VECTOR_H
+
+#include <stdint.h>
+
+#if defined(__AVX512F__) || defined(__FMA__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
+typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t))));
+typedef float Unaligned __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
+
+inline Vector load(const float* p) { return *reinterpret_cast<const Unaligned*>(p); }
+inline void store(float* p, Vector v) { *reinterpret_cast<Unaligned*>(p) = v; }
+inline Vector splat(float x) { return Vector{} + x; }
+
+inline Vector fused(Vector a, Vector b, Vector c) { // a b + c
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+} // namespace
+#endif

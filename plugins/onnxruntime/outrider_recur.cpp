@@ -1,0 +1,218 @@
+// The operators outrider.Recurrence and outrider.ShortConvolution for ONNX Runtime: see
+// outrider_recurrence.h.
+//
+// Recurrence
+//   inputs   query, key [B, N, Hk, Dk]; value [B, N, H, Dv]; decay [B, N, H, 1 or Dk], logarithms;
+//            beta [B, N, H], or none; slot [B, H, R, Dk Dv]; position int64 [B]
+//   outputs  [B, N, H, Dv]; the slot, in place where it is bound to the input's memory
+// ShortConvolution
+//   inputs   x [B, C, N]; weight [C, K]; bias [C], or none; slot [B, 1, R, C]; position int64 [B]
+//   outputs  [B, C, N]; the slot
+//
+// A graph whose sizes are others is refused.
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#include "outrider_operator.h"
+#include "outrider_recurrence.h"
+
+namespace {
+using ort::Api;
+
+constexpr int64_t COLUMNS = OUTRIDER_RECURRENCE_COLUMNS;
+
+namespace state {
+enum Input { QUERY, KEY, VALUE, DECAY, BETA, SLOT, POSITION, INPUTS };
+}
+namespace past {
+enum Input { X, WEIGHT, BIAS, SLOT, POSITION, INPUTS };
+}
+
+struct Kernel {
+  const Api* api;
+  const outrider_recurrence_tiles* tiles;
+};
+
+// Those of the instruction set that the library uses.
+const outrider_recurrence_tiles* tiles_in_use() {
+#if defined(OUTRIDER_X86)
+  for (const auto* tiles : {&outrider_recurrence_avx512, &outrider_recurrence_avx2})
+    if (std::strcmp(tiles->name, outrider_instruction_set()) == 0) return tiles;
+#endif
+  return &outrider_recurrence_plain;
+}
+
+ort::Status* create(const ort::Operator*, const Api* api, const ort::KernelInfo*, void** made) {
+  *made = new (std::nothrow) Kernel{api, tiles_in_use()};
+  return *made == nullptr ? ort::refuse(api, "out of memory") : nullptr;
+}
+
+// Whether no number of a row is too large to be written down.
+bool has_places(const int64_t* position, int64_t slots, int64_t tokens) {
+  return std::all_of(position, position + slots,
+                     [&](int64_t p) { return p >= 0 && p <= INT64_MAX - tokens; });
+}
+
+// Where the slot is to be written: as it came in.
+ort::Status* output_slot(const Api* api, ort::Context* context, const ort::Tensor& given,
+                         float** slot) {
+  void* data = nullptr;
+  if (ort::Status* status = ort::output(api, context, 1, given.sizes, 4, &data)) return status;
+  const int64_t* sizes = given.sizes;
+  const auto cells = static_cast<size_t>(sizes[0] * sizes[1] * sizes[2] * sizes[3]);
+  if (data != given.data && cells > 0) std::memcpy(data, given.data, cells * sizeof(float));
+  *slot = static_cast<float*>(data);
+  return nullptr;
+}
+
+// What threads take from: columns of a slot's head, or channels of a slot.
+template <class Call> struct Work {
+  Call call;
+  const outrider_recurrence_tiles* tiles;
+  int64_t width, runs; // all of them; how many COLUMNS are in it
+};
+
+void recur_columns(void* data, size_t index) {
+  const auto& work = *static_cast<const Work<outrider_recurrence>*>(data);
+  const int64_t head = static_cast<int64_t>(index) / work.runs, heads = work.call.heads;
+  const int64_t first = static_cast<int64_t>(index) % work.runs * COLUMNS;
+  work.tiles->recur(&work.call, head / heads, head % heads, first,
+                    std::min(first + COLUMNS, work.width));
+}
+
+void convolve_channels(void* data, size_t index) {
+  const auto& work = *static_cast<const Work<outrider_convolution>*>(data);
+  const int64_t slot = static_cast<int64_t>(index) / work.runs;
+  const int64_t first = static_cast<int64_t>(index) % work.runs * COLUMNS;
+  work.tiles->convolve(&work.call, slot, first, std::min(first + COLUMNS, work.width));
+}
+
+bool fits_recurrence(const ort::Tensor* in) {
+  using namespace state;
+  if (in[QUERY].dimensions != 4 || in[VALUE].dimensions != 4 || in[SLOT].dimensions != 4 ||
+      in[DECAY].dimensions != 4)
+    return false;
+  const int64_t slots = in[QUERY].sizes[0], tokens = in[QUERY].sizes[1];
+  const int64_t key_heads = in[QUERY].sizes[2], depth = in[QUERY].sizes[3];
+  const int64_t heads = in[VALUE].sizes[2], width = in[VALUE].sizes[3];
+  const int64_t rows = in[SLOT].sizes[2], decays = in[DECAY].sizes[3];
+  return key_heads >= 1 && heads >= 1 && heads % key_heads == 0 && width >= 1 && depth >= 1 &&
+         depth <= OUTRIDER_RECURRENCE_WIDTH && rows >= 1 && (decays == 1 || decays == depth) &&
+         ort::has_sizes(in[KEY], {slots, tokens, key_heads, depth}) &&
+         ort::has_sizes(in[VALUE], {slots, tokens, heads, width}) &&
+         ort::has_sizes(in[DECAY], {slots, tokens, heads, decays}) &&
+         (in[BETA].value == nullptr || ort::has_sizes(in[BETA], {slots, tokens, heads})) &&
+         ort::has_sizes(in[SLOT], {slots, heads, rows, depth * width}) &&
+         ort::has_sizes(in[POSITION], {slots});
+}
+
+ort::Status* recur(void* made, ort::Context* context) {
+  using namespace state;
+  const Kernel& kernel = *static_cast<const Kernel*>(made);
+  const Api* api = kernel.api;
+  ort::Tensor in[INPUTS];
+  for (size_t i = 0; i < INPUTS; ++i)
+    if (ort::Status* status = ort::input(api, context, i, &in[i])) return status;
+  if (!fits_recurrence(in))
+    return ort::refuse(api, "an input has another size than the others say");
+  outrider_recurrence c{};
+  const int64_t slots = in[QUERY].sizes[0];
+  c.tokens = in[QUERY].sizes[1], c.key_heads = in[QUERY].sizes[2];
+  c.key_width = in[QUERY].sizes[3];
+  c.heads = in[VALUE].sizes[2], c.width = in[VALUE].sizes[3];
+  c.decays = in[DECAY].sizes[3], c.rows = in[SLOT].sizes[2];
+  c.query = static_cast<const float*>(in[QUERY].data);
+  c.key = static_cast<const float*>(in[KEY].data);
+  c.value = static_cast<const float*>(in[VALUE].data);
+  c.decay = static_cast<const float*>(in[DECAY].data);
+  c.beta = static_cast<const float*>(in[BETA].data);
+  c.position = static_cast<const int64_t*>(in[POSITION].data);
+  if (!has_places(c.position, slots, c.tokens))
+    return ort::refuse(api, "a position is of no row");
+  void* out = nullptr;
+  if (ort::Status* status = ort::output(api, context, 0, in[VALUE].sizes, 4, &out)) return status;
+  if (ort::Status* status = output_slot(api, context, in[SLOT], &c.states)) return status;
+  c.out = static_cast<float*>(out);
+  Work<outrider_recurrence> work{c, kernel.tiles, c.width, (c.width + COLUMNS - 1) / COLUMNS};
+  const int64_t heads = slots * c.heads;
+  const bool small = heads * c.tokens * c.key_width * c.width < 1 << 15; // a few microseconds
+  return ort::share(api, context, recur_columns, heads * work.runs, small, &work);
+}
+
+bool fits_convolution(const ort::Tensor* in) {
+  using namespace past;
+  if (in[X].dimensions != 3 || in[WEIGHT].dimensions != 2 || in[SLOT].dimensions != 4) return false;
+  const int64_t slots = in[X].sizes[0], channels = in[X].sizes[1];
+  const int64_t taps = in[WEIGHT].sizes[1], rows = in[SLOT].sizes[2];
+  return channels >= 1 && taps >= 1 && taps <= OUTRIDER_RECURRENCE_TAPS && rows >= taps &&
+         ort::has_sizes(in[WEIGHT], {channels, taps}) &&
+         (in[BIAS].value == nullptr || ort::has_sizes(in[BIAS], {channels})) &&
+         ort::has_sizes(in[SLOT], {slots, 1, rows, channels}) &&
+         ort::has_sizes(in[POSITION], {slots});
+}
+
+ort::Status* convolve(void* made, ort::Context* context) {
+  using namespace past;
+  const Kernel& kernel = *static_cast<const Kernel*>(made);
+  const Api* api = kernel.api;
+  ort::Tensor in[INPUTS];
+  for (size_t i = 0; i < INPUTS; ++i)
+    if (ort::Status* status = ort::input(api, context, i, &in[i])) return status;
+  if (!fits_convolution(in))
+    return ort::refuse(api, "an input has another size than the others say");
+  outrider_convolution c{};
+  const int64_t slots = in[X].sizes[0];
+  c.channels = in[X].sizes[1], c.tokens = in[X].sizes[2];
+  c.taps = in[WEIGHT].sizes[1], c.rows = in[SLOT].sizes[2];
+  c.x = static_cast<const float*>(in[X].data);
+  c.weight = static_cast<const float*>(in[WEIGHT].data);
+  c.bias = static_cast<const float*>(in[BIAS].data);
+  c.position = static_cast<const int64_t*>(in[POSITION].data);
+  if (!has_places(c.position, slots, c.tokens))
+    return ort::refuse(api, "a position is of no row");
+  void* out = nullptr;
+  if (ort::Status* status = ort::output(api, context, 0, in[X].sizes, 3, &out)) return status;
+  if (ort::Status* status = output_slot(api, context, in[SLOT], &c.past)) return status;
+  c.out = static_cast<float*>(out);
+  const int64_t runs = (c.channels + COLUMNS - 1) / COLUMNS;
+  Work<outrider_convolution> work{c, kernel.tiles, c.channels, runs};
+  const bool small = slots * c.tokens * c.channels * c.taps < 1 << 16; // a few microseconds
+  return ort::share(api, context, convolve_channels, slots * work.runs, small, &work);
+}
+
+const char* recurrence_name(const ort::Operator*) { return "Recurrence"; }
+const char* convolution_name(const ort::Operator*) { return "ShortConvolution"; }
+const char* provider(const ort::Operator*) { return nullptr; }
+size_t recurrence_count(const ort::Operator*) { return state::INPUTS; }
+size_t convolution_count(const ort::Operator*) { return past::INPUTS; }
+int recurrence_type(const ort::Operator*, size_t index) {
+  return index == state::POSITION ? ort::INT64 : ort::FLOAT;
+}
+int convolution_type(const ort::Operator*, size_t index) {
+  return index == past::POSITION ? ort::INT64 : ort::FLOAT;
+}
+int recurrence_characteristic(const ort::Operator*, size_t index) {
+  return index == state::BETA ? ort::OPTIONAL : ort::REQUIRED;
+}
+int convolution_characteristic(const ort::Operator*, size_t index) {
+  return index == past::BIAS ? ort::OPTIONAL : ort::REQUIRED;
+}
+size_t output_count(const ort::Operator*) { return 2; }
+int output_type(const ort::Operator*, size_t) { return ort::FLOAT; }
+int required(const ort::Operator*, size_t) { return ort::REQUIRED; }
+int memory(const ort::Operator*, size_t) { return 0; }
+void destroy(void* kernel) { delete static_cast<Kernel*>(kernel); }
+int version(const ort::Operator*) { return 1; }
+
+} // namespace
+
+const ort::Operator ort::RECURRENCE = {
+    ort::API_VERSION, nullptr, recurrence_name, provider, recurrence_type, recurrence_count,
+    output_type, output_count, nullptr, destroy, recurrence_characteristic, required, memory, {},
+    create, recur, nullptr, version, version, {}};
+
+const ort::Operator ort::CONVOLUTION = {
+    ort::API_VERSION, nullptr, convolution_name, provider, convolution_type, convolution_count,
+    output_type, output_count, nullptr, destroy, convolution_characteristic, required, memory, {},
+    create, convolve, nullptr, version, version, {}};
