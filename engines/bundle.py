@@ -64,6 +64,13 @@ def build(
             f"with DTYPE={pair.target.dtype} in this version",
             "Use BACKEND=onnxruntime DTYPE=float32, or BACKEND=aotinductor SM=cpu.",
         )
+    if any(facts.states for facts in models.values()) and backend != "onnxruntime":
+        raise OutriderError(
+            "backend",
+            f"the backend {backend} does not run models with a recurrent state, such as "
+            f"{pair.target.source}, in this version",
+            "Use BACKEND=onnxruntime.",
+        )
     weights = [facts.weights or "full" for facts in models.values()]
     check_backend(backend, pair.target.dtype, sm, level, weights)
     builder = find(backend)

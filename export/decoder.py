@@ -8,6 +8,8 @@ docs/graph.md without a line of its own:
 - the mask is the architecture's own mask function, evaluated at the absolute positions of the
   queries, so sliding windows and chunks come out right;
 - attention is the standard operator over all S rows of the slot;
+- what a layer carries from token to token (linear attention, state spaces, short convolutions) is
+  in rows too, and what it computes is one of the functions of functions/recurrence.py;
 - the experts of a layer are one batched product.
 
 The decoder is a torch module like any other, and runs as it is. Only in two spots does an ONNX
@@ -28,6 +30,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.moe import ExpertsInterface
 
 from .functions import attention as own_attention
+from .functions import recurrence
+from .functions.carrying import Carrying, Given, UnsupportedArchitecture, ours
 from .weights.experts import experts
 
 NAME = "outrider"
@@ -42,10 +46,6 @@ traced_layers: list[str] = []  # names: a layer would keep its weights alive
 # multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) hand their cache latents,
 # and make keys and values of all that it gives back: in each call of all rows of the slot.
 _waiting: list[Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = []
-
-
-class UnsupportedArchitecture(Exception):
-    """What the graph cannot express; the text is the reason."""
 
 
 def _attention(
@@ -145,7 +145,7 @@ AttentionMaskInterface.register(NAME, _mask)
 ExpertsInterface.register(NAME, experts)
 
 
-class SlotCache:
+class SlotCache(Carrying):
     """The slots as Transformers' `past_key_values`: rows are scattered in at `position`. Of a layer
     that hands over rows of another size than the slot's, those that its attention is given."""
 
@@ -153,23 +153,40 @@ class SlotCache:
 
     def __init__(
         self,
-        keys: Sequence[torch.Tensor],  # per layer [B, Hkv, S, D]
+        keys: Sequence[torch.Tensor],  # per layer that has them [B, Hkv, S, D]
         values: Sequence[torch.Tensor],
         position: torch.Tensor,  # int64 [B]
+        states: Sequence[torch.Tensor] = (),  # [B, H, R, D], in the order of the calls
     ):
+        super().__init__()
+        _waiting.clear()
         self.keys, self.values, self.position = list(keys), list(values), position
+        self.states = list(states)
         self.is_sliding = [False] * len(self.keys)
         self.is_linear = [False] * len(self.keys)
         self.is_dummy = [False] * len(self.keys)
-        _waiting.clear()
+        self._places: dict[int, int] = {}  # of layers among those that have keys
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if _sizes(key, value) == _sizes(self.keys[layer_idx], self.values[layer_idx]):
-            return self._write(layer_idx, key, value)
-        _waiting.append(partial(self._write, layer_idx))
+        place = self._places.setdefault(layer_idx, len(self._places))
+        if _sizes(key, value) == _sizes(self.keys[place], self.values[place]):
+            return self._write(place, key, value)
+        _waiting.append(partial(self._write, place))
         return key, value
+
+    def _convolve(
+        self, state: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
+        slot = self.states[state]
+        said, self.states[state] = recurrence.convolve(x, weight, bias, slot, self.position)
+        return said
+
+    def _recur(self, state: int, given: Given) -> torch.Tensor:
+        slot = self.states[state]
+        said, self.states[state] = recurrence.recur(*given, slot, self.position)
+        return said
 
     def _write(
         self, layer_idx: int, key: torch.Tensor, value: torch.Tensor
@@ -209,11 +226,16 @@ class SlotCache:
         return len(self.keys)
 
 
+def _empty(like: torch.Tensor, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A slot, and the position of its first row."""
+    return like.new_zeros(*sizes), torch.zeros(sizes[0], dtype=torch.long)
+
+
 def _sizes(key: torch.Tensor, value: torch.Tensor) -> list[tuple[int, int]]:
     return [(rows.shape[1], rows.shape[3]) for rows in (key, value)]
 
 
-class Stored:
+class Stored(Carrying):
     """A cache that keeps what each layer stores, or what its attention is given where numbers of
     another width are; nothing was there before."""
 
@@ -221,9 +243,12 @@ class Stored:
     is_sliding = is_linear = is_dummy = ()  # layers that it does not know yet
 
     def __init__(self) -> None:
+        super().__init__()
+        _waiting.clear()
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
-        _waiting.clear()
+        self.states: dict[int, tuple[int, int]] = {}  # (H, D) of a row
+        self.reach = 0  # how many rows before its first token a call reads
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -231,6 +256,20 @@ class Stored:
         self.keys[layer_idx], self.values[layer_idx] = key, value
         _waiting.append(partial(self._attended, layer_idx))
         return key, value
+
+    def _convolve(
+        self, state: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
+        (batch, channels, _), taps = x.shape, weight.shape[1]
+        self.states[state], self.reach = (1, channels), max(self.reach, taps - 1, 1)
+        return recurrence.convolve(x, weight, bias, *_empty(x, batch, 1, taps, channels))[0]
+
+    def _recur(self, state: int, given: Given) -> torch.Tensor:
+        query, _, value, *_ = given
+        batch, _, heads, width = value.shape
+        row = query.shape[3] * width
+        self.states[state], self.reach = (heads, row), max(self.reach, 1)
+        return recurrence.recur(*given, *_empty(value, batch, heads, 1, row))[0]
 
     def _attended(
         self, layer_idx: int, key: torch.Tensor, value: torch.Tensor
@@ -266,9 +305,10 @@ def asked_rows(model: PreTrainedModel, logits_index: torch.Tensor) -> Iterator[N
 
 
 class Decoder(torch.nn.Module):
-    """`forward(input_ids [B, N], position [B], logits_index [K], keys, values)`.
+    """`forward(input_ids [B, N], position [B], logits_index [K], keys, values, states)`.
 
-    Returns logits [B, K, V] and the updated keys and values, each [B, Hkv, S, D].
+    Returns logits [B, K, V] and the updated keys and values, each [B, Hkv, S, D], and states, each
+    [B, H, R, D].
     """
 
     def __init__(self, model: PreTrainedModel, max_positions: int | None):
@@ -283,21 +323,23 @@ class Decoder(torch.nn.Module):
         logits_index: torch.Tensor,
         keys: list[torch.Tensor],
         values: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        cache = SlotCache(keys, values, position)
+        states: Sequence[torch.Tensor] = (),
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        cache = SlotCache(keys, values, position, states)
         device, width = input_ids.device, input_ids.shape[1]
         position_ids = position[:, None] + torch.arange(width, device=device)[None]
         if self.max_positions is not None:
             # Drafted rows past the table are never read, but the look-up must stay inside it.
             position_ids = position_ids.clamp(max=self.max_positions - 1)
-        with asked_rows(self.model, logits_index):
+        with asked_rows(self.model, logits_index), ours(self.model):
             logits = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,
                 past_key_values=cache,
                 use_cache=True,
             ).logits
-        return logits.float(), cache.keys, cache.values
+        cache.check()
+        return logits.float(), cache.keys, cache.values, cache.states
 
 
 @dataclass(frozen=True)
@@ -319,14 +361,18 @@ def example(
     value_shapes: Sequence[tuple[int, int]],
     capacity: int,
     dtype: torch.dtype,
+    state_shapes: Sequence[tuple[int, int]] = (),  # (H, D)
+    state_rows: int = 0,
 ) -> Example:
     """For tracing a `Decoder` with B slots, N tokens, K outputs and S rows left open.
 
-    capacity: S of the example; a backend that wants S fixed fixes it there.
+    capacity: S of the example; a backend that wants S fixed fixes it there. state_rows: R.
     """
     names = ("slots", "tokens", "outputs", "rows")
     slots, tokens, outputs, rows = (torch.export.Dim(name) for name in names)
     caches = [example_caches(shapes, capacity, dtype) for shapes in (key_shapes, value_shapes)]
+    if state_shapes:
+        caches.append(example_caches(state_shapes, state_rows, dtype))
     # Sizes of 2 and 3, not 1: torch.export takes a size of 1 for a constant.
     arguments = (
         torch.zeros(2, 3, dtype=torch.long),
@@ -334,8 +380,11 @@ def example(
         torch.tensor([0, 2]),
         *caches,
     )
-    open_caches = [[{0: slots, 2: rows} for _ in side] for side in caches]
-    cache_names = [*numbered("key", key_shapes), *numbered("value", value_shapes)]
+    open_caches = [[{0: slots, 2: rows} for _ in side] for side in caches[:2]]
+    if state_shapes:
+        open_caches.append([{0: slots} for _ in state_shapes])
+    sides = (("key", key_shapes), ("value", value_shapes), ("state", state_shapes))
+    cache_names = [name for side in sides for name in numbered(*side)]
     return Example(
         arguments,
         ({0: slots, 1: tokens}, {0: slots}, {0: outputs}, *open_caches),

@@ -29,7 +29,7 @@ from runtime.files.manifest import ENCODER_FILE, GRAPH_FILE
 from runtime.files.torch_files import ENCODER_WEIGHTS_FILE, WEIGHTS_FILE
 
 from .decoder import Example
-from .functions import attention
+from .functions import attention, recurrence
 from .fusion import fuse_norms, fuse_rotary
 from .weights.layers import PRODUCT
 from .weights.operators import dense_tables, dequantise_linear, initializer
@@ -73,6 +73,7 @@ def simplify(model: ir.Model) -> None:
         _pack_products(model)
         dequantise_linear(model)
         attention.define(model, OPSET)
+        recurrence.define(model, OPSET)
         RemoveUnusedNodesPass()(model)
         model.graph.sort()
     # The rewriter's rules remember the last graph they saw, which must not keep the weights: not

@@ -25,9 +25,10 @@ from runtime.files.errors import OutriderError, first_line
 from runtime.files.progress import note
 
 from .checkpoint import Checkpoint, refuse_architecture
-from .decoder import NAME, Stored, UnsupportedArchitecture, traced_layers
+from .decoder import NAME, Stored, traced_layers
 from .encoder import Caches, example_source, reading
 from .formats.packed import Lazy
+from .functions.carrying import UnsupportedArchitecture, ours
 
 # Positions beyond the original context change these embeddings for all slots of a call at once.
 _LENGTH_DEPENDENT_ROPE = {"dynamic": "dynamic NTK", "longrope": "LongRoPE"}
@@ -210,7 +211,8 @@ class CacheShapes:
     """Per layer (H, D) of a row's keys and values: of the text, and of the source, if any.
 
     source_rows: how many there are of a source that is no text; None for the others. states: the
-    width of what the encoder makes of it, 0 where there is none.
+    width of what the encoder makes of it, 0 where there is none. carried: (H, D) of the rows that
+    recurrent layers keep. reach: how many of them before its first token a call reads.
     """
 
     keys: list[tuple[int, int]]
@@ -219,6 +221,8 @@ class CacheShapes:
     source_values: list[tuple[int, int]] = field(default_factory=list)
     source_rows: int | None = None
     states: int = 0
+    carried: list[tuple[int, int]] = field(default_factory=list)
+    reach: int = 0
 
 
 def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
@@ -249,23 +253,25 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
             config._experts_implementation = NAME
     traced_layers.clear()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), ours(model):
             said = model(**inputs, use_cache=True)
+        text.check()
     except UnsupportedArchitecture as error:
         raise refuse_architecture(checkpoint.source, checkpoint.config, str(error)) from None
     except Exception as error:  # noqa: BLE001 - any model code may fail in any way here
         reason = f"it does not run with an explicit KV cache ({first_line(error)})"
         if isinstance(error, AttributeError) and isinstance(error.obj, Stored):
-            reason = f"it keeps a state beside keys and values ({error.name})"
+            reason = f"it asks its cache for what there is not ({error.name})"
         raise refuse_architecture(checkpoint.source, checkpoint.config, reason) from None
     layers = sorted(text.keys)
     if len(traced_layers) < len(layers) + len(source.keys):
         reason = "its attention does not go through Transformers' attention interface"
         raise refuse_architecture(checkpoint.source, checkpoint.config, reason)
-    if not layers or layers != list(range(len(layers))):
-        raise refuse_architecture(
-            checkpoint.source, checkpoint.config, "not all of its layers keep a KV cache"
-        )
+    carried = [shape for _, shape in sorted(text.states.items())]
+    if not layers or (layers != list(range(len(layers))) and not carried):
+        which = "not all" if layers else "none"
+        reason = f"{which} of its layers keep a KV cache"
+        raise refuse_architecture(checkpoint.source, checkpoint.config, reason)
     if checkpoint.has_encoder and sorted(source.keys) != layers:
         raise refuse_architecture(
             checkpoint.source, checkpoint.config, "not all of its layers keep the source's keys"
@@ -285,4 +291,4 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
     )
     fixed = source.keys[0].shape[2] if checkpoint.features else None
     states = said.encoder_last_hidden_state.shape[2] if checkpoint.has_encoder else 0
-    return CacheShapes(keys, values, source_keys, source_values, fixed, states)
+    return CacheShapes(keys, values, source_keys, source_values, fixed, states, carried, text.reach)

@@ -206,7 +206,7 @@ def _parts(
     return {
         role: part.make(
             part.Wanted(
-                role, model, asked.dtype, lengths[role], capacity, asked.form,
+                role, model, asked.dtype, lengths[role], capacity, asked.max_gamma, asked.form,
                 None if bits[role] == "full" else cast(Weights, bits[role]), asked.cache_type,
                 words, shares and role == "draft",
             ),

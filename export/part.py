@@ -30,6 +30,7 @@ from runtime.files.manifest import (
     EncoderFacts,
     Format,
     GraphFacts,
+    StateFacts,
     Weights,
     file_facts,
     verify_files,
@@ -39,8 +40,9 @@ from runtime.files.records import digest_json, read_json, write_json
 
 from . import compare, graph, program
 from .checkpoint import Checkpoint, content_hashes, refuse_architecture
-from .decoder import Decoder, UnsupportedArchitecture, example
+from .decoder import Decoder, example
 from .encoder import Encoder, SharedEncoder, SourceDecoder, example_decoder, example_encoder
+from .functions.carrying import UnsupportedArchitecture
 from .host.checked import write_checked
 from .loading import CacheShapes, cache_shapes, give_back, learned_positions, load
 from .weights import quality
@@ -78,6 +80,7 @@ class Wanted:
     dtype: Dtype
     max_len: int
     capacity: int
+    max_gamma: int
     form: Format = "onnx"
     weights: Weights | None = None
     cache: Cache | None = None
@@ -107,6 +110,7 @@ class Wanted:
                 "dtype": self.dtype,
                 "max_len": self.max_len,
                 "capacity": self.capacity,
+                "max_gamma": self.max_gamma,
                 "exporter": exporter_digest(),
                 "versions": versions(),
                 **({"format": self.form} if self.form != "onnx" else {}),
@@ -218,6 +222,7 @@ def _export(wanted: Wanted, folder: Path, key: str) -> GraphFacts:
             weights=wanted.weights,
             quality=found,
             encoder=_encoder_facts(wanted, shapes),
+            states=_state_facts(wanted, shapes),
         )
         write_json(partial / PART_FILE, "graph", facts)
     return facts
@@ -249,6 +254,7 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
             with in_double(model), suppress(OutriderError):
                 exact = compare.reference(*given)
         shapes = cache_shapes(model, checkpoint)
+        _check_states(wanted, shapes)
     traced = _trace(wanted, model, shapes)
     if wanted.form == "onnx":  # a compiler of torch's graphs does this itself
         with stage(role, "simplify") as said:
@@ -268,7 +274,10 @@ def _trace(wanted: Wanted, model: PreTrainedModel, shapes: CacheShapes) -> list[
         said.note = f"{len(shapes.keys)} layers, {wanted.capacity} rows a slot"
         positions = learned_positions(model, checkpoint)
         rows = program.EXAMPLE_ROWS if wanted.form == "torch" else wanted.capacity
-        of_text = example(shapes.keys, shapes.values, rows, wanted.torch_dtype)
+        of_text = example(
+            shapes.keys, shapes.values, rows, wanted.torch_dtype, shapes.carried,
+            _state_rows(wanted, shapes),
+        )  # fmt: skip
         source = shapes.source_keys, shapes.source_values
         try:
             if not checkpoint.has_encoder:
@@ -300,6 +309,33 @@ def _encoder_facts(wanted: Wanted, shapes: CacheShapes) -> EncoderFacts | None:
     sides = _listed(shapes.source_keys), _listed(shapes.source_values)
     shared = shapes.states if wanted.shares else None
     return EncoderFacts(*sides, wanted.checkpoint.features, shapes.source_rows, shared)
+
+
+def _check_states(wanted: Wanted, shapes: CacheShapes) -> None:
+    """Raises OutriderError "option" for what models with a recurrent state do not have."""
+    if not shapes.carried or (wanted.for_host and not wanted.cache):
+        return
+    name = f"CACHE={wanted.cache}" if wanted.cache else f"DTYPE={wanted.dtype}"
+    name = "BACKEND=aotinductor" if wanted.form == "torch" else name
+    raise OutriderError(
+        "option",
+        f"{name} is for models without a recurrent state in this version, and "
+        f"{wanted.checkpoint.source} is a {wanted.checkpoint.architecture}",
+        f"Leave {name.partition('=')[0]} out: it runs on the CPU in float32, with WEIGHTS=int8 or "
+        "int4 too.",
+    )
+
+
+def _state_rows(wanted: Wanted, shapes: CacheShapes) -> int:
+    """As many as a round writes, with drafts that are begun again two tokens before them, or the
+    comparison with the original goes back; and what is read of those before."""
+    return max(wanted.max_gamma + 3, 8) + shapes.reach
+
+
+def _state_facts(wanted: Wanted, shapes: CacheShapes) -> StateFacts | None:
+    if not shapes.carried:
+        return None
+    return StateFacts(_listed(shapes.carried), _state_rows(wanted, shapes), shapes.reach)
 
 
 def _listed(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
@@ -336,9 +372,15 @@ def _compare(
     exact: Callable[[], compare.Reference] | None,
     folder: Path,
 ) -> compare.Comparison:
-    """Raises OutriderError "difference"."""
+    """Raises OutriderError "difference", "architecture", "backend"."""
     with stage(wanted.role, "compare with the original") as said:
-        result = compare.compare(folder, original.said, wanted.dtype, exact)
+        try:
+            result = compare.compare(folder, original.said, wanted.dtype, exact)
+        except OutriderError as error:
+            if error.kind != "backend" or wanted.dtype != "float32":
+                raise
+            given = wanted.checkpoint.source, wanted.checkpoint.config
+            raise refuse_architecture(*given, f"its graph does not run: {error.cause}") from None
         said.note = result.what
         if result.max_difference is not None:
             said.note = (

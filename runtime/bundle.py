@@ -147,7 +147,9 @@ def choose_device(manifest: Manifest, folder: Path, device: str) -> int | None:
             "option", f"device={device!r} is unknown", "Use auto, cpu, cuda or cuda:<number>."
         )
     runs_on = ["cpu", "cuda"]  # the portable graphs
-    if any(facts.host_alone or facts.encoder for _, facts in manifest.pair.models()):
+    if any(
+        facts.host_alone or facts.encoder or facts.states for _, facts in manifest.pair.models()
+    ):
         runs_on = ["cpu"]
     elif manifest.engines is not None:
         runs_on = ["cuda"] if manifest.gpu_targets() else ["cpu"]

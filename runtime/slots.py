@@ -92,17 +92,23 @@ class SlotTable:
             )
         index, held = free[0], 0
         if self._target is not None:
-            common = {index: self._target.common(index, prompt, source) for index in free}
+            # The last token's logits are wanted, and a call of one token may round otherwise than
+            # wider ones: so at least two are computed, here and of the draft where it lacks any.
+            most = max(0, len(prompt) - 2)
+            common = {
+                i: self._target.resumes(i, min(most, self._target.common(i, prompt, source)))
+                for i in free
+            }
             index = min(free, key=lambda i: self._target.length(i) - 2 * common[i])  # type: ignore[union-attr]
             held = common[index]
         slot = Slot(index)
-        # The last token's logits are wanted, and a call of one token may round otherwise than
-        # wider ones: so at least two are computed, here and of the draft where it lacks any.
-        slot.target_len = max(0, min(held, len(prompt) - 2))
+        slot.target_len = held
         if self._draft is not None:
             drafted = self._draft.common(index, prompt, source)
             need = max(0, len(prompt) - 1)
-            slot.draft_len = need if drafted >= need else max(0, min(drafted, need - 2))
+            drafted = need if drafted >= need else max(0, min(drafted, need - 2))
+            begin = min(drafted, max(0, need - 1))  # its first step begins a row before the last
+            slot.draft_len = drafted if self._draft.resumes(index, begin) == begin else 0
         self._slots[index] = slot
         self._busy |= {index}  # last, and no call: who is interrupted before has taken nothing
         return slot

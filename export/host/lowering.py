@@ -27,6 +27,7 @@ from runtime.files.manifest import (
 )
 from runtime.files.torch_files import ENCODER_WEIGHTS_FILE
 
+from ..functions import recurrence
 from ..graph import saving
 from ..weights.operators import OWN_DOMAIN, initializer, own_operators, put
 from .attention import Layer, NotLowered, SourceLayer, layers_of, size
@@ -54,6 +55,7 @@ def write(folder: Path, capacity: int, cache: Cache | None = None) -> int:
             _replace(model, layer, observed, cache)
         for source_layer in of_source:
             _replace_of_source(model, source_layer)
+        _replace_recurrent(model)
     except NotLowered:
         if cache or not quantised:
             raise
@@ -143,6 +145,19 @@ def _replace_of_source(model: ir.Model, layer: SourceLayer) -> None:
     node = ir.node("SourceAttention", inputs, attributes, domain=OWN_DOMAIN)
     model.graph.append(node)
     _end_in(model, layer, node)
+
+
+def _replace_recurrent(model: ir.Model) -> None:
+    """What layers carry from token to token, in one node each."""
+    for node in [node for node in model.graph if recurrence.is_own(node)]:
+        inputs = [*node.inputs]
+        if node.op_type == recurrence.RECURRENCE:
+            inputs.insert(4, None)  # beta
+        kind = "ShortConvolution" if node.op_type == recurrence.CONVOLUTION else "Recurrence"
+        own = ir.node(kind, inputs, domain=OWN_DOMAIN, num_outputs=2)
+        model.graph.append(own)
+        for old, new in zip(node.outputs, own.outputs, strict=True):
+            put(old, new)
 
 
 def _end_in(model: ir.Model, layer: Layer | SourceLayer, node: ir.Node) -> None:

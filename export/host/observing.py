@@ -127,7 +127,9 @@ def _run_part(
         if value.name in ("position", "source_length"):
             return np.full(1, position if value.name == "position" else length)
         # A cache, for the number of its rows.
-        return np.zeros((1, size(value, 1), rows, size(value, 3)), np.float32)
+        assert value.shape is not None
+        own = value.shape[2] if isinstance(value.shape[2], int) else rows
+        return np.zeros((1, size(value, 1), own, size(value, 3)), np.float32)
 
     file = folder / "part.onnx"
     ir.save(model, file)

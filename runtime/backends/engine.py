@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..files.manifest import SCALE_BYTES, GraphFacts
+from ..files.manifest import SCALE_BYTES, GraphFacts, StateFacts
 
 Ids = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
@@ -23,6 +23,12 @@ def cache_shapes(facts: GraphFacts) -> dict[str, tuple[int, int]]:
         for side, shapes in (("key", facts.key_shapes), ("value", facts.value_shapes))
         for layer, (heads, width) in enumerate(shapes)
     }
+
+
+def state_shapes(facts: GraphFacts) -> dict[str, tuple[int, int]]:
+    """H and D of what recurrent layers keep, in the contract's order; none without them."""
+    shapes = facts.states.shapes if facts.states else ()
+    return {f"state_{i}": (heads, width) for i, (heads, width) in enumerate(shapes)}
 
 
 def source_shapes(facts: GraphFacts) -> dict[str, tuple[int, int]]:
@@ -68,10 +74,12 @@ class HeldRows:
     Row i of a slot holds what token i makes of tokens 0 .. i, and of the slot's source where there
     is an encoder. So a text of that source that begins with the same tokens finds its rows there. A
     call overwrites rows, and what lies behind them is no text's any more. vocab_size: of the
-    engine; ids beyond are read as 0 (`calls.readable`).
+    engine; ids beyond are read as 0 (`calls.readable`). states: of recurrent layers, whose rows are
+    a ring: a text goes on where those that a call reads are still there.
     """
 
-    def __init__(self, slots: int, vocab_size: int):
+    def __init__(self, slots: int, vocab_size: int, states: StateFacts | None = None):
+        self.states, self._least = states, [0] * slots
         self._tokens: list[list[int]] = [[] for _ in range(slots)]
         self._sources: list[tuple[int, ...] | Features] = [()] * slots
         self._vocab_size = vocab_size
@@ -102,9 +110,20 @@ class HeldRows:
         alike = (i for i, (a, b) in pairs if a != (b if b < wide else 0))
         return next(alike, min(len(held), len(text)))
 
+    def resumes(self, slot: int, length: int) -> int:
+        """Where a text whose first rows these are goes on: there, or at its beginning."""
+        return length if length >= self._least[slot] else 0
+
     def cut(self, slot: int, length: int) -> None:
         """The rows from `length` on hold nothing of use."""
         del self._tokens[slot][length:]
+
+    def overwrites(self, slot: int, start: int, width: int) -> None:
+        """A call begins, of so many tokens; one that fails leaves nothing of use there."""
+        self.cut(slot, start)
+        if self.states:
+            lost = start + width - self.states.rows + self.states.reach
+            self._least[slot] = max(self._least[slot] if start else 0, lost)
 
     def wrote(self, first_slot: int, input_ids: Ids, position: Ids) -> None:
         """A call as `Engine.forward` has it. Rows behind a gap are those of no text."""

@@ -21,6 +21,7 @@ from .engine import (
     Source,
     cache_shapes,
     source_shapes,
+    state_shapes,
 )
 
 Call = TypeVar("Call")
@@ -34,6 +35,8 @@ class HostEngine(ABC, Generic[Call]):
     consecutive slots is a plain pointer: a call for one slot touches only that slot. S grows with
     the longest text (`_reserve`). Arguments and logits have fixed places, so that a call of a
     shape that was seen before (`Call`) is ready; a step then only fills three small buffers.
+
+    Rows of recurrent layers are as many as ever, [slots, H, R, D].
 
     What an encoder leaves is kept likewise, [slots, H, E, D], for E as many rows as the longest
     source has needed (`_reserve_source`), or as all sources have.
@@ -67,6 +70,11 @@ class HostEngine(ABC, Generic[Call]):
         self._shapes = cache_shapes(facts)
         self._cache: dict[str, Any] = {}  # in the contract's order; each [slots, Hkv, S, D]
         self.rows = 0  # S, for now
+        rings = facts.states.rows if facts.states else 0
+        self._rings = {
+            name: self._zeros(slots, heads, rings, width)
+            for name, (heads, width) in state_shapes(facts).items()
+        }
         self._calls: dict[tuple[int, ...], Call] = {}
         self._source_shapes = source_shapes(facts)
         self._source: dict[str, Any] = {}
@@ -78,7 +86,7 @@ class HostEngine(ABC, Generic[Call]):
         self._states: dict[int, npt.NDArray[Any]] = {}  # by slot
         if self._source_shapes:
             self._reserve_source(self._all_rows or 1)
-        self.held = HeldRows(slots, self.vocab_size)
+        self.held = HeldRows(slots, self.vocab_size, facts.states)
 
     @classmethod
     def check(cls, manifest: Manifest, folder: Path) -> None:
@@ -102,7 +110,7 @@ class HostEngine(ABC, Generic[Call]):
         }
         caches, source = (
             {name: array[first : first + batch] for name, array in arrays.items()}
-            for arrays in (self._cache, self._source)
+            for arrays in ({**self._cache, **self._rings}, self._source)
         )
         if source:
             ids["source_length"] = self._source_length[first : first + batch]
@@ -148,7 +156,7 @@ class HostEngine(ABC, Generic[Call]):
             if width <= len(self._index):  # steps and verifications; prefill widths vary too much
                 self._calls[shape] = call
         for slot, start in enumerate(position.tolist(), first_slot):
-            self.held.cut(slot, start)  # a call that fails leaves nothing of use there
+            self.held.overwrites(slot, start, width)
         with self._running(f"{batch} slots x {width} tokens"):
             self._run(call)
         self.held.wrote(first_slot, input_ids, position)
@@ -225,7 +233,7 @@ class HostEngine(ABC, Generic[Call]):
 
     def clear(self, slot: int) -> None:
         self.held.encoded(slot, ())  # first: whoever is interrupted leaves no rows of use
-        for cache in (*self._cache.values(), *self._source.values()):
+        for cache in (*self._cache.values(), *self._rings.values(), *self._source.values()):
             cache[slot] = 0
         self._source_length[slot] = 1
 

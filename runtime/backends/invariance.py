@@ -122,8 +122,12 @@ def replay(
     _feed(engine, texts, PROMPT, 0, given)
     if rows := min(rows, engine.capacity):
         engine.forward(np.zeros((1, 2), np.int64), np.array([rows - 2]), np.zeros(1, np.int64))
-    # Prompts are read from the start, unless that would take the rows away again.
-    since = {width: 0 if width >= PROMPT and not rows else given for width in sorted(widths)}
+    # Prompts are read from the start, unless that would take the rows away again; and so is all of
+    # a text whose state has gone on.
+    anew = engine.held.states is not None
+    since = {
+        width: 0 if anew or (width >= PROMPT and not rows) else given for width in sorted(widths)
+    }
     return {width: _feed(engine, texts, width, begin, given) for width, begin in since.items()}
 
 

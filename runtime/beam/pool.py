@@ -47,7 +47,7 @@ class Pool:
 
     prompt: at least one id. name: of the model, in errors. A narrower model reads ids that it
     lacks as 0. source: what an encoder reads. Raises OutriderError("option") for engines that
-    cannot copy rows.
+    cannot copy rows, or go back to any of them.
     """
 
     def __init__(
@@ -63,6 +63,13 @@ class Pool:
                 "option",
                 "beam search runs on the CPU only in this version",
                 "Use device=cpu with a bundle for the CPU, or leave the beam's width out.",
+            )
+        if engine.held.states is not None:
+            raise OutriderError(
+                "option",
+                f"beam search is for models without a recurrent state in this version, and the "
+                f"{name} has one",
+                "Leave the beam's width out.",
             )
         self.engine, self.prompt, self.stats, self.name = engine, tuple(prompt), stats, name
         self._source = source

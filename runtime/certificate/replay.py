@@ -49,14 +49,18 @@ class Forced:
     """One model on a slot, with source and prompt in its caches, fed texts that are given."""
 
     def __init__(self, engine: Engine, slot: Slot, request: Request, max_len: int = 2**31):
-        prompt = request.prompt
         engine.encode(slot.index, request.source)
-        self._engine, self._slot, self._start = engine, slot.index, len(prompt)
-        self._room = max_len - len(prompt)  # tokens that may be fed
-        for begin in range(0, len(prompt), engine.chunk):
-            chunk = prompt[begin : begin + engine.chunk]
+        self._engine, self._slot, self._prompt = engine, slot.index, request.prompt
+        self._start = len(request.prompt)
+        self._room = max_len - self._start  # tokens that may be fed
+        self._first = self._read()
+
+    def _read(self) -> Logits:
+        """The prompt; the logits [V] after it."""
+        for begin in range(0, self._start, self._engine.chunk):
+            chunk = self._prompt[begin : begin + self._engine.chunk]
             row = self._forward(chunk, begin, np.array([len(chunk) - 1]))[0]
-        self._first = row.copy()
+        return cast(Logits, row.copy())
 
     def rows(self, text: Sequence[int], width: int = 1) -> Iterator[Logits]:
         """The logits [V] that predict text[0], text[1], ...: each valid until the next.
@@ -64,6 +68,8 @@ class Forced:
         width: tokens of a call that are asked for. 1 is plain decoding. Rows end early where the
         model's context does.
         """
+        if self._engine.held.resumes(self._slot, self._start) != self._start:
+            self._read()  # a state has gone on, with another text
         yield self._first
         wanted = min(len(text) - 1, self._room)
         for begin in range(0, wanted, width):

@@ -46,7 +46,10 @@ class ChainDraft(Draft):
             self._rows = np.zeros((most, len(slots), width), np.float32)
         tokens: dict[ActiveSequence, list[int]] = {sequence: [] for sequence in wanted}
         seeds = {x: _seed(x) for x in wanted}
-        while active := [x for x in wanted if len(tokens[x]) < wanted[x]]:
+        engine = self.sources.engine
+        # Of a recurrent state there are few rows, and none for what others' guesses are wider by.
+        together = len(wanted) if engine is None or engine.held.states is None else 1
+        while active := [x for x in wanted if len(tokens[x]) < wanted[x]][:together]:
             guesses = [
                 self._lookup.possible(x, tokens[x], wanted[x] - len(tokens[x]) - 1) for x in active
             ]

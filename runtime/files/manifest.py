@@ -109,6 +109,19 @@ class EncoderFacts:
 
 
 @dataclass(frozen=True)
+class StateFacts:
+    """What recurrent layers carry from token to token: per state [heads, width] of a row.
+
+    rows: of a slot's ring, in which row p lies at p modulo them. reach: how many rows before its
+    first token a call reads.
+    """
+
+    shapes: list[RowShape]
+    rows: Count
+    reach: Count
+
+
+@dataclass(frozen=True)
 class GraphFacts:
     """One model's graph.
 
@@ -124,6 +137,7 @@ class GraphFacts:
     quality: of quantised weights; None where they are not.
     cache: the type of a quantised row; None where it is of `dtype`.
     encoder: of an encoder-decoder, whose encoder is a graph of its own; None for the others.
+    states: of recurrent layers; None where there are none.
     """
 
     key: str
@@ -146,6 +160,7 @@ class GraphFacts:
     quality: Quality | None = None
     cache: Cache | None = None
     encoder: EncoderFacts | None = None
+    states: StateFacts | None = None
 
     @property
     def host_alone(self) -> bool:
@@ -171,6 +186,9 @@ class GraphFacts:
         if self.encoder:
             shapes = [*self.encoder.key_shapes, *self.encoder.value_shapes]
             numbers += (self.encoder.rows or rows) * sum(heads * width for heads, width in shapes)
+        if self.states:
+            row = sum(heads * width for heads, width in self.states.shapes)
+            numbers += self.states.rows * row
         return slots * numbers * (4 if self.dtype == "float32" else 2)
 
 

@@ -41,7 +41,7 @@ COUPLED = [
 ]  # fmt: skip
 TINY = [
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gemma4", "phi3", "gpt2", "olmo2",
-    "cohere",
+    "cohere", "qwen3.5", "lfm2", "granite4",
 ]  # fmt: skip
 
 Said = list[tuple[list[int], list[float | None]]]

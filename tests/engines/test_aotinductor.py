@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, NO_GRAPH, VOCAB_SIZE, WITH_ENCODER
+from checkpoints import ARCHITECTURES, NO_GRAPH, RECURRENT, VOCAB_SIZE, WITH_ENCODER
 from commands import error_line, run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from workshop import Workshop
@@ -319,7 +319,9 @@ def test_a_gpu_copies_no_cache(graphs: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*ARCHITECTURES} - {*NO_GRAPH, *WITH_ENCODER, "whisper"}))
+@pytest.mark.parametrize(
+    "name", sorted({*ARCHITECTURES} - {*NO_GRAPH, *RECURRENT, *WITH_ENCODER, "whisper"})
+)
 def test_every_architecture_computes_the_same_on_a_gpu(workshop: Workshop, name: str) -> None:
     """A prompt and four tokens behind it."""
     graphs = workshop.graphs(workshop.example(name), form="torch")

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from checkpoints import ARCHITECTURES, NO_GRAPH, SMALL, WITH_ENCODER
+from checkpoints import ARCHITECTURES, NO_GRAPH, RECURRENT, SMALL, WITH_ENCODER
 from exported import LAYERS, TIED, UNTIED, Refused, eager, graph, text, type_of
 from rounds import cases
 from workshop import MAX_LEN, Workshop
@@ -77,7 +77,7 @@ FLOAT = ir.DataType.FLOAT
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", sorted({*ARCHITECTURES} - {TIED, *NO_GRAPH, *WITH_ENCODER, "whisper"})
+    "name", sorted({*ARCHITECTURES} - {TIED, *NO_GRAPH, *RECURRENT, *WITH_ENCODER, "whisper"})
 )
 def test_architectures_in_float16(workshop: Workshop, name: str) -> None:
     source = workshop.checkpoint(name)

@@ -59,10 +59,10 @@ OUTSIDE = "attention does not go through Transformers' attention interface"
         ("falcon", OUTSIDE),
         ("bloom", OUTSIDE),
         ("gptj", OUTSIDE),
-        ("mamba", "not all of its layers keep a KV cache"),
+        ("mamba", "it keeps its state in a cache of its own"),
         ("bigbird-pegasus", "its attention to long sources is sparse"),
         ("longt5", "its attention to long sources is sparse"),
-        ("falcon-h1", "it keeps a state beside keys and values (get_conv_state)"),
+        ("jamba", "it carries a state that the graph cannot express"),
         ("xlnet", "Use a checkpoint of another architecture"),
         ("bert", "its tokens look at those behind them"),
         ("bart-alone", "nobody can tell it at which positions its tokens stand"),
@@ -75,6 +75,16 @@ def test_architectures_that_the_graph_cannot_express(
     said = refused(workshop.checkpoint(name), kind="architecture")
     assert reason in said
     assert ARCHITECTURES[name]().__class__.__name__.removesuffix("Config").lower() in said.lower()
+
+
+@pytest.mark.parametrize(
+    "option", [("--cache-type", "int8"), ("--dtype", "float16"), ("--format", "torch")]
+)
+def test_what_a_recurrent_state_is_not_exported_with(
+    workshop: Workshop, refused: Refused, option: tuple[str, str]
+) -> None:
+    said = refused(workshop.checkpoint("lfm2"), *option, "--max-len", "64", kind="option")
+    assert "is for models without a recurrent state" in said
 
 
 def test_small_weights_do_not_hide_that_tokens_look_ahead(

@@ -35,12 +35,12 @@ GAMMAS = (0, 1, 2, 4, 8)
 
 # One of each way to build a decoder: tied and grouped; a window; biases; norms of queries and keys;
 # soft caps and mixed windows; packed products; learned positions; experts; positions of three
-# numbers. The others are near one of them.
-FAST = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "mixtral", "qwen2.5-vl"]
+# numbers; a recurrent state. The others are near one of them.
+FAST = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "mixtral", "qwen2.5-vl", "qwen3.5"]
 SLOW = [
     "llama3", "gemma3", "gemma4", "opt", "phi3", "gpt-neox", "olmo2", "gemma", "phi",
     "phi3-longrope", "llama-dynamic", "stablelm", "granite", "cohere", "smollm3", "starcoder2",
-    "qwen3-moe", "deepseek3", "gpt-oss",
+    "qwen3-moe", "deepseek3", "gpt-oss", "lfm2", "granite4",
 ]  # fmt: skip
 COMPILED = ["gemma2", "llama", "mistral", "qwen2", "gemma3", "gemma4", "gpt2", "gpt-oss"]
 SLIDING = ["mistral", "gemma2", "gemma3", "gemma4", "starcoder2", "gpt-oss"]

@@ -7,7 +7,7 @@ lengths that depend on the company.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 import rounds
-from fakes import EOS, VOCAB_SIZE, Context, make_text_engine, near, random_model
+from fakes import (
+    EOS,
+    VOCAB_SIZE,
+    Context,
+    FakeEngine,
+    RecurrentFake,
+    make_text_engine,
+    near,
+    random_model,
+)
 from rounds import broken, cases, check_rows, ids, make_decoder, run
 
 from runtime.backends.engine import HeldRows, Ids
@@ -39,8 +48,8 @@ SAMPLED = SamplingParams(temperature=1.0)
 BLOCK = replace(SAMPLED, verify="block")
 
 
-def decoder(slots: int) -> Decoder:
-    return make_decoder(MODEL, DRAFT, slots=slots, max_len=96)
+def decoder(slots: int, engine: type[FakeEngine] = FakeEngine) -> Decoder:
+    return make_decoder(MODEL, DRAFT, slots=slots, max_len=96, engine=engine)
 
 
 def outcome(sequence: ActiveSequence) -> list[tuple[int, float | None]]:
@@ -63,13 +72,17 @@ def a_request(
 
 
 def crowd(
-    slots: int, params: SamplingParams, seeds: range = range(4), chains: bool = False
+    slots: int,
+    params: SamplingParams,
+    seeds: range = range(4),
+    chains: bool = False,
+    engine: type[FakeEngine] = FakeEngine,
 ) -> tuple[int, int]:
     """Returns how many tokens were not computed again, and how many texts came to an end."""
     reused, ended = 0, 0
     for seed in seeds:
         rng = np.random.default_rng(seed)
-        used, texts = decoder(slots), [STORY]
+        used, texts = decoder(slots, engine), [STORY]
         active: list[ActiveSequence] = []
         for _ in range(60):
             if used.slots.free and rng.random() < 0.5:
@@ -108,7 +121,57 @@ def test_each_as_if_it_were_alone(slots: int, params: SamplingParams) -> None:
     assert (reused > 200) != on_device and ended > 0
 
 
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_each_goes_on_where_its_state_is(params: SamplingParams) -> None:
+    """Of layers that carry one, a text is taken up again where the ring still holds it."""
+    reused, ended = crowd(3, params, chains=True, engine=RecurrentFake)
+    assert reused > 50 and ended > 0
+    with broken("backends.engine.HeldRows.resumes", everywhere), pytest.raises(OutriderError):
+        crowd(3, params, chains=True, engine=RecurrentFake)
+
+
+def turning(seed: int) -> Callable[[Context], Any]:
+    """Goes round six tokens for the most part, as a lookup would guess."""
+    other = random_model(seed)
+
+    def model(context: Context) -> Any:
+        row = other(context).copy()
+        row[2 + (context[-1] - 1) % 6] += 6
+        return row
+
+    return model
+
+
+@pytest.mark.parametrize("gammas", [(8, 8, 8), (8, 2, 5), (1, 8, 3)])
+@pytest.mark.parametrize("kinds", [("chain",) * 3, ("chain", "model", "ngram")])
+def test_a_ring_is_wide_enough_for_company(gammas: Sequence[int], kinds: Sequence[str]) -> None:
+    """Fault: of chained drafts a call was as wide as anybody's guess, from where each one was."""
+    used = make_decoder(turning(1), turning(2), slots=3, max_len=96, engine=RecurrentFake)
+    for seed in range(12):
+        active = [
+            used.admit(
+                Request(
+                    [2 + i % 6 for i in range(14 + 5 * place + seed)],
+                    replace(SAMPLED, seed=seed),
+                    gamma=gamma,
+                    draft=kind,
+                    max_new_tokens=40,
+                )
+            )
+            for place, (gamma, kind) in enumerate(zip(gammas, kinds, strict=True))
+        ]
+        while batch := [x for x in active if x.finish_reason is None]:
+            used.round(batch)
+            assert [x.error for x in batch] == [None] * len(batch)
+        for sequence in active:
+            used.release(sequence)
+
+
 # The controls
+
+
+def everywhere(self: HeldRows, slot: int, length: int) -> int:
+    return length
 
 
 def idle_at_the_start(engine: object, lengths: list[int], width: int) -> Ids:

@@ -164,6 +164,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         **_MIXED, rope_parameters={"rope_theta": 1e4, "rope_type": "default"},
     ),
     "qwen2.5-vl": _qwen_vl,
+    # Layers that carry a state: a gated delta rule, convolutions alone, Mamba 2.
+    "qwen3.5": _llama(
+        transformers.Qwen3_5TextConfig, head_dim=16, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "lfm2": _llama(transformers.Lfm2Config, layer_types=["conv", "full_attention"]),
+    "granite4": _llama(
+        transformers.GraniteMoeHybridConfig, layer_types=["mamba", "attention"], mamba_n_heads=8,
+        mamba_d_head=16, mamba_d_state=16, mamba_n_groups=2, num_local_experts=0,
+        shared_intermediate_size=96,
+    ),
     # What the exporter refuses.
     "falcon": _gpt(transformers.FalconConfig, **_SIZES),
     "bloom": _gpt(transformers.BloomConfig, hidden_size=64, n_layer=2, n_head=4),
@@ -176,9 +188,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 96}, transformers.XLNetConfig,
         vocab_size=VOCAB_SIZE,
     ),
-    "falcon-h1": _llama(
-        transformers.FalconH1Config, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16,
-        mamba_d_state=16, mamba_n_groups=1,
+    "jamba": _llama(
+        transformers.JambaConfig, attn_layer_period=2, attn_layer_offset=1, num_experts=2,
+        use_mamba_kernels=False,
     ),
     "bert": _gpt(transformers.BertConfig, **_LONG, intermediate_size=96),
     "bart-alone": _bart(transformers.BartConfig, is_encoder_decoder=False),
@@ -211,8 +223,9 @@ WHISPER = {
 }  # fmt: skip
 NO_GRAPH = {
     "falcon", "bloom", "gptj", "mamba", "speech-to-text", "bigbird-pegasus", "bert", "bart-alone",
-    "longt5", "xlnet", "falcon-h1",
+    "longt5", "xlnet", "jamba",
 }  # fmt: skip
+RECURRENT = ["qwen3.5", "lfm2", "granite4"]
 WITH_ENCODER = [
     "t5", "t5-gated", "mt5", "umt5", "bart", "mbart", "marian", "pegasus", "m2m100", "t5gemma",
 ]  # fmt: skip

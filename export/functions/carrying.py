@@ -1,0 +1,155 @@
+"""How the layers of Transformers that carry a state come to the functions of recurrence.py.
+
+They ask their cache for the state, and call a function by its name in their own module. While a
+model is traced both are ours.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+
+class UnsupportedArchitecture(Exception):
+    """What the graph cannot express; the text is the reason."""
+
+
+# Of a recurrence: query, key, value, decay, beta; see `recurrence.recur`.
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+# What the layer that runs now asked its cache for, and has not computed yet.
+_convolving: list[Callable[..., torch.Tensor]] = []
+_recurring: list[Callable[..., torch.Tensor]] = []
+
+
+def _asked(waiting: list[Any]) -> Any:
+    if not waiting:
+        raise UnsupportedArchitecture("it keeps its state in a cache of its own")
+    return waiting.pop()
+
+
+def _causal_conv1d(
+    hidden_states: torch.Tensor,  # [B, C, N]
+    weight: torch.Tensor,  # [C, K]
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    bias = weight.new_zeros(len(weight)) if bias is None else bias
+    y: torch.Tensor = _asked(_convolving)(hidden_states, weight, bias)
+    return y if activation is None else ACT2FN[activation](y)
+
+
+def _delta_rule(
+    query: torch.Tensor,  # [B, N, G, K]
+    key: torch.Tensor,
+    value: torch.Tensor,  # [B, N, H, V]
+    g: torch.Tensor,  # [B, N, H], or for each number of a key [B, N, H, K]
+    beta: torch.Tensor,  # [B, N, H]
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if use_qk_l2norm_in_kernel:
+        query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    said = _asked(_recurring)((query, key, value, g if g.dim() == 4 else g[..., None], beta))
+    return said, said  # the cache has the state
+
+
+def _mamba2(
+    hidden_states: torch.Tensor,  # [B, N, H, V]
+    dt: torch.Tensor,  # [B, N, H]
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **_: Any,
+) -> Any:
+    dt = dt if dt_bias is None else dt + dt_bias
+    dt = torch.nn.functional.softplus(dt) if dt_softplus else dt
+    low, high = dt_limit
+    dt = dt.clamp(low, None if high == float("inf") else high)
+    said = _asked(_recurring)((C, B, hidden_states * dt[..., None], (A * dt)[..., None], None))
+    said = said if D is None else said + D[:, None] * hidden_states
+    return (said, said) if return_final_states else said
+
+
+# By the names that the layers of all architectures call them by, in their own modules.
+OURS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _causal_conv1d,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _mamba2,
+}
+
+
+class Carrying:
+    """A cache that layers ask for the states they carry: what they ask for is computed by the
+    function that they call next. States are numbered in the order in which they are asked for."""
+
+    def __init__(self) -> None:
+        self.carried = 0  # states that were asked for
+        _convolving.clear()
+        _recurring.clear()
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return True  # or a call of one token would change states of its own
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        _convolving.append(partial(self._convolve, self.carried))
+        self.carried += 1
+        return conv_states
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        _recurring.append(partial(self._recur, self.carried))
+        self.carried += 1
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        self.check()
+        return recurrent_states
+
+    def check(self) -> None:
+        """Raises UnsupportedArchitecture where a state was asked for that no function computed."""
+        if _convolving or _recurring:
+            raise UnsupportedArchitecture("it carries a state that the graph cannot express")
+
+    def _convolve(
+        self, state: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _recur(self, state: int, given: Given) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@contextmanager
+def ours(model: PreTrainedModel) -> Iterator[None]:
+    """While its layers call our functions in place of Transformers', which are found by name."""
+    modules = {sys.modules[type(module).__module__] for module in model.modules()}
+    theirs = [(m, name, getattr(m, name)) for m in modules for name in OURS if hasattr(m, name)]
+    try:
+        for module, name, _ in theirs:
+            setattr(module, name, OURS[name])
+        yield
+    finally:
+        for module, name, own in theirs:
+            setattr(module, name, own)

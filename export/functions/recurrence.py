@@ -1,0 +1,254 @@
+"""What layers that carry a state compute: linear attention, state spaces, short convolutions.
+
+What such a layer keeps of a text lies in rows, like keys and values: row p is the state after token
+p, or of a convolution that token's input. The rows of a slot are a ring of R, in which row p lies
+at p mod R, so the last R are there, and a text is rolled back over them by calling with a smaller
+position.
+
+Each is a function of ONNX's own operators, and torch's where nothing is exported.
+"""
+
+from __future__ import annotations
+
+import onnx.parser
+import onnx_ir as ir
+import torch
+
+DOMAIN = "outrider"
+CONVOLUTION, RECURRENCE, DELTA = "RingConvolution", "RingRecurrence", "RingDeltaRule"
+
+# `rows` [B, A, N, D] into `slot` [B, A, R, D], of N the last R.
+_WRITE = """
+  least = Neg (room)
+  far = Constant <value_ints = [9223372036854775807]> ()
+  along = Constant <value_ints = [2]> ()
+  last = Slice (rows, least, far, along)
+  count = Shape <start = 2, end = 3> (rows)
+  too_many = Sub (count, room)
+  skipped = Max (too_many, zero)
+  begin = Add (position, skipped)
+  where = Mod (begin, room)
+  slot_out = TensorScatter <axis = 2, mode = "circular"> (slot, last, where)
+"""
+
+# x [B, C, N], weight [C, K], bias [C], slot [B, 1, R, C]: out [B, C, N].
+_CONVOLUTION = """
+{name} <channels> (x, weight, bias, slot, position) => (out, slot_out)
+{{
+  room = Shape <start = 2, end = 3> (slot)
+  zero = Constant <value_ints = [0]> ()
+  one = Constant <value_ints = [1]> ()
+  middle = Constant <value_ints = [1, 3]> ()
+  apart = Unsqueeze (position, one)
+  taps = Shape <start = 1> (weight)
+  before = Sub (taps, one)
+  nothing = Constant <value_int = 0> ()
+  each = Constant <value_int = 1> ()
+  scalar = Squeeze (before)
+  ages = Range (nothing, scalar, each)
+  back = Sub (ages, before)
+  index = Add (apart, back)
+  there_flat = GreaterOrEqual (index, nothing)
+  there = Unsqueeze (there_flat, middle)
+  lying = Add (index, room)
+  at_flat = Mod (lying, room)
+  at = Unsqueeze (at_flat, middle)
+  batch = Shape <end = 1> (slot)
+  wide = Shape <start = 3> (slot)
+  sizes = Concat <axis = 0> (batch, one, before, wide)
+  all_at = Expand (at, sizes)
+  found = GatherElements <axis = 2> (slot, all_at)
+  none = Constant <value_float = 0.0> ()
+  own = Where (there, found, none)
+  rows_of_x = Transpose <perm = [0, 2, 1]> (x)
+  rows = Unsqueeze (rows_of_x, one)
+  all = Concat <axis = 2> (own, rows)
+  flat = Squeeze (all, one)
+  read = Transpose <perm = [0, 2, 1]> (flat)
+  filters = Unsqueeze (weight, one)
+  out = Conv <group: int = @channels> (read, filters, bias)
+{write}
+}}
+"""
+
+# query, key [B, N, G, K], value [B, N, H, V], decay [B, N, H, 1 or K], beta [B, N, H], slot
+# [B, H, R, K V]: out [B, N, H, V]. Queries and keys belong to H / G heads each.
+_RECURRENCE = """
+{name} (query, key, value, decay{beta_input}, slot, position) => (out, slot_out)
+{{
+  room = Shape <start = 2, end = 3> (slot)
+  zero = Constant <value_ints = [0]> ()
+  one = Constant <value_ints = [1]> ()
+  same = Constant <value_ints = [0, 0]> ()
+  rest = Constant <value_ints = [-1]> ()
+  sides = Constant <value_ints = [1, 2, 3]> ()
+  groups = Shape <start = 2, end = 3> (query)
+  keys = Shape <start = 3> (query)
+  values = Shape <start = 3> (value)
+  decays = Shape <start = 3> (decay)
+  batch = Shape <end = 1> (slot)
+  heads = Shape <start = 1, end = 2> (slot)
+  width = Shape <start = 3> (slot)
+  earlier = Sub (position, one)
+  lying = Add (earlier, room)
+  at_flat = Mod (lying, room)
+  at = Unsqueeze (at_flat, sides)
+  one_row = Concat <axis = 0> (batch, heads, one, width)
+  all_at = Expand (at, one_row)
+  found = GatherElements <axis = 2> (slot, all_at)
+  begun_flat = Greater (position, zero)
+  begun = Unsqueeze (begun_flat, sides)
+  none = Constant <value_float = 0.0> ()
+  own = Where (begun, found, none)
+  by_group = Concat <axis = 0> (batch, groups, rest, keys, values)
+  first = Reshape (own, by_group)
+  values_by_group = Concat <axis = 0> (same, groups, rest, values)
+  v = Reshape (value, values_by_group)
+  decays_by_group = Concat <axis = 0> (same, groups, rest, decays)
+  g_log = Reshape (decay, decays_by_group)
+  g = Exp (g_log)
+  {beta_reshape}
+  final, found_out, states = Scan <num_scan_inputs = {inputs},
+      scan_input_axes = [{axes}], scan_output_axes = [1, 1],
+      body = step (float[b, h, m, k, w] s, float[b, h, k] q_t, float[b, h, k] k_t,
+                   float[b, h, m, w] v_t, float[b, h, m, d] g_t{beta_type})
+          => (float[b, h, m, k, w] s_new, float[b, h, m, w] y_t, float[b, h, m, k, w] s_kept)
+      {{
+        tail = Constant <value_ints = [-1]> ()
+        inner = Constant <value_ints = [-2]> ()
+        around = Constant <value_ints = [2, 4]> ()
+        fade = Unsqueeze (g_t, tail)
+        faded = Mul (s, fade)
+        k_wide = Unsqueeze (k_t, around)
+        q_wide = Unsqueeze (q_t, around)
+        {delta}
+        u_wide = Unsqueeze (u, inner)
+        more = Mul (k_wide, u_wide)
+        s_new = Add (faded, more)
+        asked = Mul (s_new, q_wide)
+        y_t = ReduceSum <keepdims = 0> (asked, inner)
+        s_kept = Identity (s_new)
+      }}> (first, query, key, v, g{beta_given})
+  out_shape = Shape (value)
+  out = Reshape (found_out, out_shape)
+  by_row = Concat <axis = 0> (same, heads, width)
+  states_flat = Reshape (states, by_row)
+  rows = Transpose <perm = [0, 2, 1, 3]> (states_flat)
+{write}
+}}
+"""
+_BETAS = """
+  betas = Concat <axis = 0> (same, groups, rest)
+  b = Reshape (beta, betas)
+"""
+_DELTA = """
+        known = Mul (faded, k_wide)
+        memory = ReduceSum <keepdims = 0> (known, inner)
+        news = Sub (v_t, memory)
+        rate = Unsqueeze (beta_t, tail)
+        u = Mul (news, rate)
+"""
+
+
+def convolve(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, slot: torch.Tensor,
+    position: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Each channel's sum of its last K inputs: [B, C, N], and the slot.
+
+    x: [B, C, N]. weight: [C, K]. bias: [C]. slot: [B, 1, R, C], with R at least K - 1 and, where a
+    text is rolled back, as many rows more. position: int64 [B], of the first token.
+    """
+    if torch.onnx.is_in_onnx_export():
+        y, after = torch.onnx.ops.symbolic_multi_out(
+            f"{DOMAIN}::{CONVOLUTION}",
+            [x, weight, bias, slot, position],
+            {"channels": x.shape[1]},
+            dtypes=[x.dtype, slot.dtype],
+            shapes=[x.shape, slot.shape],
+            version=1,
+        )
+        return y, after
+    taps, rows = weight.shape[1], slot.shape[2]
+    index = position[:, None] + torch.arange(1 - taps, 0)
+    batch = torch.arange(len(x))[:, None]
+    before = slot[batch, 0, index % rows] * (index >= 0)[..., None]
+    read = torch.cat([before.transpose(1, 2), x], dim=2)
+    y = torch.nn.functional.conv1d(read, weight[:, None], bias, groups=len(weight))
+    return y, _written(slot, x.transpose(1, 2)[:, None], position)
+
+
+def recur(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor,
+    beta: torch.Tensor | None, slot: torch.Tensor, position: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """What a matrix S answers that each token fades and adds to: [B, N, H, V], and the slot.
+
+    S = exp(g) S, S = S + k u', y = S' q, with u = v, as in Mamba 2 (Dao and Gu 2024, arXiv
+    2405.21060, eq. 16), or with beta, u = beta (v - S' k), the gated delta rule (Yang, Kautz and
+    Hatamizadeh 2024, arXiv 2412.06464, eq. 10). query, key: [B, N, G, K], each for H / G heads.
+    value: [B, N, H, V]. decay: g, [B, N, H, 1 or K]. beta: [B, N, H]. slot: [B, H, R, K V].
+    position: as above. All float32.
+    """
+    if torch.onnx.is_in_onnx_export():
+        more = [] if beta is None else [beta]
+        y, after = torch.onnx.ops.symbolic_multi_out(
+            f"{DOMAIN}::{RECURRENCE if beta is None else DELTA}",
+            [query, key, value, decay, *more, slot, position],
+            dtypes=[value.dtype, slot.dtype],
+            shapes=[value.shape, slot.shape],
+            version=1,
+        )
+        return y, after
+    (batch, tokens, heads, width), (groups, keys) = value.shape, query.shape[2:]
+    before = slot[torch.arange(batch), :, (position - 1) % slot.shape[2]]
+    state = before.reshape(batch, heads, keys, width) * (position > 0)[:, None, None, None]
+    several = heads // groups
+    query, key = (x.repeat_interleave(several, dim=2)[..., None] for x in (query, key))
+    said, states = [], []
+    for t in range(tokens):
+        state = state * decay[:, t].exp()[..., None]
+        news = value[:, t]
+        if beta is not None:
+            news = (news - (state * key[:, t]).sum(2)) * beta[:, t, :, None]
+        state = state + key[:, t] * news[:, :, None]
+        said.append((state * query[:, t]).sum(2))
+        states.append(state.reshape(batch, heads, -1))
+    return torch.stack(said, 1), _written(slot, torch.stack(states, 2), position)
+
+
+def _written(slot: torch.Tensor, rows: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """The slot [B, A, R, D] with rows [B, A, N, D] in it; of N the last R."""
+    room, count = slot.shape[2], rows.shape[2]
+    kept = torch.arange(max(0, count - room), count)
+    batch = torch.arange(len(slot))[:, None]
+    slot = slot.clone()
+    slot[batch, :, (position[:, None] + kept) % room] = rows[:, :, kept].transpose(1, 2)
+    return slot
+
+
+def is_own(node: ir.Node) -> bool:
+    """Whether it is one of these nodes."""
+    return node.domain == DOMAIN and node.op_type in (CONVOLUTION, RECURRENCE, DELTA)
+
+
+def define(model: ir.Model, opset: int) -> None:
+    """The functions of the nodes that there are."""
+    for name in {node.op_type for node in model.graph if is_own(node)}:
+        header = f'<domain: "{DOMAIN}", opset_import: ["": {opset}]>'
+        body = _CONVOLUTION if name == CONVOLUTION else _RECURRENCE
+        beta = name == DELTA
+        text = body.format(
+            name=name,
+            write=_WRITE,
+            beta_input=", beta" * beta,
+            beta_reshape=_BETAS * beta,
+            inputs=4 + beta,
+            axes=", ".join("1" * (4 + beta)),
+            beta_type=", float[b, h, m] beta_t" * beta,
+            beta_given=", b" * beta,
+            delta=_DELTA if beta else "u = Identity (v_t)",
+        )
+        function = ir.serde.deserialize_function(onnx.parser.parse_function(header + text))
+        model.functions[function.identifier()] = function
+        model.graph.opset_imports[DOMAIN] = 1
