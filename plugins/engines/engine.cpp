@@ -13,8 +13,19 @@ int64_t HeldRows::common(int32_t slot, const Tokens& text) const {
   return static_cast<int64_t>(i);
 }
 
+int64_t HeldRows::resumes(int32_t slot, int64_t length) const {
+  return length >= least_[slot] ? length : 0;
+}
+
 void HeldRows::cut(int32_t slot, int64_t length) {
   if (length < this->length(slot)) tokens_[slot].resize(length);
+}
+
+void HeldRows::overwrites(int32_t slot, int64_t start, int64_t width) {
+  cut(slot, start);
+  if (states_)
+    least_[slot] = std::max(start > 0 ? least_[slot] : 0,
+                            start + width - states_->rows + states_->reach);
 }
 
 void HeldRows::wrote(int32_t slot, const int64_t* ids, int64_t count, int64_t start) {
@@ -26,7 +37,7 @@ void HeldRows::wrote(int32_t slot, const int64_t* ids, int64_t count, int64_t st
 Engine::Engine(const ModelFacts& facts, int32_t slot_count, int32_t narrowest_call)
     : slots(slot_count), vocab_size(facts.vocab_size), narrowest(narrowest_call),
       capacity(facts.capacity), chunk(std::min(CHUNK, facts.capacity)),
-      held(slot_count, facts.vocab_size) {}
+      held(slot_count, facts.vocab_size, facts.states) {}
 
 LogitsView Engine::forward(const Tokens& ids, const Tokens& position, int64_t since,
                            int64_t outputs, int32_t first, int32_t buffer) {
@@ -34,7 +45,7 @@ LogitsView Engine::forward(const Tokens& ids, const Tokens& position, int64_t si
   const int64_t width = static_cast<int64_t>(ids.size()) / batch;
   reserve(position, width);
   for (int64_t b = 0; b < batch; ++b)
-    held.cut(static_cast<int32_t>(first + b), position[b]); // a call that fails leaves nothing there
+    held.overwrites(static_cast<int32_t>(first + b), position[b], width);
   const auto begin = std::chrono::steady_clock::now();
   float* const logits =
       compute({ids.data(), position.data(), batch, width, since, outputs, first, buffer});

@@ -8,6 +8,8 @@
 #include <stdint.h>
 
 #include <algorithm>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "files/bundle.h"
@@ -18,18 +20,27 @@ using Tokens = std::vector<int64_t>;
 
 constexpr int64_t CHUNK = 256; // tokens of one prefill call; bounds the activations
 
-// What an engine's rows were computed from: an account of its calls, slot by slot.
+// What an engine's rows were computed from: an account of its calls, slot by slot. states: of which
+// the last rows alone are there; a text goes on where those that a call reads are among them.
 class HeldRows {
 public:
-  HeldRows(int32_t slots, int32_t vocab_size) : tokens_(slots), vocab_size_(vocab_size) {}
+  HeldRows(int32_t slots, int32_t vocab_size, std::optional<StateFacts> states)
+      : tokens_(slots), least_(slots), vocab_size_(vocab_size), states_(std::move(states)) {}
   int64_t length(int32_t slot) const { return static_cast<int64_t>(tokens_[slot].size()); }
+  bool carries() const { return states_.has_value(); } // a recurrent state, in few rows
   int64_t common(int32_t slot, const Tokens& text) const; // tokens that both begin with
+  // Where a text whose first rows these are goes on: there, or at its beginning.
+  int64_t resumes(int32_t slot, int64_t length) const;
   void cut(int32_t slot, int64_t length);
+  // A call of `width` tokens begins; one that fails leaves nothing of use there.
+  void overwrites(int32_t slot, int64_t start, int64_t width);
   void wrote(int32_t slot, const int64_t* ids, int64_t count, int64_t start);
 
 private:
   std::vector<Tokens> tokens_;
-  int64_t vocab_size_; // ids beyond are read as 0
+  std::vector<int64_t> least_; // the shortest text that goes on where it ends, but for an empty one
+  int64_t vocab_size_;         // ids beyond are read as 0
+  std::optional<StateFacts> states_;
 };
 
 // Logits [slots of the call, K, V] in an engine's memory, until its next call with that buffer.

@@ -17,13 +17,20 @@ HostEngine::HostEngine(const ort::Library& library, const std::string& folder,
                        int threads, int32_t narrowest_call)
     : Engine(facts, slot_count, narrowest_call),
       model_(library, folder + "/" + facts.file, facts.dtype, threads),
-      cache_type_(ort::type_of(facts.cache)), widest_(widest) {
-  const auto side = [&](const char* name, const std::vector<std::pair<int64_t, int64_t>>& shapes) {
-    for (size_t layer = 0; layer < shapes.size(); ++layer)
-      caches_.push_back({name + std::to_string(layer), shapes[layer].first, shapes[layer].second, {}});
+      widest_(widest) {
+  const auto side = [&](const char* name, const std::vector<CacheShape>& shapes, int type,
+                        int64_t ring) {
+    for (size_t i = 0; i < shapes.size(); ++i) {
+      const auto& [heads, width] = shapes[i];
+      caches_.push_back({name + std::to_string(i), heads, width, type, ring, {}});
+    }
   };
-  side("key_", facts.keys);
-  side("value_", facts.values);
+  const int type = ort::type_of(facts.cache);
+  side("key_", facts.keys, type, 0);
+  side("value_", facts.values, type, 0);
+  if (facts.states) side("state_", facts.states->shapes, ort::FLOAT, facts.states->rows);
+  for (Cache& cache : caches_)
+    if (cache.ring > 0) cache.data = zeros<char>(slots * slot_bytes(cache));
   ids_ = zeros<int64_t>(slots * chunk);
   position_ = zeros<int64_t>(slots);
   index_ = zeros<int64_t>(widest);
@@ -35,10 +42,14 @@ double HostEngine::least_bytes(const ModelFacts& facts, int32_t slots, int32_t w
   double row = 0;
   for (const auto* side : {&facts.keys, &facts.values})
     for (const auto& [heads, width] : *side) row += static_cast<double>(heads * width);
+  double states = 0;
+  if (facts.states)
+    for (const auto& [heads, width] : facts.states->shapes)
+      states += 4.0 * static_cast<double>(heads * width * facts.states->rows);
   const double element = static_cast<double>(ort::bytes_of(ort::type_of(facts.cache)));
   const double rows = static_cast<double>(std::min(FIRST_ROWS, facts.capacity));
   const double logits = 4.0 * widest * buffers * facts.vocab_size;
-  return slots * (row * element * rows + logits);
+  return slots * (row * element * rows + states + logits);
 }
 
 float* HostEngine::logits(int32_t buffer) const {
@@ -64,12 +75,17 @@ float* HostEngine::compute(const EngineCall& call) {
 void HostEngine::wipe(int32_t slot) {
   for (Cache& cache : caches_) {
     const int64_t size = slot_bytes(cache);
-    if (rows_ > 0) memset(cache.data.get() + slot * size, 0, static_cast<size_t>(size));
+    if (cache.data) memset(cache.data.get() + slot * size, 0, static_cast<size_t>(size));
   }
 }
 
+int64_t HostEngine::rows_of(const Cache& cache) const {
+  return cache.ring > 0 ? cache.ring : rows_;
+}
+
 int64_t HostEngine::slot_bytes(const Cache& cache) const {
-  return cache.heads * rows_ * cache.width * static_cast<int64_t>(ort::bytes_of(cache_type_));
+  const auto element = static_cast<int64_t>(ort::bytes_of(cache.type));
+  return cache.heads * rows_of(cache) * cache.width * element;
 }
 
 ort::Call HostEngine::prepare(const EngineCall& call) {
@@ -81,14 +97,14 @@ ort::Call HostEngine::prepare(const EngineCall& call) {
   std::vector<ort::NamedTensor> caches;
   for (const Cache& cache : caches_) {
     caches.push_back({cache.name, cache.data.get() + call.first * slot_bytes(cache),
-                      {call.batch, cache.heads, rows_, cache.width}, cache_type_});
+                      {call.batch, cache.heads, rows_of(cache), cache.width}, cache.type});
   }
   const std::vector<int64_t> sizes = {call.batch, call.outputs, vocab_size};
   return model_.bind(inputs, {"logits", logits(call.buffer), sizes, ort::FLOAT}, caches);
 }
 
-// Enough rows for this call, and not many more: a graph may read all S, valid or not. S doubles from
-// FIRST_ROWS to the capacity. With one slot, another text starts small again.
+// Enough rows of keys and values for this call, and not many more: a graph may read all S, valid or
+// not. S doubles from FIRST_ROWS to the capacity. With one slot, another text starts small again.
 void HostEngine::reserve(const Tokens& position, int64_t width) {
   const int64_t need = *std::max_element(position.begin(), position.end()) + width;
   const int64_t start = position[0];
@@ -100,18 +116,21 @@ void HostEngine::reserve(const Tokens& position, int64_t width) {
   while (rows < need) rows *= 2;
   rows = std::min(rows, capacity);
   const int64_t kept = another ? start : rows_;
-  const auto element = static_cast<int64_t>(ort::bytes_of(cache_type_));
-  std::vector<Memory<char>> other; // whole before it is used
-  for (const Cache& cache : caches_) {
-    other.push_back(zeros<char>(int64_t{slots} * cache.heads * rows * cache.width * element));
+  std::vector<Memory<char>> other(caches_.size()); // whole before it is used
+  for (size_t i = 0; i < caches_.size(); ++i) {
+    const Cache& cache = caches_[i];
+    if (cache.ring > 0) continue;
+    const auto element = static_cast<int64_t>(ort::bytes_of(cache.type));
+    other[i] = zeros<char>(int64_t{slots} * cache.heads * rows * cache.width * element);
     const int64_t row = cache.width * element;
     for (int64_t plane = 0; kept > 0 && plane < slots * cache.heads; ++plane)
-      memcpy(other.back().get() + plane * rows * row, cache.data.get() + plane * rows_ * row,
+      memcpy(other[i].get() + plane * rows * row, cache.data.get() + plane * rows_ * row,
              static_cast<size_t>(kept * row));
   }
   if (another) held.cut(0, kept);
   calls_.clear(); // they have the addresses
-  for (size_t i = 0; i < caches_.size(); ++i) caches_[i].data = std::move(other[i]);
+  for (size_t i = 0; i < caches_.size(); ++i)
+    if (other[i]) caches_[i].data = std::move(other[i]);
   rows_ = rows;
 }
 

@@ -23,7 +23,7 @@ public:
   HostEngine(const ort::Library& library, const std::string& folder, const ModelFacts& facts,
              int32_t slots, int32_t widest, int32_t buffers, int threads, int32_t narrowest);
 
-  // What its slots take before any text is long: FIRST_ROWS of cache, and logits.
+  // What its slots take before any text is long: FIRST_ROWS of cache, states, and logits.
   static double least_bytes(const ModelFacts& facts, int32_t slots, int32_t widest, int32_t buffers);
 
 private:
@@ -34,21 +34,23 @@ private:
   struct Cache {
     std::string name;
     int64_t heads, width; // width in elements
-    Memory<char> data;    // [slots, heads, rows, width]
+    int type;
+    int64_t ring;      // rows that there are, of a state; 0: as many as a text has needed
+    Memory<char> data; // [slots, heads, rows, width]
   };
   void reserve(const Tokens& position, int64_t width) override;
   float* compute(const EngineCall& call) override;
   void wipe(int32_t slot) override;
-  int64_t slot_bytes(const Cache& cache) const; // with the rows that there are now
+  int64_t rows_of(const Cache& cache) const; // that there are now
+  int64_t slot_bytes(const Cache& cache) const;
   template <class T> static Memory<T> zeros(int64_t count);
   float* logits(int32_t buffer) const;
   ort::Call prepare(const EngineCall& call);
 
   ort::Model model_;
-  const int cache_type_;
   const int64_t widest_;
   std::vector<Cache> caches_;
-  int64_t rows_ = 0; // S, for now: it grows with the longest text
+  int64_t rows_ = 0; // S of keys and values, for now: it grows with the longest text
   Memory<int64_t> ids_, position_, index_;
   Memory<float> logits_; // [buffers, slots * widest * V]
   std::map<std::array<int64_t, 5>, ort::Call> calls_;

@@ -92,6 +92,9 @@ ModelFacts model(const Json& facts, const std::string& role, const Json* engine)
   if (facts.has("encoder"))
     fail(OUTRIDER_FAILED_BACKEND, "the " + role + " is an encoder-decoder",
          "Use the Python runtime: a session has no encoder yet");
+  if (facts.has("states") && engine != nullptr)
+    fail(OUTRIDER_FAILED_BACKEND, "the " + role + " carries a recurrent state, which no GPU runs",
+         "Build with BACKEND=onnxruntime");
   found.file = role + (files.has("host.onnx") ? "/host.onnx" : "/graph.onnx");
   found.weights = role + (files.has("host.bin") ? "/host.bin" : "/weights.bin");
   if (engine != nullptr) {
@@ -108,6 +111,11 @@ ModelFacts model(const Json& facts, const std::string& role, const Json* engine)
   found.capacity = facts.integer("capacity", 1, COUNT);
   found.keys = shapes(facts.at("key_shapes"), quantised);
   found.values = shapes(facts.at("value_shapes"), quantised);
+  if (facts.has("states")) {
+    const Json& states = facts.at("states");
+    found.states = StateFacts{shapes(states.at("shapes"), false), states.integer("rows", 1, SMALL),
+                              states.integer("reach", 1, SMALL)};
+  }
   return found;
 }
 
@@ -228,8 +236,11 @@ Bundle Bundle::read(const std::string& folder) {
     const int64_t rows = int64_t{bundle.max_len} + bundle.max_gamma + 1;
     for (const ModelFacts* m : {&bundle.target, bundle.draft ? &*bundle.draft : nullptr}) {
       if (m == nullptr) continue;
-      if (m->keys.empty() || m->keys.size() != m->values.size())
+      if ((m->keys.empty() && !m->states) || m->keys.size() != m->values.size())
         throw BadJson{"it contradicts itself about its caches"};
+      // After a verification of which nothing is accepted, what the next one reads is still there.
+      if (m->states && m->states->rows < bundle.max_gamma + 3 + m->states->reach)
+        throw BadJson{"it contradicts itself about its states"};
       if (m->capacity < rows || m->capacity != pair.integer("capacity", 1, COUNT))
         throw BadJson{"it contradicts itself about its sizes"};
       if (bundle.files.count(m->file) == 0 || bundle.files.count(m->weights) == 0)

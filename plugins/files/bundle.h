@@ -30,6 +30,13 @@ struct CompiledFacts {
   int64_t activations = 0;          // bytes; 0: the builder did not say
 };
 
+// What recurrent layers carry from token to token: a slot's last rows of it. Row p lies at p modulo
+// `rows`. reach: how many rows before its first token a call reads.
+struct StateFacts {
+  std::vector<CacheShape> shapes; // float32, whatever the rest is
+  int64_t rows, reach;
+};
+
 // One model's graph, or what was compiled from it.
 struct ModelFacts {
   std::string file, weights; // from the bundle's folder
@@ -38,6 +45,7 @@ struct ModelFacts {
   int32_t vocab_size, max_len;
   int64_t capacity;
   std::vector<CacheShape> keys, values; // [layer]
+  std::optional<StateFacts> states;
   std::optional<CompiledFacts> compiled;
 };
 

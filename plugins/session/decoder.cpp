@@ -143,14 +143,20 @@ Sequence& Decoder::sequence(uint64_t request) {
   return *found->second;
 }
 
+// How many rows of a slot a prompt need not compute. At least two tokens are computed: the last
+// one's logits are wanted, and a call of one token may round otherwise than wider ones.
+int64_t Decoder::known(int32_t slot, const Tokens& prompt) const {
+  const auto most = std::max<int64_t>(0, static_cast<int64_t>(prompt.size()) - 2);
+  return target_->held.resumes(slot, std::min(target_->held.common(slot, prompt), most));
+}
+
 // A free slot whose rows the least is computed or lost of: a text that goes on finds its rows again.
 int32_t Decoder::acquire(const Tokens& prompt) {
   int32_t best = -1;
   int64_t least = 0;
   for (int32_t slot = 0; slot < slots(); ++slot) {
     if (rows_[slot].busy) continue;
-    const int64_t cost =
-        reuse_ ? target_->held.length(slot) - 2 * target_->held.common(slot, prompt) : 0;
+    const int64_t cost = reuse_ ? target_->held.length(slot) - 2 * known(slot, prompt) : 0;
     if (best < 0 || cost < least) best = slot, least = cost;
   }
   if (best < 0)
@@ -169,16 +175,16 @@ uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_op
   sequence.request = std::move(request);
   sequence.tokens.assign(prompt, prompt + length);
   sequence.slot = acquire(sequence.tokens);
-  // At least two tokens are computed: the last one's logits are wanted, and a call of one token may
-  // round otherwise than wider ones.
   if (reuse_) {
-    const int64_t common = target_->held.common(sequence.slot, sequence.tokens);
-    sequence.target_len = std::max<int64_t>(0, std::min(common, length - 2));
+    sequence.target_len = known(sequence.slot, sequence.tokens);
     if (draft_ != nullptr) {
       const int64_t drafted = draft_->held.common(sequence.slot, sequence.tokens);
       const int64_t need = length - 1;
-      sequence.draft_len =
+      const int64_t there =
           drafted >= need ? need : std::max<int64_t>(0, std::min(drafted, need - 2));
+      // Its first step begins a row before the last.
+      const int64_t begin = std::max<int64_t>(0, std::min(there, need - 1));
+      sequence.draft_len = draft_->held.resumes(sequence.slot, begin) == begin ? there : 0;
     }
   }
   sequence.stats.prompt_tokens = length;

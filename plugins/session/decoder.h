@@ -42,6 +42,7 @@ public:
 private:
   std::unique_ptr<Engine> opened(const ModelFacts& facts, int32_t buffers, int threads,
                                  int32_t narrowest) const;
+  int64_t known(int32_t slot, const Tokens& prompt) const;
   int32_t acquire(const Tokens& prompt);
   void start(Sequence& sequence);
   void speculate(std::vector<Plan>& plans);

@@ -191,6 +191,8 @@ void Proposer::chain(const Plans& plans, const std::vector<int64_t>& kept) {
     for (Plan* plan : plans)
       if (static_cast<int64_t>(plan->drafts.size()) < plan->gamma) active.push_back(plan);
     if (active.empty()) return;
+    // Of a recurrent state there are few rows, and none for what others' guesses are wider by.
+    if (engine_->held.carries()) active.resize(1);
     // Draft with lookups, verify with the draft model, accept or correct or extend.
     std::vector<Tokens> guesses;
     std::vector<Fed> fed;

@@ -11,7 +11,9 @@ from random import Random
 from typing import Any
 
 import pytest
+from checkpoints import RECURRENT
 from native_session import NativeSession, NativeToken
+from rounds import cases
 from workshop import MAX_GAMMA, Workshop
 
 from runtime import load
@@ -26,6 +28,7 @@ TINY = [
     "cohere",
 ]  # fmt: skip
 SLOTS = 4
+CHAINED = {"temperature": 1.0, "max_new_tokens": 40}
 
 
 def some_options(random: Random, vocab_size: int) -> dict[str, Any]:
@@ -144,6 +147,27 @@ def test_requests_join_and_leave(llama_bundle: Path, slots: int) -> None:
     random = Random(slots)
     with both(llama_bundle, slots=slots, threads=1) as (engine, session):
         assert in_step(engine, session, requests(engine, 40, random), random) > 300
+
+
+@pytest.mark.parametrize("name", cases(["qwen3.5"], RECURRENT))
+@pytest.mark.parametrize("slots", [1, 3])
+def test_texts_go_on_where_their_state_is(workshop: Workshop, name: str, slots: int) -> None:
+    """Or begin anew. Who sits a call out, beside other kinds of drafts, keeps its rows."""
+    random = Random(slots)
+    bundle = workshop.bundle(workshop.checkpoint(name), workshop.checkpoint(name, blur=0.2))
+    with both(bundle, slots=slots, threads=1) as (engine, session):
+        assert in_step(engine, session, requests(engine, 40, random), random) > 300
+        chained = [
+            (prompt, {**CHAINED, "draft": draft, "gamma": random.randint(1, MAX_GAMMA), "seed": i})
+            for i, (prompt, _) in enumerate(requests(engine, 40, random))
+            for draft in random.choices(["chain", "model"], [2, 1])
+        ]
+        assert in_step(engine, session, chained, random) > 300
+        known = random.choices(range(200), k=60)  # what the first rows are of is lost by then
+        for prompt, reused in ((known, 0), ([*known, 1, 2], 60), ([*known[:40], 3], 0)):
+            number = session.admit(prompt, max_new_tokens=1, gamma=0)
+            assert session.stats(number).reused_tokens == reused
+            session.release(number)
 
 
 def test_without_the_rows_of_other_texts(llama_bundle: Path) -> None:

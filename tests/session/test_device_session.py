@@ -13,14 +13,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from native_session import NativeSession
 from toy_model import BUILT, ROOT, compile_standins, make_bundle
 
 from plugins.tools import build_tensorrt
 from plugins.tools.build import find_compiler
+from runtime.files.errors import OutriderError
 from runtime.files.library import find_library
+from runtime.files.manifest import StateFacts
+from runtime.files.records import write_json
 
 HERE = Path(__file__).parent
 # Opens a bundle as a program does that has nothing of ours but the library.
@@ -117,3 +122,13 @@ def test_what_is_missing_is_named(missing: str, message: str, tmp_path: Path) ->
     )  # fmt: skip
     assert done.returncode == 0 and re.match(message, done.stdout), done.stdout + done.stderr
     assert done.stdout.count("\n") == 1
+
+
+def test_a_recurrent_state_is_refused(tmp_path: Path) -> None:
+    manifest = make_bundle(tmp_path, slots=1)
+    target = replace(manifest.pair.target, states=StateFacts([[1, 4]], 12, 3))
+    carrying = replace(manifest, pair=replace(manifest.pair, target=target))
+    write_json(tmp_path / "manifest.json", "manifest", carrying)
+    with pytest.raises(OutriderError, match="the target carries a recurrent state") as caught:
+        NativeSession(tmp_path)
+    assert caught.value.kind == "backend" and "BACKEND=onnxruntime" in caught.value.remedy

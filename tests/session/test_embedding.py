@@ -20,7 +20,7 @@ from runtime import load
 from runtime.cmake import folder
 from runtime.files.errors import OutriderError
 from runtime.files.library import find_library
-from runtime.files.manifest import EncoderFacts, read_bundle
+from runtime.files.manifest import EncoderFacts, StateFacts, read_bundle
 from runtime.files.records import write_json
 from runtime.files.rules import TextRules
 from runtime.sampling.kernel import ABI_VERSION
@@ -169,6 +169,10 @@ def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
     reading = replace(odd, pair=replace(odd.pair, target=target))
     write_json(bundle / "manifest.json", "manifest", reading)
     refused("backend", "encoder-decoder")
+    target = replace(odd.pair.target, states=StateFacts([[1, 4]], odd.pair.max_gamma + 3, 3))
+    carrying = replace(odd, pair=replace(odd.pair, target=target))
+    write_json(bundle / "manifest.json", "manifest", carrying)
+    refused("bundle", "it contradicts itself about its states")  # a round's rows are one more
     asked = replace(odd, pair=replace(odd.pair, rules=TextRules(5, no_repeat_ngram_size=3)))
     write_json(bundle / "manifest.json", "manifest", asked)
     refused("backend", "generation config asks for min_length, no_repeat_ngram_size")
