@@ -108,7 +108,8 @@ class SlotTable:
             need = max(0, len(prompt) - 1)
             drafted = need if drafted >= need else max(0, min(drafted, need - 2))
             begin = min(drafted, max(0, need - 1))  # its first step begins a row before the last
-            slot.draft_len = drafted if self._draft.resumes(index, begin) == begin else 0
+            there = all(self._draft.resumes(index, row) == row for row in (begin, drafted))
+            slot.draft_len = drafted if there else 0
         self._slots[index] = slot
         self._busy |= {index}  # last, and no call: who is interrupted before has taken nothing
         return slot

@@ -31,6 +31,7 @@ from runtime.backends.engine import HeldRows, Ids
 from runtime.beam.text import beam_texts
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
+from runtime.files.manifest import StateFacts
 from runtime.sampling.philox import Purpose, uniform
 from runtime.sampling.reference import NumpySampler
 from runtime.sampling.sampler import SlotSampling
@@ -165,6 +166,17 @@ def test_a_ring_is_wide_enough_for_company(gammas: Sequence[int], kinds: Sequenc
             assert [x.error for x in batch] == [None] * len(batch)
         for sequence in active:
             used.release(sequence)
+
+
+def test_a_draft_goes_on_where_its_first_step_begins() -> None:
+    """A row before the last; a row 0 that the ring has lost is none to go on from."""
+    text, held = list(range(2, 32)), HeldRows(1, 64, StateFacts([[1, 1]], 12, reach=1))
+    held.overwrites(0, 0, len(text))
+    held.wrote(0, np.array([text]), np.zeros(1, np.int64))
+    for length in range(1, 31):
+        slot = SlotTable(1, held, held).acquire(text[:length])
+        there = length - 2 >= 30 - 12 + 1
+        assert (slot.target_len, slot.draft_len) == ((length - 2, length - 1) if there else (0, 0))
 
 
 # The controls
