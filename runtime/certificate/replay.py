@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.engine import Engine, Logits
-from ..calls import readable, wide
+from ..calls import prefill, readable, wide
 from ..sampling.distribution import Distribution
 from ..sampling.philox import Purpose, uniform
 from ..sampling.processors import process
@@ -57,10 +57,7 @@ class Forced:
 
     def _read(self) -> Logits:
         """The prompt; the logits [V] after it."""
-        for begin in range(0, self._start, self._engine.chunk):
-            chunk = self._prompt[begin : begin + self._engine.chunk]
-            row = self._forward(chunk, begin, np.array([len(chunk) - 1]))[0]
-        return cast(Logits, row.copy())
+        return prefill(self._engine, self._slot, self._prompt, 0).copy()
 
     def rows(self, text: Sequence[int], width: int = 1) -> Iterator[Logits]:
         """The logits [V] that predict text[0], text[1], ...: each valid until the next.

@@ -47,8 +47,9 @@ class ChainDraft(Draft):
         tokens: dict[ActiveSequence, list[int]] = {sequence: [] for sequence in wanted}
         seeds = {x: _seed(x) for x in wanted}
         engine = self.sources.engine
+        assert engine is not None
         # Of a recurrent state there are few rows, and none for what others' guesses are wider by.
-        together = len(wanted) if engine is None or engine.held.states is None else 1
+        together = len(wanted) if engine.held.states is None else 1
         while active := [x for x in wanted if len(tokens[x]) < wanted[x]][:together]:
             guesses = [
                 self._lookup.possible(x, tokens[x], wanted[x] - len(tokens[x]) - 1) for x in active
