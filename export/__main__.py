@@ -125,6 +125,9 @@ def main(argv: list[str] | None = None) -> int:
                 given[option] = None
         # Imported late: --help and a mistyped option should not wait for torch.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        # Threads that spin at the end of an operation keep the ones they wait for from their cores:
+        # beside one busy process rounding with feedback took ten times as long.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         with interrupts_wait():
             from .pair import export
 

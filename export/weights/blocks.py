@@ -97,7 +97,7 @@ def quantise_rows(weight: torch.Tensor, kind: Rows) -> Quantised:
         peak = part.abs().amax(-1, keepdim=True)
         _check_reach(peak, most)
         scale = _to_float16(peak / most)
-        level = (part * _ratio(1.0, scale)).clamp_(-most, most)
+        level = (part * ratio(1.0, scale)).clamp_(-most, most)
         whole = level.round_() if kind == "int8" else level
         levels[here], scales[here] = whole.numpy().astype(dtype), scale.numpy()
     return Quantised(levels, scales, 8)
@@ -137,10 +137,10 @@ def best_scales(blocks: torch.Tensor, bits: Bits) -> torch.Tensor:
     for reach in _REACH:
         level = nearest_levels(blocks, peak / reach, bits)
         along, square = (level * blocks).sum(-1), level.square_().sum(-1)
-        score = _ratio(along.square(), square)
+        score = ratio(along.square(), square)
         better = score > most
         most = torch.where(better, score, most)
-        fitted = torch.where(better, _ratio(along, square), fitted)
+        fitted = torch.where(better, ratio(along, square), fitted)
     fitted = _to_float16(fitted)
     worse = _squared_error(blocks, fitted, bits) > _squared_error(blocks, widest, bits)
     return torch.where(worse, widest, fitted)
@@ -154,7 +154,7 @@ def _check_reach(peak: torch.Tensor, most: float) -> None:
 
 def nearest_levels(blocks: torch.Tensor, scale: torch.Tensor, bits: Bits) -> torch.Tensor:
     """float32 whole numbers [..., 32] for blocks [..., 32] and their scales [...]."""
-    return (blocks * _ratio(1.0, scale)[..., None]).round_().clamp_(*RANGE[bits])
+    return (blocks * ratio(1.0, scale)[..., None]).round_().clamp_(*RANGE[bits])
 
 
 def _squared_error(blocks: torch.Tensor, scale: torch.Tensor, bits: Bits) -> torch.Tensor:
@@ -166,6 +166,6 @@ def _to_float16(scale: torch.Tensor) -> torch.Tensor:
     return scale.clamp(-_LARGEST, _LARGEST).to(torch.float16).to(torch.float32)
 
 
-def _ratio(above: torch.Tensor | float, below: torch.Tensor) -> torch.Tensor:
+def ratio(above: torch.Tensor | float, below: torch.Tensor) -> torch.Tensor:
     """0 where it is divided by what is 0 in float16: of a block of zeros, or of next to nothing."""
     return torch.where(below.abs() < 2**-25, 0.0, above / below)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .blocks import BLOCK, Bits, Quantised, as_blocks, best_scales, nearest_levels
+from .blocks import BLOCK, RANGE, Bits, Quantised, as_blocks, best_scales, ratio
 
 # Of the mean of the diagonal, added to it: what was never seen in the inputs may occur.
 _DAMPING = 0.01
 _ROWS = 8192  # of a matrix at a time; they have nothing to do with each other
+_COLUMNS = 512  # of E[x x^T] at a time
 
 
 def factor(inputs: torch.Tensor) -> torch.Tensor:
@@ -27,7 +28,10 @@ def factor(inputs: torch.Tensor) -> torch.Tensor:
     """
     for dtype in (torch.float32, torch.float64):
         x = inputs.to(dtype).flip(1)  # turned round, as Cholesky's factor is a lower one
-        hessian = x.T @ x
+        hessian = x.new_zeros(x.shape[1], x.shape[1])
+        for begin in range(0, len(hessian), _COLUMNS):  # its lower triangle is all that is read
+            end = begin + _COLUMNS
+            torch.mm(x[:, begin:].T, x[:, begin:end], out=hessian[begin:, begin:end])
         diagonal = hessian.diagonal()
         diagonal += _DAMPING * diagonal.mean() + 1e-12
         lower, failed = torch.linalg.cholesky_ex(hessian)
@@ -57,15 +61,15 @@ def quantise_with_feedback(weight: torch.Tensor, factor: torch.Tensor, bits: Bit
             inverse = _inverse(factor[start:end, start:end])
             full = piece[:, start:end].T.float()
             part = torch.addmm(full, inverse.T, owed[start:end])
-            scale = best_scales(as_blocks(part.T), bits)
-            scales[here, block] = scale[:, 0].to(torch.float16).numpy()
-            errors = full.clone(memory_format=torch.contiguous_format)
-            for i, column in enumerate(range(start, end)):
-                level = nearest_levels(part[i, :, None, None], scale, bits)[:, 0, 0]
-                levels[here, column] = level.to(torch.int8).numpy()
-                nearest = level.mul_(scale[:, 0])
-                errors[i] -= nearest
-                part[i + 1 :].addr_(inverse[i, i + 1 :], part[i] - nearest, alpha=-1)
+            scale = best_scales(as_blocks(part.T), bits)[:, 0]
+            inverse_scale, level = ratio(1.0, scale), torch.empty_like(part)
+            scales[here, block] = scale.to(torch.float16).numpy()
+            for i, (wanted, chosen) in enumerate(zip(part, level, strict=True)):
+                torch.mul(wanted, inverse_scale, out=chosen).round_().clamp_(*RANGE[bits])
+                lost = torch.addcmul(wanted, chosen, scale, value=-1)
+                part[i + 1 :].addr_(inverse[i, i + 1 :], lost, alpha=-1)
+            levels[here, start:end] = level.T.to(torch.int8).numpy()
+            errors = torch.addcmul(full, level, scale, value=-1)
             owed[end:].addmm_(factor[start:end, end:].T, errors)
     return Quantised(levels, scales, bits)
 

@@ -106,8 +106,11 @@ def sample(
             last = {name: ids[:, i - 1 : i], "past_key_values": cache}
             said = model(**inputs, **last, use_cache=True)
             cache = said.past_key_values
-            likely = said.logits[:, -1].float().softmax(-1)
-            ids[:, i] = torch.multinomial(likely, 1, generator=random)[:, 0]
+            # Not by `multinomial`, which draws V numbers a text.
+            below = said.logits[:, -1].float().softmax(-1).cumsum(-1)
+            drawn = torch.rand(texts, 1, generator=random) * below[:, -1:]
+            found = torch.searchsorted(below, drawn, right=True)[:, 0]
+            ids[:, i] = found.clamp_(max=below.shape[1] - 1)
     return ids
 
 
