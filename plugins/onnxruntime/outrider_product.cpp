@@ -14,7 +14,7 @@ constexpr int BLOCK = OUTRIDER_PRODUCT_BLOCK, PANEL = OUTRIDER_PRODUCT_PANEL;
 #if defined(__AVX512VNNI__)
 constexpr int TOGETHER = 12;
 #else
-constexpr int TOGETHER = 8;
+constexpr int TOGETHER = 6;
 #endif
 
 int64_t blocks_of(const Call& c) { return (c.depth + BLOCK - 1) / BLOCK; }
@@ -113,59 +113,75 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
 
 #elif defined(__AVX2__)
 
-// Sums of four products each, of bytes and of signed ones, where no two of them exceed 16 bits.
-inline __m256i fours(__m256i bytes, __m256i x) {
-  return _mm256_madd_epi16(_mm256_maddubs_epi16(bytes, x), _mm256_set1_epi16(1));
+// Sums of two neighbours, of 16 bits.
+inline __m256i pairs(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
+
+// Levels of 4 bits are unsigned, and all products of a block that a sum of 16 bits gets, two of each
+// of 8 vectors, fit into it: 16 * 15 * 127 < 2^15. Those of 8 bits have a sign for this, so that the
+// products of two numbers do: 2 * 128 * 127 < 2^15.
+template <int BITS>
+inline __m256i added(__m256i sum, __m256i weight, __m256i x) {
+  if constexpr (BITS == 4) return _mm256_add_epi16(sum, _mm256_maddubs_epi16(weight, x));
+  return _mm256_add_epi32(
+      sum, pairs(_mm256_maddubs_epi16(_mm256_abs_epi8(weight), _mm256_sign_epi8(x, weight))));
 }
 
 template <int R, int BITS>
 void panel_rows(const Call& c, int64_t panel, int64_t first) {
   const int64_t blocks = blocks_of(c);
+  const uint8_t* levels = c.levels + panel * blocks * 64 * BITS;
+  const uint16_t* scales = c.scales + panel * blocks * PANEL;
+  const int8_t* x = c.x_levels + first * blocks * BLOCK;
+  const float* x_scales = c.x_scales + first * blocks;
+  const int32_t* x_sums = c.x_sums + first * blocks;
   const __m256i low = _mm256_set1_epi8(15), sign = _mm256_set1_epi8(-128);
-  for (int half = 0; half < 2; ++half) {
-    const uint8_t* levels = c.levels + panel * blocks * 64 * BITS + 32 * half;
-    const uint16_t* scales = c.scales + panel * blocks * PANEL + 8 * half;
-    __m256 total[R];
-    for (int r = 0; r < R; ++r) total[r] = _mm256_setzero_ps();
-    for (int64_t b = 0; b < blocks; ++b) {
-      __m256i sum[R];
-      for (int r = 0; r < R; ++r)
-        sum[r] = _mm256_set1_epi32(BITS == 4 ? c.x_sums[(first + r) * blocks + b] : 0);
-      auto add = [&](__m256i weight, int number) {
-        for (int r = 0; r < R; ++r) {
-          int32_t four;
-          __builtin_memcpy(&four, c.x_levels + ((first + r) * blocks + b) * BLOCK + number,
-                           sizeof four);
-          const __m256i x = _mm256_set1_epi32(four);
-          const __m256i product = BITS == 4 ? fours(weight, x)
-                                            : fours(_mm256_abs_epi8(weight),
-                                                    _mm256_sign_epi8(x, weight));
-          sum[r] = _mm256_add_epi32(sum[r], product);
-        }
-      };
-      for (int j = 0; j < BITS; ++j) {
-        const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(levels + 64 * j));
-        if constexpr (BITS == 4) {
-          add(_mm256_and_si256(bytes, low), 8 * j);
-          add(_mm256_and_si256(_mm256_srli_epi16(bytes, 4), low), 8 * j + 4);
-        } else {
-          add(_mm256_xor_si256(bytes, sign), 4 * j);
-        }
+  __m256 total[2][R]; // of the panel's halves
+  for (int r = 0; r < R; ++r) total[0][r] = total[1][r] = _mm256_setzero_ps();
+  for (int64_t b = 0; b < blocks; ++b) {
+    __m256i sum[2][R];
+    for (int r = 0; r < R; ++r) sum[0][r] = sum[1][r] = _mm256_setzero_si256();
+    auto add = [&](__m256i one, __m256i other, int number) {
+      for (int r = 0; r < R; ++r) {
+        int32_t four;
+        __builtin_memcpy(&four, x + (r * blocks + b) * BLOCK + number, sizeof four);
+        const __m256i fours = _mm256_set1_epi32(four);
+        sum[0][r] = added<BITS>(sum[0][r], one, fours);
+        sum[1][r] = added<BITS>(sum[1][r], other, fours);
       }
-      levels += 64 * BITS;
-      const __m256 scale =
-          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + b * PANEL)));
-      for (int r = 0; r < R; ++r)
-        total[r] = _mm256_fmadd_ps(
-            _mm256_cvtepi32_ps(sum[r]),
-            _mm256_mul_ps(scale, _mm256_set1_ps(c.x_scales[(first + r) * blocks + b])), total[r]);
+    };
+#pragma GCC unroll 1 // else GCC puts all products of a block before their sums, in memory
+    for (int j = 0; j < BITS; ++j) {
+      const __m256i* bytes = reinterpret_cast<const __m256i*>(levels + 64 * j);
+      const __m256i one = _mm256_loadu_si256(bytes), other = _mm256_loadu_si256(bytes + 1);
+      _mm_prefetch(reinterpret_cast<const char*>(bytes) + 4096, _MM_HINT_T0);
+      if constexpr (BITS == 4) {
+        add(_mm256_and_si256(one, low), _mm256_and_si256(other, low), 8 * j);
+        add(_mm256_and_si256(_mm256_srli_epi16(one, 4), low),
+            _mm256_and_si256(_mm256_srli_epi16(other, 4), low), 8 * j + 4);
+      } else {
+        add(_mm256_xor_si256(one, sign), _mm256_xor_si256(other, sign), 4 * j);
+      }
     }
-    alignas(32) float out[8];
-    for (int r = 0; r < R; ++r) {
-      _mm256_store_ps(out, total[r]);
-      for (int64_t lane = 0, at = panel * PANEL + 8 * half; lane < 8 && at < c.columns; ++lane, ++at)
-        c.y[(first + r) * c.columns + at] = out[lane];
+    levels += 64 * BITS;
+    for (int half = 0; half < 2; ++half) {
+      const __m256 scale = _mm256_cvtph_ps(
+          _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + b * PANEL + 8 * half)));
+      for (int r = 0; r < R; ++r) {
+        __m256i whole = sum[half][r];
+        if constexpr (BITS == 4)
+          whole = _mm256_add_epi32(pairs(whole), _mm256_set1_epi32(x_sums[r * blocks + b]));
+        total[half][r] = _mm256_fmadd_ps(
+            _mm256_cvtepi32_ps(whole),
+            _mm256_mul_ps(scale, _mm256_set1_ps(x_scales[r * blocks + b])), total[half][r]);
+      }
     }
+  }
+  alignas(32) float out[PANEL];
+  const int64_t there = c.columns - panel * PANEL;
+  for (int r = 0; r < R; ++r) {
+    for (int half = 0; half < 2; ++half) _mm256_store_ps(out + 8 * half, total[half][r]);
+    __builtin_memcpy(c.y + (first + r) * c.columns + panel * PANEL, out,
+                     static_cast<unsigned long>(there < PANEL ? there : PANEL) * sizeof(float));
   }
 }
 

@@ -32,7 +32,7 @@ def matrix(bits: Bits, rows: int = ROWS, columns: int = COLUMNS) -> Quantised:
     rng = np.random.default_rng(bits)
     low, high = RANGE[bits]
     levels = rng.integers(low, high, (rows, columns), endpoint=True).astype(np.int8)
-    levels[:4] = np.resize([low, high], columns)  # sums as large as they can be
+    levels[:3], levels[3] = np.resize([low, high], columns), high  # sums as large as they can be
     scales = rng.normal(scale=0.02, size=(rows, -(-columns // BLOCK))).astype(np.float16)
     scales[4::9], scales[5::9, 0] = np.float16(6e-8), np.float16(-6e-5)
     scales[6::9, 1:] = 0
@@ -44,7 +44,7 @@ def matrix(bits: Bits, rows: int = ROWS, columns: int = COLUMNS) -> Quantised:
 def activations(rows: int = WIDTHS[-1], columns: int = COLUMNS) -> Array:
     x = np.random.default_rng(1).normal(size=(rows, columns)).astype(np.float32)
     x[0], x[1] = np.resize([1, -1], columns), np.where(x[1] > 0, 3, -3)  # each level is +-127
-    x[2, :BLOCK] = 0
+    x[2, :BLOCK], x[3] = 0, 1
     return x
 
 
