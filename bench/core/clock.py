@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,19 +33,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A median in milliseconds with the range of the middle 80 %.
-
-    kept: undisturbed samples. taken: all of them.
-    """
+    """A median in milliseconds. kept: undisturbed samples. taken: all of them."""
 
     ms: float
-    low: float
-    high: float
     kept: int
     taken: int
-
-    def json_object(self) -> dict[str, Any]:
-        return {name: round(value, 4) for name, value in asdict(self).items()}
 
 
 @dataclass
@@ -95,11 +87,8 @@ def undisturbed(items: Sequence[T], lost: Callable[[T], float], least: int) -> l
 def figure(samples: Sequence[Sample]) -> Figure:
     """What the undisturbed of these samples come to, at least ENOUGH of them."""
     used = undisturbed(samples, lambda s: s.lost, ENOUGH)
-    ms = sorted(1e3 * s.seconds for s in used)
-    # The range is that of the middle 80%: one stray sample in ten is the machine's, not the code's.
-    cut = len(ms) // 10
     kept = sum(s.lost <= DISTURBED for s in samples)
-    return Figure(statistics.median(ms), ms[cut], ms[-1 - cut], kept, len(samples))
+    return Figure(1e3 * statistics.median(s.seconds for s in used), kept, len(samples))
 
 
 def order(items: Sequence[T], turn: int) -> list[T]:

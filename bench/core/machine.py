@@ -28,7 +28,6 @@ def describe(threads: int) -> dict[str, Any]:
     return {
         "cpu": _cpu_name(), "cores": physical_cores(), "threads": threads,
         "memory_gib": round(host_memory() / 2**30, 1),
-        "system": platform.system(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {"python": platform.python_version(), **versions},
     }  # fmt: skip
@@ -41,8 +40,6 @@ def sentence(about: dict[str, Any]) -> str:
 
 def physical_cores() -> int:
     """Cores that this process may use; the hyper-threads of a core count once."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
     cores = set()
     for cpu in os.sched_getaffinity(0):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
@@ -51,9 +48,8 @@ def physical_cores() -> int:
 
 
 def _cpu_name() -> str:
-    path = Path("/proc/cpuinfo")
     # A virtual machine may hide the model's name; its family and model number tell.
-    info = dict(re.findall(r"(.*?)\t*: (.*)", path.read_text() if path.is_file() else ""))
+    info = dict(re.findall(r"(.*?)\t*: (.*)", Path("/proc/cpuinfo").read_text()))
     name = info.get("model name", platform.machine())
     return f"{name} (family {info.get('cpu family', '?')}, model {info.get('model', '?')})"
 
@@ -83,9 +79,8 @@ class MemoryReader:
         return self.bytes / self._best
 
 
-def resident() -> dict[str, int]:
-    """Bytes of this process: `anonymous`, `file` (mapped files), `rss` (both), `peak`."""
+def resident() -> tuple[int, int]:
+    """Bytes of this process: what it holds, and the most that it has held."""
     found = re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/self/status").read_text())
     sizes = {name: 1024 * int(size) for name, size in found}
-    names = {"anonymous": "RssAnon", "file": "RssFile", "rss": "VmRSS", "peak": "VmHWM"}
-    return {ours: sizes[theirs] for ours, theirs in names.items()}
+    return sizes["VmRSS"], sizes["VmHWM"]

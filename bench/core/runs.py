@@ -110,13 +110,11 @@ class Gain:
     """Times as fast as plain decoding.
 
     total: all texts as one. error: its standard error, relative, to which the texts' own
-    differences add. median, low, high: of the texts, without a tenth at either end.
+    differences add. median: of the texts.
     """
 
     total: float
     median: float
-    low: float
-    high: float
     error: float
 
     def json_object(self) -> dict[str, Any]:
@@ -138,6 +136,4 @@ def gain(texts: Texts[Name], way: Name, plain: Name) -> Gain:
     ours = np.array([text[way].seconds for text in texts])
     theirs = np.array([text[plain].seconds for text in texts])
     (total,), (error,) = ratio_estimates(theirs[:, None], ours)
-    ratios = sorted((theirs / ours).tolist())
-    cut = len(ratios) // 10
-    return Gain(total, statistics.median(ratios), ratios[cut], ratios[-1 - cut], error / total)
+    return Gain(total, statistics.median((theirs / ours).tolist()), error / total)

@@ -68,15 +68,12 @@ Point = dict[str, Any]
 Curves = Mapping[str, Sequence[Point]]
 
 
-def point(
-    x: float, y: float, low: float, high: float, floor: float, *, quiet: bool = True
-) -> Point:
-    """As the JSON object has it: y at x and its range, of peaks in MiB, of all else in ms.
+def point(x: float, y: float, floor: float, *, quiet: bool = True) -> Point:
+    """As the JSON object has it: y at x, of peaks in MiB, of all else in ms.
 
     quiet: enough of the samples were undisturbed.
     """
-    values = {"y": y, "low": low, "high": high, "floor": floor}
-    return {"x": x, "quiet": quiet, **{name: rounded(value) for name, value in values.items()}}
+    return {"x": x, "quiet": quiet, "y": rounded(y), "floor": rounded(floor)}
 
 
 @dataclass
@@ -118,7 +115,7 @@ class Growing:
         """read: bytes, for the floor."""
         found, floor = figure(samples), 1e3 * read / self.reader.bandwidth
         quiet = found.kept >= min(found.taken, ENOUGH)
-        return point(x, found.ms, found.low, found.high, floor, quiet=quiet)
+        return point(x, found.ms, floor, quiet=quiet)
 
     def opened(self, places: Sequence[Place], positions: Sequence[int]) -> dict[Place, list[Told]]:
         """Fresh processes of each place, in turn."""
@@ -127,7 +124,7 @@ class Growing:
             for name, slots in order(places, turn):
                 request = Steps(ROWS, list(positions), slots, ROUNDS, self.scale.patience)
                 with self.peer(name, slots) as peer:
-                    found[name, slots].append((peer.facts, peer.steps(request)[0]))
+                    found[name, slots].append((peer.facts, peer.steps(request)))
         return found
 
     def call(self, x: float, place: Place, told: Sequence[Told], positions: int) -> Point:
@@ -181,10 +178,9 @@ def by_size(run: Growing) -> Curves:
         weights, before = every[0]["weights"], every[0]["before"]
         x = every[0]["parameters"]
         loads = [Sample(facts["load_seconds"], facts["load_lost"]) for facts in every]
-        peaks = [facts["loaded"] / MIB for facts in every]
-        least = (before + weights) / MIB
+        peak = max(facts["loaded"] for facts in every) / MIB
         curves["load"].append(run.timed(x, loads, weights))
-        curves["peak of memory"].append(point(x, max(peaks), min(peaks), max(peaks), least))
+        curves["peak of memory"].append(point(x, peak, (before + weights) / MIB))
         curves["step"].append(run.call(x, place, told, 1))
     return curves
 

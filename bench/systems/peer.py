@@ -76,11 +76,10 @@ class Peer(AbstractContextManager["Peer"]):
         """Decode texts together; all their times are from the request on. Raises Unavailable."""
         return self._texts(request)
 
-    def steps(self, request: Steps) -> tuple[dict[str, list[Sample]], int]:
-        """Of Outrider alone: samples by "draft" and width, and the process's peak by then, bytes.
-        Raises Unavailable."""
-        answer: tuple[dict[str, list[Sample]], int] = self._ask(request)
-        return answer
+    def steps(self, request: Steps) -> dict[str, list[Sample]]:
+        """Of Outrider alone: samples by "draft" and width. Raises Unavailable."""
+        samples: dict[str, list[Sample]] = self._ask(request)
+        return samples
 
     def _texts(self, request: Request | Batch) -> list[Text]:
         if request.mode not in self.kind.modes:

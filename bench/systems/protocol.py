@@ -90,16 +90,16 @@ class Text:
     """A system's answer.
 
     times: seconds from the request to each token; tokens of one round share theirs. lost: seconds
-    for which its threads have waited for a core by then (`core.clock`). memory: bytes of the
-    worker, as `machine.resident`; its peak counts everything since the worker started, so whoever
-    compares peaks asks each worker for one mode, and gives it a draft only to draft with. notes:
-    what the system itself has counted, if anything; "encode", seconds until all encoders had run.
+    for which its threads have waited for a core by then (`core.clock`). peak: the most bytes that
+    the worker has held since it started, so whoever compares peaks asks each worker for one mode,
+    and gives it a draft only to draft with. notes: what the system itself has counted, if anything;
+    "encode", seconds until all encoders had run.
     """
 
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     lost: list[float] = field(default_factory=list)
-    memory: dict[str, int] = field(default_factory=dict)
+    peak: int = 0
     notes: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -102,14 +102,14 @@ def serve(pipe: Connection, name: str, setup: Setup) -> None:
     try:
         module, kind = SYSTEMS[name].worker.split(".")
         made = getattr(importlib.import_module(f".{module}", __package__), kind)
-        facts["before"] = resident()["rss"]
+        facts["before"], _ = resident()
         worker: Worker = made(setup)
         taken = sample(lambda: facts.update(worker.load()))
     except Exception as error:  # noqa: BLE001 - whatever it is, the system is missing with a reason
         pipe.send(_failed(error))
         return
     facts |= {"load_seconds": taken.seconds, "load_lost": taken.lost}
-    pipe.send({**facts, "loaded": resident()["peak"]})
+    pipe.send({**facts, "loaded": resident()[1]})
     while True:
         try:
             request = pipe.recv()
@@ -128,9 +128,9 @@ def _failed(error: Exception) -> Unavailable:
 
 def _answer(worker: Any, request: Request | Batch | Steps) -> Any:
     if isinstance(request, Steps):
-        return worker.steps(request), resident()["peak"]
+        return worker.steps(request)
     arrivals = Arrivals(len(request.prompts))
     worker.generate(request, arrivals)
     for text in arrivals.texts:
-        text.memory = resident()
+        _, text.peak = resident()
     return arrivals.texts

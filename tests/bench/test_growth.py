@@ -37,10 +37,10 @@ class FakePeer(Pretender):
         times = [len(request.prompt) / 100 + i / 10 for i in range(request.new_tokens)]
         return Text([0] * request.new_tokens, times, [0.0] * len(times))
 
-    def steps(self, request: Steps) -> tuple[dict[str, list[Sample]], int]:
+    def steps(self, request: Steps) -> dict[str, list[Sample]]:
         assert request.slots == self.slots
         opened.append(self.slots)
-        return {str(n): [Sample(0.01 * n * request.slots)] * 5 for n in request.widths}, 0
+        return {str(n): [Sample(0.01 * n * request.slots)] * 5 for n in request.widths}
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_every_curve_and_what_is_told_of_it(
 def test_a_table_has_values_floors_marks_and_exponents() -> None:
     def curve(scale: float) -> list[dict[str, Any]]:
         ys = [(2.0**i, scale * 2.0**i) for i in range(5)]
-        return [point(x, y, y, y, y / 2, quiet=x < 16) for x, y in ys]
+        return [point(x, y, y / 2, quiet=x < 16) for x, y in ys]
 
     curves = {"step": curve(1), "peak of memory": curve(1000)}
     (table,) = tables({"sections": {"some": {"axis": "slots", "curves": curves}}})

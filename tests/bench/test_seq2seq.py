@@ -73,7 +73,7 @@ def logits(model: Any, shape: Seq2Seq, ids: torch.Tensor) -> torch.Tensor:
 
 def test_a_pair_says_what_is_known_and_agrees_as_often_as_asked(made: Pair) -> None:
     """The formula against the models as Transformers runs them, source, layers and all."""
-    shape = TINY[made.facts["shape"]]
+    shape = TINY[made.shape]
     ids = torch.randint(1, 4100, (200,), generator=torch.Generator().manual_seed(3))
     p, q = (logits(load(folder, shape), shape, ids) for folder in (made.target, made.draft))
     said = [seq2seq.says(shape, made.target, int(token), 1)[0] for token in ids[:40]]
@@ -82,7 +82,6 @@ def test_a_pair_says_what_is_known_and_agrees_as_often_as_asked(made: Pair) -> N
     p, q = p.softmax(-1), q.softmax(-1)
     assert abs(float(torch.minimum(p, q).sum(-1).mean()) - 0.8) < 0.06
     assert float(p[:, seq2seq.END].max()) < 1e-4
-    assert abs(made.facts["draft_alpha"] - 0.8) < 0.01
     if shape.sound:  # one encoder
         weights = (load(f, shape).get_encoder().state_dict() for f in (made.target, made.draft))
         one, other = weights
@@ -112,7 +111,7 @@ def test_the_named_shapes_have_as_many_parameters(
 
 def test_a_step_reads_the_matrices_that_it_multiplies_with(made: Pair) -> None:
     """Those of modules that run for one more token, whatever they are called."""
-    shape = TINY[made.facts["shape"]]
+    shape = TINY[made.shape]
     model = load(made.target, shape)
     given = {model.main_input_name: torch.tensor(source(shape))[None]}
     run: dict[int, int] = {}
@@ -186,7 +185,7 @@ def test_a_whole_run_of_sources_with_systems_that_only_pretend(
     made: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    name = made.facts["shape"]
+    name = made.shape
     monkeypatch.setattr(measuring, "Peer", FakePeer)
     monkeypatch.setattr(FakePeer, "asked", [])
     monkeypatch.setitem(SEQ2SEQ, name, TINY[name])
@@ -222,7 +221,7 @@ def test_a_whole_run_of_sources_with_systems_that_only_pretend(
 
 
 def _says_what_is_known(made: Pair, name: str, modes: tuple[str, ...], work: Path) -> None:
-    shape = TINY[made.facts["shape"]]
+    shape = TINY[made.shape]
     options: dict[str, Any] = {"threads": 1, "work": work, "max_len": 128}
     with Peer(name, made.target, draft=made.draft, **options) as peer:
         for number, mode in enumerate(modes):

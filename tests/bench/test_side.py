@@ -173,7 +173,7 @@ class FakePeer(Pretender):
         notes = {**COUNTS, "drafted": 16 if request.mode == "draft" else 0}
         step = {"outrider": 0.01, "transformers": 0.03}[self.peer]
         made = text(*[1] * request.new_tokens, step=step, **notes)
-        made.memory["peak"] = 2 * 10**7
+        made.peak = 2 * 10**7
         return made
 
     def batch(self, request: Batch) -> list[Text]:
@@ -181,7 +181,7 @@ class FakePeer(Pretender):
             raise Unavailable("one text at a time")
         return [text(*[1] * request.new_tokens) for _ in request.prompts]
 
-    def steps(self, request: Steps) -> tuple[dict[str, list[Any]], int]:
+    def steps(self, request: Steps) -> dict[str, list[Any]]:
         raise Unavailable("no draft model")
 
 
@@ -192,7 +192,7 @@ def test_a_whole_run_with_systems_that_only_pretend(
     monkeypatch.setattr(measuring, "Peer", FakePeer)
     config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    pair = Pair(tmp_path, tmp_path, {"shape": "s", "alpha_wanted": 0.8})
+    pair = Pair(tmp_path, tmp_path, "s", 0.8)
     side = SideRun(pair, 1, tmp_path, Clock())
     prompts = Prompts([*CODE, *PROSE], sparse, [7], 0)
     chosen = systems(["outrider", "transformers"], ["float32"])

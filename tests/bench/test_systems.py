@@ -71,7 +71,7 @@ def _says_the_same(peer: Peer, mode: str, plain: list[list[int]]) -> None:
         assert len(text.times) == len(text.lost) == NEW_TOKENS
         assert 0 < text.first.seconds < text.times[-1]
         assert text.times == sorted(text.times) and text.lost == sorted(text.lost)
-        assert text.memory["peak"] >= text.memory["rss"] > 1 << 20
+        assert text.peak > 1 << 20
         assert text.notes.get("reused_tokens", 0) == 0
     rounds = sum(1 + len(text.round_tokens()) for text in texts)
     assert (rounds == 2 * NEW_TOKENS) if mode == "plain" else (rounds <= 2 * NEW_TOKENS)
@@ -210,8 +210,8 @@ def test_a_system_says_what_transformers_says(name, pair, plain, tmp_path, works
         _together(peer)
         if name == "outrider":
             _together(peer, "draft")
-            samples, peak = peer.steps(Steps(40, [1, 3], slots=2, patience=0.0))
-            assert set(samples) == {"draft", "1", "3"} and peak > 1 << 20
+            samples = peer.steps(Steps(40, [1, 3], slots=2, patience=0.0))
+            assert set(samples) == {"draft", "1", "3"}
             assert all(s.seconds > 0 for some in samples.values() for s in some)
         else:
             with pytest.raises(Unavailable, match="drafts"):

@@ -8,19 +8,14 @@ encoder-decoder, so those are random, and say what is known beforehand (`seq2seq
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from runtime.files.errors import OutriderError
 
 from ..kept import kept, run_module
 from ..machine import CHECKOUT
 from .shapes import SEQ2SEQ, SHAPES, Seq2Seq, Shape
-
-if TYPE_CHECKING:
-    from .blur import Blurred
 
 __all__ = ["SEQ2SEQ", "SHAPES", "Pair", "Seq2Seq", "Shape", "bundle", "make", "place"]
 
@@ -32,11 +27,12 @@ DRAFT_HIDDEN = 288  # a larger vocabulary takes three channels more than the bun
 
 @dataclass(frozen=True)
 class Pair:
-    """Folders of two checkpoints, and how they were made."""
+    """Folders of two checkpoints, the shape that they are made in, the acceptance asked for."""
 
     target: Path
     draft: Path
-    facts: dict[str, Any]
+    shape: str
+    alpha: float
 
 
 def make(shape: str, alpha: float, work: Path) -> Pair:
@@ -51,27 +47,19 @@ def make(shape: str, alpha: float, work: Path) -> Pair:
     from .grow import grow
 
     target, draft = work / shape, work / f"{shape}-draft-{alpha:g}"
-    blurred, stamp = work / f"blurred-{alpha:g}", work / f"{shape}-{alpha:g}.json"
-    facts: dict[str, Any] = {"shape": shape, "alpha_wanted": alpha}
-    if not stamp.is_file() and shape in SEQ2SEQ:
-        made = seq2seq.write(SEQ2SEQ[shape], alpha, target, draft)
-        stamp.write_text(json.dumps(facts | _of_draft(made)))
-    if not stamp.is_file():
+    blurred = work / f"blurred-{alpha:g}"
+    if shape in SHAPES:
         sizes = asdict(SHAPES[shape])
         if not target.is_dir():
-            facts["difference"] = grow(TARGET, target, sizes).difference
+            grow(TARGET, target, sizes)
         if not draft.is_dir():
             if not blurred.is_dir():
-                made = blur(TARGET, blurred, alpha)
-                facts |= _of_draft(made)
+                blur(TARGET, blurred, alpha)
             more = {"vocab_size": sizes["vocab_size"], "hidden_size": DRAFT_HIDDEN}
             grow(blurred, draft, more)
-        stamp.write_text(json.dumps(facts))
-    return Pair(target, draft, json.loads(stamp.read_text()))
-
-
-def _of_draft(made: Blurred) -> dict[str, Any]:
-    return {f"draft_{key}": value for key, value in asdict(made).items()}
+    elif not draft.is_dir():
+        seq2seq.write(SEQ2SEQ[shape], alpha, target, draft)
+    return Pair(target, draft, shape, alpha)
 
 
 def place(

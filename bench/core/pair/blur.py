@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from transformers import AutoTokenizer
 
 from models.corpus import collect
-from models.measure import PairFigures, measure
+from models.measure import measure
 from runtime.files.errors import OutriderError
 from runtime.files.folders import refuse_foreign, write_folder
 from runtime.files.progress import stage
@@ -33,17 +32,7 @@ FIRST_NOISE = 0.05
 MOST_TRIES = 30
 
 
-@dataclass(frozen=True)
-class Blurred:
-    """What was written. noise: relative to each matrix. The others: the acceptance on held-out
-    text, at temperature 1 and at 0, where it is the share of equal argmaxes."""
-
-    noise: float
-    alpha: float
-    alpha_greedy: float
-
-
-def blur(target: Path, out: Path, alpha: float) -> Blurred:
+def blur(target: Path, out: Path, alpha: float) -> None:
     """Write `target` with noise to `out`, which must be new or empty.
 
     Raises OutriderError "checkpoint", "architecture", "option", "disk".
@@ -56,11 +45,10 @@ def blur(target: Path, out: Path, alpha: float) -> Blurred:
     judge, model = load_llama(target), load_llama(target)
     windows = _windows(target, model.config.max_position_embeddings)
     with stage("draft", f"find noise for alpha {alpha:g}") as said:
-        noise, figures = bisect(_noisy(judge, model, windows), alpha)
-        said.note = f"noise {noise:.4f}, alpha {figures.acceptance_rate:.3f}"
+        noise, found = bisect(_noisy(judge, model, windows), alpha)
+        said.note = f"noise {noise:.4f}, alpha {found:.3f}"
     with write_folder(out, "config.json") as partial:
         write_checkpoint(model, target, partial)
-    return Blurred(noise, figures.acceptance_rate, figures.greedy_agreement)
 
 
 def _windows(folder: Path, context: int) -> torch.Tensor:
@@ -74,30 +62,30 @@ def _windows(folder: Path, context: int) -> torch.Tensor:
     return torch.tensor(found[:: -(-len(found) // WINDOWS)])
 
 
-def _noisy(target: Any, draft: Any, windows: torch.Tensor) -> Callable[[float], PairFigures]:
-    """What gives the draft noise of a size, and measures it."""
+def _noisy(target: Any, draft: Any, windows: torch.Tensor) -> Callable[[float], float]:
+    """What gives the draft noise of a size, and measures its acceptance."""
     generator = torch.Generator().manual_seed(0)
     matrices = [p for p in draft.parameters() if p.dim() > 1]
     quiet = [p.detach().clone() for p in matrices]
     noise = [torch.randn(p.shape, generator=generator) * p.std() for p in matrices]
 
-    def at(size: float) -> PairFigures:
+    def at(size: float) -> float:
         with torch.no_grad():
             for matrix, clean, random in zip(matrices, quiet, noise, strict=True):
                 matrix.copy_(clean + size * random)
-        return measure(target, draft, windows)
+        return measure(target, draft, windows).acceptance_rate
 
     return at
 
 
-def bisect(at: Callable[[float], PairFigures], alpha: float) -> tuple[float, PairFigures]:
-    """The size of noise, and the figures at it; the draft is left with that."""
+def bisect(at: Callable[[float], float], alpha: float) -> tuple[float, float]:
+    """The size of noise, and the acceptance at it; the draft is left with that."""
     size, low, high = FIRST_NOISE, 0.0, math.inf
     for _ in range(MOST_TRIES):
         found = at(size)
-        if abs(found.acceptance_rate - alpha) <= CLOSE:
+        if abs(found - alpha) <= CLOSE:
             return size, found
-        if found.acceptance_rate > alpha:
+        if found > alpha:
             low = size
         else:
             high = size

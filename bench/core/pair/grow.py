@@ -26,7 +26,6 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +61,7 @@ AXES = {
 WRITERS = ("o_proj", "down_proj")
 
 
-@dataclass(frozen=True)
-class Grown:
-    """parameters; and the largest difference of an old token's logit from the original's."""
-
-    parameters: int
-    difference: float
-
-
-def grow(source: Path, out: Path, sizes: dict[str, int]) -> Grown:
+def grow(source: Path, out: Path, sizes: dict[str, int]) -> None:
     """Write the checkpoint `source` with other sizes to `out`, which must be new or empty.
 
     sizes: fields of its configuration; others stay. Before the folder takes its place it is loaded
@@ -85,7 +76,6 @@ def grow(source: Path, out: Path, sizes: dict[str, int]) -> Grown:
     with write_folder(out, "config.json") as partial:
         with stage("grow", "write"):
             grown = Growth(model, config, rms).model()
-            parameters = sum(p.numel() for p in grown.parameters())
             write_checkpoint(grown, source, partial)
             name_tokens(partial, range(model.config.vocab_size, config.vocab_size))
         del grown
@@ -100,7 +90,6 @@ def grow(source: Path, out: Path, sizes: dict[str, int]) -> Grown:
                 f"a logit of the grown checkpoint differs by {difference:.1e}",
                 "Please report this checkpoint's config.json and the sizes.",
             )
-    return Grown(parameters, difference)
 
 
 def load_llama(source: Path) -> Any:

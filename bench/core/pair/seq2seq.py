@@ -26,13 +26,13 @@ from typing import Any
 import torch
 import transformers
 
-from models.measure import PairFigures, acceptance
+from models.measure import acceptance
 from runtime.files.errors import OutriderError
 from runtime.files.folders import write_folder
 from runtime.files.progress import stage
 
 from ..machine import CHECKOUT
-from .blur import Blurred, bisect
+from .blur import bisect
 from .grow import name_tokens
 from .shapes import Seq2Seq
 
@@ -48,9 +48,9 @@ LAST = ("<|startoftranscript|>", "<|nospeech|>", "<|notimestamps|>")  # of a Whi
 WRITERS = (".o.weight", ".wo.weight", ".out_proj.weight", ".fc2.weight", "embed_positions.weight")
 
 
-def write(shape: Seq2Seq, alpha: float, target: Path, draft: Path) -> Blurred:
-    """The draft, to a folder that is new or empty; and the target, which is the same for every
-    alpha, unless it is there. Raises OutriderError as `blur.blur`."""
+def write(shape: Seq2Seq, alpha: float, target: Path, draft: Path) -> None:
+    """The target, which is the same for every alpha, unless it is there; and the draft, to a folder
+    that is new or empty. Raises OutriderError as `blur.blur`."""
     if not 0 < alpha < 1:
         raise OutriderError(
             "option", f"an acceptance of {alpha:g} is out of range", "Use one between 0 and 1."
@@ -65,12 +65,11 @@ def write(shape: Seq2Seq, alpha: float, target: Path, draft: Path) -> Blurred:
         clean, noise = torch.eye(width).roll(1, 0), torch.randn(width, width) / width**0.5
         ids = torch.randint(1, tokens, (PREDICTIONS,))
         with stage("draft", f"find noise for alpha {alpha:g}") as said:
-            size, figures = bisect(_noisy(embedding, ids, clean, noise), alpha)
-            said.note = f"noise {size:.4f}, alpha {figures.acceptance_rate:.3f}"
-        _write(shape, shape.draft, draft, embedding, _blurred(clean, noise, size))
+            size, found = bisect(_noisy(embedding, ids, clean, noise), alpha)
+            said.note = f"noise {size:.4f}, alpha {found:.3f}"
         if not target.is_dir():
             _write(shape, shape.target, target, embedding, clean)
-    return Blurred(size, figures.acceptance_rate, figures.greedy_agreement)
+        _write(shape, shape.draft, draft, embedding, _blurred(clean, noise, size))
 
 
 def configuration(shape: Seq2Seq, sizes: dict[str, int]) -> Any:
@@ -104,18 +103,15 @@ def _blurred(clean: torch.Tensor, noise: torch.Tensor, size: float) -> torch.Ten
 
 def _noisy(
     embedding: torch.Tensor, ids: torch.Tensor, clean: torch.Tensor, noise: torch.Tensor
-) -> Callable[[float], PairFigures]:
-    """What measures the bigram models after these tokens, with noise of a size."""
+) -> Callable[[float], float]:
+    """What measures the acceptance after these tokens, with noise of a size."""
     read = embedding[ids]
     read = read / read.square().mean(-1, keepdim=True).sqrt() * PEAK / len(clean) ** 0.5
     sure, dirt = read @ clean.T @ embedding.T, read @ noise.T @ embedding.T
     p = sure.softmax(-1)
 
-    def at(size: float) -> PairFigures:
-        logits = _blurred(sure, dirt, size)
-        same = (sure.argmax(-1) == logits.argmax(-1)).float().mean()
-        rate = acceptance(p, logits.softmax(-1)).mean()
-        return PairFigures(len(ids), 0.0, 0.0, float(rate), float(same))
+    def at(size: float) -> float:
+        return float(acceptance(p, _blurred(sure, dirt, size).softmax(-1)).mean())
 
     return at
 
@@ -124,6 +120,7 @@ def _write(
     shape: Seq2Seq, sizes: dict[str, int], out: Path, embedding: torch.Tensor, move: torch.Tensor
 ) -> None:
     """move: S, of which the model has S and -S in the last MLP of its decoder."""
+    torch.manual_seed(0)  # whatever was made before
     config = configuration(shape, sizes)
     kind = "AutoModelForSpeechSeq2Seq" if shape.sound else "AutoModelForSeq2SeqLM"
     model = getattr(library, kind).from_config(config, dtype=torch.float32)

@@ -15,6 +15,7 @@ from runtime.sampling.native import RoundSampler
 
 from ...core import machine
 from ...core.clock import Clock, alternate
+from ...core.fit import rounded
 from .rounds import VARIANTS, Round, disagreements, random_logits, transformers_call
 
 # Verifications, and whole rounds: gamma draws and the verification.
@@ -136,9 +137,9 @@ def measure(
             round_.target.max(), round_.draft.max()
 
     taken = alternate({"": touch, **work}, rounds=SAMPLES, patience=patience)
-    times = {name: taken[name].json_object() for name in work}
-    for figure in times.values():
-        figure.update({key: figure[key] / len(one) for key in ("ms", "low", "high")})
+    times = {
+        name: {"ms": rounded(taken[name].ms / len(one)), "kept": taken[name].kept} for name in work
+    }
     return {
         "vocab_size": one[0].vocab_size, "gamma": one[0].gamma, "batch": one[0].batch,
         "accepted": accepted, "bytes": sizes, "times": times,

@@ -239,7 +239,7 @@ class SideRun:
         if (name := "costs of outrider") not in self.missing:
             with self.lacking(name):
                 steps = Steps(position, list(range(1, GAMMA + 2)))
-                return costs.of_calls(peers["outrider float32"].steps(steps)[0])
+                return costs.of_calls(peers["outrider float32"].steps(steps))
         return None
 
     def memory(self, chosen: Sequence[System], prompt: list[int]) -> dict[str, dict[str, float]]:
@@ -256,7 +256,7 @@ class SideRun:
             with self.lacking(f"memory of {system.name}"), ExitStack() as stack:
                 peer = self.start(stack, system, draft=drafts)
                 text = peer.generate(Request(prompt, MEMORY_SHAPE[1], system.mode, gamma=GAMMA))
-                facts, peak = peer.facts, text.memory["peak"]
+                facts, peak = peer.facts, text.peak
                 before, weights = facts["before"], facts["weights"] + facts["draft_weights"]
                 row = sum(self.rows(facts["cache_element"])[: 1 + drafts])
                 cache = sum(MEMORY_SHAPE) * row

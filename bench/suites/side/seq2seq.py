@@ -48,7 +48,7 @@ def jobs(
     """Of the shape that the pair was made in; its vocabulary and bands are the shape's."""
     from ...core.pair.seq2seq import says  # here: torch
 
-    shape, rng = SEQ2SEQ[pair.facts["shape"]], np.random.default_rng(1)
+    shape, rng = SEQ2SEQ[pair.shape], np.random.default_rng(1)
     bands, tokens = shape.common.get("num_mel_bins", 0), shape.common["vocab_size"]
     kinds = {"summary": scale.summary, "translation": scale.translation}
     if shape.sound:

@@ -114,7 +114,8 @@ def run(
         reader()
     cells = [cell for jobs in works for cell in side.measure(jobs, reader)]
     return {
-        "machine": machine.describe(side.threads), "gamma": GAMMA, "pair": side.pair.facts,
+        "machine": machine.describe(side.threads), "gamma": GAMMA,
+        "pair": {"shape": side.pair.shape, "alpha_wanted": side.pair.alpha},
         "bytes_per_second": reader.bandwidth, "systems": [system.name for system in chosen],
         "cells": cells, "memory": side.memory(chosen, prompt) if prompt else {},
         "loads": side.loads, "missing": side.missing, "facts": side.facts,
