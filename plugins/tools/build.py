@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,8 +63,15 @@ SESSION = (
 )  # fmt: skip
 
 
+STATUS = {"backend": 8, "disk": 12}  # runtime/files/errors.py
+
+
 class BuildError(Exception):
-    """One line: what is wrong, and what to do about it."""
+    """One line: what is wrong, and what to do about it; of a compiler, its log too."""
+
+    def __init__(self, text: str, kind: str = "backend"):
+        super().__init__(text)
+        self.kind = kind
 
 
 def find_compiler() -> list[str]:
@@ -133,8 +140,7 @@ def build(
     exports = HERE / "session" / "exports.map"
     flags = ["-shared", f"-Wl,-soname,{NAME}", f"-Wl,--version-script={exports}", *extra]
     library = _made(out, "liboutrider", ".so", sources, flags, [], session=session)
-    _link(out / NAME, library)
-    return out / NAME
+    return link(out / NAME, library)
 
 
 def build_emulated(out: Path) -> Path:
@@ -160,12 +166,22 @@ def _made(
     out: Path, name: str, suffix: str, sources: Path, extra: list[str], more: list[Unit],
     *, session: bool = False, operators: bool = True,
 ) -> Path:  # fmt: skip
-    """What these sources and flags make, named by a digest of them."""
-    compiler = find_compiler()
+    """The library's sources, and `more`."""
     jobs = [*units(platform.machine(), session=session, operators=operators), *more]
-    digest = hashlib.sha256(_version(compiler).encode())
-    digest.update(repr((compiler, jobs, FLAGS, extra)).encode())
-    for path in sorted((*headers(sources), *(sources / source for source, _ in more))):
+    read = (*headers(sources), *(sources / source for source, _ in more))
+    return make(out, name, suffix, jobs, extra, read, sources)
+
+
+def make(
+    out: Path, name: str, suffix: str, jobs: Sequence[Unit], extra: Sequence[str],
+    read: Iterable[Path], sources: Path = HERE,
+) -> Path:  # fmt: skip
+    """What these sources and flags make, named by a digest of them. read: the files that the
+    compiler reads. Raises BuildError."""
+    compiler = find_compiler()
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+    digest = hashlib.sha256(version.encode() + repr((compiler, jobs, FLAGS, extra)).encode())
+    for path in sorted(read):
         digest.update(path.name.encode() + path.read_bytes())
     made = out / f"{name}-{digest.hexdigest()[:16]}{suffix}"
     if not made.is_file():
@@ -183,17 +199,20 @@ def in_folder(out: Path, name: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(dir=out, prefix=f".{name}-") as folder:
             yield Path(folder)
     except OSError as error:
-        raise BuildError(
-            f"{out} cannot be written ({error.strerror}). Make room there, or choose another --out."
-        ) from None
+        cause = f"{out} cannot be written ({error.strerror})"
+        raise BuildError(f"{cause}. Make room there, or choose another --out.", "disk") from None
 
 
-def _version(compiler: list[str]) -> str:
-    return subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+def write(path: Path, data: bytes) -> None:
+    """In one step, so that a reader sees the old file or the new one. Raises BuildError."""
+    with in_folder(path.parent, path.name) as folder:
+        fresh = folder / path.name
+        fresh.write_bytes(data)
+        os.replace(fresh, path)
 
 
 def _compile(
-    compiler: list[str], jobs: list[Unit], sources: Path, extra: list[str], folder: Path
+    compiler: list[str], jobs: Sequence[Unit], sources: Path, extra: Sequence[str], folder: Path
 ) -> Path:
     objects = [folder / f"{i}.o" for i in range(len(jobs))]
     common = [*FLAGS, *WARNINGS, *includes(sources)]
@@ -227,14 +246,24 @@ def _first_error(output: str) -> str:
     return lines[0].rstrip(".") if lines else "no message"
 
 
-def _link(link: Path, library: Path) -> None:
-    """Point `link` at the library in one step, so that a reader sees the old one or the new one."""
-    if link.is_symlink() and os.readlink(link) == library.name:
-        return
-    fresh = link.with_name(f".{NAME}.{os.getpid()}")
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(library.name)
-    os.replace(fresh, link)
+def link(path: Path, library: Path) -> Path:
+    """Point `path` at the library in one step, so that a reader sees the old one or the new one."""
+    if not path.is_symlink() or os.readlink(path) != library.name:
+        fresh = path.with_name(f".{path.name}.{os.getpid()}")
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(library.name)
+        os.replace(fresh, path)
+    return path
+
+
+def command(work: Callable[[], object]) -> int:
+    """The exit status of a command, after a line on what went wrong."""
+    try:
+        work()
+    except BuildError as error:
+        print(f"error: {error.kind}: {error}", file=sys.stderr)
+        return STATUS[error.kind]
+    return 0
 
 
 def main() -> int:
@@ -246,16 +275,12 @@ def main() -> int:
         help="say little, and go on without a compiler: the runtime then samples in NumPy",
     )
     arguments = parser.parse_args()
+    if not arguments.optional:
+        return command(lambda: print(build(arguments.out)))
     try:
-        library = build(arguments.out)
-        if not arguments.optional:
-            print(library)
+        build(arguments.out)
     except BuildError as error:
-        if arguments.optional:
-            print(f"note: without the native sampling kernel: {error}", file=sys.stderr)
-            return 0
-        print(f"error: backend: {error}", file=sys.stderr)
-        return 8  # runtime/files/errors.py: the backend is missing, or failed
+        print(f"note: without the native sampling kernel: {error}", file=sys.stderr)
     return 0
 
 

@@ -9,7 +9,6 @@ it: no CUDA toolkit is needed, and there is no second CUDA runtime beside Tensor
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import shutil
 import sys
@@ -17,19 +16,7 @@ import sysconfig
 from pathlib import Path
 
 from . import cubins
-from .build import (
-    FLAGS,
-    HERE,
-    WARNINGS,
-    BuildError,
-    Unit,
-    _compile,
-    _link,
-    _version,
-    find_compiler,
-    headers,
-    in_folder,
-)
+from .build import HERE, BuildError, command, headers, link, make, write
 
 PLUGIN, ENGINE = "liboutrider_tensorrt", "liboutrider_tensorrt_engine"
 SOURCES = HERE / "tensorrt"
@@ -77,14 +64,11 @@ def cuda_headers() -> Path:
 
 def make_images(out: Path) -> Images:
     """The kernels for every architecture, by NVRTC, in `out`. Raises BuildError."""
-    images: Images = {}
-    try:
-        for module, source in MODULES.items():
-            made = cubins.build(out, source=source, name=module)
-            images |= {(module, architecture): path for architecture, path in made.items()}
-    except cubins.CubinError as error:
-        raise BuildError(str(error)) from None
-    return images
+    return {
+        (module, architecture): path
+        for module, source in MODULES.items()
+        for architecture, path in cubins.build(out, source=source, name=module).items()
+    }
 
 
 def build(root: str | None, out: Path, images: Images) -> Path:
@@ -102,40 +86,24 @@ def new_enough(public: Path) -> bool:
 
 def build_engine(root: str | None, out: Path) -> Path:
     """The session's engine, `out`/liboutrider_tensorrt_engine.so, likewise."""
-    return _made(root, out, ENGINE, ENGINE_SOURCES)
+    return _made(root, out, ENGINE, ENGINE_SOURCES, {})
 
 
-def _made(
-    root: str | None, out: Path, name: str, folder: Path, images: Images | None = None
-) -> Path:
+def _made(root: str | None, out: Path, name: str, folder: Path, images: Images) -> Path:
     """The library of the sources in a folder, and of a table of these images."""
-    public, cuda, compiler = tensorrt_headers(root), cuda_headers(), find_compiler()
+    public, cuda = tensorrt_headers(root), cuda_headers()
     flags = [f"-isystem{public}", f"-isystem{cuda}", f"-I{folder}"]
     exports = [f"-Wl,--version-script={path}" for path in sorted(folder.glob("*.map"))]
     version = public / "NvInferVersion.h"
     if not version.is_file():
         raise BuildError(f"{public} has no NvInferVersion.h. Give TENSORRT_ROOT all its headers.")
-    digest = hashlib.sha256(_version(compiler).encode() + version.read_bytes())
-    digest.update(repr((compiler, flags, FLAGS, WARNINGS, LINK)).encode())
-    for path in sorted((*folder.iterdir(), *headers())):
-        digest.update(path.name.encode() + path.read_bytes())
-    for key, path in sorted((images or {}).items()):
-        digest.update(repr(key).encode() + path.read_bytes())
-    made = out / f"{name}-{digest.hexdigest()[:16]}.so"
-    if not made.is_file():
-        what = "plugin" if images else "engine"
-        print(f"compile the TensorRT {what} with {' '.join(compiler)}", file=sys.stderr)
-        with in_folder(out, what) as place:
-            sources = [str(path.relative_to(HERE)) for path in sorted(folder.glob("*.cpp"))]
-            if images:
-                table = place.resolve() / "images.cpp"
-                table.write_text(_table(images))
-                sources.append(str(table))
-            jobs: list[Unit] = [(source, flags) for source in sources]
-            os.replace(_compile(compiler, jobs, HERE, [*LINK, *exports], place), made)
-    link = out / f"{name}.so"
-    _link(link, made)
-    return link
+    sources, read = sorted(folder.glob("*.cpp")), [version, *folder.iterdir(), *headers()]
+    if images:
+        table = out.resolve() / "images.cpp"
+        write(table, _table(images).encode())
+        sources, read = [*sources, table], [*read, table, *images.values()]
+    jobs = [(str(source), flags) for source in sources]
+    return link(out / f"{name}.so", make(out, name, ".so", jobs, [*LINK, *exports], read))
 
 
 def _table(images: Images) -> str:
@@ -167,24 +135,22 @@ def main() -> int:
     parser.add_argument("--tensorrt-root", default=os.environ.get("TENSORRT_ROOT"))
     parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "lib")
     arguments = parser.parse_args()
-    try:
-        # Before anything that takes minutes.
-        headers_of = tensorrt_headers(arguments.tensorrt_root)
-        cuda_headers()
-        images = make_images(HERE.parent / "build" / "cuda")
-        print(build(arguments.tensorrt_root, arguments.out, images))
-        if new_enough(headers_of):
-            print(build_engine(arguments.tensorrt_root, arguments.out))
-        else:
-            print(
-                "note: without the engine of sessions: it wants headers of TensorRT 10.15 or newer",
-                file=sys.stderr,
-            )
-        print("note: not linked with libnvinfer: they use none of its symbols", file=sys.stderr)
-    except BuildError as error:
-        print(f"error: backend: {error}", file=sys.stderr)
-        return 8  # runtime/files/errors.py: the backend is missing, or failed
-    return 0
+    return command(lambda: _main(arguments.tensorrt_root, arguments.out))
+
+
+def _main(root: str | None, out: Path) -> None:
+    # Before anything that takes minutes.
+    headers_of = tensorrt_headers(root)
+    cuda_headers()
+    print(build(root, out, make_images(HERE.parent / "build" / "cuda")))
+    if new_enough(headers_of):
+        print(build_engine(root, out))
+    else:
+        print(
+            "note: without the engine of sessions: it wants headers of TensorRT 10.15 or newer",
+            file=sys.stderr,
+        )
+    print("note: not linked with libnvinfer: they use none of its symbols", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,12 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .build import HERE, headers, includes
+from .build import HERE, BuildError, command, headers, includes, write
 
 SOURCE = HERE / "cuda" / "outrider_cuda.cu"
 # A cubin also serves later minor versions of its major one. PTX is for other majors: the lowest
@@ -41,19 +40,14 @@ SPILL_LIMIT = 64
 Resources = dict[str, dict[str, int]]  # by kernel
 
 
-class CubinError(Exception):
-    """One line: what is wrong, and what to do about it; for a compile error its log too."""
-
-
 # --- NVRTC ------------------------------------------------------------------------------------
 
 
 class Nvrtc:
-    """The library, by its C interface. Raises CubinError where there is none."""
+    """The library, by its C interface. Raises BuildError where there is none."""
 
-    def __init__(self, path: Path | None = None):
-        found = [path] if path is not None else _libraries()
-        for candidate in found:
+    def __init__(self) -> None:
+        for candidate in _libraries():
             try:
                 # It opens this one by its bare name, which only finds what is loaded already.
                 for builtins in sorted(candidate.parent.glob("libnvrtc-builtins.so*")):
@@ -63,7 +57,7 @@ class Nvrtc:
             except OSError:
                 continue
         else:
-            raise CubinError(
+            raise BuildError(
                 "NVRTC was not found. Install it: pip install nvidia-cuda-nvrtc, or set CUDA_HOME."
             )
         self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
@@ -72,7 +66,7 @@ class Nvrtc:
         self.version = f"{major.value}.{minor.value}"
 
     def compile(self, source: Path, architecture: str) -> tuple[bytes, str]:
-        """(cubin or PTX, ptxas's log). Raises CubinError."""
+        """(cubin or PTX, ptxas's log). Raises BuildError."""
         program = ctypes.c_void_p()
         self._call(
             "nvrtcCreateProgram", ctypes.byref(program), source.read_bytes(),
@@ -84,7 +78,7 @@ class Nvrtc:
             failed = self._library.nvrtcCompileProgram(program, len(options), encoded)
             log = self._read("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
             if failed:
-                raise CubinError(
+                raise BuildError(
                     f"{source.name} does not compile for {architecture} with NVRTC {self.version}. "
                     f"Its log:\n{log}"
                 )
@@ -102,7 +96,7 @@ class Nvrtc:
     def _call(self, name: str, *arguments: Any) -> None:
         if error := getattr(self._library, name)(*arguments):
             text = self._library.nvrtcGetErrorString(error).decode()
-            raise CubinError(f"{name} failed: {text}. Reinstall nvidia-cuda-nvrtc.")
+            raise BuildError(f"{name} failed: {text}. Reinstall nvidia-cuda-nvrtc.")
 
 
 def _libraries() -> list[Path]:
@@ -141,7 +135,7 @@ def build(
     """The files by architecture: `out`/<name>_sm_90.cubin, <name>_compute_80.ptx and so on.
 
     Compiled where sources, options or NVRTC have changed. `out`/<name>.json has, by architecture,
-    a digest of those and the Resources of each kernel. Raises CubinError, for too many spills too.
+    a digest of those and the Resources of each kernel. Raises BuildError, for too many spills too.
     """
     compiler = nvrtc()
     digest = hashlib.sha256(repr((compiler.version, OPTIONS)).encode())
@@ -158,15 +152,15 @@ def build(
         print(f"compile {source.name} for {architecture}", file=sys.stderr)
         code, log = compiler.compile(source, architecture)
         resources = parse_log(log)
-        _write(path, code)
+        write(path, code)
         # Read again: another process may be at work on other architectures.
         record = read_record(out, name)
         record[architecture] = {"digest": want, "kernels": resources}
-        _write(out / f"{name}.json", json.dumps(record, indent=1, sort_keys=True).encode())
+        write(out / f"{name}.json", json.dumps(record, indent=1, sort_keys=True).encode())
     for architecture in architectures:
         for kernel, needs in record[architecture]["kernels"].items():
             if needs["spill_stores"] > SPILL_LIMIT:
-                raise CubinError(
+                raise BuildError(
                     f"{kernel} spills {needs['spill_stores']} bytes on {architecture}, more than "
                     f"{SPILL_LIMIT}. Give it more registers (__launch_bounds__)."
                 )
@@ -220,15 +214,6 @@ def table(record: dict[str, Any], architectures: Sequence[str]) -> str:
     )
 
 
-def _write(path: Path, data: bytes) -> None:
-    """In one step, so that a reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".cubin-") as folder:
-        fresh = Path(folder) / path.name
-        fresh.write_bytes(data)
-        os.replace(fresh, path)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the CUDA kernels with NVRTC.")
     parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "cuda")
@@ -236,19 +221,13 @@ def main() -> int:
         "--arch", nargs="+", default=ARCHITECTURES, metavar="sm_90", help="default: all"
     )
     arguments = parser.parse_args()
-    try:
+
+    def work() -> None:
         made = build(arguments.out, arguments.arch)
         print(table(read_record(arguments.out), arguments.arch))
         print(*made.values(), sep="\n")
-    except OSError as error:
-        remedy = "Make room there, or choose another --out."
-        cause = f"{arguments.out} cannot be written ({error.strerror})"
-        print(f"error: disk: {cause}. {remedy}", file=sys.stderr)
-        return 12  # runtime/files/errors.py: the disk
-    except CubinError as error:
-        print(f"error: backend: {error}", file=sys.stderr)
-        return 8  # runtime/files/errors.py: the backend is missing, or failed
-    return 0
+
+    return command(work)
 
 
 if __name__ == "__main__":

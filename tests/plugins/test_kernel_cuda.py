@@ -19,6 +19,7 @@ from rounds import cases
 from samplers import OPTIONS, TOKEN, Case, by_library, cpu_library, emulated_library
 
 from plugins.tools import cubins
+from plugins.tools.build import BuildError
 from runtime.files.errors import OutriderError
 from runtime.gpu import launch as cuda_kernel
 from runtime.gpu.launch import FILTERS, PENALTIES, SHAPES, KernelSizes, Plan
@@ -286,7 +287,7 @@ def test_illegal_plans_are_refused():
 def nvrtc():
     try:
         return cubins.nvrtc()
-    except cubins.CubinError as error:
+    except BuildError as error:
         pytest.skip(str(error))
 
 
@@ -343,13 +344,13 @@ def test_nothing_is_compiled_twice_and_errors_are_told(nvrtc, tmp_path, monkeypa
     assert list(record["sm_90"]["kernels"]) == ["f"]
     assert cubins.table(record, ["sm_90"]).splitlines()[1].startswith("f ")
     monkeypatch.setattr(cubins, "SPILL_LIMIT", -1)
-    with pytest.raises(cubins.CubinError, match=r"f spills 0 bytes on sm_90, more than -1\. Give"):
+    with pytest.raises(BuildError, match=r"f spills 0 bytes on sm_90, more than -1\. Give"):
         cubins.build(out, ["sm_90"], source, "small")
     source.write_text("this is not C++")
-    with pytest.raises(cubins.CubinError, match=r"small.cu does not compile for sm_90"):
+    with pytest.raises(BuildError, match=r"small.cu does not compile for sm_90"):
         cubins.build(out, ["sm_90"], source, "small")
     monkeypatch.setattr(cubins, "_libraries", list)
-    with pytest.raises(cubins.CubinError, match=r"NVRTC was not found\. Install it"):
+    with pytest.raises(BuildError, match=r"NVRTC was not found\. Install it"):
         cubins.Nvrtc()
 
 

@@ -62,7 +62,8 @@ def test_it_compiles_without_a_warning(
     environment: Mapping[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     made = build_tensorrt.build_engine(ROOT, tmp_path)
-    assert capfd.readouterr().err == f"compile the TensorRT engine with {find_compiler()[0]}\n"
+    said = capfd.readouterr().err
+    assert said == f"compile {build_tensorrt.ENGINE} with {find_compiler()[0]}\n"
     listed = [
         subprocess.run(["nm", "-D", f"--{which}-only", made], capture_output=True, text=True).stdout
         for which in ("defined", "undefined")
