@@ -18,7 +18,6 @@ from bench.suites.gpu import (
     checks,
     constructed,
     inside,
-    products,
     suite,
     times,
     unwritten,
@@ -311,26 +310,6 @@ def test_a_round_from_inside() -> None:
     assert facts["gap_share"] == round(5 / 19, 4)
     assert facts["largest"][0] == {"name": "gemm", "count": 4, "us": 12, "share": 0.6316}
     assert inside.longest_round([]) == []
-
-
-# Products of 8 and 4 bits
-
-
-def test_products_are_those_of_the_levels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's operators for CPUs. The control: levels in another order."""
-    found = products.measured(64, 128, 3, "cpu")
-    assert all(found[kind]["right"] for kind in products.KINDS), found
-    make, bits = products.KINDS["int4"]
-
-    def turned(*shape: Any) -> Any:
-        product, dense = make(*shape)
-        return product, dense.flip(1)
-
-    monkeypatch.setitem(products.KINDS, "int4", (turned, bits))
-    monkeypatch.setitem(products.KINDS, "int8", (lambda *_: 1 / 0, bits))
-    found = products.measured(64, 128, 3, "cpu")
-    assert not found["int4"]["right"] and found["bfloat16"]["right"]
-    assert found["int8"]["reason"] == "division by zero"
 
 
 # On a GPU

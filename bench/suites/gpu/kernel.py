@@ -41,7 +41,7 @@ WARM = 0.1  # seconds of the same work before: an idle GPU's clocks are low
 COPY_BYTES = 1 << 31
 CHECKED = 8  # slots of a round that the reference, which takes its time, looks at at most
 WATCHED = ((2500, 3), (32_001, 2))  # V and B of the rounds that a sanitizer sees
-# KERNEL.md's goals in microseconds, bfloat16: by V, gamma, B.
+# Goals in microseconds, bfloat16: by V, gamma, B.
 GOALS_US = {(128_256, 5, 1): 6.0, (128_256, 5, 8): 12.0, (128_256, 8, 32): 40.0}
 SIZES = list(itertools.product((32_000, 128_256, 151_936), (5, 8), (1, 8, 32)))
 

@@ -10,7 +10,7 @@ On a machine that is lent for ten minutes at a time three calls do all of it, wh
 first; `make gpu-check DRY=1` prints what each would do:
 
     make gpu-check CALL=1    # smoke, the kernel's goals and times, times of a small pair
-    make gpu-check CALL=2    # times of a large pair, torch's products of 8 and 4 bits
+    make gpu-check CALL=2    # times of a large pair
     make gpu-check CALL=3    # checks, tests, sanitizer
 
 GPU_OUT=<folder> says where the figures go: of a lent machine into what comes back from it. One that
@@ -87,13 +87,8 @@ def parts(out: Path, architecture: str) -> list[Part]:
         *timed("1b+small", workplace(4), (220, 200), (80, 130)),
         Part("kernel times", [*KERNEL, "--times", full], 180, reads=full, usual=120),
     ]
-    products = out / "products.json"
     # A hole is read as zeros, by compilers and by who loads it: in memory it then takes its size.
-    second = [
-        *timed("8b+1b", workplace(20), (240, 270), (130, 190), least=240),
-        Part("products of 8 and 4 bits", [*PYTHON, "bench.suites.gpu.products", "--json", products],
-             60, reads=products, usual=30),
-    ]  # fmt: skip
+    second = timed("8b+1b", workplace(20), (240, 270), (130, 190), least=240)
     third = [
         *bundled(workplace(1)),
         Part("kernel tests", [*PYTHON, "pytest", "-q", "--noconftest", "-p", "no:cacheprovider",
