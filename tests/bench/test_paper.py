@@ -107,17 +107,17 @@ def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
 
     rounds = {"token": [Round(random_logits(2_048, 3, 4, seed=0), RULES["token"])]}
     calls = ["token: verify"]
-    assert times.measure(rounds, calls, patience=0)["times"].keys() == {*calls}
+    assert times.measure(rounds, calls)["times"].keys() == {*calls}
     monkeypatch.setattr(Round, "verify", other)
     with pytest.raises(OutriderError, match=r"token, V 2048: .*not as by NumPy") as caught:
-        times.measure(rounds, calls, patience=0)
+        times.measure(rounds, calls)
     assert caught.value.kind == "numeric"
 
 
 def test_points_have_the_bytes_of_their_outcome_and_the_ratios_of_their_times():
     gamma, row, calls = 3, 4 * 2_048, ["token: verify", RAW, "token: NumPy verify"]
     logits = random_logits(2_048, gamma, 1, seed=0)
-    found = times.measure({"token": [Round(logits, RULES["token"])]}, calls, patience=0)
+    found = times.measure({"token": [Round(logits, RULES["token"])]}, calls)
     (p,) = points_of({"points": [found], "bandwidth_gb_s": 2.0})
     accepted = found["accepted"]["token"]
     ours, raw, numpy = (found["times"][call]["ms"] for call in calls)
@@ -141,7 +141,7 @@ def test_points_have_the_bytes_of_their_outcome_and_the_ratios_of_their_times():
 def test_a_suite(made, page, places, says, monkeypatch, tmp_path, capsys):
     """A run at small sizes, told again from its file, and its tables' places in the document."""
     for module, name, value in (
-        (times, "READ_BYTES", 1 << 20), (times, "SAMPLES", 1),
+        (times, "READ_BYTES", 1 << 20), (times, "SAMPLES", 1), (times, "PATIENCE", 0),
         (suite, "GOAL", (2_048, 2, 1)), (suite, "SIZES", [(1_024, 2, 2)]),
         (suite, "TABLED", [(2_048, 2, 1), (1_024, 2, 2)]),
         (paper, "VOCABULARIES", (2_048, 1_024)), (paper, "TABLED", (1, 3)), (paper, "DRAWS", 2),
@@ -150,7 +150,7 @@ def test_a_suite(made, page, places, says, monkeypatch, tmp_path, capsys):
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
     quick = ["--quick"] * (made is paper_suite.SUITE)
-    assert made.main([*quick, "--patience", "0", "--out", f"{tmp_path}"]) == 0
+    assert made.main([*quick, "--out", f"{tmp_path}"]) == 0
     said = capsys.readouterr().out
     assert all(text in said for text in says)
     document = tmp_path / "page.md"

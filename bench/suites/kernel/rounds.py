@@ -137,32 +137,23 @@ def disagreements(round_: Round, ours: list[Fate]) -> list[int]:
 
 
 def transformers_call(
-    target: Any, draft: Any, drafts: Any, params: SamplingParams, *, processed: bool = False
+    target: Any, draft: Any, drafts: Any, temperature: float, *, processed: bool
 ) -> Callable[[], object] | None:
-    """What assisted generation does with the logits of a round, on whatever device they are; None
-    where Transformers is not installed or has no such rule.
+    """What assisted generation does with the logits of a round; None where Transformers is not
+    installed.
 
     target: float32 [B, gamma + 1, V], draft: [B, gamma, V], drafts: int64 [B, gamma] torch tensors.
     Its processors on the target's rows, then `_speculative_sampling`, slot by slot, for it takes
     one sequence; the draft's scores come processed out of its own generate. processed: the target's
     too, which leaves `_speculative_sampling` alone.
     """
-    # It knows one rule, and at temperature 0 it is not called.
-    supported = params.temperature > 0 and params.verify == "token"
-    if not supported or params.min_p > 0 or params.repetition_penalty != 1:
-        return None
     try:
-        from transformers import LogitsProcessorList
-        from transformers.generation import logits_process as processes
+        from transformers import LogitsProcessorList, TemperatureLogitsWarper
         from transformers.generation.utils import _speculative_sampling
     except ImportError:
         return None
     gamma = drafts.shape[1]
-    processors = LogitsProcessorList([processes.TemperatureLogitsWarper(params.temperature)])
-    if params.top_k:
-        processors.append(processes.TopKLogitsWarper(params.top_k))
-    if params.top_p < 1:
-        processors.append(processes.TopPLogitsWarper(params.top_p))
+    processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
 
     def scores_of(logits: Any) -> Any:
         flat = logits.reshape(-1, logits.shape[-1])

@@ -1,9 +1,10 @@
 """The sampling kernel on the CPU: first whether it is right, then what it costs.
 
-Holds the native kernel against the NumPy reference on fresh random logits, then times a round of
-both, and of Transformers' `_speculative_sampling` with its logits processors as assisted generation
-calls it. Beside each figure stands the floor: the bytes that must be read, at the bandwidth that
-was measured in the same run. `python -m bench.suites.gpu.kernel` has the CUDA kernels.
+Holds the native kernel against the NumPy reference on fresh random logits, all rules and filters.
+Then times a round by the token rule, of both, and of Transformers' `_speculative_sampling` with its
+logits processors as assisted generation calls it. Beside each figure stands the floor: the bytes
+that must be read, at the bandwidth that was measured in the same run. `python -m
+bench.suites.gpu.kernel` has the CUDA kernels.
 """
 
 from __future__ import annotations
@@ -18,22 +19,21 @@ from ...core.table import Table, decimals
 from . import times
 from .points import less, percent, points_of, points_table, ranges_table
 from .rounds import RULES, VARIANTS
-from .times import NUMPY, NUMPY_ROUND, ROUND, TRANSFORMERS, VERIFY
+from .times import NUMPY_ROUND, ROUND, TRANSFORMERS, VERIFY
 
 VOCABULARIES = (32_000, 51_864, 128_256, 151_936)
 GAMMAS = (1, 3, 5, 8)
 BATCHES = (1, 8, 32)
 SIZES = list(product(VOCABULARIES, GAMMAS, BATCHES))
-GOAL = (151_936, 5, 1)  # V, gamma and B of KERNEL.md's goals
+GOAL = (151_936, 5, 1)  # V, gamma and B of the goals
 TARGET_BYTES = 0.5e9 * 4  # of a 0.5B-parameter float32 target, read once by a verify call
 # In docs/performance.md.
 TABLED = [
     *((v, 5, 1) for v in VOCABULARIES[:3]), *((151_936, g, 1) for g in GAMMAS),
     (151_936, 5, 8), (151_936, 8, 32),
 ]  # fmt: skip
-WAYS = VERIFY, ROUND, NUMPY, NUMPY_ROUND, TRANSFORMERS
-OURS, OUR_ROUND, _, NUMPYS_ROUND, THEIRS = (f"token: {way}" for way in WAYS)
-
+WAYS = VERIFY, ROUND, NUMPY_ROUND, TRANSFORMERS
+CALLS = OURS, OUR_ROUND, NUMPYS_ROUND, THEIRS = [f"token: {way}" for way in WAYS]
 COUPLED = f"coupled: {VERIFY}"
 DRAWS = 16  # of the logits on which two rules are compared, which do not examine the same rows
 
@@ -47,7 +47,7 @@ COLUMNS = (
     (OURS, "verify, ms", decimals(3)), SHARE, (THEIRS, "Transformers", decimals(2)), LESS,
     (OUR_ROUND, "round, ms", decimals(3)), (NUMPYS_ROUND, "NumPy", decimals(2)), RATIO,
 )  # fmt: skip
-# KERNEL.md's, at the size `GOAL`.
+# At the size `GOAL`.
 GOALS = {
     LOAD: "at most 5 %", RATIO[0]: "at least 5", LESS[0]: "at least 94 %",
     COUPLED_RATIO[0]: "at most 2",
@@ -62,11 +62,12 @@ RANGES = (
 
 
 def run(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
-    """Every variant at `GOAL`, and unless --quick the rules at all sizes."""
+    """Every variant at `GOAL`, and unless --quick the rules at all sizes; the token rule is
+    timed."""
     jobs: list[times.Job] = [([variant], GOAL) for variant in VARIANTS]
     if not args.quick:
         jobs += [([rule], size) for rule in RULES for size in SIZES if size != GOAL]
-    results = times.run(jobs, [f"{v}: {way}" for v, way in product(VARIANTS, WAYS)], args, clock)
+    results = times.run(jobs, CALLS, args, clock)
     both: list[times.Job] = [(("token", "coupled"), GOAL)]
     coupled = times.run(both, [OURS, COUPLED], args, clock, seeds=range(DRAWS))
     return results | {"coupled": coupled["points"]}

@@ -25,6 +25,7 @@ NUMPY, NUMPY_ROUND = "NumPy verify", "NumPy round"
 TRANSFORMERS, FUNCTION = "Transformers", "Transformers, its function alone"
 
 SAMPLES = 5  # undisturbed, of each call
+PATIENCE = 1.0  # seconds that a size waits for those
 READ_BYTES = 1 << 28  # of a pass over the memory, for the floor
 
 Call = Callable[[], object]
@@ -46,7 +47,7 @@ def _transformers(round_: Round, *, processed: bool) -> Call | None:
         return None
     logits = torch.from_numpy(round_.target), torch.from_numpy(round_.draft)
     drafts = torch.from_numpy(round_.native.drafts.copy())
-    return transformers_call(*logits, drafts, round_.params, processed=processed)
+    return transformers_call(*logits, drafts, round_.params.temperature, processed=processed)
 
 
 WAYS: dict[str, Callable[[Round], Call | None]] = {
@@ -62,8 +63,6 @@ WAYS: dict[str, Callable[[Round], Call | None]] = {
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(threads=1)
-    parser.add_argument("--patience", type=float, default=1.0, metavar="SECONDS",
-                        help="how long a size waits for quiet; default 1")  # fmt: skip
 
 
 def run(
@@ -93,7 +92,7 @@ def run(
             v: [Round(x, VARIANTS[v], seed=n, threads=args.threads) for n, x in enumerate(logits)]
             for v in variants
         }
-        points.append(measure(rounds, calls, args.patience))
+        points.append(measure(rounds, calls))
         alternate({"read": reader}, rounds=2, patience=1)
     return {
         "machine": machine.describe(args.threads),
@@ -103,9 +102,7 @@ def run(
     }
 
 
-def measure(
-    rounds: Mapping[str, Sequence[Round]], calls: Sequence[str], patience: float
-) -> dict[str, Any]:
+def measure(rounds: Mapping[str, Sequence[Round]], calls: Sequence[str]) -> dict[str, Any]:
     """Check the rounds against the reference, then time them.
 
     rounds: of each variant as many, on the same logits. calls: "variant: way", of WAYS. One sample
@@ -136,7 +133,7 @@ def measure(
         for round_ in one:
             round_.target.max(), round_.draft.max()
 
-    taken = alternate({"": touch, **work}, rounds=SAMPLES, patience=patience)
+    taken = alternate({"": touch, **work}, rounds=SAMPLES, patience=PATIENCE)
     times = {
         name: {"ms": rounded(taken[name].ms / len(one)), "kept": taken[name].kept} for name in work
     }
