@@ -14,7 +14,7 @@ from ..files.errors import (
     refuse_first,
     run_command,
 )
-from .formulas import MOST, best_gamma, break_even, oracle, table
+from .formulas import MOST, best_gamma, oracle, table
 
 PACKAGE = (__package__ or "runtime.theory").partition(".")[0]
 
@@ -38,9 +38,6 @@ def parser() -> argparse.ArgumentParser:
         "acceptance, so of your own kind")  # fmt: skip
     add("--temperature", type=float, metavar="T", help="of the measurement, default 0")
     add("--tokens", type=int, metavar="N", help="generated for each prompt and gamma, default 96")
-    add("--overhead", type=float, metavar="O",
-        help="plain steps that speculation costs once (the draft's prefill), for the output "
-        "length from which on it pays")  # fmt: skip
     add("--max-gamma", type=int, metavar="G", help="without a bundle; default 16")
     return made
 
@@ -51,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(args: argparse.Namespace) -> int:
-    measured, said = ("prompt", "temperature", "tokens"), ("alpha", "cost", "overhead", "max_gamma")
+    measured, said = ("prompt", "temperature", "tokens"), ("alpha", "cost", "max_gamma")
     unread = [
         name for name in (said if args.engines else measured) if getattr(args, name) is not None
     ]
@@ -70,22 +67,16 @@ def _main(args: argparse.Namespace) -> int:
         print(recommend(args.engines, args.prompt, args.temperature or 0.0, tokens))
         return 0
     most = 16 if args.max_gamma is None else args.max_gamma
-    overhead = 0 if args.overhead is None else args.overhead
-    if not (
-        0 <= args.alpha <= 1 and 0 <= args.cost < inf and 0 <= overhead < inf and 1 <= most <= MOST
-    ):
+    if not (0 <= args.alpha <= 1 and 0 <= args.cost < inf and 1 <= most <= MOST):
         raise OutriderError(
             "option",
-            f"alpha={args.alpha}, cost={args.cost}, overhead={overhead}, max-gamma={most}: one of "
-            "them is out of range",
-            f"Use 0 <= alpha <= 1, 1 <= max-gamma <= {MOST}, and finite others from 0 up.",
+            f"alpha={args.alpha}, cost={args.cost}, max-gamma={most}: one of them is out of range",
+            f"Use 0 <= alpha <= 1, 1 <= max-gamma <= {MOST}, and a finite cost from 0 up.",
         )
     print(table(args.alpha, args.cost, None, range(1, most + 1)))
     gamma, gain = best_gamma(args.alpha, args.cost, most=most)
     print(f"best   gamma {gamma}: {gain:.2f}x" if gamma else "best   plain decoding, --gamma 0")
     print(f"bound  {oracle(args.alpha, args.cost):.2f}x, if gamma were chosen by an oracle")
-    if args.overhead is not None:
-        print(f"pays   from {break_even(args.overhead, gain):.0f} output tokens on")
     return 0
 
 
