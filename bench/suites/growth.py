@@ -143,11 +143,11 @@ def by_prompt(run: Growing) -> Curves:
     prompts = {n: cycle(run.prompts.many("completion", ENOUGH, n)) for n in PROMPTS}
     with run.peer(target) as peer:
         for _ in range(WARM_UPS):
-            peer.generate(Request(next(prompts[PROMPTS[0]]), TOKENS))
+            peer.generate(Request([next(prompts[PROMPTS[0]])], TOKENS))
         patience = len(PROMPTS) * run.scale.patience
         for turn in turns(samples, least=ENOUGH, wanted=ENOUGH, patience=patience):
             for n in order(PROMPTS, turn):
-                text = peer.generate(Request(next(prompts[n]), TOKENS))
+                (text,) = peer.generate(Request([next(prompts[n])], TOKENS))
                 samples["first token", n].append(text.first)
                 samples["a token", n].append(text.decoding())
     curves = defaultdict[str, list[Point]](list)

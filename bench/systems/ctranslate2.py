@@ -12,7 +12,7 @@ from typing import Any
 import ctranslate2
 import numpy as np
 
-from .protocol import Batch, Request, Setup
+from .protocol import Request, Setup
 from .worker import Arrivals, converted, step_share, weights_bytes
 
 library: Any = ctranslate2  # without annotations
@@ -49,7 +49,7 @@ class CTranslateWorker:
             "cache_element": 4,
         }
 
-    def generate(self, request: Request | Batch, arrivals: Arrivals) -> None:
+    def generate(self, request: Request, arrivals: Arrivals) -> None:
         if len(request.prompts) > 1:
             raise ValueError("texts are decoded one at a time")
         library.set_random_seed(request.seed)
@@ -61,9 +61,7 @@ class CTranslateWorker:
         else:
             self._translate(request, arrivals, sampling)
 
-    def _translate(
-        self, request: Request | Batch, arrivals: Arrivals, sampling: dict[str, Any]
-    ) -> None:
+    def _translate(self, request: Request, arrivals: Arrivals, sampling: dict[str, Any]) -> None:
         """Token by token, as they come. The encoder's time is not told."""
 
         begin = request.begin[1:]  # it knows what the first one is
@@ -80,9 +78,7 @@ class CTranslateWorker:
             max_decoding_length=len(begin) + request.new_tokens, callback=came, **sampling,
         )  # fmt: skip
 
-    def _transcribe(
-        self, request: Request | Batch, arrivals: Arrivals, sampling: dict[str, Any]
-    ) -> None:
+    def _transcribe(self, request: Request, arrivals: Arrivals, sampling: dict[str, Any]) -> None:
         """No token is told before the last one, so that the first is asked for by itself, and the
         others as what follows it."""
         begin, features = time.perf_counter(), np.asarray(request.prompts[0])[None]

@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime
 import onnxruntime_genai
 
-from .protocol import Batch, Request, Setup
+from .protocol import Request, Setup
 from .worker import Arrivals, converted, weights_bytes
 
 og: Any = onnxruntime_genai
@@ -52,7 +52,7 @@ class GenaiWorker:
             self._models[pair] = og.Model(config)
         return self._models[pair]
 
-    def _generator(self, request: Request | Batch) -> Any:
+    def _generator(self, request: Request) -> Any:
         model = self._model(pair=request.mode == "draft")
         parameters = og.GeneratorParams(model)
         sampling: dict[str, Any] = {"do_sample": False}
@@ -71,7 +71,7 @@ class GenaiWorker:
         generator.append_tokens(np.array(request.prompts, np.int32))
         return generator
 
-    def generate(self, request: Request | Batch, arrivals: Arrivals) -> None:
+    def generate(self, request: Request, arrivals: Arrivals) -> None:
         alone, drafts = len(request.prompts) == 1, request.mode != "plain"
         if drafts and not alone:
             raise ValueError("a batch is decoded without drafts")

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
 
-from .protocol import Batch, Request, Setup
+from .protocol import Request, Setup
 from .worker import Arrivals, converted
 
 Ids = npt.NDArray[np.intc]
@@ -114,7 +114,7 @@ class LlamaWorker:
             **more,
         )
 
-    def generate(self, request: Request | Batch, arrivals: Arrivals) -> None:
+    def generate(self, request: Request, arrivals: Arrivals) -> None:
         rows = len(request.prompts[0]) + request.new_tokens + request.gamma
         if rows > self._setup.max_len:
             raise ValueError(f"the text needs {rows} rows of {self._setup.max_len}")
@@ -151,7 +151,7 @@ class _Many:
         self._tokens = library.llama_batch_init(setup.max_len, 0, 1)
         self._vocab_size = model.n_vocab()
 
-    def generate(self, request: Request | Batch, arrivals: Arrivals) -> None:
+    def generate(self, request: Request, arrivals: Arrivals) -> None:
         library.llama_memory_clear(library.llama_get_memory(self._context), False)
         last: list[int] = []
         for number, prompt in enumerate(request.prompts):

@@ -17,7 +17,7 @@ from runtime.text.options import Options
 from ..core.clock import Sample, sampled
 from ..core.costs import step
 from ..core.pair import bundle
-from .protocol import Batch, Request, Setup, Steps
+from .protocol import Request, Setup, Steps
 from .worker import Arrivals
 
 WARM_UPS = 3  # of a step
@@ -53,7 +53,7 @@ class OutriderWorker:
         encoder = self._folder / role / ENCODER_WEIGHTS_FILE
         return self.engine.memory.get(role, 0) - (encoder.stat().st_size if encoder.exists() else 0)
 
-    def generate(self, request: Request | Batch, arrivals: Arrivals) -> None:
+    def generate(self, request: Request, arrivals: Arrivals) -> None:
         """As `TextEngine.batch` with a slot for each text, and the times of the rounds."""
         decoder, numbers = self.engine.decoder, dict[ActiveSequence, int]()
         notes: dict[str, float] = {}
@@ -107,7 +107,7 @@ class OutriderWorker:
             return sampled(calls, rounds=request.rounds, patience=request.patience)
 
 
-def _options(request: Request | Batch) -> dict[str, Any]:
+def _options(request: Request) -> dict[str, Any]:
     """Those of `Options`, but for the seed."""
     gammas: dict[str, int | str] = {"plain": 0, "auto": "auto"}
     return {

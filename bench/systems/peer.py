@@ -12,7 +12,7 @@ import numpy as np
 
 from ..core.clock import Sample
 from . import SYSTEMS
-from .protocol import Batch, Prompt, Request, Setup, Steps, Text, Unavailable
+from .protocol import Prompt, Request, Setup, Steps, Text, Unavailable
 from .worker import serve
 
 PATIENCE = 10.0  # seconds for a worker to end by itself
@@ -58,30 +58,19 @@ class Peer(AbstractContextManager["Peer"]):
             self._process.terminate()
             self._process.join()
 
-    def generate(self, request: Request) -> Text:
-        """Decode one text.
+    def generate(self, request: Request) -> list[Text]:
+        """Decode the texts; all their times are from the request on.
 
         Raises:
             Unavailable: it has no such mode, or failed.
             ValueError: the prompt is the one before in this mode: a cache of prefixes, which a
                 worker should not have, would show.
         """
-        last = self._prompts.get(request.mode)
-        if last is not None and np.array_equal(request.prompt, last):
-            raise ValueError("the same prompt twice in a row")
-        self._prompts[request.mode] = request.prompt[:]
-        return self._texts(request)[0]
-
-    def batch(self, request: Batch) -> list[Text]:
-        """Decode texts together; all their times are from the request on. Raises Unavailable."""
-        return self._texts(request)
-
-    def steps(self, request: Steps) -> dict[str, list[Sample]]:
-        """Of Outrider alone: samples by "draft" and width. Raises Unavailable."""
-        samples: dict[str, list[Sample]] = self._ask(request)
-        return samples
-
-    def _texts(self, request: Request | Batch) -> list[Text]:
+        if len(request.prompts) == 1:
+            (prompt,), last = request.prompts, self._prompts.get(request.mode)
+            if last is not None and np.array_equal(prompt, last):
+                raise ValueError("the same prompt twice in a row")
+            self._prompts[request.mode] = prompt[:]
         if request.mode not in self.kind.modes:
             raise Unavailable(f"{self.name} has no mode {request.mode}")
         texts: list[Text] = self._ask(request)
@@ -90,7 +79,12 @@ class Peer(AbstractContextManager["Peer"]):
                 raise Unavailable(f"it gave {len(text.tokens)} of {request.new_tokens} tokens")
         return texts
 
-    def _ask(self, request: Request | Batch | Steps) -> Any:
+    def steps(self, request: Steps) -> dict[str, list[Sample]]:
+        """Of Outrider alone: samples by "draft" and width. Raises Unavailable."""
+        samples: dict[str, list[Sample]] = self._ask(request)
+        return samples
+
+    def _ask(self, request: Request | Steps) -> Any:
         with suppress(BrokenPipeError):  # there will be no answer, which says why
             self._pipe.send(request)
         return self._answer()

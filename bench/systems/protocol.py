@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,35 +41,19 @@ class Setup:
 
 @dataclass(frozen=True)
 class Request:
-    """A text of exactly `new_tokens` tokens: its end is never recognised. gamma: tokens drafted a
-    round. seed: of the draws at a temperature above 0, which are from the whole vocabulary. begin:
-    the tokens that the output of an encoder-decoder, which reads the prompt, begins with."""
+    """Texts of exactly `new_tokens` tokens: their end is never recognised. prompts: one, or several
+    that are decoded together, greedily, and have one length, so that nothing has to be padded.
+    gamma: tokens drafted a round. seed: of the draws at a temperature above 0, which are from the
+    whole vocabulary. begin: the tokens that the output of an encoder-decoder, which reads the
+    prompt, begins with."""
 
-    prompt: Prompt
+    prompts: Sequence[Prompt]
     new_tokens: int
     mode: str = "plain"
     temperature: float = 0.0
     seed: int = 0
     gamma: int = 4
     begin: tuple[int, ...] = ()
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        return [self.prompt]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Texts that are decoded together, greedily. prompts: of the same length, so that nothing has
-    to be padded. The others: as those of a `Request`."""
-
-    prompts: Sequence[Prompt]
-    new_tokens: int
-    mode: str = "plain"
-    gamma: int = 4
-    begin: ClassVar[tuple[int, ...]] = ()
-    temperature: ClassVar[float] = 0.0
-    seed: ClassVar[int] = 0
 
 
 @dataclass(frozen=True)

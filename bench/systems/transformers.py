@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import transformers
 
-from .protocol import Batch, Request, Setup
+from .protocol import Request, Setup
 from .worker import Arrivals, step_share, weights_bytes
 
 library: Any = transformers  # most of it is not annotated
@@ -61,7 +61,7 @@ class TransformersWorker:
             "cache_element": 4,
         }
 
-    def generate(self, request: Request | Batch, arrivals: Arrivals) -> None:
+    def generate(self, request: Request, arrivals: Arrivals) -> None:
         torch.manual_seed(request.seed)
         read = torch.tensor(np.array(request.prompts))
         given = {self._target.main_input_name: read}
@@ -86,7 +86,7 @@ class TransformersWorker:
         if request.begin:
             arrivals.texts[0].notes["encode"] = self._encoding
 
-    def _drafting(self, request: Request | Batch) -> dict[str, Any]:
+    def _drafting(self, request: Request) -> dict[str, Any]:
         if request.mode == "lookup":
             return {"prompt_lookup_num_tokens": request.gamma}
         if request.mode == "plain":

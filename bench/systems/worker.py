@@ -20,7 +20,7 @@ from ..core.clock import lost_seconds, sample
 from ..core.kept import kept, run_module
 from ..core.machine import resident
 from . import SYSTEMS
-from .protocol import Batch, Request, Setup, Steps, Text, Unavailable
+from .protocol import Request, Setup, Steps, Text, Unavailable
 
 _OF_SOURCE = re.compile(r"^(model\.)?encoder\.|EncDecAttention\.[kv]\.|encoder_attn\.[kv]_proj\.")
 
@@ -56,7 +56,7 @@ class Worker(Protocol):
     def load(self) -> dict[str, Any]:
         """The facts of a `Peer`, those apart that `serve` adds."""
 
-    def generate(self, request: Request | Batch, arrivals: Arrivals) -> None:
+    def generate(self, request: Request, arrivals: Arrivals) -> None:
         """Every token goes through `arrivals`."""
 
 
@@ -126,7 +126,7 @@ def _failed(error: Exception) -> Unavailable:
     return Unavailable(f"{type(error).__name__}: {error}")
 
 
-def _answer(worker: Any, request: Request | Batch | Steps) -> Any:
+def _answer(worker: Any, request: Request | Steps) -> Any:
     if isinstance(request, Steps):
         return worker.steps(request)
     arrivals = Arrivals(len(request.prompts))

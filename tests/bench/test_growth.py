@@ -33,9 +33,9 @@ class FakePeer(Pretender):
             "loaded": 2 * weights, "cache_element": 4, "parameters": weights // 4,
         }  # fmt: skip
 
-    def generate(self, request: Request) -> Text:
-        times = [len(request.prompt) / 100 + i / 10 for i in range(request.new_tokens)]
-        return Text([0] * request.new_tokens, times, [0.0] * len(times))
+    def generate(self, request: Request) -> list[Text]:
+        times = [len(request.prompts[0]) / 100 + i / 10 for i in range(request.new_tokens)]
+        return [Text([0] * request.new_tokens, times, [0.0] * len(times))]
 
     def steps(self, request: Steps) -> dict[str, list[Sample]]:
         assert request.slots == self.slots

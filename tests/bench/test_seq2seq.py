@@ -170,12 +170,12 @@ class FakePeer(Pretender):
         self.step = {"outrider": 0.01, "transformers": 0.04, "ctranslate2": 0.01}[name]
         assert options["max_len"] == 448
 
-    def generate(self, request: Request) -> Text:
+    def generate(self, request: Request) -> list[Text]:
         self.asked.append(request)
         step = self.step / (2 if request.mode == "draft" else 1)
         times = [0.1 + step * (1 + i) for i in range(request.new_tokens)]
         ids = list(range(len(times)))
-        return Text(ids, times, [0.0] * len(times), notes={"encode": 0.1})
+        return [Text(ids, times, [0.0] * len(times), notes={"encode": 0.1})]
 
     def steps(self, request: Steps) -> Any:
         raise Unavailable("it only pretends")
@@ -227,14 +227,12 @@ def _says_what_is_known(made: Pair, name: str, modes: tuple[str, ...], work: Pat
         for number, mode in enumerate(modes):
             first = 200 + number
             begin = (*shape.begin, first)
-            text = peer.generate(Request(source(shape, number), 16, mode, begin=begin))
+            (text,) = peer.generate(Request([source(shape, number)], 16, mode, begin=begin))
             assert text.tokens == seq2seq.says(shape, made.target, first, 16), mode
             assert ("encode" in text.notes) == (shape.sound or name != "ctranslate2")
             assert 0 < text.notes.get("encode", 1e-9) < text.times[0]
-            drawn = [
-                peer.generate(Request(source(shape, 9 + i), 16, mode, 1.0, 5, begin=begin)).tokens
-                for i in range(2)
-            ]
+            asked = (Request([source(shape, 9 + i)], 16, mode, 1.0, 5, begin=begin) for i in (0, 1))
+            drawn = [said.tokens for one in asked for said in peer.generate(one)]
             assert drawn[0] != text.tokens
         assert (
             0 < peer.facts["weights"] < 4 * made.target.joinpath("model.safetensors").stat().st_size

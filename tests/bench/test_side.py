@@ -31,7 +31,7 @@ from bench.suites.side.run import (
 from bench.suites.side.suite import FULL, QUICK, alone, run, together
 from bench.suites.side.tables import BASE, MIXED, figures, goals
 from bench.systems import SYSTEMS
-from bench.systems.protocol import Batch, Request, Steps, Text, Unavailable
+from bench.systems.protocol import Request, Steps, Text, Unavailable
 from runtime.costs import RoundCosts
 from runtime.theory.formulas import speedup
 
@@ -167,19 +167,18 @@ class FakePeer(Pretender):
     def __init__(self, name: str, target: Path, **options: Any):
         self.peer = name
 
-    def generate(self, request: Request) -> Text:
+    def generate(self, request: Request) -> list[Text]:
+        if len(request.prompts) > 1:
+            if request.mode == "draft":
+                raise Unavailable("one text at a time")
+            return [text(*[1] * request.new_tokens) for _ in request.prompts]
         if request.mode == "lookup":
             raise Unavailable("no such thing in /home/me/build/model.bin")
         notes = {**COUNTS, "drafted": 16 if request.mode == "draft" else 0}
         step = {"outrider": 0.01, "transformers": 0.03}[self.peer]
         made = text(*[1] * request.new_tokens, step=step, **notes)
         made.peak = 2 * 10**7
-        return made
-
-    def batch(self, request: Batch) -> list[Text]:
-        if request.mode == "draft":
-            raise Unavailable("one text at a time")
-        return [text(*[1] * request.new_tokens) for _ in request.prompts]
+        return [made]
 
     def steps(self, request: Steps) -> dict[str, list[Any]]:
         raise Unavailable("no draft model")

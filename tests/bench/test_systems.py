@@ -21,7 +21,7 @@ from bench.core.kept import kept
 from bench.systems import SYSTEMS
 from bench.systems.gguf import interleaved, tensors, write
 from bench.systems.peer import Peer
-from bench.systems.protocol import Batch, Request, Steps, Text, Unavailable
+from bench.systems.protocol import Request, Steps, Text, Unavailable
 from bench.systems.worker import Arrivals
 
 ALIKE = [name for name, kind in SYSTEMS.items() if "text" in kind.models]
@@ -47,7 +47,8 @@ def transformers(
 
 
 def _texts(peer: Peer, mode: str, **options: float) -> list[Text]:
-    return [peer.generate(Request(p, NEW_TOKENS, mode, **options)) for p in PROMPTS]
+    asked = (Request([prompt], NEW_TOKENS, mode, **options) for prompt in PROMPTS)
+    return [text for request in asked for text in peer.generate(request)]
 
 
 def _tokens(peer: Peer, mode: str, seed: int) -> list[list[int]]:
@@ -80,10 +81,10 @@ def _says_the_same(peer: Peer, mode: str, plain: list[list[int]]) -> None:
 
 def _together(peer: Peer, mode: str = "plain") -> None:
     """They say what each says alone, as far as an end of text, after which one may be padded."""
-    texts = peer.batch(Batch(TOGETHER, 12, mode))
+    texts = peer.generate(Request(TOGETHER, 12, mode))
     assert len(texts) == len(TOGETHER)
     for prompt, text in zip(TOGETHER, texts, strict=True):
-        alone = peer.generate(Request(prompt, 12)).tokens
+        alone = peer.generate(Request([prompt], 12))[0].tokens
         size = alone.index(END) if END in alone else len(alone)
         assert size > 2 and text.tokens[:size] == alone[:size]
         assert len(text.times) == 12 and text.times == sorted(text.times)
@@ -109,7 +110,7 @@ def test_transformers_draws_by_the_seed(transformers, plain, mode):
 def test_transformers_decodes_texts_together(transformers):
     _together(transformers)
     with pytest.raises(Unavailable, match="batch_size = 1"):
-        transformers.batch(Batch(TOGETHER, 12, "draft"))
+        transformers.generate(Request(TOGETHER, 12, "draft"))
 
 
 def test_facts_of_a_system(transformers, pair):
@@ -134,16 +135,16 @@ def test_a_system_without_its_packages_is_missing_with_the_reason(tmp_path, monk
 
 def test_what_a_peer_cannot_do_is_unavailable_with_the_reason(transformers, tmp_path):
     with pytest.raises(Unavailable, match="no mode beam"):
-        transformers.generate(Request(PROMPTS[1], 2, "beam"))
+        transformers.generate(Request([PROMPTS[1]], 2, "beam"))
     with pytest.raises(Unavailable, match="no weights of q8_0"):
         Peer("transformers", tmp_path, precision="q8_0")
     with pytest.raises(Unavailable, match="steps"):
         transformers.steps(Steps(10, [1]))
     with pytest.raises(Unavailable, match="Error"):
-        transformers.generate(Request([], 2))
-    assert len(transformers.generate(Request(PROMPTS[1], 2)).tokens) == 2  # it goes on
+        transformers.generate(Request([[]], 2))
+    assert len(transformers.generate(Request([PROMPTS[1]], 2))[0].tokens) == 2  # it goes on
     with pytest.raises(ValueError, match="twice"):  # a cache of prefixes would show
-        transformers.generate(Request(PROMPTS[1], 2))
+        transformers.generate(Request([PROMPTS[1]], 2))
 
 
 # Times
@@ -215,7 +216,7 @@ def test_a_system_says_what_transformers_says(name, pair, plain, tmp_path, works
             assert all(s.seconds > 0 for some in samples.values() for s in some)
         else:
             with pytest.raises(Unavailable, match="drafts"):
-                peer.batch(Batch(TOGETHER, 12, "draft"))
+                peer.generate(Request(TOGETHER, 12, "draft"))
         for mode in SYSTEMS[name].modes:
             _says_the_same(peer, mode, plain)
             one, again = (_tokens(peer, mode, 1) for _ in range(2))
@@ -234,6 +235,6 @@ def test_quantised_weights_of_llama_cpp_begin_alike(pair, plain, tmp_path):
             pytest.skip(f"llama.cpp with q8_0: {error}")
         assert [text.tokens[:4] for text in texts] == [tokens[:4] for tokens in plain]
         with pytest.raises(Unavailable, match="no draft model"):
-            peer.generate(Request(PROMPTS[0], 2, "draft"))
+            peer.generate(Request([PROMPTS[0]], 2, "draft"))
         with pytest.raises(Unavailable, match="rows of"):
-            peer.generate(Request(PROMPTS[0], CONTEXT))
+            peer.generate(Request([PROMPTS[0]], CONTEXT))

@@ -26,7 +26,7 @@ from ...core.costs import Traffic, predicted, row_bytes, verification
 from ...core.pair import Pair
 from ...systems import SYSTEMS
 from ...systems.peer import Peer
-from ...systems.protocol import Batch, Prompt, Request, Steps, Text, Unavailable
+from ...systems.protocol import Prompt, Request, Steps, Text, Unavailable
 
 GAMMA = 4
 WARM_UPS = 4  # as many as there are sizes of batches
@@ -216,13 +216,9 @@ class SideRun:
         if system.worker in peers and what not in self.missing:
             peer, mode = peers[system.worker], system.mode
             with self.lacking(what):
-                if len(prompts) > 1:
-                    texts = peer.batch(Batch(prompts, new_tokens, mode, GAMMA))
-                else:
-                    request = Request(
-                        prompts[0], new_tokens, mode, job.temperature, seed, GAMMA, begin
-                    )
-                    texts = [peer.generate(request)]
+                texts = peer.generate(
+                    Request(prompts, new_tokens, mode, job.temperature, seed, GAMMA, begin)
+                )
                 facts, rows = peer.facts, _rows(prompts[0]) + len(begin) + new_tokens / 2
                 row, more = self.rows(facts["cache_element"])
                 traffic = Traffic(facts["weights"], row, rows, facts["draft_weights"], more)
@@ -255,7 +251,9 @@ class SideRun:
             self.clock.note(f"memory of {system.name}")
             with self.lacking(f"memory of {system.name}"), ExitStack() as stack:
                 peer = self.start(stack, system, draft=drafts)
-                text = peer.generate(Request(prompt, MEMORY_SHAPE[1], system.mode, gamma=GAMMA))
+                (text,) = peer.generate(
+                    Request([prompt], MEMORY_SHAPE[1], system.mode, gamma=GAMMA)
+                )
                 facts, peak = peer.facts, text.peak
                 before, weights = facts["before"], facts["weights"] + facts["draft_weights"]
                 row = sum(self.rows(facts["cache_element"])[: 1 + drafts])
