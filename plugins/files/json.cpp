@@ -221,7 +221,7 @@ void Json::refuse(const char* wanted) const {
 
 bool Json::has(const std::string& name) const {
   const auto found = object().find(name);
-  return found != object_.end() && !found->second.is_null();
+  return found != object_.end() && found->second.kind_ != NOTHING;
 }
 
 const Json& Json::at(const std::string& name) const {

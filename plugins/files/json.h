@@ -15,13 +15,9 @@ namespace outrider {
 // What is not of the kind that is asked for throws a BadJson that names it.
 class Json {
 public:
-  enum Kind { NOTHING, FALSE, TRUE, NUMBER, STRING, LIST, OBJECT };
-
   // Throws BadJson where the text is not one value.
   static Json parse(std::string_view text);
 
-  Kind kind() const { return kind_; }
-  bool is_null() const { return kind_ == NOTHING; }
   bool has(const std::string& name) const; // and it is not null
   const Json& at(const std::string& name) const;
   bool boolean() const;
@@ -42,6 +38,8 @@ public:
   std::string canonical(const char* without = nullptr) const;
 
 private:
+  enum Kind { NOTHING, FALSE, TRUE, NUMBER, STRING, LIST, OBJECT };
+
   friend class JsonReader;
   [[noreturn]] void refuse(const char* wanted) const;
   void write(std::string& out, const char* without) const;
