@@ -8,7 +8,8 @@ bundled pair's held-out documents, files of Python's standard library that neith
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -20,7 +21,6 @@ PROMPTS = (
     "import os\nimport sys\n\n",
     "for key, value in items.items():\n",
 )
-Encode = Callable[[str], list[int]]
 KINDS = ("completion", "editing", "question", "continuation")  # methods of `Prompts`
 SHORTEST = 400  # characters of a document that is of use
 TRIES = 1000
@@ -59,15 +59,12 @@ TABLES = (
 
 
 class Prompts:
-    """Makes prompts from documents; raises ValueError where these have no code or no prose.
+    """Makes prompts from documents, with a model's own tokenizer; raises ValueError where the
+    documents have no code or no prose."""
 
-    encode: from text to ids without special tokens. begin: the ids before every prompt.
-    """
-
-    def __init__(
-        self, documents: Sequence[str], encode: Encode, begin: Sequence[int] = (), seed: int = 0
-    ):
-        self._encode, self._begin = encode, list(begin)
+    def __init__(self, tokenizer: Tokenizer, documents: Sequence[str], seed: int = 0):
+        self._encode = partial(tokenizer.encode, add_special_tokens=False)
+        self._begin = tokenizer.encode("")  # what is before every prompt
         self._rng = np.random.default_rng(seed)
         usable = [document for document in documents if len(document) >= SHORTEST]
         self._code = [d for d in usable if _is_code(d)]
@@ -75,15 +72,6 @@ class Prompts:
         if not self._code or not self._prose:
             raise ValueError("the documents need code and prose")
         self._tables = 0
-
-    @staticmethod
-    def of(tokenizer: Tokenizer, documents: Sequence[str], seed: int = 0) -> Prompts:
-        """With a model's own tokenizer."""
-
-        def encode(text: str) -> list[int]:
-            return tokenizer.encode(text, add_special_tokens=False)
-
-        return Prompts(documents, encode, tokenizer.encode(""), seed)
 
     def many(self, kind: str, count: int, length: int) -> list[list[int]]:
         """`count` different prompts of a kind. Raises ValueError where there are not so many."""

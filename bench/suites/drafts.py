@@ -147,7 +147,7 @@ def run(folder: str, scale: DraftScale, threads: int, clock: Clock) -> dict[str,
     corpus = collect()
     step = max(1, sum(map(len, corpus.train)) // scale.characters)
     counted, tokens = counting(engine, corpus.train[::step])
-    made = Prompts.of(engine.tokenizer, corpus.held_out)
+    made = Prompts(engine.tokenizer, corpus.held_out)
     prompts = {kind: made.many(kind, scale.texts, scale.prompt) for kind in KINDS}
     every, found = list(groups(scale, most)), []
     for number, group in enumerate(every, 1):

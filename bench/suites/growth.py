@@ -267,7 +267,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     args.work.mkdir(parents=True, exist_ok=True)
     clock.note("the text that prompts are cut from")
-    prompts = Prompts.of(Tokenizer(TARGET / TOKENIZER_FILE), collect().held_out)
+    prompts = Prompts(Tokenizer(TARGET / TOKENIZER_FILE), collect().held_out)
     reader = machine.MemoryReader(args.threads)
     scale = QUICK if args.quick else FULL
     return run(Growing(scale, args.threads, args.work, prompts, reader, clock, args.precision))

@@ -34,7 +34,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=str(TARGET), metavar="DIR",
                         help="a checkpoint of full weights; llama.cpp's rows are for plain Llamas;"
                         " default: the bundled target")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of the texts; default 0")
 
 
 def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     full = load(given, torch.float32)
     count = sum(p.numel() for p in full.parameters() if p.dim() > 1)
     clock.note("the full model writes texts")
-    ids = quality.sample(full, TEXTS + (8 if args.quick else 64), LENGTH, seed=args.seed)
+    ids = quality.sample(full, TEXTS + (8 if args.quick else 64), LENGTH)
     written, ids = quality.Texts(ids[:TEXTS]), ids[TEXTS:]
     said = logits(full, ids)
     del full
@@ -64,7 +63,7 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
         found = quality.measure((p[:-1], q[:-1], i[1:]) for p, q, i in texts)
         rows[name] = {"bits": 8 * size / count, **asdict(found)}
     return {"machine": machine.describe(args.threads), "checkpoint": given.source,
-            "weights": count, "seed": args.seed, "rows": rows, "missing": missing}  # fmt: skip
+            "weights": count, "rows": rows, "missing": missing}  # fmt: skip
 
 
 def ours(checkpoint: Path, written: Any, clock: Clock) -> Iterator[Way]:

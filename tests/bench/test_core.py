@@ -221,12 +221,21 @@ def test_disturbed_texts_are_decoded_again_while_there_is_patience(
 # Prompts
 
 
-def encode(text: str) -> list[int]:
-    return [ord(character) for character in text]
+class Letters:
+    """A tokenizer. size: letters of a token. same: whether all tokens are."""
+
+    def __init__(self, size: int = 1, same: bool = False):
+        self.size, self.same = size, same
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        pieces = (text[i : i + self.size] for i in range(0, len(text), self.size))
+        return [7] * add_special_tokens + [
+            1 if self.same else sum(map(ord, piece)) for piece in pieces
+        ]
 
 
 def prompts() -> Prompts:
-    return Prompts([*CODE, *PROSE], encode, [7])
+    return Prompts(Letters(), [*CODE, *PROSE])
 
 
 def test_prompts_have_the_length_that_was_asked_for_and_differ() -> None:
@@ -244,11 +253,11 @@ def test_what_a_copying_prompt_ends_with() -> None:
 def test_prompts_that_there_are_not() -> None:
     with pytest.raises(ValueError, match="no function fits"):
         prompts().editing(200)
-    same = Prompts([CODE[0], PROSE[0]], lambda text: [1] * len(text), [7], 0)
+    same = Prompts(Letters(same=True), [CODE[0], PROSE[0]])
     with pytest.raises(ValueError, match="3 different prompts: continuation 16"):
         same.many("continuation", 3, 16)
     with pytest.raises(ValueError, match="code and prose"):
-        Prompts(CODE, encode)
+        Prompts(Letters(), CODE)
 
 
 # Tables and commands

@@ -181,7 +181,7 @@ def test_as_many_tokens_stand_as_in_decoding_that_is_left_to_luck(
 ) -> None:
     """In the mean of texts; the control is a draft of temperature 3, and the difference is seen."""
     fixed, sampler = retold.retelling(engine)
-    prompts = Prompts.of(engine.tokenizer, corpus.held_out).many("completion", 12, 32)
+    prompts = Prompts(engine.tokenizer, corpus.held_out).many("completion", 12, 32)
 
     def alpha(teller: TextEngine, **hot: float) -> float:
         options, decoded = {"draft": "model", "temperature": 1.0, **hot}, []

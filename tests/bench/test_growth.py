@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from test_core import CODE, PROSE
-from test_side import Pretender, sparse
+from test_side import SPARSE, Pretender
 
 from bench.core import pair
 from bench.core.clock import DISTURBED, Clock, Sample
@@ -48,7 +48,7 @@ def growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Growing:
     monkeypatch.setattr(Growing, "peer", lambda self, name, slots=1: FakePeer(name, slots))
     monkeypatch.setattr(Growing, "checkpoint", lambda self, name: pair.TARGET)
     monkeypatch.setattr(MemoryReader, "bandwidth", 6.6e9)  # floors of 9.9: four digits tell rows
-    prompts, reader = Prompts([*CODE, *PROSE], sparse, [7], 0), MemoryReader(1, 1 << 22)
+    prompts, reader = Prompts(SPARSE, [*CODE, *PROSE]), MemoryReader(1, 1 << 22)
     scale = replace(QUICK, patience=0.0)
     return Growing(scale, 1, tmp_path, prompts, reader, Clock())
 

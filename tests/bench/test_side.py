@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import pytest
-from test_core import CODE, PROSE
+from test_core import CODE, PROSE, Letters
 
 from bench.core.clock import Clock
 from bench.core.costs import Traffic
@@ -42,9 +42,7 @@ COUNTS = {
 }  # fmt: skip
 
 
-def sparse(text: str) -> list[int]:
-    """A token for every 16 characters."""
-    return [sum(text[i : i + 16].encode()) for i in range(0, len(text), 16)]
+SPARSE = Letters(16)
 
 
 def text(*rounds: int, step: float = 1.0, first: float = 0.5, **notes: float) -> Text:
@@ -146,7 +144,7 @@ def test_who_gets_which_workload() -> None:
     assert {OWN, BASE, "llama.cpp plain", "llama.cpp q4_0 plain"} <= names
     assert {"outrider int4 draft", "llama.cpp q4_0 lookup"} <= names
     assert not {"outrider int4 auto", "outrider mixed plain"} & names and MIXED in names
-    prompts = Prompts([*CODE, *PROSE], sparse, [7], 0)
+    prompts = Prompts(SPARSE, [*CODE, *PROSE])
     work = alone(FULL, prompts, every)
     assert {len(job.systems) for job in work if job.group == SHARED} == {len(every)}
     few = sum(system.among_few for system in every)
@@ -193,7 +191,7 @@ def test_a_whole_run_with_systems_that_only_pretend(
     (tmp_path / "config.json").write_text(json.dumps(config))
     pair = Pair(tmp_path, tmp_path, "s", 0.8)
     side = SideRun(pair, 1, tmp_path, Clock())
-    prompts = Prompts([*CODE, *PROSE], sparse, [7], 0)
+    prompts = Prompts(SPARSE, [*CODE, *PROSE])
     chosen = systems(["outrider", "transformers"], ["float32"])
     works = [alone(QUICK, prompts, chosen), together(QUICK, prompts, chosen)]
     results = run(side, chosen, works, prompts.completion(128))

@@ -61,7 +61,7 @@ Load = tuple[Sequence[Sequence[int]], Mapping[str, Any]]
 def workloads(engine: TextEngine, scale: PolicyScale) -> dict[str, Load]:
     """Prompts that greedy decoding goes on with; held-out code; the same with a draft so hot that
     it guesses."""
-    made = Prompts.of(engine.tokenizer, collect().held_out)
+    made = Prompts(engine.tokenizer, collect().held_out)
     tables, code = (made.many(kind, scale.texts, scale.prompt) for kind in ("table", "completion"))
     model = {"draft": "model", "temperature": 1.0}
     return {

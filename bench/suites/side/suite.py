@@ -146,7 +146,7 @@ def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
         chosen = systems(args.systems, args.precision, "seq2seq")
         reading = seq2seq.QUICK if args.quick else seq2seq.FULL
         return run(side, chosen, [seq2seq.jobs(reading, made, chosen, BOTH)], None)
-    prompts = Prompts.of(Tokenizer(made.target / TOKENIZER_FILE), collect().held_out, seed=1)
+    prompts = Prompts(Tokenizer(made.target / TOKENIZER_FILE), collect().held_out, seed=1)
     scale, chosen = QUICK if args.quick else FULL, systems(args.systems, args.precision)
     works = [alone(scale, prompts, chosen), together(scale, prompts, chosen)]
     return run(side, chosen, works, prompts.completion(MEMORY_SHAPE[0]))
