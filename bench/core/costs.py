@@ -11,14 +11,13 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runtime.backends.engine import Engine
 from runtime.costs import RoundCosts
 from runtime.stats import Stats
 from runtime.theory.formulas import expected_tokens
@@ -42,15 +41,6 @@ def costs_object(costs: RoundCosts) -> dict[str, Any]:
 def plain_steps(width: int) -> str:
     """What a table's heading says of ours. width: tokens of the target's narrowest calls."""
     return f"our plain steps are calls of {width} token{'s' * (width > 1)}"
-
-
-def step(
-    engine: Engine, width: int, position: int, outputs: int, slots: int = 1
-) -> Callable[[], object]:
-    """A call of `width` tokens in each of the first `slots`, at row `position`, with logits for the
-    last `outputs` of them."""
-    ids, index = np.ones((slots, width), np.int64), np.arange(width - outputs, width)
-    return lambda: engine.forward(ids, np.full(slots, position), index)
 
 
 def of_calls(samples: Mapping[str, Sequence[Sample]]) -> RoundCosts:

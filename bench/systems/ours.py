@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
+
+from runtime.backends.engine import Engine
 from runtime.bundle import load
 from runtime.files.torch_files import ENCODER_WEIGHTS_FILE
 from runtime.sequence import ActiveSequence
@@ -15,7 +19,6 @@ from runtime.text.engine import TextEngine
 from runtime.text.options import Options
 
 from ..core.clock import Sample, sampled
-from ..core.costs import step
 from ..core.pair import bundle
 from .protocol import Request, Setup, Steps
 from .worker import Arrivals
@@ -94,16 +97,18 @@ class OutriderWorker:
 
     def steps(self, request: Steps) -> dict[str, list[Sample]]:
         """See `Steps`."""
-        decoder = self.engine.decoder
-        calls = {
-            str(n): step(decoder.target, n, request.position, n, request.slots)
-            for n in request.widths
-        }
+        decoder, position = self.engine.decoder, np.full(request.slots, request.position)
+
+        def call(engine: Engine, width: int) -> Callable[[], object]:
+            ids, index = np.ones((request.slots, width), np.int64), np.arange(width)
+            return lambda: engine.forward(ids, position, index)
+
+        calls = {str(n): call(decoder.target, n) for n in request.widths}
         if decoder.draft is not None:
-            calls["draft"] = step(decoder.draft, 1, request.position, 1, request.slots)
+            calls["draft"] = call(decoder.draft, 1)
         with self.engine.undisturbed():
-            for call in [*calls.values()] * (WARM_UPS - 1):  # `sampled` has one
-                call()
+            for work in [*calls.values()] * (WARM_UPS - 1):  # `sampled` has one
+                work()
             return sampled(calls, rounds=request.rounds, patience=request.patience)
 
 
