@@ -107,9 +107,7 @@ class SlotTable:
             drafted = self._draft.common(index, prompt, source)
             need = max(0, len(prompt) - 1)
             drafted = need if drafted >= need else max(0, min(drafted, need - 2))
-            begin = min(drafted, max(0, need - 1))  # its first step begins a row before the last
-            there = all(self._draft.resumes(index, row) == row for row in (begin, drafted))
-            slot.draft_len = drafted if there else 0
+            slot.draft_len = self._draft.resumes(index, drafted)
         self._slots[index] = slot
         self._busy |= {index}  # last, and no call: who is interrupted before has taken nothing
         return slot

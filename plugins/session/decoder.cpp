@@ -182,12 +182,7 @@ uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_op
       const int64_t need = length - 1;
       const int64_t there =
           drafted >= need ? need : std::max<int64_t>(0, std::min(drafted, need - 2));
-      // Its first step begins a row before the last.
-      const int64_t begin = std::max<int64_t>(0, std::min(there, need - 1));
-      const HeldRows& held = draft_->held;
-      const bool whole = held.resumes(sequence.slot, begin) == begin &&
-                         held.resumes(sequence.slot, there) == there;
-      sequence.draft_len = whole ? there : 0;
+      sequence.draft_len = draft_->held.resumes(sequence.slot, there);
     }
   }
   sequence.stats.prompt_tokens = length;

@@ -61,7 +61,9 @@ DraftRows Proposer::propose(std::vector<Plan>& plans, Sampler& sampler,
     Sequence& sequence = *plan.sequence;
     const int64_t need = sequence.draft_len + sequence.draft_lacks();
     if (plan.gamma > 0 && sequence.request.reads_model() && need > sequence.draft_len) {
-      engine_->prefill(sequence.slot, sequence.tokens, sequence.draft_len, need);
+      // A reading that failed may have overwritten the rows that this one would begin with.
+      const int64_t start = engine_->held.resumes(sequence.slot, sequence.draft_len);
+      engine_->prefill(sequence.slot, sequence.tokens, start, need);
       sequence.draft_len = kept[sequence.slot] = need;
     }
   }

@@ -76,7 +76,9 @@ class Proposer:
         engine.encode(slot.index, sequence.request.source)
         if slot.draft_lacks:
             need = slot.draft_len + slot.draft_lacks
-            prefill(engine, slot.index, slot.tokens[:need], slot.draft_len)
+            # An interrupted reading may have overwritten the rows that this one would begin with.
+            start = engine.held.resumes(slot.index, slot.draft_len)
+            prefill(engine, slot.index, slot.tokens[:need], start)
             slot.draft_len = need
 
     def propose(self, gammas: Gammas) -> Drafted:

@@ -7,7 +7,7 @@ lengths that depend on the company.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,6 @@ from fakes import (
     EOS,
     VOCAB_SIZE,
     Context,
-    FakeEngine,
-    RecurrentFake,
     make_text_engine,
     near,
     random_model,
@@ -31,7 +29,6 @@ from runtime.backends.engine import HeldRows, Ids
 from runtime.beam.text import beam_texts
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import StateFacts
 from runtime.sampling.philox import Purpose, uniform
 from runtime.sampling.reference import NumpySampler
 from runtime.sampling.sampler import SlotSampling
@@ -49,8 +46,8 @@ SAMPLED = SamplingParams(temperature=1.0)
 BLOCK = replace(SAMPLED, verify="block")
 
 
-def decoder(slots: int, engine: type[FakeEngine] = FakeEngine) -> Decoder:
-    return make_decoder(MODEL, DRAFT, slots=slots, max_len=96, engine=engine)
+def decoder(slots: int) -> Decoder:
+    return make_decoder(MODEL, DRAFT, slots=slots, max_len=96)
 
 
 def outcome(sequence: ActiveSequence) -> list[tuple[int, float | None]]:
@@ -77,13 +74,12 @@ def crowd(
     params: SamplingParams,
     seeds: range = range(4),
     chains: bool = False,
-    engine: type[FakeEngine] = FakeEngine,
 ) -> tuple[int, int]:
     """Returns how many tokens were not computed again, and how many texts came to an end."""
     reused, ended = 0, 0
     for seed in seeds:
         rng = np.random.default_rng(seed)
-        used, texts = decoder(slots, engine), [STORY]
+        used, texts = decoder(slots), [STORY]
         active: list[ActiveSequence] = []
         for _ in range(60):
             if used.slots.free and rng.random() < 0.5:
@@ -122,68 +118,7 @@ def test_each_as_if_it_were_alone(slots: int, params: SamplingParams) -> None:
     assert (reused > 200) != on_device and ended > 0
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
-def test_each_goes_on_where_its_state_is(params: SamplingParams) -> None:
-    """Of layers that carry one, a text is taken up again where the ring still holds it."""
-    reused, ended = crowd(3, params, chains=True, engine=RecurrentFake)
-    assert reused > 50 and ended > 0
-    with broken("backends.engine.HeldRows.resumes", everywhere), pytest.raises(OutriderError):
-        crowd(3, params, chains=True, engine=RecurrentFake)
-
-
-def turning(seed: int) -> Callable[[Context], Any]:
-    """Goes round six tokens for the most part, as a lookup would guess."""
-    other = random_model(seed)
-
-    def model(context: Context) -> Any:
-        row = other(context).copy()
-        row[2 + (context[-1] - 1) % 6] += 6
-        return row
-
-    return model
-
-
-@pytest.mark.parametrize("gammas", [(8, 8, 8), (8, 2, 5), (1, 8, 3)])
-@pytest.mark.parametrize("kinds", [("chain",) * 3, ("chain", "model", "ngram")])
-def test_a_ring_is_wide_enough_for_company(gammas: Sequence[int], kinds: Sequence[str]) -> None:
-    """Fault: of chained drafts a call was as wide as anybody's guess, from where each one was."""
-    used = make_decoder(turning(1), turning(2), slots=3, max_len=96, engine=RecurrentFake)
-    for seed in range(12):
-        active = [
-            used.admit(
-                Request(
-                    [2 + i % 6 for i in range(14 + 5 * place + seed)],
-                    replace(SAMPLED, seed=seed),
-                    gamma=gamma,
-                    draft=kind,
-                    max_new_tokens=40,
-                )
-            )
-            for place, (gamma, kind) in enumerate(zip(gammas, kinds, strict=True))
-        ]
-        while batch := [x for x in active if x.finish_reason is None]:
-            used.round(batch)
-            assert [x.error for x in batch] == [None] * len(batch)
-        for sequence in active:
-            used.release(sequence)
-
-
-def test_a_draft_goes_on_where_its_first_step_begins() -> None:
-    """A row before the last; a row 0 that the ring has lost is none to go on from."""
-    text, held = list(range(2, 32)), HeldRows(1, 64, StateFacts([[1, 1]], 12, reach=1))
-    held.overwrites(0, 0, len(text))
-    held.wrote(0, np.array([text]), np.zeros(1, np.int64))
-    for length in range(1, 31):
-        slot = SlotTable(1, held, held).acquire(text[:length])
-        there = length - 2 >= 30 - 12 + 1
-        assert (slot.target_len, slot.draft_len) == ((length - 2, length - 1) if there else (0, 0))
-
-
 # The controls
-
-
-def everywhere(self: HeldRows, slot: int, length: int) -> int:
-    return length
 
 
 def idle_at_the_start(engine: object, lengths: list[int], width: int) -> Ids:

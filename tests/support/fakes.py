@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
@@ -18,7 +17,7 @@ from tokenizers import decoders, models
 
 from runtime.backends.engine import Engine, HeldRows, Ids, Logits
 from runtime.decoder import Decoder
-from runtime.files.manifest import GraphFacts, Manifest, Pair, StateFacts, TokenizerFacts
+from runtime.files.manifest import GraphFacts, Manifest, Pair, TokenizerFacts
 from runtime.round import HostRounds
 from runtime.sampling.reference import NumpySampler
 from runtime.text.engine import TextEngine
@@ -193,36 +192,6 @@ class CopyingFake(FakeEngine):
         assert source != destination and 0 < rows <= self.capacity
         self.cache[destination] = 1  # stale rows are another text's
         self.cache[destination, :rows] = self.cache[source, :rows]
-
-
-class RecurrentFake(FakeEngine):
-    """One that knows of a text what its state holds: of each slot the last rows of a ring, here all
-    tokens up to the row's own. What it says where a state is not there is no number."""
-
-    def __init__(self, model: Model, *, rows: int = 12, **options: Any):
-        super().__init__(model, **options)
-        self.held = HeldRows(self.slots, self.vocab_size, StateFacts([[1, 1]], rows, reach=1))
-        self.ring: list[dict[int, tuple[int, ...]]] = [{} for _ in range(self.slots)]
-
-    def forward(
-        self, input_ids: Ids, position: Ids, logits_index: Ids, first_slot: int = 0, buffer: int = 0
-    ) -> Logits:
-        starts, width = position.tolist(), input_ids.shape[1]
-        for slot, start in enumerate(starts, first_slot):
-            self.held.overwrites(slot, start, width)
-        logits = super().forward(input_ids, position, logits_index, first_slot, buffer)
-        rows = self.held.states.rows  # type: ignore[union-attr]
-        for said, ids, start, ring in zip(
-            logits, input_ids.tolist(), starts, self.ring[first_slot:], strict=False
-        ):
-            state = ring.get((start - 1) % rows, ()) if start else ()
-            known = len(state) == start
-            for index, token in enumerate(ids):
-                state = (*state, token) if known else ()
-                ring[(start + index) % rows] = state
-                for k in np.flatnonzero(logits_index == index):
-                    said[k] = self.model(state) if known else np.nan
-        return logits
 
 
 def character_tokenizer() -> tokenizers.Tokenizer:

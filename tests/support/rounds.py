@@ -91,7 +91,6 @@ def make_decoder(
     draft_capacity: int | None = None,
     order: int | None = None,
     tables: Tables | None = None,
-    engine: type[FakeEngine] = FakeEngine,
     **of_target: Any,
 ) -> Decoder:
     """Fakes of exactly the capacity that a bundle has: a row too many is an error.
@@ -99,11 +98,11 @@ def make_decoder(
     of_target: more options of its `FakeEngine`.
     """
     capacity = capacity or max_len + max_gamma + 1
-    target_engine = engine(
+    target_engine = FakeEngine(
         target, vocab_size=target_width or vocab_size, slots=slots, capacity=capacity, order=order,
         **of_target,
     )  # fmt: skip
-    other = None if draft is None else engine(
+    other = None if draft is None else FakeEngine(
         draft, vocab_size=draft_width or vocab_size, slots=slots,
         capacity=draft_capacity or capacity, order=order,
     )  # fmt: skip

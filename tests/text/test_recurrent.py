@@ -1,7 +1,7 @@
 """Models whose layers carry a state: what is taken up again, certified and refused.
 
 Their texts are Transformers' in test_transformers.py, their slots' ring is played with in
-test_crowd.py, and the operators are test_recurrence.py's.
+test_rings.py, and the operators are test_recurrence.py's.
 """
 
 from __future__ import annotations
