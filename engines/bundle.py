@@ -17,6 +17,7 @@ from runtime.files.manifest import (
     ENCODER_DECODERS,
     FIRST_ROWS,
     MANIFEST_FILE,
+    RECURRENT_STATES,
     CallBits,
     EngineFacts,
     Invariance,
@@ -64,7 +65,8 @@ def build(
             f"with DTYPE={pair.target.dtype} in this version",
             "Use BACKEND=onnxruntime DTYPE=float32, or BACKEND=aotinductor SM=cpu.",
         )
-    if any(facts.states for facts in models.values()) and backend != "onnxruntime":
+    carries = any(facts.states for facts in models.values())
+    if carries and RECURRENT_STATES not in runs(backend, pair.target.dtype, sm):
         raise OutriderError(
             "backend",
             f"the backend {backend} does not run models with a recurrent state, such as "
@@ -224,10 +226,12 @@ def weights_of(backend: str, dtype: str) -> tuple[str, ...]:
 
 def runs(backend: str, dtype: str, sm: str = "") -> tuple[str, ...]:
     """What an export has to know of the backend: its kinds of weights in this precision, and
-    whether it runs encoder-decoders, which none does on a GPU."""
+    whether it runs encoder-decoders and recurrent states, which none does on a GPU."""
     builder = find(backend)
     encoders = dtype in builder.ENCODERS and not _on_gpu(builder.targets(sm, dtype))
-    return (*weights_of(backend, dtype), *((ENCODER_DECODERS,) if encoders else ()))
+    states = backend == "onnxruntime" and dtype == "float32"
+    others = ((ENCODER_DECODERS, encoders), (RECURRENT_STATES, states))
+    return (*weights_of(backend, dtype), *(kind for kind, does in others if does))
 
 
 def _intact(out: Path) -> Manifest | None:

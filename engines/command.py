@@ -48,7 +48,8 @@ def parser() -> argparse.ArgumentParser:
         metavar=("DTYPE", "WEIGHTS"),
         help="build nothing; say whether the backend runs graphs of this precision, with such "
         "weights of the target and of the draft, and with --out whether the bundle can be written "
-        "there; print all the kinds of weights that it runs, and whether encoder-decoders",
+        "there; print all the kinds of weights that it runs, and whether encoder-decoders and "
+        "recurrent states",
     )
     add("--cache-type", choices=["full", "int8"], help="and, with --supports, of keys and values")
     add(

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from runtime.files.errors import CommandParser, interrupts_wait, run_command
-from runtime.files.manifest import ENCODER_DECODERS
+from runtime.files.manifest import ENCODER_DECODERS, RECURRENT_STATES
 
 DESCRIPTION = """\
 Export a Hugging Face checkpoint pair to graphs with explicit cache slots, check them against the
@@ -64,10 +64,11 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--backend-runs",
         type=str.split,
-        default=" ".join([*WEIGHTS, ENCODER_DECODERS]),
+        default=" ".join([*WEIGHTS, ENCODER_DECODERS, RECURRENT_STATES]),
         metavar="KINDS",
-        help="the weights, and whether encoder-decoders, that the graphs' backend runs, as "
-        "python -m engines --supports says; others are refused before the export (default: all)",
+        help="the weights, and whether encoder-decoders and recurrent states, that the graphs' "
+        "backend runs, as python -m engines --supports says; others are refused before the export "
+        "(default: all)",
     )
     add(
         "--cache-type",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -223,6 +224,14 @@ class CacheShapes:
     states: int = 0
     carried: list[tuple[int, int]] = field(default_factory=list)
     reach: int = 0
+
+
+def carries(model: PreTrainedModel) -> bool:
+    """Whether its layers carry a state, as far as it runs with a cache of ours."""
+    cache = Stored()
+    with torch.no_grad(), ours(model), suppress(Exception):
+        model(input_ids=torch.tensor([[0, 1]]), past_key_values=cache, use_cache=True)
+    return bool(cache.states)
 
 
 def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:

@@ -19,6 +19,7 @@ from runtime.files.manifest import (
     ENCODER_DECODERS,
     MOST_GAMMA,
     PAIR_FILE,
+    RECURRENT_STATES,
     Cache,
     Dtype,
     Format,
@@ -51,8 +52,8 @@ class Asked:
     draft: "self" is the target with fewer bits, "ngram" lookups in the text, None no draft. form:
     of the graphs; which one a backend wants, it says when it is given the other. weights: None is
     "full", or as few bits as the checkpoint has, of the draft as the target's; of the draft "self"
-    4 bits. backend_runs: kinds of weights, and whether encoder-decoders, that the graphs' backend
-    runs; others are refused before the export.
+    4 bits. backend_runs: kinds of weights, and whether encoder-decoders and recurrent states, that
+    the graphs' backend runs; others are refused before the export.
     text: a file, UTF-8, to measure the quality of quantised weights on.
     cache_type: of the caches' rows, of ONNX Runtime on the CPU alone; None is `dtype`.
     max_gamma: 1 to 64. max_len: None takes 2048, or the target's own context where that is shorter.
@@ -69,7 +70,7 @@ class Asked:
     form: Format = "onnx"
     weights: Weights | Literal["full"] | None = None
     draft_weights: Weights | Literal["full"] | None = None
-    backend_runs: Sequence[str] = (*BITS, ENCODER_DECODERS)
+    backend_runs: Sequence[str] = (*BITS, ENCODER_DECODERS, RECURRENT_STATES)
     cache_type: Cache | None = None
     text: Path | None = None
     force: bool = False
@@ -208,7 +209,7 @@ def _parts(
             part.Wanted(
                 role, model, asked.dtype, lengths[role], capacity, asked.max_gamma, asked.form,
                 None if bits[role] == "full" else cast(Weights, bits[role]), asked.cache_type,
-                words, shares and role == "draft",
+                words, shares and role == "draft", RECURRENT_STATES in asked.backend_runs,
             ),
             asked.cache,
             asked.force,

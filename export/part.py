@@ -44,7 +44,7 @@ from .decoder import Decoder, example
 from .encoder import Encoder, SharedEncoder, SourceDecoder, example_decoder, example_encoder
 from .functions.carrying import UnsupportedArchitecture
 from .host.checked import write_checked
-from .loading import CacheShapes, cache_shapes, give_back, learned_positions, load
+from .loading import CacheShapes, cache_shapes, carries, give_back, learned_positions, load
 from .weights import quality
 from .weights.blocks import BLOCK
 from .weights.experts import QuantisedExperts, are_experts
@@ -71,8 +71,8 @@ class Wanted:
     """What is to be made of a checkpoint.
 
     role: as in progress lines. text: token ids to measure the quality of quantised weights on; None
-    has the model write them. shares: whether it reads what the target's encoder has made. The
-    others are those of `GraphFacts`.
+    has the model write them. shares: whether it reads what the target's encoder has made. states:
+    whether the backend runs recurrent ones. The others are those of `GraphFacts`.
     """
 
     role: str
@@ -86,6 +86,7 @@ class Wanted:
     cache: Cache | None = None
     text: Sequence[int] | None = None
     shares: bool = False
+    states: bool = True
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -143,8 +144,10 @@ def make(wanted: Wanted, folder: Path, force: bool = False) -> tuple[Path, Graph
         )
     if facts is None:
         _check_space(folder, wanted)
-        facts = _export(wanted, own, key)
-    elif facts.quality:
+        return own, _export(wanted, own, key)
+    if facts.states:
+        _check_states(wanted)
+    if facts.quality:
         with stage(role, "quality") as said:
             said.note = quality.describe(facts.quality)
     return own, facts
@@ -238,6 +241,8 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
         said.note = f"{parameters / 1e6:,.1f} M parameters, {checkpoint.architecture}"
         if checkpoint.packed:
             said.note += f", {checkpoint.packed}" + ("" if narrow else f", made {wanted.dtype}")
+        if carries(model):
+            _check_states(wanted)
     if quantising:
         quantising.quantise(model, wanted.max_len, folder)
     elif wanted.for_host and any(are_experts(module) for module in model.modules()):
@@ -254,7 +259,8 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
             with in_double(model), suppress(OutriderError):
                 exact = compare.reference(*given)
         shapes = cache_shapes(model, checkpoint)
-        _check_states(wanted, shapes)
+        if shapes.carried:
+            _check_states(wanted)
     traced = _trace(wanted, model, shapes)
     if wanted.form == "onnx":  # a compiler of torch's graphs does this itself
         with stage(role, "simplify") as said:
@@ -311,16 +317,23 @@ def _encoder_facts(wanted: Wanted, shapes: CacheShapes) -> EncoderFacts | None:
     return EncoderFacts(*sides, wanted.checkpoint.features, shapes.source_rows, shared)
 
 
-def _check_states(wanted: Wanted, shapes: CacheShapes) -> None:
-    """Raises OutriderError "option" for what models with a recurrent state do not have."""
-    if not shapes.carried or (wanted.for_host and not wanted.cache):
-        return
+def _check_states(wanted: Wanted) -> None:
+    """Refuse what models with a recurrent state do not have. Raises OutriderError "option",
+    "backend"."""
+    which = f"{wanted.checkpoint.source} is a {wanted.checkpoint.architecture}"
+    if wanted.for_host and not wanted.cache:
+        if wanted.states:
+            return
+        raise OutriderError(
+            "backend",
+            f"{which}, and the backend does not run models with a recurrent state in this version",
+            "Build with BACKEND=onnxruntime.",
+        )
     name = f"CACHE={wanted.cache}" if wanted.cache else f"DTYPE={wanted.dtype}"
     name = "BACKEND=aotinductor" if wanted.form == "torch" else name
     raise OutriderError(
         "option",
-        f"{name} is for models without a recurrent state in this version, and "
-        f"{wanted.checkpoint.source} is a {wanted.checkpoint.architecture}",
+        f"{name} is for models without a recurrent state in this version, and {which}",
         f"Leave {name.partition('=')[0]} out: it runs on the CPU in float32, with WEIGHTS=int8 or "
         "int4 too.",
     )

@@ -29,6 +29,7 @@ HOST_FILE = "host.onnx"  # the same for the CPU, with the operators of plugins/o
 HOST_WEIGHTS_FILE = "host.bin"  # its own weights, where they are quantised
 ENCODER_FILE = "encoder.onnx"  # with ENCODER_WEIGHTS_FILE, as a program has
 ENCODER_DECODERS = "encoder-decoders"  # as `engines --supports` says that a backend runs them
+RECURRENT_STATES = "recurrent-states"  # likewise
 PACKAGE_FILE, ENCODER_PACKAGE_FILE = "engine.pt2", "encoder_engine.pt2"  # AOTInductor's
 # Optimisers of ONNX Runtime that are left out. In float16 this one makes a node and does not say
 # so; the next one asks for the node's operator, which nobody looked up, and the process dies.

@@ -93,8 +93,12 @@ def test_what_no_machine_builds(
 @pytest.mark.parametrize(
     ("asked", "kinds"),
     [
-        (("float32", "full", "int4", "--cache-type", "int8"), "full int8 int4 encoder-decoders"),
+        (
+            ("float32", "full", "int4", "--cache-type", "int8"),
+            "full int8 int4 encoder-decoders recurrent-states",
+        ),
         (("float16",), "full"),
+        (("float32", *AOTI), "full encoder-decoders"),
     ],
 )
 def test_what_this_machine_builds(

@@ -78,13 +78,27 @@ def test_architectures_that_the_graph_cannot_express(
 
 
 @pytest.mark.parametrize(
-    "option", [("--cache-type", "int8"), ("--dtype", "float16"), ("--format", "torch")]
+    ("option", "kind", "cause"),
+    [
+        *(
+            ((option, value), "option", "is for models without a recurrent state")
+            for option, value in {
+                "cache-type": "int8",
+                "dtype": "float16",
+                "format": "torch",
+            }.items()
+        ),
+        (("backend-runs", "full"), "backend", "the backend does not run models with a recurrent"),
+    ],
 )
 def test_what_a_recurrent_state_is_not_exported_with(
-    workshop: Workshop, refused: Refused, option: tuple[str, str]
+    workshop: Workshop, refused: Refused, option: tuple[str, str], kind: str, cause: str
 ) -> None:
-    said = refused(workshop.checkpoint("lfm2"), *option, "--max-len", "64", kind="option")
-    assert "is for models without a recurrent state" in said
+    """As soon as it is loaded: what follows takes minutes."""
+    name, value = option
+    said = refused(workshop.checkpoint("lfm2"), f"--{name}", value, "--max-len", "64", kind=kind)
+    assert cause in said
+    assert "run the original" not in said
 
 
 def test_small_weights_do_not_hide_that_tokens_look_ahead(
