@@ -87,30 +87,32 @@ DraftRows Proposer::propose(std::vector<Plan>& plans, Sampler& sampler,
 DraftRows Proposer::steps(std::vector<Plan>& plans, Sampler& sampler,
                           const std::vector<int64_t>& kept) {
   Plans with_drafts, stepping; // stepping: those that the draft's calls are for, or go round
-  bool draws = false;
-  int64_t calls = 0;
+  bool draws = false, others = false, unsure = false;
   for (Plan& plan : plans) {
     if (plan.gamma == 0) continue;
     const Request& request = plan.sequence->request;
     with_drafts.push_back(&plan);
     if (request.reads_model()) stepping.push_back(&plan);
-    if (request.options.draft == OUTRIDER_DRAFT_MODEL) calls = std::max(calls, plan.gamma);
+    if (request.options.draft != OUTRIDER_DRAFT_MODEL) others = true;
+    else unsure |= request.options.draft_threshold > 0;
     draws |= !request.at_once();
   }
-  const auto most = [&] {
+  const auto most = [&](bool of_model = false) {
     int64_t gamma = 0;
-    for (const Plan* plan : with_drafts) gamma = std::max(gamma, plan->gamma);
+    for (const Plan* plan : with_drafts)
+      if (!of_model || plan->sequence->request.options.draft == OUTRIDER_DRAFT_MODEL)
+        gamma = std::max(gamma, plan->gamma);
     return gamma;
   };
   const Span within = span(with_drafts);
-  // Of a round's rows all are in one place: where others have more drafts, not the engine's.
-  float* const own = most() > calls ? own_rows(most()) : nullptr;
+  // A round's rows are all in one place: where others may have more drafts, not the engine's.
+  float* const own = most() > most(true) || (others && unsure) ? own_rows(most()) : nullptr;
   DraftRows found;
   found.first = within.first;
   for (int64_t number = 0; number < most(); ++number) {
     LogitsView logits{};
     if (own != nullptr) logits = {own + (number * slots_ + within.first) * width_, 1, width_};
-    if (number < calls) {
+    if (number < most(true)) {
       const LogitsView called = step(stepping, kept, number, within);
       if (own == nullptr) logits = called;
       else

@@ -128,14 +128,15 @@ class Proposer:
         model = drafts[drafting[0]] if drafting else None
         ahead = {x: len(tokens[x]) for x, d in drafts.items() if d.at_once and d.reads_model}
         draws = {x for x, draft in drafts.items() if not draft.at_once}
-        # Of a round's rows all are in one place: where others have more drafts, not the engine's.
+        # A round's rows are all in one place: where others may have more drafts, not the engine's.
         calls, most = max((gammas[x] for x in drafting), default=0), max(gammas.values())
-        own = self._buffer(most) if most > calls else None
+        unsure = len(drafting) < len(drafts) and any(x.request.draft_threshold for x in drafting)
+        own = self._buffer(most) if most > calls or unsure else None
         step = 0
         while step < max(gammas.values()):
             if own is not None:
                 logits = own[step, first:last]
-            if isinstance(model, ModelDraft) and step < calls:
+            if isinstance(model, ModelDraft) and any(step < gammas[x] for x in drafting):
                 found = model.step(drafting, ahead, tokens, step, first, last)
                 if own is None:
                     logits = found

@@ -199,13 +199,12 @@ def test_all_kinds_side_by_side() -> None:
 
 
 @on_host
-def test_a_lookup_beside_fewer_steps() -> None:
+@pytest.mark.parametrize(("gamma", "threshold"), [(2, 0.0), (8, 0.4)])
+def test_a_lookup_beside_fewer_steps(gamma: int, threshold: float) -> None:
     """It drafts all that it would alone, and the model is not called for that."""
-    lookup, steps = (
-        Request([2, 3, 2, 3], sampled(), gamma=gamma, draft=kind, max_new_tokens=40)  # type: ignore[arg-type]
-        for gamma, kind in ((8, "ngram"), (2, "model"))
-    )
-    decoders = [make_decoder(REPEATS, near(REPEATS, 2, 0.5), slots=slots) for slots in (1, 1, 2)]
+    lookup = Request([2, 3, 2, 3], sampled(), gamma=8, draft="ngram", max_new_tokens=40)
+    steps = replace(lookup, gamma=gamma, draft="model", draft_threshold=threshold)
+    decoders = [make_decoder(REPEATS, random_model(2), slots=slots) for slots in (1, 1, 2)]
     alone = [run(decoders[0], lookup), run(decoders[1], steps)]
     beside = together(decoders[2], [lookup, steps])
     assert [x.output for x in beside] == [x.output for x in alone]
