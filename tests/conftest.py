@@ -43,6 +43,12 @@ def llama_bundle(workshop: Workshop) -> Path:
     return workshop.bundle(*workshop.pair())
 
 
+@pytest.fixture(scope="session")
+def llama_graphs(workshop: Workshop) -> Path:
+    """What it was built from."""
+    return workshop.graphs(*workshop.pair())
+
+
 @pytest.fixture
 def sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the decoders of rounds.py sample with: "numpy", or another where it is asked for."""

@@ -7,7 +7,6 @@ what they share with ONNX Runtime; tests/engines/test_aotinductor.py how they ar
 from __future__ import annotations
 
 import gc
-import json
 import shutil
 import subprocess
 import sys
@@ -20,13 +19,13 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE
 from commands import CHECKOUT, error_line
+from fakes import edited
 from workshop import Workshop
 
 from engines.bundle import build
 from runtime import load
 from runtime.files.errors import EXIT_STATUS, OutriderError
-from runtime.files.manifest import MANIFEST_FILE, PACKAGE_FILE, read_bundle, read_pair
-from runtime.files.records import digest_json
+from runtime.files.manifest import PACKAGE_FILE, read_bundle, read_pair
 from runtime.files.torch_files import PROGRAM_FILE, WEIGHTS_FILE, cpu_targets, read_tensors
 
 
@@ -133,17 +132,8 @@ def test_who_closes_an_engine_gives_its_weights_back(bundle: Path) -> None:
 # Refused when it is opened
 
 
-def edited(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    """A manifest signed again."""
-
-    def edit(folder: Path) -> None:
-        content = json.loads((folder / MANIFEST_FILE).read_text())
-        change(content["facts"])
-        content.pop("checksum")
-        content["checksum"] = digest_json(content)
-        (folder / MANIFEST_FILE).write_text(json.dumps(content))
-
-    return edit
+def for_another(role: str) -> Callable[[Path], None]:
+    return edited(lambda c: c["facts"]["engines"][role]["targets"].append("sve9"))
 
 
 def no_code(folder: Path) -> None:
@@ -154,9 +144,9 @@ def no_code(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "cause"),
     [
-        (edited(lambda f: f["versions"].update(torch="2.12.1")), "was built with torch 2.12.1"),
-        (edited(lambda f: f["engines"]["draft"]["targets"].append("sve9")), "with sve9, which"),
-        (edited(lambda f: f["engines"]["target"]["targets"].append("sve9")), "with sve9, which"),
+        (edited(lambda c: c["facts"]["versions"].update(torch="2.9")), "was built with torch 2.9"),
+        (for_another("draft"), "with sve9, which"),
+        (for_another("target"), "with sve9, which"),
         (no_code, "cannot load"),
     ],
 )

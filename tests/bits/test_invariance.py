@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from commands import CHECKOUT
 from fakes import FakeEngine, make_manifest, random_model
-from workshop import Workshop
 
 from engines import bundle as bundles
 from engines.bundle import build
@@ -129,13 +128,12 @@ def test_what_is_promised() -> None:
         assert unknown.line().startswith("bits: nothing is promised: ") and why in unknown.line()
 
 
-def test_a_real_engine(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_real_engine(llama_graphs: Path, tmp_path: Path) -> None:
     """It is measured once, and again on another processor."""
-    graphs = workshop.graphs(workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7))
     out, options = tmp_path / "bundle", {"backend": "onnxruntime", "slots": 1}
-    assert build(graphs, out, measure=False, **options)
+    assert build(llama_graphs, out, measure=False, **options)
     assert read_bundle(out).invariance is None
-    assert build(graphs, out, **options) and not build(graphs, out, **options)
+    assert build(llama_graphs, out, **options) and not build(llama_graphs, out, **options)
     facts = read_bundle(out).invariance
     assert facts is not None and facts.processor == processor()
     for calls in (facts.one, facts.several):
@@ -167,15 +165,14 @@ def test_a_real_engine(workshop: Workshop, tmp_path: Path) -> None:
     ids=["it fails", "no answer", "too long"],
 )
 def test_what_cannot_be_measured_is_said(
-    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any,
+    llama_graphs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any,
     where: Any, name: str, value: Any, cause: str,
 ) -> None:  # fmt: skip
     """And tried again by the next build, which builds nothing else again."""
     monkeypatch.setattr(where, name, value)
-    graphs = workshop.graphs(workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7))
     out = tmp_path / "bundle"
     for first in (True, False):
-        assert build(graphs, out, backend="onnxruntime", slots=1) == first
+        assert build(llama_graphs, out, backend="onnxruntime", slots=1) == first
         said = capfd.readouterr().err
         assert f"was not measured, so it promises nothing: {cause}" in said
         assert "make engines MEASURE=0" in said

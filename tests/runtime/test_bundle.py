@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from commands import error_line, leftovers, limited_files, run
+from fakes import edited
 from workshop import MAX_LEN, Workshop, traced_once
 
 import engines.__main__
@@ -33,7 +34,7 @@ from runtime.files.manifest import (
     read_bundle,
     read_pair,
 )
-from runtime.files.records import SCHEMA, digest_json, write_json
+from runtime.files.records import SCHEMA, write_json
 
 
 @pytest.fixture
@@ -51,20 +52,6 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 
 # Reading
-
-
-def _manifest(edit: Callable[[dict], object], *, checksum: bool = True) -> Callable[[Path], object]:
-    """Edit the manifest's JSON. checksum: make it right again, so that something else is wrong."""
-
-    def damage(bundle: Path) -> None:
-        content = json.loads((bundle / MANIFEST_FILE).read_text())
-        edit(content)
-        if checksum:
-            content.pop("checksum")
-            content["checksum"] = digest_json(content)
-        (bundle / MANIFEST_FILE).write_text(json.dumps(content))
-
-    return damage
 
 
 def _bytes(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
@@ -93,24 +80,24 @@ DAMAGE = {
     "truncated manifest": (_truncate(MANIFEST_FILE), "truncated or edited"),
     "binary manifest": (_bytes(MANIFEST_FILE, lambda _: b"\xff\x00\xfe"), "not UTF-8"),
     "a list": (_bytes(MANIFEST_FILE, lambda _: b"[]"), "not a manifest file"),
-    "other kind": (_manifest(lambda c: c.update(kind="pair")), "not a manifest file"),
-    "older schema": (_manifest(lambda c: c.update(schema=SCHEMA - 1)), f"schema {SCHEMA - 1}"),
-    "newer schema": (_manifest(lambda c: c.update(schema=SCHEMA + 1)), f"schema {SCHEMA + 1}"),
-    "edited": (_manifest(lambda c: c["facts"].update(slots=7), checksum=False), "checksum"),
-    "no checksum": (_manifest(lambda c: c.pop("checksum"), checksum=False), "checksum"),
-    "unknown field": (_manifest(lambda c: c["facts"].update(odd=1)), "odd"),
-    "missing field": (_manifest(lambda c: c["facts"].pop("slots")), "slots"),
-    "wrong type": (_manifest(lambda c: c["facts"].update(slots="1")), "slots"),
+    "other kind": (edited(lambda c: c.update(kind="pair")), "not a manifest file"),
+    "older schema": (edited(lambda c: c.update(schema=SCHEMA - 1)), f"schema {SCHEMA - 1}"),
+    "newer schema": (edited(lambda c: c.update(schema=SCHEMA + 1)), f"schema {SCHEMA + 1}"),
+    "edited": (edited(lambda c: c["facts"].update(slots=7), checksum=False), "checksum"),
+    "no checksum": (edited(lambda c: c.pop("checksum"), checksum=False), "checksum"),
+    "unknown field": (edited(lambda c: c["facts"].update(odd=1)), "odd"),
+    "missing field": (edited(lambda c: c["facts"].pop("slots")), "slots"),
+    "wrong type": (edited(lambda c: c["facts"].update(slots="1")), "slots"),
     "gamma out of range": (
-        _manifest(lambda c: c["facts"]["pair"].update(max_gamma=65)),
+        edited(lambda c: c["facts"]["pair"].update(max_gamma=65)),
         "max_gamma is 65, not from 1 to 64",
     ),
     "a short slot": (
-        _manifest(lambda c: c["facts"]["pair"].update(max_len=c["facts"]["pair"]["capacity"] - 1)),
+        edited(lambda c: c["facts"]["pair"].update(max_len=c["facts"]["pair"]["capacity"] - 1)),
         "contradicts itself about its sizes",
     ),
     "unlisted tokenizer": (
-        _manifest(
+        edited(
             lambda c: [
                 c["facts"]["files"].pop("tokenizer/tokenizer.json"),
                 c["facts"]["pair"]["tokenizer"]["files"].pop("tokenizer.json"),
@@ -119,10 +106,10 @@ DAMAGE = {
         "contradicts itself about its files",
     ),
     "files elsewhere": (
-        _manifest(lambda c: c["facts"]["files"].update({"../x": {"size": 1, "sha256": "0"}})),
+        edited(lambda c: c["facts"]["files"].update({"../x": {"size": 1, "sha256": "0"}})),
         "leads out of the folder",
     ),
-    "unknown backend": (_manifest(lambda c: c["facts"].update(backend="tensorrt")), "tensorrt"),
+    "unknown backend": (edited(lambda c: c["facts"].update(backend="tensorrt")), "tensorrt"),
     "edited graph": (_flip("target/graph.onnx"), "its hash differs"),
     "edited weights": (_flip("draft/weights.bin"), "its hash differs"),
     "edited tokenizer": (_flip("tokenizer/tokenizer.json"), "its hash differs"),
@@ -285,18 +272,11 @@ def test_an_interrupted_folder_leaves_no_trace(
 # Building
 
 
-@pytest.fixture(scope="module")
-def graphs(workshop: Workshop) -> Path:
-    """What `llama_bundle` was built from."""
-    target, draft = workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7)
-    return workshop.graphs(target, draft)
-
-
-def test_building_twice_does_nothing_twice(graphs: Path, tmp_path: Path) -> None:
+def test_building_twice_does_nothing_twice(llama_graphs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def again(slots: int = 1, force: bool = False) -> bool:
-        return build(graphs, out, backend="onnxruntime", slots=slots, force=force)
+        return build(llama_graphs, out, backend="onnxruntime", slots=slots, force=force)
 
     assert again()
     made = (out / MANIFEST_FILE).stat().st_ino
@@ -311,18 +291,18 @@ def test_building_twice_does_nothing_twice(graphs: Path, tmp_path: Path) -> None
 
 
 def test_unknown_backends_are_refused(
-    graphs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    llama_graphs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--graphs", str(graphs), "--out", str(tmp_path / "out"), "--backend", "openvino"]
-    assert engines.__main__.main(arguments) == EXIT_STATUS["backend"]
+    places = ["--graphs", str(llama_graphs), "--out", str(tmp_path / "out")]
+    assert engines.__main__.main([*places, "--backend", "openvino"]) == EXIT_STATUS["backend"]
     error_line(capsys.readouterr().err, "backend")
     assert not (tmp_path / "out").exists()
 
 
-def test_damaged_graphs_are_not_built(graphs: Path, tmp_path: Path) -> None:
+def test_damaged_graphs_are_not_built(llama_graphs: Path, tmp_path: Path) -> None:
     """The same checks as for a bundle, on the file that holds the facts and on what it lists."""
     for damage in (_truncate(PAIR_FILE), _flip("target/weights.bin"), shutil.rmtree):
-        copy = Path(shutil.copytree(graphs, tmp_path / "graphs", dirs_exist_ok=True))
+        copy = Path(shutil.copytree(llama_graphs, tmp_path / "graphs", dirs_exist_ok=True))
         damage(copy)
         with pytest.raises(OutriderError) as caught:
             build(copy, tmp_path / "out", backend="onnxruntime", slots=1)
@@ -330,9 +310,9 @@ def test_damaged_graphs_are_not_built(graphs: Path, tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
 
 
-def test_a_graph_that_the_backend_refuses(graphs: Path, tmp_path: Path) -> None:
+def test_a_graph_that_the_backend_refuses(llama_graphs: Path, tmp_path: Path) -> None:
     """Sound by its hash, and no graph."""
-    copy = Path(shutil.copytree(graphs, tmp_path / "graphs"))
+    copy = Path(shutil.copytree(llama_graphs, tmp_path / "graphs"))
     (copy / "draft" / "graph.onnx").write_bytes(b"no protocol buffer")
     pair = read_pair(copy)
     assert pair.draft is not None

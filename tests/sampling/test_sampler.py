@@ -12,7 +12,6 @@ import rounds
 from commands import CHECKOUT
 from fakes import near, random_model
 from rounds import broken, ids, make_decoder, run
-from workshop import Workshop
 
 from runtime import load
 from runtime.files.errors import OutriderError
@@ -27,27 +26,21 @@ from runtime.sequence import Request
 needs_kernel = pytest.mark.skipif(not kernel.available(), reason=str(kernel.unavailable()))
 
 
-@pytest.fixture(scope="module")
-def bundle(workshop: Workshop) -> Path:
-    target, draft = workshop.checkpoint("llama"), workshop.checkpoint("llama", seed=7)
-    return workshop.bundle(target, draft)
-
-
 def no_library(path: Path | None = None) -> None:
     raise OutriderError("backend", "liboutrider.so is not there", "Run make plugins.")
 
 
 @needs_kernel
 def test_without_the_library_numpy_says_the_same_and_one_line_says_so(
-    bundle: Path, caplog: pytest.LogCaptureFixture
+    llama_bundle: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {"max_new_tokens": 40, "temperature": 1.0, "seed": 3, "ignore_eos": True}
     with caplog.at_level(logging.WARNING):
-        native = load(bundle)
+        native = load(llama_bundle)
         assert not caplog.records
         assert isinstance(native.decoder.rounds.sampler, RoundSampler)
         with broken("sampling.kernel.load", no_library):
-            plain = load(bundle)
+            plain = load(llama_bundle)
     assert isinstance(plain.decoder.rounds.sampler, NumpySampler)
     (record,) = caplog.records
     assert "liboutrider.so is not there. Run make plugins." in record.message

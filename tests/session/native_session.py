@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from runtime.cmake import onnxruntime
 from runtime.files.errors import EXIT_STATUS, OutriderError
 from runtime.files.library import find_library
 from runtime.sampling.kernel import ABI_VERSION
@@ -80,13 +80,6 @@ def library() -> c.CDLL:
     path = find_library()
     assert path is not None
     return c.CDLL(str(path))
-
-
-def onnxruntime() -> Path:
-    """The shared library of the wheel."""
-    spec = find_spec("onnxruntime")
-    assert spec is not None and spec.origin is not None
-    return next((Path(spec.origin).parent / "capi").glob("libonnxruntime.so.*"))
 
 
 @dataclass(frozen=True)

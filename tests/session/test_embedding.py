@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from native_session import Config, NativeSession, P, library, onnxruntime
+from native_session import Config, NativeSession, P, library
 
 from plugins.tools.build import HERE, BuildError, build_fuzz, find_compiler
 from runtime import load
-from runtime.cmake import folder
+from runtime.cmake import folder, onnxruntime
 from runtime.files.errors import OutriderError
 from runtime.files.library import find_library
 from runtime.files.manifest import EncoderFacts, StateFacts, read_bundle

@@ -7,6 +7,7 @@ neighbour in the wrong place gives other logits, and a row that was never writte
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from tokenizers import decoders, models
 
 from runtime.backends.engine import Engine, HeldRows, Ids, Logits
 from runtime.decoder import Decoder
-from runtime.files.manifest import GraphFacts, Manifest, Pair, TokenizerFacts
+from runtime.files.manifest import MANIFEST_FILE, GraphFacts, Manifest, Pair, TokenizerFacts
+from runtime.files.records import digest_json
 from runtime.round import HostRounds
 from runtime.sampling.reference import NumpySampler
 from runtime.text.engine import TextEngine
@@ -237,6 +239,23 @@ def make_manifest(
         capacity=capacity,
     )
     return Manifest("fake", "onnxruntime", {}, slots, pair, {})
+
+
+def edited(
+    edit: Callable[[dict[str, Any]], object], *, checksum: bool = True
+) -> Callable[[Path], None]:
+    """Changes a bundle's manifest. checksum: makes it right again, so that something else is
+    wrong."""
+
+    def change(bundle: Path) -> None:
+        content = json.loads((bundle / MANIFEST_FILE).read_text())
+        edit(content)
+        if checksum:
+            content.pop("checksum")
+            content["checksum"] = digest_json(content)
+        (bundle / MANIFEST_FILE).write_text(json.dumps(content))
+
+    return change
 
 
 def make_text_engine(
