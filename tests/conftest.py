@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -25,6 +26,13 @@ from runtime.gpu.launch import Device
 
 if TYPE_CHECKING:
     from workshop import Workshop
+
+
+def pytest_collection_finish() -> None:
+    """What the imports made stays, so nobody's collection need look through it: the exporter asks
+    for several a model, and each took a third of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
