@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,18 @@ def session_of(
     return ort.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
+
+
+def with_each_set(tell: Callable[[], npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
+    """What the same computation gives with each of this processor's instruction sets, by the plain
+    loops last; skipped where there is nothing else."""
+    library = cpu_library()
+    best = library.outrider_instruction_set()
+    told = [tell() for name in (b"avx512", b"avx2", b"plain") if library.outrider_use(name)]
+    library.outrider_use(best)
+    if len(told) == 1:
+        pytest.skip("this processor has one instruction set")
+    return told
 
 
 def refuses(session: ort.InferenceSession, feeds: Feeds, message: str, **wrong: Any) -> None:

@@ -144,10 +144,8 @@ def test_logits_take_what_the_engines_hold(llama_bundle: Path) -> None:
 
 
 def test_a_line_that_cannot_be_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    nonsense: dict[str, Any] = {"queue": "x", "timeout": "x"}
-    for name, value in ("queue", -1), ("timeout", -1), *nonsense.items():
-        with pytest.raises(OutriderError, match=f"{name}={value!r}"):
-            load(tmp_path / "nothing", **{name: value})
+    with pytest.raises(OutriderError, match="queue=-1, timeout=-2"):
+        load(tmp_path / "nothing", queue=-1, timeout=-2)
 
 
 def test_a_path_that_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

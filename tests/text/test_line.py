@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import pytest
 
@@ -180,7 +181,10 @@ def test_who_waits_can_be_called_away(crowd: Crowd) -> None:
     assert line.free == 1
 
 
-@pytest.mark.parametrize("wrong", [{"queue": -1}, {"timeout": -1.0}, {"timeout": float("nan")}])
-def test_what_is_no_line(wrong: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [{"queue": -1}, {"queue": "x"}, {"timeout": -1}, {"timeout": float("nan")}, {"timeout": "x"}],
+)
+def test_what_is_no_line(wrong: dict[str, Any]) -> None:
     with pytest.raises(OutriderError, match="out of range"):
-        Line(1, **wrong)  # type: ignore[arg-type]
+        Line(1, **wrong)
