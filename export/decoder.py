@@ -265,11 +265,15 @@ class Stored(Carrying):
         return recurrence.convolve(x, weight, bias, *_empty(x, batch, 1, taps, channels))[0]
 
     def _recur(self, state: int, given: Given) -> torch.Tensor:
-        query, _, value, *_ = given
+        query, key, value, decay, beta = given
         batch, _, heads, width = value.shape
         row = query.shape[3] * width
         self.states[state], self.reach = (heads, row), max(self.reach, 1)
-        return recurrence.recur(*given, *_empty(value, batch, heads, 1, row))[0]
+        # Of a model in half precision too, which is refused once it is known for what it is.
+        wide = query.float(), key.float(), value.float(), decay.float()
+        beta = None if beta is None else beta.float()
+        said, _ = recurrence.recur(*wide, beta, *_empty(wide[2], batch, heads, 1, row))
+        return said.to(value.dtype)
 
     def _attended(
         self, layer_idx: int, key: torch.Tensor, value: torch.Tensor
