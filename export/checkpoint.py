@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,8 @@ def find(name: str) -> Checkpoint:
             "the name of a model is empty",
             "Give a folder, or DRAFT=none for no draft.",
         )
-    path = Path(name).expanduser()
-    source = path.resolve().name
+    path = Path(os.path.expanduser(name))  # pathlib's own raises for an unknown user
+    source = os.path.basename(os.path.realpath(path))  # and for links that lead in a circle
     if not path.exists():
         path, source = _fetch(name), name
     file = None if weight_files(path) else gguf.locate(name, path)

@@ -17,7 +17,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import OutriderError
@@ -51,7 +51,7 @@ def write_folder(folder: Path, marker: str) -> Iterator[Path]:
     marker: the file that tells ours apart; a folder with other contents is not replaced
     (OutriderError "disk").
     """
-    folder = folder.resolve()  # through a symbolic link, not in its place
+    folder = _through_links(folder)
     refuse_foreign(folder, marker)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial, replaced = (
@@ -69,6 +69,14 @@ def write_folder(folder: Path, marker: str) -> Iterator[Path]:
             replaced.rename(folder)
         shutil.rmtree(replaced, ignore_errors=True)
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _through_links(folder: Path) -> Path:
+    """What a symbolic link leads to, not the link's own place. Raises OSError where they lead in a
+    circle, for which pathlib has another error, or none."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        folder.stat()
+    return folder.resolve()
 
 
 def _recover(path: Path) -> None:
@@ -105,7 +113,7 @@ def check_place(folder: Path, marker: str) -> None:
     Raises OutriderError "disk" for a folder that is not ours, and OSError where nothing can be
     written.
     """
-    folder = folder.resolve()
+    folder = _through_links(folder)
     refuse_foreign(folder, marker)
     above = folder.parent
     while not above.exists() and above != above.parent:

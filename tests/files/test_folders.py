@@ -192,7 +192,8 @@ def test_taking_a_file_does_not_overwrite(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "where",
-    ["/", "thesis", f"{__file__}/out", "/proc/outrider"],  # the last: not even root may write
+    # The last: not even root may write.
+    ["/", "thesis", "circle", "circle/out", f"{__file__}/out", "/proc/outrider"],
 )
 def test_out_is_refused_before_anything_is_exported(
     tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
@@ -200,6 +201,7 @@ def test_out_is_refused_before_anything_is_exported(
     """What `make engines` asks first."""
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.md").write_text("years of work")
+    (tmp_path / "circle").symlink_to("circle")
     before = sorted(tmp_path.rglob("*"))
     arguments = ["--supports", "float32", "--out", str(tmp_path / where)]
     assert engines.__main__.main(arguments) == EXIT_STATUS["disk"]
