@@ -99,6 +99,10 @@ class Wanted:
         return program if self.form == "torch" else graph
 
     @property
+    def takes_states(self) -> bool:
+        return self.states and self.for_host and not self.cache
+
+    @property
     def for_host(self) -> bool:
         """Whether ONNX Runtime on the CPU has a graph of its own."""
         return self.form == "onnx" and self.dtype == "float32"
@@ -145,8 +149,8 @@ def make(wanted: Wanted, folder: Path, force: bool = False) -> tuple[Path, Graph
     if facts is None:
         _check_space(folder, wanted)
         return own, _export(wanted, own, key)
-    if facts.states:
-        _check_states(wanted)
+    if facts.states and not wanted.takes_states:
+        raise _without_states(wanted)
     if facts.quality:
         with stage(role, "quality") as said:
             said.note = quality.describe(facts.quality)
@@ -241,8 +245,8 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
         said.note = f"{parameters / 1e6:,.1f} M parameters, {checkpoint.architecture}"
         if checkpoint.packed:
             said.note += f", {checkpoint.packed}" + ("" if narrow else f", made {wanted.dtype}")
-        if carries(model):
-            _check_states(wanted)
+        if not wanted.takes_states and carries(model):
+            raise _without_states(wanted)
     if quantising:
         quantising.quantise(model, wanted.max_len, folder)
     elif wanted.for_host and any(are_experts(module) for module in model.modules()):
@@ -259,8 +263,8 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
             with in_double(model), suppress(OutriderError):
                 exact = compare.reference(*given)
         shapes = cache_shapes(model, checkpoint)
-        if shapes.carried:
-            _check_states(wanted)
+        if shapes.carried and not wanted.takes_states:
+            raise _without_states(wanted)
     traced = _trace(wanted, model, shapes)
     if wanted.form == "onnx":  # a compiler of torch's graphs does this itself
         with stage(role, "simplify") as said:
@@ -317,21 +321,18 @@ def _encoder_facts(wanted: Wanted, shapes: CacheShapes) -> EncoderFacts | None:
     return EncoderFacts(*sides, wanted.checkpoint.features, shapes.source_rows, shared)
 
 
-def _check_states(wanted: Wanted) -> None:
-    """Refuse what models with a recurrent state do not have. Raises OutriderError "option",
-    "backend"."""
+def _without_states(wanted: Wanted) -> OutriderError:
+    """Of what models with a recurrent state do not have."""
     which = f"{wanted.checkpoint.source} is a {wanted.checkpoint.architecture}"
     if wanted.for_host and not wanted.cache:
-        if wanted.states:
-            return
-        raise OutriderError(
+        return OutriderError(
             "backend",
             f"{which}, and the backend does not run models with a recurrent state in this version",
             "Build with BACKEND=onnxruntime.",
         )
     name = f"CACHE={wanted.cache}" if wanted.cache else f"DTYPE={wanted.dtype}"
     name = "BACKEND=aotinductor" if wanted.form == "torch" else name
-    raise OutriderError(
+    return OutriderError(
         "option",
         f"{name} is for models without a recurrent state in this version, and {which}",
         f"Leave {name.partition('=')[0]} out: it runs on the CPU in float32, with WEIGHTS=int8 or "
