@@ -25,6 +25,7 @@ from onnx_ir.passes.common import (
 )
 from onnxscript.optimizer import optimize_ir
 
+from runtime.files.errors import OutriderError, first_line
 from runtime.files.manifest import ENCODER_FILE, GRAPH_FILE
 from runtime.files.torch_files import ENCODER_WEIGHTS_FILE, WEIGHTS_FILE
 
@@ -269,17 +270,29 @@ def save(model: ir.Model, folder: Path, *, encoder: bool = False) -> None:
         value.metadata_props.clear()
     model.graph.metadata_props.clear()
     model.metadata_props.clear()
-    ir.save(model, folder / file, external_data=weights, **saving())
+    write_model(model, folder / file, weights)
     for value in model.graph.initializers.values():
         value.const_value = None
 
 
-def saving() -> dict[str, Any]:
-    """How onnx-ir writes external data: one tensor at a time, so that a transposed copy lives only
-    while it is written. (onnx-ir 1.0 cannot otherwise, and has no option.)"""
-    if "max_workers" not in signature(ir.save).parameters:
-        return {}
-    return {"max_workers": 1, "alignment": 64}
+def write_model(model: ir.Model, file: Path, weights: str) -> None:
+    """The graph and, beside it, its weights: one tensor at a time, so that a transposed copy lives
+    only while it is written. (onnx-ir 1.0 cannot otherwise, and has no option.)
+
+    Raises OutriderError "disk" where NumPy cannot write, which keeps the system's reason to itself.
+    """
+    more = "max_workers" in signature(ir.save).parameters
+    options: dict[str, Any] = {"max_workers": 1, "alignment": 64} if more else {}
+    try:
+        ir.save(model, file, external_data=weights, **options)
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise OutriderError(
+            "disk",
+            f"{file.with_name(weights)} cannot be written: {first_line(error)}",
+            "Free some space or raise the file size limit (ulimit -f), or write to another disk.",
+        ) from None
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from runtime.files.manifest import (
 from runtime.files.torch_files import ENCODER_WEIGHTS_FILE
 
 from ..functions import recurrence
-from ..graph import saving
+from ..graph import write_model
 from ..weights.operators import OWN_DOMAIN, initializer, own_operators, put
 from .attention import Layer, NotLowered, SourceLayer, layers_of, size
 from .experts import ask_the_chosen
@@ -67,7 +67,7 @@ def write(folder: Path, capacity: int, cache: Cache | None = None) -> int:
     for domain in (DOMAIN, OWN_DOMAIN):
         model.graph.opset_imports[domain] = 1
     if cache or quantised:
-        ir.save(model, folder / HOST_FILE, external_data=HOST_WEIGHTS_FILE, **saving())
+        write_model(model, folder / HOST_FILE, HOST_WEIGHTS_FILE)
         if (folder / ENCODER_FILE).exists():
             _rewrite_encoder(folder)
     else:
@@ -83,7 +83,7 @@ def _rewrite_encoder(folder: Path) -> None:
     model.graph.opset_imports[OWN_DOMAIN] = 1
     with TemporaryDirectory(dir=folder) as aside:
         made = Path(aside) / ENCODER_FILE
-        ir.save(model, made, external_data=ENCODER_WEIGHTS_FILE, **saving())
+        write_model(model, made, ENCODER_WEIGHTS_FILE)
         for name in (ENCODER_WEIGHTS_FILE, ENCODER_FILE):
             made.with_name(name).replace(folder / name)
 

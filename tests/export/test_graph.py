@@ -17,7 +17,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, write_any
-from commands import CHECKOUT
+from commands import CHECKOUT, limited_files
 from exported import CAPACITY, LAYERS, SHORT, SHORT_DRAFT, TIED, UNTIED, eager, graph, text, type_of
 from rounds import cases
 from transformers import (
@@ -34,6 +34,7 @@ from export.functions import attention
 from export.loading import cache_shapes, load
 from export.pair import export as export_pair
 from runtime.backends.onnxruntime import OrtEngine
+from runtime.files.errors import OutriderError
 from runtime.files.manifest import GRAPH_FILE, HOST_FILE, read_pair
 from runtime.files.torch_files import WEIGHTS_FILE
 
@@ -127,6 +128,17 @@ def test_two_exports_are_the_same_files(workshop: Workshop, tmp_path: Path) -> N
 
 
 WALKED = cases([TIED, UNTIED, "gpt2", "gemma2", "mistral"], ["mixtral", "phi3-longrope"])
+
+
+def test_weights_that_numpy_cannot_write(tmp_path: Path) -> None:
+    """Fault: a full disk was a traceback there, since NumPy's error has no number."""
+    array = ir.tensor(np.ones(1 << 16, np.float32), name="w")
+    made = ir.Graph([], [], nodes=[], initializers=[ir.Value(name="w", const_value=array)])
+    model = ir.Model(made, ir_version=10)
+    simplified.write_model(model, tmp_path / GRAPH_FILE, WEIGHTS_FILE)
+    with limited_files(65536), pytest.raises(OutriderError, match="bin cannot be written") as said:
+        simplified.write_model(model, tmp_path / "again.onnx", "again.bin")
+    assert said.value.kind == "disk"
 
 
 @pytest.mark.parametrize("name", WALKED)
