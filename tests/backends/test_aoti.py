@@ -121,6 +121,7 @@ def test_who_closes_an_engine_gives_its_weights_back(bundle: Path) -> None:
         lines = Path("/proc/self/maps").read_text().splitlines()
         return sum(line.endswith(WEIGHTS_FILE) for line in lines)
 
+    gc.collect()  # the engines of the tests before
     before = mapped()
     with load(bundle) as engine:
         engine.generate([5, 6, 7], max_new_tokens=4)
