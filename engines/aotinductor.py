@@ -41,6 +41,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 # It would write a dense copy of the weights in each call.
 QUANTISED: dict[str, tuple[str, ...]] = {}
 ENCODERS = ("float32", "bfloat16")
+STATES: tuple[str, ...] = ()
 FORMAT: Format = "torch"
 LEVELS = range(0)
 CONFIG: dict[str, Any] = {

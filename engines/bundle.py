@@ -229,8 +229,7 @@ def runs(backend: str, dtype: str, sm: str = "") -> tuple[str, ...]:
     whether it runs encoder-decoders and recurrent states, which none does on a GPU."""
     builder = find(backend)
     encoders = dtype in builder.ENCODERS and not _on_gpu(builder.targets(sm, dtype))
-    states = backend == "onnxruntime" and dtype == "float32"
-    others = ((ENCODER_DECODERS, encoders), (RECURRENT_STATES, states))
+    others = ((ENCODER_DECODERS, encoders), (RECURRENT_STATES, dtype in builder.STATES))
     return (*weights_of(backend, dtype), *(kind for kind, does in others if does))
 
 

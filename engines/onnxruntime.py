@@ -24,6 +24,7 @@ from runtime.files.manifest import (
 DTYPES = ("float32", "float16")  # ONNX Runtime has no bfloat16 kernels for the CPU
 QUANTISED = {"int8": ("float32",), "int4": ("float32",)}  # what liboutrider multiplies
 ENCODERS = ("float32",)
+STATES = ("float32",)
 FORMAT: Format = "onnx"
 LEVELS = range(0)
 

@@ -34,6 +34,10 @@ class Backend(Protocol):
         """The dtypes of encoder-decoders that it builds, for CPUs."""
 
     @property
+    def STATES(self) -> tuple[str, ...]:
+        """The dtypes of models with a recurrent state that it builds."""
+
+    @property
     def FORMAT(self) -> Format:
         """Of the graphs that it builds from."""
 

@@ -100,6 +100,7 @@ class Wanted:
 
     @property
     def takes_states(self) -> bool:
+        """Whether there is a graph for layers that carry one."""
         return self.states and self.for_host and not self.cache
 
     @property
