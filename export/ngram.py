@@ -20,6 +20,7 @@ from runtime.files.errors import (
     run_command,
 )
 from runtime.files.folders import replacing
+from runtime.files.texts import read_text
 
 if TYPE_CHECKING:
     from runtime.drafts.tables import Tables
@@ -63,7 +64,7 @@ def count(tokenizer_folder: Path, texts: Sequence[Path], distances: int) -> tupl
     vocabulary = tokenizer.get_vocab()
     ids: list[int] = []
     for path in texts:
-        text = _read(path)
+        text = read_text(path, str(path))
         start = 0
         while start < len(text):
             # Cut after a line, so that few tokens become two.
@@ -77,15 +78,6 @@ def count(tokenizer_folder: Path, texts: Sequence[Path], distances: int) -> tupl
     tables = Tables.count(np.array(ids, np.int32), max(vocabulary.values()) + 1, distances)
     tables.tokenizer = fingerprint(vocabulary)
     return tables, len(ids)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OutriderError(
-            "option", f"cannot read {path}: {first_line(error)}", "Give readable UTF-8 text files."
-        ) from None
 
 
 def _progress(text: str) -> None:

@@ -13,7 +13,7 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 
 from runtime.files.audio import FeatureFacts
-from runtime.files.errors import OutriderError, first_line, refuse_first
+from runtime.files.errors import OutriderError, refuse_first
 from runtime.files.folders import point_to, refuse_foreign, write_folder
 from runtime.files.manifest import (
     ENCODER_DECODERS,
@@ -29,6 +29,7 @@ from runtime.files.manifest import (
 )
 from runtime.files.progress import note, stage
 from runtime.files.records import write_json
+from runtime.files.texts import read_text
 
 from . import part, vocabulary
 from .checkpoint import Checkpoint, find, refuse_architecture, same_encoder
@@ -335,12 +336,7 @@ def _carried(checkpoint: Checkpoint) -> bool:
 
 def _words(file: Path, tokenizer: PreTrainedTokenizerFast, width: int) -> list[int]:
     """Token ids of a text, those that every model has."""
-    try:
-        words = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OutriderError(
-            "option", f"TEXT={file} cannot be read: {first_line(error)}", "Name a UTF-8 text."
-        ) from None
+    words = read_text(file, f"TEXT={file}")
     ids: list[int] = tokenizer(words, add_special_tokens=False, verbose=False)["input_ids"]
     return [token for token in ids if token < width]
 

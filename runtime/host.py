@@ -10,8 +10,8 @@ from .backends.bits import Bits
 from .backends.registry import host_engine
 from .drafts.lookup import Corpus
 from .drafts.tables import Tables
-from .files.errors import OutriderError, first_line
 from .files.manifest import Manifest
+from .files.texts import read_text
 from .round import HostRounds
 from .sampling import kernel
 from .sampling.native import RoundSampler
@@ -75,13 +75,5 @@ def open_rounds(
 
 def _token_ids(tokenizer: Tokenizer, corpus: Path) -> list[int]:
     """Token ids of a text file. Raises OutriderError "option"."""
-    try:
-        if corpus.exists() and not corpus.is_file():  # /dev/zero has no end
-            raise OSError(f"{corpus} is no file")
-        text = corpus.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OutriderError(
-            "option", f"cannot read the corpus {corpus}: {first_line(error)}",
-            "Give a readable UTF-8 text file.",
-        ) from None  # fmt: skip
+    text = read_text(corpus, f"the corpus {corpus}")
     return tokenizer.encode(text, add_special_tokens=False)

@@ -359,7 +359,9 @@ def test_a_text_to_measure_on_is_read_before_the_export(
     workshop: Workshop, tmp_path: Path, refused: Refused
 ) -> None:
     asked = ["--weights", "int8", "--text", str(tmp_path / "text.txt")]
-    assert "cannot be read" in refused(workshop.checkpoint("llama"), *asked, kind="option")
+    assert "cannot read" in refused(workshop.checkpoint("llama"), *asked, kind="option")
+    endless = [*asked[:3], "/dev/zero"]
+    assert "/dev/zero is a device" in refused(workshop.checkpoint("llama"), *endless, kind="option")
     (tmp_path / "text.txt").write_text("")
     assert "has 0 token" in refused(workshop.checkpoint("llama"), *asked, kind="option")
 

@@ -1,0 +1,21 @@
+"""Texts that a user names: a corpus, what a build looks at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .errors import OutriderError, first_line
+
+
+def read_text(path: Path, named: str) -> str:
+    """The whole of a UTF-8 file, without a byte-order mark.
+
+    named: what the message calls it. Raises OutriderError "option".
+    """
+    try:
+        if path.is_char_device():  # /dev/zero has no end; a pipe has one
+            raise OSError(f"{path} is a device")
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        cause = f"cannot read {named}: {first_line(error)}"
+        raise OutriderError("option", cause, "Give a readable UTF-8 text file.") from None
