@@ -24,7 +24,8 @@ typedef float Unaligned __attribute__((vector_size(LANES * sizeof(float)), align
 
 inline Vector load(const float* p) { return *reinterpret_cast<const Unaligned*>(p); }
 inline void store(float* p, Vector v) { *reinterpret_cast<Unaligned*>(p) = v; }
-inline Vector splat(float x) { return Vector{} + x; }
+// x - 0 is x, which compilers know; 0 + x is not where x is -0, and they add before each broadcast.
+inline Vector splat(float x) { return x - Vector{}; }
 
 inline Vector fused(Vector a, Vector b, Vector c) { // a b + c
 #if defined(__AVX512F__)
