@@ -37,5 +37,29 @@ inline Vector fused(Vector a, Vector b, Vector c) { // a b + c
 #endif
 }
 
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Integers{__VA_ARGS__})
+#endif
+
+template <int... I> struct Lanes {};
+template <int N, int... I> struct Count : Count<N - 1, N - 1, I...> {};
+template <int... I> struct Count<0, I...> { using type = Lanes<I...>; };
+
+template <int H, class V, int... I> inline V swapped(V v, Lanes<I...>) {
+  return SHUFFLE(v, v, (I ^ H)...);
+}
+
+// `of` all lanes, half with half.
+template <int H = LANES / 2, class V, class Of> inline auto fold(V v, Of of) {
+  v = of(v, swapped<H>(v, typename Count<LANES>::type()));
+  if constexpr (H > 1) return fold<H / 2>(v, of);
+  else return v[0];
+}
+
+template <class V> inline V larger(V a, V b) { return a > b ? a : b; }
+template <class V> inline V sum_of(V a, V b) { return a + b; }
+
 } // namespace
 #endif

@@ -13,8 +13,6 @@ constexpr int COLUMNS = LANES == 16 ? 4 : 2;  // vectors of a value at a time: o
 constexpr int KEYS = OUTRIDER_ATTENTION_KEYS;
 constexpr float INF = __builtin_inff(), LOG2_E = 1.44269504f;
 
-inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
-
 // exp2_of of outrider_sampling.h for a vector: 2^t for t <= 0, exactly 0 below -126.5.
 inline Vector exp2_of(Vector t) {
   const Vector magic = splat(12582912.0f), least = splat(-127.0f);
@@ -41,37 +39,11 @@ inline Vector capped(Vector x, float cap) {
 
 // --- lanes -------------------------------------------------------------------------------------
 
-#if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Integers{__VA_ARGS__})
-#endif
-
-template <int... I> struct Lanes {};
-template <int N, int... I> struct Count : Count<N - 1, N - 1, I...> {};
-template <int... I> struct Count<0, I...> { using type = Lanes<I...>; };
-
 // Lane i: of a where bit H of i is 0, else of b, the sum of the lanes i and i ^ H.
 template <int H, int... I> inline Vector merge(Vector a, Vector b, Lanes<I...>) {
   const Vector low = SHUFFLE(a, b, ((I & H ? LANES : 0) + (I & ~H))...);
   const Vector high = SHUFFLE(a, b, ((I & H ? LANES : 0) + (I | H))...);
   return low + high;
-}
-
-template <int H, int... I> inline Vector swapped(Vector v, Lanes<I...>) {
-  return SHUFFLE(v, v, (I ^ H)...);
-}
-
-template <int H = LANES / 2> inline float sum_of(Vector v) {
-  v += swapped<H>(v, typename Count<LANES>::type());
-  if constexpr (H > 1) return sum_of<H / 2>(v);
-  else return v[0];
-}
-
-template <int H = LANES / 2> inline float largest_of(Vector v) {
-  v = larger(v, swapped<H>(v, typename Count<LANES>::type()));
-  if constexpr (H > 1) return largest_of<H / 2>(v);
-  else return v[0];
 }
 
 // --- blocks of keys and values -----------------------------------------------------------------
@@ -148,7 +120,7 @@ void weigh(Row* rows, const float* q, float* mixed, float* weights, const float*
     }
   }
   for (int r = 0; r < R; ++r) {
-    const float found = largest_of(most[r]);
+    const float found = fold(most[r], larger<Vector>);
     const float peak = found > rows[r].peak ? found : rows[r].peak;
     const Vector fade = exp2_of(splat(rows[r].peak - peak));
     rows[r].peak = peak;
@@ -384,7 +356,7 @@ void attend_head(const Call& c, int64_t slot, int64_t key_head, int64_t first, i
   for (int r = 0; r < count; ++r) {
     const int64_t token = (first + r) / group, head = key_head * group + (first + r) % group;
     float* to = c.out + ((slot * c.tokens + token) * c.heads + head) * c.value_width;
-    const float share = 1.0f / sum_of(rows[r].total);
+    const float share = 1.0f / fold(rows[r].total, sum_of<Vector>);
     for (int64_t d = 0; d < c.value_width; ++d) to[d] = mixed[r * mixed_width + d] * share;
   }
 }

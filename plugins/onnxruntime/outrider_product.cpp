@@ -1,10 +1,7 @@
 // The inner loops of products with few bits. Compiled once per instruction set, with OUTRIDER_TABLE
 // naming the table. No standard headers but the compiler's own: see outrider_tiles.cpp.
 #include "outrider_product.h"
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+#include "outrider_vector.h"
 
 namespace {
 using Call = outrider_product;
@@ -22,32 +19,35 @@ int64_t blocks_of(const Call& c) { return (c.depth + BLOCK - 1) / BLOCK; }
 void round_row(const Call& c, int64_t row) {
   const int64_t blocks = blocks_of(c);
   for (int64_t b = 0; b < blocks; ++b) {
-    alignas(64) float x[BLOCK] = {};
-    const int64_t there = c.depth - b * BLOCK < BLOCK ? c.depth - b * BLOCK : BLOCK;
-    __builtin_memcpy(x, c.x + row * c.depth + b * BLOCK,
-                     static_cast<unsigned long>(there) * sizeof(float));
-    // The largest number by its bits: a NaN is larger than all, so the scale of its block is NaN.
-    int32_t most_bits = 0;
-    for (int i = 0; i < BLOCK; ++i) {
-      int32_t bits;
-      __builtin_memcpy(&bits, &x[i], sizeof bits);
-      bits &= 0x7FFFFFFF;
-      most_bits = bits > most_bits ? bits : most_bits;
+    alignas(64) float rest[BLOCK];
+    const float* from = c.x + row * c.depth + b * BLOCK;
+    if (const int64_t there = c.depth - b * BLOCK; there < BLOCK) {
+      for (int i = 0; i < BLOCK; ++i) rest[i] = i < there ? from[i] : 0.0f;
+      from = rest;
     }
+    // The largest number by its bits: a NaN is larger than all, so the scale of its block is NaN.
+    Integers sizes{};
+    for (int i = 0; i < BLOCK; i += LANES) {
+      const Integers size = reinterpret_cast<Integers>(load(from + i)) & 0x7FFFFFFF;
+      sizes = larger(sizes, size);
+    }
+    const int32_t most_bits = fold(sizes, larger<Integers>);
     float most;
     __builtin_memcpy(&most, &most_bits, sizeof most);
     // Of what is smaller, 127 / most is no finite number; it counts for nothing.
     const float scale = most / 127.0f, inverse = most > 4e-37f ? 127.0f / most : 0.0f;
-    int32_t sum = 0;
+    Integers sums{};
+    alignas(64) int32_t wide[BLOCK];
     int8_t* levels = c.x_levels + (row * blocks + b) * BLOCK;
-    for (int i = 0; i < BLOCK; ++i) {
-      const float shifted = x[i] * inverse + 12582912.0f; // to the nearest whole number, in its bits
-      int32_t bits;
-      __builtin_memcpy(&bits, &shifted, sizeof bits);
-      const int8_t level = static_cast<int8_t>(bits - 0x4B400000);
-      levels[i] = level;
-      sum += level;
+    for (int i = 0; i < BLOCK; i += LANES) {
+      // To the nearest whole number, in the last bits; of what is not finite that is 0.
+      const Vector shifted = load(from + i) * splat(inverse) + splat(12582912.0f);
+      const Integers level = (reinterpret_cast<Integers>(shifted) - 0x4B400000) << 24 >> 24;
+      __builtin_memcpy(wide + i, &level, sizeof level);
+      sums += level;
     }
+    for (int i = 0; i < BLOCK; ++i) levels[i] = static_cast<int8_t>(wide[i]);
+    const int32_t sum = fold(sums, sum_of<Integers>);
     c.x_scales[row * blocks + b] = scale;
     c.x_sums[row * blocks + b] = c.bits == 4 ? -8 * sum : -128 * sum;
   }
@@ -113,6 +113,12 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
 
 #elif defined(__AVX2__)
 
+#if !defined(__clang__)
+#pragma GCC push_options
+// Else GCC puts all products of a block before their sums, in memory.
+#pragma GCC optimize("no-tree-ter", "no-tree-reassoc")
+#endif
+
 // Sums of two neighbours, of 16 bits.
 inline __m256i pairs(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
 
@@ -149,7 +155,7 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
         sum[1][r] = added<BITS>(sum[1][r], other, fours);
       }
     };
-#pragma GCC unroll 1 // else GCC puts all products of a block before their sums, in memory
+#pragma GCC unroll 8
     for (int j = 0; j < BITS; ++j) {
       const __m256i* bytes = reinterpret_cast<const __m256i*>(levels + 64 * j);
       const __m256i one = _mm256_loadu_si256(bytes), other = _mm256_loadu_si256(bytes + 1);
@@ -184,6 +190,10 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
                      static_cast<unsigned long>(there < PANEL ? there : PANEL) * sizeof(float));
   }
 }
+
+#if !defined(__clang__)
+#pragma GCC pop_options
+#endif
 
 #else
 
