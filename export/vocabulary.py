@@ -17,7 +17,7 @@ from runtime.files.rules import TextRules
 
 from .audio import tokens
 from .checkpoint import Checkpoint, generation_config
-from .formats import llamacpp
+from .formats import gguf_tokenizer
 
 # One of them holds the tokens. Without any, Transformers makes up a tokenizer for some models.
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
@@ -41,7 +41,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
         )
     try:
         if own:
-            return llamacpp.tokenizer(checkpoint.source, own)
+            return gguf_tokenizer.read(checkpoint.source, own)
         tokenizer = _read_tokenizer(checkpoint)
     except OutriderError:
         raise

@@ -1,114 +1,73 @@
-"""What llama.cpp's keys and names mean to Transformers: configuration, weights and tokenizer.
+"""What llama.cpp's keys and names mean to Transformers: configuration and weights.
 
-What a file says and this table does not know is refused by name: a factor that is silently left out
+What a file says and `families` does not know is refused by name: a factor that is silently left out
 is another model.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import Any
 
 import torch
-from tokenizers import pre_tokenizers
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
-from transformers.integrations.gguf import gguf_tokenizer_mapping as vocabularies
+from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from runtime.files.errors import OutriderError, first_line
 
+from .families import FAMILIES, KEYS, LAYER, TENSORS, Family
 from .gguf import GgufFile
-from .packed import Lazy, Packed, Reordered, damaged, take
+from .packed import Lazy, Packed, Reordered, damaged, expect, modules, take
 
-
-@dataclass(frozen=True)
-class _Family:
-    """rotated: llama.cpp's rotation takes neighbours for pairs, so rows of queries and keys lie in
-    another order than Transformers'."""
-
-    model_type: str
-    head: str
-    rotated: bool = False
-
-
-_FAMILIES = {
-    "llama": _Family("llama", "LlamaForCausalLM", rotated=True),  # and Mistral
-    "qwen2": _Family("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": _Family("qwen3", "Qwen3ForCausalLM"),
-}
-_FIELDS = {
-    "context_length": "max_position_embeddings",
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.key_length": "head_dim",
-}
-_KNOWN = {*_FIELDS, "vocab_size", "rope.freq_base"}
-_WIDTHS = ("rope.dimension_count", "attention.value_length")  # those of a head, or not carried
-_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+_DERIVED = {"num_key_value_heads", "head_dim", "original_max_position_embeddings"}
+_NOTHING = (0, "", "none")
+_EXPECTED = {"attention.causal": (True,), "rope.scaling.finetuned": (True,)}
 _FACTORS = "rope_freqs.weight"
+_LONG = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 
 
 def packed(name: str, file: GgufFile) -> tuple[PretrainedConfig, Packed]:
     """Raises OutriderError "architecture" for a family that is not in the table, "checkpoint" for
     a file that says what cannot be carried over."""
     architecture = str(file.metadata["general.architecture"])
-    if architecture not in _FAMILIES:
+    if architecture not in FAMILIES:
         raise OutriderError(
             "architecture",
-            f"{name} is a GGUF file of {architecture!r}; read are {', '.join(_FAMILIES)}",
+            f"{name} is a GGUF file of {architecture!r}; read are {', '.join(FAMILIES)}",
             "Use the checkpoint that it was made from, in the Hugging Face layout.",
         )
-    family = _FAMILIES[architecture]
+    family = FAMILIES[architecture]
     config = _config(name, file, family, architecture)
-
-    def tensors() -> dict[str, Lazy]:
-        return {
-            _renamed(key): _turned(key, tensor, config) if family.rotated else tensor
-            for key, tensor in file.tensors.items()
-            if key != _FACTORS
-        }
-
-    return config, Packed("GGUF", file.bits, " and ".join(file.kinds[:3]), tensors)
+    details = " and ".join(file.kinds[:3])
+    return config, Packed("GGUF", file.bits, details, lambda: _tensors(name, file, family, config))
 
 
-def _config(name: str, file: GgufFile, family: _Family, architecture: str) -> PretrainedConfig:
+def _config(name: str, file: GgufFile, family: Family, architecture: str) -> PretrainedConfig:
     said = {
         key.removeprefix(f"{architecture}."): value
         for key, value in file.metadata.items()
         if key.startswith(f"{architecture}.")
     }
-    fields = {field: said[key] for key, field in _FIELDS.items() if key in said}
-    needed = set(_FIELDS.values()) - {"num_key_value_heads", "head_dim"}
-    if missing := sorted(needed - fields.keys()):
+    keys = {**KEYS, **family.keys}  # what is understood is taken out
+    read = {field: said.pop(key) for key, field in keys.items() if key in said}
+    read = {f: value for f, value in read.items() if value != 0 or f not in family.given}
+    fields = {**family.given, **read}
+    if missing := sorted(set(keys.values()) - _DERIVED - fields.keys()):
         raise damaged(name, f"its metadata lacks {missing[0]}")
-    heads = fields["num_attention_heads"]
-    theta = said.get("rope.freq_base", 10_000.0)
-    if not all(type(value) in (int, float) and value > 0 for value in (*fields.values(), theta)):
-        raise _not_carried(name, "sizes that differ from layer to layer, or are none")
-    fields.setdefault("head_dim", fields["hidden_size"] // heads)
+    _check_sizes(name, *read.values())
+    width, heads = fields["hidden_size"], fields["num_attention_heads"]
+    fields.setdefault("head_dim", width // heads)
     fields.setdefault("num_key_value_heads", heads)
-    whole = dict.fromkeys(_WIDTHS, fields["head_dim"])
+    if family.widest is not None:
+        widest = fields["num_hidden_layers"] == family.widest
+        fields["query_pre_attn_scalar"] = width // heads if widest else fields["head_dim"]
+    rope = _rope(name, file, family, fields, said)
+    whole = dict.fromkeys(("attention.value_length", "rope.dimension_count"), (fields["head_dim"],))
+    expected = {**_EXPECTED, **whole}
+    said.pop("vocab_size", None)  # the embedding says it
     for key, value in said.items():
-        if value not in ((whole[key],) if key in whole else (0, "", "none")) and key not in _KNOWN:
+        if value not in expected.get(key, _NOTHING):
             raise _not_carried(name, f"{architecture}.{key} = {str(value)[:40]}")
-    rope = {"rope_type": "default", "rope_theta": theta}
     embedding = take(name, dict(file.tensors), "token_embd.weight")
     named = file.tensors.keys()
     ends = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
@@ -130,16 +89,67 @@ def _config(name: str, file: GgufFile, family: _Family, architecture: str) -> Pr
     except Exception as error:  # noqa: BLE001 - each configuration class validates in its own way
         raise damaged(name, f"its metadata is no configuration: {first_line(error)}") from None
     if _FACTORS in named:
+        if rope.keys() != {"rope_type", "rope_theta"}:
+            raise _not_carried(name, f"{_FACTORS} beside another kind of rotary embedding")
         _take_factors(name, config, file.tensors[_FACTORS][...])
     return config
+
+
+def _check_sizes(name: str, *sizes: object) -> None:
+    if not all(type(size) in (int, float) and size > 0 for size in sizes):  # type: ignore[operator]
+        raise _not_carried(name, "sizes that differ from layer to layer, or are none")
+
+
+def _rope(
+    name: str, file: GgufFile, family: Family, fields: dict[str, Any], said: dict[str, Any]
+) -> dict[str, Any]:
+    """Transformers' rope_parameters, of what it takes out of `said`."""
+
+    def number(key: str, default: float) -> Any:
+        value = said.pop(f"rope.{key}", default)
+        _check_sizes(name, value)
+        return value
+
+    rope = {"rope_type": "default", "rope_theta": number("freq_base", 10_000.0)}
+    kind = said.get("rope.scaling.type", "linear")
+    if family.partial:
+        width = fields["head_dim"]
+        turned = number("dimension_count", width)
+        rope["partial_rotary_factor"] = turned / width
+        if int(width * rope["partial_rotary_factor"]) != turned or turned > width:
+            raise _not_carried(name, f"a rotary embedding of {turned} in {width}")
+        fields.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
+        if not file.tensors.keys().isdisjoint(_LONG.values()):
+            rope |= {"rope_type": "longrope", **_long_factors(name, file, turned // 2)}
+            rope["attention_factor"] = number("scaling.attn_factor", 1.0)
+    elif kind == "linear" and said.get("rope.scaling.factor"):
+        rope |= {"rope_type": kind, "factor": number("scaling.factor", 1.0)}
+    if rope["rope_type"] == kind:
+        said.pop("rope.scaling.type", None)
+    if family.local:
+        near = {"rope_type": "default", "rope_theta": number("freq_base_swa", 10_000.0)}
+        rope = {"full_attention": rope, "sliding_attention": near}
+    return rope
+
+
+def _long_factors(name: str, file: GgufFile, count: int) -> dict[str, list[float]]:
+    """LongRoPE's, of which a build has the short ones (`loading.check_length`)."""
+    found = {field: take(name, dict(file.tensors), key)[...] for field, key in _LONG.items()}
+    for field, factors in found.items():
+        _check_factors(name, _LONG[field], factors, count)
+    return {field: factors.tolist() for field, factors in found.items()}
+
+
+def _check_factors(name: str, key: str, factors: torch.Tensor, count: int) -> None:
+    if factors.shape != (count,) or not bool((factors.isfinite() & (factors > 0)).all()):
+        raise damaged(name, f"{key} is no factor for each of {count} frequencies")
 
 
 def _take_factors(name: str, config: PretrainedConfig, factors: torch.Tensor) -> None:
     """llama.cpp writes Llama 3's rotary embedding as what divides each frequency."""
     plain = config.rope_parameters
     theta, width = plain["rope_theta"], config.head_dim
-    if factors.shape != (width // 2,) or not bool((factors.isfinite() & (factors > 0)).all()):
-        raise damaged(name, f"{_FACTORS} is no factor for each of {width // 2} frequencies")
+    _check_factors(name, _FACTORS, factors, width // 2)
     config.rope_parameters = {
         **plain,
         "rope_type": "llama3",
@@ -162,13 +172,48 @@ def _not_carried(name: str, what: str) -> OutriderError:
     )
 
 
-def _renamed(key: str) -> str:
+def _tensors(
+    name: str, file: GgufFile, family: Family, config: PretrainedConfig
+) -> dict[str, Lazy]:
+    """All of the file's, under Transformers' names and as it has them."""
+    found, layer = {}, {**LAYER, **family.layer}
+    for key, tensor in file.tensors.items():
+        if key == _FACTORS or (family.partial and key in _LONG.values()):
+            continue  # the configuration has them
+        as_there = _turned(key, tensor, config) if family.rotated else tensor
+        if family.shifted and key.endswith("norm.weight"):
+            as_there = _less_one(tensor)
+        found[_renamed(key, layer)] = as_there
+    for experts in modules(found, "gate_proj"):
+        gate, up = (take(name, found, experts + part) for part in ("gate_proj", "up_proj"))
+        found[experts + "gate_up_proj"] = _joined(name, experts, gate, up)
+    return found
+
+
+def _renamed(key: str, layer: dict[str, str]) -> str:
     """Transformers' name; of what has none the old one, which the model then does not take."""
-    if layer := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", key):
-        number, part, last = layer.groups()
-        return f"model.layers.{number}.{_LAYER[part]}.{last}" if part in _LAYER else key
+    if parts := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", key):
+        number, part, last = parts.groups()
+        if part not in layer:
+            return key
+        # What Transformers stacks is a parameter by itself.
+        stacked = part.endswith("_exps") and last == "weight"
+        return f"model.layers.{number}.{layer[part]}" + ("" if stacked else f".{last}")
     part, _, last = key.rpartition(".")
-    return f"{_TENSORS[part]}.{last}" if part in _TENSORS else key
+    return f"{TENSORS[part]}.{last}" if part in TENSORS else key
+
+
+def _less_one(norm: Lazy) -> Lazy:
+    """The model adds the 1 again, in float32 as llama.cpp's converter does."""
+    return Lazy(lambda: norm[...].float() - 1, norm.shape)
+
+
+def _joined(name: str, experts: str, gate: Lazy, up: Lazy) -> Lazy:
+    """[E, F, H] twice, as [E, 2 F, H]."""
+    count, rows, width = (*gate.shape, 0, 0, 0)[:3]
+    for part, tensor in (("gate_proj", gate), ("up_proj", up)):
+        expect(name, experts + part, tensor, {tensor.dtype}, count, rows, width)
+    return Lazy(lambda: torch.cat([gate[...], up[...]], 1), (count, 2 * rows, width))
 
 
 def _turned(key: str, tensor: Lazy, config: PretrainedConfig) -> Lazy:
@@ -183,33 +228,3 @@ def _turned(key: str, tensor: Lazy, config: PretrainedConfig) -> Lazy:
         return Reordered(tensor.stored(), pairs.transpose(1, 2).flatten())
 
     return Lazy(make, tensor.shape, tensor.dtype)
-
-
-# Byte-level vocabularies whose texts are cut as GPT-2's, and those that have digits cut as well.
-_GPT2_SPLIT = {"gpt-2", "phi-2", "mpt", "olmo", "jais"}
-_DIGITS_SPLIT = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
-
-
-def tokenizer(name: str, file: GgufFile) -> PreTrainedTokenizerFast:
-    """The file's own, with its chat template. Raises OutriderError "checkpoint" where the way of
-    cutting texts into tokens is not known."""
-    architecture, parts, options = vocabularies.get_gguf_tokenizer(str(file.path))
-    cut = parts.get("pre_tokenizer_type")
-    known = _GPT2_SPLIT | _DIGITS_SPLIT | vocabularies.GGUF_PRE_TOKENIZER_SPLITS.keys()
-    if parts.get("tokenizer_type") == "gpt2" and cut not in known:
-        raise OutriderError(
-            "checkpoint",
-            f"{name} cuts texts in a way that is not known: tokenizer.ggml.pre = {cut!r}",
-            "Put the file into a folder with its original's tokenizer.json, and give the folder.",
-        )
-    backend, _ = vocabularies.convert_gguf_tokenizer(architecture, parts)
-    if cut in _DIGITS_SPLIT:
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False),
-            ]
-        )
-    made: PreTrainedTokenizerFast
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, **options)  # type: ignore[no-untyped-call]
-    return made

@@ -7,6 +7,7 @@ it block by block as the formats' own sources describe it.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import struct
 from collections.abc import Callable
@@ -273,11 +274,32 @@ _LAYER = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    "mlp.down_proj": "ffn_down", "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp", "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps", "mlp.experts.down_proj": "ffn_down_exps",
+    "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+_NEIGHBOURS = {"llama", "granite", "smollm3"}  # what the rotation takes for pairs
+_ARCHITECTURE = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}  # where it is no model_type
+# By fields of the configuration; each file has those whose fields there are.
+_KEYS = {
+    "num_hidden_layers": "block_count", "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping", "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
 }  # fmt: skip
 
 
-def _name(name: str) -> str:
+def _name(name: str, family: str) -> str:
+    if family.startswith("gemma"):
+        name = name.replace("post_attention_layernorm", "post_attention_norm")
     for theirs, ours in (("model.embed_tokens", "token_embd"), ("model.norm", "output_norm")):
         name = name.replace(theirs, ours)
     name = name.replace("lm_head", "output").replace("model.layers.", "blk.")
@@ -286,44 +308,81 @@ def _name(name: str) -> str:
     return name
 
 
+def _metadata(config: dict[str, Any], family: str) -> dict[str, Any]:
+    """As the converter of this family writes it."""
+    rope, head = config.get("rope_parameters") or {}, config.get("head_dim")
+    said = {key: config[field] for field, key in _KEYS.items() if config.get(field) is not None}
+    if family.startswith("gemma"):
+        said |= {"attention.key_length": head, "attention.value_length": head}
+    if family.startswith("gemma") or family == "phi3":
+        said["attention.sliding_window"] = config["sliding_window"] or 0
+    if family == "gemma3":
+        said["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    if family == "phi3":
+        width = config["hidden_size"] // config["num_attention_heads"]
+        said["rope.dimension_count"] = int(rope.get("partial_rotary_factor", 1.0) * width)
+    if rope.get("rope_type") == "linear":
+        said |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
+    if rope.get("rope_type") == "longrope":
+        original = config["original_max_position_embeddings"]
+        more = math.log(config["max_position_embeddings"] / original) / math.log(original)
+        said["rope.scaling.attn_factor"] = math.sqrt(1 + more)
+    if family in _NEIGHBOURS:
+        said["vocab_size"] = config["vocab_size"]
+    said["rope.freq_base"] = float(rope.get("rope_theta", 10_000.0))
+    return {f"{family}.{key}": value for key, value in said.items()}
+
+
+def _stacked(dense: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts of a layer as one tensor."""
+    found: dict[str, Any] = {}
+    for name, tensor in dense.items():
+        if ".experts." in name:
+            layer, _, part = name.partition(".experts.")
+            found.setdefault(f"{layer}.experts.{part.partition('.')[2]}", []).append(tensor)
+        else:
+            found[name] = tensor
+    return {name: torch.stack(t) if isinstance(t, list) else t for name, t in found.items()}
+
+
 def gguf(
     file: Path, source: Path, kind: str = "F32", *, more: dict[str, Any] | None = None,
     tensors: dict[str, np.ndarray] | None = None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """The checkpoint as llama.cpp's converter would write it, with random blocks of this kind in
-    the projections whose rows are whole blocks. more, tensors: beyond that. Returns the dense
-    tensors that it means, under Transformers' names."""
+    the projections whose rows are whole blocks. more, tensors: beyond that; None for a key that is
+    left out. Returns the dense tensors that it means, under Transformers' names but for experts,
+    which are stacked."""
     config = json.loads((source / "config.json").read_text())
-    family, heads = config["model_type"], config["num_attention_heads"]
-    dense = load_file(source / "model.safetensors")
+    heads, rope = config["num_attention_heads"], config.get("rope_parameters") or {}
+    family = _ARCHITECTURE.get(config["model_type"], config["model_type"])
+    dense = _stacked(load_file(source / "model.safetensors"))
     rng, written = np.random.default_rng(4), {}
     for name, tensor in dense.items():
         stored = tensor.float().numpy()
         turned = {"q_proj": heads, "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
-        turned = turned if family == "llama" else None
+        turned = turned if family in _NEIGHBOURS else None
         number, block = GGML.get(kind, (0, None))
-        if block and name.endswith("proj.weight") and stored.shape[1] % len(block(rng)[1]) == 0:
+        if block and name.endswith("proj.weight") and stored.shape[-1] % len(block(rng)[1]) == 0:
             each = len(block(rng)[1])
             blocks = [block(rng) for _ in range(stored.size // each)]
             data = b"".join(content for content, _ in blocks)
             stored = np.concatenate([values for _, values in blocks]).reshape(stored.shape)
             dense[name] = torch.from_numpy(_halves(stored, turned) if turned else stored)
         else:
+            if family.startswith("gemma") and name.endswith("norm.weight"):
+                stored = stored + 1
             number, data = 0, (neighbours(stored, turned) if turned else stored).tobytes()
-        written[_name(name)] = (number, tensor.shape, data)
+        written[_name(name, family)] = (number, tensor.shape, data)
+    for length in ("short", "long") if rope.get("rope_type") == "longrope" else ():
+        table = np.float32(rope[f"{length}_factor"])
+        written[f"rope_factors_{length}.weight"] = (0, table.shape, table.tobytes())
     for name, table in (tensors or {}).items():
         written[name] = (0, table.shape, table.astype(np.float32).tobytes())
-    rope = config.get("rope_parameters") or {}
     metadata = {
         "general.architecture": family,
-        f"{family}.block_count": config["num_hidden_layers"],
-        f"{family}.context_length": config["max_position_embeddings"],
-        f"{family}.embedding_length": config["hidden_size"],
-        f"{family}.feed_forward_length": config["intermediate_size"],
-        f"{family}.attention.head_count": heads,
-        f"{family}.attention.head_count_kv": config["num_key_value_heads"],
-        f"{family}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        f"{family}.rope.freq_base": float(rope.get("rope_theta", 10_000.0)),
+        **_metadata(config, family),
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": list(TOKENS),
@@ -333,7 +392,8 @@ def gguf(
         "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
         **(more or {}),
     }
-    file.write_bytes(_gguf_bytes(metadata, written))
+    said = {key: value for key, value in metadata.items() if value is not None}
+    file.write_bytes(_gguf_bytes(said, written))
     return dense
 
 
@@ -363,11 +423,12 @@ def _value(value: Any) -> bytes:
         return struct.pack("<I", 8) + _string(value)
     if isinstance(value, float):
         return struct.pack("<If", 6, value)
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
     if isinstance(value, int):
         return struct.pack("<II", 4, value)
-    texts = not value or isinstance(value[0], str)
-    items = [_string(item) if texts else struct.pack("<I", item) for item in value]
-    return struct.pack("<IIQ", 9, 8 if texts else 4, len(items)) + b"".join(items)
+    kind = struct.unpack("<I", _value(value[0])[:4])[0] if value else 8
+    return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(_value(item)[4:] for item in value)
 
 
 def _gguf_bytes(metadata: dict[str, Any], tensors: dict[str, tuple[int, Any, bytes]]) -> bytes:

@@ -13,7 +13,7 @@ import numpy as np
 import packers
 import pytest
 import torch
-from checkpoints import EOS, VOCAB_SIZE
+from checkpoints import EOS, VOCAB_SIZE, WINDOW
 from exported import Refused, command, edit_weights, text
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -274,14 +274,44 @@ def test_packed_experts_become_dense(workshop: Workshop, tmp_path: Path) -> None
     assert {weight.dim() for weight in kept.parameters() if not isinstance(weight, Table)} == {1, 3}
 
 
-@pytest.mark.parametrize("name", ["llama", "llama3", "qwen2", "qwen3"])
+def rope(kind: str, theta: float, **own: float) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": theta, **own}
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# Of what a file says, what the tiny checkpoints leave at its default.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": rope("linear", 1e4, factor=4.0)},
+    "llama3": {"rope_parameters": rope("llama3", 5e5, factor=8.0, **LLAMA3)},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3-moe": {"norm_topk_prob": True},
+    "gemma2": {"num_hidden_layers": 2},  # one with a window
+    "gemma3": {
+        "num_hidden_layers": 6, "layer_types": None, "final_logit_softcapping": 4.0,
+        "rope_parameters": {
+            "full_attention": rope("linear", 1e6, factor=8.0),
+            "sliding_attention": rope("default", 2e4),
+        },
+    },
+    "phi3": {
+        "rope_parameters": rope("default", 2e4, partial_rotary_factor=0.5),
+        "sliding_window": WINDOW,
+    },
+    "phi3-longrope": {"sliding_window": None},
+    "granite": {
+        "attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
+    "smollm3": {"num_hidden_layers": 4},  # one without rotation
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_gguf_says_the_same_as_its_original(workshop: Workshop, tmp_path: Path, name: str) -> None:
-    """The configuration too: rotation, heads, norms, biases, tied or not."""
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
-    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    own = {"rope_parameters": rope} if name == "llama3" else {}
-    source = workshop.checkpoint(name, num_hidden_layers=1, **own)
-    original = AutoModelForCausalLM.from_pretrained(source).eval()
+    """The configuration too: rotation, heads, norms, biases, windows, caps, tied or not."""
+    source = workshop.checkpoint(name, **{"num_hidden_layers": 1, **FAMILIES[name]})
+    original = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
     more = {}
     if name == "llama3":
         llama3, _ = ROPE_INIT_FUNCTIONS["llama3"](original.config)
@@ -292,6 +322,33 @@ def test_gguf_says_the_same_as_its_original(workshop: Workshop, tmp_path: Path, 
     with torch.no_grad():
         theirs = load(find(str(tmp_path)), torch.float32)(ids).logits
         torch.testing.assert_close(theirs, original(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_the_largest_gemma_scales_its_scores_otherwise(
+    workshop: Workshop, tmp_path: Path, name: str, layers: int
+) -> None:
+    """By hidden_size / heads, 64 / 4, which a file tells by its number of layers alone."""
+    source = workshop.checkpoint(name)
+    for count, scale in ((layers, 16), (layers - 1, 32)):
+        width = {f"{name}.attention.{part}_length": 32 for part in ("key", "value")}
+        packers.gguf(tmp_path / "m.gguf", source, more={f"{name}.block_count": count, **width})
+        assert find(str(tmp_path)).config.query_pre_attn_scalar == scale
+
+
+def test_the_experts_of_gguf_files(workshop: Workshop, tmp_path: Path) -> None:
+    """What the file stacks is in Transformers' order, gate before up, to the bit."""
+    source = workshop.checkpoint("qwen3-moe", num_hidden_layers=1)
+    dense = packers.gguf(tmp_path / "model.gguf", source, "Q8_0")
+    mlp = "model.layers.0.mlp.experts."
+    gate, up, down = (dense.pop(f"{mlp}{part}_proj.weight") for part in ("gate", "up", "down"))
+    dense |= {mlp + "gate_up_proj": torch.cat([gate, up], 1), mlp + "down_proj": down}
+    found = find(str(tmp_path))
+    assert different(loaded(tmp_path), dense) == []
+    kept = dict(load_as_stored(found).named_parameters())
+    assert isinstance(kept["model.layers.0.mlp.gate.weight"], Table)
+    assert torch.equal(kept[mlp + "gate_up_proj"], dense[mlp + "gate_up_proj"])
+    assert carries(down[0], 8) and not carries(down[0], 4)
 
 
 def test_a_changed_nibble_is_another_model(source: Path, tmp_path: Path) -> None:
@@ -497,6 +554,7 @@ ODD_GGUF: dict[str, tuple[dict[str, Any], str]] = {
     "a key that would be lost": (
         _says("llama.rope.scaling.type", "yarn"), "llama.rope.scaling.type = yarn",
     ),
+    "an encoder": (_says("llama.attention.causal", False), "attention.causal = False"),
     "half a rotation": (_says("llama.rope.dimension_count", 8), "dimension_count = 8"),
     "sizes by layer": (
         _says("llama.attention.head_count_kv", [2, 4]), "differ from layer to layer",
@@ -527,6 +585,66 @@ def test_gguf_files_that_say_more(
     packers.gguf(tmp_path / "model.gguf", source, **more)
     kind = "architecture" if what == "another family" else "checkpoint"
     assert words in refused(tmp_path / "model.gguf", kind=kind)
+
+
+LONG = "rope_factors_long.weight"
+ODD_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no window": ("gemma3", _says("gemma3.attention.sliding_window", None), "lacks sliding_window"),
+    "a window of none": ("gemma2", _says("gemma2.attention.sliding_window", 0), "or are none"),
+    "windows by layer": (
+        "gemma2", _says("gemma2.attention.sliding_window_pattern", [1, 0]), "pattern = [1, 0]",
+    ),
+    "no cap": ("gemma2", _says("gemma2.attn_logit_softcapping", None), "lacks attn_logit_soft"),
+    "caps by layer": (
+        "gemma3", _says("gemma3.final_logit_softcapping", [4.0, 5.0]), "differ from layer to layer",
+    ),
+    "another rotation near by": (
+        "qwen3", _says("qwen3.rope.freq_base_swa", 1e4), "rope.freq_base_swa = 10000.0",
+    ),
+    "a factor of no kind": (
+        "gemma3",
+        {"more": {"gemma3.rope.scaling.type": "none", "gemma3.rope.scaling.factor": 8.0}},
+        "rope.scaling.factor = 8.0",
+    ),
+    "more than a whole rotation": (
+        "phi3", _says("phi3.rope.dimension_count", 18), "a rotary embedding of 18 in 16",
+    ),
+    "louder without factors": (
+        "phi3", _says("phi3.rope.scaling.attn_factor", 1.19), "attn_factor = 1.19",
+    ),
+    "long factors alone": ("phi3", {"tensors": {LONG: np.ones(8)}}, "it lacks rope_factors_short"),
+    "long factors too few": (
+        "phi3-longrope", {"tensors": {LONG: np.ones(7)}}, f"{LONG} is no factor for each of 8",
+    ),
+    "factors of two kinds": (
+        "phi3", {"tensors": {"rope_freqs.weight": np.ones(8)}}, "beside another kind of rotary",
+    ),
+    "long factors of a Llama": ("llama", {"tensors": {LONG: np.ones(8)}}, f"{LONG} first"),
+    "no rotation": ("granite", _says("granite.rope.scaling.finetuned", False), "finetuned = False"),
+    "a multiplier too few": ("granite", _says("granite.logit_scale", None), "lacks logits_scaling"),
+    "weights of experts": (
+        "qwen3-moe", _says("qwen3moe.expert_weights_scale", 2.5), "expert_weights_scale = 2.5",
+    ),
+    "experts of other sizes": (
+        "qwen3-moe", _says("qwen3moe.expert_feed_forward_length", 64), "experts.down_proj first",
+    ),
+    "experts of two sizes": (
+        "qwen3-moe", {"tensors": {"blk.0.ffn_up_exps.weight": np.ones((4, 16, 64))}},
+        "up_proj is F32 [4, 16, 64] in place of F32 [4, 32, 64]",
+    ),
+    "a layer that is dense": (
+        "qwen3-moe", {"tensors": {"blk.0.ffn_gate.weight": np.ones((96, 64))}}, "gate_proj.weight",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ODD_FAMILIES)
+def test_what_other_families_say_and_lose(
+    workshop: Workshop, tmp_path: Path, what: str, refused: Refused
+) -> None:
+    name, more, words = ODD_FAMILIES[what]
+    packers.gguf(tmp_path / "m.gguf", workshop.checkpoint(name, **FAMILIES[name]), **more)
+    assert words in refused(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize("length", [3, 4, 100, 3000, -100])

@@ -1,0 +1,131 @@
+"""What llama.cpp's families are to Transformers: its models, fields of their configurations, and
+names of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs from family to family.
+
+    rotated: llama.cpp's rotation takes neighbours for pairs, so rows of queries and keys lie in
+    another order than Transformers'. keys: of the metadata, beyond `KEYS`. given: what is so where
+    no key says otherwise. layer: names within a layer, where other than `LAYER`. shifted: norms are
+    stored with the 1 that Transformers' model adds. local: layers with a window have a rotary
+    embedding of their own. partial: it may be of a part of each head, with factors for its
+    frequencies. widest: the number of layers at which scores are scaled by the square root of
+    hidden_size / heads in place of the head's width, which no key says; None where they never are.
+    """
+
+    model_type: str
+    head: str
+    rotated: bool = False
+    keys: Mapping[str, str] = field(default_factory=dict)
+    given: Mapping[str, Any] = field(default_factory=dict)
+    layer: Mapping[str, str] = field(default_factory=dict)
+    shifted: bool = False
+    local: bool = False
+    partial: bool = False
+    widest: int | None = None
+
+
+KEYS = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+}
+TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
+_GEMMA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+FAMILIES = {
+    "llama": Family("llama", "LlamaForCausalLM", rotated=True),  # and Mistral
+    "qwen2": Family("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Family("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        keys={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        given={"norm_topk_prob": True},
+        layer={
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_exps": "mlp.experts.gate_proj",
+            "ffn_up_exps": "mlp.experts.up_proj",
+            "ffn_down_exps": "mlp.experts.down_proj",
+        },
+    ),
+    # Which layers have a window is by default the same in both.
+    "gemma2": Family(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        keys={**_WINDOW, **_CAP, "attn_logit_softcapping": "attn_logit_softcapping"},
+        layer=_GEMMA,
+        shifted=True,
+        widest=46,
+    ),
+    "gemma3": Family(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        keys={**_WINDOW, **_CAP},
+        given={"final_logit_softcapping": None},
+        layer=_GEMMA,
+        shifted=True,
+        local=True,
+        widest=62,
+    ),
+    # llama.cpp itself ignores this one's window, which the original has.
+    "phi3": Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        keys={
+            **_WINDOW,
+            "rope.scaling.original_context_length": "original_max_position_embeddings",
+        },
+        given={"sliding_window": None},
+        layer={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        partial=True,
+    ),
+    "granite": Family(
+        "granite",
+        "GraniteForCausalLM",
+        rotated=True,
+        keys={
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+    ),
+    # Every fourth layer is without rotary embedding, by default in both.
+    "smollm3": Family("smollm3", "SmolLM3ForCausalLM", rotated=True),
+}
