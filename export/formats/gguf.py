@@ -25,14 +25,15 @@ _Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _Q4_K, _Q5_K, _Q6_K = 2, 3, 6, 7, 8, 12, 13, 
 _BLOCK = {**dequant.GGML_BLOCK, _Q5_0: (32, 22), _Q5_1: (32, 24)}
 _NAME = {**dequant.GGML_NAME, _Q5_0: "Q5_0", _Q5_1: "Q5_1", 0: "F32", 1: "F16", 30: "BF16"}
 _BITS = {0: 32, 1: 16, 30: 16}
+_TOKENS = "tokenizer.ggml.tokens"
 _AT_ONCE = 1 << 15  # blocks that are split
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """metadata: llama.cpp's keys; of a list of strings only the length. tensors: unread, under
-    llama.cpp's names. bits: of most of the weights. kinds: llama.cpp's types of the matrices, the
-    commonest first."""
+    """metadata: llama.cpp's keys; of a list of strings, unless it is the tokens, only the length.
+    tensors: unread, under llama.cpp's names. bits: of most of the weights. kinds: llama.cpp's types
+    of the matrices, the commonest first."""
 
     path: Path
     metadata: dict[str, Any]
@@ -68,7 +69,7 @@ def read(name: str, path: Path) -> GgufFile:
     try:
         content: npt.NDArray[np.uint8] = np.memmap(path, mode="c", dtype=np.uint8)
         # Not `GgufHeader`, which refuses the two types above.
-        metadata, count, position = reader._read_metadata(content, name)
+        metadata, count, position = reader._read_metadata(content, name, (_TOKENS,))
         table, position = reader._read_tensor_table(content, count, position)
         alignment = int(metadata.get("general.alignment", 32))
         begin = -(-position // alignment) * alignment

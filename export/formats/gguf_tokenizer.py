@@ -1,8 +1,10 @@
-"""A GGUF file's own tokenizer: as its metadata describe it."""
+"""A GGUF file's own tokenizer: it cuts texts as llama.cpp does."""
 
 from __future__ import annotations
 
-from tokenizers import pre_tokenizers
+import json
+
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf import gguf_tokenizer_mapping as vocabularies
 
@@ -13,6 +15,12 @@ from .gguf import GgufFile
 # Byte-level vocabularies whose texts are cut as GPT-2's, and those that have digits cut as well.
 _GPT2_SPLIT = {"gpt-2", "phi-2", "mpt", "olmo", "jais"}
 _DIGITS_SPLIT = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
+# Those whose texts begin with a token where no key says otherwise, and which have words that no
+# merges lead to.
+_AS_LLAMA3 = {
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
+    "jina-v5-nano", "tekken",
+}  # fmt: skip
 
 
 def read(name: str, file: GgufFile) -> PreTrainedTokenizerFast:
@@ -35,6 +43,27 @@ def read(name: str, file: GgufFile) -> PreTrainedTokenizerFast:
                 pre_tokenizers.ByteLevel(add_prefix_space=False),
             ]
         )
+    if cut in _AS_LLAMA3:
+        backend.model.ignore_merges = True
+        options.setdefault("add_bos_token", True)
+    if parts.get("tokenizer_type") == "llama":
+        backend = _sentencepiece(architecture, backend, parts.get("add_prefix_space", True))
     made: PreTrainedTokenizerFast
     made = PreTrainedTokenizerFast(tokenizer_object=backend, **options)  # type: ignore[no-untyped-call]
     return made
+
+
+def _sentencepiece(architecture: str, backend: Tokenizer, prefix: bool) -> Tokenizer:
+    """As llama.cpp cuts: with a space before each stretch of text between special tokens, or none
+    at all. Those of a Phi-3 but for three take the spaces behind them in."""
+    space = [normalizers.Prepend("▁")] if prefix else []
+    backend.normalizer = normalizers.Sequence([*space, normalizers.Replace(" ", "▁")])
+    backend.pre_tokenizer = None
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    if architecture != "phi3":
+        return backend
+    said = json.loads(backend.to_str())
+    for token in said["added_tokens"]:
+        token["rstrip"] = token["content"] not in ("<unk>", "<s>", "<|endoftext|>")
+    return Tokenizer.from_str(json.dumps(said))

@@ -23,6 +23,11 @@ _DERIVED = {"num_key_value_heads", "head_dim", "original_max_position_embeddings
 _NOTHING = (0, "", "none")
 _EXPECTED = {"attention.causal": (True,), "rope.scaling.finetuned": (True,)}
 _FACTORS = "rope_freqs.weight"
+# What ends a turn or a text. A file names one of them, where generation_config.json has them all.
+_ENDS = {
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>",
+    "<|end_of_text|>",
+}  # fmt: skip
 _LONG = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 
 
@@ -70,7 +75,6 @@ def _config(name: str, file: GgufFile, family: Family, architecture: str) -> Pre
             raise _not_carried(name, f"{architecture}.{key} = {str(value)[:40]}")
     embedding = take(name, dict(file.tensors), "token_embd.weight")
     named = file.tensors.keys()
-    ends = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
     config: PretrainedConfig
     try:
         config = AutoConfig.for_model(
@@ -83,7 +87,7 @@ def _config(name: str, file: GgufFile, family: Family, architecture: str) -> Pre
             mlp_bias="blk.0.ffn_up.bias" in named,
             architectures=[family.head],
             bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-            eos_token_id=[file.metadata[key] for key in ends if key in file.metadata] or None,
+            eos_token_id=_ends(file) or None,
             pad_token_id=None,
         )
     except Exception as error:  # noqa: BLE001 - each configuration class validates in its own way
@@ -93,6 +97,13 @@ def _config(name: str, file: GgufFile, family: Family, architecture: str) -> Pre
             raise _not_carried(name, f"{_FACTORS} beside another kind of rotary embedding")
         _take_factors(name, config, file.tensors[_FACTORS][...])
     return config
+
+
+def _ends(file: GgufFile) -> list[Any]:
+    keys = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
+    named = [file.metadata[key] for key in keys if key in file.metadata]
+    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
+    return named + [i for i, token in enumerate(tokens) if token in _ENDS and i not in named]
 
 
 def _check_sizes(name: str, *sizes: object) -> None:

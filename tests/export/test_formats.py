@@ -13,7 +13,7 @@ import numpy as np
 import packers
 import pytest
 import torch
-from checkpoints import EOS, VOCAB_SIZE, WINDOW
+from checkpoints import EOS, TOKENS, VOCAB_SIZE, WINDOW
 from exported import Refused, command, edit_weights, text
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -428,7 +428,8 @@ def test_what_nobody_asks_for_is_what_costs_next_to_nothing(
 
 
 def test_tokenizers_of_gguf_files(source: Path, workshop: Workshop, tmp_path: Path) -> None:
-    """The same ids as the original's tokenizer; digits alone where the vocabulary wants that."""
+    """The same ids as the original's tokenizer; digits alone where the vocabulary wants that; and a
+    beginning of text, and words without merges, where Llama 3's are."""
     packers.gguf(tmp_path / "model.gguf", source)
     original = load_tokenizer(find(str(source)))
     own = load_tokenizer(find(str(tmp_path / "model.gguf")))
@@ -437,9 +438,54 @@ def test_tokenizers_of_gguf_files(source: Path, workshop: Workshop, tmp_path: Pa
     packers.gguf(tmp_path / "model.gguf", source, more={"tokenizer.ggml.pre": "smollm"})
     digits = load_tokenizer(find(str(tmp_path / "model.gguf"))).backend_tokenizer.pre_tokenizer
     assert [piece for piece, _ in digits.pre_tokenize_str("a 12")] == ["a", "Ġ", "1", "2"]
+    more = {"tokenizer.ggml.tokens": [*TOKENS[:-1], "ab"], "tokenizer.ggml.bos_token_id": 0}
+    for cut, ids in (("llama-bpe", [0, 256]), ("gpt-4o", [TOKENS.index("a"), TOKENS.index("b")])):
+        packers.gguf(tmp_path / "model.gguf", source, more={"tokenizer.ggml.pre": cut, **more})
+        assert load_tokenizer(find(str(tmp_path / "model.gguf")))("ab").input_ids == ids
     (tmp_path / TOKENIZER_FILE).write_bytes((source / TOKENIZER_FILE).read_bytes())
     beside = load_tokenizer(find(str(tmp_path))).backend_tokenizer
     assert beside.to_str() == original.backend_tokenizer.to_str()
+
+
+def sentencepiece(spaces: str, prefix: bool | None) -> dict[str, Any]:
+    """A vocabulary of SentencePiece's, as a file has it. spaces: the token of two, as it is spelled
+    there. prefix: None where the file does not say."""
+    pieces = ["▁", spaces, "a", "b", "▁a", "▁b", "ab", "<|end|>", "<|endoftext|>"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    kinds = [1, 4 if spaces == "  " else 1, *[1] * 5, 3, 3]  # users defined what is of spaces alone
+    ids = {"bos": 1, "eos": 2, "unknown": 0}
+    return {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.scores": [-float(i) for i in range(len(tokens))],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *kinds],
+        "tokenizer.ggml.add_space_prefix": prefix,
+        **{f"tokenizer.ggml.{role}_token_id": i for role, i in ids.items()},
+    }  # fmt: skip
+
+
+# What llama.cpp says, beginning of text left out.
+@pytest.mark.parametrize(("family", "prefix", "sentence", "pieces"), [
+    ("llama", None, " ab", ["▁▁", "ab"]),
+    ("llama", None, "a<|end|>b\n", ["▁a", "<|end|>", "▁b", "<0x0A>"]),
+    ("llama", False, "ab b", ["ab", "▁b"]),
+    ("phi3", None, "a<|end|>  b </s> ", ["▁a", "<|end|>", "▁b", "▁", "</s>"]),
+    ("gemma3", False, "ab  ab ", ["ab", "▁▁", "ab", "▁"]),
+])  # fmt: skip
+def test_sentencepiece_in_gguf_files(
+    workshop: Workshop, tmp_path: Path, family: str, prefix: bool | None, sentence: str,
+    pieces: list[str],
+) -> None:  # fmt: skip
+    """Where spaces belong that no key speaks of; and back again."""
+    source = workshop.checkpoint(family, **FAMILIES[family])
+    spaces = "  " if family == "gemma3" else "▁▁"
+    packers.gguf(tmp_path / "model.gguf", source, more=sentencepiece(spaces, prefix))
+    own = load_tokenizer(find(str(tmp_path)))
+    assert own.convert_ids_to_tokens(260) == "▁▁"
+    begin, *ids = own(sentence).input_ids
+    assert begin == 1 and own.convert_ids_to_tokens(ids) == pieces
+    if "<" not in sentence:  # a space before each stretch does not tell that it is none
+        assert own.decode(own(sentence, add_special_tokens=False).input_ids) == sentence
 
 
 # Damaged ones, and formats that are not read
@@ -543,6 +589,14 @@ def test_formats_that_are_not_read(
 
 def _says(key: str, value: Any) -> dict[str, Any]:
     return {"more": {key: value}}
+
+
+@pytest.mark.parametrize("theirs", [["<end_of_turn>"], ["<|end|>", "<|eot_id|>"]])
+def test_a_turn_ends_where_the_tokens_say(source: Path, tmp_path: Path, theirs: list[str]) -> None:
+    """A file names one end of text; the other ones are found by what they are called."""
+    tokens = [*TOKENS[: -len(theirs)], *theirs]
+    packers.gguf(tmp_path / "m.gguf", source, more={"tokenizer.ggml.tokens": tokens})
+    assert find(str(tmp_path)).config.eos_token_id == [0, *range(VOCAB_SIZE)[-len(theirs) :]]
 
 
 def _factors(table: np.ndarray) -> dict[str, Any]:
