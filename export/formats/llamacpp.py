@@ -126,9 +126,9 @@ def _rope(
     if family.partial:
         width = fields["head_dim"]
         turned = number("dimension_count", width)
-        rope["partial_rotary_factor"] = turned / width
-        if int(width * rope["partial_rotary_factor"]) != turned or turned > width:
+        if turned > width or int(width * (turned / width)) != turned:
             raise _not_carried(name, f"a rotary embedding of {turned} in {width}")
+        rope["partial_rotary_factor"] = turned / width
         fields.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
         if not file.tensors.keys().isdisjoint(_LONG.values()):
             rope |= {"rope_type": "longrope", **_long_factors(name, file, turned // 2)}

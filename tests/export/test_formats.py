@@ -13,7 +13,7 @@ import numpy as np
 import packers
 import pytest
 import torch
-from checkpoints import EOS, TOKENS, VOCAB_SIZE, WINDOW
+from checkpoints import CONTEXT, EOS, TOKENS, VOCAB_SIZE, WINDOW
 from exported import Refused, command, edit_weights, text
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -334,6 +334,17 @@ def test_the_largest_gemma_scales_its_scores_otherwise(
         width = {f"{name}.attention.{part}_length": 32 for part in ("key", "value")}
         packers.gguf(tmp_path / "m.gguf", source, more={f"{name}.block_count": count, **width})
         assert find(str(tmp_path)).config.query_pre_attn_scalar == scale
+
+
+def test_the_oldest_files_of_phi3(workshop: Workshop, tmp_path: Path) -> None:
+    """They do not say to which length a model was trained first: it is their own."""
+    more = {
+        "phi3.rope.scaling.original_context_length": None,
+        "phi3.attention.sliding_window": None,
+    }
+    packers.gguf(tmp_path / "m.gguf", workshop.checkpoint("phi3", **FAMILIES["phi3"]), more=more)
+    config = find(str(tmp_path)).config
+    assert (config.original_max_position_embeddings, config.sliding_window) == (CONTEXT, None)
 
 
 def test_the_experts_of_gguf_files(workshop: Workshop, tmp_path: Path) -> None:
@@ -662,6 +673,9 @@ ODD_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "more than a whole rotation": (
         "phi3", _says("phi3.rope.dimension_count", 18), "a rotary embedding of 18 in 16",
+    ),
+    "heads of no width": (
+        "phi3", _says("phi3.attention.head_count", 128), "a rotary embedding of 8 in 0",
     ),
     "louder without factors": (
         "phi3", _says("phi3.rope.scaling.attn_factor", 1.19), "attn_factor = 1.19",
