@@ -230,7 +230,8 @@ def test_what_is_refused(llama_bundle: Path) -> None:
         {"temperature": -1.0}, {"temperature": float("nan")}, {"temperature": 1e9},
         {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}, {"min_p": 2.0},
         {"repetition_penalty": 0.0}, {"frequency_penalty": 3.0}, {"lenience": 0.0},
-        {"lenience": 0.5, "verify": "block"}, {"verify": "sigmoid"}, {"gamma": 9},
+        {"lenience": 0.0, "temperature": 1.0}, {"lenience": 0.5, "verify": "block"},
+        {"verify": "sigmoid"}, {"gamma": 9},
         {"gamma": 0, "draft": "model"}, {"gamma": 2, "draft": "none"},
         {"gamma": 0, "verify": "block"}, {"max_new_tokens": 0}, {"logprobs": 10**6},
         {"min_new_tokens": 9, "max_new_tokens": 8}, {"logit_bias": {10**6: 1.0}},
@@ -251,6 +252,7 @@ def test_what_is_refused(llama_bundle: Path) -> None:
                 assert caught.value.cause and caught.value.remedy
             assert kinds[0] == kinds[1], (options, kinds)
         assert session.generate([5, 6], max_new_tokens=3)  # none of them took the slot
+        assert session.generate([5, 6], max_new_tokens=3, draft="none", gamma=0)
 
 
 def test_one_text_for_every_gamma_or_none(llama_bundle: Path) -> None:
