@@ -10,8 +10,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf_files
 import numpy as np
-import packers
 import pytest
 from checkpoints import CONTEXT, VOCAB_SIZE
 from workshop import Workshop
@@ -169,7 +169,7 @@ def test_tokens_of_a_round_share_its_time():
 
 def test_rows_of_a_head_that_rotate_together_are_neighbours():
     rows = np.arange(32.0)[:, None]
-    assert (interleaved(rows, 2) == packers.neighbours(rows, 2)).all()
+    assert (interleaved(rows, 2) == gguf_files.neighbours(rows, 2)).all()
 
 
 def test_a_gguf_file_has_the_checkpoint_s_tensors(pair, workshop, tmp_path):
@@ -185,7 +185,7 @@ def test_a_gguf_file_has_the_checkpoint_s_tensors(pair, workshop, tmp_path):
         other = stored[names.get_name(name, try_suffixes=(".weight",))]
         assert other.tensor_type == gguf.GGMLQuantizationType.F32
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            tensor = packers.neighbours(tensor, len(tensor) // 16)
+            tensor = gguf_files.neighbours(tensor, len(tensor) // 16)
         np.testing.assert_array_equal(other.data.reshape(tensor.shape), tensor)
     for field, value in (("vocab_size", VOCAB_SIZE), ("context_length", CONTEXT)):
         assert read.fields[f"llama.{field}"].contents() == value
