@@ -17,7 +17,7 @@ from runtime.files.rules import TextRules
 
 from .audio import tokens
 from .checkpoint import Checkpoint, generation_config
-from .formats import gguf_tokenizer
+from .formats import gguf, gguf_tokenizer
 
 # One of them holds the tokens. Without any, Transformers makes up a tokenizer for some models.
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
@@ -32,7 +32,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
     own = checkpoint.gguf
     if own and (checkpoint.path / TOKENIZER_FILE).is_file():
         own = None
-    found = own.metadata.get("tokenizer.ggml.tokens") if own else _vocabularies(checkpoint)
+    found = own.metadata.get(gguf.TOKENS) if own else _vocabularies(checkpoint)
     if not found:
         raise OutriderError(
             "checkpoint",

@@ -41,7 +41,8 @@ def open_rounds(
     if table is not None:
         tables = Tables.load(table, tokenizer.vocabulary(), pair.vocab_size)
     if corpus is not None:
-        looked = Corpus(_token_ids(tokenizer, Path(corpus)))
+        text = read_text(Path(corpus), f"the corpus {corpus}")
+        looked = Corpus(tokenizer.encode(text, add_special_tokens=False))
     engines = {
         role: host_engine(manifest.backend)(
             folder / role, facts, slots=slots,
@@ -71,9 +72,3 @@ def open_rounds(
         engines["target"], engines.get("draft"), sampler(pair.vocab_size, narrower),
         None if narrower is None else sampler(narrower, None), tables, looked, reuse=reuse,
     )  # fmt: skip
-
-
-def _token_ids(tokenizer: Tokenizer, corpus: Path) -> list[int]:
-    """Token ids of a text file. Raises OutriderError "option"."""
-    text = read_text(corpus, f"the corpus {corpus}")
-    return tokenizer.encode(text, add_special_tokens=False)

@@ -25,7 +25,7 @@ _Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _Q4_K, _Q5_K, _Q6_K = 2, 3, 6, 7, 8, 12, 13, 
 _BLOCK = {**dequant.GGML_BLOCK, _Q5_0: (32, 22), _Q5_1: (32, 24)}
 _NAME = {**dequant.GGML_NAME, _Q5_0: "Q5_0", _Q5_1: "Q5_1", 0: "F32", 1: "F16", 30: "BF16"}
 _BITS = {0: 32, 1: 16, 30: 16}
-_TOKENS = "tokenizer.ggml.tokens"
+TOKENS = "tokenizer.ggml.tokens"
 _AT_ONCE = 1 << 15  # blocks that are split
 
 
@@ -69,7 +69,7 @@ def read(name: str, path: Path) -> GgufFile:
     try:
         content: npt.NDArray[np.uint8] = np.memmap(path, mode="c", dtype=np.uint8)
         # Not `GgufHeader`, which refuses the two types above.
-        metadata, count, position = reader._read_metadata(content, name, (_TOKENS,))
+        metadata, count, position = reader._read_metadata(content, name, (TOKENS,))
         table, position = reader._read_tensor_table(content, count, position)
         alignment = int(metadata.get("general.alignment", 32))
         begin = -(-position // alignment) * alignment

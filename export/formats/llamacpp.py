@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from runtime.files.errors import OutriderError, first_line
 
 from .families import FAMILIES, KEYS, LAYER, TENSORS, Family
-from .gguf import GgufFile
+from .gguf import TOKENS, GgufFile
 from .packed import Lazy, Packed, Reordered, damaged, expect, modules, take
 
 _DERIVED = {"num_key_value_heads", "head_dim", "original_max_position_embeddings"}
@@ -102,7 +102,7 @@ def _config(name: str, file: GgufFile, family: Family, architecture: str) -> Pre
 def _ends(file: GgufFile) -> list[Any]:
     keys = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
     named = [file.metadata[key] for key in keys if key in file.metadata]
-    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
+    tokens = file.metadata.get(TOKENS, [])
     return named + [i for i, token in enumerate(tokens) if token in _ENDS and i not in named]
 
 

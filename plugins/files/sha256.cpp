@@ -99,7 +99,8 @@ __attribute__((target("sha,sse4.1"))) void blocks_sha(uint32_t* state, const uns
 void blocks(uint32_t* state, const unsigned char* data, size_t count) {
 #if defined(OUTRIDER_X86)
   static const bool fast = has_instructions();
-  if (fast && strcmp(outrider_instruction_set(), "plain") != 0) return blocks_sha(state, data, count);
+  if (fast && strcmp(outrider_instruction_set(), "plain") != 0)
+    return blocks_sha(state, data, count);
 #endif
   blocks_plain(state, data, count);
 }

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from samplers import cpu_library
+from samplers import cpu_library, instructions
 
 from runtime.files.library import add_operators
 
@@ -54,10 +54,11 @@ def session_of(
 def with_each_set(tell: Callable[[], npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
     """What the same computation gives with each of this processor's instruction sets, by the plain
     loops last; skipped where there is nothing else."""
-    library = cpu_library()
-    best = library.outrider_instruction_set()
-    told = [tell() for name in (b"avx512", b"avx2", b"plain") if library.outrider_use(name)]
-    library.outrider_use(best)
+    told = []
+    for name in ("avx512", "avx2", "plain"):
+        with instructions(name) as there:
+            if there:
+                told.append(tell())
     if len(told) == 1:
         pytest.skip("this processor has one instruction set")
     return told

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from native_session import Config, NativeSession, P, library
-from samplers import cpu_library
+from samplers import instructions
 
 from plugins.tools.build import HERE, BuildError, build_fuzz, find_compiler
 from runtime import load
@@ -144,13 +144,9 @@ def test_cmake_takes_the_folder_that_it_is_told(tmp_path: Path) -> None:
 
 def test_hashes_without_the_processors_instructions_for_them(llama_bundle: Path) -> None:
     """Where they are, which is wherever the tests run, nothing else looks at the plain loops."""
-    loops = cpu_library()
-    best = loops.outrider_instruction_set()
-    assert loops.outrider_use(b"plain")
-    try:
+    with instructions("plain") as there:
+        assert there
         NativeSession(llama_bundle).close()
-    finally:
-        loops.outrider_use(best)
 
 
 def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -82,6 +84,17 @@ def cpu_library() -> ctypes.CDLL:
         return kernel.load_file(build(LIBRARIES))
     except BuildError as error:
         pytest.skip(f"liboutrider cannot be built here: {error}")
+
+
+@contextmanager
+def instructions(name: str) -> Iterator[bool]:
+    """The CPU library's loops are this set's, if the processor has it: whether it has."""
+    library = cpu_library()
+    best = library.outrider_instruction_set()
+    try:
+        yield bool(library.outrider_use(name.encode()))
+    finally:
+        library.outrider_use(best)
 
 
 @cache
