@@ -3,8 +3,10 @@ leave in both, in the same company."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -18,6 +20,9 @@ from workshop import MAX_GAMMA, Workshop
 
 from runtime import load
 from runtime.files.errors import OutriderError
+from runtime.files.machine import processor
+from runtime.files.manifest import MANIFEST_FILE, CallBits, Invariance, read_bundle
+from runtime.files.records import write_json
 from runtime.sequence import ActiveSequence, Token
 from runtime.text.engine import TextEngine
 from runtime.text.options import Options
@@ -29,6 +34,13 @@ TINY = [
 ]  # fmt: skip
 SLOTS = 4
 CHAINED = {"temperature": 1.0, "max_new_tokens": 40}
+USUAL = CallBits([2, 3, 16], [1], neighbours=True, threads=True, rows=True)
+MEASURED = {
+    "nothing": None, "usual": USUAL, "any width": replace(USUAL, widths=[1, 2, 16], others=[]),
+    "wide": replace(USUAL, widths=[5, 16], others=[1, 2]), "no row": replace(USUAL, rows=False),
+    "two kinds": replace(USUAL, widths=[2, 3], others=[1, 16]),
+    "neighbours": replace(USUAL, neighbours=False),
+}  # fmt: skip
 
 
 def some_options(random: Random, vocab_size: int) -> dict[str, Any]:
@@ -129,12 +141,14 @@ def in_step(
 def requests(
     engine: TextEngine, count: int, random: Random
 ) -> list[tuple[list[int], dict[str, Any]]]:
-    """Prompts some of which begin alike, so that slots have rows of theirs."""
-    vocab_size = engine.decoder.vocab_size
-    stems = [[random.randrange(vocab_size) for _ in range(60)] for _ in range(3)]
+    """Prompts some of which begin alike, so that slots have rows of theirs, and some of whose texts
+    come to the context's end."""
+    vocab_size, max_len = engine.decoder.vocab_size, engine.decoder.max_len
+    stems = [[random.randrange(vocab_size) for _ in range(max_len)] for _ in range(3)]
+    longest = [*range(1, 61)] * 2 + [*range(max_len - 30, max_len - 4)]
     return [
         (
-            random.choice(stems)[: random.randint(1, 60)]
+            random.choice(stems)[: random.choice(longest)]
             + [random.randrange(vocab_size) for _ in range(random.randint(1, 4))],
             some_options(random, vocab_size),
         )
@@ -255,14 +269,26 @@ def test_what_is_refused(llama_bundle: Path) -> None:
         assert session.generate([5, 6], max_new_tokens=3, draft="none", gamma=0)
 
 
-def test_one_text_for_every_gamma_or_none(llama_bundle: Path) -> None:
-    """The coupled rule promises what a plain width of 1 gives up."""
-    for width, refused in ((1, True), (2, False)):
-        with both(llama_bundle, plain_width=width, threads=1) as (engine, session):
-            assert engine.bits.forgone == refused
-            for generate in (engine.generate, session.generate):
-                if not refused:
-                    assert generate([5, 6], verify="coupled", max_new_tokens=3)
-                    continue
-                with pytest.raises(OutriderError, match="promises a text of every gamma"):
-                    generate([5, 6], verify="coupled", max_new_tokens=3)
+@pytest.mark.parametrize("width", [0, 1, 2])
+@pytest.mark.parametrize("found", MEASURED)
+def test_one_text_for_every_gamma_or_none(
+    llama_bundle: Path, tmp_path: Path, found: str, width: int
+) -> None:
+    """By what the build measured; the coupled rule promises what a plain width of 1 gives up."""
+    bundle = Path(shutil.copytree(llama_bundle, tmp_path / "bundle"))
+    if (calls := MEASURED[found]) is not None:
+        invariance = Invariance(processor(), one=calls, several=calls, slots=True)
+        manifest = replace(read_bundle(bundle, verify=False), invariance=invariance)
+        write_json(bundle / MANIFEST_FILE, "manifest", manifest)
+    with both(bundle, threads=1, **({"plain_width": width} if width else {})) as (engine, session):
+        same_text = {"gamma", "draft", "slot", "neighbour"} <= {*engine.bits.same}
+        assert session.facts.one_text == same_text
+        plain = {"gamma": 0, "max_new_tokens": 9, "logprobs": 0, "ignore_eos": True}
+        number = session.admit([5, 6], **plain)
+        logprobs = [token.logprob for token in session.tokens(number)]
+        assert logprobs == engine.generate([5, 6], **plain).logprobs
+        session.release(number)
+        for generate in (engine.generate, session.generate):
+            refused = pytest.raises(OutriderError, match="promises a text of every gamma")
+            with refused if engine.bits.forgone else nullcontext():
+                assert generate([5, 6], verify="coupled", max_new_tokens=3)

@@ -21,7 +21,7 @@ from runtime import load
 from runtime.cmake import folder, onnxruntime
 from runtime.files.errors import OutriderError
 from runtime.files.library import find_library
-from runtime.files.manifest import EncoderFacts, StateFacts, read_bundle
+from runtime.files.manifest import EncoderFacts, Manifest, StateFacts, read_bundle
 from runtime.files.records import write_json
 from runtime.files.rules import TextRules
 from runtime.sampling.kernel import ABI_VERSION
@@ -169,21 +169,32 @@ def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
     odd = replace(read_bundle(llama_bundle, verify=False), name='"\\/\x01\x7f é \U0001f600 \ud800')
     write_json(bundle / "manifest.json", "manifest", odd)
     NativeSession(bundle).close()
-    write_json(bundle / "manifest.json", "manifest", replace(odd, backend="aotinductor"))
-    refused("backend", "aotinductor")
-    write_json(bundle / "manifest.json", "manifest", replace(odd, slots=0))
-    refused("bundle", "slots: 0 is not from 1 to")
-    target = replace(odd.pair.target, encoder=EncoderFacts([[1, 1]], [[1, 1]]))
-    reading = replace(odd, pair=replace(odd.pair, target=target))
-    write_json(bundle / "manifest.json", "manifest", reading)
-    refused("backend", "encoder-decoder")
-    target = replace(odd.pair.target, states=StateFacts([[1, 4]], odd.pair.max_gamma + 3, 3))
-    carrying = replace(odd, pair=replace(odd.pair, target=target))
-    write_json(bundle / "manifest.json", "manifest", carrying)
-    refused("bundle", "it contradicts itself about its states")  # a round's rows are one more
-    asked = replace(odd, pair=replace(odd.pair, rules=TextRules(5, no_repeat_ngram_size=3)))
-    write_json(bundle / "manifest.json", "manifest", asked)
-    refused("backend", "generation config asks for min_length, no_repeat_ngram_size")
+    pair, target = odd.pair, odd.pair.target
+
+    def of_pair(**facts: object) -> Manifest:
+        return replace(odd, pair=replace(pair, **facts))
+
+    def of_target(**facts: object) -> Manifest:
+        return of_pair(target=replace(target, **facts))
+
+    few = StateFacts([[1, 4]], pair.max_gamma + 3, 3)  # a round's rows are one more
+    unlisted = {name: file for name, file in odd.files.items() if name != "target/weights.bin"}
+    for edited, kind, words in (
+        (replace(odd, backend="aotinductor"), "backend", "aotinductor"),
+        (replace(odd, slots=0), "bundle", "slots: 0 is not from 1 to"),
+        (replace(odd, files=unlisted), "bundle", "contradicts itself about its files"),
+        (of_pair(rules=TextRules(5, no_repeat_ngram_size=3)), "backend",
+         "generation config asks for min_length, no_repeat_ngram_size"),
+        (of_pair(max_len=pair.capacity - 1), "bundle", "about its sizes"),
+        (of_pair(capacity=pair.capacity + 1), "bundle", "about its sizes"),
+        (of_pair(vocab_size=target.vocab_size + 1), "bundle", "about its vocabulary"),
+        (of_target(encoder=EncoderFacts([[1, 1]], [[1, 1]])), "backend", "encoder-decoder"),
+        (of_target(key_shapes=[], value_shapes=[]), "bundle", "about its caches"),
+        (of_target(value_shapes=target.value_shapes[1:]), "bundle", "about its caches"),
+        (of_target(states=few), "bundle", "about its states"),
+    ):  # fmt: skip
+        write_json(bundle / "manifest.json", "manifest", edited)
+        refused(kind, words)
     (bundle / "manifest.json").write_text(manifest)
     for name in ("tokenizer/tokenizer.json", "target/weights.bin"):
         content = (bundle / name).read_bytes()
