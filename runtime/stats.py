@@ -13,7 +13,8 @@ Part = Literal["draft", "draft_prefill", "verify", "sample", "host"]
 
 @dataclass(slots=True)
 class Stats:
-    """Counts and times of one request. Times are seconds here, milliseconds in `summary`.
+    """Counts and times of one request, or of `requests` that were summed. Times are seconds here,
+    milliseconds in `summary`.
 
     A round that several sequences share counts in full for each: times are what this request waited
     for, so those of requests that ran together add up to more than the wall time.
@@ -25,6 +26,7 @@ class Stats:
     drafted_at[i], accepted_at[i]: the same for draft position i of a round.
     """
 
+    requests: int = 1
     source_tokens: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
@@ -80,7 +82,7 @@ class Stats:
     @staticmethod
     def total(every: Iterable[Stats]) -> Stats:
         """The counts and times of several."""
-        sum_of_all = Stats()
+        sum_of_all = Stats(requests=0)
         for stats in every:
             sum_of_all.add(stats)
         return sum_of_all
@@ -111,15 +113,13 @@ class Stats:
         counts = zip(self.accepted_at, self.drafted_at, strict=True)
         return [accepted / drafted for accepted, drafted in counts if drafted]
 
-    def tpot(self, requests: int = 1) -> float:
+    @property
+    def tpot(self) -> float:
         """Seconds for each output token after the first; the mean where requests were summed."""
-        return (self.elapsed - self.ttft) / max(1, self.output_tokens - requests)
+        return (self.elapsed - self.ttft) / max(1, self.output_tokens - self.requests)
 
-    def summary(self, requests: int = 1) -> dict[str, Any]:
-        """The `stats` object of --json: counts, rates and milliseconds.
-
-        requests: how many were summed into this one; the latencies are their mean.
-        """
+    def summary(self) -> dict[str, Any]:
+        """The `stats` object of --json: counts, rates and milliseconds; latencies are means."""
 
         def ms(seconds: float) -> float:
             return round(seconds * 1e3, 3)
@@ -133,8 +133,8 @@ class Stats:
             **{name: getattr(self, name) for name in counts},
             "acceptance_by_position": [round(rate, 4) for rate in self.acceptance_by_position],
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
-            "ttft_ms": ms(self.ttft / max(1, requests)),
-            "tpot_ms": ms(self.tpot(requests)),
+            "ttft_ms": ms(self.ttft / max(1, self.requests)),
+            "tpot_ms": ms(self.tpot),
             "tokens_per_second": round(self.tokens_per_second, 3),
             **{f"time_{part}": ms(getattr(self, f"time_{part}")) for part in times},
         }

@@ -22,12 +22,12 @@ def lines(segments: Iterable[Segment]) -> Iterator[str]:
             yield f"[{clock(segment.start)} --> {clock(segment.end)}] {text}\n"
 
 
-def subrip(segments: Iterable[Segment], first: int = 1) -> Iterator[str]:
-    """The cues of an .srt file; one for each segment that says something. first: its number."""
-    spoken = ((segment, text) for segment in segments if (text := _one_line(segment)))
-    for number, (segment, text) in enumerate(spoken, first):
-        times = f"{clock(segment.start, ',')} --> {clock(segment.end, ',')}"
-        yield f"{number}\n{times}\n{text}\n\n"
+def subrip(segments: Iterable[Segment], numbers: Iterator[int]) -> Iterator[str]:
+    """The cues of an .srt file; one for each segment that says something, with the next number."""
+    for segment in segments:
+        if text := _one_line(segment):
+            times = f"{clock(segment.start, ',')} --> {clock(segment.end, ',')}"
+            yield f"{next(numbers)}\n{times}\n{text}\n\n"
 
 
 WEBVTT = "WEBVTT\n\n"  # how a .vtt file begins

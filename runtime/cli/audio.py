@@ -7,6 +7,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
+from itertools import count
 from typing import Any
 
 from ..audio.subtitles import WEBVTT, lines, subrip, webvtt
@@ -139,32 +140,22 @@ Writer = Callable[[Sequence[Segment] | None], Iterator[str]]
 
 def _writer(form: str, timed: bool) -> Writer:
     """What to print of new segments; of None, at the end."""
-    count = 0
+    numbers = count(1)
 
     def text(new: Sequence[Segment] | None) -> Iterator[str]:
-        nonlocal count
         for segment in new or ():
-            yield segment.text if count else segment.text.lstrip()
-            count += 1
+            yield segment.text if next(numbers) > 1 else segment.text.lstrip()
         if new is None:
             yield "\n"
 
-    def srt(new: Sequence[Segment] | None) -> Iterator[str]:
-        nonlocal count
-        for cue in subrip(new or (), count + 1):
-            yield cue
-            count += 1
-
     def vtt(new: Sequence[Segment] | None) -> Iterator[str]:
-        nonlocal count
-        if count == 0:
+        if next(numbers) == 1:
             yield WEBVTT
-        count += 1
         yield from webvtt(new or ())
 
     writers: dict[str, Writer] = {
         "text": (lambda new: lines(new or ())) if timed else text,
-        "srt": srt,
+        "srt": lambda new: subrip(new or (), numbers),
         "vtt": vtt,
         "json": lambda new: iter(()),
     }
@@ -203,5 +194,5 @@ def json_object(found: Transcription) -> dict[str, Any]:
         ],
         "windows": found.windows,
         "seed": found.seed,
-        "stats": found.stats.summary(found.windows),
+        "stats": found.stats.summary(),
     }  # fmt: skip

@@ -44,7 +44,7 @@ def summary(result: Result, gamma: str, *, seed: bool = True) -> list[str]:
         f"{_source(stats)}prompt {stats.prompt_tokens} tok{_reused(stats)} "
         f"| TTFT {_ms(stats.ttft)} ms (target prefill {_ms(stats.time_prefill)}){drafts}",
         f"output {stats.output_tokens} tok | {stats.tokens_per_second:.1f} tok/s "
-        f"| TPOT {_ms(stats.tpot())} ms | finish {finish}"
+        f"| TPOT {_ms(stats.tpot)} ms | finish {finish}"
         + (f" | seed {result.seed}" if seed else ""),
         *round_lines(stats, gamma),
     ]

@@ -62,8 +62,7 @@ class TextEngine:
         self._turn = threading.RLock()  # who has all slots may close it
         self._together = Together()
         self.dropped: deque[ActiveSequence] = deque()
-        self._total = Stats()
-        self._requests = 0
+        self._total = Stats(requests=0)
 
     @property
     def decoder(self) -> Decoder:
@@ -151,9 +150,9 @@ class TextEngine:
         Latencies are means. A round that requests shared counts in full for each of them, so the
         times add up to more than the wall time; there is no tokens_per_second for that reason.
         """
-        totals = self._total.summary(self._requests)
+        totals = self._total.summary()
         del totals["tokens_per_second"]
-        return {"requests": self._requests, **totals}
+        return {"requests": self._total.requests, **totals}
 
     # What goes on in a request: `Stream` and `Batch` call these
 
@@ -266,7 +265,6 @@ class TextEngine:
     def count(self, result: Result) -> None:
         """A text is finished."""
         with self._turn:
-            self._requests += 1
             self._total.add(result.stats)
 
     # Slots for other uses

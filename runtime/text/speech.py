@@ -81,7 +81,7 @@ def transcribe(
     for temperature in speech.temperatures:  # the later ones may never be reached
         asked = replace(usual, source=window, temperature=temperature)
         engine.prepare([facts.decoder_start_token_id], asked)
-    stats, calls = Stats(), 0
+    stats = Stats(requests=0)
 
     def room_after(prompt: int) -> int:
         """New tokens. The checkpoint's `max_length` is without the prompt, as in Transformers."""
@@ -98,14 +98,12 @@ def transcribe(
         *,
         logprobs: bool,
     ) -> Sequence[Token]:
-        nonlocal calls
         asked = replace(
             usual, source=window, processors=processors, temperature=temperature,
             logprobs=0 if logprobs else None, max_new_tokens=room_after(len(prompt)),
             # No two windows, and no two attempts at one, have the same random numbers.
-            seed=((usual.seed or 0) + calls) % 2**64,
+            seed=((usual.seed or 0) + stats.requests) % 2**64,
         )  # fmt: skip
-        calls += 1
         result = engine.generate(prompt, asked)
         stats.add(result.stats)
         return result.tokens

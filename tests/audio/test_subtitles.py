@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from runtime.audio.subtitles import WEBVTT, clock, lines, subrip, webvtt
@@ -30,7 +32,7 @@ def test_lines() -> None:
 
 
 def test_subrip_counts_what_is_said() -> None:
-    assert "".join(subrip(SEGMENTS, 7)) == (
+    assert "".join(subrip(SEGMENTS, count(7))) == (
         "7\n00:00:00,000 --> 00:00:01,500\nGood day.\n\n"
         "8\n01:00:00,000 --> 02:02:05,040\n<b> & co\n\n"
     )

@@ -125,12 +125,11 @@ def test_stats_of_a_scripted_run() -> None:
 
     short = run(scripted({9}), Request([1], gamma=2, max_new_tokens=2)).stats
     assert (short.rounds, short.drafted, short.drafted_at) == (1, 0, [])
-    total = Stats()
-    total.add(stats)
-    total.add(short)
+    total = Stats.total([stats, short])
     assert (total.drafted_at, total.accepted_at) == ([4, 3, 2, 2], [3, 2, 1, 1])
     assert (total.output_tokens, total.rounds, total.round_tokens) == (14, 5, 12)
-    summary = total.summary(2)
+    summary = total.summary()
+    assert summary["ttft_ms"] == round(500 * (stats.ttft + short.ttft), 3)
     assert summary["acceptance_by_position"] == [0.75, 0.6667, 0.5, 0.5]
     assert summary["mean_acceptance_length"] == 2.4
 

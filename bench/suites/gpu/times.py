@@ -184,7 +184,7 @@ class Times:
         size = self.traffic.of_round(gamma)
         row: dict[str, Any] = {
             "rounds": stats.rounds,
-            "tokens_per_second": round(statistics.median(1 / x.stats.tpot() for x in texts), 2),
+            "tokens_per_second": round(statistics.median(1 / x.stats.tpot for x in texts), 2),
             "wall_ms": _ms(stats.time_rounds / stats.rounds),
             "draft_ms": _ms(stats.time_draft / stats.rounds),
             "verify_ms": _ms(stats.time_verify / stats.rounds),
