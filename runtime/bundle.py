@@ -202,7 +202,8 @@ def check_options(
          f"Use 0 (automatic) to {most_threads}."),
         (plain_width is not None and gpu, f"plain_width={plain_width} is for the CPU",
          "Leave it out."),
-        (plain_width not in (None, 1, 2), f"plain_width={plain_width!r} is out of range",
+        (plain_width is not None and not (is_whole(plain_width) and plain_width in (1, 2)),
+         f"plain_width={plain_width!r} is out of range",
          "Use 1 or 2, or leave it out."),
     ])  # fmt: skip
 

@@ -66,7 +66,9 @@ class RandomDraft(Draft):
 
 def _odd(unigram: npt.NDArray[Any], pairs: Sequence[Pairs]) -> str | None:
     """Which arrays cannot be what `Tables` documents."""
-    if unigram.dtype != np.float32 or unigram.ndim != 1 or not np.isfinite(unigram).all():
+    if unigram.dtype != np.float32 or unigram.ndim != 1 or not unigram.size:
+        return "unigrams"
+    if not np.isfinite(unigram).all():
         return "unigrams"
     for distance, (offsets, tokens, counts) in enumerate(pairs, start=1):
         kinds = [(array.dtype.name, array.ndim) for array in (offsets, tokens, counts)]

@@ -58,7 +58,8 @@ def stage(part: str, what: str) -> Iterator[Stage]:
 
 def note(text: str) -> None:
     """Something that the user should know, and that is no error."""
-    print(f"note: {text}", file=sys.stderr, flush=True)
+    if sys.stderr is not None:  # as above
+        print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def size_text(size: int) -> str:

@@ -151,8 +151,9 @@ def test_a_real_engine(llama_graphs: Path, tmp_path: Path) -> None:
         if engine.bits.forgone:
             with pytest.raises(OutriderError, match="plain_width=1 ties it to one"):
                 engine.generate("a", verify="coupled", temperature=1.0)
-    with pytest.raises(OutriderError, match="plain_width=3 is out of range"):
-        load(out, plain_width=3)
+    for odd in (3, 2.0, True):  # Fault: 2.0 is in (None, 1, 2)
+        with pytest.raises(OutriderError, match=f"plain_width={odd} is out of range"):
+            load(out, plain_width=odd)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

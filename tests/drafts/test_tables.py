@@ -82,6 +82,7 @@ def test_damaged_bytes(table: Path) -> None:
         ("tokens_1", -1),
         ("tokens_2", 40),
         ("counts_1", 0),
+        ("unigram", np.zeros(0, np.float32)),
         ("version", np.array(7)),
         ("version", np.array("one")),
     ],

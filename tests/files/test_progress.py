@@ -56,5 +56,5 @@ def test_a_closed_stderr_hears_nothing(
 ) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     with progress.stage("target", "trace"):
-        pass
+        progress.note("something")  # Fault: it went to stdout
     assert capsys.readouterr().out == ""
