@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runtime.files.errors import OutriderError, first_line, importing
-from runtime.files.library import add_operators, find_library
+from runtime.files.library import add_operators
 from runtime.files.manifest import (
     ENCODER_FILE,
     GRAPH_FILE,
@@ -69,10 +69,8 @@ def compile(
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")  # no second copy
-    ours = find_library() is not None
     try:
-        if ours:
-            add_operators(options)
+        ours = add_operators(options)
         graphs = (HOST_FILE,) if facts.host_alone else (GRAPH_FILE, HOST_FILE)
         for name in (*graphs, ENCODER_FILE) if facts.encoder else graphs:
             if name == HOST_FILE and not (ours and name in facts.files):

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from runtime.files.audio import FeatureFacts
 from runtime.files.errors import OutriderError, first_line
-from runtime.files.library import add_operators, find_library
+from runtime.files.library import add_operators
 from runtime.files.manifest import (
     ENCODER_FILE,
     GRAPH_FILE,
@@ -264,7 +264,7 @@ class _Graph:
         left_out = [*ORT_LEFT_OUT.get(dtype, []), "ConstantFolding"]
         # A product with quantised weights that it fuses rounds the activations too.
         options.add_session_config_entry("session.enable_quant_qdq", "0")
-        if file.name != GRAPH_FILE and find_library() is not None:
+        if file.name != GRAPH_FILE:
             add_operators(options)
         try:
             self._session = ort.InferenceSession(

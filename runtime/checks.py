@@ -22,8 +22,7 @@ class Limits:
 
     vocab_size: how many tokens there are; embeddings: how many ids the target can read. max_len,
     max_gamma: of the bundle; context: the most that it could be built for, None where nobody knows.
-    kinds, draft_options, counts_and_biases: see `Rounds`. has_model: whether there is a draft
-    model.
+    kinds, on_host: see `Rounds`. has_model: whether there is a draft model.
     """
 
     vocab_size: int
@@ -32,8 +31,7 @@ class Limits:
     max_gamma: int
     kinds: frozenset[str]
     has_model: bool
-    draft_options: bool
-    counts_and_biases: bool
+    on_host: bool
     context: int | None = None
 
 
@@ -59,7 +57,7 @@ def check_request(request: Request, limits: Limits) -> None:
     check_ids(request.prompt, limits.embeddings)
     if gamma:
         _check_draft(request, limits)
-    counted = () if limits.counts_and_biases else COUNTS_AND_BIASES
+    counted = () if limits.on_host else COUNTS_AND_BIASES
     within = f"Choose gamma from 0 to {limits.max_gamma}, or build with MAX_GAMMA."
     refuse_first([
         (gamma < 0, f"gamma={gamma} is negative", within),
@@ -67,7 +65,7 @@ def check_request(request: Request, limits: Limits) -> None:
          f"gamma={gamma} is over the {limits.max_gamma} that the bundle was built for", within),
         *((getattr(request.params, name), f"{name} is not in the sampling kernel of a GPU",
            "Leave it out, or use a bundle that runs on the CPU.") for name in counted),
-        (request.processors and not limits.counts_and_biases,
+        (request.processors and not limits.on_host,
          "no_repeat_ngram_size, bad_words_ids, forced_eos_token_id and processors act on logits "
          "that a GPU does not hand out", "Leave them out (by 0, [] and ignore_eos what the "
          "checkpoint asks for), or use a bundle that runs on the CPU."),
@@ -107,7 +105,7 @@ def _check_draft(request: Request, limits: Limits) -> None:
         (kind.point_masses and request.params.verify == "sigmoid",
          "verify=sigmoid needs the draft's logits, and a lookup has none",
          "Use verify=token, or the draft model."),
-        ((tempered or stops) and not limits.draft_options,
+        ((tempered or stops) and not limits.on_host,
          "draft_temperature and draft_threshold are for the CPU in this version",
          "Leave them out."),
         (tempered and request.params.temperature == 0,
@@ -132,7 +130,7 @@ def _check_draft(request: Request, limits: Limits) -> None:
 
 def _absent(name: str, gamma: int, limits: Limits) -> OutriderError:
     """Why this kind of draft is not there, and how to get it."""
-    kind, on_host = KINDS[name], limits.draft_options
+    kind, on_host = KINDS[name], limits.on_host
     if kind.needs_model() and not limits.has_model:
         return OutriderError(
             "option",

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from statistics import median_low
+
+import numpy as np
 
 WINDOW = 9  # timings that a median is of: four outliers of any size do not move it far
 COLD = 4  # rounds after a change of gamma, while caches still hold what the other one used
@@ -44,11 +45,8 @@ class RoundCosts:
         low, high = min(rest), max(rest)
         slope = max(0.0, rest[high] - rest[low]) / max(1, high - low)
         points = {max_gamma: rest[high] + slope * (max_gamma - high), **rest}
-        seconds = [rest[low]] * low
-        for left, right in pairwise(sorted(points)):
-            slope = (points[right] - points[left]) / (right - left)
-            seconds += [points[left] + slope * i for i in range(right - left)]
-        seconds.append(points[max_gamma])
+        gammas = sorted(points)
+        seconds = np.interp(np.arange(max_gamma + 1), gammas, [points[g] for g in gammas]).tolist()
         plain = seconds[0]
         return cls(plain, draft / plain, [each / plain for each in seconds], reading / plain)
 

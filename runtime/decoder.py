@@ -66,8 +66,7 @@ class Decoder:
             request,
             Limits(
                 self.vocab_size, self.target.vocab_size, self.max_len, self.max_gamma,
-                self.rounds.kinds, self.draft is not None, self.rounds.supports_draft_options,
-                self.rounds.supports_counts_and_biases, self.context,
+                self.rounds.kinds, self.draft is not None, self.rounds.on_host, self.context,
             ),
         )  # fmt: skip
 
@@ -212,11 +211,8 @@ class Decoder:
             kept = min(verdict.accepted, emitted)
             examined = min(len(verdict.ratios), emitted)
             stats.count_round(gamma, kept, examined, emitted, whole=emitted == len(ids))
-            if sequence.request.policy is not None:
-                accepted = verdict.accepted
-                sequence.request.policy.observe(
-                    gamma, len(verdict.ratios), accepted, gamma > 0 and accepted == gamma
-                )
+            if (policy := sequence.request.policy) is not None:
+                policy.observe(gamma, len(verdict.ratios), verdict.accepted)
 
     @staticmethod
     def _check_whole(sequence: ActiveSequence) -> None:

@@ -29,7 +29,7 @@ class Policy(Protocol):
         """gamma for the next round, in which `batch` sequences take part. Each request chooses as
         if the others did the same."""
 
-    def observe(self, gamma: int, examined: int, accepted: int, all_accepted: bool) -> None:
+    def observe(self, gamma: int, examined: int, accepted: int) -> None:
         """A round gave this. gamma: drafts that were verified, which may be fewer than asked for.
         examined: of them, looked at before the first rejection, that one included."""
 
@@ -65,7 +65,7 @@ class Constant:
     def next(self, batch: int) -> int:
         return self.gamma
 
-    def observe(self, gamma: int, examined: int, accepted: int, all_accepted: bool) -> None:
+    def observe(self, gamma: int, examined: int, accepted: int) -> None:
         pass
 
 
@@ -85,10 +85,10 @@ class Transformers:
     def next(self, batch: int) -> int:
         return self.gamma
 
-    def observe(self, gamma: int, examined: int, accepted: int, all_accepted: bool) -> None:
+    def observe(self, gamma: int, examined: int, accepted: int) -> None:
         if gamma:
-            self.gamma = min(self.gamma + 2, self.max_gamma) if all_accepted else self.gamma - 1
-            self.gamma = max(1, self.gamma)
+            self.gamma += 2 if accepted == gamma else -1
+            self.gamma = min(max(1, self.gamma), self.max_gamma)
 
 
 class Acceptance:
@@ -196,7 +196,7 @@ class Measured:
         self.left = min(self.left, max(0, int(spare / max(later, 1e-9))))
         return gamma if spare >= 0 else 0
 
-    def observe(self, gamma: int, examined: int, accepted: int, all_accepted: bool) -> None:
+    def observe(self, gamma: int, examined: int, accepted: int) -> None:
         if gamma == 0:  # a plain step loses nothing
             self.behind += 1
             self.tokens += 1
@@ -204,7 +204,7 @@ class Measured:
         self.unsettled.append((gamma, examined, accepted, self.behind))
         self.behind = 0
         if self.named:
-            self.named.observe(gamma, examined, accepted, all_accepted)
+            self.named.observe(gamma, examined, accepted)
 
     def _choose(self, costs: RoundCosts, acceptance: Acceptance, spare: float) -> int:
         """gamma of the next round; `gamma` of the `left` ones after it. spare: what a round may

@@ -62,7 +62,7 @@ class HostRounds(Rounds):
     """See `Rounds`. sampler: for as many slots as the engines have. inner, tables, corpus: see
     `drafts.draft.Sources`. reuse: take rows that a slot still holds for those of a new prompt."""
 
-    supports_draft_options = supports_counts_and_biases = True
+    on_host = True
 
     def __init__(
         self,

@@ -135,16 +135,15 @@ class RoundResult:
 class Rounds(Protocol):
     """Two engines, their slots, and the sampling between them; one thread at a time.
 
-    kinds: who can propose here, names of `drafts.registry`. supports_draft_options: whether a draft
-    can have a temperature of its own, and stop where it is unsure. supports_counts_and_biases:
-    whether the sampling knows frequency and presence penalties, biases, and processors.
+    kinds: who can propose here, names of `drafts.registry`. on_host: whether a draft can have a
+    temperature of its own, and stop where it is unsure, and the sampling knows frequency and
+    presence penalties, biases, and processors.
     """
 
     target: Engine
     draft: Engine | None
     slots: SlotTable
-    supports_draft_options: bool
-    supports_counts_and_biases: bool
+    on_host: bool
 
     @property
     @abstractmethod

@@ -46,8 +46,7 @@ class LogMel:
         self.n_fft, self.hop = n_fft, hop
         self._filters = mel_filters(n_fft // 2 + 1, mels, rate).astype(np.float32)
         # Hann's window in its periodic form.
-        phase = 2 * np.pi * np.arange(n_fft) / n_fft
-        self._window = (0.5 - 0.5 * np.cos(phase)).astype(np.float32)
+        self._window = np.hanning(n_fft + 1)[:-1].astype(np.float32)
 
     def logs(self, blocks: Iterable[Samples]) -> Iterator[MelFrames]:
         """Logarithms (base 10) of the filters' powers, in as many arrays [mels, frames] as there

@@ -23,7 +23,7 @@ class Windows:
     """
 
     def __init__(self, recording: Recording, log_mel: LogMel, size: int):
-        self._recording, self._log_mel = recording, log_mel
+        self._recording = recording
         self._size, self.width = size, size // log_mel.hop  # of a window: samples, frames
         self._count, loudest = 0, -np.inf
         for logs in log_mel.logs(self._padded()):

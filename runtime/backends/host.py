@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -253,16 +253,23 @@ class HostEngine(ABC, Generic[Call]):
             return
         rows = min(self.capacity, max(FIRST_ROWS, 1 << (need - 1).bit_length()))
         kept = start if another else self.rows
-        other = {}  # whole before it is used: an interrupt or a lack of memory changes nothing
-        for name, (heads, head_width) in self._shapes.items():
-            # Zeros, not empty, as in `clear`.
-            other[name] = self._zeros(self.slots, heads, rows, head_width)
-            if kept:
-                other[name][:, :, :kept] = self._cache[name][:, :, :kept]
+        other = self._grown(self._shapes, rows, self._cache, kept)
         if another:
             self.held.cut(0, kept)
         self._calls.clear()  # they have the addresses
         self._cache, self.rows = other, rows
+
+    def _grown(
+        self, shapes: Mapping[str, tuple[int, int]], rows: int, arrays: Mapping[str, Any], kept: int
+    ) -> dict[str, Any]:
+        """Arrays of so many rows with the first of others'. All are whole before any is used: an
+        interrupt or a lack of memory changes nothing."""
+        other = {}
+        for name, (heads, width) in shapes.items():
+            other[name] = self._zeros(self.slots, heads, rows, width)  # not empty, as in `clear`
+            if kept:
+                other[name][:, :, :kept] = arrays[name][:, :, :kept]
+        return other
 
     def _reserve_source(self, need: int) -> None:
         """Enough rows for a source of this length, by the same rule. With several slots they stay:
@@ -273,10 +280,7 @@ class HostEngine(ABC, Generic[Call]):
         rows = self._all_rows or rows
         if rows == self.source_rows or (rows < self.source_rows and self.slots > 1):
             return
-        kept, other = min(rows, self.source_rows), {}
-        for name, (heads, width) in self._source_shapes.items():
-            other[name] = self._zeros(self.slots, heads, rows, width)
-            if kept:
-                other[name][:, :, :kept] = self._source[name][:, :, :kept]
+        kept = min(rows, self.source_rows)
+        other = self._grown(self._source_shapes, rows, self._source, kept)
         self._calls.clear()
         self._source, self.source_rows = other, rows

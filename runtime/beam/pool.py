@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +29,6 @@ class PoolStats:
     seconds: float = 0.0
 
 
-@runtime_checkable
-class CopyingEngine(Engine, Protocol):
-    """An engine whose slots can take over one another's rows, as `HostEngine`'s."""
-
-    def copy_rows(self, source: int, destination: int, rows: int) -> None: ...
-
-
 class Pool:
     """Which tokens' rows each slot holds.
 
@@ -58,7 +50,7 @@ class Pool:
         name: str,
         source: Source = (),
     ):
-        if not isinstance(engine, CopyingEngine):
+        if not hasattr(engine, "copy_rows"):  # `HostEngine`s have it
             raise OutriderError(
                 "option",
                 "beam search runs on the CPU only in this version",
@@ -73,6 +65,7 @@ class Pool:
             )
         self.engine, self.prompt, self.stats, self.name = engine, tuple(prompt), stats, name
         self._source = source
+        self._copy_rows = engine.copy_rows
         # One column more than rows, in which every sequence differs: `_common`.
         self._held: Ids = np.full((engine.slots, engine.capacity + 1), UNKNOWN, np.int64)
 
@@ -174,7 +167,7 @@ class Pool:
             if slots[i] == UNKNOWN:
                 slots[i], source, most = next(free), int(rows.argmax()), int(rows.max())
                 if most:
-                    self.engine.copy_rows(source, slots[i], most)
+                    self._copy_rows(source, slots[i], most)
                     self.stats.copied += most
         return slots
 

@@ -15,13 +15,13 @@ def find_library() -> Path | None:
     return next((path for folder in FOLDERS if (path := folder / LIBRARY).is_file()), None)
 
 
-def add_operators(options: Any) -> None:
-    """Tell ONNX Runtime of the operators of plugins/onnxruntime.
+def add_operators(options: Any) -> bool:
+    """Tell ONNX Runtime of the operators of plugins/onnxruntime, where the library is there.
 
-    options: its SessionOptions. Raises FileNotFoundError, and what ONNX Runtime raises where it
-    cannot load the library or is too old for it.
+    options: its SessionOptions. Raises what ONNX Runtime raises where it cannot load the library
+    or is too old for it.
     """
     library = find_library()
-    if library is None:
-        raise FileNotFoundError(f"{LIBRARY} is not there")
-    options.register_custom_ops_library(str(library))
+    if library is not None:
+        options.register_custom_ops_library(str(library))
+    return library is not None

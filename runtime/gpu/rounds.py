@@ -58,7 +58,7 @@ class DeviceRounds(Programs):
     ):
         super().__init__(*engines, **options)
         self.slots = SlotTable(self.target.slots)
-        self.supports_draft_options = self.supports_counts_and_biases = False
+        self.on_host = False
         self._max_len, self._ahead = self._sizes.max_len, ahead
         self._draft_max_len = (draft_max_len or self._max_len) if self.draft else 0
         self._first_tokens: dict[tuple[Shape, int], list[Action]] = {}  # of each slot

@@ -10,12 +10,14 @@ looks at every position of the round: the next round must draw from another lane
 lane = the absolute position at which the round starts.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+Word = TypeVar("Word", int, npt.NDArray[Any])
 _WORD = 0xFFFFFFFF
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
@@ -31,13 +33,14 @@ class Purpose(IntEnum):
     COUPLED = 4
 
 
-def philox4x32(key: int, counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+def philox4x32(key: int, counter: Sequence[Word]) -> tuple[Word, Word, Word, Word]:
     """Four 32-bit words from a 64-bit key (low word first) and a counter of four 32-bit words.
 
-    Ten rounds, as in Random123; words beyond 32 bits are the caller's error.
+    Ten rounds, as in Random123; words beyond 32 bits are the caller's error. A word may be a uint64
+    array of them.
     """
     key = int(key)  # a NumPy integer would wrap in the products
-    c0, c1, c2, c3 = map(int, counter)
+    c0, c1, c2, c3 = counter
     k0, k1 = key & _WORD, key >> 32 & _WORD
     for _ in range(10):
         product_0 = _MULTIPLIER_0 * c0
@@ -55,18 +58,8 @@ def blocks(
     key: int, position: int, purpose: Purpose, c2: npt.NDArray[Any], c3: npt.NDArray[Any]
 ) -> npt.NDArray[np.uint64]:
     """`philox4x32` for many counters (position, purpose, c2, c3): their four words, [..., 4]."""
-    word, half = np.uint64(_WORD), np.uint64(32)
-    start = np.broadcast_arrays(np.uint64(position), np.uint64(purpose), c2, c3)
-    c = [np.asarray(counter, np.uint64) for counter in start]
-    k0, k1 = key & _WORD, key >> 32 & _WORD
-    for _ in range(10):
-        product_0, product_1 = np.uint64(_MULTIPLIER_0) * c[0], np.uint64(_MULTIPLIER_1) * c[2]
-        c = [
-            product_1 >> half ^ c[1] ^ np.uint64(k0), product_1 & word,
-            product_0 >> half ^ c[3] ^ np.uint64(k1), product_0 & word,
-        ]  # fmt: skip
-        k0, k1 = k0 + _WEYL_0 & _WORD, k1 + _WEYL_1 & _WORD
-    return np.stack(c, axis=-1)
+    counter = np.broadcast_arrays(position, purpose, c2, c3)
+    return np.stack(philox4x32(key, [np.asarray(word, np.uint64) for word in counter]), axis=-1)
 
 
 def uniform(seed: int, position: int, purpose: Purpose, lane: int = 0) -> float:
@@ -78,5 +71,5 @@ def uniform(seed: int, position: int, purpose: Purpose, lane: int = 0) -> float:
     """
     if (position | lane) >> 32:  # also true where one of them is negative
         raise ValueError(f"position {position} and lane {lane} must lie in [0, 2^32)")
-    high, low, _, _ = philox4x32(seed, (position, purpose, lane, 0))
+    high, low, _, _ = philox4x32(seed, (int(position), int(purpose), int(lane), 0))
     return (high << 21 | low >> 11) * 2.0**-53

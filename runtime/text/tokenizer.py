@@ -39,8 +39,6 @@ class Tokenizer:
     Raises OutriderError "bundle" when the file cannot be read.
     """
 
-    vocab_size: int  # largest id + 1, added tokens included; ids may have gaps
-
     def __init__(
         self,
         path: Path,
@@ -60,7 +58,6 @@ class Tokenizer:
         self._chat = ChatTemplate(chat_template, special_tokens) if chat_template else None
         added = self._model.get_added_tokens_decoder().values()
         self._skipped = frozenset(token.content for token in added if token.special)
-        self.vocab_size = max(self.vocabulary().values(), default=-1) + 1
         self._decoder = self._model.decoder
         kinds = b"" if self._decoder is None else self._decoder.__getstate__()
         self._byte_level = b'"ByteLevel"' in kinds

@@ -109,7 +109,7 @@ class Trying:
         self.asked += 1
         return self.usual if self.asked % 5 else self.other
 
-    def observe(self, gamma: int, examined: int, accepted: int, all_accepted: bool) -> None:
+    def observe(self, gamma: int, examined: int, accepted: int) -> None:
         self.got.append(gamma)
 
 

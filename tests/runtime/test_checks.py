@@ -21,9 +21,9 @@ class Quoting(Draft):
     needs = ("corpus",)
 
 
-HOST = Limits(100, 100, 64, 8, frozenset({"model", "chain", "ngram", "copy"}), True, True, True)
+HOST = Limits(100, 100, 64, 8, frozenset({"model", "chain", "ngram", "copy"}), True, True)
 ALONE = replace(HOST, kinds=frozenset({"ngram", "copy"}), has_model=False)
-DEVICE = replace(HOST, kinds=frozenset({"model"}), draft_options=False, counts_and_biases=False)
+DEVICE = replace(HOST, kinds=frozenset({"model"}), on_host=False)
 WARM = SamplingParams(temperature=0.9)
 SIGMOID = SamplingParams(temperature=1.0, verify="sigmoid")
 LONG = {"prompt": [2] * 70, "gamma": 0, "max_new_tokens": 20}

@@ -66,8 +66,7 @@ def test_what_policies_and_costs_are_told(monkeypatch: pytest.MonkeyPatch) -> No
     stats = run(decoder, Request([2, 3], gamma=8, policy=Slow(), max_new_tokens=40)).stats
     assert len(rounds) == len(seconds) == stats.rounds
     assert sum(gamma for gamma, *_ in rounds) == stats.drafted <= 3 * stats.rounds
-    assert sum(accepted for _, _, accepted, _ in rounds) == stats.accepted
-    assert all(whole == (gamma > 0 and accepted == gamma) for gamma, _, accepted, whole in rounds)
+    assert sum(accepted for *_, accepted in rounds) == stats.accepted
     assert stats.time_rounds == pytest.approx(len(seconds), rel=0.01), "the text waits for it"
     assert max(seconds) == pytest.approx(0)
 

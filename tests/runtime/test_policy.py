@@ -188,7 +188,7 @@ def test_batch_sizes_keep_apart() -> None:
     assert costs.rounds(8).round(4) == pytest.approx(7)
     policy = make_policy("auto", costs, 4, fallback=True)
     for _ in range(4):
-        policy.observe(4, 4, 3, False)
+        policy.observe(4, 4, 3)
     assert policy.next(1) > 2
     assert policy.next(8) == 0
     # One that is new is timed first, though others may keep it from being so.
@@ -215,7 +215,7 @@ def test_smaller_rounds_than_asked_for(gamma: int | str) -> None:
     for _ in range(200):
         asked.append(policy.next(1))
         got = min(asked[-1], int(rng.integers(0, 4)))
-        policy.observe(got, got, got, True)
+        policy.observe(got, got, got)
         costs.observe(1, got, *machine.timings(got))
     assert all(0 <= g <= MAX_GAMMA for g in asked)
     assert np.mean(asked[50:]) > 5
@@ -226,12 +226,12 @@ def test_a_cut_block_says_nothing_about_the_rest() -> None:
     that were not reached do not count."""
     policy = auto(timed(cost=0.05))
     for _ in range(50):
-        policy.observe(8, 2, 2, False)
+        policy.observe(8, 2, 2)
         policy.next(1)
     assert policy.next(2) == 0 and policy.next(1) == 8
     policy = auto(timed(1, 2, cost=0.05))
     assert isinstance(policy, Measured) and policy.next(1) > 0
-    policy.observe(8, 8, 1, False)
+    policy.observe(8, 8, 1)
     assert policy.next(2) > 0 and policy.acceptance
     assert policy.acceptance.seen_at[:3] == [1, 1, 0]
 
@@ -268,7 +268,7 @@ def test_short_texts_find_out_that_the_draft_is_better_than_it_was() -> None:
         for _ in range(8):
             gamma = policy.next(1)
             drafted[-1] += gamma
-            policy.observe(gamma, gamma, gamma, True)
+            policy.observe(gamma, gamma, gamma)
     assert not any(drafted[:20])
     assert all(drafted[-20:])
 
@@ -280,7 +280,7 @@ def test_a_pause_lasts_whoever_comes_and_goes() -> None:
         policy, gammas = auto(timed(1, 2, cost=0.3)), []
         for turn in range(400):
             gammas.append(policy.next(1 + (changing and turn % 3 == 0)))
-            policy.observe(gammas[-1], min(gammas[-1], 1), 0, False)
+            policy.observe(gammas[-1], min(gammas[-1], 1), 0)
         tried[changing] = sum(gamma > 0 for gamma in gammas)
     assert 0 < tried[True] <= tried[False] + 1
 
@@ -293,12 +293,12 @@ def test_the_schedule_of_transformers() -> None:
     seen = []
     for all_accepted in (True, True, False, False, True, *[False] * 15):
         seen.append(policy.next(1))
-        policy.observe(seen[-1], 1, seen[-1] if all_accepted else 0, all_accepted)
+        policy.observe(seen[-1], 1, seen[-1] if all_accepted else 0)
     assert seen == [5, 7, 9, 8, 7, 9, 8, 7, 6, 5, 4, 3, 2, 1, 1, 1, 1, 1, 1, 1]
-    policy.observe(0, 0, 0, True)
+    policy.observe(0, 0, 0)
     assert policy.next(1) == 1, "a round without drafts says nothing"
     for _ in range(20):
-        policy.observe(policy.next(1), 1, 1, True)
+        policy.observe(*[policy.next(1)] * 3)
     assert policy.next(1) == 16
 
 

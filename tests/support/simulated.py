@@ -88,7 +88,7 @@ def simulate(
         level = 1 + machine.rise * min(1.0, run.tokens / 100)
         slow = level * (1 + machine.cold * max(0, COLD - stay) / COLD if gamma else 1)
         reading = machine.cost + behind * machine.reading if gamma and behind else 0.0
-        chooser.observe(gamma, min(gamma, accepted + 1), accepted, accepted == gamma)
+        chooser.observe(gamma, min(gamma, accepted + 1), accepted)
         if known:
             known.observe(1, gamma, *machine.timings(gamma, slow))
             if reading:
