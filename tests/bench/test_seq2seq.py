@@ -18,11 +18,10 @@ from bench.core import pair as pairs
 from bench.core.clock import Clock
 from bench.core.costs import row_bytes
 from bench.core.pair import SEQ2SEQ, Pair, Seq2Seq, seq2seq
-from bench.suites.side import SUITE
 from bench.suites.side import run as measuring
 from bench.suites.side.run import DRAFT, OWN, SideRun, systems
 from bench.suites.side.seq2seq import PIECE, ReadingScale, document, features, jobs, speech
-from bench.suites.side.suite import run
+from bench.suites.side.suite import SUITE, run
 from bench.suites.side.tables import BASE, CT2, MIXED
 from bench.systems import SYSTEMS
 from bench.systems.peer import Peer

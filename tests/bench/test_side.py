@@ -13,7 +13,6 @@ from bench.core.clock import Clock
 from bench.core.costs import Traffic
 from bench.core.pair import Pair
 from bench.core.prompts import Prompts
-from bench.suites.side import SUITE
 from bench.suites.side import run as measuring
 from bench.suites.side.run import (
     DRAFT,
@@ -28,7 +27,7 @@ from bench.suites.side.run import (
     theory,
     told,
 )
-from bench.suites.side.suite import FULL, QUICK, alone, run, together
+from bench.suites.side.suite import FULL, QUICK, SUITE, alone, run, together
 from bench.suites.side.tables import BASE, MIXED, figures, goals
 from bench.systems import SYSTEMS
 from bench.systems.protocol import Request, Steps, Text, Unavailable

@@ -115,3 +115,4 @@ SUITE = Suite(
     name="paper", about=__doc__ or "", quick="fewer shapes and texts",
     options=options, measure=run, tables=tables,
 )  # fmt: skip
+main = SUITE.main
