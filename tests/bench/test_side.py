@@ -181,6 +181,21 @@ class FakePeer(Pretender):
         raise Unavailable("no draft model")
 
 
+def test_a_run_of_quantised_weights_alone_has_no_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor lengths that they are not measured at: a job that no system has is none."""
+    monkeypatch.setattr(measuring, "Peer", FakePeer)
+    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    side = SideRun(Pair(tmp_path, tmp_path, "s", 0.8), 1, tmp_path, Clock())
+    prompts, chosen = Prompts(SPARSE, [*CODE, *PROSE]), systems(["outrider"], ["int4"])
+    works = [alone(FULL, prompts, chosen), together(FULL, prompts, chosen)]
+    cells = run(side, chosen, works, None)["cells"]
+    assert {cell["group"] for cell in cells} == {SHARED}
+    assert all("outrider int4 draft" in row for cell in cells for row in cell["rows"])
+
+
 def test_a_whole_run_with_systems_that_only_pretend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

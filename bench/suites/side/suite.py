@@ -76,13 +76,14 @@ QUICK = SideScale(2, (["completion", "editing"], 128, 24, BOTH), [], (1, 4), 1, 
 
 
 def alone(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
-    """Texts that are decoded one at a time."""
+    """Texts that are decoded one at a time. A job that no system has is none."""
     few = [system for system in chosen if system.among_few]
     groups = [(SHARED, scale.shared, chosen)]
     groups += [(LENGTHS, shape, few) for shape in scale.lengths]
     return [
         Job(group, f"{kind} {length}+{new}", [[p] for p in loads], new, temperature, some)
         for group, (kinds, length, new, temperatures), some in groups
+        if some
         for kind in kinds
         for loads in [prompts.many(kind, scale.count, length)]
         for temperature in temperatures
@@ -90,7 +91,7 @@ def alone(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[
 
 
 def together(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
-    """Batches, plain and with drafts."""
+    """Batches, plain and with drafts, in float32."""
     some = [s for s in chosen if s.mode in ("plain", "draft") and s.precision == "float32"]
     length, new_tokens = scale.batch
     return [
@@ -98,6 +99,7 @@ def together(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> li
             [prompts.many("completion", size, length) for _ in range(scale.times)],
             new_tokens, 0.0, some)
         for size in scale.together
+        if some
     ]  # fmt: skip
 
 
@@ -112,7 +114,7 @@ def run(
     reader = machine.MemoryReader(side.threads)
     for _ in range(5):
         reader()
-    cells = [cell for jobs in works for cell in side.measure(jobs, reader)]
+    cells = [cell for jobs in works if jobs for cell in side.measure(jobs, reader)]
     return {
         "machine": machine.describe(side.threads), "gamma": GAMMA,
         "pair": {"shape": side.pair.shape, "alpha_wanted": side.pair.alpha},
