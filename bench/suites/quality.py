@@ -119,7 +119,7 @@ def tables(results: Results) -> list[Table]:
     if results["missing"]:
         notes.append(f"llama.cpp: {results['missing']}.")
     head = ["weights", "bits a weight", "KL, nats", "same first token", "perplexity"]
-    return [Table(title, head, rows, notes, name=f"quality-{results['checkpoint']}")]
+    return [Table(title, head, rows, notes)]
 
 
 SUITE = Suite(

@@ -79,6 +79,6 @@ def tables(results: Results) -> list[Table]:
 
 SUITE = Suite(
     name="kernel", about=__doc__ or "", quick="one size instead of all", options=times.options,
-    measure=run, tables=tables,
+    measure=run, tables=tables, places=("kernel",),
 )  # fmt: skip
 main = SUITE.main
