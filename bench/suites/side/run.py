@@ -32,8 +32,10 @@ GAMMA = 4
 WARM_UPS = 4  # as many as there are sizes of batches
 OWN, DRAFT = "outrider plain", "outrider draft"
 MODES = ("plain", "draft", "assistant", "auto", "lookup")
-QUANTISED = "plain", "draft", "lookup"
-OF_PRECISION = {"float32": MODES, "mixed": ("draft",)}  # of others QUANTISED
+QUANTISED = "plain", "draft"
+OF_PRECISION = {  # of others QUANTISED
+    "float32": MODES, "mixed": ("draft",), "int4": (*QUANTISED, "lookup"),
+}  # fmt: skip
 PRECISIONS = {  # ours, and what all of them call it
     "float32": ("float32",),
     "mixed": ("mixed",),
@@ -41,7 +43,7 @@ PRECISIONS = {  # ours, and what all of them call it
     "int4": ("int4", "q4_0"),
 }
 READING = {  # of encoder-decoders
-    "outrider": QUANTISED,
+    "outrider": (*QUANTISED, "lookup"),
     "transformers": ("plain", "assistant"),
     "ctranslate2": ("plain",),
 }
@@ -77,8 +79,8 @@ class System:
 def systems(
     wanted: Sequence[str], bits: Sequence[str] = tuple(PRECISIONS), models: str = "text"
 ) -> list[System]:
-    """Modes of the decoders of such models; of quantised weights not all. bits: keys of
-    `PRECISIONS`."""
+    """Modes of the decoders of such models; of quantised weights not all, and mixed ones of
+    encoder-decoders alone. bits: keys of `PRECISIONS`."""
     precisions = [name for key in bits for name in PRECISIONS[key]]
     return [
         System(name, mode, precision)
@@ -88,7 +90,7 @@ def systems(
         if precision in precisions
         for mode in MODES
         if mode in kind.modes and mode in OF_PRECISION.get(precision, QUANTISED)
-        if models == "text" or mode in READING[name]
+        if (precision != "mixed" if models == "text" else mode in READING[name])
     ]
 
 

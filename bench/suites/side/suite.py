@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from models.corpus import collect
-from runtime.files.errors import OutriderError
+from runtime.files.errors import refuse_first
 from runtime.files.manifest import TOKENIZER_FILE
 from runtime.text.tokenizer import Tokenizer
 
@@ -130,26 +130,30 @@ def _options(parser: argparse.ArgumentParser) -> None:
         help="acceptance of the draft on held-out text; default 0.8")  # fmt: skip
     add("--shape", choices=[*pair.SHAPES, *pair.SEQ2SEQ], default="smollm-135m",
         help="of the target; default smollm-135m")  # fmt: skip
-    add("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS),
-        help="of the weights, or what peers have of as many bits; mixed: a target of float32 "
-        "with a draft of int8; default: all")  # fmt: skip
+    add("--precision", nargs="+", choices=PRECISIONS,
+        help="of the weights, or what peers have of as many bits; mixed: of encoder-decoders, a "
+        "target of float32 with a draft of int8; default: all")  # fmt: skip
     add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
     add("--work", type=Path, default=Path("build/side"), metavar="DIR",
         help="where pairs and what systems make of them are kept; default build/side")  # fmt: skip
 
 
 def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
-    if "outrider" not in args.systems:
-        raise OutriderError("option", "--systems leaves outrider out", "Name it too.")
+    models = "seq2seq" if args.shape in pair.SEQ2SEQ else "text"
+    refuse_first([
+        ("outrider" not in args.systems, "--systems leaves outrider out", "Name it too."),
+        (models == "text" and "mixed" in (args.precision or ()),
+         f"--precision mixed is not measured on {args.shape}", "Leave it out."),
+    ])  # fmt: skip
+    chosen = systems(args.systems, args.precision or list(PRECISIONS), models)
     made = pair.make(args.shape, args.alpha, args.work)
     side = SideRun(made, args.threads, args.work, clock)
-    if args.shape in pair.SEQ2SEQ:
+    if models == "seq2seq":
         side.max_len, side.warm_ups = LONGEST, 1
-        chosen = systems(args.systems, args.precision, "seq2seq")
         reading = seq2seq.QUICK if args.quick else seq2seq.FULL
         return run(side, chosen, [seq2seq.jobs(reading, made, chosen, BOTH)], None)
     prompts = Prompts(Tokenizer(made.target / TOKENIZER_FILE), collect().held_out, seed=1)
-    scale, chosen = QUICK if args.quick else FULL, systems(args.systems, args.precision)
+    scale = QUICK if args.quick else FULL
     works = [alone(scale, prompts, chosen), together(scale, prompts, chosen)]
     return run(side, chosen, works, prompts.completion(MEMORY_SHAPE[0]))
 
