@@ -6,18 +6,18 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-# name: module with a `main`, and what it measures
+# name: module of bench/ with a `main`, and what it measures
 SUITES = {
-    "side": ("bench.suites.side", "Outrider and what a user would pick instead, side by side"),
-    "growth": ("bench.suites.growth", "how time and memory grow with what is asked for"),
-    "drafts": ("bench.suites.drafts", "what each kind of draft brings on a bundle"),
-    "policies": ("bench.suites.policies", "what choosing gamma for each round brings"),
-    "kernel": ("bench.suites.kernel", "the sampling kernel against NumPy and Transformers"),
-    "paper": ("bench.suites.paper", "the kernel paper's analyses, done again"),
-    "report": ("bench.report", "a page with a plot of what speculation gains on a bundle"),
-    "quality": ("bench.suites.quality", "what quantised weights cost, ours and llama.cpp's"),
-    "embed": ("bench.suites.embed", "the same request by a C++ program and by a Python one"),
-    "gpu": ("bench.suites.gpu", "all that a GPU can tell about this project"),
+    "side": ("suites.side.suite", "Outrider and what a user would pick instead, side by side"),
+    "growth": ("suites.growth", "how time and memory grow with what is asked for"),
+    "drafts": ("suites.drafts", "what each kind of draft brings on a bundle"),
+    "policies": ("suites.policies.suite", "what choosing gamma for each round brings"),
+    "kernel": ("suites.kernel.suite", "the sampling kernel against NumPy and Transformers"),
+    "paper": ("suites.paper.suite", "the kernel paper's analyses, done again"),
+    "report": ("report.page", "a page with a plot of what speculation gains on a bundle"),
+    "quality": ("suites.quality", "what quantised weights cost, ours and llama.cpp's"),
+    "embed": ("suites.embed", "the same request by a C++ program and by a Python one"),
+    "gpu": ("suites.gpu.suite", "all that a GPU can tell about this project"),
 }
 
 
@@ -42,7 +42,7 @@ def _run(arguments: list[str]) -> int:
     if name not in SUITES:
         cause = f"there is no suite {name}" if name else "no suite was named"
         raise OutriderError("option", cause, f"Name one of {', '.join(SUITES)}.")
-    status: int = importlib.import_module(SUITES[name][0]).main(arguments[1:])
+    status: int = importlib.import_module(f"bench.{SUITES[name][0]}").main(arguments[1:])
     return status
 
 

@@ -26,6 +26,7 @@ from runtime.files.manifest import (
     GraphFacts,
     Pair,
     Weights,
+    slot_rows,
 )
 from runtime.files.progress import note, stage
 from runtime.files.records import write_json
@@ -200,8 +201,7 @@ def _parts(
 ) -> Parts:
     """Make each model's graph, or find it in the cache. Raises what `part.make` does, "option"."""
     words = _words(asked.text, tokenizer, _narrowest(models)) if asked.text is not None else None
-    # A multiple of 8, so that slots of any head width begin where GPUs like to read.
-    capacity = -(-(lengths["target"] + asked.max_gamma + 1) // 8) * 8
+    capacity = slot_rows(lengths["target"], asked.max_gamma)
     shares = "draft" in models and models["target"].has_encoder and same_encoder(*models.values())
     if shares:
         note("the draft's encoder is the target's, which is run once for both")

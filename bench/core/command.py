@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.files.errors import CommandParser, OutriderError, run_command
+from runtime.files.errors import CommandParser, OutriderError, refuse_first, run_command
 
 from . import machine
 from .clock import Clock
@@ -37,8 +37,9 @@ class Suite:
 
     about: its help; the first paragraph says what it measures. quick: what --quick means. options:
     adds others. measure: from the options, with notes on the clock, to the JSON object. tables,
-    heading: of that object. Tables go to stdout, progress to stderr, and the last line of a
-    stdout that is no terminal is the object.
+    heading: of that object. threads: whether it takes a number of them. places: what the names of
+    tables begin with that have a place in a document. Tables go to stdout, progress to stderr, and
+    the last line of a stdout that is no terminal is the object.
     """
 
     name: str
@@ -48,6 +49,8 @@ class Suite:
     tables: Callable[[Results], Sequence[Table]]
     heading: Callable[[Results], str] = lambda results: machine.sentence(results["machine"])
     options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    threads: bool = True
+    places: Sequence[str] = ()
 
     def parser(self) -> argparse.ArgumentParser:
         made = CommandParser(
@@ -57,14 +60,16 @@ class Suite:
         )
         add = made.add_argument
         add("--quick", action="store_true", help=self.quick)
-        add("--threads", type=at_least_one, default=machine.physical_cores(), metavar="N",
-            help="default: the machine's cores")  # fmt: skip
+        made.set_defaults(threads=machine.physical_cores(), update=None)
+        if self.threads:
+            add("--threads", type=at_least_one, metavar="N", help="default: the machine's cores")
         add("--out", type=Path, metavar="DIR",
             help=f"write {self.name}.json and {self.name}.md there too")  # fmt: skip
         add("--show", type=Path, metavar="FILE",
             help=f"measure nothing: tables of a {self.name}.json")  # fmt: skip
-        add("--update", type=Path, metavar="PAGE",
-            help="replace the tables that have a place in this document")  # fmt: skip
+        if self.places:
+            add("--update", type=Path, metavar="PAGE",
+                help="replace the tables that have a place in this document")  # fmt: skip
         self.options(made)
         return made
 
@@ -75,6 +80,14 @@ class Suite:
     def _main(self, args: argparse.Namespace) -> int:
         clock = Clock()
         document = None if args.update is None else args.update.read_text()
+        refuse_first(
+            (
+                document is not None and f"<!-- {name}" not in document,
+                f"{args.update} has no place for a table {name}",
+                f"Add lines <!-- {name}… --> and <!-- end -->.",
+            )
+            for name in self.places
+        )
         if args.show is None:
             results = self.measure(args, clock)
             results = {"benchmark": self.name, **results, "seconds": round(clock.seconds, 1)}
@@ -89,10 +102,10 @@ class Suite:
             page = "\n".join([textwrap.fill(heading, PAGE), "", *told])
             (args.out / f"{self.name}.json").write_text(line + "\n")
             (args.out / f"{self.name}.md").write_text(page)
-        if document is not None:
-            args.update.write_text(update(document, (table for table in tables if table.name)))
         if not sys.stdout.isatty():
-            print(line)
+            print(line, flush=True)
+        if document is not None:  # last: if a table has no place there, all else is told
+            args.update.write_text(update(document, (table for table in tables if table.name)))
         return 0
 
 

@@ -23,19 +23,9 @@ from runtime.stats import Stats
 from runtime.theory.formulas import expected_tokens
 
 from .clock import Sample, figure
-from .fit import rounded
 from .record import Run
 
 SEEN = 8  # rounds with so many drafts, for their median to count
-
-
-def costs_object(costs: RoundCosts) -> dict[str, Any]:
-    """As a JSON object has them."""
-    return {
-        "plain_ms": rounded(1e3 * costs.plain),
-        "c": rounded(costs.draft),
-        "verify": [rounded(x) for x in costs.verify],
-    }
 
 
 def plain_steps(width: int) -> str:

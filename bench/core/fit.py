@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.float64]
 
-# Student's t, 97.5 %, for 1, 2, ... degrees of freedom; the last one, a little wide, beyond.
-T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
 EXPONENTS = np.arange(1, 301) / 100  # that `marginal` tries
 
 
@@ -97,15 +95,14 @@ def power(x: Sequence[float], y: Sequence[float]) -> Power | None:
     """None for fewer than three points, or where one is not positive."""
     if len(x) < 3 or min(*x, *y) <= 0:
         return None
+    from scipy import stats  # here: most who import this module fit nothing
+
     log_x, log_y = np.log(x), np.log(y)
-    slope, level = np.polyfit(log_x, log_y, 1)
-    off = log_y - (slope * log_x + level)
-    freedom = len(x) - 2
-    spread = ((log_x - log_x.mean()) ** 2).sum()
-    error = float(np.sqrt((off**2).sum() / freedom / spread))
-    half = _student(freedom) * error
-    worst = float(np.abs(np.expm1(off)).max())
-    return Power(float(slope), error, float(slope - half), float(slope + half), worst)
+    line = stats.linregress(log_x, log_y)
+    slope, error = float(line.slope), float(line.stderr)
+    worst = float(np.abs(np.expm1(log_y - line.intercept - slope * log_x)).max())
+    half = _student(len(x) - 2) * error
+    return Power(slope, error, slope - half, slope + half, worst)
 
 
 def marginal(x: Sequence[float], y: Sequence[float]) -> Marginal | None:
@@ -125,13 +122,14 @@ def marginal(x: Sequence[float], y: Sequence[float]) -> Marginal | None:
 
 def _with_constant(growing: Numbers, constant: Numbers) -> tuple[float, float]:
     """Least squares of a * constant + b * growing = 1 with a, b >= 0: the sum and a."""
-    design = np.stack([constant, growing], axis=1)
-    tried = [np.linalg.lstsq(design, np.ones(len(design)))[0]]
-    if tried[0].min() < 0:  # then the best has one of them at 0
-        one, other = (v.sum() / (v @ v) for v in (constant, growing))
-        tried = [np.array([one, 0.0]), np.array([0.0, other])]
-    return min((float(((design @ s - 1) ** 2).sum()), float(s[0])) for s in tried)
+    from scipy import optimize
+
+    (a, _), norm = optimize.nnls(np.stack([constant, growing], axis=1), np.ones(len(constant)))
+    return float(norm**2), float(a)
 
 
 def _student(freedom: int) -> float:
-    return T975[min(freedom, len(T975)) - 1]
+    """Student's t at 97.5 %."""
+    from scipy import stats
+
+    return float(stats.t.ppf(0.975, freedom))

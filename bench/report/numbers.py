@@ -1,4 +1,4 @@
-"""What a report measures, and what Theorem 3.8 makes of it."""
+"""What a report measures."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from runtime.files.errors import OutriderError
 from runtime.stats import Stats
 from runtime.text.engine import TextEngine
-from runtime.theory.formulas import best_gamma, break_even, expected_tokens, speedup
+from runtime.theory.formulas import speedup
 from runtime.theory.measure import Findings, findings, measure
 
 from ..core.clock import lost_seconds
-from ..core.table import Table
 
 REPEATS = 3
 
@@ -27,25 +26,10 @@ class Measurement:
     texts: Mapping[int, Sequence[Stats]]
     lost: float = 0.0
 
-    @property
-    def best(self) -> int:
-        """The gamma to use; 0 where nothing gains."""
-        found = self.found
-        return best_gamma(found.alpha, found.costs.draft, found.costs.verify)[0]
-
-    @property
-    def shown(self) -> int:
-        """The gamma, 1 or more, of the largest expected speedup."""
-        return max(self.found.measured, key=self.expected)
-
     def expected(self, gamma: int) -> float:
         """Theorem 3.8 with the verification's measured width."""
         found = self.found
         return speedup(found.alpha, gamma, found.costs.draft, found.costs.verify[gamma])
-
-    def total(self, *gammas: int) -> Stats:
-        """The counts and times of all prompts."""
-        return Stats.total(text for gamma in gammas for text in self.texts[gamma])
 
     def ratios(self, gamma: int) -> list[float]:
         """Of each prompt, the speed over plain decoding's, without the prefill."""
@@ -78,67 +62,3 @@ def take(
             some.append(min((run[gamma][0] for run in runs), key=lambda text: text.time_rounds))
     lost = (lost_seconds() - waited) / (time.perf_counter() - begin)
     return Measurement(findings(texts), texts, lost)
-
-
-def times(factor: float) -> str:
-    return f"{factor:.2f}x"
-
-
-def key_figures(m: Measurement) -> list[tuple[str, str, str]]:
-    """Name, figure, what it is."""
-    found, best, shown = m.found, m.best, m.shown
-    gain = f"{times(m.expected(shown))} expected, {times(found.measured[shown])} measured"
-    pays = break_even(found.overhead, m.expected(shown))
-    where = f"γ = {shown}" if best else f"γ = {shown}, the least bad"
-    return [
-        ("recommended γ", f"{best}" if best else "0: plain decoding",
-         "largest expected speedup with the measured widths"),
-        ("speedup", gain, f"at {where}, without the prefill"),
-        ("α", f"{found.alpha:.3f}", "accepted of examined drafts, all γ"),
-        ("c", f"{found.costs.draft:.3f}", "a draft step, in plain steps"),
-        ("τ", f"{m.total(shown).mean_acceptance_length:.2f}", f"tokens of a round at {where}"),
-        ("a plain step", f"{1e3 * found.costs.plain:.3g} ms", "target, sampling and host"),
-        ("pays from", f"{max(1, pays):.0f} tokens" if pays < float("inf") else "never",
-         f"of output; the draft's prefill takes {found.overhead:.2f} plain steps"),
-    ]  # fmt: skip
-
-
-def speed_table(m: Measurement) -> Table:
-    found, rows = m.found, []
-    for gamma in m.texts:
-        stats, ratios = m.total(gamma), m.ratios(gamma)
-        rows.append(
-            (
-                f"{gamma}",
-                f"{stats.round_tokens / stats.time_rounds:.1f}",
-                times(found.measured.get(gamma, 1.0)),
-                f"{times(min(ratios))} to {times(max(ratios))}",
-                times(speedup(found.alpha, gamma, found.costs.draft)),
-                times(m.expected(gamma)),
-                f"{stats.mean_acceptance_length:.2f}",
-                f"{expected_tokens(found.alpha, gamma):.2f}",
-                f"{stats.accepted}/{stats.examined}",
-                f"{found.costs.verify[gamma]:.2f}",
-            )
-        )
-    head = ("γ", "tokens/s", "measured", "of single prompts", "Theorem 3.8", "with widths", "τ",
-            "equation (1)", "accepted/examined", "verification")  # fmt: skip
-    return Table("Which γ", head, rows)
-
-
-def position_table(m: Measurement) -> Table:
-    stats = m.total(*m.found.measured)
-    counts = zip(stats.drafted_at, stats.accepted_at, strict=True)
-    rows = [
-        (
-            f"{i}",
-            f"{drafted}",
-            f"{accepted}",
-            f"{accepted / drafted:.1%}",
-            f"{m.found.alpha**i:.1%}",
-        )
-        for i, (drafted, accepted) in enumerate(counts, start=1)
-        if drafted
-    ]
-    head = ("position", "drafted", "accepted", "share", "α to its power")
-    return Table("Acceptance by draft position", head, rows)

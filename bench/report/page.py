@@ -25,20 +25,22 @@ from runtime.files.folders import replacing
 from runtime.files.manifest import Manifest
 from runtime.text.options import Options
 from runtime.theory.formulas import speedup
+from runtime.theory.measure import told
 
 from ..core import machine
 from ..core.clock import Clock
 from ..core.plot import BLUE, ORANGE, RED, png
 from ..core.prompts import PROMPTS
-from .numbers import REPEATS, Measurement, key_figures, position_table, speed_table, take
+from .numbers import REPEATS, Measurement, take
 
 PAGE = "index.html"
 MARK = b'<meta name="generator" content="Outrider bench.report">'  # tells our pages apart
 BUSY = 0.1  # of `Measurement.lost`, from which on the page warns
 
 
-def render(name: str, facts: Mapping[str, str], m: Measurement) -> str:
-    """The page. Whatever a model, a prompt or a bundle says is text in it, never markup."""
+def render(name: str, facts: Mapping[str, str], text: str, m: Measurement) -> str:
+    """The page. text: `told` of the measurement. Whatever a model, a prompt or a bundle says is
+    text in it, never markup."""
     image = png(lambda axes: speed_plot(axes, m))
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -50,11 +52,10 @@ def render(name: str, facts: Mapping[str, str], m: Measurement) -> str:
     return environment.get_template("page.html.jinja").render(
         name=name,
         mark=MARK.decode(),
-        key_figures=key_figures(m),
+        text=text,
         facts=facts,
         lost=m.lost if m.lost > BUSY else None,
         plot=f"data:image/png;base64,{base64.b64encode(image).decode()}",
-        tables=[speed_table(m), position_table(m)],
     )
 
 
@@ -172,6 +173,7 @@ def _main(args: argparse.Namespace) -> int:
     check_place(page.resolve())
     measurement = take(engine, prompts, args.temperature, args.tokens, clock.note)
     facts = facts_of(engine.manifest, args, len(prompts))
-    write(render(engine.manifest.name, facts, measurement), page.resolve())
+    text = told(measurement.found, len(prompts), args.temperature, args.tokens)
+    write(render(engine.manifest.name, facts, text, measurement), page.resolve())
     print(page.resolve())
     return 0

@@ -112,6 +112,7 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
         name: dict(zip(NAMES, map(statistics.median, zip(*rows, strict=True)), strict=True))
         for name, rows in found.items()
     }
+    # Both leave the threads to the engines.
     return {"machine": machine.describe(args.threads), "bundle": bundle.name, "turns": turns,
             "tokens": len(texts["C++"]), "times": times}  # fmt: skip
 
@@ -136,5 +137,7 @@ SUITE = Suite(
     measure,
     tables,
     options=bundle_option,
+    threads=False,
+    places=("embed-",),
 )
 main = SUITE.main

@@ -33,7 +33,7 @@ from ..core.pair.grow import grow
 from ..core.prompts import Prompts
 from ..core.table import Table
 from ..systems.peer import Peer
-from ..systems.protocol import Request, Steps
+from ..systems.protocol import Request, Steps, decoding
 
 SIZES = {"16m": Shape(384, 1024, 8, 6, 2, 8192), "46m": Shape(512, 1408, 12, 8, 2, 24_576)} | SHAPES
 PROMPTS = (16, 64, 192, 448, 960, 1500)  # tokens
@@ -149,7 +149,9 @@ def by_prompt(run: Growing) -> Curves:
             for n in order(PROMPTS, turn):
                 (text,) = peer.generate(Request([next(prompts[n])], TOKENS))
                 samples["first token", n].append(text.first)
-                samples["a token", n].append(text.decoding())
+                after = decoding([text])
+                assert after is not None  # plain decoding has a round for each token
+                samples["a token", n].append(after)
     curves = defaultdict[str, list[Point]](list)
     for (name, n), some in sorted(samples.items()):
         rows = n if name == "first token" else n + TOKENS / 2

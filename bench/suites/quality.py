@@ -1,9 +1,9 @@
 """What quantised weights cost: ours of 8 and 4 bits, and llama.cpp's, on one checkpoint.
 
 The full model writes texts at temperature 1. On them, KL(full || quantised) of the next token in
-nats, how often both put the same token first, and the perplexity. All weights are dequantised and
-run by torch, so that formats are compared and no kernels; llama.cpp's are its own quantisers and
-mixture rules. What a build tells of its engine has the rounding of activations too.
+nats. All weights are dequantised and run by torch, so that formats are compared and no kernels;
+llama.cpp's are its own quantisers and mixture rules. What a build tells of its engine has the
+rounding of activations too.
 """
 
 from __future__ import annotations
@@ -106,20 +106,16 @@ def llamacpp(checkpoint: Path, clock: Clock) -> Iterator[Way]:
 
 def tables(results: Results) -> list[Table]:
     rows = [
-        [name, decimals(2)(row["bits"]), f"{row['kl']:.5f} ± {row['kl_error']:.5f}",
-         f"{100 * row['top1']:.1f} %", decimals(3)(row["perplexity"] / row["full_perplexity"])]
+        [name, decimals(2)(row["bits"]), f"{row['kl']:.5f} ± {row['kl_error']:.5f}"]
         for name, row in results["rows"].items()
-    ]  # fmt: skip
+    ]
     title = f"What quantising costs: {results['checkpoint']}"
     tokens = next(iter(results["rows"].values()))["tokens"]
-    notes = [
-        f"{results['weights'] / 1e6:,.1f} M weights, {tokens:,} tokens. Perplexity: times the full "
-        "model's."
-    ]
+    notes = [f"{results['weights'] / 1e6:,.1f} M weights, {tokens:,} tokens."]
     if results["missing"]:
         notes.append(f"llama.cpp: {results['missing']}.")
-    head = ["weights", "bits a weight", "KL, nats", "same first token", "perplexity"]
-    return [Table(title, head, rows, notes, name=f"quality-{results['checkpoint']}")]
+    head = ["weights", "bits a weight", "KL, nats"]
+    return [Table(title, head, rows, notes)]
 
 
 SUITE = Suite(

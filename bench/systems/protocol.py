@@ -95,10 +95,13 @@ class Text:
         """Of each round after the first."""
         return [len(list(tokens)) for _, tokens in groupby(self.times)][1:]
 
-    def decoding(self) -> Sample:
-        """Seconds a token, of the tokens after the first round. Raises ValueError without any."""
-        after = sum(self.round_tokens())
-        if not after:
-            raise ValueError("the text has one round: no token after the prefill")
-        seconds = self.times[-1] - self.times[0]
-        return Sample(seconds / after, (self.lost[-1] - self.lost[0]) / seconds)
+
+def decoding(texts: Sequence[Text]) -> Sample | None:
+    """Seconds a token, of texts decoded together, after all of them have their first; None where
+    there is none after that. A draft's prefill counts where it comes later."""
+    begin, end = (max(text.times[i] for text in texts) for i in (0, -1))
+    after = sum(time > begin for text in texts for time in text.times)
+    if not after:
+        return None
+    lost = max(text.lost[-1] for text in texts) - max(text.lost[0] for text in texts)
+    return Sample((end - begin) / after, lost / (end - begin))

@@ -95,11 +95,15 @@ def recommend(folder: str, prompts: Sequence[str], temperature: float, tokens: i
     texts = measure(engine, prompts, temperature, tokens)
     if not all(texts.values()):
         raise OutriderError("prompt", "no prompt leaves room for a round", "Shorten the prompts.")
-    found = findings(texts)
+    return told(findings(texts), len(prompts), temperature, tokens)
+
+
+def told(found: Findings, prompts: int, temperature: float, tokens: int) -> str:
+    """In words: what was found on so many prompts, and which gamma to use."""
     alpha, cost, verify = found.alpha, found.costs.draft, found.costs.verify
     head, *lines = table(alpha, cost, verify, list(found.measured)).splitlines()
     said = [
-        f"measured on {len(prompts)} prompts, {tokens} tokens for each gamma, temperature "
+        f"measured on {prompts} prompts, {tokens} tokens for each gamma, temperature "
         f"{temperature:g}",
         f"alpha {alpha:.3f} (accepted of examined) | c {cost:.3f} | a plain step "
         f"{found.costs.plain * 1e3:.2f} ms",

@@ -39,7 +39,6 @@ def test_figures_of_a_group_are_of_its_undisturbed_texts() -> None:
     texts.append({name: replace(run, lost=0.9) for name, run in texts[0].items()})
     found = drafts.figures(texts, 4)
     assert found["texts"] == 3 and found["lost"] == 0.0 and found["best"] == "2"
-    assert found["c"] == pytest.approx(0.2) and found["verify"][4] == pytest.approx(1.4)
     row = found["rows"]["4"]
     assert row["alpha"] == 0.75 and row["accepted_of_drafted"] == 0.75 and row["tau"] == 4
     assert row["speedup"]["total"] == pytest.approx(2 / 2.2, rel=1e-3)
@@ -66,14 +65,14 @@ def test_policies_are_held_against_the_best_gamma_and_their_goals() -> None:
     texts = [{name: a_run(*rounds) for name, rounds in ways.items()}] * 2
     found = policies.outcome(texts, 2)
     assert found["best"] == 2 and found["speeds"]["2"] == found["speeds"]["auto"] > 1
-    assert found["auto_of_best"] == 1 and found["noise"] == 0 and found["auto_mean_gamma"] == 2
-    worse = policies.losses(texts, "transformers")
-    assert worse["loss"] == worse["worst"] == pytest.approx(1 - found["speeds"]["1"], rel=1e-3)
+    assert found["auto_of_best"] == 1 and found["noise"] == 0
+    worse = policies.loss(texts, "transformers")
+    assert worse == pytest.approx(1 - found["speeds"]["1"], rel=1e-3)
     loads = {"some": {**found, "auto_of_best": 0.94, "noise": 0.03}, policies.ALL: found}
-    lost = {"some": {"auto": worse, "fallback": {"loss": 0.01, "worst": 0.02}}}
+    lost = {"some": {"auto": worse, "fallback": 0.01}}
     speeds, _, goals = policies.tables({"workloads": loads, "fallback": lost, "long": 256})
     assert len(speeds.rows) == 2 and "quieter machine" in speeds.notes[0]
-    assert [row[1] for row in goals.rows] == ["0.940", "1.000", f"{worse['loss']:.3f}"]
+    assert [row[1] for row in goals.rows] == ["0.940", "1.000", f"{worse:.3f}"]
     assert {row[2] for row in goals.rows} == {"no"}
 
 
@@ -119,7 +118,7 @@ def test_drafts(made: Make) -> None:
     assert bad["alpha"] < 0.1 < good["alpha"]
     bold, careful = (rows[drafts.UNSURE, "T=0"][f"threshold {p}"] for p in ("0", "0.6"))
     assert bold["drafted_of_a_round"] > careful["drafted_of_a_round"]
-    assert [len(table.rows) for table in drafts.tables(found)] == [18, 9, 4, 8]
+    assert [len(table.rows) for table in drafts.tables(found)] == [18, 9, 4, 4]
 
 
 @slow

@@ -148,7 +148,7 @@ def test_the_bundled_weights_are_rounded(tmp_path: Path) -> None:
 
 
 def folder_of(folder: Path, target: Path, draft: Path, bundle: Path) -> Path:
-    """As `suite.engines` makes it, with the bundle as its own reference."""
+    """As `suite.bundled` makes it, with the bundle as its own reference."""
     for name, place in ("target", target), ("draft", draft), ("bundle", bundle):
         (folder / name).symlink_to(place)
     (folder / "reference").symlink_to(bundle)

@@ -13,7 +13,7 @@ from checkpoints import CONTEXT, VOCAB_SIZE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workshop import Workshop
 
-from bench.core.pair import SHAPES, TARGET, blur, grow
+from bench.core.pair import SHAPES, TARGET, blur, grow, make
 from bench.core.pair.grow import Growth, grown_config, load_llama
 from runtime.files.errors import OutriderError
 
@@ -148,5 +148,10 @@ def test_a_draft_has_the_alpha_that_was_wanted(
     # Computed otherwise, on other text.
     p, q = (logits(load_llama(f), ids[8:]).flatten(0, 1).softmax(1).numpy() for f in (source, out))
     assert abs(np.minimum(p, q).sum(1).mean() - 0.6) < 0.03
+
+
+@pytest.mark.parametrize("shape", ["smollm-135m", "t5-base"])
+def test_an_acceptance_out_of_range_is_refused(tmp_path: Path, shape: str) -> None:
     with pytest.raises(OutriderError, match=r"1\.5 is out of range"):
-        blur.blur(TARGET, tmp_path / "none", 1.5)
+        make(shape, 1.5, tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -14,8 +14,6 @@ from samplers import open_backend
 
 from bench.core.fit import ratio_estimates
 from bench.core.table import update
-from bench.suites import kernel as kernel_suite
-from bench.suites import paper as paper_suite
 from bench.suites.kernel import suite, times
 from bench.suites.kernel.points import less, points_of
 from bench.suites.kernel.rounds import RULES, Round, random_logits
@@ -133,8 +131,8 @@ def test_points_have_the_bytes_of_their_outcome_and_the_ratios_of_their_times():
 @pytest.mark.parametrize(
     ("made", "page", "places", "says"),
     [
-        (kernel_suite.SUITE, "performance.md", 1, ["at most 5 %", "at least 5", "at least 94 %"]),
-        (paper_suite.SUITE, "paper.md", 3, ["eq. 5, ±1,000 (the paper's, speech)"]),
+        (suite.SUITE, "performance.md", 1, ["at most 5 %", "at least 5", "at least 94 %"]),
+        (paper.SUITE, "paper.md", 3, ["eq. 5, ±1,000 (the paper's, speech)"]),
     ],
     ids=["kernel", "paper"],
 )
@@ -149,7 +147,7 @@ def test_a_suite(made, page, places, says, monkeypatch, tmp_path, capsys):
         (paper, "held_out_logits", lambda *_: iter([logits_of(4, 3, 100)])),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
-    quick = ["--quick"] * (made is paper_suite.SUITE)
+    quick = ["--quick"] * (made is paper.SUITE)
     assert made.main([*quick, "--out", f"{tmp_path}"]) == 0
     said = capsys.readouterr().out
     assert all(text in said for text in says)

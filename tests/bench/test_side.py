@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import pytest
+from commands import error_line
 from test_core import CODE, PROSE, Letters
 
 from bench.core.clock import Clock
 from bench.core.costs import Traffic
 from bench.core.pair import Pair
 from bench.core.prompts import Prompts
-from bench.suites.side import SUITE
 from bench.suites.side import run as measuring
 from bench.suites.side.run import (
     DRAFT,
@@ -28,11 +28,12 @@ from bench.suites.side.run import (
     theory,
     told,
 )
-from bench.suites.side.suite import FULL, QUICK, alone, run, together
+from bench.suites.side.suite import FULL, QUICK, SUITE, alone, run, together
 from bench.suites.side.tables import BASE, MIXED, figures, goals
 from bench.systems import SYSTEMS
 from bench.systems.protocol import Request, Steps, Text, Unavailable
 from runtime.costs import RoundCosts
+from runtime.files.errors import EXIT_STATUS
 from runtime.theory.formulas import speedup
 
 TRAFFIC = Traffic(weights=900, row=1, rows=100, draft_weights=90)
@@ -132,7 +133,7 @@ def test_goals_are_met_by_medians_or_not_told() -> None:
         return [goal["met"] for _, goal in goals({"cells": cells, **more})]
 
     assert met(row, memory=held, loads=loads) == [
-        *["yes"] * 5, *["not measured"] * 7, *["yes"] * 3, "no",
+        *["yes"] * 5, *["not measured"] * 6, *["yes"] * 3, "no",
     ]  # fmt: skip
     slow = met({**row, OWN: plain(2, first=0.7)}, memory={}, loads={})
     assert slow[:2] == ["no", "no"] and slow[-1] == "not measured"
@@ -142,8 +143,9 @@ def test_who_gets_which_workload() -> None:
     every = systems(list(SYSTEMS))
     names = {system.name for system in every}
     assert {OWN, BASE, "llama.cpp plain", "llama.cpp q4_0 plain"} <= names
-    assert {"outrider int4 draft", "llama.cpp q4_0 lookup"} <= names
-    assert not {"outrider int4 auto", "outrider mixed plain"} & names and MIXED in names
+    assert {"outrider int4 lookup", "llama.cpp q4_0 draft"} <= names
+    assert not {"outrider int4 auto", "outrider int8 lookup", "llama.cpp q4_0 lookup"} & names
+    assert MIXED not in names
     prompts = Prompts(SPARSE, [*CODE, *PROSE])
     work = alone(FULL, prompts, every)
     assert {len(job.systems) for job in work if job.group == SHARED} == {len(every)}
@@ -180,6 +182,33 @@ class FakePeer(Pretender):
 
     def steps(self, request: Steps) -> dict[str, list[Any]]:
         raise Unavailable("no draft model")
+
+
+def test_what_is_not_measured_is_refused_before_a_pair_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, cause in (
+        (["--systems", "genai"], "--systems leaves outrider out"),
+        (["--precision", "mixed"], "mixed is not measured on smollm-135m"),
+    ):
+        assert SUITE.main([*options, "--work", str(tmp_path)]) == EXIT_STATUS["option"]
+        assert cause in error_line(capsys.readouterr().err, "option")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_of_quantised_weights_alone_has_no_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor lengths that they are not measured at: a job that no system has is none."""
+    monkeypatch.setattr(measuring, "Peer", FakePeer)
+    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    side = SideRun(Pair(tmp_path, tmp_path, "s", 0.8), 1, tmp_path, Clock())
+    prompts, chosen = Prompts(SPARSE, [*CODE, *PROSE]), systems(["outrider"], ["int4"])
+    works = [alone(FULL, prompts, chosen), together(FULL, prompts, chosen)]
+    cells = run(side, chosen, works, None)["cells"]
+    assert {cell["group"] for cell in cells} == {SHARED}
+    assert all("outrider int4 draft" in row for cell in cells for row in cell["rows"])
 
 
 def test_a_whole_run_with_systems_that_only_pretend(

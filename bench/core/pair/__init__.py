@@ -40,12 +40,16 @@ def make(shape: str, alpha: float, work: Path) -> Pair:
 
     Of `SHAPES`, the target is the bundled one, and the draft that with noise, as it was before it
     was grown, but with as many tokens: so its cost is that of a small model with a large
-    vocabulary. Raises OutriderError as `grow.grow`, `blur.blur` and `seq2seq.write`.
+    vocabulary. Raises OutriderError "option" for an alpha that is none, and as `grow.grow`,
+    `blur.blur` and `seq2seq.write`.
     """
     from . import seq2seq
     from .blur import blur
     from .grow import grow
 
+    if not 0 < alpha < 1:
+        cause = f"an acceptance of {alpha:g} is out of range"
+        raise OutriderError("option", cause, "Use one between 0 and 1.")
     target, draft = work / shape, work / f"{shape}-draft-{alpha:g}"
     blurred = work / f"blurred-{alpha:g}"
     if shape in SHAPES:
@@ -63,35 +67,29 @@ def make(shape: str, alpha: float, work: Path) -> Pair:
 
 
 def place(
-    target: Path, draft: Path | None, work: Path, *, max_len: int | None, precision: str = "float32"
+    target: Path, draft: Path | None, work: Path, *, max_len: int, precision: str = "float32"
 ) -> tuple[Path, list[Path]]:
     """The folder of the bundle of a pair, and the folders that it is made of."""
-    named = f"{target.name}-{draft.name if draft else 'none'}-{max_len or 'own'}-{precision}"
+    named = f"{target.name}-{draft.name if draft else 'none'}-{max_len}-{precision}"
     models = [target, draft] if draft else [target]
     return work / "bundles" / named, [*models, *(CHECKOUT / room for room in BUILDERS)]
 
 
 def bundle(
-    target: Path,
-    draft: Path | None,
-    work: Path,
-    *,
-    max_len: int | None = None,
-    precision: str = "float32",
+    target: Path, draft: Path | None, work: Path, *, max_len: int, precision: str = "float32"
 ) -> Path:
     """What `make engines` makes of a pair, in `work`, made unless it is there.
 
-    max_len: None for the checkpoints' own. precision: int8 or int4, of the weights of float32
-    graphs; "mixed" for int8 of the draft's alone; or float32. Raises OutriderError "backend";
-    stderr has said why.
+    precision: int8 or int4, of the weights of float32 graphs; "mixed" for int8 of the draft's
+    alone; or float32. Raises OutriderError "backend"; stderr has said why.
     """
     folder, sources = place(target, draft, work, max_len=max_len, precision=precision)
 
     def make() -> None:
-        graphs, length = work / "graphs" / folder.name, ["--max-len", max_len] if max_len else []
+        graphs = work / "graphs" / folder.name
         models = ["--model", target, "--draft", draft or "none", "--cache", work / "cache"]
         weights = WEIGHTS.get(precision, ["--weights", precision])
-        _run("export", *models, *weights, "--out", graphs, *length)
+        _run("export", *models, *weights, "--out", graphs, "--max-len", max_len)
         _run("engines", "--graphs", graphs, "--out", folder)
 
     return kept(folder, sources, make)

@@ -37,10 +37,6 @@ def blur(target: Path, out: Path, alpha: float) -> None:
 
     Raises OutriderError "checkpoint", "architecture", "option", "disk".
     """
-    if not 0 < alpha < 1:
-        raise OutriderError(
-            "option", f"an acceptance of {alpha:g} is out of range", "Use one between 0 and 1."
-        )
     refuse_foreign(out, "config.json")
     judge, model = load_llama(target), load_llama(target)
     windows = _windows(target, model.config.max_position_embeddings)

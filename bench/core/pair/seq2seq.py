@@ -27,7 +27,6 @@ import torch
 import transformers
 
 from models.measure import acceptance
-from runtime.files.errors import OutriderError
 from runtime.files.folders import write_folder
 from runtime.files.progress import stage
 
@@ -50,11 +49,7 @@ WRITERS = (".o.weight", ".wo.weight", ".out_proj.weight", ".fc2.weight", "embed_
 
 def write(shape: Seq2Seq, alpha: float, target: Path, draft: Path) -> None:
     """The target, which is the same for every alpha, unless it is there; and the draft, to a folder
-    that is new or empty. Raises OutriderError as `blur.blur`."""
-    if not 0 < alpha < 1:
-        raise OutriderError(
-            "option", f"an acceptance of {alpha:g} is out of range", "Use one between 0 and 1."
-        )
+    that is new or empty. Raises OutriderError as `blur.bisect`."""
     library.logging.set_verbosity_error()
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)

@@ -31,6 +31,7 @@ from runtime.files.manifest import (
     Pair,
     TokenizerFacts,
     file_facts,
+    slot_rows,
 )
 from runtime.files.records import write_json
 from runtime.files.torch_files import PROGRAM_FILE, WEIGHTS_FILE
@@ -50,7 +51,7 @@ def build(name: str, folder: Path, device: str = "cuda") -> None:
 
     shutil.rmtree(folder, ignore_errors=True)  # so that no bundle of before is measured
     pair, bundle = SHAPES[name], folder / "bundle"
-    capacity = -(-(pair.length + MAX_GAMMA + 1) // 8) * 8
+    capacity = slot_rows(pair.length, MAX_GAMMA)
     make = partial(_make, folder, name, pair.length, capacity, "cpu" if device == "cpu" else "")
     # Not forked: the parent's threads and, where there is a GPU, its driver stay out of it.
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -1,3 +1,1 @@
-from .suite import SUITE, main
-
-__all__ = ["SUITE", "main"]
+"""What choosing gamma for each round brings."""

@@ -1,3 +1,1 @@
-from .suite import SUITE, main
-
-__all__ = ["SUITE", "main"]
+"""Outrider and what a user would pick instead, side by side."""

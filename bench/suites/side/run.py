@@ -26,14 +26,16 @@ from ...core.costs import Traffic, predicted, row_bytes, verification
 from ...core.pair import Pair
 from ...systems import SYSTEMS
 from ...systems.peer import Peer
-from ...systems.protocol import Prompt, Request, Steps, Text, Unavailable
+from ...systems.protocol import Prompt, Request, Steps, Text, Unavailable, decoding
 
 GAMMA = 4
 WARM_UPS = 4  # as many as there are sizes of batches
 OWN, DRAFT = "outrider plain", "outrider draft"
 MODES = ("plain", "draft", "assistant", "auto", "lookup")
-QUANTISED = "plain", "draft", "lookup"
-OF_PRECISION = {"float32": MODES, "mixed": ("draft",)}  # of others QUANTISED
+QUANTISED = "plain", "draft"
+OF_PRECISION = {  # of others QUANTISED
+    "float32": MODES, "mixed": ("draft",), "int4": (*QUANTISED, "lookup"),
+}  # fmt: skip
 PRECISIONS = {  # ours, and what all of them call it
     "float32": ("float32",),
     "mixed": ("mixed",),
@@ -41,7 +43,7 @@ PRECISIONS = {  # ours, and what all of them call it
     "int4": ("int4", "q4_0"),
 }
 READING = {  # of encoder-decoders
-    "outrider": QUANTISED,
+    "outrider": (*QUANTISED, "lookup"),
     "transformers": ("plain", "assistant"),
     "ctranslate2": ("plain",),
 }
@@ -77,8 +79,8 @@ class System:
 def systems(
     wanted: Sequence[str], bits: Sequence[str] = tuple(PRECISIONS), models: str = "text"
 ) -> list[System]:
-    """Modes of the decoders of such models; of quantised weights not all. bits: keys of
-    `PRECISIONS`."""
+    """Modes of the decoders of such models; of quantised weights not all, and mixed ones of
+    encoder-decoders alone. bits: keys of `PRECISIONS`."""
     precisions = [name for key in bits for name in PRECISIONS[key]]
     return [
         System(name, mode, precision)
@@ -88,7 +90,7 @@ def systems(
         if precision in precisions
         for mode in MODES
         if mode in kind.modes and mode in OF_PRECISION.get(precision, QUANTISED)
-        if models == "text" or mode in READING[name]
+        if (precision != "mixed" if models == "text" else mode in READING[name])
     ]
 
 
@@ -288,19 +290,16 @@ def _turned(prompt: Prompt, size: int) -> Prompt:
 def told(texts: Sequence[Text], mode: str, traffic: Traffic) -> Told:
     """What is kept of texts that were decoded together, as far as it is known.
 
-    first: seconds until all have their first token. token: seconds a token after that; a draft's
-    prefill counts where it comes later. lost: the share of these to other processes. Of a single
-    text also tokens and rounds after the first round; the bytes that those rounds had to read; the
-    counts of `drafting`; and of ours, ms of its rounds, of their host's part, and of a token. Where
-    there are encoders, encode: their seconds, a part of first.
+    first: seconds until all have their first token. token, lost: `decoding`, and its share that
+    went to other processes. Of a single text also tokens and rounds after the first round; the
+    bytes that those rounds had to read; the counts of `drafting`; and of ours, ms of its rounds, of
+    their host's part, and of a token. Where there are encoders, encode: their seconds, a part of
+    first.
     """
-    begin, end = (max(text.times[i] for text in texts) for i in (0, -1))
-    after = sum(time > begin for text in texts for time in text.times)
-    if not after:
-        return {"first": begin}  # a short text may have one round
-    seconds = end - begin
-    lost = max(text.lost[-1] for text in texts) - max(text.lost[0] for text in texts)
-    found: Told = {"first": begin, "token": seconds / after, "lost": lost / seconds}
+    found: Told = {"first": max(text.times[0] for text in texts)}
+    if (token := decoding(texts)) is None:
+        return found  # a short text may have one round
+    found |= {"token": token.seconds, "lost": token.lost}
     if len(texts) > 1:
         return found
     rounds, notes = texts[0].round_tokens(), texts[0].notes

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from models.corpus import collect
-from runtime.files.errors import OutriderError
+from runtime.files.errors import refuse_first
 from runtime.files.manifest import TOKENIZER_FILE
 from runtime.text.tokenizer import Tokenizer
 
@@ -76,13 +76,14 @@ QUICK = SideScale(2, (["completion", "editing"], 128, 24, BOTH), [], (1, 4), 1, 
 
 
 def alone(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
-    """Texts that are decoded one at a time."""
+    """Texts that are decoded one at a time. A job that no system has is none."""
     few = [system for system in chosen if system.among_few]
     groups = [(SHARED, scale.shared, chosen)]
     groups += [(LENGTHS, shape, few) for shape in scale.lengths]
     return [
         Job(group, f"{kind} {length}+{new}", [[p] for p in loads], new, temperature, some)
         for group, (kinds, length, new, temperatures), some in groups
+        if some
         for kind in kinds
         for loads in [prompts.many(kind, scale.count, length)]
         for temperature in temperatures
@@ -90,7 +91,7 @@ def alone(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[
 
 
 def together(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> list[Job]:
-    """Batches, plain and with drafts."""
+    """Batches, plain and with drafts, in float32."""
     some = [s for s in chosen if s.mode in ("plain", "draft") and s.precision == "float32"]
     length, new_tokens = scale.batch
     return [
@@ -98,6 +99,7 @@ def together(scale: SideScale, prompts: Prompts, chosen: Sequence[System]) -> li
             [prompts.many("completion", size, length) for _ in range(scale.times)],
             new_tokens, 0.0, some)
         for size in scale.together
+        if some
     ]  # fmt: skip
 
 
@@ -112,7 +114,7 @@ def run(
     reader = machine.MemoryReader(side.threads)
     for _ in range(5):
         reader()
-    cells = [cell for jobs in works for cell in side.measure(jobs, reader)]
+    cells = [cell for jobs in works if jobs for cell in side.measure(jobs, reader)]
     return {
         "machine": machine.describe(side.threads), "gamma": GAMMA,
         "pair": {"shape": side.pair.shape, "alpha_wanted": side.pair.alpha},
@@ -128,26 +130,30 @@ def _options(parser: argparse.ArgumentParser) -> None:
         help="acceptance of the draft on held-out text; default 0.8")  # fmt: skip
     add("--shape", choices=[*pair.SHAPES, *pair.SEQ2SEQ], default="smollm-135m",
         help="of the target; default smollm-135m")  # fmt: skip
-    add("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS),
-        help="of the weights, or what peers have of as many bits; mixed: a target of float32 "
-        "with a draft of int8; default: all")  # fmt: skip
+    add("--precision", nargs="+", choices=PRECISIONS,
+        help="of the weights, or what peers have of as many bits; mixed: of encoder-decoders, a "
+        "target of float32 with a draft of int8; default: all")  # fmt: skip
     add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: all")
     add("--work", type=Path, default=Path("build/side"), metavar="DIR",
         help="where pairs and what systems make of them are kept; default build/side")  # fmt: skip
 
 
 def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
-    if "outrider" not in args.systems:
-        raise OutriderError("option", "--systems leaves outrider out", "Name it too.")
+    models = "seq2seq" if args.shape in pair.SEQ2SEQ else "text"
+    refuse_first([
+        ("outrider" not in args.systems, "--systems leaves outrider out", "Name it too."),
+        (models == "text" and "mixed" in (args.precision or ()),
+         f"--precision mixed is not measured on {args.shape}", "Leave it out."),
+    ])  # fmt: skip
+    chosen = systems(args.systems, args.precision or list(PRECISIONS), models)
     made = pair.make(args.shape, args.alpha, args.work)
     side = SideRun(made, args.threads, args.work, clock)
-    if args.shape in pair.SEQ2SEQ:
+    if models == "seq2seq":
         side.max_len, side.warm_ups = LONGEST, 1
-        chosen = systems(args.systems, args.precision, "seq2seq")
         reading = seq2seq.QUICK if args.quick else seq2seq.FULL
         return run(side, chosen, [seq2seq.jobs(reading, made, chosen, BOTH)], None)
     prompts = Prompts(Tokenizer(made.target / TOKENIZER_FILE), collect().held_out, seed=1)
-    scale, chosen = QUICK if args.quick else FULL, systems(args.systems, args.precision)
+    scale = QUICK if args.quick else FULL
     works = [alone(scale, prompts, chosen), together(scale, prompts, chosen)]
     return run(side, chosen, works, prompts.completion(MEMORY_SHAPE[0]))
 

@@ -167,7 +167,6 @@ def goals(results: Results) -> list[tuple[str, dict[str, Any]]]:
         ("outrider draft, times Transformers' plain", "least", 6.0, ratios(rows, DRAFT, BASE)),
         (f"outrider draft, times {assisted}", "least", 3.0, ratios(rows, DRAFT, assisted)),
         ("outrider draft, times our plain", "least", 1.6, ratios(rows, DRAFT, OWN)),
-        ("outrider mixed draft, times our plain", "least", 1.6, ratios(rows, MIXED, OWN)),
         *_quantised_goals(rows),
         ("speedup measured over predicted by Theorem 3.8", "least", 0.95, quotients),
         ("first token, times as fast as the best of the others'", "least", 1.0, _firsts(rows)),
@@ -187,15 +186,12 @@ def _reading_goals(rows: Sequence[Row]) -> list[tuple[str, float, Spread | None]
         (f"{own} plain", BASE, "token", 1.0),
         (f"{own} draft", BASE, "token", 2.0),
         (MIXED, BASE, "token", 2.0),
-        (f"{own} draft", "transformers assistant", "token", 1.0),
         (f"{own} plain", CT2, "token", 1.0),
         (f"{own} draft", CT2, "token", 1.0),
-        *[(f"{own} {bits} draft", f"{own} {bits} plain", "token", 1.5) for bits in ALIKE],
+        (f"{own} int8 draft", f"{own} int8 plain", "token", 1.5),
         (f"{own} int8 plain", CT2_INT8, "token", 1.0),
         (f"{own} plain", BASE, "encode", 1.0),
-        (f"{own} plain", CT2, "encode", 1.0),
         (f"{own} draft", BASE, "whole", 1.0),
-        (f"{own} draft", CT2, "whole", 1.0),
     ]
     parts = {"token": "", "encode": "encoder: ", "whole": "whole text: "}
     return [
