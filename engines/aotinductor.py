@@ -24,6 +24,7 @@ from typing import Any
 
 from runtime.files.errors import OutriderError, first_line, importing
 from runtime.files.manifest import (
+    ENCODER_DECODERS,
     ENCODER_PACKAGE_FILE,
     PACKAGE_FILE,
     EngineFacts,
@@ -38,10 +39,8 @@ from .gpus import cuda_toolkit
 from .keys import engine_key
 
 DTYPES = ("float32", "float16", "bfloat16")
-# It would write a dense copy of the weights in each call.
-QUANTISED: dict[str, tuple[str, ...]] = {}
-ENCODERS = ("float32", "bfloat16")
-STATES: tuple[str, ...] = ()
+# No quantised weights: it would write a dense copy of them in each call.
+RUNS = {ENCODER_DECODERS: ("float32", "bfloat16")}
 FORMAT: Format = "torch"
 LEVELS = range(0)
 CONFIG: dict[str, Any] = {
