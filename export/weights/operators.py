@@ -262,10 +262,7 @@ def replace(model: ir.Model, old: ir.Node, new: ir.Node) -> None:
 
 def initializer(model: ir.Model, tensor: ir.TensorProtocol) -> ir.Value:
     """A new weight, or constant, of the graph."""
-    assert isinstance(tensor.shape, ir.Shape)
-    value = ir.Value(
-        name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
-    )
+    value = ir.val(tensor.name, const_value=tensor)
     model.graph.register_initializer(value)
     return value
 
