@@ -25,7 +25,12 @@ _ABSENT: Mapping[str, object] = {
     "top_p": 1,
     "min_p": 0,
     "repetition_penalty": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": (),
+    "draft_temperature": None,
     "min_new_tokens": 0,
+    "processors": (),
     "verify": "token",
 }
 _ALL = 2**31 - 1  # vocab_size: as wide as the logits are
@@ -39,7 +44,7 @@ def check_options(options: Mapping[str, object]) -> None:
     """
     for name, off in _ABSENT.items():
         value = options.get(name, off)
-        if value != off:
+        if value != off and (value or off != ()):  # no bias is an empty mapping too
             raise ValueError(
                 f"{name}={value!r} is not in the graph's sampling node. Use {name}={off!r}, "
                 "or a graph without the node."
