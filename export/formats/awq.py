@@ -53,7 +53,7 @@ def _weight(name: str, module: str, tensors: dict[str, Lazy]) -> Lazy:
     words, zeros, scales = (
         take(name, tensors, module + part) for part in ("qweight", "qzeros", "scales")
     )
-    width, count, rows = words.shape[0], scales.shape[0], scales.shape[-1]
+    (width, _), (count, rows) = ((*tensor.shape, 0, 0)[:2] for tensor in (words, scales))
     expect(name, module + "qweight", words, {"I32"}, width, rows // 8)
     expect(name, module + "qzeros", zeros, {"I32"}, count, rows // 8)
     expect_scales(name, module + "scales", scales, count, rows)

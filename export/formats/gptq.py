@@ -57,8 +57,11 @@ def _weight(name: str, module: str, tensors: dict[str, Lazy], less: int) -> Lazy
     words, zeros, scales, order = (
         take(name, tensors, module + part) for part in ("qweight", "qzeros", "scales", "g_idx")
     )
-    width, rows, count = order.shape[0], words.shape[-1], scales.shape[0]
-    bits = 32 * words.shape[0] // max(width, 1)
+    # Whatever they are, damaged ones too.
+    (height, rows), (count, _), (width, _) = (
+        (*tensor.shape, 0, 0)[:2] for tensor in (words, scales, order)
+    )
+    bits = 32 * height // max(width, 1)
     if bits not in (4, 8):
         raise damaged(name, f"{module}qweight has {bits} bits a weight")
     expect(name, module + "qweight", words, {"I32"}, width * bits // 32, rows)
