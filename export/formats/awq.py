@@ -13,11 +13,9 @@ from .packed import (
     Packed,
     damaged,
     expect,
-    expect_floats,
     expect_scales,
-    modules,
     quantised,
-    read_folder,
+    read_packed,
     take,
     unpack,
     unsupported,
@@ -37,15 +35,7 @@ def packed(name: str, folder: Path, config: dict[str, Any]) -> Packed:
         raise unsupported(name, f"AWQ in the layout {layout!r}")
     size = config.get("group_size", config.get("q_group_size", -1))
     details = "4 bits, " + ("whole rows" if size == -1 else f"groups of {size}")
-    return Packed("AWQ", 4, details, lambda: _tensors(name, folder))
-
-
-def _tensors(name: str, folder: Path) -> dict[str, Lazy]:
-    tensors = read_folder(name, folder)
-    for module in modules(tensors, "qweight"):
-        tensors[module + "weight"] = _weight(name, module, tensors)
-    expect_floats(name, tensors)
-    return tensors
+    return Packed("AWQ", 4, details, lambda: read_packed(name, folder, {"qweight": _weight}))
 
 
 def _weight(name: str, module: str, tensors: dict[str, Lazy]) -> Lazy:
