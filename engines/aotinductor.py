@@ -162,6 +162,8 @@ def compile(
     OSError where the disk is full."""
     assert to is not None
     torch = _torch()
+    from torch.export import passes
+
     gpu = to.targets[0] != "cpu"
     try:
         with (
@@ -174,7 +176,7 @@ def compile(
                 config = _config(gpu)
                 if gpu:
                     program, joined = gpu_program.fitted(
-                        gpu_program.moved(program, "cuda"), facts.capacity
+                        passes.move_to_device_pass(program, "cuda"), facts.capacity
                     )
                     config["aot_inductor.metadata"] = {JOINED: json.dumps(joined)}
                 torch._inductor.aoti_compile_and_package(
