@@ -190,10 +190,7 @@ def _export(wanted: Wanted, folder: Path, key: str) -> GraphFacts:
     role, checkpoint = wanted.role, wanted.checkpoint
     quantising = None
     if wanted.weights:
-        quantising = Quantising(
-            role, wanted.weights, checkpoint.source, wanted.text, bool(checkpoint.packed),
-            checkpoint.features, wanted.shares,
-        )  # fmt: skip
+        quantising = Quantising(role, wanted.weights, checkpoint, wanted.text, wanted.shares)
     with write_folder(folder, PART_FILE) as partial:
         original = _write(wanted, quantising, partial)
         give_back()  # the comparison loads the weights a second time
