@@ -119,11 +119,12 @@ class Wanted:
                 "max_gamma": self.max_gamma,
                 "exporter": exporter_digest(),
                 "versions": versions(),
-                **({"format": self.form} if self.form != "onnx" else {}),
-                **({"weights": self.weights, "text": self.text} if self.weights else {}),
-                **({"cache": self.cache} if self.cache else {}),
-                **({"shares": True} if self.shares else {}),
-                **({} if find_library() else {"host": "no library to check it with"}),
+                "format": self.form,
+                "weights": self.weights,
+                "text": self.text if self.weights else None,  # it decides nothing else
+                "cache": self.cache,
+                "shares": self.shares,
+                "checked": find_library() is not None,  # what is the CPU's own
             }
         )
 
