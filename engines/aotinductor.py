@@ -24,6 +24,7 @@ from typing import Any
 
 from runtime.files.errors import OutriderError, first_line, importing
 from runtime.files.manifest import (
+    ENCODER_DECODERS,
     ENCODER_PACKAGE_FILE,
     PACKAGE_FILE,
     EngineFacts,
@@ -38,10 +39,8 @@ from .gpus import cuda_toolkit
 from .keys import engine_key
 
 DTYPES = ("float32", "float16", "bfloat16")
-# It would write a dense copy of the weights in each call.
-QUANTISED: dict[str, tuple[str, ...]] = {}
-ENCODERS = ("float32", "bfloat16")
-STATES: tuple[str, ...] = ()
+# No quantised weights: it would write a dense copy of them in each call.
+RUNS = {ENCODER_DECODERS: ("float32", "bfloat16")}
 FORMAT: Format = "torch"
 LEVELS = range(0)
 CONFIG: dict[str, Any] = {
@@ -163,6 +162,8 @@ def compile(
     OSError where the disk is full."""
     assert to is not None
     torch = _torch()
+    from torch.export import passes
+
     gpu = to.targets[0] != "cpu"
     try:
         with (
@@ -175,7 +176,7 @@ def compile(
                 config = _config(gpu)
                 if gpu:
                     program, joined = gpu_program.fitted(
-                        gpu_program.moved(program, "cuda"), facts.capacity
+                        passes.move_to_device_pass(program, "cuda"), facts.capacity
                     )
                     config["aot_inductor.metadata"] = {JOINED: json.dumps(joined)}
                 torch._inductor.aoti_compile_and_package(

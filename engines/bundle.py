@@ -58,15 +58,15 @@ def build(
     """
     pair = read_pair(graphs)
     models = dict(pair.models())
-    if pair.start_ids is not None and ENCODER_DECODERS not in runs(backend, pair.target.dtype, sm):
+    does = runs(backend, pair.target.dtype, sm)
+    if pair.start_ids is not None and ENCODER_DECODERS not in does:
         raise OutriderError(
             "backend",
             f"the backend {backend} does not run encoder-decoders such as {pair.target.source} "
             f"with DTYPE={pair.target.dtype} in this version",
             "Use BACKEND=onnxruntime DTYPE=float32, or BACKEND=aotinductor SM=cpu.",
         )
-    carries = any(facts.states for facts in models.values())
-    if carries and RECURRENT_STATES not in runs(backend, pair.target.dtype, sm):
+    if any(facts.states for facts in models.values()) and RECURRENT_STATES not in does:
         raise OutriderError(
             "backend",
             f"the backend {backend} does not run models with a recurrent state, such as "
@@ -189,16 +189,18 @@ def check_backend(
             f"the backend {backend} does not run {dtype} in this version",
             f"Use DTYPE={' or '.join(builder.DTYPES)}.",
         )
+    kinds = [kind for kind in get_args(Weights) if dtype in builder.RUNS.get(kind, ())]
     for option, kind in zip(("WEIGHTS", "DRAFT_WEIGHTS"), weights, strict=False):
-        if kind not in weights_of(backend, dtype):
+        if kind not in ("full", *kinds):
+            known = kind in get_args(Weights)
             raise OutriderError(
                 "backend",
                 f"the backend {backend} does not run {option}={kind} with DTYPE={dtype} in this "
                 "version",
-                f"Use DTYPE={' or '.join(builder.QUANTISED[kind])}."
-                if kind in builder.QUANTISED
-                else f"Use {option}={' or '.join(weights_of(backend, dtype))}"
-                + (", or another BACKEND." if kind in get_args(Weights) else "."),
+                f"Use DTYPE={' or '.join(builder.RUNS[kind])}."
+                if known and kind in builder.RUNS
+                else f"Use {option}={' or '.join(['full', *kinds])}"
+                + (", or another BACKEND." if known else "."),
             )
     if cache and backend != "onnxruntime":
         raise OutriderError(
@@ -218,19 +220,14 @@ def check_backend(
     return builder.targets(sm, dtype, weights)
 
 
-def weights_of(backend: str, dtype: str) -> tuple[str, ...]:
-    """The kinds of weights that the backend runs in this precision."""
-    runs = find(backend).QUANTISED
-    return ("full", *(kind for kind in get_args(Weights) if dtype in runs.get(kind, ())))
-
-
 def runs(backend: str, dtype: str, sm: str = "") -> tuple[str, ...]:
     """What an export has to know of the backend: its kinds of weights in this precision, and
     whether it runs encoder-decoders and recurrent states, which none does on a GPU."""
     builder = find(backend)
-    encoders = dtype in builder.ENCODERS and not _on_gpu(builder.targets(sm, dtype))
-    others = ((ENCODER_DECODERS, encoders), (RECURRENT_STATES, dtype in builder.STATES))
-    return (*weights_of(backend, dtype), *(kind for kind, does in others if does))
+    found = ["full", *(kind for kind, dtypes in builder.RUNS.items() if dtype in dtypes)]
+    if ENCODER_DECODERS in found and _on_gpu(builder.targets(sm, dtype)):
+        found.remove(ENCODER_DECODERS)
+    return tuple(found)
 
 
 def _intact(out: Path) -> Manifest | None:

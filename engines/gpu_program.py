@@ -15,13 +15,6 @@ if TYPE_CHECKING:
     import torch
 
 
-def moved(program: torch.export.ExportedProgram, device: str) -> torch.export.ExportedProgram:
-    """The program, its weights and its example on `device`."""
-    from torch.export.passes import move_to_device_pass
-
-    return move_to_device_pass(program, device)
-
-
 def fitted(
     program: torch.export.ExportedProgram, capacity: int
 ) -> tuple[torch.export.ExportedProgram, dict[str, list[str]]]:

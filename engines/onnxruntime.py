@@ -13,18 +13,19 @@ from pathlib import Path
 from runtime.files.errors import OutriderError, first_line, importing
 from runtime.files.library import add_operators
 from runtime.files.manifest import (
+    ENCODER_DECODERS,
     ENCODER_FILE,
     GRAPH_FILE,
     HOST_FILE,
+    RECURRENT_STATES,
     EngineFacts,
     Format,
     GraphFacts,
 )
 
 DTYPES = ("float32", "float16")  # ONNX Runtime has no bfloat16 kernels for the CPU
-QUANTISED = {"int8": ("float32",), "int4": ("float32",)}  # what liboutrider multiplies
-ENCODERS = ("float32",)
-STATES = ("float32",)
+# Quantised weights are liboutrider's to multiply.
+RUNS = dict.fromkeys(("int8", "int4", ENCODER_DECODERS, RECURRENT_STATES), ("float32",))
 FORMAT: Format = "onnx"
 LEVELS = range(0)
 

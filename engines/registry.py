@@ -21,25 +21,12 @@ BACKENDS = {  # imported when they are asked for
 class Backend(Protocol):
     """What such a module has. All raise OutriderError."""
 
-    @property
-    def DTYPES(self) -> tuple[str, ...]:
-        """What it builds."""
-
-    @property
-    def QUANTISED(self) -> Mapping[str, tuple[str, ...]]:
-        """By the kind of quantised weights the dtypes of graphs with such that it builds."""
-
-    @property
-    def ENCODERS(self) -> tuple[str, ...]:
-        """The dtypes of encoder-decoders that it builds, for CPUs."""
-
-    @property
-    def STATES(self) -> tuple[str, ...]:
-        """The dtypes of models with a recurrent state that it builds."""
-
-    @property
-    def FORMAT(self) -> Format:
-        """Of the graphs that it builds from."""
+    DTYPES: tuple[str, ...]  # of the graphs that it builds
+    # Of those with quantised weights, by their kind; of ENCODER_DECODERS, for CPUs; and of models
+    # with RECURRENT_STATES.
+    RUNS: Mapping[str, tuple[str, ...]]
+    FORMAT: Format  # of the graphs
+    LEVELS: range  # of optimisation; empty where there is no choice
 
     def versions(self) -> dict[str, str]:
         """Of what it builds with."""
@@ -47,10 +34,6 @@ class Backend(Protocol):
     def targets(self, sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
         """The GPU architectures that a user's list stands for; also says that it can build graphs
         of this precision with such weights for them."""
-
-    @property
-    def LEVELS(self) -> range:
-        """Of optimisation; empty where there is no choice."""
 
     def plan(
         self,

@@ -138,12 +138,17 @@ def generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
         try:
             return GenerationConfig.from_pretrained(checkpoint.path)
         except Exception as error:  # noqa: BLE001 - Transformers checks fields by using them
-            raise OutriderError(
-                "checkpoint",
-                f"{checkpoint.source}/generation_config.json cannot be read: {first_line(error)}",
-                "Download the checkpoint again, or remove that file.",
-            ) from None
+            raise unreadable(checkpoint, "generation_config.json", first_line(error)) from None
     return None
+
+
+def unreadable(checkpoint: Checkpoint, file: str, why: str) -> OutriderError:
+    """Of a file that a checkpoint can do without."""
+    return OutriderError(
+        "checkpoint",
+        f"{checkpoint.source}/{file} cannot be read: {why}",
+        "Download the checkpoint again, or remove that file.",
+    )
 
 
 def _hears(config: PretrainedConfig) -> bool:

@@ -243,10 +243,6 @@ def run(
         yield graph(text[None], [0])[0]
 
 
-def _rows(open_or_fixed: int | str, wanted: int) -> int:
-    return open_or_fixed if isinstance(open_or_fixed, int) else wanted
-
-
 class _Graph:
     """The exported graph with its caches handed around; plain and slow, for checking only."""
 
@@ -282,11 +278,11 @@ class _Graph:
         }
         self._caches = {
             value.name: np.zeros(
-                [slots, value.shape[1], _rows(value.shape[2], rows), value.shape[3]],
-                kinds[value.type],
+                [slots, heads, own if isinstance(own, int) else rows, width], kinds[value.type]
             )
             for value in self._session.get_inputs()
             if value.name.startswith(("key_", "value_", "state_"))
+            for _, heads, own, width in [value.shape]
         }
 
     def read(self, sources: Sequence[npt.NDArray[Any]]) -> None:

@@ -149,8 +149,6 @@ class SlotCache(Carrying):
     """The slots as Transformers' `past_key_values`: rows are scattered in at `position`. Of a layer
     that hands over rows of another size than the slot's, those that its attention is given."""
 
-    is_compileable = False
-
     def __init__(
         self,
         keys: Sequence[torch.Tensor],  # per layer that has them [B, Hkv, S, D]
@@ -162,9 +160,6 @@ class SlotCache(Carrying):
         _waiting.clear()
         self.keys, self.values, self.position = list(keys), list(values), position
         self.states = list(states)
-        self.is_sliding = [False] * len(self.keys)
-        self.is_linear = [False] * len(self.keys)
-        self.is_dummy = [False] * len(self.keys)
         self._places: dict[int, int] = {}  # of layers among those that have keys
 
     def update(
@@ -210,20 +205,11 @@ class SlotCache(Carrying):
         slot[batch, :, into] = rows.transpose(1, 2)  # in place; [B, N, Hkv, D]
         return slot
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # positions are passed explicitly; nothing may be derived from this
-
     def get_query_offset(self, layer_idx: int = 0) -> torch.Tensor:
         return self.position
 
     def get_mask_sizes(self, q_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.keys[0].shape[2], 0
-
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        return self.keys[0].shape[2]
-
-    def __len__(self) -> int:
-        return len(self.keys)
 
 
 def _empty(like: torch.Tensor, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -238,9 +224,6 @@ def _sizes(key: torch.Tensor, value: torch.Tensor) -> list[tuple[int, int]]:
 class Stored(Carrying):
     """A cache that keeps what each layer stores, or what its attention is given where numbers of
     another width are; nothing was there before."""
-
-    is_compileable = False
-    is_sliding = is_linear = is_dummy = ()  # layers that it does not know yet
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,17 +266,11 @@ class Stored(Carrying):
             self.keys[layer_idx], self.values[layer_idx] = key, value
         return key, value
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0
 
     def get_mask_sizes(self, q_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return q_length, 0
-
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        return -1
 
 
 @contextmanager

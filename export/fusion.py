@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnxscript.rewriter import MatchResult, RewriteRuleSet
 from onnxscript.rewriter.rules.fusion import _rms_normalization, _rotary_embedding
 
-from .weights.operators import initializer
+from .weights.operators import constant
 
 _fusion: Any = _rotary_embedding  # without types
 
@@ -51,9 +51,7 @@ def _scale_all(model: ir.Model) -> None:
             continue
         assert normed.dtype is not None
         name = f"ones.{width}.{normed.dtype.name}"
-        ones = model.graph.initializers.get(name)
-        if ones is None:
-            ones = initializer(model, ir.tensor(np.ones(width, normed.dtype.numpy()), name=name))
+        ones = constant(model, name, np.ones(width, normed.dtype.numpy()))
         scaled = ir.node("Mul", [normed, ones])
         scaled.outputs[0].shape, scaled.outputs[0].type = normed.shape, normed.type
         ir.convenience.replace_all_uses_with(normed, scaled.outputs[0])

@@ -33,7 +33,7 @@ from .decoder import Example
 from .functions import attention, recurrence
 from .fusion import fuse_norms, fuse_rotary
 from .weights.layers import PRODUCT
-from .weights.operators import dense_tables, dequantise_linear, initializer
+from .weights.operators import dense_tables, dequantise_linear, initializer, turns
 
 OPSET = 24
 # A constant larger than this many elements is a weight, not shape arithmetic.
@@ -114,10 +114,9 @@ def _gather_positions(model: ir.Model) -> None:
         batch = node.attributes.get_int("batch_dims", 0)
         before, index = (value.producer() if value else None for value in node.inputs)
         after = [use.node for use in node.outputs[0].uses()]
-        turns = [before, *after]
         if batch or len(after) != 1 or index is None or index.op_type != "Unsqueeze":
             continue
-        if any(turn is None or _permutation(turn) != [1, 0, 2] for turn in turns):
+        if not all(turns(each, 1, 0, 2) for each in (before, *after)):
             continue
         assert before is not None
         gather = ir.node("Gather", [before.inputs[0], index.inputs[0]], {"axis": 1})
@@ -126,10 +125,6 @@ def _gather_positions(model: ir.Model) -> None:
         model.graph.insert_before(after[0], gather)
         ir.convenience.replace_all_uses_with(old, new)
         model.graph.remove([after[0], node], safe=True)
-
-
-def _permutation(node: ir.Node) -> Sequence[int]:
-    return list(node.attributes["perm"].as_ints()) if node.op_type == "Transpose" else []
 
 
 def _transpose_weights(model: ir.Model) -> None:

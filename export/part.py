@@ -119,11 +119,12 @@ class Wanted:
                 "max_gamma": self.max_gamma,
                 "exporter": exporter_digest(),
                 "versions": versions(),
-                **({"format": self.form} if self.form != "onnx" else {}),
-                **({"weights": self.weights, "text": self.text} if self.weights else {}),
-                **({"cache": self.cache} if self.cache else {}),
-                **({"shares": True} if self.shares else {}),
-                **({} if find_library() else {"host": "no library to check it with"}),
+                "format": self.form,
+                "weights": self.weights,
+                "text": self.text if self.weights else None,  # it decides nothing else
+                "cache": self.cache,
+                "shares": self.shares,
+                "checked": find_library() is not None,  # what is the CPU's own
             }
         )
 
@@ -190,10 +191,7 @@ def _export(wanted: Wanted, folder: Path, key: str) -> GraphFacts:
     role, checkpoint = wanted.role, wanted.checkpoint
     quantising = None
     if wanted.weights:
-        quantising = Quantising(
-            role, wanted.weights, checkpoint.source, wanted.text, bool(checkpoint.packed),
-            checkpoint.features, wanted.shares,
-        )  # fmt: skip
+        quantising = Quantising(role, wanted.weights, checkpoint, wanted.text, wanted.shares)
     with write_folder(folder, PART_FILE) as partial:
         original = _write(wanted, quantising, partial)
         give_back()  # the comparison loads the weights a second time

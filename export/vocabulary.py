@@ -16,7 +16,7 @@ from runtime.files.records import build, digest_json
 from runtime.files.rules import TextRules
 
 from .audio import tokens
-from .checkpoint import Checkpoint, generation_config
+from .checkpoint import Checkpoint, generation_config, unreadable
 from .formats import gguf, gguf_tokenizer
 
 # One of them holds the tokens. Without any, Transformers makes up a tokenizer for some models.
@@ -32,13 +32,14 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
     own = checkpoint.gguf
     if own and (checkpoint.path / TOKENIZER_FILE).is_file():
         own = None
+
+    def refuse(cause: str) -> OutriderError:
+        remedy = "Copy the checkpoint's tokenizer.json beside its weights."
+        return OutriderError("checkpoint", cause, remedy)
+
     found = own.metadata.get(gguf.TOKENS) if own else _vocabularies(checkpoint)
     if not found:
-        raise OutriderError(
-            "checkpoint",
-            f"{checkpoint.source} has no tokenizer",
-            "Copy the checkpoint's tokenizer.json beside its weights.",
-        )
+        raise refuse(f"{checkpoint.source} has no tokenizer")
     try:
         if own:
             return gguf_tokenizer.read(checkpoint.source, own)
@@ -46,22 +47,11 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerFast:
     except OutriderError:
         raise
     except Exception as error:  # noqa: BLE001 - a dozen unrelated classes, by tokenizer kind
-        raise OutriderError(
-            "checkpoint",
-            f"the tokenizer of {checkpoint.source} cannot be read: "
-            + (
-                "it needs code of its own, which is never run"
-                if "trust_remote_code" in str(error)
-                else first_line(error)
-            ),
-            "Copy the checkpoint's tokenizer.json beside its weights.",
-        ) from None
+        own_code = "trust_remote_code" in str(error)
+        why = "it needs code of its own, which is never run" if own_code else first_line(error)
+        raise refuse(f"the tokenizer of {checkpoint.source} cannot be read: {why}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or len(tokenizer) == 0:
-        raise OutriderError(
-            "checkpoint",
-            f"{checkpoint.source} has no fast tokenizer",
-            "Copy the checkpoint's tokenizer.json beside its weights.",
-        )
+        raise refuse(f"{checkpoint.source} has no fast tokenizer")
     return tokenizer
 
 
@@ -116,11 +106,7 @@ def carry(
     template = _chat_template(checkpoint, tokenizer)
     if template is not None:
         (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
-    special = {
-        role: str(text)
-        for role, text in tokenizer.special_tokens_map.items()
-        if isinstance(text, str) or hasattr(text, "content")
-    }
+    special = tokenizer.special_tokens_map
     files = {path.name: file_facts(path) for path in sorted(folder.iterdir())}
     eos = end_of_text_ids(checkpoint, tokenizer)
     return TokenizerFacts(
@@ -142,20 +128,24 @@ def end_of_text_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) 
     sources: list[Any] = [getattr(config, "eos_token_id", None) for config in configs]
     if (generation := generation_config(checkpoint)) is not None:
         sources.insert(0, generation.eos_token_id)
-    width = checkpoint.text_config.vocab_size
     named = next((ids for ids in sources if ids is not None), None)
     if named is None:  # the tokenizer's may be one that it added, and no token of the model
-        own = tokenizer.eos_token_id
+        own, width = tokenizer.eos_token_id, checkpoint.text_config.vocab_size
         return [own] if isinstance(own, int) and own < width else []
     found = named if isinstance(named, list) else [named]
-    odd = [i for i in found if type(i) is not int or not 0 <= i < width]
-    if odd:
+    _check_tokens(checkpoint, "eos_token_id", found)
+    return sorted(set(found))
+
+
+def _check_tokens(checkpoint: Checkpoint, field: str, ids: list[Any]) -> None:
+    """Refuse what is no token of the model."""
+    width = checkpoint.text_config.vocab_size
+    if odd := [i for i in ids if type(i) is not int or not 0 <= i < width]:
         raise OutriderError(
             "checkpoint",
-            f"{checkpoint.source} has eos_token_id {repr(odd[0])[:40]}, and {width} tokens",
-            "Mend eos_token_id in generation_config.json or config.json.",
+            f"{checkpoint.source} has {field} {repr(odd[0])[:40]}, and {width} tokens",
+            f"Mend {field} in generation_config.json or config.json.",
         )
-    return sorted(set(found))
 
 
 def start_ids(checkpoint: Checkpoint) -> list[int] | None:
@@ -181,13 +171,7 @@ def start_ids(checkpoint: Checkpoint) -> list[int] | None:
     if generation.forced_bos_token_id is not None:
         found["forced_bos_token_id"] = generation.forced_bos_token_id
     for field, token in found.items():
-        width = checkpoint.text_config.vocab_size
-        if type(token) is not int or not 0 <= token < width:
-            raise OutriderError(
-                "checkpoint",
-                f"{checkpoint.source} has {field} {repr(token)[:40]}, and {width} tokens",
-                f"Mend {field} in generation_config.json or config.json.",
-            )
+        _check_tokens(checkpoint, field, [token])
     return list(found.values())
 
 
@@ -307,7 +291,7 @@ def _chat_template(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) -
     template = template.get("default") if isinstance(template, dict) else template
     if template is None or isinstance(template, str):
         return template
-    raise _unreadable(checkpoint, file, f"its chat_template is {repr(template)[:40]}")
+    raise unreadable(checkpoint, file, f"its chat_template is {repr(template)[:40]}")
 
 
 def _written(checkpoint: Checkpoint, name: str) -> Any:
@@ -315,12 +299,4 @@ def _written(checkpoint: Checkpoint, name: str) -> Any:
         found = json.loads((checkpoint.path / name).read_text(encoding="utf-8"))
         return found.get("chat_template")
     except (OSError, ValueError, AttributeError) as error:
-        raise _unreadable(checkpoint, name, first_line(error)) from None
-
-
-def _unreadable(checkpoint: Checkpoint, name: str, why: str) -> OutriderError:
-    return OutriderError(
-        "checkpoint",
-        f"{checkpoint.source}/{name} cannot be read: {why}",
-        "Download the checkpoint again, or remove that file.",
-    )
+        raise unreadable(checkpoint, name, first_line(error)) from None

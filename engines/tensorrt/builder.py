@@ -60,7 +60,7 @@ def plan(
             profiles=[dataclasses.asdict(profile) for profile in shapes],
             targets=targets,
             versions=versions,
-            **({} if level is None else {"level": level}),
+            level=level,
         )
         planned[role] = EngineFacts(key, name, targets, shapes, level=level)
     return planned

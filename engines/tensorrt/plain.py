@@ -18,9 +18,7 @@ from . import builder
 
 PRODUCT, PACKAGE = "TensorRT", "tensorrt"
 DTYPES = ("float16", "bfloat16")
-QUANTISED = dict.fromkeys(("int8", "int4"), DTYPES)
-ENCODERS: tuple[str, ...] = ()
-STATES: tuple[str, ...] = ()
+RUNS = dict.fromkeys(("int8", "int4"), DTYPES)
 FORMAT: Format = "onnx"
 ENGINE_FILE = "engine.plan"
 LEVELS = range(6)  # how long it looks for a faster kernel

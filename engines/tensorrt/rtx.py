@@ -18,9 +18,7 @@ from . import builder
 
 PRODUCT, PACKAGE = "TensorRT-RTX", "tensorrt_rtx"
 DTYPES = ("float16", "bfloat16")  # its attention has no float32 kernels
-QUANTISED = dict.fromkeys(("int8", "int4", "fp8"), DTYPES)
-ENCODERS: tuple[str, ...] = ()
-STATES: tuple[str, ...] = ()
+RUNS = dict.fromkeys(("int8", "int4", "fp8"), DTYPES)
 FORMAT: Format = "onnx"
 ENGINE_FILE = "engine.rtx"
 LEVELS = range(0)  # it takes them and builds the same engine (docs/LOG.md)

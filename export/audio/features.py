@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,7 @@ from transformers import AutoFeatureExtractor
 
 from runtime.files.audio import FeatureFacts
 from runtime.files.errors import OutriderError, first_line
-
-_FIELDS = ("sampling_rate", "feature_size", "n_fft", "hop_length", "n_samples")
+from runtime.files.records import build
 
 
 class OtherFeatures(Exception):
@@ -30,17 +30,18 @@ def read(name: str, path: Path) -> FeatureFacts:
             f"the preprocessor_config.json of {name} cannot be read: {first_line(error)}",
             "Copy the checkpoint's preprocessor_config.json beside its weights.",
         ) from None
-    found: dict[str, Any] = {field: getattr(extractor, field, None) for field in _FIELDS}
-    for field, value in found.items():
-        if value is None:
-            raise OtherFeatures(
-                f"its encoder reads something else than log-mel spectra of a fixed length: its "
-                f"{type(extractor).__name__} has no {field}"
-            )
-        if type(value) is not int or not 0 < value < 1 << 31:
-            raise OutriderError(
-                "checkpoint",
-                f"the preprocessor_config.json of {name} has {field} = {repr(value)[:60]}",
-                "Download the checkpoint again, or mend that line.",
-            )
-    return FeatureFacts(**found)
+    given = {field.name: getattr(extractor, field.name, None) for field in fields(FeatureFacts)}
+    if missing := [field for field, value in given.items() if value is None]:
+        raise OtherFeatures(
+            f"its encoder reads something else than log-mel spectra of a fixed length: its "
+            f"{type(extractor).__name__} has no {missing[0]}"
+        )
+    try:
+        found: FeatureFacts = build(FeatureFacts, given, "preprocessor_config")
+    except (TypeError, ValueError) as error:
+        raise OutriderError(
+            "checkpoint",
+            f"{name}: {first_line(error)}",
+            "Download the checkpoint again, or mend that line.",
+        ) from None
+    return found

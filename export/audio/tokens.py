@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +13,12 @@ from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from runtime.files.audio import AudioFacts
 from runtime.files.errors import OutriderError, first_line
+from runtime.files.records import TokenId, build
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
 
+_FILE = "generation_config"
 _REMEDY = "Mend its generation_config.json, or download the checkpoint again."
 
 
@@ -41,70 +45,53 @@ def begin(checkpoint: Checkpoint, config: GenerationConfig) -> tuple[list[int], 
     retrieve = getattr(kind, "_retrieve_init_tokens", None)
     if retrieve is None:
         raise _odd(checkpoint, f"Transformers' {kind.__name__} has no tokens of its own to begin")
-    model = _NoSound(_ids(checkpoint, config, "lang_to_id"))
+    languages = getattr(config, "lang_to_id", None) or {}
+    where = f"{_FILE}.lang_to_id"
+    model = _NoSound(_built(checkpoint, dict[str, TokenId], languages, where))
     own: Any = copy.deepcopy(config)
     own.return_timestamps = False
     try:
         (ids,) = retrieve(model, None, 1, own, checkpoint.config, 0, {}).tolist()
     except Exception as error:  # noqa: BLE001 - Transformers checks fields by using them
         raise _odd(checkpoint, first_line(error)) from None
-    return _tokens(checkpoint, "decoder_input_ids", ids), model.asked
+    _check_tokens(checkpoint, ids)
+    return ids, model.asked
 
 
 def facts(checkpoint: Checkpoint, config: GenerationConfig) -> AudioFacts:
     """Raises OutriderError "checkpoint" for fields that are not what they should be."""
-
-    def number(field: str) -> Any:
-        return getattr(config, field, None)
-
-    def token(field: str) -> int | None:
-        ids = _tokens(checkpoint, field, [] if number(field) is None else [number(field)])
-        return ids[0] if ids else None
-
-    def tokens(field: str) -> list[int]:
-        return _tokens(checkpoint, field, number(field) or [])
-
     ids, detected = begin(checkpoint, config)
-    codes = {name.strip("<|>") for name in _ids(checkpoint, config, "lang_to_id")}
-    multilingual, first = number("is_multilingual"), number("max_initial_timestamp_index")
-    longest = min(number("max_length") or checkpoint.max_len, checkpoint.max_len)
-    if type(multilingual) not in (bool, type(None)):
-        raise _odd(checkpoint, f"is_multilingual is {repr(multilingual)[:60]}")
-    if first is not None and (type(first) is not int or not 0 <= first < 1 << 16):
-        raise _odd(checkpoint, f"max_initial_timestamp_index is {repr(first)[:60]}")
-    if type(longest) is not int or longest < 1:
-        raise _odd(checkpoint, f"max_length is {repr(longest)[:60]}")
-    return AudioFacts(
-        decoder_start_token_id=ids[0],
-        lang_to_id=_ids(checkpoint, config, "lang_to_id"),
-        task_to_id=_ids(checkpoint, config, "task_to_id"),
-        is_multilingual=bool(multilingual),
-        suppress_tokens=tokens("suppress_tokens"),
-        begin_suppress_tokens=tokens("begin_suppress_tokens"),
-        max_length=longest,
-        language_detected=detected,
-        no_timestamps_token_id=token("no_timestamps_token_id"),
-        prev_sot_token_id=token("prev_sot_token_id"),
-        max_initial_timestamp_index=first,
-        language_names={n: code for n, code in TO_LANGUAGE_CODE.items() if code in codes} or None,
-    )
+    names = [field.name for field in fields(AudioFacts)]
+    said = {name: getattr(config, name, None) for name in names}
+    codes = {name.strip("<|>") for name in said["lang_to_id"] or ()}
+    given = {
+        "lang_to_id": {},
+        "task_to_id": {},
+        "is_multilingual": False,
+        "suppress_tokens": [],
+        "begin_suppress_tokens": [],
+        "max_length": checkpoint.max_len,
+        **{name: value for name, value in said.items() if value is not None},
+        "decoder_start_token_id": ids[0],
+        "language_detected": detected,
+        "language_names": {n: c for n, c in TO_LANGUAGE_CODE.items() if c in codes} or None,
+    }
+    found: AudioFacts = _built(checkpoint, AudioFacts, given, _FILE)
+    _check_tokens(checkpoint, found.tokens())
+    return replace(found, max_length=min(found.max_length, checkpoint.max_len))
 
 
-def _ids(checkpoint: Checkpoint, config: GenerationConfig, field: str) -> dict[str, int]:
-    found = getattr(config, field, None) or {}
-    if not isinstance(found, dict) or not all(type(name) is str for name in found):
-        raise _odd(checkpoint, f"{field} is {repr(found)[:60]}")
-    _tokens(checkpoint, field, list(found.values()))
-    return found
+def _built(checkpoint: Checkpoint, annotation: Any, given: Any, where: str) -> Any:
+    try:
+        return build(annotation, given, where)
+    except (TypeError, ValueError) as error:
+        raise _odd(checkpoint, first_line(error)) from None
 
 
-def _tokens(checkpoint: Checkpoint, field: str, found: Any) -> list[int]:
+def _check_tokens(checkpoint: Checkpoint, ids: Iterable[int]) -> None:
     width = checkpoint.text_config.vocab_size
-    known = isinstance(found, list)
-    odd = [i for i in found if type(i) is not int or not 0 <= i < width] if known else found
-    if odd or not known:
-        raise _odd(checkpoint, f"{field} has {repr(odd)[:60]}, and there are {width} tokens")
-    return list(found)
+    if odd := [token for token in ids if token >= width]:
+        raise _odd(checkpoint, f"{_FILE} names the token {odd[0]}, and there are {width}")
 
 
 def _odd(checkpoint: Checkpoint, what: str) -> OutriderError:

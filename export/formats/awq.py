@@ -13,11 +13,9 @@ from .packed import (
     Packed,
     damaged,
     expect,
-    expect_floats,
     expect_scales,
-    modules,
     quantised,
-    read_folder,
+    read_packed,
     take,
     unpack,
     unsupported,
@@ -37,15 +35,7 @@ def packed(name: str, folder: Path, config: dict[str, Any]) -> Packed:
         raise unsupported(name, f"AWQ in the layout {layout!r}")
     size = config.get("group_size", config.get("q_group_size", -1))
     details = "4 bits, " + ("whole rows" if size == -1 else f"groups of {size}")
-    return Packed("AWQ", 4, details, lambda: _tensors(name, folder))
-
-
-def _tensors(name: str, folder: Path) -> dict[str, Lazy]:
-    tensors = read_folder(name, folder)
-    for module in modules(tensors, "qweight"):
-        tensors[module + "weight"] = _weight(name, module, tensors)
-    expect_floats(name, tensors)
-    return tensors
+    return Packed("AWQ", 4, details, lambda: read_packed(name, folder, {"qweight": _weight}))
 
 
 def _weight(name: str, module: str, tensors: dict[str, Lazy]) -> Lazy:
@@ -53,7 +43,7 @@ def _weight(name: str, module: str, tensors: dict[str, Lazy]) -> Lazy:
     words, zeros, scales = (
         take(name, tensors, module + part) for part in ("qweight", "qzeros", "scales")
     )
-    width, count, rows = words.shape[0], scales.shape[0], scales.shape[-1]
+    (width, _), (count, rows) = ((*tensor.shape, 0, 0)[:2] for tensor in (words, scales))
     expect(name, module + "qweight", words, {"I32"}, width, rows // 8)
     expect(name, module + "qzeros", zeros, {"I32"}, count, rows // 8)
     expect_scales(name, module + "scales", scales, count, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,14 @@ import torch
 from .packed import (
     Lazy,
     Levels,
+    Make,
     Packed,
     damaged,
     expect,
-    expect_floats,
     expect_scales,
     groups,
-    modules,
     quantised,
-    read_folder,
+    read_packed,
     take,
     unpack,
     unsupported,
@@ -56,11 +56,12 @@ def packed(name: str, folder: Path, config: dict[str, Any]) -> Packed:
         scheme.get(part) for scheme in schemes.values() for part in _ACTIVATIONS
     )
     blocks = next((s["block_structure"] for s in weights if s.get("block_structure")), None)
+    kinds: dict[str, Make] = {"weight_packed": _unpacked, "weight_scale": partial(_plain, blocks)}
     return Packed(
         "compressed-tensors",
         min(int(scheme["num_bits"]) for scheme in weights),
         " and ".join(dict.fromkeys(map(_details, weights))),
-        lambda: _tensors(name, folder, blocks),
+        lambda: read_packed(name, folder, kinds, but=_NOT_WEIGHTS),
         "its activations or cache are quantised too, which is not carried over" if others else "",
     )
 
@@ -74,18 +75,6 @@ def _details(scheme: dict[str, Any]) -> str:
     kind = _DETAILS[scheme.get("type", "int"), scheme["num_bits"]]
     where = f"groups of {size}" if size and size > 0 else f"a scale for each {strategy or 'tensor'}"
     return f"{kind}, {where}" + ("" if scheme.get("symmetric", True) else ", with zero points")
-
-
-def _tensors(name: str, folder: Path, blocks: list[int] | None) -> dict[str, Lazy]:
-    tensors = read_folder(name, folder)
-    for key in [key for key in tensors if key.endswith(_NOT_WEIGHTS)]:
-        del tensors[key]
-    for module in modules(tensors, "weight_packed"):
-        tensors[module + "weight"] = _unpacked(name, module, tensors)
-    for module in modules(tensors, "weight_scale"):
-        tensors[module + "weight"] = _plain(name, module, tensors, blocks)
-    expect_floats(name, tensors)
-    return tensors
 
 
 def _unpacked(name: str, module: str, tensors: dict[str, Lazy]) -> Lazy:
@@ -127,7 +116,7 @@ def _unpacked(name: str, module: str, tensors: dict[str, Lazy]) -> Lazy:
     return Lazy(make, (rows, width))
 
 
-def _plain(name: str, module: str, tensors: dict[str, Lazy], blocks: list[int] | None) -> Lazy:
+def _plain(blocks: list[int] | None, name: str, module: str, tensors: dict[str, Lazy]) -> Lazy:
     """weight int8 or float8 [N, K], weight_scale [N, G], [N], [1] or [ceil(N / b), K / c] for
     blocks of b x c; weight_zero_point int8 like the scale where there is one."""
     weight, scales = (take(name, tensors, module + part) for part in ("weight", "weight_scale"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,10 @@ from .packed import (
     Packed,
     damaged,
     expect,
-    expect_floats,
     expect_scales,
     groups,
-    modules,
     quantised,
-    read_folder,
+    read_packed,
     take,
     unpack,
     unsupported,
@@ -39,26 +38,21 @@ def packed(name: str, folder: Path, config: dict[str, Any]) -> Packed:
         "GPTQ",
         bits,
         details + (", columns out of order" if config.get("desc_act") else ""),
-        lambda: _tensors(name, folder, _LESS[layout]),
+        lambda: read_packed(name, folder, {"qweight": partial(_weight, _LESS[layout])}),
     )
 
 
-def _tensors(name: str, folder: Path, less: int) -> dict[str, Lazy]:
-    tensors = read_folder(name, folder)
-    for module in modules(tensors, "qweight"):
-        tensors[module + "weight"] = _weight(name, module, tensors, less)
-    expect_floats(name, tensors)
-    return tensors
-
-
-def _weight(name: str, module: str, tensors: dict[str, Lazy], less: int) -> Lazy:
+def _weight(less: int, name: str, module: str, tensors: dict[str, Lazy]) -> Lazy:
     """qweight int32 [K * bits / 32, N], qzeros int32 [G, N * bits / 32], scales [G, N], g_idx int32
     [K]: the group of each column of W. The layers of a model may have 4 and 8 bits."""
     words, zeros, scales, order = (
         take(name, tensors, module + part) for part in ("qweight", "qzeros", "scales", "g_idx")
     )
-    width, rows, count = order.shape[0], words.shape[-1], scales.shape[0]
-    bits = 32 * words.shape[0] // max(width, 1)
+    # Whatever they are, damaged ones too.
+    (height, rows), (count, _), (width, _) = (
+        (*tensor.shape, 0, 0)[:2] for tensor in (words, scales, order)
+    )
+    bits = 32 * height // max(width, 1)
     if bits not in (4, 8):
         raise damaged(name, f"{module}qweight has {bits} bits a weight")
     expect(name, module + "qweight", words, {"I32"}, width * bits // 32, rows)

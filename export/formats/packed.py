@@ -43,6 +43,10 @@ class Lazy:
         return dense
 
 
+# Of a checkpoint's name, a module's with its dot, and the table, of which it takes what it uses.
+Make = Callable[[str, str, dict[str, Lazy]], Lazy]
+
+
 @dataclass(frozen=True)
 class Levels:
     """A matrix level * scale, or level * scale + least; `levels[rows]` makes rows of it dense.
@@ -133,6 +137,21 @@ def read_folder(name: str, folder: Path) -> dict[str, Lazy]:
         except Exception as error:  # noqa: BLE001 - safetensors raises its own, and OSError
             raise damaged(name, f"{path.name} cannot be read: {first_line(error)}") from None
     return found
+
+
+def read_packed(
+    name: str, folder: Path, kinds: dict[str, Make], but: tuple[str, ...] = ()
+) -> dict[str, Lazy]:
+    """The same with each packed weight in place of its parts. kinds: by the part that modules of a
+    kind have, what makes their weights. but: how the names end of what is left out."""
+    tensors = read_folder(name, folder)
+    for key in [key for key in tensors if key.endswith(but)]:
+        del tensors[key]
+    for part, make in kinds.items():
+        for module in modules(tensors, part):
+            tensors[module + "weight"] = make(name, module, tensors)
+    expect_floats(name, tensors)
+    return tensors
 
 
 def _reader(file: Any, key: str) -> Callable[[], torch.Tensor]:

@@ -99,10 +99,16 @@ class Carrying:
     """A cache that layers ask for the states they carry: what they ask for is computed by the
     function that they call next. States are numbered in the order in which they are asked for."""
 
+    is_compileable = False
+    is_sliding = is_linear = is_dummy = ()  # no layer has other rows than the first
+
     def __init__(self) -> None:
         self.carried = 0  # states that were asked for
         _convolving.clear()
         _recurring.clear()
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions are passed explicitly; nothing may be derived from this
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return True  # or a call of one token would change states of its own

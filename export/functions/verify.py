@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import onnx_ir as ir
 
+from ..weights.operators import initializer
 from .sampling import DOMAIN, functions
 
 # What the body lacks: name, value that asks for nothing.
@@ -23,7 +25,12 @@ _ABSENT: Mapping[str, object] = {
     "top_p": 1,
     "min_p": 0,
     "repetition_penalty": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": (),
+    "draft_temperature": None,
     "min_new_tokens": 0,
+    "processors": (),
     "verify": "token",
 }
 _ALL = 2**31 - 1  # vocab_size: as wide as the logits are
@@ -37,7 +44,7 @@ def check_options(options: Mapping[str, object]) -> None:
     """
     for name, off in _ABSENT.items():
         value = options.get(name, off)
-        if value != off:
+        if value != off and (value or off != ()):  # no bias is an empty mapping too
             raise ValueError(
                 f"{name}={value!r} is not in the graph's sampling node. Use {name}={off!r}, "
                 "or a graph without the node."
@@ -80,7 +87,8 @@ def append_verify(
         "temperature": value("temperature", ir.DataType.FLOAT),
         "lenience": value("lenience", ir.DataType.FLOAT),
     }
-    numbers = {n: _constant(f"outrider_{n}", [n]) for n in (1, _ALL)}
+    tensors = {n: ir.tensor(np.array([n]), name=f"outrider_{n}") for n in (1, _ALL)}
+    numbers = {n: initializer(model, tensor) for n, tensor in tensors.items()}
     drafts = ir.node("Slice", [ends["input_ids"], numbers[1], numbers[_ALL], numbers[1]])
     start = ir.node("Add", [ends["position"], numbers[1]])
     verdict = [
@@ -103,8 +111,6 @@ def append_verify(
         outputs=verdict,
         name="outrider_verify",
     )  # fmt: skip
-    for number in numbers.values():
-        graph.register_initializer(number)
     graph.inputs.extend(given.values())
     graph.extend([drafts, start, verify])
     graph.outputs.extend(verdict)
@@ -112,13 +118,3 @@ def append_verify(
         function = ir.serde.deserialize_function(proto)
         model.functions[function.identifier()] = function
     graph.opset_imports[DOMAIN] = 1
-
-
-def _constant(name: str, numbers: list[int]) -> ir.Value:
-    tensor = ir.tensor(numbers, dtype=ir.DataType.INT64, name=name)
-    return ir.Value(
-        name=name,
-        shape=ir.Shape([len(numbers)]),
-        type=ir.TensorType(ir.DataType.INT64),
-        const_value=tensor,
-    )

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ..functions.attention import is_own
+from ..weights.operators import made_by, turns
+
+_SWAPPED = (0, 2, 1, 3)  # between [B, N, H, D] and [B, H, N, D]
 
 
 class NotLowered(Exception):
@@ -23,18 +26,13 @@ class Rotary:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """Attention to the text. query, key, value: [B, N, H, D] or [B, N, H D], before the rotation
-    by `rotary`."""
+class SourceLayer:
+    """Attention to the source, whose keys and values are inputs of the graph, [B, H, E, D]."""
 
     node: ir.Node
     end: ir.Value  # [B, N, H D] or [B N, H D]
-    query: ir.Value
-    key: ir.Value
-    value: ir.Value
-    rotary: Rotary | None
-    writes: tuple[ir.Node, ir.Node]  # of keys and values into their caches
-    mask: ir.Value  # bool, or what is added to the scores
+    query: ir.Value  # [B, N, H, D] or [B, N, H D]
+    mask: ir.Value | None  # bool, or what is added to the scores; None: all rows are seen
     heads: int
     key_heads: int
     sinks: ir.Value | None  # [H]
@@ -42,17 +40,14 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class SourceLayer:
-    """Attention to the source, whose keys and values are inputs of the graph, [B, H, E, D]."""
+class Layer(SourceLayer):
+    """Attention to the text. query, key, value: before the rotation by `rotary`."""
 
-    node: ir.Node
-    end: ir.Value  # [B, N, H D] or [B N, H D]
-    query: ir.Value  # [B, N, H D]
-    mask: ir.Value | None  # None: all rows are seen
-    heads: int
-    key_heads: int
-    sinks: ir.Value | None  # as of `Layer`
-    softcap: float
+    mask: ir.Value
+    key: ir.Value
+    value: ir.Value
+    rotary: Rotary | None
+    writes: tuple[ir.Node, ir.Node]  # of keys and values into their caches
 
 
 def layers_of(model: ir.Model) -> tuple[list[Layer], list[SourceLayer]]:
@@ -72,8 +67,10 @@ def _layer(model: ir.Model, node: ir.Node) -> Layer:
     end = _end(node)
     query, key_cache, value_cache = node.inputs[:3]
     mask, sinks = _more(node)
-    writes = (_made_by(key_cache, "TensorScatter"), _made_by(value_cache, "TensorScatter"))
-    given = query, writes[0].inputs[1], writes[1].inputs[1]
+    new_keys, new_values = (made_by(cache, "TensorScatter") for cache in (key_cache, value_cache))
+    if new_keys is None or new_values is None:
+        raise NotLowered("its attention is not fed by TensorScatter")
+    given = query, new_keys.inputs[1], new_values.inputs[1]
     found = [_rows(model, each) for each in given]
     rotary = found[0][1] if found[0] and found[1] and found[0][1] == found[1][1] else None
     # Rotated otherwise: they come as they are stored, turned back.
@@ -84,8 +81,8 @@ def _layer(model: ir.Model, node: ir.Node) -> Layer:
     if mask is None:
         raise NotLowered("its attention has no mask")
     return Layer(
-        node, end, query, key, value, rotary, writes, mask, size(node.inputs[0], 1),
-        size(key_cache, 1), sinks, node.attributes.get_float("softcap", 0),
+        node, end, query, mask, size(node.inputs[0], 1), size(key_cache, 1), sinks,
+        node.attributes.get_float("softcap", 0), key, value, rotary, (new_keys, new_values),
     )  # fmt: skip
 
 
@@ -108,16 +105,9 @@ def _end(node: ir.Node) -> ir.Value:
     if not is_own(node) and set(node.attributes) != {"scale"}:
         raise NotLowered("its attention has options")
     swap = _only_use(node.outputs[0], "Transpose")
-    if not _swaps(swap):
+    if not turns(swap, *_SWAPPED):
         raise NotLowered("its attention's output is not turned back")
     return _only_use(swap.outputs[0], "Reshape").outputs[0]
-
-
-def _made_by(value: ir.Value | None, kind: str) -> ir.Node:
-    node = value.producer() if value is not None else None
-    if node is None or node.op_type != kind:
-        raise NotLowered(f"its attention is not fed by {kind}")
-    return node
 
 
 def _only_use(value: ir.Value, kind: str) -> ir.Node:
@@ -125,11 +115,6 @@ def _only_use(value: ir.Value, kind: str) -> ir.Node:
     if len(uses) != 1 or uses[0].node.op_type != kind:
         raise NotLowered(f"its attention does not end in {kind}")
     return uses[0].node
-
-
-def _swaps(node: ir.Node) -> bool:
-    """Between [B, N, H, D] and [B, H, N, D]."""
-    return node.op_type == "Transpose" and tuple(node.attributes["perm"].as_ints()) == (0, 2, 1, 3)
 
 
 def size(value: ir.Value | None, axis: int) -> int:
@@ -153,7 +138,7 @@ def _rows(model: ir.Model, value: ir.Value | None) -> tuple[ir.Value, Rotary | N
     if node is not None and node.op_type == "RMSNormalization" and _dimensions(node.inputs[1]) == 1:
         norm, before = node, node.inputs[0]
         node = before.producer() if before is not None else None
-    if node is None or not _swaps(node):
+    if node is None or not turns(node, *_SWAPPED):
         return None
     source = node.inputs[0]
     assert source is not None
@@ -171,6 +156,6 @@ def _dimensions(value: ir.Value | None) -> int:
 
 def _turned(model: ir.Model, value: ir.Value | None) -> ir.Value:
     """[B, N, H, D] from [B, H, N, D]."""
-    swap = ir.node("Transpose", [value], {"perm": (0, 2, 1, 3)})
+    swap = ir.node("Transpose", [value], {"perm": _SWAPPED})
     model.graph.append(swap)
     return swap.outputs[0]

@@ -12,7 +12,14 @@ import numpy as np
 import onnx_ir as ir
 
 from ..weights.experts import PRODUCT
-from ..weights.operators import OWN_DOMAIN, initializer, packed_values, replace, stored_of
+from ..weights.operators import (
+    OWN_DOMAIN,
+    initializer,
+    made_by,
+    packed_values,
+    replace,
+    stored_of,
+)
 from .attention import NotLowered
 
 
@@ -63,30 +70,22 @@ def _to_the_sum(nodes: Sequence[ir.Node]) -> tuple[list[ir.Node], ir.Node, int, 
 
 def _routing(value: ir.Value | None) -> _Routing | None:
     """Of weights [E, T, 1] that most experts have as zeros what they were put together from."""
-    total = _made_by(value, "ReduceSum", "Unsqueeze", "Transpose", "Cast")
-    product = _made_by(total.inputs[0], "Mul") if total else None
+    total = made_by(value, "ReduceSum", "Unsqueeze", "Transpose", "Cast")
+    product = made_by(total.inputs[0], "Mul") if total else None
     if product is None:
         return None
     one_hot, weights = product.inputs
-    equal = _made_by(one_hot, "Equal", "Cast")
-    index = _made_by(equal.inputs[0], "Unsqueeze") if equal else None
+    equal = made_by(one_hot, "Equal", "Cast")
+    index = made_by(equal.inputs[0], "Unsqueeze") if equal else None
     if index is None or index.inputs[0] is None or weights is None:
         return None
     return index.inputs[0], weights
 
 
-def _made_by(value: ir.Value | None, kind: str, *through: str) -> ir.Node | None:
-    """The node of this kind that makes a value, before those of other kinds."""
-    node = value.producer() if value is not None else None
-    while node is not None and node.op_type in through:
-        node = node.inputs[0].producer() if node.inputs[0] is not None else None
-    return node if node is not None and node.op_type == kind else None
-
-
 def _choose_bias(model: ir.Model, add: ir.Node, chosen: ir.Value) -> None:
     """A bias of experts, [E, 1, N], becomes that of those who are asked, [k, T, N]."""
     for place, value in enumerate(add.inputs):
-        before = _made_by(value, "Unsqueeze")
+        before = made_by(value, "Unsqueeze")
         weight = before.inputs[0] if before else value
         if value is None or weight is None or not weight.is_initializer():
             continue

@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
 
@@ -29,7 +28,7 @@ from runtime.files.torch_files import ENCODER_WEIGHTS_FILE
 
 from ..functions import recurrence
 from ..graph import write_model
-from ..weights.operators import OWN_DOMAIN, initializer, own_operators, put
+from ..weights.operators import OWN_DOMAIN, constant, made_by, own_operators, put, turns
 from .attention import Layer, NotLowered, SourceLayer, layers_of, size
 from .experts import ask_the_chosen
 from .observing import Observed, observe, see_all_rows
@@ -91,20 +90,15 @@ def _rewrite_encoder(folder: Path) -> None:
 # The new nodes
 
 
-def _constant(model: ir.Model, name: str, array: npt.NDArray[Any]) -> ir.Value:
-    found = model.graph.initializers.get(name)
-    return initializer(model, ir.tensor(array, name=name)) if found is None else found
-
-
 def _replace(model: ir.Model, layer: Layer, observed: Observed, cache: Cache | None) -> None:
     rotary, mask = layer.rotary, str(layer.mask.name)
     tables = [(value, observed.tables) for value in ((rotary.cos, rotary.sin) if rotary else ())]
     inputs: list[ir.Value | None] = [
-        _constant(model, f"host.{value.name}", found[str(value.name)]) for value, found in tables
+        constant(model, f"host.{value.name}", found[str(value.name)]) for value, found in tables
     ]
     inputs += [None] * (2 - len(inputs))
     bias = observed.biases.get(mask)
-    inputs.append(None if bias is None else _constant(model, f"host.{mask}", bias))
+    inputs.append(None if bias is None else constant(model, f"host.{mask}", bias))
     # Written by another layer already: its outputs are read, which have taken the writes' place.
     reads = layer.node.inputs[1] is not layer.writes[0].outputs[0]
     caches = layer.node.inputs[1:3] if reads else [write.inputs[0] for write in layer.writes]
@@ -160,24 +154,24 @@ def _replace_recurrent(model: ir.Model) -> None:
             put(old, new)
 
 
-def _end_in(model: ir.Model, layer: Layer | SourceLayer, node: ir.Node) -> None:
+def _end_in(model: ir.Model, layer: SourceLayer, node: ir.Node) -> None:
     """Have who read the layer's result read the node's, [B, N, H D]."""
     result, shape = node.outputs[0], layer.end.shape
     if shape is not None and len(shape) == 2:  # Gemm multiplies no more dimensions
-        rows = _constant(model, "host.rows", np.array([-1, shape[1]], np.int64))
+        rows = constant(model, "host.rows", np.array([-1, shape[1]], np.int64))
         flat = ir.node("Reshape", [result, rows])
         model.graph.append(flat)
         result = flat.outputs[0]
     put(layer.end, result)
 
 
-def _scores(model: ir.Model, layer: Layer | SourceLayer) -> list[ir.Value | None]:
+def _scores(model: ir.Model, layer: SourceLayer) -> list[ir.Value | None]:
     """Sinks and soft cap."""
     cap = np.array([layer.softcap], np.float32)
-    return [layer.sinks, _constant(model, f"host.softcap.{cap[0]}", cap) if cap else None]
+    return [layer.sinks, constant(model, f"host.softcap.{cap[0]}", cap) if cap else None]
 
 
-def _attributes(layer: Layer | SourceLayer) -> dict[str, Any]:
+def _attributes(layer: SourceLayer) -> dict[str, Any]:
     return {
         "heads": layer.heads,
         "key_heads": layer.key_heads,
@@ -205,7 +199,7 @@ def _flat(model: ir.Model, value: ir.Value) -> ir.Value:
     before = node.inputs[0] if node is not None and node.op_type == "Reshape" else None
     if before is not None and before.shape is not None and len(before.shape) == 3:
         return before
-    shape = _constant(model, "host.flat", np.array([0, 0, -1], np.int64))
+    shape = constant(model, "host.flat", np.array([0, 0, -1], np.int64))
     flat = ir.node("Reshape", [value, shape])
     model.graph.append(flat)
     return flat.outputs[0]
@@ -215,8 +209,8 @@ def _fuse_sums(model: ir.Model) -> None:
     """A sum and the norm of it in one node, which hands out both."""
     for norm in [node for node in model.graph if node.op_type == "RMSNormalization"]:
         x, scale = norm.inputs[:2]
-        add = x.producer() if x is not None else None
-        if add is None or add.op_type != "Add" or any(_is_weight(value) for value in add.inputs):
+        add = made_by(x, "Add")
+        if add is None or any(_is_weight(value) for value in add.inputs):
             continue
         epsilon = norm.attributes.get_float("epsilon", 1e-5)
         fused = ir.node(
@@ -235,13 +229,10 @@ def _fuse_transposed(model: ir.Model) -> None:
     as long as preparing the matrix does (docs/LOG.md)."""
     for product in [node for node in model.graph if node.op_type == "MatMul"]:
         x, right = product.inputs
-        turned = right.producer() if right is not None else None
-        if turned is None or turned.op_type != "Transpose" or not _is_weight(turned.inputs[0]):
+        turned = made_by(right, "Transpose")
+        if turned is None or not turns(turned, 1, 0) or not _is_weight(turned.inputs[0]):
             continue
-        weight = turned.inputs[0]
-        if tuple(turned.attributes["perm"].as_ints()) != (1, 0):
-            continue
-        fused = ir.node("FusedMatMul", [x, weight], {"transB": 1}, domain=DOMAIN)
+        fused = ir.node("FusedMatMul", [x, turned.inputs[0]], {"transB": 1}, domain=DOMAIN)
         model.graph.append(fused)
         put(product.outputs[0], fused.outputs[0])
         model.graph.remove(product, safe=True)

@@ -140,16 +140,6 @@ class QuantisedTable(torch.nn.Embedding):
         return _dense(self.levels[ids], self.scales[ids].float()).to(self.dtype)
 
 
-def become(module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
-    """Give the module another class, with what it has."""
-    module.__class__ = kind
-
-
-def beside(kind: type[torch.nn.Module], module: torch.nn.Module) -> type[torch.nn.Module]:
-    """A class that is `kind` first, and else that of the module."""
-    return type(kind.__name__, (kind, type(module)), {})
-
-
 def put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
     """Give the linear layer or embedding at this path its quantised weight, and let go of the dense
     one. An embedding stays what it is; its table is computed.
@@ -158,7 +148,7 @@ def put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
     dtype = module.weight.dtype
     if isinstance(module, torch.nn.Embedding):
         del module._parameters["weight"]
-        become(module, beside(QuantisedTable, module))
+        module.__class__ = type(QuantisedTable.__name__, (QuantisedTable, type(module)), {})
         module.register_buffer("levels", _levels(weight))
         module.register_buffer("scales", torch.from_numpy(weight.scales))
         module.dtype = dtype

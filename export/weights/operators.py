@@ -197,9 +197,8 @@ def own_operators(model: ir.Model) -> int:
 
 def stored_of(product: ir.Node) -> StoredMatrix | None:
     """The weight of a product with few bits; None for what is none."""
-    right = product.inputs[1] if product.op_type == "MatMul" else None
-    source = right.producer() if right is not None else None
-    if source is None or source.op_type != "DequantizeLinear":
+    source = made_by(product.inputs[1], "DequantizeLinear") if product.op_type == "MatMul" else None
+    if source is None:
         return None
     levels, scales = map(_weight, source.inputs)
     return StoredMatrix(levels, scales) if levels is not None and scales is not None else None
@@ -228,8 +227,8 @@ def packed_values(model: ir.Model, stored: StoredMatrix, name: str) -> list[ir.V
         return pack(stored.read(slice(begin * PANEL, end * PANEL)))
 
     parts = (
-        ("levels", ir.DataType.UINT8, 64 * stored.bits, _packed_levels),
-        ("scales", ir.DataType.FLOAT16, PANEL, _packed_scales),
+        ("levels", ir.DataType.UINT8, 64 * stored.bits, packed_levels),
+        ("scales", ir.DataType.FLOAT16, PANEL, packed_scales),
     )
     values = []
     for part, dtype, size, pack in parts:
@@ -262,12 +261,30 @@ def replace(model: ir.Model, old: ir.Node, new: ir.Node) -> None:
 
 def initializer(model: ir.Model, tensor: ir.TensorProtocol) -> ir.Value:
     """A new weight, or constant, of the graph."""
-    assert isinstance(tensor.shape, ir.Shape)
-    value = ir.Value(
-        name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
-    )
+    value = ir.val(tensor.name, const_value=tensor)
     model.graph.register_initializer(value)
     return value
+
+
+def constant(model: ir.Model, name: str, array: npt.NDArray[Any]) -> ir.Value:
+    """The graph's constant of this name, made where it is not there."""
+    found = model.graph.initializers.get(name)
+    return initializer(model, ir.tensor(array, name=name)) if found is None else found
+
+
+def made_by(value: ir.Value | None, kind: str, *through: str) -> ir.Node | None:
+    """The node of this kind that makes a value, before those of other kinds."""
+    node = value.producer() if value is not None else None
+    while node is not None and node.op_type in through:
+        node = node.inputs[0].producer() if node.inputs[0] is not None else None
+    return node if node is not None and node.op_type == kind else None
+
+
+def turns(node: ir.Node | None, *permutation: int) -> bool:
+    """Whether it is a Transpose to these axes."""
+    if node is None or node.op_type != "Transpose":
+        return False
+    return tuple(node.attributes["perm"].as_ints()) == permutation
 
 
 def put(old: ir.Value, new: ir.Value) -> None:
@@ -277,13 +294,8 @@ def put(old: ir.Value, new: ir.Value) -> None:
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
 
 
-def packed(weight: Quantised) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16]]:
-    """Levels and scales as outrider_product.h describes them."""
-    return _packed_levels(weight), _packed_scales(weight)
-
-
-def _packed_levels(weight: Quantised) -> npt.NDArray[np.uint8]:
-    """[panels, blocks, 64 bits]"""
+def packed_levels(weight: Quantised) -> npt.NDArray[np.uint8]:
+    """Levels as outrider_product.h describes them, [panels, blocks, 64 bits]."""
     rows, columns = weight.levels.shape
     panels, blocks = -(-rows // PANEL), -(-columns // BLOCK)
     levels = np.full((panels * PANEL, blocks * BLOCK), 1 << (weight.bits - 1), np.uint8)
@@ -295,8 +307,8 @@ def _packed_levels(weight: Quantised) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(apart).reshape(panels, blocks, 64 * weight.bits)
 
 
-def _packed_scales(weight: Quantised) -> npt.NDArray[np.float16]:
-    """[panels, blocks, PANEL]"""
+def packed_scales(weight: Quantised) -> npt.NDArray[np.float16]:
+    """Scales likewise, [panels, blocks, PANEL]."""
     rows, blocks = weight.scales.shape
     panels = -(-rows // PANEL)
     scales = np.zeros((panels * PANEL, blocks), np.float16)

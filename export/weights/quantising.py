@@ -10,13 +10,12 @@ from tempfile import NamedTemporaryFile
 import torch
 from transformers import PreTrainedModel
 
-from runtime.files.audio import FeatureFacts
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.manifest import Dtype, Quality, Weights
 from runtime.files.progress import stage
 
 from .. import compare
-from ..checkpoint import refuse_architecture
+from ..checkpoint import Checkpoint, refuse_architecture
 from ..encoder import example_source, states_of
 from ..loading import give_back
 from . import quality
@@ -31,23 +30,20 @@ TEXTS, MEASURED, LENGTH = 16, 8, 128
 
 class Quantising:
     """Of one model. role: as in progress lines. text: token ids to measure the quality on; None has
-    the model write them; an encoder reads it. packed: whether the checkpoint may be quantised
-    already; what lies on levels keeps them then. features: what its encoder reads, where that is
-    no text. shares: whether its graph reads what an encoder has made."""
+    the model write them; an encoder reads it. shares: whether its graph reads what an encoder has
+    made. What lies on levels already, of a checkpoint that is packed, keeps them."""
 
     def __init__(
         self,
         role: str,
         weights: Weights,
-        source: str,
+        checkpoint: Checkpoint,
         text: Sequence[int] | None,
-        packed: bool = False,
-        features: FeatureFacts | None = None,
-        shares: bool = False,
+        shares: bool,
     ):
-        self.role, self.weights, self.source = role, weights, source
-        self._text, self._packed, self._features = text, packed, features
-        self._shares = shares
+        self.role, self.weights, self.source = role, weights, checkpoint.source
+        self._text, self._shares = text, shares
+        self._packed, self._features = bool(checkpoint.packed), checkpoint.features
         self._option = "DRAFT_WEIGHTS" if role == "draft" else "WEIGHTS"
         self._bits: Bits = 4 if weights == "int4" else 8
         self._found: dict[str, Quantised] = {}  # in half precision

@@ -18,6 +18,7 @@ import pytest
 import torch
 from checkpoints import ARCHITECTURES, NO_GRAPH, RECURRENT, VOCAB_SIZE, WITH_ENCODER
 from commands import error_line, run
+from torch.export import passes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from workshop import Workshop
 
@@ -198,11 +199,11 @@ def test_what_is_compiled(
         )  # fmt: skip
         Path(package_path).write_bytes(b"code")
 
-    def move(program: Any, to: str, real: Any = gpu_program.moved) -> Any:
+    def move(program: Any, to: str, real: Any = passes.move_to_device_pass) -> Any:
         # The meta device takes a GPU's place: it is the other one that torch has everywhere.
         return real(program, {"cuda": "meta"}[to])
 
-    monkeypatch.setattr(gpu_program, "moved", move)
+    monkeypatch.setattr(passes, "move_to_device_pass", move)
     monkeypatch.setattr(aotinductor, "_loaded_driver", lambda: "/lib/libcuda.so.1")
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", "/above/nvcc")
     monkeypatch.setattr(aotinductor, "cuda_toolkit", {"/above/nvcc": "/cuda"}.get)
@@ -347,7 +348,7 @@ def test_attention_of_every_size_is_the_same_attention(
     workshop: Workshop, graphs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that a GPU's build does otherwise, but for the device."""
-    monkeypatch.setattr(gpu_program, "moved", lambda program, _: program)
+    monkeypatch.setattr(passes, "move_to_device_pass", lambda program, _: program)
     facts = read_pair(graphs).target
     (tmp_path / WEIGHTS_FILE).hardlink_to(graphs / "target" / WEIGHTS_FILE)
     to = EngineFacts("key", PACKAGE_FILE, ["sm90"], [], WEIGHTS_FILE)

@@ -5,8 +5,9 @@ token, and its rule is exact by enumeration. TensorRT's side is test_tensorrt_pl
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 
 import enumeration
@@ -26,6 +27,7 @@ from export.graph import OPSET
 from runtime.files.manifest import GRAPH_FILE
 from runtime.sampling.philox import Purpose, uniform
 from runtime.sampling.warp import SamplingParams
+from runtime.sequence import Request
 
 TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 SLOT = {
@@ -377,15 +379,28 @@ def test_what_tensorrts_parser_looks_for(workshop):
     "options",
     [
         {"top_k": 5}, {"top_p": 0.9, "temperature": 1.0}, {"min_p": 0.1},
-        {"repetition_penalty": 1.1}, {"min_new_tokens": 3}, {"verify": "block"},
+        {"repetition_penalty": 1.1}, {"frequency_penalty": 0.5}, {"presence_penalty": -0.5},
+        {"logit_bias": {3: -100}}, {"logit_bias": ((3, -100.0),)}, {"draft_temperature": 0.0},
+        {"min_new_tokens": 3}, {"processors": ("some",)}, {"verify": "block"},
         {"verify": "sigmoid"},
     ],
 )  # fmt: skip
 def test_what_the_node_lacks_is_refused(options):
     (name, value), *_ = options.items()
-    with pytest.raises(ValueError, match=f"^{name}={value!r} is not in the graph's sampling node"):
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} is not in the graph's")):
         sampling_node.check_options(options)
-    sampling_node.check_options({"temperature": 0.7, "top_p": 1.0, "lenience": 0.5, "seed": 3})
+
+
+@pytest.mark.parametrize("asked", [{}, {"temperature": 0.7, "lenience": 0.5}])
+def test_what_the_node_has_is_not_refused(asked):
+    """And it knows of every option that decides what is sampled."""
+    params, request = SamplingParams(**asked), Request([1], draft_temperature=None)
+    given = {field.name: getattr(params, field.name) for field in fields(params)}
+    later = {"draft_temperature", "min_new_tokens", "processors"}
+    sampling_node.check_options({**given, **{name: getattr(request, name) for name in later}})
+    sampling_node.check_options({"logit_bias": {}})
+    has = {"temperature", "seed", "lenience", "sigmoid_alpha", "sigmoid_beta"}  # by the rule
+    assert given.keys() | later == sampling_node._ABSENT.keys() | has
 
 
 def test_append_refuses_what_it_cannot_do():

@@ -12,7 +12,7 @@ from commands import CHECKOUT
 from operators import FLOAT, INT64, session_of, with_each_set
 
 from export.weights.blocks import BLOCK, RANGE, Bits, Quantised
-from export.weights.operators import packed
+from export.weights.operators import packed_levels, packed_scales
 from runtime.sampling import kernel
 
 Array = npt.NDArray[np.float32]
@@ -45,6 +45,10 @@ def activations(rows: int = WIDTHS[-1], columns: int = COLUMNS) -> Array:
     x[0], x[1] = np.resize([1, -1], columns), np.where(x[1] > 0, 3, -3)  # each level is +-127
     x[2, :BLOCK], x[3] = 0, 1
     return x
+
+
+def packed(weight: Quantised) -> Packed:
+    return packed_levels(weight), packed_scales(weight)
 
 
 class Node:

@@ -232,9 +232,16 @@ def test_features_are_refused_of_a_model_that_reads_text(workshop: Workshop) -> 
 @pytest.mark.parametrize(
     ("generation", "cause"),
     [
-        ({"suppress_tokens": [VOCAB_SIZE]}, "suppress_tokens has [257], and there are 257 tokens"),
-        ({"lang_to_id": {"<|en|>": "x"}}, "lang_to_id has ['x']"),
-        ({"max_initial_timestamp_index": -1}, "max_initial_timestamp_index is -1"),
+        (
+            {"suppress_tokens": [VOCAB_SIZE]},
+            "generation_config names the token 257, and there are 257",
+        ),
+        ({"lang_to_id": {"<|en|>": "x"}}, "generation_config.lang_to_id.<|en|> is 'x', not"),
+        ({"max_length": "x"}, "generation_config.max_length is 'x', not"),
+        (
+            {"max_initial_timestamp_index": -1},
+            "generation_config.max_initial_timestamp_index is -1, not from 0 to 65536",
+        ),
         ({"language": "klingon"}, "Unsupported language: klingon"),
     ],
 )
@@ -247,6 +254,18 @@ def test_checkpoints_that_cannot_transcribe(
     assert status == EXIT_STATUS["checkpoint"]
     assert f"{odd.name} cannot transcribe: {cause}" in error_line(err, "checkpoint")
     assert nothing_left(tmp_path)
+
+
+def test_features_of_no_length(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = Path(shutil.copytree(workshop.checkpoint("whisper"), tmp_path / "odd"))
+    file = odd / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chunk_length": 0}))
+    status, err = command(capsys, tmp_path / "out", odd)
+    assert status == EXIT_STATUS["checkpoint"]
+    cause = error_line(err, "checkpoint")
+    assert cause == f"{odd}: preprocessor_config.n_samples is 0, not from 1 to 2147483647"
 
 
 def test_a_draft_that_reads_other_features(

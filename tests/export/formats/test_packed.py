@@ -248,6 +248,10 @@ def _as(part: str, dtype: torch.dtype) -> Edit:
     return lambda weights: weights.update({PROJ + part: weights[PROJ + part].to(dtype)})
 
 
+def _single(part: str) -> Edit:
+    return lambda weights: weights.update({PROJ + part: weights[PROJ + part].flatten()[0].clone()})
+
+
 DAMAGED: dict[str, tuple[str, Edit, str]] = {
     "no scales": ("GPTQ, 4 bits", _without("scales"), f"it lacks {PROJ}scales"),
     "no zero points": ("AWQ", _without("qzeros"), f"it lacks {PROJ}qzeros"),
@@ -264,6 +268,11 @@ DAMAGED: dict[str, tuple[str, Edit, str]] = {
         lambda w: w.update({WORDS: w[WORDS][:6].clone()}),
         "qweight has 3 bits a weight",
     ),
+    "one word": ("GPTQ, 4 bits", _single("qweight"), "qweight has 0 bits a weight"),
+    "one group": ("GPTQ, 4 bits", _single("g_idx"), "qweight has"),
+    "one scale": ("GPTQ, 4 bits", _single("scales"), "qzeros is I32 [1, 8] in place of I32 [0, 8]"),
+    "one word of AWQ": ("AWQ", _single("qweight"), "qweight is I32 [] in place of I32 [0, 8]"),
+    "one scale of AWQ": ("AWQ", _single("scales"), "qweight is I32 [64, 8] in place of"),
     "no shape": ("compressed-tensors, 4 bits", _without("weight_shape"), "lacks"),
     "int8 without scales": (
         "compressed-tensors, int8", _without("weight_scale"), "weight is I8, and nothing says",
