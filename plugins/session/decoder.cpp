@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <exception>
+#include <future>
 #include <iterator>
 #include <numeric>
 #include <thread>
@@ -22,33 +22,6 @@ constexpr int MAX_THREADS = 64; // of the sampling
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
-
-// Verify the weights' hashes beside what the constructor does: they take as long as opening them.
-class Verifying {
-public:
-  Verifying(const Bundle& bundle, bool wanted) {
-    if (wanted)
-      thread_ = std::thread([this, &bundle] {
-        try {
-          bundle.verify(true);
-        } catch (...) {
-          found_ = std::current_exception();
-        }
-      });
-  }
-  ~Verifying() {
-    if (thread_.joinable()) thread_.join();
-  }
-  // Damage explains whatever went wrong with it.
-  void join() {
-    if (thread_.joinable()) thread_.join();
-    if (found_) std::rethrow_exception(found_);
-  }
-
-private:
-  std::thread thread_;
-  std::exception_ptr found_;
-};
 
 int cores() { return static_cast<int>(std::max(1u, std::thread::hardware_concurrency())); }
 
@@ -102,7 +75,13 @@ Decoder::Decoder(const outrider_config& config)
     : bundle_(read_bundle(config)),
       library_(bundle_.on_gpu() ? nullptr : std::make_unique<ort::Library>(config.onnxruntime)),
       reuse_(!config.no_reuse), rows_(config.slots > 0 ? config.slots : bundle_.slots) {
-  Verifying verifying(bundle_, !config.unverified);
+  // Of the weights, beside what follows: they take as long as opening them.
+  std::future<void> hashes;
+  if (!config.unverified)
+    hashes = std::async(std::launch::async, [this] { bundle_.verify(true); });
+  const auto verified = [&] {
+    if (hashes.valid()) hashes.get();
+  };
   try {
     if (library_) bits_ = bundle_.promise(slots(), library_->version, config.plain_width);
     const int32_t gamma = bundle_.max_gamma;
@@ -119,10 +98,10 @@ Decoder::Decoder(const outrider_config& config)
     proposer_ = std::make_unique<Proposer>(draft_.get(), width, gamma, slots(), threads,
                                            corpus_.get());
   } catch (...) {
-    verifying.join();
+    verified(); // damage explains whatever went wrong with it
     throw;
   }
-  verifying.join();
+  verified();
 }
 
 std::unique_ptr<Engine> Decoder::opened(const ModelFacts& facts, int32_t buffers, int threads,
@@ -166,12 +145,9 @@ int32_t Decoder::acquire(const Tokens& prompt) {
 }
 
 uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_options& options) {
-  const Limits limits{bundle_.vocab_size, target_->vocab_size, bundle_.max_len, bundle_.max_gamma,
-                      draft_ != nullptr, bundle_.lookup, bits_.forgone};
-  Request request = check_request(prompt, length, options, limits, bundle_.ends);
+  Request request = check_request(prompt, length, options, bundle_, bits_.forgone);
   auto made = std::make_unique<Sequence>();
   Sequence& sequence = *made;
-  sequence.number = next_;
   sequence.request = std::move(request);
   sequence.tokens.assign(prompt, prompt + length);
   sequence.slot = acquire(sequence.tokens);
@@ -191,16 +167,15 @@ uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_op
   try {
     start(sequence);
   } catch (const Broken& broken) {
-    give_up(sequence, broken.failure);
+    give_up(sequence, broken);
     leave(sequence);
-    throw broken.failure;
+    throw;
   } catch (...) {
     leave(sequence);
     throw;
   }
-  ++next_;
-  sequences_[sequence.number] = std::move(made);
-  return sequence.number;
+  sequences_[next_] = std::move(made);
+  return next_++;
 }
 
 // Prefill, and the first token: from the target alone.
@@ -229,7 +204,7 @@ void Decoder::round() {
     speculate(all);
   } catch (const Broken& broken) {
     if (plans.size() == 1) {
-      give_up(*plans[0].sequence, broken.failure);
+      give_up(*plans[0].sequence, broken);
     } else {
       for (const Plan& plan : plans) { // each by itself: the others do not notice
         std::vector<Plan> alone = {plan};
@@ -237,7 +212,7 @@ void Decoder::round() {
         try {
           speculate(alone);
         } catch (const Broken& own) {
-          give_up(*plan.sequence, own.failure);
+          give_up(*plan.sequence, own);
         }
       }
     }

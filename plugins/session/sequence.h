@@ -43,7 +43,6 @@ struct Token {
 
 // A request in its slot. Between rounds the text's last token is pending: emitted, in neither cache.
 struct Sequence {
-  uint64_t number;
   Request request;
   int32_t slot;
   Tokens tokens; // all text so far, prompt included

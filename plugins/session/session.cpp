@@ -6,6 +6,7 @@
 
 using outrider::Decoder;
 using outrider::Failure;
+using outrider::guarded;
 using outrider::Sequence;
 
 struct outrider_session {
@@ -15,16 +16,6 @@ struct outrider_session {
 };
 
 namespace {
-
-template <class Work> int32_t guarded(outrider_failure* failure, const Work& work) {
-  return outrider::guarded(failure, [&] {
-    try {
-      work();
-    } catch (const outrider::Broken& broken) {
-      throw broken.failure;
-    }
-  });
-}
 
 Decoder& decoder_of(outrider_session* session) {
   if (session == nullptr)
