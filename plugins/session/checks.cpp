@@ -62,7 +62,9 @@ void check_prompt(const int64_t* prompt, int64_t length, const outrider_options&
          "the prompt has " + std::to_string(length) + " tokens and the bundle's context " +
              std::to_string(bundle.max_len),
          "Shorten it, or build the bundle with MAX_LEN=" +
-             std::to_string(length + options.max_new_tokens) + ", if the model can");
+             std::to_string(static_cast<uint64_t>(length) +
+                            static_cast<uint64_t>(options.max_new_tokens)) +
+             ", if the model can");
   for (int64_t i = 0; i < length; ++i)
     if (prompt[i] < 0 || prompt[i] >= bundle.target.vocab_size)
       fail(OUTRIDER_FAILED_PROMPT,

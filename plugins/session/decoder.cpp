@@ -149,6 +149,9 @@ uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_op
   auto made = std::make_unique<Sequence>();
   Sequence& sequence = *made;
   sequence.request = std::move(request);
+  // Room for all that can become text: what is drawn can be committed.
+  sequence.tokens.reserve(static_cast<size_t>(
+      std::min<int64_t>(length + options.max_new_tokens, bundle_.max_len)));
   sequence.tokens.assign(prompt, prompt + length);
   sequence.slot = acquire(sequence.tokens);
   if (reuse_) {
@@ -166,6 +169,8 @@ uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_op
   rows_[sequence.slot].busy = true;
   try {
     start(sequence);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    sequences_[next_] = std::move(made);
   } catch (const Broken& broken) {
     give_up(sequence, broken);
     leave(sequence);
@@ -174,7 +179,6 @@ uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_op
     leave(sequence);
     throw;
   }
-  sequences_[next_] = std::move(made);
   return next_++;
 }
 
@@ -269,10 +273,10 @@ void Decoder::settle(Sequence& sequence, const Tokens& drafts, const outrider_ve
     finish = finish_of(sequence, ids[i], sequence.stats.output_tokens + static_cast<int64_t>(i) + 1);
   }
   const auto count = static_cast<int64_t>(emitted.size());
+  sequence.fresh.insert(sequence.fresh.end(), std::make_move_iterator(emitted.begin()),
+                        std::make_move_iterator(emitted.end())); // the last that may lack memory
   sequence.commit(ids, request.reads_model() ? gamma : 0);
   sequence.roll_back(sequence.length() - (static_cast<int64_t>(ids.size()) - count));
-  sequence.fresh.insert(sequence.fresh.end(), std::make_move_iterator(emitted.begin()),
-                        std::make_move_iterator(emitted.end()));
   sequence.finish = finish;
   sequence.stats.output_tokens += count;
   if (!first) {
@@ -336,20 +340,15 @@ void Decoder::give_up(Sequence& sequence, Failure failure) {
 
 void Decoder::cancel(uint64_t request) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  cancelled_.insert(request);
+  const auto found = sequences_.find(request);
+  if (found != sequences_.end()) found->second->cancelled = true;
 }
 
 void Decoder::drop_cancelled() {
-  std::set<uint64_t> cancelled;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    cancelled.swap(cancelled_);
-  }
-  for (const uint64_t number : cancelled) {
-    const auto found = sequences_.find(number);
-    if (found != sequences_.end() && found->second->finish == OUTRIDER_RUNNING)
-      found->second->finish = OUTRIDER_CANCELLED;
-  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [number, sequence] : sequences_)
+    if (sequence->cancelled && sequence->finish == OUTRIDER_RUNNING)
+      sequence->finish = OUTRIDER_CANCELLED;
 }
 
 // What slots hold now; those that are free keep what they had.
@@ -370,6 +369,7 @@ void Decoder::leave(Sequence& sequence) {
 
 void Decoder::release(uint64_t request) {
   leave(sequence(request));
+  const std::lock_guard<std::mutex> lock(mutex_);
   sequences_.erase(request);
 }
 

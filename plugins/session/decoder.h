@@ -5,7 +5,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <vector>
 
 #include "drafts.h"
@@ -62,8 +61,7 @@ private:
   std::vector<SlotRows> rows_;
   std::map<uint64_t, std::unique_ptr<Sequence>> sequences_; // in order of admission
   uint64_t next_ = 1;
-  std::mutex mutex_; // of what other threads may do
-  std::set<uint64_t> cancelled_;
+  std::mutex mutex_; // of which requests there are, as other threads see it, and who is cancelled
 };
 
 } // namespace outrider

@@ -84,6 +84,7 @@ int32_t outrider_take(outrider_session* session, uint64_t request, outrider_toke
     const size_t most = capacity > 0 ? static_cast<size_t>(capacity) : 0;
     const size_t taken = std::min(most, sequence.fresh.size());
     session->taken.clear();
+    session->taken.reserve(taken); // or memory may be lacking when some have left
     for (size_t i = 0; i < taken; ++i) {
       session->taken.push_back(std::move(sequence.fresh.front()));
       sequence.fresh.pop_front();
