@@ -19,6 +19,7 @@ namespace {
 constexpr int SCHEMA = 2;
 constexpr int64_t LARGEST_MANIFEST = 64 << 20, COUNT = (int64_t{1} << 31) - 1, SMALL = 1 << 16;
 constexpr int SCALE_BYTES = 4; // behind the levels of a quantised row
+constexpr double MOST_NUMBERS = 1e12; // in a slot's caches: their bytes in all slots are an int64_t
 constexpr int WIDEST_STEP = 2; // tokens of a plain step's call, at most
 const char REBUILD[] = "Build it again: make engines MODEL=<target> DRAFT=<draft> OUT=<folder>";
 
@@ -245,6 +246,11 @@ Bundle Bundle::read(const std::string& folder) {
         throw BadJson{"it contradicts itself about its states"};
       if (m->capacity < rows || m->capacity != pair.at("capacity").integer(1, COUNT))
         throw BadJson{"it contradicts itself about its sizes"};
+      double numbers = 0;
+      for (const auto* side : {&m->keys, &m->values})
+        for (const auto& [heads, width] : *side)
+          numbers += static_cast<double>(heads * width) * static_cast<double>(m->capacity);
+      if (numbers > MOST_NUMBERS) throw BadJson{"its caches are larger than any memory"};
       if (bundle.files.count(m->file) == 0 || bundle.files.count(m->weights) == 0)
         throw BadJson{"it contradicts itself about its files"};
     }
