@@ -211,9 +211,17 @@ namespace {
 
 // --- launches ---------------------------------------------------------------------------------
 
-template <class Parameter> using Kernels = std::map<std::string, void (*)(Parameter)>;
-#define KERNEL(name) {#name, name}
-const Kernels<Call> kernels = {
+// What all threads run; their parameter is a copy, as a launch makes one.
+template <class Parameter> void prepare(void (*kernel)(Parameter), const void* parameter) {
+  static void (*current)(Parameter);
+  static Parameter argument;
+  current = kernel;
+  std::memcpy(&argument, parameter, sizeof argument);
+  body = [] { current(argument); };
+}
+
+#define KERNEL(name) {#name, [](const void* parameter) { prepare(name, parameter); }}
+const std::map<std::string, void (*)(const void*)> kernels = {
     KERNEL(outrider_mark),
     KERNEL(outrider_verify_scan),
     KERNEL(outrider_verify_scan_general),
@@ -224,31 +232,15 @@ const Kernels<Call> kernels = {
     KERNEL(outrider_draw_scan),
     KERNEL(outrider_draw_scan_general),
     KERNEL(outrider_draw_filter),
-};
-const Kernels<outrider_loop> loop_kernels = {
     KERNEL(outrider_begin),
     KERNEL(outrider_feed),
     KERNEL(outrider_commit),
+    KERNEL(outrider_again),
 };
-const Kernels<outrider_ring> ring_kernels = {KERNEL(outrider_again)};
 #undef KERNEL
 
-// What all threads run; their parameter is a copy, as a launch makes one.
-template <class Parameter> void prepare(void (*kernel)(Parameter), const void* parameter) {
-  static void (*current)(Parameter);
-  static Parameter argument;
-  current = kernel;
-  std::memcpy(&argument, parameter, sizeof argument);
-  body = [] { current(argument); };
-}
-
 void launch(const char* kernel, const uint32_t grid[3], uint32_t threads, const void* parameter) {
-  if (const auto loop = loop_kernels.find(kernel); loop != loop_kernels.end())
-    prepare(loop->second, parameter);
-  else if (const auto ring = ring_kernels.find(kernel); ring != ring_kernels.end())
-    prepare(ring->second, parameter);
-  else
-    prepare(kernels.at(kernel), parameter);
+  kernels.at(kernel)(parameter);
   blockDim = {threads, 1, 1};
   gridDim = {grid[0], grid[1], grid[2]};
   std::vector<Index> blocks;
@@ -320,7 +312,7 @@ OUTRIDER_API void outrider_emulate(int32_t added, int32_t removed, uint32_t seed
 
 // For a host that launches by itself.
 OUTRIDER_API int32_t outrider_emulate_knows(const char* kernel) {
-  return kernels.count(kernel) + loop_kernels.count(kernel) + ring_kernels.count(kernel) != 0;
+  return kernels.count(kernel) != 0;
 }
 OUTRIDER_API void outrider_emulate_launch(const char* kernel, const uint32_t grid[3],
                                           uint32_t threads, const void* parameter) {

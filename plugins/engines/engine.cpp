@@ -29,7 +29,6 @@ void HeldRows::overwrites(int32_t slot, int64_t start, int64_t width) {
 }
 
 void HeldRows::wrote(int32_t slot, const int64_t* ids, int64_t count, int64_t start) {
-  cut(slot, start);
   if (length(slot) == start) // rows behind a gap are those of no text
     tokens_[slot].insert(tokens_[slot].end(), ids, ids + count);
 }

@@ -19,6 +19,7 @@ namespace {
 constexpr int SCHEMA = 2;
 constexpr int64_t LARGEST_MANIFEST = 64 << 20, COUNT = (int64_t{1} << 31) - 1, SMALL = 1 << 16;
 constexpr int SCALE_BYTES = 4; // behind the levels of a quantised row
+constexpr double MOST_NUMBERS = 1e12; // in a slot's caches: their bytes in all slots are an int64_t
 constexpr int WIDEST_STEP = 2; // tokens of a plain step's call, at most
 const char REBUILD[] = "Build it again: make engines MODEL=<target> DRAFT=<draft> OUT=<folder>";
 
@@ -66,17 +67,17 @@ std::vector<CacheShape> shapes(const Json& rows, bool quantised) {
 
 CompiledFacts compiled(const Json& engine) {
   CompiledFacts found;
-  for (const Json& target : engine.list("targets")) found.targets += " " + target.string();
+  for (const Json& target : engine.at("targets").list()) found.targets += " " + target.string();
   if (!found.targets.empty()) found.targets += " ";
-  for (const Json& profile : engine.list("profiles")) {
+  for (const Json& profile : engine.at("profiles").list()) {
     for (const char* name : {"slots", "tokens", "outputs"}) {
-      const std::vector<Json>& sizes = profile.list(name); // smallest, expected, largest
+      const std::vector<Json>& sizes = profile.at(name).list(); // smallest, expected, largest
       if (sizes.size() != 3) throw BadJson{"a profile has not three sizes"};
       found.profiles.push_back({sizes[0].integer(1, COUNT), sizes[2].integer(1, COUNT)});
     }
     if (profile.has("memory"))
       found.activations =
-          std::max(found.activations, profile.integer("memory", 0, int64_t{1} << 62));
+          std::max(found.activations, profile.at("memory").integer(0, int64_t{1} << 62));
   }
   if (found.profiles.empty()) throw BadJson{"an engine has no profiles"};
   return found;
@@ -98,23 +99,24 @@ ModelFacts model(const Json& facts, const std::string& role, const Json* engine)
   found.file = role + (files.has("host.onnx") ? "/host.onnx" : "/graph.onnx");
   found.weights = role + (files.has("host.bin") ? "/host.bin" : "/weights.bin");
   if (engine != nullptr) {
-    found.file = found.weights = role + "/" + engine->string("file");
+    found.file = found.weights = role + "/" + engine->at("file").string();
     if (engine->has("weights") || facts.has("cache"))
       throw BadJson{"its engines are of a kind that no GPU's library makes"};
     found.compiled = compiled(*engine);
   }
-  found.dtype = facts.string("dtype");
+  found.dtype = facts.at("dtype").string();
   const bool quantised = facts.has("cache");
-  found.cache = quantised ? facts.string("cache") : found.dtype;
-  found.vocab_size = static_cast<int32_t>(facts.integer("vocab_size", 1, COUNT));
-  found.max_len = static_cast<int32_t>(facts.integer("max_len", 1, COUNT));
-  found.capacity = facts.integer("capacity", 1, COUNT);
+  found.cache = quantised ? facts.at("cache").string() : found.dtype;
+  found.vocab_size = static_cast<int32_t>(facts.at("vocab_size").integer(1, COUNT));
+  found.max_len = static_cast<int32_t>(facts.at("max_len").integer(1, COUNT));
+  found.capacity = facts.at("capacity").integer(1, COUNT);
   found.keys = shapes(facts.at("key_shapes"), quantised);
   found.values = shapes(facts.at("value_shapes"), quantised);
   if (facts.has("states")) {
     const Json& states = facts.at("states");
-    found.states = StateFacts{shapes(states.at("shapes"), false), states.integer("rows", 1, SMALL),
-                              states.integer("reach", 1, SMALL)};
+    found.states =
+        StateFacts{shapes(states.at("shapes"), false), states.at("rows").integer(1, SMALL),
+                   states.at("reach").integer(1, SMALL)};
   }
   return found;
 }
@@ -187,37 +189,38 @@ Bundle Bundle::read(const std::string& folder) {
   bundle.folder = folder;
   try {
     const Json whole = Json::parse(text);
-    if (!whole.has("kind") || whole.string("kind") != "manifest")
+    if (!whole.has("kind") || whole.at("kind").string() != "manifest")
       throw BadJson{"not a manifest file of Outrider"};
-    if (whole.integer("schema", 0, COUNT) != SCHEMA)
+    if (whole.at("schema").integer(0, COUNT) != SCHEMA)
       throw BadJson{"schema " + whole.at("schema").canonical() + "; this version reads schema " +
                     std::to_string(SCHEMA)};
     Sha256 hash;
     const std::string body = whole.canonical("checksum");
     hash.update(body.data(), body.size());
-    if (!whole.has("checksum") || whole.string("checksum") != hash.hex())
+    if (!whole.has("checksum") || whole.at("checksum").string() != hash.hex())
       throw BadJson{"the checksum does not match: the file was edited or damaged"};
 
     const Json &facts = whole.at("facts"), &pair = facts.at("pair");
-    bundle.backend = facts.string("backend");
+    bundle.backend = facts.at("backend").string();
     if (bundle.backend != "onnxruntime" && bundle.backend != "tensorrt")
       fail(OUTRIDER_FAILED_BACKEND, folder + " was built for the backend " + bundle.backend,
            "Build it with BACKEND=onnxruntime or tensorrt: a session runs no other yet");
     if (bundle.on_gpu() != facts.has("engines"))
       throw BadJson{"it contradicts itself about its engines"};
-    for (const auto& [name, version] : facts.object("versions"))
+    for (const auto& [name, version] : facts.at("versions").object())
       bundle.versions[name] = version.string();
-    for (const auto& [name, file] : facts.object("files")) {
+    for (const auto& [name, file] : facts.at("files").object()) {
       if (!inside(name)) throw BadJson{name + " leads out of the folder"};
-      bundle.files[name] = {file.integer("size", 0, int64_t{1} << 62), file.string("sha256")};
+      bundle.files[name] = {file.at("size").integer(0, int64_t{1} << 62),
+                            file.at("sha256").string()};
     }
-    bundle.slots = static_cast<int32_t>(facts.integer("slots", 1, SMALL));
-    bundle.vocab_size = static_cast<int32_t>(pair.integer("vocab_size", 1, COUNT));
-    bundle.max_len = static_cast<int32_t>(pair.integer("max_len", 1, COUNT));
+    bundle.slots = static_cast<int32_t>(facts.at("slots").integer(1, SMALL));
+    bundle.vocab_size = static_cast<int32_t>(pair.at("vocab_size").integer(1, COUNT));
+    bundle.max_len = static_cast<int32_t>(pair.at("max_len").integer(1, COUNT));
     bundle.max_gamma =
-        static_cast<int32_t>(pair.integer("max_gamma", 1, OUTRIDER_MAX_WIDTH));
-    bundle.lookup = pair.has("lookup") && pair.string("lookup") == "ngram";
-    for (const Json& id : pair.at("tokenizer").list("eos_token_ids"))
+        static_cast<int32_t>(pair.at("max_gamma").integer(1, OUTRIDER_MAX_WIDTH));
+    bundle.lookup = pair.has("lookup") && pair.at("lookup").string() == "ngram";
+    for (const Json& id : pair.at("tokenizer").at("eos_token_ids").list())
       bundle.ends.push_back(id.integer(0, COUNT));
     std::sort(bundle.ends.begin(), bundle.ends.end());
     const auto engine = [&](const char* role) {
@@ -225,7 +228,7 @@ Bundle Bundle::read(const std::string& folder) {
     };
     if (pair.has("rules")) {
       std::string names;
-      for (const auto& [name, asked] : pair.object("rules"))
+      for (const auto& [name, asked] : pair.at("rules").object())
         if (pair.at("rules").has(name)) names += (names.empty() ? "" : ", ") + name;
       fail(OUTRIDER_FAILED_BACKEND, "the checkpoint's generation config asks for " + names,
            "Use the Python runtime: a session does not do that yet");
@@ -241,8 +244,13 @@ Bundle Bundle::read(const std::string& folder) {
       // After a verification of which nothing is accepted, what the next one reads is still there.
       if (m->states && m->states->rows < bundle.max_gamma + 3 + m->states->reach)
         throw BadJson{"it contradicts itself about its states"};
-      if (m->capacity < rows || m->capacity != pair.integer("capacity", 1, COUNT))
+      if (m->capacity < rows || m->capacity != pair.at("capacity").integer(1, COUNT))
         throw BadJson{"it contradicts itself about its sizes"};
+      double numbers = 0;
+      for (const auto* side : {&m->keys, &m->values})
+        for (const auto& [heads, width] : *side)
+          numbers += static_cast<double>(heads * width) * static_cast<double>(m->capacity);
+      if (numbers > MOST_NUMBERS) throw BadJson{"its caches are larger than any memory"};
       if (bundle.files.count(m->file) == 0 || bundle.files.count(m->weights) == 0)
         throw BadJson{"it contradicts itself about its files"};
     }
@@ -252,15 +260,15 @@ Bundle Bundle::read(const std::string& folder) {
     if (facts.has("invariance")) {
       const Json& measured = facts.at("invariance");
       const auto bits = [](const Json& json) {
-        CallBits calls{{}, {}, json.boolean("neighbours"), json.boolean("rows")};
-        for (const Json& width : json.list("widths"))
+        CallBits calls{{}, {}, json.at("neighbours").boolean(), json.at("rows").boolean()};
+        for (const Json& width : json.at("widths").list())
           calls.widths.push_back(width.integer(1, SMALL));
-        for (const Json& width : json.list("others"))
+        for (const Json& width : json.at("others").list())
           calls.others.push_back(width.integer(1, SMALL));
         if (calls.widths.empty()) throw BadJson{"no widths agree"};
         return calls;
       };
-      bundle.invariance_ = Invariance{measured.string("processor"), bits(measured.at("one")),
+      bundle.invariance_ = Invariance{measured.at("processor").string(), bits(measured.at("one")),
                                       bits(measured.at("several"))};
     }
   } catch (const BadJson& bad) {

@@ -112,7 +112,8 @@ private:
       items('}', [&] {
         std::string name = quoted();
         want(':');
-        value.object_[std::move(name)] = read(depth + 1);
+        Json& field = value.object_[name] = read(depth + 1);
+        field.name_ = std::move(name);
       });
     } else if (c == '[') {
       value.kind_ = Json::LIST;
@@ -213,10 +214,12 @@ private:
 
 Json Json::parse(std::string_view text) { return JsonReader(text).whole(); }
 
-void Json::refuse(const char* wanted) const {
+void Json::refuse(const std::string& why) const { odd(name_.empty() ? why : name_ + ": " + why); }
+
+void Json::is_not(const char* wanted) const {
   std::string shown;
   write(shown, nullptr);
-  odd(shown.substr(0, 60) + " is not " + wanted);
+  refuse(shown.substr(0, 60) + " is not " + wanted);
 }
 
 bool Json::has(const std::string& name) const {
@@ -231,66 +234,32 @@ const Json& Json::at(const std::string& name) const {
 }
 
 bool Json::boolean() const {
-  if (kind_ != TRUE && kind_ != FALSE) refuse("true or false");
+  if (kind_ != TRUE && kind_ != FALSE) is_not("true or false");
   return kind_ == TRUE;
 }
 
 int64_t Json::integer(int64_t least, int64_t most) const {
   if (kind_ != NUMBER || text_.size() > 20 || text_.find_first_of(".eE") != std::string::npos)
-    refuse("a whole number");
+    is_not("a whole number");
   const int64_t value = strtoll(text_.c_str(), nullptr, 10);
   if (value < least || value > most)
-    odd(text_ + " is not from " + std::to_string(least) + " to " + std::to_string(most));
+    refuse(text_ + " is not from " + std::to_string(least) + " to " + std::to_string(most));
   return value;
 }
 
 const std::string& Json::string() const {
-  if (kind_ != STRING) refuse("a string");
+  if (kind_ != STRING) is_not("a string");
   return text_;
 }
 
 const std::vector<Json>& Json::list() const {
-  if (kind_ != LIST) refuse("a list");
+  if (kind_ != LIST) is_not("a list");
   return list_;
 }
 
 const std::map<std::string, Json>& Json::object() const {
-  if (kind_ != OBJECT) refuse("an object");
+  if (kind_ != OBJECT) is_not("an object");
   return object_;
-}
-
-namespace {
-
-// What is read of a field; what is wrong with it, with its name.
-template <class Read> decltype(auto) field(const Json& object, const char* name, const Read& read) {
-  const Json& value = object.at(name);
-  try {
-    return read(value);
-  } catch (const BadJson& bad) {
-    throw BadJson{std::string(name) + ": " + bad.what};
-  }
-}
-
-} // namespace
-
-bool Json::boolean(const char* name) const {
-  return field(*this, name, [](const Json& value) { return value.boolean(); });
-}
-
-int64_t Json::integer(const char* name, int64_t least, int64_t most) const {
-  return field(*this, name, [&](const Json& value) { return value.integer(least, most); });
-}
-
-const std::string& Json::string(const char* name) const {
-  return field(*this, name, [](const Json& value) -> decltype(auto) { return value.string(); });
-}
-
-const std::vector<Json>& Json::list(const char* name) const {
-  return field(*this, name, [](const Json& value) -> decltype(auto) { return value.list(); });
-}
-
-const std::map<std::string, Json>& Json::object(const char* name) const {
-  return field(*this, name, [](const Json& value) -> decltype(auto) { return value.object(); });
 }
 
 std::string Json::canonical(const char* without) const {

@@ -12,7 +12,7 @@
 namespace outrider {
 
 // A value. Strings are UTF-8 (a lone surrogate as if it were a character); numbers keep their text.
-// What is not of the kind that is asked for throws a BadJson that names it.
+// What is not of the kind that is asked for throws a BadJson, which names it where it is a field.
 class Json {
 public:
   // Throws BadJson where the text is not one value.
@@ -26,13 +26,6 @@ public:
   const std::vector<Json>& list() const;
   const std::map<std::string, Json>& object() const;
 
-  // Those of a field of an object; the BadJson names it.
-  bool boolean(const char* name) const;
-  int64_t integer(const char* name, int64_t least, int64_t most) const;
-  const std::string& string(const char* name) const;
-  const std::vector<Json>& list(const char* name) const;
-  const std::map<std::string, Json>& object(const char* name) const;
-
   // As Python's json.dumps(sort_keys=True, separators=(",", ":")) of the same value; without: a
   // name of the outermost object that is left out.
   std::string canonical(const char* without = nullptr) const;
@@ -41,10 +34,12 @@ private:
   enum Kind { NOTHING, FALSE, TRUE, NUMBER, STRING, LIST, OBJECT };
 
   friend class JsonReader;
-  [[noreturn]] void refuse(const char* wanted) const;
+  [[noreturn]] void refuse(const std::string& why) const;
+  [[noreturn]] void is_not(const char* wanted) const;
   void write(std::string& out, const char* without) const;
 
   Kind kind_ = NOTHING;
+  std::string name_; // of a field
   std::string text_; // of a number or a string
   std::vector<Json> list_;
   std::map<std::string, Json> object_; // UTF-8 sorts as its characters do

@@ -189,7 +189,7 @@ OUTRIDER_API int32_t outrider_take(outrider_session* session, uint64_t request,
                                    int32_t* finish, outrider_failure* failure);
 
 /* End a request before the next round. By any thread, at any time before `outrider_close`; a number
- * that is no request's is allowed. */
+ * that is no request's is allowed, and ends nothing, also not what gets that number later. */
 OUTRIDER_API void outrider_cancel(outrider_session* session, uint64_t request);
 
 OUTRIDER_API int32_t outrider_get_stats(const outrider_session* session, uint64_t request,

@@ -41,24 +41,22 @@ struct Kernel {
   bool quantised; // the caches' rows
 };
 
-bool quantised(const ort::Operator* made) { return made == &ort::QUANTISED_ATTENTION; }
-
 // Those of the instruction set that the library uses.
 const outrider_attention_tiles* tiles_in_use(bool quantised) {
-  const outrider_attention_tiles* known[][2] = {
 #if defined(OUTRIDER_X86)
-      {&outrider_attention_avx512, &outrider_attention_int8_avx512},
-      {&outrider_attention_avx2, &outrider_attention_int8_avx2},
-#endif
-      {&outrider_attention_plain, &outrider_attention_int8_plain}};
-  for (const auto& tiles : known)
-    if (std::strcmp(tiles[0]->name, outrider_instruction_set()) == 0) return tiles[quantised];
+  if (quantised)
+    return ort::tiles_of({&outrider_attention_int8_avx512, &outrider_attention_int8_avx2,
+                          &outrider_attention_int8_plain});
+  return ort::tiles_of(
+      {&outrider_attention_avx512, &outrider_attention_avx2, &outrider_attention_plain});
+#else
   return quantised ? &outrider_attention_int8_plain : &outrider_attention_plain;
+#endif
 }
 
 ort::Status* create(const ort::Operator* made_of, const Api* api, const ort::KernelInfo* info,
                     void** made) {
-  const bool int8 = quantised(made_of);
+  const bool int8 = made_of == &ort::QUANTISED_ATTENTION;
   Kernel* kernel = new (std::nothrow) Kernel{api, tiles_in_use(int8), 0, 0, 0, 0, 0, int8};
   if (kernel == nullptr) return ort::refuse(api, "out of memory");
   struct { const char* name; int64_t* value; } integers[] = {
@@ -76,34 +74,6 @@ ort::Status* create(const ort::Operator* made_of, const Api* api, const ort::Ker
   if (status != nullptr) delete kernel;
   else *made = kernel;
   return status;
-}
-
-// What threads take from: heads to write to the cache, then runs of query rows.
-struct Work {
-  outrider_attention call;
-  const outrider_attention_tiles* tiles;
-  int64_t rows, run; // of queries for a slot and key head; of them at a time
-  bool small;
-};
-
-void write_heads(void* data, size_t index) {
-  const Work& work = *static_cast<const Work*>(data);
-  const int64_t i = static_cast<int64_t>(index);
-  work.tiles->write(&work.call, i / work.call.key_heads, i % work.call.key_heads);
-}
-
-void attend_runs(void* data, size_t index) {
-  const Work& work = *static_cast<const Work*>(data);
-  const int64_t runs = (work.rows + work.run - 1) / work.run, i = static_cast<int64_t>(index);
-  const int64_t head = i / runs, first = i % runs * work.run;
-  const int64_t end = first + work.run < work.rows ? first + work.run : work.rows;
-  work.tiles->attend(&work.call, head / work.call.key_heads, head % work.call.key_heads, first,
-                     end);
-}
-
-void write_and_attend(void* data, size_t index) {
-  write_heads(data, index);
-  attend_runs(data, index);
 }
 
 int64_t width_of(const Kernel& kernel, const ort::Tensor& cache) {
@@ -173,18 +143,31 @@ outrider_attention call_of(const Kernel& kernel, const ort::Tensor* in) {
   return c;
 }
 
-// furthest: the most rows that a query sees.
-Work work_of(const Kernel& kernel, const outrider_attention& c, int64_t furthest) {
-  Work work{c, kernel.tiles, c.tokens * (c.heads / c.key_heads), OUTRIDER_ATTENTION_ROWS, false};
-  const int64_t products = c.slots * c.key_heads * work.rows * furthest * c.width;
-  work.small = products < 1 << 17; // a few microseconds: less than waking a thread takes
-  return work;
-}
-
-ort::Status* share_runs(const Api* api, const ort::Context* context, Work* work) {
-  const int64_t runs = (work->rows + work->run - 1) / work->run;
-  const int64_t heads = work->call.slots * work->call.key_heads;
-  return ort::share(api, context, attend_runs, heads * runs, work->small, work);
+// The query rows of all heads, some at a time. furthest: rows that a query sees, at most. writes: a
+// head's new keys and values go to the caches before.
+ort::Status* attend(const Kernel& kernel, const ort::Context* context, const outrider_attention& c,
+                    int64_t furthest, bool writes) {
+  constexpr int64_t ROWS = OUTRIDER_ATTENTION_ROWS;
+  const int64_t rows = c.tokens * (c.heads / c.key_heads), runs = (rows + ROWS - 1) / ROWS;
+  const int64_t heads = c.slots * c.key_heads;
+  // A few microseconds: less than waking a thread takes.
+  const bool small = heads * rows * furthest * c.width < 1 << 17;
+  const auto write_head = [&](int64_t i) {
+    kernel.tiles->write(&c, i / c.key_heads, i % c.key_heads);
+  };
+  const auto attend_run = [&](int64_t i) {
+    const int64_t head = i / runs, first = i % runs * ROWS;
+    kernel.tiles->attend(&c, head / c.key_heads, head % c.key_heads, first,
+                         std::min(first + ROWS, rows));
+  };
+  if (writes && runs == 1)
+    return ort::share(kernel.api, context, heads, small,
+                      [&](int64_t i) { write_head(i), attend_run(i); });
+  ort::Status* status = nullptr;
+  if (writes) status = ort::share(kernel.api, context, heads, small, write_head);
+  if (status == nullptr)
+    status = ort::share(kernel.api, context, heads * runs, small, attend_run);
+  return status;
 }
 
 ort::Status* compute(void* made, ort::Context* context) {
@@ -235,13 +218,7 @@ ort::Status* compute(void* made, ort::Context* context) {
   }
   c.out = static_cast<float*>(out);
   c.keys = caches[0], c.values = caches[1];
-  Work work = work_of(kernel, c, furthest);
-  if (reads) return share_runs(api, context, &work);
-  const int64_t heads = c.slots * c.key_heads;
-  if (work.rows <= work.run)
-    return ort::share(api, context, write_and_attend, heads, work.small, &work);
-  ort::Status* status = ort::share(api, context, write_heads, heads, work.small, &work);
-  return status == nullptr ? share_runs(api, context, &work) : status;
+  return attend(kernel, context, c, furthest, !reads);
 }
 
 ort::Status* compute_of_source(void* made, ort::Context* context) {
@@ -265,54 +242,22 @@ ort::Status* compute_of_source(void* made, ort::Context* context) {
   void* out;
   if (ort::Status* status = ort::output(api, context, 0, shape, 3, &out)) return status;
   c.out = static_cast<float*>(out);
-  Work work = work_of(kernel, c, longest);
-  return share_runs(api, context, &work);
+  return attend(kernel, context, c, longest, false);
 }
 
-const char* name(const ort::Operator* made) {
-  return quantised(made) ? "QuantizedCacheAttention" : "Attention";
-}
-const char* name_of_source(const ort::Operator*) { return "SourceAttention"; }
-const char* provider(const ort::Operator*) { return nullptr; }
-size_t input_count(const ort::Operator*) { return INPUTS; }
-size_t input_count_of_source(const ort::Operator*) { return sizeof OF_SOURCE / sizeof *OF_SOURCE; }
-int cache_type(const ort::Operator* made) { return quantised(made) ? ort::INT8 : ort::FLOAT; }
-int input_type(const ort::Operator* made, size_t index) {
-  if (index == KEYS || index == VALUES) return cache_type(made);
-  return index == POSITION ? ort::INT64 : ort::FLOAT;
-}
-int input_type_of_source(const ort::Operator* made, size_t index) {
-  return input_type(made, OF_SOURCE[index]);
-}
-int input_characteristic_of_source(const ort::Operator*, size_t index) {
-  return OF_SOURCE[index] >= SINKS ? ort::OPTIONAL : ort::REQUIRED;
-}
-int input_characteristic(const ort::Operator*, size_t index) {
-  return index == KEY || index == VALUE || index >= COSINE ? ort::OPTIONAL : ort::REQUIRED;
-}
-size_t output_count(const ort::Operator*) { return 3; }
-size_t one(const ort::Operator*) { return 1; }
-int output_type(const ort::Operator* made, size_t index) {
-  return index == 0 ? ort::FLOAT : cache_type(made);
-}
-int required(const ort::Operator*, size_t) { return ort::REQUIRED; }
-int output_characteristic(const ort::Operator*, size_t index) {
-  return index == 0 ? ort::REQUIRED : ort::OPTIONAL;
-}
-int memory(const ort::Operator*, size_t) { return 0; }
-void destroy(void* kernel) { delete static_cast<Kernel*>(kernel); }
-int version(const ort::Operator*) { return 1; }
+constexpr ort::Port FLOATS{ort::FLOAT}, PERHAPS{ort::FLOAT, ort::OPTIONAL}, LEVELS{ort::INT8},
+    LEVELS_PERHAPS{ort::INT8, ort::OPTIONAL}, IDS{ort::INT64};
 
 } // namespace
 
-const ort::Operator ort::ATTENTION = {
-    ort::API_VERSION, nullptr, name, provider, input_type, input_count, output_type, output_count,
-    nullptr, destroy, input_characteristic, output_characteristic, memory, {}, create, compute,
-    nullptr, version, version, {}};
-
-const ort::Operator ort::QUANTISED_ATTENTION = ort::ATTENTION; // told from it by its address
-
-const ort::Operator ort::SOURCE_ATTENTION = {
-    ort::API_VERSION, nullptr, name_of_source, provider, input_type_of_source,
-    input_count_of_source, output_type, one, nullptr, destroy, input_characteristic_of_source,
-    required, memory, {}, create, compute_of_source, nullptr, version, version, {}};
+const ort::Described ort::ATTENTION = {
+    operator_of<Kernel>(create, compute), "Attention",
+    {FLOATS, PERHAPS, PERHAPS, FLOATS, FLOATS, IDS, PERHAPS, PERHAPS, PERHAPS, PERHAPS, PERHAPS},
+    {FLOATS, PERHAPS, PERHAPS}};
+const ort::Described ort::QUANTISED_ATTENTION = {
+    operator_of<Kernel>(create, compute), "QuantizedCacheAttention",
+    {FLOATS, PERHAPS, PERHAPS, LEVELS, LEVELS, IDS, PERHAPS, PERHAPS, PERHAPS, PERHAPS, PERHAPS},
+    {FLOATS, LEVELS_PERHAPS, LEVELS_PERHAPS}};
+const ort::Described ort::SOURCE_ATTENTION = {
+    operator_of<Kernel>(create, compute_of_source), "SourceAttention",
+    {FLOATS, FLOATS, FLOATS, IDS, PERHAPS, PERHAPS}, {FLOATS}};

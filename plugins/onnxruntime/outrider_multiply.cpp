@@ -19,6 +19,7 @@
 
 #include "outrider_operator.h"
 #include "outrider_product.h"
+#include "outrider_sampling.h"
 
 namespace {
 using ort::Api;
@@ -78,12 +79,7 @@ ort::Status* inputs(const Kernel& kernel, const ort::Context* context, ort::Tens
   return nullptr;
 }
 
-struct Work {
-  outrider_product call;
-  const outrider_product_tiles* tiles;
-  int64_t panels, run; // of the matrix; of them at a time
-};
-
+constexpr int64_t RUN = 8;   // panels that a thread multiplies at a time
 constexpr int64_t ROWS = 16; // rounded at a time, or copied
 
 constexpr size_t ROUNDED = BLOCK + 8; // bytes of a block of x
@@ -104,18 +100,11 @@ bool small(const outrider_product& c, int64_t blocks) {
   return panels * PANEL * blocks * BLOCK * (c.rows + 1) < 1 << 18;
 }
 
-void round_rows(void* data, size_t index) {
-  const Work& work = *static_cast<const Work*>(data);
-  const int64_t first = static_cast<int64_t>(index) * ROWS;
-  const int64_t end = first + ROWS < work.call.rows ? first + ROWS : work.call.rows;
-  work.tiles->round(&work.call, first, end);
-}
-
-void multiply_panels(void* data, size_t index) {
-  const Work& work = *static_cast<const Work*>(data);
-  const int64_t first = static_cast<int64_t>(index) * work.run;
-  const int64_t end = first + work.run < work.panels ? first + work.run : work.panels;
-  work.tiles->multiply(&work.call, first, end);
+ort::Status* round_rows(const Kernel& kernel, const ort::Context* context,
+                        const outrider_product& c) {
+  return ort::share(kernel.api, context, runs_of(c), short_rows(c), [&](int64_t i) {
+    kernel.tiles->round(&c, i * ROWS, std::min((i + 1) * ROWS, c.rows));
+  });
 }
 
 ort::Status* multiply(void* made, ort::Context* context) {
@@ -142,61 +131,14 @@ ort::Status* multiply(void* made, ort::Context* context) {
   put_rounded(&c, rounded.get(), count);
 
   const int64_t panels = (c.columns + PANEL - 1) / PANEL;
-  Work work{c, kernel.tiles, panels, 8};
-  if (ort::Status* status = ort::share(api, context, round_rows, runs_of(c), short_rows(c), &work))
-    return status;
-  return ort::share(api, context, multiply_panels, (panels + work.run - 1) / work.run,
-                    small(c, blocks), &work);
+  if (ort::Status* status = round_rows(kernel, context, c)) return status;
+  return ort::share(api, context, (panels + RUN - 1) / RUN, small(c, blocks), [&](int64_t i) {
+    kernel.tiles->multiply(&c, i * RUN, std::min((i + 1) * RUN, panels));
+  });
 }
 
 // Rows of the same expert are multiplied together, so they are copied to where they are neighbours,
 // and what comes out is copied back.
-struct Experts {
-  Work work; // of the rows as they came
-  outrider_product sorted;
-  const int64_t* place; // of each row [k, T] among the sorted
-  const int64_t* begin; // of each expert's rows among them, [E + 1]
-  const int64_t* asked; // the experts that have rows
-  float* y;             // [k, T, N]
-  int64_t rows, blocks, runs;
-};
-
-void sort_rows(void* data, size_t index) {
-  const Experts& e = *static_cast<const Experts*>(data);
-  const int64_t first = static_cast<int64_t>(index) * ROWS, given = e.work.call.rows;
-  for (int64_t row = first; row < e.rows && row < first + ROWS; ++row) {
-    const int64_t from = row % given * e.blocks, to = e.place[row] * e.blocks;
-    const size_t size = static_cast<size_t>(e.blocks);
-    memcpy(e.sorted.x_levels + to * BLOCK, e.work.call.x_levels + from * BLOCK, size * BLOCK);
-    memcpy(e.sorted.x_scales + to, e.work.call.x_scales + from, size * sizeof(float));
-    memcpy(e.sorted.x_sums + to, e.work.call.x_sums + from, size * sizeof(int32_t));
-  }
-}
-
-void multiply_experts(void* data, size_t index) {
-  const Experts& e = *static_cast<const Experts*>(data);
-  const int64_t expert = e.asked[static_cast<int64_t>(index) / e.runs];
-  const int64_t begin = e.begin[expert], panels = e.work.panels;
-  outrider_product c = e.sorted;
-  c.rows = e.begin[expert + 1] - begin;
-  c.levels += expert * panels * e.blocks * 64 * c.bits;
-  c.scales += expert * panels * e.blocks * PANEL;
-  c.x_levels += begin * e.blocks * BLOCK;
-  c.x_scales += begin * e.blocks;
-  c.x_sums += begin * e.blocks;
-  c.y += begin * c.columns;
-  const int64_t first = static_cast<int64_t>(index) % e.runs * e.work.run;
-  e.work.tiles->multiply(&c, first, first + e.work.run < panels ? first + e.work.run : panels);
-}
-
-void give_rows(void* data, size_t index) {
-  const Experts& e = *static_cast<const Experts*>(data);
-  const int64_t first = static_cast<int64_t>(index) * ROWS, columns = e.sorted.columns;
-  for (int64_t row = first; row < e.rows && row < first + ROWS; ++row)
-    memcpy(e.y + row * columns, e.sorted.y + e.place[row] * columns,
-           static_cast<size_t>(columns) * sizeof(float));
-}
-
 ort::Status* ask_experts(void* made, ort::Context* context) {
   const Kernel& kernel = *static_cast<const Kernel*>(made);
   const Api* api = kernel.api;
@@ -246,17 +188,39 @@ ort::Status* ask_experts(void* made, ort::Context* context) {
   std::copy_backward(begin, begin + kernel.experts, begin + kernel.experts + 1);
   begin[0] = 0;
 
-  const int64_t panels = (c.columns + PANEL - 1) / PANEL, run = 8, runs = (panels + run - 1) / run;
-  Experts e{{c, kernel.tiles, panels, run}, of_sorted, place, begin, asked,
-            static_cast<float*>(y), rows, blocks, runs};
+  const int64_t panels = (c.columns + PANEL - 1) / PANEL, runs = (panels + RUN - 1) / RUN;
   const bool few = short_rows(of_sorted);
-  ort::Status* status = ort::share(api, context, round_rows, runs_of(c), short_rows(c), &e.work);
+  ort::Status* status = round_rows(kernel, context, c);
   if (status == nullptr)
-    status = ort::share(api, context, sort_rows, runs_of(of_sorted), few, &e);
+    status = ort::share(api, context, runs_of(of_sorted), few, [&](int64_t i) {
+      const size_t size = static_cast<size_t>(blocks);
+      for (int64_t row = i * ROWS; row < std::min(rows, (i + 1) * ROWS); ++row) {
+        const int64_t from = row % c.rows * blocks, to = place[row] * blocks;
+        memcpy(of_sorted.x_levels + to * BLOCK, c.x_levels + from * BLOCK, size * BLOCK);
+        memcpy(of_sorted.x_scales + to, c.x_scales + from, size * sizeof(float));
+        memcpy(of_sorted.x_sums + to, c.x_sums + from, size * sizeof(int32_t));
+      }
+    });
   if (status == nullptr)
-    status = ort::share(api, context, multiply_experts, count * runs, small(of_sorted, blocks), &e);
+    status = ort::share(api, context, count * runs, small(of_sorted, blocks), [&](int64_t i) {
+      const int64_t expert = asked[i / runs], first_row = begin[expert];
+      outrider_product own = of_sorted;
+      own.rows = begin[expert + 1] - first_row;
+      own.levels += expert * panels * blocks * 64 * c.bits;
+      own.scales += expert * panels * blocks * PANEL;
+      own.x_levels += first_row * blocks * BLOCK;
+      own.x_scales += first_row * blocks;
+      own.x_sums += first_row * blocks;
+      own.y += first_row * c.columns;
+      const int64_t first = i % runs * RUN;
+      kernel.tiles->multiply(&own, first, std::min(first + RUN, panels));
+    });
   if (status == nullptr)
-    status = ort::share(api, context, give_rows, runs_of(of_sorted), few, &e);
+    status = ort::share(api, context, runs_of(of_sorted), few, [&](int64_t i) {
+      for (int64_t row = i * ROWS; row < std::min(rows, (i + 1) * ROWS); ++row)
+        memcpy(static_cast<float*>(y) + row * c.columns, out.get() + place[row] * c.columns,
+               static_cast<size_t>(c.columns) * sizeof(float));
+    });
   return status;
 }
 
@@ -283,48 +247,27 @@ ort::Status* gather(void* made, ort::Context* context) {
     const int64_t panel = id / PANEL * blocks;
     const uint8_t* levels = static_cast<const uint8_t*>(in[LEVELS].data) + panel * 64 * bits;
     const uint16_t* scales = static_cast<const uint16_t*>(in[SCALES].data) + panel * PANEL;
-    for (int64_t k = 0; k < kernel.columns; ++k) {
-      const int64_t block = k / BLOCK, number = k % BLOCK, of_vector = BLOCK / bits;
-      const uint8_t byte = levels[block * 64 * bits + number / of_vector * 64 + 4 * lane + k % 4];
-      const int64_t level = bits == 8 ? byte : number % 8 < 4 ? byte & 15 : byte >> 4;
-      to[k] = static_cast<float>(level - offset) * outrider_half(scales[block * PANEL + lane]);
+    for (int64_t block = 0; block < blocks; ++block) {
+      const float scale = outrider::from_float16(scales[block * PANEL + lane]);
+      const int64_t end = std::min((block + 1) * BLOCK, kernel.columns);
+      for (int64_t k = block * BLOCK; k < end; ++k) {
+        const int64_t number = k % BLOCK, of_vector = BLOCK / bits;
+        const uint8_t byte = levels[block * 64 * bits + number / of_vector * 64 + 4 * lane + k % 4];
+        const int64_t level = bits == 8 ? byte : number % 8 < 4 ? byte & 15 : byte >> 4;
+        to[k] = static_cast<float>(level - offset) * scale;
+      }
     }
   }
   return nullptr;
 }
 
-const char* product_name(const ort::Operator*) { return "QuantizedMatMul"; }
-const char* gather_name(const ort::Operator*) { return "QuantizedGather"; }
-const char* experts_name(const ort::Operator*) { return "QuantizedExperts"; }
-const char* provider(const ort::Operator*) { return nullptr; }
-size_t input_count(const ort::Operator* of) { return of == &ort::EXPERTS ? INPUTS + 1 : INPUTS; }
-int matrix_type(size_t index) { return index == LEVELS ? ort::UINT8 : ort::FLOAT16; }
-int product_type(const ort::Operator*, size_t index) {
-  return index == X ? ort::FLOAT : index == CHOSEN ? ort::INT64 : matrix_type(index);
-}
-int gather_type(const ort::Operator*, size_t index) {
-  return index == X ? ort::INT64 : matrix_type(index);
-}
-size_t output_count(const ort::Operator*) { return 1; }
-int output_type(const ort::Operator*, size_t) { return ort::FLOAT; }
-int characteristic(const ort::Operator*, size_t) { return ort::REQUIRED; }
-int memory(const ort::Operator*, size_t) { return 0; }
-void destroy(void* kernel) { delete static_cast<Kernel*>(kernel); }
-int version(const ort::Operator*) { return 1; }
+constexpr ort::Port FLOATS{ort::FLOAT}, BYTES{ort::UINT8}, HALVES{ort::FLOAT16}, IDS{ort::INT64};
 
 } // namespace
 
-const ort::Operator ort::PRODUCT = {
-    ort::API_VERSION, nullptr, product_name, provider, product_type, input_count, output_type,
-    output_count, nullptr, destroy, characteristic, characteristic, memory, {}, create, multiply,
-    nullptr, version, version, {}};
-
-const ort::Operator ort::ROWS = {
-    ort::API_VERSION, nullptr, gather_name, provider, gather_type, input_count, output_type,
-    output_count, nullptr, destroy, characteristic, characteristic, memory, {}, create, gather,
-    nullptr, version, version, {}};
-
-const ort::Operator ort::EXPERTS = {
-    ort::API_VERSION, nullptr, experts_name, provider, product_type, input_count, output_type,
-    output_count, nullptr, destroy, characteristic, characteristic, memory, {}, create, ask_experts,
-    nullptr, version, version, {}};
+const ort::Described ort::PRODUCT = {
+    operator_of<Kernel>(create, multiply), "QuantizedMatMul", {FLOATS, BYTES, HALVES}, {FLOATS}};
+const ort::Described ort::ROWS = {
+    operator_of<Kernel>(create, gather), "QuantizedGather", {IDS, BYTES, HALVES}, {FLOATS}};
+const ort::Described ort::EXPERTS = {operator_of<Kernel>(create, ask_experts), "QuantizedExperts",
+                                     {FLOATS, BYTES, HALVES, IDS}, {FLOATS}};

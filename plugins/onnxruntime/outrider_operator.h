@@ -2,9 +2,11 @@
 #ifndef OUTRIDER_OPERATOR_H
 #define OUTRIDER_OPERATOR_H
 
-#include <initializer_list>
 #include <stddef.h>
 #include <string.h>
+
+#include <initializer_list>
+#include <vector>
 
 #include "outrider.h"
 #include "outrider_ort_api.h"
@@ -24,27 +26,66 @@ Status* input(const Api* api, const Context* context, size_t index, Tensor* foun
 Status* output(const Api* api, Context* context, size_t index, const int64_t* sizes,
                size_t dimensions, void** data);
 
-// work(data, 0 .. total - 1), by ONNX Runtime's threads; by this one where it is soon done.
-template <class Data>
-Status* share(const Api* api, const Context* context, void (*work)(void*, size_t), int64_t total,
-              bool small, Data* data) {
+// work(0 .. total - 1), by ONNX Runtime's threads; by this one where it is soon done.
+template <class Work>
+Status* share(const Api* api, const Context* context, int64_t total, bool small, Work work) {
+  const auto one = [](void* of, size_t i) { (*static_cast<Work*>(of))(static_cast<int64_t>(i)); };
   if (!small && total > 1)
-    return call<ParallelFor>(api, context, work, static_cast<size_t>(total), size_t{0},
-                             static_cast<void*>(data));
-  for (int64_t i = 0; i < total; ++i) work(data, static_cast<size_t>(i));
+    return call<ParallelFor>(api, context, one, static_cast<size_t>(total), size_t{0}, &work);
+  for (int64_t i = 0; i < total; ++i) work(i);
   return nullptr;
 }
 
 // Tell a session to be of the operators below. The domain has to live as long as the session.
 Status* add_operators(const Api* api, Options* options, Domain** made);
 
-extern const Operator ATTENTION;           // "Attention"
-extern const Operator QUANTISED_ATTENTION; // "QuantizedCacheAttention"
-extern const Operator SOURCE_ATTENTION;    // "SourceAttention"
-extern const Operator PRODUCT, ROWS;       // "QuantizedMatMul", "QuantizedGather"
-extern const Operator EXPERTS;             // "QuantizedExperts"
-extern const Operator RECURRENCE;          // "Recurrence"
-extern const Operator CONVOLUTION;         // "ShortConvolution"
+// An operator, and what it says of itself.
+struct Port {
+  int type, characteristic = REQUIRED;
+};
+struct Described : Operator {
+  const char* called;
+  std::vector<Port> inputs, outputs;
+};
+inline const Described& described(const Operator* one) {
+  return *static_cast<const Described*>(one);
+}
+
+// The functions of one whose kernels, of the type Kernel, `create` makes.
+template <class Kernel>
+Operator operator_of(decltype(Operator::create_or_fail) create,
+                     decltype(Operator::compute_or_fail) compute) {
+  Operator made{};
+  made.version = API_VERSION;
+  made.name = [](const Operator* one) { return described(one).called; };
+  made.provider = [](const Operator*) -> const char* { return nullptr; };
+  made.input_type = [](const Operator* one, size_t i) { return described(one).inputs[i].type; };
+  made.input_count = [](const Operator* one) { return described(one).inputs.size(); };
+  made.output_type = [](const Operator* one, size_t i) { return described(one).outputs[i].type; };
+  made.output_count = [](const Operator* one) { return described(one).outputs.size(); };
+  made.destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  made.input_characteristic = [](const Operator* one, size_t i) {
+    return described(one).inputs[i].characteristic;
+  };
+  made.output_characteristic = [](const Operator* one, size_t i) {
+    return described(one).outputs[i].characteristic;
+  };
+  made.input_memory = [](const Operator*, size_t) { return 0; };
+  made.create_or_fail = create, made.compute_or_fail = compute;
+  made.first_version = made.last_version = [](const Operator*) { return 1; };
+  return made;
+}
+
+// Of these tables, that of the instruction set that the library uses. The last one is plain.
+template <class Tiles> const Tiles* tiles_of(std::initializer_list<const Tiles*> known) {
+  for (const Tiles* tiles : known)
+    if (strcmp(tiles->name, outrider_instruction_set()) == 0) return tiles;
+  return *(known.end() - 1);
+}
+
+extern const Described ATTENTION, QUANTISED_ATTENTION, SOURCE_ATTENTION; // outrider_attend.cpp
+extern const Described PRODUCT, ROWS, EXPERTS;                           // outrider_multiply.cpp
+extern const Described RECURRENCE, CONVOLUTION;                          // outrider_recur.cpp
 
 } // namespace ort
 #endif

@@ -1,6 +1,7 @@
 // The inner loops of products with few bits. Compiled once per instruction set, with OUTRIDER_TABLE
 // naming the table. No standard headers but the compiler's own: see outrider_tiles.cpp.
 #include "outrider_product.h"
+#include "outrider_sampling.h"
 #include "outrider_vector.h"
 
 namespace {
@@ -217,7 +218,7 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
       }
     const uint16_t* scales = c.scales + (panel * blocks + b) * PANEL;
     for (int lane = 0; lane < PANEL; ++lane) {
-      const float scale = outrider_half(scales[lane]);
+      const float scale = outrider::from_float16(scales[lane]);
       for (int r = 0; r < R; ++r)
         total[r][lane] += static_cast<float>(sum[r][lane]) *
                           (scale * c.x_scales[(first + r) * blocks + b]);

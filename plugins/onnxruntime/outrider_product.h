@@ -25,15 +25,6 @@ enum {
   OUTRIDER_PRODUCT_PANEL = 16  // outputs side by side
 };
 
-// A finite float16. Static: each instruction set has its own, or the linker might keep one that the
-// processor does not know.
-static inline float outrider_half(uint16_t half) {
-  const uint32_t rest = half & 0x7FFFu, bits = (rest << 13) + (112u << 23);
-  float value = static_cast<float>(rest) * 5.9604645e-8f; // 2^-24, of those below 2^-14
-  if (rest >= 0x0400u) __builtin_memcpy(&value, &bits, sizeof value);
-  return half & 0x8000u ? -value : value;
-}
-
 struct outrider_product {
   int64_t rows, depth, columns; // of x; K; N
   int64_t bits;                 // of a weight: 4 or 8

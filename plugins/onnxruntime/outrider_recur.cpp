@@ -37,10 +37,11 @@ struct Kernel {
 // Those of the instruction set that the library uses.
 const outrider_recurrence_tiles* tiles_in_use() {
 #if defined(OUTRIDER_X86)
-  for (const auto* tiles : {&outrider_recurrence_avx512, &outrider_recurrence_avx2})
-    if (std::strcmp(tiles->name, outrider_instruction_set()) == 0) return tiles;
-#endif
+  return ort::tiles_of(
+      {&outrider_recurrence_avx512, &outrider_recurrence_avx2, &outrider_recurrence_plain});
+#else
   return &outrider_recurrence_plain;
+#endif
 }
 
 ort::Status* create(const ort::Operator*, const Api* api, const ort::KernelInfo*, void** made) {
@@ -64,28 +65,6 @@ ort::Status* output_slot(const Api* api, ort::Context* context, const ort::Tenso
   if (data != given.data && cells > 0) std::memcpy(data, given.data, cells * sizeof(float));
   *slot = static_cast<float*>(data);
   return nullptr;
-}
-
-// What threads take from: columns of a slot's head, or channels of a slot.
-template <class Call> struct Work {
-  Call call;
-  const outrider_recurrence_tiles* tiles;
-  int64_t width, runs; // all of them; how many COLUMNS are in it
-};
-
-void recur_columns(void* data, size_t index) {
-  const auto& work = *static_cast<const Work<outrider_recurrence>*>(data);
-  const int64_t head = static_cast<int64_t>(index) / work.runs, heads = work.call.heads;
-  const int64_t first = static_cast<int64_t>(index) % work.runs * COLUMNS;
-  work.tiles->recur(&work.call, head / heads, head % heads, first,
-                    std::min(first + COLUMNS, work.width));
-}
-
-void convolve_channels(void* data, size_t index) {
-  const auto& work = *static_cast<const Work<outrider_convolution>*>(data);
-  const int64_t slot = static_cast<int64_t>(index) / work.runs;
-  const int64_t first = static_cast<int64_t>(index) % work.runs * COLUMNS;
-  work.tiles->convolve(&work.call, slot, first, std::min(first + COLUMNS, work.width));
 }
 
 bool fits_recurrence(const ort::Tensor* in) {
@@ -134,10 +113,13 @@ ort::Status* recur(void* made, ort::Context* context) {
   if (ort::Status* status = ort::output(api, context, 0, in[VALUE].sizes, 4, &out)) return status;
   if (ort::Status* status = output_slot(api, context, in[SLOT], &c.states)) return status;
   c.out = static_cast<float*>(out);
-  Work<outrider_recurrence> work{c, kernel.tiles, c.width, (c.width + COLUMNS - 1) / COLUMNS};
-  const int64_t heads = slots * c.heads;
+  const int64_t heads = slots * c.heads, runs = (c.width + COLUMNS - 1) / COLUMNS;
   const bool small = heads * c.tokens * c.key_width * c.width < 1 << 15; // a few microseconds
-  return ort::share(api, context, recur_columns, heads * work.runs, small, &work);
+  return ort::share(api, context, heads * runs, small, [&](int64_t i) {
+    const int64_t head = i / runs, first = i % runs * COLUMNS;
+    kernel.tiles->recur(&c, head / c.heads, head % c.heads, first,
+                        std::min(first + COLUMNS, c.width));
+  });
 }
 
 bool fits_convolution(const ort::Tensor* in) {
@@ -176,43 +158,19 @@ ort::Status* convolve(void* made, ort::Context* context) {
   if (ort::Status* status = output_slot(api, context, in[SLOT], &c.past)) return status;
   c.out = static_cast<float*>(out);
   const int64_t runs = (c.channels + COLUMNS - 1) / COLUMNS;
-  Work<outrider_convolution> work{c, kernel.tiles, c.channels, runs};
   const bool small = slots * c.tokens * c.channels * c.taps < 1 << 16; // a few microseconds
-  return ort::share(api, context, convolve_channels, slots * work.runs, small, &work);
+  return ort::share(api, context, slots * runs, small, [&](int64_t i) {
+    const int64_t first = i % runs * COLUMNS;
+    kernel.tiles->convolve(&c, i / runs, first, std::min(first + COLUMNS, c.channels));
+  });
 }
 
-const char* recurrence_name(const ort::Operator*) { return "Recurrence"; }
-const char* convolution_name(const ort::Operator*) { return "ShortConvolution"; }
-const char* provider(const ort::Operator*) { return nullptr; }
-size_t recurrence_count(const ort::Operator*) { return state::INPUTS; }
-size_t convolution_count(const ort::Operator*) { return past::INPUTS; }
-int recurrence_type(const ort::Operator*, size_t index) {
-  return index == state::POSITION ? ort::INT64 : ort::FLOAT;
-}
-int convolution_type(const ort::Operator*, size_t index) {
-  return index == past::POSITION ? ort::INT64 : ort::FLOAT;
-}
-int recurrence_characteristic(const ort::Operator*, size_t index) {
-  return index == state::BETA ? ort::OPTIONAL : ort::REQUIRED;
-}
-int convolution_characteristic(const ort::Operator*, size_t index) {
-  return index == past::BIAS ? ort::OPTIONAL : ort::REQUIRED;
-}
-size_t output_count(const ort::Operator*) { return 2; }
-int output_type(const ort::Operator*, size_t) { return ort::FLOAT; }
-int required(const ort::Operator*, size_t) { return ort::REQUIRED; }
-int memory(const ort::Operator*, size_t) { return 0; }
-void destroy(void* kernel) { delete static_cast<Kernel*>(kernel); }
-int version(const ort::Operator*) { return 1; }
+constexpr ort::Port FLOATS{ort::FLOAT}, PERHAPS{ort::FLOAT, ort::OPTIONAL}, IDS{ort::INT64};
 
 } // namespace
 
-const ort::Operator ort::RECURRENCE = {
-    ort::API_VERSION, nullptr, recurrence_name, provider, recurrence_type, recurrence_count,
-    output_type, output_count, nullptr, destroy, recurrence_characteristic, required, memory, {},
-    create, recur, nullptr, version, version, {}};
-
-const ort::Operator ort::CONVOLUTION = {
-    ort::API_VERSION, nullptr, convolution_name, provider, convolution_type, convolution_count,
-    output_type, output_count, nullptr, destroy, convolution_characteristic, required, memory, {},
-    create, convolve, nullptr, version, version, {}};
+const ort::Described ort::RECURRENCE = {
+    operator_of<Kernel>(create, recur), "Recurrence",
+    {FLOATS, FLOATS, FLOATS, FLOATS, PERHAPS, FLOATS, IDS}, {FLOATS, FLOATS}};
+const ort::Described ort::CONVOLUTION = {operator_of<Kernel>(create, convolve), "ShortConvolution",
+                                         {FLOATS, FLOATS, PERHAPS, FLOATS, IDS}, {FLOATS, FLOATS}};

@@ -54,28 +54,30 @@ void check_sampling(const outrider_options& o) {
 }
 
 void check_prompt(const int64_t* prompt, int64_t length, const outrider_options& options,
-                  const Limits& limits) {
+                  const Bundle& bundle) {
   if (length < 1 || prompt == nullptr)
     fail(OUTRIDER_FAILED_PROMPT, "the prompt is empty", "Give it at least one token");
-  if (length >= limits.max_len)
+  if (length >= bundle.max_len)
     fail(OUTRIDER_FAILED_PROMPT,
          "the prompt has " + std::to_string(length) + " tokens and the bundle's context " +
-             std::to_string(limits.max_len),
+             std::to_string(bundle.max_len),
          "Shorten it, or build the bundle with MAX_LEN=" +
-             std::to_string(length + options.max_new_tokens) + ", if the model can");
+             std::to_string(static_cast<uint64_t>(length) +
+                            static_cast<uint64_t>(options.max_new_tokens)) +
+             ", if the model can");
   for (int64_t i = 0; i < length; ++i)
-    if (prompt[i] < 0 || prompt[i] >= limits.embeddings)
+    if (prompt[i] < 0 || prompt[i] >= bundle.target.vocab_size)
       fail(OUTRIDER_FAILED_PROMPT,
            "the prompt has the token id " + std::to_string(prompt[i]) + ", and the model only 0 to " +
-               std::to_string(limits.embeddings - 1),
+               std::to_string(bundle.target.vocab_size - 1),
            "Leave that token out of the prompt or the chat template");
 }
 
 // Whether who is to propose is here, and can what is asked of it.
-void check_draft(const Request& request, const Limits& limits) {
+void check_draft(const Request& request, const Bundle& bundle) {
   const outrider_options& o = request.options;
   const bool tempered = o.draft_temperature != 0, stops = o.draft_threshold > 0;
-  refuse(request.reads_model() && !limits.has_draft,
+  refuse(request.reads_model() && !bundle.draft,
          "gamma=" + std::to_string(o.gamma) + " needs a draft, and the bundle has none",
          "Use gamma=0, or OUTRIDER_DRAFT_NGRAM, or build the bundle with DRAFT=<draft>");
   refuse(request.point_masses() && o.rule == OUTRIDER_SIGMOID,
@@ -92,22 +94,14 @@ void check_draft(const Request& request, const Limits& limits) {
          "Leave draft_threshold out, or use OUTRIDER_DRAFT_MODEL");
 }
 
-int32_t draft_of(const outrider_options& o, const Limits& limits) {
-  if (o.draft == OUTRIDER_DRAFT_DEFAULT)
-    return limits.has_draft ? OUTRIDER_DRAFT_MODEL
-           : limits.lookup  ? OUTRIDER_DRAFT_NGRAM
-                            : OUTRIDER_DRAFT_NONE;
-  return o.draft;
-}
-
 } // namespace
 
 Request check_request(const int64_t* prompt, int64_t length, const outrider_options& options,
-                      const Limits& limits, const std::vector<int64_t>& ends) {
-  Request request{options, length, {}, {}, {}, ends};
+                      const Bundle& bundle, bool forgone) {
+  Request request{options, length, {}, {}, {}, bundle.ends};
   outrider_options& o = request.options;
   check_sampling(o);
-  refuse(o.rule == OUTRIDER_COUPLED && limits.forgone,
+  refuse(o.rule == OUTRIDER_COUPLED && forgone,
          "the coupled rule promises a text of every gamma, and plain_width=1 ties it to one",
          "Leave one of them out");
   in_range(o.max_new_tokens >= 1, "max_new_tokens", o.max_new_tokens, "a whole number from 1 up");
@@ -115,39 +109,38 @@ Request check_request(const int64_t* prompt, int64_t length, const outrider_opti
            o.min_new_tokens, "from 0 to max_new_tokens");
   in_range(o.draft_threshold >= 0 && o.draft_threshold < 1, "draft_threshold", o.draft_threshold,
            "0 (off) or a probability below 1");
-  in_range(o.logprobs >= -1 && o.logprobs <= limits.vocab_size, "logprobs", o.logprobs,
-           "from 0 to " + std::to_string(limits.vocab_size) + ", or -1 for none");
-  in_range(o.gamma >= OUTRIDER_USUAL_GAMMA && o.gamma <= limits.max_gamma, "gamma", o.gamma,
-           "from 0 to " + std::to_string(limits.max_gamma) + ", or build with MAX_GAMMA");
+  in_range(o.logprobs >= -1 && o.logprobs <= bundle.vocab_size, "logprobs", o.logprobs,
+           "from 0 to " + std::to_string(bundle.vocab_size) + ", or -1 for none");
+  in_range(o.gamma >= OUTRIDER_USUAL_GAMMA && o.gamma <= bundle.max_gamma, "gamma", o.gamma,
+           "from 0 to " + std::to_string(bundle.max_gamma) + ", or build with MAX_GAMMA");
   in_range(o.draft >= OUTRIDER_DRAFT_DEFAULT && o.draft <= OUTRIDER_DRAFT_NONE, "draft", o.draft,
            "one of OUTRIDER_DRAFT_...");
   in_range(o.bias_length >= 0 && (o.bias_length == 0 || (o.bias_ids && o.biases)), "bias_length",
            o.bias_length, "as long as bias_ids and biases");
   in_range(o.stop_length >= 0 && (o.stop_length == 0 || o.stops), "stop_length", o.stop_length,
            "as long as stops");
-  check_prompt(prompt, length, o, limits);
+  check_prompt(prompt, length, o, bundle);
 
   const bool asked = o.draft != OUTRIDER_DRAFT_DEFAULT && o.draft != OUTRIDER_DRAFT_NONE;
   refuse(asked && o.gamma == 0, "a draft contradicts gamma=0", "Leave one of them out");
   refuse(o.draft == OUTRIDER_DRAFT_NONE && o.gamma > 0, "gamma contradicts OUTRIDER_DRAFT_NONE",
          "Leave one of them out");
-  o.draft = draft_of(o, limits);
+  if (o.draft == OUTRIDER_DRAFT_DEFAULT)
+    o.draft = bundle.draft    ? OUTRIDER_DRAFT_MODEL
+              : bundle.lookup ? OUTRIDER_DRAFT_NGRAM
+                              : OUTRIDER_DRAFT_NONE;
   if (o.gamma == OUTRIDER_USUAL_GAMMA) {
     const int32_t usual = request.reads_model() ? 4 : o.draft == OUTRIDER_DRAFT_NONE ? 0 : 8;
-    o.gamma = std::min(usual, limits.max_gamma);
+    o.gamma = std::min(usual, bundle.max_gamma);
   }
-  if (o.draft == OUTRIDER_DRAFT_NONE) {
-    refuse(o.gamma > 0, "gamma=" + std::to_string(o.gamma) + " needs a draft, and the bundle has none",
-           "Use gamma=0, or OUTRIDER_DRAFT_NGRAM, or build the bundle with DRAFT=<draft>");
-    o.draft = OUTRIDER_DRAFT_MODEL; // of which nothing is asked
-  }
+  if (o.draft == OUTRIDER_DRAFT_NONE) o.draft = OUTRIDER_DRAFT_MODEL; // of which nothing is asked
   if (o.gamma == 0)
     refuse((o.rule != OUTRIDER_TOKEN && o.rule != OUTRIDER_COUPLED) || o.lenience != 1 ||
                o.draft_temperature != 0 || o.draft_threshold != 0,
            "rule, lenience, draft_temperature and draft_threshold have no effect with gamma=0",
            "Leave them out, or use a draft");
   else
-    check_draft(request, limits);
+    check_draft(request, bundle);
 
   std::map<int64_t, float> biases; // ascending
   for (int32_t i = 0; i < o.bias_length; ++i) {
@@ -161,9 +154,9 @@ Request check_request(const int64_t* prompt, int64_t length, const outrider_opti
   request.stops.assign(o.stops, o.stops + o.stop_length);
   for (const Tokens* ids : {&request.bias_ids, &request.stops})
     for (const int64_t id : *ids)
-      refuse(id < 0 || id >= limits.vocab_size,
+      refuse(id < 0 || id >= bundle.vocab_size,
              "the token id " + std::to_string(id) + " does not exist",
-             "Choose from 0 to " + std::to_string(limits.vocab_size - 1));
+             "Choose from 0 to " + std::to_string(bundle.vocab_size - 1));
   o.bias_ids = nullptr, o.biases = nullptr, o.stops = nullptr; // the caller's
   return request;
 }

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <exception>
+#include <future>
 #include <iterator>
 #include <numeric>
 #include <thread>
@@ -22,33 +22,6 @@ constexpr int MAX_THREADS = 64; // of the sampling
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
-
-// Verify the weights' hashes beside what the constructor does: they take as long as opening them.
-class Verifying {
-public:
-  Verifying(const Bundle& bundle, bool wanted) {
-    if (wanted)
-      thread_ = std::thread([this, &bundle] {
-        try {
-          bundle.verify(true);
-        } catch (...) {
-          found_ = std::current_exception();
-        }
-      });
-  }
-  ~Verifying() {
-    if (thread_.joinable()) thread_.join();
-  }
-  // Damage explains whatever went wrong with it.
-  void join() {
-    if (thread_.joinable()) thread_.join();
-    if (found_) std::rethrow_exception(found_);
-  }
-
-private:
-  std::thread thread_;
-  std::exception_ptr found_;
-};
 
 int cores() { return static_cast<int>(std::max(1u, std::thread::hardware_concurrency())); }
 
@@ -102,7 +75,13 @@ Decoder::Decoder(const outrider_config& config)
     : bundle_(read_bundle(config)),
       library_(bundle_.on_gpu() ? nullptr : std::make_unique<ort::Library>(config.onnxruntime)),
       reuse_(!config.no_reuse), rows_(config.slots > 0 ? config.slots : bundle_.slots) {
-  Verifying verifying(bundle_, !config.unverified);
+  // Of the weights, beside what follows: they take as long as opening them.
+  std::future<void> hashes;
+  if (!config.unverified)
+    hashes = std::async(std::launch::async, [this] { bundle_.verify(true); });
+  const auto verified = [&] {
+    if (hashes.valid()) hashes.get();
+  };
   try {
     if (library_) bits_ = bundle_.promise(slots(), library_->version, config.plain_width);
     const int32_t gamma = bundle_.max_gamma;
@@ -119,10 +98,10 @@ Decoder::Decoder(const outrider_config& config)
     proposer_ = std::make_unique<Proposer>(draft_.get(), width, gamma, slots(), threads,
                                            corpus_.get());
   } catch (...) {
-    verifying.join();
+    verified(); // damage explains whatever went wrong with it
     throw;
   }
-  verifying.join();
+  verified();
 }
 
 std::unique_ptr<Engine> Decoder::opened(const ModelFacts& facts, int32_t buffers, int threads,
@@ -166,13 +145,13 @@ int32_t Decoder::acquire(const Tokens& prompt) {
 }
 
 uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_options& options) {
-  const Limits limits{bundle_.vocab_size, target_->vocab_size, bundle_.max_len, bundle_.max_gamma,
-                      draft_ != nullptr, bundle_.lookup, bits_.forgone};
-  Request request = check_request(prompt, length, options, limits, bundle_.ends);
+  Request request = check_request(prompt, length, options, bundle_, bits_.forgone);
   auto made = std::make_unique<Sequence>();
   Sequence& sequence = *made;
-  sequence.number = next_;
   sequence.request = std::move(request);
+  // Room for all that can become text: what is drawn can be committed.
+  sequence.tokens.reserve(static_cast<size_t>(
+      std::min<int64_t>(length + options.max_new_tokens, bundle_.max_len)));
   sequence.tokens.assign(prompt, prompt + length);
   sequence.slot = acquire(sequence.tokens);
   if (reuse_) {
@@ -190,17 +169,17 @@ uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_op
   rows_[sequence.slot].busy = true;
   try {
     start(sequence);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    sequences_[next_] = std::move(made);
   } catch (const Broken& broken) {
-    give_up(sequence, broken.failure);
+    give_up(sequence, broken);
     leave(sequence);
-    throw broken.failure;
+    throw;
   } catch (...) {
     leave(sequence);
     throw;
   }
-  ++next_;
-  sequences_[sequence.number] = std::move(made);
-  return sequence.number;
+  return next_++;
 }
 
 // Prefill, and the first token: from the target alone.
@@ -229,7 +208,7 @@ void Decoder::round() {
     speculate(all);
   } catch (const Broken& broken) {
     if (plans.size() == 1) {
-      give_up(*plans[0].sequence, broken.failure);
+      give_up(*plans[0].sequence, broken);
     } else {
       for (const Plan& plan : plans) { // each by itself: the others do not notice
         std::vector<Plan> alone = {plan};
@@ -237,7 +216,7 @@ void Decoder::round() {
         try {
           speculate(alone);
         } catch (const Broken& own) {
-          give_up(*plan.sequence, own.failure);
+          give_up(*plan.sequence, own);
         }
       }
     }
@@ -294,10 +273,10 @@ void Decoder::settle(Sequence& sequence, const Tokens& drafts, const outrider_ve
     finish = finish_of(sequence, ids[i], sequence.stats.output_tokens + static_cast<int64_t>(i) + 1);
   }
   const auto count = static_cast<int64_t>(emitted.size());
+  sequence.fresh.insert(sequence.fresh.end(), std::make_move_iterator(emitted.begin()),
+                        std::make_move_iterator(emitted.end())); // the last that may lack memory
   sequence.commit(ids, request.reads_model() ? gamma : 0);
   sequence.roll_back(sequence.length() - (static_cast<int64_t>(ids.size()) - count));
-  sequence.fresh.insert(sequence.fresh.end(), std::make_move_iterator(emitted.begin()),
-                        std::make_move_iterator(emitted.end()));
   sequence.finish = finish;
   sequence.stats.output_tokens += count;
   if (!first) {
@@ -361,20 +340,15 @@ void Decoder::give_up(Sequence& sequence, Failure failure) {
 
 void Decoder::cancel(uint64_t request) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  cancelled_.insert(request);
+  const auto found = sequences_.find(request);
+  if (found != sequences_.end()) found->second->cancelled = true;
 }
 
 void Decoder::drop_cancelled() {
-  std::set<uint64_t> cancelled;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    cancelled.swap(cancelled_);
-  }
-  for (const uint64_t number : cancelled) {
-    const auto found = sequences_.find(number);
-    if (found != sequences_.end() && found->second->finish == OUTRIDER_RUNNING)
-      found->second->finish = OUTRIDER_CANCELLED;
-  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [number, sequence] : sequences_)
+    if (sequence->cancelled && sequence->finish == OUTRIDER_RUNNING)
+      sequence->finish = OUTRIDER_CANCELLED;
 }
 
 // What slots hold now; those that are free keep what they had.
@@ -395,6 +369,7 @@ void Decoder::leave(Sequence& sequence) {
 
 void Decoder::release(uint64_t request) {
   leave(sequence(request));
+  const std::lock_guard<std::mutex> lock(mutex_);
   sequences_.erase(request);
 }
 

@@ -5,7 +5,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <vector>
 
 #include "drafts.h"
@@ -13,16 +12,10 @@
 
 namespace outrider {
 
-// What can be asked for, as `check_request` knows it.
-struct Limits {
-  int32_t vocab_size, embeddings, max_len, max_gamma;
-  bool has_draft, lookup;
-  bool forgone; // one text for every gamma, by the plain width that was asked for
-};
-
-// A copy of the options with defaults in place, after every check that needs no slot. Throws Failure.
+// A copy of the options with defaults in place, after every check that needs no slot. forgone: of
+// the bundle's Bits. Throws Failure.
 Request check_request(const int64_t* prompt, int64_t length, const outrider_options& options,
-                      const Limits& limits, const std::vector<int64_t>& ends);
+                      const Bundle& bundle, bool forgone);
 
 class Decoder {
 public:
@@ -68,8 +61,7 @@ private:
   std::vector<SlotRows> rows_;
   std::map<uint64_t, std::unique_ptr<Sequence>> sequences_; // in order of admission
   uint64_t next_ = 1;
-  std::mutex mutex_; // of what other threads may do
-  std::set<uint64_t> cancelled_;
+  std::mutex mutex_; // of which requests there are, as other threads see it, and who is cancelled
 };
 
 } // namespace outrider

@@ -106,7 +106,9 @@ DraftRows Proposer::steps(std::vector<Plan>& plans, Sampler& sampler,
   };
   const Span within = span(with_drafts);
   // A round's rows are all in one place: where others may have more drafts, not the engine's.
-  float* const own = most() > most(true) || (others && unsure) ? own_rows(most()) : nullptr;
+  const bool apart = most() > most(true) || (others && unsure);
+  if (apart) own_.resize(std::max(own_.size(), static_cast<size_t>(most() * slots_ * width_)));
+  float* const own = apart ? own_.data() : nullptr;
   DraftRows found;
   found.first = within.first;
   for (int64_t number = 0; number < most(); ++number) {
@@ -207,8 +209,7 @@ void Proposer::chain(const Plans& plans, const std::vector<int64_t>& kept) {
       const int64_t count = plan->gamma - done - 1;
       Tokens tokens = count > 0 ? guess(sequence, plan->drafts, count) : Tokens();
       tokens.resize(static_cast<size_t>(sequence.first_forbidden(tokens, width_, done)));
-      Tokens known(sequence.tokens.end() - std::min<int64_t>(2, sequence.length()),
-                   sequence.tokens.end()); // two, as in a first step
+      Tokens known(sequence.tokens.end() - 2, sequence.tokens.end()); // two, as in a first step
       known.insert(known.end(), plan->drafts.begin(), plan->drafts.end());
       Tokens given(known.end() - 2, known.end());
       given.insert(given.end(), tokens.begin(), tokens.end());
@@ -292,11 +293,6 @@ void Proposer::fill(float* row, const Plan& plan, int64_t step) const {
     if (sequence.request.options.draft == OUTRIDER_DRAFT_RANDOM) std::fill(row, row + width_, 0.0f);
     temper(row, width_, sequence);
   }
-}
-
-float* Proposer::own_rows(int64_t gamma) {
-  own_.resize(std::max(own_.size(), static_cast<size_t>(gamma * slots_ * width_)));
-  return own_.data();
 }
 
 } // namespace outrider

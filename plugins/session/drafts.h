@@ -64,7 +64,6 @@ private:
   LogitsView step(const Plans& drafting, const std::vector<int64_t>& kept, int64_t number,
                   Span within);
   void fill(float* row, const Plan& plan, int64_t step) const;
-  float* own_rows(int64_t gamma);
 
   Engine* const engine_;
   const int32_t width_, slots_;

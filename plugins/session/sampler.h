@@ -11,9 +11,7 @@
 namespace outrider {
 
 // What broke the logits of one sequence; the others may go on without it.
-struct Broken {
-  Failure failure;
-};
+struct Broken : Failure {};
 
 // One sequence's part. drafts: tokens of the round that were decided before. gamma: draft tokens.
 struct Place {
@@ -74,11 +72,8 @@ public:
                                               int32_t first) {
     const outrider_logits rows = described(target.data, target.outputs * target.vocab_size,
                                            target.vocab_size, vocab_size_, first);
-    const outrider_logits q =
-        draft.data == nullptr
-            ? outrider_logits{nullptr, 0, 0, 1, OUTRIDER_FLOAT32}
-            : described(draft.data, draft.slot_stride, draft.step_stride, draft_vocab_size_,
-                        draft.first);
+    const outrider_logits q = described(draft.data, draft.slot_stride, draft.step_stride,
+                                        draft_vocab_size_, draft.first); // of null: point masses
     check(outrider_verify(&rows, &q, slots_.data(), count(), width_, nullptr, drafts_.data(),
                           drew_ ? rows_.data() : nullptr, verdicts_.data(), nullptr,
                           workspace_.data(), workspace_.size(), threads_));

@@ -43,12 +43,12 @@ struct Token {
 
 // A request in its slot. Between rounds the text's last token is pending: emitted, in neither cache.
 struct Sequence {
-  uint64_t number;
   Request request;
   int32_t slot;
   Tokens tokens; // all text so far, prompt included
   int64_t target_len = 0, draft_len = 0; // committed rows
   int32_t finish = OUTRIDER_RUNNING;
+  bool cancelled = false;           // by any thread, before the next round
   std::unique_ptr<Failure> failure; // what broke it
   std::deque<Token> fresh;          // not taken yet
   Lookup lookup;

@@ -6,6 +6,7 @@
 
 using outrider::Decoder;
 using outrider::Failure;
+using outrider::guarded;
 using outrider::Sequence;
 
 struct outrider_session {
@@ -15,16 +16,6 @@ struct outrider_session {
 };
 
 namespace {
-
-template <class Work> int32_t guarded(outrider_failure* failure, const Work& work) {
-  return outrider::guarded(failure, [&] {
-    try {
-      work();
-    } catch (const outrider::Broken& broken) {
-      throw broken.failure;
-    }
-  });
-}
 
 Decoder& decoder_of(outrider_session* session) {
   if (session == nullptr)
@@ -93,6 +84,7 @@ int32_t outrider_take(outrider_session* session, uint64_t request, outrider_toke
     const size_t most = capacity > 0 ? static_cast<size_t>(capacity) : 0;
     const size_t taken = std::min(most, sequence.fresh.size());
     session->taken.clear();
+    session->taken.reserve(taken); // or memory may be lacking when some have left
     for (size_t i = 0; i < taken; ++i) {
       session->taken.push_back(std::move(sequence.fresh.front()));
       sequence.fresh.pop_front();

@@ -145,16 +145,16 @@ const Kernels* Kernels::load(char* why, std::size_t why_size) noexcept {
   return nullptr;
 }
 
-bool Kernels::launch(const char* name, const Grid& grid, void** parameters, CUstream stream,
+bool Kernels::launch(const outrider_device_launch& wanted, void** parameters, CUstream stream,
                      char* why, std::size_t why_size) const noexcept {
   for (int i = 0; i < count_; ++i) {
-    if (std::strcmp(named_[i].name, name) != 0) continue;
+    if (std::strcmp(named_[i].name, wanted.kernel) != 0) continue;
     const CUresult result = driver()->launch(
-        reinterpret_cast<CUfunction>(named_[i].kernel), grid.x, grid.y, grid.z, grid.block, 1, 1,
-        grid.shared_bytes, stream, parameters, nullptr);
-    return result == CUDA_SUCCESS || failed(name, result, why, why_size);
+        reinterpret_cast<CUfunction>(named_[i].kernel), wanted.grid[0], wanted.grid[1],
+        wanted.grid[2], wanted.block, 1, 1, wanted.shared_bytes, stream, parameters, nullptr);
+    return result == CUDA_SUCCESS || failed(wanted.kernel, result, why, why_size);
   }
-  std::snprintf(why, why_size, "%s is not among the kernels that were loaded", name);
+  std::snprintf(why, why_size, "%s is not among the kernels that were loaded", wanted.kernel);
   return false;
 }
 

@@ -9,6 +9,8 @@
 
 #include <cuda.h>
 
+#include "outrider.h"
+
 namespace outrider_tensorrt {
 
 struct Image {
@@ -22,10 +24,6 @@ struct Image {
 extern const Image IMAGES[];
 extern const int IMAGE_COUNT;
 
-struct Grid {
-  std::uint32_t x, y, z, block, shared_bytes;
-};
-
 // The kernels of one architecture.
 class Kernels {
 public:
@@ -34,7 +32,7 @@ public:
   static const Kernels* load(char* why, std::size_t why_size) noexcept;
 
   // Enqueue one launch; nothing else, so a capturing stream records it. False: `why` says it.
-  bool launch(const char* name, const Grid& grid, void** parameters, CUstream stream, char* why,
+  bool launch(const outrider_device_launch& wanted, void** parameters, CUstream stream, char* why,
               std::size_t why_size) const noexcept;
 
 private:

@@ -20,7 +20,6 @@
 namespace {
 
 using namespace nvinfer1;
-using outrider_tensorrt::Grid;
 using outrider_tensorrt::Kernels;
 
 constexpr char NAME[] = "Verify", VERSION[] = "1", NAMESPACE[] = "outrider";
@@ -257,24 +256,22 @@ public:
 
     const auto blocks = static_cast<uint32_t>((sizes.slot_count + 127) / 128);
     int32_t count = sizes.slot_count;
-    Pointer seed{inputs[SEED]}, position{inputs[POSITION]}, gamma{inputs[GAMMA]},
-        temperature{inputs[TEMPERATURE]}, lenience{inputs[LENIENCE]}, slots{memory.slots},
-        arrived{call.arrived}, verdicts{memory.verdicts}, accepted{outputs[ACCEPTED]},
-        token{outputs[TOKEN]}, state{outputs[STATUS]};
+    const void *seed = inputs[SEED], *position = inputs[POSITION], *gamma = inputs[GAMMA],
+               *temperature = inputs[TEMPERATURE], *lenience = inputs[LENIENCE],
+               *slots = memory.slots, *arrived = call.arrived, *verdicts = memory.verdicts,
+               *accepted = outputs[ACCEPTED], *token = outputs[TOKEN], *state = outputs[STATUS];
     void* pack[] = {&seed,     &position, &gamma,   &temperature,
                     &lenience, &slots,    &arrived, &count};
     void* unpack[] = {&verdicts, &accepted, &token, &state, &count};
     void* whole[] = {plan.call};
-    const Grid small = {blocks, 1, 1, 128, 0};
+    const outrider_device_launch first = {"outrider_tensorrt_pack", {blocks, 1, 1}, 128, 0, 0},
+                                 last = {"outrider_tensorrt_unpack", {blocks, 1, 1}, 128, 0, 0};
 
     char why[LINE] = "";
-    bool good = kernels_->launch("outrider_tensorrt_pack", small, pack, stream, why, LINE);
-    for (int32_t i = 0; good && i < plan.launch_count; ++i) {
-      const outrider_device_launch& next = plan.launches[i];
-      const Grid grid = {next.grid[0], next.grid[1], next.grid[2], next.block, next.shared_bytes};
-      good = kernels_->launch(next.kernel, grid, whole, stream, why, LINE);
-    }
-    good = good && kernels_->launch("outrider_tensorrt_unpack", small, unpack, stream, why, LINE);
+    bool good = kernels_->launch(first, pack, stream, why, LINE);
+    for (int32_t i = 0; good && i < plan.launch_count; ++i)
+      good = kernels_->launch(plan.launches[i], whole, stream, why, LINE);
+    good = good && kernels_->launch(last, unpack, stream, why, LINE);
     return good ? 0 : fail(why);
   }
 
@@ -287,10 +284,6 @@ public:
   }
 
 private:
-  struct Pointer { // a kernel's parameter
-    const void* address;
-  };
-
   // While building too, where a plugin may be timed without a context.
   bool load() noexcept {
     char why[LINE] = "";

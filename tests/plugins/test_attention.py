@@ -258,6 +258,24 @@ def test_caches_that_another_node_has_written(instruction_set: str, shape: Shape
     refuses(reader, right, OTHER_SIZE, query=wide)
 
 
+@pytest.mark.parametrize("shape", ["64", "64, int8"])
+@pytest.mark.parametrize("slots", [0, 2])
+def test_a_call_without_tokens(shape: str, slots: int) -> None:
+    """Gives nothing, and leaves the caches as they were. Fault: a division by how often a head is
+    gone to."""
+    attention = Attention(SHAPES[shape])
+    caches = attention.caches(2)
+    attention.run(caches, [0, 0], 3)
+    feeds = {name: part[:slots] for name, part in attention.feeds(caches, [3, 2], 1).items()}
+    feeds["query"] = feeds["query"][:, :0]
+    out, *left = attention.session.run(None, feeds)
+    assert out.shape == (slots, 0, HEADS * 64)
+    for mine, theirs in zip(left, caches, strict=True):
+        np.testing.assert_array_equal(mine, theirs[:slots])
+    feeds["query"] = feeds["query"][..., : HEADS * 64]
+    assert attention.open(reads=True).run(None, feeds)[0].shape == out.shape
+
+
 def test_a_number_that_is_not_finite_does_not_get_lost(instruction_set: str) -> None:
     """Of rows that are quantised: the largest is what the others are divided by."""
     attention = Attention(SHAPES["64, int8"])
@@ -421,6 +439,14 @@ def test_bits_of_a_query_depend_on_its_source_alone(instruction_set: str) -> Non
         assert (np.concatenate(parts, axis=1)[0] == want[2]).all(), f"width {width}"
     assert (SourceAttention(rows=1024).run() == want).all(), "rows"
     assert (SourceAttention(threads=3).run() == want).all(), "threads"
+
+
+@pytest.mark.parametrize("slots", [0, 3])
+def test_a_call_to_sources_without_tokens(slots: int) -> None:
+    attention = SourceAttention()
+    feeds = {name: part[:slots] for name, part in attention.feeds().items()}
+    feeds["query"] = feeds["query"][:, :0]
+    assert attention.session.run(None, feeds)[0].shape == (slots, 0, HEADS * 64)
 
 
 def test_sources_of_other_sizes_are_refused() -> None:

@@ -280,9 +280,7 @@ def test_a_library_with_other_operators_has_another_interface() -> None:
     it does not know. Whoever changes this set, or what they take, raises `ABI_VERSION`."""
     names: set[str] = set()
     for source in (CHECKOUT / "plugins" / "onnxruntime").glob("*.cpp"):
-        function = r"name\w*\(const ort::Operator\*[^)]*\) \{(.*?)\}"
-        bodies = re.findall(function, source.read_text(), re.DOTALL)
-        names |= {name for body in bodies for name in re.findall(r'"(\w+)"', body)}
+        names |= {*re.findall(r'operator_of<Kernel>\([^)]*\),\s*"(\w+)"', source.read_text())}
     products = {"QuantizedMatMul", "QuantizedGather", "QuantizedExperts"}
     attentions = {"Attention", "QuantizedCacheAttention", "SourceAttention"}
     operators = {"Recurrence", "ShortConvolution", *attentions, *products}

@@ -180,6 +180,18 @@ def test_bits_depend_on_what_came_before_alone(instruction_set: str, layer: Stat
     assert (beyond[0] != want[0]).any()
 
 
+@shaped
+def test_a_call_without_tokens(instruction_set: str, layer: States | Short) -> None:
+    """Gives nothing, and leaves the rows as they were."""
+    node = Node(layer)
+    slot = layer.slot(2, ROWS)
+    node.run(slot, [0, 0], 3)
+    kept = slot.copy()
+    out = node.run(slot, [3, 2], 0)
+    assert out.shape[:2] == (2, 0)
+    np.testing.assert_array_equal(slot, kept)
+
+
 def test_another_order_of_the_sums_is_seen() -> None:
     """A control of the test above: each instruction set multiplies and adds in its own way."""
     *fused, plain = with_each_set(lambda: Node(LAYERS["delta rule"]).tell([16])[0])

@@ -125,6 +125,21 @@ def test_what_is_missing_is_named(missing: str, message: str, tmp_path: Path) ->
     assert done.stdout.count("\n") == 1
 
 
+def test_caches_beyond_any_memory_are_refused(tmp_path: Path) -> None:
+    """Before their bytes are multiplied. Fault: they were, beyond 64 bits."""
+    manifest = make_bundle(tmp_path, slots=1)
+    shapes, capacity = [[2**16, 2**16]] * 2, 2**31 - 1
+    models = {
+        role: replace(facts, key_shapes=shapes, value_shapes=shapes, capacity=capacity)
+        for role, facts in manifest.pair.models()
+    }
+    pair = replace(manifest.pair, **models, capacity=capacity)
+    write_json(tmp_path / "manifest.json", "manifest", replace(manifest, pair=pair))
+    with pytest.raises(OutriderError, match="its caches are larger than any memory") as caught:
+        NativeSession(tmp_path)
+    assert caught.value.kind == "bundle" and caught.value.remedy
+
+
 def test_a_recurrent_state_is_refused(tmp_path: Path) -> None:
     manifest = make_bundle(tmp_path, slots=1)
     target = replace(manifest.pair.target, states=StateFacts([[1, 4]], 12, 3))

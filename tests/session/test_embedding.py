@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from native_session import Config, NativeSession, P, library
+from native_session import I64, U64, Config, Failure, NativeSession, P, c_options, library
 from samplers import instructions
 
 from plugins.tools.build import HERE, BuildError, build_fuzz, find_compiler
@@ -104,6 +104,15 @@ def test_streams(llama_bundle: Path, tmp_path: Path) -> None:
         "throwing: 3 tokens, its own", "throwing, again: 0 tokens, finish 2",
         "moved: 0 tokens, finish 2",
     ]  # fmt: skip
+
+
+def test_memory_that_is_lacking_changes_no_text(llama_bundle: Path, tmp_path: Path) -> None:
+    """Each allocation of the library's own fails once, in every call of requests of all kinds."""
+    program = compiled(find_compiler(), Path(__file__).with_name("memory.cpp"), tmp_path)
+    done = run(program, llama_bundle, onnxruntime())
+    assert done.returncode == 0, done.stdout + done.stderr
+    failures = [int(line.split()[0]) for line in done.stdout.splitlines()]
+    assert len(failures) == 4 and min(failures) > 50, done.stdout
 
 
 def test_cmake_takes_the_folder_that_it_is_told(tmp_path: Path) -> None:
@@ -217,6 +226,17 @@ def test_an_empty_path_is_none(llama_bundle: Path, monkeypatch: pytest.MonkeyPat
         library().outrider_close(session)
 
 
+def test_a_length_that_no_sum_can_hold(llama_bundle: Path) -> None:
+    """Fault: the remedy named a negative MAX_LEN."""
+    options, failure, number = c_options(max_new_tokens=100)[0], Failure(), U64()
+    with NativeSession(llama_bundle) as session:
+        status = library().outrider_admit(
+            session._session, (I64 * 1)(5), I64(2**63 - 1), byref(options), byref(number),
+            byref(failure),
+        )  # fmt: skip
+    assert status == 9 and b"MAX_LEN=9223372036854775907," in failure.remedy
+
+
 def test_broken_logits(llama_bundle: Path, tmp_path: Path) -> None:
     bundle = copied(llama_bundle, tmp_path / "bundle")
     weights = bundle / "target" / "weights.bin"
@@ -253,6 +273,19 @@ def test_any_thread_cancels(llama_bundle: Path) -> None:
         session.round()
         ended = {number: session.take(number)[1] for number in (first, second)}
         assert ended == {first: "cancelled", second: None}
+
+
+def test_a_number_that_was_not_given_out_cancels_nothing(llama_bundle: Path) -> None:
+    """Fault: it was kept, and ended who got the number later."""
+    with NativeSession(llama_bundle) as session:
+        for number in range(100):
+            session.cancel(number)
+        request = session.admit([5, 6], max_new_tokens=100, ignore_eos=True)
+        session.round()
+        assert request < 100 and session.take(request)[1] is None
+        session.cancel(request)
+        session.round()
+        assert session.take(request)[1] == "cancelled"
 
 
 def test_a_callback_ends_a_text(llama_bundle: Path) -> None:

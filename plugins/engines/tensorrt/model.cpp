@@ -185,8 +185,7 @@ void TensorRtModel::check_room(int64_t need) const {
 }
 
 TensorRtModel::Inputs TensorRtModel::inputs(int64_t count) {
-  const int64_t bytes = 8 * count;
-  return {static_cast<int64_t*>(cuda_.pinned(bytes)), cuda_.allocate(bytes), bytes};
+  return {static_cast<int64_t*>(cuda_.pinned(8 * count)), cuda_.allocate(8 * count)};
 }
 
 // The library copies the file to the GPU from the mapping.

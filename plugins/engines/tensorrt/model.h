@@ -58,7 +58,6 @@ private:
   struct Inputs { // int64 each: ids [slots * N], positions [slots], which of the tokens get logits [K]
     int64_t* host; // page-locked
     CUdeviceptr device;
-    int64_t bytes;
   };
 
   void open(const ModelSpec& spec, nvinfer1::DataType type);

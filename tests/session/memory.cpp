@@ -1,0 +1,99 @@
+// Memory that is lacking: memory <bundle> <libonnxruntime.so>
+//
+// For each kind of request, every call is tried again and again; in the n-th attempt the n-th
+// allocation fails that liboutrider itself makes. Prints how many did, and ends with 2 where the
+// text is another than with memory for all.
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <new>
+#include <vector>
+
+#include <outrider_session.h>
+
+namespace {
+
+thread_local int before_failure = -1; // allocations; below 0: none fails
+
+bool is_ours(void* address) {
+  Dl_info ours{}, there{};
+  return dladdr(reinterpret_cast<void*>(&outrider_abi_version), &ours) != 0 &&
+         dladdr(address, &there) != 0 && ours.dli_fbase == there.dli_fbase;
+}
+
+} // namespace
+
+void* operator new(std::size_t size) {
+  if (before_failure >= 0 && is_ours(__builtin_return_address(0)) && before_failure-- == 0)
+    throw std::bad_alloc();
+  void* const memory = std::malloc(size > 0 ? size : 1);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+
+namespace {
+
+int failures;
+
+// How a call ends that has all the memory it wants, after those that had not.
+template <class Call> std::int32_t insist(bool lacking, const Call& call) {
+  for (int n = 0;; ++n) {
+    before_failure = lacking ? n : -1;
+    const std::int32_t status = call();
+    before_failure = -1;
+    if (!lacking || status != OUTRIDER_FAILED_MEMORY) return status;
+    ++failures;
+  }
+}
+
+// Empty where a call fails for another reason.
+std::vector<std::int64_t> text(outrider_session* session, const outrider_options& options,
+                               bool lacking) {
+  const std::int64_t prompt[] = {5, 6, 7, 5, 6};
+  std::uint64_t request = 0;
+  if (insist(lacking, [&] {
+        return outrider_admit(session, prompt, 5, &options, &request, nullptr);
+      }) != OUTRIDER_OK)
+    return {};
+  std::vector<std::int64_t> found;
+  outrider_token tokens[8];
+  std::int32_t count = 0, finish = OUTRIDER_RUNNING;
+  while (finish == OUTRIDER_RUNNING) {
+    if (insist(lacking, [&] { return outrider_round(session, nullptr); }) != OUTRIDER_OK) return {};
+    if (insist(lacking, [&] {
+          return outrider_take(session, request, tokens, 8, &count, &finish, nullptr);
+        }) != OUTRIDER_OK)
+      return {};
+    for (std::int32_t i = 0; i < count; ++i) found.push_back(tokens[i].id);
+  }
+  outrider_release(session, request, nullptr);
+  return found;
+}
+
+} // namespace
+
+int main(int, char** words) {
+  outrider_config config{};
+  config.abi_version = OUTRIDER_ABI_VERSION, config.folder = words[1];
+  config.onnxruntime = words[2], config.slots = 1, config.threads = 1;
+  outrider_session* session = nullptr;
+  if (outrider_open(&config, &session, nullptr) != OUTRIDER_OK) return 1;
+  for (const int draft : {OUTRIDER_DRAFT_NONE, OUTRIDER_DRAFT_MODEL, OUTRIDER_DRAFT_NGRAM,
+                          OUTRIDER_DRAFT_CHAIN}) {
+    outrider_options options;
+    outrider_default_options(&options);
+    options.temperature = 0.8, options.seed = 3, options.ignore_eos = 1;
+    options.max_new_tokens = 30, options.logprobs = 2, options.presence_penalty = 0.5;
+    options.draft = draft;
+    const std::vector<std::int64_t> expected = text(session, options, false);
+    failures = 0;
+    const bool same = text(session, options, true) == expected && expected.size() == 30;
+    std::printf("%d allocations failed, draft %d\n", failures, draft);
+    if (!same) return 2;
+  }
+  outrider_close(session);
+}
