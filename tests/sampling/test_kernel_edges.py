@@ -10,11 +10,11 @@ import math
 
 import numpy as np
 import pytest
-from proof import ONE
 from samplers import (
     BLOCK,
     COUNTED,
     NUMPY,
+    ONE,
     SIGMOID,
     TOKEN,
     Case,
