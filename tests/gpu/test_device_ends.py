@@ -11,7 +11,6 @@ from device_standin import FakeDeviceEngine
 from devices import WARM, decoder_on, text
 from rounds import cases, ids
 
-from runtime.files.errors import OutriderError
 from runtime.gpu.loop import LoopingRounds
 from runtime.gpu.rounds import DeviceRounds
 from runtime.sampling.warp import SamplingParams
@@ -35,19 +34,6 @@ def test_leaving_asks_nothing_of_the_driver(driver: FakeDriver, rounds: type[Dev
     while both[1].finish_reason is None:
         decoder.round(both[1:])
     assert ids(both[1]) == text(decoder_on(driver), both[1].request)
-
-
-@each
-def test_penalties_are_refused_before_a_slot_is_taken(
-    driver: FakeDriver, rounds: type[DeviceRounds]
-) -> None:
-    """Also by `check` alone, which a batch asks of all its requests first."""
-    decoder = decoder_on(driver, rounds=rounds)
-    wanted = replace(REQUEST, params=SamplingParams(presence_penalty=0.5))
-    for ask in (decoder.check, decoder.admit):
-        with pytest.raises(OutriderError, match="not in the sampling kernel of a GPU"):
-            ask(wanted)
-        assert decoder.slots.free == len(decoder.slots)
 
 
 @each
