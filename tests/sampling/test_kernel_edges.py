@@ -41,11 +41,6 @@ def library(request):
     return open_backend(request.param)
 
 
-@pytest.fixture(params=["cpu", "cuda"])
-def native(request):
-    return open_backend(request.param)
-
-
 @pytest.fixture(params=[NUMPY, "cpu", "cuda"])
 def numpy_or_native(request):
     return open_backend(request.param)
