@@ -57,10 +57,10 @@ def sampled(**options: Any) -> SamplingParams:
 
 
 @on_host
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"model"}))  # which test_decoder.py has
 @pytest.mark.parametrize("gamma", [1, 8])
 def test_temperature_0_is_plain_decoding(kind: Any, gamma: int) -> None:
-    alone = kind not in ("model", "chain")
+    alone = kind != "chain"
     for model, draft in product((REPEATS, random_model(1)), (True, False) if alone else (True,)):
         decoder = make_decoder(model, near(model, 2, 1.0) if draft else None, tables=tables())
         request = Request([2, 3, 2], gamma=gamma, draft=kind, max_new_tokens=40)
@@ -74,13 +74,7 @@ def test_temperature_0_is_plain_decoding(kind: Any, gamma: int) -> None:
 
 
 @on_host
-@pytest.mark.parametrize(
-    ("kind", "rule"),
-    cases(
-        [("bigram", "token"), ("skip", "block")],
-        product(("unigram", "bigram", "skip", "random"), ("token", "block")),
-    ),
-)
+@pytest.mark.parametrize(("kind", "rule"), [("bigram", "token"), ("skip", "block")])
 def test_tables_over_five_tokens(kind: str, rule: str) -> None:
     params = at(verify=rule, top_k=4, repetition_penalty=1.3)
     distance = by_bisection(params, 2, 5, asked={"draft": kind}, tables=tables(5, length=60))
