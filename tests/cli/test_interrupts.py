@@ -117,7 +117,7 @@ def test_a_session_that_does_not_open(
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", session)
     with pytest.raises(OutriderError) as error:
-        ort_backend.open_session(tmp_path, Facts(), [], 1)  # type: ignore[arg-type]
+        ort_backend.open_session(tmp_path, Facts(), [], 1)
     assert error.value.kind == kind
 
 

@@ -26,7 +26,7 @@ def test_leaving_asks_nothing_of_the_driver(driver: FakeDriver, rounds: type[Dev
     decoder = decoder_on(driver, rounds=rounds, slots=2)
     both = [decoder.admit(REQUEST), decoder.admit(replace(REQUEST, prompt=[9, 8]))]
     decoder.round(both)
-    device, asked = decoder.rounds._device, []  # type: ignore[attr-defined]
+    device, asked = decoder.rounds._device, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(device), "_call", lambda self, name, *rest: asked.append(name))
         decoder.release(both[0])
@@ -70,7 +70,7 @@ def test_an_engine_ends(
     name = "enqueue" if midst == "of a capture" else "_run"
     real, owned = getattr(FakeDeviceEngine, name), len(driver.allocated)
 
-    def ending(*arguments) -> None:  # type: ignore[no-untyped-def]
+    def ending(*arguments) -> None:
         if old and (name == "_run" or driver._recording is not None):
             assert gc.isenabled() == (name == "_run"), "libraries have objects of their own"
             old.clear()
@@ -125,7 +125,7 @@ def test_an_interrupt_ends_the_capture(
     def interrupted(*arguments: object) -> None:
         if driver._recording is not None:
             raise KeyboardInterrupt
-        real(*arguments)  # type: ignore[arg-type]
+        real(*arguments)
 
     monkeypatch.setattr(FakeDeviceEngine, "enqueue", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -82,7 +82,7 @@ def test_what_is_sound_is_taken() -> None:
         ({"draft_temperature": 0.5, "draft_threshold": 0.5, "params": WARM}, HOST),
         ({"params": SamplingParams(logit_bias={5: 1.0})}, HOST),
     ):  # fmt: skip
-        check_request(Request(**{"prompt": [2], "gamma": 2, **asked}), limits)  # type: ignore[arg-type]
+        check_request(Request(**{"prompt": [2], "gamma": 2, **asked}), limits)
 
 
 @pytest.mark.usefixtures("sampler")

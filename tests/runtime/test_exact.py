@@ -84,7 +84,7 @@ def test_bisection_notices(wrong: Callable[..., Verdict], params: SamplingParams
 def test_bisection_notices_a_penalty_without_the_drafts() -> None:
     real = NumpySampler._warp
 
-    def careless(self: NumpySampler, place: SlotSampling, drafted, row, model):  # type: ignore[no-untyped-def]
+    def careless(self: NumpySampler, place: SlotSampling, drafted, row, model):
         return real(self, place, (), row, model)
 
     with broken("sampling.reference.NumpySampler._warp", careless):

@@ -25,7 +25,7 @@ NAMES = ["auto", "transformers", 4]
 def chosen(decoder: Decoder, name: int | str, **request: object) -> Request:
     policy = make_policy(name, decoder.costs["model"], decoder.max_gamma, fallback=True)
     gamma = decoder.max_gamma if isinstance(name, str) else name
-    return Request(**{"prompt": [2, 3], "gamma": gamma, "policy": policy, **request})  # type: ignore[arg-type]
+    return Request(**{"prompt": [2, 3], "gamma": gamma, "policy": policy, **request})
 
 
 @both
@@ -92,7 +92,7 @@ def test_what_counts_as_the_same_settings(tmp_path: Path) -> None:
         {"seed": 1}, {"seed": 2}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9},
         {"temperature": 1.0, "draft_temperature": 2.0},
     ):  # fmt: skip
-        request = engine.request([2, 3], Options(gamma="auto", **options))  # type: ignore[arg-type]
+        request = engine.request([2, 3], Options(gamma="auto", **options))
         assert isinstance(request.policy, Measured)
         told.append(request.policy.settings)
     assert told[0] == told[1] and len(set(told)) == 4

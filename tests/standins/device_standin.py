@@ -134,4 +134,4 @@ def make_rounds(
         None if fake is None else FakeDeviceEngine(device, driver, stream, fake, dtype)
         for fake in (target, draft)
     ]
-    return rounds(device, stream, engines[0], engines[1], **options)  # type: ignore[arg-type]
+    return rounds(device, stream, engines[0], engines[1], **options)

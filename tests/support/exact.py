@@ -98,7 +98,7 @@ class Round:
         with broken("sampling.reference.uniform", controlled):
             self.decoder.round([sequence])
         # A draft token stands in the target's cache, whether it was accepted or not.
-        rows = self.decoder.target.cache[0, self.start : self.start + self.gamma]  # type: ignore[attr-defined]
+        rows = self.decoder.target.cache[0, self.start : self.start + self.gamma]
         return [int(token) for token in rows], [token.id for token in sequence.output[1:]]
 
 
