@@ -24,7 +24,7 @@ def sine(seconds: float, rate: int, hertz: float = 440.0) -> np.ndarray:
 
 
 def samples(audio: object, size: int = 4096) -> np.ndarray:
-    blocks = list(Recording(audio, RATE).blocks(size))  # type: ignore[arg-type]
+    blocks = list(Recording(audio, RATE).blocks(size))
     assert all(len(block) == size for block in blocks[:-1])
     return np.concatenate(blocks)
 
@@ -67,7 +67,7 @@ def test_channels_bits_and_rates(tmp_path: Path) -> None:
 )
 def test_what_is_no_audio_is_refused_at_once(audio: object, cause: str) -> None:
     with pytest.raises(OutriderError) as refused:
-        Recording(audio, RATE)  # type: ignore[arg-type]
+        Recording(audio, RATE)
     assert refused.value.kind == "prompt" and cause in refused.value.cause
 
 

@@ -96,7 +96,7 @@ def test_what_is_heard_while_it_is(bundle: Path) -> None:
 def test_an_encoder_runs_once_a_window(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the model is asked for the language, and whether anybody speaks, before the text."""
     engine = one_thread(bundle, 2)
-    runs, real = [], engine.decoder.target._encode  # type: ignore[attr-defined]
+    runs, real = [], engine.decoder.target._encode
     monkeypatch.setattr(
         engine.decoder.target, "_encode", lambda *given: runs.append(1) or real(*given)
     )

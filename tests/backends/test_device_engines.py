@@ -95,7 +95,7 @@ class OnDevice:
 
     def engine(self, role: str = "target", slots: int = SLOTS, **change: Any) -> Any:
         facts = replace(getattr(self.pair, role), **change)
-        return self.cls(  # type: ignore[call-arg]
+        return self.cls(
             self.device, self.stream, self.bundle / role, facts, slots=slots,
             widest=self.pair.max_gamma + 1 if role == "target" else 1, buffers=self.pair.max_gamma,
         )  # fmt: skip
@@ -215,15 +215,15 @@ def test_the_texts_of_the_host_in_graphs(aoti: OnDevice, graphs: bool) -> None:
     log = aoti.driver.log
     assert (log.count("graph") > log.count("capture") > 0) is graphs
     target, draft = decoder.target, decoder.draft
-    assert target.gpu is draft.gpu, "one pool"  # type: ignore[attr-defined, union-attr]
-    assert target.gpu.captures == 2 * log.count("capture")  # type: ignore[attr-defined]
+    assert target.gpu is draft.gpu, "one pool"
+    assert target.gpu.captures == 2 * log.count("capture")
 
 
 def test_a_call_that_cannot_be_captured_still_runs(
     aoti: OnDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
     decoder = aoti.decoder()
-    gpu: Any = decoder.target.gpu  # type: ignore[attr-defined]
+    gpu: Any = decoder.target.gpu
     enqueue = gpu.enqueue
 
     def refusing(work: Callable[[], object]) -> None:
@@ -250,7 +250,7 @@ class Loader:
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         self.capturing += self._driver._recording is not None
         self.addresses |= {tensor.data_ptr() for tensor in inputs}
-        return self._loader.run(inputs)  # type: ignore[no-any-return]
+        return self._loader.run(inputs)
 
 
 def test_calls_are_prepared_once_and_recorded(aoti: OnDevice) -> None:

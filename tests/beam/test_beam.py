@@ -381,7 +381,7 @@ def test_copied_rows_are_the_first_of_every_layer_and_side(zeros: Any) -> None:
     for number, array in enumerate(cache.values(), 1):
         array[1] = number
     engine = SimpleNamespace(_cache=cache, held=HeldRows(3, 8))
-    HostEngine.copy_rows(engine, 1, 2, 5)  # type: ignore[arg-type]
+    HostEngine.copy_rows(engine, 1, 2, 5)
     for number, array in enumerate(cache.values(), 1):
         assert (array[2, :, :5] == number).all() and (array[2, :, 5:] == 0).all()
         assert (array[0] == 0).all() and (array[1] == number).all()

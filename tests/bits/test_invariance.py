@@ -40,7 +40,7 @@ class Odd(FakeEngine):
         self.threads, self.high = threads, 0
         self.cache[:] = 0  # as real ones
 
-    def forward(self, input_ids: Ids, position: Ids, logits_index: Ids, **more: Any) -> Logits:  # type: ignore[override]
+    def forward(self, input_ids: Ids, position: Ids, logits_index: Ids, **more: Any) -> Logits:
         self.high = max(self.high, int(position.max()))
         logits = super().forward(input_ids, position, logits_index, **more)
         if self.fault(self, input_ids, position, len(logits_index)):

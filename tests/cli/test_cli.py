@@ -1,21 +1,15 @@
-"""The command line, from `main` to the streams; what only a process can show, in one."""
+"""The command line, from `main` to the streams: texts, summaries, JSON, prompts, batches."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
-import fakes
 import pytest
-from commands import PLAIN_ERROR, Cli
-from fakes import EOS, UNKNOWN, VOCAB_SIZE, make_text_engine, near, random_model, script
+from commands import PLAIN_ERROR
 from rounds import accept_everything
 
 import runtime
@@ -23,28 +17,24 @@ from runtime import generate
 from runtime.cli import command, output
 from runtime.cli.arguments import PROGRAM, parse
 from runtime.cli.report import json_line, json_object
-from runtime.files.errors import EXIT_STATUS, OutriderError, Terminated
+from runtime.files.errors import EXIT_STATUS, OutriderError
 from runtime.sampling import reference
 
-ROOT = Path(__file__).parents[2]
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        generate.main(["--version"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == f"outrider {runtime.__version__}\n"
 
 
-@pytest.fixture
-def engine(tmp_path):
-    target = random_model(1, never=[UNKNOWN, EOS])
-    return make_text_engine(tmp_path, target, near(target, 2, 1.0), slots=2)
-
-
-@pytest.fixture
-def cli(engine, capsys, monkeypatch):
-    return Cli(engine, capsys, monkeypatch)
-
-
-@pytest.fixture
-def chat_cli(tmp_path, capsys, monkeypatch):
-    target = script("yes, i do.")
-    engine = make_text_engine(tmp_path, target, near(target, 2, 1.0), order=None, chat=True)
-    return Cli(engine, capsys, monkeypatch)
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        generate.main(["--help"])
+    out = capsys.readouterr().out
+    assert exit_info.value.code == 0
+    for words in ("examples:", "exit status:", "13 certificate", PROGRAM, "--repetition-penalty"):
+        assert words in out
 
 
 # Text and summary
@@ -305,155 +295,6 @@ def test_messages_and_system(chat_cli, tmp_path):
     assert "prompt 7 tok" in err
 
 
-ONE = '{"prompt": "a"}'
-
-
-@pytest.mark.parametrize(
-    ("argv", "stdin", "kind", "words"),
-    [
-        ("--prompt-file missing.txt", None, "prompt", "cannot read missing.txt"),
-        ("--prompt-file .", None, "prompt", "cannot read ."),
-        ("--prompt-file /dev/zero", None, "prompt", "/dev/zero has more than 16.0 MiB"),
-        ("--prompt -", b"ab\xff", "prompt", "standard input is not UTF-8: byte 2 is 0xff"),
-        ("--messages -", '[{"content": ' + "[" * 100_000, "prompt", "is not JSON"),
-        ("--messages -", "[{", "prompt", "standard input is not JSON"),
-        ("--messages -", "[]", "prompt", "no list of messages"),
-        ("--messages -", '[{"content": "x"}]', "prompt", "message 0 has no role"),
-        ("--messages - --system x", '[{"role": "system", "content": "x"}]', "option",
-         "--system contradicts"),
-        ("--messages - --no-chat-template", '[{"role": "user", "content": "a"}]', "option",
-         "--messages need"),
-        ("--batch -", "[" * 100_000, "prompt", "line 1 of standard input is not JSON"),
-        ("--batch -", "\n \n", "prompt", "has no requests"),
-        ("--batch -", ONE + "\n\n{", "prompt", "line 3 of standard input"),
-        ("--batch -", "[1]", "prompt", "line 1 of standard input is not a JSON object"),
-        ("--batch -", '{"prompt": "a", "messages": []}', "prompt", "needs either"),
-        ("--batch -", '{"prompt": 7}', "prompt", "neither a text nor a list of token ids"),
-        ("--batch -", '{"prompt": [1, true]}', "prompt", "neither a text nor"),
-        ("--batch -", '{"prompt": "a", "topk": 7}', "option", "line 1 of standard input: "
-         "unknown key 'topk'"),
-        ("--batch -", '{"prompt": "a", "top_k": "7"}', "option", "top_k='7' is out of range"),
-        ("--batch -", '{"prompt": "a", "max_new_tokens": null}', "option",
-         "max_new_tokens=None is out of range"),
-        ("--batch - --draft none", '{"prompt": "a", "gamma": 2}', "option",
-         "draft=none contradicts gamma=2"),
-        ("--batch - --no-chat-template", '{"messages": [{"role": "user"}]}', "option",
-         "messages need the chat template"),
-        ("--batch - --color", ONE, "option", "--color paints text"),
-        ("--batch - --stream", ONE, "option", "--stream prints text"),
-        ("--batch - --baseline", ONE, "option", "--batch has many"),
-        ("--batch - --check", ONE, "option", "--batch has many"),
-        ("--chat --json", "", "option", "--chat"),
-        ("--chat --baseline", "", "option", "--chat"),
-        ("--chat --check", "", "option", "--chat"),
-        ("--chat --no-stream", "", "option", "--chat"),
-    ],
-)  # fmt: skip
-def test_bad_prompts_are_refused_before_loading(cli, argv, stdin, kind, words):
-    assert words in cli.refused(*argv.split(), kind=kind, stdin=stdin)
-
-
-# Refusals
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ("--draft none --gamma 3", "--draft none contradicts --gamma 3"),
-        ("--draft ngram --gamma 0", "--draft ngram contradicts --gamma 0"),
-        ("--color --json", "--color paints text"),
-        ("--stream --json", "--stream prints text"),
-        ("--stream --baseline", "without streaming"),
-        ("--baseline --gamma 0", "which this is already"),
-        ("--baseline --draft none", "which this is already"),
-        ("--stop=", "stop=[''] is out of range"),
-        ("--logit-bias 5", "'5' is not a token id and a number"),
-        ("--logit-bias 5=1 --logit-bias 5=2", "--logit-bias names an id twice"),
-        ("--corpus x --draft model", "--corpus is only read by the drafts ngram"),
-        ("--table x --draft ngram", "--table is only read by the drafts unigram"),
-        ("--corpus x --beams 2", "--corpus has no meaning for a beam search"),
-        ("--seed 0 --beams 2", "--seed has no meaning for a beam search"),
-        ("--top-k 3 --beams 2", "--top-k has no meaning for a beam search"),
-        ("--check --beams 2", "--check has no"),
-        ("--draft-beams 2 --beams 3", "narrower than --beams 3"),
-        ("--length-penalty 0", "Add --beams"),
-        ("--pace smooth --beams 2", "nothing is streamed"),
-        ("--pace smooth --json", "nothing is streamed"),
-        ("--chat", "not allowed with argument --prompt"),
-        ("--logprobs 3", "part of the JSON output"),
-        ("--system x --no-chat-template", "needs the chat template"),
-        ("--gamma 0 --verify block", "no effect in plain decoding"),
-        ("--gamma 0 --fallback auto", "no effect in plain decoding"),
-        ("--min-new-tokens 300", "min_new_tokens=300 is over"),
-        ("--verify sigmoid", "not defined at temperature=0"),
-        ("--top-p 0", "top_p=0.0 is out of range"),  # all other values: test_warp.py
-        # What argparse itself refuses.
-        ("--max-new-tokens 0", "'0' is not a whole number from 1 up"),
-        ("--gamma often", "'often' is not a whole number from 0 up, auto or transformers"),
-        ("--temperature warm", "invalid float value"),
-        ("--verify magic", "invalid choice"),
-        ("--temp 1", "unrecognized arguments: --temp"),
-        ("--prompt-file x", "not allowed with argument --prompt"),
-        ("--stop", "--stop: expected one argument. See "),
-        ("--stop -x", "A value that begins with - is written --stop=-x."),
-    ],
-)
-def test_contradictions_are_refused_before_loading(cli, argv, words):
-    assert words in cli.refused("--prompt", "hello", *argv.split())
-
-
-@pytest.mark.parametrize(
-    ("argv", "kind", "words"),
-    [
-        ("--prompt=", "prompt", "empty"),
-        ("--prompt " + "a" * 500, "prompt", "500 tokens"),
-        ("--prompt a --gamma 9", "option", "gamma=9"),
-        ("--prompt a --system x", "option", "system message"),
-        ("--prompt a --corpus x", "option", "--corpus is only read by"),
-        ("--chat", "option", "--chat needs a chat template, and bundle has none"),
-        ("--messages -", "prompt", "chat template"),
-        (f"--prompt a --stop-token-id {VOCAB_SIZE}", "option", "does not exist"),
-        (f"--prompt a --logit-bias {VOCAB_SIZE}=1", "option", "logit_bias: the token id"),
-        ("--prompt a --json --logprobs 33", "option", "logprobs=33"),
-        ("--batch -", "prompt", "line 2 of standard input: the prompt is empty"),
-    ],
-)
-def test_what_only_the_bundle_can_refuse(cli, argv, kind, words):
-    stdin = '[{"role": "user"}]' if "--messages" in argv else ONE + '\n{"prompt": ""}\n'
-    assert words in cli.refused(*argv.split(), kind=kind, loaded=True, stdin=stdin)
-
-
-def test_what_needs_a_draft(tmp_path, capsys, monkeypatch):
-    cli = Cli(make_text_engine(tmp_path, random_model(1)), capsys, monkeypatch)
-    for argv, words in (
-        ("--draft model", "built without a draft"),
-        ("--gamma 2", "needs a draft"),
-        ("--baseline", "without a draft there is nothing else"),
-        ("--verify block", "no effect in plain decoding"),
-    ):
-        assert words in cli.refused("--prompt", "a", *argv.split(), loaded=True)
-
-
-def test_no_prompt_at_all(cli):
-    assert "one of the arguments --prompt" in cli.refused()
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        generate.main(["--version"])
-    assert exit_info.value.code == 0
-    assert capsys.readouterr().out == f"outrider {runtime.__version__}\n"
-
-
-def test_help_teaches(capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        generate.main(["--help"])
-    out = capsys.readouterr().out
-    assert exit_info.value.code == 0
-    for words in ("examples:", "exit status:", "13 certificate", PROGRAM, "--repetition-penalty"):
-        assert words in out
-
-
 # Batch
 
 
@@ -506,165 +347,3 @@ def test_a_line_that_fails_is_named_and_the_others_are_printed(cli, monkeypatch)
     assert [body["finish_reason"] for body in bodies] == ["length", "error", "length"]
     assert bodies[1]["error"] == {"kind": "numeric", "cause": "NaN in the logits"}
     assert err == ("error: numeric: line 2 of standard input: NaN in the logits. Build it again.\n")
-
-
-# Conversations
-
-
-def test_a_conversation(chat_cli):
-    """Every prompt has what was said before; /reset forgets it; the template is the bundle's."""
-    asked = []
-    stream = chat_cli.engine.stream
-    chat_cli.monkeypatch.setattr(
-        chat_cli.engine, "stream",
-        lambda said, options: asked.append([dict(m) for m in said]) or stream(said, options),
-    )  # fmt: skip
-    status, out, err = chat_cli("--chat", stdin="do you\n\nreally\n/reset\nhm")
-    assert (status, out) == (0, "yes, i do.\n" * 3)
-    said = [[m["content"] for m in messages] for messages in asked]
-    assert said == [["do you"], ["do you", "yes, i do.", "really"], ["hm"]]
-    assert [m["role"] for m in asked[1]] == ["user", "assistant", "user"]
-    assert err.count("| output 11 tok |") == 3
-
-
-def test_a_template_may_be_the_messages_alone(tmp_path, capsys, monkeypatch):
-    """Fault: --chat asks first whether its options can be run, with a message that has no text."""
-    monkeypatch.setattr(fakes, "CHAT_TEMPLATE", "{{ messages[-1].content }}")
-    engine = make_text_engine(tmp_path, script("yes, i do."), order=None, chat=True)
-    status, out, _ = Cli(engine, capsys, monkeypatch)("--chat", "--gamma", "0", stdin="do you\n")
-    assert status == 0 and out.endswith("do.\n")
-
-
-def test_a_message_that_is_refused_is_not_said(chat_cli):
-    stdin = "x" * 500 + "\ndo you\n"
-    status, out, err = chat_cli("--chat", "--stats", "none", stdin=stdin)
-    assert (status, out) == (0, "yes, i do.\n")
-    assert err.startswith("error: prompt: the prompt has ")
-    assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize("how", [KeyboardInterrupt, Terminated])
-def test_an_answer_that_is_interrupted_stays_as_far_as_it_came(chat_cli, how):
-    """Fault: SIGTERM ends the answer alone."""
-    stream, asked = chat_cli.engine.stream, []
-
-    def interrupted(said, options):
-        asked.append([dict(message) for message in said])
-        running = stream(said, options)
-        if len(asked) == 1:
-            advance = running._advance
-
-            def once():
-                if running.text:
-                    raise how
-                return advance()
-
-            running._advance = once
-        return running
-
-    chat_cli.monkeypatch.setattr(chat_cli.engine, "stream", interrupted)
-    status, out, _ = chat_cli("--chat", stdin="do you\nwell\n")
-    if how is Terminated:
-        assert (status, len(asked)) == (143, 1)
-        return
-    partial, whole = out.splitlines()
-    assert (status, whole) == (0, "yes, i do.")
-    assert whole.startswith(partial) and partial != whole
-    assert asked[1][1] == {"role": "assistant", "content": partial}
-    assert chat_cli.engine.decoder.slots.free == 1
-
-
-# Failures while running
-
-
-def test_an_error_in_the_middle_keeps_the_text(cli):
-    class Broken(type(cli.engine.decoder.target)):
-        def forward(self, *arguments, **options):
-            if len(self.calls) > 5:
-                raise OutriderError("numeric", "NaN in the logits", "Build it again.")
-            return super().forward(*arguments, **options)
-
-    cli.engine.decoder.target.__class__ = Broken
-    status, out, err = cli("--prompt", "hello")
-    assert status == EXIT_STATUS["numeric"]
-    assert len(out) > 5
-    assert out.endswith("\n")
-    assert err == "error: numeric: NaN in the logits. Build it again.\n"
-    assert cli.engine.decoder.slots.free == 2
-
-
-def test_memory(cli, monkeypatch):
-    def load(*_arguments, **_options):
-        raise MemoryError
-
-    monkeypatch.setattr(command, "load", load)
-    status, _, err = cli("--prompt", "a")
-    assert status == EXIT_STATUS["memory"] and PLAIN_ERROR.fullmatch(err)
-
-
-SLOW = """
-    import pathlib, signal, sys, time
-    sys.path[:0] = [{root!r}, {tests!r}]
-    from fakes import make_text_engine, random_model
-    from runtime import generate
-    from runtime.cli import command
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    model = random_model(1, never=[1])
-    def slow(context):
-        time.sleep({pause})
-        return model(context)
-    engine = make_text_engine(pathlib.Path({folder!r}), slow)
-    command.load = lambda *_, **__: engine
-    sys.exit(generate.main(["--engines", "x", "--prompt", "a", *sys.argv[1:]]))
-"""
-
-
-def process(folder, *argv, pause=0.0, **streams):
-    code = SLOW.format(
-        root=str(ROOT), tests=str(ROOT / "tests" / "support"), folder=str(folder), pause=pause
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *argv],
-        stderr=subprocess.PIPE,
-        **streams,
-    )
-
-
-def test_ctrl_c_keeps_what_was_streamed(tmp_path):
-    with process(tmp_path, pause=0.01, stdout=subprocess.PIPE) as child:
-        first = child.stdout.read(3)
-        child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=20)
-    assert child.returncode == 130
-    assert err == b"\ninterrupted\n"
-    assert len(first + out) >= 3
-
-
-def test_a_closed_pipe_ends_quietly(tmp_path):
-    with process(tmp_path, pause=0.005, stdout=subprocess.PIPE) as child:
-        child.stdout.read(3)
-        child.stdout.close()
-        err = child.stderr.read()
-        child.wait(timeout=20)
-    assert (child.returncode, err) == (0, b"")
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk(tmp_path, cli, monkeypatch):
-    with open("/dev/full", "w") as full, process(tmp_path, stdout=full) as child:
-        _, err = child.communicate(timeout=20)
-    assert child.returncode == EXIT_STATUS["disk"]
-    last = err.decode().splitlines()[-1]
-    assert last.startswith("error: disk: cannot write to stdout: No space left on device. ")
-    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", full)
-        assert cli("--prompt", "a", "--json")[0] == EXIT_STATUS["disk"]
-
-
-def test_closed_streams(cli, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", None)
-        assert cli("--prompt", "a")[0] == EXIT_STATUS["disk"]
-    monkeypatch.setattr(sys, "stderr", None)
-    status, out, _ = cli("--prompt", "a", "--max-new-tokens", "5")
-    assert (status, out) == (0, cli.engine.generate("a", max_new_tokens=5).text + "\n")

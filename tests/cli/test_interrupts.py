@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM at any moment: one line, status 130 or 143. And missing libraries."""
+"""What ends a command in its midst: Ctrl-C and SIGTERM at any moment, with one line and status 130
+or 143; missing libraries, short memory, closed streams, a full disk."""
 
 from __future__ import annotations
 
@@ -6,14 +7,21 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+from commands import CHECKOUT, PLAIN_ERROR
 
 from runtime.backends import onnxruntime as ort_backend
-from runtime.files.errors import OutriderError, importing, interrupts_wait, run_command
-
-CHECKOUT = Path(__file__).parents[2]
+from runtime.cli import command
+from runtime.files.errors import (
+    EXIT_STATUS,
+    OutriderError,
+    importing,
+    interrupts_wait,
+    run_command,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +57,7 @@ def test_while_it_imports(tmp_path: Path, module: str, entry: str, name: str) ->
 def test_an_interrupt_waits_for_an_import(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     done = []
 
-    def command() -> int:
+    def work() -> int:
         with importing("fractions", "Install Python."):
             with interrupts_wait():
                 os.kill(os.getpid(), number)
@@ -59,7 +67,7 @@ def test_an_interrupt_waits_for_an_import(number: int, capsys: pytest.CaptureFix
 
     before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
-        assert run_command(command) == 128 + number
+        assert run_command(work) == 128 + number
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
@@ -109,5 +117,100 @@ def test_a_session_that_does_not_open(
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", session)
     with pytest.raises(OutriderError) as error:
-        ort_backend.open_session(tmp_path, Facts(), [], 1)  # type: ignore[arg-type]
+        ort_backend.open_session(tmp_path, Facts(), [], 1)
     assert error.value.kind == kind
+
+
+# Failures while running
+
+
+def test_an_error_in_the_middle_keeps_the_text(cli):
+    class Broken(type(cli.engine.decoder.target)):
+        def forward(self, *arguments, **options):
+            if len(self.calls) > 5:
+                raise OutriderError("numeric", "NaN in the logits", "Build it again.")
+            return super().forward(*arguments, **options)
+
+    cli.engine.decoder.target.__class__ = Broken
+    status, out, err = cli("--prompt", "hello")
+    assert status == EXIT_STATUS["numeric"]
+    assert len(out) > 5
+    assert out.endswith("\n")
+    assert err == "error: numeric: NaN in the logits. Build it again.\n"
+    assert cli.engine.decoder.slots.free == 2
+
+
+def test_memory(cli, monkeypatch):
+    def load(*_arguments, **_options):
+        raise MemoryError
+
+    monkeypatch.setattr(command, "load", load)
+    status, _, err = cli("--prompt", "a")
+    assert status == EXIT_STATUS["memory"] and PLAIN_ERROR.fullmatch(err)
+
+
+SLOW = """
+    import pathlib, signal, sys, time
+    sys.path[:0] = [{root!r}, {tests!r}]
+    from fakes import make_text_engine, random_model
+    from runtime import generate
+    from runtime.cli import command
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    model = random_model(1, never=[1])
+    def slow(context):
+        time.sleep({pause})
+        return model(context)
+    engine = make_text_engine(pathlib.Path({folder!r}), slow)
+    command.load = lambda *_, **__: engine
+    sys.exit(generate.main(["--engines", "x", "--prompt", "a", *sys.argv[1:]]))
+"""
+
+
+def process(folder, *argv, pause=0.0, **streams):
+    tests = CHECKOUT / "tests" / "support"
+    code = SLOW.format(root=str(CHECKOUT), tests=str(tests), folder=str(folder), pause=pause)
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *argv],
+        stderr=subprocess.PIPE,
+        **streams,
+    )
+
+
+def test_ctrl_c_keeps_what_was_streamed(tmp_path):
+    with process(tmp_path, pause=0.01, stdout=subprocess.PIPE) as child:
+        first = child.stdout.read(3)
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=20)
+    assert child.returncode == 130
+    assert err == b"\ninterrupted\n"
+    assert len(first + out) >= 3
+
+
+def test_a_closed_pipe_ends_quietly(tmp_path):
+    with process(tmp_path, pause=0.005, stdout=subprocess.PIPE) as child:
+        child.stdout.read(3)
+        child.stdout.close()
+        err = child.stderr.read()
+        child.wait(timeout=20)
+    assert (child.returncode, err) == (0, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk(tmp_path, cli, monkeypatch):
+    with open("/dev/full", "w") as full, process(tmp_path, stdout=full) as child:
+        _, err = child.communicate(timeout=20)
+    assert child.returncode == EXIT_STATUS["disk"]
+    last = err.decode().splitlines()[-1]
+    assert last.startswith("error: disk: cannot write to stdout: No space left on device. ")
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        assert cli("--prompt", "a", "--json")[0] == EXIT_STATUS["disk"]
+
+
+def test_closed_streams(cli, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        assert cli("--prompt", "a")[0] == EXIT_STATUS["disk"]
+    monkeypatch.setattr(sys, "stderr", None)
+    status, out, _ = cli("--prompt", "a", "--max-new-tokens", "5")
+    assert (status, out) == (0, cli.engine.generate("a", max_new_tokens=5).text + "\n")

@@ -57,10 +57,10 @@ def sampled(**options: Any) -> SamplingParams:
 
 
 @on_host
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"model"}))  # which test_decoder.py has
 @pytest.mark.parametrize("gamma", [1, 8])
 def test_temperature_0_is_plain_decoding(kind: Any, gamma: int) -> None:
-    alone = kind not in ("model", "chain")
+    alone = kind != "chain"
     for model, draft in product((REPEATS, random_model(1)), (True, False) if alone else (True,)):
         decoder = make_decoder(model, near(model, 2, 1.0) if draft else None, tables=tables())
         request = Request([2, 3, 2], gamma=gamma, draft=kind, max_new_tokens=40)
@@ -70,17 +70,11 @@ def test_temperature_0_is_plain_decoding(kind: Any, gamma: int) -> None:
         if kind == "ngram" and model is REPEATS:
             assert sequence.stats.accepted > 10
         if alone and draft:
-            assert decoder.draft.calls == []  # type: ignore[union-attr, attr-defined]
+            assert decoder.draft.calls == []
 
 
 @on_host
-@pytest.mark.parametrize(
-    ("kind", "rule"),
-    cases(
-        [("bigram", "token"), ("skip", "block")],
-        product(("unigram", "bigram", "skip", "random"), ("token", "block")),
-    ),
-)
+@pytest.mark.parametrize(("kind", "rule"), [("bigram", "token"), ("skip", "block")])
 def test_tables_over_five_tokens(kind: str, rule: str) -> None:
     params = at(verify=rule, top_k=4, repetition_penalty=1.3)
     distance = by_bisection(params, 2, 5, asked={"draft": kind}, tables=tables(5, length=60))
@@ -169,9 +163,9 @@ def test_a_chain_drafts_what_the_model_drafts() -> None:
     texts, calls, stats = [], [], []
     for kind in ("model", "chain"):
         decoder = make_decoder(model, draft, order=None)
-        sequence = run(decoder, Request([2], gamma=6, draft=kind, max_new_tokens=50))  # type: ignore[arg-type]
+        sequence = run(decoder, Request([2], gamma=6, draft=kind, max_new_tokens=50))
         texts.append([(token.id, token.origin) for token in sequence.output])
-        calls.append(len(decoder.draft.calls))  # type: ignore[union-attr, attr-defined]
+        calls.append(len(decoder.draft.calls))
         stats.append((sequence.stats.drafted, sequence.stats.accepted))
     assert texts[0] == texts[1] and stats[0] == stats[1]
     assert calls[1] < 0.6 * calls[0]
@@ -209,7 +203,7 @@ def test_a_lookup_beside_fewer_steps(gamma: int, threshold: float) -> None:
     beside = together(decoders[2], [lookup, steps])
     assert [x.output for x in beside] == [x.output for x in alone]
     assert beside[0].stats.drafted == alone[0].stats.drafted > 2 * alone[0].stats.rounds
-    calls = [len(decoder.draft.calls) for decoder in decoders]  # type: ignore[union-attr, attr-defined]
+    calls = [len(decoder.draft.calls) for decoder in decoders]
     assert calls[2] == calls[1]
 
 
@@ -273,7 +267,7 @@ def test_tables_by_definition() -> None:
     def pairs(token: int, distance: int) -> np.ndarray:
         later = [b for a, b in zip(text, text[distance:], strict=False) if a == token]
         weights = np.array([later.count(x) for x in range(7)]) + 2 * unigram
-        return weights / weights.sum()  # type: ignore[no-any-return]
+        return weights / weights.sum()
 
     def check(kind: str, drafts: list[int], expected: np.ndarray) -> None:
         row = np.exp(made.row(kind, [4, 2], drafts).astype(np.float64))
@@ -324,7 +318,7 @@ def test_copying_looks_into_the_prompt_alone() -> None:
     request = Request([9, 9], gamma=4, max_new_tokens=30)
     by_kind = {}
     for kind in sorted(LOOKUPS):
-        by_kind[kind] = run(make_decoder(model, None), replace(request, draft=kind)).stats.drafted  # type: ignore[arg-type]
+        by_kind[kind] = run(make_decoder(model, None), replace(request, draft=kind)).stats.drafted
     assert by_kind["ngram"] > 0 == by_kind["copy"]
     long = replace(request, prompt=oracle(model, Request([2], max_new_tokens=26)), draft="copy")
     assert run(make_decoder(model, None), long).stats.accepted > 15

@@ -49,7 +49,7 @@ REPEATS = script("abcab.abcdab,", period=True, start=1)
 
 
 def lookups(**request: object) -> Request:
-    return Request(**{"prompt": [2], "gamma": 6, "draft": "ngram", **request})  # type: ignore[arg-type]
+    return Request(**{"prompt": [2], "gamma": 6, "draft": "ngram", **request})
 
 
 @on_host
@@ -75,7 +75,7 @@ def test_a_lookup_beside_a_model_stays_a_point_mass(sampler: None) -> None:
     decoder = make_decoder(REPEATS, near(REPEATS, 2, 1.0), order=None, slots=2)
     beside = lookups(max_new_tokens=20, params=SamplingParams(temperature=1.0, seed=2), gamma=2)
     batch = [decoder.admit(replace(beside, draft=kind)) for kind in ("model", "ngram")]
-    drafted = decoder.rounds.proposer.propose(dict.fromkeys(batch, 2))  # type: ignore[attr-defined]
+    drafted = decoder.rounds.proposer.propose(dict.fromkeys(batch, 2))
     guessed = drafted.tokens[batch[1]]
     assert len(guessed) == 2
     for logits, token in zip(drafted.logits, guessed, strict=True):

@@ -91,14 +91,14 @@ def test_arrays_that_are_no_tables(table: Path, name: str, value: Any) -> None:
     """Sound as a file: only looking at the numbers tells."""
     with np.load(table) as file:
         arrays = dict(file)
-    np.savez_compressed(table, **arrays)  # type: ignore[arg-type]
+    np.savez_compressed(table, **arrays)
     assert not is_refused(table)
     if isinstance(value, int):
         arrays[name] = arrays[name].copy()
         arrays[name][-1] = value
     else:
         arrays[name] = value
-    np.savez_compressed(table, **arrays)  # type: ignore[arg-type]
+    np.savez_compressed(table, **arrays)
     assert is_refused(table)
 
 

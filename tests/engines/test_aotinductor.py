@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, NO_GRAPH, RECURRENT, VOCAB_SIZE, WITH_ENCODER
-from commands import error_line, run
+from commands import error_line, limited_files, run
 from torch.export import passes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from workshop import Workshop
@@ -403,7 +403,8 @@ def test_a_compile_that_ends_early(
 def test_a_full_disk(graphs: Path, tmp_path: Path) -> None:
     """As its compilers tell it."""
     out = ("--out", tmp_path / "out", "--backend", "aotinductor", "--sm", "cpu")
-    failed = run("engines", "--graphs", graphs, *out, largest_file=65536)
+    with limited_files(65536):
+        failed = run("engines", "--graphs", graphs, *out)
     assert failed.returncode == EXIT_STATUS["disk"], failed.stderr
     error_line(failed.stderr, "disk")
     assert list(tmp_path.iterdir()) == []

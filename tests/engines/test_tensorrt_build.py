@@ -232,7 +232,7 @@ def test_the_level_reaches_the_builder(graphs: Path, tmp_path: Path) -> None:
     assert "OPT_LEVEL=0" in manifest.rebuild_command(tmp_path)
     told: list[Any] = []
 
-    class Builder(trt.Builder):  # type: ignore[misc]
+    class Builder(trt.Builder):
         def build_serialized_network(self, network: Any, config: Any) -> Any:
             told.append((config.builder_optimization_level, config.get_timing_cache() is not None))
             return super().build_serialized_network(network, config)

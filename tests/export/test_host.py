@@ -150,6 +150,9 @@ def tell(
             [("phi3", {}), ("opt", {}), ("bart", {})],
         ),
         ("llama", {"cache_type": "int8"}),
+        ("llama", {"weights": "int4"}),
+        ("qwen2", {"weights": "int8"}),
+        ("llama", {"weights": "int4", "cache_type": "int8"}),
     ],
 )
 def test_bits_do_not_depend_on_the_call(

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from checkpoints import FEATURES, VOCAB_SIZE
+from checkpoints import FEATURES
 from exported import Refused, edit_weights, graph, nodes
 from rounds import cases
 from safetensors.torch import load_file, save_file
@@ -28,7 +28,6 @@ from export.weights import operators, quantising
 from export.weights.layers import Table
 from export.weights.stored import load_as_stored
 from export.weights.whole import quantise_model
-from runtime.backends.onnxruntime import OrtEngine
 from runtime.bundle import load
 from runtime.certificate import check
 from runtime.files.errors import OutriderError
@@ -204,33 +203,6 @@ def test_a_graph_for_gpus_has_8_bits_with_a_scale_an_output(
             assert axis == {"axis": 1} and scales.dims == [outputs]
     # The output matrix reads positions that nothing has transposed (`_gather_positions`).
     assert made[products[-1].input[0]].op_type == "Gather"
-
-
-def engine(graphs: tuple[Path, str], slots: int = 1, threads: int = 1) -> OrtEngine:
-    folder, _ = graphs
-    facts = read_pair(folder).target
-    return OrtEngine(folder / "target", facts, slots=slots, widest=MAX_LEN, threads=threads)
-
-
-def test_the_width_of_a_call_changes_no_bit(graphs: tuple[Path, str]) -> None:
-    ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, (1, 60))
-
-    def logits(width: int, slots: int, threads: int) -> np.ndarray:
-        made, rows = engine(graphs, slots, threads), []
-        for start in range(0, 60, width):
-            part = np.repeat(ids[:, start : start + width], slots, axis=0)
-            width_here = part.shape[1]
-            said = made.forward(part, np.full(slots, start), np.arange(width_here))
-            rows.append(said[-1].copy())
-        return np.concatenate(rows)
-
-    whole = logits(60, 1, 1)
-    for width, slots, threads in ((1, 1, 1), (2, 3, 1), (5, 1, 2), (9, 4, 2), (20, 2, 1)):
-        assert (logits(width, slots, threads) == whole).all(), (width, slots, threads)
-    made = engine(graphs)
-    assert (made.forward(ids + 0, np.zeros(1, np.int64), np.arange(60))[0] == whole).all()
-    ids = (ids + 1) % VOCAB_SIZE  # a control: other tokens say other things
-    assert (logits(60, 1, 1) != whole).any()
 
 
 def test_a_bundle_for_the_cpu_carries_the_quantised_weights_alone(

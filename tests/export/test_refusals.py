@@ -335,19 +335,22 @@ def test_a_model_without_an_end_is_said(
     assert said in command(capsys, tmp_path, copy)[1]
 
 
+OF_PARTS = "{% for c in messages[0].content %}{{ c.text | trim }}{% endfor %}"
+
+
 @pytest.mark.parametrize(
-    "template",
+    ("ending", "template"),
     [
-        "{% for m in messages %}{{ m.content }}{% endfor %}",
-        "{% for c in messages[0].content %}{{ c.text | trim }}{% endfor %}",
-        "{% generation %}{{ messages[0].content | tojson }}{% endgeneration %}",
+        ("jinja", "{% for m in messages %}{{ m.content }}{% endfor %}"),
+        ("jinja", "{% generation %}{{ messages[0].content | tojson }}{% endgeneration %}"),
+        ("jinja", OF_PARTS),
+        ("json", OF_PARTS),
     ],
 )
-@pytest.mark.parametrize("file", ["chat_template.jinja", "chat_template.json"])
-def test_templates_that_are_fine(copy: Path, template: str, file: str) -> None:
+def test_templates_that_are_fine(copy: Path, ending: str, template: str) -> None:
     """Of texts, of parts, and with what only chat templates have; a processor's too."""
-    of_processors = file.endswith(".json")
-    (copy / file).write_text(json.dumps({"chat_template": template}) if of_processors else template)
+    content = json.dumps({"chat_template": template}) if ending == "json" else template
+    (copy / f"chat_template.{ending}").write_text(content)
     found = find(str(copy))
     check_chat_template(found, load_tokenizer(found))
     assert carry(found, load_tokenizer(found), copy).chat_template

@@ -94,7 +94,7 @@ def test_control_a_wrong_cache_row_shows(workshop: Workshop) -> None:
     engine = one_thread(workshop.bundle(checkpoint, workshop.checkpoint("llama", seed=7)), 1)
     stream = engine.stream(PROMPTS[2], greedy(0))
     tokens = list(next(stream).tokens)
-    for array in engine.decoder.target._cache.values():  # type: ignore[attr-defined]
+    for array in engine.decoder.target._cache.values():
         array[0, :, 20] = 0
     for event in stream:
         tokens += event.tokens

@@ -170,7 +170,7 @@ def test_a_file_system_that_shares_blocks(place: Place, monkeypatch: pytest.Monk
 
     def clone(new: object, request: int, old: int) -> None:
         assert request == folders._CLONE
-        new.write(os.pread(old, 1 << 20, 0))  # type: ignore[attr-defined]
+        new.write(os.pread(old, 1 << 20, 0))
 
     monkeypatch.setattr(folders.fcntl, "ioctl", clone)
     made = place.build("bundle")

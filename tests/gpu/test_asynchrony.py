@@ -109,7 +109,7 @@ def test_logits_of_half_the_bytes(driver: FakeDriver, monkeypatch: pytest.Monkey
     """bfloat16 logits give the tokens of the same numbers in float32, in half of the memory."""
     kept = np.uint32(0xFFFF0000)
 
-    def rounded(model):  # type: ignore[no-untyped-def]
+    def rounded(model):
         return lambda *given: (model(*given).astype(np.float32).view(np.uint32) & kept).view(
             np.float32
         )
@@ -119,5 +119,5 @@ def test_logits_of_half_the_bytes(driver: FakeDriver, monkeypatch: pytest.Monkey
     half = decoder_on(driver, slots=3, dtype="bfloat16")
     whole = decoder_on(make_driver(), slots=3)
     assert wander(half, 0) == wander(whole, 0)
-    half_bytes, bytes_ = (x.rounds._sizes.bytes()["target_logits"] for x in (half, whole))  # type: ignore[attr-defined]
+    half_bytes, bytes_ = (x.rounds._sizes.bytes()["target_logits"] for x in (half, whole))
     assert 2 * half_bytes == bytes_

@@ -23,16 +23,9 @@ from bench.suites.gpu import kernel as kernel_gpu
 from bench.suites.gpu.kernel import DeviceRound, KernelShape
 from bench.suites.kernel.rounds import VARIANTS
 from runtime.files.errors import OutriderError
-from runtime.gpu.launch import Plan, find_image
+from runtime.gpu.launch import find_image
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams
-
-
-@pytest.fixture
-def image(tmp_path):
-    path = tmp_path / "outrider_sm_90.cubin"
-    path.write_bytes(b"code")
-    return path
 
 
 @pytest.fixture
@@ -138,15 +131,6 @@ def test_the_benchmarks_rounds_are_the_references(device, torch_cuda, name):
         assert [round_.disagreements(s) for s in range(2)] == [[], []]
     round_.target.reverse()
     assert round_.disagreements(0)
-
-
-def test_a_plan_outlives_what_it_was_made_of(device, driver):
-    """The parameter is copied into the plan, and from it into the launch."""
-    plan = Plan()
-    plan.launch_count = 1
-    plan.launches[0].kernel = b"no such kernel"
-    with pytest.raises(AssertionError, match="no such kernel"):
-        device.launch(plan)
 
 
 def test_memory_that_is_not_there():

@@ -11,7 +11,6 @@ from device_standin import FakeDeviceEngine
 from devices import WARM, decoder_on, text
 from rounds import cases, ids
 
-from runtime.files.errors import OutriderError
 from runtime.gpu.loop import LoopingRounds
 from runtime.gpu.rounds import DeviceRounds
 from runtime.sampling.warp import SamplingParams
@@ -27,7 +26,7 @@ def test_leaving_asks_nothing_of_the_driver(driver: FakeDriver, rounds: type[Dev
     decoder = decoder_on(driver, rounds=rounds, slots=2)
     both = [decoder.admit(REQUEST), decoder.admit(replace(REQUEST, prompt=[9, 8]))]
     decoder.round(both)
-    device, asked = decoder.rounds._device, []  # type: ignore[attr-defined]
+    device, asked = decoder.rounds._device, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(device), "_call", lambda self, name, *rest: asked.append(name))
         decoder.release(both[0])
@@ -35,19 +34,6 @@ def test_leaving_asks_nothing_of_the_driver(driver: FakeDriver, rounds: type[Dev
     while both[1].finish_reason is None:
         decoder.round(both[1:])
     assert ids(both[1]) == text(decoder_on(driver), both[1].request)
-
-
-@each
-def test_penalties_are_refused_before_a_slot_is_taken(
-    driver: FakeDriver, rounds: type[DeviceRounds]
-) -> None:
-    """Also by `check` alone, which a batch asks of all its requests first."""
-    decoder = decoder_on(driver, rounds=rounds)
-    wanted = replace(REQUEST, params=SamplingParams(presence_penalty=0.5))
-    for ask in (decoder.check, decoder.admit):
-        with pytest.raises(OutriderError, match="not in the sampling kernel of a GPU"):
-            ask(wanted)
-        assert decoder.slots.free == len(decoder.slots)
 
 
 @each
@@ -84,7 +70,7 @@ def test_an_engine_ends(
     name = "enqueue" if midst == "of a capture" else "_run"
     real, owned = getattr(FakeDeviceEngine, name), len(driver.allocated)
 
-    def ending(*arguments) -> None:  # type: ignore[no-untyped-def]
+    def ending(*arguments) -> None:
         if old and (name == "_run" or driver._recording is not None):
             assert gc.isenabled() == (name == "_run"), "libraries have objects of their own"
             old.clear()
@@ -139,7 +125,7 @@ def test_an_interrupt_ends_the_capture(
     def interrupted(*arguments: object) -> None:
         if driver._recording is not None:
             raise KeyboardInterrupt
-        real(*arguments)  # type: ignore[arg-type]
+        real(*arguments)
 
     monkeypatch.setattr(FakeDeviceEngine, "enqueue", interrupted)
     with pytest.raises(KeyboardInterrupt):

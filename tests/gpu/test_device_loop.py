@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 REQUEST = Request([2, 3, 4], WARM, gamma=3, max_new_tokens=30)
 
 
-def looping(driver: FakeDriver, **options) -> Decoder:  # type: ignore[no-untyped-def]
+def looping(driver: FakeDriver, **options) -> Decoder:
     return decoder_on(driver, rounds=LoopingRounds, **options)
 
 
@@ -87,7 +87,7 @@ def test_what_a_loop_left_is_read_before_anything_new(driver: FakeDriver) -> Non
         decoder.round(unfinished)
     assert ids(stays) == alone
     assert ids(joins) == text(decoder_on(driver), joins.request)
-    assert not decoder.rounds._unread.get(leaves)  # type: ignore[attr-defined]
+    assert not decoder.rounds._unread.get(leaves)
 
 
 def test_leftovers_that_are_forgotten_are_noticed(driver: FakeDriver) -> None:

@@ -84,14 +84,14 @@ def test_the_kernels_of_a_round_in_order(driver: FakeDriver) -> None:
     assert loops == ["outrider_begin", "outrider_feed", "outrider_feed", "outrider_commit"]
     assert driver.launched[0][0] == "outrider_begin"
     assert driver.launched[-1][0] == "outrider_commit"
-    engines = (decoder.target.calls[-1], *decoder.draft.calls[-2:])  # type: ignore[attr-defined, union-attr]
+    engines = (decoder.target.calls[-1], *decoder.draft.calls[-2:])
     assert [(call.width, call.outputs) for call in engines] == [(3, 3), (2, 1), (1, 1)]
 
 
 def test_a_plain_text_asks_nothing_of_a_draft(driver: FakeDriver) -> None:
     decoder = decoder_on(driver)
     text(decoder, Request([2, 3, 4], WARM, gamma=0, max_new_tokens=9))
-    assert decoder.draft.calls == []  # type: ignore[attr-defined, union-attr]
+    assert decoder.draft.calls == []
 
 
 # --- the same tokens ------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_rows_that_the_next_round_overwrites_are_noticed(driver: FakeDriver) -> 
 
     right = tops(decoder_on(driver))
 
-    def run(self: DeviceRounds, turns: list):  # type: ignore[no-untyped-def]
+    def run(self: DeviceRounds, turns: list):
         for turn in turns:
             turn.sequence.request = replace(turn.sequence.request, logprobs=None)
         outcome = real(self, turns)
@@ -234,7 +234,7 @@ def test_what_is_no_error_of_a_capture_is_raised(
 def state(decoder: Decoder, driver: FakeDriver, sequence: ActiveSequence) -> np.ndarray:
     """The sequence's structure, after all that was launched."""
     driver.drain()
-    address = decoder.rounds._at.sequences + sequence.slot.index * SEQUENCE.itemsize  # type: ignore[attr-defined]
+    address = decoder.rounds._at.sequences + sequence.slot.index * SEQUENCE.itemsize
     return np.frombuffer(ctypes.string_at(address, SEQUENCE.itemsize), SEQUENCE)
 
 

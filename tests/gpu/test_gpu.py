@@ -143,7 +143,7 @@ def test_what_is_used_is_what_was_planned(llama_bundle: Path, on_fake_gpu: FakeD
     engine = load(llama_bundle, device="cuda", slots=2)
     engine.generate("some words", max_new_tokens=24, gamma=4, ignore_eos=True)
     used = sum(len(block) - 256 for block in on_fake_gpu.allocated.values())
-    facts = device_standin.facts_of(engine.decoder.target.fake)  # type: ignore[attr-defined]
+    facts = device_standin.facts_of(engine.decoder.target.fake)
     planned = 2 * facts.cache_bytes(2) + engine.memory["buffers"]
     assert planned <= used <= 1.1 * planned
 
@@ -212,7 +212,7 @@ def test_each_backend_has_its_engine(
     assert engine.__module__ == f"runtime.backends.{module}"
     monkeypatch.setattr(engine, "__init__", note)
     gpu.open_engine(
-        made, FOLDER, "draft", manifest.pair.target, None, 7, slots=1, widest=5, buffers=2  # type: ignore[arg-type]
+        made, FOLDER, "draft", manifest.pair.target, None, 7, slots=1, widest=5, buffers=2
     )  # fmt: skip
     ((arguments, options),) = calls
     assert arguments[:4] == (None, 7, FOLDER, manifest.pair.target)
@@ -224,7 +224,7 @@ def test_each_backend_has_its_engine(
 def test_the_onnxruntime_of_a_cpu(manifest: Manifest) -> None:
     with pytest.raises(OutriderError, match="without CUDAExecutionProvider") as caught:
         gpu.open_engine(
-            manifest, FOLDER, "target", manifest.pair.target, None, 7, slots=1, widest=5, buffers=1  # type: ignore[arg-type]
+            manifest, FOLDER, "target", manifest.pair.target, None, 7, slots=1, widest=5, buffers=1
         )  # fmt: skip
     assert "onnxruntime-gpu" in caught.value.remedy
 

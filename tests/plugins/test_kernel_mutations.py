@@ -6,7 +6,6 @@ is asserted is that one of them notices. The unchanged source passes them all.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import test_kernel as tests
 import test_kernel_edges as edges
 import test_kernel_exact as exact
 from samplers import BLOCK, COUNTED, OPTIONS, SIGMOID, TOKEN, Case, disagreements, warp_weights
+from test_kernel_fuzz import FAULTS, mutated
 
 from plugins.tools.build import HERE, build
 from runtime.sampling import kernel
@@ -205,15 +205,8 @@ def caught(library):
     return False
 
 
-def compiled(folder, mutation=None):
-    """A library of a copy of the sources, quickly compiled."""
-    sources = folder / "sources"
-    shutil.copytree(HERE, sources, ignore=shutil.ignore_patterns("__pycache__"))
-    if mutation is not None:
-        name, old, new = mutation
-        text = (sources / name).read_text()
-        assert text.count(old) == 1, f"{name} holds {text.count(old)} times: {old}"
-        (sources / name).write_text(text.replace(old, new))
+def compiled(folder, sources=HERE):
+    """A library of these sources, quickly compiled."""
     library = build(folder / "lib", sources, extra=["-O1", "-w"], session=False)
     return kernel.load_file(library.resolve())
 
@@ -226,9 +219,9 @@ def test_the_unchanged_source_passes(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", CASES.values(), ids=CASES)
 def test_a_mutation_is_caught(tmp_path, mutation):
-    assert caught(compiled(tmp_path, mutation))
+    assert caught(compiled(tmp_path, mutated(tmp_path, *mutation)))
 
 
 def test_every_mutation_still_applies():
-    for name, old, _ in CASES.values():
+    for name, old, _ in (*CASES.values(), *(fault[1:4] for fault in FAULTS.values())):
         assert (HERE / name).read_text().count(old) == 1, f"{name}: {old}"

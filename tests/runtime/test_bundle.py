@@ -323,7 +323,7 @@ def test_a_graph_that_the_backend_refuses(llama_graphs: Path, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["graphs"]
 
 
-@pytest.mark.slow  # a process that imports Transformers; exit statuses: test_cli.py
+@pytest.mark.slow  # a process that imports Transformers; exit statuses: tests/cli
 def test_a_command_ends_with_a_status_and_one_line(tmp_path: Path) -> None:
     """What only a process can show: the interpreter's own exit, and no library's warnings."""
     missing = run("export", "--model", tmp_path / "nowhere", "--out", tmp_path / "out")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fakes import random_model
-from rounds import broken, make_decoder, run
+from rounds import broken, cases, make_decoder, run
 
 from runtime.checks import Limits, check_request
 from runtime.drafts.draft import Draft
@@ -25,6 +25,7 @@ HOST = Limits(100, 100, 64, 8, frozenset({"model", "chain", "ngram", "copy"}), T
 ALONE = replace(HOST, kinds=frozenset({"ngram", "copy"}), has_model=False)
 DEVICE = replace(HOST, kinds=frozenset({"model"}), on_host=False)
 WARM = SamplingParams(temperature=0.9)
+COUNTED = {"params": SamplingParams(presence_penalty=0.5)}
 SIGMOID = SamplingParams(temperature=1.0, verify="sigmoid")
 LONG = {"prompt": [2] * 70, "gamma": 0, "max_new_tokens": 20}
 
@@ -81,18 +82,27 @@ def test_what_is_sound_is_taken() -> None:
         ({"draft_temperature": 0.5, "draft_threshold": 0.5, "params": WARM}, HOST),
         ({"params": SamplingParams(logit_bias={5: 1.0})}, HOST),
     ):  # fmt: skip
-        check_request(Request(**{"prompt": [2], "gamma": 2, **asked}), limits)  # type: ignore[arg-type]
+        check_request(Request(**{"prompt": [2], "gamma": 2, **asked}), limits)
 
 
 @pytest.mark.usefixtures("sampler")
-@pytest.mark.parametrize("sampler", ["numpy", "device"], indirect=True)
-def test_a_refusal_takes_no_slot() -> None:
+@pytest.mark.parametrize(
+    ("sampler", "more"),
+    cases(
+        [("numpy", {"draft": "bigram"}), ("device", COUNTED)],
+        [("device", {"draft": "bigram"}), ("loop", COUNTED)],
+    ),
+    indirect=["sampler"],
+)
+def test_a_refusal_takes_no_slot(more: dict[str, Any]) -> None:
+    """Also by `check` alone, which a batch asks of all its requests first."""
     decoder = make_decoder(random_model(1), random_model(2))
-    for asked in ({"prompt": []}, {"prompt": [2], "gamma": 9}, {"prompt": [2], "draft": "bigram"}):
-        with pytest.raises(OutriderError):
-            decoder.admit(Request(**asked))  # type: ignore[arg-type]
+    for asked in ({"prompt": []}, {"gamma": 9}, more):
+        for ask in (decoder.check, decoder.admit):
+            with pytest.raises(OutriderError):
+                ask(Request(**{"prompt": [2], **asked}))
     assert decoder.slots.free == 1
-    assert not decoder.target.calls  # type: ignore[attr-defined]
+    assert not decoder.target.calls
 
 
 @pytest.mark.parametrize("at", ["decoder.ActiveSequence", "round.prefill"])

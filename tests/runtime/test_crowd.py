@@ -192,14 +192,14 @@ def test_the_rest_is_all_that_is_computed() -> None:
     used = decoder(1)
     first = run(used, Request(STORY[:30], gamma=2, max_new_tokens=6))
     talk = [*STORY[:30], *ids(first), 9, 9]
-    used.target.calls.clear()  # type: ignore[attr-defined]
-    used.draft.calls.clear()  # type: ignore[union-attr, attr-defined]
+    used.target.calls.clear()
+    used.draft.calls.clear()
     second = run(used, Request(talk, gamma=2, max_new_tokens=6))
     # The last token of the first text was in no cache yet.
     assert second.stats.reused_tokens == 35
-    prefill = used.target.calls[0]  # type: ignore[attr-defined]
+    prefill = used.target.calls[0]
     assert (prefill.position, prefill.width) == ((35,), 3)
-    assert used.draft.calls[0].position[0] >= 30  # type: ignore[union-attr, attr-defined]
+    assert used.draft.calls[0].position[0] >= 30
     assert first.stats.reused_tokens == 0
     again = run(used, Request(talk, gamma=2, max_new_tokens=6))
     assert outcome(again) == outcome(second)
@@ -230,5 +230,5 @@ def test_beams_in_between(tmp_path: Path) -> None:
     for _ in range(2):
         result = engine.generate("hello there", max_new_tokens=20)
         assert result.token_ids == expected
-        engine.decoder.target.copy_rows = lambda *_: None  # type: ignore[attr-defined]
+        engine.decoder.target.copy_rows = lambda *_: None
         beam_texts(engine, "hello", beams=1, max_new_tokens=3, gamma=0)

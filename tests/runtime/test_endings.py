@@ -118,7 +118,7 @@ def test_min_new_tokens_masks_end_of_text(gamma: int) -> None:
 def test_end_of_text_that_is_not_masked(model: str) -> None:
     """In the target it would end the text early; in the draft it would cost every acceptance."""
 
-    def unmasked(logits, params, context, suppress, where, output_start):  # type: ignore[no-untyped-def]
+    def unmasked(logits, params, context, suppress, where, output_start):
         kept = () if where.startswith(model) else suppress
         return warp(logits, params, context, kept, where=where, output_start=output_start)
 
@@ -130,7 +130,7 @@ def test_end_of_text_that_is_not_masked(model: str) -> None:
 def test_a_mask_that_forgets_the_drafts_before_a_position() -> None:
     """Counting only committed tokens would mask end-of-text for too long within a block."""
 
-    def committed(self: NumpySampler, place: SlotSampling, drafted, row, model):  # type: ignore[no-untyped-def]
+    def committed(self: NumpySampler, place: SlotSampling, drafted, row, model):
         suppress = place.suppress if place.suppress_rows else ()
         return warp(row, place.params, (), suppress, self.vocab_size, model)
 
@@ -161,7 +161,7 @@ class Left:
             self.sequence = sequence
             release(sequence)
 
-        engine.decoder.release = watch  # type: ignore[method-assign]
+        engine.decoder.release = watch
 
     def agrees(self, result: Result) -> None:
         assert result.token_ids == ids(self.sequence)

@@ -6,37 +6,34 @@ Each with controls: rounds that are wrong by little, and must be found out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 from exact import Key, V, at, by_bisection, by_keys, own
-from fakes import random_model
-from rounds import WRONG_RULES, broken, cases, ids, make_decoder, on_host, run
+from rounds import WRONG_RULES, broken, cases, on_host
 
 from runtime.sampling.philox import Purpose
 from runtime.sampling.reference import NumpySampler
-from runtime.sampling.rules import Verdict, verify
+from runtime.sampling.rules import Verdict
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams
-from runtime.sequence import Request
 
 pytestmark = pytest.mark.usefixtures("sampler")
 
 
 # --- bisection --------------------------------------------------------------------------------
 
-ALL = {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.4}
+# Each of which binds: without any one of them the distribution is another.
+ALL = {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.15, "repetition_penalty": 1.4}
 
 
 @on_host
 @pytest.mark.parametrize(
     "options",
-    [{}, {"verify": "block"}, {"temperature": 0.6}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.15},
-     {"repetition_penalty": 1.8}, ALL, {**ALL, "verify": "block"}],
-    ids=lambda options: "-".join(options) or "plain",
-)  # fmt: skip
+    [{}, {"verify": "block"}, ALL, {**ALL, "verify": "block"}],
+    ids=["plain", "block", "all", "all-block"],
+)
 def test_one_draft_token_over_eight(options: dict[str, Any]) -> None:
     assert by_bisection(at(**options)) < 1e-6
 
@@ -54,20 +51,6 @@ def test_two_draft_tokens(rule: str, vocab_size: int) -> None:
 def test_end_of_text_masked_in_the_middle_of_a_block() -> None:
     """The first token and the first draft are masked, the second draft and the bonus are not."""
     assert by_bisection(at(), 2, 4, min_new_tokens=2) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("sampler", "draft_width", "rule"),
-    cases(
-        [("numpy", 10, "token"), ("kernel", 5, "token"), ("kernel", 10, "block")],
-        product(("numpy", "kernel"), (10, 5), ("token", "block")),
-    ),
-    indirect=["sampler"],
-)
-def test_padded_and_narrow_vocabularies(draft_width: int, rule: str) -> None:
-    models = {"target": random_model(1, 12), "draft": random_model(2, draft_width)}
-    options = {"target_width": 12, "draft_width": draft_width}
-    assert by_bisection(at(verify=rule), **models, **options) < 1e-6
 
 
 @on_host
@@ -101,7 +84,7 @@ def test_bisection_notices(wrong: Callable[..., Verdict], params: SamplingParams
 def test_bisection_notices_a_penalty_without_the_drafts() -> None:
     real = NumpySampler._warp
 
-    def careless(self: NumpySampler, place: SlotSampling, drafted, row, model):  # type: ignore[no-untyped-def]
+    def careless(self: NumpySampler, place: SlotSampling, drafted, row, model):
         return real(self, place, (), row, model)
 
     with broken("sampling.reference.NumpySampler._warp", careless):
@@ -128,30 +111,3 @@ def test_rounds_after_one_another(gamma: int, count: int) -> None:
 )
 def test_keys_that_are_shared_are_noticed(key_of: Callable[[int, Purpose, int], Key]) -> None:
     assert max(by_keys(2, 4, key_of, seed) for seed in (1, 2)) > 0.01
-
-
-# --- strictness -------------------------------------------------------------------------------
-
-
-def support_at_u_0() -> None:
-    """All uniforms 0: a draft token that the target never says must not be accepted."""
-    target = np.array([-np.inf, -np.inf, 0, 1, 2], np.float32)
-    draft = np.array([3, 2, 1, -np.inf, -np.inf], np.float32)
-    decoder = make_decoder(lambda c: target, lambda c: draft, vocab_size=5)
-    with broken("sampling.reference.uniform", lambda *key: 0.0):
-        sequence = run(decoder, Request([2], at(), gamma=3, max_new_tokens=20))
-    assert not {0, 1} & set(ids(sequence))
-    assert sequence.stats.accepted == 0
-
-
-@on_host
-def test_probability_0_is_not_accepted_at_u_0() -> None:
-    support_at_u_0()
-
-
-def test_a_test_that_is_not_strict_is_noticed() -> None:
-    def not_strict(p, q, drafts, accept_u, final_u, params):  # type: ignore[no-untyped-def]
-        return verify(p, q, drafts, [u - 1e-9 for u in accept_u], final_u, params)
-
-    with broken("sampling.reference.verify", not_strict), pytest.raises(AssertionError):
-        support_at_u_0()

@@ -190,7 +190,7 @@ def a_request(dice: np.random.Generator, before: list[list[int]], max_gamma: int
         gamma=gamma, draft=kind, policy=policy, stop=stop,
         draft_threshold=0.2 if kind == "model" and policy is None and dice.random() < 0.3 else 0,
         max_new_tokens=int(dice.choice([3, 30, MAX_LEN])),
-        processors=(None,),  # type: ignore[arg-type] # so that the sampler is told the text
+        processors=(None,),  # so that the sampler is told the text
     )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def processing(change: Callable[..., Any]) -> Iterator[None]:
     """`process` with other arguments, or not at all."""
     real = sampler_module.process
 
-    def process(processors, row, params, text, suppress=(), **more):  # type: ignore[no-untyped-def]
+    def process(processors, row, params, text, suppress=(), **more):
         if (text := change(text, more["of_draft"])) is not None:
             real(processors, row, params, text, suppress, **more)
 
@@ -195,4 +195,4 @@ def test_certificate(temperature: float, tmp_path: Path) -> None:
 
 def test_refused() -> None:
     with pytest.raises(OutriderError, match="a list of functions"):
-        Options(processors=["x"]).check()  # type: ignore[list-item]
+        Options(processors=["x"]).check()

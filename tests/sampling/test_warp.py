@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from proof import ONE
+from samplers import ONE
 
 from runtime.files.errors import OutriderError
 from runtime.sampling.distribution import TILE, Distribution

@@ -9,20 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from cuda_standin import FakeDriver
 from fakes import NEVER_WRITTEN, FakeEngine, Model
+from samplers import emulated_library
 
-from plugins.tools.build import BuildError, build_emulated
 from runtime.backends.cuda import Cuda
 from runtime.backends.device import DeviceCall, DeviceEngine
 from runtime.backends.engine import Ids, Logits
 from runtime.files.manifest import Dtype, GraphFacts
 from runtime.gpu.launch import Device
 from runtime.gpu.rounds import DeviceRounds
-from runtime.sampling import kernel
-
-LIBRARIES = Path(__file__).parents[2] / "build" / "lib"
 
 
 class _Behind(FakeEngine):
@@ -112,10 +108,7 @@ class FakeDeviceEngine(DeviceEngine):
 
 def make_driver(seed: int = 0) -> FakeDriver:
     """A driver that runs the emulated kernels; skips the test where they cannot be compiled."""
-    try:
-        return FakeDriver(kernel.load_file(build_emulated(LIBRARIES)), seed=seed)
-    except BuildError as error:
-        pytest.skip(f"the emulation cannot be built here: {error}")
+    return FakeDriver(emulated_library(), seed=seed)
 
 
 def make_device(driver: FakeDriver, ordinal: int = 0) -> Device:
@@ -141,4 +134,4 @@ def make_rounds(
         None if fake is None else FakeDeviceEngine(device, driver, stream, fake, dtype)
         for fake in (target, draft)
     ]
-    return rounds(device, stream, engines[0], engines[1], **options)  # type: ignore[arg-type]
+    return rounds(device, stream, engines[0], engines[1], **options)

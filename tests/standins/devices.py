@@ -32,10 +32,10 @@ PARAMS = {
 
 def host(monkeypatch: pytest.MonkeyPatch, **shape: int) -> Decoder:
     monkeypatch.setattr(rounds, "SAMPLER", "kernel")
-    return make_decoder(MODEL, DRAFT, **shape)  # type: ignore[arg-type]
+    return make_decoder(MODEL, DRAFT, **shape)
 
 
-def decoder_on(driver: FakeDriver, *, slots: int = 1, **options) -> Decoder:  # type: ignore[no-untyped-def]
+def decoder_on(driver: FakeDriver, *, slots: int = 1, **options) -> Decoder:
     made = device_standin.make_rounds(
         FakeEngine(MODEL, slots=slots, capacity=73, order=None),
         FakeEngine(DRAFT, slots=slots, capacity=73, order=None),

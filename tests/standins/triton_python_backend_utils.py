@@ -19,21 +19,11 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
 
 class _Code(IntEnum):
-    UNKNOWN = 0
-    INTERNAL = 1
-    NOT_FOUND = 2
-    INVALID_ARG = 3
-    UNAVAILABLE = 4
-    UNSUPPORTED = 5
-    ALREADY_EXISTS = 6
-    CANCELLED = 7
+    INTERNAL, INVALID_ARG, UNAVAILABLE, CANCELLED = 1, 3, 4, 7
 
 
 class TritonError:
-    UNKNOWN, INTERNAL, NOT_FOUND = _Code.UNKNOWN, _Code.INTERNAL, _Code.NOT_FOUND
-    INVALID_ARG, UNAVAILABLE = _Code.INVALID_ARG, _Code.UNAVAILABLE
-    UNSUPPORTED, ALREADY_EXISTS = _Code.UNSUPPORTED, _Code.ALREADY_EXISTS
-    CANCELLED = _Code.CANCELLED
+    INTERNAL, INVALID_ARG, UNAVAILABLE, CANCELLED = _Code
 
     def __init__(self, message: str, code: _Code = _Code.INTERNAL):
         assert isinstance(message, str) and isinstance(code, _Code)

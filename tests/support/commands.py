@@ -30,15 +30,8 @@ def environment() -> dict[str, str]:
     return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def run(
-    *arguments: str | Path, largest_file: int | None = None
-) -> subprocess.CompletedProcess[str]:
-    """`python -m` with these arguments. largest_file: bytes; more fails as on a full disk."""
-
-    def limit() -> None:
-        if largest_file is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """`python -m` with these arguments."""
     return subprocess.run(
         command(*arguments),
         cwd=CHECKOUT,
@@ -46,13 +39,12 @@ def run(
         capture_output=True,
         text=True,
         timeout=300,
-        preexec_fn=limit,  # the child only sets a limit: safe between fork and exec
     )
 
 
 @contextmanager
 def limited_files(largest: int) -> Iterator[None]:
-    """In this process: a file of more bytes fails as on a full disk."""
+    """Here and in what is started: a file of more bytes fails as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest, hard))
     try:

@@ -11,8 +11,7 @@ import itertools
 
 import numpy as np
 import pytest
-from proof import BISECTIONS
-from samplers import NUMPY, ONE
+from samplers import BISECTIONS, NUMPY, ONE
 
 from runtime.sampling.native import RoundSampler
 from runtime.sampling.rules import verify

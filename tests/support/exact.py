@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from fakes import Context, Model, random_model
-from proof import ONE, change_point, pieces
 from rounds import broken, ids, make_decoder, run
+from samplers import BISECTIONS, ONE
 
 from runtime.decoder import Decoder
 from runtime.sampling.philox import Purpose
@@ -25,7 +25,52 @@ from runtime.sampling.warp import SamplingParams, warp
 from runtime.sequence import Request
 
 V = 8
+NEAR = 2.0**-20
 Probs = Callable[[Context], np.ndarray]
+
+
+# --- bisection --------------------------------------------------------------------------------
+
+# An outcome is piecewise constant in each uniform that it depends on. Bisection finds where it
+# changes, and the length of each piece is the weight of its outcome.
+
+
+def change_point(accepted: Callable[[float], bool]) -> float:
+    """Length of {u in [0, 1): accepted(u)}, for a predicate that is true below some point."""
+    if not accepted(0.0):
+        return 0.0
+    if accepted(ONE):
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if accepted(middle) else (low, middle)
+    return low
+
+
+def pieces(token_at: Callable[[float], int], guesses: Iterable[float] = ()) -> dict[int, float]:
+    """{token: length of its u} for an inverse CDF, which is monotone in u.
+
+    guesses: where it may change. One that is right saves calls, one that is wrong costs two.
+    """
+    around = (guess + step for guess in guesses for step in (-NEAR, NEAR))
+    points = [0.0, *sorted(u for u in around if 0 < u < ONE), ONE]
+    tokens = [token_at(u) for u in points]
+    lengths: dict[int, float] = {}
+
+    def split(a: float, token_a: int, b: float, token_b: int) -> None:
+        if token_a == token_b or b - a <= 2.0**-BISECTIONS:
+            lengths[token_a] = lengths.get(token_a, 0.0) + (b - a)
+            return
+        middle = (a + b) / 2
+        token = token_at(middle)
+        split(a, token_a, middle, token)
+        split(middle, token, b, token_b)
+
+    assert tokens == sorted(tokens)
+    for i in range(len(points) - 1):
+        split(points[i], tokens[i], points[i + 1], tokens[i + 1])
+    return lengths
 
 
 class Round:
@@ -53,7 +98,7 @@ class Round:
         with broken("sampling.reference.uniform", controlled):
             self.decoder.round([sequence])
         # A draft token stands in the target's cache, whether it was accepted or not.
-        rows = self.decoder.target.cache[0, self.start : self.start + self.gamma]  # type: ignore[attr-defined]
+        rows = self.decoder.target.cache[0, self.start : self.start + self.gamma]
         return [int(token) for token in rows], [token.id for token in sequence.output[1:]]
 
 
@@ -128,9 +173,6 @@ def distance(
         joint[tokens] += weight * continued(tokens)
     assert joint.sum() == pytest.approx(1, abs=1e-6)
     return float(0.5 * np.abs(joint - continued(())).sum())
-
-
-# --- bisection --------------------------------------------------------------------------------
 
 
 def by_bisection(

@@ -57,12 +57,12 @@ class KernelWithUniforms(RoundSampler):
                     table[b, column] = NumpySampler._uniform(None, place, step, purpose)
         return table
 
-    def draw(self, logits, step, uniforms=None, first_slot=0):  # type: ignore[no-untyped-def]
+    def draw(self, logits, step, uniforms=None, first_slot=0):
         table = np.zeros((len(self._places), self.width))
         table[:, step] = self._table(1, [(step, Purpose.DRAFT)])[:, 0]
         return super().draw(logits, step, table, first_slot)
 
-    def verify(self, logits, draft_logits=None, uniforms=None, first_slot=0):  # type: ignore[no-untyped-def]
+    def verify(self, logits, draft_logits=None, uniforms=None, first_slot=0):
         cells = [(i, Purpose.ACCEPT) for i in range(self.width)] + [(0, Purpose.RESIDUAL)]
         table = self._table(self.width + 1, cells)
         return super().verify(logits, draft_logits, table, first_slot)
@@ -207,20 +207,20 @@ def broken(name: str, value: object) -> Iterator[None]:
         yield
 
 
-def accept_everything(p, q, drafts, accept_u, final_u, params):  # type: ignore[no-untyped-def]
+def accept_everything(p, q, drafts, accept_u, final_u, params):
     """A rule that never rejects."""
     verdict = verify(p, q, drafts, accept_u, final_u, params)
     gamma = len(drafts)
     return Verdict(gamma, p[gamma].draw(final_u), verdict.ratios)
 
 
-def flattened_q(p, q, drafts, accept_u, final_u, params):  # type: ignore[no-untyped-def]
+def flattened_q(p, q, drafts, accept_u, final_u, params):
     """A q that was not drawn from: flatter, as at another temperature."""
     flat = [Distribution.dense(np.sqrt(row.weights)) for row in q]
     return verify(p, flat, drafts, accept_u, final_u, params)
 
 
-def corrected_from_p(p, q, drafts, accept_u, final_u, params):  # type: ignore[no-untyped-def]
+def corrected_from_p(p, q, drafts, accept_u, final_u, params):
     """A correction that comes from p instead of norm(max(0, p - q))."""
     verdict = verify(p, q, drafts, accept_u, final_u, params)
     return Verdict(verdict.accepted, p[verdict.accepted].draw(final_u), verdict.ratios)

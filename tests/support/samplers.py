@@ -30,7 +30,8 @@ from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams, warp
 
 LIBRARIES = Path(__file__).parents[2] / "build" / "lib"
-ONE = math.nextafter(1.0, 0.0)
+ONE = math.nextafter(1.0, 0.0)  # the largest uniform
+BISECTIONS = 26  # a boundary is known to 2^-26
 NUMPY = "numpy"  # in place of a library
 TOKEN = SamplingParams(temperature=1.0)
 BLOCK = SamplingParams(temperature=1.0, verify="block")

@@ -157,6 +157,8 @@ class Workshop:
     The folders belong to everybody: copy before you damage one. Workers of one run share them too.
     """
 
+    # Build from `graphs` alone, which own their files: a bundle of an export into this cache would
+    # come to own the cache's, under whoever reads them at the time, and until its run is forgotten.
     cache = KEPT / "parts"
 
     def __init__(self, root: Path):

@@ -224,7 +224,7 @@ def test_a_source_is_looked_into(t5: tuple[Path, Path]) -> None:
     sequence = engine.decoder.admit(request)
     try:
         sequence.slot.tokens[:] = [1, 20, 21]
-        proposer = engine.decoder.rounds.proposer  # type: ignore[attr-defined]
+        proposer = engine.decoder.rounds.proposer
         assert proposer._of(sequence).guess(sequence, [], 3) == [22, 23, 24]
     finally:
         engine.decoder.release(sequence)
@@ -339,7 +339,7 @@ def test_a_draft_with_the_targets_encoder_runs_none(
     assert encoded == [len(source) for source in SOURCES]
     assert texts(one, [greedy(SOURCES[1], 0), greedy(SOURCES[1], 4)]) == [said[1]] * 2
     assert encoded[4:] == [7], "kept for the draft, which asks for it later"
-    states = engine.decoder.target._states  # type: ignore[attr-defined]
+    states = engine.decoder.target._states
     model = AutoModelForSeq2SeqLM.from_pretrained(target).get_encoder()
     slot = engine.decoder.target.held.slot_of(SOURCES[3])  # the last to come
     want = model(torch.tensor([SOURCES[3]])).last_hidden_state.detach().numpy()
@@ -410,11 +410,11 @@ def test_room_for_sources_grows(t5: tuple[Path, Path], monkeypatch: pytest.Monke
     said = [expected(t5[0], source) for source in SOURCES]
     three = one_thread(t5[1], 3)
     assert texts(three, [greedy(source, 4) for source in SOURCES]) == said
-    assert three.decoder.target.source_rows == MAX_LEN  # type: ignore[attr-defined]
+    assert three.decoder.target.source_rows == MAX_LEN
     one, rows = one_thread(t5[1], 1), []
     for source, text in zip(reversed(SOURCES), reversed(said), strict=True):
         assert texts(one, [greedy(source, 4)]) == [text]
-        rows.append(one.decoder.target.source_rows)  # type: ignore[attr-defined]
+        rows.append(one.decoder.target.source_rows)
     assert rows == [MAX_LEN, 64, 16, 16]
 
 

@@ -97,7 +97,7 @@ def test_options_are_an_object_or_keywords_which_win(engine: TextEngine) -> None
         engine.generate("abc", usual, temperatur=1)
     for odd in ({"max_new_tokens": 3}, {}, 64):
         with pytest.raises(TypeError, match="options must be an Options"):
-            engine.generate("abc", odd)  # type: ignore[arg-type]
+            engine.generate("abc", odd)
     with pytest.raises(OutriderError, match="one prompt"):
         engine.batch("ab")
 

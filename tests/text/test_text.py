@@ -177,7 +177,7 @@ def test_a_token_is_decided_by_the_newest_ones(
 # The tokenizer
 
 
-def test_decode_equals_the_library(tokenizer: Tokenizer, files: dict[str, Path]) -> None:
+def test_decode_equals_the_library(tokenizer: Tokenizer) -> None:
     model = tokenizer._model
     rng = random.Random(2)
     for _ in range(1000):

@@ -114,7 +114,7 @@ def test_greedy_text_is_that_of_transformers(whisper: tuple[Path, Path], which: 
         assert 0 < stats["accepted"] < stats["drafted"]
 
 
-def test_what_a_text_begins_with(workshop: Workshop, whisper: tuple[Path, Path]) -> None:
+def test_what_a_text_begins_with(whisper: tuple[Path, Path]) -> None:
     target, bundle = whisper
     engine = one_thread(bundle, 1)
     for source in SOURCES[:2]:

@@ -193,7 +193,7 @@ def test_what_nobody_asks_for_is_what_costs_next_to_nothing(
     assert ("do not carry its levels over" in said) == (bits == "int8")
 
 
-def test_tokenizers_of_gguf_files(source: Path, workshop: Workshop, tmp_path: Path) -> None:
+def test_tokenizers_of_gguf_files(source: Path, tmp_path: Path) -> None:
     """The same ids as the original's tokenizer; digits alone where the vocabulary wants that; and a
     beginning of text, and words without merges, where Llama 3's are."""
     gguf_files.write(tmp_path / "model.gguf", source)
@@ -301,16 +301,6 @@ ODD_GGUF: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ODD_GGUF)
-def test_gguf_files_that_say_more(
-    source: Path, tmp_path: Path, what: str, refused: Refused
-) -> None:
-    more, words = ODD_GGUF[what]
-    gguf_files.write(tmp_path / "model.gguf", source, **more)
-    kind = "architecture" if what == "another family" else "checkpoint"
-    assert words in refused(tmp_path / "model.gguf", kind=kind)
-
-
 LONG = "rope_factors_long.weight"
 ODD_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "no window": ("gemma3", _says("gemma3.attention.sliding_window", None), "lacks sliding_window"),
@@ -365,13 +355,15 @@ ODD_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ODD_FAMILIES)
-def test_what_other_families_say_and_lose(
-    workshop: Workshop, tmp_path: Path, what: str, refused: Refused
+@pytest.mark.parametrize("what", [*ODD_GGUF, *ODD_FAMILIES])
+def test_what_gguf_files_say_and_lose(
+    source: Path, workshop: Workshop, tmp_path: Path, what: str, refused: Refused
 ) -> None:
-    name, more, words = ODD_FAMILIES[what]
-    gguf_files.write(tmp_path / "m.gguf", workshop.checkpoint(name, **FAMILIES[name]), **more)
-    assert words in refused(tmp_path / "m.gguf")
+    name, more, words = ODD_FAMILIES.get(what) or ("", *ODD_GGUF[what])
+    model = workshop.checkpoint(name, **FAMILIES[name]) if name else source
+    gguf_files.write(tmp_path / "model.gguf", model, **more)
+    kind = "architecture" if what == "another family" else "checkpoint"
+    assert words in refused(tmp_path / "model.gguf", kind=kind)
 
 
 @pytest.mark.parametrize("length", [3, 4, 100, 3000, -100])

@@ -1,0 +1,73 @@
+"""`--chat`: what is asked, what was said before, and answers that are interrupted."""
+
+from __future__ import annotations
+
+import fakes
+import pytest
+from commands import Cli
+from fakes import make_text_engine, script
+
+from runtime.files.errors import Terminated
+
+
+def test_a_conversation(chat_cli):
+    """Every prompt has what was said before; /reset forgets it; the template is the bundle's."""
+    asked = []
+    stream = chat_cli.engine.stream
+    chat_cli.monkeypatch.setattr(
+        chat_cli.engine, "stream",
+        lambda said, options: asked.append([dict(m) for m in said]) or stream(said, options),
+    )  # fmt: skip
+    status, out, err = chat_cli("--chat", stdin="do you\n\nreally\n/reset\nhm")
+    assert (status, out) == (0, "yes, i do.\n" * 3)
+    said = [[m["content"] for m in messages] for messages in asked]
+    assert said == [["do you"], ["do you", "yes, i do.", "really"], ["hm"]]
+    assert [m["role"] for m in asked[1]] == ["user", "assistant", "user"]
+    assert err.count("| output 11 tok |") == 3
+
+
+def test_a_template_may_be_the_messages_alone(tmp_path, capsys, monkeypatch):
+    """Fault: --chat asks first whether its options can be run, with a message that has no text."""
+    monkeypatch.setattr(fakes, "CHAT_TEMPLATE", "{{ messages[-1].content }}")
+    engine = make_text_engine(tmp_path, script("yes, i do."), order=None, chat=True)
+    status, out, _ = Cli(engine, capsys, monkeypatch)("--chat", "--gamma", "0", stdin="do you\n")
+    assert status == 0 and out.endswith("do.\n")
+
+
+def test_a_message_that_is_refused_is_not_said(chat_cli):
+    stdin = "x" * 500 + "\ndo you\n"
+    status, out, err = chat_cli("--chat", "--stats", "none", stdin=stdin)
+    assert (status, out) == (0, "yes, i do.\n")
+    assert err.startswith("error: prompt: the prompt has ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("how", [KeyboardInterrupt, Terminated])
+def test_an_answer_that_is_interrupted_stays_as_far_as_it_came(chat_cli, how):
+    """Fault: SIGTERM ends the answer alone."""
+    stream, asked = chat_cli.engine.stream, []
+
+    def interrupted(said, options):
+        asked.append([dict(message) for message in said])
+        running = stream(said, options)
+        if len(asked) == 1:
+            advance = running._advance
+
+            def once():
+                if running.text:
+                    raise how
+                return advance()
+
+            running._advance = once
+        return running
+
+    chat_cli.monkeypatch.setattr(chat_cli.engine, "stream", interrupted)
+    status, out, _ = chat_cli("--chat", stdin="do you\nwell\n")
+    if how is Terminated:
+        assert (status, len(asked)) == (143, 1)
+        return
+    partial, whole = out.splitlines()
+    assert (status, whole) == (0, "yes, i do.")
+    assert whole.startswith(partial) and partial != whole
+    assert asked[1][1] == {"role": "assistant", "content": partial}
+    assert chat_cli.engine.decoder.slots.free == 1

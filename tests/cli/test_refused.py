@@ -1,0 +1,136 @@
+"""What the command line refuses, and when: before it loads a bundle, where that can be."""
+
+from __future__ import annotations
+
+import pytest
+from commands import Cli
+from fakes import VOCAB_SIZE, make_text_engine, random_model
+
+ONE = '{"prompt": "a"}'
+
+
+@pytest.mark.parametrize(
+    ("argv", "stdin", "kind", "words"),
+    [
+        ("--prompt-file missing.txt", None, "prompt", "cannot read missing.txt"),
+        ("--prompt-file .", None, "prompt", "cannot read ."),
+        ("--prompt-file /dev/zero", None, "prompt", "/dev/zero has more than 16.0 MiB"),
+        ("--prompt -", b"ab\xff", "prompt", "standard input is not UTF-8: byte 2 is 0xff"),
+        ("--messages -", '[{"content": ' + "[" * 100_000, "prompt", "is not JSON"),
+        ("--messages -", "[{", "prompt", "standard input is not JSON"),
+        ("--messages -", "[]", "prompt", "no list of messages"),
+        ("--messages -", '[{"content": "x"}]', "prompt", "message 0 has no role"),
+        ("--messages - --system x", '[{"role": "system", "content": "x"}]', "option",
+         "--system contradicts"),
+        ("--messages - --no-chat-template", '[{"role": "user", "content": "a"}]', "option",
+         "--messages need"),
+        ("--batch -", "[" * 100_000, "prompt", "line 1 of standard input is not JSON"),
+        ("--batch -", "\n \n", "prompt", "has no requests"),
+        ("--batch -", ONE + "\n\n{", "prompt", "line 3 of standard input"),
+        ("--batch -", "[1]", "prompt", "line 1 of standard input is not a JSON object"),
+        ("--batch -", '{"prompt": "a", "messages": []}', "prompt", "needs either"),
+        ("--batch -", '{"prompt": 7}', "prompt", "neither a text nor a list of token ids"),
+        ("--batch -", '{"prompt": [1, true]}', "prompt", "neither a text nor"),
+        ("--batch -", '{"prompt": "a", "topk": 7}', "option", "line 1 of standard input: "
+         "unknown key 'topk'"),
+        ("--batch -", '{"prompt": "a", "top_k": "7"}', "option", "top_k='7' is out of range"),
+        ("--batch -", '{"prompt": "a", "max_new_tokens": null}', "option",
+         "max_new_tokens=None is out of range"),
+        ("--batch - --draft none", '{"prompt": "a", "gamma": 2}', "option",
+         "draft=none contradicts gamma=2"),
+        ("--batch - --no-chat-template", '{"messages": [{"role": "user"}]}', "option",
+         "messages need the chat template"),
+        ("--batch - --color", ONE, "option", "--color paints text"),
+        ("--batch - --stream", ONE, "option", "--stream prints text"),
+        ("--batch - --baseline", ONE, "option", "--batch has many"),
+        ("--batch - --check", ONE, "option", "--batch has many"),
+        ("--chat --json", "", "option", "--chat"),
+        ("--chat --baseline", "", "option", "--chat"),
+        ("--chat --check", "", "option", "--chat"),
+        ("--chat --no-stream", "", "option", "--chat"),
+    ],
+)  # fmt: skip
+def test_bad_prompts_are_refused_before_loading(cli, argv, stdin, kind, words):
+    assert words in cli.refused(*argv.split(), kind=kind, stdin=stdin)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--draft none --gamma 3", "--draft none contradicts --gamma 3"),
+        ("--draft ngram --gamma 0", "--draft ngram contradicts --gamma 0"),
+        ("--color --json", "--color paints text"),
+        ("--stream --json", "--stream prints text"),
+        ("--stream --baseline", "without streaming"),
+        ("--baseline --gamma 0", "which this is already"),
+        ("--baseline --draft none", "which this is already"),
+        ("--stop=", "stop=[''] is out of range"),
+        ("--logit-bias 5", "'5' is not a token id and a number"),
+        ("--logit-bias 5=1 --logit-bias 5=2", "--logit-bias names an id twice"),
+        ("--corpus x --draft model", "--corpus is only read by the drafts ngram"),
+        ("--table x --draft ngram", "--table is only read by the drafts unigram"),
+        ("--corpus x --beams 2", "--corpus has no meaning for a beam search"),
+        ("--seed 0 --beams 2", "--seed has no meaning for a beam search"),
+        ("--top-k 3 --beams 2", "--top-k has no meaning for a beam search"),
+        ("--check --beams 2", "--check has no"),
+        ("--draft-beams 2 --beams 3", "narrower than --beams 3"),
+        ("--length-penalty 0", "Add --beams"),
+        ("--pace smooth --beams 2", "nothing is streamed"),
+        ("--pace smooth --json", "nothing is streamed"),
+        ("--chat", "not allowed with argument --prompt"),
+        ("--logprobs 3", "part of the JSON output"),
+        ("--system x --no-chat-template", "needs the chat template"),
+        ("--gamma 0 --verify block", "no effect in plain decoding"),
+        ("--gamma 0 --fallback auto", "no effect in plain decoding"),
+        ("--min-new-tokens 300", "min_new_tokens=300 is over"),
+        ("--verify sigmoid", "not defined at temperature=0"),
+        ("--top-p 0", "top_p=0.0 is out of range"),  # all other values: test_warp.py
+        # What argparse itself refuses.
+        ("--max-new-tokens 0", "'0' is not a whole number from 1 up"),
+        ("--gamma often", "'often' is not a whole number from 0 up, auto or transformers"),
+        ("--temperature warm", "invalid float value"),
+        ("--verify magic", "invalid choice"),
+        ("--temp 1", "unrecognized arguments: --temp"),
+        ("--prompt-file x", "not allowed with argument --prompt"),
+        ("--stop", "--stop: expected one argument. See "),
+        ("--stop -x", "A value that begins with - is written --stop=-x."),
+    ],
+)
+def test_contradictions_are_refused_before_loading(cli, argv, words):
+    assert words in cli.refused("--prompt", "hello", *argv.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "kind", "words"),
+    [
+        ("--prompt=", "prompt", "empty"),
+        ("--prompt " + "a" * 500, "prompt", "500 tokens"),
+        ("--prompt a --gamma 9", "option", "gamma=9"),
+        ("--prompt a --system x", "option", "system message"),
+        ("--prompt a --corpus x", "option", "--corpus is only read by"),
+        ("--chat", "option", "--chat needs a chat template, and bundle has none"),
+        ("--messages -", "prompt", "chat template"),
+        (f"--prompt a --stop-token-id {VOCAB_SIZE}", "option", "does not exist"),
+        (f"--prompt a --logit-bias {VOCAB_SIZE}=1", "option", "logit_bias: the token id"),
+        ("--prompt a --json --logprobs 33", "option", "logprobs=33"),
+        ("--batch -", "prompt", "line 2 of standard input: the prompt is empty"),
+    ],
+)
+def test_what_only_the_bundle_can_refuse(cli, argv, kind, words):
+    stdin = '[{"role": "user"}]' if "--messages" in argv else ONE + '\n{"prompt": ""}\n'
+    assert words in cli.refused(*argv.split(), kind=kind, loaded=True, stdin=stdin)
+
+
+def test_what_needs_a_draft(tmp_path, capsys, monkeypatch):
+    cli = Cli(make_text_engine(tmp_path, random_model(1)), capsys, monkeypatch)
+    for argv, words in (
+        ("--draft model", "built without a draft"),
+        ("--gamma 2", "needs a draft"),
+        ("--baseline", "without a draft there is nothing else"),
+        ("--verify block", "no effect in plain decoding"),
+    ):
+        assert words in cli.refused("--prompt", "a", *argv.split(), loaded=True)
+
+
+def test_no_prompt_at_all(cli):
+    assert "one of the arguments --prompt" in cli.refused()
