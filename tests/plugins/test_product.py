@@ -23,7 +23,7 @@ WIDTHS = range(1, 21)
 
 @pytest.fixture(params=get_args(Bits))
 def bits(request: pytest.FixtureRequest) -> Bits:
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 def matrix(bits: Bits, rows: int = ROWS, columns: int = COLUMNS) -> Quantised:

@@ -39,7 +39,7 @@ def copied(bundle: Path, place: Path) -> Path:
 
 def run(program: Path, *words: object, **options: object) -> subprocess.CompletedProcess[str]:
     command = [str(program), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)  # type: ignore[call-overload, no-any-return]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
 
 
 def test_headers_are_c(tmp_path: Path) -> None:
@@ -356,5 +356,5 @@ def test_what_cannot_be_opened(llama_bundle: Path) -> None:
         ({"corpus": [1, 10**6]}, "option", "the corpus has the token id 1000000"),
     ):  # fmt: skip
         with pytest.raises(OutriderError, match=words) as caught:
-            NativeSession(llama_bundle, **config)  # type: ignore[arg-type]
+            NativeSession(llama_bundle, **config)
         assert caught.value.kind == kind and caught.value.remedy

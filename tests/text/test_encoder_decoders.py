@@ -1,5 +1,4 @@
-"""Encoder-decoders: at temperature 0 the tokens of Transformers' `generate`, and whose source a
-slot has.
+"""Encoder-decoders: at temperature 0 the tokens of Transformers' `generate`, and what is promised.
 
 Sources of one token to over a hundred, in one slot and in three that have different ones; drafts
 that are right now and then, lookups, none. A random model's greedy text repeats itself, so all of
@@ -9,44 +8,30 @@ them have a repetition penalty, which is Transformers' own.
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Sequence
-from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 from checkpoints import CONTEXT, FORCED, VOCAB_SIZE, WITH_ENCODER
-from commands import error_line
-from exported import command, nothing_left
+from encoders import SOURCES, bundle_of, expected, greedy, texts
 from originals import one_thread
 from rounds import cases
-from safetensors.torch import load_file, save_file
 from torch.utils._pytree import tree_leaves, tree_unflatten
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from workshop import MAX_LEN, Workshop
 
-from engines import aotinductor
-from engines.bundle import build, runs
-from engines.registry import BACKENDS
-from export.checkpoint import find, same_encoder
-from export.encoder import _number
-from runtime import Options, TextEngine, generate, load
-from runtime.backends import host
-from runtime.backends.engine import HeldRows, Ids
-from runtime.backends.host import HostEngine
-from runtime.backends.registry import host_engine
+from engines.bundle import build
+from runtime import Options, generate, load
 from runtime.beam.text import beam_texts
 from runtime.certificate import check
 from runtime.drafts.registry import KINDS
 from runtime.drafts.tables import Tables, fingerprint
-from runtime.files.errors import EXIT_STATUS, OutriderError
+from runtime.files.errors import OutriderError
 from runtime.files.folders import refuse_foreign
 from runtime.files.manifest import (
-    ENCODER_DECODERS,
     ENCODER_FILE,
     ENCODER_PACKAGE_FILE,
     PACKAGE_FILE,
@@ -61,66 +46,6 @@ from runtime.files.torch_files import (
     read_tensors,
 )
 from runtime.theory.measure import measure
-
-NEW_TOKENS, PENALTY = 48, 3.0
-SOURCES = [
-    np.random.default_rng(length).integers(1, VOCAB_SIZE, length).tolist()
-    for length in (1, 7, 40, MAX_LEN)
-]
-
-
-@cache
-def original(checkpoint: Path) -> AutoModelForSeq2SeqLM:
-    model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
-    # No end of text, so that all of the tokens are compared.
-    model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
-    return model
-
-
-def expected(checkpoint: Path, source: list[int], prompt: list[int] | None = None) -> list[int]:
-    """Transformers' own tokens after the decoder's first ones."""
-    ids, model = torch.tensor([source]), original(checkpoint)
-    begun = {} if prompt is None else {"decoder_input_ids": torch.tensor([prompt])}
-    forced = model.generation_config.forced_bos_token_id is not None and prompt is None
-    first = 1 + forced + len(prompt or ())
-    output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
-        max_new_tokens=NEW_TOKENS + forced, repetition_penalty=PENALTY, **begun,
-    )[0].tolist()  # fmt: skip
-    assert len(set(output)) > NEW_TOKENS // 2, "a degenerate text proves nothing"
-    return output[first:]
-
-
-def greedy(source: list[int], gamma: int | None = None, draft: str | None = None) -> Options:
-    return Options(
-        source=source, gamma=gamma, draft=draft, max_new_tokens=NEW_TOKENS, ignore_eos=True,
-        repetition_penalty=PENALTY,
-    )  # fmt: skip
-
-
-def texts(engine: TextEngine, requests: list[Options]) -> list[list[int]]:
-    results = dict(engine.batch([(None, options) for options in requests]))
-    return [results[index].token_ids for index in range(len(requests))]
-
-
-def bundle_of(workshop: Workshop, name: str, **options: Any) -> tuple[Path, Path]:
-    """A checkpoint, and its bundle with a draft that is right now and then."""
-    target = workshop.checkpoint(name)
-    return target, workshop.bundle(target, workshop.checkpoint(name, blur=0.1), **options)
-
-
-# Its compiler takes a minute for a model of two layers.
-COMPILED = pytest.param("aotinductor", marks=pytest.mark.slow)
-
-
-@pytest.fixture(scope="module", params=["onnxruntime", COMPILED])
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def t5(workshop: Workshop, backend: str) -> tuple[Path, Path]:
-    return bundle_of(workshop, "t5", backend=backend)
 
 
 def test_greedy_text_is_that_of_transformers(t5: tuple[Path, Path]) -> None:
@@ -216,20 +141,6 @@ def test_how_short_a_text_may_be(workshop: Workshop, least: int | None) -> None:
     assert len(free.token_ids) < 5, "the control"
 
 
-def test_a_source_is_looked_into(t5: tuple[Path, Path]) -> None:
-    """The copying draft proposes what followed in the source."""
-    engine = one_thread(t5[1], 1)
-    source = [20, 21, 22, 23, 24]
-    request = engine.request([20, 21], greedy(source, 3, "copy"))
-    sequence = engine.decoder.admit(request)
-    try:
-        sequence.slot.tokens[:] = [1, 20, 21]
-        proposer = engine.decoder.rounds.proposer
-        assert proposer._of(sequence).guess(sequence, [], 3) == [22, 23, 24]
-    finally:
-        engine.decoder.release(sequence)
-
-
 # What is compiled
 
 
@@ -284,140 +195,6 @@ def test_programs_without_a_compiler(
     assert f"{block}.1.{attention}.q.weight" in text and "lm_head.weight" in text
 
 
-# Slots
-
-
-@pytest.fixture
-def encoded(monkeypatch: pytest.MonkeyPatch, backend: str) -> list[int]:
-    """The length of each source that an encoder has read, of token ids."""
-    lengths: list[int] = []
-    engine = host_engine(backend)
-    real = engine._encode
-
-    def encode(self: HostEngine[Any], source: Ids, names: Sequence[str]) -> dict[str, Any]:
-        if source.ndim == 2:
-            lengths.append(source.shape[1])
-        return real(self, source, names)
-
-    monkeypatch.setattr(engine, "_encode", encode)
-    return lengths
-
-
-def test_an_encoder_runs_once_a_request(t5: tuple[Path, Path], encoded: list[int]) -> None:
-    engine = one_thread(t5[1], 1)
-    texts(engine, [greedy(SOURCES[1], 0)])
-    assert encoded == [7], "the target's alone, where nothing is drafted by a model"
-    texts(engine, [greedy(SOURCES[2], 4)])
-    assert encoded == [7, 40, 40]
-    texts(engine, [greedy(SOURCES[2], 4)])
-    assert encoded == [7, 40, 40], "the slot has it still"
-
-
-def with_encoder_of(draft: Path, target: Path, folder: Path) -> Path:
-    """The draft with the target's encoder, and so with its embeddings."""
-    shutil.copytree(draft, folder)
-    theirs, weights = (load_file(x / "model.safetensors") for x in (target, draft))
-    same = {name: theirs[name] for name in weights if name.startswith(("encoder.", "shared."))}
-    save_file({**weights, **same}, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
-def test_a_draft_with_the_targets_encoder_runs_none(
-    workshop: Workshop, tmp_path: Path, encoded: list[int], backend: str
-) -> None:
-    """What the target's has made is projected by the draft's own decoder."""
-    target, other = workshop.checkpoint("t5"), workshop.checkpoint("t5", blur=0.1)
-    draft = with_encoder_of(other, target, tmp_path / "draft")
-    assert same_encoder(find(str(target)), find(str(draft)))
-    assert not same_encoder(find(str(target)), find(str(other)))
-    bundle = workshop.bundle(target, draft, backend=backend)
-    facts = read_bundle(bundle).pair.draft
-    assert facts and facts.encoder and facts.encoder.shared == 64
-    engine, one = one_thread(bundle, 3), one_thread(bundle, 1)
-    said = [expected(target, source) for source in SOURCES]
-    assert texts(engine, [greedy(source, 4) for source in SOURCES]) == said
-    assert encoded == [len(source) for source in SOURCES]
-    assert texts(one, [greedy(SOURCES[1], 0), greedy(SOURCES[1], 4)]) == [said[1]] * 2
-    assert encoded[4:] == [7], "kept for the draft, which asks for it later"
-    states = engine.decoder.target._states
-    model = AutoModelForSeq2SeqLM.from_pretrained(target).get_encoder()
-    slot = engine.decoder.target.held.slot_of(SOURCES[3])  # the last to come
-    want = model(torch.tensor([SOURCES[3]])).last_hidden_state.detach().numpy()
-    np.testing.assert_allclose(states[slot], want, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("change", "same"),
-    [
-        ({"num_decoder_layers": 1}, True),
-        ({"num_heads": 8}, False),
-        ({"d_ff": 90}, False),
-        ({"pad_token_id": 5}, False),  # some count positions from it
-    ],
-)
-def test_what_a_configuration_says_of_an_encoder(
-    workshop: Workshop, tmp_path: Path, change: dict[str, int], same: bool
-) -> None:
-    """The same weights mean something else under another configuration."""
-    target = workshop.checkpoint("t5")
-    other = Path(shutil.copytree(target, tmp_path / "other"))
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, **change}))
-    assert same_encoder(find(str(target)), find(str(other))) is same
-
-
-def test_an_embedding_by_another_name_is_none_to_compare(
-    workshop: Workshop, tmp_path: Path
-) -> None:
-    """Of tied matrices a file may have the output's alone."""
-    target, names = workshop.checkpoint("t5"), ("shared.weight", "lm_head.weight")
-    folders = [Path(shutil.copytree(target, tmp_path / name)) for name in names]
-    assert same_encoder(*(find(str(folder)) for folder in folders))
-    for name, folder in zip(names, folders, strict=True):
-        weights = load_file(target / "model.safetensors")
-        weights[name] = weights.pop("shared.weight")
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    tied = find(str(folders[1]))
-    assert not same_encoder(tied, tied)
-
-
-@pytest.mark.parametrize("looks", [True, False], ids=["as it is", "control"])
-def test_rows_of_another_source_are_not_used_again(
-    t5: tuple[Path, Path], looks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Control: rows that are taken for those of any source give another text."""
-    if not looks:
-        real = HeldRows.common
-
-        def common(self: HeldRows, slot: int, text: list[int], _: object) -> int:
-            return real(self, slot, text, self._sources[slot])
-
-        def encoded(self: HeldRows, slot: int, source: list[int]) -> None:
-            self._sources[slot] = tuple(source)
-
-        monkeypatch.setattr(HeldRows, "common", common)
-        monkeypatch.setattr(HeldRows, "encoded", encoded)
-    engine, prompt = one_thread(t5[1], 1), list(range(60, 72))
-    for source in SOURCES[1:3]:
-        result = engine.generate(prompt, greedy(source))
-    assert (result.token_ids == expected(t5[0], SOURCES[2], prompt)) == looks
-    assert (result.stats.reused_tokens == 0) == looks
-
-
-def test_room_for_sources_grows(t5: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neighbours keep theirs while a longer one comes, and one slot gives its room back."""
-    monkeypatch.setattr(host, "FIRST_ROWS", 16)
-    said = [expected(t5[0], source) for source in SOURCES]
-    three = one_thread(t5[1], 3)
-    assert texts(three, [greedy(source, 4) for source in SOURCES]) == said
-    assert three.decoder.target.source_rows == MAX_LEN
-    one, rows = one_thread(t5[1], 1), []
-    for source, text in zip(reversed(SOURCES), reversed(said), strict=True):
-        assert texts(one, [greedy(source, 4)]) == [text]
-        rows.append(one.decoder.target.source_rows)
-    assert rows == [MAX_LEN, 64, 16, 16]
-
-
 def test_a_part_can_be_made_again(t5: tuple[Path, Path], workshop: Workshop) -> None:
     """What is replaced holds files of ours alone."""
     part = workshop.cache / read_bundle(t5[1]).pair.target.key[:16]
@@ -465,21 +242,6 @@ def certified(bundle: Path) -> None:
     assert found.passed and found.tokens == 512 and found.drafted
     lenient = Options(**{**vars(options), "verify": "sigmoid"})
     assert not check(engine, None, lenient).passed
-
-
-@pytest.mark.slow
-def test_positions_do_not_depend_on_how_a_text_is_cut() -> None:
-    """Fault: M2M100 counts those of a call without its padding."""
-
-    def positions(*widths: int) -> list[int]:
-        parts = torch.tensor([[5, 0, 6, 7]]).split(widths, dim=1)
-        begins = torch.tensor([sum(widths[:i]) for i in range(len(widths))])
-        found = [
-            _number(None, None, x, 0, b[None, None]) for x, b in zip(parts, begins, strict=True)
-        ]
-        return torch.cat(found, dim=1)[0].tolist()
-
-    assert positions(4) == positions(1, 1, 1, 1) == positions(2, 2) == [1, 0, 3, 4]
 
 
 @pytest.mark.parametrize("name", cases(["t5", "marian"], WITH_ENCODER))
@@ -542,46 +304,6 @@ def test_refused(
 def test_prompts_alone_are_not_measured(t5: tuple[Path, Path]) -> None:
     with pytest.raises(OutriderError, match=r"reads a source, .* --source TEXT --baseline"):
         measure(one_thread(t5[1], 1), ["ab"], 0.0, 8)
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "cause"),
-    [
-        (["--dtype", "float16"], "option", "DTYPE=float16 is for decoder-only models"),
-        (
-            ["--backend-runs", "full"],
-            "backend",
-            "the backend does not run encoder-decoders with DTYPE=",
-        ),
-        (["--cache-type", "int8"], "option", "CACHE=int8 is for decoder-only models"),
-        (["--draft", "llama"], "architecture", "one of them reads a source"),
-    ],
-)
-def test_not_exported(
-    workshop: Workshop, tmp_path: Path, options: list[str], kind: str, cause: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    named = [str(workshop.checkpoint(x)) if x == "llama" else x for x in options]
-    status, err = command(capsys, tmp_path, workshop.checkpoint("t5"), *named)
-    assert status == EXIT_STATUS[kind]
-    assert cause in error_line(err, kind)
-    assert nothing_left(tmp_path)
-
-
-def test_backends_that_run_no_encoder(
-    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graphs = workshop.graphs(workshop.checkpoint("t5"), workshop.checkpoint("t5", blur=0.1))
-    for name, dtype in product(BACKENDS, ("float32", "float16", "bfloat16")):
-        dtypes = {"aotinductor": ["float32", "bfloat16"], "onnxruntime": ["float32"]}
-        does = dtype in dtypes.get(name, [])
-        sm = "cpu" if name == "aotinductor" else ""
-        assert (ENCODER_DECODERS in runs(name, dtype, sm)) == does  # which the export is told
-    monkeypatch.setattr(aotinductor, "targets", lambda *_: ["sm90"])
-    for name in ("tensorrt_rtx", "aotinductor"):
-        with pytest.raises(OutriderError, match="does not run encoder-decoders") as refused:
-            build(graphs, tmp_path / "out", backend=name, slots=1)
-        assert refused.value.kind == "backend"
 
 
 # From the command line

@@ -6,7 +6,6 @@ repetition penalty, which is Transformers' own; the suppressed tokens are the ch
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -15,9 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import FEATURES, VOCAB_SIZE, WHISPER
-from commands import error_line
-from exported import command, nothing_left
+from checkpoints import FEATURES, WHISPER
+from encoders import COMPILED
 from originals import one_thread
 from rounds import cases
 from transformers import WhisperForConditionalGeneration
@@ -28,7 +26,7 @@ from export.checkpoint import find
 from runtime import Options
 from runtime.certificate import check
 from runtime.files.audio import FeatureFacts
-from runtime.files.errors import EXIT_STATUS, OutriderError
+from runtime.files.errors import OutriderError
 from runtime.files.manifest import read_bundle
 
 NEW_TOKENS, PENALTY = 48, 3.0
@@ -83,9 +81,6 @@ def pair(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     """A checkpoint, and a draft that is right now and then."""
     target = workshop.checkpoint("whisper")
     return target, distilled(target, tmp_path_factory.mktemp("distilled") / "draft")
-
-
-COMPILED = pytest.param("aotinductor", marks=pytest.mark.slow)  # as in test_encoder_decoders.py
 
 
 @pytest.fixture(scope="module", params=["onnxruntime", COMPILED])
@@ -227,65 +222,3 @@ def test_features_are_refused_of_a_model_that_reads_text(workshop: Workshop) -> 
         OutriderError, match=r"the source is float32 \[8, 16\], and the target, a T5"
     ):
         one_thread(bundle, 1).generate(None, source=SOURCES[0])
-
-
-@pytest.mark.parametrize(
-    ("generation", "cause"),
-    [
-        (
-            {"suppress_tokens": [VOCAB_SIZE]},
-            "generation_config names the token 257, and there are 257",
-        ),
-        ({"lang_to_id": {"<|en|>": "x"}}, "generation_config.lang_to_id.<|en|> is 'x', not"),
-        ({"max_length": "x"}, "generation_config.max_length is 'x', not"),
-        (
-            {"max_initial_timestamp_index": -1},
-            "generation_config.max_initial_timestamp_index is -1, not from 0 to 65536",
-        ),
-        ({"language": "klingon"}, "Unsupported language: klingon"),
-    ],
-)
-def test_checkpoints_that_cannot_transcribe(
-    workshop: Workshop, tmp_path: Path, generation: dict[str, Any], cause: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    odd = workshop.checkpoint("whisper", generation=generation)
-    status, err = command(capsys, tmp_path, odd)
-    assert status == EXIT_STATUS["checkpoint"]
-    assert f"{odd.name} cannot transcribe: {cause}" in error_line(err, "checkpoint")
-    assert nothing_left(tmp_path)
-
-
-def test_features_of_no_length(
-    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    odd = Path(shutil.copytree(workshop.checkpoint("whisper"), tmp_path / "odd"))
-    file = odd / "preprocessor_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "chunk_length": 0}))
-    status, err = command(capsys, tmp_path / "out", odd)
-    assert status == EXIT_STATUS["checkpoint"]
-    cause = error_line(err, "checkpoint")
-    assert cause == f"{odd}: preprocessor_config.n_samples is 0, not from 1 to 2147483647"
-
-
-def test_a_draft_that_reads_other_features(
-    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = workshop.checkpoint("whisper")
-    other = Path(shutil.copytree(target, tmp_path / "other"))
-    file = other / "preprocessor_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "feature_size": 16}))
-    status, err = command(capsys, tmp_path / "out", target, "--draft", str(other))
-    assert status == EXIT_STATUS["architecture"]
-    assert "reads 8 x 16 log-mel features, and its draft other 16 x 16" in err
-
-
-def test_a_text_is_nothing_to_measure_it_on(
-    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("This is what was said. " * 40)
-    asked = ["--weights", "int8", "--text", str(text)]
-    status, err = command(capsys, tmp_path, workshop.checkpoint("whisper"), *asked)
-    assert status == EXIT_STATUS["option"]
-    assert "reads sound" in error_line(err, "option")

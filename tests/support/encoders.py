@@ -1,0 +1,64 @@
+"""Texts of encoder-decoders by Transformers and by us, of the same sources."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE
+from transformers import AutoModelForSeq2SeqLM
+from workshop import MAX_LEN, Workshop
+
+from runtime import Options, TextEngine
+
+NEW_TOKENS, PENALTY = 48, 3.0
+SOURCES = [
+    np.random.default_rng(length).integers(1, VOCAB_SIZE, length).tolist()
+    for length in (1, 7, 40, MAX_LEN)
+]
+# Its compiler takes a minute for a model of two layers.
+COMPILED = pytest.param("aotinductor", marks=pytest.mark.slow)
+
+
+@cache
+def original(checkpoint: Path) -> AutoModelForSeq2SeqLM:
+    model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
+    # No end of text, so that all of the tokens are compared.
+    model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
+    return model
+
+
+def expected(checkpoint: Path, source: list[int], prompt: list[int] | None = None) -> list[int]:
+    """Transformers' own tokens after the decoder's first ones."""
+    ids, model = torch.tensor([source]), original(checkpoint)
+    begun = {} if prompt is None else {"decoder_input_ids": torch.tensor([prompt])}
+    forced = model.generation_config.forced_bos_token_id is not None and prompt is None
+    first = 1 + forced + len(prompt or ())
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
+        max_new_tokens=NEW_TOKENS + forced, repetition_penalty=PENALTY, **begun,
+    )[0].tolist()  # fmt: skip
+    assert len(set(output)) > NEW_TOKENS // 2, "a degenerate text proves nothing"
+    return output[first:]
+
+
+def greedy(source: list[int], gamma: int | None = None, draft: str | None = None) -> Options:
+    return Options(
+        source=source, gamma=gamma, draft=draft, max_new_tokens=NEW_TOKENS, ignore_eos=True,
+        repetition_penalty=PENALTY,
+    )  # fmt: skip
+
+
+def texts(engine: TextEngine, requests: list[Options]) -> list[list[int]]:
+    results = dict(engine.batch([(None, options) for options in requests]))
+    return [results[index].token_ids for index in range(len(requests))]
+
+
+def bundle_of(workshop: Workshop, name: str, **options: Any) -> tuple[Path, Path]:
+    """A checkpoint, and its bundle with a draft that is right now and then."""
+    target = workshop.checkpoint(name)
+    return target, workshop.bundle(target, workshop.checkpoint(name, blur=0.1), **options)

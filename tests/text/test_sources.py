@@ -1,0 +1,114 @@
+"""Whose source a slot has: an encoder runs once for it, and rows of another's are not used."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from encoders import SOURCES, expected, greedy, texts
+from originals import one_thread
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSeq2SeqLM
+from workshop import MAX_LEN, Workshop
+
+from export.checkpoint import find, same_encoder
+from runtime.backends import host
+from runtime.backends.engine import HeldRows
+from runtime.files.manifest import read_bundle
+
+
+def test_a_source_is_looked_into(t5: tuple[Path, Path]) -> None:
+    """The copying draft proposes what followed in the source."""
+    engine = one_thread(t5[1], 1)
+    source = [20, 21, 22, 23, 24]
+    request = engine.request([20, 21], greedy(source, 3, "copy"))
+    sequence = engine.decoder.admit(request)
+    try:
+        sequence.slot.tokens[:] = [1, 20, 21]
+        proposer = engine.decoder.rounds.proposer
+        assert proposer._of(sequence).guess(sequence, [], 3) == [22, 23, 24]
+    finally:
+        engine.decoder.release(sequence)
+
+
+def test_an_encoder_runs_once_a_request(t5: tuple[Path, Path], encoded: list[int]) -> None:
+    engine = one_thread(t5[1], 1)
+    texts(engine, [greedy(SOURCES[1], 0)])
+    assert encoded == [7], "the target's alone, where nothing is drafted by a model"
+    texts(engine, [greedy(SOURCES[2], 4)])
+    assert encoded == [7, 40, 40]
+    texts(engine, [greedy(SOURCES[2], 4)])
+    assert encoded == [7, 40, 40], "the slot has it still"
+
+
+def with_encoder_of(draft: Path, target: Path, folder: Path) -> Path:
+    """The draft with the target's encoder, and so with its embeddings."""
+    shutil.copytree(draft, folder)
+    theirs, weights = (load_file(x / "model.safetensors") for x in (target, draft))
+    same = {name: theirs[name] for name in weights if name.startswith(("encoder.", "shared."))}
+    save_file({**weights, **same}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_a_draft_with_the_targets_encoder_runs_none(
+    workshop: Workshop, tmp_path: Path, encoded: list[int], backend: str
+) -> None:
+    """What the target's has made is projected by the draft's own decoder."""
+    target, other = workshop.checkpoint("t5"), workshop.checkpoint("t5", blur=0.1)
+    draft = with_encoder_of(other, target, tmp_path / "draft")
+    assert same_encoder(find(str(target)), find(str(draft)))
+    assert not same_encoder(find(str(target)), find(str(other)))
+    bundle = workshop.bundle(target, draft, backend=backend)
+    facts = read_bundle(bundle).pair.draft
+    assert facts and facts.encoder and facts.encoder.shared == 64
+    engine, one = one_thread(bundle, 3), one_thread(bundle, 1)
+    said = [expected(target, source) for source in SOURCES]
+    assert texts(engine, [greedy(source, 4) for source in SOURCES]) == said
+    assert encoded == [len(source) for source in SOURCES]
+    assert texts(one, [greedy(SOURCES[1], 0), greedy(SOURCES[1], 4)]) == [said[1]] * 2
+    assert encoded[4:] == [7], "kept for the draft, which asks for it later"
+    states = engine.decoder.target._states
+    model = AutoModelForSeq2SeqLM.from_pretrained(target).get_encoder()
+    slot = engine.decoder.target.held.slot_of(SOURCES[3])  # the last to come
+    want = model(torch.tensor([SOURCES[3]])).last_hidden_state.detach().numpy()
+    np.testing.assert_allclose(states[slot], want, atol=1e-5)
+
+
+@pytest.mark.parametrize("looks", [True, False], ids=["as it is", "control"])
+def test_rows_of_another_source_are_not_used_again(
+    t5: tuple[Path, Path], looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: rows that are taken for those of any source give another text."""
+    if not looks:
+        real = HeldRows.common
+
+        def common(self: HeldRows, slot: int, text: list[int], _: object) -> int:
+            return real(self, slot, text, self._sources[slot])
+
+        def encoded(self: HeldRows, slot: int, source: list[int]) -> None:
+            self._sources[slot] = tuple(source)
+
+        monkeypatch.setattr(HeldRows, "common", common)
+        monkeypatch.setattr(HeldRows, "encoded", encoded)
+    engine, prompt = one_thread(t5[1], 1), list(range(60, 72))
+    for source in SOURCES[1:3]:
+        result = engine.generate(prompt, greedy(source))
+    assert (result.token_ids == expected(t5[0], SOURCES[2], prompt)) == looks
+    assert (result.stats.reused_tokens == 0) == looks
+
+
+def test_room_for_sources_grows(t5: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours keep theirs while a longer one comes, and one slot gives its room back."""
+    monkeypatch.setattr(host, "FIRST_ROWS", 16)
+    said = [expected(t5[0], source) for source in SOURCES]
+    three = one_thread(t5[1], 3)
+    assert texts(three, [greedy(source, 4) for source in SOURCES]) == said
+    assert three.decoder.target.source_rows == MAX_LEN
+    one, rows = one_thread(t5[1], 1), []
+    for source, text in zip(reversed(SOURCES), reversed(said), strict=True):
+        assert texts(one, [greedy(source, 4)]) == [text]
+        rows.append(one.decoder.target.source_rows)
+    assert rows == [MAX_LEN, 64, 16, 16]
