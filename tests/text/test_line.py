@@ -26,7 +26,6 @@ class Crowd:
     ) -> tuple[Caller, Future[None]]:
         """Returns once the caller waits. holds: what its thread holds already."""
         caller = Caller()
-        waiting = len(line._waiting)
 
         def take() -> None:
             if holds is not None:
@@ -35,7 +34,7 @@ class Crowd:
             self.served.append(name)
 
         future = self._pool.submit(take)
-        while len(line._waiting) == waiting and not future.done():
+        while caller not in line._waiting and not future.done():
             threading.Event().wait(0.001)
         return caller, future
 
