@@ -62,7 +62,7 @@ class Suite:
         add("--quick", action="store_true", help=self.quick)
         made.set_defaults(threads=machine.physical_cores(), update=None)
         if self.threads:
-            add("--threads", type=at_least_one, metavar="N", help="default: the machine's cores")
+            add("--threads", type=at_least_one, metavar="N", help="default: %(default)s")
         add("--out", type=Path, metavar="DIR",
             help=f"write {self.name}.json and {self.name}.md there too")  # fmt: skip
         add("--show", type=Path, metavar="FILE",

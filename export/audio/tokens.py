@@ -90,7 +90,7 @@ def _built(checkpoint: Checkpoint, annotation: Any, given: Any, where: str) -> A
 
 def _check_tokens(checkpoint: Checkpoint, ids: Iterable[int]) -> None:
     width = checkpoint.text_config.vocab_size
-    if odd := [token for token in ids if token >= width]:
+    if odd := [token for token in ids if not 0 <= token < width]:
         raise _odd(checkpoint, f"{_FILE} names the token {odd[0]}, and there are {width}")
 
 

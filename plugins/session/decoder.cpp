@@ -146,8 +146,8 @@ int32_t Decoder::acquire(const Tokens& prompt) {
 
 uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_options& options) {
   Request request = check_request(prompt, length, options, bundle_, bits_.forgone);
-  auto made = std::make_unique<Sequence>();
-  Sequence& sequence = *made;
+  std::map<uint64_t, std::unique_ptr<Sequence>> made; // joined below, where no memory is asked for
+  Sequence& sequence = *(made[next_] = std::make_unique<Sequence>());
   sequence.request = std::move(request);
   // Room for all that can become text: what is drawn can be committed.
   sequence.tokens.reserve(static_cast<size_t>(
@@ -169,16 +169,16 @@ uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_op
   rows_[sequence.slot].busy = true;
   try {
     start(sequence);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    sequences_[next_] = std::move(made);
-  } catch (const Broken& broken) {
-    give_up(sequence, broken);
+  } catch (const Broken&) {
     leave(sequence);
+    clear(sequence.slot);
     throw;
   } catch (...) {
     leave(sequence);
     throw;
   }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  sequences_.merge(made);
   return next_++;
 }
 
@@ -263,20 +263,26 @@ void Decoder::settle(Sequence& sequence, const Tokens& drafts, const outrider_ve
   Tokens ids(drafts.begin(), drafts.begin() + verdict.accepted);
   ids.push_back(verdict.token);
   std::deque<Token> emitted;
-  int32_t finish = OUTRIDER_RUNNING;
-  for (size_t i = 0; i < ids.size() && finish == OUTRIDER_RUNNING; ++i) {
+  for (size_t i = 0; i < ids.size(); ++i) {
     const bool last = i + 1 == ids.size();
     int32_t origin = OUTRIDER_ACCEPTED;
     if (last && gamma == 0) origin = first ? OUTRIDER_FIRST : OUTRIDER_PLAIN;
     else if (last) origin = verdict.accepted == gamma ? OUTRIDER_BONUS : OUTRIDER_CORRECTED;
     emitted.push_back(reported(request, ids[i], origin, rows.row(row_of, static_cast<int64_t>(i))));
-    finish = finish_of(sequence, ids[i], sequence.stats.output_tokens + static_cast<int64_t>(i) + 1);
   }
-  const auto count = static_cast<int64_t>(emitted.size());
   sequence.fresh.insert(sequence.fresh.end(), std::make_move_iterator(emitted.begin()),
                         std::make_move_iterator(emitted.end())); // the last that may lack memory
+  // A callback among what is asked now hears of each token once.
+  const auto size = static_cast<int64_t>(ids.size());
+  int32_t finish = OUTRIDER_RUNNING;
+  int64_t count = 0;
+  while (count < size && finish == OUTRIDER_RUNNING) {
+    const int64_t id = ids[static_cast<size_t>(count++)];
+    finish = finish_of(sequence, id, sequence.stats.output_tokens + count);
+  }
+  sequence.fresh.erase(sequence.fresh.end() - (size - count), sequence.fresh.end());
   sequence.commit(ids, request.reads_model() ? gamma : 0);
-  sequence.roll_back(sequence.length() - (static_cast<int64_t>(ids.size()) - count));
+  sequence.roll_back(sequence.length() - (size - count));
   sequence.finish = finish;
   sequence.stats.output_tokens += count;
   if (!first) {
@@ -359,12 +365,15 @@ void Decoder::note_rows() {
   }
 }
 
-// The slot is free. What broke the logits may lie in its rows.
+// The slot is free. What broke the logits may lie in its rows: those are emptied.
 void Decoder::leave(Sequence& sequence) {
   rows_[sequence.slot] = {sequence.target_len, sequence.draft_len, false};
-  if (sequence.failure == nullptr) return;
-  target_->clear(sequence.slot);
-  if (draft_) draft_->clear(sequence.slot);
+  if (sequence.failure != nullptr) clear(sequence.slot);
+}
+
+void Decoder::clear(int32_t slot) {
+  target_->clear(slot);
+  if (draft_) draft_->clear(slot);
 }
 
 void Decoder::release(uint64_t request) {

@@ -48,6 +48,7 @@ private:
   void drop_cancelled();
   void note_rows();
   void leave(Sequence& sequence);
+  void clear(int32_t slot);
 
   // In the order that they depend on each other: ONNX Runtime outlives its models.
   Bundle bundle_;

@@ -131,7 +131,15 @@ def build(annotation: Any, value: Any, where: str) -> Any:
         return float(value)
     if origin is None and type(value) is annotation:
         return value
-    raise TypeError(f"{where} is {_shown(value)}, not of type {annotation}")
+    raise TypeError(
+        f"{where} is {_shown(value)}, not {_KINDS.get(origin or annotation, 'an object')}"
+    )
+
+
+_KINDS: dict[Any, str] = {
+    int: "a whole number", float: "a number", bool: "true or false", str: "a string",
+    list: "a list",
+}  # fmt: skip
 
 
 def _dataclass(cls: type, value: dict[str, Any], where: str) -> Any:

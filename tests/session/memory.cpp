@@ -1,8 +1,9 @@
-// Memory that is lacking: memory <bundle> <libonnxruntime.so>
+// Memory that is lacking: memory <bundle> <libonnxruntime.so> <bundle with broken logits>
 //
 // For each kind of request, every call is tried again and again; in the n-th attempt the n-th
 // allocation fails that liboutrider itself makes. Prints how many did, and ends with 2 where the
-// text is another than with memory for all.
+// text is another than with memory for all, or its callback heard another, and with 3 where what
+// breaks the logits is not said or takes the slot.
 #include <dlfcn.h>
 
 #include <cstdint>
@@ -37,7 +38,9 @@ void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace {
 
-int failures;
+int failures, heard;
+
+std::int32_t listen(void*, std::int64_t) { return ++heard, 0; }
 
 // How a call ends that has all the memory it wants, after those that had not.
 template <class Call> std::int32_t insist(bool lacking, const Call& call) {
@@ -80,7 +83,7 @@ int main(int, char** words) {
   outrider_config config{};
   config.abi_version = OUTRIDER_ABI_VERSION, config.folder = words[1];
   config.onnxruntime = words[2], config.slots = 1, config.threads = 1;
-  outrider_session* session = nullptr;
+  outrider_session *session = nullptr, *broken = nullptr;
   if (outrider_open(&config, &session, nullptr) != OUTRIDER_OK) return 1;
   for (const int draft : {OUTRIDER_DRAFT_NONE, OUTRIDER_DRAFT_MODEL, OUTRIDER_DRAFT_NGRAM,
                           OUTRIDER_DRAFT_CHAIN}) {
@@ -88,12 +91,24 @@ int main(int, char** words) {
     outrider_default_options(&options);
     options.temperature = 0.8, options.seed = 3, options.ignore_eos = 1;
     options.max_new_tokens = 30, options.logprobs = 2, options.presence_penalty = 0.5;
-    options.draft = draft;
+    options.draft = draft, options.stop = listen;
     const std::vector<std::int64_t> expected = text(session, options, false);
-    failures = 0;
-    const bool same = text(session, options, true) == expected && expected.size() == 30;
+    failures = heard = 0;
+    const bool same = text(session, options, true) == expected && heard == 30;
     std::printf("%d allocations failed, draft %d\n", failures, draft);
     if (!same) return 2;
   }
   outrider_close(session);
+  config.folder = words[3], config.unverified = 1;
+  if (outrider_open(&config, &broken, nullptr) != OUTRIDER_OK) return 1;
+  outrider_options options;
+  outrider_default_options(&options);
+  const std::int64_t prompt[] = {5, 6};
+  std::uint64_t request = 0;
+  for (const bool lacking : {true, false})
+    if (insist(lacking, [&] {
+          return outrider_admit(broken, prompt, 2, &options, &request, nullptr);
+        }) != OUTRIDER_FAILED_NUMERIC)
+      return 3;
+  outrider_close(broken);
 }

@@ -109,7 +109,10 @@ def test_streams(llama_bundle: Path, tmp_path: Path) -> None:
 def test_memory_that_is_lacking_changes_no_text(llama_bundle: Path, tmp_path: Path) -> None:
     """Each allocation of the library's own fails once, in every call of requests of all kinds."""
     program = compiled(find_compiler(), Path(__file__).with_name("memory.cpp"), tmp_path)
-    done = run(program, llama_bundle, onnxruntime())
+    broken = copied(llama_bundle, tmp_path / "bundle")
+    weights = broken / "target" / "weights.bin"
+    weights.write_bytes(b"\xff" * weights.stat().st_size)  # NaN
+    done = run(program, llama_bundle, onnxruntime(), broken)
     assert done.returncode == 0, done.stdout + done.stderr
     failures = [int(line.split()[0]) for line in done.stdout.splitlines()]
     assert len(failures) == 4 and min(failures) > 50, done.stdout
