@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,13 @@ def generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
         except Exception as error:  # noqa: BLE001 - Transformers checks fields by using them
             raise unreadable(checkpoint, "generation_config.json", first_line(error)) from None
     return None
+
+
+def check_named(checkpoint: Checkpoint, ids: Iterable[int]) -> None:
+    """ValueError for what a generation config takes for a token of the model and is none."""
+    width = checkpoint.text_config.vocab_size
+    if odd := [token for token in ids if not 0 <= token < width]:
+        raise ValueError(f"generation_config names the token {odd[0]}, and there are {width}")
 
 
 def unreadable(checkpoint: Checkpoint, file: str, why: str) -> OutriderError:

@@ -16,7 +16,7 @@ from runtime.files.records import build, digest_json
 from runtime.files.rules import TextRules
 
 from .audio import tokens
-from .checkpoint import Checkpoint, generation_config, unreadable
+from .checkpoint import Checkpoint, check_named, generation_config, unreadable
 from .formats import gguf, gguf_tokenizer
 
 # One of them holds the tokens. Without any, Transformers makes up a tokenizer for some models.
@@ -191,7 +191,7 @@ def _generation(checkpoint: Checkpoint) -> GenerationConfig:
 def rules(checkpoint: Checkpoint) -> TextRules | None:
     """What the generation config asks of each text, and a bundle carries. Raises OutriderError
     "checkpoint"."""
-    own, width = _generation(checkpoint), checkpoint.text_config.vocab_size
+    own = _generation(checkpoint)
     asked = {field.name: getattr(own, field.name) for field in fields(TextRules)}
     end = asked.pop("forced_eos_token_id")
     asked = {name: value for name, value in asked.items() if value not in (None, 0, [])}
@@ -200,8 +200,7 @@ def rules(checkpoint: Checkpoint) -> TextRules | None:
     try:
         found: TextRules = build(TextRules, asked, "generation_config")
         named = [token for word in found.bad_words_ids or () for token in word]
-        if odd := [token for token in [*named, found.forced_eos_token_id or 0] if token >= width]:
-            raise ValueError(f"generation_config names the token {odd[0]}, and there are {width}")
+        check_named(checkpoint, [*named, found.forced_eos_token_id or 0])
     except (TypeError, ValueError) as error:
         raise OutriderError(
             "checkpoint",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, GenerationConfig
@@ -15,8 +14,7 @@ from runtime.files.audio import AudioFacts
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.records import TokenId, build
 
-if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, check_named
 
 _FILE = "generation_config"
 _REMEDY = "Mend its generation_config.json, or download the checkpoint again."
@@ -45,16 +43,15 @@ def begin(checkpoint: Checkpoint, config: GenerationConfig) -> tuple[list[int], 
     retrieve = getattr(kind, "_retrieve_init_tokens", None)
     if retrieve is None:
         raise _odd(checkpoint, f"Transformers' {kind.__name__} has no tokens of its own to begin")
-    languages = getattr(config, "lang_to_id", None) or {}
-    where = f"{_FILE}.lang_to_id"
-    model = _NoSound(_built(checkpoint, dict[str, TokenId], languages, where))
     own: Any = copy.deepcopy(config)
     own.return_timestamps = False
     try:
+        languages = getattr(config, "lang_to_id", None) or {}
+        model = _NoSound(build(dict[str, TokenId], languages, f"{_FILE}.lang_to_id"))
         (ids,) = retrieve(model, None, 1, own, checkpoint.config, 0, {}).tolist()
+        check_named(checkpoint, ids)
     except Exception as error:  # noqa: BLE001 - Transformers checks fields by using them
         raise _odd(checkpoint, first_line(error)) from None
-    _check_tokens(checkpoint, ids)
     return ids, model.asked
 
 
@@ -76,22 +73,12 @@ def facts(checkpoint: Checkpoint, config: GenerationConfig) -> AudioFacts:
         "language_detected": detected,
         "language_names": {n: c for n, c in TO_LANGUAGE_CODE.items() if c in codes} or None,
     }
-    found: AudioFacts = _built(checkpoint, AudioFacts, given, _FILE)
-    _check_tokens(checkpoint, found.tokens())
-    return replace(found, max_length=min(found.max_length, checkpoint.max_len))
-
-
-def _built(checkpoint: Checkpoint, annotation: Any, given: Any, where: str) -> Any:
     try:
-        return build(annotation, given, where)
+        found: AudioFacts = build(AudioFacts, given, _FILE)
+        check_named(checkpoint, found.tokens())
     except (TypeError, ValueError) as error:
         raise _odd(checkpoint, first_line(error)) from None
-
-
-def _check_tokens(checkpoint: Checkpoint, ids: Iterable[int]) -> None:
-    width = checkpoint.text_config.vocab_size
-    if odd := [token for token in ids if not 0 <= token < width]:
-        raise _odd(checkpoint, f"{_FILE} names the token {odd[0]}, and there are {width}")
+    return replace(found, max_length=min(found.max_length, checkpoint.max_len))
 
 
 def _odd(checkpoint: Checkpoint, what: str) -> OutriderError:

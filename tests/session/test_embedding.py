@@ -37,6 +37,13 @@ def copied(bundle: Path, place: Path) -> Path:
     return Path(shutil.copytree(bundle, place))
 
 
+def with_broken(role: str, bundle: Path, place: Path) -> Path:
+    """A copy whose model of this role says NaN."""
+    weights = copied(bundle, place) / role / "weights.bin"
+    weights.write_bytes(b"\xff" * weights.stat().st_size)
+    return place
+
+
 def run(program: Path, *words: object, **options: object) -> subprocess.CompletedProcess[str]:
     command = [str(program), *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
@@ -92,9 +99,7 @@ def test_the_example(
 def test_streams(llama_bundle: Path, tmp_path: Path) -> None:
     """What ends a text comes out behind its last token, also what a callback throws; a stream holds
     its session, and gives its slot back when it is told to."""
-    bundle = copied(llama_bundle, tmp_path / "bundle")
-    weights = bundle / "draft" / "weights.bin"
-    weights.write_bytes(b"\xff" * weights.stat().st_size)  # NaN
+    bundle = with_broken("draft", llama_bundle, tmp_path / "bundle")
     program = compiled(find_compiler(), Path(__file__).with_name("streams.cpp"), tmp_path)
     done = run(program, bundle, onnxruntime())
     assert done.returncode == 0, done.stderr
@@ -109,9 +114,7 @@ def test_streams(llama_bundle: Path, tmp_path: Path) -> None:
 def test_memory_that_is_lacking_changes_no_text(llama_bundle: Path, tmp_path: Path) -> None:
     """Each allocation of the library's own fails once, in every call of requests of all kinds."""
     program = compiled(find_compiler(), Path(__file__).with_name("memory.cpp"), tmp_path)
-    broken = copied(llama_bundle, tmp_path / "bundle")
-    weights = broken / "target" / "weights.bin"
-    weights.write_bytes(b"\xff" * weights.stat().st_size)  # NaN
+    broken = with_broken("target", llama_bundle, tmp_path / "bundle")
     done = run(program, llama_bundle, onnxruntime(), broken)
     assert done.returncode == 0, done.stdout + done.stderr
     failures = [int(line.split()[0]) for line in done.stdout.splitlines()]
@@ -241,9 +244,7 @@ def test_a_length_that_no_sum_can_hold(llama_bundle: Path) -> None:
 
 
 def test_broken_logits(llama_bundle: Path, tmp_path: Path) -> None:
-    bundle = copied(llama_bundle, tmp_path / "bundle")
-    weights = bundle / "target" / "weights.bin"
-    weights.write_bytes(b"\xff" * weights.stat().st_size)  # NaN
+    bundle = with_broken("target", llama_bundle, tmp_path / "bundle")
     with (
         NativeSession(bundle, unverified=1) as session,
         pytest.raises(OutriderError, match=r"target, slot 0, position 3: NaN") as caught,
