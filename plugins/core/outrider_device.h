@@ -48,7 +48,6 @@ struct outrider_device_call {
   outrider_row* draft_rows;       // [B, width]; null: a verification shapes them itself
   outrider_verdict* verdicts;     // [B]; of a draw null, or [B]
   double* ratios;                 // [B, width]
-  const int32_t* step_at;         // null, or where the step is
   uint32_t* arrived;              // [B] blocks that are done, 0 between kernels; workspace from here
   outrider_row* rows;             // [B, row_count]: the target's width + 1, the draft's width;
   outrider_device_tile* tiles;    // [B, row_count, tile_count]
@@ -147,9 +146,7 @@ inline void add(outrider_device_plan* plan, const char* kernel, int32_t x, int32
   plan->launches[plan->launch_count++] = {kernel,
                                           {static_cast<uint32_t>(x), static_cast<uint32_t>(y),
                                            static_cast<uint32_t>(z)},
-                                          static_cast<uint32_t>(warps * 32),
-                                          0,
-                                          0};
+                                          static_cast<uint32_t>(warps * 32)};
 }
 
 // The kernels up to a decision or a draw. general: those that know penalties and filters.
@@ -165,17 +162,11 @@ inline void add_scan(outrider_device_plan* plan, outrider_device_call* call, int
   if (filters) add(plan, filter, 1, rows, call->slot_count, FILTER_WARPS);
 }
 
-inline void finish(outrider_device_plan* plan, const outrider_device_call& call) {
-  plan->call_size = static_cast<int32_t>(sizeof call);
-  std::memcpy(plan->call, &call, sizeof call);
-}
-
 // As outrider.h says.
 inline int32_t plan_draw(const outrider_device_sizes* sizes, const outrider_logits* logits,
-                         const outrider_slot* slots, int32_t step, const int32_t* step_at,
-                         const double* uniforms, int64_t* drafts, outrider_row* rows,
-                         outrider_verdict* verdicts, void* workspace, size_t workspace_size,
-                         outrider_device_plan* plan) {
+                         const outrider_slot* slots, int32_t step, const double* uniforms,
+                         int64_t* drafts, outrider_row* rows, outrider_verdict* verdicts,
+                         void* workspace, size_t workspace_size, outrider_device_plan* plan) {
   outrider_device_call call = {};
   const int32_t status = begin(sizes, slots, workspace, workspace_size, plan, &call);
   if (status != OUTRIDER_OK) return status;
@@ -187,11 +178,10 @@ inline int32_t plan_draw(const outrider_device_sizes* sizes, const outrider_logi
   call.drafts = drafts;
   call.draft_rows = rows;
   call.verdicts = verdicts;
-  call.step_at = step_at;
   call.step = step;
   add_scan(plan, &call, tiles_of(logits->vocab_size), 1, "outrider_draw_scan",
            "outrider_draw_scan_general", "outrider_draw_filter");
-  finish(plan, call);
+  std::memcpy(plan->call, &call, sizeof call);
   return OUTRIDER_OK;
 }
 
@@ -226,7 +216,7 @@ inline int32_t plan_verify(const outrider_device_sizes* sizes, const outrider_lo
   const char* rest = general ? "outrider_verify_rest_general" : "outrider_verify_rest";
   add(plan, rest, (tiles_of(target->vocab_size) + WARPS - 1) / WARPS, call.rest_count,
       call.slot_count, WARPS);
-  finish(plan, call);
+  std::memcpy(plan->call, &call, sizeof call);
   return OUTRIDER_OK;
 }
 

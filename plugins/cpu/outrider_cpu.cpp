@@ -250,12 +250,11 @@ size_t outrider_device_workspace_size(const outrider_device_sizes* sizes) {
 
 int32_t outrider_device_plan_draw(const outrider_device_sizes* sizes,
                                   const outrider_logits* logits, const outrider_slot* slots,
-                                  int32_t step, const int32_t* step_at, const double* uniforms,
-                                  int64_t* drafts, outrider_row* rows, outrider_verdict* verdicts,
-                                  void* workspace, size_t workspace_size,
-                                  outrider_device_plan* plan) {
-  return outrider_device::plan_draw(sizes, logits, slots, step, step_at, uniforms, drafts, rows,
-                                    verdicts, workspace, workspace_size, plan);
+                                  int32_t step, const double* uniforms, int64_t* drafts,
+                                  outrider_row* rows, outrider_verdict* verdicts, void* workspace,
+                                  size_t workspace_size, outrider_device_plan* plan) {
+  return outrider_device::plan_draw(sizes, logits, slots, step, uniforms, drafts, rows, verdicts,
+                                    workspace, workspace_size, plan);
 }
 
 int32_t outrider_device_plan_verify(const outrider_device_sizes* sizes,

@@ -327,11 +327,10 @@ OUTRIDER_API int32_t outrider_emulate_draw(const outrider_logits* logits,
   const outrider_device_sizes sizes = {slot_count, width, 0, logits->vocab_size,
                                        flags_of(slots, slot_count), 0};
   Workspace& workspace = workspace_of(sizes);
-  const int32_t* const step_at = step % 2 != 0 ? &step : nullptr; // now the one, now the other
   outrider_device_plan plan;
-  const int32_t status = outrider_device_plan_draw(
-      &sizes, logits, slots, step_at != nullptr ? 0 : step, step_at, uniforms, drafts, rows,
-      verdicts, workspace.begin, workspace.size, &plan);
+  const int32_t status =
+      outrider_device_plan_draw(&sizes, logits, slots, step, uniforms, drafts, rows, verdicts,
+                                workspace.begin, workspace.size, &plan);
   if (status != OUTRIDER_OK) return status;
   launch(plan);
   return outcome(slots, verdicts, slot_count, width);

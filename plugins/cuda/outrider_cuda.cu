@@ -144,10 +144,6 @@ template <bool GENERAL> DEVICE void verify_rest(const Call& call) {
 
 // --- the draft's draw -------------------------------------------------------------------------
 
-DEVICE int step_of(const Call& call) {
-  return call.step_at != nullptr ? *call.step_at : call.step;
-}
-
 DEVICE bool draws(const Call& call, const outrider_slot& slot, int b, int step) {
   const bool served = serves(call, slot, false) && step >= 0 && step < call.width;
   if (served && step < slot.gamma) return true;
@@ -163,7 +159,7 @@ DEVICE bool draws(const Call& call, const outrider_slot& slot, int b, int step) 
 
 template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
   __shared__ TileWeights weights;
-  const int b = block_z(), step = step_of(call);
+  const int b = block_z(), step = call.step;
   const outrider_slot& slot = call.slots[b];
   if (!draws(call, slot, b, step)) return;
   const Row row = row_of(call, slot, b, call.draft, slot.index, 0, step);
@@ -186,7 +182,7 @@ template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
 // does not export variables.)
 #define OUTRIDER_NAME(version) outrider_interface_##version
 #define OUTRIDER_INTERFACE(version) OUTRIDER_NAME(version)
-static_assert(sizeof(outrider_device_call) == 208 && sizeof(outrider_loop) == 112 &&
+static_assert(sizeof(outrider_device_call) == 200 && sizeof(outrider_loop) == 112 &&
                   sizeof(outrider_sequence) == 48 && sizeof(outrider_ring) == 80 &&
                   sizeof(outrider_slot) == 136,
               "a new structure is a new OUTRIDER_ABI_VERSION");
@@ -274,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
     outrider_draw_filter(const __grid_constant__ Call call) {
   __shared__ TileWeights weights;
-  const int b = block_z(), step = step_of(call);
+  const int b = block_z(), step = call.step;
   const outrider_slot& slot = call.slots[b];
   if (!serves(call, slot, false) || step < 0 || step >= slot.gamma) return;
   const int64_t at = tiles_at(call, b, 0);

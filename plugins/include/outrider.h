@@ -32,7 +32,7 @@ typedef unsigned long long uint64_t;
 extern "C" {
 #endif
 
-#define OUTRIDER_ABI_VERSION 10
+#define OUTRIDER_ABI_VERSION 11
 #define OUTRIDER_MAX_WIDTH 64 /* draft tokens in a round */
 
 enum {
@@ -202,16 +202,13 @@ typedef struct {
 typedef struct {
   const char* kernel; /* its name in the cubin; the text is static */
   uint32_t grid[3];
-  uint32_t block;        /* threads, one-dimensional */
-  uint32_t shared_bytes; /* dynamic */
-  uint32_t reserved;
+  uint32_t block; /* threads, one-dimensional; no dynamic shared memory */
 } outrider_device_launch;
 
 #define OUTRIDER_DEVICE_MAX_LAUNCHES 5
 
 typedef struct {
   int32_t launch_count;
-  int32_t call_size; /* bytes of `call` in use */
   outrider_device_launch launches[OUTRIDER_DEVICE_MAX_LAUNCHES];
   uint64_t call[64]; /* the one parameter of every kernel, by value: kernelParams = {plan.call} */
 } outrider_device_plan;
@@ -220,15 +217,14 @@ typedef struct {
 OUTRIDER_API size_t outrider_device_workspace_size(const outrider_device_sizes* sizes);
 
 /* outrider_draw, on the device: all pointers are device addresses, those in the slots too. Rows of logits
- * are aligned to their elements; where also to 16 bytes they are read faster. step_at: NULL, or a
- * device address of the step, in place of `step` (one graph for all steps). A slot that fails gets
- * the draft token -1, which must not be embedded, until the verification refuses it. Returns OUTRIDER_BAD_ARGUMENT or
- * OUTRIDER_SMALL_WORKSPACE, and then no plan. */
+ * are aligned to their elements; where also to 16 bytes they are read faster. A slot that fails gets the
+ * draft token -1, which must not be embedded, until the verification refuses it. Returns
+ * OUTRIDER_BAD_ARGUMENT or OUTRIDER_SMALL_WORKSPACE, and then no plan. */
 OUTRIDER_API int32_t outrider_device_plan_draw(const outrider_device_sizes* sizes,
                       const outrider_logits* logits, const outrider_slot* slots, int32_t step,
-                      const int32_t* step_at, const double* uniforms, int64_t* drafts,
-                      outrider_row* rows, outrider_verdict* verdicts, void* workspace,
-                      size_t workspace_size, outrider_device_plan* plan);
+                      const double* uniforms, int64_t* drafts, outrider_row* rows,
+                      outrider_verdict* verdicts, void* workspace, size_t workspace_size,
+                      outrider_device_plan* plan);
 
 /* outrider_verify, likewise. draft: NULL or its data NULL for a draft without a distribution. */
 OUTRIDER_API int32_t outrider_device_plan_verify(const outrider_device_sizes* sizes,

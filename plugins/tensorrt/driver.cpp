@@ -151,7 +151,7 @@ bool Kernels::launch(const outrider_device_launch& wanted, void** parameters, CU
     if (std::strcmp(named_[i].name, wanted.kernel) != 0) continue;
     const CUresult result = driver()->launch(
         reinterpret_cast<CUfunction>(named_[i].kernel), wanted.grid[0], wanted.grid[1],
-        wanted.grid[2], wanted.block, 1, 1, wanted.shared_bytes, stream, parameters, nullptr);
+        wanted.grid[2], wanted.block, 1, 1, 0, stream, parameters, nullptr);
     return result == CUDA_SUCCESS || failed(wanted.kernel, result, why, why_size);
   }
   std::snprintf(why, why_size, "%s is not among the kernels that were loaded", wanted.kernel);

@@ -42,8 +42,6 @@ class Launch(ctypes.Structure):
         ("kernel", ctypes.c_char_p),
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32),
-        ("shared_bytes", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
     )
 
 
@@ -52,7 +50,6 @@ class Plan(ctypes.Structure):
 
     _fields_ = (
         ("launch_count", ctypes.c_int32),
-        ("call_size", ctypes.c_int32),
         ("launches", Launch * 5),
         ("call", ctypes.c_uint64 * 64),
     )
@@ -128,7 +125,7 @@ def plan_draw(
     speed to 16 bytes. Raises ValueError where outrider.h forbids the arguments."""
     library, plan = library or kernel.load(), Plan()
     status = library.outrider_device_plan_draw(
-        ctypes.byref(sizes), ctypes.byref(logits), buffers.slots, step, None, uniforms,
+        ctypes.byref(sizes), ctypes.byref(logits), buffers.slots, step, uniforms,
         buffers.drafts, buffers.rows, buffers.verdicts, buffers.workspace,
         workspace_size(sizes, library), ctypes.byref(plan),
     )  # fmt: skip
@@ -208,24 +205,20 @@ class Device(Cuda):
         self.use()
         parameter = ctypes.addressof(plan) + Plan.call.offset
         for launch in plan.launches[: plan.launch_count]:
-            self._launch(
-                launch.kernel, tuple(launch.grid), launch.block, launch.shared_bytes, parameter,
-                stream,
-            )  # fmt: skip
+            self._launch(launch.kernel, tuple(launch.grid), launch.block, parameter, stream)
 
     def launch_loop(self, kernel: str, loop: Loop | Ring, stream: int) -> None:
         """Enqueue outrider_begin, _feed, _commit or (of a Ring) _again, likewise."""
         self.use()
         words = loop.size // 8 if isinstance(loop, Ring) else loop.slot_count
         block = min(512, -(-words // 32) * 32)
-        self._launch(kernel.encode(), (1, 1, 1), block, 0, ctypes.addressof(loop), stream)
+        self._launch(kernel.encode(), (1, 1, 1), block, ctypes.addressof(loop), stream)
 
     def _launch(
         self,
         kernel: bytes,
         grid: tuple[int, ...],
         block: int,
-        shared: int,
         parameter: int,
         stream: int,
     ) -> None:
@@ -233,6 +226,6 @@ class Device(Cuda):
         assert kernel in self._kernels, kernel
         parameters = (ctypes.c_void_p * 1)(parameter)
         self._call(
-            "cuLaunchKernel", self._kernels[kernel], *grid, block, 1, 1, shared, stream,
+            "cuLaunchKernel", self._kernels[kernel], *grid, block, 1, 1, 0, stream,
             ctypes.addressof(parameters), 0,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from .rules import no_draft_logits
 from .sampler import Array, Ids, SlotSampling
 from .warp import broken_row
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 MAX_THREADS = 64
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -84,7 +84,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "outrider_device_workspace_size": (_SIZE, (_POINTER,)),
     "outrider_device_plan_draw": (
         _INT,
-        (_POINTER,) * 3 + (_INT,) + (_POINTER,) * 5 + _TAIL + (_POINTER,),
+        (_POINTER,) * 3 + (_INT,) + (_POINTER,) * 4 + _TAIL + (_POINTER,),
     ),
     "outrider_device_plan_verify": (_INT, (_POINTER,) * 9 + _TAIL + (_POINTER,)),
     "outrider_log_softmax": (None, (_POINTER, _INT, _POINTER)),

@@ -218,7 +218,7 @@ def planned(flags=0, slots=4, width=5, vocab_size=128_256, base=BASE, size=None,
     plan = Plan()
     if drawing:
         status = library.outrider_device_plan_draw(
-            ctypes.byref(sizes), ctypes.byref(logits), BASE, 0, None, None, BASE, BASE, None, base,
+            ctypes.byref(sizes), ctypes.byref(logits), BASE, 0, None, BASE, BASE, None, base,
             size, ctypes.byref(plan),
         )  # fmt: skip
     else:
@@ -258,7 +258,7 @@ def test_a_workspace_is_as_large_as_its_size():
             size = cpu_library().outrider_device_workspace_size(ctypes.byref(sizes))
             start = 1 << 40
             status, plan = planned(flags, slots, width, vocab_size, base=start)
-            assert status == 0 and plan.call_size <= ctypes.sizeof(plan.call) and size % 256 == 0
+            assert status == 0 and size % 256 == 0
             inside = {word - start for word in plan.call if start <= word < start + 2 * size}
             assert 0 in inside and len(inside) >= 6 and max(inside) <= size
             assert all(offset % 256 == 0 for offset in inside)
