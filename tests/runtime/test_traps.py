@@ -72,6 +72,24 @@ def test_padding_that_is_read_and_ids_that_cannot_be() -> None:
         odd_widths(0.0, 10)
 
 
+def test_a_draft_of_fewer_tokens_in_company() -> None:
+    """Rows that no engine's buffer holds are as wide as the draft's, not the target's."""
+    model = random_model(4, 16)
+    for together in (["model", "ngram"], ["chain", "copy"]):
+        draft = padded(near(model, 5, 0.8), 10, 10)
+        decoder = make_decoder(model, draft, vocab_size=16, draft_width=10, slots=2)
+        requests = [
+            Request([15, 2, 11, 15, 2], gamma=GAMMA, max_new_tokens=40, draft=kind)
+            for kind in together
+        ]
+        sequences = [decoder.admit(request) for request in requests]
+        while any(sequence.finish_reason is None for sequence in sequences):
+            decoder.round([x for x in sequences if x.finish_reason is None])
+        for request, sequence in zip(requests, sequences, strict=True):
+            assert ids(sequence) == oracle(model, request, 16)
+        assert all(sequence.stats.drafted for sequence in sequences)
+
+
 # --- numbers that are none --------------------------------------------------------------------
 
 
