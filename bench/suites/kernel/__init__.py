@@ -1,1 +1,1 @@
-"""The sampling kernel on the CPU: is it right, and what does it cost."""
+"""The sampling kernel on the CPU: is it right, what does it cost, what do its rules emit."""

@@ -45,7 +45,7 @@ def points_of(results: Mapping[str, Any]) -> list[Point]:
 
 
 def points_table(
-    title: str, points: Iterable[Point], columns: Sequence[Column], name: str
+    title: str, points: Iterable[Point], columns: Sequence[Column], name: str = ""
 ) -> Table:
     """A row for each point, without columns that nobody timed."""
     rows = [(f"V = {p['V']:,}", p) for p in points]

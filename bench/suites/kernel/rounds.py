@@ -40,11 +40,9 @@ VARIANTS = {
 }
 
 
-def random_logits(
-    vocab_size: int, gamma: int, batch: int, seed: int | None = None
-) -> tuple[Rows, Rows]:
+def random_logits(vocab_size: int, gamma: int, batch: int, seed: int) -> tuple[Rows, Rows]:
     """Peaked rows float32 [B, gamma + 1, V] with draft rows near them, so that some drafts stand
-    and some fall. seed: None for fresh ones."""
+    and some fall."""
     rng = np.random.default_rng(seed)
     shape = (batch, gamma + 1, vocab_size)
     target = 2.5 * rng.standard_normal(shape, dtype=np.float32)
@@ -73,7 +71,7 @@ class Round:
         self.batch, self.gamma, self.vocab_size = map(int, self.draft.shape)
         self.params, self.threads = params, threads
         if context is None:
-            context = np.random.default_rng().integers(0, self.vocab_size, CONTEXT)
+            context = np.random.default_rng(seed).integers(0, self.vocab_size, CONTEXT)
         self.places = [
             SlotSampling(
                 replace(params, seed=seed + b), self.gamma, CONTEXT, b, context, name=f"slot {b}"

@@ -1,84 +1,147 @@
-"""The sampling kernel on the CPU: first whether it is right, then what it costs.
+"""The sampling kernel on the CPU: whether it is right, what it costs, what its rules emit.
 
-Holds the native kernel against the NumPy reference on fresh random logits, all rules and filters.
-Then times a round by the token rule, of both, and of Transformers' `_speculative_sampling` with its
-logits processors as assisted generation calls it. Beside each figure stands the floor: the bytes
-that must be read, at the bandwidth that was measured in the same run. `python -m
-bench.suites.gpu.kernel` has the CUDA kernels.
+Holds the native kernel against the NumPy reference, all rules and filters. Then times the sampling
+of a round by the kernel, by NumPy and by Transformers' `_speculative_sampling` with its logits
+processors, as assisted generation calls it. Beside each figure stands the floor: the bytes that
+must be read, at the bandwidth that was measured in the same run.
+
+So it does the analyses of "Optimized Speculative Sampling for GPU Hardware Accelerators" (arXiv
+2406.11016) again, on this machine: time against gamma (figure 3), realised bandwidth (table 3), and
+what alpha and beta do to the output (tables 2 and 7), there in total variation from the target's
+distribution. `python -m bench.suites.gpu.kernel` has the CUDA kernels.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from runtime.bundle import load
+
 from ...core.clock import Clock
-from ...core.command import Results, Suite
-from ...core.table import Table, decimals
+from ...core.command import Results, Suite, bundle_option
+from ...core.table import Column, Table, decimals, table_of
 from . import times
 from .points import less, percent, points_of, points_table, ranges_table
 from .rounds import RULES, VARIANTS
-from .times import NUMPY_ROUND, ROUND, TRANSFORMERS, VERIFY
+from .sigmoid import POSITIONS, PUBLISHED, effects, held_out_logits
 
-VOCABULARIES = (32_000, 51_864, 128_256, 151_936)
-GAMMAS = (1, 3, 5, 8)
-BATCHES = (1, 8, 32)
-SIZES = list(product(VOCABULARIES, GAMMAS, BATCHES))
+EXACT, BLOCK, SIGMOID = (f"{rule}: {times.VERIFY}" for rule in RULES)
+FROM_LOGITS, REFERENCE, THEIRS, ALONE, ROUND, NUMPY_ROUND = (
+    f"token: {way}"
+    for way in (
+        times.RAW, times.NUMPY, times.TRANSFORMERS, times.FUNCTION, times.ROUND, times.NUMPY_ROUND,
+    )
+)  # fmt: skip
+CALLS = {  # of a verification, and their headings
+    EXACT: "exact", FROM_LOGITS: "exact, q from logits", BLOCK: "block", SIGMOID: "sigmoid",
+    REFERENCE: "NumPy, exact", THEIRS: times.TRANSFORMERS, ALONE: times.FUNCTION,
+}  # fmt: skip
 GOAL = (151_936, 5, 1)  # V, gamma and B of the goals
+SIZES = list(product((32_000, 51_864, 128_256, 151_936), (1, 5, 8, 20), (1,)))
+BATCHES = [(151_936, 5, 8), (151_936, 8, 32)]  # of the token rule alone
 TARGET_BYTES = 0.5e9 * 4  # of a 0.5B-parameter float32 target, read once by a verify call
-# In docs/performance.md.
-TABLED = [
-    *((v, 5, 1) for v in VOCABULARIES[:3]), *((151_936, g, 1) for g in GAMMAS),
-    (151_936, 5, 8), (151_936, 8, 32),
-]  # fmt: skip
-WAYS = VERIFY, ROUND, NUMPY_ROUND, TRANSFORMERS
-CALLS = OURS, OUR_ROUND, NUMPYS_ROUND, THEIRS = [f"token: {way}" for way in WAYS]
+DOCUMENTS, QUICK_DOCUMENTS = 48, 8
 
 LOAD = "share of a verification"  # the key of what `tables` adds to a point
-SHARE = (f"share of {OURS}", "share of the floor's speed", percent(0))
-LESS = (less(OURS, THEIRS), "less time than Transformers", percent(1))
-RATIO = (f"{NUMPYS_ROUND} / {OUR_ROUND}", "times as fast as NumPy", decimals(1))
-COLUMNS = (
-    ("γ", "γ", str), ("B", "B", str),
-    (OURS, "verify, ms", decimals(3)), SHARE, (THEIRS, "Transformers", decimals(2)), LESS,
-    (OUR_ROUND, "round, ms", decimals(3)), (NUMPYS_ROUND, "NumPy", decimals(2)), RATIO,
-)  # fmt: skip
+LESS, LESS_ALONE = less(EXACT, THEIRS), less(FROM_LOGITS, ALONE)
+RATIO = (f"{NUMPY_ROUND} / {ROUND}", "round: times as fast as NumPy", decimals(1))
+SAVED: list[Column] = [
+    (LESS, "exact: less than Transformers", percent(1)),
+    (LESS_ALONE, "q from logits: less than alone", percent(1)),
+]
+TOLD: list[Column] = [(LOAD, "round: share of a 0.5B verification", percent(2)), RATIO, *SAVED]
 # At the size `GOAL`.
-GOALS = {LOAD: "at most 5 %", RATIO[0]: "at least 5", LESS[0]: "at least 94 %"}
-RANGES = (LOAD, "round: share of a 0.5B verification", percent(2)), RATIO, LESS, SHARE
+GOALS = {LOAD: "at most 5 %", RATIO[0]: "at least 5", LESS: "at least 94 %"}
 
 
 def run(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
-    """Every variant at `GOAL`, and unless --quick the rules at all sizes; the token rule is
-    timed."""
-    jobs: list[times.Job] = [([variant], GOAL) for variant in VARIANTS]
+    """The analysis of alpha and beta on a bundle of the bundled pair; every variant at `GOAL`, and
+    unless --quick the rules at all sizes."""
+    clock.note("alpha and beta, on the bundled pair")
+    engine = load(args.engines, threads=args.threads, verify=False)
+    documents = list(held_out_logits(engine, QUICK_DOCUMENTS if args.quick else DOCUMENTS))
+    jobs: list[times.Job] = [([v], GOAL) for v in VARIANTS if v not in RULES]
+    jobs += [(list(RULES), size) for size in ([GOAL] if args.quick else SIZES)]
     if not args.quick:
-        jobs += [([rule], size) for rule in RULES for size in SIZES if size != GOAL]
-    return times.run(jobs, CALLS, args, clock)
+        jobs += [(["token"], size) for size in BATCHES]
+    timed = times.run(jobs, [*CALLS, ROUND, NUMPY_ROUND], args, clock)
+    counts = {"documents": len(documents), "positions": POSITIONS}
+    return {**timed, "rules": effects(documents), **counts}
 
 
 def tables(results: Results) -> list[Table]:
+    """Those of docs/paper.md, by the names of their places there, and what documents cite."""
     reading = 1e3 * TARGET_BYTES / (1e9 * results["bandwidth_gb_s"])  # milliseconds
-    token = [p | {LOAD: p[OUR_ROUND] / reading} for p in points_of(results) if OURS in p]
-    points = {(p["V"], p["γ"], p["B"]): p for p in token}
-    tabled = [points[size] for size in TABLED if size in points]
-    goal = points[GOAL]
-    met = [
-        (heading, show(goal[key]), GOALS.get(key, ""))
-        for key, heading, show in RANGES
-        if key in goal
+    points = [p | {LOAD: p[ROUND] / reading} for p in points_of(results) if EXACT in p]
+    sizes: list[Column] = [("γ", "γ", str), ("B", "B", str)]
+    took = [(call, name, decimals(3)) for call, name in CALLS.items()]
+    rounds = [(ROUND, "round", decimals(3)), (NUMPY_ROUND, "NumPy, round", decimals(2)), RATIO]
+    # Of the block rule, and of scores that are ready, the outcome does not tell the bytes.
+    shares = [
+        (f"share of {call}", name, percent(0))
+        for call, name in CALLS.items()
+        if call not in (BLOCK, ALONE)
     ]
-    title = "Goals, V {:,}, γ {}, B {}".format(*GOAL)
+    columns = [
+        *sizes,
+        ("accepted by token", "stand, exact", decimals(1)),
+        ("accepted by sigmoid", "stand, sigmoid", decimals(1)),
+        (f"floor of {EXACT}", "floor of exact", decimals(3)),
+        *took,
+        (f"{SIGMOID} / {EXACT}", "sigmoid / exact", decimals(2)),
+        *SAVED,
+    ]
+    memory = f"Realised bandwidth, of the {results['bandwidth_gb_s']:.1f} GB/s that memory gives"
     return [
-        points_table("Sampling by the token rule", tabled, COLUMNS, "kernel"),
-        Table(title, ("", "measured", "goal"), met),
-        ranges_table(f"The same, of all sizes: {len(token)}", token, RANGES),
+        points_table("Sampling of a round: ms; the kernel unless named", points, columns, "time"),
+        points_table(memory, points, [*sizes, *shares], "bandwidth"),
+        rules_table(results),
+        points_table("With the draft's draws: ms", points, [*sizes, *rounds]),
+        goals_table(points),
+        ranges_table(f"Of all {len(points)} sizes", points, [RATIO, *SAVED, *shares]),
     ]
+
+
+def goals_table(points: Iterable[dict[str, Any]]) -> Table:
+    goal = next(p for p in points if (p["V"], p["γ"], p["B"]) == GOAL)
+    met = [
+        (heading, show(goal[key]), GOALS.get(key, "")) for key, heading, show in TOLD if key in goal
+    ]
+    return Table("Goals, V {:,}, γ {}, B {}".format(*GOAL), ("", "measured", "goal"), met)
+
+
+def rules_table(results: Results) -> Table:
+    rows = []
+    for found in results["rules"]:
+        scale = found["scale"]
+        name = f"eq. 5, ±{scale:,.0f}" if scale else "exact"
+        rows.append(
+            (name + (f" (the paper's, {by})" if (by := PUBLISHED.get(scale)) else ""), found)
+        )
+    count, positions = results["documents"], results["documents"] * results["positions"]
+    title = (
+        f"alpha and beta, T = 1, {positions} held-out positions of {count} texts (standard error "
+        f"up to {max(found['error'] for _, found in rows):.3f})"
+    )
+    columns = [
+        ("accepted", "accepted", decimals(5)),
+        ("to_target", "TV to target", decimals(4)),
+        ("to_draft", "TV to draft", "{:.2g}".format),
+    ]
+    return replace(table_of(title, rows, columns), name="scaling")
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(threads=1)
+    bundle_option(parser)
 
 
 SUITE = Suite(
-    name="kernel", about=__doc__ or "", quick="one size instead of all", options=times.options,
-    measure=run, tables=tables, places=("kernel",),
+    name="kernel", about=__doc__ or "", quick="one size instead of all, fewer texts",
+    options=options, measure=run, tables=tables, places=("time", "bandwidth", "scaling"),
 )  # fmt: skip
 main = SUITE.main

@@ -1,5 +1,5 @@
 """How long the sampling of a round takes, by the kernel and by others, and the bytes that have to
-be read for its outcome. Both suites of the sampling check and time it here; `points` tells it."""
+be read for its outcome."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ TRANSFORMERS, FUNCTION = "Transformers", "Transformers, its function alone"
 SAMPLES = 5  # undisturbed, of each call
 PATIENCE = 1.0  # seconds that a size waits for those
 READ_BYTES = 1 << 28  # of a pass over the memory, for the floor
+DRAWS = 16  # slots' rounds on different logits in one sample, the same in every run
 
 Call = Callable[[], object]
 Job = tuple[Sequence[str], tuple[int, int, int]]  # variants; V, gamma and B
@@ -61,21 +62,10 @@ WAYS: dict[str, Callable[[Round], Call | None]] = {
 }
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(threads=1)
-
-
 def run(
-    jobs: Iterable[Job],
-    calls: Sequence[str],
-    args: argparse.Namespace,
-    clock: Clock,
-    seeds: Sequence[int | None] = (None,),
+    jobs: Iterable[Job], calls: Sequence[str], args: argparse.Namespace, clock: Clock
 ) -> dict[str, Any]:
-    """A suite's results: every job, measured in those `calls` whose variant it has.
-
-    seeds: of the random logits, a round for each; None for fresh ones.
-    """
+    """Every job, measured in those `calls` whose variant it has."""
     library = kernel.load()  # an error that names the remedy, where there is no library
     reader = machine.MemoryReader(args.threads, READ_BYTES)
     try:
@@ -87,7 +77,7 @@ def run(
     points = []
     for variants, size in jobs:
         clock.note("{}: V {:,}, gamma {}, B {}".format(", ".join(variants), *size))
-        logits = [random_logits(*size, seed=seed) for seed in seeds]
+        logits = [random_logits(*size, seed=seed) for seed in range(max(1, DRAWS // size[2]))]
         rounds = {
             v: [Round(x, VARIANTS[v], seed=n, threads=args.threads) for n, x in enumerate(logits)]
             for v in variants

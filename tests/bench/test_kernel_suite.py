@@ -1,5 +1,5 @@
-"""The formulas of the paper suite against the rules themselves, and both suites of the sampling on
-shapes so small that their figures mean nothing."""
+"""The formulas of the kernel's suite against the rules themselves, and the suite on shapes so small
+that their figures mean nothing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from samplers import open_backend
 
 from bench.core.fit import ratio_estimates
 from bench.core.table import update
-from bench.suites.kernel import suite, times
+from bench.suites.kernel import sigmoid, suite, times
 from bench.suites.kernel.points import less, points_of
 from bench.suites.kernel.rounds import RULES, Round, random_logits
-from bench.suites.paper import sigmoid
-from bench.suites.paper import suite as paper
 from runtime.files.errors import OutriderError
 from runtime.sampling.native import RoundSampler
 from runtime.sampling.warp import SamplingParams
@@ -128,35 +126,28 @@ def test_points_have_the_bytes_of_their_outcome_and_the_ratios_of_their_times():
     assert p[f"{RAW} / token: verify"] == pytest.approx(raw / ours)
 
 
-@pytest.mark.parametrize(
-    ("made", "page", "places", "says"),
-    [
-        (suite.SUITE, "performance.md", 1, ["at most 5 %", "at least 5", "at least 94 %"]),
-        (paper.SUITE, "paper.md", 3, ["eq. 5, ±1,000 (the paper's, speech)"]),
-    ],
-    ids=["kernel", "paper"],
-)
-def test_a_suite(made, page, places, says, monkeypatch, tmp_path, capsys):
+def test_the_suite(monkeypatch, tmp_path, capsys):
     """A run at small sizes, told again from its file, and its tables' places in the document."""
     for module, name, value in (
         (times, "READ_BYTES", 1 << 20), (times, "SAMPLES", 1), (times, "PATIENCE", 0),
-        (suite, "GOAL", (2_048, 2, 1)), (suite, "SIZES", [(1_024, 2, 2)]),
-        (suite, "TABLED", [(2_048, 2, 1), (1_024, 2, 2)]),
-        (paper, "VOCABULARIES", (2_048, 1_024)), (paper, "TABLED", (1, 3)), (paper, "DRAWS", 2),
-        (paper, "load", lambda *_, **__: None),
-        (paper, "held_out_logits", lambda *_: iter([logits_of(4, 3, 100)])),
+        (times, "DRAWS", 2), (suite, "GOAL", (2_048, 2, 1)),
+        (suite, "SIZES", [(2_048, 2, 1), (1_024, 2, 1)]), (suite, "BATCHES", [(1_024, 2, 4)]),
+        (suite, "load", lambda *_, **__: None),
+        (suite, "held_out_logits", lambda *_: iter([logits_of(4, 3, 100)])),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
-    quick = ["--quick"] * (made is paper.SUITE)
-    assert made.main([*quick, "--out", f"{tmp_path}"]) == 0
+    assert suite.main(["--out", f"{tmp_path}"]) == 0
     said = capsys.readouterr().out
-    assert all(text in said for text in says)
+    for text in ("at most 5 %", "at least 5", "at least 94 %", "±1,000 (the paper's, speech)"):
+        assert text in said
     document = tmp_path / "page.md"
-    document.write_text((DOCS / page).read_text())
-    again = ["--show", f"{tmp_path / made.name}.json", "--update", f"{document}"]
-    assert made.main(again) == 0
+    document.write_text((DOCS / "paper.md").read_text())
+    again = ["--show", f"{tmp_path / 'kernel.json'}", "--update", f"{document}"]
+    assert suite.main(again) == 0
     assert capsys.readouterr().out == said
-    tables = [table for table in made.tables(json.loads(said.splitlines()[-1])) if table.name]
-    assert len(tables) == places
+    results = json.loads(said.splitlines()[-1])
+    assert len(results["points"]) == len(suite.VARIANTS) - len(suite.RULES) + 3
+    tables = [table for table in suite.tables(results) if table.name]
+    assert len(tables) == 3
     # Of one sample each, so marked as disturbed.
     assert "| V = 2,048 * |" in document.read_text() == update(document.read_text(), tables)

@@ -1,1 +1,0 @@
-"""The analyses of the kernel paper, done again with this kernel."""
