@@ -20,6 +20,7 @@
 // A graph whose sizes are others is refused.
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <new>
 
 #include "outrider_attention.h"
@@ -143,6 +144,50 @@ outrider_attention call_of(const Kernel& kernel, const ort::Tensor* in) {
   return c;
 }
 
+// The parts that queries of a slot see: first .. end - 1. New rows are in `own` or behind it.
+struct Parts {
+  int64_t first, own, end;
+};
+Parts parts_of(const outrider_attention& c, int64_t slot) {
+  constexpr int64_t PART = OUTRIDER_ATTENTION_PART;
+  const int64_t rows = c.length ? c.length[slot] : c.position[slot] + c.tokens;
+  const int64_t end = (rows + PART - 1) / PART;
+  if (c.length) return {0, end - 1, end};
+  const int64_t own = c.position[slot];
+  const int64_t from = c.window > 0 && own >= c.window ? own - c.window + 1 : 0;
+  return {from / PART, own / PART, end};
+}
+
+constexpr int64_t SHARES = 12; // of all heads together, for as many threads as divide it
+
+// Few heads, and query rows that see many: threads share a head's parts too, some neighbours each.
+// Those with new rows are of one thread, which writes them before. most: parts of a slot.
+ort::Status* attend_parts(const Kernel& kernel, const ort::Context* context,
+                          const outrider_attention& c, int64_t most, bool writes) {
+  const int64_t rows = c.tokens * (c.heads / c.key_heads), heads = c.slots * c.key_heads;
+  const int64_t of_part = rows * outrider_attention_stride(c), of_head = most * of_part;
+  const int64_t shares = std::min(most, SHARES / heads);
+  const std::unique_ptr<float[]> sums(new (std::nothrow) float[static_cast<size_t>(heads * of_head)]);
+  if (!sums) return ort::refuse(kernel.api, "out of memory");
+  ort::Status* status = ort::share(kernel.api, context, heads * shares, false, [&](int64_t i) {
+    const int64_t head = i / shares, slot = head / c.key_heads;
+    const Parts parts = parts_of(c, slot);
+    const int64_t count = parts.own + 1 - parts.first;
+    const int64_t first = count * (i % shares) / shares, end = count * (i % shares + 1) / shares;
+    if (first == end) return;
+    if (writes && end == count) kernel.tiles->write(&c, slot, head % c.key_heads);
+    kernel.tiles->attend_parts(&c, slot, head % c.key_heads, 0, rows, parts.first + first,
+                               end == count ? parts.end : parts.first + end,
+                               sums.get() + head * of_head + first * of_part);
+  });
+  if (status != nullptr) return status;
+  return ort::share(kernel.api, context, heads, heads * of_head < 1 << 16, [&](int64_t i) {
+    const Parts parts = parts_of(c, i / c.key_heads);
+    kernel.tiles->join(&c, i / c.key_heads, i % c.key_heads, 0, rows, parts.end - parts.first,
+                       sums.get() + i * of_head);
+  });
+}
+
 // The query rows of all heads, some at a time. furthest: rows that a query sees, at most. writes: a
 // head's new keys and values go to the caches before.
 ort::Status* attend(const Kernel& kernel, const ort::Context* context, const outrider_attention& c,
@@ -160,6 +205,14 @@ ort::Status* attend(const Kernel& kernel, const ort::Context* context, const out
     kernel.tiles->attend(&c, head / c.key_heads, head % c.key_heads, first,
                          std::min(first + ROWS, rows));
   };
+  if (runs == 1 && 2 * heads <= SHARES && !small) {
+    int64_t most = 0;
+    for (int64_t slot = 0; slot < c.slots; ++slot) {
+      const Parts parts = parts_of(c, slot);
+      most = std::max(most, parts.end - parts.first);
+    }
+    if (most > 1) return attend_parts(kernel, context, c, most, writes);
+  }
   if (writes && runs == 1)
     return ort::share(kernel.api, context, heads, small,
                       [&](int64_t i) { write_head(i), attend_run(i); });

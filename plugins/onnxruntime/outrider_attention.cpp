@@ -10,7 +10,7 @@ using Call = outrider_attention;
 constexpr int MOST_ROWS = OUTRIDER_ATTENTION_ROWS, MOST_WIDTH = OUTRIDER_ATTENTION_WIDTH;
 constexpr int TOGETHER = 4;                   // query rows that share the loads of a key or value
 constexpr int COLUMNS = LANES == 16 ? 4 : 2;  // vectors of a value at a time: of TOGETHER x COLUMNS
-constexpr int KEYS = OUTRIDER_ATTENTION_KEYS;
+constexpr int KEYS = OUTRIDER_ATTENTION_KEYS, PART = OUTRIDER_ATTENTION_PART;
 constexpr float INF = __builtin_inff(), LOG2_E = 1.44269504f;
 
 // exp2_of of outrider_sampling.h for a vector: 2^t for t <= 0, exactly 0 below -126.5.
@@ -81,8 +81,7 @@ inline Rows<R> products(const float* q, const float* keys, int width, int first)
   return sums;
 }
 
-// How far a query row is: `total` and what is mixed for it are sums of 2^(score - peak). A sink is
-// a key that it has seen already, whose value is 0.
+// How far a query row is: `total` and what is mixed for it are sums of 2^(score - peak).
 struct Row {
   int64_t from, end; // the rows of the cache that it sees
   const float* bias; // of row 0; null: none
@@ -301,45 +300,64 @@ inline int whole_vectors(int64_t width) {
   return static_cast<int>((width + LANES - 1) / LANES * LANES);
 }
 
-template <int WIDTH>
-void attend_head(const Call& c, int64_t slot, int64_t key_head, int64_t first, int64_t end) {
-  const int width = whole_vectors(c.width), mixed_width = whole_vectors(c.value_width);
-  const float cap = c.softcap * LOG2_E;
-  const int64_t group = c.heads / c.key_heads;
-  const int count = static_cast<int>(end - first);
+// Query rows first .. first + count - 1 of a head: what they see, and their numbers, rotated, scaled
+// and made up to whole vectors.
+struct Queries {
+  const Call& c;
+  int64_t slot, key_head, first, group;
+  int count, width, mixed_width;
+  Row rows[MOST_ROWS];
   alignas(64) float q[MOST_ROWS * MOST_WIDTH];
-  alignas(64) float mixed[MOST_ROWS * MOST_WIDTH];
+
+  Queries(const Call& call, int64_t slot_, int64_t key_head_, int64_t first_, int64_t end)
+      : c(call), slot(slot_), key_head(key_head_), first(first_), group(c.heads / c.key_heads),
+        count(static_cast<int>(end - first)), width(whole_vectors(c.width)),
+        mixed_width(whole_vectors(c.value_width)) {}
+
+  int64_t token(int r) const { return (first + r) / group; }
+  int64_t head(int r) const { return key_head * group + (first + r) % group; }
+
+  void read() {
+    for (int r = 0; r < count; ++r) {
+      const int64_t own = c.length ? 0 : c.position[slot] + token(r);
+      const int64_t from = c.window > 0 && own >= c.window ? own - c.window + 1 : 0;
+      const float* bias = c.bias ? c.bias + head(r) * c.distances + c.farthest - own : nullptr;
+      rows[r] = {from, c.length ? c.length[slot] : own + 1, bias, -INF, Vector{}};
+      float* to = q + r * width;
+      rotate(to, c.query + (slot * c.tokens + token(r)) * c.query_stride + head(r) * c.width, c, own);
+      for (int64_t d = 0; d < c.width; ++d) to[d] *= c.scale * LOG2_E; // 2^x, not e^x
+      for (int64_t d = c.width; d < width; ++d) to[d] = 0;
+    }
+  }
+};
+
+// The sums over one part: rows' peaks and totals, and what is mixed.
+template <int WIDTH> void sum_part(Queries* queries, int64_t part, float* mixed) {
+  const Call& c = queries->c;
+  const int count = queries->count, width = queries->width, mixed_width = queries->mixed_width;
+  const float cap = c.softcap * LOG2_E;
+  Row* rows = queries->rows;
   alignas(64) float weights[MOST_ROWS * KEYS];
   alignas(64) float copy[KEYS * MOST_WIDTH]; // touched where rows cannot be read as they lie
-  Row rows[MOST_ROWS];
-  for (int r = 0; r < count; ++r) {
-    const int64_t token = (first + r) / group, head = key_head * group + (first + r) % group;
-    const int64_t own = c.length ? 0 : c.position[slot] + token;
-    const int64_t from = c.window > 0 && own >= c.window ? own - c.window + 1 : 0;
-    const float* bias = c.bias ? c.bias + head * c.distances + c.farthest - own : nullptr;
-    rows[r] = {from, c.length ? c.length[slot] : own + 1, bias, -INF, Vector{}};
-    if (c.sinks) rows[r].peak = c.sinks[head] * LOG2_E, rows[r].total[0] = 1;
-    float* to = q + r * width;
-    rotate(to, c.query + (slot * c.tokens + token) * c.query_stride + head * c.width, c, own);
-    for (int64_t d = 0; d < c.width; ++d) to[d] *= c.scale * LOG2_E; // 2^x, not e^x
-    for (int64_t d = c.width; d < width; ++d) to[d] = 0;
-    for (int64_t d = 0; d < mixed_width; ++d) mixed[r * mixed_width + d] = 0;
-  }
-  const int64_t cache = (slot * c.key_heads + key_head) * c.rows;
+  for (int r = 0; r < count; ++r) rows[r].peak = -INF, rows[r].total = Vector{};
+  for (int i = 0; i < count * mixed_width; ++i) mixed[i] = 0;
+  const int64_t cache = (queries->slot * c.key_heads + queries->key_head) * c.rows;
   const Cell* all_keys = static_cast<Cell*>(c.keys) + cache * pitch(c.width);
   const Cell* all_values = static_cast<Cell*>(c.values) + cache * pitch(c.value_width);
+  const int64_t from = part * PART > rows[0].from ? part * PART : rows[0].from / KEYS * KEYS;
+  const int64_t behind = (part + 1) * PART, end = rows[count - 1].end;
   int begin = 0, reach = 0; // the rows that see something of a block: both ends of them rise
-  for (int64_t block = rows[0].from / KEYS * KEYS; block < rows[count - 1].end; block += KEYS) {
+  for (int64_t block = from; block < (behind < end ? behind : end); block += KEYS) {
     while (rows[begin].end <= block) ++begin;
     while (reach < count && rows[reach].from < block + KEYS) ++reach;
     const float* keys = rows_of(all_keys, c.rows, c.width, block, width, copy);
     for (int r = begin; r < reach; r += TOGETHER) {
-      float *own_q = q + r * width, *own = mixed + r * mixed_width, *w = weights + r * KEYS;
+      float *q = queries->q + r * width, *own = mixed + r * mixed_width, *w = weights + r * KEYS;
       switch (reach - r) {
-      case 1: weigh<1, WIDTH>(rows + r, own_q, own, w, keys, width, mixed_width, block, cap); break;
-      case 2: weigh<2, WIDTH>(rows + r, own_q, own, w, keys, width, mixed_width, block, cap); break;
-      case 3: weigh<3, WIDTH>(rows + r, own_q, own, w, keys, width, mixed_width, block, cap); break;
-      default: weigh<TOGETHER, WIDTH>(rows + r, own_q, own, w, keys, width, mixed_width, block, cap);
+      case 1: weigh<1, WIDTH>(rows + r, q, own, w, keys, width, mixed_width, block, cap); break;
+      case 2: weigh<2, WIDTH>(rows + r, q, own, w, keys, width, mixed_width, block, cap); break;
+      case 3: weigh<3, WIDTH>(rows + r, q, own, w, keys, width, mixed_width, block, cap); break;
+      default: weigh<TOGETHER, WIDTH>(rows + r, q, own, w, keys, width, mixed_width, block, cap);
       }
     }
     const float* values = rows_of(all_values, c.rows, c.value_width, block, mixed_width, copy);
@@ -353,23 +371,106 @@ void attend_head(const Call& c, int64_t slot, int64_t key_head, int64_t first, i
       }
     }
   }
-  for (int r = 0; r < count; ++r) {
-    const int64_t token = (first + r) / group, head = key_head * group + (first + r) % group;
-    float* to = c.out + ((slot * c.tokens + token) * c.heads + head) * c.value_width;
-    const float share = 1.0f / fold(rows[r].total, sum_of<Vector>);
-    for (int64_t d = 0; d < c.value_width; ++d) to[d] = mixed[r * mixed_width + d] * share;
+}
+
+// As wide as a head where the compiler is to know it.
+void sum_part_of(Queries* queries, int64_t part, float* mixed) {
+  const Call& c = queries->c;
+  switch (c.width == c.value_width ? c.width : 0) {
+  case 64: return sum_part<64>(queries, part, mixed);
+  case 128: return sum_part<128>(queries, part, mixed);
+  default: return sum_part<0>(queries, part, mixed);
   }
 }
 
+// What a row has come to, part after part.
+struct Joined {
+  float peak, total;
+
+  // A part that the row saw nothing of has the total 0, and one with a NaN not.
+  void add(float part_peak, float part_total, float* mixed, const float* part_mixed, int width) {
+    if (part_total == 0) return;
+    const float most = part_peak > peak ? part_peak : peak;
+    const Vector fade = exp2_of(splat(peak - most)), own = exp2_of(splat(part_peak - most));
+    total = total * fade[0] + part_total * own[0];
+    peak = most;
+    for (int d = 0; d < width; d += LANES)
+      store(mixed + d, load(mixed + d) * fade + load(part_mixed + d) * own);
+  }
+};
+
+Joined begin_join(const Queries& queries, int r) {
+  const float* sinks = queries.c.sinks;
+  return sinks ? Joined{sinks[queries.head(r)] * LOG2_E, 1} : Joined{-INF, 0};
+}
+
+void write_out(const Queries& queries, int r, const Joined& joined, const float* mixed) {
+  const Call& c = queries.c;
+  const int64_t row = (queries.slot * c.tokens + queries.token(r)) * c.heads + queries.head(r);
+  const float share = 1.0f / joined.total;
+  for (int64_t d = 0; d < c.value_width; ++d) c.out[row * c.value_width + d] = mixed[d] * share;
+}
+
+int64_t first_part(const Queries& queries) { return queries.rows[0].from / PART; }
+int64_t end_part(const Queries& queries) {
+  return (queries.rows[queries.count - 1].end + PART - 1) / PART;
+}
+
 void attend(const Call* call, int64_t slot, int64_t key_head, int64_t first, int64_t end) {
-  switch (call->width == call->value_width ? call->width : 0) {
-  case 64: return attend_head<64>(*call, slot, key_head, first, end);
-  case 128: return attend_head<128>(*call, slot, key_head, first, end);
-  default: return attend_head<0>(*call, slot, key_head, first, end);
+  Queries queries(*call, slot, key_head, first, end);
+  queries.read();
+  const int width = queries.mixed_width, all = queries.count * width;
+  alignas(64) float part[MOST_ROWS * MOST_WIDTH], mixed[MOST_ROWS * MOST_WIDTH];
+  for (int i = 0; i < all; ++i) mixed[i] = 0;
+  Joined joined[MOST_ROWS];
+  for (int r = 0; r < queries.count; ++r) joined[r] = begin_join(queries, r);
+  for (int64_t i = first_part(queries); i < end_part(queries); ++i) {
+    sum_part_of(&queries, i, part);
+    for (int r = 0; r < queries.count; ++r) {
+      const Row& row = queries.rows[r];
+      joined[r].add(row.peak, fold(row.total, sum_of<Vector>), mixed + r * width, part + r * width,
+                    width);
+    }
+  }
+  for (int r = 0; r < queries.count; ++r) write_out(queries, r, joined[r], mixed + r * width);
+}
+
+void attend_parts(const Call* call, int64_t slot, int64_t key_head, int64_t first, int64_t end,
+                  int64_t first_part, int64_t end_part, float* sums) {
+  Queries queries(*call, slot, key_head, first, end);
+  queries.read();
+  const int width = queries.mixed_width;
+  const int64_t stride = outrider_attention_stride(*call);
+  alignas(64) float part[MOST_ROWS * MOST_WIDTH];
+  for (int64_t i = first_part; i < end_part; ++i) {
+    sum_part_of(&queries, i, part);
+    for (int r = 0; r < queries.count; ++r) {
+      float* to = sums + ((i - first_part) * queries.count + r) * stride;
+      for (int d = 0; d < width; ++d) to[d] = part[r * width + d];
+      to[stride - 2] = queries.rows[r].peak;
+      to[stride - 1] = fold(queries.rows[r].total, sum_of<Vector>);
+    }
+  }
+}
+
+void join(const Call* call, int64_t slot, int64_t key_head, int64_t first, int64_t end,
+          int64_t parts, const float* sums) {
+  const Queries queries(*call, slot, key_head, first, end);
+  const int64_t stride = outrider_attention_stride(*call);
+  alignas(64) float mixed[MOST_WIDTH];
+  for (int r = 0; r < queries.count; ++r) {
+    Joined joined = begin_join(queries, r);
+    for (int d = 0; d < queries.mixed_width; ++d) mixed[d] = 0;
+    for (int64_t i = 0; i < parts; ++i) {
+      const float* part = sums + (i * queries.count + r) * stride;
+      joined.add(part[stride - 2], part[stride - 1], mixed, part, queries.mixed_width);
+    }
+    write_out(queries, r, joined, mixed);
   }
 }
 
 } // namespace
 
 extern "C" const struct outrider_attention_tiles OUTRIDER_TABLE = {OUTRIDER_SET,
-                                                                       write, attend};
+                                                                       write, attend,
+                                                                       attend_parts, join};

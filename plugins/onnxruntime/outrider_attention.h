@@ -9,6 +9,7 @@ enum {
   OUTRIDER_ATTENTION_ROWS = 32,   // most query rows of one `attend`
   OUTRIDER_ATTENTION_WIDTH = 512, // most numbers of a head, D
   OUTRIDER_ATTENTION_KEYS = 64,   // of a block
+  OUTRIDER_ATTENTION_PART = 128,  // rows of a part, whole blocks
   OUTRIDER_ATTENTION_SCALE = 4    // bytes of a quantised row's scale
 };
 
@@ -39,6 +40,11 @@ struct outrider_attention {
   float* out;                 // [B, N, H Dv]
 };
 
+// Floats of a row's sums over a part: what is mixed, made up to whole vectors, its peak, its total.
+inline int64_t outrider_attention_stride(const struct outrider_attention& call) {
+  return (call.value_width + 15) / 16 * 16 + 16;
+}
+
 struct outrider_attention_tiles {
   const char* name;
   // The new keys, rotated, and values of one slot and key head into its cache, for all N tokens.
@@ -47,10 +53,19 @@ struct outrider_attention_tiles {
   // query head key_head * H / Hkv + r mod H / Hkv of token r / (H / Hkv).
   //
   // The bits of a row follow from its query and its rows of the cache alone. In all calls it goes
-  // through the same operations in the same order: keys come in blocks that begin at multiples of
-  // a fixed number of rows, and what shares a load of a key or value with it never meets it.
+  // through the same operations in the same order: keys come in blocks and parts that begin at
+  // multiples of a fixed number of rows, each part is summed by itself and then added to those
+  // before it, and what shares a load of a key or value with a row never meets it.
   void (*attend)(const struct outrider_attention* call, int64_t slot, int64_t key_head,
                  int64_t first, int64_t end);
+  // The same in two steps, so that parts may be of different threads: the sums of the parts
+  // first_part .. end_part - 1, [part, row, outrider_attention_stride]; and what those of all parts
+  // that the rows see come to.
+  void (*attend_parts)(const struct outrider_attention* call, int64_t slot, int64_t key_head,
+                       int64_t first, int64_t end, int64_t first_part, int64_t end_part,
+                       float* sums);
+  void (*join)(const struct outrider_attention* call, int64_t slot, int64_t key_head,
+               int64_t first, int64_t end, int64_t parts, const float* sums);
 };
 
 extern "C" {

@@ -19,7 +19,7 @@ from plugins.tools.build import find_compiler, includes
 
 Array = npt.NDArray[np.float32]
 Cache = npt.NDArray[Any]  # float32 [slots, KEY_HEADS, rows, D], or int8 [.., D + 4]
-HEADS, KEY_HEADS, ROWS = 6, 2, 150  # no multiple of a block, nor of a vector
+HEADS, KEY_HEADS, ROWS = 6, 2, 300  # three parts; no multiple of a block, nor of a vector
 ORT_ROOT = os.environ.get("ORT_ROOT")
 
 
@@ -208,9 +208,10 @@ def test_bits_depend_on_a_row_and_what_it_sees_alone(instruction_set: str, shape
     want = attention.tell([16])
     for widths in ([1], [2], [3, 5], [7, 1, 9], [64], [ROWS]):
         assert (attention.tell(widths) == want).all(), f"widths {widths}"
-    assert (attention.tell([5], ahead=[0, 31], tokens=100) == want[:100]).all(), "neighbours"
+    assert (attention.tell([5], ahead=[0, 31], tokens=200) == want[:200]).all(), "neighbours"
     assert (Attention(shape, rows=1024).tell([16]) == want).all(), "rows"
-    assert (Attention(shape, threads=3).tell([16]) == want).all(), "threads"
+    for widths in ([16], [5], [1]):
+        assert (Attention(shape, threads=3).tell(widths) == want).all(), f"threads, {widths}"
 
 
 def test_another_order_of_the_sums_is_seen() -> None:
@@ -247,7 +248,7 @@ def test_caches_that_another_node_has_written(instruction_set: str, shape: Shape
     """Are read alone, with the same bits."""
     attention = Attention(shape)
     caches = attention.caches(3)
-    for position, width in (([0, 0, 0], 40), ([40, 31, 5], 5), ([45, 2, 40], 1)):
+    for position, width in (([0, 0, 0], 130), ([130, 126, 5], 5), ([135, 2, 127], 2)):
         want = attention.run(caches, position, width)
         feeds = attention.feeds(caches, position, width)
         feeds["query"] = feeds["query"][..., : HEADS * shape.width]
@@ -274,6 +275,19 @@ def test_a_call_without_tokens(shape: str, slots: int) -> None:
         np.testing.assert_array_equal(mine, theirs[:slots])
     feeds["query"] = feeds["query"][..., : HEADS * 64]
     assert attention.open(reads=True).run(None, feeds)[0].shape == out.shape
+
+
+@pytest.mark.parametrize("row", [3, 140, 290])
+def test_a_key_that_outweighs_all_others(instruction_set: str, row: int) -> None:
+    """In whichever part it lies: the others' sums fade, and do not grow beyond all numbers."""
+    attention = Attention(Shape(64, packed=False), scale=1.0)
+    query, key, values = np.split(attention.text[0], [HEADS, HEADS + KEY_HEADS], axis=1)
+    query[:], key[:] = 0, 0
+    query[..., 0], key[row, :, 0] = 1, 1000
+    want = values[row].repeat(HEADS // KEY_HEADS, axis=0)
+    for widths in ([60], [5]):
+        out = attention.tell(widths)[row:].reshape(-1, HEADS, 64)
+        np.testing.assert_allclose(out, want[None].repeat(len(out), axis=0), rtol=1e-6)
 
 
 def test_a_number_that_is_not_finite_does_not_get_lost(instruction_set: str) -> None:
