@@ -218,14 +218,11 @@ def _difference(graph: _Call, original: Reference) -> float:
     run([0, 0], prompt)
     graph(rng.integers(0, original.logits.shape[2], (2, 5)), [prompt, prompt])  # rejected drafts
     position = [prompt, prompt - 3]  # rolled back, one of them into the prompt
-    for width in (5, 1, 1, 2):
+    for width in (5, 1):
         run(position, width)
         position = [p + width for p in position]
     graph(rng.integers(0, original.logits.shape[2], (2, 4)), position)
-    while max(position) < length:
-        width = min(7, length - max(position))
-        run(position, width)
-        position = [p + width for p in position]
+    run(position, length - max(position))
     return worst
 
 
