@@ -96,7 +96,7 @@ def test_new_ids_have_names_and_texts_the_old_ids(workshop: Workshop, grown: Pat
 @pytest.mark.parametrize(
     ("shape", "parameters"),
     # As counted in the published checkpoints, Qwen's without its biases.
-    [("smollm-135m", 134_515_008), ("0.5b", 494_032_768 - 27_648)],
+    [("smollm-135m", 134_515_008), ("0.5b", 494_032_768 - 27_648), ("1b", 1_235_814_400)],
 )
 def test_the_bundled_target_fits_the_named_shapes(shape: str, parameters: int) -> None:
     config = grown_config(load_llama(TARGET).config, vars(SHAPES[shape]))

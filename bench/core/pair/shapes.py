@@ -17,10 +17,12 @@ class Shape:
     vocab_size: int
 
 
-# config.json of HuggingFaceTB/SmolLM-135M; of Qwen/Qwen2.5-0.5B, but for the biases of its q, k, v.
+# config.json of HuggingFaceTB/SmolLM-135M; of Qwen/Qwen2.5-0.5B, but for the biases of its q, k, v;
+# of meta-llama/Llama-3.2-1B.
 SHAPES = {
     "smollm-135m": Shape(576, 1536, 30, 9, 3, 49_152),
     "0.5b": Shape(896, 4864, 24, 14, 2, 151_936),
+    "1b": Shape(2048, 8192, 16, 32, 8, 128_256),
 }
 
 
