@@ -18,7 +18,7 @@ from exported import TIED, UNTIED, Refused, command, edit_weights
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from workshop import Workshop
+from workshop import MAX_LEN, Workshop
 
 from export import decoder, part
 from export.checkpoint import find
@@ -97,6 +97,17 @@ def test_what_a_recurrent_state_is_not_exported_with(
     said = refused(workshop.checkpoint(name), f"--{option}", value, "--max-len", "64", kind=kind)
     assert cause in said
     assert "run the original" not in said
+
+
+def test_a_recurrent_state_that_another_backend_was_given_before(
+    workshop: Workshop, refused: Refused
+) -> None:
+    """Fault: a part that is found again was handed to any backend."""
+    target = workshop.example("lfm2")
+    workshop.graphs(target, workshop.checkpoint("lfm2", blur=0.1), max_gamma=1)
+    options = ["--max-len", f"{MAX_LEN}", "--max-gamma", "1", "--cache", f"{workshop.cache}"]
+    said = refused(target, *options, "--backend-runs", "full", kind="backend")
+    assert "the backend does not run models with a recurrent state" in said
 
 
 def test_small_weights_do_not_hide_that_tokens_look_ahead(
