@@ -222,6 +222,8 @@ def _difference(graph: _Call, original: Reference) -> float:
         run(position, width)
         position = [p + width for p in position]
     graph(rng.integers(0, original.logits.shape[2], (2, 4)), position)
+    run(position, 2)
+    position = [p + 2 for p in position]
     run(position, length - max(position))
     return worst
 

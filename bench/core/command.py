@@ -93,7 +93,16 @@ class Suite:
             results = {"benchmark": self.name, **results, "seconds": round(clock.seconds, 1)}
         else:
             results = _read(args.show, self.name)
-        heading, tables = self.heading(results), self.tables(results)
+        try:
+            heading, tables = self.heading(results), self.tables(results)
+        except KeyError as error:
+            if args.show is None:
+                raise
+            raise OutriderError(
+                "option",
+                f"{args.show} has no {error}: another version of {self.name} wrote it",
+                "Measure again.",
+            ) from None
         print("\n".join([heading, "", *(table.text() for table in tables)]))
         line = json.dumps(results, separators=(",", ":"))
         if args.out is not None:

@@ -158,10 +158,11 @@ Parts parts_of(const outrider_attention& c, int64_t slot) {
   return {from / PART, own / PART, end};
 }
 
-constexpr int64_t SHARES = 12; // of all heads together, for as many threads as divide it
+constexpr int64_t SHARES = 12; // of all heads together, at most: many numbers of threads divide it
 
 // Few heads, and query rows that see many: threads share a head's parts too, some neighbours each.
-// Those with new rows are of one thread, which writes them before. most: parts of a slot.
+// Those with new rows are of one thread, which writes them before. The sums are an eighth of what the keys and values of the call are, or
+// little more. most: parts of a slot.
 ort::Status* attend_parts(const Kernel& kernel, const ort::Context* context,
                           const outrider_attention& c, int64_t most, bool writes) {
   const int64_t rows = c.tokens * (c.heads / c.key_heads), heads = c.slots * c.key_heads;

@@ -11,7 +11,7 @@ constexpr int MOST_ROWS = OUTRIDER_ATTENTION_ROWS, MOST_WIDTH = OUTRIDER_ATTENTI
 constexpr int TOGETHER = 4;                   // query rows that share the loads of a key or value
 constexpr int COLUMNS = LANES == 16 ? 4 : 2;  // vectors of a value at a time: of TOGETHER x COLUMNS
 constexpr int KEYS = OUTRIDER_ATTENTION_KEYS, PART = OUTRIDER_ATTENTION_PART;
-constexpr float INF = __builtin_inff(), LOG2_E = 1.44269504f;
+constexpr float INF = __builtin_inff(), LEAST = -__FLT_MAX__, LOG2_E = 1.44269504f;
 
 // exp2_of of outrider_sampling.h for a vector: 2^t for t <= 0, exactly 0 below -126.5.
 inline Vector exp2_of(Vector t) {
@@ -322,7 +322,7 @@ struct Queries {
       const int64_t own = c.length ? 0 : c.position[slot] + token(r);
       const int64_t from = c.window > 0 && own >= c.window ? own - c.window + 1 : 0;
       const float* bias = c.bias ? c.bias + head(r) * c.distances + c.farthest - own : nullptr;
-      rows[r] = {from, c.length ? c.length[slot] : own + 1, bias, -INF, Vector{}};
+      rows[r] = {from, c.length ? c.length[slot] : own + 1, bias, LEAST, Vector{}};
       float* to = q + r * width;
       rotate(to, c.query + (slot * c.tokens + token(r)) * c.query_stride + head(r) * c.width, c, own);
       for (int64_t d = 0; d < c.width; ++d) to[d] *= c.scale * LOG2_E; // 2^x, not e^x
@@ -339,7 +339,8 @@ template <int WIDTH> void sum_part(Queries* queries, int64_t part, float* mixed)
   Row* rows = queries->rows;
   alignas(64) float weights[MOST_ROWS * KEYS];
   alignas(64) float copy[KEYS * MOST_WIDTH]; // touched where rows cannot be read as they lie
-  for (int r = 0; r < count; ++r) rows[r].peak = -INF, rows[r].total = Vector{};
+  // Not -INF, which less itself is NaN: a row may see nothing in a part but scores of -INF.
+  for (int r = 0; r < count; ++r) rows[r].peak = LEAST, rows[r].total = Vector{};
   for (int i = 0; i < count * mixed_width; ++i) mixed[i] = 0;
   const int64_t cache = (queries->slot * c.key_heads + queries->key_head) * c.rows;
   const Cell* all_keys = static_cast<Cell*>(c.keys) + cache * pitch(c.width);
@@ -387,7 +388,7 @@ void sum_part_of(Queries* queries, int64_t part, float* mixed) {
 struct Joined {
   float peak, total;
 
-  // A part that the row saw nothing of has the total 0, and one with a NaN not.
+  // A part that the row saw nothing of, or no score above -INF, has the total 0; one with a NaN not.
   void add(float part_peak, float part_total, float* mixed, const float* part_mixed, int width) {
     if (part_total == 0) return;
     const float most = part_peak > peak ? part_peak : peak;

@@ -41,7 +41,7 @@ struct outrider_attention {
 };
 
 // Floats of a row's sums over a part: what is mixed, made up to whole vectors, its peak, its total.
-inline int64_t outrider_attention_stride(const struct outrider_attention& call) {
+static inline int64_t outrider_attention_stride(const struct outrider_attention& call) {
   return (call.value_width + 15) / 16 * 16 + 16;
 }
 

@@ -290,6 +290,19 @@ def test_a_key_that_outweighs_all_others(instruction_set: str, row: int) -> None
         np.testing.assert_allclose(out, want[None].repeat(len(out), axis=0), rtol=1e-6)
 
 
+@pytest.mark.parametrize("row", [3, 128, 200])
+def test_a_score_of_minus_infinity_weighs_nothing(instruction_set: str, row: int) -> None:
+    """Where it is all that a row has seen of a part too. Fault: -inf less -inf."""
+    attention = Attention(Shape(64, packed=False), scale=1.0)
+    query, key, values = np.split(attention.text[0], [HEADS, HEADS + KEY_HEADS], axis=1)
+    query[:], key[:] = 0, 0
+    query[..., 0], key[row, :, 0] = 1e20, -1e20
+    for widths in ([60], [5]):
+        out = attention.tell(widths, tokens=row + 1)[row].reshape(HEADS, 64)
+        want = values[:row].mean(axis=0).repeat(HEADS // KEY_HEADS, axis=0)
+        np.testing.assert_allclose(out, want, atol=1e-6)
+
+
 def test_a_number_that_is_not_finite_does_not_get_lost(instruction_set: str) -> None:
     """Of rows that are quantised: the largest is what the others are divided by."""
     attention = Attention(SHAPES["64, int8"])

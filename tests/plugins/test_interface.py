@@ -47,7 +47,7 @@ def test_structures_have_the_layout_of_the_header(tmp_path):
         for name, field in (
             ("outrider_slot", "reserved"), ("outrider_row", "status"),
             ("outrider_verdict", "reserved"), ("outrider_logits", "dtype"),
-            ("outrider_device_sizes", "reserved"), ("outrider_device_launch", "reserved"),
+            ("outrider_device_sizes", "reserved"), ("outrider_device_launch", "block"),
             ("outrider_device_plan", "call"),
         )
     ]  # fmt: skip
@@ -61,7 +61,7 @@ def test_structures_have_the_layout_of_the_header(tmp_path):
            for n in (t.itemsize, t.fields[t.names[-1]][1])]  # fmt: skip
     for structure, last in (
         (kernel.Logits, "dtype"), (cuda_kernel.KernelSizes, "reserved"),
-        (cuda_kernel.Launch, "reserved"), (cuda_kernel.Plan, "call"),
+        (cuda_kernel.Launch, "block"), (cuda_kernel.Plan, "call"),
     ):  # fmt: skip
         got += [ctypes.sizeof(structure), getattr(structure, last).offset]
     assert [int(n) for n in said] == got

@@ -284,4 +284,4 @@ def test_a_library_with_other_operators_has_another_interface() -> None:
     products = {"QuantizedMatMul", "QuantizedGather", "QuantizedExperts"}
     attentions = {"Attention", "QuantizedCacheAttention", "SourceAttention"}
     operators = {"Recurrence", "ShortConvolution", *attentions, *products}
-    assert (names, kernel.ABI_VERSION) == (operators, 10)
+    assert (names, kernel.ABI_VERSION) == (operators, 11)
