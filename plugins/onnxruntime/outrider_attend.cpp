@@ -154,8 +154,7 @@ Parts parts_of(const outrider_attention& c, int64_t slot) {
   const int64_t end = (rows + PART - 1) / PART;
   if (c.length) return {0, end - 1, end};
   const int64_t own = c.position[slot];
-  const int64_t from = c.window > 0 && own >= c.window ? own - c.window + 1 : 0;
-  return {from / PART, own / PART, end};
+  return {outrider_attention_from(c, own) / PART, own / PART, end};
 }
 
 constexpr int64_t SHARES = 12; // of all heads together, at most: many numbers of threads divide it

@@ -320,7 +320,7 @@ struct Queries {
   void read() {
     for (int r = 0; r < count; ++r) {
       const int64_t own = c.length ? 0 : c.position[slot] + token(r);
-      const int64_t from = c.window > 0 && own >= c.window ? own - c.window + 1 : 0;
+      const int64_t from = outrider_attention_from(c, own);
       const float* bias = c.bias ? c.bias + head(r) * c.distances + c.farthest - own : nullptr;
       rows[r] = {from, c.length ? c.length[slot] : own + 1, bias, LEAST, Vector{}};
       float* to = q + r * width;
@@ -412,11 +412,6 @@ void write_out(const Queries& queries, int r, const Joined& joined, const float*
   for (int64_t d = 0; d < c.value_width; ++d) c.out[row * c.value_width + d] = mixed[d] * share;
 }
 
-int64_t first_part(const Queries& queries) { return queries.rows[0].from / PART; }
-int64_t end_part(const Queries& queries) {
-  return (queries.rows[queries.count - 1].end + PART - 1) / PART;
-}
-
 void attend(const Call* call, int64_t slot, int64_t key_head, int64_t first, int64_t end) {
   Queries queries(*call, slot, key_head, first, end);
   queries.read();
@@ -425,7 +420,8 @@ void attend(const Call* call, int64_t slot, int64_t key_head, int64_t first, int
   for (int i = 0; i < all; ++i) mixed[i] = 0;
   Joined joined[MOST_ROWS];
   for (int r = 0; r < queries.count; ++r) joined[r] = begin_join(queries, r);
-  for (int64_t i = first_part(queries); i < end_part(queries); ++i) {
+  const int64_t seen = queries.rows[queries.count - 1].end;
+  for (int64_t i = queries.rows[0].from / PART; i * PART < seen; ++i) {
     sum_part_of(&queries, i, part);
     for (int r = 0; r < queries.count; ++r) {
       const Row& row = queries.rows[r];

@@ -40,6 +40,11 @@ struct outrider_attention {
   float* out;                 // [B, N, H Dv]
 };
 
+// The first row of a cache that a query of row `own` sees.
+static inline int64_t outrider_attention_from(const struct outrider_attention& call, int64_t own) {
+  return call.window > 0 && own >= call.window ? own - call.window + 1 : 0;
+}
+
 // Floats of a row's sums over a part: what is mixed, made up to whole vectors, its peak, its total.
 static inline int64_t outrider_attention_stride(const struct outrider_attention& call) {
   return (call.value_width + 15) / 16 * 16 + 16;
