@@ -266,7 +266,7 @@ OUTRIDER_HD float exp2_of(float t) {
 OUTRIDER_HD float weight_of(float z, int id, const outrider_row& row) {
   const float e = exp2_of((z - row.peak) * row.rate);
   const bool above = (z > row.cut) | ((z == row.cut) & (id >= row.tie_from));
-  return above & (e >= row.min_weight) ? e : 0.0f;
+  return (above & (e >= row.min_weight)) ? e : 0.0f;
 }
 
 // Eq. 5 of arXiv 2406.11016 on the warped logit; 0 for tokens that a filter removed.

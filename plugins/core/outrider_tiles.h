@@ -31,9 +31,18 @@ struct outrider_tiles {
   void (*bins)(int* bin, float* w, const outrider_logit* z, const outrider_row* row, int last_bin);
 };
 
+// An instruction set. Whoever has no loops of its own for it takes those of the next lesser one.
+struct outrider_set {
+  const char* name;
+  const struct outrider_tiles* tiles;
+  const struct outrider_set* lesser; // null: none, this is plain C++
+};
+
 extern "C" {
 extern const struct outrider_tiles outrider_tiles_plain;
 extern const struct outrider_tiles outrider_tiles_avx2;
 extern const struct outrider_tiles outrider_tiles_avx512;
+
+const struct outrider_set* outrider_set_in_use(void);
 }
 #endif

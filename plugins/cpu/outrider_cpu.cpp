@@ -1,7 +1,15 @@
 // liboutrider on the CPU: the C interface of outrider.h over the algorithm of outrider_sampling.h.
 //
 // A slot is one thread's work.
+#if defined(OUTRIDER_X86)
+#include <cpuid.h>
+#elif defined(OUTRIDER_ARM)
+#include <sys/auxv.h>
+#endif
+
+#include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <new>
 #include <system_error>
 #include <thread>
@@ -15,24 +23,51 @@ constexpr int MAX_THREADS = 64;
 
 // --- instruction sets -------------------------------------------------------------------------
 
-const outrider_tiles* best_tiles() {
+const outrider_set PLAIN{"plain", &outrider_tiles_plain, nullptr};
+
 #if defined(OUTRIDER_X86)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-    return &outrider_tiles_avx512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &outrider_tiles_avx2;
+const outrider_set AVX2{"avx2", &outrider_tiles_avx2, &PLAIN};
+const outrider_set AVX_VNNI{"avxvnni", &outrider_tiles_avx2, &AVX2};
+const outrider_set AVX512{"avx512", &outrider_tiles_avx512, &AVX2};
+const outrider_set AVX512_VNNI{"avx512vnni", &outrider_tiles_avx512, &AVX512};
+
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+bool has_avx_vnni() { // which __builtin_cpu_supports of some compilers does not know
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a >> 4 & 1) != 0;
+}
+
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+#elif defined(OUTRIDER_ARM)
+const outrider_set DOTPROD{"dotprod", &outrider_tiles_plain, &PLAIN};
+
+bool has_dotprod() { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
 #endif
-  return &outrider_tiles_plain;
-}
 
-std::atomic<const outrider_tiles*> chosen_tiles{nullptr};
+// The best one first.
+const struct {
+  const outrider_set* set;
+  bool (*there)();
+} SETS[] = {
+#if defined(OUTRIDER_X86)
+    {&AVX512_VNNI, has_avx512_vnni},
+    {&AVX512, has_avx512},
+    {&AVX_VNNI, has_avx_vnni},
+    {&AVX2, has_avx2},
+#elif defined(OUTRIDER_ARM)
+    {&DOTPROD, has_dotprod},
+#endif
+    {&PLAIN, [] { return true; }}};
 
-const outrider_tiles& tiles_in_use() {
-  const outrider_tiles* tiles = chosen_tiles.load(std::memory_order_relaxed);
-  if (tiles == nullptr) chosen_tiles.store(tiles = best_tiles(), std::memory_order_relaxed);
-  return *tiles;
-}
+std::atomic<const outrider_set*> chosen{nullptr};
+
+const outrider_tiles& tiles_in_use() { return *outrider_set_in_use()->tiles; }
 
 // --- checks -----------------------------------------------------------------------------------
 
@@ -276,24 +311,23 @@ double outrider_uniform(uint64_t seed, uint32_t position, uint32_t purpose, uint
   return outrider::uniform(seed, position, purpose, lane);
 }
 
-const char* outrider_instruction_set(void) { return tiles_in_use().name; }
+const outrider_set* outrider_set_in_use(void) {
+  const outrider_set* set = chosen.load(std::memory_order_relaxed);
+  if (set != nullptr) return set;
+  set = std::find_if(SETS, std::end(SETS), [](const auto& one) { return one.there(); })->set;
+  chosen.store(set, std::memory_order_relaxed);
+  return set;
+}
+
+const char* outrider_instruction_set(void) { return outrider_set_in_use()->name; }
 
 int32_t outrider_use(const char* instruction_set) {
   if (instruction_set == nullptr) return 0;
-  const outrider_tiles* best = best_tiles();
-  const outrider_tiles* known[] = {
-#if defined(OUTRIDER_X86)
-      &outrider_tiles_avx512, &outrider_tiles_avx2,
-#endif
-      &outrider_tiles_plain};
-  bool there = false; // from the best one down
-  for (const outrider_tiles* tiles : known) {
-    there = there || tiles == best;
-    if (there && std::strcmp(tiles->name, instruction_set) == 0) {
-      chosen_tiles = tiles;
+  for (const auto& [set, there] : SETS)
+    if (std::strcmp(set->name, instruction_set) == 0 && there()) {
+      chosen = set;
       return 1;
     }
-  }
   return 0;
 }
 

@@ -5,11 +5,14 @@
 #include <algorithm>
 
 #if defined(OUTRIDER_X86)
-#include <immintrin.h>
 #include <cpuid.h>
+#include <immintrin.h>
+#elif defined(OUTRIDER_ARM)
+#include <arm_neon.h>
+#include <sys/auxv.h>
+#endif
 
 #include "outrider.h"
-#endif
 
 namespace outrider {
 
@@ -94,15 +97,39 @@ __attribute__((target("sha,sse4.1"))) void blocks_sha(uint32_t* state, const uns
   _mm_storeu_si128(at(state), _mm_blend_epi16(feba, dchg, 0xF0));
   _mm_storeu_si128(at(state + 4), _mm_alignr_epi8(dchg, feba, 8));
 }
+#elif defined(OUTRIDER_ARM)
+bool has_instructions() { return (getauxval(AT_HWCAP) & HWCAP_SHA2) != 0; }
+
+__attribute__((target("+crypto"))) void blocks_sha(uint32_t* state, const unsigned char* data,
+                                                   size_t count) {
+  uint32x4_t abcd = vld1q_u32(state), efgh = vld1q_u32(state + 4);
+  for (; count > 0; --count, data += 64) {
+    const uint32x4_t abcd_before = abcd, efgh_before = efgh;
+    uint32x4_t w[4];
+    for (int i = 0; i < 4; ++i)
+      w[i] = vreinterpretq_u32_u8(vrev32q_u8(vld1q_u8(data + 16 * i)));
+    for (int step = 0; step < 16; ++step) { // of four rounds
+      uint32x4_t* words = w + step % 4;
+      const uint32x4_t sum = vaddq_u32(*words, vld1q_u32(K + 4 * step)), before = abcd;
+      if (step < 12)
+        *words = vsha256su1q_u32(vsha256su0q_u32(*words, w[(step + 1) % 4]), w[(step + 2) % 4],
+                                 w[(step + 3) % 4]);
+      abcd = vsha256hq_u32(abcd, efgh, sum);
+      efgh = vsha256h2q_u32(efgh, before, sum);
+    }
+    abcd = vaddq_u32(abcd, abcd_before), efgh = vaddq_u32(efgh, efgh_before);
+  }
+  vst1q_u32(state, abcd), vst1q_u32(state + 4, efgh);
+}
+#else
+bool has_instructions() { return false; }
+const auto blocks_sha = blocks_plain;
 #endif
 
 void blocks(uint32_t* state, const unsigned char* data, size_t count) {
-#if defined(OUTRIDER_X86)
   static const bool fast = has_instructions();
-  if (fast && strcmp(outrider_instruction_set(), "plain") != 0)
-    return blocks_sha(state, data, count);
-#endif
-  blocks_plain(state, data, count);
+  const bool plain = !fast || strcmp(outrider_instruction_set(), "plain") == 0;
+  (plain ? blocks_plain : blocks_sha)(state, data, count);
 }
 
 } // namespace

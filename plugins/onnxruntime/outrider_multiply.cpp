@@ -35,13 +35,13 @@ struct Kernel {
 };
 
 const outrider_product_tiles* tiles_in_use() {
+  return ort::tiles_of({
 #if defined(OUTRIDER_X86)
-  const char* set = outrider_instruction_set();
-  if (strcmp(set, "avx512") == 0 && __builtin_cpu_supports("avx512vnni"))
-    return &outrider_product_vnni;
-  if (strcmp(set, "plain") != 0) return &outrider_product_avx2;
+      &outrider_product_avx512vnni, &outrider_product_avxvnni, &outrider_product_avx2,
+#elif defined(OUTRIDER_ARM)
+      &outrider_product_dotprod,
 #endif
-  return &outrider_product_plain;
+      &outrider_product_plain});
 }
 
 ort::Status* create(const ort::Operator* of, const Api* api, const ort::KernelInfo* info,

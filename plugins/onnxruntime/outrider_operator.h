@@ -10,6 +10,7 @@
 
 #include "outrider.h"
 #include "outrider_ort_api.h"
+#include "outrider_tiles.h"
 
 namespace ort {
 
@@ -76,11 +77,12 @@ Operator operator_of(decltype(Operator::create_or_fail) create,
   return made;
 }
 
-// Of these tables, that of the instruction set that the library uses. The last one is plain.
+// Of these tables, that of the instruction set in use, or of the next lesser one. One is plain.
 template <class Tiles> const Tiles* tiles_of(std::initializer_list<const Tiles*> known) {
-  for (const Tiles* tiles : known)
-    if (strcmp(tiles->name, outrider_instruction_set()) == 0) return tiles;
-  return *(known.end() - 1);
+  for (const outrider_set* set = outrider_set_in_use(); set != nullptr; set = set->lesser)
+    for (const Tiles* tiles : known)
+      if (strcmp(tiles->name, set->name) == 0) return tiles;
+  return nullptr;
 }
 
 extern const Described ATTENTION, QUANTISED_ATTENTION, SOURCE_ATTENTION; // outrider_attend.cpp

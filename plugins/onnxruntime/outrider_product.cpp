@@ -8,11 +8,15 @@ namespace {
 using Call = outrider_product;
 
 constexpr int BLOCK = OUTRIDER_PRODUCT_BLOCK, PANEL = OUTRIDER_PRODUCT_PANEL;
-// Rows that share the reading of a weight, at most: each has two vectors in registers.
+// TOGETHER: rows that share the reading of a weight, at most, as their sums fit into registers.
+// STEPS: of a block, how many the compiler sees at once. Of one, GCC would copy all sums with each
+// on x86; of more, it would take the weights of all first on ARM, by memory.
 #if defined(__AVX512VNNI__)
-constexpr int TOGETHER = 12;
+constexpr int TOGETHER = 12, STEPS = 8;
+#elif defined(__ARM_FEATURE_DOTPROD)
+constexpr int TOGETHER = 4, STEPS = 1;
 #else
-constexpr int TOGETHER = 6;
+constexpr int TOGETHER = 6, STEPS = 8;
 #endif
 
 int64_t blocks_of(const Call& c) { return (c.depth + BLOCK - 1) / BLOCK; }
@@ -58,81 +62,89 @@ void round(const Call* call, int64_t first, int64_t end) {
   for (int64_t row = first; row < end; ++row) round_row(*call, row);
 }
 
-// R rows with one panel: what differs between instruction sets is how a block's whole numbers are
-// multiplied.
+#if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
+// R rows with one panel. What differs between instruction sets is how four neighbours along K are
+// multiplied in each lane: of a weight, which has no sign, and of x, the same four in all lanes.
+using Bytes = uint8_t __attribute__((vector_size(sizeof(Integers))));
+constexpr int VECTORS = PANEL / LANES; // of a panel's outputs
 
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+
+constexpr bool SIGNED = false; // whether weights of 8 bits get a sign before
+
+template <int> inline Integers first_sum(int32_t x_sum) { return x_sum - Integers{}; }
+template <int> inline Integers last_sum(Integers sum, int32_t) { return sum; }
+
+template <int> inline Integers added(Integers sum, Bytes weight, Bytes x) {
 #if defined(__AVX512VNNI__)
-
-// With masks of all lanes, because GCC 12 warns of what its headers leave undefined without.
-constexpr __mmask16 ALL = 0xFFFF;
-
-template <int R, int BITS>
-void panel_rows(const Call& c, int64_t panel, int64_t first) {
-  const int64_t blocks = blocks_of(c);
-  const uint8_t* levels = c.levels + panel * blocks * 64 * BITS;
-  const uint16_t* scales = c.scales + panel * blocks * PANEL;
-  const int8_t* x = c.x_levels + first * blocks * BLOCK;
-  const float* x_scales = c.x_scales + first * blocks;
-  const int32_t* x_sums = c.x_sums + first * blocks;
-  const __m512i low = _mm512_set1_epi8(15);
-  __m512 total[R];
-  for (int r = 0; r < R; ++r) total[r] = _mm512_setzero_ps();
-  for (int64_t b = 0; b < blocks; ++b) {
-    __m512i sum[R];
-    for (int r = 0; r < R; ++r) sum[r] = _mm512_set1_epi32(x_sums[r * blocks + b]);
-    auto add = [&](__m512i weight, int number) {
-      for (int r = 0; r < R; ++r) {
-        int32_t four;
-        __builtin_memcpy(&four, x + (r * blocks + b) * BLOCK + number, sizeof four);
-        sum[r] = _mm512_dpbusd_epi32(sum[r], weight, _mm512_set1_epi32(four));
-      }
-    };
-#pragma GCC unroll 8 // else GCC copies all sums with each step where there are many
-    for (int j = 0; j < BITS; ++j) {
-      const __m512i bytes = _mm512_loadu_si512(levels + 64 * j);
-      _mm_prefetch(reinterpret_cast<const char*>(levels) + 64 * j + 4096, _MM_HINT_T0);
-      if constexpr (BITS == 4) {
-        add(_mm512_and_si512(bytes, low), 8 * j);
-        add(_mm512_and_si512(_mm512_maskz_srli_epi16(~__mmask32{0}, bytes, 4), low), 8 * j + 4);
-      } else {
-        add(bytes, 4 * j);
-      }
-    }
-    levels += 64 * BITS;
-    const __m512 scale = _mm512_maskz_cvtph_ps(
-        ALL, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + b * PANEL)));
-    for (int r = 0; r < R; ++r)
-      total[r] = _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(ALL, sum[r]),
-                                 _mm512_mul_ps(scale, _mm512_set1_ps(x_scales[r * blocks + b])),
-                                 total[r]);
-  }
-  const int64_t there = c.columns - panel * PANEL;
-  const __mmask16 mask = there < PANEL ? static_cast<__mmask16>((1 << there) - 1) : ALL;
-  for (int r = 0; r < R; ++r)
-    _mm512_mask_storeu_ps(c.y + (first + r) * c.columns + panel * PANEL, mask, total[r]);
+  return reinterpret_cast<Integers>(
+      _mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(weight),
+                          reinterpret_cast<__m512i>(x)));
+#else
+  return reinterpret_cast<Integers>(
+      _mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sum), reinterpret_cast<__m256i>(weight),
+                              reinterpret_cast<__m256i>(x)));
+#endif
 }
 
 #elif defined(__AVX2__)
 
-#if !defined(__clang__)
+constexpr bool SIGNED = true;
+
+// Levels of 4 bits are unsigned, and all products of a block that a sum of 16 bits gets, two of each
+// of 8 vectors, fit into it: 16 * 15 * 127 < 2^15. Those of 8 bits have a sign for this, so that the
+// products of two numbers do: 2 * 128 * 127 < 2^15.
+inline Integers pairs(__m256i sums) { // of two neighbours, of 16 bits
+  return reinterpret_cast<Integers>(_mm256_madd_epi16(sums, _mm256_set1_epi16(1)));
+}
+
+template <int> inline Integers first_sum(int32_t) { return Integers{}; }
+
+template <int BITS> inline Integers last_sum(Integers sum, int32_t x_sum) {
+  return BITS == 4 ? pairs(reinterpret_cast<__m256i>(sum)) + x_sum : sum;
+}
+
+template <int BITS> inline Integers added(Integers sum, Bytes weight, Bytes x) {
+  const __m256i w = reinterpret_cast<__m256i>(weight), v = reinterpret_cast<__m256i>(x);
+  if constexpr (BITS == 8)
+    return sum + pairs(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(v, w)));
+  return reinterpret_cast<Integers>(
+      _mm256_add_epi16(reinterpret_cast<__m256i>(sum), _mm256_maddubs_epi16(w, v)));
+}
+
+#else
+
+constexpr bool SIGNED = true;
+
+template <int BITS> inline Integers first_sum(int32_t x_sum) {
+  return (BITS == 4 ? x_sum : 0) - Integers{};
+}
+template <int> inline Integers last_sum(Integers sum, int32_t) { return sum; }
+
+template <int> inline Integers added(Integers sum, Bytes weight, Bytes x) {
+  return vdotq_s32(sum, reinterpret_cast<int8x16_t>(weight), reinterpret_cast<int8x16_t>(x));
+}
+
+#endif
+
+// LANES numbers from float16.
+inline Vector widened(const uint16_t* from) {
+#if defined(__AVX512F__)
+  // With a mask of all lanes, because GCC 12 warns of what its headers leave undefined without.
+  return _mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
+#endif
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__clang__)
 #pragma GCC push_options
 // Else GCC puts all products of a block before their sums, in memory.
 #pragma GCC optimize("no-tree-ter", "no-tree-reassoc")
 #endif
 
-// Sums of two neighbours, of 16 bits.
-inline __m256i pairs(__m256i sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
-
-// Levels of 4 bits are unsigned, and all products of a block that a sum of 16 bits gets, two of each
-// of 8 vectors, fit into it: 16 * 15 * 127 < 2^15. Those of 8 bits have a sign for this, so that the
-// products of two numbers do: 2 * 128 * 127 < 2^15.
-template <int BITS>
-inline __m256i added(__m256i sum, __m256i weight, __m256i x) {
-  if constexpr (BITS == 4) return _mm256_add_epi16(sum, _mm256_maddubs_epi16(weight, x));
-  return _mm256_add_epi32(
-      sum, pairs(_mm256_maddubs_epi16(_mm256_abs_epi8(weight), _mm256_sign_epi8(x, weight))));
-}
-
 template <int R, int BITS>
 void panel_rows(const Call& c, int64_t panel, int64_t first) {
   const int64_t blocks = blocks_of(c);
@@ -141,58 +153,54 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
   const int8_t* x = c.x_levels + first * blocks * BLOCK;
   const float* x_scales = c.x_scales + first * blocks;
   const int32_t* x_sums = c.x_sums + first * blocks;
-  const __m256i low = _mm256_set1_epi8(15), sign = _mm256_set1_epi8(-128);
-  __m256 total[2][R]; // of the panel's halves
-  for (int r = 0; r < R; ++r) total[0][r] = total[1][r] = _mm256_setzero_ps();
+  Vector total[VECTORS][R] = {};
   for (int64_t b = 0; b < blocks; ++b) {
-    __m256i sum[2][R];
-    for (int r = 0; r < R; ++r) sum[0][r] = sum[1][r] = _mm256_setzero_si256();
-    auto add = [&](__m256i one, __m256i other, int number) {
+    Integers sum[VECTORS][R];
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < VECTORS; ++v) sum[v][r] = first_sum<BITS>(x_sums[r * blocks + b]);
+    auto add = [&](const Bytes* weight, int number) {
       for (int r = 0; r < R; ++r) {
         int32_t four;
         __builtin_memcpy(&four, x + (r * blocks + b) * BLOCK + number, sizeof four);
-        const __m256i fours = _mm256_set1_epi32(four);
-        sum[0][r] = added<BITS>(sum[0][r], one, fours);
-        sum[1][r] = added<BITS>(sum[1][r], other, fours);
+        const Bytes fours = reinterpret_cast<Bytes>(four - Integers{});
+        for (int v = 0; v < VECTORS; ++v) sum[v][r] = added<BITS>(sum[v][r], weight[v], fours);
       }
     };
-#pragma GCC unroll 8
+#pragma GCC unroll STEPS
     for (int j = 0; j < BITS; ++j) {
-      const __m256i* bytes = reinterpret_cast<const __m256i*>(levels + 64 * j);
-      const __m256i one = _mm256_loadu_si256(bytes), other = _mm256_loadu_si256(bytes + 1);
-      _mm_prefetch(reinterpret_cast<const char*>(bytes) + 4096, _MM_HINT_T0);
+      Bytes weight[VECTORS], high[VECTORS];
+      for (int v = 0; v < VECTORS; ++v)
+        __builtin_memcpy(weight + v, levels + 64 * j + 4 * LANES * v, sizeof *weight);
+      __builtin_prefetch(levels + 64 * j + 4096);
       if constexpr (BITS == 4) {
-        add(_mm256_and_si256(one, low), _mm256_and_si256(other, low), 8 * j);
-        add(_mm256_and_si256(_mm256_srli_epi16(one, 4), low),
-            _mm256_and_si256(_mm256_srli_epi16(other, 4), low), 8 * j + 4);
+        for (int v = 0; v < VECTORS; ++v) high[v] = weight[v] >> 4, weight[v] &= 15;
+        add(weight, 8 * j);
+        add(high, 8 * j + 4);
       } else {
-        add(_mm256_xor_si256(one, sign), _mm256_xor_si256(other, sign), 4 * j);
+        for (int v = 0; SIGNED && v < VECTORS; ++v) weight[v] ^= 128;
+        add(weight, 4 * j);
       }
     }
     levels += 64 * BITS;
-    for (int half = 0; half < 2; ++half) {
-      const __m256 scale = _mm256_cvtph_ps(
-          _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + b * PANEL + 8 * half)));
+    for (int v = 0; v < VECTORS; ++v) {
+      const Vector scale = widened(scales + b * PANEL + v * LANES);
       for (int r = 0; r < R; ++r) {
-        __m256i whole = sum[half][r];
-        if constexpr (BITS == 4)
-          whole = _mm256_add_epi32(pairs(whole), _mm256_set1_epi32(x_sums[r * blocks + b]));
-        total[half][r] = _mm256_fmadd_ps(
-            _mm256_cvtepi32_ps(whole),
-            _mm256_mul_ps(scale, _mm256_set1_ps(x_scales[r * blocks + b])), total[half][r]);
+        const Integers whole = last_sum<BITS>(sum[v][r], x_sums[r * blocks + b]);
+        total[v][r] = fused(__builtin_convertvector(whole, Vector),
+                            scale * splat(x_scales[r * blocks + b]), total[v][r]);
       }
     }
   }
-  alignas(32) float out[PANEL];
   const int64_t there = c.columns - panel * PANEL;
   for (int r = 0; r < R; ++r) {
-    for (int half = 0; half < 2; ++half) _mm256_store_ps(out + 8 * half, total[half][r]);
-    __builtin_memcpy(c.y + (first + r) * c.columns + panel * PANEL, out,
-                     static_cast<unsigned long>(there < PANEL ? there : PANEL) * sizeof(float));
+    alignas(64) float last[PANEL];
+    float* y = c.y + (first + r) * c.columns + panel * PANEL;
+    for (int v = 0; v < VECTORS; ++v) store((there < PANEL ? last : y) + v * LANES, total[v][r]);
+    for (int64_t i = 0; there < PANEL && i < there; ++i) y[i] = last[i];
   }
 }
 
-#if !defined(__clang__)
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__clang__)
 #pragma GCC pop_options
 #endif
 

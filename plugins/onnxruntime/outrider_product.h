@@ -48,6 +48,8 @@ struct outrider_product_tiles {
 extern "C" {
 extern const struct outrider_product_tiles outrider_product_plain;
 extern const struct outrider_product_tiles outrider_product_avx2;
-extern const struct outrider_product_tiles outrider_product_vnni;
+extern const struct outrider_product_tiles outrider_product_avxvnni;
+extern const struct outrider_product_tiles outrider_product_avx512vnni;
+extern const struct outrider_product_tiles outrider_product_dotprod;
 }
 #endif

@@ -1,8 +1,9 @@
 """Compile liboutrider with the compiler at hand: `python -m plugins.tools.build [--out build/lib]`.
 
 $CXX, g++ or clang++. The inner loops are compiled once per instruction set and chosen at run time,
-so the library of one x86-64 machine runs on all. The result is named by what went into it (sources,
-flags, compiler), moved into place in one step, and made once; `liboutrider.so` links to it.
+so the library of one machine runs on all of its kind (x86-64, ARM64). The result is named by what
+went into it (sources, flags, compiler), moved into place in one step, and made once;
+`liboutrider.so` links to it.
 """
 
 from __future__ import annotations
@@ -33,27 +34,37 @@ FLAGS = [
 ]  # fmt: skip
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow"]
 Unit = tuple[str, list[str]]  # a source and its own flags
-X86 = {
-    "plain": ["-march=x86-64-v2", "-mtune=generic"],
-    "avx2": ["-mavx2", "-mfma", "-mtune=generic"],
-    "avx512": [
-        *(f"-mavx512{x}" for x in ("f", "bw", "dq", "vl")),
-        "-mfma",
-        "-mprefer-vector-width=512",
-    ],
+# Of a processor's kind: what every file is compiled with, and the instruction sets of loops.
+KINDS = {
+    "x86_64": ["-DOUTRIDER_X86", "-march=x86-64-v2", "-mtune=generic"],
+    "aarch64": ["-DOUTRIDER_ARM"],
 }
-# Products with few bits have an instruction that only some processors with AVX-512 have.
+SETS = {
+    "x86_64": {
+        "avx2": ["-mavx2", "-mfma", "-mtune=generic"],
+        "avx512": [
+            *(f"-mavx512{x}" for x in ("f", "bw", "dq", "vl")),
+            "-mfma",
+            "-mprefer-vector-width=512",
+        ],
+    }
+}
+_AVX2, _AVX512 = SETS["x86_64"].values()
+# Products with few bits have instructions of their own.
 PRODUCTS = {
-    "plain": X86["plain"],
-    "avx2": [*X86["avx2"], "-mf16c"],
-    "vnni": [*X86["avx512"], "-mavx512vnni"],
+    "x86_64": {
+        "avx2": [*_AVX2, "-mf16c"],
+        "avxvnni": [*_AVX2, "-mf16c", "-mavxvnni"],
+        "avx512vnni": [*_AVX512, "-mavx512vnni"],
+    },
+    "aarch64": {"dotprod": ["-march=armv8.2-a+dotprod"]},
 }
 LOOPS = [
-    ("cpu/outrider_tiles.cpp", "tiles", X86, []),
-    ("onnxruntime/outrider_attention.cpp", "attention", X86, []),
-    ("onnxruntime/outrider_attention.cpp", "attention_int8", X86, ["-DOUTRIDER_INT8"]),
+    ("cpu/outrider_tiles.cpp", "tiles", SETS, []),
+    ("onnxruntime/outrider_attention.cpp", "attention", SETS, []),
+    ("onnxruntime/outrider_attention.cpp", "attention_int8", SETS, ["-DOUTRIDER_INT8"]),
     ("onnxruntime/outrider_product.cpp", "product", PRODUCTS, []),
-    ("onnxruntime/outrider_recurrence.cpp", "recurrence", X86, []),
+    ("onnxruntime/outrider_recurrence.cpp", "recurrence", SETS, []),
 ]
 OPERATORS = ("operator", "attend", "multiply", "recur")
 SESSION = (
@@ -93,13 +104,12 @@ def find_compiler() -> list[str]:
 def units(machine: str, *, session: bool = False, operators: bool = True) -> list[Unit]:
     """What the library is made of. session: with that of outrider_session.h. operators: with those
     for ONNX Runtime, most of the time that it takes."""
-    known = machine in ("x86_64", "AMD64")
-    x86 = ["-DOUTRIDER_X86", "-march=x86-64-v2", "-mtune=generic"] if known else []
+    kind = KINDS.get(machine, [])
     return [
-        ("cpu/outrider_cpu.cpp", [*x86, "-pthread"]),
-        ("cpu/outrider_softmax.cpp", x86),
-        *((source, [*x86, "-pthread"]) for source in SESSION if session),
-        *((f"onnxruntime/outrider_{name}.cpp", x86) for name in OPERATORS if operators),
+        ("cpu/outrider_cpu.cpp", [*kind, "-pthread"]),
+        ("cpu/outrider_softmax.cpp", kind),
+        *((source, [*kind, "-pthread"]) for source in SESSION if session),
+        *((f"onnxruntime/outrider_{name}.cpp", kind) for name in OPERATORS if operators),
         *(
             (
                 source,
@@ -112,7 +122,7 @@ def units(machine: str, *, session: bool = False, operators: bool = True) -> lis
             )
             for source, table, sets, more in LOOPS
             if operators or not source.startswith("onnxruntime/")
-            for name, own in (sets if known else {"plain": []}).items()
+            for name, own in {"plain": kind, **sets.get(machine, {})}.items()
         ),
     ]
 
@@ -146,7 +156,7 @@ def build(
 def build_emulated(out: Path) -> Path:
     """The CPU library's sampling with the CUDA kernels of emulate.cpp. Raises BuildError."""
     # FMA, as on a GPU; the kernels' own warnings are nvcc's business.
-    flags = ["-mfma", "-mavx2"] if "-DOUTRIDER_X86" in repr(units(platform.machine())) else []
+    flags = ["-mfma", "-mavx2"] if platform.machine() == "x86_64" else []
     # setjmp switches between stacks, and kernels read memory as words.
     flags += ["-U_FORTIFY_SOURCE", "-fno-strict-aliasing"]
     more = [("cuda/emulate.cpp", [*flags, "-Wno-unknown-pragmas", "-Wno-subobject-linkage"])]
@@ -232,7 +242,7 @@ def _compile(
             print(done.stdout, file=sys.stderr, end="")
         if done.returncode:
             cause = _first_error(done.stdout)
-            raise BuildError(f"{compiler[0]} failed: {cause}. Use g++ 9 or newer.")
+            raise BuildError(f"{compiler[0]} failed: {cause}. Use g++ 11 or newer.")
     made = folder / "made"
     command = [*compiler, "-pthread", *extra, *map(str, objects), "-ldl", "-o", str(made)]
     linked = subprocess.run(command, capture_output=True, text=True)

@@ -16,6 +16,7 @@ from runtime.files.library import add_operators
 
 FLOAT, INT8, INT64 = TensorProto.FLOAT, TensorProto.INT8, TensorProto.INT64
 Feeds = dict[str, npt.NDArray[Any]]
+LOOPS = ("avx512", "avx2", "plain")  # the instruction sets that most operators have loops for
 
 
 def session_of(
@@ -51,11 +52,13 @@ def session_of(
     )
 
 
-def with_each_set(tell: Callable[[], npt.NDArray[Any]]) -> list[npt.NDArray[Any]]:
-    """What the same computation gives with each of this processor's instruction sets, by the plain
+def with_each_set(
+    tell: Callable[[], npt.NDArray[Any]], sets: Sequence[str] = LOOPS
+) -> list[npt.NDArray[Any]]:
+    """What the same computation gives with each of these that this processor has, by the plain
     loops last; skipped where there is nothing else."""
     told = []
-    for name in ("avx512", "avx2", "plain"):
+    for name in sets:
         with instructions(name) as there:
             if there:
                 told.append(tell())

@@ -14,6 +14,7 @@ from samplers import (
     BLOCK,
     COUNTED,
     OPTIONS,
+    SETS,
     TOKEN,
     Case,
     by_library,
@@ -158,9 +159,9 @@ def test_instruction_sets_give_the_same_bits():
 
     want, compared = everything(), 0
     try:
-        for name in (b"avx512", b"avx2", b"plain"):
-            if library.outrider_use(name):
-                assert library.outrider_instruction_set() == name
+        for name in SETS:
+            if library.outrider_use(name.encode()):
+                assert library.outrider_instruction_set() == name.encode()
                 assert everything() == want
                 compared += 1
     finally:

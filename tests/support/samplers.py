@@ -87,6 +87,9 @@ def cpu_library() -> ctypes.CDLL:
         pytest.skip(f"liboutrider cannot be built here: {error}")
 
 
+SETS = ("avx512vnni", "avx512", "avxvnni", "avx2", "dotprod", "plain")  # the plain loops last
+
+
 @contextmanager
 def instructions(name: str) -> Iterator[bool]:
     """The CPU library's loops are this set's, if the processor has it: whether it has."""
