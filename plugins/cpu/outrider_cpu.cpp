@@ -45,10 +45,13 @@ bool has_avx512() {
 
 bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 #elif defined(OUTRIDER_ARM)
-const outrider_set DOTPROD{"dotprod", &outrider_tiles_plain, &PLAIN};
+const outrider_set NEON{"neon", &outrider_tiles_plain, &PLAIN}; // in all that the compiler makes
+const outrider_set DOTPROD{"dotprod", &outrider_tiles_plain, &NEON};
 
 bool has_dotprod() { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
 #endif
+
+bool has_all() { return true; }
 
 // The best one first.
 const struct {
@@ -62,8 +65,9 @@ const struct {
     {&AVX2, has_avx2},
 #elif defined(OUTRIDER_ARM)
     {&DOTPROD, has_dotprod},
+    {&NEON, has_all},
 #endif
-    {&PLAIN, [] { return true; }}};
+    {&PLAIN, has_all}};
 
 std::atomic<const outrider_set*> chosen{nullptr};
 
@@ -314,9 +318,8 @@ double outrider_uniform(uint64_t seed, uint32_t position, uint32_t purpose, uint
 const outrider_set* outrider_set_in_use(void) {
   const outrider_set* set = chosen.load(std::memory_order_relaxed);
   if (set != nullptr) return set;
-  set = std::find_if(SETS, std::end(SETS), [](const auto& one) { return one.there(); })->set;
-  chosen.store(set, std::memory_order_relaxed);
-  return set;
+  const auto best = std::find_if(SETS, std::end(SETS), [](const auto& one) { return one.there(); });
+  return chosen.compare_exchange_strong(set, best->set) ? best->set : set;
 }
 
 const char* outrider_instruction_set(void) { return outrider_set_in_use()->name; }

@@ -7,7 +7,7 @@
 
 #if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
-#elif defined(__ARM_NEON)
+#elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
@@ -24,17 +24,20 @@ typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
 typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t))));
 typedef float Unaligned __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
 
-inline Vector load(const float* p) { return *reinterpret_cast<const Unaligned*>(p); }
-inline void store(float* p, Vector v) { *reinterpret_cast<Unaligned*>(p) = v; }
-// x - 0 is x, which compilers know; 0 + x is not where x is -0, and they add before each broadcast.
-inline Vector splat(float x) { return x - Vector{}; }
+// Always: GCC 11 does not where the caller has options of its own.
+#define INLINE __attribute__((always_inline)) inline
 
-inline Vector fused(Vector a, Vector b, Vector c) { // a b + c
+INLINE Vector load(const float* p) { return *reinterpret_cast<const Unaligned*>(p); }
+INLINE void store(float* p, Vector v) { *reinterpret_cast<Unaligned*>(p) = v; }
+// x - 0 is x, which compilers know; 0 + x is not where x is -0, and they add before each broadcast.
+INLINE Vector splat(float x) { return x - Vector{}; }
+
+INLINE Vector fused(Vector a, Vector b, Vector c) { // a b + c
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
 #elif defined(__AVX2__) && defined(__FMA__)
   return _mm256_fmadd_ps(a, b, c);
-#elif defined(__ARM_NEON)
+#elif defined(__aarch64__)
   return vfmaq_f32(c, a, b);
 #else
   return a * b + c;

@@ -7,7 +7,8 @@
 #if defined(OUTRIDER_X86)
 #include <cpuid.h>
 #include <immintrin.h>
-#elif defined(OUTRIDER_ARM)
+#elif defined(OUTRIDER_ARM) && (!defined(__clang__) || __clang_major__ >= 16)
+#define FAST_ARM // which clang knew for whole files alone
 #include <arm_neon.h>
 #include <sys/auxv.h>
 #endif
@@ -97,7 +98,7 @@ __attribute__((target("sha,sse4.1"))) void blocks_sha(uint32_t* state, const uns
   _mm_storeu_si128(at(state), _mm_blend_epi16(feba, dchg, 0xF0));
   _mm_storeu_si128(at(state + 4), _mm_alignr_epi8(dchg, feba, 8));
 }
-#elif defined(OUTRIDER_ARM)
+#elif defined(FAST_ARM)
 bool has_instructions() { return (getauxval(AT_HWCAP) & HWCAP_SHA2) != 0; }
 
 __attribute__((target("+crypto"))) void blocks_sha(uint32_t* state, const unsigned char* data,

@@ -13,10 +13,12 @@ constexpr int BLOCK = OUTRIDER_PRODUCT_BLOCK, PANEL = OUTRIDER_PRODUCT_PANEL;
 // on x86; of more, it would take the weights of all first on ARM, by memory.
 #if defined(__AVX512VNNI__)
 constexpr int TOGETHER = 12, STEPS = 8;
+#elif defined(__AVX2__)
+constexpr int TOGETHER = 6, STEPS = 8;
 #elif defined(__ARM_FEATURE_DOTPROD)
 constexpr int TOGETHER = 4, STEPS = 1;
 #else
-constexpr int TOGETHER = 6, STEPS = 8;
+constexpr int TOGETHER = 6;
 #endif
 
 int64_t blocks_of(const Call& c) { return (c.depth + BLOCK - 1) / BLOCK; }
@@ -65,17 +67,18 @@ void round(const Call* call, int64_t first, int64_t end) {
 #if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
 // R rows with one panel. What differs between instruction sets is how four neighbours along K are
 // multiplied in each lane: of a weight, which has no sign, and of x, the same four in all lanes.
-using Bytes = uint8_t __attribute__((vector_size(sizeof(Integers))));
+typedef uint8_t Bytes __attribute__((vector_size(sizeof(Integers))));
+typedef uint8_t Packed __attribute__((vector_size(sizeof(Integers)), aligned(1), may_alias));
 constexpr int VECTORS = PANEL / LANES; // of a panel's outputs
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
 constexpr bool SIGNED = false; // whether weights of 8 bits get a sign before
 
-template <int> inline Integers first_sum(int32_t x_sum) { return x_sum - Integers{}; }
-template <int> inline Integers last_sum(Integers sum, int32_t) { return sum; }
+template <int> INLINE Integers first_sum(int32_t x_sum) { return x_sum - Integers{}; }
+template <int> INLINE Integers last_sum(Integers sum, int32_t) { return sum; }
 
-template <int> inline Integers added(Integers sum, Bytes weight, Bytes x) {
+template <int> INLINE Integers added(Integers sum, Bytes weight, Bytes x) {
 #if defined(__AVX512VNNI__)
   return reinterpret_cast<Integers>(
       _mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(weight),
@@ -94,17 +97,17 @@ constexpr bool SIGNED = true;
 // Levels of 4 bits are unsigned, and all products of a block that a sum of 16 bits gets, two of each
 // of 8 vectors, fit into it: 16 * 15 * 127 < 2^15. Those of 8 bits have a sign for this, so that the
 // products of two numbers do: 2 * 128 * 127 < 2^15.
-inline Integers pairs(__m256i sums) { // of two neighbours, of 16 bits
+INLINE Integers pairs(__m256i sums) { // of two neighbours, of 16 bits
   return reinterpret_cast<Integers>(_mm256_madd_epi16(sums, _mm256_set1_epi16(1)));
 }
 
-template <int> inline Integers first_sum(int32_t) { return Integers{}; }
+template <int> INLINE Integers first_sum(int32_t) { return Integers{}; }
 
-template <int BITS> inline Integers last_sum(Integers sum, int32_t x_sum) {
+template <int BITS> INLINE Integers last_sum(Integers sum, int32_t x_sum) {
   return BITS == 4 ? pairs(reinterpret_cast<__m256i>(sum)) + x_sum : sum;
 }
 
-template <int BITS> inline Integers added(Integers sum, Bytes weight, Bytes x) {
+template <int BITS> INLINE Integers added(Integers sum, Bytes weight, Bytes x) {
   const __m256i w = reinterpret_cast<__m256i>(weight), v = reinterpret_cast<__m256i>(x);
   if constexpr (BITS == 8)
     return sum + pairs(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(v, w)));
@@ -116,19 +119,19 @@ template <int BITS> inline Integers added(Integers sum, Bytes weight, Bytes x) {
 
 constexpr bool SIGNED = true;
 
-template <int BITS> inline Integers first_sum(int32_t x_sum) {
+template <int BITS> INLINE Integers first_sum(int32_t x_sum) {
   return (BITS == 4 ? x_sum : 0) - Integers{};
 }
-template <int> inline Integers last_sum(Integers sum, int32_t) { return sum; }
+template <int> INLINE Integers last_sum(Integers sum, int32_t) { return sum; }
 
-template <int> inline Integers added(Integers sum, Bytes weight, Bytes x) {
+template <int> INLINE Integers added(Integers sum, Bytes weight, Bytes x) {
   return vdotq_s32(sum, reinterpret_cast<int8x16_t>(weight), reinterpret_cast<int8x16_t>(x));
 }
 
 #endif
 
 // LANES numbers from float16.
-inline Vector widened(const uint16_t* from) {
+INLINE Vector widened(const uint16_t* from) {
 #if defined(__AVX512F__)
   // With a mask of all lanes, because GCC 12 warns of what its headers leave undefined without.
   return _mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
@@ -170,7 +173,7 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
     for (int j = 0; j < BITS; ++j) {
       Bytes weight[VECTORS], high[VECTORS];
       for (int v = 0; v < VECTORS; ++v)
-        __builtin_memcpy(weight + v, levels + 64 * j + 4 * LANES * v, sizeof *weight);
+        weight[v] = *reinterpret_cast<const Packed*>(levels + 64 * j + 4 * LANES * v);
       __builtin_prefetch(levels + 64 * j + 4096);
       if constexpr (BITS == 4) {
         for (int v = 0; v < VECTORS; ++v) high[v] = weight[v] >> 4, weight[v] &= 15;

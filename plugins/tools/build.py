@@ -32,12 +32,12 @@ FLAGS = [
     # Speed: neither errno nor floating-point exceptions are looked at; values are not affected.
     "-fno-math-errno", "-fno-trapping-math",
 ]  # fmt: skip
-WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow"]
+WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wno-sign-conversion", "-Wshadow"]
 Unit = tuple[str, list[str]]  # a source and its own flags
 # Of a processor's kind: what every file is compiled with, and the instruction sets of loops.
 KINDS = {
     "x86_64": ["-DOUTRIDER_X86", "-march=x86-64-v2", "-mtune=generic"],
-    "aarch64": ["-DOUTRIDER_ARM"],
+    "aarch64": ["-DOUTRIDER_ARM", "-march=armv8-a"],
 }
 SETS = {
     "x86_64": {
@@ -242,7 +242,7 @@ def _compile(
             print(done.stdout, file=sys.stderr, end="")
         if done.returncode:
             cause = _first_error(done.stdout)
-            raise BuildError(f"{compiler[0]} failed: {cause}. Use g++ 11 or newer.")
+            raise BuildError(f"{compiler[0]} failed: {cause}. Use g++ 11 or clang++ 12, or newer.")
     made = folder / "made"
     command = [*compiler, "-pthread", *extra, *map(str, objects), "-ldl", "-o", str(made)]
     linked = subprocess.run(command, capture_output=True, text=True)

@@ -17,7 +17,7 @@ from runtime.sampling import kernel
 
 Array = npt.NDArray[np.float32]
 Packed = tuple[npt.NDArray[Any], npt.NDArray[Any]]
-SETS = ("avx512vnni", "avxvnni", "avx2", "dotprod", "plain")  # with loops of their own
+SETS = ("avx512vnni", "avx512", "avxvnni", "avx2", "dotprod", "plain")
 ROWS, COLUMNS = 37, 83  # of a matrix: no multiple of a panel, nor of a block
 WIDTHS = range(1, 21)
 

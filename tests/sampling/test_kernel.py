@@ -7,6 +7,7 @@ kernels with the CPU library, bit by bit.
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from samplers import (
     by_reference,
     cpu_library,
     disagreements,
+    instructions,
     open_backend,
     same,
     warp_weights,
@@ -141,6 +143,18 @@ def test_a_slot_does_not_depend_on_its_neighbours_or_on_threads(library, name):
     case.target[:3] = np.nan  # others broken: this one does not care
     alone = by_library(library, case, places[4:5])
     assert alone == (drafts[4:5], verdicts[4:5])
+
+
+def test_instruction_sets_are_those_of_the_processor():
+    text = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    lines = dict(line.partition(":")[::2] for line in text.replace("\t", "").splitlines())
+    has = lines.get("flags", lines.get("Features", "")).split()
+    there = []
+    for name, needed in SETS.items():
+        with instructions(name) as can:
+            assert can == needed.issubset(has)
+            there += [name] * can
+    assert cpu_library().outrider_instruction_set().decode() == there[0]
 
 
 def test_instruction_sets_give_the_same_bits():

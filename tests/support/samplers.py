@@ -87,7 +87,16 @@ def cpu_library() -> ctypes.CDLL:
         pytest.skip(f"liboutrider cannot be built here: {error}")
 
 
-SETS = ("avx512vnni", "avx512", "avxvnni", "avx2", "dotprod", "plain")  # the plain loops last
+# Instruction sets, the best one first, and what processors call that which they need.
+SETS = {
+    "avx512vnni": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"},
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+    "avxvnni": {"avx2", "fma", "avx_vnni"},
+    "avx2": {"avx2", "fma"},
+    "dotprod": {"asimddp"},
+    "neon": {"asimd"},
+    "plain": set(),
+}
 
 
 @contextmanager
