@@ -290,9 +290,9 @@ typedef struct {
   int32_t slot_count, size, entries, reserved;
 } outrider_ring;
 
-/* The instruction set in use: "avx512vnni", "avx512", "avxvnni" or "avx2" of x86, "dotprod" or "neon" of
- * ARM, or "plain". outrider_use makes later calls use another one (for tests; the same draws and verdicts
- * to the bit) and returns 0 where it is not there. */
+/* The instruction set in use: "avx512vnni", "avx512", "avxvnni" or "avx2" of x86, "dotprod" or
+ * "neon" of ARM, or "plain". outrider_use makes later calls use another one (for tests; the same
+ * draws and verdicts to the bit) and returns 0 where it is not there. */
 OUTRIDER_API const char* outrider_instruction_set(void);
 OUTRIDER_API int32_t outrider_use(const char* instruction_set);
 

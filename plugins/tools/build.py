@@ -39,23 +39,15 @@ KINDS = {
     "x86_64": ["-DOUTRIDER_X86", "-march=x86-64-v2", "-mtune=generic"],
     "aarch64": ["-DOUTRIDER_ARM", "-march=armv8-a"],
 }
-SETS = {
-    "x86_64": {
-        "avx2": ["-mavx2", "-mfma", "-mtune=generic"],
-        "avx512": [
-            *(f"-mavx512{x}" for x in ("f", "bw", "dq", "vl")),
-            "-mfma",
-            "-mprefer-vector-width=512",
-        ],
-    }
-}
-_AVX2, _AVX512 = SETS["x86_64"].values()
+AVX2 = ["-mavx2", "-mfma", "-mtune=generic"]
+AVX512 = [*(f"-mavx512{x}" for x in ("f", "bw", "dq", "vl")), "-mfma", "-mprefer-vector-width=512"]
+SETS = {"x86_64": {"avx2": AVX2, "avx512": AVX512}}
 # Products with few bits have instructions of their own.
 PRODUCTS = {
     "x86_64": {
-        "avx2": [*_AVX2, "-mf16c"],
-        "avxvnni": [*_AVX2, "-mf16c", "-mavxvnni"],
-        "avx512vnni": [*_AVX512, "-mavx512vnni"],
+        "avx2": [*AVX2, "-mf16c"],
+        "avxvnni": [*AVX2, "-mf16c", "-mavxvnni"],
+        "avx512vnni": [*AVX512, "-mavx512vnni"],
     },
     "aarch64": {"dotprod": ["-march=armv8.2-a+dotprod"]},
 }
