@@ -48,6 +48,7 @@ from .loading import CacheShapes, cache_shapes, carries, give_back, learned_posi
 from .weights import quality
 from .weights.blocks import BLOCK
 from .weights.experts import QuantisedExperts, are_experts
+from .weights.feedback import load_rounding
 from .weights.layers import in_double, rounding_activations
 from .weights.quantising import Quantising
 from .weights.stored import load_as_stored
@@ -132,15 +133,12 @@ class Wanted:
 def make(wanted: Wanted, folder: Path, force: bool = False) -> tuple[Path, GraphFacts]:
     """The folder of the checkpoint's graph, in this one, exported now or earlier.
 
-    Raises OutriderError "checkpoint", "architecture", "difference" or "disk".
+    Raises OutriderError "checkpoint", "architecture", "difference" or "disk", and for weights that
+    need liboutrider "backend".
     """
     role, checkpoint = wanted.role, wanted.checkpoint
-    if wanted.weights and wanted.for_host and find_library() is None:
-        raise OutriderError(
-            "backend",
-            f"WEIGHTS={wanted.weights} on the CPU needs liboutrider, which was not compiled",
-            "Install a C++ compiler, and type make plugins.",
-        )
+    if wanted.weights == "int4" or (wanted.weights and wanted.for_host):
+        load_rounding()  # now, and not after minutes of work
     with stage(role, "hash") as said:
         key = wanted.key()
         own = folder / key[:16]

@@ -3,9 +3,7 @@
 Or with one scale for each row, levels of 8 bits: whole numbers, or float8. TensorRT multiplies
 those as they lie, where it makes a dense copy of blocks of 8 bits in each call.
 
-The nearest levels of a scale are the best there are, so what is to be chosen is the scale. For 8
-bits the largest number of a block decides. For 4 bits a grid of scales is tried, as the makers of
-llama.cpp's formats do, and the one that leaves the least squared error is taken.
+Here those of 8 bits are chosen; `feedback` has those of 4.
 """
 
 from __future__ import annotations
@@ -27,10 +25,7 @@ BLOCK = 32
 # Lowest and highest level. With 8 bits -128 is what other makers' checkpoints have; ours do not.
 RANGE: dict[int, tuple[int, int]] = {4: (-8, 7), 8: (-128, 127)}
 _LARGEST = 65504.0  # of float16
-# Which level a block's largest number would have, where the range went on: beyond -8 it is clipped,
-# which the others may gain from. A positive one gets a negative scale, so that the longer side of
-# the range is always its side.
-_REACH = (-9.2, -8.8, -8.4, -8.1, -7.9, -7.6, -7.3, -7.0)
+OUT_OF_REACH = "a weight is NaN, infinite or beyond what a float16 scale reaches"
 SLICE = 1 << 16  # numbers at a time: what is made of them stays in a core's cache
 
 
@@ -67,8 +62,9 @@ def sharing(columns: int, scales: int) -> int:
     return BLOCK if scales == -(-columns // BLOCK) else columns
 
 
-def quantise(weight: torch.Tensor, bits: Bits) -> Quantised:
-    """The matrix [N, K], of any floating type, rounded to nearest, with the best scales of a grid.
+def quantise8(weight: torch.Tensor) -> Quantised:
+    """The matrix [N, K], of any floating type, rounded to nearest, with the scale for each block
+    that its largest number needs.
 
     Raises ValueError for NaN, infinity and what no float16 scale reaches.
     """
@@ -76,12 +72,12 @@ def quantise(weight: torch.Tensor, bits: Bits) -> Quantised:
     levels = np.empty((rows, columns), np.int8)
     scales = np.empty((rows, -(-columns // BLOCK)), np.float16)
     for here in row_slices(rows, columns):
-        blocks = as_blocks(weight[here].float())
-        scale = best_scales(blocks, bits)
-        level = nearest_levels(blocks, scale, bits).view(blocks.shape[0], -1)
-        levels[here] = level[:, :columns].to(torch.int8).numpy()
+        blocks = _as_blocks(weight[here].float())
+        scale = _scale_of(blocks.abs().amax(-1), RANGE[8][1])
+        level = (blocks * _inverse(scale)[..., None]).round_().clamp_(*RANGE[8])
+        levels[here] = level.view(len(blocks), -1)[:, :columns].to(torch.int8).numpy()
         scales[here] = scale.to(torch.float16).numpy()
-    return Quantised(levels, scales, bits)
+    return Quantised(levels, scales, 8)
 
 
 def quantise_rows(weight: torch.Tensor, kind: Rows) -> Quantised:
@@ -94,10 +90,8 @@ def quantise_rows(weight: torch.Tensor, kind: Rows) -> Quantised:
     levels, scales = np.empty(weight.shape, dtype), np.empty((len(weight), 1), np.float16)
     for here in row_slices(*weight.shape):
         part = weight[here].float()
-        peak = part.abs().amax(-1, keepdim=True)
-        _check_reach(peak, most)
-        scale = _to_float16(peak / most)
-        level = (part * ratio(1.0, scale)).clamp_(-most, most)
+        scale = _scale_of(part.abs().amax(-1, keepdim=True), most)
+        level = (part * _inverse(scale)).clamp_(-most, most)
         whole = level.round_() if kind == "int8" else level
         levels[here], scales[here] = whole.numpy().astype(dtype), scale.numpy()
     return Quantised(levels, scales, 8)
@@ -110,7 +104,7 @@ def row_slices(rows: int, columns: int, numbers: int = SLICE) -> Iterator[slice]
         yield slice(begin, min(rows, begin + step))
 
 
-def as_blocks(weight: torch.Tensor) -> torch.Tensor:
+def _as_blocks(weight: torch.Tensor) -> torch.Tensor:
     """[N, K] as [N, blocks, 32], made up with zeros."""
     missing = -weight.shape[1] % BLOCK
     if missing:
@@ -118,54 +112,13 @@ def as_blocks(weight: torch.Tensor) -> torch.Tensor:
     return weight.reshape(weight.shape[0], -1, BLOCK)
 
 
-def best_scales(blocks: torch.Tensor, bits: Bits) -> torch.Tensor:
-    """float32 [N, blocks], each a number of float16, for blocks float32 [N, blocks, 32].
-
-    The levels l of a scale leave the squared error |x|^2 - (l x)^2 / |l|^2 when the scale is fitted
-    to them (least squares, as `make_qx_quants` of llama.cpp does): so the best reach has the
-    largest (l x)^2 / |l|^2. The fitted scale, rounded, has to beat the one that fits the largest
-    number into the range, so no block is worse off than with that.
-    Raises ValueError for NaN, infinity and what no float16 scale reaches.
-    """
-    low, high = blocks.amin(-1), blocks.amax(-1)
-    peak = torch.where(-low > high, low, high)  # of the largest magnitude, with its sign
-    widest = _to_float16(peak.abs() / RANGE[bits][1])
-    _check_reach(peak.abs(), RANGE[bits][1])
-    if bits == 8:
-        return widest
-    most, fitted = torch.zeros_like(peak), widest
-    for reach in _REACH:
-        level = nearest_levels(blocks, peak / reach, bits)
-        along, square = (level * blocks).sum(-1), level.square_().sum(-1)
-        score = ratio(along.square(), square)
-        better = score > most
-        most = torch.where(better, score, most)
-        fitted = torch.where(better, ratio(along, square), fitted)
-    fitted = _to_float16(fitted)
-    worse = _squared_error(blocks, fitted, bits) > _squared_error(blocks, widest, bits)
-    return torch.where(worse, widest, fitted)
-
-
-def _check_reach(peak: torch.Tensor, most: float) -> None:
-    """peak: largest magnitudes. most: the highest level."""
+def _scale_of(peak: torch.Tensor, most: float) -> torch.Tensor:
+    """float32, each a number of float16, by which the highest level reaches these magnitudes."""
     if not bool((peak <= _LARGEST * most).all()):  # NaN is not
-        raise ValueError("a weight is NaN, infinite or beyond what a float16 scale reaches")
+        raise ValueError(OUT_OF_REACH)
+    return (peak / most).clamp_(max=_LARGEST).to(torch.float16).to(torch.float32)
 
 
-def nearest_levels(blocks: torch.Tensor, scale: torch.Tensor, bits: Bits) -> torch.Tensor:
-    """float32 whole numbers [..., 32] for blocks [..., 32] and their scales [...]."""
-    return (blocks * ratio(1.0, scale)[..., None]).round_().clamp_(*RANGE[bits])
-
-
-def _squared_error(blocks: torch.Tensor, scale: torch.Tensor, bits: Bits) -> torch.Tensor:
-    difference = nearest_levels(blocks, scale, bits).mul_(scale[..., None]).sub_(blocks)
-    return difference.square_().sum(-1)
-
-
-def _to_float16(scale: torch.Tensor) -> torch.Tensor:
-    return scale.clamp(-_LARGEST, _LARGEST).to(torch.float16).to(torch.float32)
-
-
-def ratio(above: torch.Tensor | float, below: torch.Tensor) -> torch.Tensor:
-    """0 where it is divided by what is 0 in float16: of a block of zeros, or of next to nothing."""
-    return torch.where(below.abs() < 2**-25, 0.0, above / below)
+def _inverse(scale: torch.Tensor) -> torch.Tensor:
+    """0 of what is 0 in float16: of a block of zeros, or of next to nothing."""
+    return torch.where(scale == 0, 0.0, 1 / scale)

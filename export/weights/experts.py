@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from . import layers
-from .blocks import Quantised, quantise
-from .feedback import factor, quantise_with_feedback
+from .blocks import Quantised
+from .feedback import factor, quantise4
 
 PRODUCT = "QuantizedExperts"  # a node until the graph is written in ONNX's operators
 
@@ -83,14 +83,14 @@ def quantise_experts(
     expert makes of its own tokens: all tokens' are worse there, also where few are its own.
     """
     if name != "down_proj":
-        return quantise_with_feedback(weight, factor(hidden), 4)
+        return quantise4(weight, factor(hidden))
     parts = []
     for expert, own in enumerate(weight.view(self.num_experts, -1, weight.shape[1])):
         asked = hidden[(chosen == expert).any(-1)]
         if len(asked):
-            parts.append(quantise_with_feedback(own, factor(_inner(self, asked, expert)), 4))
+            parts.append(quantise4(own, factor(_inner(self, asked, expert))))
         else:
-            parts.append(quantise(own, 4))
+            parts.append(quantise4(own))
     levels, scales = zip(*((part.levels, part.scales) for part in parts), strict=True)
     return Quantised(np.concatenate(levels), np.concatenate(scales), 4)
 

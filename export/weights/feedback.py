@@ -1,21 +1,33 @@
-"""Rounding with error feedback: what a column of a matrix loses, the columns behind it make good.
+"""Rounding to 4 bits, with error feedback: what a column of a matrix loses, the columns behind it
+make good.
 
 GPTQ (Frantar et al. 2022, arXiv 2210.17323): with inputs x of a product W x, the error that counts
 is E[|dW x|^2], which the matrix E[x x^T] alone decides. The inputs come from text that the model
-itself wrote, so nobody has to bring data.
+itself wrote, so nobody has to bring data. What is done number by number, and the scales, are
+liboutrider's (plugins/cpu/outrider_rounding.cpp): of operations this small torch spends most of
+the time on beginning them.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from .blocks import BLOCK, RANGE, Bits, Quantised, as_blocks, best_scales, ratio
+from runtime.files.errors import OutriderError, first_line
+from runtime.files.library import find_library
+
+from .blocks import BLOCK, OUT_OF_REACH, Quantised
 
 # Of the mean of the diagonal, added to it: what was never seen in the inputs may occur.
 _DAMPING = 0.01
 _ROWS = 8192  # of a matrix at a time; they have nothing to do with each other
 _COLUMNS = 512  # of E[x x^T] at a time
+_PANEL = 256  # columns whose errors the ones behind all of them are told together
 
 
 def factor(inputs: torch.Tensor) -> torch.Tensor:
@@ -35,7 +47,7 @@ def factor(inputs: torch.Tensor) -> torch.Tensor:
         diagonal = hessian.diagonal()
         diagonal += _DAMPING * diagonal.mean() + 1e-12
         lower, failed = torch.linalg.cholesky_ex(hessian)
-        if not failed and bool(lower.isfinite().all()):
+        if not failed and bool(lower.diagonal().isfinite().all()):  # which has a row's squares
             break
     del hessian
     lower /= lower.diagonal().clone()
@@ -43,11 +55,12 @@ def factor(inputs: torch.Tensor) -> torch.Tensor:
     return upper
 
 
-def quantise_with_feedback(weight: torch.Tensor, factor: torch.Tensor, bits: Bits) -> Quantised:
-    """The matrix [N, K], of any floating type, for inputs with this `factor` [K, K].
+def quantise4(weight: torch.Tensor, factor: torch.Tensor | None = None) -> Quantised:
+    """The matrix [N, K], of any floating type, for inputs with this `factor` [K, K]; None has each
+    number rounded for itself.
 
     A block's scales are chosen when it is its turn, for what its columns have to be by then.
-    Raises ValueError for NaN, infinity and what no float16 scale reaches.
+    Raises ValueError for NaN, infinity and what no float16 scale reaches, and as `load_rounding`.
     """
     rows, columns = weight.shape
     levels = np.empty((rows, columns), np.int8)
@@ -55,27 +68,65 @@ def quantise_with_feedback(weight: torch.Tensor, factor: torch.Tensor, bits: Bit
     for begin in range(0, rows, _ROWS):
         here = slice(begin, begin + _ROWS)
         piece = weight[here]  # which may be made for it
-        owed = torch.zeros(columns, len(piece))  # a column is a row in memory
-        for block, start in enumerate(range(0, columns, BLOCK)):
-            end = min(start + BLOCK, columns)
-            inverse = _inverse(factor[start:end, start:end])
-            full = piece[:, start:end].T.float()
-            part = torch.addmm(full, inverse.T, owed[start:end])
-            scale = best_scales(as_blocks(part.T), bits)[:, 0]
-            inverse_scale, level = ratio(1.0, scale), torch.empty_like(part)
-            scales[here, block] = scale.to(torch.float16).numpy()
-            for i, (wanted, chosen) in enumerate(zip(part, level, strict=True)):
-                torch.mul(wanted, inverse_scale, out=chosen).round_().clamp_(*RANGE[bits])
-                lost = torch.addcmul(wanted, chosen, scale, value=-1)
-                part[i + 1 :].addr_(inverse[i, i + 1 :], lost, alpha=-1)
-            levels[here, start:end] = level.T.to(torch.int8).numpy()
-            errors = torch.addcmul(full, level, scale, value=-1)
-            owed[end:].addmm_(factor[start:end, end:].T, errors)
-    return Quantised(levels, scales, bits)
+        owed = torch.zeros(0 if factor is None else columns, len(piece))
+        for first in range(0, columns, _PANEL):
+            last = min(first + _PANEL, columns)
+            panel = torch.empty(last - first, len(piece))  # a column is a row in memory
+            panel.copy_(piece[:, first:last].T)
+            for start in range(first, last, BLOCK):
+                end = min(start + BLOCK, last)
+                wanted = block = panel[start - first : end - first]
+                inverse = None
+                if factor is not None:
+                    inverse = _inverse(factor[start:end, start:end])
+                    wanted = torch.addmm(block, inverse.T, owed[start:end])
+                found = _round(wanted, block, inverse, levels[here, start:end])
+                scales[here, start // BLOCK] = found.to(torch.float16).numpy()
+                if factor is not None:
+                    owed[end:last].addmm_(factor[start:end, end:last].T, block)
+            if factor is not None:
+                owed[last:].addmm_(factor[first:last, last:].T, panel)
+    return Quantised(levels, scales, 4)
+
+
+def _round(
+    wanted: torch.Tensor,  # float32 [columns, N]
+    numbers: torch.Tensor,  # float32 [columns, N]; what rounding takes from them comes back
+    inverse: torch.Tensor | None,  # float32 [columns, columns]
+    levels: npt.NDArray[np.int8],  # [N, columns], to be written
+) -> torch.Tensor:
+    """The scales, float32 [N]."""
+    columns, rows = wanted.shape
+    scales = torch.empty(rows)
+    status = load_rounding()(
+        wanted.data_ptr(), numbers.data_ptr(), rows, columns,
+        None if inverse is None else inverse.data_ptr(),
+        levels.ctypes.data, levels.strides[0], scales.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    if status:
+        raise ValueError(OUT_OF_REACH)
+    return scales
+
+
+@functools.cache
+def load_rounding() -> Any:
+    """`outrider_round4` of liboutrider. Raises OutriderError "backend" where it is not there."""
+    library, remedy = find_library(), "Install a C++ compiler, and type make plugins."
+    if library is None:
+        cause = "weights of few bits need liboutrider, which was not compiled"
+        raise OutriderError("backend", cause, remedy)
+    try:
+        rounding = ctypes.CDLL(str(library)).outrider_round4
+    except (OSError, AttributeError) as error:  # another platform's, or an older one
+        cause = f"{library.name} cannot round weights ({first_line(error)})"
+        raise OutriderError("backend", cause, remedy) from None
+    pointer, long, int_ = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    rounding.argtypes = [pointer, pointer, long, int_, pointer, pointer, long, pointer, int_]
+    return rounding
 
 
 def _inverse(upper: torch.Tensor) -> torch.Tensor:
     inverse: torch.Tensor = torch.linalg.solve_triangular(
         upper, torch.eye(len(upper)), upper=True, unitriangular=True
     )
-    return inverse
+    return inverse.contiguous()

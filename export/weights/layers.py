@@ -18,7 +18,7 @@ from .blocks import BLOCK, FLOAT8, Quantised, sharing
 # matrix of levels and scales.
 PRODUCT, TABLE = "QuantizedMatMul", "QuantizedTable"
 _PIECE = 1 << 20  # numbers of a matrix that are made at a time: what caches hold
-_rounds_activations = False
+_rounds_activations = _rounds_as_stored = False
 
 
 class QuantisedLinear(torch.nn.Module):
@@ -65,11 +65,17 @@ class Table(torch.Tensor):
     cost nothing, and whoever asks for anything else has the whole made."""
 
     _rows: Callable[[Any], torch.Tensor]  # a slice, or numbers [..] -> [.., K]
+    _narrow: torch.Tensor | None  # the whole as it is stored, if in 16 bits
 
     @staticmethod
-    def of(rows: Callable[[Any], torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> Table:
+    def of(
+        rows: Callable[[Any], torch.Tensor],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        narrow: torch.Tensor | None = None,
+    ) -> Table:
         made = torch.empty((), dtype=dtype).expand(*shape).as_subclass(Table)
-        made._rows = rows
+        made._rows, made._narrow = rows, narrow
         return made
 
     @classmethod
@@ -107,6 +113,10 @@ _ITSELF = {_TENSOR.detach, _TENSOR.requires_grad_}  # what a parameter has to be
 def _by_pieces(x: torch.Tensor, table: Table, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [.., K] -> x W^T + bias, [.., N]. Of whole multiples of 16 rows, and no few at the end, MKL
     makes the bits that it makes of all of them at once."""
+    narrow = table._narrow
+    if _rounds_as_stored and narrow is not None and narrow.dtype == torch.bfloat16:
+        product = torch.nn.functional.linear(x.to(narrow.dtype), narrow).to(x.dtype)
+        return product if bias is None else product + bias
     rows, columns = table.shape
     step, y = max(16, _PIECE // columns // 16 * 16), x.new_empty(*x.shape[:-1], rows)
     begins = range(0, max(1, rows - 15), step)
@@ -195,6 +205,20 @@ def rounding_activations() -> Iterator[None]:
         yield
     finally:
         _rounds_activations = False
+
+
+@contextmanager
+def rounding_as_stored() -> Iterator[None]:
+    """Within it a matrix that is stored in bfloat16 is multiplied by in bfloat16, where the
+    processor has instructions for that: four to five times as fast."""
+    global _rounds_as_stored
+    # Older versions of PyTorch do not tell.
+    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    _rounds_as_stored = bool(found.get("avx512_bf16"))
+    try:
+        yield
+    finally:
+        _rounds_as_stored = False
 
 
 @contextmanager

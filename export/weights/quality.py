@@ -16,6 +16,7 @@ from runtime.files.errors import OutriderError
 from runtime.files.manifest import Quality, Weights
 
 from ..encoder import reading
+from .layers import rounding_as_stored
 
 # Nats of mean KL. Rounding costs a trained model some 0.0001 with int8, 0.001 with fp8, and 0.001
 # to 0.02 with int4. What is a hundred times as far off was not rounded but broken, or cannot be
@@ -101,7 +102,7 @@ def sample(
     else:
         ids[:, 0] = torch.randint(width(model), (texts,), generator=random)
     cache = None
-    with torch.inference_mode():
+    with torch.inference_mode(), rounding_as_stored():  # any text about as likely will do
         for i in range(1, length):
             last = {name: ids[:, i - 1 : i], "past_key_values": cache}
             said = model(**inputs, **last, use_cache=True)

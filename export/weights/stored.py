@@ -62,7 +62,8 @@ def _kept(tensor: Lazy) -> Lazy:
 
 
 def _table(rows: Any, shape: Sequence[int]) -> Table:
-    return Table.of(lambda which: rows[which].float(), shape, torch.float32)
+    narrow = rows if isinstance(rows, torch.Tensor) else None
+    return Table.of(lambda which: rows[which].float(), shape, torch.float32, narrow)
 
 
 def _stored(checkpoint: Checkpoint) -> tuple[torch.dtype | None, set[str] | None]:

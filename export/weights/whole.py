@@ -11,9 +11,9 @@ from transformers.pytorch_utils import Conv1D
 
 from ..decoder import NAME
 from ..encoder import arguments
-from .blocks import Bits, Quantised, Rows, quantise, quantise_rows
+from .blocks import Bits, Quantised, Rows, quantise8, quantise_rows
 from .experts import QuantisedExperts, are_experts, quantise_experts
-from .feedback import factor, quantise_with_feedback
+from .feedback import factor, quantise4
 from .layers import put
 from .quality import Texts
 from .recover import recover
@@ -72,7 +72,7 @@ def quantise_model(
     def nearest(to: Bits) -> Callable[[torch.Tensor], Quantised]:
         if to == 8 and rows:
             return lambda weight: quantise_rows(weight, rows)
-        return lambda weight: quantise(weight, to)
+        return quantise8 if to == 8 else quantise4
 
     with torch.no_grad():
         # Levels of 8 bits are found again in blocks, which whole rows are not.
@@ -178,7 +178,7 @@ def _pass(
             if last is None or last[0] is not x:
                 last = x, factor(x.flatten(0, -2))
             seen = last[1]
-            take(name, lambda weight: quantise_with_feedback(weight, seen, 4))
+            take(name, lambda weight: quantise4(weight, seen))
             # In this call it is the old module that computes.
             made: Any = model.get_submodule(waiting[name][0])
             weight = made.weight.T if isinstance(module, Conv1D) else made.weight

@@ -10,16 +10,12 @@
 #include <algorithm>
 #include <atomic>
 #include <iterator>
-#include <new>
-#include <system_error>
-#include <thread>
 
 #include "outrider_device.h"
 #include "outrider_round.h"
+#include "outrider_threads.h"
 
 namespace {
-
-constexpr int MAX_THREADS = 64;
 
 // --- instruction sets -------------------------------------------------------------------------
 
@@ -98,9 +94,8 @@ int32_t check(const outrider_slot* slots, int32_t slot_count, int32_t width, int
 #define OUTRIDER_LOGITS_PER_THREAD 400'000
 #endif
 
-// work(memory, b) for every slot, on as many threads as pay. They are started here and joined here:
-// no pool, so nothing spins beside the engines and nothing breaks in a forked child. Which thread
-// runs a slot does not matter to its result. Where no thread can be had, the caller does it all.
+// work(memory, b) for every slot, on as many threads as pay. Which thread runs a slot does not matter
+// to its result. Where no thread can be had, the caller does it all.
 template <class Work>
 void for_each_slot(int slot_count, int64_t logits, int threads, int vocab_size, int width,
                    void* workspace, const Work& work) {
@@ -113,16 +108,7 @@ void for_each_slot(int slot_count, int64_t logits, int threads, int vocab_size, 
     for (int b = next++; b < slot_count; b = next++) work(memory, b);
   };
   const int64_t paying = std::min<int64_t>(logits / OUTRIDER_LOGITS_PER_THREAD, slot_count);
-  const int helpers = static_cast<int>(std::min<int64_t>(threads, paying)) - 1;
-  std::thread started[MAX_THREADS];
-  int running = 0;
-  try {
-    for (; running < helpers; ++running) started[running] = std::thread(loop, running + 1);
-  } catch (const std::system_error&) { // out of threads
-  } catch (const std::bad_alloc&) {
-  }
-  loop(0);
-  for (int i = 0; i < running; ++i) started[i].join();
+  on_threads(static_cast<int>(std::min<int64_t>(threads, paying)), loop);
 }
 
 outrider_verdict no_verdict() { return {-1, 0, 0, OUTRIDER_OK, OUTRIDER_TARGET, 0, 0}; }

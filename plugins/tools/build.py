@@ -99,6 +99,7 @@ def units(machine: str, *, session: bool = False, operators: bool = True) -> lis
     kind = KINDS.get(machine, [])
     return [
         ("cpu/outrider_cpu.cpp", [*kind, "-pthread"]),
+        ("cpu/outrider_rounding.cpp", [*kind, "-pthread"]),
         ("cpu/outrider_softmax.cpp", kind),
         *((source, [*kind, "-pthread"]) for source in SESSION if session),
         *((f"onnxruntime/outrider_{name}.cpp", kind) for name in OPERATORS if operators),

@@ -12,33 +12,31 @@ import torch
 from checkpoints import ARCHITECTURES
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
+from export import part
+from export.checkpoint import find
 from export.decoder import NAME
-from export.weights import layers
-from export.weights.blocks import (
-    BLOCK,
-    RANGE,
-    Bits,
-    Quantised,
-    Rows,
-    as_blocks,
-    best_scales,
-    nearest_levels,
-    quantise,
-    quantise_rows,
-)
+from export.part import Wanted
+from export.weights import feedback, layers
+from export.weights.blocks import BLOCK, RANGE, Bits, Quantised, Rows, quantise8, quantise_rows
 from export.weights.experts import are_experts
-from export.weights.feedback import factor, quantise_with_feedback
-from export.weights.layers import Table, in_double
+from export.weights.feedback import factor, quantise4
+from export.weights.layers import Table, in_double, rounding_as_stored
 from export.weights.quality import Texts, describe, measure, refuse_nonsense, sample, windows
 from export.weights.stored import widen
 from export.weights.whole import quantise_model
 from runtime.files.errors import OutriderError
+from runtime.files.manifest import Format, Weights
 
 Matrix = npt.NDArray[np.float32]
 
 
 def _random(rows: int, columns: int) -> Matrix:
     return np.random.default_rng(0).standard_t(4, (rows, columns)).astype(np.float32)
+
+
+def quantise(weight: Matrix, bits: Bits) -> Quantised:
+    """To the nearest levels, each number for itself."""
+    return {4: quantise4, 8: quantise8}[bits](torch.from_numpy(weight))
 
 
 def _widest(weight: Matrix, bits: Bits) -> Matrix:
@@ -67,8 +65,9 @@ def test_levels_are_in_range_and_no_block_is_worse_than_with_the_widest_scale(
     bits: Bits, shape: tuple[int, int]
 ) -> None:
     weight = _random(*shape)
-    made = quantise(torch.from_numpy(weight), bits)
-    assert made.levels.shape == shape and made.levels.dtype == np.int8
+    given = weight.copy()
+    made = quantise(weight, bits)
+    assert (weight == given).all() and made.levels.shape == shape and made.levels.dtype == np.int8
     assert made.scales.shape == (shape[0], -(-shape[1] // BLOCK))
     assert made.scales.dtype == np.float16 and np.isfinite(made.scales).all()
     assert bits == 4 or (made.scales >= 0).all()  # TensorRT takes no others of 8 bits
@@ -82,7 +81,7 @@ def test_levels_are_in_range_and_no_block_is_worse_than_with_the_widest_scale(
 
 def test_the_scales_of_four_bits_are_chosen_and_not_only_fitted_to_the_largest() -> None:
     weight = _random(64, 256)
-    error = ((quantise(torch.from_numpy(weight), 4).dense() - weight) ** 2).sum()
+    error = ((quantise(weight, 4).dense() - weight) ** 2).sum()
     assert error < 0.8 * ((_widest(weight, 4) - weight) ** 2).sum()
 
 
@@ -95,7 +94,7 @@ def test_what_lies_on_levels_is_found_again(bits: Bits) -> None:
     signs = [0.5, 0.25, -0.125 if bits == 4 else 0.125]
     scales = np.repeat(random.choice(signs, (16, 3)), BLOCK, axis=1)
     weight = (levels * scales).astype(np.float32)
-    assert (quantise(torch.from_numpy(weight), bits).dense() == weight).all()
+    assert (quantise(weight, bits).dense() == weight).all()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -105,7 +104,7 @@ def test_blocks_of_nothing_of_next_to_nothing_and_with_one_huge_number(bits: Bit
     weight[2] = 0.01
     weight[2, 5] = -1000
     weight[3] = 3e-5  # its scale of 8 bits is one of the few smallest that float16 has
-    made = quantise(torch.from_numpy(weight), bits).dense()
+    made = quantise(weight, bits).dense()
     assert (made[:2] == 0).all()
     assert abs(made[2, 5] + 1000) < 1 and (np.delete(made[2], 5) == 0).all()
     assert np.abs(made[3] - weight[3]).max() < 3e-7
@@ -117,7 +116,7 @@ def test_what_has_no_level_is_refused(bits: Bits, value: float) -> None:
     weight = _random(3, 64)
     weight[1, 40] = value
     with pytest.raises(ValueError, match="NaN, infinite or beyond"):
-        quantise(torch.from_numpy(weight), bits)
+        quantise(weight, bits)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 127), ("fp8", 448)])
@@ -364,26 +363,29 @@ def test_the_factor_is_of_what_the_inputs_weigh(size: list[float]) -> None:
     assert torch.equal(upper, upper.triu()) and (upper.diagonal() == 1).all()
 
 
-def test_feedback_takes_the_levels_of_the_original_algorithm() -> None:
+def test_feedback_takes_the_levels_of_the_original_algorithm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Column by column, with the upper Cholesky factor of the inverse (Frantar et al. 2022,
-    algorithm 1), and the scales of a block when it is its turn."""
+    algorithm 1), and the scales of a block when it is its turn; also from panel to panel."""
+    monkeypatch.setattr(feedback, "_PANEL", 64)
     random = torch.Generator().manual_seed(0)
-    inputs = torch.randn(300, 40, generator=random) @ torch.randn(40, 70, generator=random)
-    weight = torch.from_numpy(_random(50, 70))
-    made = quantise_with_feedback(weight, factor(inputs), 4)
+    inputs = torch.randn(300, 90, generator=random) @ torch.randn(90, 150, generator=random)
+    weight = torch.from_numpy(_random(50, 150))
+    made = quantise4(weight, factor(inputs))
     weighs = inputs.double().T @ inputs.double()
     weighs.diagonal().add_(0.01 * weighs.diagonal().mean())
     upper = torch.linalg.cholesky(weighs.inverse(), upper=True)
     levels, scales = torch.from_numpy(made.levels), torch.from_numpy(made.scales).float()
     left = weight.double()
-    for column in range(70):
+    for column in range(150):
         block = column // 32
         if column % 32 == 0:
-            best = best_scales(as_blocks(left[:, column : column + 32].float()), 4)
-            assert (best[:, 0] == scales[:, block]).float().mean() > 0.95
+            best = quantise4(left[:, column : min(column + 32, 150)]).scales[:, 0]
+            assert (best == made.scales[:, block]).mean() > 0.95
         scale, level = scales[:, block], levels[:, column]
-        nearest = nearest_levels(left[:, column, None, None].float(), scale[:, None], 4)
-        assert (nearest[:, 0, 0] == level).float().mean() > 0.95  # a tie goes either way
+        nearest = (left[:, column] / scale).round().clamp(*RANGE[4])
+        assert (nearest == level).float().mean() > 0.95  # a tie goes either way
         error = (left[:, column] - level * scale) / upper[column, column]
         left -= torch.outer(error, upper[column])
 
@@ -391,9 +393,76 @@ def test_feedback_takes_the_levels_of_the_original_algorithm() -> None:
 def test_feedback_leaves_alone_what_no_input_connects() -> None:
     """With inputs that have nothing to do with each other there is nothing to make good."""
     weight = _random(5, 70)
-    made = quantise_with_feedback(torch.from_numpy(weight), factor(torch.eye(70)), 4)
-    nearest = quantise(torch.from_numpy(weight), 4)
+    made, nearest = quantise4(torch.from_numpy(weight), factor(torch.eye(70))), quantise(weight, 4)
     assert (made.levels == nearest.levels).all() and (made.scales == nearest.scales).all()
+
+
+def test_a_row_of_four_bits_depends_on_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On whatever thread, in whatever piece and beside whatever neighbours it is rounded."""
+    weight = torch.from_numpy(_random(1100, 70))
+    found = []
+    for threads, rows in ((1, 33), (1, 1100), (3, 1100)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        monkeypatch.setattr(feedback, "_ROWS", rows)
+        found.append(quantise4(weight))
+    assert all((made.levels == found[0].levels).all() for made in found)
+    assert all((made.scales == found[0].scales).all() for made in found)
+
+
+def test_what_rounding_cannot_be_asked() -> None:
+    numbers, levels, scales = torch.ones(33, 4), np.zeros((4, 33), np.int8), torch.empty(4)
+
+    def status(columns: int, stride: int = 33, rows: int = 4, threads: int = 1) -> int:
+        where = numbers.data_ptr(), numbers.data_ptr(), rows, columns, None
+        to = levels.ctypes.data, stride, scales.data_ptr(), threads
+        answer: int = feedback.load_rounding()(*where, *to)
+        return answer
+
+    assert status(32) == 0 and (levels[:, :32] != 0).all() and (levels[:, 32] == 0).all()
+    assert [status(33), status(0), status(32, 31), status(32, rows=0), status(32, threads=0)] == [
+        1
+    ] * 5
+
+
+NEED_THE_LIBRARY: list[tuple[Weights, Format]] = [
+    ("int4", "torch"), ("int4", "onnx"), ("int8", "onnx")
+]  # fmt: skip
+
+
+def test_weights_of_few_bits_are_refused_before_any_work_without_the_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those of 4 bits for every backend; those of 8 for the one that multiplies by them itself."""
+    older = tmp_path / "liboutrider.so"
+    older.write_bytes(b"another platform's")
+
+    def begun(checkpoint: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(part, "content_hashes", begun)
+
+    def make(weights: Weights, form: Format) -> None:
+        feedback.load_rounding.cache_clear()
+        checkpoint = find(str(Path(__file__).parents[2] / "models" / "target"))
+        given = Wanted("target", checkpoint, "float32", 64, 72, 4, form, weights)
+        part.make(given, tmp_path)
+
+    with pytest.raises(InterruptedError):
+        make("int4", "torch")  # a control, with the library
+    for library, cause in ((None, "was not compiled"), (older, "cannot round weights")):
+        monkeypatch.setattr(feedback, "find_library", lambda library=library: library)
+        with pytest.raises(InterruptedError):
+            make("int8", "torch")
+        needs: list[tuple[Weights, Format]] = [
+            ("int4", "torch"),
+            ("int4", "onnx"),
+            ("int8", "onnx"),
+        ]
+        for which in needs:
+            with pytest.raises(OutriderError, match=cause) as refused:
+                make(*which)
+            assert refused.value.remedy == "Install a C++ compiler, and type make plugins."
+    feedback.load_rounding.cache_clear()
 
 
 def test_a_weight_that_is_nan_is_named() -> None:
@@ -425,3 +494,29 @@ def test_a_product_by_pieces_has_the_bits_of_a_whole_one(
     assert layer.weight.numel() == weight.numel() and max(made) == min(rows, 80)
     assert torch.equal(torch.stack([layer.weight, layer.weight])[1], weight)  # a control
     assert max(made) == rows
+
+
+def test_what_is_stored_in_bfloat16_is_multiplied_in_it_only_while_that_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = torch.from_numpy(_random(40, 48)).bfloat16()
+    layer = torch.nn.Linear(48, 40).requires_grad_(False)
+    bias = layer.bias
+    x = torch.from_numpy(_random(6, 48))
+
+    def by(stored: torch.Tensor) -> torch.Tensor:
+        table = Table.of(lambda which: stored[which].float(), stored.shape, x.dtype, stored)
+        layer.weight = torch.nn.Parameter(table, False)
+        product: torch.Tensor = layer(x)
+        return product
+
+    full = torch.nn.functional.linear(x, weight.float(), bias)
+    narrow = torch.nn.functional.linear(x.bfloat16(), weight).float() + bias
+    for there, expected in ((True, narrow), (False, full)):
+        monkeypatch.setattr(
+            torch.cpu, "get_capabilities", lambda there=there: {"avx512_bf16": there}
+        )
+        with rounding_as_stored():
+            assert torch.equal(by(weight), expected)
+            assert not there or not torch.equal(by(weight.half()), narrow)  # of bfloat16 alone
+        assert torch.equal(by(weight), full)
