@@ -177,7 +177,7 @@ def refuse_nonsense(
     if quality.kl > BOUND[weights]:
         raise OutriderError(
             "difference",
-            f"{source} with {option}={weights} is {quality.kl:.2g} nats from the full model, "
+            f"{source} with {option}={weights} is {quality.kl:.3g} nats from the full model, "
             f"more than {BOUND[weights]}",
             f"Build with {option}={'full' if weights == 'int8' else 'int8'}.",
         )
