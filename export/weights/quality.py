@@ -4,7 +4,7 @@ model's, on text that the user gives or that the full model itself wrote."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,11 @@ BOUND: dict[Weights, float] = {"int8": 0.05, "fp8": 0.5, "int4": 1.0}
 SOUNDS = 4  # that a model which hears is measured on: each is half a minute of an encoder's work
 _ROWS = 16  # that float64 copies are made of at a time
 Slice = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Said = Callable[[str], None]
+
+
+def silent(said: str) -> None:
+    """For who does not want to know."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +54,25 @@ class Texts:
         return () if self.sources is None else torch.split(self.sources, 1)
 
 
-def write(model: PreTrainedModel, texts: int, length: int) -> Texts:
+def write(model: PreTrainedModel, texts: int, length: int, said: Said = silent) -> Texts:
     """Texts of a model that reads text, if anything: what it writes. What an encoder reads, it has
     written too, about random tokens."""
     if not model.config.is_encoder_decoder:
-        return Texts(sample(model, texts, length))
+        return Texts(sample(model, texts, length, said=said))
     random = torch.Generator().manual_seed(0)
     noise = torch.randint(width(model), (texts, length), generator=random)
-    sources = sample(model, texts, length, sources=noise)
-    return Texts(sample(model, texts, length, sources=sources, seed=1), sources)
+    sources = sample(model, texts, length, sources=noise, said=said)
+    return Texts(sample(model, texts, length, sources=sources, seed=1, said=said), sources)
 
 
-def write_about(model: PreTrainedModel, sources: torch.Tensor, length: int) -> Texts:
+def write_about(
+    model: PreTrainedModel, sources: torch.Tensor, length: int, said: Said = silent
+) -> Texts:
     """What the model writes about these. One by one, where they are sounds: what a slot keeps of
     one is hundreds of megabytes of a large model."""
     together = len(sources) if not sources.is_floating_point() else 1
     parts = [
-        sample(model, len(part), length, seed, part)
+        sample(model, len(part), length, seed, part, said)
         for seed, part in enumerate(torch.split(sources, together))
     ]
     return Texts(torch.cat(parts), sources)
@@ -83,6 +90,7 @@ def sample(
     length: int,
     seed: int = 0,
     sources: torch.Tensor | None = None,  # of each text, where there is an encoder
+    said: Said = silent,  # hears how far it is
 ) -> torch.Tensor:
     """Texts that the model writes at temperature 1: token ids int64 [texts, length].
 
@@ -104,11 +112,12 @@ def sample(
     cache = None
     with torch.inference_mode(), rounding_as_stored():  # any text about as likely will do
         for i in range(1, length):
+            said(f"token {i + 1} of {length}")
             last = {name: ids[:, i - 1 : i], "past_key_values": cache}
-            said = model(**inputs, **last, use_cache=True)
-            cache = said.past_key_values
+            output = model(**inputs, **last, use_cache=True)
+            cache = output.past_key_values
             # Not by `multinomial`, which draws V numbers a text.
-            below = said.logits[:, -1].float().softmax(-1).cumsum(-1)
+            below = output.logits[:, -1].float().softmax(-1).cumsum(-1)
             drawn = torch.rand(texts, 1, generator=random) * below[:, -1:]
             found = torch.searchsorted(below, drawn, right=True)[:, 0]
             ids[:, i] = found.clamp_(max=below.shape[1] - 1)

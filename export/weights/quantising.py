@@ -96,19 +96,19 @@ class Quantising:
         """
         half, written = length // 2, None
         with stage(self.role, "texts to look at") as said:
+            tell = partial(setattr, said, "phase")
             if self._features:
-                self._texts = quality.write_about(model, quality.noise(self._features), half)
+                self._texts = quality.write_about(model, quality.noise(self._features), half, tell)
             elif self._bits == 4:
-                written = quality.write(model, TEXTS + MEASURED, length)
+                written = quality.write(model, TEXTS + MEASURED, length, tell)
                 self._texts = written[TEXTS:].cut(half)
             elif self._text is None:  # 8 bits are rounded to the nearest
-                self._texts = quality.write(model, MEASURED, half)
+                self._texts = quality.write(model, MEASURED, half, tell)
             if self._text is not None:
                 given = quality.windows(self._text, half, MEASURED)
-                encoder = model.config.is_encoder_decoder
-                self._texts = (
-                    quality.write_about(model, given, half) if encoder else quality.Texts(given)
-                )
+                self._texts = quality.Texts(given)
+                if model.config.is_encoder_decoder:
+                    self._texts = quality.write_about(model, given, half, tell)
             tokens = self._texts.ids.numel() + (written.ids.numel() if written else 0)
             said.note = f"{tokens:,} tokens"
         return written and written[:TEXTS]

@@ -15,7 +15,7 @@ from .blocks import Bits, Quantised, Rows, quantise8, quantise_rows
 from .experts import QuantisedExperts, are_experts, quantise_experts
 from .feedback import factor, quantise4
 from .layers import put
-from .quality import Texts
+from .quality import Said, Texts, silent
 from .recover import recover
 from .stored import parameter
 
@@ -28,7 +28,7 @@ def quantise_model(
     texts: Texts | None = None,  # that the model wrote
     keep: bool = False,  # the levels of what lies on some already
     rows: Rows | None = None,  # what has 8 bits has a scale a row, and such levels
-    said: Callable[[str], None] = lambda _: None,  # hears how far it is
+    said: Said = silent,  # hears how far it is
 ) -> dict[str, Quantised]:
     """Quantise the model's matrices. A module is replaced as soon as its levels are chosen, so no
     dense copy of the model is made.

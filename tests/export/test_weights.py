@@ -193,8 +193,10 @@ def test_text_of_the_user_is_cut_into_windows() -> None:
 
 def test_sampled_text_is_the_models_own_and_the_same_each_time() -> None:
     model = _model()
-    ids = sample(model, 4, 24)
+    heard: list[str] = []
+    ids = sample(model, 4, 24, said=heard.append)
     assert ids.shape == (4, 24) and (ids == sample(model, 4, 24)).all()
+    assert len(heard) == 23 and heard[0] == "token 2 of 24" and heard[-1] == "token 24 of 24"
     assert (ids[:, 0] == 0).all() and (ids != sample(model, 4, 24, seed=1)).any()
     # Its perplexity on what it wrote itself is far below that on any tokens.
     other = torch.randint(257, (4, 24), generator=torch.Generator().manual_seed(0))
