@@ -59,10 +59,16 @@ def versions() -> dict[str, str]:
     return {module.__name__: module.__version__ for module in modules}
 
 
+# What chooses levels of 4 bits.
+ROUNDING = Path(__file__).parents[1] / "plugins" / "cpu" / "outrider_rounding.cpp"
+
+
 def exporter_digest() -> str:
-    """A hash of this package and of what lays out its weights: other code makes another graph."""
+    """A hash of this package and of what rounds and lays out its weights: other code makes another
+    graph."""
     digest = hashlib.sha256()
-    for path in (*sorted(Path(__file__).parent.rglob("*.py")), Path(torch_files.__file__)):
+    own = sorted(Path(__file__).parent.rglob("*.py"))
+    for path in (*own, Path(torch_files.__file__), ROUNDING):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -116,7 +116,7 @@ def _scale_of(peak: torch.Tensor, most: float) -> torch.Tensor:
     """float32, each a number of float16, by which the highest level reaches these magnitudes."""
     if not bool((peak <= _LARGEST * most).all()):  # NaN is not
         raise ValueError(OUT_OF_REACH)
-    return (peak / most).clamp_(max=_LARGEST).to(torch.float16).to(torch.float32)
+    return (peak / most).to(torch.float16).to(torch.float32)
 
 
 def _inverse(scale: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from .blocks import BLOCK, OUT_OF_REACH, Quantised
 _DAMPING = 0.01
 _ROWS = 8192  # of a matrix at a time; they have nothing to do with each other
 _COLUMNS = 512  # of E[x x^T] at a time
+_BAD_PARAMETER = 2  # of outrider.h
 _PANEL = 256  # columns whose errors the ones behind all of them are told together
 
 
@@ -68,10 +69,11 @@ def quantise4(weight: torch.Tensor, factor: torch.Tensor | None = None) -> Quant
     for begin in range(0, rows, _ROWS):
         here = slice(begin, begin + _ROWS)
         piece = weight[here]  # which may be made for it
-        owed = torch.zeros(0 if factor is None else columns, len(piece))
+        owed = torch.zeros(0 if factor is None else columns, len(piece), dtype=torch.float32)
         for first in range(0, columns, _PANEL):
             last = min(first + _PANEL, columns)
-            panel = torch.empty(last - first, len(piece))  # a column is a row in memory
+            # A column is a row in memory.
+            panel = torch.empty(last - first, len(piece), dtype=torch.float32)
             panel.copy_(piece[:, first:last].T)
             for start in range(first, last, BLOCK):
                 end = min(start + BLOCK, last)
@@ -97,14 +99,15 @@ def _round(
 ) -> torch.Tensor:
     """The scales, float32 [N]."""
     columns, rows = wanted.shape
-    scales = torch.empty(rows)
+    scales = torch.empty(rows, dtype=torch.float32)
     status = load_rounding()(
         wanted.data_ptr(), numbers.data_ptr(), rows, columns,
         None if inverse is None else inverse.data_ptr(),
         levels.ctypes.data, levels.strides[0], scales.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
-    if status:
+    if status == _BAD_PARAMETER:
         raise ValueError(OUT_OF_REACH)
+    assert status == 0
     return scales
 
 
@@ -127,6 +130,6 @@ def load_rounding() -> Any:
 
 def _inverse(upper: torch.Tensor) -> torch.Tensor:
     inverse: torch.Tensor = torch.linalg.solve_triangular(
-        upper, torch.eye(len(upper)), upper=True, unitriangular=True
+        upper, torch.eye(len(upper), dtype=upper.dtype), upper=True, unitriangular=True
     )
     return inverse.contiguous()

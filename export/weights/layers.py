@@ -212,9 +212,7 @@ def rounding_as_stored() -> Iterator[None]:
     """Within it a matrix that is stored in bfloat16 is multiplied by in bfloat16, where the
     processor has instructions for that: four to five times as fast."""
     global _rounds_as_stored
-    # Older versions of PyTorch do not tell.
-    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    _rounds_as_stored = bool(found.get("avx512_bf16"))
+    _rounds_as_stored = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
     try:
         yield
     finally:

@@ -26,12 +26,12 @@ constexpr float REACH[] = {-9.2f, -8.8f, -8.4f, -8.1f, -7.9f, -7.6f, -7.3f, -7.0
 
 typedef float Row[LANES];
 
-// The nearest whole number, of two as near the even one, for less than 2^22.
-inline float whole(float x) { return (x + 12'582'912.0f) - 12'582'912.0f; }
-
+// The nearest level, of two as near the even one: a sum with 1.5 * 2^23 has no digits below 1. NaN,
+// which an inverse may make of numbers that are none, becomes the lowest.
 inline float level_of(float x, float inverse_scale) {
   const float level = x * inverse_scale;
-  return whole(level < LOWEST ? LOWEST : level > HIGHEST ? HIGHEST : level);
+  const float in_range = level > LOWEST ? level < HIGHEST ? level : HIGHEST : LOWEST;
+  return (in_range + 12'582'912.0f) - 12'582'912.0f;
 }
 
 // The nearest number of float16: a sum with 1.5 * 2^23 of its last digits rounds to those.

@@ -235,16 +235,19 @@ def test_other_code_in_a_subfolder_makes_another_graph(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(part, "__file__", str(tmp_path / "part.py"))
+    monkeypatch.setattr(part, "ROUNDING", tmp_path / "rounding.cpp")
+    part.ROUNDING.write_text("0")
     digests = [part.exporter_digest()]
     (tmp_path / "functions").mkdir()
     for name, code in (
         ("part.py", "1"),
         ("functions/verify.py", "1"),
         ("functions/verify.py", "2"),
+        ("rounding.cpp", "1"),
     ):
         (tmp_path / name).write_text(code)
         digests.append(part.exporter_digest())
-    assert len(set(digests)) == 4
+    assert len(set(digests)) == 5
 
 
 PEAK = """

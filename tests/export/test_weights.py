@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +13,7 @@ import pytest
 import torch
 from checkpoints import ARCHITECTURES
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTrainedModel
+from workshop import Workshop
 
 from export import part
 from export.checkpoint import find
@@ -22,7 +25,7 @@ from export.weights.experts import are_experts
 from export.weights.feedback import factor, quantise4
 from export.weights.layers import Table, in_double, rounding_as_stored
 from export.weights.quality import Texts, describe, measure, refuse_nonsense, sample, windows
-from export.weights.stored import widen
+from export.weights.stored import load_as_stored, widen
 from export.weights.whole import quantise_model
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import Format, Weights
@@ -83,6 +86,57 @@ def test_the_scales_of_four_bits_are_chosen_and_not_only_fitted_to_the_largest()
     weight = _random(64, 256)
     error = ((quantise(weight, 4).dense() - weight) ** 2).sum()
     assert error < 0.8 * ((_widest(weight, 4) - weight) ** 2).sum()
+
+
+def _ratio(above: Matrix, below: Matrix) -> Matrix:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(np.abs(below) < np.float32(2**-25), np.float32(0), above / below)
+
+
+def _level(x: Matrix, scale: Matrix) -> Matrix:
+    return np.round(x * _ratio(np.float32(1), scale)).clip(-8, 7)
+
+
+def _half(scale: Matrix) -> Matrix:
+    return scale.clip(-65504, 65504).astype(np.float16).astype(np.float32)
+
+
+def _chosen(blocks: Matrix) -> tuple[Matrix, Matrix]:
+    """Levels [N, 32] and scales [N] as outrider_rounding.cpp says that they are chosen, number by
+    number in float32."""
+    peak = np.where(-blocks.min(1) > blocks.max(1), blocks.min(1), blocks.max(1))
+    widest = _half(np.abs(peak) / np.float32(7))
+    fitted, most = widest, np.zeros_like(peak)
+    for reach in np.float32([-9.2, -8.8, -8.4, -8.1, -7.9, -7.6, -7.3, -7.0]):
+        along, square = np.zeros_like(peak), np.zeros_like(peak)
+        for x in blocks.T:
+            level = _level(x, peak / reach)
+            along, square = along + level * x, square + level * level
+        score = _ratio(along * along, square)
+        fitted = np.where(score > most, _half(_ratio(along, square)), fitted)
+        most = np.maximum(score, most)
+    errors = [np.zeros_like(peak), np.zeros_like(peak)]
+    for x in blocks.T:
+        for i, scale in enumerate((widest, fitted)):
+            errors[i] = errors[i] + (_level(x, scale) * scale - x) ** 2
+    scale = np.where(errors[1] > errors[0], widest, fitted)
+    return np.stack([_level(x, scale) for x in blocks.T], axis=1), scale
+
+
+def test_the_scales_of_four_bits_are_those_of_the_rule() -> None:
+    """To the bit, for numbers of every size, for ties, and at the ends of float16."""
+    drawn = _random(400, 32)
+    whole = np.random.default_rng(2).integers(-6, 7, (400, 32)).astype(np.float32)
+    whole[:, :2] = 7, 3.5  # with a scale of 1 all are levels but one, which is between two
+    clipped = np.full((1, 32), 140_686, np.float32)
+    clipped[0, :2] = 458_528  # the largest there is; fitted, its scale would be 67,968
+    sizes = [drawn * np.float32(size) for size in (3e-7, 2e-5, 0.02, 1, 1e4)]
+    blocks = np.concatenate([*sizes, whole, np.full((1, 32), 0.3, np.float32), clipped])
+    made, (levels, scales) = quantise(blocks, 4), _chosen(blocks)
+    assert (made.scales[:, 0] == scales).all() and (made.levels == levels).all()
+    clipped[0, 0] = np.nextafter(np.float32(458_528), np.float32(np.inf))
+    with pytest.raises(ValueError, match="beyond"):
+        quantise(clipped, 4)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -435,8 +489,8 @@ def test_weights_of_few_bits_are_refused_before_any_work_without_the_library(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Those of 4 bits for every backend; those of 8 for the one that multiplies by them itself."""
-    older = tmp_path / "liboutrider.so"
-    older.write_bytes(b"another platform's")
+    foreign = tmp_path / "liboutrider.so"
+    foreign.write_bytes(b"another platform's")
 
     def begun(checkpoint: object) -> None:
         raise InterruptedError
@@ -451,18 +505,17 @@ def test_weights_of_few_bits_are_refused_before_any_work_without_the_library(
 
     with pytest.raises(InterruptedError):
         make("int4", "torch")  # a control, with the library
-    for library, cause in ((None, "was not compiled"), (older, "cannot round weights")):
+    for library, cause in (
+        (None, "was not compiled"),
+        (foreign, "cannot round weights"),
+        (Path("libc.so.6"), "cannot round weights"),  # has no such function, as an older one
+    ):
         monkeypatch.setattr(feedback, "find_library", lambda library=library: library)
         with pytest.raises(InterruptedError):
             make("int8", "torch")
-        needs: list[tuple[Weights, Format]] = [
-            ("int4", "torch"),
-            ("int4", "onnx"),
-            ("int8", "onnx"),
-        ]
-        for which in needs:
+        for weights, form in NEED_THE_LIBRARY:
             with pytest.raises(OutriderError, match=cause) as refused:
-                make(*which)
+                make(weights, form)
             assert refused.value.remedy == "Install a C++ compiler, and type make plugins."
     feedback.load_rounding.cache_clear()
 
@@ -520,5 +573,32 @@ def test_what_is_stored_in_bfloat16_is_multiplied_in_it_only_while_that_is_asked
         )
         with rounding_as_stored():
             assert torch.equal(by(weight), expected)
-            assert not there or not torch.equal(by(weight.half()), narrow)  # of bfloat16 alone
+            half = torch.nn.functional.linear(x, weight.half().float(), bias)
+            assert torch.equal(by(weight.half()), half)  # of bfloat16 alone
         assert torch.equal(by(weight), full)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    with suppress(InterruptedError), rounding_as_stored():
+        raise InterruptedError
+    assert torch.equal(by(weight), full)
+
+
+def test_texts_are_written_by_products_in_the_bits_that_are_stored(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the processor's instruction; without it in pieces that are made wide."""
+    model = load_as_stored(find(str(workshop.checkpoint("llama", dtype=torch.bfloat16))))
+    pieces: list[slice] = []
+    for module in model.modules():
+        table = module._parameters.get("weight")
+        if isinstance(table, Table):
+
+            def rows(which: Any, rows: Callable[[Any], torch.Tensor] = table._rows) -> torch.Tensor:
+                pieces.extend([which] if isinstance(which, slice) else [])
+                return rows(which)
+
+            table._rows = rows
+    for there in (True, False):
+        found = {"avx512_bf16": there}
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
+        sample(model, 2, 3)
+        assert bool(pieces) is not there
