@@ -95,5 +95,5 @@ def test_logits_in_an_engines_buffers_need_no_copy() -> None:
 def test_limits_are_those_of_the_library() -> None:
     header = (CHECKOUT / "plugins" / "include" / "outrider.h").read_text()
     assert re.search(rf"define OUTRIDER_MAX_WIDTH {MOST_GAMMA}\b", header)
-    source = (CHECKOUT / "plugins" / "cpu" / "outrider_cpu.cpp").read_text()
+    source = (CHECKOUT / "plugins" / "cpu" / "outrider_threads.h").read_text()
     assert f"MAX_THREADS = {kernel.MAX_THREADS};" in source
