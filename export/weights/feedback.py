@@ -4,8 +4,8 @@ make good.
 GPTQ (Frantar et al. 2022, arXiv 2210.17323): with inputs x of a product W x, the error that counts
 is E[|dW x|^2], which the matrix E[x x^T] alone decides. The inputs come from text that the model
 itself wrote, so nobody has to bring data. What is done number by number, and the scales, are
-liboutrider's (plugins/cpu/outrider_rounding.cpp): of operations this small torch spends most of
-the time on beginning them.
+liboutrider's (plugins/cpu/outrider_rounding.cpp): as small operations of torch it all took twice
+as long with two threads as with one.
 """
 
 from __future__ import annotations
@@ -68,27 +68,35 @@ def quantise4(weight: torch.Tensor, factor: torch.Tensor | None = None) -> Quant
     scales = np.empty((rows, -(-columns // BLOCK)), np.float16)
     for begin in range(0, rows, _ROWS):
         here = slice(begin, begin + _ROWS)
-        piece = weight[here]  # which may be made for it
-        owed = torch.zeros(0 if factor is None else columns, len(piece), dtype=torch.float32)
-        for first in range(0, columns, _PANEL):
-            last = min(first + _PANEL, columns)
-            # A column is a row in memory.
-            panel = torch.empty(last - first, len(piece), dtype=torch.float32)
-            panel.copy_(piece[:, first:last].T)
-            for start in range(first, last, BLOCK):
-                end = min(start + BLOCK, last)
-                wanted = block = panel[start - first : end - first]
-                inverse = None
-                if factor is not None:
-                    inverse = _inverse(factor[start:end, start:end])
-                    wanted = torch.addmm(block, inverse.T, owed[start:end])
-                found = _round(wanted, block, inverse, levels[here, start:end])
-                scales[here, start // BLOCK] = found.to(torch.float16).numpy()
-                if factor is not None:
-                    owed[end:last].addmm_(factor[start:end, end:last].T, block)
-            if factor is not None:
-                owed[last:].addmm_(factor[first:last, last:].T, panel)
+        _quantise_rows(weight[here], factor, levels[here], scales[here])
     return Quantised(levels, scales, 4)
+
+
+def _quantise_rows(
+    weight: torch.Tensor,  # which may be made for it
+    factor: torch.Tensor | None,
+    levels: npt.NDArray[np.int8],  # to be written, as the scales
+    scales: npt.NDArray[np.float16],
+) -> None:
+    rows, columns = weight.shape
+    owed = torch.zeros(0 if factor is None else columns, rows, dtype=torch.float32)
+    for first in range(0, columns, _PANEL):
+        last = min(first + _PANEL, columns)
+        panel = torch.empty(last - first, rows, dtype=torch.float32)  # a column is a row in memory
+        panel.copy_(weight[:, first:last].T)
+        for start in range(first, last, BLOCK):
+            end = min(start + BLOCK, last)
+            wanted = block = panel[start - first : end - first]
+            inverse = None
+            if factor is not None:
+                inverse = _inverse(factor[start:end, start:end])
+                wanted = torch.addmm(block, inverse.T, owed[start:end])
+            found = _round(wanted, block, inverse, levels[:, start:end])
+            scales[:, start // BLOCK] = found.to(torch.float16).numpy()
+            if factor is not None:
+                owed[end:last].addmm_(factor[start:end, end:last].T, block)
+        if factor is not None:
+            owed[last:].addmm_(factor[first:last, last:].T, panel)
 
 
 def _round(

@@ -169,12 +169,12 @@ OUTRIDER_API double outrider_confidence(const float* logits, int32_t vocab_size,
 
 /* Round a block of a matrix's columns to 4 bits, for whoever quantises weights.
  *
- * wanted [columns, rows], columns up to 32: what the numbers have to be. numbers [columns, rows], which
- * may be the same array: what they are; level * scale is taken from them. scales [rows]: of each row the one that loses least, a
- * number of float16. levels: -8 .. 7, those of row n from n * level_stride on. inverse [columns,
- * columns], upper triangular with ones on its diagonal: how an error of one column changes what the
- * later ones have to be, finite; NULL where it does not. BAD_PARAMETER for NaN, infinity and what no
- * scale reaches: of the outputs nothing is known then.
+ * wanted [columns, rows], columns up to 32: what the numbers have to be. numbers [columns, rows],
+ * which may be the same array: what they are; level * scale is taken from them. scales [rows]: of
+ * each row the one that loses least, a number of float16. levels: -8 .. 7, those of row n from n *
+ * level_stride on. inverse [columns, columns], upper triangular with ones on its diagonal: how an
+ * error of one column changes what the later ones have to be, finite; NULL where it does not.
+ * BAD_PARAMETER for NaN, infinity and what no scale reaches: of the outputs nothing is known then.
  */
 OUTRIDER_API int32_t outrider_round4(const float* wanted, float* numbers, int64_t rows, int32_t columns,
                                      const float* inverse, int8_t* levels, int64_t level_stride,
