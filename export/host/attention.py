@@ -144,7 +144,7 @@ def _rows(model: ir.Model, value: ir.Value | None) -> tuple[ir.Value, Rotary | N
     assert source is not None
     if norm is not None:
         again = ir.node("RMSNormalization", [source, *norm.inputs[1:]], norm.attributes)
-        again.outputs[0].shape = source.shape
+        again.outputs[0].shape, again.outputs[0].type = source.shape, norm.outputs[0].type
         model.graph.append(again)
         source = again.outputs[0]
     return source, rotary

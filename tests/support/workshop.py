@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -115,14 +116,26 @@ def traced_once() -> Iterator[None]:
         yield
 
 
+class _Nothing(logging.Handler):
+    """What libraries may print between the lines of a build."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise AssertionError(record.getMessage())
+
+
 @contextmanager
 def _parts_one_by_one() -> Iterator[None]:
     """Who wants a part that another worker is making waits for it, and finds it made."""
     real = part.make
 
     def make(wanted: part.Wanted, folder: Path, force: bool = False) -> tuple[Path, GraphFacts]:
+        printed = _Nothing(logging.WARNING)
         with _alone(KEPT / "parts" / wanted.key()[:16]):
-            return real(wanted, folder, force)
+            logging.getLogger().addHandler(printed)
+            try:
+                return real(wanted, folder, force)
+            finally:
+                logging.getLogger().removeHandler(printed)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(part, "make", make)
