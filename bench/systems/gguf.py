@@ -28,10 +28,12 @@ def write(checkpoint: Path, file: Path) -> None:
     """The checkpoint's weights in float32, under llama.cpp's names.
 
     Raises:
-        ValueError: it is no plain Llama.
+        ValueError: it is no plain Llama in the Hugging Face layout.
     """
     import gguf
 
+    if not checkpoint.is_dir():
+        raise ValueError("only a folder with a plain Llama is written")
     config = json.loads((checkpoint / "config.json").read_text())
     rope = config.get("rope_parameters") or {}
     if config["model_type"] != "llama" or rope.get("rope_type", "default") != "default":

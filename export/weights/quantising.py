@@ -25,7 +25,7 @@ from .whole import expert_weights, quantise_model, requantise
 
 # Texts that the model writes: to choose levels by, and others, of half the length, to measure on.
 # Many short ones: a step of all of them reads the weights once.
-TEXTS, MEASURED, LENGTH = 16, 8, 128
+TEXTS, MEASURED, LENGTH = 32, 8, 128
 
 
 class Quantising:
@@ -105,9 +105,11 @@ class Quantising:
             elif self._text is None:  # 8 bits are rounded to the nearest
                 self._texts = quality.write(model, MEASURED, half, tell)
             if self._text is not None:
-                given = quality.windows(self._text, half, MEASURED)
+                encoder = model.config.is_encoder_decoder
+                first = None if encoder else quality.first_token(model)
+                given = quality.windows(self._text, half, MEASURED, first)
                 self._texts = quality.Texts(given)
-                if model.config.is_encoder_decoder:
+                if encoder:
                     self._texts = quality.write_about(model, given, half, tell)
             tokens = self._texts.ids.numel() + (written.ids.numel() if written else 0)
             said.note = f"{tokens:,} tokens"

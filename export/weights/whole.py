@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..decoder import NAME
-from ..encoder import arguments
 from .blocks import Bits, Quantised, Rows, quantise8, quantise_rows
-from .experts import QuantisedExperts, are_experts, quantise_experts
-from .feedback import factor, quantise4
+from .experts import QuantisedExperts, are_experts
+from .feedback import quantise4
+from .inputs import Reader, owner_of
 from .layers import put
 from .quality import Said, Texts, silent
 from .recover import recover
@@ -83,7 +83,7 @@ def quantise_model(
             take(name, nearest(8))
         if texts is not None:
             waiting = {name: places[name] for name in inner if name not in found}
-            _pass(model, texts, waiting, take)
+            Reader(model, waiting, take).read(texts)
         for name in inner:  # no texts, or none that came by
             take(name, nearest(bits))
     return found
@@ -97,7 +97,7 @@ def requantise(model: PreTrainedModel, weights: dict[str, Quantised]) -> None:
 
 
 def _put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
-    module, child = _owner(model, path)
+    module, child = owner_of(model, path)
     if not are_experts(module):
         put(model, path, weight)
         return
@@ -105,12 +105,6 @@ def _put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
     delattr(module, child)
     setattr(module, child, QuantisedExperts(weight, experts))
     module.config._experts_implementation = NAME  # no other can multiply by it
-
-
-def _owner(model: PreTrainedModel, path: str) -> tuple[Any, str]:
-    """What has the module or the parameter at this path, and under which name."""
-    parent, _, child = path.rpartition(".")
-    return model.get_submodule(parent), child
 
 
 def _places(model: PreTrainedModel) -> dict[str, list[str]]:
@@ -160,56 +154,9 @@ def expert_weights(model: torch.nn.Module) -> list[torch.Tensor]:
     ]
 
 
-def _pass(
-    model: PreTrainedModel,
-    texts: Texts,
-    waiting: dict[str, list[str]],
-    take: Callable[[str, Callable[[torch.Tensor], Quantised]], None],
-) -> None:
-    """The model reads the texts, and each module is quantised when its inputs are there."""
-    last: tuple[torch.Tensor, torch.Tensor] | None = None  # queries, keys and values share theirs
-
-    def hook(name: str) -> Callable[[Any, tuple[torch.Tensor]], None]:
-        def quantise_now(module: Any, inputs: tuple[torch.Tensor]) -> None:
-            nonlocal last
-            x = inputs[0]
-            if x.numel() == 0:  # no token went to this expert
-                return
-            if last is None or last[0] is not x:
-                last = x, factor(x.flatten(0, -2))
-            seen = last[1]
-            take(name, lambda weight: quantise4(weight, seen))
-            # In this call it is the old module that computes.
-            made: Any = model.get_submodule(waiting[name][0])
-            weight = made.weight.T if isinstance(module, Conv1D) else made.weight
-            module.weight = torch.nn.Parameter(weight, requires_grad=False)
-
-        return quantise_now
-
-    def hook_of_experts(name: str, child: str) -> Callable[[Any, tuple[torch.Tensor, ...]], None]:
-        def quantise_now(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-            hidden, chosen, _ = inputs
-            take(name, lambda weight: quantise_experts(module, child, weight, hidden, chosen))
-
-        return quantise_now
-
-    hooks = []
-    for name, path in ((name, path) for name, paths in waiting.items() for path in paths):
-        owner, child = _owner(model, path)
-        if are_experts(owner):
-            hooks.append(owner.register_forward_pre_hook(hook_of_experts(name, child)))
-        else:
-            hooks.append(getattr(owner, child).register_forward_pre_hook(hook(name)))
-    try:
-        model.base_model(**arguments(model, texts.ids, texts.sources), use_cache=False)
-    finally:
-        for handle in hooks:
-            handle.remove()
-
-
 def _matrix(model: PreTrainedModel, path: str) -> torch.Tensor:
     """[N, K], of experts [E N, K], in the type that it is stored in."""
-    owner, child = _owner(model, path)
+    owner, child = owner_of(model, path)
     module = getattr(owner, child)
     weight: torch.Tensor
     if are_experts(owner):

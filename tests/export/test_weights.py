@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,19 +13,38 @@ import numpy.typing as npt
 import pytest
 import torch
 from checkpoints import ARCHITECTURES
-from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    MixtralConfig,
+    PreTrainedModel,
+)
+from transformers.pytorch_utils import Conv1D
 from workshop import Workshop
 
 from export import part
 from export.checkpoint import find
 from export.decoder import NAME
+from export.encoder import arguments
+from export.loading import load
 from export.part import Wanted
-from export.weights import feedback, layers
+from export.weights import feedback, inputs, layers
 from export.weights.blocks import BLOCK, RANGE, Bits, Quantised, Rows, quantise8, quantise_rows
 from export.weights.experts import are_experts
 from export.weights.feedback import factor, quantise4
+from export.weights.inputs import _attention_got
 from export.weights.layers import Table, in_double, rounding_as_stored
-from export.weights.quality import Texts, describe, measure, refuse_nonsense, sample, windows
+from export.weights.quality import (
+    Texts,
+    describe,
+    first_token,
+    measure,
+    refuse_nonsense,
+    sample,
+    windows,
+)  # fmt: skip
+from export.weights.quantising import Quantising
 from export.weights.stored import load_as_stored, widen
 from export.weights.whole import quantise_model
 from runtime.files.errors import OutriderError
@@ -52,9 +72,13 @@ def _widest(weight: Matrix, bits: Bits) -> Matrix:
     return (levels * scale).reshape(rows, -1)[:, :columns]
 
 
-def _model(architecture: str = "llama") -> PreTrainedModel:
+def _model(architecture: str = "llama", **options: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]())
+    config = ARCHITECTURES[architecture]()
+    kind = AutoModelForCausalLM
+    if config.is_encoder_decoder:
+        kind = AutoModelForSeq2SeqLM
+    model: PreTrainedModel = kind.from_config(config, **options)
     model.eval().requires_grad_(False)
     for parameter in model.parameters():  # larger than a fresh model's: it shall prefer something
         if parameter.dim() == 2:
@@ -241,8 +265,27 @@ def test_text_of_the_user_is_cut_into_windows() -> None:
     assert ids.tolist() == [list(range(10)), list(range(10, 20))]
     assert windows(list(range(7)), 10, 64).tolist() == [list(range(7))]
     assert windows(list(range(100)), 10, 3).shape == (3, 10)
+    assert windows([1, 2, 3], 1, 8, first=9).shape == (3, 2)  # room for one token is made two
+    begun = windows(list(range(23)), 10, 64, first=99).tolist()
+    assert begun == [[99, *range(9)], [99, *range(9, 18)]]
     with pytest.raises(OutriderError, match="1 token"):
         windows([5], 10, 64)
+
+
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_text_of_the_user_begins_as_a_text_of_the_model_does(workshop: Workshop, name: str) -> None:
+    """But what an encoder reads is the text alone."""
+    checkpoint = find(str(workshop.checkpoint(name)))
+    model, text = load(checkpoint, torch.float32), list(range(50, 150))
+    step = Quantising("target", "int8", checkpoint, text, shares=False)
+    step._write(model, 40)
+    texts = step._texts.ids if name == "llama" else step._texts.sources
+    assert texts is not None
+    begun = [first_token(model)] if name == "llama" else []
+    assert texts[0].tolist() == [*begun, *text][:20]
+    for impossible in (None, 257, -1):
+        model.config.bos_token_id = impossible
+        assert first_token(model) is None
 
 
 def test_sampled_text_is_the_models_own_and_the_same_each_time() -> None:
@@ -403,6 +446,68 @@ def test_feedback_needs_less_than_rounding_to_nearest_and_is_the_same_each_time(
     for quantised in made.values():
         low, high = RANGE[quantised.bits]
         assert low <= quantised.levels.min() and quantised.levels.max() <= high
+
+
+def _factors(
+    monkeypatch: pytest.MonkeyPatch, name: str, sources: torch.Tensor | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What each token counts for, [tokens, 1], where that is not as much as any other, by the paths
+    that have a factor made; and what the first attention of three texts is, [B, H, N, S]."""
+    model, texts = _model(name, attn_implementation="eager"), torch.randint(1, 257, (3, 20))
+    embedding = model.get_input_embeddings().weight  # on levels of 8 bits, which keep it as it is
+    embedding.copy_(torch.randint(-127, 128, embedding.shape) / 64)
+    embedding[:, ::32] = 127 / 64
+    read: list[tuple[str, torch.Tensor]] = []
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear | Conv1D):
+            module.register_forward_pre_hook(lambda _, x, path=path: read.append((path, x[0])))
+    said = model(**arguments(model, texts, sources), output_attentions=True)
+    counts: dict[str, torch.Tensor] = {}
+
+    def factor(rows: torch.Tensor) -> torch.Tensor:
+        path, x = read[-1][0], read[-1][1].flatten(0, -2)
+        if not torch.equal(rows, x):
+            counts[path] = (rows / x).square().nanmedian(-1, keepdim=True).values
+        return feedback.factor(rows)
+
+    monkeypatch.setattr(inputs, "factor", factor)
+    quantise_model(model, 4, Texts(texts, sources))
+    return (said.attentions if sources is None else said.encoder_attentions)[0], counts
+
+
+@pytest.mark.parametrize(
+    ("name", "paths"),
+    [
+        ("llama", ["self_attn.q_proj"]), ("gpt2", ["attn.c_attn"]), ("phi3", ["qkv_proj"]),
+        ("gpt-neox", ["query_key_value"]), ("phi", ["self_attn.q_proj"]),
+        ("bart", ["encoder.*self_attn.q_proj", "decoder.*self_attn.q_proj", "encoder_attn.k_proj"]),
+        ("t5", ["encoder.*SelfAttention.q", "decoder.*SelfAttention.q", "EncDecAttention.k"]),
+        ("umt5", ["encoder.*SelfAttention.q", "decoder.*SelfAttention.q", "EncDecAttention.k"]),
+        ("t5gemma", ["encoder.*self_attn.q_proj", "decoder.*self_attn.q_proj", "cross.*k_proj"]),
+    ],
+)  # fmt: skip
+def test_a_token_counts_for_what_attends_as_much_as_it_is_attended_to(
+    monkeypatch: pytest.MonkeyPatch, name: str, paths: list[str]
+) -> None:
+    """And for nothing else: not for what an attention ends in, nor for the MLP that reads the same
+    as Phi's attention does. What makes queries of another text than the keys is not weighed."""
+    sources = torch.randint(1, 257, (3, 20)) if len(paths) > 1 else None
+    attention, counts = _factors(monkeypatch, name, sources)
+    for wanted in paths:
+        assert sum(bool(re.search(f"{wanted}$", path)) for path in counts) in (1, 2), wanted
+    assert all(any(re.search(f"{wanted}$", path) for wanted in paths) for path in counts)
+    attended = attention.sum((1, 2)).reshape(-1, 1)  # by all heads of all tokens
+    torch.testing.assert_close(next(iter(counts.values())), attended, rtol=1e-3, atol=1e-6)
+    assert attended.max() > 1.02 * attended.min()  # or nothing was shown
+
+
+def test_what_is_no_attention_is_not_taken_for_it() -> None:
+    """Layers with a state give that back in its place."""
+    attention = torch.rand(2, 3, 5, 4).softmax(-1)
+    got = _attention_got((torch.zeros(2, 5, 8), torch.zeros(1, 3, 5, 4), attention))
+    torch.testing.assert_close(got, attention.sum((1, 2)).flatten())
+    for state in (-attention, 2 * attention, attention * torch.nan, attention[0], None):
+        assert _attention_got((torch.zeros(2, 5, 8), state)) is None
 
 
 # float32 holds no square of 1e20, and of 1e19 no sum of squares.
