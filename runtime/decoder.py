@@ -10,14 +10,12 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
-import numpy as np
-
 from .backends.engine import Logits, source_ids
 from .checks import Limits, check_ids, check_request
 from .costs import Costs
 from .drafts.registry import KINDS
 from .files.errors import OutriderError
-from .sampling.softmax import log_softmax
+from .sampling.softmax import largest, log_softmax
 from .sequence import (
     ActiveSequence,
     Origin,
@@ -239,6 +237,6 @@ class Decoder:
         if row is None:
             return Token(token, origin)
         logprobs = log_softmax(row[: self.vocab_size])
-        best = np.argsort(-logprobs, kind="stable")[: request.logprobs]
+        best = largest(logprobs, request.logprobs or 0)
         alternatives = tuple((int(i), float(logprobs[i])) for i in best)
         return Token(token, origin, float(logprobs[token]), alternatives)

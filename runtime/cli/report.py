@@ -86,7 +86,7 @@ def round_lines(stats: Stats, gamma: str) -> list[str]:
         positions = " ".join(_fraction(rate) for rate in stats.acceptance_by_position)
         lines.append(f"accepted by position {positions} | gamma {gamma}")
     else:
-        lines[0] += " | plain decoding (gamma 0)"
+        lines[0] += f" | {'plain decoding' if gamma == '0' else 'nothing drafted'} (gamma {gamma})"
     parts = _times(stats)
     whole = sum(parts.values())
     shares = " ".join(f"{name} {_percent(part, whole)}" for name, part in parts.items())

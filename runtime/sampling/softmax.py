@@ -1,4 +1,4 @@
-"""Log-probabilities and confidences of a row of logits, in double precision.
+"""Log-probabilities, the largest of them, and confidences of a row of logits, in double precision.
 
 By liboutrider where it is there, so that a C++ program reports the same numbers to the bit; by
 NumPy otherwise, equal but for the rounding.
@@ -23,6 +23,19 @@ def log_softmax(row: FloatRow) -> SumRow:
     found = np.empty(len(row))
     kernel.load().outrider_log_softmax(_address(row), len(row), _address(found))
     return found
+
+
+def largest(values: SumRow, count: int) -> npt.NDArray[np.intp]:
+    """Where the `count` largest of [V] are, from the largest down, the first of equal ones first.
+
+    Not by sorting all: that takes longer than a step of a small model with many tokens.
+    """
+    count = min(count, len(values))
+    if count == 0:
+        return np.empty(0, np.intp)
+    least = np.partition(values, -count)[-count]
+    found = np.flatnonzero(values >= least)
+    return found[np.argsort(-values[found], kind="stable")[:count]]
 
 
 def confidence(row: FloatRow, token: int, temperature: float) -> float:

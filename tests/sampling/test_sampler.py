@@ -20,6 +20,7 @@ from runtime.sampling import kernel
 from runtime.sampling.native import RoundSampler
 from runtime.sampling.reference import NumpySampler
 from runtime.sampling.sampler import SlotSampling
+from runtime.sampling.softmax import largest
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
@@ -97,3 +98,12 @@ def test_limits_are_those_of_the_library() -> None:
     assert re.search(rf"define OUTRIDER_MAX_WIDTH {MOST_GAMMA}\b", header)
     source = (CHECKOUT / "plugins" / "cpu" / "outrider_threads.h").read_text()
     assert f"MAX_THREADS = {kernel.MAX_THREADS};" in source
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 7, 30])
+def test_the_largest_are_those_of_a_stable_sort_of_all(count: int) -> None:
+    rng = np.random.default_rng(count)
+    for values in (rng.normal(size=20), rng.integers(0, 4, 20), np.full(20, -np.inf)):
+        row = np.where(rng.random(20) < 0.3, -np.inf, values)
+        expected = np.argsort(-row, kind="stable")[:count]
+        assert largest(row, count).tolist() == expected.tolist()
