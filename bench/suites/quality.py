@@ -12,11 +12,8 @@ import argparse
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Any
-
-from runtime.files.errors import OutriderError
 
 from ..core import machine
 from ..core.clock import Clock
@@ -55,13 +52,19 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     said = logits(full, ids)
     del full
     rows, missing = {}, SYSTEMS["llama.cpp"].missing()
-    ways = [ours(given.path, written, clock)]
+
+    def compare(ways: Iterator[Way]) -> None:
+        for name, model, size in ways:
+            texts = zip(said, logits(model, ids), ids, strict=True)
+            found = quality.measure((p[:-1], q[:-1], i[1:]) for p, q, i in texts)
+            rows[name] = {"bits": 8 * size / count, **asdict(found)}
+
+    compare(ours(given.path, written, clock))
     if missing is None:
-        ways.append(llamacpp(given.path, clock))
-    for name, model, size in chain(*ways):
-        texts = zip(said, logits(model, ids), ids, strict=True)
-        found = quality.measure((p[:-1], q[:-1], i[1:]) for p, q, i in texts)
-        rows[name] = {"bits": 8 * size / count, **asdict(found)}
+        try:
+            compare(llamacpp(given.path, clock))
+        except gguf.NotWritten as error:
+            missing = str(error)
     return {"machine": machine.describe(args.threads), "checkpoint": given.source,
             "weights": count, "rows": rows, "missing": missing}  # fmt: skip
 
@@ -83,7 +86,7 @@ def ours(checkpoint: Path, written: Any, clock: Clock) -> Iterator[Way]:
 
 
 def llamacpp(checkpoint: Path, clock: Clock) -> Iterator[Way]:
-    """Through a file in llama.cpp's format. Raises OutriderError "option" for other models."""
+    """Through a file in llama.cpp's format. Raises `gguf.NotWritten` for other models."""
     import torch
 
     from export.checkpoint import find
@@ -91,10 +94,7 @@ def llamacpp(checkpoint: Path, clock: Clock) -> Iterator[Way]:
 
     with tempfile.TemporaryDirectory() as folder:
         whole, file = Path(folder) / "float32.gguf", Path(folder) / "quantised.gguf"
-        try:
-            gguf.write(checkpoint, whole)
-        except ValueError as error:
-            raise OutriderError("option", str(error), "Name a plain Llama.") from None
+        gguf.write(checkpoint, whole)
         for name in gguf.MIXTURES:
             clock.note(f"llama.cpp {name}")
             gguf.quantize(whole, file, name, torch.get_num_threads())

@@ -24,20 +24,24 @@ MIXTURES = {
 }
 
 
+class NotWritten(ValueError):
+    """A checkpoint that is no plain Llama in the Hugging Face layout."""
+
+
 def write(checkpoint: Path, file: Path) -> None:
     """The checkpoint's weights in float32, under llama.cpp's names.
 
     Raises:
-        ValueError: it is no plain Llama in the Hugging Face layout.
+        NotWritten: it is no plain Llama in the Hugging Face layout.
     """
     import gguf
 
     if not checkpoint.is_dir():
-        raise ValueError("only a folder with a plain Llama is written")
+        raise NotWritten("only a folder with a plain Llama is written")
     config = json.loads((checkpoint / "config.json").read_text())
     rope = config.get("rope_parameters") or {}
     if config["model_type"] != "llama" or rope.get("rope_type", "default") != "default":
-        raise ValueError("only Llama with its default rotary embedding is written")
+        raise NotWritten("only Llama with its default rotary embedding is written")
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     width = config.get("head_dim") or config["hidden_size"] // heads
@@ -61,7 +65,7 @@ def write(checkpoint: Path, file: Path) -> None:
     for source, tensor in tensors(checkpoint):
         name = names.get_name(source, try_suffixes=(".weight",))
         if name is None:
-            raise ValueError(f"llama.cpp has no name for {source}")
+            raise NotWritten(f"llama.cpp has no name for {source}")
         many = next((count for end, count in rotated.items() if source.endswith(end)), None)
         writer.add_tensor(name, interleaved(tensor, many) if many else tensor)
     writer.write_header_to_file()
