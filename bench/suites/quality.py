@@ -12,6 +12,7 @@ import argparse
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +53,16 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     said = logits(full, ids)
     del full
     rows, missing = {}, SYSTEMS["llama.cpp"].missing()
-
-    def compare(ways: Iterator[Way]) -> None:
-        for name, model, size in ways:
+    ways = [ours(given.path, written, clock)]
+    if missing is None:
+        ways.append(llamacpp(given.path, clock))
+    try:
+        for name, model, size in chain(*ways):
             texts = zip(said, logits(model, ids), ids, strict=True)
             found = quality.measure((p[:-1], q[:-1], i[1:]) for p, q, i in texts)
             rows[name] = {"bits": 8 * size / count, **asdict(found)}
-
-    compare(ours(given.path, written, clock))
-    if missing is None:
-        try:
-            compare(llamacpp(given.path, clock))
-        except gguf.NotWritten as error:
-            missing = str(error)
+    except gguf.NotWritten as error:
+        missing = str(error)
     return {"machine": machine.describe(args.threads), "checkpoint": given.source,
             "weights": count, "rows": rows, "missing": missing}  # fmt: skip
 

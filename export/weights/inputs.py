@@ -49,7 +49,7 @@ class Reader:
                     continue
                 hook = partial(self._quantise, name, owner)
                 hooks.append(getattr(owner, child).register_forward_pre_hook(hook))
-                if "Attention" in type(owner).__name__:
+                if "Attention" in type(owner).__name__:  # as Transformers calls them
                     attentions.add(owner)
         for layer in attentions:
             hooks.append(layer.register_forward_pre_hook(self._look_ahead, with_kwargs=True))

@@ -100,7 +100,7 @@ def sample(
     random = torch.Generator().manual_seed(seed)
     first, name, inputs = first_token(model), "input_ids", {}
     if sources is not None:
-        first, name = model.config.decoder_start_token_id, "decoder_input_ids"
+        name = "decoder_input_ids"
         with torch.inference_mode():
             inputs = {"encoder_outputs": model.get_encoder()(**reading(model, sources))}
     ids = torch.empty(texts, length, dtype=torch.int64)
@@ -125,7 +125,10 @@ def sample(
 
 def first_token(model: PreTrainedModel) -> int | None:
     """What the model's texts begin with, if anything does."""
-    first = getattr(model.config.get_text_config(decoder=True), "bos_token_id", None)
+    config, name = model.config.get_text_config(decoder=True), "bos_token_id"
+    if model.config.is_encoder_decoder:
+        config, name = model.config, "decoder_start_token_id"
+    first = getattr(config, name, None)
     return first if isinstance(first, int) and 0 <= first < width(model) else None
 
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from ..backends.engine import Engine, Logits, Source
 from ..files.errors import OutriderError, is_whole
 from ..sampling.processors import LogitsProcessor
-from ..sampling.softmax import log_softmax
+from ..sampling.softmax import largest, log_softmax
 from ..sampling.warp import NO_TOKEN, broken_row, within
 from .pool import Pool, PoolStats, Tokens
 
@@ -186,7 +186,8 @@ def advance(
         totals = log_softmax(logits[one.tokens][:vocab_size])
         forbid(totals, one.tokens)
         totals += one.score
-        candidates += [(-float(totals[token]), rank, token) for token in _best(totals, width)]
+        best = [token for token in largest(totals, width).tolist() if totals[token] > -np.inf]
+        candidates += [(-float(totals[token]), rank, token) for token in best]
     candidates.sort()
     return [
         beam[rank]
@@ -199,13 +200,6 @@ def advance(
 def contained(beam: Iterable[Hypothesis], known: Collection[Tokens]) -> bool:
     """Whether the target knows the logits after every hypothesis that can go on."""
     return all(tokens in known for tokens in _unfinished(beam))
-
-
-def _best(totals: npt.NDArray[np.float64], count: int) -> list[int]:
-    """Ids of the `count` largest, and of all that equal the last of them."""
-    least = np.partition(totals, -count)[-count] if count < len(totals) else -np.inf
-    ids: list[int] = np.flatnonzero((totals >= least) & (totals > -np.inf)).tolist()
-    return ids
 
 
 def _unfinished(beam: Iterable[Hypothesis]) -> list[Tokens]:

@@ -13,8 +13,10 @@ import hashlib
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -116,32 +118,23 @@ def traced_once() -> Iterator[None]:
         yield
 
 
-class _Heard(logging.Handler):
-    """Keeps what libraries of ONNX say between the lines of a build. Torch and Transformers have
-    handlers of their own."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 @contextmanager
 def _parts_one_by_one() -> Iterator[None]:
     """Who wants a part that another worker is making waits for it, and finds it made."""
     real = part.make
 
     def make(wanted: part.Wanted, folder: Path, force: bool = False) -> tuple[Path, GraphFacts]:
-        heard = _Heard()
+        # What libraries of ONNX say between a build's lines; Torch's and Transformers' stay apart.
+        heard = BufferingHandler(sys.maxsize)
+        heard.setLevel(logging.WARNING)
         with _alone(KEPT / "parts" / wanted.key()[:16]):
             logging.getLogger().addHandler(heard)
             try:
                 made = real(wanted, folder, force)
             finally:
                 logging.getLogger().removeHandler(heard)
-            assert not heard.said
+            said = [record.getMessage() for record in heard.buffer]
+            assert not said, said
             return made
 
     with pytest.MonkeyPatch.context() as patch:
