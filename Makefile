@@ -10,6 +10,7 @@ BENCH_OUT ?= build/results
 BACKEND ?= onnxruntime
 DTYPE ?= float32
 WEIGHTS ?=
+BITS ?=
 DRAFT_WEIGHTS ?=
 CACHE ?=
 TEXT ?=
@@ -32,9 +33,9 @@ TENSORRT_ROOT ?=
 export PYTHONUNBUFFERED := 1
 # What a user writes reaches the commands as it stands: recipes take it from the environment, so
 # that neither make nor the shell looks for variables and commands in it.
-GIVEN := MODEL DRAFT OUT BENCH_OUT BACKEND DTYPE WEIGHTS DRAFT_WEIGHTS CACHE TEXT MAX_LEN MAX_GAMMA \
-         SLOTS MEASURE SM OPT_LEVEL FORCE PROMPT ENGINES PROMPTS GPU_OUT GPU_SECONDS CALL \
-         TENSORRT_ROOT
+GIVEN := MODEL DRAFT OUT BENCH_OUT BACKEND DTYPE WEIGHTS BITS DRAFT_WEIGHTS CACHE TEXT MAX_LEN \
+         MAX_GAMMA SLOTS MEASURE SM OPT_LEVEL FORCE PROMPT ENGINES PROMPTS GPU_OUT GPU_SECONDS \
+         CALL TENSORRT_ROOT
 $(foreach name,$(GIVEN),$(eval override export $(name) := $$(value $(name))))
 # Of what else is set on the command line a misspelt name would be dropped without a word.
 KNOWN := QUICK DRY PYTHON PY CXX CUDA_HOME PIP_% OUTRIDER_%
@@ -55,6 +56,7 @@ help:
 	@echo '             [WEIGHTS=int8|int4|fp8] [DRAFT_WEIGHTS=int8|int4|fp8|full] fewer bytes, so faster; what'
 	@echo '                they cost is measured on TEXT=<file>, or on what the model writes; DRAFT=self is'
 	@echo '                the target itself with 4 bits: a draft for whoever has none'
+	@echo '             [BITS=5] a weight, for WEIGHTS=int4: 8 bits where 4 cost the most, until it is spent'
 	@echo '             [MEASURE=1]: find out what the bits of a text depend on'
 	@echo '             [CACHE=int8] keys and values of 8 bits on the CPU: faster over long texts, and smaller'
 	@echo '             BACKEND=tensorrt_rtx DTYPE=float16|bfloat16 [SM=80,89,120] builds for RTX GPUs, here'
@@ -104,7 +106,7 @@ engines: kernel
 	case "$$BACKEND" in aotinductor) format=torch;; *) format=onnx;; esac; \
 	$(PY) -m export --model="$$MODEL" --draft="$$DRAFT" --dtype="$$DTYPE" --format=$$format \
 	  $${WEIGHTS:+--weights="$$WEIGHTS"} $${DRAFT_WEIGHTS:+--draft-weights="$$DRAFT_WEIGHTS"} \
-	  $${CACHE:+--cache-type="$$CACHE"} \
+	  $${BITS:+--bits="$$BITS"} $${CACHE:+--cache-type="$$CACHE"} \
 	  $${TEXT:+--text="$$TEXT"} $${runs:+--backend-runs="$$runs"} \
 	  --max-gamma="$$MAX_GAMMA" $${MAX_LEN:+--max-len="$$MAX_LEN"} --out="$$graphs" \
 	  $${force:+--force}; \

@@ -57,6 +57,13 @@ def parser() -> argparse.ArgumentParser:
         "(default: full, or as a quantised checkpoint has them)",
     )
     add(
+        "--bits",
+        type=float,
+        metavar="B",
+        help="a weight, scales included, that int4 of the target may take: the matrices that cost "
+        "the model the most with 4 have 8, until it is spent (default: 4 wherever they can be)",
+    )
+    add(
         "--draft-weights",
         choices=WEIGHTS,
         help="of the draft's (default: as the target's; of --draft self: int4)",

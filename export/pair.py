@@ -35,7 +35,7 @@ from runtime.files.texts import read_text
 from . import part, vocabulary
 from .checkpoint import Checkpoint, find, refuse_architecture, same_encoder
 from .loading import check_length
-from .weights.recover import recover
+from .weights.blocks import recover
 
 DEFAULT_MAX_LEN = 2048
 SAMPLED = 8  # matrices of a checkpoint, to learn how it is quantised
@@ -57,6 +57,7 @@ class Asked:
     4 bits. backend_runs: kinds of weights, and whether encoder-decoders and recurrent states, that
     the graphs' backend runs; others are refused before the export.
     text: a file, UTF-8, to measure the quality of quantised weights on.
+    bits: a weight, that the target's int4 may take with 8 in places.
     cache_type: of the caches' rows, of ONNX Runtime on the CPU alone; None is `dtype`.
     max_gamma: 1 to 64. max_len: None takes 2048, or the target's own context where that is shorter.
     cache: where finished parts are kept. force: make them again.
@@ -75,6 +76,7 @@ class Asked:
     backend_runs: Sequence[str] = (*BITS, ENCODER_DECODERS, RECURRENT_STATES)
     cache_type: Cache | None = None
     text: Path | None = None
+    bits: float | None = None
     force: bool = False
 
 
@@ -126,6 +128,7 @@ def _find(asked: Asked) -> Models:
 def _bits(asked: Asked, models: Models) -> dict[str, str]:
     """Choose the kind of each model's weights. Raises OutriderError "option", "backend"."""
     target, text, itself = models["target"], asked.text, asked.draft == "self"
+    named = "" if asked.bits is None else f"BITS={asked.bits:g}"
     bits = {"target": asked.weights or _bits_of(target, "WEIGHTS")}
     if "draft" in models:
         bits["draft"] = asked.draft_weights or ("int4" if itself else bits["target"])
@@ -139,6 +142,16 @@ def _bits(asked: Asked, models: Models) -> dict[str, str]:
         (text is not None and {*bits.values()} == {"full"},
          f"TEXT={text} is to measure quantised weights on, and none are",
          "Set WEIGHTS, or leave it out."),
+        (named and bits["target"] != "int4",
+         f"{named} is for WEIGHTS=int4, and WEIGHTS is {bits['target']}",
+         "Set WEIGHTS=int4, or leave BITS out."),
+        (asked.bits is not None and not 4.5 <= asked.bits <= 8.5,
+         f"{named} is out of range: all matrices take 4.5 with 4 bits, scales included, and 8.5 "
+         "with 8",
+         "Give BITS from 4.5 to 8.5, or set WEIGHTS=int8."),
+        (named and target.features,
+         f"{named} needs texts that the model writes, and {target.source} reads sound",
+         "Leave BITS out, or set WEIGHTS=int8."),
         (itself and BITS[bits["draft"]] >= BITS[bits["target"]],
          f"DRAFT=self with WEIGHTS={bits['target']} and DRAFT_WEIGHTS={bits.get('draft')}: the "
          "draft would be no cheaper than the target",
@@ -210,7 +223,8 @@ def _parts(
             part.Wanted(
                 role, model, asked.dtype, lengths[role], capacity, asked.max_gamma, asked.form,
                 None if bits[role] == "full" else cast(Weights, bits[role]), asked.cache_type,
-                words, shares and role == "draft", RECURRENT_STATES in asked.backend_runs,
+                words, asked.bits if role == "target" else None, shares and role == "draft",
+                RECURRENT_STATES in asked.backend_runs,
             ),
             asked.cache,
             asked.force,

@@ -78,8 +78,9 @@ class Wanted:
     """What is to be made of a checkpoint.
 
     role: as in progress lines. text: token ids to measure the quality of quantised weights on; None
-    has the model write them. shares: whether it reads what the target's encoder has made. states:
-    whether the backend runs recurrent ones. The others are those of `GraphFacts`.
+    has the model write them. bits: a weight, that int4 may take; None has 4 wherever they can be.
+    shares: whether it reads what the target's encoder has made. states: whether the backend runs
+    recurrent ones. The others are those of `GraphFacts`.
     """
 
     role: str
@@ -92,6 +93,7 @@ class Wanted:
     weights: Weights | None = None
     cache: Cache | None = None
     text: Sequence[int] | None = None
+    bits: float | None = None
     shares: bool = False
     states: bool = True
 
@@ -129,6 +131,7 @@ class Wanted:
                 "format": self.form,
                 "weights": self.weights,
                 "text": self.text if self.weights else None,  # it decides nothing else
+                "bits": self.bits,
                 "cache": self.cache,
                 "shares": self.shares,
                 "checked": find_library() is not None,  # what is the CPU's own
@@ -195,7 +198,9 @@ def _export(wanted: Wanted, folder: Path, key: str) -> GraphFacts:
     role, checkpoint = wanted.role, wanted.checkpoint
     quantising = None
     if wanted.weights:
-        quantising = Quantising(role, wanted.weights, checkpoint, wanted.text, wanted.shares)
+        quantising = Quantising(
+            role, wanted.weights, checkpoint, wanted.text, wanted.shares, wanted.bits
+        )
     with write_folder(folder, PART_FILE) as partial:
         original = _write(wanted, quantising, partial)
         give_back()  # the comparison loads the weights a second time
@@ -230,6 +235,7 @@ def _export(wanted: Wanted, folder: Path, key: str) -> GraphFacts:
             context=checkpoint.context,
             cache=wanted.cache,
             weights=wanted.weights,
+            bits=wanted.bits,
             quality=found,
             encoder=_encoder_facts(wanted, shapes),
             states=_state_facts(wanted, shapes),
@@ -430,7 +436,8 @@ def _check_space(folder: Path, wanted: Wanted) -> None:
         table = min(
             numbers, text.vocab_size * getattr(text, "hidden_size", 0)
         )  # dense for ONNX's look-up
-        bits = table * 8 + (numbers - table) * (4 if wanted.weights == "int4" else 8)
+        each = 4 if wanted.weights == "int4" else 8
+        bits = int(table * 8 + (numbers - table) * (wanted.bits or each))
         graphs = [width, 16] if wanted.for_host else [width]  # by the type of their scales
         need = (table * width + sum(bits + numbers * scale // BLOCK for scale in graphs)) // 8
     free = shutil.disk_usage(folder).free

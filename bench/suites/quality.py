@@ -23,7 +23,6 @@ from ..core.pair import TARGET
 from ..core.table import Table, decimals
 from ..systems import SYSTEMS, gguf
 
-OURS = {"int8": 8, "int4": 4}
 LENGTH = 128
 Way = tuple[str, Any, int]  # name, model, bytes of its matrices
 
@@ -32,6 +31,14 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=str(TARGET), metavar="DIR",
                         help="a checkpoint of full weights; llama.cpp's rows are for plain Llamas;"
                         " default: the bundled target")  # fmt: skip
+    parser.add_argument(
+        "--bits",
+        type=float,
+        nargs="+",
+        default=[],
+        metavar="B",
+        help="rows more: what int4 costs of so many bits a weight",
+    )
 
 
 def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
@@ -53,7 +60,7 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     said = logits(full, ids)
     del full
     rows, missing = {}, SYSTEMS["llama.cpp"].missing()
-    ways = [ours(given.path, written, clock)]
+    ways = [ours(given.path, written, args.bits, clock)]
     if missing is None:
         ways.append(llamacpp(given.path, clock))
     try:
@@ -67,18 +74,21 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
             "weights": count, "rows": rows, "missing": missing}  # fmt: skip
 
 
-def ours(checkpoint: Path, written: Any, clock: Clock) -> Iterator[Way]:
-    """As a build quantises. written: `Texts`, which the levels are chosen by."""
+def ours(checkpoint: Path, written: Any, bits: list[float], clock: Clock) -> Iterator[Way]:
+    """As a build quantises. written: `Texts`, which the levels are chosen by. bits: what BITS says
+    in it, for a row of each."""
     import torch
 
     from export.checkpoint import find
     from export.loading import load
+    from export.weights.blocks import Bits
     from export.weights.whole import quantise_model
 
-    for name, bits in OURS.items():
+    kinds: list[tuple[str, Bits, float | None]] = [("int8", 8, None), ("int4", 4, None)]
+    for name, each, most in kinds + [(f"int4, BITS={most:g}", 4, most) for most in bits]:
         clock.note(name)
         model = load(find(str(checkpoint)), torch.float32)
-        found = quantise_model(model, bits, written)  # type: ignore[arg-type]
+        found = quantise_model(model, each, written, most=most)
         yield f"Outrider {name}", model, sum(weight.size for weight in found.values())
         del model
 

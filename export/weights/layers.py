@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -37,7 +38,7 @@ class QuantisedLinear(torch.nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """[N, K], made when it is asked for."""
-        return _dense(self.levels, self.scales)
+        return dense(self.levels, self.scales)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.onnx.is_in_onnx_export():
@@ -57,7 +58,22 @@ class QuantisedLinear(torch.nn.Module):
 def multiply(x: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """[.., K] by levels and scales [N, ..]: [.., N]."""
     x = rounded(x) if _rounds_activations else x
-    return torch.nn.functional.linear(x, _dense(levels, scales))
+    product: torch.Tensor = _Product.apply(x, partial(dense, levels, scales), None)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _Product(torch.autograd.Function):
+    """x W^T + bias, [.., N], of a W that is made for it, and once more for a gradient: kept until
+    then, all of them are the dense model."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, make: Callable[[], torch.Tensor], bias: Any) -> Any:
+        ctx.make = make
+        return torch.nn.functional.linear(x, make(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient @ ctx.make(), None, None
 
 
 class Table(torch.Tensor):
@@ -123,7 +139,7 @@ def _by_pieces(x: torch.Tensor, table: Table, bias: torch.Tensor | None = None) 
     for begin, end in pairwise([*begins, rows]):
         here = slice(begin, end)
         own = None if bias is None else bias[here]
-        y[..., here] = torch.nn.functional.linear(x, table._rows(here), own)
+        y[..., here] = _Product.apply(x, partial(table._rows, here), own)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -147,15 +163,16 @@ class QuantisedTable(torch.nn.Embedding):
         return Table.of(self._look_up, self.levels.shape, self.dtype)
 
     def _look_up(self, ids: Any) -> torch.Tensor:
-        return _dense(self.levels[ids], self.scales[ids].float()).to(self.dtype)
+        return dense(self.levels[ids], self.scales[ids].float()).to(self.dtype)
 
 
 def put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
     """Give the linear layer or embedding at this path its quantised weight, and let go of the dense
-    one. An embedding stays what it is; its table is computed.
+    one, or another quantised one. An embedding stays what it is; its table is computed.
     """
     module: Any = model.get_submodule(path)
-    dtype = module.weight.dtype
+    again = isinstance(module, QuantisedLinear)
+    dtype = module.scales.dtype if again else module.weight.dtype
     if isinstance(module, torch.nn.Embedding):
         del module._parameters["weight"]
         module.__class__ = type(QuantisedTable.__name__, (QuantisedTable, type(module)), {})
@@ -163,13 +180,13 @@ def put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
         module.register_buffer("scales", torch.from_numpy(weight.scales))
         module.dtype = dtype
         return
-    assert isinstance(module, torch.nn.Linear | Conv1D)
+    assert again or isinstance(module, torch.nn.Linear | Conv1D)
     parent, _, child = path.rpartition(".")
     layer = QuantisedLinear(weight, module.bias, dtype)
     setattr(model.get_submodule(parent), child, layer.train(False))
 
 
-def _dense(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dense(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Levels times scales, in the scales' dtype: the only thing of this size that is made."""
     dense, width = levels.to(scales.dtype), sharing(levels.shape[-1], scales.shape[-1])
     whole = levels.shape[-1] // width

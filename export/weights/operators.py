@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from .blocks import BLOCK, Bits, Quantised, row_slices, sharing
+from .blocks import BLOCK, Bits, Quantised, recover, row_slices, sharing
 from .experts import PRODUCT as EXPERTS
 from .layers import PRODUCT, TABLE
-from .recover import recover
 
 OWN_DOMAIN = "outrider"  # of plugins/onnxruntime
 GATHER = "QuantizedGather"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,9 @@ from ..encoder import example_source, states_of
 from ..loading import give_back
 from . import quality
 from .blocks import Bits, Quantised, Rows
+from .costs import NoCosts
 from .stored import widen
-from .whole import expert_weights, quantise_model, requantise
+from .whole import expert_weights, least, quantise_model, requantise
 
 # Texts that the model writes: to choose levels by, and others, of half the length, to measure on.
 # Many short ones: a step of all of them reads the weights once.
@@ -31,7 +33,8 @@ TEXTS, MEASURED, LENGTH = 32, 8, 128
 class Quantising:
     """Of one model. role: as in progress lines. text: token ids to measure the quality on; None has
     the model write them; an encoder reads it. shares: whether its graph reads what an encoder has
-    made. What lies on levels already, of a checkpoint that is packed, keeps them."""
+    made. What lies on levels already, of a checkpoint that is packed, keeps them. bits: a weight,
+    that int4 may take with 8 in places; None has 4 wherever they can be."""
 
     def __init__(
         self,
@@ -40,18 +43,28 @@ class Quantising:
         checkpoint: Checkpoint,
         text: Sequence[int] | None,
         shares: bool,
+        bits: float | None = None,
     ):
         self.role, self.weights, self.source = role, weights, checkpoint.source
         self._text, self._shares = text, shares
         self._packed, self._features = bool(checkpoint.packed), checkpoint.features
         self._option = "DRAFT_WEIGHTS" if role == "draft" else "WEIGHTS"
         self._bits: Bits = 4 if weights == "int4" else 8
+        self._most = bits
         self._found: dict[str, Quantised] = {}  # in half precision
         self._said = torch.empty(0)  # likewise
 
     def quantise(self, model: PreTrainedModel, context: int, folder: Path) -> None:
         """In place, by modules that know of levels. context: the longest text, in tokens. folder:
-        for what is put away until it is measured."""
+        for what is put away until it is measured. Raises OutriderError "checkpoint",
+        "architecture", and "option" for fewer bits than it needs."""
+        if self._most is not None and self._most < (needed := least(model)):
+            raise OutriderError(
+                "option",
+                f"int4 takes {needed:.2f} bits a weight of {self.source}, scales and its output "
+                f"matrix included: more than BITS={self._most:g}",
+                f"Build with BITS={math.ceil(10 * needed) / 10:g} or more, or without BITS.",
+            )
         encoder = model.config.is_encoder_decoder
         some = [example_source(self._features)] if encoder else []
         compare.logits(model, torch.zeros(1, 8, dtype=torch.int64), some)  # does it run at all?
@@ -71,7 +84,15 @@ class Quantising:
                 rows = "fp8" if self.weights == "fp8" else "int8"
             try:
                 tell = partial(setattr, said, "phase")
-                found = quantise_model(model, self._bits, written, self._packed, rows, tell)
+                found = quantise_model(
+                    model, self._bits, written, self._packed, rows, tell, self._most
+                )
+            except NoCosts as error:
+                raise OutriderError(
+                    "architecture",
+                    f"what each matrix of {self.source} costs cannot be told: {error}",
+                    "Build without BITS.",
+                ) from None
             except ValueError as error:
                 raise OutriderError(
                     "checkpoint",
@@ -81,7 +102,8 @@ class Quantising:
             widen(model)
             give_back()
             size = sum(weight.size for weight in found.values())
-            said.note = f"{len(found)} matrices, {size / 2**20:,.1f} MiB"
+            each = 8 * size / sum(weight.levels.size for weight in found.values())
+            said.note = f"{len(found)} matrices, {size / 2**20:,.1f} MiB, {each:.2f} bits a weight"
             if left := sum(weight.nbytes for weight in expert_weights(model)):
                 said.note += f"; experts stay as they are, {left / 2**20:,.1f} MiB"
         read = self._texts.one_by_one

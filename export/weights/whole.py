@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,16 +10,18 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..decoder import NAME
-from .blocks import Bits, Quantised, Rows, quantise8, quantise_rows
+from .blocks import BLOCK, Bits, Quantised, Rows, quantise8, quantise_rows, recover
+from .costs import costs, dearest
 from .experts import QuantisedExperts, are_experts
 from .feedback import quantise4
 from .inputs import Reader, owner_of
 from .layers import put
 from .quality import Said, Texts, silent
-from .recover import recover
 from .stored import parameter
 
 _OF_LAYERS = "embed_tokens_per_layer"  # of Gemma 3n and 4: what each layer adds for a token
+_USUAL = (torch.nn.Linear.forward, Conv1D.forward)
+_PROBED = 4  # texts that say what a matrix costs; 2 and 8 chose alike
 
 
 def quantise_model(
@@ -29,6 +31,7 @@ def quantise_model(
     keep: bool = False,  # the levels of what lies on some already
     rows: Rows | None = None,  # what has 8 bits has a scale a row, and such levels
     said: Said = silent,  # hears how far it is
+    most: float | None = None,  # bits a weight that texts and 4 bits may take, with 8 in places
 ) -> dict[str, Quantised]:
     """Quantise the model's matrices. A module is replaced as soon as its levels are chosen, so no
     dense copy of the model is made.
@@ -43,24 +46,22 @@ def quantise_model(
     The output matrix has 8 bits, since 4 bits there cost more than in all other matrices together:
     per byte seven times as much on the bundled target. An untied embedding, of which a row is
     read, has 8 bits too, and one for all layers.
+    With `most`, those of the others get 8 that cost the model the most for it (`costs`), as many as
+    there is room for; of experts and of what has kept its levels none does.
     Raises ValueError for NaN, infinity and what no float16 scale reaches, with the name.
     """
-    output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    embedding: Any = model.get_input_embeddings()  # type: ignore[no-untyped-call]
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    ends = [names[id(parameter(output))], names[id(parameter(embedding))]]
-    del output, embedding  # or their dense weights would be kept
     places = _places(model)
-    ends += [name for name in places if _OF_LAYERS in name]
+    ends = _ends(model, places)
     inner = [name for name in places if name not in ends]
     texts = texts if bits == 4 else None  # of 8 bits there is nothing to gain
     found: dict[str, Quantised] = {}
+    full: dict[str, torch.Tensor] = {}  # what may get 8 bits yet
 
     def take(name: str, make: Callable[[torch.Tensor], Quantised | None]) -> None:
         if name in found:
             return
         try:
-            made = make(_matrix(model, places[name][0]))
+            made = make(full[name] if name in full else _matrix(model, places[name][0]))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         if made is not None:
@@ -83,10 +84,38 @@ def quantise_model(
             take(name, nearest(8))
         if texts is not None:
             waiting = {name: places[name] for name in inner if name not in found}
+            if most is not None:
+                full = {
+                    name: _matrix(model, paths[0])
+                    for name, paths in waiting.items()
+                    if not are_experts(owner_of(model, paths[0])[0])
+                }
             Reader(model, waiting, take).read(texts)
         for name in inner:  # no texts, or none that came by
             take(name, nearest(bits))
+        if texts is not None and most is not None:
+            said("what each of them costs")
+            layers = {name: [model.get_submodule(path) for path in places[name]] for name in full}
+            each = costs(model, full, layers, texts[:_PROBED])
+            sizes = {name: found[name].scales.size * BLOCK // 2 for name in full}
+            room = most / 8 * sum(weight.levels.size for weight in found.values())
+            room -= sum(weight.size for weight in found.values())
+            for name in dearest(each, sizes, room):
+                del found[name]
+                take(name, nearest(8))
     return found
+
+
+def least(model: PreTrainedModel) -> float:
+    """Bits a weight that 4 bits take, where no levels are kept."""
+    places = _places(model)
+    ends = _ends(model, places)
+    numbers = size = 0
+    for name, (path, *_) in places.items():
+        rows, columns = _matrix(model, path).shape
+        numbers += rows * columns
+        size += rows * -(-columns // BLOCK) * (BLOCK * (8 if name in ends else 4) + 16)
+    return size / numbers
 
 
 def requantise(model: PreTrainedModel, weights: dict[str, Quantised]) -> None:
@@ -107,6 +136,14 @@ def _put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
     module.config._experts_implementation = NAME  # no other can multiply by it
 
 
+def _ends(model: PreTrainedModel, places: Iterable[str]) -> list[str]:
+    """What has 8 bits in any case, by the names of `_places`: the output matrix first."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    both: list[Any] = [model.get_output_embeddings(), model.get_input_embeddings()]  # type: ignore[no-untyped-call]
+    ends = [names[id(parameter(module))] for module in both]
+    return [*ends, *(name for name in places if _OF_LAYERS in name)]
+
+
 def _places(model: PreTrainedModel) -> dict[str, list[str]]:
     """By the name of each parameter to quantise the paths of the modules that have it, or its own
     where it is one of experts."""
@@ -114,7 +151,8 @@ def _places(model: PreTrainedModel) -> dict[str, list[str]]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     places: dict[str, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        linear = isinstance(module, torch.nn.Linear | Conv1D) and not _routes(model, path)
+        # DeepSeek 4 has one that multiplies in groups.
+        linear = getattr(type(module), "forward", None) in _USUAL and not _routes(model, path)
         # Of an encoder-decoder there are several with the one table.
         table = isinstance(module, torch.nn.Embedding) and (
             parameter(module) is parameter(embedding) or path.endswith(_OF_LAYERS)

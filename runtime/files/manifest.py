@@ -131,7 +131,8 @@ class GraphFacts:
     max_len: the longest sequence, in tokens, that the graph was made for, and the longest source;
         context: the longest that the checkpoint was made for, None where it does not say.
     key_shapes, value_shapes: per layer [kv_heads, head_dim] of a cache row.
-    weights: the type of the quantised ones; None where all are of `dtype`.
+    weights: the type of the quantised ones; None where all are of `dtype`. bits: a weight, that
+        int4 was given; None has 4 wherever they can be.
     max_difference: largest absolute difference of the logits from the original model's; None
         where the graph could not be run (see `comparison`).
     tolerance: the bound that `max_difference` was held to.
@@ -158,6 +159,7 @@ class GraphFacts:
     files: dict[FileName, FileFacts]
     context: Count | None = None
     weights: Weights | None = None
+    bits: Finite | None = None
     quality: Quality | None = None
     cache: Cache | None = None
     encoder: EncoderFacts | None = None
@@ -470,6 +472,7 @@ class Manifest:
             "DTYPE": pair.target.dtype,
             # Where nobody says, a checkpoint that is quantised already keeps its bits.
             "WEIGHTS": pair.target.weights or "full",
+            **({"BITS": f"{pair.target.bits:g}"} if pair.target.bits else {}),
             **(
                 {"DRAFT_WEIGHTS": pair.draft.weights or "full"}
                 if pair.draft and pair.draft.weights != pair.target.weights

@@ -353,6 +353,21 @@ def test_what_decides_between_experts_is_left_whatever_its_name_is(
     assert left == ({f"model.layers.0.{kept}.weight"} if kept else set())
 
 
+def test_a_layer_that_does_more_than_multiply_is_left() -> None:
+    """Fault: DeepSeek 4's, which multiplies in groups, became one that does not."""
+
+    class Grouped(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).flip(-1)
+
+    model = _model()
+    layers = model.get_submodule("model.layers")
+    layers[0].self_attn.o_proj.__class__ = Grouped  # type: ignore[index,union-attr]
+    found = quantise_model(model, 8)
+    assert "model.layers.0.self_attn.o_proj.weight" not in found
+    assert "model.layers.1.self_attn.o_proj.weight" in found
+
+
 def test_experts_of_half_precision_stay_as_they_are() -> None:
     """Fault: they became float32 when others were made wide."""
     model = _model("qwen3-moe").to(torch.float16)

@@ -11,9 +11,8 @@ import torch
 
 from export.checkpoint import Checkpoint, find
 from export.loading import load
-from export.weights.blocks import RANGE
+from export.weights.blocks import RANGE, recover
 from export.weights.layers import Table
-from export.weights.recover import recover
 from export.weights.stored import load_as_stored
 
 SIZES = {"num_hidden_layers": 1, "intermediate_size": 256}  # Q4_K has blocks of 256

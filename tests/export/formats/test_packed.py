@@ -20,9 +20,8 @@ from workshop import Workshop
 
 from export.checkpoint import find
 from export.loading import load
-from export.weights.blocks import RANGE, Quantised
+from export.weights.blocks import RANGE, Quantised, recover
 from export.weights.layers import Table
-from export.weights.recover import recover
 from export.weights.stored import load_as_stored
 
 

@@ -1,0 +1,106 @@
+"""Which matrices of 4 bits had better have 8: those that cost the model the most for their bytes.
+
+Rounding moves the outputs of a matrix by e = dW x for an input x. To second order the next-token
+distribution is then off by KL = E[(g . e)^2] / 2, g being the gradient of the log-likelihood of a
+token that the model draws, which is Fisher's information. One backward pass has the g of all
+matrices. Here the squares of the products are added, not the products: it is less noisy over few
+tokens, and chose no worse (docs/LOG.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from runtime.files.errors import first_line
+
+from ..encoder import arguments
+from .blocks import row_slices
+from .layers import dense
+from .quality import Texts
+
+_AT_ONCE = 1 << 22  # numbers of a matrix that are made
+
+
+class NoCosts(Exception):
+    """Of a model that has no gradients, with the reason."""
+
+
+def costs(
+    model: PreTrainedModel,
+    weights: Mapping[str, torch.Tensor],
+    layers: Mapping[str, list[Any]],
+    texts: Texts,
+) -> dict[str, float]:
+    """What each matrix costs the quantised model, nats of KL a token, by the names of `weights`.
+
+    weights: [N, K] as they were. layers: those `QuantisedLinear`s that have each. What the model's
+    parameters have of gradients is switched off. Raises NoCosts.
+    """
+    if not weights:
+        raise NoCosts("none of those that may have 8 bits is rounded to 4")
+    found = dict.fromkeys(weights, 0.0)
+
+    def watch(name: str, layer: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        if output.requires_grad:  # not before the first embedding
+            x = inputs[0].detach().flatten(0, -2).float()
+
+            def came(gradient: torch.Tensor) -> None:
+                found[name] += _squares(gradient.flatten(0, -2).float(), x, weights[name], layer)
+
+            output.register_hook(came)  # type: ignore[no-untyped-call]
+
+    hooks = [
+        layer.register_forward_hook(partial(watch, name))
+        for name in weights
+        for layer in layers[name]
+    ]
+    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    hooks += [table.register_forward_hook(_begin) for table in tables]
+    model.requires_grad_(False)
+    try:
+        with torch.enable_grad():
+            given = arguments(model, texts.ids, texts.sources)
+            logits = model(**given, use_cache=False).logits.flatten(0, -2).float()
+            random = torch.Generator().manual_seed(0)
+            drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=random)[:, 0]
+            loss = torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")
+            loss.backward()  # type: ignore[no-untyped-call]
+    except Exception as error:  # noqa: BLE001 - any model code may fail in any way
+        raise NoCosts(first_line(error)) from None
+    finally:
+        for handle in hooks:
+            handle.remove()
+    if not all(map(math.isfinite, found.values())):
+        raise NoCosts("its gradients are NaN or infinite")
+    return {name: cost / 2 / len(logits) for name, cost in found.items()}
+
+
+def dearest(costs: Mapping[str, float], sizes: Mapping[str, int], room: float) -> list[str]:
+    """Those that cost the most for each byte that they would take, as many as there is room for."""
+    chosen = []
+    for name in sorted(costs, key=lambda name: costs[name] / sizes[name], reverse=True):
+        if sizes[name] <= room:
+            chosen.append(name)
+            room -= sizes[name]
+    return chosen
+
+
+def _begin(table: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """The same, from which on gradients are kept. A copy, as some models go on in place."""
+    return output.detach().requires_grad_().clone()
+
+
+def _squares(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, layer: Any) -> float:
+    """For inputs [T, K] and gradients [T, N], added over both."""
+    total = 0.0
+    rows, columns = weight.shape
+    for here in row_slices(rows, columns, _AT_ONCE):
+        lost = dense(layer.levels[here], layer.scales[here]).float() - weight[here].float()
+        total += float((gradient[:, here] * (x @ lost.T)).square().sum())
+    return total
