@@ -40,7 +40,7 @@ What a sample can say is limited: a distribution that differs from the target's 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -140,7 +140,12 @@ class Certificate:
         return fields
 
 
-def check(engine: TextEngine, prompt: Prompt | None, options: Options) -> Certificate:
+def check(
+    engine: TextEngine,
+    prompt: Prompt | None,
+    options: Options,
+    said: Callable[[str], None] = lambda text: None,  # hears how far it is
+) -> Certificate:
     """Generate from `prompt` through the engine as it is, and hold the tokens against the target.
 
     At temperature 0 one text; above, texts with seeds seed, seed + 1, ... until there are
@@ -155,6 +160,7 @@ def check(engine: TextEngine, prompt: Prompt | None, options: Options) -> Certif
     drafted = 0
     repeated = 0 if params.verify == "coupled" and request.gamma else None
     for seed in seeds:
+        said(f"text {len(texts) + 1}, {sum(map(len, texts))} tokens")
         seeded = replace(options, seed=seed)
         result = engine.generate(prompt, seeded)
         drafted += result.stats.drafted
@@ -183,6 +189,7 @@ def check(engine: TextEngine, prompt: Prompt | None, options: Options) -> Certif
             ):
                 draft = Forced(model, slot, request, room)
         for run, (seed, text) in enumerate(zip(seeds, texts, strict=False)):
+            said(f"text {run + 1} of {len(texts)} once more")
             plain = rounding.watch(target.rows(text))
             if params.temperature == 0:
                 mismatches += replay.not_argmax(plain, text)

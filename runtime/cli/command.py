@@ -6,6 +6,7 @@ import time
 from argparse import Namespace
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..audio.recording import check_file
@@ -15,6 +16,7 @@ from ..certificate import check
 from ..costs import RoundCosts
 from ..drafts.registry import KINDS
 from ..files.errors import OutriderError
+from ..files.progress import stage
 from ..stats import Stats
 from ..text.engine import TextEngine
 from ..text.options import Options, Prompt
@@ -104,8 +106,11 @@ def _single(session: Session, prompt: Prompt | None) -> None:
         objects["baseline"] = report.baseline_object(result, plain, same=same)
         err.line(report.baseline(result, plain, same=same))
     session.show_engine()
-    certificate = check(engine, prompt, options) if args.check else None
-    if certificate is not None:
+    certificate = None
+    if args.check:
+        with stage("check", "texts, held against the target") as said:
+            tell = partial(setattr, said, "phase")
+            certificate = check(engine, prompt, options, tell)
         objects["check"] = certificate.json_object()
         err.lines(certificate.lines())
     if args.json:
@@ -214,4 +219,4 @@ def _gamma_text(options: Collection[Options], gammas: Collection[int], stats: St
     if not chosen:
         return f"{least}-{most}" if least < most else str(most)
     named = chosen[0].gamma if isinstance(chosen[0].gamma, str) else f"{most} or 0"
-    return f"{named} | {stats.undrafted} rounds without drafts"
+    return f"{named}, {stats.undrafted} rounds without drafts"

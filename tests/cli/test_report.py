@@ -55,8 +55,8 @@ def test_the_lines_of_one_text():
         "rounds 9 | tau 1.00 tok/round | plain decoding (gamma 0)",
         "time draft 0% verify 90% sample 10% host 0%",
     ]
-    said = "rounds 9 | tau 1.00 tok/round | nothing drafted (gamma auto | 9 rounds without drafts)"
-    assert report.round_lines(plain, "auto | 9 rounds without drafts")[0] == said
+    said = "rounds 9 | tau 1.00 tok/round | nothing drafted (gamma auto, 9 rounds without drafts)"
+    assert report.round_lines(plain, "auto, 9 rounds without drafts")[0] == said
     again = Stats(prompt_tokens=9, reused_tokens=7, output_tokens=1, ttft=0.02, elapsed=0.02)
     assert report.answer(make_result(again)).startswith("prompt 9 tok (7 reused) | TTFT 20.0 ms")
 

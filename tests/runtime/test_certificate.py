@@ -61,9 +61,12 @@ def test_a_text_without_drafts_certifies_nothing(engine):
 
 def test_texts_that_end_early_and_a_bundle_without_draft(tmp_path):
     engine = make_text_engine(tmp_path, random_model(3))
-    certificate = check(engine, PROMPT, replace(SAMPLED, gamma=None))
+    heard: list[str] = []
+    certificate = check(engine, PROMPT, replace(SAMPLED, gamma=None), heard.append)
     assert certificate.passed
     assert certificate.texts > 5
+    assert heard[0] == "text 1, 0 tokens"
+    assert heard[-1] == f"text {certificate.texts} of {certificate.texts} once more"
     assert certificate.tokens == TOKENS
 
 
