@@ -48,10 +48,8 @@ def write_checked(
             ) from None
         (folder / HOST_FILE).unlink(missing_ok=True)
         return f"none: {first_line(error)}"
-    said = f"{nodes:,} nodes, "
-    if rounded is not None:
-        said += "activations in 8 bits, "
-    said += f"largest difference {result.max_difference:.1e} (bound {result.bound:.1e})"
+    what = "largest difference" if rounded is None else "activations in 8 bits move a logit by up to"
+    said = f"{nodes:,} nodes, {what} {result.max_difference:.1e} (bound {result.bound:.1e})"
     if cache:
         rows = check(cache=cache)
         found = f"{rows.max_difference:.1e}"

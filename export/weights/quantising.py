@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.manifest import Dtype, Quality, Weights
-from runtime.files.progress import stage
+from runtime.files.progress import note, stage
 
 from .. import compare
 from ..checkpoint import Checkpoint, refuse_architecture
@@ -50,7 +50,7 @@ class Quantising:
         self._packed, self._features = bool(checkpoint.packed), checkpoint.features
         self._option = "DRAFT_WEIGHTS" if role == "draft" else "WEIGHTS"
         self._bits: Bits = 4 if weights == "int4" else 8
-        self._most = bits
+        self._most, self._each = bits, float(self._bits)  # a weight, at most and as it is
         self._found: dict[str, Quantised] = {}  # in half precision
         self._said = torch.empty(0)  # likewise
 
@@ -102,8 +102,9 @@ class Quantising:
             widen(model)
             give_back()
             size = sum(weight.size for weight in found.values())
-            each = 8 * size / sum(weight.levels.size for weight in found.values())
-            said.note = f"{len(found)} matrices, {size / 2**20:,.1f} MiB, {each:.2f} bits a weight"
+            self._each = 8 * size / sum(weight.levels.size for weight in found.values())
+            said.note = f"{len(found)} matrices, {size / 2**20:,.1f} MiB"
+            said.note += f", {self._each:.2f} bits a weight"
             if left := sum(weight.nbytes for weight in expert_weights(model)):
                 said.note += f"; experts stay as they are, {left / 2**20:,.1f} MiB"
         read = self._texts.one_by_one
@@ -157,6 +158,11 @@ class Quantising:
             found = quality.measure((p[:-1], q[:-1], ids[1:]) for p, q, ids in texts)
             said.note = quality.describe(found)
         quality.refuse_nonsense(found, self.weights, self.source, self._option)
+        if self.role == "target" and self._bits == 4 and found.kl > quality.BOUND["int8"]:
+            more = min(self._each + 0.25, 8.5)
+            nearer = f"BITS={more:.1f} or " if self._features is None else ""
+            cost = f"{found.kl:.2g} nats is much for a target"
+            note(f"{cost}: {nearer}WEIGHTS=int8 loses less, for more bytes")
         return found
 
 

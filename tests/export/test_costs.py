@@ -19,8 +19,9 @@ from export.weights.costs import NoCosts, costs, dearest
 from export.weights.layers import Table, _Product
 from export.weights.quality import Texts, measure, sample
 from export.weights.whole import least, quantise_model
+from runtime.bundle import load
 from runtime.files.errors import OutriderError
-from runtime.files.manifest import HOST_FILE, read_pair
+from runtime.files.manifest import HOST_FILE, read_bundle
 
 DRAFT = Path(__file__).parents[2] / "models" / "draft"
 Refused = Callable[..., str]
@@ -149,15 +150,19 @@ def test_what_has_no_gradients_is_refused(texts: Texts, monkeypatch: pytest.Monk
 
 
 def test_a_build_has_both_in_one_graph(workshop: Workshop) -> None:
-    folder = workshop.graphs(workshop.checkpoint("llama"), weights="int4", bits=6.5)
-    assert read_pair(folder).target.bits == 6.5
-    graph = onnx.load(folder / "target" / HOST_FILE, load_external_data=False).graph
+    bundle = workshop.bundle(workshop.checkpoint("llama"), weights="int4", bits=6.5)
+    assert "WEIGHTS=int4 BITS=6.5" in read_bundle(bundle).rebuild_command(bundle)
+    graph = onnx.load(bundle / "target" / HOST_FILE, load_external_data=False).graph
     bits = [
         {each.name: each.i for each in node.attribute}["bits"]
         for node in graph.node
         if node.op_type == "QuantizedMatMul"
     ]
     assert bits.count(8) > 1 and 4 in bits
+    with load(bundle) as engine:
+        plain = engine.generate("abc", max_new_tokens=24, gamma=0)
+        fast = engine.generate("abc", max_new_tokens=24, draft="ngram")
+    assert fast.token_ids == plain.token_ids
 
 
 @pytest.mark.parametrize(
