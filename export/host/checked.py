@@ -48,7 +48,7 @@ def write_checked(
             ) from None
         (folder / HOST_FILE).unlink(missing_ok=True)
         return f"none: {first_line(error)}"
-    what = "largest difference" if rounded is None else "activations in 8 bits move a logit by up to"
+    what = "activations in 8 bits move a logit by" if rounded is not None else "largest difference"
     said = f"{nodes:,} nodes, {what} {result.max_difference:.1e} (bound {result.bound:.1e})"
     if cache:
         rows = check(cache=cache)
