@@ -90,10 +90,10 @@ def export(model: str, draft: str | None, out: Path, **options: Any) -> Pair:
     _quiet()
     refuse_foreign(out, PAIR_FILE)
     models = _find(asked)
-    bits = _bits(asked, models)
+    kinds = _kinds(asked, models)
     lengths = _lengths(asked, models)
     tokenizer = _tokenizer(models)
-    parts = _parts(asked, models, bits, lengths, tokenizer)
+    parts = _parts(asked, models, kinds, lengths, tokenizer)
     return _write_pair(asked, models["target"], tokenizer, parts)
 
 
@@ -125,13 +125,13 @@ def _find(asked: Asked) -> Models:
     return models
 
 
-def _bits(asked: Asked, models: Models) -> dict[str, str]:
+def _kinds(asked: Asked, models: Models) -> dict[str, str]:
     """Choose the kind of each model's weights. Raises OutriderError "option", "backend"."""
     target, text, itself = models["target"], asked.text, asked.draft == "self"
     named = "" if asked.bits is None else f"BITS={asked.bits:g}"
-    bits = {"target": asked.weights or _bits_of(target, "WEIGHTS")}
+    kinds = {"target": asked.weights or _bits_of(target, "WEIGHTS")}
     if "draft" in models:
-        bits["draft"] = asked.draft_weights or ("int4" if itself else bits["target"])
+        kinds["draft"] = asked.draft_weights or ("int4" if itself else kinds["target"])
     refuse_first([
         ("draft" not in models and asked.draft_weights,
          f"DRAFT_WEIGHTS={asked.draft_weights} is for a draft model, and there is none",
@@ -139,11 +139,11 @@ def _bits(asked: Asked, models: Models) -> dict[str, str]:
         (text is not None and target.features,
          f"TEXT={text} is what a model reads, and {target.source} reads sound",
          "Leave TEXT out."),
-        (text is not None and {*bits.values()} == {"full"},
+        (text is not None and {*kinds.values()} == {"full"},
          f"TEXT={text} is to measure quantised weights on, and none are",
          "Set WEIGHTS, or leave it out."),
-        (named and bits["target"] != "int4",
-         f"{named} is for WEIGHTS=int4, and WEIGHTS is {bits['target']}",
+        (named and kinds["target"] != "int4",
+         f"{named} is for WEIGHTS=int4, and WEIGHTS is {kinds['target']}",
          "Set WEIGHTS=int4, or leave BITS out."),
         (asked.bits is not None and not 4.5 <= asked.bits <= 8.5,
          f"{named} is out of range: all matrices take 4.5 with 4 bits, scales included, and 8.5 "
@@ -152,16 +152,16 @@ def _bits(asked: Asked, models: Models) -> dict[str, str]:
         (named and target.features,
          f"{named} needs texts that the model writes, and {target.source} reads sound",
          "Leave BITS out, or set WEIGHTS=int8."),
-        (itself and BITS[bits["draft"]] >= BITS[bits["target"]],
-         f"DRAFT=self with WEIGHTS={bits['target']} and DRAFT_WEIGHTS={bits.get('draft')}: the "
+        (itself and BITS[kinds["draft"]] >= BITS[kinds["target"]],
+         f"DRAFT=self with WEIGHTS={kinds['target']} and DRAFT_WEIGHTS={kinds.get('draft')}: the "
          "draft would be no cheaper than the target",
          "Give the draft fewer bits than the target, or another DRAFT."),
     ])  # fmt: skip
-    _check_weights(asked, "WEIGHTS", bits["target"], "WEIGHTS=full")
-    if "draft" in bits:
+    _check_weights(asked, "WEIGHTS", kinds["target"], "WEIGHTS=full")
+    if "draft" in kinds:
         instead = "another DRAFT" if itself else "DRAFT_WEIGHTS=full"
-        _check_weights(asked, "DRAFT_WEIGHTS", bits["draft"], instead)
-    return bits
+        _check_weights(asked, "DRAFT_WEIGHTS", kinds["draft"], instead)
+    return kinds
 
 
 def _lengths(asked: Asked, models: Models) -> dict[str, int]:
@@ -208,7 +208,7 @@ def _tokenizer(models: Models) -> PreTrainedTokenizerFast:
 def _parts(
     asked: Asked,
     models: Models,
-    bits: Mapping[str, str],
+    kinds: Mapping[str, str],
     lengths: Mapping[str, int],
     tokenizer: PreTrainedTokenizerFast,
 ) -> Parts:
@@ -222,7 +222,7 @@ def _parts(
         role: part.make(
             part.Wanted(
                 role, model, asked.dtype, lengths[role], capacity, asked.max_gamma, asked.form,
-                None if bits[role] == "full" else cast(Weights, bits[role]), asked.cache_type,
+                None if kinds[role] == "full" else cast(Weights, kinds[role]), asked.cache_type,
                 words, asked.bits if role == "target" else None, shares and role == "draft",
                 RECURRENT_STATES in asked.backend_runs,
             ),
