@@ -56,7 +56,7 @@ help:
 	@echo '             [WEIGHTS=int8|int4|fp8] [DRAFT_WEIGHTS=int8|int4|fp8|full] fewer bytes, so faster; what'
 	@echo '                they cost is measured on TEXT=<file>, or on what the model writes; DRAFT=self is'
 	@echo '                the target itself with 4 bits: a draft for whoever has none'
-	@echo '             [BITS=5] a weight, for WEIGHTS=int4: 8 bits where 4 cost the most, until it is spent'
+	@echo '             [BITS=4.5 to 8.5] a weight, for WEIGHTS=int4: 8 where 4 cost the model the most'
 	@echo '             [MEASURE=1]: find out what the bits of a text depend on'
 	@echo '             [CACHE=int8] keys and values of 8 bits on the CPU: faster over long texts, and smaller'
 	@echo '             BACKEND=tensorrt_rtx DTYPE=float16|bfloat16 [SM=80,89,120] builds for RTX GPUs, here'

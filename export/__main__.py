@@ -60,8 +60,8 @@ def parser() -> argparse.ArgumentParser:
         "--bits",
         type=float,
         metavar="B",
-        help="a weight, scales included, that int4 of the target may take: the matrices that cost "
-        "the model the most with 4 have 8, until it is spent (default: 4 wherever they can be)",
+        help="a weight, scales included, that int4 of the target may take, 4.5 to 8.5: matrices "
+        "that cost the model the most with 4 have 8 (default: those at its ends alone)",
     )
     add(
         "--draft-weights",

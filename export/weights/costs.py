@@ -21,7 +21,7 @@ from runtime.files.errors import first_line
 
 from ..encoder import arguments
 from .blocks import row_slices
-from .layers import dense
+from .layers import QuantisedTable, dense
 from .quality import Texts
 
 _AT_ONCE = 1 << 22  # numbers of a matrix that are made
@@ -39,7 +39,7 @@ def costs(
 ) -> dict[str, float]:
     """What each matrix costs the quantised model, nats of KL a token, by the names of `weights`.
 
-    weights: [N, K] as they were. layers: those `QuantisedLinear`s that have each. What the model's
+    weights: [N, K] as they were. layers: those that have each, quantised ones. What the model's
     parameters have of gradients is switched off. Raises NoCosts.
     """
     if not weights:
@@ -48,20 +48,18 @@ def costs(
 
     def watch(name: str, layer: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
         if output.requires_grad:  # not before the first embedding
-            x = inputs[0].detach().flatten(0, -2).float()
+            x, made = inputs[0].detach(), output.detach()
+            squares = _of_rows if isinstance(layer, QuantisedTable) else _of_products
 
             def came(gradient: torch.Tensor) -> None:
-                found[name] += _squares(gradient.flatten(0, -2).float(), x, weights[name], layer)
+                found[name] += squares(gradient, x, made, weights[name], layer)
 
             output.register_hook(came)  # type: ignore[no-untyped-call]
 
-    hooks = [
-        layer.register_forward_hook(partial(watch, name))
-        for name in weights
-        for layer in layers[name]
-    ]
     tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    hooks += [table.register_forward_hook(_begin) for table in tables]
+    hooks = [table.register_forward_hook(_begin) for table in tables]
+    for name in weights:
+        hooks += [layer.register_forward_hook(partial(watch, name)) for layer in layers[name]]
     model.requires_grad_(False)
     try:
         with torch.enable_grad():
@@ -96,11 +94,23 @@ def _begin(table: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
     return output.detach().requires_grad_().clone()
 
 
-def _squares(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, layer: Any) -> float:
-    """For inputs [T, K] and gradients [T, N], added over both."""
-    total = 0.0
-    rows, columns = weight.shape
+def _of_products(
+    gradient: torch.Tensor, x: torch.Tensor, made: torch.Tensor, weight: torch.Tensor, layer: Any
+) -> float:
+    """The squares for inputs x [.., K] and gradients [.., N], added up."""
+    gradient, x = gradient.flatten(0, -2).float(), x.flatten(0, -2).float()
+    total, (rows, columns) = 0.0, weight.shape
     for here in row_slices(rows, columns, _AT_ONCE):
         lost = dense(layer.levels[here], layer.scales[here]).float() - weight[here].float()
         total += float((gradient[:, here] * (x @ lost.T)).square().sum())
     return total
+
+
+def _of_rows(
+    gradient: torch.Tensor, ids: torch.Tensor, made: torch.Tensor, weight: torch.Tensor, layer: Any
+) -> float:
+    """The same of rows that were looked up, which some models scale: `made`, [.., K]."""
+    rows = dense(layer.levels[ids], layer.scales[ids].float())
+    scale = made.float().norm(dim=-1) / rows.norm(dim=-1).clamp(min=1e-30)
+    lost = (rows - weight[ids].float()) * scale[..., None]
+    return float((gradient.float() * lost).square().sum())

@@ -39,7 +39,8 @@ class Reader:
         self._attended: tuple[Any, Any, torch.Tensor] | None = None
         self._ahead = False
 
-    def read(self, texts: Texts) -> None:
+    def read(self, texts: Texts) -> torch.Tensor | None:
+        """What the model's output matrix sees of them, [T, K], where that can be known."""
         hooks, attentions = [], set()
         for name, paths in self._waiting.items():
             for owner, child in (owner_of(self._model, path) for path in paths):
@@ -55,10 +56,12 @@ class Reader:
             hooks.append(layer.register_forward_pre_hook(self._look_ahead, with_kwargs=True))
         try:
             given = arguments(self._model, texts.ids, texts.sources)
-            self._model.base_model(**given, use_cache=False)
+            made: Any = self._model.base_model(**given, use_cache=False)
         finally:
             for handle in hooks:
                 handle.remove()
+        last: torch.Tensor | None = made.get("last_hidden_state")
+        return None if last is None else last.flatten(0, -2)
 
     def _quantise(self, name: str, owner: Any, module: Any, inputs: tuple[torch.Tensor]) -> None:
         x = inputs[0]

@@ -171,6 +171,9 @@ def put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
     one, or another quantised one. An embedding stays what it is; its table is computed.
     """
     module: Any = model.get_submodule(path)
+    if isinstance(module, QuantisedTable):
+        module.levels, module.scales = _levels(weight), torch.from_numpy(weight.scales)
+        return
     again = isinstance(module, QuantisedLinear)
     dtype = module.scales.dtype if again else module.weight.dtype
     if isinstance(module, torch.nn.Embedding):

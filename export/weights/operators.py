@@ -187,7 +187,8 @@ def own_operators(model: ir.Model) -> int:
                 _put(model, gather, GATHER, gather.inputs[1], matrix, stored)
                 tables.remove((gather, table))
     for gather, table in tables if products else ():
-        if (levels := recover(table.numpy(), 8)) is not None:
+        levels = recover(table.numpy(), 4) or recover(table.numpy(), 8)
+        if levels is not None:
             stored = StoredMatrix(ir.tensor(levels.levels.T), ir.tensor(levels.scales.T))
             matrix = packed_values(model, stored, f"{gather.outputs[0].name}.table")
             _put(model, gather, GATHER, gather.inputs[1], matrix, stored)

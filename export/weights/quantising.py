@@ -34,7 +34,7 @@ class Quantising:
     """Of one model. role: as in progress lines. text: token ids to measure the quality on; None has
     the model write them; an encoder reads it. shares: whether its graph reads what an encoder has
     made. What lies on levels already, of a checkpoint that is packed, keeps them. bits: a weight,
-    that int4 may take with 8 in places; None has 4 wherever they can be."""
+    that int4 may take with 8 in places; None has 8 at its ends alone."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class Quantising:
         if self._most is not None and self._most < (needed := least(model)):
             raise OutriderError(
                 "option",
-                f"int4 takes {needed:.2f} bits a weight of {self.source}, scales and its output "
-                f"matrix included: more than BITS={self._most:g}",
+                f"4 bits and their scales take {needed:.2f} a weight of {self.source}, more than "
+                f"BITS={self._most:g}",
                 f"Build with BITS={math.ceil(10 * needed) / 10:g} or more, or without BITS.",
             )
         encoder = model.config.is_encoder_decoder

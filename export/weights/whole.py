@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..decoder import NAME
 from .blocks import BLOCK, Bits, Quantised, Rows, quantise8, quantise_rows, recover
 from .costs import costs, dearest
 from .experts import QuantisedExperts, are_experts
-from .feedback import quantise4
+from .feedback import factor, quantise4
 from .inputs import Reader, owner_of
 from .layers import put
 from .quality import Said, Texts, silent
@@ -21,7 +22,7 @@ from .stored import parameter
 
 _OF_LAYERS = "embed_tokens_per_layer"  # of Gemma 3n and 4: what each layer adds for a token
 _USUAL = (torch.nn.Linear.forward, Conv1D.forward)
-_PROBED = 4  # texts that say what a matrix costs; 2 and 8 chose alike
+_PROBED = 2  # texts that say what a matrix costs; 4 to 16 chose alike
 
 
 def quantise_model(
@@ -46,8 +47,9 @@ def quantise_model(
     The output matrix has 8 bits, since 4 bits there cost more than in all other matrices together:
     per byte seven times as much on the bundled target. An untied embedding, of which a row is
     read, has 8 bits too, and one for all layers.
-    With `most`, those of the others get 8 that cost the model the most for it (`costs`), as many as
-    there is room for; of experts and of what has kept its levels none does.
+    With `most`, these have 4 bits too, at first. Then of all matrices those get 8 that cost the
+    model the most for it (`costs`), as many as there is room for; but for experts, and what has
+    kept its levels.
     Raises ValueError for NaN, infinity and what no float16 scale reaches, with the name.
     """
     places = _places(model)
@@ -70,6 +72,10 @@ def quantise_model(
                 _put(model, path, made)
             said(f"{len(found)} of {len(places)} matrices")
 
+    def again(name: str, make: Callable[[torch.Tensor], Quantised]) -> None:
+        del found[name]
+        take(name, make)
+
     def nearest(to: Bits) -> Callable[[torch.Tensor], Quantised]:
         if to == 8 and rows:
             return lambda weight: quantise_rows(weight, rows)
@@ -79,21 +85,26 @@ def quantise_model(
         # Levels of 8 bits are found again in blocks, which whole rows are not.
         for name in (*inner, ends[0]) if keep and not (rows and bits == 8) else ():
             take(name, lambda weight: recover(weight, bits))
+        if most is not None:
+            full = {
+                name: _matrix(model, paths[0])
+                for name, paths in places.items()
+                if name not in found and not are_experts(owner_of(model, paths[0])[0])
+            }
         # The ends first: what the layers see of the embedding is to be what they will see of it.
         for name in ends:
             take(name, nearest(8))
         if texts is not None:
             waiting = {name: places[name] for name in inner if name not in found}
-            if most is not None:
-                full = {
-                    name: _matrix(model, paths[0])
-                    for name, paths in waiting.items()
-                    if not are_experts(owner_of(model, paths[0])[0])
-                }
-            Reader(model, waiting, take).read(texts)
+            last = Reader(model, waiting, take).read(texts)
         for name in inner:  # no texts, or none that came by
             take(name, nearest(bits))
         if texts is not None and most is not None:
+            for name in dict.fromkeys(name for name in ends if name in full):
+                seen = None
+                if name == ends[0] and last is not None and last.shape[1] == full[name].shape[1]:
+                    seen = factor(last)
+                again(name, partial(quantise4, factor=seen))
             said("what each of them costs")
             layers = {name: [model.get_submodule(path) for path in places[name]] for name in full}
             each = costs(model, full, layers, texts[:_PROBED])
@@ -101,20 +112,17 @@ def quantise_model(
             room = most / 8 * sum(weight.levels.size for weight in found.values())
             room -= sum(weight.size for weight in found.values())
             for name in dearest(each, sizes, room):
-                del found[name]
-                take(name, nearest(8))
+                again(name, nearest(8))
     return found
 
 
 def least(model: PreTrainedModel) -> float:
-    """Bits a weight that 4 bits take, where no levels are kept."""
-    places = _places(model)
-    ends = _ends(model, places)
+    """Bits a weight where all have 4: half a bit more for scales, and what fills blocks up."""
     numbers = size = 0
-    for name, (path, *_) in places.items():
+    for path, *_ in _places(model).values():
         rows, columns = _matrix(model, path).shape
         numbers += rows * columns
-        size += rows * -(-columns // BLOCK) * (BLOCK * (8 if name in ends else 4) + 16)
+        size += rows * -(-columns // BLOCK) * (BLOCK * 4 + 16)
     return size / numbers
 
 

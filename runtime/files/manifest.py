@@ -132,7 +132,7 @@ class GraphFacts:
         context: the longest that the checkpoint was made for, None where it does not say.
     key_shapes, value_shapes: per layer [kv_heads, head_dim] of a cache row.
     weights: the type of the quantised ones; None where all are of `dtype`. bits: a weight, that
-        int4 was given; None has 4 wherever they can be.
+        int4 was given; None has 8 at its ends alone.
     max_difference: largest absolute difference of the logits from the original model's; None
         where the graph could not be run (see `comparison`).
     tolerance: the bound that `max_difference` was held to.

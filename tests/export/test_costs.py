@@ -13,9 +13,9 @@ from checkpoints import ARCHITECTURES
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from workshop import Workshop
 
-from export.weights import whole
+from export.weights import quantising, whole
 from export.weights.blocks import Quantised
-from export.weights.costs import NoCosts, costs, dearest
+from export.weights.costs import NoCosts, _of_rows, costs, dearest
 from export.weights.layers import Table, _Product
 from export.weights.quality import Texts, measure, sample
 from export.weights.whole import least, quantise_model
@@ -48,22 +48,41 @@ def _kl(model: PreTrainedModel, texts: Texts) -> float:
 
 
 def test_costs_are_the_divergence_that_there_is(texts: Texts) -> None:
-    """All of them together, and what goes with the dearest. Who forgets a factor of 2 fails."""
+    """All of them together, what goes with the dearest, and what goes with the output matrix, which
+    is the embedding too. Who forgets a factor of 2 fails."""
     model, dense = _trained(), _trained()
-    found = quantise_model(model, 4, texts)
-    inner = [name for name, weight in found.items() if weight.bits == 4]
-    weights = {name: dense.get_parameter(name) for name in inner}
-    layers = {name: [model.get_submodule(name.removesuffix(".weight"))] for name in inner}
-    each = costs(model, weights, layers, texts)  # type: ignore[arg-type]
+    found = quantise_model(model, 4, texts, most=least(model))
+    assert {weight.bits for weight in found.values()} == {4}
+    weights = {name: dense.get_parameter(name) for name in found}
+    layers = {name: [model.get_submodule(name.removesuffix(".weight"))] for name in found}
+    layers["model.embed_tokens.weight"].append(model.lm_head)  # type: ignore[arg-type]
+    each = costs(model, weights, layers, texts)
     before = _kl(model, texts)
     assert sum(each.values()) == pytest.approx(before, rel=0.25)
+    table = each.pop("model.embed_tokens.weight")
     dear = sorted(each, key=lambda name: each[name])[-8:]
-    for name in dear:
-        path = name.removesuffix(".weight")
-        model.set_submodule(path, dense.get_submodule(path))
     gone = sum(each[name] for name in dear)
-    assert gone > 0.3 * before
-    assert before - _kl(model, texts) == pytest.approx(gone, rel=0.25)
+    assert table > 0.3 * before and gone > 0.1 * before
+    for path in ("lm_head", "model.embed_tokens"):
+        model.set_submodule(path, dense.get_submodule(path))
+    without = _kl(model, texts)
+    assert before - without == pytest.approx(table, rel=0.25)
+    for path in (name.removesuffix(".weight") for name in dear):
+        model.set_submodule(path, dense.get_submodule(path))
+    assert without - _kl(model, texts) == pytest.approx(gone, rel=0.25)
+
+
+def test_rows_that_a_model_scales_cost_what_they_are_off() -> None:
+    config = ARCHITECTURES["gemma"]()
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    table, ids = model.get_input_embeddings(), torch.randint(0, 200, (3, 9))
+    full, weight = table(ids), table.weight.clone()
+    quantise_model(model, 4, Texts(ids), most=least(model))
+    table = model.get_input_embeddings()
+    gradient = torch.randn(full.shape)
+    wanted = (gradient * (table(ids) - full)).square().sum()
+    found = _of_rows(gradient, ids, table(ids), weight, table)
+    assert found == pytest.approx(float(wanted), rel=1e-3)
 
 
 def test_what_there_is_room_for_goes_to_what_costs_the_most(
@@ -83,10 +102,9 @@ def test_what_there_is_room_for_goes_to_what_costs_the_most(
         assert room - 0.05 < _bits(found) <= room
         held.append(_kl(model, texts))
     model = _trained()
-    found = quantise_model(model, 4, texts)
-    assert _bits(found) == pytest.approx(room - 0.2)
+    assert _bits(quantise_model(model, 4, texts, most=room - 0.2)) == pytest.approx(room - 0.2)
     none = _kl(model, texts)
-    assert held[0] < 0.8 * none < 0.9 * held[1]
+    assert held[0] < 0.95 * none and none - held[0] > 4 * (none - held[1])
 
 
 def test_what_does_not_fit_leaves_its_room_to_others() -> None:
@@ -171,7 +189,7 @@ def test_a_build_has_both_in_one_graph(workshop: Workshop) -> None:
         ("--bits 5", "BITS=5 is for WEIGHTS=int4, and WEIGHTS is full", "Set WEIGHTS=int4"),
         ("--weights int4 --bits 9", "BITS=9 is out of range", "from 4.5 to 8.5"),
         ("--weights int4 --bits nan", "BITS=nan is out of range", "from 4.5 to 8.5"),
-        ("--weights int4 --bits 4.6", "more than BITS=4.6", "Build with BITS=5.4 or more"),
+        ("--weights int4 --bits 4.4", "BITS=4.4 is out of range", "from 4.5 to 8.5"),
     ],
 )
 def test_bits_that_nothing_can_have_are_refused(
@@ -181,9 +199,16 @@ def test_bits_that_nothing_can_have_are_refused(
     assert cause in said and remedy in said
 
 
-def test_a_model_without_gradients_is_refused_by_name(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_model_that_cannot_have_them_is_refused_by_name(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Rows that fill no block take more; and a cost is told by gradients."""
+    with monkeypatch.context() as patch:
+        patch.setattr(quantising, "least", lambda model: 4.87)
+        with pytest.raises(OutriderError, match=r"take 4\.87 a weight") as error:
+            workshop.graphs(workshop.checkpoint("llama"), weights="int4", bits=4.75)
+    assert error.value.remedy == "Build with BITS=4.9 or more, or without BITS."
+
     def none(*given: Any) -> dict[str, float]:
         raise NoCosts("it has none")
 
