@@ -154,7 +154,7 @@ def _kinds(asked: Asked, models: Models) -> dict[str, str]:
          "Leave BITS out, or set WEIGHTS=int8."),
         (itself and BITS[kinds["draft"]] >= BITS[kinds["target"]],
          f"DRAFT=self with WEIGHTS={kinds['target']} and DRAFT_WEIGHTS={kinds.get('draft')}: the "
-         "draft would be no cheaper than the target",
+         "draft would be no cheaper than the target, or hardly",
          "Give the draft fewer bits than the target, or another DRAFT."),
     ])  # fmt: skip
     _check_weights(asked, "WEIGHTS", kinds["target"], "WEIGHTS=full")

@@ -56,9 +56,15 @@ class Quantised:
 
     @property
     def size(self) -> int:
-        """Bytes, with 4-bit levels two to a byte and each row made up to whole blocks."""
-        width = sharing(self.levels.shape[1], self.scales.shape[1])
-        return self.scales.size * (width * self.bits // 8 + 2)
+        """Bytes, as `bytes_of`."""
+        rows, columns = self.levels.shape
+        width = sharing(columns, self.scales.shape[1])
+        return bytes_of(rows, columns, self.bits, width)
+
+
+def bytes_of(rows: int, columns: int, bits: Bits, width: int = BLOCK) -> int:
+    """With 4-bit levels two to a byte, and each row made up to whole blocks of `width`."""
+    return rows * -(-columns // width) * (width * bits // 8 + 2)
 
 
 def sharing(columns: int, scales: int) -> int:

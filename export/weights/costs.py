@@ -10,7 +10,7 @@ tokens, and chose no worse (docs/LOG.md).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ class NoCosts(Exception):
 def costs(
     model: PreTrainedModel,
     weights: Mapping[str, torch.Tensor],
-    layers: Mapping[str, list[Any]],
+    layers: Mapping[str, Iterable[torch.nn.Module]],
     texts: Texts,
 ) -> dict[str, float]:
     """What each matrix costs the quantised model, nats of KL a token, by the names of `weights`.
@@ -61,14 +61,16 @@ def costs(
     for name in weights:
         hooks += [layer.register_forward_hook(partial(watch, name)) for layer in layers[name]]
     model.requires_grad_(False)
+    random = torch.Generator().manual_seed(0)
     try:
-        with torch.enable_grad():
-            given = arguments(model, texts.ids, texts.sources)
-            logits = model(**given, use_cache=False).logits.flatten(0, -2).float()
-            random = torch.Generator().manual_seed(0)
-            drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=random)[:, 0]
-            loss = torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")
-            loss.backward()  # type: ignore[no-untyped-call]
+        for i in range(len(texts.ids)):  # of all together the logits are gigabytes
+            with torch.enable_grad():
+                one = texts[i : i + 1]
+                given = arguments(model, one.ids, one.sources)
+                logits = model(**given, use_cache=False).logits[0].float()
+                drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=random)[:, 0]
+                loss = torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")
+                loss.backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # noqa: BLE001 - any model code may fail in any way
         raise NoCosts(first_line(error)) from None
     finally:
@@ -76,7 +78,7 @@ def costs(
             handle.remove()
     if not all(map(math.isfinite, found.values())):
         raise NoCosts("its gradients are NaN or infinite")
-    return {name: cost / 2 / len(logits) for name, cost in found.items()}
+    return {name: cost / 2 / texts.ids.numel() for name, cost in found.items()}
 
 
 def dearest(costs: Mapping[str, float], sizes: Mapping[str, int], room: float) -> list[str]:

@@ -58,7 +58,7 @@ class Quantising:
         """In place, by modules that know of levels. context: the longest text, in tokens. folder:
         for what is put away until it is measured. Raises OutriderError "checkpoint",
         "architecture", and "option" for fewer bits than it needs."""
-        if self._most is not None and self._most < (needed := least(model)):
+        if self._most is not None and self._most < (needed := least(model)) - 0.005:
             raise OutriderError(
                 "option",
                 f"4 bits and their scales take {needed:.2f} a weight of {self.source}, more than "
@@ -105,6 +105,10 @@ class Quantising:
             self._each = 8 * size / sum(weight.levels.size for weight in found.values())
             said.note = f"{len(found)} matrices, {size / 2**20:,.1f} MiB"
             said.note += f", {self._each:.2f} bits a weight"
+            if self._most is not None and self._each < self._most - 0.25:
+                note(
+                    f"of BITS={self._most:g} {self._each:.2f} are used: no other matrix may have 8"
+                )
             if left := sum(weight.nbytes for weight in expert_weights(model)):
                 said.note += f"; experts stay as they are, {left / 2**20:,.1f} MiB"
         read = self._texts.one_by_one
@@ -158,7 +162,8 @@ class Quantising:
             found = quality.measure((p[:-1], q[:-1], ids[1:]) for p, q, ids in texts)
             said.note = quality.describe(found)
         quality.refuse_nonsense(found, self.weights, self.source, self._option)
-        if self.role == "target" and self._bits == 4 and found.kl > quality.BOUND["int8"]:
+        plain = self.role == "target" and self._bits == 4 and self._most is None
+        if plain and found.kl > quality.BOUND["int8"]:
             more = min(self._each + 0.25, 8.5)
             nearer = f"BITS={more:.1f} or " if self._features is None else ""
             cost = f"{found.kl:.2g} nats is much for a target"

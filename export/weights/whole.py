@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..decoder import NAME
-from .blocks import BLOCK, Bits, Quantised, Rows, quantise8, quantise_rows, recover
+from .blocks import BLOCK, Bits, Quantised, Rows, bytes_of, quantise8, quantise_rows, recover
 from .costs import costs, dearest
 from .experts import QuantisedExperts, are_experts
 from .feedback import factor, quantise4
@@ -49,7 +49,7 @@ def quantise_model(
     read, has 8 bits too, and one for all layers.
     With `most`, these have 4 bits too, at first. Then of all matrices those get 8 that cost the
     model the most for it (`costs`), as many as there is room for; but for experts, and what has
-    kept its levels.
+    kept its levels. What is no mapped file's is held dense until then.
     Raises ValueError for NaN, infinity and what no float16 scale reaches, with the name.
     """
     places = _places(model)
@@ -100,30 +100,33 @@ def quantise_model(
         for name in inner:  # no texts, or none that came by
             take(name, nearest(bits))
         if texts is not None and most is not None:
-            for name in dict.fromkeys(name for name in ends if name in full):
+            for name in (name for name in ends if name in full):
                 seen = None
                 if name == ends[0] and last is not None and last.shape[1] == full[name].shape[1]:
                     seen = factor(last)
                 again(name, partial(quantise4, factor=seen))
             said("what each of them costs")
-            layers = {name: [model.get_submodule(path) for path in places[name]] for name in full}
+            layers = {name: {model.get_submodule(path) for path in places[name]} for name in full}
             each = costs(model, full, layers, texts[:_PROBED])
-            sizes = {name: found[name].scales.size * BLOCK // 2 for name in full}
+            more = {name: _more(found[name], rows) for name in full}
             room = most / 8 * sum(weight.levels.size for weight in found.values())
             room -= sum(weight.size for weight in found.values())
-            for name in dearest(each, sizes, room):
+            for name in dearest(each, more, room):
                 again(name, nearest(8))
     return found
 
 
+def _more(weight: Quantised, rows: Rows | None) -> int:
+    """Bytes that 8 bits take more than the 4 that it has."""
+    count, columns = weight.levels.shape
+    return bytes_of(count, columns, 8, columns if rows else BLOCK) - weight.size
+
+
 def least(model: PreTrainedModel) -> float:
     """Bits a weight where all have 4: half a bit more for scales, and what fills blocks up."""
-    numbers = size = 0
-    for path, *_ in _places(model).values():
-        rows, columns = _matrix(model, path).shape
-        numbers += rows * columns
-        size += rows * -(-columns // BLOCK) * (BLOCK * 4 + 16)
-    return size / numbers
+    shapes = [_matrix(model, path).shape for path, *_ in _places(model).values()]
+    size = sum(bytes_of(rows, columns, 4) for rows, columns in shapes)
+    return 8 * size / sum(shape.numel() for shape in shapes)
 
 
 def requantise(model: PreTrainedModel, weights: dict[str, Quantised]) -> None:
@@ -149,7 +152,8 @@ def _ends(model: PreTrainedModel, places: Iterable[str]) -> list[str]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     both: list[Any] = [model.get_output_embeddings(), model.get_input_embeddings()]  # type: ignore[no-untyped-call]
     ends = [names[id(parameter(module))] for module in both]
-    return [*ends, *(name for name in places if _OF_LAYERS in name)]
+    ends += [name for name in places if _OF_LAYERS in name]
+    return [name for name in dict.fromkeys(ends) if name in places]
 
 
 def _places(model: PreTrainedModel) -> dict[str, list[str]]:
