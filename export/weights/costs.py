@@ -25,6 +25,7 @@ from .layers import QuantisedTable, dense
 from .quality import Texts
 
 _AT_ONCE = 1 << 22  # numbers of a matrix that are made
+_LARGEST = 8  # matrices that may come first
 
 
 class NoCosts(Exception):
@@ -82,13 +83,22 @@ def costs(
 
 
 def dearest(costs: Mapping[str, float], sizes: Mapping[str, int], room: float) -> list[str]:
-    """Those that cost the most for each byte that they would take, as many as there is room for."""
-    chosen = []
-    for name in sorted(costs, key=lambda name: costs[name] / sizes[name], reverse=True):
-        if sizes[name] <= room:
-            chosen.append(name)
-            room -= sizes[name]
-    return chosen
+    """Those that cost the most for each byte that they would take, as many as there is room for; or
+    one of the largest and then as many, where they cost more together: an embedding of half a
+    model's bytes would wait until all others have theirs, in room that nobody uses."""
+    order = sorted(costs, key=lambda name: costs[name] / sizes[name], reverse=True)
+
+    def filled(*first: str) -> list[str]:
+        left, chosen = room, []
+        for name in dict.fromkeys([*first, *order]):
+            if sizes[name] <= left:
+                chosen.append(name)
+                left -= sizes[name]
+        return chosen
+
+    largest = sorted(costs, key=lambda name: sizes[name])[-_LARGEST:]
+    ways = [filled(), *map(filled, largest)]
+    return max(ways, key=lambda chosen: sum(costs[name] for name in chosen))
 
 
 def _begin(table: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:

@@ -119,10 +119,13 @@ def test_what_there_is_room_for_goes_to_what_costs_the_most(
 def test_what_does_not_fit_leaves_its_room_to_others() -> None:
     each = {"a": 9.0, "b": 5.0, "c": 4.0, "d": 1.0}
     sizes = {"a": 10, "b": 1, "c": 2, "d": 3}
-    assert dearest(each, sizes, 12.5) == ["b", "c", "d"]
     assert dearest(each, sizes, 13.5) == ["b", "c", "a"]
     assert dearest(each, sizes, 6) == ["b", "c", "d"]
     assert dearest(each, sizes, 0.5) == []
+    # What is half of the whole goes first where the others leave it no room, and cost less.
+    assert dearest(each, sizes, 10) == ["b", "c", "d"]
+    assert dearest({**each, "a": 11.0}, sizes, 10) == ["a"]
+    assert dearest(each, sizes, 12.5) == ["a", "b"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "qwen3-moe", "gemma4", "deepseek3"])
