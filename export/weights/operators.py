@@ -189,7 +189,9 @@ def own_operators(model: ir.Model) -> int:
     for gather, table in tables if products else ():
         levels = recover(table.numpy(), 4) or recover(table.numpy(), 8)
         if levels is not None:
-            stored = StoredMatrix(ir.tensor(levels.levels.T), ir.tensor(levels.scales.T))
+            dtype = ir.DataType.INT4 if levels.bits == 4 else ir.DataType.INT8
+            turned = ir.tensor(levels.levels.T.astype(dtype.numpy(), copy=False), dtype=dtype)
+            stored = StoredMatrix(turned, ir.tensor(levels.scales.T))
             matrix = packed_values(model, stored, f"{gather.outputs[0].name}.table")
             _put(model, gather, GATHER, gather.inputs[1], matrix, stored)
     return len(found)

@@ -19,7 +19,7 @@ from export.part import Wanted
 from export.weights import quantising, whole
 from export.weights.blocks import Quantised, quantise8, quantise_rows
 from export.weights.costs import NoCosts, _of_rows, costs, dearest
-from export.weights.feedback import quantise4
+from export.weights.feedback import factor, quantise4
 from export.weights.layers import Table, _Product
 from export.weights.quality import Texts, measure, sample
 from export.weights.quantising import Quantising
@@ -79,6 +79,20 @@ def test_costs_are_the_divergence_that_there_is(
     for path in (name.removesuffix(".weight") for name in dear):
         model.set_submodule(path, dense.get_submodule(path))
     assert without - _kl(model, texts) == pytest.approx(gone, rel=0.25)
+
+
+def test_the_output_matrix_is_rounded_by_what_it_sees(
+    texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = []
+    for seen in (factor, lambda inputs: None):
+        monkeypatch.setattr(whole, "factor", seen)
+        model = _trained()
+        found = quantise_model(model, 4, texts, most=least(model))
+        for path in (name.removesuffix(".weight") for name in found if "embed" not in name):
+            model.set_submodule(path, _trained().get_submodule(path))
+        held.append(_kl(model, texts))
+    assert held[0] < 0.98 * held[1]
 
 
 def test_rows_that_a_model_scales_cost_what_they_are_off() -> None:
@@ -246,6 +260,13 @@ def test_a_build_has_both_in_one_graph(workshop: Workshop) -> None:
         plain = engine.generate("abc", max_new_tokens=24, gamma=0)
         fast = engine.generate("abc", max_new_tokens=24)
     assert fast.token_ids == plain.token_ids
+
+
+def test_an_embedding_of_its_own_has_4_bits_in_the_graph_too(workshop: Workshop) -> None:
+    folder = workshop.graphs(workshop.checkpoint("qwen2"), weights="int4", bits=4.5)
+    graph = onnx.load(folder / "target" / HOST_FILE, load_external_data=False).graph
+    (look_up,) = (node for node in graph.node if node.op_type == "QuantizedGather")
+    assert {each.name: each.i for each in look_up.attribute}["bits"] == 4
 
 
 @pytest.mark.parametrize(
