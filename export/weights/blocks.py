@@ -9,7 +9,7 @@ chooses those of 4.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -65,6 +65,11 @@ class Quantised:
 def bytes_of(rows: int, columns: int, bits: Bits, width: int = BLOCK) -> int:
     """With 4-bit levels two to a byte, and each row made up to whole blocks of `width`."""
     return rows * -(-columns // width) * (width * bits // 8 + 2)
+
+
+def bits_a_weight(weights: Collection[Quantised]) -> float:
+    """On average over all of them, scales included."""
+    return 8 * sum(w.size for w in weights) / sum(w.levels.size for w in weights)
 
 
 def sharing(columns: int, scales: int) -> int:

@@ -49,11 +49,12 @@ def costs(
 
     def watch(name: str, layer: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
         if output.requires_grad:  # not before the first embedding
-            x, made = inputs[0].detach(), output.detach()
-            squares = _of_rows if isinstance(layer, QuantisedTable) else _of_products
+            x, squares = inputs[0].detach(), _of_products
+            if isinstance(layer, QuantisedTable):
+                squares = partial(_of_rows, made=output.detach())
 
             def came(gradient: torch.Tensor) -> None:
-                found[name] += squares(gradient, x, made, weights[name], layer)
+                found[name] += squares(gradient, x, weights[name], layer)
 
             output.register_hook(came)  # type: ignore[no-untyped-call]
 
@@ -107,7 +108,7 @@ def _begin(table: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
 
 
 def _of_products(
-    gradient: torch.Tensor, x: torch.Tensor, made: torch.Tensor, weight: torch.Tensor, layer: Any
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, layer: Any
 ) -> float:
     """The squares for inputs x [.., K] and gradients [.., N], added up."""
     gradient, x = gradient.flatten(0, -2).float(), x.flatten(0, -2).float()
@@ -119,7 +120,7 @@ def _of_products(
 
 
 def _of_rows(
-    gradient: torch.Tensor, ids: torch.Tensor, made: torch.Tensor, weight: torch.Tensor, layer: Any
+    gradient: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, layer: Any, made: torch.Tensor
 ) -> float:
     """The same of rows that were looked up, which some models scale: `made`, [.., K]."""
     rows = dense(layer.levels[ids], layer.scales[ids].float())

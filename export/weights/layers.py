@@ -171,17 +171,15 @@ def put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
     one, or another quantised one. An embedding stays what it is; its table is computed.
     """
     module: Any = model.get_submodule(path)
-    if isinstance(module, QuantisedTable):
-        module.levels, module.scales = _levels(weight), torch.from_numpy(weight.scales)
-        return
-    again = isinstance(module, QuantisedLinear)
+    again = isinstance(module, QuantisedLinear | QuantisedTable)
     dtype = module.scales.dtype if again else module.weight.dtype
     if isinstance(module, torch.nn.Embedding):
-        del module._parameters["weight"]
-        module.__class__ = type(QuantisedTable.__name__, (QuantisedTable, type(module)), {})
+        if not again:
+            del module._parameters["weight"]
+            module.__class__ = type(QuantisedTable.__name__, (QuantisedTable, type(module)), {})
+            module.dtype = dtype
         module.register_buffer("levels", _levels(weight))
         module.register_buffer("scales", torch.from_numpy(weight.scales))
-        module.dtype = dtype
         return
     assert again or isinstance(module, torch.nn.Linear | Conv1D)
     parent, _, child = path.rpartition(".")
@@ -191,12 +189,12 @@ def put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
 
 def dense(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Levels times scales, in the scales' dtype: the only thing of this size that is made."""
-    dense, width = levels.to(scales.dtype), sharing(levels.shape[-1], scales.shape[-1])
+    matrix, width = levels.to(scales.dtype), sharing(levels.shape[-1], scales.shape[-1])
     whole = levels.shape[-1] // width
-    blocks = torch.unflatten(dense[..., : whole * width], -1, (whole, width))
+    blocks = torch.unflatten(matrix[..., : whole * width], -1, (whole, width))
     blocks.mul_(scales[..., :whole, None])
-    dense[..., whole * width :].mul_(scales[..., whole:])
-    return dense
+    matrix[..., whole * width :].mul_(scales[..., whole:])
+    return matrix
 
 
 def _levels(weight: Quantised) -> torch.Tensor:

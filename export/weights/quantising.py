@@ -20,7 +20,7 @@ from ..checkpoint import Checkpoint, refuse_architecture
 from ..encoder import example_source, states_of
 from ..loading import give_back
 from . import quality
-from .blocks import Bits, Quantised, Rows
+from .blocks import Bits, Quantised, Rows, bits_a_weight
 from .costs import NoCosts
 from .stored import widen
 from .whole import expert_weights, least, quantise_model, requantise
@@ -102,7 +102,7 @@ class Quantising:
             widen(model)
             give_back()
             size = sum(weight.size for weight in found.values())
-            self._each = 8 * size / sum(weight.levels.size for weight in found.values())
+            self._each = bits_a_weight(found.values())
             said.note = f"{len(found)} matrices, {size / 2**20:,.1f} MiB"
             said.note += f", {self._each:.2f} bits a weight"
             if self._most is not None and self._each < self._most - 0.25:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
 import torch
-from checkpoints import ARCHITECTURES
+from checkpoints import ARCHITECTURES, trained
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, PreTrainedModel
 from workshop import Workshop
 
 from export.checkpoint import find
 from export.part import Wanted
 from export.weights import quantising, whole
-from export.weights.blocks import Quantised, quantise8, quantise_rows
+from export.weights.blocks import bits_a_weight, quantise8, quantise_rows
 from export.weights.costs import NoCosts, _of_rows, costs, dearest
 from export.weights.feedback import factor, quantise4
 from export.weights.layers import Table, _Product
@@ -28,26 +27,16 @@ from runtime.bundle import load
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import HOST_FILE, read_bundle
 
-DRAFT = Path(__file__).parents[2] / "models" / "draft"
 Refused = Callable[..., str]
-
-
-def _trained() -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32)
-    return model.eval().requires_grad_(False)
-
-
-def _bits(found: dict[str, Quantised]) -> float:
-    return 8 * sum(w.size for w in found.values()) / sum(w.levels.size for w in found.values())
 
 
 @pytest.fixture(scope="module")
 def texts() -> Texts:
-    return Texts(sample(_trained(), 24, 64, seed=1))
+    return Texts(sample(trained(), 24, 64, seed=1))
 
 
 def _kl(model: PreTrainedModel, texts: Texts) -> float:
-    full = _trained()(input_ids=texts.ids).logits
+    full = trained()(input_ids=texts.ids).logits
     slices = zip(full, model(input_ids=texts.ids).logits, texts.ids, strict=True)
     return measure([(f[:-1], s[:-1], ids[1:]) for f, s, ids in slices]).kl
 
@@ -58,7 +47,7 @@ def test_costs_are_the_divergence_that_there_is(
     """All of them together, what goes with the dearest, and what goes with the output matrix, which
     is the embedding too. Who forgets a factor of 2 fails, or half of a matrix."""
     monkeypatch.setattr("export.weights.costs._AT_ONCE", 5000)
-    model, dense = _trained(), _trained()
+    model, dense = trained(), trained()
     found = quantise_model(model, 4, texts, most=least(model))
     assert {weight.bits for weight in found.values()} == {4}
     weights = {name: dense.get_parameter(name) for name in found}
@@ -87,10 +76,10 @@ def test_the_output_matrix_is_rounded_by_what_it_sees(
     held = []
     for seen in (factor, lambda inputs: None):
         monkeypatch.setattr(whole, "factor", seen)
-        model = _trained()
+        model = trained()
         found = quantise_model(model, 4, texts, most=least(model))
         for path in (name.removesuffix(".weight") for name in found if "embed" not in name):
-            model.set_submodule(path, _trained().get_submodule(path))
+            model.set_submodule(path, trained().get_submodule(path))
         held.append(_kl(model, texts))
     assert held[0] < 0.98 * held[1]
 
@@ -104,7 +93,7 @@ def test_rows_that_a_model_scales_cost_what_they_are_off() -> None:
     table = model.get_input_embeddings()
     gradient = torch.randn(full.shape)
     wanted = (gradient * (table(ids) - full)).square().sum()
-    found = _of_rows(gradient, ids, table(ids), weight, table)
+    found = _of_rows(gradient, ids, weight, table, table(ids))
     assert found == pytest.approx(float(wanted), rel=1e-3)
 
 
@@ -112,7 +101,7 @@ def test_what_there_is_room_for_goes_to_what_costs_the_most(
     texts: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the cheapest, it would gain next to nothing."""
-    room = least(_trained()) + 0.2
+    room = least(trained()) + 0.2
     held: list[float] = []
     for sign in (1, -1):
 
@@ -120,12 +109,14 @@ def test_what_there_is_room_for_goes_to_what_costs_the_most(
             return {name: sign * cost for name, cost in costs(*given).items()}
 
         monkeypatch.setattr(whole, "costs", signed)
-        model = _trained()
+        model = trained()
         found = quantise_model(model, 4, texts, most=room)
-        assert room - 0.05 < _bits(found) <= room
+        assert room - 0.05 < bits_a_weight(found.values()) <= room
         held.append(_kl(model, texts))
-    model = _trained()
-    assert _bits(quantise_model(model, 4, texts, most=room - 0.2)) == pytest.approx(room - 0.2)
+    model = trained()
+    assert bits_a_weight(
+        quantise_model(model, 4, texts, most=room - 0.2).values()
+    ) == pytest.approx(room - 0.2)
     none = _kl(model, texts)
     assert held[0] < 0.95 * none and none - held[0] > 4 * (none - held[1])
 
@@ -153,7 +144,7 @@ def test_models_of_all_kinds_have_costs(name: str) -> None:
     texts = Texts(ids, ids if config.is_encoder_decoder else None)
     found = quantise_model(model, 4, texts, most=7.9)
     eight = {path for path, weight in found.items() if weight.bits == 8}
-    assert 7 < _bits(found) <= 7.9 or any("experts" in path for path in found)
+    assert 7 < bits_a_weight(found.values()) <= 7.9 or any("experts" in path for path in found)
     assert not any(path.endswith("experts.down_proj") for path in eight)
     sides = ["encoder", "decoder"] if config.is_encoder_decoder else ["layers", "h."]
     assert any(any(side in path for side in sides) for path in eight)
@@ -188,7 +179,7 @@ def test_in_half_precision_8_bits_are_rows_and_biases_stay(name: str) -> None:
     ids = torch.randint(1, 200, (4, 12))
     before = model(input_ids=ids).logits
     found = quantise_model(model, 4, Texts(ids), rows="int8", most=7.5)
-    assert 7 < _bits(found) <= 7.5
+    assert 7 < bits_a_weight(found.values()) <= 7.5
     for weight in found.values():
         assert (weight.scales.shape[1] == 1) == (weight.bits == 8)
     dense = torch.randn(20, 70)
@@ -208,7 +199,7 @@ def test_rows_that_fill_no_blocks_take_more() -> None:
     model = AutoModelForCausalLM.from_config(config).eval()
     bits = least(model)
     found = quantise_model(model, 4, Texts(torch.randint(1, 99, (2, 9))), most=bits)
-    assert 4.5 < bits == pytest.approx(_bits(found))
+    assert 4.5 < bits == pytest.approx(bits_a_weight(found.values()))
 
 
 def test_a_gradient_goes_through_what_is_made_for_it() -> None:
@@ -230,13 +221,13 @@ def test_a_gradient_goes_through_what_is_made_for_it() -> None:
 
 def test_what_has_no_gradients_is_refused(texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NoCosts, match="none of those"):
-        costs(_trained(), {}, {}, texts)
-    model = _trained()
+        costs(trained(), {}, {}, texts)
+    model = trained()
     last: Any = model.base_model.norm
     last.register_forward_hook(lambda *given: given[-1].detach())
     with pytest.raises(NoCosts, match="does not require grad"):
         quantise_model(model, 4, texts, most=8)
-    model = _trained()
+    model = trained()
     last = model.base_model.norm
     last.register_forward_hook(lambda *given: given[-1] + (given[-1] * 0).sqrt())
     with pytest.raises(NoCosts, match="NaN or infinite"):
@@ -250,7 +241,7 @@ def test_a_build_has_both_in_one_graph(workshop: Workshop) -> None:
     assert "WEIGHTS=int4 BITS=6.5" in read_bundle(bundle).rebuild_command(bundle)
     graph = onnx.load(bundle / "target" / HOST_FILE, load_external_data=False).graph
     bits = [
-        {each.name: each.i for each in node.attribute}["bits"]
+        onnx.helper.get_node_attr_value(node, "bits")
         for node in graph.node
         if node.op_type == "QuantizedMatMul"
     ]
@@ -266,7 +257,7 @@ def test_an_embedding_of_its_own_has_4_bits_in_the_graph_too(workshop: Workshop)
     folder = workshop.graphs(workshop.checkpoint("qwen2"), weights="int4", bits=4.5)
     graph = onnx.load(folder / "target" / HOST_FILE, load_external_data=False).graph
     (look_up,) = (node for node in graph.node if node.op_type == "QuantizedGather")
-    assert {each.name: each.i for each in look_up.attribute}["bits"] == 4
+    assert onnx.helper.get_node_attr_value(look_up, "bits") == 4
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from checkpoints import ARCHITECTURES
+from checkpoints import ARCHITECTURES, trained
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -413,16 +413,9 @@ def test_an_embedding_that_does_more_than_look_up_goes_on_doing_it() -> None:
     assert not torch.allclose(after[0], rows, atol=0.02 * before.abs().max())
 
 
-def _trained() -> PreTrainedModel:
-    """Random weights have inputs that nothing connects."""
-    folder = Path(__file__).parents[2] / "models" / "draft"
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval().requires_grad_(False)
-
-
 def _mixture() -> PreTrainedModel:
     """The same, computed by two of eight experts that know as much, in an order of their own."""
-    dense, random = _trained(), torch.Generator().manual_seed(0)
+    dense, random = trained(), torch.Generator().manual_seed(0)
     sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
     config = MixtralConfig(**{**dense.config.to_dict(), **sizes, "model_type": "mixtral"})
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
@@ -441,7 +434,7 @@ def _mixture() -> PreTrainedModel:
     return mixture
 
 
-@pytest.mark.parametrize(("trained", "much"), [(_trained, 0.8), (_mixture, 0.55)])
+@pytest.mark.parametrize(("trained", "much"), [(trained, 0.8), (_mixture, 0.55)])
 def test_feedback_needs_less_than_rounding_to_nearest_and_is_the_same_each_time(
     trained: Callable[[], PreTrainedModel], much: float
 ) -> None:

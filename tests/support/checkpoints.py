@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
@@ -244,6 +245,13 @@ def tokenizer(tokens: Sequence[str] = TOKENS) -> PreTrainedTokenizerFast:
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=model, eos_token=EOS)
+
+
+def trained() -> PreTrainedModel:
+    """The bundled draft, in float32. Random weights have inputs that nothing connects."""
+    folder = Path(__file__).parents[2] / "models" / "draft"
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval().requires_grad_(False)
 
 
 def decoder_kind(config: PretrainedConfig) -> Any:
