@@ -155,8 +155,7 @@ def _pack_products(model: ir.Model) -> None:
     products: dict[object, list[ir.Node]] = {}
     for node in model.graph:
         if _own_weights(node):
-            key = node.inputs[0], node.op_type, node.attributes.get_int("bits", 0)
-            products.setdefault(key, []).append(node)
+            products.setdefault((node.inputs[0], node.op_type), []).append(node)
     for nodes in products.values():
         if len(nodes) > 1:
             _pack(model, nodes)
@@ -174,18 +173,23 @@ def _own_weights(product: ir.Node) -> list[ir.TensorProtocol]:
 def _pack(model: ir.Model, products: Sequence[ir.Node]) -> None:
     first = products[0]
     outputs = -1 if first.op_type == "MatMul" else 0  # the axis of N
-    weights = [_own_weights(node) for node in products]
-    sizes = [own[0].shape.numpy()[outputs] for own in weights]
+    alike: dict[int, list[ir.Node]] = {}  # a matrix of 4 bits and one of 8
+    for node in products:
+        alike.setdefault(_bits(node), []).append(node)
+    weights = [[_own_weights(node) for node in nodes] for nodes in alike.values()]
+    products = [node for nodes in alike.values() for node in nodes]
+    sizes = [own[0].shape.numpy()[outputs] for several in weights for own in several]
     ends = [node.outputs[0] for node in products]
-    packed = [_packed(model, parts, outputs) for parts in zip(*weights, strict=True)]
-    inputs, own = [first.inputs[0], *packed], first.attributes.values()
-    made = [ir.Node(first.domain, first.op_type, inputs, own)]
+    wide = [parts for several in weights for parts in zip(*several, strict=True)]
+    packed = [_packed(model, parts, outputs) for parts in wide]
+    bits = {"bits": list(alike)} if first.op_type == PRODUCT else {}
+    made = [ir.node(first.op_type, [first.inputs[0], *packed], bits, domain=first.domain)]
     sums = [found for end in ends if (found := _sum_with_bias(end)) is not None]
     if [b.shape.numpy()[0] for _, b in sums] == sizes:
         # One sum too. Where only some have a bias, it stays after the split.
         made.append(ir.node("Add", [made[0].outputs[0], _packed(model, [b for _, b in sums], 0)]))
         ends = [node.outputs[0] for node, _ in sums]
-    widths = ir.tensor(sizes, name=f"{weights[0][0].name}.widths")
+    widths = ir.tensor(sizes, name=f"{weights[0][0][0].name}.widths")
     inputs = [made[-1].outputs[0], initializer(model, widths)]
     made.append(ir.node("Split", inputs, {"axis": -1}, num_outputs=len(ends)))
     for end, part in zip(ends, made[-1].outputs, strict=True):
@@ -194,6 +198,10 @@ def _pack(model: ir.Model, products: Sequence[ir.Node]) -> None:
     for node in made[:-1]:
         node.outputs[0].type = ends[0].type
     model.graph.insert_before(first, made)
+
+
+def _bits(product: ir.Node) -> int:
+    return product.attributes["bits"].as_ints()[0] if product.op_type == PRODUCT else 0
 
 
 def _own_weight(node: ir.Node, index: int, *, dimensions: int) -> ir.TensorProtocol | None:

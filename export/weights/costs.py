@@ -3,8 +3,10 @@
 Rounding moves the outputs of a matrix by e = dW x for an input x. To second order the next-token
 distribution is then off by KL = E[(g . e)^2] / 2, g being the gradient of the log-likelihood of a
 token that the model draws, which is Fisher's information. One backward pass has the g of all
-matrices. Here the squares of the products are added, not the products: it is less noisy over few
-tokens, and chose no worse (docs/LOG.md).
+matrices. Of g . e the terms are squared and added, not the sum of them squared: it is less noisy
+over few tokens, and chose no worse (docs/LOG.md). Not so of rows that are looked up. There are as
+few as tokens, and a few of them would move all that follows by five nats, in this order, which they
+do not: there the sum is squared, and what is more than a nat counts as it is (Huber 1964).
 """
 
 from __future__ import annotations
@@ -122,8 +124,12 @@ def _of_products(
 def _of_rows(
     gradient: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, layer: Any, made: torch.Tensor
 ) -> float:
-    """The same of rows that were looked up, which some models scale: `made`, [.., K]."""
+    """The same of rows that were looked up, which some models scale: `made`, [.., K]. Sums of the
+    products are squared, and are no squares beyond 1."""
     rows = dense(layer.levels[ids], layer.scales[ids].float())
     scale = made.float().norm(dim=-1) / rows.norm(dim=-1).clamp(min=1e-30)
     lost = (rows - weight[ids].float()) * scale[..., None]
-    return float((gradient.float() * lost).square().sum())
+    moved = (gradient.float() * lost).sum(-1)
+    return 2 * float(
+        torch.nn.functional.huber_loss(moved, torch.zeros_like(moved), reduction="sum")
+    )

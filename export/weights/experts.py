@@ -31,7 +31,7 @@ class QuantisedExperts(torch.nn.Module):
         return torch.onnx.ops.symbolic(
             f"outrider::{PRODUCT}",
             [x, self.levels, self.scales],
-            {"bits": self.bits, "experts": self.experts},
+            {"bits": [self.bits], "experts": self.experts},
             dtype=x.dtype,
             shape=(self.experts, x.shape[1], self.rows),
             version=1,

@@ -45,7 +45,7 @@ class QuantisedLinear(torch.nn.Module):
             y = torch.onnx.ops.symbolic(
                 f"outrider::{PRODUCT}",
                 [x, self.levels, self.scales],
-                {"bits": self.bits},
+                {"bits": [self.bits]},  # of each matrix, if there are to be two side by side
                 dtype=x.dtype,
                 shape=(*x.shape[:-1], self.levels.shape[0]),
                 version=1,

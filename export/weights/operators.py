@@ -69,33 +69,46 @@ def dense_tables(model: ir.Model) -> None:
 
 
 def dequantise_linear(model: ir.Model) -> None:
-    """Replace the products of `QuantisedLinear` by DequantizeLinear and MatMul, in place. What the
-    scales belong to is blocks along K, or outputs."""
+    """Replace the products of `QuantisedLinear` by DequantizeLinear and MatMul, in place; those by
+    matrices of 4 and of 8 bits side by side by one of each, and Concat."""
     for node in [node for node in model.graph if node.op_type in (PRODUCT, EXPERTS)]:
-        x, levels, scales = node.inputs
-        assert levels is not None and scales is not None
-        assert isinstance(levels.shape, ir.Shape) and isinstance(scales.shape, ir.Shape)
-        bits, experts = (node.attributes.get_int(name, 0) for name in ("bits", "experts"))
-        (rows, columns), (_, several) = levels.shape.numpy(), scales.shape.numpy()
-        dtype = ir.DataType.INT4 if bits == 4 else levels.dtype
-        if sharing(columns, several) == BLOCK:
-            weights = [
-                _turned(model, levels, dtype, experts),
-                _turned(model, scales, scales.dtype, experts),
-            ]
-            attributes = {"axis": 1 if experts else 0, "block_size": BLOCK}
-        else:
-            weights = [
-                _turned(model, levels, dtype),
-                _turned(model, scales, scales.dtype, sizes=[rows]),
-            ]
-            attributes = {"axis": 1}
-        dequantise = ir.node("DequantizeLinear", weights, attributes)
-        product = ir.node("MatMul", [x, dequantise.outputs[0]])
-        dequantise.outputs[0].type = ir.TensorType(scales.dtype or ir.DataType.FLOAT)
-        model.graph.insert_before(node, dequantise)
-        replace(model, node, product)
+        x, *matrices = node.inputs
+        bits, experts = node.attributes["bits"].as_ints(), node.attributes.get_int("experts", 0)
+        made: list[ir.Node] = []
+        for levels, scales, each in zip(matrices[::2], matrices[1::2], bits, strict=True):
+            assert levels is not None and scales is not None
+            dequantise = _dequantise(model, levels, scales, each, experts)
+            made += [dequantise, ir.node("MatMul", [x, dequantise.outputs[0]])]
+        if len(bits) > 1:
+            products = [product.outputs[0] for product in made[1::2]]
+            made.append(ir.node("Concat", products, {"axis": -1}))
+        model.graph.insert_before(node, made[:-1])
+        replace(model, node, made[-1])
     model.graph.opset_imports.pop(OWN_DOMAIN, None)
+
+
+def _dequantise(
+    model: ir.Model, levels: ir.Value, scales: ir.Value, bits: int, experts: int
+) -> ir.Node:
+    """The matrix, as it is multiplied by. The scales belong to blocks along K, or to outputs."""
+    assert isinstance(levels.shape, ir.Shape) and isinstance(scales.shape, ir.Shape)
+    (rows, columns), (_, several) = levels.shape.numpy(), scales.shape.numpy()
+    dtype = ir.DataType.INT4 if bits == 4 else levels.dtype
+    if sharing(columns, several) == BLOCK:
+        weights = [
+            _turned(model, levels, dtype, experts),
+            _turned(model, scales, scales.dtype, experts),
+        ]
+        attributes = {"axis": 1 if experts else 0, "block_size": BLOCK}
+    else:
+        weights = [
+            _turned(model, levels, dtype),
+            _turned(model, scales, scales.dtype, sizes=[rows]),
+        ]
+        attributes = {"axis": 1}
+    node = ir.node("DequantizeLinear", weights, attributes)
+    node.outputs[0].type = ir.TensorType(scales.dtype or ir.DataType.FLOAT)
+    return node
 
 
 def _turned(
@@ -186,6 +199,7 @@ def own_operators(model: ir.Model) -> int:
             if stored.sizes == tuple(table.shape.numpy()) and _is_table(table, stored):  # tied
                 _put(model, gather, GATHER, gather.inputs[1], matrix, stored)
                 tables.remove((gather, table))
+    _put_side_by_side(model)
     for gather, table in tables if products else ():
         levels = recover(table.numpy(), 4) or recover(table.numpy(), 8)
         if levels is not None:
@@ -195,6 +209,31 @@ def own_operators(model: ir.Model) -> int:
             matrix = packed_values(model, stored, f"{gather.outputs[0].name}.table")
             _put(model, gather, GATHER, gather.inputs[1], matrix, stored)
     return len(found)
+
+
+def _put_side_by_side(model: ir.Model) -> None:
+    """Products of one x, with 4 bits and with 8, one behind the other, in one node."""
+    for concat in [node for node in model.graph if node.op_type == "Concat"]:
+        parts = [made_by(value, PRODUCT) for value in concat.inputs]
+        alone = [part for part in parts if part and _has_one_matrix_and_use(part)]
+        if len(parts) != 2 or len(alone) != 2 or concat.attributes.get_int("axis") != -1:
+            continue
+        first, second = alone
+        (bits, rows, columns), (others, more, _) = map(_sizes, alone)
+        if first.inputs[0] is not second.inputs[0] or bits == others or rows % PANEL:
+            continue
+        attributes = {"bits": bits, "rows": rows + more, "columns": columns}
+        inputs = [*first.inputs, *second.inputs[1:]]
+        replace(model, concat, ir.node(PRODUCT, inputs, attributes, domain=OWN_DOMAIN))
+        model.graph.remove(alone, safe=True)
+
+
+def _has_one_matrix_and_use(product: ir.Node) -> bool:
+    return len(product.inputs) == 3 and len(product.outputs[0].uses()) == 1
+
+
+def _sizes(product: ir.Node) -> list[int]:
+    return [product.attributes.get_int(name, 0) for name in ("bits", "rows", "columns")]
 
 
 def stored_of(product: ir.Node) -> StoredMatrix | None:

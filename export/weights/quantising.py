@@ -27,14 +27,14 @@ from .whole import expert_weights, least, quantise_model, requantise
 
 # Texts that the model writes: to choose levels by, and others, of half the length, to measure on.
 # Many short ones: a step of all of them reads the weights once.
-TEXTS, MEASURED, LENGTH = 32, 8, 128
+TEXTS, MEASURED, LENGTH = 36, 8, 128
 
 
 class Quantising:
     """Of one model. role: as in progress lines. text: token ids to measure the quality on; None has
     the model write them; an encoder reads it. shares: whether its graph reads what an encoder has
     made. What lies on levels already, of a checkpoint that is packed, keeps them. bits: a weight,
-    that int4 may take with 8 in places; None has 8 at its ends alone."""
+    that int4 may take; None: what 8 for the output matrix and 4 for the others would."""
 
     def __init__(
         self,

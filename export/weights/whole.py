@@ -10,9 +10,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from runtime.files.progress import note
+
 from ..decoder import NAME
 from .blocks import BLOCK, Bits, Quantised, Rows, bytes_of, quantise8, quantise_rows, recover
-from .costs import costs, dearest
+from .costs import NoCosts, costs, dearest
 from .experts import QuantisedExperts, are_experts
 from .feedback import factor, quantise4
 from .inputs import Reader, owner_of
@@ -22,7 +24,8 @@ from .stored import parameter
 
 _OF_LAYERS = "embed_tokens_per_layer"  # of Gemma 3n and 4: what each layer adds for a token
 _USUAL = (torch.nn.Linear.forward, Conv1D.forward)
-_PROBED = 2  # texts that say what a matrix costs; 4 to 16 chose alike
+# Texts that say what a matrix costs. Those that it was rounded by find an output matrix cheap.
+_PROBED = 4
 
 
 def quantise_model(
@@ -32,7 +35,7 @@ def quantise_model(
     keep: bool = False,  # the levels of what lies on some already
     rows: Rows | None = None,  # what has 8 bits has a scale a row, and such levels
     said: Said = silent,  # hears how far it is
-    most: float | None = None,  # bits a weight that texts and 4 bits may take, with 8 in places
+    most: float | None = None,  # bits a weight, which texts and 4 bits may take
 ) -> dict[str, Quantised]:
     """Quantise the model's matrices. A module is replaced as soon as its levels are chosen, so no
     dense copy of the model is made.
@@ -42,15 +45,14 @@ def quantise_model(
     lie [N outputs, K inputs] for GPT-2's `Conv1D` too, whose weight is [K, N], and [E N, K] for
     experts, in float32. What decides between them (`_routes`) stays as it is.
 
-    With texts, 4 bits are rounded with error feedback. Every matrix sees its inputs as the
-    quantised matrices before it make them: all are quantised in one pass, each when it is called.
-    The output matrix has 8 bits, since 4 bits there cost more than in all other matrices together:
-    per byte seven times as much on the bundled target. An untied embedding, of which a row is
-    read, has 8 bits too, and one for all layers.
-    With `most`, these have 4 bits too, at first. Then of all matrices those get 8 that cost the
-    model the most for it (`costs`), as many as there is room for; but for experts, and what has
-    kept its levels. What is no mapped file's is held dense until then.
-    Raises ValueError for NaN, infinity and what no float16 scale reaches, with the name.
+    With texts, 4 bits are rounded with error feedback, by all but the last few of them. Every
+    matrix sees its inputs as the quantised matrices before it make them: all are quantised in one
+    pass, each when it is called. Then those get 8 bits that cost the model the most for it
+    (`costs`, by the last texts), as many as there is room for: `most`, or what 8 bits at the ends
+    (`_ends`) would take. Experts do not, nor what has kept its levels. What is no mapped file's is
+    held dense until then. Without texts, or of a model that has no gradients, the ends have 8 bits.
+    Raises ValueError for NaN, infinity and what no float16 scale reaches, with the name; NoCosts
+    with `most`.
     """
     places = _places(model)
     ends = _ends(model, places)
@@ -85,7 +87,7 @@ def quantise_model(
         # Levels of 8 bits are found again in blocks, which whole rows are not.
         for name in (*inner, ends[0]) if keep and not (rows and bits == 8) else ():
             take(name, lambda weight: recover(weight, bits))
-        if most is not None:
+        if texts is not None:
             full = {
                 name: _matrix(model, paths[0])
                 for name, paths in places.items()
@@ -94,25 +96,38 @@ def quantise_model(
         # The ends first: what the layers see of the embedding is to be what they will see of it.
         for name in ends:
             take(name, nearest(8))
+        last = None
         if texts is not None:
             waiting = {name: places[name] for name in inner if name not in found}
-            last = Reader(model, waiting, take).read(texts)
+            some = len(texts.ids) > _PROBED
+            last = Reader(model, waiting, take).read(texts[:-_PROBED] if some else texts)
         for name in inner:  # no texts, or none that came by
             take(name, nearest(bits))
-        if texts is not None and most is not None:
-            for name in (name for name in ends if name in full):
-                seen = None
-                if name == ends[0] and last is not None and last.shape[1] == full[name].shape[1]:
-                    seen = factor(last)
-                again(name, partial(quantise4, factor=seen))
-            said("what each of them costs")
-            layers = {name: {model.get_submodule(path) for path in places[name]} for name in full}
-            each = costs(model, full, layers, texts[:_PROBED])
-            more = {name: _more(found[name], rows) for name in full}
+        if texts is None:
+            return found
+        eight = [name for name in ends if name in full]
+        for name in eight:
+            seen = None
+            if name == ends[0] and last is not None and last.shape[1] == full[name].shape[1]:
+                seen = factor(last)
+            again(name, partial(quantise4, factor=seen))
+        more = {name: _more(found[name], rows) for name in full}
+        room: float = sum(more[name] for name in eight)
+        if most is not None:
             room = most / 8 * sum(weight.levels.size for weight in found.values())
             room -= sum(weight.size for weight in found.values())
-            for name in dearest(each, more, room):
-                again(name, nearest(8))
+        layers = {name: {model.get_submodule(path) for path in places[name]} for name in full}
+        said("what each of them costs")
+        try:
+            if most is not None or full.keys() != set(eight):  # else there is nothing to choose
+                each = costs(model, full, layers, texts[-_PROBED:])
+                eight = dearest(each, more, room)
+        except NoCosts as error:
+            if most is not None:
+                raise
+            note(f"the output matrix has 8 bits: what others cost cannot be told ({error})")
+        for name in eight:
+            again(name, nearest(8))
     return found
 
 
@@ -148,7 +163,7 @@ def _put(model: PreTrainedModel, path: str, weight: Quantised) -> None:
 
 
 def _ends(model: PreTrainedModel, places: Iterable[str]) -> list[str]:
-    """What has 8 bits in any case, by the names of `_places`: the output matrix first."""
+    """The output matrix, the embedding, and one for all layers, by the names of `_places`."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     both: list[Any] = [model.get_output_embeddings(), model.get_input_embeddings()]  # type: ignore[no-untyped-call]
     ends = [names[id(parameter(module))] for module in both]

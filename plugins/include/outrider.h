@@ -33,7 +33,7 @@ typedef unsigned long long uint64_t;
 extern "C" {
 #endif
 
-#define OUTRIDER_ABI_VERSION 11
+#define OUTRIDER_ABI_VERSION 12
 #define OUTRIDER_MAX_WIDTH 64 /* draft tokens in a round */
 
 enum {

@@ -2,7 +2,9 @@
 // matrix W [N, K] lies as outrider_product.h says.
 //
 // QuantizedMatMul   x W^T
-//   inputs   x [.., K]; levels uint8 [panels, blocks, 64 bits]; scales float16 [panels, blocks, 16]
+//   inputs   x [.., K]; levels uint8 [panels, blocks, 64 bits]; scales float16 [panels, blocks, 16];
+//            perhaps levels and scales once more, with 8 bits for 4 and 4 for 8: of the rows of W
+//            behind the first, which fill their panels
 //   outputs  [.., N]
 // QuantizedGather   rows of W
 //   inputs   ids int64 [..], from 0 to N - 1; levels and scales
@@ -26,7 +28,7 @@ using ort::Api;
 
 constexpr int64_t BLOCK = OUTRIDER_PRODUCT_BLOCK, PANEL = OUTRIDER_PRODUCT_PANEL;
 
-enum Input { X, LEVELS, SCALES, INPUTS, CHOSEN = INPUTS };
+enum Input { X, LEVELS, SCALES, INPUTS, CHOSEN = INPUTS, MORE = INPUTS };
 
 struct Kernel {
   const Api* api;
@@ -66,17 +68,40 @@ ort::Status* create(const ort::Operator* of, const Api* api, const ort::KernelIn
   return status;
 }
 
-// Reads the inputs, and refuses a matrix that is smaller than it says.
+int64_t panels_of(int64_t rows) { return (rows + PANEL - 1) / PANEL; }
+
+// Whether they are those of a matrix of so many rows.
+bool fit(const Kernel& kernel, const ort::Tensor& levels, const ort::Tensor& scales, int64_t rows,
+         int64_t bits) {
+  const int64_t panels = kernel.experts * panels_of(rows);
+  const int64_t blocks = (kernel.columns + BLOCK - 1) / BLOCK;
+  return ort::has_sizes(levels, {panels, blocks, 64 * bits}) &&
+         ort::has_sizes(scales, {panels, blocks, PANEL});
+}
+
+// Reads the inputs, and refuses a matrix that is smaller than it says. first: asked for where a
+// second may follow; the rows before it.
 ort::Status* inputs(const Kernel& kernel, const ort::Context* context, ort::Tensor* in,
-                    int64_t* blocks) {
-  for (size_t i = 0; i < INPUTS; ++i)
+                    int64_t* first = nullptr) {
+  const size_t count = first != nullptr ? INPUTS + 2 : INPUTS;
+  for (size_t i = 0; i < count; ++i)
     if (ort::Status* status = ort::input(kernel.api, context, i, &in[i])) return status;
-  const int64_t panels = kernel.experts * ((kernel.rows + PANEL - 1) / PANEL);
-  *blocks = (kernel.columns + BLOCK - 1) / BLOCK;
-  if (!ort::has_sizes(in[LEVELS], {panels, *blocks, 64 * kernel.bits}) ||
-      !ort::has_sizes(in[SCALES], {panels, *blocks, PANEL}))
+  int64_t rows = kernel.rows;
+  bool same = true;
+  if (first != nullptr && in[MORE].value != nullptr) {
+    rows = PANEL * in[LEVELS].sizes[0];
+    same = rows < kernel.rows &&
+           fit(kernel, in[MORE], in[MORE + 1], kernel.rows - rows, 12 - kernel.bits);
+  }
+  if (first != nullptr) *first = rows;
+  if (!same || !fit(kernel, in[LEVELS], in[SCALES], rows, kernel.bits))
     return ort::refuse(kernel.api, "a matrix has other sizes than it says");
   return nullptr;
+}
+
+void put_matrix(outrider_product* c, const ort::Tensor& levels, const ort::Tensor& scales) {
+  c->levels = static_cast<const uint8_t*>(levels.data);
+  c->scales = static_cast<const uint16_t*>(scales.data);
 }
 
 constexpr int64_t RUN = 8;   // panels that a thread multiplies at a time
@@ -96,8 +121,7 @@ int64_t runs_of(const outrider_product& c) { return (c.rows + ROWS - 1) / ROWS; 
 // A few microseconds: less than waking a thread takes.
 bool short_rows(const outrider_product& c) { return c.rows * c.depth < 1 << 15; }
 bool small(const outrider_product& c, int64_t blocks) {
-  const int64_t panels = (c.columns + PANEL - 1) / PANEL;
-  return panels * PANEL * blocks * BLOCK * (c.rows + 1) < 1 << 18;
+  return panels_of(c.columns) * PANEL * blocks * BLOCK * (c.rows + 1) < 1 << 18;
 }
 
 ort::Status* round_rows(const Kernel& kernel, const ort::Context* context,
@@ -110,30 +134,38 @@ ort::Status* round_rows(const Kernel& kernel, const ort::Context* context,
 ort::Status* multiply(void* made, ort::Context* context) {
   const Kernel& kernel = *static_cast<const Kernel*>(made);
   const Api* api = kernel.api;
-  ort::Tensor in[INPUTS];
-  int64_t blocks = 0;
-  if (ort::Status* status = inputs(kernel, context, in, &blocks)) return status;
+  ort::Tensor in[INPUTS + 2];
+  int64_t first_rows = 0;
+  if (ort::Status* status = inputs(kernel, context, in, &first_rows)) return status;
   const size_t last = in[X].dimensions - 1;
   if (in[X].dimensions == 0 || in[X].sizes[last] != kernel.columns)
     return ort::refuse(api, "a row has another length than the matrix has columns");
   outrider_product c{};
-  c.rows = 1, c.depth = kernel.columns, c.columns = kernel.rows, c.bits = kernel.bits;
+  c.rows = 1, c.depth = kernel.columns, c.columns = c.stride = kernel.rows, c.bits = kernel.bits;
   for (size_t i = 0; i < last; ++i) c.rows *= in[X].sizes[i];
   in[X].sizes[last] = kernel.rows;
   void* y = nullptr;
   if (ort::Status* status = ort::output(api, context, 0, in[X].sizes, last + 1, &y)) return status;
   c.x = static_cast<const float*>(in[X].data), c.y = static_cast<float*>(y);
-  c.levels = static_cast<const uint8_t*>(in[LEVELS].data);
-  c.scales = static_cast<const uint16_t*>(in[SCALES].data);
+  put_matrix(&c, in[LEVELS], in[SCALES]);
+  const int64_t blocks = (c.depth + BLOCK - 1) / BLOCK;
   const size_t count = static_cast<size_t>(c.rows * blocks);
   const std::unique_ptr<char[]> rounded(new (std::nothrow) char[count * ROUNDED]);
   if (!rounded) return ort::refuse(api, "out of memory");
   put_rounded(&c, rounded.get(), count);
 
-  const int64_t panels = (c.columns + PANEL - 1) / PANEL;
   if (ort::Status* status = round_rows(kernel, context, c)) return status;
-  return ort::share(api, context, (panels + RUN - 1) / RUN, small(c, blocks), [&](int64_t i) {
-    kernel.tiles->multiply(&c, i * RUN, std::min((i + 1) * RUN, panels));
+  outrider_product more = c;
+  put_matrix(&more, in[MORE], in[MORE + 1]);
+  c.columns = first_rows, more.columns = kernel.rows - first_rows;
+  more.y += first_rows, more.bits = 12 - c.bits;
+  const int64_t panels = panels_of(c.columns), runs = (panels + RUN - 1) / RUN;
+  const int64_t more_panels = panels_of(more.columns), more_runs = (more_panels + RUN - 1) / RUN;
+  const bool few = small(c, blocks) && small(more, blocks);
+  return ort::share(api, context, runs + more_runs, few, [&](int64_t i) {
+    if (i < runs) return kernel.tiles->multiply(&c, i * RUN, std::min((i + 1) * RUN, panels));
+    const int64_t begin = (i - runs) * RUN;
+    kernel.tiles->multiply(&more, begin, std::min(begin + RUN, more_panels));
   });
 }
 
@@ -143,8 +175,7 @@ ort::Status* ask_experts(void* made, ort::Context* context) {
   const Kernel& kernel = *static_cast<const Kernel*>(made);
   const Api* api = kernel.api;
   ort::Tensor in[INPUTS], chosen;
-  int64_t blocks = 0;
-  if (ort::Status* status = inputs(kernel, context, in, &blocks)) return status;
+  if (ort::Status* status = inputs(kernel, context, in)) return status;
   if (ort::Status* status = ort::input(api, context, CHOSEN, &chosen)) return status;
   const int64_t most = chosen.sizes[0], tokens = chosen.sizes[1], rows = most * tokens;
   const int64_t each = in[X].dimensions == 3 && in[X].sizes[0] == 1 ? 1 : most;
@@ -159,10 +190,11 @@ ort::Status* ask_experts(void* made, ort::Context* context) {
       return ort::refuse(api, "an expert is chosen that there is not");
 
   outrider_product c{};
-  c.rows = each * tokens, c.depth = kernel.columns, c.columns = kernel.rows, c.bits = kernel.bits;
+  c.rows = each * tokens, c.depth = kernel.columns, c.bits = kernel.bits;
+  c.columns = c.stride = kernel.rows;
   c.x = static_cast<const float*>(in[X].data);
-  c.levels = static_cast<const uint8_t*>(in[LEVELS].data);
-  c.scales = static_cast<const uint16_t*>(in[SCALES].data);
+  put_matrix(&c, in[LEVELS], in[SCALES]);
+  const int64_t blocks = (c.depth + BLOCK - 1) / BLOCK;
   const size_t given = static_cast<size_t>(c.rows * blocks);
   const size_t sorted = static_cast<size_t>(rows * blocks);
   const size_t wide = static_cast<size_t>(rows * kernel.rows), all = static_cast<size_t>(rows);
@@ -188,7 +220,7 @@ ort::Status* ask_experts(void* made, ort::Context* context) {
   std::copy_backward(begin, begin + kernel.experts, begin + kernel.experts + 1);
   begin[0] = 0;
 
-  const int64_t panels = (c.columns + PANEL - 1) / PANEL, runs = (panels + RUN - 1) / RUN;
+  const int64_t panels = panels_of(c.columns), runs = (panels + RUN - 1) / RUN;
   const bool few = short_rows(of_sorted);
   ort::Status* status = round_rows(kernel, context, c);
   if (status == nullptr)
@@ -228,9 +260,9 @@ ort::Status* gather(void* made, ort::Context* context) {
   const Kernel& kernel = *static_cast<const Kernel*>(made);
   const Api* api = kernel.api;
   ort::Tensor in[INPUTS];
-  int64_t blocks = 0;
-  if (ort::Status* status = inputs(kernel, context, in, &blocks)) return status;
+  if (ort::Status* status = inputs(kernel, context, in)) return status;
   ort::Tensor& ids = in[X];
+  const int64_t blocks = (kernel.columns + BLOCK - 1) / BLOCK;
   if (ids.dimensions >= sizeof ids.sizes / sizeof ids.sizes[0])
     return ort::refuse(api, "ids have too many dimensions");
   int64_t count = 1;
@@ -261,12 +293,14 @@ ort::Status* gather(void* made, ort::Context* context) {
   return nullptr;
 }
 
-constexpr ort::Port FLOATS{ort::FLOAT}, BYTES{ort::UINT8}, HALVES{ort::FLOAT16}, IDS{ort::INT64};
+constexpr ort::Port FLOATS{ort::FLOAT}, BYTES{ort::UINT8}, HALVES{ort::FLOAT16}, IDS{ort::INT64},
+    MORE_BYTES{ort::UINT8, ort::OPTIONAL}, MORE_HALVES{ort::FLOAT16, ort::OPTIONAL};
 
 } // namespace
 
 const ort::Described ort::PRODUCT = {
-    operator_of<Kernel>(create, multiply), "QuantizedMatMul", {FLOATS, BYTES, HALVES}, {FLOATS}};
+    operator_of<Kernel>(create, multiply), "QuantizedMatMul",
+    {FLOATS, BYTES, HALVES, MORE_BYTES, MORE_HALVES}, {FLOATS}};
 const ort::Described ort::ROWS = {
     operator_of<Kernel>(create, gather), "QuantizedGather", {IDS, BYTES, HALVES}, {FLOATS}};
 const ort::Described ort::EXPERTS = {operator_of<Kernel>(create, ask_experts), "QuantizedExperts",

@@ -21,6 +21,8 @@ constexpr int TOGETHER = 4, STEPS = 1;
 constexpr int TOGETHER = 6;
 #endif
 
+template <int BITS> constexpr int OFFSET = 1 << (BITS - 1); // of a level: what is added to it
+
 int64_t blocks_of(const Call& c) { return (c.depth + BLOCK - 1) / BLOCK; }
 
 void round_row(const Call& c, int64_t row) {
@@ -56,7 +58,7 @@ void round_row(const Call& c, int64_t row) {
     for (int i = 0; i < BLOCK; ++i) levels[i] = static_cast<int8_t>(wide[i]);
     const int32_t sum = fold(sums, sum_of<Integers>);
     c.x_scales[row * blocks + b] = scale;
-    c.x_sums[row * blocks + b] = c.bits == 4 ? -8 * sum : -128 * sum;
+    c.x_sums[row * blocks + b] = -8 * sum;
   }
 }
 
@@ -75,7 +77,9 @@ constexpr int VECTORS = PANEL / LANES; // of a panel's outputs
 
 constexpr bool SIGNED = false; // whether weights of 8 bits get a sign before
 
-template <int> INLINE Integers first_sum(int32_t x_sum) { return x_sum - Integers{}; }
+template <int BITS> INLINE Integers first_sum(int32_t x_sum) {
+  return OFFSET<BITS> / 8 * x_sum - Integers{};
+}
 template <int> INLINE Integers last_sum(Integers sum, int32_t) { return sum; }
 
 template <int> INLINE Integers added(Integers sum, Bytes weight, Bytes x) {
@@ -197,7 +201,7 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
   const int64_t there = c.columns - panel * PANEL;
   for (int r = 0; r < R; ++r) {
     alignas(64) float last[PANEL];
-    float* y = c.y + (first + r) * c.columns + panel * PANEL;
+    float* y = c.y + (first + r) * c.stride + panel * PANEL;
     for (int v = 0; v < VECTORS; ++v) store((there < PANEL ? last : y) + v * LANES, total[v][r]);
     for (int64_t i = 0; there < PANEL && i < there; ++i) y[i] = last[i];
   }
@@ -217,7 +221,8 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
     const uint8_t* levels = c.levels + (panel * blocks + b) * 64 * BITS;
     int32_t sum[R][PANEL];
     for (int r = 0; r < R; ++r)
-      for (int lane = 0; lane < PANEL; ++lane) sum[r][lane] = c.x_sums[(first + r) * blocks + b];
+      for (int lane = 0; lane < PANEL; ++lane)
+        sum[r][lane] = OFFSET<BITS> / 8 * c.x_sums[(first + r) * blocks + b];
     for (int j = 0; j < BITS; ++j)
       for (int r = 0; r < R; ++r) {
         const int8_t* x = c.x_levels + ((first + r) * blocks + b) * BLOCK + BLOCK / BITS * j;
@@ -237,7 +242,7 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
   }
   for (int r = 0; r < R; ++r)
     for (int64_t lane = 0; lane < PANEL && panel * PANEL + lane < c.columns; ++lane)
-      c.y[(first + r) * c.columns + panel * PANEL + lane] = total[r][lane];
+      c.y[(first + r) * c.stride + panel * PANEL + lane] = total[r][lane];
 }
 
 #endif

@@ -27,13 +27,14 @@ enum {
 
 struct outrider_product {
   int64_t rows, depth, columns; // of x; K; N
+  int64_t stride;               // from one row of y to the next: N, or more
   int64_t bits;                 // of a weight: 4 or 8
   const float* x;               // [rows, K]
   const uint8_t* levels;
   const uint16_t* scales;
   float* y; // [rows, N]
   // The rows of x, rounded: [rows, blocks, BLOCK]; [rows, blocks]; [rows, blocks], what their levels
-  // sum to, times -2^(bits - 1): the weights' levels are unsigned.
+  // sum to, times -8: with 4 bits that makes good for the weights' levels being unsigned.
   int8_t* x_levels;
   float* x_scales;
   int32_t* x_sums;

@@ -21,7 +21,7 @@ from .rules import no_draft_logits
 from .sampler import Array, Ids, SlotSampling
 from .warp import broken_row
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 MAX_THREADS = 64
 
 DTYPES = ("float32", "float16", "bfloat16")

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from checkpoints import FEATURES
+from checkpoints import FEATURES, write
 from exported import Refused, edit_weights, graph, nodes
 from rounds import cases
 from safetensors.torch import load_file, save_file
@@ -24,7 +24,7 @@ from engines.bundle import build
 from export.checkpoint import find
 from export.loading import load as load_original
 from export.pair import export as export_pair
-from export.weights import operators, quantising
+from export.weights import operators, quantising, whole
 from export.weights.layers import Table
 from export.weights.stored import load_as_stored
 from export.weights.whole import quantise_model
@@ -34,6 +34,7 @@ from runtime.files.errors import OutriderError
 from runtime.files.manifest import (
     ENCODER_FILE,
     ENCODER_WEIGHTS_FILE,
+    GRAPH_FILE,
     HOST_FILE,
     HOST_WEIGHTS_FILE,
     read_bundle,
@@ -45,7 +46,7 @@ from runtime.text.options import Options
 
 INT4, INT8 = onnx.TensorProto.INT4, onnx.TensorProto.INT8
 FLOAT8 = onnx.TensorProto.FLOAT8E4M3FN
-BITS = {"int4": [INT4] * 8 + [INT8], "int8": [INT8] * 9}  # the output matrix has 8
+BITS = {"int4": {INT4, INT8}, "int8": {INT8}, "fp8": {FLOAT8}}
 
 
 @pytest.fixture(
@@ -140,11 +141,15 @@ def test_the_portable_graph_has_levels_and_standard_operators(graphs: tuple[Path
     products = [node for node in model.graph.node if node.op_type == "MatMul"]
     sources = [made[node.input[1]] for node in products]
     assert {node.op_type for node in sources} == {"DequantizeLinear"}
-    assert [types[node.input[0]] for node in sources] == BITS[weights]
+    assert {types[node.input[0]] for node in sources} == BITS[weights]
     # ONNX Runtime and TensorRT fuse what belongs to one product alone.
     shared = Counter(name for node in sources for name in node.input)
     assert set(shared.values()) == {1}
-    assert len(products) == 4 * 2 + 1  # of two layers, side by side where they read the same
+    # Of two layers, side by side where they read the same.
+    apart = sum(
+        made.get(node.input[0]) in products for node in model.graph.node if node.op_type == "Concat"
+    )
+    assert len(products) == 4 * 2 + 1 + apart
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
@@ -177,11 +182,46 @@ def test_the_graph_for_the_cpu_has_the_operators_of_liboutrider(graphs: tuple[Pa
 
 
 @pytest.mark.parametrize(
-    ("weights", "levels"),
-    cases([], [("fp8", [FLOAT8] * 9), ("int4", [INT4] * 8 + [INT8])]),
+    ("name", "options", "apart"),
+    [("llama", {}, 0), ("qwen2", {}, 0), ("llama", {"head_dim": 12}, 2)],
+    ids=["llama", "biases", "rows that fill no panel"],
 )
+def test_products_of_one_input_are_one_node_whatever_their_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: Any, apart: int
+) -> None:
+    """Values of the first layer have 8, keys of the second, and all but gates."""
+    eight = ["0.self_attn.v", "1.self_attn.k", "o_proj", "up_proj", "down_proj"]
+
+    def chosen(costs: dict[str, float], *_: Any) -> list[str]:
+        return [name for name in costs if any(part in name for part in eight)]
+
+    monkeypatch.setattr(whole, "dearest", chosen)
+    write(tmp_path / "model", name, **options)
+    export_pair(
+        str(tmp_path / "model"), None, tmp_path / "graphs", cache=tmp_path / "cache",
+        max_len=MAX_LEN, max_gamma=MAX_GAMMA, weights="int4",
+    )  # fmt: skip
+    found = nodes(tmp_path / "graphs", HOST_FILE)
+    assert found["outrider.QuantizedMatMul"] == 9 + apart and found[".Concat"] == apart
+    products = [
+        node
+        for node in graph(tmp_path / "graphs", HOST_FILE).graph.node
+        if node.op_type == "QuantizedMatMul"
+    ]
+    assert sum(len(node.input) == 5 for node in products) == 4 - apart
+    assert nodes(tmp_path / "graphs", GRAPH_FILE)[".MatMul"] == 9 + 4
+    # Attention reads the first layer's queries, keys and values as they come, the second's apart.
+    attention = [
+        node
+        for node in graph(tmp_path / "graphs", HOST_FILE).graph.node
+        if "Attention" in node.op_type
+    ]
+    assert [bool(node.input[1]) for node in attention] == [False, True]
+
+
+@pytest.mark.parametrize("weights", cases([], ["fp8", "int4"]))
 def test_a_graph_for_gpus_has_8_bits_with_a_scale_an_output(
-    workshop: Workshop, weights: str, levels: list[int]
+    workshop: Workshop, weights: str
 ) -> None:
     folder = workshop.graphs(workshop.checkpoint("llama"), weights=weights, dtype="float16")
     facts = read_pair(folder).target
@@ -192,7 +232,7 @@ def test_a_graph_for_gpus_has_8_bits_with_a_scale_an_output(
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     products = [node for node in model.graph.node if node.op_type == "MatMul"]
     sources = [made[node.input[1]] for node in products]
-    assert [stored[node.input[0]].data_type for node in sources] == levels
+    assert {stored[node.input[0]].data_type for node in sources} == BITS[weights]
     for node in sources:
         matrix, scales = (stored[name] for name in node.input)
         axis = {attribute.name: attribute.i for attribute in node.attribute}

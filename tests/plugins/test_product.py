@@ -57,11 +57,12 @@ class Node:
 
     def __init__(
         self, weight: Quantised, kind: str = "QuantizedMatMul", *, threads: int = 1,
-        parts: Packed | None = None, **attributes: int,
+        parts: Packed | None = None, more: Packed | None = None, **attributes: int,
     ):  # fmt: skip
         rows, columns = weight.levels.shape
         attributes = {"bits": weight.bits, "rows": rows, "columns": columns} | attributes
         matrix = dict(zip(("levels", "scales"), parts or packed(weight), strict=True))
+        matrix |= dict(zip(("more_levels", "more_scales"), more or (), strict=False))
         given = {"x": FLOAT if kind == "QuantizedMatMul" else INT64}
         self.session = session_of(kind, given, {"y": FLOAT}, matrix, threads=threads, **attributes)
 
@@ -129,6 +130,20 @@ def test_one_level_that_differs_is_seen(instruction_set: str, bits: Bits) -> Non
         assert (got == Node(weight)(x))[:, others].all()
 
 
+@pytest.mark.parametrize(("rows", "more"), [(48, ROWS), (16, 8), (400, 200)])
+def test_two_matrices_in_one_node_give_the_bits_of_each_alone(
+    instruction_set: str, bits: Bits, rows: int, more: int
+) -> None:
+    """The second with the other number of bits. (400, 200): shared between threads."""
+    first, second = matrix(bits, rows, 600), matrix(12 - bits, more, 600)  # type: ignore[arg-type]
+    x = activations(columns=600)
+    alone = np.concatenate([Node(first)(x), Node(second)(x)], axis=1)
+    for threads in (1, 2):
+        node = Node(first, more=packed(second), rows=rows + more, threads=threads)
+        for width in WIDTHS:
+            assert (node(x[:width]) == alone[:width]).all()
+
+
 @pytest.mark.parametrize("size", [1e30, 1e-30, 1e-36, 1e-37, 1e-40, 1e-45, 0])
 def test_activations_of_any_size(instruction_set: str, bits: Bits, size: float) -> None:
     weight = matrix(bits)
@@ -183,6 +198,23 @@ def test_a_matrix_of_other_sizes_is_refused(kind: str, bits: Bits) -> None:
             Node(weight, kind, **attributes)
     with pytest.raises(Exception, match="a weight has 4 or 8 bits"):
         Node(weight, kind, bits=5)
+
+
+def test_a_second_matrix_of_other_sizes_is_refused(bits: Bits) -> None:
+    first, second = matrix(bits, 32), matrix(12 - bits)  # type: ignore[arg-type]
+    levels, scales = packed(second)
+    few, rows = matrix(bits, 31), 32 + ROWS
+    Node(first, more=(levels, scales), rows=rows)(activations())
+    for more in ((levels[:-1], scales), (levels, scales[:-1]), (levels[..., :-1], scales),
+                 packed(few), (levels[:, :-1], scales), (levels[:0], scales[:0])):  # fmt: skip
+        with pytest.raises(Exception, match="a matrix has other sizes than it says"):
+            Node(first, more=more, rows=rows)(activations())
+    for wrong in (rows + 16, rows - 16, 32, 31, 16, 1):
+        with pytest.raises(Exception, match="a matrix has other sizes than it says"):
+            Node(first, more=(levels, scales), rows=wrong)(activations())
+    for wrong in (32, 31):  # nothing is left for a second
+        with pytest.raises(Exception, match="a matrix has other sizes than it says"):
+            Node(first, more=(levels[:0], scales[:0]), rows=wrong)(activations())
 
 
 def test_rows_of_another_length_are_refused() -> None:
@@ -285,4 +317,4 @@ def test_a_library_with_other_operators_has_another_interface() -> None:
     products = {"QuantizedMatMul", "QuantizedGather", "QuantizedExperts"}
     attentions = {"Attention", "QuantizedCacheAttention", "SourceAttention"}
     operators = {"Recurrence", "ShortConvolution", *attentions, *products}
-    assert (names, kernel.ABI_VERSION) == (operators, 11)
+    assert (names, kernel.ABI_VERSION) == (operators, 12)
