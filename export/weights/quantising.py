@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -50,7 +50,8 @@ class Quantising:
         self._packed, self._features = bool(checkpoint.packed), checkpoint.features
         self._option = "DRAFT_WEIGHTS" if role == "draft" else "WEIGHTS"
         self._bits: Bits = 4 if weights == "int4" else 8
-        self._most, self._each = bits, float(self._bits)  # a weight, at most and as it is
+        # A weight, at most; as it is; and where one matrix more had 8.
+        self._most, self._each, self._next = bits, float(self._bits), float(self._bits)
         self._found: dict[str, Quantised] = {}  # in half precision
         self._said = torch.empty(0)  # likewise
 
@@ -103,11 +104,13 @@ class Quantising:
             give_back()
             size = sum(weight.size for weight in found.values())
             self._each = bits_a_weight(found.values())
+            self._next = _with_one_more(found.values())
             said.note = f"{len(found)} matrices, {size / 2**20:,.1f} MiB"
             said.note += f", {self._each:.2f} bits a weight"
             if self._most is not None and self._each < self._most - 0.25:
                 note(
-                    f"of BITS={self._most:g} {self._each:.2f} are used: no other matrix may have 8"
+                    f"of BITS={self._most:g} {self._each:.2f} are used: no other matrix finds room "
+                    "for 8, or may have them"
                 )
             if left := sum(weight.nbytes for weight in expert_weights(model)):
                 said.note += f"; experts stay as they are, {left / 2**20:,.1f} MiB"
@@ -164,11 +167,18 @@ class Quantising:
         quality.refuse_nonsense(found, self.weights, self.source, self._option)
         plain = self.role == "target" and self._bits == 4 and self._most is None
         if plain and found.kl > quality.BOUND["int8"]:
-            more = min(self._each + 0.25, 8.5)
-            nearer = f"BITS={more:.1f} or " if self._features is None else ""
+            more = max(self._each + 0.25, self._next)
+            nearer = f"BITS={more:.1f} or " if self._features is None and more < 8 else ""
             cost = f"{found.kl:.2g} nats is much for a target"
             note(f"{cost}: {nearer}WEIGHTS=int8 loses less, for more bytes")
         return found
+
+
+def _with_one_more(weights: Collection[Quantised]) -> float:
+    """Bits a weight, if the smallest matrix of 4 bits had 8."""
+    four = [weight.levels.size for weight in weights if weight.bits == 4]
+    numbers = sum(weight.levels.size for weight in weights)
+    return bits_a_weight(weights) + 4 * min(four, default=0) / numbers
 
 
 def _put_away(tensor: torch.Tensor, folder: Path) -> torch.Tensor:

@@ -58,7 +58,7 @@ void round_row(const Call& c, int64_t row) {
     for (int i = 0; i < BLOCK; ++i) levels[i] = static_cast<int8_t>(wide[i]);
     const int32_t sum = fold(sums, sum_of<Integers>);
     c.x_scales[row * blocks + b] = scale;
-    c.x_sums[row * blocks + b] = -8 * sum;
+    c.x_sums[row * blocks + b] = sum;
   }
 }
 
@@ -78,7 +78,7 @@ constexpr int VECTORS = PANEL / LANES; // of a panel's outputs
 constexpr bool SIGNED = false; // whether weights of 8 bits get a sign before
 
 template <int BITS> INLINE Integers first_sum(int32_t x_sum) {
-  return OFFSET<BITS> / 8 * x_sum - Integers{};
+  return -OFFSET<BITS> * x_sum - Integers{};
 }
 template <int> INLINE Integers last_sum(Integers sum, int32_t) { return sum; }
 
@@ -108,7 +108,7 @@ INLINE Integers pairs(__m256i sums) { // of two neighbours, of 16 bits
 template <int> INLINE Integers first_sum(int32_t) { return Integers{}; }
 
 template <int BITS> INLINE Integers last_sum(Integers sum, int32_t x_sum) {
-  return BITS == 4 ? pairs(reinterpret_cast<__m256i>(sum)) + x_sum : sum;
+  return BITS == 4 ? pairs(reinterpret_cast<__m256i>(sum)) - OFFSET<BITS> * x_sum : sum;
 }
 
 template <int BITS> INLINE Integers added(Integers sum, Bytes weight, Bytes x) {
@@ -124,7 +124,7 @@ template <int BITS> INLINE Integers added(Integers sum, Bytes weight, Bytes x) {
 constexpr bool SIGNED = true;
 
 template <int BITS> INLINE Integers first_sum(int32_t x_sum) {
-  return (BITS == 4 ? x_sum : 0) - Integers{};
+  return (BITS == 4 ? -OFFSET<BITS> * x_sum : 0) - Integers{};
 }
 template <int> INLINE Integers last_sum(Integers sum, int32_t) { return sum; }
 
@@ -222,7 +222,7 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
     int32_t sum[R][PANEL];
     for (int r = 0; r < R; ++r)
       for (int lane = 0; lane < PANEL; ++lane)
-        sum[r][lane] = OFFSET<BITS> / 8 * c.x_sums[(first + r) * blocks + b];
+        sum[r][lane] = -OFFSET<BITS> * c.x_sums[(first + r) * blocks + b];
     for (int j = 0; j < BITS; ++j)
       for (int r = 0; r < R; ++r) {
         const int8_t* x = c.x_levels + ((first + r) * blocks + b) * BLOCK + BLOCK / BITS * j;

@@ -34,7 +34,7 @@ struct outrider_product {
   const uint16_t* scales;
   float* y; // [rows, N]
   // The rows of x, rounded: [rows, blocks, BLOCK]; [rows, blocks]; [rows, blocks], what their levels
-  // sum to, times -8: with 4 bits that makes good for the weights' levels being unsigned.
+  // sum to, as the weights' levels are unsigned.
   int8_t* x_levels;
   float* x_scales;
   int32_t* x_sums;
