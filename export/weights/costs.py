@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -87,11 +88,11 @@ def costs(
 
 def dearest(costs: Mapping[str, float], sizes: Mapping[str, int], room: float) -> list[str]:
     """Those that cost the most for each byte that they would take, as many as there is room for; or
-    one of the largest and then as many, where they cost more together: an embedding of half a
-    model's bytes would wait until all others have theirs, in room that nobody uses."""
+    one or two of the largest and then as many, where they cost more together: an embedding of half
+    a model's bytes would wait until all others have theirs, in room that nobody uses."""
     order = sorted(costs, key=lambda name: costs[name] / sizes[name], reverse=True)
 
-    def filled(*first: str) -> list[str]:
+    def filled(first: Iterable[str]) -> list[str]:
         left, chosen = room, []
         for name in dict.fromkeys([*first, *order]):
             if sizes[name] <= left:
@@ -100,7 +101,7 @@ def dearest(costs: Mapping[str, float], sizes: Mapping[str, int], room: float) -
         return chosen
 
     largest = sorted(costs, key=lambda name: sizes[name])[-_LARGEST:]
-    ways = [filled(), *map(filled, largest)]
+    ways = [filled(first) for count in range(3) for first in combinations(largest, count)]
     return max(ways, key=lambda chosen: sum(costs[name] for name in chosen))
 
 

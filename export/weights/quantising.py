@@ -52,6 +52,7 @@ class Quantising:
         self._bits: Bits = 4 if weights == "int4" else 8
         # A weight, at most; as it is; and where one matrix more had 8.
         self._most, self._each, self._next = bits, float(self._bits), float(self._bits)
+        self._chooses = self._features is None  # whether BITS would
         self._found: dict[str, Quantised] = {}  # in half precision
         self._said = torch.empty(0)  # likewise
 
@@ -86,8 +87,9 @@ class Quantising:
             try:
                 tell = partial(setattr, said, "phase")
                 found = quantise_model(
-                    model, self._bits, written, self._packed, rows, tell, self._most
-                )
+                    model, self._bits, written, self._packed, rows, tell, self._most,
+                    self._chose_not,
+                )  # fmt: skip
             except NoCosts as error:
                 raise OutriderError(
                     "architecture",
@@ -118,6 +120,10 @@ class Quantising:
         self._read = [states_of(model, source) for source in read] if self._shares else read
         if model.dtype != torch.float32:  # `again`, and `measure` without an engine, are for these
             self._found, self._said = found, _put_away(self._say(model), folder)
+
+    def _chose_not(self, why: str) -> None:
+        self._chooses = False
+        note(f"the output matrix has 8 bits: what others cost with 4 cannot be told ({why})")
 
     def _write(self, model: PreTrainedModel, length: int) -> quality.Texts | None:
         """Texts to quantise by, if any; what to measure on is kept.
@@ -168,7 +174,7 @@ class Quantising:
         plain = self.role == "target" and self._bits == 4 and self._most is None
         if plain and found.kl > quality.BOUND["int8"]:
             more = max(self._each + 0.25, self._next)
-            nearer = f"BITS={more:.1f} or " if self._features is None and more < 8 else ""
+            nearer = f"BITS={math.ceil(10 * more) / 10:g} or " if self._chooses and more < 8 else ""
             cost = f"{found.kl:.2g} nats is much for a target"
             note(f"{cost}: {nearer}WEIGHTS=int8 loses less, for more bytes")
         return found

@@ -10,9 +10,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from runtime.files.progress import note
-
 from ..decoder import NAME
+from ..encoder import arguments
 from .blocks import BLOCK, Bits, Quantised, Rows, bytes_of, quantise8, quantise_rows, recover
 from .costs import NoCosts, costs, dearest
 from .experts import QuantisedExperts, are_experts
@@ -36,6 +35,7 @@ def quantise_model(
     rows: Rows | None = None,  # what has 8 bits has a scale a row, and such levels
     said: Said = silent,  # hears how far it is
     most: float | None = None,  # bits a weight, which texts and 4 bits may take
+    chose_not: Said = silent,  # hears why the output matrix has 8 bits, and nothing was chosen
 ) -> dict[str, Quantised]:
     """Quantise the model's matrices. A module is replaced as soon as its levels are chosen, so no
     dense copy of the model is made.
@@ -48,9 +48,11 @@ def quantise_model(
     With texts, 4 bits are rounded with error feedback, by all but the last few of them. Every
     matrix sees its inputs as the quantised matrices before it make them: all are quantised in one
     pass, each when it is called. Then those get 8 bits that cost the model the most for it
-    (`costs`, by the last texts), as many as there is room for: `most`, or what 8 bits at the ends
-    (`_ends`) would take. Experts do not, nor what has kept its levels. What is no mapped file's is
-    held dense until then. Without texts, or of a model that has no gradients, the ends have 8 bits.
+    (`costs`, by the last texts), as many as there is room for: `most`, or what 8 bits for the
+    output matrix would take, so that a step reads as many bytes. Experts do not, nor what has kept
+    its levels, nor, without `most`, tables of which a row is looked up: they have 8 bits anyway.
+    What is no mapped file's is held dense until then, so half precision, which has none, chooses
+    with `most` alone. Where nothing can be chosen, the output matrix has 8 bits.
     Raises ValueError for NaN, infinity and what no float16 scale reaches, with the name; NoCosts
     with `most`.
     """
@@ -87,13 +89,14 @@ def quantise_model(
         # Levels of 8 bits are found again in blocks, which whole rows are not.
         for name in (*inner, ends[0]) if keep and not (rows and bits == 8) else ():
             take(name, lambda weight: recover(weight, bits))
-        if texts is not None:
+        if texts is not None and (most is not None or rows is None):
+            stay = {*found, *(ends[1:] if most is None else ())}
             full = {
                 name: _matrix(model, paths[0])
                 for name, paths in places.items()
-                if name not in found and not are_experts(owner_of(model, paths[0])[0])
+                if name not in stay and not are_experts(owner_of(model, paths[0])[0])
             }
-        # The ends first: what the layers see of the embedding is to be what they will see of it.
+        # The ends first, as the layers see the embedding. They may have 4 bits in the end.
         for name in ends:
             take(name, nearest(8))
         last = None
@@ -103,14 +106,12 @@ def quantise_model(
             last = Reader(model, waiting, take).read(texts[:-_PROBED] if some else texts)
         for name in inner:  # no texts, or none that came by
             take(name, nearest(bits))
-        if texts is None:
-            return found
         eight = [name for name in ends if name in full]
+        if texts is None or (most is None and (not eight or full.keys() == {*eight})):
+            return found  # there is nothing to choose
         for name in eight:
-            seen = None
-            if name == ends[0] and last is not None and last.shape[1] == full[name].shape[1]:
-                seen = factor(last)
-            again(name, partial(quantise4, factor=seen))
+            seen = last if name == ends[0] and _sees(model, last, texts) else None
+            again(name, partial(quantise4, factor=None if seen is None else factor(seen)))
         more = {name: _more(found[name], rows) for name in full}
         room: float = sum(more[name] for name in eight)
         if most is not None:
@@ -119,22 +120,39 @@ def quantise_model(
         layers = {name: {model.get_submodule(path) for path in places[name]} for name in full}
         said("what each of them costs")
         try:
-            if most is not None or full.keys() != set(eight):  # else there is nothing to choose
-                each = costs(model, full, layers, texts[-_PROBED:])
-                eight = dearest(each, more, room)
+            each = costs(model, full, layers, texts[-_PROBED:])
+            eight = dearest(each, more, room)
         except NoCosts as error:
             if most is not None:
                 raise
-            note(f"the output matrix has 8 bits: what others cost cannot be told ({error})")
+            chose_not(str(error))
         for name in eight:
             again(name, nearest(8))
     return found
 
 
+def _sees(model: PreTrainedModel, last: torch.Tensor | None, texts: Texts) -> bool:
+    """Whether the output matrix multiplies what the layers give last, [T, K] of all texts, or that
+    times a number: some models have another layer between."""
+    seen: list[torch.Tensor] = []
+    output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    hook = output.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    try:
+        model(**arguments(model, texts[:1].ids, texts[:1].sources), use_cache=False)
+    finally:
+        hook.remove()
+    if last is None or not seen or seen[0].shape[-1] != last.shape[-1]:
+        return False
+    x = seen[0].flatten(0, -2)
+    alike = torch.nn.functional.cosine_similarity(x.float(), last[: len(x)].float(), dim=-1)
+    return bool(alike.mean() > 0.99)
+
+
 def _more(weight: Quantised, rows: Rows | None) -> int:
-    """Bytes that 8 bits take more than the 4 that it has."""
+    """Bytes that 8 bits take more than the 4 that it has; of rows of 33 and 34 it is none."""
     count, columns = weight.levels.shape
-    return bytes_of(count, columns, 8, columns if rows else BLOCK) - weight.size
+    width = columns if rows and columns > BLOCK else BLOCK
+    return max(1, bytes_of(count, columns, 8, width) - weight.size)
 
 
 def least(model: PreTrainedModel) -> float:
