@@ -61,8 +61,8 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         metavar="B",
         help="a weight, scales included, that int4 of the target may take, 4.5 to 8.5: matrices "
-        "that cost the model the most with 4 have 8 (default: what 8 for the output matrix and "
-        "embeddings would take)",
+        "that cost the model the most with 4 have 8 (default: as many bytes a step as with 8 for "
+        "the output matrix alone)",
     )
     add(
         "--draft-weights",

@@ -78,7 +78,7 @@ class Wanted:
     """What is to be made of a checkpoint.
 
     role: as in progress lines. text: token ids to measure the quality of quantised weights on; None
-    has the model write them. bits: a weight, that int4 may take; None: as with 8 for an end.
+    has the model write them. bits: a weight, that int4 may take; None: see `quantise_model`.
     shares: whether it reads what the target's encoder has made. states: whether the backend runs
     recurrent ones. The others are those of `GraphFacts`.
     """

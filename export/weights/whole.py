@@ -134,6 +134,8 @@ def quantise_model(
 def _sees(model: PreTrainedModel, last: torch.Tensor | None, texts: Texts) -> bool:
     """Whether the output matrix multiplies what the layers give last, [T, K] of all texts, or that
     times a number: some models have another layer between."""
+    if last is None:
+        return False
     seen: list[torch.Tensor] = []
     output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     hook = output.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
@@ -141,7 +143,7 @@ def _sees(model: PreTrainedModel, last: torch.Tensor | None, texts: Texts) -> bo
         model(**arguments(model, texts[:1].ids, texts[:1].sources), use_cache=False)
     finally:
         hook.remove()
-    if last is None or not seen or seen[0].shape[-1] != last.shape[-1]:
+    if not seen or seen[0].shape[-1] != last.shape[-1]:
         return False
     x = seen[0].flatten(0, -2)
     alike = torch.nn.functional.cosine_similarity(x.float(), last[: len(x)].float(), dim=-1)

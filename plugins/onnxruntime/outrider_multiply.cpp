@@ -69,12 +69,12 @@ ort::Status* create(const ort::Operator* of, const Api* api, const ort::KernelIn
 }
 
 int64_t panels_of(int64_t rows) { return (rows + PANEL - 1) / PANEL; }
+int64_t blocks_of(const Kernel& kernel) { return (kernel.columns + BLOCK - 1) / BLOCK; }
 
 // Whether they are those of a matrix of so many rows.
 bool fit(const Kernel& kernel, const ort::Tensor& levels, const ort::Tensor& scales, int64_t rows,
          int64_t bits) {
-  const int64_t panels = kernel.experts * panels_of(rows);
-  const int64_t blocks = (kernel.columns + BLOCK - 1) / BLOCK;
+  const int64_t panels = kernel.experts * panels_of(rows), blocks = blocks_of(kernel);
   return ort::has_sizes(levels, {panels, blocks, 64 * bits}) &&
          ort::has_sizes(scales, {panels, blocks, PANEL});
 }
@@ -148,7 +148,7 @@ ort::Status* multiply(void* made, ort::Context* context) {
   if (ort::Status* status = ort::output(api, context, 0, in[X].sizes, last + 1, &y)) return status;
   c.x = static_cast<const float*>(in[X].data), c.y = static_cast<float*>(y);
   put_matrix(&c, in[LEVELS], in[SCALES]);
-  const int64_t blocks = (c.depth + BLOCK - 1) / BLOCK;
+  const int64_t blocks = blocks_of(kernel);
   const size_t count = static_cast<size_t>(c.rows * blocks);
   const std::unique_ptr<char[]> rounded(new (std::nothrow) char[count * ROUNDED]);
   if (!rounded) return ort::refuse(api, "out of memory");
@@ -194,7 +194,7 @@ ort::Status* ask_experts(void* made, ort::Context* context) {
   c.columns = c.stride = kernel.rows;
   c.x = static_cast<const float*>(in[X].data);
   put_matrix(&c, in[LEVELS], in[SCALES]);
-  const int64_t blocks = (c.depth + BLOCK - 1) / BLOCK;
+  const int64_t blocks = blocks_of(kernel);
   const size_t given = static_cast<size_t>(c.rows * blocks);
   const size_t sorted = static_cast<size_t>(rows * blocks);
   const size_t wide = static_cast<size_t>(rows * kernel.rows), all = static_cast<size_t>(rows);
@@ -262,7 +262,7 @@ ort::Status* gather(void* made, ort::Context* context) {
   ort::Tensor in[INPUTS];
   if (ort::Status* status = inputs(kernel, context, in)) return status;
   ort::Tensor& ids = in[X];
-  const int64_t blocks = (kernel.columns + BLOCK - 1) / BLOCK;
+  const int64_t blocks = blocks_of(kernel);
   if (ids.dimensions >= sizeof ids.sizes / sizeof ids.sizes[0])
     return ort::refuse(api, "ids have too many dimensions");
   int64_t count = 1;
