@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.integrations.gguf import gguf_tokenizer_mapping as vocabularies
 
 from runtime.files.errors import OutriderError
@@ -15,12 +17,16 @@ from .gguf import GgufFile
 # Byte-level vocabularies whose texts are cut as GPT-2's, and those that have digits cut as well.
 _GPT2_SPLIT = {"gpt-2", "phi-2", "mpt", "olmo", "jais"}
 _DIGITS_SPLIT = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
+# DeepSeek's coders cut by one expression after the other.
+_CODER = "deepseek-coder"
+_CODER_SPLITS = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
 # Those whose texts begin with a token where no key says otherwise, and which have words that no
 # merges lead to.
 _AS_LLAMA3 = {
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
     "jina-v5-nano", "tekken",
 }  # fmt: skip
+_MATCHED_WHOLE = (3, 4)  # llama.cpp's kinds of tokens: control, and user defined
 
 
 def read(name: str, file: GgufFile) -> PreTrainedTokenizerFast:
@@ -28,14 +34,17 @@ def read(name: str, file: GgufFile) -> PreTrainedTokenizerFast:
     cutting texts into tokens is not known."""
     architecture, parts, options = vocabularies.get_gguf_tokenizer(str(file.path))
     cut = parts.get("pre_tokenizer_type")
-    known = _GPT2_SPLIT | _DIGITS_SPLIT | vocabularies.GGUF_PRE_TOKENIZER_SPLITS.keys()
+    known = _GPT2_SPLIT | _DIGITS_SPLIT | {_CODER} | vocabularies.GGUF_PRE_TOKENIZER_SPLITS.keys()
     if parts.get("tokenizer_type") == "gpt2" and cut not in known:
         raise OutriderError(
             "checkpoint",
             f"{name} cuts texts in a way that is not known: tokenizer.ggml.pre = {cut!r}",
             "Put the file into a folder with its original's tokenizer.json, and give the folder.",
         )
-    backend, _ = vocabularies.convert_gguf_tokenizer(architecture, parts)
+    if parts.get("tokenizer_type") == "gpt2":
+        backend = _byte_level(architecture, parts)
+    else:
+        backend, _ = vocabularies.convert_gguf_tokenizer(architecture, parts)
     if cut in _DIGITS_SPLIT:
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
@@ -43,6 +52,10 @@ def read(name: str, file: GgufFile) -> PreTrainedTokenizerFast:
                 pre_tokenizers.ByteLevel(add_prefix_space=False),
             ]
         )
+    if cut == _CODER:
+        steps = [pre_tokenizers.Split(Regex(each), "isolated") for each in _CODER_SPLITS]
+        bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, bytes_])
     if cut in _AS_LLAMA3:
         backend.model.ignore_merges = True
         options.setdefault("add_bos_token", True)
@@ -51,6 +64,27 @@ def read(name: str, file: GgufFile) -> PreTrainedTokenizerFast:
     made: PreTrainedTokenizerFast
     made = PreTrainedTokenizerFast(tokenizer_object=backend, **options)  # type: ignore[no-untyped-call]
     return made
+
+
+def _byte_level(architecture: str, parts: dict[str, Any]) -> Tokenizer:
+    """Transformers', with the special and added tokens that no bytes spell, as DeepSeek's with wide
+    bars, which it cuts as if they were words that are marked by mistake; and without those of GPT-2
+    that it adds to every vocabulary, behind the model's last."""
+    tokens, kinds = parts["tokens"], parts.get("token_type") or ()
+    bytes_ = set(bytes_to_unicode().values())  # type: ignore[no-untyped-call]
+    matched = {t for t, kind in zip(tokens, kinds, strict=False) if kind in _MATCHED_WHOLE}
+    names = {f"<|token-{i}|>": t for i, t in enumerate(tokens) if t in matched and {*t} - bytes_}
+    stand_ins = {token: name for name, token in names.items()}
+    parts = {**parts, "tokens": [stand_ins.get(token, token) for token in tokens]}
+    said = json.loads(vocabularies.convert_gguf_tokenizer(architecture, parts)[0].to_str())
+    vocabulary = said["model"]["vocab"].items()
+    said["model"]["vocab"] = {names.get(token, token): i for token, i in vocabulary}
+    said["added_tokens"] = [
+        {**token, "content": names.get(token["content"], token["content"])}
+        for token in said["added_tokens"]
+        if token["id"] < len(tokens)
+    ]
+    return Tokenizer.from_str(json.dumps(said))
 
 
 def _sentencepiece(architecture: str, backend: Tokenizer, prefix: bool) -> Tokenizer:

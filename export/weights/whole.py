@@ -21,6 +21,8 @@ from .layers import put
 from .quality import Said, Texts, silent
 from .stored import parameter
 
+Make = Callable[[torch.Tensor], Quantised]  # of a matrix [N, K]
+
 _OF_LAYERS = "embed_tokens_per_layer"  # of Gemma 3n and 4: what each layer adds for a token
 _USUAL = (torch.nn.Linear.forward, Conv1D.forward)
 # Texts that say what a matrix costs. Those that it was rounded by find an output matrix cheap.
@@ -56,79 +58,96 @@ def quantise_model(
     Raises ValueError for NaN, infinity and what no float16 scale reaches, with the name; NoCosts
     with `most`.
     """
-    places = _places(model)
-    ends = _ends(model, places)
+    matrices = _Matrices(model, said)
+    places, ends = matrices.places, _ends(model, matrices.places)
     inner = [name for name in places if name not in ends]
     texts = texts if bits == 4 else None  # of 8 bits there is nothing to gain
-    found: dict[str, Quantised] = {}
-    full: dict[str, torch.Tensor] = {}  # what may get 8 bits yet
+    exact: dict[str, torch.Tensor] = {}  # what may get 8 bits yet
 
-    def take(name: str, make: Callable[[torch.Tensor], Quantised | None]) -> None:
-        if name in found:
-            return
-        try:
-            made = make(full[name] if name in full else _matrix(model, places[name][0]))
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        if made is not None:
-            found[name] = made
-            for path in places[name]:
-                _put(model, path, made)
-            said(f"{len(found)} of {len(places)} matrices")
-
-    def again(name: str, make: Callable[[torch.Tensor], Quantised]) -> None:
-        del found[name]
-        take(name, make)
-
-    def nearest(to: Bits) -> Callable[[torch.Tensor], Quantised]:
+    def nearest(to: Bits) -> Make:
         if to == 8 and rows:
             return lambda weight: quantise_rows(weight, rows)
         return quantise8 if to == 8 else quantise4
 
+    def choose(texts: Texts, last: torch.Tensor | None) -> None:
+        """Which have 8 bits, when all have their levels. last: see `Reader.read`."""
+        eight = [name for name in ends if name in exact]
+        if most is None and (not eight or exact.keys() == {*eight}):
+            return  # there is nothing to choose
+        for name in eight:
+            seen = last if name == ends[0] and _sees(model, last, texts) else None
+            make = partial(quantise4, factor=None if seen is None else factor(seen))
+            matrices.put(name, make, exact[name])
+        more = {name: _more(matrices.found[name], rows) for name in exact}
+        room: float = sum(more[name] for name in eight)
+        if most is not None:
+            made = matrices.found.values()
+            room = most / 8 * sum(weight.levels.size for weight in made)
+            room -= sum(weight.size for weight in made)
+        layers = {name: {model.get_submodule(path) for path in places[name]} for name in exact}
+        said("what each of them costs")
+        try:
+            eight = dearest(costs(model, exact, layers, texts[-_PROBED:]), more, room)
+        except NoCosts as error:
+            if most is not None:
+                raise
+            chose_not(str(error))
+        for name in eight:
+            matrices.put(name, nearest(8), exact[name])
+
     with torch.no_grad():
         # Levels of 8 bits are found again in blocks, which whole rows are not.
         for name in (*inner, ends[0]) if keep and not (rows and bits == 8) else ():
-            take(name, lambda weight: recover(weight, bits))
+            matrices.take(name, lambda weight: recover(weight, bits))
         if texts is not None and (most is not None or rows is None):
-            stay = {*found, *(ends[1:] if most is None else ())}
-            full = {
+            stay = {*matrices.found, *(ends[1:] if most is None else ())}
+            exact = {
                 name: _matrix(model, paths[0])
                 for name, paths in places.items()
                 if name not in stay and not are_experts(owner_of(model, paths[0])[0])
             }
         # The ends first, as the layers see the embedding. They may have 4 bits in the end.
         for name in ends:
-            take(name, nearest(8))
+            matrices.take(name, nearest(8))
         last = None
         if texts is not None:
-            waiting = {name: places[name] for name in inner if name not in found}
+            waiting = {name: places[name] for name in inner if name not in matrices.found}
             some = len(texts.ids) > _PROBED
-            last = Reader(model, waiting, take).read(texts[:-_PROBED] if some else texts)
+            reader = Reader(model, waiting, matrices.take)
+            last = reader.read(texts[:-_PROBED] if some else texts)
         for name in inner:  # no texts, or none that came by
-            take(name, nearest(bits))
-        eight = [name for name in ends if name in full]
-        if texts is None or (most is None and (not eight or full.keys() == {*eight})):
-            return found  # there is nothing to choose
-        for name in eight:
-            seen = last if name == ends[0] and _sees(model, last, texts) else None
-            again(name, partial(quantise4, factor=None if seen is None else factor(seen)))
-        more = {name: _more(found[name], rows) for name in full}
-        room: float = sum(more[name] for name in eight)
-        if most is not None:
-            room = most / 8 * sum(weight.levels.size for weight in found.values())
-            room -= sum(weight.size for weight in found.values())
-        layers = {name: {model.get_submodule(path) for path in places[name]} for name in full}
-        said("what each of them costs")
+            matrices.take(name, nearest(bits))
+        if texts is not None:
+            choose(texts, last)
+    return matrices.found
+
+
+class _Matrices:
+    """Those of a model that are exchanged for quantised ones, and of which it has been done."""
+
+    def __init__(self, model: PreTrainedModel, said: Said):
+        self.places = _places(model)
+        self.found: dict[str, Quantised] = {}
+        self._model, self._said = model, said
+
+    def take(self, name: str, make: Callable[[torch.Tensor], Quantised | None]) -> None:
+        """Exchange it, if that is still to be done and `make` can."""
+        if name not in self.found:
+            self.put(name, make, _matrix(self._model, self.places[name][0]))
+
+    def put(
+        self, name: str, make: Callable[[torch.Tensor], Quantised | None], weight: torch.Tensor
+    ) -> None:
+        """Exchange it for what is made of `weight`, [N, K]."""
         try:
-            each = costs(model, full, layers, texts[-_PROBED:])
-            eight = dearest(each, more, room)
-        except NoCosts as error:
-            if most is not None:
-                raise
-            chose_not(str(error))
-        for name in eight:
-            again(name, nearest(8))
-    return found
+            made = make(weight)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        if made is not None:
+            self.found[name] = made
+            for path in self.places[name]:
+                _put(self._model, path, made)
+            self._said(f"{len(self.found)} of {len(self.places)} matrices")
 
 
 def _sees(model: PreTrainedModel, last: torch.Tensor | None, texts: Texts) -> bool:

@@ -208,6 +208,25 @@ def test_tokenizers_of_gguf_files(source: Path, tmp_path: Path) -> None:
     for cut, ids in (("llama-bpe", [0, 256]), ("gpt-4o", [TOKENS.index("a"), TOKENS.index("b")])):
         gguf_files.write(tmp_path / "model.gguf", source, more={"tokenizer.ggml.pre": cut, **more})
         assert load_tokenizer(find(str(tmp_path / "model.gguf")))("ab").input_ids == ids
+    # Special tokens, and a user's, that no bytes spell: each is one, under its own number.
+    whole = ["<｜User｜>", "    ", "<｜end▁of▁sentence｜>"]
+    kinds = [*[1] * (len(TOKENS) - 3), 3, 4, 3]
+    more = {"tokenizer.ggml.tokens": [*TOKENS[:-3], *whole], "tokenizer.ggml.token_type": kinds}
+    more["tokenizer.ggml.bos_token_id"] = more["tokenizer.ggml.eos_token_id"] = len(TOKENS) - 1
+    gguf_files.write(tmp_path / "model.gguf", source, more={"tokenizer.ggml.pre": "qwen2", **more})
+    own = load_tokenizer(find(str(tmp_path / "model.gguf")))
+    text = "a<｜User｜>    b<｜end▁of▁sentence｜>"
+    user, spaces, end = range(len(TOKENS) - 3, len(TOKENS))
+    assert own(text).input_ids == [TOKENS.index("a"), user, spaces, TOKENS.index("b"), end]
+    assert own.decode(own(text).input_ids) == text and own.bos_token_id == end
+    assert own.decode(own(text).input_ids, skip_special_tokens=True) == "a    b"
+    # Nor does it have more tokens than the model.
+    assert len(own) == len(TOKENS) and max(own("<|endoftext|>").input_ids) < len(TOKENS)
+    more = {"tokenizer.ggml.pre": "deepseek-coder"}
+    gguf_files.write(tmp_path / "model.gguf", source, more=more)
+    pieces = load_tokenizer(find(str(tmp_path / "model.gguf"))).backend_tokenizer.pre_tokenizer
+    cut = [piece for piece, _ in pieces.pre_tokenize_str("if x: 23!\n")]
+    assert cut == ["if", "Ġx", ":", "Ġ", "2", "3", "!", "Ċ"]
     (tmp_path / TOKENIZER_FILE).write_bytes((source / TOKENIZER_FILE).read_bytes())
     beside = load_tokenizer(find(str(tmp_path))).backend_tokenizer
     assert beside.to_str() == original.backend_tokenizer.to_str()
