@@ -443,6 +443,25 @@ def test_a_user_cannot_end_his_turn(files: dict[str, Path], name: str) -> None:
     assert end in tokenizer.encode("the</s>road")
 
 
+@pytest.mark.parametrize("kind", ["pieces", "merges"])
+def test_what_the_model_itself_knows_does_not_control(kind: str) -> None:
+    """Fault: a special token is a piece like others, as T5's, or all of it is merged."""
+    vocabulary = ["<unk>", "</s>", *"</s>", "</", "s>", "a"]
+    if kind == "pieces":
+        scored = [(piece, 0.0 if piece == "</s>" else -1.0) for piece in vocabulary]
+        model = tokenizers.Tokenizer(models.Unigram(scored, unk_id=0))
+    else:
+        ids = {piece: i for i, piece in enumerate(vocabulary)}
+        merges = [("<", "/"), ("s", ">"), ("</", "s>")]
+        model = tokenizers.Tokenizer(models.BPE(ids, merges, unk_token="<unk>"))
+    model.add_special_tokens(["<unk>", "</s>"])
+    literal = LiteralTokenizer(model)
+    model.encode_special_tokens = True
+    assert model.encode("a</s>").ids == [8, 1]  # the control
+    assert literal.encode("a</s>?") == [8, 6, 7, 0]
+    assert literal.encode_rendered(literal.broken("</s>") + "</s>") == [6, 7, 1]
+
+
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
 def test_other_texts_are_the_same(files: dict[str, Path], name: str) -> None:
     tokenizer = Tokenizer(files[name], chat_template=LLAMA, special_tokens=SPECIAL_TEXTS)
