@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -28,7 +29,10 @@ EXAMPLES = sorted(MODULES - SERVERS)
 
 
 def test_there_are_examples() -> None:
-    assert EXAMPLES == ["batch", "generate", "own_draft", "stream"] and MODULES > SERVERS
+    assert (
+        EXAMPLES == ["batch", "generate", "json_schema", "own_draft", "stream"]
+        and MODULES > SERVERS
+    )
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -38,7 +42,9 @@ def test_an_example(name: str, llama_bundle: Path, tmp_path: Path) -> None:
     command = [sys.executable, copy, str(llama_bundle)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.strip()
-    if name == "own_draft":
+    if name == "json_schema":
+        assert json.loads(done.stdout.split("\n")[0]).keys() == {"name", "age", "tags"}
+    if name in ("json_schema", "own_draft"):
         assert "the same text as without: True" in done.stdout
 
 
