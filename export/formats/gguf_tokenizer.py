@@ -15,8 +15,10 @@ from runtime.files.errors import OutriderError
 from .gguf import GgufFile
 
 # Byte-level vocabularies whose texts are cut as GPT-2's, and those that have digits cut as well.
-_GPT2_SPLIT = {"gpt-2", "phi-2", "mpt", "olmo", "jais"}
-_DIGITS_SPLIT = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
+_GPT2_SPLIT = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "mellum", "a.x-4.0", "trillion"}
+_DIGITS_SPLIT = {
+    "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b",
+}  # fmt: skip
 # DeepSeek's coders cut by one expression after the other.
 _CODER = "deepseek-coder"
 _CODER_SPLITS = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
