@@ -123,7 +123,7 @@ def logits(
             "Check that config.json belongs to these weights.",
         ) from None
     if not torch.isfinite(said).all():  # a bound made of them would hold for anything
-        dtype = str(model.dtype).removeprefix("torch.")
+        dtype = str(said.dtype).removeprefix("torch.")
         raise OutriderError(
             "checkpoint",
             f"this {type(model).__name__} says NaN or infinity in {dtype}",

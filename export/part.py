@@ -183,7 +183,7 @@ class _Original:
     """What is known of the model when its weights are gone.
 
     rounded: with activations rounded as liboutrider does; None where weights are not quantised.
-    exact: in float64, of experts of few bits.
+    exact: in float64, of experts of few bits and what reads text with an encoder.
     """
 
     parameters: int
@@ -267,8 +267,10 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
         if quantising:
             with rounding_activations():
                 rounded = compare.reference(*given)
-        if narrow and any(isinstance(module, QuantisedExperts) for module in model.modules()):
-            # Of two that score alike either may be asked. Some models cannot compute in it.
+        experts = any(isinstance(module, QuantisedExperts) for module in model.modules())
+        if narrow and (experts or (checkpoint.has_encoder and not checkpoint.features)):
+            # Of two experts that score alike either may be asked, and T5's scores are not scaled
+            # down. Some models cannot compute in it.
             with in_double(model), suppress(OutriderError):
                 exact = compare.reference(*given)
         shapes = cache_shapes(model, checkpoint)
@@ -456,6 +458,8 @@ def _reason(error: BaseException) -> str:
         error = error.__cause__
     if isinstance(error, UnsupportedArchitecture):
         return str(error)
+    if "complex" in str(error):
+        return "it computes with complex numbers"
     if "data-dependent" in str(error):
         return "what it computes depends on numbers that are known only while it runs"
     return f"torch.export cannot follow its code ({first_line(error)})"

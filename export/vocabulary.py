@@ -183,9 +183,14 @@ def audio(checkpoint: Checkpoint) -> AudioFacts | None:
 
 
 def _generation(checkpoint: Checkpoint) -> GenerationConfig:
-    """As Transformers has it, which takes an old checkpoint's from its config.json."""
-    own = generation_config(checkpoint)
-    return own or GenerationConfig.from_model_config(checkpoint.config)
+    """As Transformers has it, which takes an old checkpoint's from its config.json: from the file,
+    for its configurations have thrown away what only generating reads. Of GGUF there is none."""
+    if (own := generation_config(checkpoint)) is not None:
+        return own
+    file, said = checkpoint.path / "config.json", checkpoint.config
+    if file.is_file():
+        said = json.loads(file.read_text(encoding="utf-8"))
+    return GenerationConfig.from_model_config(said)
 
 
 def rules(checkpoint: Checkpoint) -> TextRules | None:

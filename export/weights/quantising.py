@@ -82,7 +82,8 @@ class Quantising:
         with stage(self.role, f"quantise, {self.weights}") as said:
             # Half precision is for TensorRT, which makes a dense copy of blocks of 8 bits.
             rows: Rows | None = None
-            if model.dtype != torch.float32:
+            half = model.dtype != torch.float32  # an OLMo has no dense number left afterwards
+            if half:
                 rows = "fp8" if self.weights == "fp8" else "int8"
             try:
                 tell = partial(setattr, said, "phase")
@@ -118,7 +119,7 @@ class Quantising:
                 said.note += f"; experts stay as they are, {left / 2**20:,.1f} MiB"
         read = self._texts.one_by_one
         self._read = [states_of(model, source) for source in read] if self._shares else read
-        if model.dtype != torch.float32:  # `again`, and `measure` without an engine, are for these
+        if half:  # `again`, and `measure` without an engine, are for these
             self._found, self._said = found, _put_away(self._say(model), folder)
 
     def _chose_not(self, why: str) -> None:

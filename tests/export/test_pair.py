@@ -26,11 +26,11 @@ from exported import (
     edit_weights,
     text,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from workshop import MAX_GAMMA, MAX_LEN, Workshop
 
 from engines.bundle import build
-from export import checkpoint, part, vocabulary
+from export import checkpoint, loading, part, vocabulary
 from export.pair import export as export_pair
 from runtime import load
 from runtime.files.manifest import GRAPH_FILE, PART_FILE, Pair, read_pair
@@ -125,6 +125,26 @@ def test_what_a_bundle_does_not_carry_is_named(
     assert said == dict([*asked.items()][:named])
 
 
+@pytest.mark.parametrize("architecture", [TIED, "bart"])
+def test_an_old_checkpoint_generates_by_its_config_json(tmp_path: Path, architecture: str) -> None:
+    """As Transformers has it, whose configurations throw these fields away. Fault: a BART without
+    generation_config.json did not begin as it should, and repeated itself."""
+    folder = write(tmp_path / "checkpoint", architecture)
+    asked = {"no_repeat_ngram_size": 3, "bad_words_ids": [[7]], "forced_bos_token_id": 5}
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **asked, "num_beams": 4}))
+    found = checkpoint.find(str(folder))
+    kind = AutoModelForSeq2SeqLM if found.has_encoder else AutoModelForCausalLM
+    theirs, rules = kind.from_pretrained(folder).generation_config, vocabulary.rules(found)
+    assert rules and (rules.no_repeat_ngram_size, rules.bad_words_ids) == (3, [[7]])
+    assert rules.forced_eos_token_id == theirs.forced_eos_token_id
+    named = vocabulary.sampling_defaults(found)
+    assert named["num_beams"] == theirs.num_beams == 4
+    if found.has_encoder:
+        assert vocabulary.start_ids(found) == [theirs.decoder_start_token_id, 5]
+
+
 @pytest.mark.parametrize("of_text", [9, None])
 def test_the_whole_model_says_where_texts_end(tmp_path: Path, of_text: int | None) -> None:
     """As `generate` has it, where its text has a configuration of its own."""
@@ -135,6 +155,18 @@ def test_the_whole_model_says_where_texts_end(tmp_path: Path, of_text: int | Non
     (folder / "config.json").write_text(json.dumps(config))
     found = checkpoint.find(str(folder))
     assert vocabulary.end_of_text_ids(found, vocabulary.load_tokenizer(found)) == [5]
+
+
+def test_weights_that_need_not_be_there(tmp_path: Path) -> None:
+    """Pegasus' sines, which Transformers makes, and a constant that files of GPT-2 once had."""
+    sines, constant = "model.decoder.embed_positions.weight", "transformer.h.0.attn.masked_bias"
+    pegasus, gpt2 = write(tmp_path / "pegasus", "pegasus"), write(tmp_path / "gpt2", "gpt2")
+    edit_weights(pegasus, lambda w: w.pop(sines))
+    edit_weights(gpt2, lambda w: w.update({constant: torch.tensor(-1e4)}))
+    model = loading.load(checkpoint.find(str(pegasus)), torch.float32)
+    table = model.get_submodule(sines.removesuffix(".weight"))
+    assert torch.equal(table.weight, table.create_weight())
+    loading.load(checkpoint.find(str(gpt2)), torch.float32)
 
 
 def test_tokenizer_and_chat_template_travel_along(workshop: Workshop, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from workshop import MAX_GAMMA, MAX_LEN, Workshop
 
 from engines.bundle import build
+from export import compare
 from export.checkpoint import find
 from export.loading import load as load_original
 from export.pair import export as export_pair
@@ -59,6 +60,29 @@ def graphs(request: pytest.FixtureRequest, workshop: Workshop) -> tuple[Path, st
     name, weights, *cache = request.param
     options = {"cache_type": cache[0]} if cache else {}
     return workshop.graphs(workshop.checkpoint(name), weights=weights, **options), weights
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_model_of_matrices_alone(workshop: Workshop, weights: str) -> None:
+    """Fault: nobody could say of which type it is once they were quantised."""
+    target = workshop.checkpoint("olmo", num_hidden_layers=1)
+    assert read_pair(workshop.graphs(target, weights=weights)).target.quality
+
+
+@pytest.mark.parametrize("name", ["t5", "llama"])
+def test_an_encoder_decoder_is_held_against_doubles(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Where roundings are large, as with T5's scores: the graph may be as far off as the original.
+    Fault: with fewer bits it was refused for what full precision was not."""
+    monkeypatch.setitem(compare.TOLERANCE, "float32", 1e-12)
+    options = {"max_len": MAX_LEN, "weights": "int8", "cache": tmp_path / "cache"}
+    model = str(workshop.checkpoint(name))
+    if name == "t5":
+        export_pair(model, None, tmp_path / "out", **options)
+        return
+    with pytest.raises(OutriderError, match="differs from the original"):  # the control
+        export_pair(model, None, tmp_path / "out", **options)
 
 
 @pytest.fixture

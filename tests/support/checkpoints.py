@@ -145,6 +145,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         transformers.OPTConfig, **_LONG, word_embed_proj_dim=64, ffn_dim=96, pad_token_id=0
     ),
     "gpt-neox": _gpt(transformers.GPTNeoXConfig, **_LONG, intermediate_size=96),
+    "olmo": _llama(transformers.OlmoConfig),  # its norms have no weights
     "olmo2": _llama(transformers.Olmo2Config),
     "stablelm": _llama(transformers.StableLmConfig),
     "granite": _llama(transformers.GraniteConfig),
