@@ -151,9 +151,10 @@ def compare(
     be as far from that as the original's own roundings are, times `_SLACK`, and the bound more.
     Raises OutriderError "backend" where ONNX Runtime refuses the graph.
     """
-    bound = TOLERANCE[cache or dtype] * (1 + float(np.abs(original.logits).max()))
-    if rounded is not None:  # sums that end a bit apart are rounded a level apart
-        bound += 2 * float(np.abs(rounded.logits - original.logits).max())
+    levels = 0.0  # sums that end a bit apart are rounded a level apart
+    if rounded is not None:
+        levels = 2 * float(np.abs(rounded.logits - original.logits).max())
+    bound = levels + TOLERANCE[cache or dtype] * (1 + float(np.abs(original.logits).max()))
     of_torch = (folder / PROGRAM_FILE).exists()
     if dtype == "bfloat16" and not of_torch:
         what = "not run: ONNX Runtime has no bfloat16 kernels for the CPU"
@@ -174,7 +175,7 @@ def compare(
     if not difference <= bound and exact is not None:
         truth = exact()
         rounding = float(np.abs(original.logits - truth.logits).max())
-        bound = TOLERANCE[dtype] * (1 + float(np.abs(truth.logits).max()))
+        bound = levels + TOLERANCE[cache or dtype] * (1 + float(np.abs(truth.logits).max()))
         bound += _SLACK.get(dtype, 1) * rounding
         difference = difference_from(truth)
         more = "float64" if dtype == "float32" else "float32"
