@@ -458,7 +458,7 @@ def _reason(error: BaseException) -> str:
         error = error.__cause__
     if isinstance(error, UnsupportedArchitecture):
         return str(error)
-    if "complex" in str(error):
+    if "complex-valued" in str(error):
         return "it computes with complex numbers"
     if "data-dependent" in str(error):
         return "what it computes depends on numbers that are known only while it runs"

@@ -184,13 +184,21 @@ def audio(checkpoint: Checkpoint) -> AudioFacts | None:
 
 def _generation(checkpoint: Checkpoint) -> GenerationConfig:
     """As Transformers has it, which takes an old checkpoint's from its config.json: from the file,
-    for its configurations have thrown away what only generating reads. Of GGUF there is none."""
+    for its configurations have thrown away what only generating reads. Raises OutriderError
+    "checkpoint"."""
     if (own := generation_config(checkpoint)) is not None:
         return own
-    file, said = checkpoint.path / "config.json", checkpoint.config
-    if file.is_file():
-        said = json.loads(file.read_text(encoding="utf-8"))
-    return GenerationConfig.from_model_config(said)
+    try:
+        if checkpoint.gguf:
+            return GenerationConfig.from_model_config(checkpoint.config)
+        said = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
+        return GenerationConfig.from_model_config(said)
+    except Exception as error:  # noqa: BLE001 - Transformers checks fields by using them
+        raise OutriderError(
+            "checkpoint",
+            f"{checkpoint.source}/config.json cannot be read: {first_line(error)}",
+            "Mend it, or download the checkpoint again.",
+        ) from None
 
 
 def rules(checkpoint: Checkpoint) -> TextRules | None:
@@ -210,7 +218,7 @@ def rules(checkpoint: Checkpoint) -> TextRules | None:
         raise OutriderError(
             "checkpoint",
             f"{checkpoint.source}: {first_line(error)}",
-            "Mend its generation_config.json, or download the checkpoint again.",
+            "Mend its generation_config.json or config.json, or download the checkpoint again.",
         ) from None
     return found if asked else None
 

@@ -28,6 +28,7 @@ _AS_LLAMA3 = {
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
     "jina-v5-nano", "tekken",
 }  # fmt: skip
+_ROLES = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id")
 _MATCHED_WHOLE = (3, 4)  # llama.cpp's kinds of tokens: control, and user defined
 
 
@@ -75,6 +76,7 @@ def _byte_level(architecture: str, parts: dict[str, Any]) -> Tokenizer:
     tokens, kinds = parts["tokens"], parts.get("token_type") or ()
     bytes_ = set(bytes_to_unicode().values())  # type: ignore[no-untyped-call]
     matched = {t for t, kind in zip(tokens, kinds, strict=False) if kind in _MATCHED_WHOLE}
+    matched |= {tokens[parts[role]] for role in _ROLES if role in parts}  # of whatever kind
     names = {f"<|token-{i}|>": t for i, t in enumerate(tokens) if t in matched and {*t} - bytes_}
     stand_ins = {token: name for name, token in names.items()}
     parts = {**parts, "tokens": [stand_ins.get(token, token) for token in tokens]}

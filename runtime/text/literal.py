@@ -24,24 +24,21 @@ class LiteralTokenizer:
     """A copy of a tokenizer that knows special tokens only between `_OPEN` and `_CLOSE`."""
 
     def __init__(self, model: tokenizers.Tokenizer):
-        said = json.loads(model.to_str())
-        names = [token["content"] for token in said["added_tokens"] if token["special"]]
-        marked = {name: _OPEN + name + _CLOSE for name in names}
-        for token in said["added_tokens"]:
-            if token["special"]:
-                token |= {"content": marked[token["content"]], "normalized": False}
-        # In the model too, which may find them in a text: as a piece, or as what is merged last.
-        words = said["model"]
-        if isinstance(words["vocab"], dict):
-            words["vocab"] = {marked.get(word, word): i for word, i in words["vocab"].items()}
-        else:
-            words["vocab"] = [[marked.get(word, word), score] for word, score in words["vocab"]]
-        if "merges" in words:
-            merged = [(*pair, "".join(pair)) for pair in words["merges"]]
-            words["merges"] = [[a, b] for a, b, both in merged if not marked.keys() & {a, b, both}]
-        if "unk_token" in words:
-            words["unk_token"] = marked.get(words["unk_token"], words["unk_token"])
-        self._model = tokenizers.Tokenizer.from_str(json.dumps(said))
+        self._model = tokenizers.Tokenizer.from_str(_without_pieces(model))
+        self._model.encode_special_tokens = True  # as text
+        self._ids: dict[int | None, int] = {}  # tokens between the marks: what they stand for
+        names = []
+        for number, token in model.get_added_tokens_decoder().items():
+            if token.special:
+                names.append(token.content)
+                marked = tokenizers.AddedToken(
+                    _OPEN + token.content + _CLOSE,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=False,
+                )
+                self._model.add_tokens([marked])
+                self._ids[self._model.token_to_id(marked.content)] = number
         names.sort(key=len, reverse=True)
         any_name = "|".join(map(re.escape, names)) or r"(?!)"
         self._special = re.compile(f"(?<!{_ALONE})(?:{any_name})")
@@ -50,7 +47,8 @@ class LiteralTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text in which nothing controls. Raises OutriderError "prompt"."""
-        return self._model.encode(_checked(text), add_special_tokens=add_special_tokens).ids
+        ids = self._model.encode(_checked(text), add_special_tokens=add_special_tokens).ids
+        return [self._ids.get(i, i) for i in ids]
 
     def broken(self, value: Any) -> Any:
         """Messages, or a part of them, whose special tokens are broken.
@@ -78,7 +76,25 @@ class LiteralTokenizer:
         """The token ids of a template's text, rendered from `broken` messages."""
         marked = self._special.sub(lambda found: _OPEN + found[0] + _CLOSE, text)
         plain = marked.replace(_BREAK, "").replace(_ALONE, "")
-        return self._model.encode(plain, add_special_tokens=False).ids
+        ids = self._model.encode(plain, add_special_tokens=False).ids
+        return [self._ids.get(i, i) for i in ids]
+
+
+def _without_pieces(model: tokenizers.Tokenizer) -> str:
+    """As `to_str`; of Unigram without the special tokens among its pieces, as T5's are: it would
+    find them in a text. But one of a single character, or byte, may be all that spells it."""
+    if not isinstance(model.model, tokenizers.models.Unigram):
+        return model.to_str()
+    said = json.loads(model.to_str())
+    special = {token["content"] for token in said["added_tokens"] if token["special"]}
+    lost = {name for name in special if len(name) > 1 and not name.startswith("<0x")}
+    pieces = said["model"]["vocab"]
+    lost &= {piece for piece, _ in pieces}
+    said["model"]["vocab"] = [
+        [_OPEN + piece + _CLOSE if piece in lost else piece, score] for piece, score in pieces
+    ]
+    said["added_tokens"] = [each for each in said["added_tokens"] if each["content"] not in lost]
+    return json.dumps(said)
 
 
 def _apart(found: re.Match[str]) -> str:

@@ -234,6 +234,10 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "no tokenizer": (_without("tokenizer*"), "tokenizer"),
     "broken tokenizer": (_instead("tokenizer.json", b"{"), "tokenizer"),
     "broken generation": (_instead("generation_config.json", b"{"), "generation_config.json"),
+    "generation in config": (
+        _all(_without("generation_config.json"), _config(early_stopping="perhaps")),
+        "config.json cannot be read",
+    ),
     "no folder": (shutil.rmtree, "is not a folder"),
     "a pointer for weights": (_instead("model.safetensors", POINTER), "safetensors is a git-LFS"),
     "a pointer for words": (_instead("tokenizer.json", POINTER), "tokenizer.json is a git-LFS"),

@@ -443,23 +443,24 @@ def test_a_user_cannot_end_his_turn(files: dict[str, Path], name: str) -> None:
     assert end in tokenizer.encode("the</s>road")
 
 
-@pytest.mark.parametrize("kind", ["pieces", "merges"])
-def test_what_the_model_itself_knows_does_not_control(kind: str) -> None:
-    """Fault: a special token is a piece like others, as T5's, or all of it is merged."""
-    vocabulary = ["<unk>", "</s>", *"</s>", "</", "s>", "a"]
-    if kind == "pieces":
-        scored = [(piece, 0.0 if piece == "</s>" else -1.0) for piece in vocabulary]
-        model = tokenizers.Tokenizer(models.Unigram(scored, unk_id=0))
-    else:
-        ids = {piece: i for i, piece in enumerate(vocabulary)}
-        merges = [("<", "/"), ("s", ">"), ("</", "s>")]
-        model = tokenizers.Tokenizer(models.BPE(ids, merges, unk_token="<unk>"))
-    model.add_special_tokens(["<unk>", "</s>"])
+def test_what_the_model_itself_knows_does_not_control() -> None:
+    """Fault: a special token is a piece like others, as T5's. One of a character stays a piece."""
+    vocabulary = ["<unk>", "</s>", *"</s>", "</", "s>", "a", "!"]
+    scored = [(piece, 0.0 if piece == "</s>" else -1.0) for piece in vocabulary]
+    model = tokenizers.Tokenizer(models.Unigram(scored, unk_id=0))
+    model.add_special_tokens(["<unk>", "</s>", "!"])
     literal = LiteralTokenizer(model)
     model.encode_special_tokens = True
     assert model.encode("a</s>").ids == [8, 1]  # the control
-    assert literal.encode("a</s>?") == [8, 6, 7, 0]
+    assert literal.encode("a</s>?!") == [8, 6, 7, 0, 9]
     assert literal.encode_rendered(literal.broken("</s>") + "</s>") == [6, 7, 1]
+
+
+def test_a_character_that_is_special_is_spelled(files: dict[str, Path]) -> None:
+    """Fault: as text it was left out, where nothing else spells it."""
+    model = tokenizers.Tokenizer.from_file(str(files["byte_level"]))
+    model.add_special_tokens(["!"])
+    assert model.decode(LiteralTokenizer(model).encode("a! b"), False) == "a! b"
 
 
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])

@@ -210,7 +210,7 @@ def test_tokenizers_of_gguf_files(source: Path, tmp_path: Path) -> None:
         assert load_tokenizer(find(str(tmp_path / "model.gguf")))("ab").input_ids == ids
     # Special tokens, and a user's, that no bytes spell: each is one, under its own number.
     whole = ["<｜User｜>", "    ", "<｜end▁of▁sentence｜>"]
-    kinds = [*[1] * (len(TOKENS) - 3), 3, 4, 3]
+    kinds = [*[1] * (len(TOKENS) - 3), 3, 4, 1]  # the last is named as an end
     more = {"tokenizer.ggml.tokens": [*TOKENS[:-3], *whole], "tokenizer.ggml.token_type": kinds}
     more["tokenizer.ggml.bos_token_id"] = more["tokenizer.ggml.eos_token_id"] = len(TOKENS) - 1
     gguf_files.write(tmp_path / "model.gguf", source, more={"tokenizer.ggml.pre": "qwen2", **more})
