@@ -225,8 +225,8 @@ def test_tokenizers_of_gguf_files(source: Path, tmp_path: Path) -> None:
     more = {"tokenizer.ggml.pre": "deepseek-coder"}
     gguf_files.write(tmp_path / "model.gguf", source, more=more)
     pieces = load_tokenizer(find(str(tmp_path / "model.gguf"))).backend_tokenizer.pre_tokenizer
-    cut = [piece for piece, _ in pieces.pre_tokenize_str("if x: 23!\n")]
-    assert cut == ["if", "Ġx", ":", "Ġ", "2", "3", "!", "Ċ"]
+    cut = [piece for piece, _ in pieces.pre_tokenize_str("if x: 23!\n\nx中a")]
+    assert cut == ["if", "Ġx", ":", "Ġ", "2", "3", "!", "Ċ", "Ċ", "x", "ä¸Ń", "a"]
     (tmp_path / TOKENIZER_FILE).write_bytes((source / TOKENIZER_FILE).read_bytes())
     beside = load_tokenizer(find(str(tmp_path))).backend_tokenizer
     assert beside.to_str() == original.backend_tokenizer.to_str()
