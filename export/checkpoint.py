@@ -105,7 +105,7 @@ def find(name: str) -> Checkpoint:
         config, how = llamacpp.packed(name, opened)
         return Checkpoint(path, source, config, config.max_position_embeddings, how, opened)
     _check_files(name, path)
-    written = _read_config(name, path)
+    written = read_config(name, path)
     packed = _packed(name, path, written)
     config = _configuration(name, path)
     if packed:
@@ -294,7 +294,7 @@ def _check_files(name: str, path: Path) -> None:
             )
 
 
-def _read_config(name: str, path: Path) -> dict[str, Any]:
+def read_config(name: str, path: Path) -> dict[str, Any]:
     """config.json as it is written: what Transformers would ignore, or ask about, is refused."""
     try:
         written = json.loads((path / "config.json").read_text(encoding="utf-8"))

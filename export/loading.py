@@ -33,6 +33,7 @@ from .functions.carrying import UnsupportedArchitecture, ours
 
 # Positions beyond the original context change these embeddings for all slots of a call at once.
 _LENGTH_DEPENDENT_ROPE = {"dynamic": "dynamic NTK", "longrope": "LongRoPE"}
+_OLD = ".attn.masked_bias"  # a constant that files of GPT-2 once had
 
 
 def check_length(checkpoint: Checkpoint, max_len: int) -> None:
@@ -125,9 +126,6 @@ def read(
             else "Check that config.json belongs to these weights.",
         )
     return model
-
-
-_OLD = ".attn.masked_bias"  # a constant that files of GPT-2 once had
 
 
 def _made(model: PreTrainedModel, name: str) -> bool:

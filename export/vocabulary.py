@@ -16,7 +16,7 @@ from runtime.files.records import build, digest_json
 from runtime.files.rules import TextRules
 
 from .audio import tokens
-from .checkpoint import Checkpoint, check_named, generation_config, unreadable
+from .checkpoint import Checkpoint, check_named, generation_config, read_config, unreadable
 from .formats import gguf, gguf_tokenizer
 
 # One of them holds the tokens. Without any, Transformers makes up a tokenizer for some models.
@@ -188,10 +188,10 @@ def _generation(checkpoint: Checkpoint) -> GenerationConfig:
     "checkpoint"."""
     if (own := generation_config(checkpoint)) is not None:
         return own
+    said: Any = checkpoint.config
+    if not checkpoint.gguf:
+        said = read_config(checkpoint.source, checkpoint.path)
     try:
-        if checkpoint.gguf:
-            return GenerationConfig.from_model_config(checkpoint.config)
-        said = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
         return GenerationConfig.from_model_config(said)
     except Exception as error:  # noqa: BLE001 - Transformers checks fields by using them
         raise OutriderError(

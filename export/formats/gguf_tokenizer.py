@@ -14,14 +14,24 @@ from runtime.files.errors import OutriderError
 
 from .gguf import GgufFile
 
-# Byte-level vocabularies whose texts are cut as GPT-2's, and those that have digits cut as well.
+# Byte-level vocabularies whose texts are cut as GPT-2's.
 _GPT2_SPLIT = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "mellum", "a.x-4.0", "trillion"}
-_DIGITS_SPLIT = {
-    "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b",
-}  # fmt: skip
-# DeepSeek's coders cut by one expression after the other.
-_CODER = "deepseek-coder"
-_CODER_SPLITS = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+# Those that are cut by one step after the other: by digits first, or by DeepSeek's expressions.
+_DIGITS = [
+    pre_tokenizers.Digits(individual_digits=True),
+    pre_tokenizers.ByteLevel(add_prefix_space=False),
+]
+_EXPRESSIONS = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+_STEPS = {
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        _DIGITS,
+    ),
+    "deepseek-coder": [
+        *(pre_tokenizers.Split(Regex(each), "isolated") for each in _EXPRESSIONS),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+}
 # Those whose texts begin with a token where no key says otherwise, and which have words that no
 # merges lead to.
 _AS_LLAMA3 = {
@@ -37,28 +47,20 @@ def read(name: str, file: GgufFile) -> PreTrainedTokenizerFast:
     cutting texts into tokens is not known."""
     architecture, parts, options = vocabularies.get_gguf_tokenizer(str(file.path))
     cut = parts.get("pre_tokenizer_type")
-    known = _GPT2_SPLIT | _DIGITS_SPLIT | {_CODER} | vocabularies.GGUF_PRE_TOKENIZER_SPLITS.keys()
-    if parts.get("tokenizer_type") == "gpt2" and cut not in known:
+    known = _GPT2_SPLIT | _STEPS.keys() | vocabularies.GGUF_PRE_TOKENIZER_SPLITS.keys()
+    by_bytes = parts.get("tokenizer_type") == "gpt2"
+    if by_bytes and cut not in known:
         raise OutriderError(
             "checkpoint",
             f"{name} cuts texts in a way that is not known: tokenizer.ggml.pre = {cut!r}",
             "Put the file into a folder with its original's tokenizer.json, and give the folder.",
         )
-    if parts.get("tokenizer_type") == "gpt2":
+    if by_bytes:
         backend = _byte_level(architecture, parts)
     else:
         backend, _ = vocabularies.convert_gguf_tokenizer(architecture, parts)
-    if cut in _DIGITS_SPLIT:
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False),
-            ]
-        )
-    if cut == _CODER:
-        steps = [pre_tokenizers.Split(Regex(each), "isolated") for each in _CODER_SPLITS]
-        bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, bytes_])
+    if cut in _STEPS:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(_STEPS[cut])
     if cut in _AS_LLAMA3:
         backend.model.ignore_merges = True
         options.setdefault("add_bos_token", True)

@@ -21,7 +21,7 @@ from .layers import put
 from .quality import Said, Texts, silent
 from .stored import parameter
 
-Make = Callable[[torch.Tensor], Quantised]  # of a matrix [N, K]
+Make = Callable[[torch.Tensor], Quantised | None]  # of a matrix [N, K]; None: it cannot
 
 _OF_LAYERS = "embed_tokens_per_layer"  # of Gemma 3n and 4: what each layer adds for a token
 _USUAL = (torch.nn.Linear.forward, Conv1D.forward)
@@ -130,14 +130,12 @@ class _Matrices:
         self.found: dict[str, Quantised] = {}
         self._model, self._said = model, said
 
-    def take(self, name: str, make: Callable[[torch.Tensor], Quantised | None]) -> None:
+    def take(self, name: str, make: Make) -> None:
         """Exchange it, if that is still to be done and `make` can."""
         if name not in self.found:
             self.put(name, make, _matrix(self._model, self.places[name][0]))
 
-    def put(
-        self, name: str, make: Callable[[torch.Tensor], Quantised | None], weight: torch.Tensor
-    ) -> None:
+    def put(self, name: str, make: Make, weight: torch.Tensor) -> None:
         """Exchange it for what is made of `weight`, [N, K]."""
         try:
             made = make(weight)
