@@ -215,6 +215,21 @@ def learned_positions(model: PreTrainedModel, checkpoint: Checkpoint) -> int | N
     return None if rotary else checkpoint.max_len
 
 
+def width(model: PreTrainedModel) -> int:
+    """V of the logits. No variable of the caller may hold a weight: it would keep all mapped."""
+    outputs: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return int(outputs.weight.shape[0])
+
+
+def first_token(model: PreTrainedModel) -> int | None:
+    """What the model's texts begin with, if anything does."""
+    config, name = model.config.get_text_config(decoder=True), "bos_token_id"
+    if model.config.is_encoder_decoder:
+        config, name = model.config, "decoder_start_token_id"
+    first = getattr(config, name, None)
+    return first if isinstance(first, int) and 0 <= first < width(model) else None
+
+
 @dataclass(frozen=True)
 class CacheShapes:
     """Per layer (H, D) of a row's keys and values: of the text, and of the source, if any.

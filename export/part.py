@@ -187,7 +187,6 @@ class _Original:
     """
 
     parameters: int
-    vocab_size: int
     shapes: CacheShapes
     said: compare.Reference
     rounded: compare.Reference | None
@@ -204,7 +203,7 @@ def _export(wanted: Wanted, folder: Path, key: str) -> GraphFacts:
     with write_folder(folder, PART_FILE) as partial:
         original = _write(wanted, quantising, partial)
         give_back()  # the comparison loads the weights a second time
-        exact = _exactly(wanted, quantising, original)
+        exact = _exactly(wanted, quantising, original.exact)
         result = _compare(wanted, original, exact, partial)
         if wanted.for_host:
             with stage(role, "for ONNX Runtime on the CPU") as said:
@@ -222,7 +221,7 @@ def _export(wanted: Wanted, folder: Path, key: str) -> GraphFacts:
             architecture=checkpoint.architecture,
             parameters=original.parameters,
             dtype=wanted.dtype,
-            vocab_size=original.vocab_size,
+            vocab_size=original.said.logits.shape[2],
             max_len=wanted.max_len,
             capacity=wanted.capacity,
             key_shapes=_listed(shapes.keys),
@@ -250,7 +249,7 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
     with stage(role, "load") as said:
         narrow = quantising and wanted.dtype == "float32"
         model = load_as_stored(checkpoint) if narrow else load(checkpoint, wanted.torch_dtype)
-        parameters, vocab_size = model.num_parameters(), quality.width(model)
+        parameters = model.num_parameters()
         said.note = f"{parameters / 1e6:,.1f} M parameters, {checkpoint.architecture}"
         if checkpoint.packed:
             said.note += f", {checkpoint.packed}" + ("" if narrow else f", made {wanted.dtype}")
@@ -262,7 +261,7 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
         option = "DRAFT_WEIGHTS" if role == "draft" else "WEIGHTS"
         note(f"all experts compute for each token; with {option}=int4 or int8 the chosen ones do")
     with stage(role, "run the original"):
-        given = model, wanted.capacity, vocab_size, checkpoint.features, wanted.shares
+        given = model, wanted.capacity, checkpoint.features, wanted.shares
         original, rounded, exact = compare.reference(*given), None, None
         if quantising:
             with rounding_activations():
@@ -285,7 +284,7 @@ def _write(wanted: Wanted, quantising: Quantising | None, folder: Path) -> _Orig
             wanted.by.save(each, folder, encoder=i > 0)
         size = sum(path.stat().st_size for path in folder.iterdir())
         said.note = f"{size / 2**20:,.1f} MiB"
-    return _Original(parameters, vocab_size, shapes, original, rounded, exact)
+    return _Original(parameters, shapes, original, rounded, exact)
 
 
 def _trace(wanted: Wanted, model: PreTrainedModel, shapes: CacheShapes) -> list[Any]:
@@ -368,11 +367,10 @@ def _listed(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
 
 
 def _exactly(
-    wanted: Wanted, quantising: Quantising | None, original: _Original
+    wanted: Wanted, quantising: Quantising | None, found: compare.Reference | None
 ) -> Callable[[], compare.Reference] | None:
     """What the original says in twice as many bits. A second load, of twice the size, and once.
     Of quantised float32, whose levels are not kept, what was asked while they were there."""
-    found = original.exact
     if quantising and wanted.dtype == "float32":
         return (lambda: found) if found else None
 
@@ -385,8 +383,7 @@ def _exactly(
             model = model.double()
             model.config._experts_implementation = "eager"  # grouped products have no doubles
         features = wanted.checkpoint.features
-        given = model, wanted.capacity, original.vocab_size, features, wanted.shares
-        return compare.reference(*given)
+        return compare.reference(model, wanted.capacity, features, wanted.shares)
 
     return reference
 

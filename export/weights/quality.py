@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +15,7 @@ from runtime.files.errors import OutriderError
 from runtime.files.manifest import Quality, Weights
 
 from ..encoder import reading
+from ..loading import first_token, width
 from .layers import rounding_as_stored
 
 # Nats of mean KL. Rounding costs the bundled pair some 0.0001 with int8, 0.001 with fp8 and 0.001
@@ -121,21 +121,6 @@ def sample(
             found = torch.searchsorted(below, drawn, right=True)[:, 0]
             ids[:, i] = found.clamp_(max=below.shape[1] - 1)
     return ids
-
-
-def first_token(model: PreTrainedModel) -> int | None:
-    """What the model's texts begin with, if anything does."""
-    config, name = model.config.get_text_config(decoder=True), "bos_token_id"
-    if model.config.is_encoder_decoder:
-        config, name = model.config, "decoder_start_token_id"
-    first = getattr(config, name, None)
-    return first if isinstance(first, int) and 0 <= first < width(model) else None
-
-
-def width(model: PreTrainedModel) -> int:
-    """V of the logits. No variable of the caller may hold a weight: it would keep all mapped."""
-    outputs: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return int(outputs.weight.shape[0])
 
 
 def measure(slices: Iterable[Slice]) -> Quality:

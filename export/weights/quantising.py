@@ -18,7 +18,7 @@ from runtime.files.progress import note, stage
 from .. import compare
 from ..checkpoint import Checkpoint, refuse_architecture
 from ..encoder import example_source, states_of
-from ..loading import give_back
+from ..loading import first_token, give_back
 from . import quality
 from .blocks import Bits, Quantised, Rows, bits_a_weight
 from .costs import NoCosts
@@ -143,7 +143,7 @@ class Quantising:
                 self._texts = quality.write(model, MEASURED, half, tell)
             if self._text is not None:
                 encoder = model.config.is_encoder_decoder
-                first = None if encoder else quality.first_token(model)
+                first = None if encoder else first_token(model)
                 given = quality.windows(self._text, half, MEASURED, first)
                 self._texts = quality.Texts(given)
                 if encoder:

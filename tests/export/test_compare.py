@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, WINDOW
+from checkpoints import WINDOW
 from exported import CAPACITY, UNTIED, Refused, edit_weights
 from originals import original_of
 from workshop import MAX_LEN, Workshop, traced_once
@@ -30,7 +31,7 @@ def test_float32_decides_where_the_original_rounds_badly(
 
     def reference(dtype: torch.dtype) -> compare.Reference:
         found = loading.load(checkpoint.find(str(source)), dtype)
-        return compare.reference(found, CAPACITY, VOCAB_SIZE)
+        return compare.reference(found, CAPACITY)
 
     rough, exact = reference(torch.float16), reference(torch.float32)
     assert not compare.compare(copy, rough, "float16").passed
@@ -105,12 +106,19 @@ def test_a_lost_window_fails_the_build(
 def test_one_wrong_weight_is_seen(
     workshop: Workshop, tmp_path: Path, form: str, value: float
 ) -> None:
-    """0 is the control."""
+    """0 is the control. Fault: one position that rounded activations throw far off, as the second
+    of a text is in some trained models, allowed as much at all others."""
     pair = workshop.pair("aotinductor" if form == "torch" else "onnxruntime")
     graphs = workshop.graphs(*pair, **({"form": "torch"} if form == "torch" else {}))
     copy = Path(shutil.copytree(graphs / "target", tmp_path / "target"))
-    original = compare.reference(original_of(pair[0]).model, CAPACITY, VOCAB_SIZE)
+    original = compare.reference(original_of(pair[0]).model, CAPACITY)
+    assert (original.ids[:, 0] == loading.first_token(original_of(pair[0]).model)).all()
     weights = np.fromfile(copy / WEIGHTS_FILE, np.float32)
     weights[len(weights) // 2] += value
     weights.tofile(copy / WEIGHTS_FILE)
     assert compare.compare(copy, original, "float32").passed == (value == 0)
+    thrown = original.logits.copy()
+    thrown[0, 5] += 2
+    rounded = replace(original, logits=thrown)
+    found = compare.compare(copy, original, "float32", rounded=rounded)
+    assert found.passed == (value == 0)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import pytest
-from checkpoints import VOCAB_SIZE, WITH_ENCODER
+from checkpoints import WITH_ENCODER
 from exported import edit_weights, graph, nodes
 from rounds import cases
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -249,7 +249,7 @@ def test_what_is_told_wrong_is_found_out(
     folder = Path(shutil.copytree(workshop.graphs(source) / "target", tmp_path / "target"))
     kind = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
     model = kind.from_pretrained(source, attn_implementation="eager").eval()
-    said = compare.reference(model, CAPACITY, VOCAB_SIZE)
+    said = compare.reference(model, CAPACITY)
     assert "nodes, largest difference" in write_checked(folder, said, None, None, CAPACITY)
     assert (folder / HOST_FILE).exists()
     monkeypatch.setattr(observing, told, wrong)

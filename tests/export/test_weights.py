@@ -27,7 +27,7 @@ from export import part
 from export.checkpoint import find
 from export.decoder import NAME
 from export.encoder import arguments
-from export.loading import load
+from export.loading import first_token, load
 from export.part import Wanted
 from export.weights import feedback, inputs, layers
 from export.weights.blocks import BLOCK, RANGE, Bits, Quantised, Rows, quantise8, quantise_rows
@@ -35,15 +35,7 @@ from export.weights.experts import are_experts
 from export.weights.feedback import factor, quantise4
 from export.weights.inputs import _attention_got
 from export.weights.layers import Table, in_double, rounding_as_stored
-from export.weights.quality import (
-    Texts,
-    describe,
-    first_token,
-    measure,
-    refuse_nonsense,
-    sample,
-    windows,
-)  # fmt: skip
+from export.weights.quality import Texts, describe, measure, refuse_nonsense, sample, windows
 from export.weights.quantising import Quantising
 from export.weights.stored import load_as_stored, widen
 from export.weights.whole import quantise_model
