@@ -239,7 +239,9 @@ def _differences(graph: _Call, original: Reference) -> npt.NDArray[np.float32]:
         run(position, accepted, rejected)
         position = [p + accepted for p in position]
     run(position, length - max(position))
-    return np.nan_to_num(np.concatenate(found), nan=np.inf, posinf=np.inf)
+    differences = np.concatenate(found)
+    differences[np.isnan(differences)] = np.inf
+    return differences
 
 
 def run(
