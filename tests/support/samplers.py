@@ -21,11 +21,10 @@ from plugins.tools.build import BuildError, build, build_emulated
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import MOST_GAMMA
 from runtime.sampling import kernel, native
-from runtime.sampling.coupled import settle
 from runtime.sampling.native import RoundSampler
-from runtime.sampling.philox import Purpose, uniform
+from runtime.sampling.philox import Purpose
 from runtime.sampling.reference import NumpySampler
-from runtime.sampling.rules import Verdict, verify
+from runtime.sampling.rules import Verdict
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams, warp
 
@@ -137,10 +136,12 @@ def open_backend(name: str) -> ctypes.CDLL | OnGpu | str:
 
 
 class NumpyRounds(NumpySampler):
-    """The reference, as `RoundSampler` is called: with `drafts`, uniforms and a draft's width."""
+    """The reference, as `RoundSampler` is called: with `drafts`, uniforms and a draft's width.
+    nudge: relative, on every uniform that is not given."""
 
-    def __init__(self, vocab_size, width, slots=1, draft_vocab_size=None, **_):
+    def __init__(self, vocab_size, width, slots=1, draft_vocab_size=None, nudge=0.0, **_):
         super().__init__(vocab_size)
+        self.nudge = nudge
         self.drafts = np.zeros((slots, width), np.int64)
         self._draft_vocab_size, self._given_uniforms, self._drew = draft_vocab_size, None, False
 
@@ -177,7 +178,7 @@ class NumpyRounds(NumpySampler):
 
     def _uniform(self, place, step, purpose):
         if self._given_uniforms is None:
-            return super()._uniform(place, step, purpose)
+            return min(ONE, super()._uniform(place, step, purpose) * (1 + self.nudge))
         given = self._given_uniforms[next(b for b, p in enumerate(self._places) if p is place)]
         return float(given[-1 if purpose is Purpose.RESIDUAL else step])
 
@@ -266,28 +267,13 @@ def by_library(library, case, places, threads=1, uniforms=(None, None)):
 
 
 def by_reference(case, place, drafts=None, nudge=0.0):
-    """The same of one slot by NumPy. nudge: relative, on every uniform. drafts: given."""
-    params, b, start = place.params, place.index, place.position
-    lane = start if params.verify == "block" else 0
-
-    def u(step, purpose):
-        if params.temperature == 0:
-            return 0.0
-        return min(ONE, uniform(params.seed, start + step, purpose, lane) * (1 + nudge))
-
-    def warped(rows, i, drawn):
-        context = np.array([*place.context, *drawn[:i]])
-        suppress = place.suppress if i < place.suppress_rows else ()
-        row = warp(rows[b, i], params, context, suppress, output_start=place.output_start)
-        return settle(row, params.seed, start + i) if params.verify == "coupled" else row
-
-    drawn, q = [], []
-    for i in range(place.gamma):
-        q.append(warped(case.q, i, drawn))
-        drawn.append(q[i].draw(u(i, Purpose.DRAFT)) if drafts is None else drafts[i])
-    p = [warped(case.p, i, drawn) for i in range(place.gamma + 1)]
-    accept = [u(i, Purpose.ACCEPT) for i in range(place.gamma)]
-    return drawn, verify(p, q, drawn, accept, u(0, Purpose.RESIDUAL), params)
+    """The same of one slot by NumPy. drafts: given. nudge: see `NumpyRounds`."""
+    sampler = NumpyRounds(case.vocab_size, case.gamma, nudge=nudge)
+    sampler.begin([place])
+    if drafts is None:
+        drafts = [int(sampler.draw(case.q[:, i], i)[0]) for i in range(place.gamma)]
+    sampler.drafts[0, : len(drafts)] = drafts
+    return drafts, sampler.verify(case.p, case.q)[0]
 
 
 def same(ours: Verdict, theirs: Verdict) -> bool:
