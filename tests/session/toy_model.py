@@ -12,11 +12,11 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from fakes import NEVER_WRITTEN, Context, FakeEngine, Model, character_tokenizer, make_manifest
+from fakes import Context, FakeEngine, IdleFake, Model, character_tokenizer, make_manifest
 
 from plugins.tools import build_tensorrt
 from plugins.tools.build import FLAGS, HERE, WARNINGS, find_compiler
-from runtime.backends.engine import Ids, Logits
+from runtime.backends.engine import Logits
 from runtime.decoder import Decoder
 from runtime.files.manifest import CHUNK, EngineFacts, Manifest, Profile, file_facts
 from runtime.files.records import write_json
@@ -57,15 +57,6 @@ def toy(vocab_size: int, noise: int = 0) -> Model:
         return part(state) + np.float32(noise / 256) * part(_mix(state))
 
     return model
-
-
-class ToyEngine(FakeEngine):
-    """What nobody wrote gives NaN, as in the stand-in: idle slots of a call may read it."""
-
-    def _row(self, rows: Ids, end: int, width: int) -> Logits:
-        if NEVER_WRITTEN in rows[:end]:
-            return np.full(self.vocab_size, np.nan, np.float32)
-        return super()._row(rows, end, width)
 
 
 def make_bundle(
@@ -120,7 +111,7 @@ def python_engine(folder: Path, manifest: Manifest, slots: int) -> TextEngine:
     pair = manifest.pair
 
     def engine(noise: int, buffers: int) -> FakeEngine:
-        return ToyEngine(
+        return IdleFake(
             toy(pair.vocab_size, noise), vocab_size=pair.vocab_size, slots=slots, order=None,
             capacity=pair.capacity, chunk=min(CHUNK, pair.capacity), buffers=buffers,
         )  # fmt: skip

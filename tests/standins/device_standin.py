@@ -10,36 +10,19 @@ from typing import Any
 
 import numpy as np
 from cuda_standin import FakeDriver
-from fakes import NEVER_WRITTEN, FakeEngine, Model
+from fakes import FakeEngine, IdleFake, Model, graph_facts
 from samplers import emulated_library
 
 from runtime.backends.cuda import Cuda
 from runtime.backends.device import DeviceCall, DeviceEngine
-from runtime.backends.engine import Ids, Logits
+from runtime.backends.engine import Ids
 from runtime.files.manifest import Dtype, GraphFacts
 from runtime.gpu.launch import Device
 from runtime.gpu.rounds import DeviceRounds
 
 
-class _Behind(FakeEngine):
-    """A fake whose idle slots may read rows that nobody wrote: their logits are NaN, which a
-    sampling that looks at them refuses."""
-
-    def _row(self, rows: Ids, end: int, width: int) -> Logits:
-        start = 0 if self.order is None else max(0, end - self.order)
-        if NEVER_WRITTEN in rows[start:end]:
-            return np.full(self.vocab_size, np.nan, np.float32)
-        return super()._row(rows, end, width)
-
-
 def facts_of(fake: FakeEngine, dtype: Dtype = "float32") -> GraphFacts:
-    """Of a graph with one layer, whose caches nobody looks into."""
-    return GraphFacts(
-        key="", source="fake", architecture="Fake", parameters=1, dtype=dtype,
-        vocab_size=fake.vocab_size, max_len=fake.capacity, capacity=fake.capacity,
-        key_shapes=[[1, 1]], value_shapes=[[1, 1]], max_difference=0.0, tolerance=0.0,
-        comparison="", versions={}, files={},
-    )  # fmt: skip
+    return graph_facts("fake", fake.vocab_size, fake.capacity, fake.capacity, dtype)
 
 
 class FakeDeviceEngine(DeviceEngine):
@@ -55,7 +38,7 @@ class FakeDeviceEngine(DeviceEngine):
             cuda, stream, Path(), facts, slots=fake.slots, widest=9, buffers=fake.buffers
         )
         self.chunk = fake.chunk
-        fake.__class__ = type("Behind", (_Behind, type(fake)), {})
+        fake.__class__ = type("Behind", (IdleFake, type(fake)), {})
         self._driver, self.fake = driver, fake
         self.made: set[object] = set()  # the calls that were made outside of a capture
 

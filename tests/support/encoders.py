@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE
-from transformers import AutoModelForSeq2SeqLM
+from originals import one_thread
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 from workshop import MAX_LEN, Workshop
 
 from runtime import Options, TextEngine
+from runtime.certificate import check
 
 NEW_TOKENS, PENALTY = 48, 3.0
 SOURCES = [
@@ -25,8 +27,8 @@ COMPILED = pytest.param("aotinductor", marks=pytest.mark.slow)
 
 
 @cache
-def original(checkpoint: Path) -> AutoModelForSeq2SeqLM:
-    model = AutoModelForSeq2SeqLM.from_pretrained(checkpoint, attn_implementation="eager").eval()
+def original(checkpoint: Path, kind: Any = AutoModelForSeq2SeqLM) -> PreTrainedModel:
+    model: PreTrainedModel = kind.from_pretrained(checkpoint, attn_implementation="eager").eval()
     # No end of text, so that all of the tokens are compared.
     model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
     return model
@@ -46,7 +48,7 @@ def expected(checkpoint: Path, source: list[int], prompt: list[int] | None = Non
     return output[first:]
 
 
-def greedy(source: list[int], gamma: int | None = None, draft: str | None = None) -> Options:
+def greedy(source: Any, gamma: int | None = None, draft: str | None = None) -> Options:
     return Options(
         source=source, gamma=gamma, draft=draft, max_new_tokens=NEW_TOKENS, ignore_eos=True,
         repetition_penalty=PENALTY,
@@ -56,6 +58,25 @@ def greedy(source: list[int], gamma: int | None = None, draft: str | None = None
 def texts(engine: TextEngine, requests: list[Options]) -> list[list[int]]:
     results = dict(engine.batch([(None, options) for options in requests]))
     return [results[index].token_ids for index in range(len(requests))]
+
+
+def certified(bundle: Path, source: Any) -> None:
+    """Above temperature 0, with a draft that has read the source, too."""
+    options = Options(source=source, temperature=1.0, seed=5, max_new_tokens=100)
+    found = check(one_thread(bundle, 1), None, options)
+    assert found.passed and found.tokens == 512 and found.drafted
+
+
+def same_for_every_gamma(engine: TextEngine, source: Any) -> None:
+    """A seed's text by the coupled rule."""
+    first, *others = texts(
+        engine,
+        [
+            Options(source=source, temperature=1.0, seed=5, gamma=gamma, verify="coupled")
+            for gamma in (0, 1, 4, 8)
+        ],
+    )
+    assert others == [first] * 3
 
 
 def bundle_of(workshop: Workshop, name: str, **options: Any) -> tuple[Path, Path]:

@@ -19,7 +19,14 @@ from tokenizers import decoders, models
 
 from runtime.backends.engine import Engine, HeldRows, Ids, Logits
 from runtime.decoder import Decoder
-from runtime.files.manifest import MANIFEST_FILE, GraphFacts, Manifest, Pair, TokenizerFacts
+from runtime.files.manifest import (
+    MANIFEST_FILE,
+    Dtype,
+    GraphFacts,
+    Manifest,
+    Pair,
+    TokenizerFacts,
+)
 from runtime.files.records import digest_json
 from runtime.round import HostRounds
 from runtime.sampling.reference import NumpySampler
@@ -188,6 +195,17 @@ class FakeEngine(Engine):
         return row
 
 
+class IdleFake(FakeEngine):
+    """One whose idle slots may read rows that nobody wrote: their logits are NaN, which a sampling
+    that looks at them refuses."""
+
+    def _row(self, rows: Ids, end: int, width: int) -> Logits:
+        start = 0 if self.order is None else max(0, end - self.order)
+        if NEVER_WRITTEN in rows[start:end]:
+            return np.full(self.vocab_size, np.nan, np.float32)
+        return super()._row(rows, end, width)
+
+
 class CopyingFake(FakeEngine):
     """One that can copy rows between slots, as a beam search asks."""
 
@@ -210,6 +228,18 @@ def encode(text: str) -> list[int]:
     return character_tokenizer().encode(text).ids
 
 
+def graph_facts(
+    role: str, vocab_size: int, max_len: int, capacity: int, dtype: Dtype = "float32"
+) -> GraphFacts:
+    """Of a graph with one layer, whose caches nobody looks into."""
+    return GraphFacts(
+        key=role, source=role, architecture="Fake", parameters=1, dtype=dtype,
+        vocab_size=vocab_size, max_len=max_len, capacity=capacity, key_shapes=[[1, 1]],
+        value_shapes=[[1, 1]], max_difference=0.0, tolerance=0.0, comparison="none", versions={},
+        files={},
+    )  # fmt: skip
+
+
 def make_manifest(
     *,
     draft: bool = True,
@@ -220,19 +250,11 @@ def make_manifest(
     chat: bool = False,
 ) -> Manifest:
     capacity = max_len + max_gamma + 1
-
-    def graph(role: str) -> GraphFacts:
-        return GraphFacts(
-            key=role, source=role, architecture="Fake", parameters=1, dtype="float32",
-            vocab_size=vocab_size, max_len=max_len, capacity=capacity, key_shapes=[[1, 1]],
-            value_shapes=[[1, 1]], max_difference=0.0, tolerance=0.0, comparison="none",
-            versions={}, files={},
-        )  # fmt: skip
-
+    sizes = vocab_size, max_len, capacity
     tokenizer = TokenizerFacts("tokenizer", VOCAB_SIZE, [EOS], {"eos_token": "</s>"}, chat, {})
     pair = Pair(
-        target=graph("target"),
-        draft=graph("draft") if draft else None,
+        target=graph_facts("target", *sizes),
+        draft=graph_facts("draft", *sizes) if draft else None,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         max_len=max_len,

@@ -16,7 +16,15 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import CONTEXT, FORCED, VOCAB_SIZE, WITH_ENCODER
-from encoders import SOURCES, bundle_of, expected, greedy, texts
+from encoders import (
+    SOURCES,
+    bundle_of,
+    certified,
+    expected,
+    greedy,
+    same_for_every_gamma,
+    texts,
+)
 from originals import one_thread
 from rounds import cases
 from torch.utils._pytree import tree_leaves, tree_unflatten
@@ -24,9 +32,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from workshop import MAX_LEN, Workshop
 
 from engines.bundle import build
-from runtime import Options, generate, load
+from runtime import generate, load
 from runtime.beam.text import beam_texts
-from runtime.certificate import check
 from runtime.drafts.registry import KINDS
 from runtime.drafts.tables import Tables, fingerprint
 from runtime.files.errors import OutriderError
@@ -225,40 +232,25 @@ def test_beams(workshop: Workshop, encoded: list[int], backend: str) -> None:
 
 
 def test_certificate(t5: tuple[Path, Path]) -> None:
-    """Above temperature 0, with a draft that has read the source, too."""
-    certified(t5[1])
+    certified(t5[1], SOURCES[1])
 
 
 @pytest.mark.slow
 def test_certificate_in_bfloat16(workshop: Workshop) -> None:
-    certified(bundle_of(workshop, "t5", backend="aotinductor", dtype="bfloat16")[1])
-
-
-def certified(bundle: Path) -> None:
-    """And the control."""
-    engine = one_thread(bundle, 1)
-    options = Options(source=SOURCES[1], temperature=1.0, seed=5, max_new_tokens=100)
-    found = check(engine, None, options)
-    assert found.passed and found.tokens == 512 and found.drafted
-    lenient = Options(**{**vars(options), "verify": "sigmoid"})
-    assert not check(engine, None, lenient).passed
+    bundle = bundle_of(workshop, "t5", backend="aotinductor", dtype="bfloat16")[1]
+    certified(bundle, SOURCES[1])
 
 
 @pytest.mark.parametrize("name", cases(["t5", "marian"], WITH_ENCODER))
 def test_what_its_bits_depend_on_is_measured(workshop: Workshop, name: str) -> None:
-    """And held to: a seed's text by the coupled rule. Fault: the longest source was of a slot's
-    rows, which are more than the model has positions."""
+    """And held to. Fault: the longest source was of a slot's rows, which are more than the model
+    has positions."""
     longest = CONTEXT if name == "marian" else MAX_LEN
     _, bundle = bundle_of(workshop, name, measure=True, max_len=longest)
     assert read_bundle(bundle).invariance is not None
     engine = one_thread(bundle, 3)
     assert engine.bits.of_gamma
-    options = [
-        Options(source=SOURCES[1], temperature=1.0, seed=5, gamma=gamma, verify="coupled")
-        for gamma in (0, 1, 4, 8)
-    ]
-    first, *others = texts(engine, options)
-    assert others == [first] * 3
+    same_for_every_gamma(engine, SOURCES[1])
 
 
 # Refusals

@@ -77,7 +77,7 @@ def test_few_drafts(workshop: Workshop) -> None:
             check_text(original_of(target), PROMPTS[index], result, f"prompt {index}")
 
 
-@pytest.mark.parametrize("bundle", ["lfm2"], indirect=True)
+@pytest.mark.parametrize("bundle", ["qwen3.5"], indirect=True)
 def test_what_is_not_run(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(OutriderError, match="was compiled for the CPU"):
         load(bundle, device="cuda")

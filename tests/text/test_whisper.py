@@ -7,15 +7,22 @@ repetition penalty, which is Transformers' own; the suppressed tokens are the ch
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from checkpoints import FEATURES, WHISPER
-from encoders import COMPILED
+from encoders import (
+    COMPILED,
+    NEW_TOKENS,
+    PENALTY,
+    certified,
+    greedy,
+    original,
+    same_for_every_gamma,
+    texts,
+)
 from originals import one_thread
 from rounds import cases
 from transformers import WhisperForConditionalGeneration
@@ -23,33 +30,20 @@ from workshop import MAX_LEN, Workshop
 
 from export import vocabulary
 from export.checkpoint import find
-from runtime import Options
-from runtime.certificate import check
 from runtime.files.audio import FeatureFacts
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import read_bundle
 
-NEW_TOKENS, PENALTY = 48, 3.0
 SOURCES = [np.random.default_rng(seed).standard_normal(FEATURES, np.float32) for seed in range(4)]
 START, LANGUAGES, NO_TIMESTAMPS = 240, (242, 245), 250
 ENGLISH = {"lang_to_id": None, "task_to_id": None, "is_multilingual": False}
-
-
-@cache
-def original(checkpoint: Path) -> WhisperForConditionalGeneration:
-    model = WhisperForConditionalGeneration.from_pretrained(
-        checkpoint, attn_implementation="eager"
-    ).eval()
-    # No end of text, so that all of the tokens are compared.
-    model.generation_config.eos_token_id = None
-    return model
 
 
 def expected(checkpoint: Path, source: np.ndarray, **options: Any) -> list[int]:
     """Transformers' own tokens, those that it begins with among them."""
     import torch
 
-    found = original(checkpoint).generate(
+    found = original(checkpoint, WhisperForConditionalGeneration).generate(
         torch.from_numpy(source)[None], return_timestamps=False, do_sample=False,
         max_new_tokens=NEW_TOKENS, repetition_penalty=PENALTY, return_dict_in_generate=True,
         force_unique_generate_call=True, **options,
@@ -57,13 +51,6 @@ def expected(checkpoint: Path, source: np.ndarray, **options: Any) -> list[int]:
     output: list[int] = found.sequences[0].tolist()
     assert len(set(output)) > NEW_TOKENS // 2, "a degenerate text proves nothing"
     return output
-
-
-def greedy(source: np.ndarray, gamma: int | None = None, **more: Any) -> Options:
-    return Options(
-        source=source, gamma=gamma, max_new_tokens=NEW_TOKENS, ignore_eos=True,
-        repetition_penalty=PENALTY, **more,
-    )  # fmt: skip
 
 
 def distilled(target: Path, folder: Path) -> Path:
@@ -99,12 +86,8 @@ def test_greedy_text_is_that_of_transformers(whisper: tuple[Path, Path], which: 
     for slots in (1, 3):
         engine = one_thread(bundle, slots)
         for gammas in [(0, 3, 8, 5)] if which == "mixed" else [(g,) * 4 for g in range(9)]:
-            requests = [
-                (None, greedy(source, gamma)) for source, gamma in zip(SOURCES, gammas, strict=True)
-            ]
-            found = dict(engine.batch(requests))
-            for i, text in enumerate(said):
-                assert found[i].token_ids == text[3:], (slots, gammas, i)
+            found = texts(engine, list(map(greedy, SOURCES, gammas)))
+            assert found == [text[3:] for text in said], (slots, gammas)
         stats = engine.stats()
         assert 0 < stats["accepted"] < stats["drafted"]
 
@@ -157,40 +140,26 @@ def test_what_the_manifest_says(whisper: tuple[Path, Path]) -> None:
     assert pair.audio.language_names == {"english": "en", "german": "de"}
 
 
-@pytest.mark.parametrize("processed", [True, False], ids=["as it is", "control"])
-def test_certificate(
-    whisper: tuple[Path, Path], processed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Above temperature 0, with suppressed tokens. Control: a round that does not suppress them."""
-    if not processed:
-        monkeypatch.setattr("runtime.sampling.sampler.process", lambda *_, **__: None)
-    engine = one_thread(whisper[1], 1)
-    options = Options(source=SOURCES[1], temperature=1.0, seed=5, max_new_tokens=100)
-    found = check(engine, None, options)
-    assert found.passed == processed and found.tokens == 512 and found.drafted
+def test_certificate(whisper: tuple[Path, Path]) -> None:
+    """With suppressed tokens (that a round without them fails: test_processors.py)."""
+    certified(whisper[1], SOURCES[1])
 
 
 @pytest.mark.slow
 def test_certificate_in_bfloat16(workshop: Workshop, pair: tuple[Path, Path]) -> None:
     """Whose encoder reads float32 still."""
-    bundle = workshop.bundle(*pair, backend="aotinductor", dtype="bfloat16")
-    options = Options(source=SOURCES[1], temperature=1.0, seed=5, max_new_tokens=100)
-    found = check(one_thread(bundle, 1), None, options)
-    assert found.passed and found.tokens == 512 and found.drafted
+    certified(workshop.bundle(*pair, backend="aotinductor", dtype="bfloat16"), SOURCES[1])
 
 
 @pytest.mark.slow
 def test_what_its_bits_depend_on_is_measured(workshop: Workshop) -> None:
-    """And held to, where it is promised: a seed's text by the coupled rule."""
+    """And held to, where it is promised."""
     target = workshop.checkpoint("whisper")
     bundle = workshop.bundle(target, workshop.checkpoint("whisper", blur=0.1), measure=True)
     assert read_bundle(bundle).invariance is not None
     engine = one_thread(bundle, 3)
     if engine.bits.of_gamma:
-        options = Options(source=SOURCES[1], temperature=1.0, seed=5, verify="coupled")
-        requests = [(None, replace(options, gamma=gamma)) for gamma in (0, 1, 4, 8)]
-        found = dict(engine.batch(requests))
-        assert [found[i].token_ids for i in range(1, 4)] == [found[0].token_ids] * 3
+        same_for_every_gamma(engine, SOURCES[1])
 
 
 # Refusals
