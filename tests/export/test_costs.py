@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +9,7 @@ import onnx
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, trained
+from exported import Refused, of_type
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, PreTrainedModel
 from workshop import Workshop
 
@@ -26,8 +26,6 @@ from export.weights.whole import least, quantise_model
 from runtime.bundle import load
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import HOST_FILE, read_bundle
-
-Refused = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -321,12 +319,8 @@ def test_a_build_has_both_in_one_graph(workshop: Workshop) -> None:
     model = workshop.checkpoint("llama")
     bundle = workshop.bundle(model, model, weights="int4", bits=6.5)
     assert "WEIGHTS=int4 BITS=6.5" in read_bundle(bundle).rebuild_command(bundle)
-    graph = onnx.load(bundle / "target" / HOST_FILE, load_external_data=False).graph
-    bits = [
-        onnx.helper.get_node_attr_value(node, "bits")
-        for node in graph.node
-        if node.op_type == "QuantizedMatMul"
-    ]
+    products = of_type(bundle, "QuantizedMatMul", HOST_FILE)
+    bits = [onnx.helper.get_node_attr_value(node, "bits") for node in products]
     assert bits.count(8) > 1 and 4 in bits
     assert read_bundle(bundle).pair.draft.bits is None  # type: ignore[union-attr]
     with load(bundle) as engine:
@@ -337,8 +331,7 @@ def test_a_build_has_both_in_one_graph(workshop: Workshop) -> None:
 
 def test_an_embedding_of_its_own_has_4_bits_in_the_graph_too(workshop: Workshop) -> None:
     folder = workshop.graphs(workshop.checkpoint("qwen2"), weights="int4", bits=4.5)
-    graph = onnx.load(folder / "target" / HOST_FILE, load_external_data=False).graph
-    (look_up,) = (node for node in graph.node if node.op_type == "QuantizedGather")
+    (look_up,) = of_type(folder, "QuantizedGather", HOST_FILE)
     assert onnx.helper.get_node_attr_value(look_up, "bits") == 4
 
 

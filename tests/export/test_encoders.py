@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from itertools import product
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE
-from exported import Refused
+from exported import Refused, edit_json
 from safetensors.torch import load_file, save_file
 from workshop import Workshop
 
@@ -39,8 +38,7 @@ def test_what_a_configuration_says_of_an_encoder(
     """The same weights mean something else under another configuration."""
     target = workshop.checkpoint("t5")
     other = Path(shutil.copytree(target, tmp_path / "other"))
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, **change}))
+    edit_json(other / "config.json", **change)
     assert same_encoder(find(str(target)), find(str(other))) is same
 
 
@@ -138,8 +136,7 @@ def test_checkpoints_that_cannot_transcribe(
 def with_features(checkpoint: Path, folder: Path, **changed: int) -> Path:
     """A copy whose encoder reads others."""
     other = Path(shutil.copytree(checkpoint, folder))
-    file = other / "preprocessor_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    edit_json(other / "preprocessor_config.json", **changed)
     return other
 
 

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from checkpoints import ARCHITECTURES, NO_GRAPH, RECURRENT, SMALL, WITH_ENCODER
-from exported import LAYERS, TIED, UNTIED, Refused, eager, graph, text, type_of
+from exported import LAYERS, TIED, UNTIED, Refused, eager, graph, of_type, text, type_of
 from rounds import cases
 from workshop import MAX_LEN, Workshop
 
@@ -108,11 +108,7 @@ def test_control_a_norm_of_two_types_is_refused(
 ) -> None:
     """Gemma scales in float32. The one line is for any graph that ONNX Runtime refuses."""
     source = workshop.checkpoint("gemma2")
-    norms = [
-        node
-        for node in graph(workshop.graphs(source, dtype="float16")).graph.node
-        if node.op_type == "RMSNormalization"
-    ]
+    norms = of_type(workshop.graphs(source, dtype="float16"), "RMSNormalization")
     assert len(norms) == 4 * LAYERS + 1
     monkeypatch.setattr(export.fusion, "_match_norms", lambda model: None)
     said = refused(source, "--dtype", "float16", "--max-len", str(MAX_LEN), kind="backend")

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import pytest
 from checkpoints import WITH_ENCODER
-from exported import edit_weights, graph, nodes
+from exported import edit_weights, graph, nodes, of_type
 from rounds import cases
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from workshop import MAX_LEN, Workshop
@@ -58,7 +58,7 @@ def test_attention_is_one_node_and_says_what_it_said(workshop: Workshop, name: s
     folder = workshop.graphs(source)
     found, facts = nodes(folder, HOST_FILE), read_pair(folder).target
     assert found["outrider.Attention"] == len(facts.key_shapes) + reading
-    made = [node for node in graph(folder, HOST_FILE).graph.node if node.op_type == "Attention"]
+    made = of_type(folder, "Attention", HOST_FILE)
     assert [len(node.output) for node in made].count(1) == reading
     of_source = len(facts.encoder.key_shapes) if facts.encoder else 0
     assert found["outrider.SourceAttention"] == of_source
@@ -66,9 +66,8 @@ def test_attention_is_one_node_and_says_what_it_said(workshop: Workshop, name: s
     assert name == "cohere" or not found[".ReduceMean"]  # a norm is one node too
     assert name in TURNED_BACK or not found.keys() & {".RotaryEmbedding", ".Neg"}
     # Nothing else is computed of all rows, in any backend.
-    all_nodes = graph(folder).graph.node
-    written = {node.output[0] for node in all_nodes if node.op_type == "TensorScatter"}
-    readers = {node.op_type for node in all_nodes if written & {*node.input}}
+    written = {node.output[0] for node in of_type(folder, "TensorScatter")}
+    readers = {node.op_type for node in graph(folder).graph.node if written & {*node.input}}
     assert written and all(reader.endswith("Attention") for reader in readers)
     own, portable = (walk(engine(folder / "target", host=host)) for host in (True, False))
     np.testing.assert_allclose(own, portable, atol=2e-5 * (1 + np.abs(portable).max()), rtol=0)
@@ -78,11 +77,9 @@ def test_a_tied_output_matrix_is_not_transposed(workshop: Workshop) -> None:
     """Which would be done, in a copy, whenever the graph is opened."""
     folder, turned = workshop.graphs(workshop.checkpoint("llama")), {}
     for file in (GRAPH_FILE, HOST_FILE):
-        made = graph(folder, file).graph
-        weights = {weight.name for weight in made.initializer}
-        turned[file] = [
-            node for node in made.node if node.op_type == "Transpose" and node.input[0] in weights
-        ]
+        weights = {weight.name for weight in graph(folder, file).graph.initializer}
+        transposed = of_type(folder, "Transpose", file)
+        turned[file] = [node for node in transposed if node.input[0] in weights]
     assert turned[GRAPH_FILE] and not turned[HOST_FILE]
 
 

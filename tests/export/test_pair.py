@@ -23,6 +23,7 @@ from exported import (
     UNTIED,
     Refused,
     eager,
+    edit_json,
     edit_weights,
     text,
 )
@@ -103,8 +104,7 @@ def test_end_of_text_ids(
 ) -> None:
     folder = write(tmp_path / "checkpoint", TIED)
     for name, ids in (("config.json", config), ("generation_config.json", generation)):
-        content = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps({**content, "eos_token_id": ids}))
+        edit_json(folder / name, eos_token_id=ids)
     found = checkpoint.find(str(folder))
     assert vocabulary.end_of_text_ids(found, vocabulary.load_tokenizer(found)) == expected
     if generation is None:
@@ -119,8 +119,7 @@ def test_what_a_bundle_does_not_carry_is_named(
     """A decoder's first token is forced where the prompt has one: not here."""
     folder = write(tmp_path / "checkpoint", architecture)
     asked = {"typical_p": 0.5, "forced_bos_token_id": 6}
-    content = json.loads((folder / "generation_config.json").read_text())
-    (folder / "generation_config.json").write_text(json.dumps({**content, **asked}))
+    edit_json(folder / "generation_config.json", **asked)
     said = vocabulary.sampling_defaults(checkpoint.find(str(folder)))
     assert said == dict([*asked.items()][:named])
 
@@ -132,8 +131,7 @@ def test_an_old_checkpoint_generates_by_its_config_json(tmp_path: Path, architec
     folder = write(tmp_path / "checkpoint", architecture)
     asked = {"no_repeat_ngram_size": 3, "bad_words_ids": [[7]], "forced_bos_token_id": 5}
     (folder / "generation_config.json").unlink()
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **asked, "num_beams": 4}))
+    edit_json(folder / "config.json", **asked, num_beams=4)
     found = checkpoint.find(str(folder))
     kind = AutoModelForSeq2SeqLM if found.has_encoder else AutoModelForCausalLM
     theirs, rules = kind.from_pretrained(folder).generation_config, vocabulary.rules(found)
@@ -150,9 +148,9 @@ def test_the_whole_model_says_where_texts_end(tmp_path: Path, of_text: int | Non
     """As `generate` has it, where its text has a configuration of its own."""
     folder = write(tmp_path / "checkpoint", "qwen2.5-vl")
     (folder / "generation_config.json").unlink()
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"eos_token_id": 5, "text_config": {**config["text_config"], "eos_token_id": of_text}}
-    (folder / "config.json").write_text(json.dumps(config))
+    text_config = json.loads((folder / "config.json").read_text())["text_config"]
+    changed = {**text_config, "eos_token_id": of_text}
+    edit_json(folder / "config.json", eos_token_id=5, text_config=changed)
     found = checkpoint.find(str(folder))
     assert vocabulary.end_of_text_ids(found, vocabulary.load_tokenizer(found)) == [5]
 
@@ -345,8 +343,7 @@ def test_exporting_takes_little_memory_beside_the_files(
     source = write(tmp_path / "checkpoint", **sizes)
     if bits == 16:
         edit_weights(source, lambda w: w.update({name: x.bfloat16() for name, x in w.items()}))
-        config = json.loads((source / "config.json").read_text())
-        (source / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+        edit_json(source / "config.json", dtype="bfloat16")
     size = (source / "model.safetensors").stat().st_size
     assert size > 330e6
     if bits == 4:

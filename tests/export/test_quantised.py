@@ -3,7 +3,6 @@ whatever the call."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import Counter
 from contextlib import nullcontext
@@ -16,7 +15,7 @@ import onnx
 import pytest
 import torch
 from checkpoints import FEATURES, write
-from exported import Refused, edit_weights, graph, nodes
+from exported import Refused, edit_json, edit_weights, graph, nodes, of_type
 from rounds import cases
 from safetensors.torch import load_file, save_file
 from workshop import MAX_GAMMA, MAX_LEN, Workshop, traced_once
@@ -94,9 +93,7 @@ def halves(workshop: Workshop, tmp_path: Path, request: pytest.FixtureRequest) -
         edit_weights(
             folder, lambda w, to=dtype: w.update({k: v.bfloat16().to(to) for k, v in w.items()})
         )
-        config = json.loads((folder / "config.json").read_text())
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        (folder / "config.json").write_text(json.dumps(config))
+        edit_json(folder / "config.json", dtype=str(dtype).removeprefix("torch."))
     return folders
 
 
@@ -180,15 +177,14 @@ def test_the_portable_graph_has_levels_and_standard_operators(graphs: tuple[Path
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_weights_that_are_the_same(workshop: Workshop, tmp_path: Path, weights: str) -> None:
     """Fault: torch makes one of equal tensors, whose transposed copies then have one name."""
-    checkpoint = tmp_path / "same"
-    shutil.copytree(workshop.checkpoint("llama"), checkpoint)
-    file = checkpoint / "model.safetensors"
-    tensors = load_file(file)
-    tensors |= {
-        name.replace(".0.", ".1."): w.clone() for name, w in tensors.items() if ".0." in name
-    }
-    tensors |= {n.replace("k_p", "v_p"): w.clone() for n, w in tensors.items() if "k_proj" in n}
-    save_file(tensors, file, metadata={"format": "pt"})
+    checkpoint = Path(shutil.copytree(workshop.checkpoint("llama"), tmp_path / "same"))
+
+    def repeat(tensors: dict[str, torch.Tensor]) -> None:
+        for part, other in ((".0.", ".1."), ("k_proj", "v_proj")):
+            same = {n.replace(part, other): w.clone() for n, w in tensors.items() if part in n}
+            tensors.update(same)
+
+    edit_weights(checkpoint, repeat)
     facts = read_pair(workshop.graphs(checkpoint, weights=weights)).target
     assert facts.host_alone and facts.max_difference is not None
     assert facts.max_difference <= facts.tolerance
@@ -229,19 +225,11 @@ def test_products_of_one_input_are_one_node_whatever_their_bits(
         )  # fmt: skip
     found = nodes(tmp_path / "graphs", HOST_FILE)
     assert found["outrider.QuantizedMatMul"] == 9 + apart and found[".Concat"] == apart
-    products = [
-        node
-        for node in graph(tmp_path / "graphs", HOST_FILE).graph.node
-        if node.op_type == "QuantizedMatMul"
-    ]
+    products = of_type(tmp_path / "graphs", "QuantizedMatMul", HOST_FILE)
     assert sum(len(node.input) == 5 for node in products) == 4 - apart
     assert nodes(tmp_path / "graphs", GRAPH_FILE)[".MatMul"] == 9 + 4
     # Attention reads the first layer's queries, keys and values as they come, the second's apart.
-    attention = [
-        node
-        for node in graph(tmp_path / "graphs", HOST_FILE).graph.node
-        if "Attention" in node.op_type
-    ]
+    attention = of_type(tmp_path / "graphs", "Attention", HOST_FILE)
     assert [bool(node.input[1]) for node in attention] == [False, True]
 
 

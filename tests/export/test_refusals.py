@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoints import ARCHITECTURES, CONTEXT, RECURRENT, VOCAB_SIZE, write_any
 from commands import error_line
-from exported import TIED, UNTIED, Refused, command, edit_weights
+from exported import TIED, UNTIED, Refused, command, edit_json, edit_weights
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -179,12 +179,7 @@ def test_max_len(workshop: Workshop, stopped: list[int], refused: Refused) -> No
 
 
 def _json(name: str, **fields: Any) -> Damage:
-    def damage(folder: Path) -> None:
-        path = folder / name
-        content = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps({**content, **fields}))
-
-    return damage
+    return lambda folder: edit_json(folder / name, **fields)
 
 
 def _tensors(edit: Callable[[dict[str, torch.Tensor]], object]) -> Damage:

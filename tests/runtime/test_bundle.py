@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import error_line, leftovers, limited_files, run
+from commands import error_line, leftovers, run
 from fakes import edited
 from workshop import MAX_LEN, Workshop, traced_once
 
 import engines.__main__
-import export.__main__
 import export.compare
 import export.part
 from engines.bundle import build
@@ -331,21 +330,6 @@ def test_a_command_ends_with_a_status_and_one_line(tmp_path: Path) -> None:
     assert "nowhere is not a folder" in error_line(missing.stderr, "checkpoint")
     assert (missing.stdout, missing.stderr.count("\n")) == ("", 1)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_full_disk_stops_the_export(
-    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A limit on the size of a file stands in for the disk: the weights do not fit."""
-    places = ["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
-    model = workshop.example("gpt2")
-    workshop.graphs(model)  # so that the trace, which has weights too, is kept already
-    with traced_once(), limited_files(65536):
-        status = export.__main__.main(["--model", str(model), "--max-len", str(MAX_LEN), *places])
-    assert status == EXIT_STATUS["disk"]
-    error_line(capsys.readouterr().err, "disk")
-    assert not (tmp_path / "out").exists()
-    assert list((tmp_path / "cache").rglob("*")) == []
 
 
 def test_ctrl_c_while_a_part_is_checked(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -38,6 +40,10 @@ def nodes(folder: Path, file: str) -> Counter[str]:
     return Counter(f"{node.domain}.{node.op_type}" for node in graph(folder, file).graph.node)
 
 
+def of_type(folder: Path, kind: str, file: str = GRAPH_FILE) -> list[onnx.NodeProto]:
+    return [node for node in graph(folder, file).graph.node if node.op_type == kind]
+
+
 def eager(path: Path, ids: np.ndarray) -> np.ndarray:
     """Logits [2, T, V] of the original, in float32."""
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
@@ -62,6 +68,12 @@ def command(
     capsys.readouterr()
     status = export.__main__.main(["--model", str(model), *places, *more])
     return status, capsys.readouterr().err
+
+
+def edit_json(path: Path, **fields: Any) -> None:
+    """Other fields in a file that no other test has; where there is none, these alone."""
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**content, **fields}))
 
 
 def edit_weights(checkpoint: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
