@@ -9,7 +9,7 @@ import pytest
 from cuda_standin import FakeDriver
 from device_standin import FakeDeviceEngine
 from devices import WARM, decoder_on, text
-from rounds import cases, ids
+from rounds import cases, finish, ids
 
 from runtime.gpu.loop import LoopingRounds
 from runtime.gpu.rounds import DeviceRounds
@@ -31,8 +31,7 @@ def test_leaving_asks_nothing_of_the_driver(driver: FakeDriver, rounds: type[Dev
         patch.setattr(type(device), "_call", lambda self, name, *rest: asked.append(name))
         decoder.release(both[0])
     assert asked == []
-    while both[1].finish_reason is None:
-        decoder.round(both[1:])
+    finish(decoder, both[1])
     assert ids(both[1]) == text(decoder_on(driver), both[1].request)
 
 

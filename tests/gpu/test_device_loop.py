@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from cuda_standin import Error, FakeDriver
 from devices import WARM, decoder_on, steps, text
-from rounds import broken, ids
+from rounds import broken, finish, ids
 
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
@@ -33,12 +33,7 @@ def test_a_text_is_one_launch(driver: FakeDriver) -> None:
     expected = text(decoder_on(driver), REQUEST)
     assert text(decoder, REQUEST) == expected
     sequence = decoder.admit(REQUEST)
-
-    def rest() -> None:
-        while sequence.finish_reason is None:
-            decoder.round([sequence])
-
-    again = steps(driver, rest)
+    again = steps(driver, lambda: finish(decoder, sequence))
     # The wait is the draft's prompt; the results are looked for where they appear.
     assert again == ["wait", "graph"]
     assert ids(sequence) == expected
@@ -82,9 +77,7 @@ def test_what_a_loop_left_is_read_before_anything_new(driver: FakeDriver) -> Non
     driver.drain()  # many rounds of both
     decoder.release(leaves)
     joins = decoder.admit(replace(REQUEST, max_new_tokens=40))
-    both = [stays, joins]
-    while unfinished := [sequence for sequence in both if sequence.finish_reason is None]:
-        decoder.round(unfinished)
+    finish(decoder, stays, joins)
     assert ids(stays) == alone
     assert ids(joins) == text(decoder_on(driver), joins.request)
     assert not decoder.rounds._unread.get(leaves)
@@ -108,8 +101,7 @@ def test_log_probabilities_run_round_by_round(driver: FakeDriver) -> None:
     sequence = decoder.admit(request)
     found = steps(driver, lambda: decoder.round([sequence]))
     assert "capture loop" not in found and "wait for event" in found
-    while sequence.finish_reason is None:
-        decoder.round([sequence])
+    finish(decoder, sequence)
     assert ids(sequence) == text(decoder_on(driver), request)
 
 

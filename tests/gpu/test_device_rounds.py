@@ -20,7 +20,7 @@ from cuda_standin import FakeDriver
 from device_standin import FakeDeviceEngine
 from devices import WARM, decoder_on, host, steps, text, wander
 from fakes import FakeEngine, script
-from rounds import broken, cases, ids
+from rounds import broken, cases, finish, ids
 
 from runtime.backends.device import DeviceCall
 from runtime.decoder import Decoder
@@ -155,8 +155,7 @@ def test_rows_that_the_next_round_overwrites_are_noticed(driver: FakeDriver) -> 
 
     def tops(decoder: Decoder) -> list[object]:
         sequence = decoder.admit(request)
-        while sequence.finish_reason is None:
-            decoder.round([sequence])
+        finish(decoder, sequence)
         return [token.alternatives for token in sequence.output]
 
     right = tops(decoder_on(driver))

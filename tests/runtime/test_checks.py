@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fakes import random_model
-from rounds import broken, cases, make_decoder, run
+from rounds import broken, cases, finish, make_decoder, run
 
 from runtime.checks import Limits, check_request
 from runtime.drafts.draft import Draft
@@ -135,7 +135,6 @@ def test_an_interrupt_as_a_round_is_settled(at: str, whole: bool) -> None:
         decoder.round([first, second])
     assert (first.error is None) == whole
     assert first.error is None or (first.finish_reason, first.error.kind) == ("error", "busy")
-    while going := [x for x in (first, second) if x.finish_reason is None]:
-        decoder.round(going)
+    finish(decoder, first, second)
     for sequence in (first, second) if whole else (second,):
         assert sequence.output == expected

@@ -23,7 +23,7 @@ from fakes import (
     near,
     random_model,
 )
-from rounds import broken, cases, check_rows, ids, make_decoder, run
+from rounds import broken, cases, check_rows, finish, ids, make_decoder, run
 
 from runtime.backends.engine import HeldRows, Ids
 from runtime.beam.text import beam_texts
@@ -212,8 +212,7 @@ def test_rows_of_a_failed_sequence_are_not_used_again() -> None:
 
     used = make_decoder(failing, DRAFT, max_len=96, order=None)
     sequence = used.admit(Request(STORY[:30], gamma=0, max_new_tokens=9))
-    while sequence.finish_reason is None:
-        used.round([sequence])
+    finish(used, sequence)
     used.release(sequence)
     assert sequence.error is not None
     assert used.admit(Request(STORY[:30], gamma=0)).stats.reused_tokens == 0

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fakes import near, random_model
-from rounds import broken, cases, ids, make_decoder, run, without_loop
+from rounds import broken, cases, finish, ids, make_decoder, run, without_loop
 from scipy import stats
 
 from runtime.decoder import Decoder
@@ -53,8 +53,7 @@ def words_by_block() -> float:
     )
     params = SamplingParams(temperature=1.0, seed=7, verify="block")
     sequence = decoder.admit(Request([1], params, gamma=2, max_new_tokens=tokens))
-    while sequence.finish_reason is None:
-        decoder.round([sequence])
+    finish(decoder, sequence)
     words = np.reshape(ids(sequence), (-1, 4)) @ [8, 4, 2, 1]
     expected = np.einsum("i,j,k,l->ijkl", *[third] * 4).ravel()
     return chi_square(np.bincount(words, minlength=16).astype(float), expected)

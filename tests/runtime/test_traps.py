@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fakes import Context, Model, near, random_model
-from rounds import both, broken, check_rows, ids, is_late, make_decoder, oracle, run
+from rounds import both, broken, check_rows, ids, is_late, make_decoder, oracle, run, together
 
 from runtime.decoder import Decoder
 from runtime.files.errors import OutriderError
@@ -75,16 +75,14 @@ def test_padding_that_is_read_and_ids_that_cannot_be() -> None:
 def test_a_draft_of_fewer_tokens_in_company() -> None:
     """Rows that no engine's buffer holds are as wide as the draft's, not the target's."""
     model = random_model(4, 16)
-    for together in (["model", "ngram"], ["chain", "copy"]):
+    for kinds in (["model", "ngram"], ["chain", "copy"]):
         draft = padded(near(model, 5, 0.8), 10, 10)
         decoder = make_decoder(model, draft, vocab_size=16, draft_width=10, slots=2)
         requests = [
             Request([15, 2, 11, 15, 2], gamma=GAMMA, max_new_tokens=40, draft=kind)
-            for kind in together
+            for kind in kinds
         ]
-        sequences = [decoder.admit(request) for request in requests]
-        while any(sequence.finish_reason is None for sequence in sequences):
-            decoder.round([x for x in sequences if x.finish_reason is None])
+        sequences = together(decoder, requests)
         for request, sequence in zip(requests, sequences, strict=True):
             assert ids(sequence) == oracle(model, request, 16)
         assert all(sequence.stats.drafted for sequence in sequences)
@@ -149,13 +147,13 @@ def test_a_failure_is_one_sequences_alone(name: str, logprobs: int | None) -> No
 
     models[name] = fails_after_3
     decoder = make_decoder(**models, slots=3)
-    together = [decoder.admit(request) for request in requests]
-    while unfinished := [x for x in together if x.finish_reason is None]:
+    sequences = [decoder.admit(request) for request in requests]
+    while unfinished := [x for x in sequences if x.finish_reason is None]:
         before = {x: len(x.output) for x in unfinished}
         decoder.round(unfinished)
         assert all((len(x.output) > before[x]) != bool(x.error) for x in unfinished)
-    assert together[0].output == alone[0] and together[2].output == alone[2]
-    broken_one, error = together[1], together[1].error
+    assert sequences[0].output == alone[0] and sequences[2].output == alone[2]
+    broken_one, error = sequences[1], sequences[1].error
     assert error is not None and f"{name}, slot 1, position " in error.cause
     assert broken_one.finish_reason == "error" and 0 < len(broken_one.output) < 12
     assert broken_one.output == alone[1][: len(broken_one.output)]

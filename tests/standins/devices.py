@@ -11,7 +11,7 @@ import pytest
 import rounds
 from cuda_standin import FakeDriver
 from fakes import EOS, FakeEngine, near, random_model
-from rounds import ids, make_decoder
+from rounds import finish, ids, make_decoder
 
 from runtime.decoder import Decoder
 from runtime.sampling.warp import SamplingParams
@@ -47,8 +47,7 @@ def decoder_on(driver: FakeDriver, *, slots: int = 1, **options) -> Decoder:
 def texts(decoder: Decoder, *requests: Request) -> list[list[int]]:
     """All of them at a time."""
     sequences = [decoder.admit(request) for request in requests]
-    while unfinished := [sequence for sequence in sequences if sequence.finish_reason is None]:
-        decoder.round(unfinished)
+    finish(decoder, *sequences)
     for sequence in sequences:
         decoder.release(sequence)
     return [ids(sequence) for sequence in sequences]

@@ -159,6 +159,12 @@ def run(decoder: Decoder, request: Request) -> ActiveSequence:
     return sequence
 
 
+def finish(decoder: Decoder, *sequences: ActiveSequence) -> None:
+    """Rounds of all that have not ended, until all have."""
+    while unfinished := [sequence for sequence in sequences if sequence.finish_reason is None]:
+        decoder.round(unfinished)
+
+
 def together(decoder: Decoder, requests: Iterable[Request]) -> list[ActiveSequence]:
     """As `run`, all of them at a time, each in a slot of its own."""
     active = [decoder.admit(request) for request in requests]
