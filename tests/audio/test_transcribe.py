@@ -16,6 +16,7 @@ import pytest
 import soundfile
 import torch
 from checkpoints import EOS, tokenizer
+from commands import handlers_kept
 from originals import one_thread
 from talks import LANGUAGES, RATE, TEXT, VOCAB_SIZE, ZERO, check, model, talk, theirs
 from tokenizers import pre_tokenizers
@@ -170,14 +171,11 @@ def test_ctrl_c_keeps_what_was_said(
             os.kill(os.getpid(), signal.SIGINT)
         return real(sequences)
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with monkeypatch.context() as patch:
+    with handlers_kept(), monkeypatch.context() as patch:
         patch.setattr(command, "load", lambda *_, **__: engine)
         patch.setattr(engine, "round", interrupted)
         patch.setattr(engine.decoder.target, "_encode", lambda *a: windows.append(1) or encode(*a))
         status = generate.main(["--engines", "x", "--audio", path])
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     out, err = capsys.readouterr()
     assert status == INTERRUPTED and err.endswith("\ninterrupted\n") and "Traceback" not in err
     assert out.strip() and whole.text.strip().startswith(out.strip())

@@ -196,14 +196,17 @@ def test_what_is_not_measured_is_refused_before_a_pair_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_of_quantised_weights_alone_has_no_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor lengths that they are not measured at: a job that no system has is none."""
+@pytest.fixture
+def side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SideRun:
+    """A run of systems that only pretend."""
     monkeypatch.setattr(measuring, "Peer", FakePeer)
     config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    side = SideRun(Pair(tmp_path, tmp_path, "s", 0.8), 1, tmp_path, Clock())
+    return SideRun(Pair(tmp_path, tmp_path, "s", 0.8), 1, tmp_path, Clock())
+
+
+def test_a_run_of_quantised_weights_alone_has_no_batches(side: SideRun) -> None:
+    """Nor lengths that they are not measured at: a job that no system has is none."""
     prompts, chosen = Prompts(SPARSE, [*CODE, *PROSE]), systems(["outrider"], ["int4"])
     works = [alone(FULL, prompts, chosen), together(FULL, prompts, chosen)]
     cells = run(side, chosen, works, None)["cells"]
@@ -212,14 +215,9 @@ def test_a_run_of_quantised_weights_alone_has_no_batches(
 
 
 def test_a_whole_run_with_systems_that_only_pretend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    side: SideRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the whole: what is missing is noted once and costs no other figure; --out has it all."""
-    monkeypatch.setattr(measuring, "Peer", FakePeer)
-    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    pair = Pair(tmp_path, tmp_path, "s", 0.8)
-    side = SideRun(pair, 1, tmp_path, Clock())
     prompts = Prompts(SPARSE, [*CODE, *PROSE])
     chosen = systems(["outrider", "transformers"], ["float32"])
     works = [alone(QUICK, prompts, chosen), together(QUICK, prompts, chosen)]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import CHECKOUT
 from workshop import MAX_GAMMA, Workshop
 
 from export import ngram
@@ -26,7 +27,6 @@ from runtime.text.options import Options
 
 pytestmark = pytest.mark.slow  # every part of it: test_rounds.py, test_invariance.py
 
-CHECKOUT = Path(__file__).parents[2]
 OWN = os.environ.get("BUNDLE")
 PROMPTS = [
     "import os\n\ndef load(path):\n    with open(path) as file:\n",

@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from commands import CHECKOUT, PLAIN_ERROR
+from commands import CHECKOUT, PLAIN_ERROR, handlers_kept
 
 from runtime.backends import onnxruntime as ort_backend
 from runtime.cli import command
@@ -65,12 +65,8 @@ def test_an_interrupt_waits_for_an_import(number: int, capsys: pytest.CaptureFix
         done.append("more")
         return 0
 
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handlers_kept():
         assert run_command(work) == 128 + number
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
     assert done == ["import"]
     assert capsys.readouterr().err == "\ninterrupted\n"
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import CHECKOUT
 from exact import at, by_bisection, by_keys, own
 from fakes import VOCAB_SIZE, near, random_model, script
 from rounds import (
@@ -334,7 +335,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-TOKENIZER = Path(__file__).parents[2] / "models" / "target"
+TOKENIZER = CHECKOUT / "models" / "target"
 
 
 def test_the_table_of_a_text(text_file: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import onnx
 import pytest
 from commands import error_line
 from rtx import SM, arguments, needs_library
-from workshop import MAX_GAMMA, MAX_LEN, Workshop
+from workshop import CAPACITY, MAX_GAMMA, Workshop
 
 import engines.__main__
 from engines import bundle as bundles
@@ -35,8 +35,6 @@ from runtime.files.manifest import (
     read_pair,
 )
 from runtime.files.records import write_json
-
-CAPACITY = -(-(MAX_LEN + MAX_GAMMA + 1) // 8) * 8
 
 
 @needs_library

@@ -11,9 +11,9 @@ import onnx_ir as ir
 import pytest
 import torch
 from checkpoints import WINDOW
-from exported import CAPACITY, UNTIED, Refused, edit_weights
+from exported import UNTIED, Refused, edit_weights
 from originals import original_of
-from workshop import MAX_LEN, Workshop, traced_once
+from workshop import CAPACITY, MAX_LEN, Workshop, traced_once
 
 from export import checkpoint, compare, graph, loading, part
 from export.pair import export as export_pair

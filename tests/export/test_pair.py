@@ -16,7 +16,6 @@ import torch
 from checkpoints import TOKENS, VOCAB_SIZE, tokenizer, write
 from commands import CHECKOUT, environment
 from exported import (
-    CAPACITY,
     SHORT,
     SHORT_DRAFT,
     TIED,
@@ -28,7 +27,7 @@ from exported import (
     text,
 )
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-from workshop import MAX_GAMMA, MAX_LEN, Workshop
+from workshop import CAPACITY, MAX_GAMMA, MAX_LEN, Workshop
 
 from engines.bundle import build
 from export import checkpoint, loading, part, vocabulary

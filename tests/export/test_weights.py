@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, trained
+from commands import CHECKOUT
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -604,7 +605,7 @@ def test_weights_of_few_bits_are_refused_before_any_work_without_the_library(
 
     def make(weights: Weights, form: Format) -> None:
         feedback.load_rounding.cache_clear()
-        checkpoint = find(str(Path(__file__).parents[2] / "models" / "target"))
+        checkpoint = find(str(CHECKOUT / "models" / "target"))
         given = Wanted("target", checkpoint, "float32", 64, 72, 4, form, weights)
         part.make(given, tmp_path)
 

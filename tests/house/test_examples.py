@@ -12,6 +12,7 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
+from commands import CHECKOUT
 
 from runtime import Result, TextEngine, load
 from runtime.audio.transcription import Segment, SpeechOptions
@@ -22,7 +23,7 @@ from runtime.text.results import Event
 from runtime.text.speech import Transcription
 
 SERVERS = {"openai_answers", "openai_requests", "ray_serve"}  # tests/serving/
-FOLDER = Path(__file__).parents[2] / "examples"
+FOLDER = CHECKOUT / "examples"
 PAGE = (FOLDER.parent / "docs" / "python.md").read_text(encoding="utf-8")
 MODULES = {path.stem for path in FOLDER.glob("*.py")}
 EXAMPLES = sorted(MODULES - SERVERS)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 import pytest
-from operators import FLOAT, INT8, INT64, Feeds, refuses, session_of, with_each_set
+from operators import FLOAT, INT8, INT64, OTHER_SIZE, Feeds, refuses, session_of, with_each_set
 
 from export.host.observing import AHEAD
 from plugins.tools.build import find_compiler, includes
@@ -334,9 +334,6 @@ OTHER_SIZES = {  # of two tokens, by "128"
     "values": [(1, KEY_HEADS, ROWS - 1, 128), (1, KEY_HEADS, ROWS, 64), (1,)],
     "position": [(0,), (2,), (), (1, 1)],
 }  # fmt: skip
-
-
-OTHER_SIZE = "an input has another size"
 
 
 def test_inputs_of_other_sizes_are_refused() -> None:

@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 import pytest
-from operators import FLOAT, INT64, Feeds, refuses, session_of, with_each_set
+from operators import FLOAT, INT64, OTHER_SIZE, Feeds, refuses, session_of, with_each_set
 
 Array = npt.NDArray[np.float32]
 TOKENS, ROWS = 40, 6
-OTHER_SIZE = "an input has another size"
 
 
 @dataclass(frozen=True)

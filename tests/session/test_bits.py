@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from checkpoints import RECURRENT
+from commands import CHECKOUT
 from native_session import NativeSession, NativeToken
 from rounds import cases
 from workshop import MAX_GAMMA, Workshop
@@ -27,7 +28,6 @@ from runtime.sequence import ActiveSequence, Token
 from runtime.text.engine import TextEngine
 from runtime.text.options import Options
 
-CHECKOUT = Path(__file__).parents[2]
 TINY = [
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gemma4", "phi3", "gpt2", "olmo2",
     "cohere",

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import CHECKOUT
 from native_session import I64, U64, Config, Failure, NativeSession, P, c_options, library
 from samplers import instructions
 
@@ -26,7 +27,6 @@ from runtime.files.records import write_json
 from runtime.files.rules import TextRules
 from runtime.sampling.kernel import ABI_VERSION
 
-CHECKOUT = Path(__file__).parents[2]
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"]
 # What is not instrumented looks like a race to a sanitizer.
 SUPPRESSED = "race:libonnxruntime.so\ndeadlock:libonnxruntime.so\n"

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,6 +52,17 @@ def limited_files(largest: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Those of Ctrl-C and SIGTERM, which a command in this process sets for good."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def error_line(stderr: str, kind: str) -> str:

@@ -16,7 +16,6 @@ from checkpoints import VOCAB_SIZE
 from commands import leftovers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from workshop import MAX_GAMMA, MAX_LEN
 
 import export.__main__
 import export.graph
@@ -24,7 +23,6 @@ from runtime.files.manifest import GRAPH_FILE
 
 Refused = Callable[..., str]  # the fixture of tests/export
 LAYERS = 2
-CAPACITY = -(-(MAX_LEN + MAX_GAMMA + 1) // 8) * 8
 TIED, UNTIED = "llama", "qwen2"
 # A draft whose learned positions end before the target's.
 SHORT = 48

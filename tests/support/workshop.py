@@ -42,6 +42,7 @@ from runtime.files.manifest import GraphFacts
 from runtime.files.records import digest_json
 
 MAX_LEN, MAX_GAMMA = 128, 8  # of the bundles, unless a test says otherwise
+CAPACITY = -(-(MAX_LEN + MAX_GAMMA + 1) // 8) * 8
 KEPT = CHECKOUT / "build" / ".tests"
 # Of a configuration: they leave no mark on a trace. Did one, the export's comparison would see it.
 NOT_TRACED = {"_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id"}

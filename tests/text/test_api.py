@@ -6,10 +6,10 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import CHECKOUT
 from fakes import make_text_engine, near, random_model
 
 import runtime
@@ -87,7 +87,7 @@ def test_what_the_package_says_of_itself():
     """It names what it has without importing it: Ctrl-C during an import is no traceback."""
     script = "import sys, runtime; print(*dir(runtime), *sys.modules)"
     run = subprocess.run(
-        [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True,
+        [sys.executable, "-c", script], cwd=CHECKOUT, capture_output=True,
         text=True, check=True,
     )  # fmt: skip
     names = set(run.stdout.split())
