@@ -64,10 +64,13 @@ struct outrider_device_call {
 #include <cstring>
 
 #include "outrider_carver.h"
+#include "outrider_sampling.h"
 
 namespace outrider_device {
 
-constexpr int32_t TILE = 1024; // as in outrider_sampling.h
+using outrider::TILE;
+using outrider::tiles_of;
+
 constexpr int32_t ALL_FLAGS = OUTRIDER_DEVICE_FILTERS | OUTRIDER_DEVICE_PENALTIES |
                               OUTRIDER_DEVICE_BLOCK | OUTRIDER_DEVICE_SHAPES |
                               OUTRIDER_DEVICE_COUPLED;
@@ -75,8 +78,6 @@ constexpr int32_t ALL_FLAGS = OUTRIDER_DEVICE_FILTERS | OUTRIDER_DEVICE_PENALTIE
 constexpr int64_t MANY_TILES = 16384;
 
 static_assert(sizeof(outrider_device_call) <= sizeof(outrider_device_plan::call), "plan.call");
-
-inline int32_t tiles_of(int32_t vocab_size) { return (vocab_size + TILE - 1) / TILE; }
 
 inline bool legal(const outrider_device_sizes& s) {
   constexpr int32_t most = 1 << 30;

@@ -42,10 +42,6 @@ inline Memory carve(CacheLines& carver, int vocab_size, int width) {
 
 // --- one slot's round -------------------------------------------------------------------------
 
-struct Failure {
-  int32_t status, model, row;
-};
-
 // Rows of one model for one slot.
 struct Model {
   const outrider_logits* logits;
@@ -68,7 +64,7 @@ public:
 
   bool settled() const { return outrider::settled(slot_); }
   bool point_draft() const { return settled() || draft_.logits->data == nullptr; }
-  const Failure& failure() const { return failure_; }
+  const outrider_verdict& failure() const { return failure_; }
 
   double accept_u(int i) const {
     if (settled()) return 0;
@@ -175,7 +171,7 @@ private:
   }
 
   bool fail(int32_t status, int32_t model, int row) {
-    if (status != OUTRIDER_OK) failure_ = {status, model, row};
+    if (status != OUTRIDER_OK) failure_ = outrider::verdict_of(status, model, row);
     return status == OUTRIDER_OK;
   }
 
@@ -190,7 +186,7 @@ private:
     if (i < p_known_) return true;
     status = shape_row(ops_, p_row_, slot_, memory_.scratch, sums(i), &p_[i]);
     p_known_ = i + 1;
-    if (status == OUTRIDER_OK && slot_.rule == OUTRIDER_COUPLED && slot_.temperature > 0)
+    if (status == OUTRIDER_OK && outrider::couples(slot_))
       couple_row(ops_, p_row_, slot_, slot_.position + static_cast<uint32_t>(i),
                  memory_.scratch.tile_max, &p_[i]);
     return fail(status, OUTRIDER_TARGET, i);
@@ -296,7 +292,7 @@ private:
   int rest_of_ = -1;
   double rest_scale_ = 1;
   bool rest_empty_ = true;
-  Failure failure_{OUTRIDER_OK, OUTRIDER_TARGET, 0};
+  outrider_verdict failure_ = outrider::no_verdict();
 };
 
 } // namespace

@@ -13,10 +13,9 @@
 namespace {
 
 using outrider::TILE;
+using outrider::tiles_of;
 
 constexpr int BINS = 2048; // of 1/64 of a factor 2 each, so down to 2^-32 of the peak; then one more
-
-inline int tiles_of(int width) { return (width + TILE - 1) / TILE; }
 
 struct Candidate {
   float logit;
@@ -111,8 +110,7 @@ inline Row process(const outrider_tiles& ops, const Row& raw, const outrider_slo
     if (!raw.has(id)) return;
     // From the original: a repeated id is penalised once.
     const float logit = biased ? raw.at(id) + bias_of(slot, id) : raw.at(id);
-    buffer[id] =
-        logit < 0 ? logit * slot.repetition_penalty : logit / slot.repetition_penalty;
+    buffer[id] = outrider::penalised(logit, slot.repetition_penalty);
   };
   for (int c = 0; c < slot.bias_length; ++c)
     if (raw.has(slot.bias_ids[c])) buffer[slot.bias_ids[c]] += slot.biases[c];
@@ -260,9 +258,8 @@ inline int32_t shape_row(const outrider_tiles& ops, const Row& row, const outrid
   alignas(64) float buffer[TILE], w[TILE];
   const bool greedy = slot.temperature == 0;
   const int tiles = row.tiles();
-  const float rate =
-      greedy ? 0 : static_cast<float>(outrider::LOG2_E / static_cast<double>(slot.temperature));
-  *shape = {1, -outrider::INF, rate, -outrider::INF, 0, 0, -1, 1, 0};
+  *shape = outrider::shape_of(slot);
+  const float rate = shape->rate;
   int best = 0;
   int broken = 0;
   for (int k = 0; k < tiles; ++k) {
@@ -296,9 +293,8 @@ inline int32_t shape_row(const outrider_tiles& ops, const Row& row, const outrid
     tile_sum[k] *= static_cast<double>(scale);
   }
   shape->total = total_of(tile_sum, tiles);
-  const bool top_k = slot.top_k > 0 && slot.top_k < row.width;
-  if (!top_k && !(slot.top_p < 1) && !(slot.min_p > 0)) return OUTRIDER_OK;
-  if (top_k) keep_top_k(ops, row, slot.top_k, scratch, shape);
+  if (!outrider::filters(slot, row.width)) return OUTRIDER_OK;
+  if (outrider::limits(slot, row.width)) keep_top_k(ops, row, slot.top_k, scratch, shape);
   if (slot.top_p < 1) keep_nucleus(ops, row, slot.top_p, scratch, shape);
   shape->min_weight = slot.min_p;
   for (int k = 0; k < tiles; ++k) {
@@ -326,7 +322,7 @@ inline void draw_row(const outrider_tiles& ops, const Row& row, const double* ti
   shape->weight = w[i];
 }
 
-// The token that the slot's noise chooses at `position`: see tile_noise. scratch.tile_max is the row's.
+// The token that the slot's noise chooses at `position`: see tile_noise. tile_max: the row's, [tiles].
 inline void couple_row(const outrider_tiles& ops, const Row& row, const outrider_slot& slot,
                        uint32_t position, const float* tile_max, outrider_row* shape) {
   alignas(64) float buffer[TILE], w[TILE];

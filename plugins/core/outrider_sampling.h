@@ -26,6 +26,9 @@ namespace {
 namespace outrider {
 
 constexpr int TILE = 1024;
+
+OUTRIDER_HD int tiles_of(int width) { return (width + TILE - 1) / TILE; }
+
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define INF __int_as_float(0x7F800000)
 #else
@@ -202,7 +205,7 @@ OUTRIDER_HD Noise group_noise(uint64_t seed, uint32_t position, int tile, const 
   return {of.least + exponential(c[word]) * (1.0 / GROUP), static_cast<int>(c[word + 1] >> 27)};
 }
 
-// Of token i of a group. words: of counter `token_counter`, which four tokens share.
+// For token i of a group, and the three others whose numbers the same words make.
 OUTRIDER_HD void token_words(uint64_t seed, uint32_t position, int tile, int group, int i,
                              uint32_t words[4]) {
   words[0] = position;
@@ -260,6 +263,16 @@ OUTRIDER_HD float exp2_of(float t) {
   // The bits of 2^n; for n = -127 those of 0.
   const uint32_t n = as_bits(shifted) + 127u;
   return e * as_float(n << 23);
+}
+
+OUTRIDER_HD float penalised(float z, float penalty) { return z < 0 ? z * penalty : z / penalty; }
+
+// A row before anything is known of its logits, and nothing is left out.
+OUTRIDER_HD outrider_row shape_of(const outrider_slot& slot) {
+  const float rate = slot.temperature == 0
+                         ? 0.0f
+                         : static_cast<float>(LOG2_E / static_cast<double>(slot.temperature));
+  return {1, -INF, rate, -INF, 0, 0, -1, 1, OUTRIDER_OK};
 }
 
 // The weight of token `id` with logit z. The filters are monotone in z, so a cut is all there is.
@@ -420,6 +433,19 @@ OUTRIDER_HD bool legal(const outrider_slot& s, int width) {
          s.index >= 0;
 }
 
+// Whether top-k leaves anything out of a row of so many tokens.
+OUTRIDER_HD bool limits(const outrider_slot& s, int width) {
+  return s.top_k > 0 && s.top_k < width;
+}
+
+OUTRIDER_HD bool filters(const outrider_slot& s, int width) {
+  return s.temperature > 0 && (limits(s, width) || s.top_p < 1 || s.min_p > 0);
+}
+
+OUTRIDER_HD bool couples(const outrider_slot& s) {
+  return s.rule == OUTRIDER_COUPLED && s.temperature > 0;
+}
+
 // Whether every row of the slot is one token, whatever the round: p and q are then point masses, and a
 // draft stands where it is the target's token.
 OUTRIDER_HD bool settled(const outrider_slot& s) {
@@ -427,6 +453,12 @@ OUTRIDER_HD bool settled(const outrider_slot& s) {
 }
 
 // --- the rules --------------------------------------------------------------------------------
+
+// Of a slot without a token: what is wrong with which row, or nothing yet.
+OUTRIDER_HD outrider_verdict verdict_of(int32_t status, int32_t model, int32_t row) {
+  return {-1, 0, 0, status, model, row, 0};
+}
+OUTRIDER_HD outrider_verdict no_verdict() { return verdict_of(OUTRIDER_OK, OUTRIDER_TARGET, 0); }
 
 // The outcome of the accept tests: the next token comes from row `accepted`: from p, or from the
 // residual max(0, scale p - q).

@@ -111,8 +111,6 @@ void for_each_slot(int slot_count, int64_t logits, int threads, int vocab_size, 
   on_threads(static_cast<int>(std::min<int64_t>(threads, paying)), loop);
 }
 
-outrider_verdict no_verdict() { return {-1, 0, 0, OUTRIDER_OK, OUTRIDER_TARGET, 0, 0}; }
-
 } // namespace
 
 extern "C" {
@@ -159,7 +157,7 @@ int32_t outrider_draw(const outrider_logits* logits, const outrider_slot* slots,
   const outrider_tiles& ops = tiles_in_use();
   const auto work = [&](const Memory& memory, int b) {
     const outrider_slot& slot = slots[b];
-    if (verdicts != nullptr) verdicts[b] = no_verdict();
+    if (verdicts != nullptr) verdicts[b] = outrider::no_verdict();
     if (step >= slot.gamma) return;
     const int64_t at = int64_t{b} * width + step;
     int32_t slot_status;
@@ -176,7 +174,7 @@ int32_t outrider_draw(const outrider_logits* logits, const outrider_slot* slots,
                                              : outrider::uniform(slot.seed, position, outrider::DRAFT,
                                                                  outrider::lane_of(slot));
         draw_row(ops, row, memory.q_sum, u, -1, &shape);
-      } else if (slot.temperature > 0) {
+      } else if (outrider::couples(slot)) {
         couple_row(ops, row, slot, position, memory.scratch.tile_max, &shape);
       }
       drafts[at] = shape.token;
@@ -185,11 +183,8 @@ int32_t outrider_draw(const outrider_logits* logits, const outrider_slot* slots,
     shape = {};
     shape.status = slot_status;
     drafts[at] = -1;
-    if (verdicts != nullptr) {
-      verdicts[b].status = slot_status;
-      verdicts[b].model = OUTRIDER_DRAFT;
-      verdicts[b].row = step;
-    }
+    if (verdicts != nullptr)
+      verdicts[b] = outrider::verdict_of(slot_status, OUTRIDER_DRAFT, step);
     result = OUTRIDER_SLOT_FAILED;
   };
   for_each_slot(slot_count, int64_t{slot_count} * logits->vocab_size, threads,
@@ -215,7 +210,7 @@ int32_t outrider_verify(const outrider_logits* target, const outrider_logits* dr
   const outrider_tiles& ops = tiles_in_use();
   const auto work = [&](const Memory& memory, int b) {
     const outrider_slot& slot = slots[b];
-    outrider_verdict& verdict = verdicts[b] = no_verdict();
+    outrider_verdict& verdict = verdicts[b] = outrider::no_verdict();
     if (slot.gamma < 0) return;
     const int64_t at = int64_t{b} * width;
     Round round(ops, memory, slot, {target, slot.index}, {draft, slot.index}, drafts + at,
@@ -233,10 +228,7 @@ int32_t outrider_verify(const outrider_logits* target, const outrider_logits* dr
       verdict.examined = decision.examined;
       return;
     }
-    verdict.token = -1;
-    verdict.status = round.failure().status;
-    verdict.model = round.failure().model;
-    verdict.row = round.failure().row;
+    verdict = round.failure();
     result = OUTRIDER_SLOT_FAILED;
   };
   // A round reads about half of its rows: up to the first rejection.

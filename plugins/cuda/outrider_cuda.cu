@@ -39,7 +39,7 @@ DEVICE bool takes_part(const Call& call, const outrider_slot& slot, int b) {
   if (first_thread()) {
     call.states[b].draws = 0;
     call.verdicts[b] =
-        verdict_of(served ? OUTRIDER_OK : OUTRIDER_BAD_PARAMETER, OUTRIDER_TARGET, 0);
+        served ? no_verdict() : verdict_of(OUTRIDER_BAD_PARAMETER, OUTRIDER_TARGET, 0);
   }
   return false;
 }
@@ -61,9 +61,9 @@ template <bool GENERAL> DEVICE void verify_scan(const Call& call) {
     const ScanRow made = scan_row(call, slot, row);
     if (!made.wanted) continue;
     const int64_t at = tiles_at(call, b, row);
-    const outrider_row shape = combine(slot, call.tiles + at,
-                                       tiles_of(made.draft ? call.draft : call.target),
-                                       call.mass + at);
+    const outrider_logits& logits = made.draft ? call.draft : call.target;
+    const outrider_row shape =
+        combine(slot, call.tiles + at, tiles_of(logits.vocab_size), call.mass + at);
     if (lane_id() == 0) *row_at(call, b, row) = shape;
   }
   constexpr int32_t LATER = GENERAL ? OUTRIDER_DEVICE_FILTERS | OUTRIDER_DEVICE_COUPLED
@@ -95,7 +95,7 @@ DEVICE void find_tau(const Call& call, const outrider_slot& slot, int b, Decisio
 template <bool GENERAL> DEVICE void verify_rest(const Call& call) {
   __shared__ TileWeights weights;
   __shared__ Decision decision;
-  const int b = block_z(), y = block_y(), tiles = tiles_of(call.target);
+  const int b = block_z(), y = block_y(), tiles = tiles_of(call.target.vocab_size);
   const outrider_slot& slot = call.slots[b];
   const outrider_device_state& state = call.states[b];
   if (!state.draws) return;
@@ -151,8 +151,8 @@ DEVICE bool draws(const Call& call, const outrider_slot& slot, int b, int step) 
     if (!served && step >= 0 && step < call.width)
       call.drafts[static_cast<int64_t>(b) * call.width + step] = -1;
     if (call.verdicts != nullptr)
-      call.verdicts[b] = served ? verdict_of(OUTRIDER_OK, OUTRIDER_TARGET, 0)
-                                : verdict_of(OUTRIDER_BAD_PARAMETER, OUTRIDER_DRAFT, step);
+      call.verdicts[b] =
+          served ? no_verdict() : verdict_of(OUTRIDER_BAD_PARAMETER, OUTRIDER_DRAFT, step);
   }
   return false;
 }
@@ -162,12 +162,12 @@ template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
   const int b = block_z(), step = call.step;
   const outrider_slot& slot = call.slots[b];
   if (!draws(call, slot, b, step)) return;
-  const Row row = row_of(call, slot, b, call.draft, slot.index, 0, step);
+  const Row row = drawn_row(call, slot, b, step);
   outrider_device_tile* const tiles = call.tiles + tiles_at(call, b, 0);
   scan_row<GENERAL>(call, row, tiles, shape_of(slot).rate);
   if (!last_block(call, b, static_cast<int>(gridDim.x)) || warp_id() != 0) return;
   const outrider_row shape =
-      combine(slot, tiles, tiles_of(call.draft), call.mass + tiles_at(call, b, 0));
+      combine(slot, tiles, tiles_of(call.draft.vocab_size), call.mass + tiles_at(call, b, 0));
   if (GENERAL && (call.flags & OUTRIDER_DEVICE_FILTERS) != 0) {
     if (lane_id() == 0) *row_at(call, b, 0) = shape;
     return;
@@ -274,8 +274,8 @@ extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
   const outrider_slot& slot = call.slots[b];
   if (!serves(call, slot, false) || step < 0 || step >= slot.gamma) return;
   const int64_t at = tiles_at(call, b, 0);
-  filter_row(slot, row_of(call, slot, b, call.draft, slot.index, 0, step), call.tiles + at,
-             call.mass + at, row_at(call, b, 0));
+  filter_row(slot, drawn_row(call, slot, b, step), call.tiles + at, call.mass + at,
+             row_at(call, b, 0));
   __syncthreads();
   if (warp_id() == 0) draw_draft<true>(call, slot, b, step, fresh(row_at(call, b, 0)), weights);
 }

@@ -151,11 +151,6 @@ struct Selector {
   }
 };
 
-DEVICE bool filters(const outrider_slot& slot, int width) {
-  return slot.temperature > 0 &&
-         ((slot.top_k > 0 && slot.top_k < width) || slot.top_p < 1 || slot.min_p > 0);
-}
-
 // The filters of a row that the scan has shaped: a new shape, and its tiles' masses. By the block.
 __device__ __noinline__ void filter_row(const outrider_slot& slot, const Row& row,
                                         const outrider_device_tile* tiles, double* mass,
@@ -164,7 +159,7 @@ __device__ __noinline__ void filter_row(const outrider_slot& slot, const Row& ro
   outrider_row shape = *shape_at;
   if (shape.status != OUTRIDER_OK || !filters(slot, row.width)) return;
   const float scale = fixed_scale(row.width);
-  const bool top_k = slot.top_k > 0 && slot.top_k < row.width, top_p = slot.top_p < 1;
+  const bool top_k = limits(slot, row.width), top_p = slot.top_p < 1;
   unsigned long long ties = 0, kept = 0; // at the edge of the nucleus
 #pragma unroll 1
   for (int step = 0; step < 3; ++step) {
@@ -186,7 +181,7 @@ __device__ __noinline__ void filter_row(const outrider_slot& slot, const Row& ro
     kept = (edge.missing + each - 1) / each;
   }
   shape.min_weight = slot.min_p;
-  const int count = (row.width + TILE - 1) / TILE;
+  const int count = tiles_of(row.width);
   for (int k = warp_id(); k < count; k += warps()) {
     float w[EACH];
     double sum = 0;

@@ -31,8 +31,8 @@ DEVICE void stamp(const outrider_loop& loop, int i) {
 
 DEVICE int least(int a, int b) { return a < b ? a : b; }
 
-DEVICE bool takes_turn(const outrider_loop& loop, int b) {
-  return loop.turns[b] >= 0 && loop.sequences[b].ended == 0;
+DEVICE bool takes_turn(const int32_t* turns, const outrider_sequence* sequences, int b) {
+  return turns[b] >= 0 && sequences[b].ended == 0;
 }
 
 // As many draft tokens as are wanted, can still become text and fit the draft's context.
@@ -49,7 +49,7 @@ DEVICE void begin_round(const outrider_loop& loop) {
     const outrider_sequence& sequence = loop.sequences[b];
     outrider_slot& slot = loop.slots[b];
     const int length = sequence.length, gamma = gamma_of(loop, sequence, b);
-    slot.gamma = takes_turn(loop, b) ? gamma : -1;
+    slot.gamma = takes_turn(loop.turns, loop.sequences, b) ? gamma : -1;
     slot.position = static_cast<uint32_t>(length);
     slot.context_length = slot.context != nullptr ? length : 0;
     const int early = sequence.unsuppressed - length;
@@ -125,7 +125,7 @@ DEVICE void publish_round(const outrider_ring& ring) {
   *ring.written = round + 1;
   bool more = false;
   for (int b = 0; b < ring.slot_count; ++b)
-    more = more || (ring.turns[b] >= 0 && ring.sequences[b].ended == 0);
+    more = more || takes_turn(ring.turns, ring.sequences, b);
   const uint32_t waiting = round + 1 - *ring.read;
   more = more && *ring.stop == 0 && waiting < static_cast<uint32_t>(ring.entries);
   cudaGraphSetConditional(ring.condition, more ? 1 : 0);

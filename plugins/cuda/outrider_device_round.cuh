@@ -26,10 +26,6 @@ DEVICE bool serves(const Call& call, const outrider_slot& slot, bool verifies) {
          slot.bias_length == 0 && (needs(slot, verifies) & ~call.flags) == 0;
 }
 
-DEVICE outrider_verdict verdict_of(int32_t status, int32_t model, int row) {
-  return {-1, 0, 0, status, model, row, 0};
-}
-
 DEVICE outrider_row* row_at(const Call& call, int b, int r) {
   return call.rows + static_cast<int64_t>(b) * call.row_count + r;
 }
@@ -82,7 +78,7 @@ DEVICE double uniform_of(const Call& call, const outrider_slot& slot, int b, int
 // side by side in the lanes, then a group's tokens.
 DEVICE void couple_row(const outrider_slot& slot, const Row& row, uint32_t position,
                        const outrider_device_tile* tiles, outrider_row* shape) {
-  const int n = (row.width + TILE - 1) / TILE, lane = lane_id();
+  const int n = tiles_of(row.width), lane = lane_id();
   double best = static_cast<double>(INF);
   shape->token = -1;
   // First the tiles with the maximum, which are likely to win; then the others.
@@ -128,10 +124,6 @@ DEVICE void couple_row(const outrider_slot& slot, const Row& row, uint32_t posit
         shape->weight = weight;
       }
     }
-}
-
-DEVICE bool couples(const outrider_slot& slot) {
-  return slot.rule == OUTRIDER_COUPLED && slot.temperature > 0;
 }
 
 // --- the accept tests -------------------------------------------------------------------------
@@ -246,7 +238,7 @@ __device__ __noinline__ void decide(const Call& call, int b) {
     verdict = verdict_of(round.failed.status, round.failed.model, round.row);
     return;
   }
-  verdict = verdict_of(OUTRIDER_OK, OUTRIDER_TARGET, 0);
+  verdict = no_verdict();
   if (certain) verdict.token = fresh(row_at(call, b, decision.accepted)).token;
   state.residual = pending || decision.residual;
   state.first = state.last = decision.accepted;
@@ -327,7 +319,7 @@ DEVICE double rest_mass(const Call& call, const outrider_slot& slot, int b, int 
   const int i = call.states[b].first + y;
   const double* rest = rest_at(call, b, y);
   const double sum = total_of<Warp>([rest](int k) { return fresh(rest + k); },
-                                    tiles_of(call.target));
+                                    tiles_of(call.target.vocab_size));
   const double unit = point_draft(call, slot) ? row_at(call, b, i)->total / scale
                                               : draft_shape(call, b, i).total;
   return sum / unit;
@@ -340,16 +332,17 @@ DEVICE void draw_draft(const Call& call, const outrider_slot& slot, int b, int s
   const int64_t at = static_cast<int64_t>(b) * call.width + step;
   const int32_t status = shape.status;
   if (status == OUTRIDER_OK && couples(slot)) {
-    couple_row(slot, row_of(call, slot, b, call.draft, slot.index, 0, step),
-               slot.position + static_cast<uint32_t>(step), call.tiles + tiles_at(call, b, 0), &shape);
+    couple_row(slot, drawn_row(call, slot, b, step), slot.position + static_cast<uint32_t>(step),
+               call.tiles + tiles_at(call, b, 0), &shape);
   } else if (status == OUTRIDER_OK && slot.temperature > 0) {
     const double u = call.uniforms != nullptr
                          ? call.uniforms[at]
                          : uniform(slot.seed, slot.position + static_cast<uint32_t>(step), DRAFT,
                                    lane_of(slot));
-    const Row row = row_of(call, slot, b, call.draft, slot.index, 0, step);
+    const Row row = drawn_row(call, slot, b, step);
     double fraction = 0;
-    const int k = choose_tile(call.mass + tiles_at(call, b, 0), tiles_of(call.draft), u, &fraction);
+    const int k = choose_tile(call.mass + tiles_at(call, b, 0), tiles_of(call.draft.vocab_size), u,
+                              &fraction);
     const int shift = shift_of(row, k);
     float w[EACH];
     load_tile<GENERAL>(row, k, shift, w);
@@ -362,8 +355,8 @@ DEVICE void draw_draft(const Call& call, const outrider_slot& slot, int b, int s
   call.draft_rows[at] = shape; // a broken one too: on a GPU the verification is the first to look
   call.drafts[at] = status == OUTRIDER_OK ? shape.token : -1;
   if (call.verdicts != nullptr)
-    call.verdicts[b] = status == OUTRIDER_OK ? verdict_of(OUTRIDER_OK, OUTRIDER_TARGET, 0)
-                                             : verdict_of(status, OUTRIDER_DRAFT, step);
+    call.verdicts[b] =
+        status == OUTRIDER_OK ? no_verdict() : verdict_of(status, OUTRIDER_DRAFT, step);
 }
 
 } // namespace

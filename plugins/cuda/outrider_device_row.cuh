@@ -18,7 +18,6 @@ constexpr unsigned ALL = 0xFFFFFFFFu; // lanes
 DEVICE int lane_id() { return static_cast<int>(threadIdx.x) % LANES; }
 DEVICE int warp_id() { return static_cast<int>(threadIdx.x) / LANES; }
 DEVICE int warps() { return static_cast<int>(blockDim.x) / LANES; }
-DEVICE int tiles_of(const outrider_logits& logits) { return (logits.vocab_size + TILE - 1) / TILE; }
 
 // What another block wrote, past the L1 cache. T: whole words of 8 bytes.
 template <class T> DEVICE T fresh(const T* from) {
@@ -144,8 +143,6 @@ DEVICE void load_raw(const Row& row, int k, int shift, float z[EACH]) {
   }
 }
 
-DEVICE float penalised(float z, float penalty) { return z < 0 ? z * penalty : z / penalty; }
-
 // Penalty and suppression of tile k. True where it hid a NaN or +inf among this lane's logits.
 DEVICE bool process_tile(const Row& row, int k, int shift, float z[EACH]) {
   uint32_t penalise = 0, suppress = 0;
@@ -227,6 +224,10 @@ DEVICE Row target_row(const Call& call, const outrider_slot& slot, int b, int i)
 DEVICE Row draft_row(const Call& call, const outrider_slot& slot, int b, int i) {
   return row_of(call, slot, b, call.draft, slot.index, i, i);
 }
+// A draw's logits are those of its step alone.
+DEVICE Row drawn_row(const Call& call, const outrider_slot& slot, int b, int step) {
+  return row_of(call, slot, b, call.draft, slot.index, 0, step);
+}
 
 // --- sums over a tile -------------------------------------------------------------------------
 
@@ -279,13 +280,6 @@ DEVICE void weigh(float z[EACH], int shift, int k, const outrider_row& shape) {
 }
 
 // --- rows -------------------------------------------------------------------------------------
-
-DEVICE outrider_row shape_of(const outrider_slot& slot) {
-  const float rate = slot.temperature == 0
-                         ? 0.0f
-                         : static_cast<float>(LOG2_E / static_cast<double>(slot.temperature));
-  return {1, -INF, rate, -INF, 0, 0, -1, 1, OUTRIDER_OK};
-}
 
 DEVICE float larger(float a, float b) { return fmaxf(a, b); } // of a NaN the other one
 

@@ -25,6 +25,8 @@ from runtime.sampling.warp import SamplingParams
 # By file: what is broken, the source, what takes its place.
 MUTATIONS = {
     "core/outrider_sampling.h": {
+        "tile tail dropped": ("(width + TILE - 1) / TILE", "(width < TILE ? 1 : width / TILE)"),
+        "penalty on the wrong sign": ("z < 0 ? z * penalty", "z > 0 ? z * penalty"),
         "accepts at equality": (
             "accept_u(i) * lenience * q < p", "accept_u(i) * lenience * q <= p",
         ),
@@ -65,7 +67,6 @@ MUTATIONS = {
         "no slack at top-p": ("(top_p - 1e-6) * total", "top_p * total"),
     },
     "core/outrider_row.h": {
-        "tile tail dropped": ("(width + TILE - 1) / TILE", "(width < TILE ? 1 : width / TILE)"),
         "ties to the highest index": ("peak > shape->peak", "peak >= shape->peak"),
         "tiles not rescaled": (
             "tile_sum[k] *= static_cast<double>(scale)", "tile_sum[k] *= scale > 0 ? 1.0 : 0.0",
@@ -81,7 +82,6 @@ MUTATIONS = {
         "top-p keeps too much": (
             "found && before < target", "found && before < target + target / 64",
         ),
-        "penalty on the wrong sign": ("logit < 0 ? logit", "logit > 0 ? logit"),
         "drafts are not context": ("for (int c = 0; c < i; ++c) penalty(drafts[c]);", ""),
         "the prompt is counted": ("int c = slot.output_start; c <", "int c = 0; c <"),
         "a count forgotten": ("++counts[id];", "counts[id] = 1;"),
