@@ -19,7 +19,6 @@
 //
 // A graph whose sizes are others is refused.
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <new>
 
@@ -58,23 +57,21 @@ const outrider_attention_tiles* tiles_in_use(bool quantised) {
 ort::Status* create(const ort::Operator* made_of, const Api* api, const ort::KernelInfo* info,
                     void** made) {
   const bool int8 = made_of == &ort::QUANTISED_ATTENTION;
-  Kernel* kernel = new (std::nothrow) Kernel{api, tiles_in_use(int8), 0, 0, 0, 0, 0, int8};
-  if (kernel == nullptr) return ort::refuse(api, "out of memory");
-  struct { const char* name; int64_t* value; } integers[] = {
-      {"heads", &kernel->heads}, {"key_heads", &kernel->key_heads}, {"window", &kernel->window},
-      {"interleaved", &kernel->interleaved}};
+  std::unique_ptr<Kernel> kernel(
+      new (std::nothrow) Kernel{api, tiles_in_use(int8), 0, 0, 0, 0, 0, int8});
+  if (!kernel) return ort::refuse(api, "out of memory");
   ort::Status* status = ort::call<ort::FloatAttribute>(api, info, "scale", &kernel->scale);
-  for (auto& wanted : integers)
-    if (status == nullptr)
-      status = ort::call<ort::IntegerAttribute>(api, info, wanted.name, wanted.value);
-  if (status == nullptr && (kernel->key_heads < 1 || kernel->heads < kernel->key_heads ||
-                            kernel->heads > INT32_MAX || kernel->heads % kernel->key_heads != 0))
-    status = ort::refuse(api, "each key head has as many query heads as the others");
-  if (status == nullptr && kernel->window < 0)
-    status = ort::refuse(api, "a window is of 0 rows or more");
-  if (status != nullptr) delete kernel;
-  else *made = kernel;
-  return status;
+  if (status == nullptr)
+    status = ort::integers(
+        api, info, {{"heads", &kernel->heads}, {"key_heads", &kernel->key_heads},
+                    {"window", &kernel->window}, {"interleaved", &kernel->interleaved}});
+  if (status != nullptr) return status;
+  if (kernel->key_heads < 1 || kernel->heads < kernel->key_heads || kernel->heads > INT32_MAX ||
+      kernel->heads % kernel->key_heads != 0)
+    return ort::refuse(api, "each key head has as many query heads as the others");
+  if (kernel->window < 0) return ort::refuse(api, "a window is of 0 rows or more");
+  *made = kernel.release();
+  return nullptr;
 }
 
 int64_t width_of(const Kernel& kernel, const ort::Tensor& cache) {
@@ -160,8 +157,8 @@ Parts parts_of(const outrider_attention& c, int64_t slot) {
 constexpr int64_t SHARES = 12; // of all heads together, at most: many numbers of threads divide it
 
 // Few heads, and query rows that see many: threads share a head's parts too, some neighbours each.
-// Those with new rows are of one thread, which writes them before. The sums are an eighth of what the keys and values of the call are, or
-// little more. most: parts of a slot.
+// Those with new rows are of one thread, which writes them before. The sums are an eighth of what the
+// keys and values of the call are, or little more. most: parts of a slot.
 ort::Status* attend_parts(const Kernel& kernel, const ort::Context* context,
                           const outrider_attention& c, int64_t most, bool writes) {
   const int64_t rows = c.tokens * (c.heads / c.key_heads), heads = c.slots * c.key_heads;
@@ -227,8 +224,7 @@ ort::Status* compute(void* made, ort::Context* context) {
   const Kernel& kernel = *static_cast<const Kernel*>(made);
   const Api* api = kernel.api;
   ort::Tensor in[INPUTS];
-  for (size_t i = 0; i < INPUTS; ++i)
-    if (ort::Status* status = ort::input(api, context, i, &in[i])) return status;
+  if (ort::Status* status = ort::inputs(api, context, INPUTS, in)) return status;
   size_t outputs;
   if (ort::Status* status = ort::call<ort::CountOutputs>(api, context, &outputs)) return status;
   const bool reads = outputs == 1;
@@ -261,14 +257,10 @@ ort::Status* compute(void* made, ort::Context* context) {
   const int64_t shape[] = {c.slots, c.tokens, c.heads * c.value_width};
   void *out, *caches[2] = {in[KEYS].data, in[VALUES].data};
   if (ort::Status* status = ort::output(api, context, 0, shape, 3, &out)) return status;
-  for (size_t i = 0; i < 2 && !reads; ++i) {
-    const ort::Tensor& given = in[KEYS + i];
-    if (ort::Status* status = ort::output(api, context, 1 + i, given.sizes, 4, &caches[i]))
+  const size_t element = kernel.quantised ? 1 : sizeof(float);
+  for (size_t i = 0; i < 2 && !reads; ++i)
+    if (ort::Status* status = ort::changed(api, context, 1 + i, in[KEYS + i], element, &caches[i]))
       return status;
-    const size_t cells = static_cast<size_t>(c.slots * c.key_heads * c.rows * given.sizes[3]);
-    if (caches[i] != given.data)
-      std::memcpy(caches[i], given.data, cells * (kernel.quantised ? 1 : sizeof(float)));
-  }
   c.out = static_cast<float*>(out);
   c.keys = caches[0], c.values = caches[1];
   return attend(kernel, context, c, furthest, !reads);

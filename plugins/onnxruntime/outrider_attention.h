@@ -14,8 +14,8 @@ enum {
 };
 
 // One call: N new tokens for each of B slots. A head's queries, keys and values are read at
-// [slot * tokens + token] * stride + head * width, of values value_width. Nothing is rotated or written where the caches
-// are those of a source (`length`).
+// [slot * tokens + token] * stride + head * width, of values value_width. Nothing is rotated or
+// written where the caches are those of a source (`length`).
 struct outrider_attention {
   int64_t slots, tokens, heads, key_heads, width, value_width; // B, N, H, Hkv, D, Dv
   int64_t rows;                                   // S of the caches

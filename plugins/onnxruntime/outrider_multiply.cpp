@@ -48,24 +48,18 @@ const outrider_product_tiles* tiles_in_use() {
 
 ort::Status* create(const ort::Operator* of, const Api* api, const ort::KernelInfo* info,
                     void** made) {
-  Kernel* kernel = new (std::nothrow) Kernel{api, tiles_in_use(), 0, 0, 0, 1};
-  if (kernel == nullptr) return ort::refuse(api, "out of memory");
-  struct { const char* name; int64_t* value; } integers[] = {
-      {"bits", &kernel->bits}, {"rows", &kernel->rows}, {"columns", &kernel->columns}};
-  ort::Status* status = nullptr;
-  for (auto& wanted : integers)
-    if (status == nullptr)
-      status = ort::call<ort::IntegerAttribute>(api, info, wanted.name, wanted.value);
+  std::unique_ptr<Kernel> kernel(new (std::nothrow) Kernel{api, tiles_in_use(), 0, 0, 0, 1});
+  if (!kernel) return ort::refuse(api, "out of memory");
+  ort::Status* status = ort::integers(
+      api, info, {{"bits", &kernel->bits}, {"rows", &kernel->rows}, {"columns", &kernel->columns}});
   if (status == nullptr && of == &ort::EXPERTS)
-    status = ort::call<ort::IntegerAttribute>(api, info, "experts", &kernel->experts);
-  if (status == nullptr && kernel->bits != 4 && kernel->bits != 8)
-    status = ort::refuse(api, "a weight has 4 or 8 bits");
+    status = ort::integers(api, info, {{"experts", &kernel->experts}});
+  if (status != nullptr) return status;
+  if (kernel->bits != 4 && kernel->bits != 8) return ort::refuse(api, "a weight has 4 or 8 bits");
   for (const int64_t size : {kernel->rows, kernel->columns, kernel->experts})
-    if (status == nullptr && (size < 1 || size > INT32_MAX))
-      status = ort::refuse(api, "a matrix has rows and columns");
-  if (status != nullptr) delete kernel;
-  else *made = kernel;
-  return status;
+    if (size < 1 || size > INT32_MAX) return ort::refuse(api, "a matrix has rows and columns");
+  *made = kernel.release();
+  return nullptr;
 }
 
 int64_t panels_of(int64_t rows) { return (rows + PANEL - 1) / PANEL; }
@@ -84,8 +78,7 @@ bool fit(const Kernel& kernel, const ort::Tensor& levels, const ort::Tensor& sca
 ort::Status* inputs(const Kernel& kernel, const ort::Context* context, ort::Tensor* in,
                     int64_t* first = nullptr) {
   const size_t count = first != nullptr ? INPUTS + 2 : INPUTS;
-  for (size_t i = 0; i < count; ++i)
-    if (ort::Status* status = ort::input(kernel.api, context, i, &in[i])) return status;
+  if (ort::Status* status = ort::inputs(kernel.api, context, count, in)) return status;
   int64_t rows = kernel.rows;
   bool same = true;
   if (first != nullptr && in[MORE].value != nullptr) {

@@ -12,6 +12,13 @@ bool has_sizes(const Tensor& tensor, std::initializer_list<int64_t> sizes) {
          std::equal(sizes.begin(), sizes.end(), tensor.sizes);
 }
 
+Status* integers(const Api* api, const KernelInfo* info,
+                 std::initializer_list<std::pair<const char*, int64_t*>> attributes) {
+  for (const auto& [name, value] : attributes)
+    if (Status* status = call<IntegerAttribute>(api, info, name, value)) return status;
+  return nullptr;
+}
+
 Status* input(const Api* api, const Context* context, size_t index, Tensor* found) {
   Status* status = call<GetInput>(api, context, index, &found->value);
   if (status != nullptr || found->value == nullptr) return status;
@@ -29,11 +36,27 @@ Status* input(const Api* api, const Context* context, size_t index, Tensor* foun
   return status;
 }
 
+Status* inputs(const Api* api, const Context* context, size_t count, Tensor* found) {
+  for (size_t i = 0; i < count; ++i)
+    if (Status* status = input(api, context, i, &found[i])) return status;
+  return nullptr;
+}
+
 Status* output(const Api* api, Context* context, size_t index, const int64_t* sizes,
                size_t dimensions, void** data) {
   Value* value = nullptr;
   Status* status = call<GetOutput>(api, context, index, sizes, dimensions, &value);
   return status == nullptr ? call<TensorData>(api, value, data) : status;
+}
+
+Status* changed(const Api* api, Context* context, size_t index, const Tensor& given,
+                size_t element_bytes, void** data) {
+  if (Status* status = output(api, context, index, given.sizes, given.dimensions, data))
+    return status;
+  size_t bytes = element_bytes;
+  for (size_t i = 0; i < given.dimensions; ++i) bytes *= static_cast<size_t>(given.sizes[i]);
+  if (*data != given.data && bytes > 0) memcpy(*data, given.data, bytes);
+  return nullptr;
 }
 
 Status* add_operators(const Api* api, Options* options, Domain** made) {

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include <initializer_list>
+#include <utility>
 #include <vector>
 
 #include "outrider.h"
@@ -23,9 +24,15 @@ struct Tensor {
 
 Status* refuse(const Api* api, const char* why);
 bool has_sizes(const Tensor& tensor, std::initializer_list<int64_t> sizes);
+Status* integers(const Api* api, const KernelInfo* info,
+                 std::initializer_list<std::pair<const char*, int64_t*>> attributes);
 Status* input(const Api* api, const Context* context, size_t index, Tensor* found);
+Status* inputs(const Api* api, const Context* context, size_t count, Tensor* found); // the first
 Status* output(const Api* api, Context* context, size_t index, const int64_t* sizes,
                size_t dimensions, void** data);
+// An input that is changed in place: a copy of it where the output is not bound to its memory.
+Status* changed(const Api* api, Context* context, size_t index, const Tensor& given,
+                size_t element_bytes, void** data);
 
 // work(0 .. total - 1), by ONNX Runtime's threads; by this one where it is soon done.
 template <class Work>

@@ -11,7 +11,6 @@
 //
 // A graph whose sizes are others is refused.
 #include <algorithm>
-#include <cstring>
 #include <new>
 
 #include "outrider_operator.h"
@@ -55,18 +54,6 @@ bool has_places(const int64_t* position, int64_t slots, int64_t tokens) {
                      [&](int64_t p) { return p >= 0 && p <= INT64_MAX - tokens; });
 }
 
-// Where the slot is to be written: as it came in.
-ort::Status* output_slot(const Api* api, ort::Context* context, const ort::Tensor& given,
-                         float** slot) {
-  void* data = nullptr;
-  if (ort::Status* status = ort::output(api, context, 1, given.sizes, 4, &data)) return status;
-  const int64_t* sizes = given.sizes;
-  const auto cells = static_cast<size_t>(sizes[0] * sizes[1] * sizes[2] * sizes[3]);
-  if (data != given.data && cells > 0) std::memcpy(data, given.data, cells * sizeof(float));
-  *slot = static_cast<float*>(data);
-  return nullptr;
-}
-
 bool fits_recurrence(const ort::Tensor* in) {
   using namespace state;
   if (in[QUERY].dimensions != 4 || in[VALUE].dimensions != 4 || in[SLOT].dimensions != 4 ||
@@ -91,8 +78,7 @@ ort::Status* recur(void* made, ort::Context* context) {
   const Kernel& kernel = *static_cast<const Kernel*>(made);
   const Api* api = kernel.api;
   ort::Tensor in[INPUTS];
-  for (size_t i = 0; i < INPUTS; ++i)
-    if (ort::Status* status = ort::input(api, context, i, &in[i])) return status;
+  if (ort::Status* status = ort::inputs(api, context, INPUTS, in)) return status;
   if (!fits_recurrence(in))
     return ort::refuse(api, "an input has another size than the others say");
   outrider_recurrence c{};
@@ -109,10 +95,11 @@ ort::Status* recur(void* made, ort::Context* context) {
   c.position = static_cast<const int64_t*>(in[POSITION].data);
   if (!has_places(c.position, slots, c.tokens))
     return ort::refuse(api, "a position is of no row");
-  void* out = nullptr;
+  void *out = nullptr, *states = nullptr;
   if (ort::Status* status = ort::output(api, context, 0, in[VALUE].sizes, 4, &out)) return status;
-  if (ort::Status* status = output_slot(api, context, in[SLOT], &c.states)) return status;
-  c.out = static_cast<float*>(out);
+  if (ort::Status* status = ort::changed(api, context, 1, in[SLOT], sizeof(float), &states))
+    return status;
+  c.out = static_cast<float*>(out), c.states = static_cast<float*>(states);
   const int64_t heads = slots * c.heads, runs = (c.width + COLUMNS - 1) / COLUMNS;
   const bool small = heads * c.tokens * c.key_width * c.width < 1 << 15; // a few microseconds
   return ort::share(api, context, heads * runs, small, [&](int64_t i) {
@@ -139,8 +126,7 @@ ort::Status* convolve(void* made, ort::Context* context) {
   const Kernel& kernel = *static_cast<const Kernel*>(made);
   const Api* api = kernel.api;
   ort::Tensor in[INPUTS];
-  for (size_t i = 0; i < INPUTS; ++i)
-    if (ort::Status* status = ort::input(api, context, i, &in[i])) return status;
+  if (ort::Status* status = ort::inputs(api, context, INPUTS, in)) return status;
   if (!fits_convolution(in))
     return ort::refuse(api, "an input has another size than the others say");
   outrider_convolution c{};
@@ -153,10 +139,11 @@ ort::Status* convolve(void* made, ort::Context* context) {
   c.position = static_cast<const int64_t*>(in[POSITION].data);
   if (!has_places(c.position, slots, c.tokens))
     return ort::refuse(api, "a position is of no row");
-  void* out = nullptr;
+  void *out = nullptr, *past = nullptr;
   if (ort::Status* status = ort::output(api, context, 0, in[X].sizes, 3, &out)) return status;
-  if (ort::Status* status = output_slot(api, context, in[SLOT], &c.past)) return status;
-  c.out = static_cast<float*>(out);
+  if (ort::Status* status = ort::changed(api, context, 1, in[SLOT], sizeof(float), &past))
+    return status;
+  c.out = static_cast<float*>(out), c.past = static_cast<float*>(past);
   const int64_t runs = (c.channels + COLUMNS - 1) / COLUMNS;
   const bool small = slots * c.tokens * c.channels * c.taps < 1 << 16; // a few microseconds
   return ort::share(api, context, slots * runs, small, [&](int64_t i) {
