@@ -8,7 +8,6 @@
 typedef float outrider_logit __attribute__((aligned(1), may_alias));
 
 struct outrider_tiles {
-  const char* name;
   // The scalar functions of outrider_sampling.h, to the bit what the loops below compute.
   float (*exp2)(float t);
   float (*weight)(float z, int id, const outrider_row* row);

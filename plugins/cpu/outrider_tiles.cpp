@@ -125,5 +125,5 @@ float squash_one(float z, int id, const outrider_row* row, const outrider_slot* 
 } // namespace
 
 extern "C" const struct outrider_tiles OUTRIDER_TABLE = {
-    OUTRIDER_SET, exp2_one, weigh_one,  squash_one,  load_tile,     max_tile,
-    peak_tile,           sum_tile, weigh_tile, squash_tile, residual_tile, bin_tile};
+    exp2_one, weigh_one,  squash_one,  load_tile,     max_tile, peak_tile,
+    sum_tile, weigh_tile, squash_tile, residual_tile, bin_tile};
