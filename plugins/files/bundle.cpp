@@ -121,6 +121,24 @@ ModelFacts model(const Json& facts, const std::string& role, const Json* engine)
   return found;
 }
 
+// capacity: of the pair.
+void check_model(const Bundle& bundle, const ModelFacts& model, int64_t capacity) {
+  if ((model.keys.empty() && !model.states) || model.keys.size() != model.values.size())
+    throw BadJson{"it contradicts itself about its caches"};
+  // After a verification of which nothing is accepted, what the next one reads is still there.
+  if (model.states && model.states->rows < bundle.max_gamma + 3 + model.states->reach)
+    throw BadJson{"it contradicts itself about its states"};
+  if (model.capacity < int64_t{bundle.max_len} + bundle.max_gamma + 1 || model.capacity != capacity)
+    throw BadJson{"it contradicts itself about its sizes"};
+  double numbers = 0;
+  for (const auto* side : {&model.keys, &model.values})
+    for (const auto& [heads, width] : *side)
+      numbers += static_cast<double>(heads * width) * static_cast<double>(model.capacity);
+  if (numbers > MOST_NUMBERS) throw BadJson{"its caches are larger than any memory"};
+  if (bundle.files.count(model.file) == 0 || bundle.files.count(model.weights) == 0)
+    throw BadJson{"it contradicts itself about its files"};
+}
+
 std::string quoted(const std::string& text) { // Python's repr
   const bool single = text.find('\'') != std::string::npos && text.find('"') == std::string::npos;
   const char mark = single ? '"' : '\'';
@@ -163,12 +181,10 @@ std::string processor() {
     between = ", ";
   }
   shown += "]";
-  Sha256 hash;
-  hash.update(shown.data(), shown.size());
   const std::string name = facts.count("model name") ? facts["model name"] : facts["CPU part"];
   utsname machine{};
   uname(&machine);
-  return std::string(machine.machine) + " " + name + " " + hash.hex().substr(0, 8);
+  return std::string(machine.machine) + " " + name + " " + Sha256::of(shown).substr(0, 8);
 }
 
 } // namespace
@@ -194,10 +210,8 @@ Bundle Bundle::read(const std::string& folder) {
     if (whole.at("schema").integer(0, COUNT) != SCHEMA)
       throw BadJson{"schema " + whole.at("schema").canonical() + "; this version reads schema " +
                     std::to_string(SCHEMA)};
-    Sha256 hash;
-    const std::string body = whole.canonical("checksum");
-    hash.update(body.data(), body.size());
-    if (!whole.has("checksum") || whole.at("checksum").string() != hash.hex())
+    if (!whole.has("checksum") ||
+        whole.at("checksum").string() != Sha256::of(whole.canonical("checksum")))
       throw BadJson{"the checksum does not match: the file was edited or damaged"};
 
     const Json &facts = whole.at("facts"), &pair = facts.at("pair");
@@ -236,24 +250,9 @@ Bundle Bundle::read(const std::string& folder) {
     bundle.target = model(pair.at("target"), "target", engine("target"));
     if (pair.has("draft")) bundle.draft = model(pair.at("draft"), "draft", engine("draft"));
 
-    const int64_t rows = int64_t{bundle.max_len} + bundle.max_gamma + 1;
-    for (const ModelFacts* m : {&bundle.target, bundle.draft ? &*bundle.draft : nullptr}) {
-      if (m == nullptr) continue;
-      if ((m->keys.empty() && !m->states) || m->keys.size() != m->values.size())
-        throw BadJson{"it contradicts itself about its caches"};
-      // After a verification of which nothing is accepted, what the next one reads is still there.
-      if (m->states && m->states->rows < bundle.max_gamma + 3 + m->states->reach)
-        throw BadJson{"it contradicts itself about its states"};
-      if (m->capacity < rows || m->capacity != pair.at("capacity").integer(1, COUNT))
-        throw BadJson{"it contradicts itself about its sizes"};
-      double numbers = 0;
-      for (const auto* side : {&m->keys, &m->values})
-        for (const auto& [heads, width] : *side)
-          numbers += static_cast<double>(heads * width) * static_cast<double>(m->capacity);
-      if (numbers > MOST_NUMBERS) throw BadJson{"its caches are larger than any memory"};
-      if (bundle.files.count(m->file) == 0 || bundle.files.count(m->weights) == 0)
-        throw BadJson{"it contradicts itself about its files"};
-    }
+    const int64_t capacity = pair.at("capacity").integer(1, COUNT);
+    check_model(bundle, bundle.target, capacity);
+    if (bundle.draft) check_model(bundle, *bundle.draft, capacity);
     if (bundle.vocab_size > bundle.target.vocab_size)
       throw BadJson{"it contradicts itself about its vocabulary"};
 

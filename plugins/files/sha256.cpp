@@ -164,4 +164,10 @@ std::string Sha256::hex() {
   return text;
 }
 
+std::string Sha256::of(const std::string& text) {
+  Sha256 hash;
+  hash.update(text.data(), text.size());
+  return hash.hex();
+}
+
 } // namespace outrider

@@ -13,6 +13,7 @@ class Sha256 {
 public:
   void update(const void* data, size_t size);
   std::string hex(); // ends it
+  static std::string of(const std::string& text);
 
 private:
   uint32_t state_[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,

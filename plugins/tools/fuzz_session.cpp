@@ -121,10 +121,8 @@ void manifests(const std::string& bundle, const std::string& library, const std:
     }
     if (below(2)) try { // signed again
         outrider::Json value = outrider::Json::parse(text);
-        outrider::Sha256 hash;
         const std::string body = value.canonical("checksum");
-        hash.update(body.data(), body.size());
-        text = body.substr(0, body.size() - 1) + ",\"checksum\":\"" + hash.hex() + "\"}";
+        text = body.substr(0, body.size() - 1) + ",\"checksum\":\"" + outrider::Sha256::of(body) + "\"}";
       } catch (const outrider::BadJson&) {
       }
     std::ofstream(folder + "/manifest.json") << text;
