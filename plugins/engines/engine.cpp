@@ -58,11 +58,17 @@ LogitsView Engine::prefill(int32_t slot, const Tokens& tokens, int64_t start, in
   LogitsView row{};
   for (int64_t at = start; at < end; at += chunk) {
     const int64_t count = std::min(chunk, end - at);
-    Tokens ids(std::max<int64_t>(count, narrowest)); // zeros behind lie beyond the valid rows
-    for (int64_t i = 0; i < count; ++i) ids[i] = readable(tokens[at + i]);
+    Tokens ids = readable(Tokens(tokens.begin() + at, tokens.begin() + at + count));
+    ids.resize(std::max<int64_t>(count, narrowest)); // zeros behind lie beyond the valid rows
     row = forward(ids, {at}, count - 1, 1, slot);
   }
   return row;
+}
+
+Tokens Engine::readable(Tokens tokens) const {
+  for (int64_t& token : tokens)
+    if (token >= vocab_size) token = 0;
+  return tokens;
 }
 
 void Engine::clear(int32_t slot) {

@@ -71,7 +71,8 @@ public:
   // Empty a slot whose rows may hold NaN: masked rows are multiplied too.
   void clear(int32_t slot);
 
-  int64_t readable(int64_t token) const { return token < vocab_size ? token : 0; }
+  // Tokens beyond its vocabulary are read as 0.
+  Tokens readable(Tokens tokens) const;
 
   const int32_t slots, vocab_size, narrowest;
   const int64_t capacity, chunk;

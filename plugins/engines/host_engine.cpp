@@ -79,13 +79,16 @@ void HostEngine::wipe(int32_t slot) {
   }
 }
 
+int64_t HostEngine::row_bytes(const Cache& cache) {
+  return cache.width * static_cast<int64_t>(ort::bytes_of(cache.type));
+}
+
 int64_t HostEngine::rows_of(const Cache& cache) const {
   return cache.ring > 0 ? cache.ring : rows_;
 }
 
 int64_t HostEngine::slot_bytes(const Cache& cache) const {
-  const auto element = static_cast<int64_t>(ort::bytes_of(cache.type));
-  return cache.heads * rows_of(cache) * cache.width * element;
+  return cache.heads * rows_of(cache) * row_bytes(cache);
 }
 
 ort::Call HostEngine::prepare(const EngineCall& call) {
@@ -120,9 +123,8 @@ void HostEngine::reserve(const Tokens& position, int64_t width) {
   for (size_t i = 0; i < caches_.size(); ++i) {
     const Cache& cache = caches_[i];
     if (cache.ring > 0) continue;
-    const auto element = static_cast<int64_t>(ort::bytes_of(cache.type));
-    other[i] = zeros<char>(int64_t{slots} * cache.heads * rows * cache.width * element);
-    const int64_t row = cache.width * element;
+    const int64_t row = row_bytes(cache);
+    other[i] = zeros<char>(int64_t{slots} * cache.heads * rows * row);
     for (int64_t plane = 0; kept > 0 && plane < slots * cache.heads; ++plane)
       memcpy(other[i].get() + plane * rows * row, cache.data.get() + plane * rows_ * row,
              static_cast<size_t>(kept * row));

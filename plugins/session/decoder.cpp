@@ -12,12 +12,11 @@
 
 #include "engines/device_engine.h"
 #include "engines/host_engine.h"
+#include "outrider_threads.h"
 
 namespace outrider {
 
 namespace {
-
-constexpr int MAX_THREADS = 64; // of the sampling
 
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -36,6 +35,11 @@ void check_memory(const Bundle& bundle, int32_t slots) {
          std::to_string(slots) + " slots need " + std::to_string(static_cast<int64_t>(need / 1048576)) +
              " MiB, and this machine has " + std::to_string(static_cast<int64_t>(have / 1048576)),
          "Use fewer slots");
+}
+
+void give_up(Sequence& sequence, const Failure& failure) {
+  sequence.failure = std::make_unique<Failure>(failure);
+  sequence.finish = OUTRIDER_BROKEN;
 }
 
 Bundle read_bundle(const outrider_config& config) {
@@ -242,8 +246,7 @@ void Decoder::speculate(std::vector<Plan>& plans) {
   for (const Plan& plan : plans) {
     Tokens tokens = {plan.sequence->tokens.back()};
     tokens.insert(tokens.end(), plan.drafts.begin(), plan.drafts.end());
-    for (int64_t& token : tokens) token = target_->readable(token);
-    fed.push_back({plan.sequence, plan.sequence->target_len, std::move(tokens)});
+    fed.push_back({plan.sequence, plan.sequence->target_len, target_->readable(std::move(tokens))});
   }
   const LogitsView p = feed(*target_, kept, within, fed);
 
@@ -337,11 +340,6 @@ int64_t Decoder::limit(const Sequence& sequence) const {
   if (request.reads_model())
     most = draft_ ? std::min(most, bundle_.draft->max_len - sequence.length()) : 0;
   return std::max<int64_t>(0, most);
-}
-
-void Decoder::give_up(Sequence& sequence, Failure failure) {
-  sequence.failure = std::make_unique<Failure>(std::move(failure));
-  sequence.finish = OUTRIDER_BROKEN;
 }
 
 void Decoder::cancel(uint64_t request) {

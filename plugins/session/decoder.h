@@ -44,7 +44,6 @@ private:
   Token reported(const Request& request, int64_t id, int32_t origin, const float* row) const;
   int32_t finish_of(const Sequence& sequence, int64_t token, int64_t count) const;
   int64_t limit(const Sequence& sequence) const;
-  void give_up(Sequence& sequence, Failure failure);
   void drop_cancelled();
   void note_rows();
   void leave(Sequence& sequence);

@@ -20,12 +20,6 @@ void temper(float* row, int64_t count, const Sequence& sequence) {
   for (int64_t i = 0; i < count; ++i) row[i] *= factor;
 }
 
-Tokens readable(const Engine& engine, const Tokens& tokens) {
-  Tokens found = tokens;
-  for (int64_t& token : found) token = engine.readable(token);
-  return found;
-}
-
 } // namespace
 
 LogitsView feed(Engine& engine, const std::vector<int64_t>& kept, Span within,
@@ -213,7 +207,7 @@ void Proposer::chain(const Plans& plans, const std::vector<int64_t>& kept) {
       known.insert(known.end(), plan->drafts.begin(), plan->drafts.end());
       Tokens given(known.end() - 2, known.end());
       given.insert(given.end(), tokens.begin(), tokens.end());
-      fed.push_back({&sequence, sequence.length() + done - 2, readable(*engine_, given)});
+      fed.push_back({&sequence, sequence.length() + done - 2, engine_->readable(given)});
       const outrider_options& options = sequence.request.options;
       uint64_t seed = options.seed;
       if (options.rule != OUTRIDER_COUPLED) { // another stream of numbers for each round
@@ -272,10 +266,10 @@ LogitsView Proposer::step(const Plans& drafting, const std::vector<int64_t>& kep
     const Tokens& text = sequence.tokens;
     if (number == 0)
       fed.push_back({&sequence, sequence.length() - 2,
-                     readable(*engine_, Tokens(text.end() - 2, text.end()))});
+                     engine_->readable(Tokens(text.end() - 2, text.end()))});
     else
       fed.push_back({&sequence, sequence.length() - 1 + count,
-                     readable(*engine_, Tokens(plan->drafts.end() - 1, plan->drafts.end()))});
+                     engine_->readable(Tokens(plan->drafts.end() - 1, plan->drafts.end()))});
   }
   return feed(*engine_, kept, within, fed, number == 0 ? 1 : 0, static_cast<int32_t>(number));
 }
