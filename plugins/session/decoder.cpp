@@ -375,9 +375,11 @@ void Decoder::clear(int32_t slot) {
 }
 
 void Decoder::release(uint64_t request) {
-  leave(sequence(request));
-  const std::lock_guard<std::mutex> lock(mutex_);
-  sequences_.erase(request);
+  sequence(request); // or there is none
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto released = sequences_.extract(request); // whatever becomes of its rows
+  lock.unlock();
+  leave(*released.mapped());
 }
 
 } // namespace outrider
