@@ -142,12 +142,15 @@ inline int32_t begin(const outrider_device_sizes* sizes, const outrider_slot* sl
   return OUTRIDER_OK;
 }
 
-inline void add(outrider_device_plan* plan, const char* kernel, int32_t x, int32_t y, int32_t z,
-                int32_t warps) {
-  plan->launches[plan->launch_count++] = {kernel,
-                                          {static_cast<uint32_t>(x), static_cast<uint32_t>(y),
-                                           static_cast<uint32_t>(z)},
-                                          static_cast<uint32_t>(warps * 32)};
+inline outrider_device_launch launch_of(const char* kernel, int32_t x, int32_t y, int32_t z,
+                                        int32_t warps) {
+  return {kernel,
+          {static_cast<uint32_t>(x), static_cast<uint32_t>(y), static_cast<uint32_t>(z)},
+          static_cast<uint32_t>(warps * 32)};
+}
+
+inline void add(outrider_device_plan* plan, const outrider_device_launch& launch) {
+  plan->launches[plan->launch_count++] = launch;
 }
 
 // The kernels up to a decision or a draw. general: those that know penalties and filters.
@@ -158,9 +161,10 @@ inline void add_scan(outrider_device_plan* plan, outrider_device_call* call, int
   const int32_t groups = (tiles + WARPS * call->span - 1) / (WARPS * call->span);
   const bool filters = (call->flags & OUTRIDER_DEVICE_FILTERS) != 0;
   const bool penalties = (call->flags & OUTRIDER_DEVICE_PENALTIES) != 0;
-  if (penalties) add(plan, "outrider_mark", 1, 1, call->slot_count, FILTER_WARPS);
-  add(plan, filters || penalties ? general : plain, groups, rows, call->slot_count, WARPS);
-  if (filters) add(plan, filter, 1, rows, call->slot_count, FILTER_WARPS);
+  const char* scan = filters || penalties ? general : plain;
+  if (penalties) add(plan, launch_of("outrider_mark", 1, 1, call->slot_count, FILTER_WARPS));
+  add(plan, launch_of(scan, groups, rows, call->slot_count, WARPS));
+  if (filters) add(plan, launch_of(filter, 1, rows, call->slot_count, FILTER_WARPS));
 }
 
 // As outrider.h says.
@@ -212,11 +216,11 @@ inline int32_t plan_verify(const outrider_device_sizes* sizes, const outrider_lo
   add_scan(plan, &call, tiles, sizes->width + 1 + (shapes ? sizes->width : 0),
            "outrider_verify_scan", "outrider_verify_scan_general", "outrider_verify_filter");
   if ((call.flags & OUTRIDER_DEVICE_COUPLED) != 0)
-    add(plan, "outrider_verify_couple", 1, sizes->width + 1, call.slot_count, 1);
+    add(plan, launch_of("outrider_verify_couple", 1, sizes->width + 1, call.slot_count, 1));
   const bool general = (call.flags & (OUTRIDER_DEVICE_FILTERS | OUTRIDER_DEVICE_PENALTIES)) != 0;
   const char* rest = general ? "outrider_verify_rest_general" : "outrider_verify_rest";
-  add(plan, rest, (tiles_of(target->vocab_size) + WARPS - 1) / WARPS, call.rest_count,
-      call.slot_count, WARPS);
+  const int32_t groups = (tiles_of(target->vocab_size) + WARPS - 1) / WARPS;
+  add(plan, launch_of(rest, groups, call.rest_count, call.slot_count, WARPS));
   std::memcpy(plan->call, &call, sizeof call);
   return OUTRIDER_OK;
 }

@@ -254,7 +254,10 @@ public:
     outrider_device_call call;
     std::memcpy(&call, plan.call, sizeof call);
 
-    const auto blocks = static_cast<uint32_t>((sizes.slot_count + 127) / 128);
+    constexpr int32_t WARPS = 4; // a thread a slot
+    const int32_t blocks = (sizes.slot_count + 32 * WARPS - 1) / (32 * WARPS);
+    const auto first = outrider_device::launch_of("outrider_tensorrt_pack", blocks, 1, 1, WARPS);
+    const auto last = outrider_device::launch_of("outrider_tensorrt_unpack", blocks, 1, 1, WARPS);
     int32_t count = sizes.slot_count;
     const void *seed = inputs[SEED], *position = inputs[POSITION], *gamma = inputs[GAMMA],
                *temperature = inputs[TEMPERATURE], *lenience = inputs[LENIENCE],
@@ -264,8 +267,6 @@ public:
                     &lenience, &slots,    &arrived, &count};
     void* unpack[] = {&verdicts, &accepted, &token, &state, &count};
     void* whole[] = {plan.call};
-    const outrider_device_launch first = {"outrider_tensorrt_pack", {blocks, 1, 1}, 128, 0, 0},
-                                 last = {"outrider_tensorrt_unpack", {blocks, 1, 1}, 128, 0, 0};
 
     char why[LINE] = "";
     bool good = kernels_->launch(first, pack, stream, why, LINE);
