@@ -20,10 +20,11 @@ def kept(folder: Path, sources: Iterable[Path], make: Callable[[], object]) -> P
     stamp = folder.with_name(f"{folder.name}.made-of.json")
     if folder.is_dir() and stamp.is_file() and stamp.read_text() == wanted:
         return folder
+    stamp.unlink(missing_ok=True)  # and it is written last: what is half made is made again
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     make()
-    stamp.write_text(wanted)  # last: what is half made is made again
+    stamp.write_text(wanted)
     return folder
 
 

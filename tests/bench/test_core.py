@@ -362,7 +362,9 @@ def test_what_is_kept_is_made_again_when_its_sources_changed(tmp_path: Path) -> 
         kept(folder, [source], lambda: made.append(1))
     assert len(made) == 1
     (source / "room" / "a").write_text("other")
-    with pytest.raises(ValueError, match="half"):
-        kept(folder, [source], lambda: (_ for _ in ()).throw(ValueError("half")))
-    kept(folder, [source], lambda: made.append(2))
-    assert made == [1, 2]
+    for number in (2, 3):
+        with pytest.raises(ValueError, match="half"):
+            kept(folder, [source], lambda: (_ for _ in ()).throw(ValueError("half")))
+        kept(folder, [source], lambda n=number: made.append(n))
+        folder.rmdir()  # somebody has removed what was made
+    assert made == [1, 2, 3]
