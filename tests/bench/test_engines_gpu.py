@@ -339,7 +339,7 @@ def test_the_gpus_side(
     monkeypatch.setattr("runtime.backends.cuda._driver", lambda: on_fake_gpu)
     monkeypatch.setattr("bench.suites.gpu.kernel.copy_bandwidth", lambda: 1e9)
     monkeypatch.setattr(times, "transformers_model", lambda *_: None)
-    monkeypatch.setattr(times.Generation, "write", lambda _, prompt, tokens: [0] * tokens)
+    monkeypatch.setattr(times, "generated", lambda _, prompt, tokens, **options: [0] * tokens)
     monkeypatch.setattr(times, "profiled", lambda work: work() and a_round(3))
     source, place = workshop.checkpoint("llama"), tmp_path / "pair"
     place.mkdir()

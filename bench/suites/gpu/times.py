@@ -13,7 +13,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -240,21 +239,20 @@ class Times:
     def transformers(self) -> dict[str, Any]:
         """`generate` on the same device, plain and assisted, as it sets both up: called kernel by
         kernel, with a cache that grows. And whole calls of ours."""
-        target, draft = self._peer("target"), self._peer("draft")
         return self._beside(
             {
-                "transformers": Generation(target),
-                "transformers, assistant_model": Generation(target, draft),
+                "transformers": {},
+                "transformers, assistant_model": {"assistant_model": self._peer("draft")},
             }
         )
 
     def transformers_static(self) -> dict[str, Any]:
         """`generate` with a static cache, which it compiles on a GPU."""
-        return self._beside(
-            {"transformers, static cache": Generation(self._peer("target"), static=True)}
-        )
+        return self._beside({"transformers, static cache": {"cache_implementation": "static"}})
 
-    def _beside(self, peers: Mapping[str, Generation]) -> dict[str, Any]:
+    def _beside(self, peers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """peers: by name options of the target's `generate`."""
+        target = self._peer("target")
         tokens, prompt = min(self.peer_tokens, self.room), self.prompts[1]
 
         def ours(gamma: int) -> Callable[[], list[int]]:
@@ -262,7 +260,10 @@ class Times:
             return lambda: self.engine.generate(prompt, **options).token_ids
 
         calls = {"outrider plain": ours(0), f"outrider gamma {self.middle}": ours(self.middle)}
-        calls |= {name: partial(peer.write, prompt, tokens) for name, peer in peers.items()}
+        calls |= {
+            name: partial(generated, target, prompt, tokens, **options)
+            for name, options in peers.items()
+        }
         result: dict[str, Any] = {"new_tokens": tokens, "attention": "sdpa", "dtype": DTYPE}
         plain = calls["outrider plain"]()
         for name, call in calls.items():
@@ -279,26 +280,18 @@ class Times:
         return transformers_model(self.folder / role, self.device, own)
 
 
-@dataclass(frozen=True)
-class Generation:
-    """Transformers' own `generate`. draft: its assistant, which takes no static cache."""
+def generated(model: Any, prompt: list[int], tokens: int, **options: Any) -> list[int]:
+    """By Transformers' own `generate`. options: of it."""
+    import torch
 
-    target: Any
-    draft: Any = None
-    static: bool = False
-
-    def write(self, prompt: list[int], tokens: int) -> list[int]:
-        import torch
-
-        ids = torch.tensor([prompt], device=self.target.device)
-        with torch.inference_mode():
-            text = self.target.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens,
-                min_new_tokens=tokens, assistant_model=self.draft,
-                **({"cache_implementation": "static"} if self.static else {}),
-            )  # fmt: skip
-        answer: list[int] = text[0, len(prompt) :].tolist()  # which waits for the device
-        return answer
+    ids = torch.tensor([prompt], device=model.device)
+    with torch.inference_mode():
+        text = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens,
+            min_new_tokens=tokens, **options,
+        )  # fmt: skip
+    answer: list[int] = text[0, len(prompt) :].tolist()  # which waits for the device
+    return answer
 
 
 def weight_bytes(checkpoint: Path, size: int) -> int:
