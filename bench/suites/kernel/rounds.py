@@ -136,20 +136,17 @@ def disagreements(round_: Round, ours: list[Fate]) -> list[int]:
 
 def transformers_call(
     target: Any, draft: Any, drafts: Any, temperature: float, *, processed: bool
-) -> Callable[[], object] | None:
-    """What assisted generation does with the logits of a round; None where Transformers is not
-    installed.
+) -> Callable[[], object]:
+    """What assisted generation does with the logits of a round.
 
     target: float32 [B, gamma + 1, V], draft: [B, gamma, V], drafts: int64 [B, gamma] torch tensors.
     Its processors on the target's rows, then `_speculative_sampling`, slot by slot, for it takes
     one sequence; the draft's scores come processed out of its own generate. processed: the target's
     too, which leaves `_speculative_sampling` alone.
     """
-    try:
-        from transformers import LogitsProcessorList, TemperatureLogitsWarper
-        from transformers.generation.utils import _speculative_sampling
-    except ImportError:
-        return None
+    from transformers import LogitsProcessorList, TemperatureLogitsWarper
+    from transformers.generation.utils import _speculative_sampling
+
     gamma = drafts.shape[1]
     processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
 

@@ -41,17 +41,15 @@ def _from_logits(round_: Round) -> Call:
     return partial(round_.verify, sampler)
 
 
-def _transformers(round_: Round, *, processed: bool) -> Call | None:
-    try:
-        import torch
-    except ImportError:
-        return None
+def _transformers(round_: Round, *, processed: bool) -> Call:
+    import torch
+
     logits = torch.from_numpy(round_.target), torch.from_numpy(round_.draft)
     drafts = torch.from_numpy(round_.native.drafts.copy())
     return transformers_call(*logits, drafts, round_.params.temperature, processed=processed)
 
 
-WAYS: dict[str, Callable[[Round], Call | None]] = {
+WAYS: dict[str, Callable[[Round], Call]] = {
     VERIFY: lambda r: partial(r.verify, r.native),
     RAW: _from_logits,
     ROUND: lambda r: lambda: (r.draw(r.native), r.verify(r.native)),
@@ -66,14 +64,11 @@ def run(
     jobs: Iterable[Job], calls: Sequence[str], args: argparse.Namespace, clock: Clock
 ) -> dict[str, Any]:
     """Every job, measured in those `calls` whose variant it has."""
+    import torch
+
     library = kernel.load()  # an error that names the remedy, where there is no library
     reader = machine.MemoryReader(args.threads, READ_BYTES)
-    try:
-        import torch
-
-        torch.set_num_threads(args.threads)
-    except ImportError:
-        clock.note("Transformers is not installed: it is not compared")
+    torch.set_num_threads(args.threads)
     points = []
     for variants, size in jobs:
         clock.note("{}: V {:,}, gamma {}, B {}".format(", ".join(variants), *size))
@@ -112,9 +107,8 @@ def measure(rounds: Mapping[str, Sequence[Round]], calls: Sequence[str]) -> dict
     row = one[0].vocab_size * one[0].batch * one[0].draft.itemsize
     for name in calls:
         variant, way = name.split(": ")
-        made = [timed for r in rounds.get(variant, ()) if (timed := WAYS[way](r)) is not None]
-        if made:
-            work[name] = partial(_each, made)
+        if variant in rounds:
+            work[name] = partial(_each, [WAYS[way](r) for r in rounds[variant]])
             # Some normalise the draft's rows themselves, which else is left to the draft steps.
             own = accepted[variant] if way in (RAW, TRANSFORMERS, FUNCTION) else 0
             sizes[name] = read[variant] + row * own
