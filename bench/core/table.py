@@ -53,6 +53,11 @@ def decimals(digits: int) -> Shown:
     return lambda value: f"{value:,.{digits}f}"
 
 
+def percent(digits: int = 0) -> Shown:
+    """Shows a share."""
+    return lambda value: f"{value:.{digits}%}"
+
+
 def table_of(
     title: str,
     rows: Iterable[tuple[str, Mapping[str, Any]]],

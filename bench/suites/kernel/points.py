@@ -9,7 +9,7 @@ from itertools import permutations
 from typing import Any
 
 from ...core.clock import ENOUGH
-from ...core.table import Column, Shown, Table, table_of
+from ...core.table import Column, Table, table_of
 
 Point = dict[str, Any]
 
@@ -59,7 +59,3 @@ def ranges_table(title: str, points: Sequence[Point], rows: Iterable[Column]) ->
         if found := sorted(p[key] for p in points if key in p):
             told.append((heading, *map(show, (found[0], statistics.median(found), found[-1]))))
     return Table(title, ("", "least", "median", "most"), told)
-
-
-def percent(digits: int) -> Shown:
-    return lambda value: f"{value:.{digits}%}"

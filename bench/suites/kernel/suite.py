@@ -23,9 +23,9 @@ from runtime.bundle import load
 
 from ...core.clock import Clock
 from ...core.command import Results, Suite, bundle_option
-from ...core.table import Column, Table, decimals, table_of
+from ...core.table import Column, Table, decimals, percent, table_of
 from . import times
-from .points import less, percent, points_of, points_table, ranges_table
+from .points import less, points_of, points_table, ranges_table
 from .rounds import RULES, VARIANTS
 from .sigmoid import POSITIONS, PUBLISHED, effects, held_out_logits
 
@@ -82,7 +82,7 @@ def tables(results: Results) -> list[Table]:
     rounds = [(ROUND, "round", decimals(3)), (NUMPY_ROUND, "NumPy, round", decimals(2)), RATIO]
     # Of the block rule, and of scores that are ready, the outcome does not tell the bytes.
     shares = [
-        (f"share of {call}", name, percent(0))
+        (f"share of {call}", name, percent())
         for call, name in CALLS.items()
         if call not in (BLOCK, ALONE)
     ]

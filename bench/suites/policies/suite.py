@@ -25,7 +25,7 @@ from ...core.fit import rounded
 from ...core.prompts import Prompts
 from ...core.record import Run
 from ...core.runs import Texts, Way, gain
-from ...core.table import Column, Table, decimals, table_of
+from ...core.table import Column, Table, decimals, percent, table_of
 from .retold import retelling, story
 
 AUTO, SCHEDULE, AGAIN, PLAIN = "auto", "transformers", "plain again", "0"
@@ -220,7 +220,7 @@ def tables(results: Results) -> list[Table]:
     columns: list[Column] = [
         ("alpha", "alpha", TWO), *((name, name, TWO) for name in loads[ALL]["speeds"]),
         ("auto_of_best", "auto/best", THREE), ("auto_of_best_error", "±", THREE),
-        ("noise", "noise", "{:.1%}".format),
+        ("noise", "noise", percent(1)),
     ]  # fmt: skip
     speeds = (
         (name, {**x, **x["speeds"], "disturbed": x["lost"] > DISTURBED})

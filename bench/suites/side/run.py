@@ -188,20 +188,14 @@ class SideRun:
             for job in jobs:
                 rows = []
                 for turn, prompts in enumerate(job.requests):
-                    row = {
-                        system.name: texts
-                        for system in order(job.systems, turn)
-                        if (
-                            texts := self.ask(
-                                peers, system, job, prompts, job.new_tokens, turn, job.begin(turn)
-                            )
-                        )
-                    }
+                    row, begin = dict[str, Told](), job.begin(turn)
+                    for system in order(job.systems, turn):
+                        new_tokens = job.new_tokens
+                        if said := self.ask(peers, system, job, prompts, new_tokens, turn, begin):
+                            row[system.name] = said
                     rows.append(row)
                     if {OWN, DRAFT} <= row.keys() and len(prompts) == 1:
-                        found = self.costs(
-                            peers, len(job.begin(turn) or prompts[0]) + job.new_tokens // 2
-                        )
+                        found = self.costs(peers, len(begin or prompts[0]) + job.new_tokens // 2)
                         row[DRAFT] |= theory(row[OWN], row[DRAFT], found) if found else {}
                     between()
                 shape = {"group": job.group, "name": job.name, "temperature": job.temperature}

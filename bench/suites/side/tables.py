@@ -16,7 +16,7 @@ from ...core.costs import plain_steps
 from ...core.fit import Spread
 from ...core.machine import sentence
 from ...core.pair import SEQ2SEQ
-from ...core.table import MARKED, Column, Table, decimals, table_of
+from ...core.table import MARKED, Column, Table, decimals, percent, table_of
 from .run import DRAFT, OWN, SHARED, TOGETHER, Told
 
 BASE, LLAMA, Q4 = "transformers plain", "llama.cpp plain", "llama.cpp q4_0 plain"
@@ -33,10 +33,6 @@ SHARES = {
 }  # fmt: skip
 
 
-def _percent(value: float) -> str:
-    return f"{value:.0%}"
-
-
 def _mib(value: float) -> str:
     return f"{value / 2**20:,.0f}"
 
@@ -44,8 +40,8 @@ def _mib(value: float) -> str:
 SPEEDS: tuple[Column, ...] = (
     ("speed", "tok/s", ONE), ("floor", "floor ms", TWO), ("first", "first token ms", ONE),
     ("encode", "of it encoders", ONE), ("whole", "text ms", ONE),
-    ("tau", "tau", TWO), ("of_examined", "of exam.", _percent),
-    ("of_drafted", "of drafted", _percent), ("host", "host", lambda share: f"{share:.1%}"),
+    ("tau", "tau", TWO), ("of_examined", "of exam.", percent()),
+    ("of_drafted", "of drafted", percent()), ("host", "host", percent(1)),
     (BASE, "x Transf.", TWO), (LLAMA, "x llama", TWO), (Q4, "x q4_0", TWO),
     (CT2, "x CTr.", TWO), (CT2_INT8, "x int8", TWO), (OWN, "x own", TWO),
 )  # fmt: skip
