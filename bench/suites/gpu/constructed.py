@@ -149,14 +149,14 @@ def bigram(weights: Weights, tokens: Sequence[int], said: Sequence[int]) -> dict
     temperature 0: logits by NumPy in float32, rounded to bfloat16 as a model's are, and of equal
     ones the first."""
     rows = _named(weights, "embed_tokens.weight")[list(tokens)].float().cpu().numpy()
-    rows = rounded(rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-5, dtype=np.float32))
+    rows = as_bfloat16(rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-5, dtype=np.float32))
     matrix = _named(weights, "lm_head.weight")
     ids, place = np.array(said), np.arange(len(said))
     best, chosen = np.full(len(said), -np.inf, np.float32), np.empty(len(said), np.float32)
     expected = np.zeros(len(said), np.int64)
     for begin in range(0, len(matrix), CHUNK):
         part = matrix[begin : begin + CHUNK].float().cpu().numpy()
-        logits = rounded(rows @ part.T)
+        logits = as_bfloat16(rows @ part.T)
         first = logits.argmax(-1)
         larger = logits[place, first] > best
         expected[larger], best[larger] = begin + first[larger], logits[place, first][larger]
@@ -172,8 +172,8 @@ def bigram(weights: Weights, tokens: Sequence[int], said: Sequence[int]) -> dict
     }  # fmt: skip
 
 
-def rounded(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """To bfloat16 and back, halves to even."""
+def as_bfloat16(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Rounded to it and back, halves to even."""
     bits = numbers.view(np.uint32)
     kept: npt.NDArray[np.uint32] = bits + 0x7FFF + ((bits >> 16) & 1) & np.uint32(0xFFFF0000)
     return kept.view(np.float32)

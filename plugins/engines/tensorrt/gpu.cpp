@@ -11,8 +11,6 @@ namespace outrider {
 
 namespace {
 
-const char ROOM[] = "Use fewer slots, build with a smaller MAX_LEN, or free the GPU's memory";
-
 template <class Function> bool find(void* library, const char* name, Function* function) {
   void* const address = dlsym(library, name);
   static_assert(sizeof address == sizeof *function, "POSIX: functions have object addresses");

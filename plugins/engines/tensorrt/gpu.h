@@ -14,6 +14,8 @@
 
 namespace outrider {
 
+const char ROOM[] = "Use fewer slots, build with a smaller MAX_LEN, or free the GPU's memory";
+
 // Names as cuda.h has them, which maps some to later versions of a function.
 #define OUTRIDER_DRIVER(F)                                                                         \
   F(cuInit) F(cuDeviceGet) F(cuDeviceGetAttribute) F(cuDevicePrimaryCtxRetain)                     \

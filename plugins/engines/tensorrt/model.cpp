@@ -252,8 +252,7 @@ TensorRtModel::Context TensorRtModel::make_context(int32_t profile) {
     made = create();
   }
   if (made == nullptr)
-    fail(OUTRIDER_FAILED_MEMORY, "TensorRT cannot make a context: " + log_.said(),
-         "Use fewer slots, build with a smaller MAX_LEN, or free the GPU's memory");
+    fail(OUTRIDER_FAILED_MEMORY, "TensorRT cannot make a context: " + log_.said(), ROOM);
   made->setDeviceMemoryV2(pointer(scratch_), activations_);
   if (!made->setOptimizationProfileAsync(profile, cuda_.stream()))
     fail(OUTRIDER_FAILED_BACKEND,
