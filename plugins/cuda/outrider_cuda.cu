@@ -145,11 +145,10 @@ template <bool GENERAL> DEVICE void verify_rest(const Call& call) {
 // --- the draft's draw -------------------------------------------------------------------------
 
 DEVICE bool draws(const Call& call, const outrider_slot& slot, int b, int step) {
-  const bool served = serves(call, slot, false) && step >= 0 && step < call.width;
+  const bool served = serves(call, slot, false);
   if (served && step < slot.gamma) return true;
   if (first_thread()) {
-    if (!served && step >= 0 && step < call.width)
-      call.drafts[static_cast<int64_t>(b) * call.width + step] = -1;
+    if (!served) call.drafts[static_cast<int64_t>(b) * call.width + step] = -1;
     if (call.verdicts != nullptr)
       call.verdicts[b] =
           served ? no_verdict() : verdict_of(OUTRIDER_BAD_PARAMETER, OUTRIDER_DRAFT, step);
@@ -272,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
   __shared__ TileWeights weights;
   const int b = block_z(), step = call.step;
   const outrider_slot& slot = call.slots[b];
-  if (!serves(call, slot, false) || step < 0 || step >= slot.gamma) return;
+  if (!serves(call, slot, false) || step >= slot.gamma) return;
   const int64_t at = tiles_at(call, b, 0);
   filter_row(slot, drawn_row(call, slot, b, step), call.tiles + at, call.mass + at,
              row_at(call, b, 0));
