@@ -161,8 +161,9 @@ constexpr int64_t SHARES = 12; // of all heads together, at most: many numbers o
 // keys and values of the call are, or little more. most: parts of a slot.
 ort::Status* attend_parts(const Kernel& kernel, const ort::Context* context,
                           const outrider_attention& c, int64_t most, bool writes) {
-  const int64_t rows = c.tokens * (c.heads / c.key_heads), heads = c.slots * c.key_heads;
-  const int64_t of_part = rows * outrider_attention_stride(c), of_head = most * of_part;
+  const int64_t heads = c.slots * c.key_heads;
+  const int64_t of_part = outrider_attention_rows(c) * outrider_attention_stride(c);
+  const int64_t of_head = most * of_part;
   const int64_t shares = std::min(most, SHARES / heads);
   const std::unique_ptr<float[]> sums(new (std::nothrow) float[static_cast<size_t>(heads * of_head)]);
   if (!sums) return ort::refuse(kernel.api, "out of memory");
@@ -173,14 +174,14 @@ ort::Status* attend_parts(const Kernel& kernel, const ort::Context* context,
     const int64_t first = count * (i % shares) / shares, end = count * (i % shares + 1) / shares;
     if (first == end) return;
     if (writes && end == count) kernel.tiles->write(&c, slot, head % c.key_heads);
-    kernel.tiles->attend_parts(&c, slot, head % c.key_heads, 0, rows, parts.first + first,
+    kernel.tiles->attend_parts(&c, slot, head % c.key_heads, parts.first + first,
                                end == count ? parts.end : parts.first + end,
                                sums.get() + head * of_head + first * of_part);
   });
   if (status != nullptr) return status;
   return ort::share(kernel.api, context, heads, heads * of_head < 1 << 16, [&](int64_t i) {
     const Parts parts = parts_of(c, i / c.key_heads);
-    kernel.tiles->join(&c, i / c.key_heads, i % c.key_heads, 0, rows, parts.end - parts.first,
+    kernel.tiles->join(&c, i / c.key_heads, i % c.key_heads, parts.end - parts.first,
                        sums.get() + i * of_head);
   });
 }
@@ -190,7 +191,7 @@ ort::Status* attend_parts(const Kernel& kernel, const ort::Context* context,
 ort::Status* attend(const Kernel& kernel, const ort::Context* context, const outrider_attention& c,
                     int64_t furthest, bool writes) {
   constexpr int64_t ROWS = OUTRIDER_ATTENTION_ROWS;
-  const int64_t rows = c.tokens * (c.heads / c.key_heads), runs = (rows + ROWS - 1) / ROWS;
+  const int64_t rows = outrider_attention_rows(c), runs = (rows + ROWS - 1) / ROWS;
   const int64_t heads = c.slots * c.key_heads;
   // A few microseconds: less than waking a thread takes.
   const bool small = heads * rows * furthest * c.width < 1 << 17;

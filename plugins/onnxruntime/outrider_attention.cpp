@@ -432,9 +432,9 @@ void attend(const Call* call, int64_t slot, int64_t key_head, int64_t first, int
   for (int r = 0; r < queries.count; ++r) write_out(queries, r, joined[r], mixed + r * width);
 }
 
-void attend_parts(const Call* call, int64_t slot, int64_t key_head, int64_t first, int64_t end,
-                  int64_t first_part, int64_t end_part, float* sums) {
-  Queries queries(*call, slot, key_head, first, end);
+void attend_parts(const Call* call, int64_t slot, int64_t key_head, int64_t first_part,
+                  int64_t end_part, float* sums) {
+  Queries queries(*call, slot, key_head, 0, outrider_attention_rows(*call));
   queries.read();
   const int width = queries.mixed_width;
   const int64_t stride = outrider_attention_stride(*call);
@@ -450,9 +450,8 @@ void attend_parts(const Call* call, int64_t slot, int64_t key_head, int64_t firs
   }
 }
 
-void join(const Call* call, int64_t slot, int64_t key_head, int64_t first, int64_t end,
-          int64_t parts, const float* sums) {
-  const Queries queries(*call, slot, key_head, first, end);
+void join(const Call* call, int64_t slot, int64_t key_head, int64_t parts, const float* sums) {
+  const Queries queries(*call, slot, key_head, 0, outrider_attention_rows(*call));
   const int64_t stride = outrider_attention_stride(*call);
   alignas(64) float mixed[MOST_WIDTH];
   for (int r = 0; r < queries.count; ++r) {

@@ -45,6 +45,11 @@ static inline int64_t outrider_attention_from(const struct outrider_attention& c
   return call.window > 0 && own >= call.window ? own - call.window + 1 : 0;
 }
 
+// The query rows of a slot's key head.
+static inline int64_t outrider_attention_rows(const struct outrider_attention& call) {
+  return call.tokens * (call.heads / call.key_heads);
+}
+
 // Floats of a row's sums over a part: what is mixed, made up to whole vectors, its peak, its total.
 static inline int64_t outrider_attention_stride(const struct outrider_attention& call) {
   return (call.value_width + 15) / 16 * 16 + 16;
@@ -63,14 +68,13 @@ struct outrider_attention_tiles {
   // before it, and what shares a load of a key or value with a row never meets it.
   void (*attend)(const struct outrider_attention* call, int64_t slot, int64_t key_head,
                  int64_t first, int64_t end);
-  // The same in two steps, so that parts may be of different threads: the sums of the parts
-  // first_part .. end_part - 1, [part, row, outrider_attention_stride]; and what those of all parts
-  // that the rows see come to.
+  // The same of all query rows, where one `attend` would take them, in two steps, so that parts may be
+  // of different threads: the sums of the parts first_part .. end_part - 1, [part, row,
+  // outrider_attention_stride]; and what those of all parts that the rows see come to.
   void (*attend_parts)(const struct outrider_attention* call, int64_t slot, int64_t key_head,
-                       int64_t first, int64_t end, int64_t first_part, int64_t end_part,
-                       float* sums);
-  void (*join)(const struct outrider_attention* call, int64_t slot, int64_t key_head,
-               int64_t first, int64_t end, int64_t parts, const float* sums);
+                       int64_t first_part, int64_t end_part, float* sums);
+  void (*join)(const struct outrider_attention* call, int64_t slot, int64_t key_head, int64_t parts,
+               const float* sums);
 };
 
 extern "C" {
