@@ -93,7 +93,7 @@ def find_compiler() -> list[str]:
     raise BuildError("no C++ compiler was found. Install g++ or clang++, or set CXX.")
 
 
-def units(machine: str, *, session: bool = False, operators: bool = True) -> list[Unit]:
+def units(machine: str, *, session: bool, operators: bool) -> list[Unit]:
     """What the library is made of. session: with that of outrider_session.h. operators: with those
     for ONNX Runtime, most of the time that it takes."""
     kind = KINDS.get(machine, [])
@@ -104,20 +104,13 @@ def units(machine: str, *, session: bool = False, operators: bool = True) -> lis
         *((source, [*kind, "-pthread"]) for source in SESSION if session),
         *((f"onnxruntime/outrider_{name}.cpp", kind) for name in OPERATORS if operators),
         *(
-            (
-                source,
-                [
-                    f"-DOUTRIDER_TABLE=outrider_{table}_{name}",
-                    f'-DOUTRIDER_SET="{name}"',
-                    *more,
-                    *own,
-                ],
-            )
+            (source, [f"-DOUTRIDER_TABLE=outrider_{table}_{name}", f'-DOUTRIDER_SET="{name}"',
+                      *more, *own])
             for source, table, sets, more in LOOPS
             if operators or not source.startswith("onnxruntime/")
             for name, own in {"plain": kind, **sets.get(machine, {})}.items()
         ),
-    ]
+    ]  # fmt: skip
 
 
 def includes(sources: Path = HERE) -> list[str]:

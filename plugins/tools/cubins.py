@@ -37,7 +37,8 @@ OPTIONS = [
 ]
 # Bytes that a kernel may store into spilt registers: a handful, outside the loops over tiles.
 SPILL_LIMIT = 64
-Resources = dict[str, dict[str, int]]  # by kernel
+NEEDS = ("registers", "spill_stores", "spill_loads", "shared", "stack")
+Resources = dict[str, dict[str, int]]  # by kernel, NEEDS
 
 
 # --- NVRTC ------------------------------------------------------------------------------------
@@ -181,9 +182,7 @@ def parse_log(log: str) -> Resources:
     kernels: Resources = {}
     for line in log.splitlines():
         if entry := re.search(r"Compiling entry function '(\w+)'", line):
-            kernels[entry[1]] = dict.fromkeys(
-                ("registers", "spill_stores", "spill_loads", "shared", "stack"), 0
-            )
+            kernels[entry[1]] = dict.fromkeys(NEEDS, 0)
         if not kernels:
             continue
         needs = kernels[list(kernels)[-1]]
@@ -205,8 +204,7 @@ def table(record: dict[str, Any], architectures: Sequence[str]) -> str:
     cells = [["registers/stores/loads/shared/stack", *columns]]
     for name in names:
         needs = (record[a]["kernels"].get(name) for a in columns)
-        keys = ("registers", "spill_stores", "spill_loads", "shared", "stack")
-        cells.append([name, *("/".join(str(n[k]) for k in keys) if n else "" for n in needs)])
+        cells.append([name, *("/".join(str(n[k]) for k in NEEDS) if n else "" for n in needs)])
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -255,10 +255,10 @@ def planned(out: Path) -> list[str]:
     for call in (1, 2, 3):
         chosen = [part for part in every if part.call in (0, call)]
         usual = sum(part.usual for part in chosen)
-        lines.append(f"call {call}: about {usual:.0f} s; brings gpu-check.json and gpu-check.log,")
-        lines.append(
-            "  written after each part, so that a limit takes no more than the part it hits"
-        )
+        lines += [
+            f"call {call}: about {usual:.0f} s; brings gpu-check.json and gpu-check.log,",
+            "  written after each part, so that a limit takes no more than the part it hits",
+        ]
         for part in chosen:
             writes = f", {part.reads.name}" if part.reads else ""
             least = f", begun with {part.least:.0f} s left" if part.least > 5 else ""

@@ -302,7 +302,7 @@ def weight_bytes(checkpoint: Path, size: int) -> int:
 
 
 def transformers_model(
-    checkpoint: Path, device: str, own: Mapping[str, torch.Tensor] | None = None
+    checkpoint: Path, device: str, own: Mapping[str, torch.Tensor] | None
 ) -> Any:
     """A model of Transformers on a device. own: the weights of a constructed pair's engine, by
     their names in its graph, which the model then shares; None for the checkpoint's."""
