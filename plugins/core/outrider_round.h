@@ -227,20 +227,17 @@ private:
   float rest_tile(int i, int k, float* w) const {
     alignas(64) float buffer[TILE], v[TILE];
     const bool common = k < q_row_.tiles(); // beyond a narrower draft q is 0
-    const outrider_logit* z = p_row_.load(ops_, k, buffer);
-    float factor = 1;
-    if (slot_.rule == OUTRIDER_SIGMOID) {
-      ops_.sigmoids(w, z, &p_[i], k * TILE, &slot_);
-      if (common) z = q_row_.load(ops_, k, buffer);
-      if (common) ops_.sigmoids(v, z, &q_, k * TILE, &slot_);
-    } else {
-      factor = static_cast<float>(rest_scale_ * (q_.total / p_[i].total));
-      ops_.weights(w, z, &p_[i], k * TILE);
-      if (common) z = q_row_.load(ops_, k, buffer);
-      if (common) ops_.weights(v, z, &q_, k * TILE);
-    }
+    const bool by_sigmoid = slot_.rule == OUTRIDER_SIGMOID;
+    const auto weigh = [&](float* to, const Row& row, const outrider_row& shape) {
+      const outrider_logit* z = row.load(ops_, k, buffer);
+      if (by_sigmoid) ops_.sigmoids(to, z, &shape, k * TILE, &slot_);
+      else ops_.weights(to, z, &shape, k * TILE);
+    };
+    weigh(w, p_row_, p_[i]);
+    if (common) weigh(v, q_row_, q_);
     if (!common) std::fill_n(v, TILE, 0.0f);
-    return ops_.residual(w, factor, v);
+    const double factor = by_sigmoid ? 1 : rest_scale_ * (q_.total / p_[i].total);
+    return ops_.residual(w, static_cast<float>(factor), v);
   }
 
   void subtract(int i) {
