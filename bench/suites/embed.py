@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from plugins.tools.build import HERE, find_compiler
+from plugins.tools.build import HERE, BuildError, find_compiler
 from runtime.cmake import onnxruntime
 from runtime.files.errors import OutriderError
 from runtime.files.library import find_library
@@ -59,14 +59,19 @@ with load(sys.argv[1]) as engine:
 
 
 def compiled(folder: Path) -> Path:
-    """examples/embed.cpp. Raises OutriderError "backend" where the library is missing."""
+    """examples/embed.cpp. Raises OutriderError "backend" where library or compiler are missing."""
     library = find_library()
     if library is None:
         raise OutriderError("backend", "liboutrider is not there", "Run make plugins.")
     program = folder / "embed"
     source = HERE.parent / "examples" / "embed.cpp"
     flags = ["-std=c++17", "-O2", f"-I{HERE / 'include'}", f"-Wl,-rpath,{library.parent}"]
-    command = [*find_compiler(), *flags, str(source), str(library), "-o", str(program)]
+    try:
+        compiler = find_compiler()
+    except BuildError as error:
+        cause, _, remedy = str(error).partition(". ")
+        raise OutriderError("backend", cause, remedy) from None
+    command = [*compiler, *flags, str(source), str(library), "-o", str(program)]
     subprocess.run(command, check=True)
     return program
 

@@ -345,6 +345,15 @@ def test_options_that_make_no_sense(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert cause in error_line(capsys.readouterr().err, "option")
 
 
+def test_a_program_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere")
+    monkeypatch.setattr(embed, "find_library", lambda: tmp_path / "liboutrider.so")
+    assert embed.SUITE.main(["--engines", str(tmp_path)]) == EXIT_STATUS["backend"]
+    assert "CXX=/nowhere is not there" in error_line(capsys.readouterr().err, "backend")
+
+
 def test_the_command_line_names_its_suites(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["--help"]) == 0
     said = capsys.readouterr().out
