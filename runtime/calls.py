@@ -128,7 +128,6 @@ def slot_sampling(
         else None,
         suppress=np.array(sorted(request.eos_token_ids), np.int64) if masked > 0 else None,
         suppress_rows=max(0, min(masked, gamma + 1)),
-        name=f"slot {sequence.slot.index}",
         output_start=len(request.prompt),
         processors=request.processors,
     )

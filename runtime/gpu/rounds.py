@@ -184,10 +184,8 @@ class DeviceRounds(Programs):
         gamma = min(in_flight.wanted[sequence], plan.limit)
         found, ratios = landed["verdicts"][row], landed["ratios"][row]
         if found["status"]:
-            asked = SlotSampling(
-                sequence.request.params, gamma, len(sequence.slot.tokens),
-                name=f"slot {sequence.slot.index}",
-            )  # fmt: skip
+            slot = sequence.slot
+            asked = SlotSampling(sequence.request.params, gamma, len(slot.tokens), slot.index)
             return SlotResult.broken(kernel.failure(kernel.load(), found, asked))
         verdict = Verdict(
             int(found["accepted"]), int(found["token"]), tuple(ratios[: found["examined"]])

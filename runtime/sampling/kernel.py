@@ -137,8 +137,7 @@ def failure(library: ctypes.CDLL, verdict: Any, place: SlotSampling) -> Outrider
     """What a verdict (of `VERDICT`) with a status says, for people."""
     if verdict["status"] == _NO_DRAFT_LOGITS:
         return no_draft_logits()
-    where = f"{('target', 'draft')[verdict['model']]}, {place.name}"
-    where += f", position {place.position + verdict['row']}"
+    where = place.where(verdict["row"], ("target", "draft")[verdict["model"]])
     return broken_row(where, status_text(library, int(verdict["status"])))
 
 

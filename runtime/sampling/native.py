@@ -91,7 +91,7 @@ class RoundSampler:
         self._drew, self._draft_slot = False, first_slot
         for b, (place, tokens) in enumerate(zip(self._places, drafts, strict=True)):
             if len(tokens) != max(0, place.gamma):
-                raise ValueError(f"{len(tokens)} drafts for {place.name}, not {place.gamma}")
+                raise ValueError(f"{len(tokens)} drafts for slot {place.index}, not {place.gamma}")
             self.drafts[b, : len(tokens)] = tokens
 
     def verify(

@@ -98,7 +98,7 @@ class NumpySampler:
             place.params,
             place.text(drafted) if place.params.reads_context else (),
             suppress=place.suppressed(drafted),
-            where=place.where(drafted, model),
+            where=place.where(len(drafted), model),
             output_start=place.output_start,
         )
         if place.params.verify == "coupled":

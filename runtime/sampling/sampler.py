@@ -30,8 +30,7 @@ class SlotSampling:
     [n], all ids before the round, read where there is a penalty or a processor; None is an empty
     one. processors: of the logits, which they change in place.
     output_start: where in it the output begins. suppress: int64 [n], ids with probability 0 in the
-    round's rows 0 .. suppress_rows - 1. name: of the slot, in errors. Raises ValueError for numbers
-    outside their range.
+    round's rows 0 .. suppress_rows - 1. Raises ValueError for numbers outside their range.
     """
 
     params: SamplingParams
@@ -41,7 +40,6 @@ class SlotSampling:
     context: Ids | None = None
     suppress: Ids | None = None
     suppress_rows: int = 0
-    name: str = "slot 0"
     output_start: int = 0
     processors: tuple[LogitsProcessor, ...] = ()
 
@@ -62,16 +60,16 @@ class SlotSampling:
             return ()
         return self.suppress
 
-    def where(self, drafted: Sequence[int] | Ids, model: str) -> str:
-        """The row after `drafted`, for errors. model: "target" or "draft"."""
-        return f"{model}, {self.name}, position {self.position + len(drafted)}"
+    def where(self, row: int, model: str) -> str:
+        """The row after so many drafts, for errors. model: "target" or "draft"."""
+        return f"{model}, slot {self.index}, position {self.position + row}"
 
     def process(self, row: Array, drafted: Sequence[int] | Ids, model: str) -> None:
         """Let the processors at the row [V] of this model after `drafted`. Raises "numeric"."""
         if self.processors:
             process(
                 self.processors, row, self.params, self.text(drafted), self.suppressed(drafted),
-                of_draft=model == "draft", where=self.where(drafted, model),
+                of_draft=model == "draft", where=self.where(len(drafted), model),
                 output_start=self.output_start,
             )  # fmt: skip
 

@@ -45,12 +45,9 @@ def test_rounds_through_the_driver(device, driver, name, dtype):
     rng = np.random.default_rng(0)
     params = SamplingParams(**OPTIONS[name])
     places = [
-        SlotSampling(
-            params, gamma, 7 * b, b, rng.integers(0, 300, 9), np.array([1, 5 + b]), b,
-            name=f"slot {b}",
-        )
+        SlotSampling(params, gamma, 7 * b, b, rng.integers(0, 300, 9), np.array([1, 5 + b]), b)
         for b, gamma in enumerate((3, 0, -1, 2))
-    ]  # fmt: skip
+    ]
     case = Case(3, 300, 3, slots=4, dtype=dtype)
     on_gpu = OnGpu(device, cpu_library())
     assert by_library(on_gpu, case, places) == by_library(cpu_library(), case, places)

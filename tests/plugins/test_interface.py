@@ -73,11 +73,11 @@ def test_a_broken_draft_row_that_nobody_looked_at(native, temperature):
     """On a GPU the draws of a round follow one another unseen: the verification must find it."""
     good, broken = np.array([[0.0, 1, 2]], np.float32), np.array([[0.0, np.nan, 2]], np.float32)
     sampler = RoundSampler(3, 2, library=native)
-    sampler.begin([SlotSampling(SamplingParams(temperature=temperature), 2, 17, name="slot 3")])
+    sampler.begin([SlotSampling(SamplingParams(temperature=temperature), 2, 17)])
     with pytest.raises(OutriderError, match="NaN"):
         sampler.draw(broken, 0)
     sampler.draw(good, 1)
-    with pytest.raises(OutriderError, match="draft, slot 3, position 17: NaN"):
+    with pytest.raises(OutriderError, match="draft, slot 0, position 17: NaN"):
         sampler.verify(np.stack([good[0]] * 3)[None], [broken, good])
 
 

@@ -48,7 +48,7 @@ def emulation(added=0, removed=0, seed=0):
 
 def plain_places(case, params):
     """Without penalties and suppression, which the fast kernels do not know."""
-    return [SlotSampling(params, case.gamma, 5 * b, b, name=f"slot {b}") for b in range(case.slots)]
+    return [SlotSampling(params, case.gamma, 5 * b, b) for b in range(case.slots)]
 
 
 def a_round(library, case, places):
@@ -181,9 +181,7 @@ def test_a_missing_flag_is_refused_not_wrong(name):
     case = Case(26, 1500, 2, slots=2)
     places = plain_places(case, TOKEN)
     want = by_library(cpu_library(), case, places)
-    places[1] = SlotSampling(
-        SamplingParams(**OPTIONS[name]), 2, 7, 1, case.context[1], name="slot 1"
-    )
+    places[1] = SlotSampling(SamplingParams(**OPTIONS[name]), 2, 7, 1, case.context[1])
     with emulation(removed=NEEDS[name]) as library:
         sampler = RoundSampler(1500, 2, 2, library=library)
         sampler.begin(places)

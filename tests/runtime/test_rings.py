@@ -142,15 +142,15 @@ class Dice:
             expected = self.texts.after(0, [*text, *drafts[:gamma]])[len(text) - 1 :]
             rows = logits[place.index - first_slot, : gamma + 1]
             if (-rows[:, V - 2]).tolist() != expected:
-                raise Lost(place.name)
+                raise Lost(f"slot {place.index}")
             for k, step in enumerate((draft_logits or ())[:gamma]):
                 row = step[place.index - self.draft_slot]
                 if row[V - 1] == MARK:  # the draft model's
                     self.q += 1
                     if -row[V - 2] != expected[k]:
-                        raise Lost(f"{place.name}, the draft")
+                        raise Lost(f"slot {place.index}, the draft")
             if self.dice.random() < 0.01:
-                raise OutriderError("numeric", place.name, "")
+                raise OutriderError("numeric", f"slot {place.index}", "")
             accepted = int(gamma * self.dice.choice([0, 0, self.dice.random(), 1]))
             verdicts.append(Verdict(accepted, int(self.dice.integers(WORDS)), (1.0,) * accepted))
         if self.dice.random() < 0.1:

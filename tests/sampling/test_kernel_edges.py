@@ -163,7 +163,7 @@ def one(library, p, q, drafts, params, uniforms, width=None, **options):
     sampler = open_sampler(
         library, width or target.shape[2], gamma, draft_vocab_size=draft.shape[2], **options
     )
-    sampler.begin([SlotSampling(params, gamma, 17, name="slot 3")])
+    sampler.begin([SlotSampling(params, gamma, 17)])
     sampler.drafts[0] = drafts
     return sampler.verify(target, draft, np.array([uniforms], np.float64))[0]
 
@@ -258,18 +258,18 @@ def test_vocabularies_of_different_width(library, params):
 )
 def test_a_broken_row_names_model_slot_and_position(library, values, cause, temperature):
     params, good = SamplingParams(temperature=temperature), [0.0, 0.0, 0.0]
-    with pytest.raises(OutriderError, match=f"target, slot 3, position 18: {cause}") as error:
+    with pytest.raises(OutriderError, match=f"target, slot 0, position 18: {cause}") as error:
         one(library, [good, values, good], [good] * 2, [0, 0], params, [0] * 3)
     assert error.value.kind == "numeric"
     sampler = open_sampler(library, 3, 2)
     for suppress in (None, np.array([1])):  # suppression must not hide it
-        place = SlotSampling(params, 2, 17, suppress=suppress, suppress_rows=2, name="slot 3")
+        place = SlotSampling(params, 2, 17, suppress=suppress, suppress_rows=2)
         sampler.begin([place])
         sampler.draw(np.zeros((1, 3), np.float32), 0)
-        with pytest.raises(OutriderError, match=f"draft, slot 3, position 18: {cause}"):
+        with pytest.raises(OutriderError, match=f"draft, slot 0, position 18: {cause}"):
             sampler.draw(np.array([values], np.float32), 1)
     if temperature:
-        with pytest.raises(OutriderError, match=f"draft, slot 3, position 17: {cause}"):
+        with pytest.raises(OutriderError, match=f"draft, slot 0, position 17: {cause}"):
             one(library, [good] * 2, [values], [0], params, [0, 0])
     # a row after the first rejection is not looked at
     rejects = [NO, 0.0, 0.0]

@@ -248,7 +248,6 @@ class Case:
                 context=self.context[b],
                 suppress=self.suppress,
                 suppress_rows=2,
-                name=f"slot {b}",
                 output_start=11,
             )
             for b in range(self.slots)

@@ -73,9 +73,7 @@ class Round:
         if context is None:
             context = np.random.default_rng(seed).integers(0, self.vocab_size, CONTEXT)
         self.places = [
-            SlotSampling(
-                replace(params, seed=seed + b), self.gamma, CONTEXT, b, context, name=f"slot {b}"
-            )
+            SlotSampling(replace(params, seed=seed + b), self.gamma, CONTEXT, b, context)
             for b in range(self.batch)
         ]
         self.native = RoundSampler(self.vocab_size, self.gamma, self.batch, threads)
