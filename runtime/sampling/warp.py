@@ -138,7 +138,6 @@ def warp(
     params: SamplingParams,
     context: TokenIds = (),
     suppress: TokenIds = (),
-    vocab_size: int | None = None,
     where: str = "",
     output_start: int = 0,
 ) -> Distribution:
@@ -148,18 +147,17 @@ def warp(
     temperature > 0 temperature, top-k, top-p, min-p. At temperature 0 a point mass at the argmax,
     lowest index on ties.
 
-    logits: [V], float32 (other floats are converted); not modified.
+    logits: [V], float32 (other floats are converted), without padding; not modified.
     context: all token ids before this position, for the penalties; an integer array is much
         faster than a list. output_start: where in it the output begins. suppress: ids that get
         probability 0 (end-of-text before `min_new_tokens`). Ids beyond the row are ignored.
-    vocab_size: the width that target and draft share; columns beyond it are padding, not read.
     where: names the row in errors, such as "target, slot 0, position 17".
     Raises OutriderError("numeric") for a row with NaN or +inf, or with nothing but -inf.
     """
     scores: FloatRow = np.asarray(logits, dtype=np.float32)
     if scores.ndim != 1 or scores.size == 0:
         raise ValueError(f"logits must be one non-empty row, not of shape {scores.shape}")
-    scores = row = scores[:vocab_size]
+    row = scores
     width = scores.shape[0]
     penalise = params.reads_context and len(context) > 0
     if penalise or params.logit_bias or len(suppress) > 0:

@@ -211,7 +211,7 @@ def by_bisection(
             for processor in processors:
                 processor(edited, np.array(context), 3)
             row = np.where(np.isneginf(edited), edited, row)
-        return warp(row, params, list(context), suppress, vocab_size).probs()
+        return warp(row[:vocab_size], params, list(context), suppress).probs()
 
     outcomes = blocks(round_, params.verify, probs)
     return distance(outcomes, probs, tuple(round_.sequence.slot.tokens), gamma + 1)

@@ -61,11 +61,12 @@ def _distributions(
 ) -> list[Distribution]:
     """After each token."""
     params, width = SamplingParams(temperature=temperature), engine.decoder.max_gamma
+    tokens = engine.decoder.vocab_size
     found = []
     for begin in range(0, len(ids), width):
         part = readable(model, ids[begin : begin + width])[None]
         (rows,) = model.forward(part, np.array([begin]), np.arange(part.shape[1]))
-        found += [warp(row, params, vocab_size=engine.decoder.vocab_size) for row in rows]
+        found += [warp(row[:tokens], params) for row in rows]
     return found
 
 
