@@ -53,7 +53,7 @@ def speculate(
     # Accept each x with probability min(1, p/q); correct the first that is not, or extend.
     verdicts = sampler.verify(logits, drafted.logits or None, first_slot=within[0])
     return [
-        SlotResult(drafts, verdict, lambda row=sequence.slot.index - within[0]: logits[row])  # type: ignore[misc]
+        SlotResult(drafts, verdict, partial(logits.__getitem__, sequence.slot.index - within[0]))
         for (sequence, drafts), verdict in zip(drafted.tokens.items(), verdicts, strict=True)
     ]
 

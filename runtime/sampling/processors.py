@@ -111,10 +111,6 @@ class LastToken:
             processor(scores, text, output_start)
 
 
-def named(processor: LogitsProcessor) -> str:
-    return getattr(processor, "__name__", None) or type(processor).__name__
-
-
 def process(
     processors: Sequence[LogitsProcessor],
     row: FloatRow,
@@ -137,7 +133,8 @@ def process(
     edited = params.reads_context or params.logit_bias or len(suppress) > 0
     scores = edit(row.copy(), params, text, suppress, output_start) if edited else row
     for processor in processors:
-        with blaming(f"{where}: a logits processor ({named(processor)})"):
+        name = getattr(processor, "__name__", None) or type(processor).__name__
+        with blaming(f"{where}: a logits processor ({name})"):
             processor(scores, text, output_start)
     if edited:
         row[np.isneginf(scores)] = -np.inf

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -65,17 +65,17 @@ class NumpySampler:
                 verdicts.append(Verdict(0, -1, ()))
                 continue
             rows = logits[place.index - first_slot]
-            p = _LazyRows(
-                lambda i, place=place, drafts=drafts, rows=rows: self._warp(  # type: ignore[misc]
-                    place, drafts[:i], rows[i], "target"
-                ),
-                place.gamma + 1,
-            )
+            p = _LazyRows(partial(self._target_row, place, drafts, rows), place.gamma + 1)
             accept_u = [self._uniform(place, i, Purpose.ACCEPT) for i in range(place.gamma)]
             # One draw a round, whatever position it lands on: the round's start names it.
             final_u = self._uniform(place, 0, Purpose.RESIDUAL)
             verdicts.append(verify(p, q, drafts, accept_u, final_u, place.params))
         return verdicts
+
+    def _target_row(
+        self, place: SlotSampling, drafts: Sequence[int], rows: Array, i: int
+    ) -> Distribution:
+        return self._warp(place, drafts[:i], rows[i], "target")
 
     def _given(
         self, place: SlotSampling, drafts: Sequence[int], draft_logits: Sequence[Array] | None

@@ -21,7 +21,7 @@ def log_softmax(row: FloatRow) -> SumRow:
         return logprobs
     row = np.ascontiguousarray(row, np.float32)
     found = np.empty(len(row))
-    kernel.load().outrider_log_softmax(_address(row), len(row), _address(found))
+    kernel.load().outrider_log_softmax(row.ctypes.data, len(row), found.ctypes.data)
     return found
 
 
@@ -44,9 +44,5 @@ def confidence(row: FloatRow, token: int, temperature: float) -> float:
         weights = np.exp((row.astype(np.float64) - row.max()) / temperature)
         return float(weights[token] / weights.sum())
     row = np.ascontiguousarray(row, np.float32)
-    found = kernel.load().outrider_confidence(_address(row), len(row), token, temperature)
+    found = kernel.load().outrider_confidence(row.ctypes.data, len(row), token, temperature)
     return float(found)
-
-
-def _address(array: npt.NDArray[np.floating]) -> int:
-    return int(array.ctypes.data)
