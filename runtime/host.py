@@ -47,7 +47,7 @@ def open_rounds(
         role: host_engine(manifest.backend)(
             folder / role, facts, slots=slots,
             widest=pair.max_gamma + 1,
-            buffers=max(1, pair.max_gamma) if role == "draft" else 1,
+            buffers=pair.max_gamma if role == "draft" else 1,
             threads=threads,
             # A draft may have any bits: what a text is, the target's say.
             narrowest=bits.narrowest if role == "target" else 1,

@@ -77,10 +77,10 @@ class DeviceEngine(ABC):
         OutriderError."""
         self.cuda, self.stream = cuda, stream
         self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
-        self.chunk, self.buffers = min(CHUNK, self.capacity), buffers
+        self.chunk, self._buffers = min(CHUNK, self.capacity), buffers
         self.narrowest = 1  # a GPU's libraries choose by width anyway
         self.held = HeldRows(slots, self.vocab_size)  # empty: texts and lengths live on the device
-        self._most = max(widest, 1)
+        self._most = widest
         self.logit_type: Dtype = self.logits_dtype(facts)
         self.row_bytes = self.vocab_size * LOGIT_BYTES[self.logit_type]
         self._spacing = slots * self._most * self.row_bytes
@@ -139,7 +139,7 @@ class DeviceEngine(ABC):
         a round does without."""
         sizes = (
             8 * self.slots * max(self.chunk, self._most), 8 * self.slots, 8 * self._most,
-            self.buffers * self._spacing,
+            self._buffers * self._spacing,
         )  # fmt: skip
         ids, position, index, logits = map(self.cuda.allocate, sizes)
         return ids, position, index, logits

@@ -152,9 +152,7 @@ class Engine(Protocol):
 
     slots: how many sequences it holds. capacity: rows S of each. chunk: the largest N of a call.
     narrowest: the least N of a call that gives a text's tokens; a narrower one may round otherwise.
-    vocab_size: V of the logits. buffers: how many calls' logits it can hold, evenly spaced in
-    memory where the calls have one shape. held: an account of the rows; empty
-    where the engine keeps none.
+    vocab_size: V of the logits. held: an account of the rows; empty where the engine keeps none.
     """
 
     slots: int
@@ -162,7 +160,6 @@ class Engine(Protocol):
     chunk: int
     narrowest: int
     vocab_size: int
-    buffers: int
     held: HeldRows
 
     def forward(

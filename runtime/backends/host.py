@@ -56,17 +56,17 @@ class HostEngine(ABC, Generic[Call]):
         threads: int = 0,
         narrowest: int = 1,
     ):
-        """folder: of the model in the bundle. slots, buffers, narrowest: see `Engine`. widest: the
-        largest K of a call. threads: 0 leaves the choice to the library. Raises OutriderError
+        """folder: of the model in the bundle. slots, narrowest: see `Engine`. widest: the largest K
+        of a call. buffers: how many calls' logits it can hold, evenly spaced in memory where the
+        calls have one shape. threads: 0 leaves the choice to the library. Raises OutriderError
         "backend"."""
         self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
-        self.chunk, self.buffers = min(CHUNK, self.capacity), buffers
-        self.narrowest = narrowest
+        self.chunk, self.narrowest = min(CHUNK, self.capacity), narrowest
         self._open(folder, facts, threads)
         self._input_ids = np.zeros(slots * self.chunk, np.int64)
         self._position = np.zeros(slots, np.int64)
-        self._index = np.zeros(max(widest, 1), np.int64)
-        self._logits = np.zeros((buffers, slots * max(widest, 1) * self.vocab_size), np.float32)
+        self._index = np.zeros(widest, np.int64)
+        self._logits = np.zeros((buffers, slots * widest * self.vocab_size), np.float32)
         self._shapes = cache_shapes(facts)
         self._cache: dict[str, Any] = {}  # in the contract's order; each [slots, Hkv, S, D]
         self.rows = 0  # S, for now
