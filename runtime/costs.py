@@ -118,6 +118,10 @@ class _Timings:
     stay: int = 0  # rounds of this gamma before the last
     made: RoundCosts | None = None
 
+    @property
+    def plain_known(self) -> bool:
+        return 0 in self.rest and self.rest[0].known
+
     def reading(self) -> float:
         """The median by tokens."""
         half = sum(tokens for _, tokens in self.readings) / 2
@@ -165,8 +169,9 @@ class Costs:
         seen = self._batches[batch]
         if seen.count >= 4 * TIMED:
             return None
-        plain = 0 in seen.rest and seen.rest[0].known
-        return 0 if not plain else None if seen.draft.known else 1
+        if not seen.plain_known:
+            return 0
+        return None if seen.draft.known else 1
 
     def rounds(self, batch: int) -> RoundCosts:
         """Of medians. No verification is taken to cost more than a wider one that was seen: so a
@@ -186,7 +191,7 @@ class Costs:
     def timed(self, batch: int) -> RoundCosts | None:
         """`rounds`, where a plain step and a draft step were timed; None where it would guess."""
         seen = self._batches.get(batch)
-        if seen is None or 0 not in seen.rest or not (seen.rest[0].known and seen.draft.known):
+        if seen is None or not (seen.plain_known and seen.draft.known):
             return None
         return self.rounds(batch)
 

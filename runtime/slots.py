@@ -90,19 +90,15 @@ class SlotTable:
                 f"all {len(self)} slots are in use",
                 "Wait for a request to finish, or load the bundle with more slots.",
             )
-        index, held = free[0], 0
-        if self._target is not None:
+        index, held, rows = free[0], 0, self._target
+        if rows is not None:
             # The last token's logits are wanted, and a call of one token may round otherwise than
             # wider ones: so at least two are computed, here and of the draft where it lacks any.
             most = max(0, len(prompt) - 2)
-            common = {
-                i: self._target.resumes(i, min(most, self._target.common(i, prompt, source)))
-                for i in free
-            }
-            index = min(free, key=lambda i: self._target.length(i) - 2 * common[i])  # type: ignore[union-attr]
+            common = {i: rows.resumes(i, min(most, rows.common(i, prompt, source))) for i in free}
+            index = min(free, key=lambda i: rows.length(i) - 2 * common[i])
             held = common[index]
-        slot = Slot(index)
-        slot.target_len = held
+        slot = Slot(index, target_len=held)
         if self._draft is not None:
             drafted = self._draft.common(index, prompt, source)
             need = max(0, len(prompt) - 1)

@@ -148,10 +148,9 @@ class Stopwatch:
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[Part, float] = {}
+        self._seconds: dict[Part, float] = dict.fromkeys(get_args(Part), 0.0)
         self._part: Part = "host"
-        self._since = 0.0
-        self.lap()
+        self._since = time.perf_counter()
 
     def enter(self, part: Part) -> Part:
         """From now on time is this part's. Returns whose it was."""
@@ -162,11 +161,8 @@ class Stopwatch:
 
     def lap(self) -> dict[Part, float]:
         """Seconds by part since the last lap."""
-        if self._seconds:
-            self.enter(self._part)
-        taken = self._seconds
-        self._seconds = dict.fromkeys(get_args(Part), 0.0)
-        self._since = time.perf_counter()
+        self.enter(self._part)
+        taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return taken
 
     def around(self, thing: T, **parts: Part) -> T:

@@ -250,9 +250,9 @@ class DeviceRounds(Programs):
         begin, any_rows = time.perf_counter(), False
         for plan in plans:
             slot = plan.sequence.slot
-            need = len(slot.tokens) - 2  # the first draft step feeds the last two itself
-            if min(plan.gamma, plan.limit) and slot.draft_len < need:
+            if min(plan.gamma, plan.limit) and slot.draft_lacks:
                 assert self.draft is not None
+                need = slot.draft_len + slot.draft_lacks
                 self._prefill(self.draft, self._at.draft_tokens, slot.index, slot.draft_len, need)
                 slot.draft_len, any_rows = need, True
         if any_rows:
