@@ -71,7 +71,7 @@ def beam_texts(
     special_tokens: Literal["control", "text"] = "control",
     source: str | Sequence[int] | npt.NDArray[np.float32] | None = None,
 ) -> BeamTexts:
-    """The best texts that beam search finds; see `beam.beam_search`.
+    """The best texts that beam search finds; see `search.beam_search`.
 
     gamma: steps that the draft's own beam search runs ahead; None for 4, without a draft 0. The
     result is that of plain beam search. The others: see `Options`. All slots must be free, and a

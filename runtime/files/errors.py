@@ -169,7 +169,7 @@ def importing(library: str, remedy: str, name: str | None = None) -> Iterator[No
         with interrupts_wait():
             yield
     except ImportError as error:
-        missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{library}.".startswith(f"{missing}."):
             raise OutriderError("backend", f"{name} is not installed", remedy) from None
         if out_of_memory(error):

@@ -164,7 +164,7 @@ class Line:
             wanted > self.free
             and mine
             and len(alone) == len(self._held)
-            and (all(threads <= waiting for threads in alone))
+            and all(threads <= waiting for threads in alone)
         )
 
     def _busy(self, slots: int, how: str, remedy: str) -> OutriderError:

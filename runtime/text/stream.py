@@ -19,7 +19,6 @@ from .results import Event, Result, Transcript
 if TYPE_CHECKING:
     from .engine import TextEngine
 
-# Errors of a request that are none of its neighbours'.
 Item = TypeVar("Item")
 
 
