@@ -75,7 +75,7 @@ class HostEngine(ABC, Generic[Call]):
             name: self._zeros(slots, heads, rings, width)
             for name, (heads, width) in state_shapes(facts).items()
         }
-        self._calls: dict[tuple[int, ...], Call] = {}
+        self._calls: dict[tuple[int, ...], tuple[Call, Logits]] = {}
         self._source_shapes = source_shapes(facts)
         self._source: dict[str, Any] = {}
         self._source_length = np.ones(slots, np.int64)  # no attention reads nothing
@@ -101,8 +101,10 @@ class HostEngine(ABC, Generic[Call]):
     def _zeros(self, *shape: int) -> Any:
         """An array of the cache's dtype."""
 
-    def _prepare(self, first: int, batch: int, width: int, outputs: int, buffer: int) -> Call:
-        """A call on the fixed buffers and on `batch` slots from `first` on."""
+    def _prepare(
+        self, first: int, batch: int, width: int, outputs: int, buffer: int
+    ) -> tuple[Call, Logits]:
+        """A call on the fixed buffers and on `batch` slots from `first` on; its logits."""
         ids = {
             "input_ids": self._input_ids[: batch * width].reshape(batch, width),
             "position": self._position[:batch],
@@ -116,7 +118,7 @@ class HostEngine(ABC, Generic[Call]):
             ids["source_length"] = self._source_length[first : first + batch]
         size = batch * outputs * self.vocab_size
         logits = self._logits[buffer, :size].reshape(batch, outputs, self.vocab_size)
-        return self._bind(ids, caches, source, logits)
+        return self._bind(ids, caches, source, logits), logits
 
     @abstractmethod
     def _bind(
@@ -150,18 +152,18 @@ class HostEngine(ABC, Generic[Call]):
         self._position[:batch] = position
         self._index[:outputs] = logits_index
         shape = (first_slot, batch, width, outputs, buffer)
-        call = self._calls.get(shape)
-        if call is None:
-            call = self._prepare(*shape)
+        prepared = self._calls.get(shape)
+        if prepared is None:
+            prepared = self._prepare(*shape)
             if width <= len(self._index):  # steps and verifications; prefill widths vary too much
-                self._calls[shape] = call
+                self._calls[shape] = prepared
+        call, logits = prepared
         for slot, start in enumerate(position.tolist(), first_slot):
             self.held.overwrites(slot, start, width)
         with self._running(f"{batch} slots x {width} tokens"):
             self._run(call)
         self.held.wrote(first_slot, input_ids, position)
-        size = batch * outputs * self.vocab_size
-        return self._logits[buffer, :size].reshape(batch, outputs, self.vocab_size)
+        return logits
 
     @contextmanager
     def _running(self, what: str) -> Iterator[None]:
@@ -240,8 +242,7 @@ class HostEngine(ABC, Generic[Call]):
     def _reserve(self, position: Ids, width: int) -> None:
         """Enough rows for this call, and not many more: attention reads all S, valid or not.
 
-        S doubles from `FIRST_ROWS` to the capacity, which copies each row about once in all. With
-        one slot, another text starts small again.
+        With one slot, another text starts small again.
         """
         need = int(position.max()) + width
         if need > self.capacity:
@@ -251,13 +252,17 @@ class HostEngine(ABC, Generic[Call]):
         another = self.slots == 1 and (start == 0 or self.held.length(0) - start > 2 * MOST_GAMMA)
         if need <= self.rows and not (another and need <= self.rows // 2 >= FIRST_ROWS):
             return
-        rows = min(self.capacity, max(FIRST_ROWS, 1 << (need - 1).bit_length()))
+        rows = self._doubled(need)
         kept = start if another else self.rows
         other = self._grown(self._shapes, rows, self._cache, kept)
         if another:
             self.held.cut(0, kept)
         self._calls.clear()  # they have the addresses
         self._cache, self.rows = other, rows
+
+    def _doubled(self, need: int) -> int:
+        """Rows, from `FIRST_ROWS` to the capacity: growing copies each row about once in all."""
+        return min(self.capacity, max(FIRST_ROWS, 1 << (need - 1).bit_length()))
 
     def _grown(
         self, shapes: Mapping[str, tuple[int, int]], rows: int, arrays: Mapping[str, Any], kept: int
@@ -276,8 +281,7 @@ class HostEngine(ABC, Generic[Call]):
         the others' sources may need them."""
         if need > (self._all_rows or self.capacity):
             raise ValueError(f"a source of {need} tokens is beyond the capacity of {self.capacity}")
-        rows = min(self.capacity, max(FIRST_ROWS, 1 << (need - 1).bit_length()))
-        rows = self._all_rows or rows
+        rows = self._all_rows or self._doubled(need)
         if rows == self.source_rows or (rows < self.source_rows and self.slots > 1):
             return
         kept = min(rows, self.source_rows)
