@@ -10,7 +10,6 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -73,15 +72,10 @@ class Forced:
             block = list(text[begin : begin + width])
             # A short block is filled up: its last rows are not asked for, and every call is alike.
             filled = block + [0] * (width - len(block))
-            logits = self._forward(filled, self._start + begin, np.arange(width))
+            ids = wide(self._engine, readable(self._engine, filled)[None])  # as the round has them
+            position = np.array([self._start + begin])
+            (logits,) = self._engine.forward(ids, position, np.arange(width), first_slot=self._slot)
             yield from logits[: wanted - begin]
-
-    def _forward(
-        self, tokens: Sequence[int], position: int, index: npt.NDArray[np.int64]
-    ) -> Logits:
-        ids = wide(self._engine, readable(self._engine, tokens)[None])  # as the round has them
-        logits = self._engine.forward(ids, np.array([position]), index, first_slot=self._slot)
-        return cast(Logits, logits[0])
 
 
 class Replay:
@@ -177,7 +171,6 @@ class Rounding:
         self.largest = 0.0
         self.scale = 0.0  # the largest logit
         self.identical = True
-
         self._witnesses: list[tuple[npt.NDArray[np.intp], Logits, bytes]] = []
 
     def watch(self, rows: Iterator[Logits]) -> Iterator[Logits]:
