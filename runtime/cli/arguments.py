@@ -22,13 +22,12 @@ from typing import Any, get_args
 from .. import __version__
 from ..beam.text import excluded
 from ..drafts.registry import KINDS
-from ..files.errors import EXIT_STATUS, CommandParser, OutriderError, refuse_first
+from ..files.errors import EXIT_STATUS, PACKAGE, CommandParser, OutriderError, refuse_first
 from ..sampling.warp import VerifyRule
 from ..text.options import GammaName, Options
 from .audio import add_options
 from .audio import rules as audio_rules
 
-PACKAGE = (__package__ or "runtime").partition(".")[0]
 PROGRAM = "outrider" if PACKAGE == "outrider" else f"python -m {PACKAGE}.generate"
 SOURCES = ("source", "source_file")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}

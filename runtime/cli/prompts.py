@@ -48,7 +48,7 @@ def batch_requests(args: Namespace, options: Options) -> list[tuple[int, Prompt 
     # Not splitlines: JSON strings may hold other line separators, such as U+2028.
     for number, line in enumerate(_read(args.batch, LARGEST_BATCH).split("\n"), start=1):
         if line.strip():
-            where = f"line {number} of {source_name(args.batch)}"
+            where = _line_of(args, number)
             try:
                 prompt, changed = _request(_json(line, where), options, where)
             except OutriderError as error:
@@ -61,9 +61,13 @@ def batch_requests(args: Namespace, options: Options) -> list[tuple[int, Prompt 
 
 def at_line(args: Namespace, number: int, error: OutriderError, more: str = "") -> OutriderError:
     """The error of one line of --batch, which it names. more: to say after the line."""
-    where = f"line {number} of {source_name(args.batch)}"
+    where = _line_of(args, number)
     cause = error.cause if where in error.cause else f"{where}{more}: {error.cause}"
     return OutriderError(error.kind, cause, error.remedy)
+
+
+def _line_of(args: Namespace, number: int) -> str:
+    return f"line {number} of {source_name(args.batch)}"
 
 
 _BATCH_REMEDY = (

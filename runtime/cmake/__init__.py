@@ -10,7 +10,7 @@ import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..files.errors import CommandParser, OutriderError, run_command
+from ..files.errors import PACKAGE, CommandParser, OutriderError, run_command
 from ..files.library import LIBRARY, find_library
 
 CONFIG = "outriderConfig.cmake"
@@ -48,11 +48,10 @@ def main() -> int:
 
 
 def _main() -> int:
-    package = (__package__ or "runtime").partition(".")[0]
     parser = CommandParser(
-        prog=f"python -m {package}.cmake",
+        prog=f"python -m {PACKAGE}.cmake",
         description="Print the folder with which CMake finds Outrider.",
-        epilog=f'example: cmake -S . -B build -Doutrider_DIR="$(python -m {package}.cmake)"',
+        epilog=f'example: cmake -S . -B build -Doutrider_DIR="$(python -m {PACKAGE}.cmake)"',
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

@@ -69,6 +69,10 @@ def is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+# This package, as it is imported: outrider once installed, runtime in a checkout.
+PACKAGE = __name__.partition(".")[0]
+
+
 class CommandParser(ArgumentParser):
     """argparse whose complaints are errors like all others: one line, a remedy, a status."""
 

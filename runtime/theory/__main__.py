@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from math import inf
 
 from ..files.errors import (
+    PACKAGE,
     CommandParser,
     OutriderError,
     interrupts_wait,
@@ -15,8 +16,6 @@ from ..files.errors import (
     run_command,
 )
 from .formulas import MOST, best_gamma, oracle, table
-
-PACKAGE = (__package__ or "runtime.theory").partition(".")[0]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,14 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     measured, said = ("prompt", "temperature", "tokens"), ("alpha", "cost", "max_gamma")
-    unread = [
-        name for name in (said if args.engines else measured) if getattr(args, name) is not None
-    ]
+    unread, beside = (said, "with") if args.engines else (measured, "without")
     refuse_first([
         (not args.engines and None in (args.alpha, args.cost),
          "--alpha and --cost, or --engines, are needed", "See --help."),
-        *((True, f"--{name.replace('_', '-')} has no meaning with" + "out" * (not args.engines)
-           + " --engines", "Leave one of them out.") for name in unread),
+        *((getattr(args, name) is not None,
+           f"--{name.replace('_', '-')} has no meaning {beside} --engines",
+           "Leave one of them out.") for name in unread),
         (args.engines and not args.prompt, "--engines measures on prompts",
          "Add --prompt, once or more often."),
     ])  # fmt: skip
