@@ -142,16 +142,18 @@ def plan(
 ) -> dict[str, EngineFacts]:
     """One engine takes all shapes: B, N, K and S are open in it."""
     has = targets(sm, models["target"].dtype)
-    keys = {
-        role: engine_key(
-            graph=dataclasses.asdict(facts), targets=has, versions=versions(), config=CONFIG
+    return {
+        role: EngineFacts(
+            key=engine_key(
+                graph=dataclasses.asdict(facts), targets=has, versions=versions(), config=CONFIG
+            ),
+            file=PACKAGE_FILE,
+            targets=has,
+            profiles=[],
+            weights=WEIGHTS_FILE,
+            encoder=ENCODER_PACKAGE_FILE if facts.encoder else None,
         )
         for role, facts in models.items()
-    }
-    encoders = {role: ENCODER_PACKAGE_FILE if models[role].encoder else None for role in models}
-    return {
-        role: EngineFacts(key, PACKAGE_FILE, has, [], WEIGHTS_FILE, encoder=encoders[role])
-        for role, key in keys.items()
     }
 
 

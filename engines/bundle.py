@@ -10,15 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from runtime.files import records
 from runtime.files.errors import OutriderError
 from runtime.files.folders import replacing, settle_file, take_file, write_folder
 from runtime.files.machine import host_memory, processor
 from runtime.files.manifest import (
     ENCODER_DECODERS,
+    EXPORT_AGAIN,
     FIRST_ROWS,
     MANIFEST_FILE,
     RECURRENT_STATES,
-    CallBits,
     EngineFacts,
     Invariance,
     Manifest,
@@ -30,7 +31,6 @@ from runtime.files.manifest import (
     verify_files,
 )
 from runtime.files.progress import note, size_text, stage
-from runtime.files.records import write_json
 
 from .gpus import present_gpus
 from .registry import find
@@ -101,8 +101,7 @@ def build(
     if found and found.pair.target.key != pair.target.key:
         was = found.pair.target
         note(f"{out} was a bundle of {was.source}, {was.weights or was.dtype}: it is replaced")
-    remedy = "Export the checkpoints again: python -m export --help."
-    verify_files(graphs, pair.all_files(), contents=True, remedy=remedy)
+    verify_files(graphs, pair.all_files(), contents=True, remedy=EXPORT_AGAIN)
     with write_folder(out, MANIFEST_FILE) as partial:
         for name in wanted.files:
             take_file(graphs / name, partial / name, out)
@@ -122,7 +121,7 @@ def build(
                 for name in engine.compiled:
                     files[f"{role}/{name}"] = file_facts(partial / role / name)
         manifest = dataclasses.replace(wanted, files=files, engines=made or None)
-        write_json(partial / MANIFEST_FILE, "manifest", manifest)
+        records.write_json(partial / MANIFEST_FILE, "manifest", manifest)
         if measure:
             _measure(partial, manifest)
     _settle(graphs, out, wanted)
@@ -136,7 +135,7 @@ def _measure(folder: Path, manifest: Manifest) -> bool:
     facts = None if known or manifest.gpu_targets() else _invariance(folder)
     if facts is not None:
         with replacing(folder / MANIFEST_FILE) as new:
-            write_json(new, "manifest", dataclasses.replace(manifest, invariance=facts))
+            records.write_json(new, "manifest", dataclasses.replace(manifest, invariance=facts))
     return facts is not None
 
 
@@ -150,9 +149,9 @@ def _invariance(folder: Path) -> Invariance | None:
                 check=False, timeout=PATIENCE,
             )  # fmt: skip
         if done.returncode == 0:
-            facts = json.loads(done.stdout.strip().splitlines()[-1])
-            one, several = (CallBits(**facts[name]) for name in ("one", "several"))
-            return Invariance(facts["processor"], one, several, facts["slots"])
+            answer = json.loads(done.stdout.strip().splitlines()[-1])
+            found: Invariance = records.build(Invariance, answer, "its answer")
+            return found
         cause = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     except subprocess.TimeoutExpired:
         cause = f"it took more than {PATIENCE} s"

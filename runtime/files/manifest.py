@@ -498,9 +498,11 @@ def _sha256(file: BufferedReader) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+EXPORT_AGAIN = "Export the checkpoints again: python -m export --help."
+
+
 def read_pair(folder: Path) -> Pair:
-    remedy = "Export the checkpoints again: python -m export --help."
-    return read_json(folder / PAIR_FILE, "pair", Pair, remedy)
+    return read_json(folder / PAIR_FILE, "pair", Pair, EXPORT_AGAIN)
 
 
 _REBUILD = "Build one: make engines MODEL=<target> DRAFT=<draft> OUT=<folder>."
