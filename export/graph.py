@@ -31,11 +31,11 @@ from runtime.files.torch_files import ENCODER_WEIGHTS_FILE, WEIGHTS_FILE
 
 from .decoder import Example
 from .functions import attention, recurrence
+from .functions.own import OPSET
 from .fusion import fuse_norms, fuse_rotary
 from .weights.layers import PRODUCT
 from .weights.operators import dense_tables, dequantise_linear, initializer, turns
 
-OPSET = 24
 # A constant larger than this many elements is a weight, not shape arithmetic.
 _FOLD_LIMIT = 4096
 
@@ -73,8 +73,8 @@ def simplify(model: ir.Model) -> None:
         _transpose_weights(model)
         _pack_products(model)
         dequantise_linear(model)
-        attention.define(model, OPSET)
-        recurrence.define(model, OPSET)
+        attention.define(model)
+        recurrence.define(model)
         RemoveUnusedNodesPass()(model)
         model.graph.sort()
     # The rewriter's rules remember the last graph they saw, which must not keep the weights: not

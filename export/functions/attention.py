@@ -9,7 +9,7 @@ import onnx.parser
 import onnx_ir as ir
 import torch
 
-DOMAIN = "outrider"
+from .own import DOMAIN, HEADER, add
 
 # query [B, H, N, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv], mask bool [B, 1, N, S], sinks [H]:
 # out [B, H, N, Dv]. The queries of a key head lie side by side, so that no key is copied. lowest:
@@ -98,12 +98,9 @@ def is_own(node: ir.Node) -> bool:
     return node.domain == DOMAIN and node.op_type in _VARIANTS
 
 
-def define(model: ir.Model, opset: int) -> None:
+def define(model: ir.Model) -> None:
     """The functions of the nodes that there are."""
-    for name in {node.op_type for node in model.graph if is_own(node)}:
-        function = ir.serde.deserialize_function(_function(name, opset))
-        model.functions[function.identifier()] = function
-        model.graph.opset_imports[DOMAIN] = 1
+    add(model, map(_function, sorted({node.op_type for node in model.graph if is_own(node)})))
 
 
 def _name(softcap: bool, sinks: bool) -> str:
@@ -113,9 +110,8 @@ def _name(softcap: bool, sinks: bool) -> str:
 _VARIANTS = {_name(*has): has for has in product((False, True), repeat=2)}
 
 
-def _function(name: str, opset: int) -> onnx.FunctionProto:
+def _function(name: str) -> onnx.FunctionProto:
     softcap, sinks = _VARIANTS[name]
-    header = f'<domain: "{DOMAIN}", opset_import: ["": {opset}]>'
     body = _BODY.format(
         name=name,
         attributes=", softcap" * softcap,
@@ -123,4 +119,4 @@ def _function(name: str, opset: int) -> onnx.FunctionProto:
         softcap=_SOFTCAP if softcap else "bent = Identity (scaled)",
         sinks=_SINKS if sinks else _NO_SINKS,
     )
-    return onnx.parser.parse_function(header + body)
+    return onnx.parser.parse_function(HEADER + body)

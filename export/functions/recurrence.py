@@ -14,7 +14,8 @@ import onnx.parser
 import onnx_ir as ir
 import torch
 
-DOMAIN = "outrider"
+from .own import DOMAIN, HEADER, add
+
 CONVOLUTION, RECURRENCE, DELTA = "RingConvolution", "RingRecurrence", "RingDeltaRule"
 
 # `rows` [B, A, N, D] into `slot` [B, A, R, D], of N the last R.
@@ -232,23 +233,23 @@ def is_own(node: ir.Node) -> bool:
     return node.domain == DOMAIN and node.op_type in (CONVOLUTION, RECURRENCE, DELTA)
 
 
-def define(model: ir.Model, opset: int) -> None:
+def define(model: ir.Model) -> None:
     """The functions of the nodes that there are."""
-    for name in {node.op_type for node in model.graph if is_own(node)}:
-        header = f'<domain: "{DOMAIN}", opset_import: ["": {opset}]>'
-        body = _CONVOLUTION if name == CONVOLUTION else _RECURRENCE
-        beta = name == DELTA
-        text = body.format(
-            name=name,
-            write=_WRITE,
-            beta_input=", beta" * beta,
-            beta_reshape=_BETAS * beta,
-            inputs=4 + beta,
-            axes=", ".join("1" * (4 + beta)),
-            beta_type=", float[b, h, m] beta_t" * beta,
-            beta_given=", b" * beta,
-            delta=_DELTA if beta else "u = Identity (v_t)",
-        )
-        function = ir.serde.deserialize_function(onnx.parser.parse_function(header + text))
-        model.functions[function.identifier()] = function
-        model.graph.opset_imports[DOMAIN] = 1
+    add(model, map(_function, sorted({node.op_type for node in model.graph if is_own(node)})))
+
+
+def _function(name: str) -> onnx.FunctionProto:
+    body = _CONVOLUTION if name == CONVOLUTION else _RECURRENCE
+    beta = name == DELTA
+    text = body.format(
+        name=name,
+        write=_WRITE,
+        beta_input=", beta" * beta,
+        beta_reshape=_BETAS * beta,
+        inputs=4 + beta,
+        axes=", ".join("1" * (4 + beta)),
+        beta_type=", float[b, h, m] beta_t" * beta,
+        beta_given=", b" * beta,
+        delta=_DELTA if beta else "u = Identity (v_t)",
+    )
+    return onnx.parser.parse_function(HEADER + text)

@@ -10,9 +10,7 @@ from __future__ import annotations
 import onnx
 import onnx.parser
 
-from ..graph import OPSET
-
-DOMAIN = "outrider"
+from .own import DOMAIN, OPSET
 
 # The high and the low word of a * m, for words a and m < 2^32: in halves, so that no product
 # leaves int64.

@@ -17,7 +17,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ..weights.operators import initializer
-from .sampling import DOMAIN, functions
+from .own import DOMAIN, add
+from .sampling import functions
 
 # What the body lacks: name, value that asks for nothing.
 _ABSENT: Mapping[str, object] = {
@@ -114,7 +115,4 @@ def append_verify(
     graph.inputs.extend(given.values())
     graph.extend([drafts, start, verify])
     graph.outputs.extend(verdict)
-    for proto in functions():
-        function = ir.serde.deserialize_function(proto)
-        model.functions[function.identifier()] = function
-    graph.opset_imports[DOMAIN] = 1
+    add(model, functions())
