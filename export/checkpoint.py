@@ -78,9 +78,17 @@ class Checkpoint:
         return bool(self.config.is_encoder_decoder)
 
     @property
+    def vocab_size(self) -> int:
+        return int(self.text_config.vocab_size)
+
+    @property
     def files(self) -> list[Path]:
         """All that hold weights."""
         return [self.gguf.path] if self.gguf else weight_files(self.path)
+
+    def refused(self, reason: str) -> OutriderError:
+        """It cannot be exported."""
+        return refuse_architecture(self.source, self.config, reason)
 
 
 def find(name: str) -> Checkpoint:
@@ -145,7 +153,7 @@ def generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
 
 def check_named(checkpoint: Checkpoint, ids: Iterable[int]) -> None:
     """ValueError for what a generation config takes for a token of the model and is none."""
-    width = checkpoint.text_config.vocab_size
+    width = checkpoint.vocab_size
     if odd := [token for token in ids if not 0 <= token < width]:
         raise ValueError(f"generation_config names the token {odd[0]}, and there are {width}")
 

@@ -25,7 +25,7 @@ from transformers import (
 from runtime.files.errors import OutriderError, first_line
 from runtime.files.progress import note
 
-from .checkpoint import Checkpoint, refuse_architecture
+from .checkpoint import Checkpoint
 from .decoder import NAME, Stored, traced_layers
 from .encoder import Caches, example_source, reading
 from .formats.packed import Lazy
@@ -92,7 +92,7 @@ def read(
             why = f"Transformers has no {why}"
         if "trust_remote_code" in str(error):
             why = "it needs code of its own, which is never run"
-        raise refuse_architecture(checkpoint.source, checkpoint.config, why) from None
+        raise checkpoint.refused(why) from None
     except Exception as error:  # noqa: BLE001 - safetensors, pickle and torch raise their own
         raise OutriderError(
             "checkpoint",
@@ -142,8 +142,7 @@ def ready(model: PreTrainedModel, checkpoint: Checkpoint) -> PreTrainedModel:
     if checkpoint.text_config is not checkpoint.config and not checkpoint.has_encoder:
         _keep_text(model, checkpoint)
     if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
-        reason = "Transformers does not say which is its output matrix"
-        raise refuse_architecture(checkpoint.source, checkpoint.config, reason)
+        raise checkpoint.refused("Transformers does not say which is its output matrix")
     return model
 
 
@@ -176,8 +175,7 @@ def _keep_text(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         with torch.no_grad():
             model(input_ids=torch.tensor([[0, 1]]))
     except Exception as error:  # noqa: BLE001 - any model code may fail in any way here
-        reason = f"it does not run on text alone ({first_line(error)})"
-        raise refuse_architecture(checkpoint.source, checkpoint.config, reason) from None
+        raise checkpoint.refused(f"it does not run on text alone ({first_line(error)})") from None
     finally:
         for hook in hooks:
             hook.remove()
@@ -266,8 +264,7 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
     """
     kind = getattr(checkpoint.config, "attention_type", None)
     if kind == "block_sparse" or hasattr(checkpoint.config, "encoder_attention_type"):
-        reason = "its attention to long sources is sparse"
-        raise refuse_architecture(checkpoint.source, checkpoint.config, reason)
+        raise checkpoint.refused("its attention to long sources is sparse")
     text, source = Stored(), Stored()
     inputs: dict[str, Any] = {
         "input_ids": torch.tensor([[0, 1], [0, 2]]),
@@ -289,34 +286,30 @@ def cache_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> CacheShapes:
             said = model(**inputs, use_cache=True)
         text.check()
     except UnsupportedArchitecture as error:
-        raise refuse_architecture(checkpoint.source, checkpoint.config, str(error)) from None
+        raise checkpoint.refused(str(error)) from None
     except Exception as error:  # noqa: BLE001 - any model code may fail in any way here
         reason = f"it does not run with an explicit KV cache ({first_line(error)})"
         if isinstance(error, AttributeError) and isinstance(error.obj, Stored):
             reason = f"it asks its cache for what there is not ({error.name})"
-        raise refuse_architecture(checkpoint.source, checkpoint.config, reason) from None
+        raise checkpoint.refused(reason) from None
     layers = sorted(text.keys)
     if len(traced_layers) < len(layers) + len(source.keys):
-        reason = "its attention does not go through Transformers' attention interface"
-        raise refuse_architecture(checkpoint.source, checkpoint.config, reason)
+        raise checkpoint.refused(
+            "its attention does not go through Transformers' attention interface"
+        )
     carried = [shape for _, shape in sorted(text.states.items())]
     if not layers or (layers != list(range(len(layers))) and not carried):
         which = "not all" if layers else "none"
-        reason = f"{which} of its layers keep a KV cache"
-        raise refuse_architecture(checkpoint.source, checkpoint.config, reason)
+        raise checkpoint.refused(f"{which} of its layers keep a KV cache")
     if checkpoint.has_encoder and sorted(source.keys) != layers:
-        raise refuse_architecture(
-            checkpoint.source, checkpoint.config, "not all of its layers keep the source's keys"
-        )
+        raise checkpoint.refused("not all of its layers keep the source's keys")
     if not checkpoint.has_encoder:
+        if "position_ids" not in signature(model.forward).parameters:
+            raise checkpoint.refused("nobody can tell it at which positions its tokens stand")
         first, second = said.logits[:, 0].float()
         near = (1e-3 if said.logits.dtype == torch.float32 else 0.05) * float(first.abs().max())
-        if "position_ids" not in signature(model.forward).parameters:
-            reason = "nobody can tell it at which positions its tokens stand"
-            raise refuse_architecture(checkpoint.source, checkpoint.config, reason)
         if not torch.allclose(first, second, rtol=0, atol=near):
-            reason = "its tokens look at those behind them"
-            raise refuse_architecture(checkpoint.source, checkpoint.config, reason)
+            raise checkpoint.refused("its tokens look at those behind them")
     sides = (text.keys, text.values, source.keys, source.values)
     keys, values, source_keys, source_values = (
         [(rows.shape[1], rows.shape[3]) for _, rows in sorted(side.items())] for side in sides

@@ -33,7 +33,7 @@ from runtime.files.records import write_json
 from runtime.files.texts import read_text
 
 from . import part, vocabulary
-from .checkpoint import Checkpoint, find, refuse_architecture, same_encoder
+from .checkpoint import Checkpoint, find, same_encoder
 from .loading import check_length
 from .weights.blocks import recover
 
@@ -287,7 +287,7 @@ def _check_encoder_decoder(models: Models, options: Mapping[str, str | None]) ->
             )
         if checkpoint.packed:
             reason = "quantised weights are read of decoder-only models alone in this version"
-            raise refuse_architecture(checkpoint.source, checkpoint.config, reason)
+            raise checkpoint.refused(reason)
 
 
 def _spectrum(features: FeatureFacts | None) -> str:
@@ -341,7 +341,7 @@ def _carried(checkpoint: Checkpoint) -> bool:
     matrices = [
         tensor
         for tensor in checkpoint.packed.tensors().values()
-        if len(tensor.shape) == 2 and tensor.shape[0] != _width(checkpoint)
+        if len(tensor.shape) == 2 and tensor.shape[0] != checkpoint.vocab_size
     ]
     sample = matrices[:: -(-len(matrices) // SAMPLED) or 1]
     found = [recover(tensor[...], 4) is not None for tensor in sample]
@@ -355,12 +355,8 @@ def _words(file: Path, tokenizer: PreTrainedTokenizerFast, width: int) -> list[i
     return [token for token in ids if token < width]
 
 
-def _width(checkpoint: Checkpoint) -> int:
-    return int(checkpoint.text_config.vocab_size)
-
-
 def _narrowest(models: Models) -> int:
-    return min(map(_width, models.values()))
+    return min(model.vocab_size for model in models.values())
 
 
 def _say_what_is_not_carried(target: Checkpoint, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -371,7 +367,7 @@ def _say_what_is_not_carried(target: Checkpoint, tokenizer: PreTrainedTokenizerF
         note(
             "its tokenizer takes special tokens in a prompt as text: special_tokens=text does that"
         )
-    beyond = max(tokenizer.get_vocab().values()) + 1 - _width(target)
+    beyond = max(tokenizer.get_vocab().values()) + 1 - target.vocab_size
     if beyond > 0:
         note(f"{beyond} tokens of the tokenizer have no embedding: prompts with them are refused")
 

@@ -130,7 +130,7 @@ def end_of_text_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) 
         sources.insert(0, generation.eos_token_id)
     named = next((ids for ids in sources if ids is not None), None)
     if named is None:  # the tokenizer's may be one that it added, and no token of the model
-        own, width = tokenizer.eos_token_id, checkpoint.text_config.vocab_size
+        own, width = tokenizer.eos_token_id, checkpoint.vocab_size
         return [own] if isinstance(own, int) and own < width else []
     found = named if isinstance(named, list) else [named]
     _check_tokens(checkpoint, "eos_token_id", found)
@@ -139,7 +139,7 @@ def end_of_text_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast) 
 
 def _check_tokens(checkpoint: Checkpoint, field: str, ids: list[Any]) -> None:
     """Refuse what is no token of the model."""
-    width = checkpoint.text_config.vocab_size
+    width = checkpoint.vocab_size
     if odd := [i for i in ids if type(i) is not int or not 0 <= i < width]:
         raise OutriderError(
             "checkpoint",

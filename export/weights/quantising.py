@@ -16,7 +16,7 @@ from runtime.files.manifest import Dtype, Quality, Weights
 from runtime.files.progress import note, stage
 
 from .. import compare
-from ..checkpoint import Checkpoint, refuse_architecture
+from ..checkpoint import Checkpoint
 from ..encoder import example_source, states_of
 from ..loading import first_token, give_back
 from . import quality
@@ -46,8 +46,8 @@ class Quantising:
         bits: float | None = None,
     ):
         self.role, self.weights, self.source = role, weights, checkpoint.source
+        self._checkpoint, self._features = checkpoint, checkpoint.features
         self._text, self._shares = text, shares
-        self._packed, self._features = bool(checkpoint.packed), checkpoint.features
         self._option = "DRAFT_WEIGHTS" if role == "draft" else "WEIGHTS"
         self._bits: Bits = 4 if weights == "int4" else 8
         # A weight, at most; as it is; and where one matrix more had 8.
@@ -76,7 +76,7 @@ class Quantising:
             raise
         except Exception as error:  # noqa: BLE001 - any model code may fail in any way
             reason = f"it does not write with a KV cache ({first_line(error)})"
-            raise refuse_architecture(self.source, model.config, reason) from None
+            raise self._checkpoint.refused(reason) from None
         self._full = _put_away(self._say(model), folder)
         give_back()
         with stage(self.role, f"quantise, {self.weights}") as said:
@@ -88,8 +88,8 @@ class Quantising:
             try:
                 tell = partial(setattr, said, "phase")
                 found = quantise_model(
-                    model, self._bits, written, self._packed, rows, tell, self._most,
-                    self._chose_not,
+                    model, self._bits, written, keep=bool(self._checkpoint.packed), rows=rows,
+                    said=tell, most=self._most, chose_not=self._chose_not,
                 )  # fmt: skip
             except NoCosts as error:
                 raise OutriderError(
