@@ -51,21 +51,19 @@ def dense_tables(model: ir.Model) -> None:
         levels, scales = map(_weight, node.inputs)
         table = node.outputs[0]
         assert levels is not None and scales is not None and table.dtype is not None
-
-        def make(
-            here: slice,
-            levels: ir.TensorProtocol = levels,
-            scales: ir.TensorProtocol = scales,
-            dtype: ir.DataType = table.dtype,
-        ) -> npt.NDArray[Any]:
-            dense = Quantised(levels.numpy()[here], scales.numpy()[here], 8).dense()
-            return dense.astype(dtype.numpy(), copy=False)
-
+        make = partial(_dense_rows, levels, scales, table.dtype)
         rows, columns = levels.shape.numpy()
         shape, name = ir.Shape([rows, columns]), f"{levels.name}.dense"
         lazy = InPieces(make, table.dtype, shape, name, _AT_ONCE // columns)
         ir.convenience.replace_all_uses_with(table, initializer(model, lazy))
         model.graph.remove(node, safe=True)
+
+
+def _dense_rows(
+    levels: ir.TensorProtocol, scales: ir.TensorProtocol, dtype: ir.DataType, here: slice
+) -> npt.NDArray[Any]:
+    dense = Quantised(levels.numpy()[here], scales.numpy()[here], 8).dense()
+    return dense.astype(dtype.numpy(), copy=False)
 
 
 def dequantise_linear(model: ir.Model) -> None:
