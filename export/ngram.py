@@ -38,29 +38,23 @@ def count(tokenizer_folder: Path, texts: Sequence[Path], distances: int) -> tupl
     """
     with interrupts_wait():
         import numpy as np
-        import transformers
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         from runtime.drafts.tables import Tables, fingerprint
 
-        library: Any = transformers  # most of it is not annotated
-        any_tokenizer, own_tokenizer = library.AutoTokenizer, library.PreTrainedTokenizerFast
-
+    remedy = "Give the target's checkpoint, or a bundle's folder tokenizer."
     if not tokenizer_folder.is_dir():
-        raise OutriderError(
-            "checkpoint", f"{tokenizer_folder} is no folder",
-            "Give the target's checkpoint, or a bundle's folder tokenizer.",
-        )  # fmt: skip
+        raise OutriderError("checkpoint", f"{tokenizer_folder} is no folder", remedy)
     own = tokenizer_folder / "tokenizer.json"  # all that a bundle has
+    tokenizer: Any
     try:
         if own.is_file():
-            tokenizer = own_tokenizer(tokenizer_file=str(own))
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(own))  # type: ignore[no-untyped-call]
         else:
-            tokenizer = any_tokenizer.from_pretrained(tokenizer_folder, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - the library raises anything here
-        raise OutriderError(
-            "checkpoint", f"cannot read the tokenizer in {tokenizer_folder}: {first_line(error)}",
-            "Give the target's checkpoint, or a bundle's folder tokenizer.",
-        ) from None  # fmt: skip
+        cause = f"cannot read the tokenizer in {tokenizer_folder}: {first_line(error)}"
+        raise OutriderError("checkpoint", cause, remedy) from None
     vocabulary = tokenizer.get_vocab()
     ids: list[int] = []
     for path in texts:
