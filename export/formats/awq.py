@@ -7,19 +7,7 @@ from typing import Any
 
 import torch
 
-from .packed import (
-    Lazy,
-    Levels,
-    Packed,
-    damaged,
-    expect,
-    expect_scales,
-    quantised,
-    read_packed,
-    take,
-    unpack,
-    unsupported,
-)
+from .packed import Lazy, Levels, Packed, PackedModule, quantised, read_packed, unpack, unsupported
 
 # Where in a word each of eight outputs lies.
 _PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -38,17 +26,15 @@ def packed(name: str, folder: Path, config: dict[str, Any]) -> Packed:
     return Packed("AWQ", 4, details, lambda: read_packed(name, folder, {"qweight": _weight}))
 
 
-def _weight(name: str, module: str, tensors: dict[str, Lazy]) -> Lazy:
+def _weight(module: PackedModule) -> Lazy:
     """qweight int32 [K, N / 8], qzeros int32 [G, N / 8], scales [G, N]."""
-    words, zeros, scales = (
-        take(name, tensors, module + part) for part in ("qweight", "qzeros", "scales")
-    )
+    words, zeros, scales = map(module.take, ("qweight", "qzeros", "scales"))
     (width, _), (count, rows) = ((*tensor.shape, 0, 0)[:2] for tensor in (words, scales))
-    expect(name, module + "qweight", words, {"I32"}, width, rows // 8)
-    expect(name, module + "qzeros", zeros, {"I32"}, count, rows // 8)
-    expect_scales(name, module + "scales", scales, count, rows)
+    module.expect("qweight", words, {"I32"}, width, rows // 8)
+    module.expect("qzeros", zeros, {"I32"}, count, rows // 8)
+    module.expect_scales("scales", scales, count, rows)
     if not count or width % count:
-        raise damaged(name, f"{module}scales has {count} groups for {width} columns")
+        raise module.damaged(f"scales has {count} groups for {width} columns")
 
     def make() -> Levels:
         return quantised(_outputs(words[...]).T, scales[...].T, _outputs(zeros[...]).T)

@@ -13,13 +13,9 @@ from .packed import (
     Levels,
     Make,
     Packed,
-    damaged,
-    expect,
-    expect_scales,
-    groups,
+    PackedModule,
     quantised,
     read_packed,
-    take,
     unpack,
     unsupported,
 )
@@ -77,33 +73,30 @@ def _details(scheme: dict[str, Any]) -> str:
     return f"{kind}, {where}" + ("" if scheme.get("symmetric", True) else ", with zero points")
 
 
-def _unpacked(name: str, module: str, tensors: dict[str, Lazy]) -> Lazy:
+def _unpacked(module: PackedModule) -> Lazy:
     """weight_packed int32 [N, ceil(K * bits / 32)], weight_scale [N, G], weight_shape int64 [2];
     weight_zero_point int32 [ceil(N * bits / 32), G] and weight_g_idx [K] where there are any. All
     integers are stored with 2 ** (bits - 1) added."""
-    words, scales, shape = (
-        take(name, tensors, module + part)
-        for part in ("weight_packed", "weight_scale", "weight_shape")
-    )
-    zeros = tensors.pop(module + "weight_zero_point", None)
-    order = tensors.pop(module + "weight_g_idx", None)
+    words, scales, shape = map(module.take, ("weight_packed", "weight_scale", "weight_shape"))
+    zeros = module.take_if_there("weight_zero_point")
+    order = module.take_if_there("weight_g_idx")
     rows, width = (*map(int, shape[...].flatten()), 0, 0)[:2]
     scales = _columns(scales)
     bits = next((b for b in (4, 8) if words.shape == (rows, -(-width * b // 32))), 0)
     if not bits:
-        raise damaged(name, f"{module}weight_packed is {list(words.shape)} for {rows} x {width}")
-    expect(name, module + "weight_packed", words, {"I32"}, *words.shape)
+        raise module.damaged(f"weight_packed is {list(words.shape)} for {rows} x {width}")
+    module.expect("weight_packed", words, {"I32"}, *words.shape)
     count = scales.shape[-1]
-    _expect_groups(name, module, scales, rows, width, ordered=order is not None)
+    _expect_groups(module, scales, rows, width, ordered=order is not None)
     if zeros is not None:
         zeros = _columns(zeros)
         several = -(-rows * bits // 32) if zeros.dtype == "I32" else rows
-        expect(name, module + "weight_zero_point", zeros, {"I32", "I8"}, several, count)
+        module.expect("weight_zero_point", zeros, {"I32", "I8"}, several, count)
     group = None
     if order is not None:
-        expect(name, module + "weight_g_idx", order, {"I32", "I64"}, width)
+        module.expect("weight_g_idx", order, {"I32", "I64"}, width)
         if not bool((order[...] < 0).any()):  # -1 says that the columns are in order after all
-            group = groups(name, module + "weight_g_idx", order, count)
+            group = module.groups("weight_g_idx", order, count)
     middle = 2 ** (bits - 1)
 
     def make() -> Levels:
@@ -116,17 +109,17 @@ def _unpacked(name: str, module: str, tensors: dict[str, Lazy]) -> Lazy:
     return Lazy(make, (rows, width))
 
 
-def _plain(blocks: list[int] | None, name: str, module: str, tensors: dict[str, Lazy]) -> Lazy:
+def _plain(blocks: list[int] | None, module: PackedModule) -> Lazy:
     """weight int8 or float8 [N, K], weight_scale [N, G], [N], [1] or [ceil(N / b), K / c] for
     blocks of b x c; weight_zero_point int8 like the scale where there is one."""
-    weight, scales = (take(name, tensors, module + part) for part in ("weight", "weight_scale"))
-    zeros = tensors.pop(module + "weight_zero_point", None)
-    expect(name, module + "weight", weight, {"I8", "F8_E4M3"}, *(*weight.shape, 0, 0)[:2])
+    weight, scales = map(module.take, ("weight", "weight_scale"))
+    zeros = module.take_if_there("weight_zero_point")
+    module.expect("weight", weight, {"I8", "F8_E4M3"}, *(*weight.shape, 0, 0)[:2])
     rows, width = weight.shape
     scales = _columns(scales)
     if zeros is not None:
         zeros = _columns(zeros)
-        expect(name, module + "weight_zero_point", zeros, {"I8", "F8_E4M3"}, *scales.shape)
+        module.expect("weight_zero_point", zeros, {"I8", "F8_E4M3"}, *scales.shape)
     if blocks and scales.shape[0] == -(-rows // blocks[0]):
         each = blocks[0]
     else:
@@ -139,9 +132,10 @@ def _plain(blocks: list[int] | None, name: str, module: str, tensors: dict[str, 
     if blocks and scales.shape[1] == -(-width // blocks[1]):
         group = torch.arange(width) // blocks[1]
     elif blocks and scales.shape[1] > 1:
-        raise unsupported(name, f"compressed-tensors with {width} columns in blocks of {blocks[1]}")
+        what = f"compressed-tensors with {width} columns in blocks of {blocks[1]}"
+        raise unsupported(module.checkpoint, what)
     grown = Lazy(lambda: whole(scales[...]), (min(rows, scales.shape[0] * each), scales.shape[1]))
-    _expect_groups(name, module, grown, rows, width, ordered=group is not None)
+    _expect_groups(module, grown, rows, width, ordered=group is not None)
 
     def make() -> Levels:
         zero = None if zeros is None else whole(zeros[...])
@@ -159,10 +153,10 @@ def _columns(tensor: Lazy) -> Lazy:
 
 
 def _expect_groups(
-    name: str, module: str, scales: Lazy, rows: int, width: int, *, ordered: bool
+    module: PackedModule, scales: Lazy, rows: int, width: int, *, ordered: bool
 ) -> None:
     """ordered: whether something else says the group of each column."""
     count = scales.shape[-1]
-    expect_scales(name, module + "weight_scale", scales, rows, count)
+    module.expect_scales("weight_scale", scales, rows, count)
     if not count or (width % count and not ordered):
-        raise damaged(name, f"{module}weight_scale has {count} groups for {width} columns")
+        raise module.damaged(f"weight_scale has {count} groups for {width} columns")

@@ -6,20 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .packed import (
-    Lazy,
-    Levels,
-    Packed,
-    damaged,
-    expect,
-    expect_scales,
-    groups,
-    quantised,
-    read_packed,
-    take,
-    unpack,
-    unsupported,
-)
+from .packed import Lazy, Levels, Packed, PackedModule, quantised, read_packed, unpack, unsupported
 
 # Of the file layout; the first one stores a zero point z as z - 1.
 _LESS = {"gptq": 1, "gptq_v2": 0}
@@ -42,24 +29,22 @@ def packed(name: str, folder: Path, config: dict[str, Any]) -> Packed:
     )
 
 
-def _weight(less: int, name: str, module: str, tensors: dict[str, Lazy]) -> Lazy:
+def _weight(less: int, module: PackedModule) -> Lazy:
     """qweight int32 [K * bits / 32, N], qzeros int32 [G, N * bits / 32], scales [G, N], g_idx int32
     [K]: the group of each column of W. The layers of a model may have 4 and 8 bits."""
-    words, zeros, scales, order = (
-        take(name, tensors, module + part) for part in ("qweight", "qzeros", "scales", "g_idx")
-    )
+    words, zeros, scales, order = map(module.take, ("qweight", "qzeros", "scales", "g_idx"))
     # Whatever they are, damaged ones too.
     (height, rows), (count, _), (width, _) = (
         (*tensor.shape, 0, 0)[:2] for tensor in (words, scales, order)
     )
     bits = 32 * height // max(width, 1)
     if bits not in (4, 8):
-        raise damaged(name, f"{module}qweight has {bits} bits a weight")
-    expect(name, module + "qweight", words, {"I32"}, width * bits // 32, rows)
-    expect(name, module + "qzeros", zeros, {"I32"}, count, rows * bits // 32)
-    expect_scales(name, module + "scales", scales, count, rows)
-    expect(name, module + "g_idx", order, {"I32", "I64"}, width)
-    group = groups(name, module + "g_idx", order, count)
+        raise module.damaged(f"qweight has {bits} bits a weight")
+    module.expect("qweight", words, {"I32"}, width * bits // 32, rows)
+    module.expect("qzeros", zeros, {"I32"}, count, rows * bits // 32)
+    module.expect_scales("scales", scales, count, rows)
+    module.expect("g_idx", order, {"I32", "I64"}, width)
+    group = module.groups("g_idx", order, count)
 
     def make() -> Levels:
         zero = (unpack(zeros[...], bits) + less) & (2**bits - 1)

@@ -17,7 +17,7 @@ from runtime.files.errors import OutriderError, first_line
 
 from .families import FAMILIES, KEYS, LAYER, TENSORS, Family
 from .gguf import TOKENS, GgufFile
-from .packed import Lazy, Packed, Reordered, damaged, expect, modules, take
+from .packed import Lazy, Packed, PackedModule, Reordered, damaged, modules
 
 _DERIVED = {"num_key_value_heads", "head_dim", "original_max_position_embeddings"}
 _NOTHING = (0, "", "none")
@@ -73,7 +73,7 @@ def _config(name: str, file: GgufFile, family: Family, architecture: str) -> Pre
     for key, value in said.items():
         if value not in expected.get(key, _NOTHING):
             raise _not_carried(name, f"{architecture}.{key} = {str(value)[:40]}")
-    embedding = take(name, dict(file.tensors), "token_embd.weight")
+    embedding = _find(name, file, "token_embd.weight")
     named = file.tensors.keys()
     config: PretrainedConfig
     try:
@@ -97,6 +97,12 @@ def _config(name: str, file: GgufFile, family: Family, architecture: str) -> Pre
             raise _not_carried(name, f"{_FACTORS} beside another kind of rotary embedding")
         _take_factors(name, config, file.tensors[_FACTORS][...])
     return config
+
+
+def _find(name: str, file: GgufFile, key: str) -> Lazy:
+    if key not in file.tensors:
+        raise damaged(name, f"it lacks {key}")
+    return file.tensors[key]
 
 
 def _ends(file: GgufFile) -> list[Any]:
@@ -145,7 +151,7 @@ def _rope(
 
 def _long_factors(name: str, file: GgufFile, count: int) -> dict[str, list[float]]:
     """LongRoPE's, of which a build has the short ones (`loading.check_length`)."""
-    found = {field: take(name, dict(file.tensors), key)[...] for field, key in _LONG.items()}
+    found = {field: _find(name, file, key)[...] for field, key in _LONG.items()}
     for field, factors in found.items():
         _check_factors(name, _LONG[field], factors, count)
     return {field: factors.tolist() for field, factors in found.items()}
@@ -195,9 +201,8 @@ def _tensors(
         if family.shifted and key.endswith("norm.weight"):
             as_there = _less_one(tensor)
         found[_renamed(key, layer)] = as_there
-    for experts in modules(found, "gate_proj"):
-        gate, up = (take(name, found, experts + part) for part in ("gate_proj", "up_proj"))
-        found[experts + "gate_up_proj"] = _joined(name, experts, gate, up)
+    for experts in modules(name, found, "gate_proj"):
+        found[experts.path + "gate_up_proj"] = _joined(experts)
     return found
 
 
@@ -219,11 +224,12 @@ def _less_one(norm: Lazy) -> Lazy:
     return Lazy(lambda: norm[...].float() - 1, norm.shape)
 
 
-def _joined(name: str, experts: str, gate: Lazy, up: Lazy) -> Lazy:
+def _joined(experts: PackedModule) -> Lazy:
     """[E, F, H] twice, as [E, 2 F, H]."""
+    gate, up = map(experts.take, ("gate_proj", "up_proj"))
     count, rows, width = (*gate.shape, 0, 0, 0)[:3]
     for part, tensor in (("gate_proj", gate), ("up_proj", up)):
-        expect(name, experts + part, tensor, {tensor.dtype}, count, rows, width)
+        experts.expect(part, tensor, {tensor.dtype}, count, rows, width)
     return Lazy(lambda: torch.cat([gate[...], up[...]], 1), (count, 2 * rows, width))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .packed import Lazy, Packed, damaged, expect, expect_floats, read_folder, take
+from .packed import Lazy, Packed, PackedModule, damaged, expect_floats, read_folder
 
 _BLOCK = 32
 _NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # and their negatives, in this order
@@ -30,24 +30,24 @@ def _tensors(name: str, folder: Path) -> dict[str, Lazy]:
         weight = key.removesuffix("_blocks")
         if weight in tensors:
             raise damaged(name, f"it has {weight} twice, packed and not")
-        tensors[weight] = _experts(name, weight, tensors)
+        tensors[weight] = _experts(PackedModule(name, weight, tensors))
     expect_floats(name, tensors)
     return tensors
 
 
-def _experts(name: str, weight: str, tensors: dict[str, Lazy]) -> Lazy:
+def _experts(module: PackedModule) -> Lazy:
     """blocks uint8 [E, N, K / 32, 16], the first number in the lower half of a byte; scales uint8
     [E, N, K / 32]. As the model has it: bfloat16 [E, K, N]."""
-    blocks, scales = (take(name, tensors, weight + part) for part in ("_blocks", "_scales"))
+    blocks, scales = map(module.take, ("_blocks", "_scales"))
     experts, rows, count = (*blocks.shape, 0, 0, 0)[:3]
-    expect(name, weight + "_blocks", blocks, {"U8"}, experts, rows, count, _BLOCK // 2)
-    expect(name, weight + "_scales", scales, {"U8"}, experts, rows, count)
+    module.expect("_blocks", blocks, {"U8"}, experts, rows, count, _BLOCK // 2)
+    module.expect("_scales", scales, {"U8"}, experts, rows, count)
     numbers = torch.tensor(_NUMBERS + [-number for number in _NUMBERS])
 
     def make() -> torch.Tensor:
         exponents = scales[...].flatten()
         if bool((exponents == 255).any()):
-            raise damaged(name, f"{weight}_scales says NaN")
+            raise module.damaged("_scales says NaN")
         dense = torch.empty(len(exponents), _BLOCK, dtype=torch.bfloat16)
         all_of = blocks[...].view(-1, _BLOCK // 2), exponents, dense
         parts = zip(*(torch.split(tensor, _ROWS) for tensor in all_of), strict=True)

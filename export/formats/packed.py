@@ -43,10 +43,6 @@ class Lazy:
         return dense
 
 
-# Of a checkpoint's name, a module's with its dot, and the table, of which it takes what it uses.
-Make = Callable[[str, str, dict[str, Lazy]], Lazy]
-
-
 @dataclass(frozen=True)
 class Levels:
     """A matrix level * scale, or level * scale + least; `levels[rows]` makes rows of it dense.
@@ -139,6 +135,52 @@ def read_folder(name: str, folder: Path) -> dict[str, Lazy]:
     return found
 
 
+@dataclass(frozen=True)
+class PackedModule:
+    """What a checkpoint has in the place of one weight.
+
+    checkpoint: its name, for errors. path: what the names of the parts begin with. tensors: the
+    table, out of which parts are taken.
+    """
+
+    checkpoint: str
+    path: str
+    tensors: dict[str, Lazy]
+
+    def take(self, part: str) -> Lazy:
+        """Raises OutriderError where it is missing."""
+        found = self.take_if_there(part)
+        if found is None:
+            raise damaged(self.checkpoint, f"it lacks {self.path}{part}")
+        return found
+
+    def take_if_there(self, part: str) -> Lazy | None:
+        return self.tensors.pop(self.path + part, None)
+
+    def damaged(self, what: str) -> OutriderError:
+        """what: of a part, whose name comes first."""
+        return damaged(self.checkpoint, self.path + what)
+
+    def expect(self, part: str, tensor: Lazy, dtypes: set[str], *shape: int) -> None:
+        """Raises OutriderError where the tensor is another than the weight needs."""
+        if tensor.dtype not in dtypes or tensor.shape != shape:
+            has, wanted = f"{tensor.dtype} {list(tensor.shape)}", f"{min(dtypes)} {list(shape)}"
+            raise self.damaged(f"{part} is {has} in place of {wanted}")
+
+    def expect_scales(self, part: str, tensor: Lazy, *shape: int) -> None:
+        self.expect(part, tensor, _FLOATS, *shape)
+
+    def groups(self, part: str, tensor: Lazy, count: int) -> torch.Tensor:
+        """The group of each column, int64 [K]; each must be one of `count`."""
+        index = tensor[...].long()
+        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < count:
+            raise self.damaged(f"{part} names groups beyond the {count} that there are")
+        return index
+
+
+Make = Callable[[PackedModule], Lazy]
+
+
 def read_packed(
     name: str, folder: Path, kinds: dict[str, Make], but: tuple[str, ...] = ()
 ) -> dict[str, Lazy]:
@@ -148,8 +190,8 @@ def read_packed(
     for key in [key for key in tensors if key.endswith(but)]:
         del tensors[key]
     for part, make in kinds.items():
-        for module in modules(tensors, part):
-            tensors[module + "weight"] = make(name, module, tensors)
+        for module in modules(name, tensors, part):
+            tensors[module.path + "weight"] = make(module)
     expect_floats(name, tensors)
     return tensors
 
@@ -177,30 +219,12 @@ def _files(name: str, folder: Path) -> list[Path]:
     return files
 
 
-def modules(tensors: dict[str, Lazy], part: str) -> Iterator[str]:
-    """The names of all modules that have this part; the table may change in the meantime."""
+def modules(name: str, tensors: dict[str, Lazy], part: str) -> Iterator[PackedModule]:
+    """All that have this part; the table may change in the meantime."""
     for key in list(tensors):
-        module, dot, last = key.rpartition(".")
+        path, dot, last = key.rpartition(".")
         if last == part:
-            yield module + dot
-
-
-def take(name: str, tensors: dict[str, Lazy], key: str) -> Lazy:
-    """Out of the table. Raises OutriderError where it is missing."""
-    if key not in tensors:
-        raise damaged(name, f"it lacks {key}")
-    return tensors.pop(key)
-
-
-def expect(name: str, key: str, tensor: Lazy, dtypes: set[str], *shape: int) -> None:
-    """Raises OutriderError where the tensor is another than its module needs."""
-    if tensor.dtype not in dtypes or tensor.shape != shape:
-        has, wanted = f"{tensor.dtype} {list(tensor.shape)}", f"{min(dtypes)} {list(shape)}"
-        raise damaged(name, f"{key} is {has} in place of {wanted}")
-
-
-def expect_scales(name: str, key: str, tensor: Lazy, *shape: int) -> None:
-    expect(name, key, tensor, _FLOATS, *shape)
+            yield PackedModule(name, path + dot, tensors)
 
 
 def expect_floats(name: str, tensors: dict[str, Lazy]) -> None:
@@ -208,14 +232,6 @@ def expect_floats(name: str, tensors: dict[str, Lazy]) -> None:
     for key, tensor in tensors.items():
         if tensor.dtype not in _FLOATS:
             raise damaged(name, f"{key} is {tensor.dtype}, and nothing says its scale")
-
-
-def groups(name: str, key: str, tensor: Lazy, count: int) -> torch.Tensor:
-    """The group of each column, int64 [K]; each must be one of `count`."""
-    index = tensor[...].long()
-    if len(index) and not 0 <= int(index.min()) <= int(index.max()) < count:
-        raise damaged(name, f"{key} names groups beyond the {count} that there are")
-    return index
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
