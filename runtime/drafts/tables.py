@@ -32,27 +32,35 @@ def fingerprint(vocabulary: Mapping[str, int]) -> str:
 
 
 class TableDraft(Draft):
-    """Rows of the file that the bundle was opened with. kind: of `Tables.row`."""
+    """Rows of the file that the bundle was opened with."""
 
     needs = ("tables",)
-    kind = ""
 
-    def row(self, sequence: ActiveSequence, drafts: Sequence[int]) -> Logits:
-        tables = self.sources.tables
-        assert tables is not None
-        return tables.row(self.kind, sequence.slot.tokens, drafts)
+    @property
+    def tables(self) -> Tables:
+        assert self.sources.tables is not None
+        return self.sources.tables
 
 
 class UnigramDraft(TableDraft):
-    help, kind = "counts of a text (--table): of its tokens", "unigram"
+    help = "counts of a text (--table): of its tokens"
+
+    def row(self, sequence: ActiveSequence, drafts: Sequence[int]) -> Logits:
+        return self.tables.unigram
 
 
 class BigramDraft(TableDraft):
-    help, kind = "of what came after the token before", "bigram"
+    help = "of what came after the token before"
+
+    def row(self, sequence: ActiveSequence, drafts: Sequence[int]) -> Logits:
+        return self.tables.after(drafts[-1] if drafts else sequence.slot.pending, 1)
 
 
 class SkipDraft(TableDraft):
-    help, kind = "of what came as far behind the text's last token as the draft token is", "skip"
+    help = "of what came as far behind the text's last token as the draft token is"
+
+    def row(self, sequence: ActiveSequence, drafts: Sequence[int]) -> Logits:
+        return self.tables.after(sequence.slot.pending, len(drafts) + 1)
 
 
 class RandomDraft(Draft):
@@ -121,20 +129,15 @@ class Tables:
             pairs.append((offsets.astype(np.int64), tokens, often.astype(np.int32)))
         return cls(np.log(counts / counts.sum()).astype(np.float32), pairs)
 
-    def row(self, kind: str, text: Sequence[int], drafts: Sequence[int]) -> Logits:
-        """Logits [V] of the token after `text` and `drafts`; not to be written to.
+    def after(self, token: int, distance: int) -> Logits:
+        """Logits [V] of what is so far behind this token; not to be written to.
 
-        kind: "unigram"; "bigram" goes by the token before; "skip" by the last one of the text.
+        (counts + BACKOFF unigram), normalised but for a constant; the unigrams alone where nothing
+        was counted.
         """
-        if kind == "unigram" or (kind == "skip" and len(drafts) >= len(self.pairs)):
+        if distance > len(self.pairs):
             return self.unigram
-        if kind == "skip":
-            return self._after(text[-1], len(drafts))
-        return self._after(drafts[-1] if drafts else text[-1], 0)
-
-    def _after(self, token: int, pair: int) -> Logits:
-        """(counts + BACKOFF unigram), normalised but for a constant."""
-        offsets, tokens, counts = self.pairs[pair]
+        offsets, tokens, counts = self.pairs[distance - 1]
         if token >= len(offsets) - 1:
             return self.unigram
         start, end = offsets[token], offsets[token + 1]

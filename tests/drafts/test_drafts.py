@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from rounds import (
 
 from export import ngram
 from runtime.drafts import draft as draft_math
+from runtime.drafts.draft import Sources
 from runtime.drafts.lookup import Corpus, Lookup
 from runtime.drafts.proposer import Proposer
 from runtime.drafts.registry import KINDS
@@ -38,6 +40,7 @@ from runtime.files.errors import EXIT_STATUS
 from runtime.sampling.softmax import confidence
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
+from runtime.slots import Slot, SlotTable
 
 pytestmark = pytest.mark.usefixtures("sampler")
 
@@ -271,7 +274,9 @@ def test_tables_by_definition() -> None:
         return weights / weights.sum()
 
     def check(kind: str, drafts: list[int], expected: np.ndarray) -> None:
-        row = np.exp(made.row(kind, [4, 2], drafts).astype(np.float64))
+        draft = KINDS[kind](Sources(7, SlotTable(1), tables=made))
+        text = SimpleNamespace(slot=Slot(0, [4, 2]))
+        row = np.exp(draft.row(text, drafts).astype(np.float64))
         np.testing.assert_allclose(row / row.sum(), expected, rtol=1e-5)
 
     check("unigram", [], unigram)
@@ -280,7 +285,7 @@ def test_tables_by_definition() -> None:
         check("skip", drafts, pairs(2, len(drafts) + 1))
     check("skip", [3, 1, 0], unigram)
     check("bigram", [6], unigram)  # nothing came after it
-    assert made.row("bigram", [1000], []) is made.unigram
+    assert made.after(1000, 1) is made.unigram
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -351,8 +356,8 @@ def test_the_table_of_a_text(text_file: Path, tmp_path: Path) -> None:
     assert len(read.unigram) == len(vocabulary) + 3
     np.testing.assert_array_equal(read.unigram[:-3], made.unigram)
     for token in (0, 50, 4000, len(vocabulary) + 1):
-        row = read.row("bigram", [token], [])
-        np.testing.assert_allclose(row[:-3], made.row("bigram", [token], []), rtol=1e-6)
+        row = read.after(token, 1)
+        np.testing.assert_allclose(row[:-3], made.after(token, 1), rtol=1e-6)
     assert [path.name for path in out.parent.iterdir()] == ["table.npz"]
 
 
