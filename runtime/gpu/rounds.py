@@ -64,7 +64,6 @@ class DeviceRounds(Programs):
         self._first_tokens: dict[tuple[Shape, int], list[Action]] = {}  # of each slot
         self._pending: dict[ActiveSequence, InFlight] = {}
         self._landed: list[tuple[npt.NDArray[np.uint8], Any]] = []  # pinned memory to use again
-        self._flags: dict[ActiveSequence, int] = {}
         # Gammas that were asked for while a round of another one was ahead.
         self._wished: dict[ActiveSequence, int] = {}
 
@@ -78,10 +77,9 @@ class DeviceRounds(Programs):
         begin = time.perf_counter()
         self._device.use()
         index = sequence.slot.index
-        self._flags[sequence] = flags_of(sequence.request)
         self._write(sequence)
         logits = self._prefill(self.target, self._at.tokens, index, 0, len(sequence.slot.tokens))
-        shape = Shape(0, 1, self._flags[sequence])
+        shape = Shape(0, 1, flags_of(sequence.request))
         program = self._first_tokens.get((shape, index))
         if program is None:
             program = self._first_tokens[shape, index] = self._first_token(shape, index, logits)
@@ -121,7 +119,6 @@ class DeviceRounds(Programs):
         return result
 
     def forget(self, sequence: ActiveSequence) -> None:
-        self._flags.pop(sequence, None)
         self._wished.pop(sequence, None)
         if in_flight := self._pending.pop(sequence, None):
             self._read(in_flight, sequence)
@@ -136,7 +133,7 @@ class DeviceRounds(Programs):
         return Shape(
             max(plan.gamma for plan in plans) if drafting else 0,
             1 + max(plan.sequence.slot.index for plan in plans),
-            reduce(or_, (self._flags[plan.sequence] for plan in plans)),
+            reduce(or_, (flags_of(plan.sequence.request) for plan in plans)),
         )
 
     def _launch(self, plans: Sequence[SlotPlan], ahead: int) -> None:
