@@ -70,20 +70,17 @@ class DeviceEngine(ABC):
         *,
         slots: int,
         widest: int,
-        buffers: int = 1,
     ):
         """The engine of one model of a bundle: of the graph in `folder`, or of the file there that
-        was compiled from it (`engine`). slots, widest, buffers: see `HostEngine`. Raises
-        OutriderError."""
+        was compiled from it (`engine`). slots, widest: see `HostEngine`. Raises OutriderError."""
         self.cuda, self.stream = cuda, stream
         self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
-        self.chunk, self._buffers = min(CHUNK, self.capacity), buffers
+        self.chunk = min(CHUNK, self.capacity)
         self.narrowest = 1  # a GPU's libraries choose by width anyway
         self.held = HeldRows(slots, self.vocab_size)  # empty: texts and lengths live on the device
         self._most = widest
         self.logit_type: Dtype = self.logits_dtype(facts)
         self.row_bytes = self.vocab_size * LOGIT_BYTES[self.logit_type]
-        self._spacing = slots * self._most * self.row_bytes
         self._open(folder, facts, engine)
         item = 4 if facts.dtype == "float32" else 2
         self._slot_bytes: dict[str, int] = {}
@@ -139,7 +136,7 @@ class DeviceEngine(ABC):
         a round does without."""
         sizes = (
             8 * self.slots * max(self.chunk, self._most), 8 * self.slots, 8 * self._most,
-            self._buffers * self._spacing,
+            self.slots * self._most * self.row_bytes,
         )  # fmt: skip
         ids, position, index, logits = map(self.cuda.allocate, sizes)
         return ids, position, index, logits
@@ -161,7 +158,7 @@ class DeviceEngine(ABC):
         buffer: int = 0,
     ) -> Logits:
         """`Engine.forward`: arguments are copied up and logits down. For checks and tools; a round
-        copies neither. Returns a new array."""
+        copies neither. Returns a new array, whatever the buffer."""
         (batch, width), outputs = input_ids.shape, len(logits_index)
         if width > self.chunk or outputs > self._most or first_slot + batch > self.slots:
             raise ValueError(
@@ -173,7 +170,6 @@ class DeviceEngine(ABC):
         ids, at, index, logits = self._own
         for address, array in ((ids, input_ids), (at, position), (index, logits_index)):
             self.cuda.upload(address, np.ascontiguousarray(array, np.int64), self.stream)
-        logits += buffer * self._spacing
         self.enqueue(DeviceCall(batch, width, outputs, ids, at, index, logits, first_slot))
         self.cuda.wait(self.stream)
         return self.rows(logits, batch * outputs).reshape(batch, outputs, self.vocab_size)

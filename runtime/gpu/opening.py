@@ -49,7 +49,6 @@ def open_rounds(
         role: open_engine(
             manifest, folder / role, role, facts, device, stream, slots=slots,
             widest=pair.max_gamma + 1 if role == "target" else 1,
-            buffers=pair.max_gamma if role == "draft" else 1,
         )
         for role, facts in pair.models()
     }  # fmt: skip

@@ -97,7 +97,7 @@ class OnDevice:
         facts = replace(getattr(self.pair, role), **change)
         return self.cls(
             self.device, self.stream, self.bundle / role, facts, slots=slots,
-            widest=self.pair.max_gamma + 1 if role == "target" else 1, buffers=self.pair.max_gamma,
+            widest=self.pair.max_gamma + 1 if role == "target" else 1,
         )  # fmt: skip
 
     def decoder(self, **options: Any) -> Decoder:
