@@ -183,10 +183,8 @@ def check(
         target, draft = Forced(engine.decoder.target, slot, request), None
         if params.temperature and request.gamma and request.draft == "model":
             model, room = engine.decoder.draft, engine.decoder.draft_max_len
-            if (
-                model is not None
-                and max(len(request.prompt) + 1, len(source_ids(request.source))) <= room
-            ):
+            longest = max(len(request.prompt) + 1, len(source_ids(request.source)))
+            if model is not None and longest <= room:
                 draft = Forced(model, slot, request, room)
         for run, (seed, text) in enumerate(zip(seeds, texts, strict=False)):
             said(f"text {run + 1} of {len(texts)} once more")

@@ -55,10 +55,10 @@ class LoopingRounds(DeviceRounds):
         self._gone.add(sequence)
         super().forget(sequence)
 
-    def run(self, turns: Sequence[SlotPlan], /) -> RoundResult:
+    def run(self, plans: Sequence[SlotPlan], /) -> RoundResult:
         self._device.use()
-        wanted = {turn.sequence: turn.gamma for turn in turns}
-        loops = all(turn.sequence.request.logprobs is None for turn in turns)
+        wanted = {plan.sequence: plan.gamma for plan in plans}
+        loops = all(plan.sequence.request.logprobs is None for plan in plans)
         if self._current and (self._current[1] != wanted or not loops):
             self._end()
         for sequence in wanted:
@@ -66,21 +66,21 @@ class LoopingRounds(DeviceRounds):
                 self._pending[sequence] = unread.popleft()
         # What was asked for once is a round by itself, not a loop.
         if not loops or any(x in self._pending or x in self._wished for x in wanted):
-            return super().run(turns)
-        outcome = RoundResult()
-        flight = self._next()
-        if flight is None:
-            self._catch_up(turns, outcome)
-            if not self._begin(turns, wanted):
-                return super().run(turns)
-            flight = self._next()
-            assert flight is not None, "a loop begins with a round"
-        outcome.parts = [self._part(flight, turn, outcome) for turn in turns]
-        return outcome
+            return super().run(plans)
+        result = RoundResult()
+        in_flight = self._next()
+        if in_flight is None:
+            self._catch_up(plans, result)
+            if not self._begin(plans, wanted):
+                return super().run(plans)
+            in_flight = self._next()
+            assert in_flight is not None, "a loop begins with a round"
+        result.parts = [self._part(in_flight, plan, result) for plan in plans]
+        return result
 
-    def _begin(self, turns: Sequence[SlotPlan], wanted: dict[ActiveSequence, int]) -> bool:
+    def _begin(self, plans: Sequence[SlotPlan], wanted: dict[ActiveSequence, int]) -> bool:
         """Launch a loop; False where there is none."""
-        shape = self._shape(turns, 0)
+        shape = self._shape(plans, 0)
         if shape not in self._loops:
             self._loops[shape] = self._capture_loop(shape) if self._graphs_wanted else None
         loop = self._loops[shape]
