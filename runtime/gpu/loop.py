@@ -70,15 +70,16 @@ class LoopingRounds(DeviceRounds):
         result = RoundResult()
         in_flight = self._next()
         if in_flight is None:
-            self._catch_up(plans, result)
-            if not self._begin(plans, wanted):
+            if not self._begin(plans, wanted, result):
                 return super().run(plans)
             in_flight = self._next()
             assert in_flight is not None, "a loop begins with a round"
         result.parts = [self._part(in_flight, plan, result) for plan in plans]
         return result
 
-    def _begin(self, plans: Sequence[SlotPlan], wanted: dict[ActiveSequence, int]) -> bool:
+    def _begin(
+        self, plans: Sequence[SlotPlan], wanted: dict[ActiveSequence, int], result: RoundResult
+    ) -> bool:
         """Launch a loop; False where there is none."""
         shape = self._shape(plans, 0)
         if shape not in self._loops:
@@ -86,6 +87,7 @@ class LoopingRounds(DeviceRounds):
         loop = self._loops[shape]
         if loop is None:
             return False
+        self._catch_up(plans, result)
         self._stop[0] = 0
         self._upload_turns(wanted, shape.batch)
         self._device.replay(loop, self._stream)

@@ -132,6 +132,14 @@ def test_as_a_loop(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
             load(llama_bundle, loop=True, **options)
 
 
+def test_a_loop_that_the_driver_lacks(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
+    """Its rounds run one by one, and say what the draft's reading of the prompt took."""
+    on_fake_gpu.loops = False
+    engine = load(llama_bundle, device="cuda", loop=True)
+    stats = engine.generate("some words", max_new_tokens=9, ignore_eos=True).stats
+    assert stats.rounds and stats.time_draft_prefill > 0
+
+
 def test_without_graphs(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
     engine = load(llama_bundle, device="cuda", graphs=False)
     assert len(engine.generate("some words", max_new_tokens=9, ignore_eos=True).tokens) == 9
