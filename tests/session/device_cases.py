@@ -7,6 +7,7 @@ the driver's and TensorRT's libraries.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -20,8 +21,10 @@ from native_session import NativeSession
 from test_bits import in_step, requests
 from toy_model import make_bundle, python_engine
 
+from runtime.files import library
 from runtime.files.errors import OutriderError
 
+library.FOLDERS = (Path(os.environ["STANDINS"]),)
 PLAIN = {"max_new_tokens": 30, "ignore_eos": True, "gamma": 0}
 DRAFTED = {**PLAIN, "gamma": 4, "draft": "model", "temperature": 1.0, "seed": 3}
 

@@ -1,7 +1,7 @@
 """The session over TensorRT without TensorRT's library and without a GPU.
 
-Its engine is built against real headers where TENSORRT_ROOT names them (else these tests are
-skipped), and opened with stand-ins for the driver and for TensorRT, which check what they are told.
+Its engine is built against real headers where TENSORRT_ROOT names them, else against a stand-in's,
+and opened with stand-ins for the driver and for TensorRT, which check what they are told.
 What this does not show: that TensorRT does what its headers say, and how fast anything is.
 """
 
@@ -17,8 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import TENSORRT
 from native_session import NativeSession
-from toy_model import BUILT, ROOT, compile_standins, make_bundle
+from toy_model import compile_standins, make_bundle
 
 from plugins.tools import build_tensorrt
 from plugins.tools.build import find_compiler
@@ -44,8 +45,6 @@ except Exception as error:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    if not ROOT:
-        pytest.skip("TENSORRT_ROOT does not name TensorRT's headers")
     return compile_standins(tmp_path_factory.mktemp("standins"))
 
 
@@ -61,7 +60,7 @@ def test_as_python_says(environment: Mapping[str, str]) -> None:
 def test_it_compiles_without_a_warning(
     environment: Mapping[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    made = build_tensorrt.build_engine(ROOT, tmp_path)
+    made = build_tensorrt.build_engine(TENSORRT, tmp_path)
     said = capfd.readouterr().err
     assert said == f"compile {build_tensorrt.ENGINE} with {find_compiler()[0]}\n"
     listed = [
@@ -77,8 +76,7 @@ def test_older_headers_make_no_engine(tmp_path: Path) -> None:
     path = tmp_path / "NvInferRuntime.h"
     path.write_text("class ICudaEngine;")
     assert not build_tensorrt.new_enough(tmp_path)
-    if ROOT:
-        assert build_tensorrt.new_enough(build_tensorrt.tensorrt_headers(ROOT))
+    assert build_tensorrt.new_enough(build_tensorrt.tensorrt_headers(TENSORRT))
 
 
 def test_liboutrider_needs_none_of_it() -> None:
@@ -96,7 +94,9 @@ def test_liboutrider_needs_none_of_it() -> None:
         ("driver", r"backend: there is no CUDA driver: .*: Install NVIDIA's driver"),
     ],
 )
-def test_what_is_missing_is_named(missing: str, message: str, tmp_path: Path) -> None:
+def test_what_is_missing_is_named(
+    missing: str, message: str, tmp_path: Path, environment: Mapping[str, str]
+) -> None:
     """In a copy of the folder of liboutrider, and where no stand-in is found."""
     library, own, driver = find_library(), tmp_path / "lib", tmp_path / "driver"
     assert library is not None
@@ -110,9 +110,7 @@ def test_what_is_missing_is_named(missing: str, message: str, tmp_path: Path) ->
         subprocess.run([*find_compiler(), "-x", "c", "-shared", "-fPIC", source, "-o", engine],
                        check=True)  # fmt: skip
     elif missing == "driver":
-        if not ROOT:
-            pytest.skip("TENSORRT_ROOT does not name TensorRT's headers")
-        shutil.copy(build_tensorrt.build_engine(ROOT, BUILT), engine)
+        shutil.copy(Path(environment["STANDINS"]) / engine.name, engine)
         (driver / "libcuda.so.1").write_text("no library")
     make_bundle(tmp_path / "bundle", slots=1)
     done = subprocess.run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,12 +13,14 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from commands import TENSORRT
 from fakes import Context, FakeEngine, IdleFake, Model, character_tokenizer, make_manifest
 
 from plugins.tools import build_tensorrt
-from plugins.tools.build import FLAGS, HERE, WARNINGS, find_compiler
+from plugins.tools.build import FLAGS, WARNINGS, find_compiler
 from runtime.backends.engine import Logits
 from runtime.decoder import Decoder
+from runtime.files.library import find_library
 from runtime.files.manifest import CHUNK, EngineFacts, Manifest, Profile, file_facts
 from runtime.files.records import write_json
 from runtime.round import HostRounds
@@ -26,8 +29,6 @@ from runtime.text.engine import TextEngine
 from runtime.text.tokenizer import Tokenizer
 
 STANDINS = Path(__file__).parents[1] / "standins" / "native"
-ROOT = os.environ.get("TENSORRT_ROOT")
-BUILT = HERE.parent / "build" / "lib"
 WORD = 2**64 - 1
 LAYERS, HEADS, WIDTH = 2, 2, 64  # so that a slot's rows are a multiple of 256 bytes
 MAX_GAMMA = 8
@@ -152,9 +153,9 @@ def _stubs(headers: Path) -> str:
 
 
 def compile_standins(folder: Path) -> Mapping[str, str]:
-    """The driver and TensorRT in `folder`, and the engine beside liboutrider; the environment of a
-    process that finds them. Wants TENSORRT_ROOT."""
-    headers, cuda = build_tensorrt.tensorrt_headers(ROOT), build_tensorrt.cuda_headers()
+    """The driver and TensorRT in `folder`, and the engine beside a copy of liboutrider; the
+    environment of a process that finds them, which names the folder STANDINS."""
+    headers, cuda = build_tensorrt.tensorrt_headers(TENSORRT), build_tensorrt.cuda_headers()
     (folder / "stubs.h").write_text(_stubs(headers))
     version = (headers / "NvInferVersion.h").read_text()
     major = re.search(r"define TRT_MAJOR_ENTERPRISE (\d+)", version)
@@ -170,5 +171,8 @@ def compile_standins(folder: Path) -> Mapping[str, str]:
         ]  # fmt: skip
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
         assert done.returncode == 0 and not done.stderr, done.stderr
-    build_tensorrt.build_engine(ROOT, BUILT)
-    return {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+    build_tensorrt.build_engine(TENSORRT, folder)
+    library = find_library()
+    assert library is not None
+    shutil.copy(library, folder)
+    return {**os.environ, "LD_LIBRARY_PATH": str(folder), "STANDINS": str(folder)}

@@ -18,6 +18,8 @@ from runtime.cli import command as command_line
 from runtime.files.errors import EXIT_STATUS
 
 CHECKOUT = Path(__file__).parents[2]
+# The folder with TensorRT's include/: its own headers where they are, else what we use of them.
+TENSORRT = os.environ.get("TENSORRT_ROOT") or str(CHECKOUT / "tests" / "standins" / "tensorrt")
 # USERS.md's promise: one line for the cause, one for the remedy, here joined by a full stop.
 ERROR = re.compile(r"error: (?P<kind>[a-z]+): (?P<cause>[^\n]+)\. (?P<remedy>[^\n]+\.)\n\Z")
 PLAIN_ERROR = re.compile(r"error: [a-z]+: [^\n]+\. [^\n]+\n")
