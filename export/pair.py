@@ -222,9 +222,12 @@ def _parts(
         role: part.make(
             part.Wanted(
                 role, model, asked.dtype, lengths[role], capacity, asked.max_gamma, asked.form,
-                None if kinds[role] == "full" else cast(Weights, kinds[role]), asked.cache_type,
-                words, asked.bits if role == "target" else None, shares and role == "draft",
-                RECURRENT_STATES in asked.backend_runs,
+                weights=None if kinds[role] == "full" else cast(Weights, kinds[role]),
+                cache=asked.cache_type,
+                text=words,
+                bits=asked.bits if role == "target" else None,
+                shares=shares and role == "draft",
+                states=RECURRENT_STATES in asked.backend_runs,
             ),
             asked.cache,
             asked.force,

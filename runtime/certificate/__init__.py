@@ -49,6 +49,7 @@ import numpy as np
 from ..backends.engine import source_ids
 from ..calls import with_second
 from ..files.manifest import Dtype
+from ..sequence import Request
 from ..text.engine import TextEngine
 from ..text.options import Options, Prompt
 from .replay import Forced, Mismatch, Replay, Rounding
@@ -154,6 +155,57 @@ def check(
     Raises OutriderError as `generate` does.
     """
     request = engine.request(prompt, options)
+    params, width = request.params, request.gamma + 1
+    generated = _generate(engine, prompt, options, request, said)
+    texts = generated.texts
+    tokens = sum(map(len, texts))
+    numbers, mismatches, rounding = _replay(engine, request, generated, said)
+    identical = rounding.identical if width > 1 and engine.bits.of_gamma else None
+    bound = min(2 * rounding.largest, _cap(engine.manifest.pair.target.dtype, rounding.scale))
+    near = tuple(m for m in mismatches if m.margin <= bound and identical is None)
+    violations = tuple(m for m in mismatches if m not in near)
+    statistic = p_value = None
+    if params.temperature > 0:
+        tests = [kolmogorov_smirnov(column) for column in zip(*numbers, strict=True)]
+        statistic, p_value = min(tests, key=lambda test: test[1])
+        p_value = min(1.0, 2 * p_value)
+        # Two rows whose logits differ by at most d have total variation <= tanh(d / 2) <= d / 2,
+        # and outside a filter's support rounding moves mass of that order: one more is chance.
+        if len(near) > 1 + tokens * bound / 4:
+            near, violations = (), (*violations, *near)
+    caveat = _caveat(request, generated.drafted)
+    passed = (
+        not violations
+        and caveat is None
+        and (p_value is None or p_value >= LEVEL)
+        and generated.repeated in (None, len(texts))
+        and identical is not False
+    )
+    return Certificate(
+        passed=passed, temperature=params.temperature, texts=len(texts), tokens=tokens,
+        drafted=generated.drafted, width=width, rounding=rounding.largest, bound=bound,
+        near_ties=near, violations=violations, statistic=statistic, p_value=p_value,
+        repeated=generated.repeated, identical=identical, caveat=caveat,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Generated:
+    """Texts as they are always made, each of a seed. drafted, repeated: as in `Certificate`."""
+
+    seeds: list[int]
+    texts: list[list[int]]
+    drafted: int
+    repeated: int | None
+
+
+def _generate(
+    engine: TextEngine,
+    prompt: Prompt | None,
+    options: Options,
+    request: Request,
+    said: Callable[[str], None],
+) -> _Generated:
     params = request.params
     seeds = [(params.seed + run) % 2**64 for run in range(RUNS if params.temperature else 1)]
     texts: list[list[int]] = []
@@ -171,9 +223,16 @@ def check(
         if sum(map(len, texts)) >= TOKENS and params.temperature:
             texts[-1] = texts[-1][: TOKENS - sum(map(len, texts[:-1]))]
             break
+    return _Generated(seeds, texts, drafted, repeated)
 
-    width = request.gamma + 1
-    numbers: list[tuple[float, float]] = []  # the U, in the order by p/q and in that by p
+
+def _replay(
+    engine: TextEngine, request: Request, generated: _Generated, said: Callable[[str], None]
+) -> tuple[list[tuple[float, float]], list[Mismatch], Rounding]:
+    """Teacher-force the texts: the U of all tokens, in the order by p/q and in that by p; what was
+    no argmax, or outside the support; and how calls of gamma + 1 tokens differ."""
+    params, width = request.params, request.gamma + 1
+    numbers: list[tuple[float, float]] = []
     mismatches: list[Mismatch] = []
     rounding = Rounding(engine.decoder.vocab_size, params.repetition_penalty)
     with engine.exclusive() as slot:
@@ -186,8 +245,8 @@ def check(
             longest = max(len(request.prompt) + 1, len(source_ids(request.source)))
             if model is not None and longest <= room:
                 draft = Forced(model, slot, request, room)
-        for run, (seed, text) in enumerate(zip(seeds, texts, strict=False)):
-            said(f"text {run + 1} of {len(texts)} once more")
+        for run, (seed, text) in enumerate(zip(generated.seeds, generated.texts, strict=False)):
+            said(f"text {run + 1} of {len(generated.texts)} once more")
             plain = rounding.watch(target.rows(text))
             if params.temperature == 0:
                 mismatches += replay.not_argmax(plain, text)
@@ -196,39 +255,19 @@ def check(
                 numbers += replay.transform(plain, q_rows, text, seed, run, mismatches)
             if width > 1:
                 rounding.compare(target.rows(text, width))
+    return numbers, mismatches, rounding
 
-    tokens = sum(map(len, texts))
-    identical = rounding.identical if width > 1 and engine.bits.of_gamma else None
-    bound = min(2 * rounding.largest, _cap(engine.manifest.pair.target.dtype, rounding.scale))
-    near = tuple(m for m in mismatches if m.margin <= bound and identical is None)
-    violations = tuple(m for m in mismatches if m not in near)
-    statistic = p_value = None
-    if params.temperature > 0:
-        tests = [kolmogorov_smirnov(column) for column in zip(*numbers, strict=True)]
-        statistic, p_value = min(tests, key=lambda test: test[1])
-        p_value = min(1.0, 2 * p_value)
-        # Two rows whose logits differ by at most d have total variation <= tanh(d / 2) <= d / 2,
-        # and outside a filter's support rounding moves mass of that order: one more is chance.
-        if len(near) > 1 + tokens * bound / 4:
-            near, violations = (), (*violations, *near)
-    caveat = None
-    if params.verify == "sigmoid":
-        caveat = "verify=sigmoid is not exact by design: no sample can certify it"
-    elif params.lenience != 1:
-        caveat = f"lenience={params.lenience:g} is not exact by design: no sample can certify it"
+
+def _caveat(request: Request, drafted: int) -> str | None:
+    """Why nothing can be certified, if anything is."""
+    params = request.params
     if request.gamma and not drafted:
-        caveat = "nothing was drafted, so speculation was not tested: let the texts be longer"
-    passed = (
-        not violations
-        and caveat is None
-        and (p_value is None or p_value >= LEVEL)
-        and repeated in (None, len(texts))
-        and identical is not False
-    )
-    return Certificate(
-        passed, params.temperature, len(texts), tokens, drafted, width, rounding.largest, bound,
-        near, violations, statistic, p_value, repeated, identical, caveat,
-    )  # fmt: skip
+        return "nothing was drafted, so speculation was not tested: let the texts be longer"
+    if params.verify == "sigmoid":
+        return "verify=sigmoid is not exact by design: no sample can certify it"
+    if params.lenience != 1:
+        return f"lenience={params.lenience:g} is not exact by design: no sample can certify it"
+    return None
 
 
 def kolmogorov_smirnov(sample: Sequence[float]) -> tuple[float, float]:
