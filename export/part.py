@@ -405,15 +405,11 @@ def _compare(
             raise refuse_architecture(*given, f"its graph does not run: {error.cause}") from None
         said.note = result.what
         if result.max_difference is not None:
-            said.note = (
-                f"largest difference {result.max_difference:.1e} (bound {result.bound:.1e})"
-                + original.said.remark
-            )
+            said.note = f"largest difference {result.told()}{original.said.remark}"
     if not result.passed:
         raise OutriderError(
             "difference",
-            f"the graph of {wanted.checkpoint.source} differs from the original by "
-            f"{result.max_difference:.1e}, more than {result.bound:.1e}",
+            f"the graph of {wanted.checkpoint.source} differs from the original by {result.told()}",
             "Please report the architecture."
             if wanted.dtype == "float32"
             else "Build with DTYPE=float32; if that fails too, please report the architecture.",

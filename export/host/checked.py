@@ -33,7 +33,7 @@ def write_checked(
         nodes = lowering.write(folder, capacity)
         result = check(exact)
         if not result.passed:
-            raise NotLowered(f"it would differ by {_told(result)}")
+            raise NotLowered(f"it would differ by {result.told()}")
         if cache:
             lowering.write(folder, capacity, cache)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is told or refused
@@ -49,18 +49,11 @@ def write_checked(
         (folder / HOST_FILE).unlink(missing_ok=True)
         return f"none: {first_line(error)}"
     what = "activations in 8 bits move a logit by" if rounded is not None else "largest difference"
-    said = f"{nodes:,} nodes, {what} {_told(result)}"
+    said = f"{nodes:,} nodes, {what} {result.told()}"
     if cache:
         rows = check(cache=cache)
         if not rows.passed:
-            cause = f"rows of {cache} change a logit by {_told(rows)}"
+            cause = f"rows of {cache} change a logit by {rows.told()}"
             raise OutriderError("difference", cause, "Build without CACHE.")
-        said += f", with rows of {cache} {_told(rows)}"
+        said += f", with rows of {cache} {rows.told()}"
     return said
-
-
-def _told(found: compare.Comparison) -> str:
-    largest = f"{found.max_difference:.1e} (bound {found.bound:.1e})"
-    if found.mean_bound == found.bound:  # no activations are rounded
-        return largest
-    return f"{largest}, on the mean {found.mean_difference:.1e} ({found.mean_bound:.1e})"

@@ -195,7 +195,8 @@ OUTRIDER_API void outrider_cancel(outrider_session* session, uint64_t request);
 OUTRIDER_API int32_t outrider_get_stats(const outrider_session* session, uint64_t request,
                                         outrider_stats* stats, outrider_failure* failure);
 
-/* The slot is free again; its rows stay, for a text that begins like this one. */
+/* The slot is free again, also where this fails; its rows stay, for a text that begins like this
+ * one. */
 OUTRIDER_API int32_t outrider_release(outrider_session* session, uint64_t request,
                                       outrider_failure* failure);
 

@@ -158,6 +158,7 @@ uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_op
       std::min<int64_t>(length + options.max_new_tokens, bundle_.max_len)));
   sequence.tokens.assign(prompt, prompt + length);
   sequence.slot = acquire(sequence.tokens);
+  if (rows_[sequence.slot].broken) clear(sequence.slot);
   if (reuse_) {
     sequence.target_len = known(sequence.slot, sequence.tokens);
     if (draft_ != nullptr) {
@@ -363,15 +364,18 @@ void Decoder::note_rows() {
   }
 }
 
-// The slot is free. What broke the logits may lie in its rows: those are emptied.
+// The slot is free. What broke the logits may lie in its rows: those are emptied, or the next text
+// that takes them tries again.
 void Decoder::leave(Sequence& sequence) {
   rows_[sequence.slot] = {sequence.target_len, sequence.draft_len, false};
   if (sequence.failure != nullptr) clear(sequence.slot);
 }
 
 void Decoder::clear(int32_t slot) {
+  rows_[slot].broken = true;
   target_->clear(slot);
   if (draft_) draft_->clear(slot);
+  rows_[slot].broken = false;
 }
 
 void Decoder::release(uint64_t request) {

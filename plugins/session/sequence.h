@@ -97,6 +97,7 @@ struct Sequence {
 struct SlotRows {
   int64_t target = 0, draft = 0;
   bool busy = false;
+  bool broken = false; // rows that are to be emptied before a text takes them
 };
 
 } // namespace outrider

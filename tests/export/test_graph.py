@@ -29,7 +29,7 @@ from workshop import CAPACITY, MAX_GAMMA, MAX_LEN, Workshop
 from export import graph as simplified
 from export.checkpoint import find
 from export.decoder import Decoder, example_caches
-from export.functions import attention
+from export.functions import attention, recurrence
 from export.loading import cache_shapes, load
 from export.pair import export as export_pair
 from runtime.backends.onnxruntime import OrtEngine
@@ -274,9 +274,13 @@ def test_attention_that_the_operator_lacks(name: str, softcap: float | None, sun
 
 def test_functions_stand_in_one_order() -> None:
     """Whatever Python's hashes of their names are: the same model is the same file."""
-    names = ["UnevenAttention", "SinkAttention", "CappedSinkAttention", "CappedAttention"]
-    nodes = [ir.node(name, [], domain="outrider") for name in names]
-    imports = {"": simplified.OPSET}
-    made = ir.Model(ir.Graph([], [], nodes=nodes, opset_imports=imports), ir_version=10)
-    attention.define(made)
-    assert [name for _, name, _ in made.functions] == sorted(names)
+    for define, names in (
+        (attention.define,
+         ["UnevenAttention", "SinkAttention", "CappedSinkAttention", "CappedAttention"]),
+        (recurrence.define, [recurrence.RECURRENCE, recurrence.DELTA, recurrence.CONVOLUTION]),
+    ):  # fmt: skip
+        nodes = [ir.node(name, [], domain="outrider") for name in names]
+        imports = {"": simplified.OPSET}
+        made = ir.Model(ir.Graph([], [], nodes=nodes, opset_imports=imports), ir_version=10)
+        define(made)
+        assert [name for _, name, _ in made.functions] == sorted(names)

@@ -276,6 +276,8 @@ def test_text_of_the_user_begins_as_a_text_of_the_model_does(workshop: Workshop,
     assert texts is not None
     begun = [first_token(model)] if name == "llama" else []
     assert texts[0].tolist() == [*begun, *text][:20]
+    model.config.bos_token_id, model.config.decoder_start_token_id = 3, 5
+    assert first_token(model) == (3 if name == "llama" else 5)
     for impossible in (None, 257, -1):
         model.config.bos_token_id = model.config.decoder_start_token_id = impossible
         assert first_token(model) is None

@@ -125,7 +125,8 @@ def test_without_the_draft_model(llama_bundle: Path, on_fake_gpu: FakeDriver) ->
 
 def test_as_a_loop(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
     engine = load(llama_bundle, device="cuda", loop=True)
-    assert len(engine.generate("some words", max_new_tokens=9, ignore_eos=True).tokens) == 9
+    result = engine.generate("some words", max_new_tokens=9, ignore_eos=True)
+    assert len(result.tokens) == 9 and result.stats.time_draft_prefill > 0
     assert "capture loop" in on_fake_gpu.log
     for options in ({"device": "cpu"}, {"device": "cuda", "graphs": False}):
         with pytest.raises(OutriderError, match="loop is for a GPU's CUDA graphs"):

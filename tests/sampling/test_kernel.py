@@ -160,13 +160,14 @@ def test_instruction_sets_give_the_same_bits():
         weights = [warp_weights(c.p[0, 0], s[0], library=library) for c, s in cases]
         return [by_library(library, *c) for c in cases], [(w.tobytes(), t) for w, t in weights]
 
-    want = everything()
+    want, compared = everything(), 0
     for name in SETS:
         with instructions(name) as there:
             if there:
                 assert library.outrider_instruction_set() == name.encode()
                 assert everything() == want
-    assert not library.outrider_use(b"abacus")
+                compared += 1
+    assert compared and not library.outrider_use(b"abacus")
 
 
 @pytest.mark.parametrize("shift", [1, 2])

@@ -175,7 +175,7 @@ def test_a_broken_text_leaves_its_slot_empty(tmp_path: Path) -> None:
 def test_a_slot_that_cannot_be_emptied_is_free_all_the_same(
     tmp_path: Path, driver: ctypes.CDLL
 ) -> None:
-    """Or a second release would free it below the next text."""
+    """Or a second release would free it below the next text, whose rows are emptied then."""
     make_bundle(tmp_path, slots=1, nan_after=20)
     with NativeSession(tmp_path) as session:
         request = session.admit([5, 6, 7], **PLAIN)
@@ -184,9 +184,12 @@ def test_a_slot_that_cannot_be_emptied_is_free_all_the_same(
         driver.standin_break(True)
         with pytest.raises(OutriderError, match="failed"):
             session.release(request)
+        with pytest.raises(OutriderError, match="failed"):
+            session.admit([5, 6, 7], **PLAIN)
         driver.standin_break(False)
         with pytest.raises(OutriderError, match="there is no request"):
             session.release(request)
+        assert len(session.generate([5, 6, 7], **{**PLAIN, "max_new_tokens": 10})) == 10
 
 
 def test_every_allocation_may_fail(tmp_path: Path, driver: ctypes.CDLL) -> None:

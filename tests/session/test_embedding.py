@@ -207,6 +207,7 @@ def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
         (of_target(key_shapes=[], value_shapes=[]), "bundle", "about its caches"),
         (of_target(value_shapes=target.value_shapes[1:]), "bundle", "about its caches"),
         (of_target(states=few), "bundle", "about its states"),
+        (of_pair(draft=replace(pair.draft, key_shapes=[])), "bundle", "about its caches"),
     ):  # fmt: skip
         write_json(bundle / "manifest.json", "manifest", edited)
         refused(kind, words)
