@@ -192,9 +192,8 @@ def compare(
         if said.sources:
             graph.read(said.sources)
         differences = _differences(graph, said)
-        levels = np.concatenate(
-            [levels[b, p : p + accepted] for b, p, accepted in _compared(levels.shape[1])]
-        )
+        computed = differences >= 0
+        differences, levels = differences[computed], levels[computed]
         allowed = tolerance * (1 + float(np.abs(said.logits).max()))
         mean = float(differences.mean()), float(levels.mean()) + allowed
         bound = float(levels.max()) + allowed
@@ -227,39 +226,32 @@ def _crashes(folder: Path) -> bool:
 _Call = Callable[[npt.NDArray[np.int64], list[int]], npt.NDArray[np.float32]]
 
 
-def _calls(length: int) -> list[tuple[list[int], int, int]]:
-    """Where both texts go on, how many of their tokens follow, and how many rejected drafts. Few
-    calls: each makes all weights wide."""
-    prompt = length // 2
-    calls = [([0, 0], prompt, 5)]
-    position = [prompt, prompt - 3]  # rolled back, one of them into the prompt
-    for accepted, rejected in ((5, 0), (1, 0), (2, 4)):
-        calls.append((position, accepted, rejected))
-        position = [p + accepted for p in position]
-    return [*calls, (position, length - max(position), 0)]
-
-
-def _compared(length: int) -> Iterator[tuple[int, int, int]]:
-    """Text, first position and number of positions, in the order of `_differences`."""
-    for position, accepted, _ in _calls(length):
-        for b, p in enumerate(position):
-            yield b, p, accepted
-
-
 def _differences(graph: _Call, original: Reference) -> npt.NDArray[np.float32]:
-    """Of each position that is computed the largest difference of a logit, infinity for NaN."""
+    """Of each position the largest difference of a logit, [2, T]: infinity for NaN, and less than 0
+    where nothing was computed."""
+    length = original.ids.shape[1]
     rng = np.random.default_rng(1)
-    found = []
-    for position, accepted, rejected in _calls(original.ids.shape[1]):
+    found = np.full(original.ids.shape, -1, np.float32)
+
+    def run(position: list[int], accepted: int, rejected: int = 0) -> None:
         ids = np.stack([original.ids[b, p : p + accepted] for b, p in enumerate(position)])
         drafts = rng.integers(0, original.logits.shape[2], (2, rejected))
         logits = graph(np.concatenate([ids, drafts], axis=1), position)
         for b, p in enumerate(position):
             expected = original.logits[b, p : p + accepted]
-            found.append(np.abs(logits[b, :accepted] - expected).max(-1))
-    differences = np.concatenate(found)
-    differences[np.isnan(differences)] = np.inf
-    return differences
+            largest = np.abs(logits[b, :accepted] - expected).max(-1)
+            found[b, p : p + accepted] = np.maximum(found[b, p : p + accepted], largest)
+
+    # Few calls: each makes all weights wide.
+    prompt = length // 2
+    run([0, 0], prompt, rejected=5)
+    position = [prompt, prompt - 3]  # rolled back, one of them into the prompt
+    for accepted, rejected in ((5, 0), (1, 0), (2, 4)):
+        run(position, accepted, rejected)
+        position = [p + accepted for p in position]
+    run(position, length - max(position))
+    found[np.isnan(found)] = np.inf
+    return found
 
 
 def run(

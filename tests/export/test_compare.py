@@ -39,9 +39,8 @@ def test_float32_decides_where_the_original_rounds_badly(
     assert decided.passed
     assert "from the original in float32" in decided.what
     # Controls: it is not the rougher yardstick alone that passes, and another model does not.
-    rounding = np.abs(rough.logits - exact.logits).max()
-    assert decided.max_difference is not None
-    assert decided.max_difference < rounding
+    rounding = np.abs(rough.logits - exact.logits).max(-1).mean()
+    assert decided.mean is not None and decided.mean[0] < 1.1 * rounding
     weights = np.fromfile(copy / WEIGHTS_FILE, np.float16)
     weights[len(weights) // 2 :: 7] = 0
     (copy / WEIGHTS_FILE).unlink()
