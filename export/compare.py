@@ -34,9 +34,9 @@ from .loading import first_token, width
 TOLERANCE: dict[Dtype | Cache, float] = {
     "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1, "int8": 1e-1,
 }  # fmt: skip
-# How many times the original's own rounding error the graph's may be (2 in half precision): where
-# layers enlarge what another order of summing changes, 15 has been seen.
-_SLACK = {"float32": 30}
+# How many times the original's own rounding error the graph's may be. In float32, where layers
+# enlarge what another order of summing changes, 15 has been seen.
+_SLACK: dict[Dtype, float] = {"float32": 30, "float16": 2, "bfloat16": 2}
 _LONGEST = 256  # tokens compared; more only where a sliding window is to be seen to slide
 
 
@@ -206,7 +206,7 @@ def compare(
     rounding = np.abs(original.logits - truth.logits).max(-1)
     more = "float64" if dtype == "float32" else "float32"
     what += f"; from the original in {more}, from which its own {dtype} is {rounding.max():.1e}"
-    return held_against(truth, levels + _SLACK.get(dtype, 2) * rounding, what)
+    return held_against(truth, levels + _SLACK[dtype] * rounding, what)
 
 
 def _crashes(folder: Path) -> bool:

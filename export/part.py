@@ -39,7 +39,7 @@ from runtime.files.progress import note, stage
 from runtime.files.records import digest_json, read_json, write_json
 
 from . import compare, graph, program
-from .checkpoint import Checkpoint, content_hashes, refuse_architecture
+from .checkpoint import Checkpoint, content_hashes
 from .decoder import Decoder, example
 from .encoder import Encoder, SharedEncoder, SourceDecoder, example_decoder, example_encoder
 from .functions.carrying import UnsupportedArchitecture
@@ -311,9 +311,7 @@ def _trace(wanted: Wanted, model: PreTrainedModel, shapes: CacheShapes) -> list[
                 wanted.by.trace(encoder.eval(), read),
             ]
         except Exception as error:  # noqa: BLE001 - torch.export wraps whatever the model raised
-            raise refuse_architecture(
-                checkpoint.source, checkpoint.config, _reason(error)
-            ) from None
+            raise checkpoint.refused(_reason(error)) from None
 
 
 def _simplify(traced: list[Any]) -> str:
@@ -401,8 +399,7 @@ def _compare(
         except OutriderError as error:
             if error.kind != "backend" or wanted.dtype != "float32":
                 raise
-            given = wanted.checkpoint.source, wanted.checkpoint.config
-            raise refuse_architecture(*given, f"its graph does not run: {error.cause}") from None
+            raise wanted.checkpoint.refused(f"its graph does not run: {error.cause}") from None
         said.note = result.what
         if result.max_difference is not None:
             said.note = f"largest difference {result.told()}{original.said.remark}"

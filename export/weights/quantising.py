@@ -45,14 +45,13 @@ class Quantising:
         shares: bool,
         bits: float | None = None,
     ):
-        self.role, self.weights, self.source = role, weights, checkpoint.source
-        self._checkpoint, self._features = checkpoint, checkpoint.features
+        self.role, self.weights, self._checkpoint = role, weights, checkpoint
         self._text, self._shares = text, shares
         self._option = "DRAFT_WEIGHTS" if role == "draft" else "WEIGHTS"
         self._bits: Bits = 4 if weights == "int4" else 8
         # A weight, at most; as it is; and where one matrix more had 8.
         self._most, self._each, self._next = bits, float(self._bits), float(self._bits)
-        self._chooses = self._features is None  # whether BITS would
+        self._chooses = checkpoint.features is None  # whether BITS would
         self._found: dict[str, Quantised] = {}  # in half precision
         self._said = torch.empty(0)  # likewise
 
@@ -63,12 +62,12 @@ class Quantising:
         if self._most is not None and self._most < (needed := least(model)) - 0.005:
             raise OutriderError(
                 "option",
-                f"4 bits and their scales take {needed:.2f} a weight of {self.source}, more than "
-                f"BITS={self._most:g}",
+                f"4 bits and their scales take {needed:.2f} a weight of {self._checkpoint.source}, "
+                f"more than BITS={self._most:g}",
                 f"Build with BITS={math.ceil(10 * needed) / 10:g} or more, or without BITS.",
             )
         encoder = model.config.is_encoder_decoder
-        some = [example_source(self._features)] if encoder else []
+        some = [example_source(self._checkpoint.features)] if encoder else []
         compare.logits(model, torch.zeros(1, 8, dtype=torch.int64), some)  # does it run at all?
         try:
             written = self._write(model, min(LENGTH, context))
@@ -94,13 +93,13 @@ class Quantising:
             except NoCosts as error:
                 raise OutriderError(
                     "architecture",
-                    f"what each matrix of {self.source} costs cannot be told: {error}",
+                    f"what each matrix of {self._checkpoint.source} costs cannot be told: {error}",
                     "Build without BITS.",
                 ) from None
             except ValueError as error:
                 raise OutriderError(
                     "checkpoint",
-                    f"a weight of {self.source} cannot be quantised: {error}",
+                    f"a weight of {self._checkpoint.source} cannot be quantised: {error}",
                     f"Check the weights, or build with {self._option}=full.",
                 ) from None
             widen(model)
@@ -134,8 +133,8 @@ class Quantising:
         half, written = length // 2, None
         with stage(self.role, "texts to look at") as said:
             tell = partial(setattr, said, "phase")
-            if self._features:
-                self._texts = quality.write_about(model, quality.noise(self._features), half, tell)
+            if features := self._checkpoint.features:
+                self._texts = quality.write_about(model, quality.noise(features), half, tell)
             elif self._bits == 4:
                 written = quality.write(model, TEXTS + MEASURED, length, tell)
                 self._texts = written[TEXTS:].cut(half)
@@ -171,7 +170,7 @@ class Quantising:
             texts = zip(self._full, quantised, self._texts.ids, strict=True)
             found = quality.measure((p[:-1], q[:-1], ids[1:]) for p, q, ids in texts)
             said.note = quality.describe(found)
-        quality.refuse_nonsense(found, self.weights, self.source, self._option)
+        quality.refuse_nonsense(found, self.weights, self._checkpoint.source, self._option)
         plain = self.role == "target" and self._bits == 4 and self._most is None
         if plain and found.kl > quality.BOUND["int8"]:
             more = max(self._each + 0.25, self._next)

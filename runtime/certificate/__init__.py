@@ -223,7 +223,7 @@ def _generate(
         if sum(map(len, texts)) >= TOKENS and params.temperature:
             texts[-1] = texts[-1][: TOKENS - sum(map(len, texts[:-1]))]
             break
-    return _Generated(seeds, texts, drafted, repeated)
+    return _Generated(seeds[: len(texts)], texts, drafted, repeated)
 
 
 def _replay(
@@ -245,7 +245,7 @@ def _replay(
             longest = max(len(request.prompt) + 1, len(source_ids(request.source)))
             if model is not None and longest <= room:
                 draft = Forced(model, slot, request, room)
-        for run, (seed, text) in enumerate(zip(generated.seeds, generated.texts, strict=False)):
+        for run, (seed, text) in enumerate(zip(generated.seeds, generated.texts, strict=True)):
             said(f"text {run + 1} of {len(generated.texts)} once more")
             plain = rounding.watch(target.rows(text))
             if params.temperature == 0:

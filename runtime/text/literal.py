@@ -47,8 +47,7 @@ class LiteralTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text in which nothing controls. Raises OutriderError "prompt"."""
-        ids = self._model.encode(_checked(text), add_special_tokens=add_special_tokens).ids
-        return [self._ids.get(i, i) for i in ids]
+        return self._encode(_checked(text), add_special_tokens)
 
     def broken(self, value: Any) -> Any:
         """Messages, or a part of them, whose special tokens are broken.
@@ -76,7 +75,10 @@ class LiteralTokenizer:
         """The token ids of a template's text, rendered from `broken` messages."""
         marked = self._special.sub(lambda found: _OPEN + found[0] + _CLOSE, text)
         plain = marked.replace(_BREAK, "").replace(_ALONE, "")
-        ids = self._model.encode(plain, add_special_tokens=False).ids
+        return self._encode(plain, add_special_tokens=False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids = self._model.encode(text, add_special_tokens=add_special_tokens).ids
         return [self._ids.get(i, i) for i in ids]
 
 

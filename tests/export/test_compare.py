@@ -110,8 +110,9 @@ def test_one_wrong_weight_is_seen(
     pair = workshop.pair("aotinductor" if form == "torch" else "onnxruntime")
     graphs = workshop.graphs(*pair, **({"form": "torch"} if form == "torch" else {}))
     copy = Path(shutil.copytree(graphs / "target", tmp_path / "target"))
-    original = compare.reference(original_of(pair[0]).model, CAPACITY)
-    assert (original.ids[:, 0] == loading.first_token(original_of(pair[0]).model)).all()
+    model = original_of(pair[0]).model
+    original = compare.reference(model, CAPACITY)
+    assert (original.ids[:, 0] == loading.first_token(model)).all()
     weights = np.fromfile(copy / WEIGHTS_FILE, np.float32)
     weights[len(weights) // 2] += value
     weights.tofile(copy / WEIGHTS_FILE)
