@@ -11,8 +11,6 @@ itself is a function of its own, `Judge`, which takes the uniforms: tests enumer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import onnx_ir as ir
 
@@ -20,54 +18,19 @@ from ..weights.operators import initializer
 from .own import DOMAIN, add
 from .sampling import functions
 
-# What the body lacks: name, value that asks for nothing.
-_ABSENT: Mapping[str, object] = {
-    "top_k": 0,
-    "top_p": 1,
-    "min_p": 0,
-    "repetition_penalty": 1,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "logit_bias": (),
-    "draft_temperature": None,
-    "min_new_tokens": 0,
-    "processors": (),
-    "verify": "token",
-}
 _ALL = 2**31 - 1  # vocab_size: as wide as the logits are
 
 
-def check_options(options: Mapping[str, object]) -> None:
-    """Refuse sampling options that the node lacks: nothing is silently ignored.
-
-    options: names and values as in runtime's SamplingParams and requests; others are not looked at.
-    Raises ValueError, one line.
-    """
-    for name, off in _ABSENT.items():
-        value = options.get(name, off)
-        if value != off and (value or off != ()):  # no bias is an empty mapping too
-            raise ValueError(
-                f"{name}={value!r} is not in the graph's sampling node. Use {name}={off!r}, "
-                "or a graph without the node."
-            )
-
-
-def append_verify(
-    model: ir.Model,
-    draft_vocab_size: int | ir.SymbolicDim | str = "draft_vocabulary",
-    vocab_size: int = _ALL,
-    rule: str = "token",
-) -> None:
+def append_verify(model: ir.Model, vocab_size: int = _ALL) -> None:
     """Let the target's graph verify the round that it computes, in place.
 
     The graph is export/graph.py's: a call over [pending, x1 .. xgamma] with logits at all of them.
     So drafts are `input_ids` without the first, and the round starts at `position` + 1. New inputs:
-    draft_logits [B, gamma, draft_vocab_size] of the logits' type; seed, gamma int64 [B];
+    draft_logits [B, gamma, V'] of the logits' type; seed, gamma int64 [B];
     temperature, lenience float32 [B]. New outputs: accepted int32, token int64, status int32, [B].
     See `functions`. vocab_size: the number of tokens there are; logits beyond are padding.
-    Raises ValueError for another rule than "token", and for a graph that lacks these tensors.
+    Raises ValueError for a graph that lacks these tensors.
     """
-    check_options({"verify": rule})
     graph = model.graph
     ends = {value.name: value for value in (*graph.inputs, *graph.outputs)}
     for name in ("input_ids", "position", "logits"):
@@ -82,7 +45,7 @@ def append_verify(
 
     assert logits.dtype is not None
     given = {
-        "draft_logits": value("draft_logits", logits.dtype, "drafts", draft_vocab_size),
+        "draft_logits": value("draft_logits", logits.dtype, "drafts", "draft_vocabulary"),
         "seed": value("seed", ir.DataType.INT64),
         "gamma": value("gamma", ir.DataType.INT64),
         "temperature": value("temperature", ir.DataType.FLOAT),
@@ -105,7 +68,7 @@ def append_verify(
         ],
         attributes={
             # On the node, not only as defaults: TensorRT's parser looks for them here.
-            "plugin_namespace": DOMAIN, "plugin_version": "1", "rule": rule,
+            "plugin_namespace": DOMAIN, "plugin_version": "1", "rule": "token",
             "vocab_size": vocab_size,
         },
         domain=DOMAIN,

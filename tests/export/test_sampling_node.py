@@ -5,9 +5,7 @@ token, and its rule is exact by enumeration. TensorRT's side is test_tensorrt_pl
 from __future__ import annotations
 
 import itertools
-import re
-import shutil
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 
 import enumeration
@@ -23,11 +21,12 @@ from samplers import TOKEN, Case, by_library, by_reference, cpu_library
 
 from export.functions import sampling as sampling_functions
 from export.functions import verify as sampling_node
+from export.functions.__main__ import main
 from export.graph import OPSET
 from runtime.files.manifest import GRAPH_FILE
+from runtime.files.torch_files import WEIGHTS_FILE
 from runtime.sampling.philox import Purpose, uniform
 from runtime.sampling.warp import SamplingParams
-from runtime.sequence import Request
 
 TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 SLOT = {
@@ -314,16 +313,13 @@ def test_control_enumeration_notices_a_broken_body(monkeypatch, name):
 
 
 def test_a_verify_graph_verifies_itself(workshop, tmp_path):
-    folder = workshop.graphs(workshop.checkpoint("llama")) / "target"
-    for path in folder.iterdir():  # a bundle's files are hard links, which onnx_ir refuses
-        shutil.copyfile(path, tmp_path / path.name)
-    model = ir.load(tmp_path / GRAPH_FILE)
-    vocab_size = model.graph.outputs[0].shape[2]
-    sampling_node.append_verify(model, vocab_size)
-    ir.save(model, tmp_path / "verify.onnx", external_data="verify.bin")
-    onnx.checker.check_model(tmp_path / "verify.onnx", full_check=True)
-    run = onnxruntime.InferenceSession(tmp_path / "verify.onnx", providers=["CPUExecutionProvider"])
+    graphs, out = workshop.graphs(workshop.checkpoint("llama")), tmp_path / "new" / "verify"
+    assert main(["--graph", str(graphs / "target"), "--rows", "32", "--out", str(out)]) == 0
+    assert sorted(path.name for path in out.iterdir()) == [GRAPH_FILE, WEIGHTS_FILE]
+    onnx.checker.check_model(out / GRAPH_FILE, full_check=True)
+    run = onnxruntime.InferenceSession(out / GRAPH_FILE, providers=["CPUExecutionProvider"])
     inputs = {value.name: value.shape for value in run.get_inputs()}
+    vocab_size = run.get_outputs()[0].shape[2]
     rng, params = np.random.default_rng(36), SamplingParams(temperature=1.0, seed=2**64 - 3)
     for slots, gamma in ((1, 3), (2, 0), (3, 4)):
         drafts = rng.integers(0, vocab_size, (slots, gamma))
@@ -340,7 +336,7 @@ def test_a_verify_graph_verifies_itself(workshop, tmp_path):
             "lenience": np.ones(slots, np.float32),
         }
         given |= {
-            name: np.zeros((slots, shape[1], 32, shape[3]), np.float32)
+            name: np.zeros((slots, *shape[1:]), np.float32)
             for name, shape in inputs.items()
             if name.startswith(("key_", "value_"))
         }
@@ -375,37 +371,23 @@ def test_what_tensorrts_parser_looks_for(workshop):
         assert {part.domain for part in function.node} <= {"", "outrider"}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"top_k": 5}, {"top_p": 0.9, "temperature": 1.0}, {"min_p": 0.1},
-        {"repetition_penalty": 1.1}, {"frequency_penalty": 0.5}, {"presence_penalty": -0.5},
-        {"logit_bias": {3: -100}}, {"logit_bias": ((3, -100.0),)}, {"draft_temperature": 0.0},
-        {"min_new_tokens": 3}, {"processors": ("some",)}, {"verify": "block"},
-        {"verify": "sigmoid"},
-    ],
-)  # fmt: skip
-def test_what_the_node_lacks_is_refused(options):
-    (name, value), *_ = options.items()
-    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} is not in the graph's")):
-        sampling_node.check_options(options)
+def test_what_is_no_graph_of_ours_is_refused(workshop, tmp_path, capsys):
+    folder = workshop.graphs(workshop.checkpoint("llama")) / "target"
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / WEIGHTS_FILE).touch()
 
+    def refused(*options, graph=folder, out=tmp_path / "verify"):
+        assert main(["--graph", str(graph), "--out", str(out), *options]) > 0
+        assert sorted(tmp_path.iterdir()) == [other]  # nothing is left behind
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
 
-@pytest.mark.parametrize("asked", [{}, {"temperature": 0.7, "lenience": 0.5}])
-def test_what_the_node_has_is_not_refused(asked):
-    """And it knows of every option that decides what is sampled."""
-    params, request = SamplingParams(**asked), Request([1], draft_temperature=None)
-    given = {field.name: getattr(params, field.name) for field in fields(params)}
-    later = {"draft_temperature", "min_new_tokens", "processors"}
-    sampling_node.check_options({**given, **{name: getattr(request, name) for name in later}})
-    sampling_node.check_options({"logit_bias": {}})
-    has = {"temperature", "seed", "lenience", "sigmoid_alpha", "sigmoid_beta"}  # by the rule
-    assert given.keys() | later == sampling_node._ABSENT.keys() | has
-
-
-def test_append_refuses_what_it_cannot_do():
-    empty = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}), ir_version=11)
-    with pytest.raises(ValueError, match="verify='block'"):
-        sampling_node.append_verify(empty, rule="block")
-    with pytest.raises(ValueError, match="no input_ids"):
-        sampling_node.append_verify(empty)
+    assert f"no {GRAPH_FILE}" in refused(graph=other)
+    assert "there already" in refused(out=other)
+    assert "out of range" in refused("--rows", "0")
+    (other / GRAPH_FILE).write_bytes(b"no graph")
+    assert "is no ONNX file" in refused(graph=other)
+    ir.save(ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}), ir_version=11),
+            other / GRAPH_FILE)  # fmt: skip
+    assert "no input_ids. Give" in refused(graph=other)

@@ -1,0 +1,107 @@
+"""python -m export.functions: a target's graph that verifies its own rounds."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from runtime.files.errors import CommandParser, OutriderError, first_line, run_command
+from runtime.files.manifest import GRAPH_FILE
+from runtime.files.torch_files import WEIGHTS_FILE
+
+DESCRIPTION = """\
+Append the node outrider::Verify to a target's graph: a call over the pending token and the drafts
+then also says how many of them stand, and which token follows. It is a function of standard
+operators, in whose place TensorRT takes the plugin of `make plugin`. docs/tensorrt.md has the rest.
+"""
+EPILOG = """\
+examples:
+  python -m export.functions --graph build/demo/target --out build/verify
+
+  python -m export --model ~/checkpoints/my-7b --dtype float16 --out build/graphs/my-7b
+  python -m export.functions --graph build/graphs/my-7b/target --rows 2057 --out build/verify
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = CommandParser(
+        prog="python -m export.functions",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("--graph", type=Path, required=True, metavar="DIR",
+        help="the folder of a target's graph.onnx, as python -m export writes it")  # fmt: skip
+    add("--out", type=Path, required=True, metavar="DIR", help="a new folder to write")
+    add("--rows", type=int, metavar="S",
+        help="of the caches, fixed: TensorRT refuses an open S (default: open)")  # fmt: skip
+    add("--vocab-size", type=int, metavar="V",
+        help="tokens that there are, if fewer than logits (default: as many)")  # fmt: skip
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return run_command(lambda: _main(parser().parse_args(argv)))
+
+
+def _main(args: argparse.Namespace) -> int:
+    for name in ("rows", "vocab_size"):
+        value = getattr(args, name)
+        if value is not None and not 1 <= value < 2**31:
+            option = "--" + name.replace("_", "-")
+            raise OutriderError("option", f"{option} {value} is out of range", "Use 1 or more.")
+    for name in (GRAPH_FILE, WEIGHTS_FILE):
+        if not (args.graph / name).is_file():
+            raise OutriderError(
+                "option",
+                f"{args.graph} has no {name}",
+                "Give the folder target/ of what python -m export wrote.",
+            )
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir()
+    except FileExistsError:
+        raise OutriderError(
+            "disk", f"{args.out} is there already", "Name another folder, or remove it."
+        ) from None
+    try:
+        _write(args)
+    except BaseException:
+        shutil.rmtree(args.out, ignore_errors=True)
+        raise
+    return 0
+
+
+def _write(args: argparse.Namespace) -> None:
+    import onnx_ir as ir  # late: with it comes torch, for which --help should not wait
+
+    from .verify import append_verify
+
+    try:
+        model = ir.load(args.graph / GRAPH_FILE)
+    except Exception as error:  # noqa: BLE001 - protobuf's own class, which is nobody's dependency
+        cause = f"{args.graph / GRAPH_FILE} is no ONNX file ({first_line(error)})"
+        raise OutriderError("option", cause, "Export it again.") from None
+    try:
+        append_verify(model, **({"vocab_size": args.vocab_size} if args.vocab_size else {}))
+    except ValueError as error:
+        raise OutriderError("option", *str(error).split(". ", 1)) from None
+    if args.rows:
+        for value in (*model.graph.inputs, *model.graph.outputs):
+            if value.name and value.name.startswith(("key_", "value_")):
+                assert value.shape is not None
+                slots, heads, _, width = value.shape
+                value.shape = ir.Shape([slots, heads, args.rows, width])
+    # The weights are not read: the graph names the file beside it, which is copied.
+    ir.save(model, args.out / GRAPH_FILE)
+    shutil.copyfile(args.graph / WEIGHTS_FILE, args.out / WEIGHTS_FILE)
+    size = sum(path.stat().st_size for path in args.out.iterdir())
+    print(f"{args.out}: a graph that verifies, {size / 2**20:,.1f} MiB", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
