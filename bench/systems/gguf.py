@@ -1,4 +1,4 @@
-"""python -m bench.systems.gguf CHECKPOINT FILE [--type q8_0]: a Llama for llama.cpp.
+"""python -m bench.systems.gguf CHECKPOINT FILE [--type q8_0]: a Llama or Qwen for llama.cpp.
 
 The file has no vocabulary, only its size: whoever reads it feeds and gets token ids.
 """
@@ -6,7 +6,6 @@ The file has no vocabulary, only its size: whoever reads it feeds and gets token
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,54 +23,81 @@ MIXTURES = {
 }
 
 
+# By Transformers' model type: llama.cpp's architecture, and whether it rotates neighbours.
+FAMILIES = {
+    "llama": ("llama", True), "mistral": ("llama", True), "qwen2": ("qwen2", False),
+    "qwen3": ("qwen3", False),
+}  # fmt: skip
+
+
 class NotWritten(ValueError):
-    """A checkpoint that is no plain Llama in the Hugging Face layout."""
+    """A checkpoint of another family, or not in the Hugging Face layout."""
 
 
 def write(checkpoint: Path, file: Path) -> None:
     """The checkpoint's weights in float32, under llama.cpp's names.
 
     Raises:
-        NotWritten: it is no plain Llama in the Hugging Face layout.
+        NotWritten: it is none of `FAMILIES`, has a sliding window or another rotary embedding than
+            the default one or Llama 3's.
     """
     import gguf
+    from transformers import AutoConfig
 
     if not checkpoint.is_dir():
-        raise NotWritten("only a folder with a plain Llama is written")
-    config = json.loads((checkpoint / "config.json").read_text())
-    rope = config.get("rope_parameters") or {}
-    if config["model_type"] != "llama" or rope.get("rope_type", "default") != "default":
-        raise NotWritten("only Llama with its default rotary embedding is written")
-    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    width = config.get("head_dim") or config["hidden_size"] // heads
-    writer = gguf.GGUFWriter(file, "llama")
+        raise NotWritten("only a folder in the Hugging Face layout is written")
+    config: Any = AutoConfig.from_pretrained(checkpoint)
+    rope, kind = getattr(config, "rope_parameters", {}), config.model_type
+    if kind not in FAMILIES or rope["rope_type"] not in ("default", "llama3"):
+        raise NotWritten(f"only {', '.join(FAMILIES)} with usual rotary embeddings are written")
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
+        kind == "mistral" and config.sliding_window
+    ):
+        raise NotWritten("no sliding window is written")
+    architecture, neighbours = FAMILIES[kind]
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer = gguf.GGUFWriter(file, architecture)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    writer.add_block_count(layers)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
     writer.add_key_length(width)
     writer.add_value_length(width)
     writer.add_rope_dimension_count(width)
-    writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta", 10_000.0))
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
-    rotated = {"q_proj.weight": heads, "k_proj.weight": kv_heads}
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", slower(config, width))
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    rotated = {f"{side}_proj.{part}": count for part in ("weight", "bias")
+               for side, count in (("q", heads), ("k", kv_heads))}  # fmt: skip
     for source, tensor in tensors(checkpoint):
-        name = names.get_name(source, try_suffixes=(".weight",))
+        name = names.get_name(source, try_suffixes=(".weight", ".bias"))
         if name is None:
             raise NotWritten(f"llama.cpp has no name for {source}")
         many = next((count for end, count in rotated.items() if source.endswith(end)), None)
-        writer.add_tensor(name, interleaved(tensor, many) if many else tensor)
+        writer.add_tensor(name, interleaved(tensor, many) if many and neighbours else tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def slower(config: Any, width: int) -> Array:
+    """By how much Llama 3 slows each of the width / 2 frequencies, as Transformers has it."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    made, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    usual = config.rope_parameters["rope_theta"] ** -np.arange(0, 1, 2 / width)
+    factors: Array = (usual / made.numpy()).astype(np.float32)
+    return factors
 
 
 def tensors(checkpoint: Path) -> Iterator[tuple[str, Array]]:
@@ -86,11 +112,12 @@ def tensors(checkpoint: Path) -> Iterator[tuple[str, Array]]:
 
 
 def interleaved(weight: Array, heads: int) -> Array:
-    """Rows of a projection [heads * width, hidden] in the order of llama.cpp's rotation.
+    """Rows of a projection [heads * width, hidden] (or its biases) in the order of llama.cpp's
+    rotation.
 
     Transformers rotates row i of a head with row i + width / 2, llama.cpp row 2 i with 2 i + 1.
     """
-    halves = weight.reshape(heads, 2, -1, weight.shape[-1])
+    halves = weight.reshape(heads, 2, -1, *weight.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
 
 

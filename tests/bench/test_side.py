@@ -9,7 +9,9 @@ from typing import Any, ClassVar, Self
 import pytest
 from commands import error_line
 from test_core import CODE, PROSE, Letters
+from workshop import Workshop
 
+from bench.core import pair
 from bench.core.clock import Clock
 from bench.core.costs import Traffic
 from bench.core.pair import Pair
@@ -144,7 +146,7 @@ def test_who_gets_which_workload() -> None:
     names = {system.name for system in every}
     assert {OWN, BASE, "llama.cpp plain", "llama.cpp q4_0 plain"} <= names
     assert {"outrider int4 lookup", "llama.cpp q4_0 draft"} <= names
-    assert not {"outrider int4 auto", "outrider int8 lookup", "llama.cpp q4_0 lookup"} & names
+    assert not {"outrider int4 auto", "outrider int8 lookup", "llama.cpp q8_0 lookup"} & names
     assert MIXED not in names
     prompts = Prompts(SPARSE, [*CODE, *PROSE])
     work = alone(FULL, prompts, every)
@@ -190,6 +192,8 @@ def test_what_is_not_measured_is_refused_before_a_pair_is_made(
     for options, cause in (
         (["--systems", "genai"], "--systems leaves outrider out"),
         (["--precision", "mixed"], "mixed is not measured on smollm-135m"),
+        (["--draft", "d"], "--draft is of a --model"),
+        (["--model", "m", "--alpha", "0"], "--shape and --alpha are of the grown pair"),
     ):
         assert SUITE.main([*options, "--work", str(tmp_path)]) == EXIT_STATUS["option"]
         assert cause in error_line(capsys.readouterr().err, "option")
@@ -212,6 +216,32 @@ def test_a_run_of_quantised_weights_alone_has_no_batches(side: SideRun) -> None:
     cells = run(side, chosen, works, None)["cells"]
     assert {cell["group"] for cell in cells} == {SHARED}
     assert all("outrider int4 draft" in row for cell in cells for row in cell["rows"])
+
+
+def test_checkpoints_of_ones_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    workshop: Workshop,
+) -> None:  # fmt: skip
+    """Without a draft nothing that drafts; goals are about the grown pair."""
+    monkeypatch.setattr(measuring, "Peer", FakePeer)
+    few = ["--quick", "--precision", "float32", "--systems", "outrider", "transformers"]
+    target, where = str(pair.TARGET), ["--work", str(tmp_path)]
+    assert SUITE.main([*few, "--model", target, *where]) == 0
+    said, _, line = capsys.readouterr().out.strip().rpartition("\n")
+    results = json.loads(line)
+    assert results["pair"] == {"shape": "target", "alpha_wanted": None}
+    assert results["systems"] == [OWN, "outrider lookup", BASE, "transformers lookup"]
+    assert "; target, gamma 4;" in said and "Goals" not in said
+    assert pair.own(pair.TARGET, pair.DRAFT).shape == "target and draft"
+    for folder, cause in (
+        (workshop.checkpoint("t5"), "is an encoder-decoder"),
+        (tmp_path / "nowhere", "nowhere"),
+    ):
+        assert SUITE.main(["--model", str(folder), *where]) != 0
+        assert cause in capsys.readouterr().err
+    short = workshop.checkpoint("llama")
+    assert SUITE.main(["--model", str(short), *where]) == EXIT_STATUS["option"]
+    assert "longer than the model's 256" in capsys.readouterr().err
 
 
 def test_a_whole_run_with_systems_that_only_pretend(

@@ -11,13 +11,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from runtime.files.errors import OutriderError
+from runtime.files.errors import OutriderError, refuse_first
+from runtime.files.manifest import TOKENIZER_FILE
 
 from ..kept import kept, run_module
 from ..machine import CHECKOUT
 from .shapes import SEQ2SEQ, SHAPES, Seq2Seq, Shape
 
-__all__ = ["SEQ2SEQ", "SHAPES", "Pair", "Seq2Seq", "Shape", "bundle", "make", "place"]
+__all__ = ["SEQ2SEQ", "SHAPES", "Pair", "Seq2Seq", "Shape", "bundle", "make", "own", "place"]
 
 TARGET, DRAFT = CHECKOUT / "models" / "target", CHECKOUT / "models" / "draft"
 BUILDERS = "export", "engines", "runtime/files"  # what a bundle is made by
@@ -27,12 +28,32 @@ DRAFT_HIDDEN = 288  # a larger vocabulary takes three channels more than the bun
 
 @dataclass(frozen=True)
 class Pair:
-    """Folders of two checkpoints, the shape that they are made in, the acceptance asked for."""
+    """Folders of checkpoints, the shape that they are made in, the acceptance asked for. Of a
+    user's own the shape is their names, and alpha None. context: the longest text, in tokens."""
 
     target: Path
-    draft: Path
+    draft: Path | None
     shape: str
-    alpha: float
+    alpha: float | None
+    context: int = 1 << 20
+
+
+def own(target: Path, draft: Path | None) -> Pair:
+    """A user's checkpoints. Raises OutriderError, also for what other systems do not read."""
+    from export.checkpoint import find  # here: Transformers
+
+    found = [find(str(path)) for path in (target, draft) if path]
+    for each in found:
+        refuse_first([
+            (each.has_encoder, f"{each.source} is an encoder-decoder, and would need sources",
+             "Measure a shape like it: --shape t5-base or whisper-small."),
+            (each.gguf is not None, f"{each.source} is a GGUF file, and not all systems read it",
+             "Name a folder in the Hugging Face layout."),
+            (not (each.path / TOKENIZER_FILE).is_file(), f"{each.source} has no {TOKENIZER_FILE}",
+             "Save its tokenizer with Transformers."),
+        ])  # fmt: skip
+    paths, names = [each.path for each in found], " and ".join(each.source for each in found)
+    return Pair(paths[0], paths[1] if draft else None, names, None, found[0].max_len)
 
 
 def make(shape: str, alpha: float, work: Path) -> Pair:

@@ -32,9 +32,11 @@ GAMMA = 4
 WARM_UPS = 4  # as many as there are sizes of batches
 OWN, DRAFT = "outrider plain", "outrider draft"
 MODES = ("plain", "draft", "assistant", "auto", "lookup")
+DRAFTLESS = "plain", "lookup"  # of those, without a draft model
 QUANTISED = "plain", "draft"
+FOUR_BITS = (*QUANTISED, "lookup")
 OF_PRECISION = {  # of others QUANTISED
-    "float32": MODES, "mixed": ("draft",), "int4": (*QUANTISED, "lookup"),
+    "float32": MODES, "mixed": ("draft",), "int4": FOUR_BITS, "q4_0": FOUR_BITS,
 }  # fmt: skip
 PRECISIONS = {  # ours, and what all of them call it
     "float32": ("float32",),
@@ -224,7 +226,8 @@ class SideRun:
 
     def rows(self, element: int) -> tuple[int, int]:
         """Bytes of a token in the caches of target and draft."""
-        return row_bytes(self.pair.target, element), row_bytes(self.pair.draft, element)
+        draft = self.pair.draft
+        return row_bytes(self.pair.target, element), row_bytes(draft, element) if draft else 0
 
     def costs(self, peers: dict[str, Peer], position: int) -> RoundCosts | None:
         """Of our engines alone, after a prompt's texts."""

@@ -1,9 +1,10 @@
 """Outrider and what a user would pick instead, side by side in one run.
 
 The pair is the bundled one, grown to the shape of a real model without changing what it says, with
-a draft that agrees with it about as often as is asked for (bench.core.pair). Every system is a
-process of its own (bench.systems). Each prompt goes to all of them, one after the other in an order
-that changes; ratios are taken prompt by prompt, and their median is told.
+a draft that agrees with it about as often as is asked for (bench.core.pair); or it is yours
+(--model, --draft). Every system is a process of its own (bench.systems). Each prompt goes to all of
+them, one after the other in an order that changes; ratios are taken prompt by prompt, and their
+median is told.
 
 An encoder-decoder (--shape t5-base, whisper-small) reads sources in place of prompts. Its encoders'
 time is part of the first token's, and told apart where a system lets it be known.
@@ -29,6 +30,7 @@ from ...core.prompts import KINDS, Prompts
 from ...systems import SYSTEMS
 from . import seq2seq, tables
 from .run import (
+    DRAFTLESS,
     GAMMA,
     LENGTHS,
     MEMORY_SHAPE,
@@ -126,10 +128,13 @@ def run(
 
 def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--alpha", type=float, default=0.8, metavar="A",
-        help="acceptance of the draft on held-out text; default 0.8")  # fmt: skip
-    add("--shape", choices=[*pair.SHAPES, *pair.SEQ2SEQ], default="smollm-135m",
-        help="of the target; default smollm-135m")  # fmt: skip
+    add("--model", type=Path, metavar="DIR",
+        help="a checkpoint of your own in place of the grown pair")  # fmt: skip
+    add("--draft", type=Path, metavar="DIR", help="its draft; default none, but for lookups")
+    add("--alpha", type=float, metavar="A",
+        help="acceptance of the grown pair's draft on held-out text; default 0.8")  # fmt: skip
+    add("--shape", choices=[*pair.SHAPES, *pair.SEQ2SEQ],
+        help="of its target; default smollm-135m")  # fmt: skip
     add("--precision", nargs="+", choices=PRECISIONS,
         help="of the weights, or what peers have of as many bits; mixed: of encoder-decoders, a "
         "target of float32 with a draft of int8; default: all")  # fmt: skip
@@ -140,20 +145,34 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
     models = "seq2seq" if args.shape in pair.SEQ2SEQ else "text"
+    shape = args.shape or "smollm-135m"
     refuse_first([
         ("outrider" not in args.systems, "--systems leaves outrider out", "Name it too."),
         (models == "text" and "mixed" in (args.precision or ()),
-         f"--precision mixed is not measured on {args.shape}", "Leave it out."),
+         f"--precision mixed is not measured on {args.model or shape}", "Leave it out."),
+        (bool(args.draft) and not args.model, "--draft is of a --model", "Name that too."),
+        (bool(args.model) and (args.shape, args.alpha) != (None, None),
+         "--shape and --alpha are of the grown pair", "Leave them or --model out."),
     ])  # fmt: skip
     chosen = systems(args.systems, args.precision or list(PRECISIONS), models)
-    made = pair.make(args.shape, args.alpha, args.work)
+    if args.model:
+        made = pair.own(args.model, args.draft)
+        chosen = [system for system in chosen if made.draft or system.mode in DRAFTLESS]
+    else:
+        made = pair.make(shape, 0.8 if args.alpha is None else args.alpha, args.work)
     side = SideRun(made, args.threads, args.work, clock)
     if models == "seq2seq":
         side.max_len, side.warm_ups = LONGEST, 1
         reading = seq2seq.QUICK if args.quick else seq2seq.FULL
         return run(side, chosen, [seq2seq.jobs(reading, made, chosen, BOTH)], None)
-    prompts = Prompts(Tokenizer(made.target / TOKENIZER_FILE), collect().held_out, seed=1)
+    side.max_len = min(side.max_len, made.context)
     scale = QUICK if args.quick else FULL
+    longest = max(length + new for _, length, new, _ in (scale.shared, *scale.lengths)) + GAMMA
+    refuse_first([
+        (longest > side.max_len, f"texts of {longest} tokens are longer than the model's "
+         f"{side.max_len}", "Measure with --quick." if scale is FULL else "Name another --model."),
+    ])  # fmt: skip
+    prompts = Prompts(Tokenizer(made.target / TOKENIZER_FILE), collect().held_out, seed=1)
     works = [alone(scale, prompts, chosen), together(scale, prompts, chosen)]
     return run(side, chosen, works, prompts.completion(MEMORY_SHAPE[0]))
 

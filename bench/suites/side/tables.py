@@ -141,7 +141,7 @@ def tables(results: Results) -> list[Table]:
         table_of("Load of the target, from converted files", loads, LOADS,
                  ["Outrider's bundle has the draft too, but where a process decodes without it."]),
         table_of("Missing", missing, [("why", "why", str)]),
-        table_of("Goals", goals(results), GOAL),
+        table_of("Goals", [] if results["pair"]["alpha_wanted"] is None else goals(results), GOAL),
     ]  # fmt: skip
     return [table for table in every if table.rows]
 
@@ -228,10 +228,12 @@ def heading(results: Results) -> str:
     pair, rate = results["pair"], results["bytes_per_second"]
     widths = (facts.get("plain_width", 0) for facts in results["facts"].values())
     plain = "".join(f"; {plain_steps(width)}" for width in {*widths} - {0})
+    models: str = pair["shape"]
+    if pair["alpha_wanted"] is not None:
+        models = f"a pair of shape {models}, acceptance wanted {pair['alpha_wanted']:g}"
     return (
-        f"{sentence(results['machine'])}; a pair of shape {pair['shape']}, acceptance wanted "
-        f"{pair['alpha_wanted']:g}, gamma {results['gamma']}{plain}; memory reads at "
-        f"{rate / 1e9:.1f} GB/s, and the floor of a token is the time in which weights and cache "
-        "of its round are read at that rate. Ratios are medians over prompts, each taken prompt by "
-        "prompt. * other processes took over 2 % of the time of most texts."
+        f"{sentence(results['machine'])}; {models}, gamma {results['gamma']}{plain}; memory reads "
+        f"at {rate / 1e9:.1f} GB/s, and the floor of a token is the time in which weights and "
+        "cache of its round are read at that rate. Ratios are medians over prompts, each taken "
+        "prompt by prompt. * other processes took over 2 % of the time of most texts."
     )

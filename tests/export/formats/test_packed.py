@@ -260,7 +260,9 @@ DAMAGED: dict[str, tuple[str, Edit, str]] = {
     ),
     "a row too few": ("GPTQ, 4 bits", _shorter("qweight"), "qweight"),
     "a column too few": ("GPTQ, 4 bits", _shorter("g_idx"), "qweight"),
-    "scales too few": ("AWQ", _shorter("scales"), "qzeros is I32 [2, 8] in place of I32 [1, 8]"),
+    "scales too few": (
+        "AWQ", _shorter("scales"), f"{PROJ}qzeros is I32 [2, 8] in place of I32 [1, 8]"
+    ),
     "words of 64 bits": ("AWQ", _as("qweight", torch.int64), "is I64 [64, 8]"),
     "three bits": (
         "GPTQ, 4 bits",
