@@ -104,12 +104,15 @@ class SamplingParams:
         return tuple(sorted((int(token), float(bias)) for token, bias in pairs.items()))
 
     def _out_of_range(self, name: str, legal: str) -> OutriderError:
-        cause = f"{name}={getattr(self, name)!r} is out of range"
+        cause = f"{name}={repr(getattr(self, name))[:80]} is out of range"
         return OutriderError("option", cause, f"{name} must be {legal}.")
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats, which JSON may have
+        return False
 
 
 def _real(fits: Callable[[float], bool]) -> Callable[[Any], bool]:
