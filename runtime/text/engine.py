@@ -354,6 +354,8 @@ class TextEngine:
             if options.system is not None:
                 messages.insert(0, {"role": "system", "content": options.system})
             return self.tokenizer.encode_chat(messages, special_tokens=special)
+        if not items and start is None:
+            return []  # nobody knows of what: it is refused as empty, whatever else was asked
         refuse_first(
             (getattr(options, name) != getattr(Options, name),
              f"{name} has no meaning where the prompt is token ids",

@@ -62,6 +62,13 @@ def test_prompts_that_are_none(engine, prompt):
     assert error.value.kind == "prompt"
 
 
+def test_no_messages_are_no_token_ids(engine):
+    """Fault: "special_tokens has no meaning where the prompt is token ids"."""
+    for options in ({"special_tokens": "text"}, {"system": "be kind"}):
+        with pytest.raises(OutriderError, match="the prompt is empty"):
+            engine.generate([], **options)
+
+
 def test_an_error_crosses_processes():
     """Fault: a process pool dies of BrokenProcessPool where a worker raises one."""
     error = OutriderError("prompt", "it is empty.", "Fill it.")
