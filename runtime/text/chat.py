@@ -17,7 +17,7 @@ from ..files.errors import OutriderError, first_line
 # Names under which messages carry a model's reasoning; templates read the first (gpt-oss: second).
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Types of parts that a template would make a placeholder of, or nothing, begin with these.
-_MEDIA = ("image", "video", "audio", "input_image", "input_audio")
+_MEDIA = ("image", "video", "audio", "file", "input_image", "input_audio", "input_file")
 
 
 class ChatTemplate:
@@ -30,9 +30,12 @@ class ChatTemplate:
     def _template(self) -> jinja2.Template:
         return _environment().from_string(self._source)
 
-    def _in_parts(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _in_form(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Text as a list of one part, for the roles of which the template reads such lists alone,
-        as those of models that see do: by itself it would be left out without a word."""
+        as those of models that see do: by itself it would be left out without a word. And parts as
+        one text, a line each as in other servers, where it reads text alone: it would fail, or
+        write them out as Python does."""
+        parted, messages = messages, [_joined(m) for m in messages]
         roles = dict.fromkeys(m.get("role") for m in messages if isinstance(m.get("content"), str))
         marks = {role: chr(0xE000 + i) for i, role in enumerate(roles)}  # letters of no alphabet
 
@@ -47,7 +50,12 @@ class ChatTemplate:
             return {role for role, mark in marks.items() if mark not in said}
 
         mended = silent - lost(silent) if (silent := lost(())) else silent
-        return [_saying(m, None, mended) for m in messages]
+        given = {m.get("role") for m, old in zip(messages, parted, strict=True) if m is not old}
+        joined = lost(mended | given) - silent if given else given
+        return [
+            _saying(m, None, mended) if m is old or m.get("role") in joined else old
+            for m, old in zip(messages, parted, strict=True)
+        ]
 
     def _rendered(self, messages: list[dict[str, Any]]) -> str:
         return self._template.render(
@@ -69,7 +77,7 @@ class ChatTemplate:
             raise OutriderError("prompt", "the conversation is empty", "Pass at least one message.")
         try:
             plain = [_plain_message(message) for message in messages]
-            return self._rendered(self._in_parts(plain))
+            return self._rendered(self._in_form(plain))
         except OutriderError:
             raise
         except Exception as error:
@@ -100,6 +108,19 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if reasoning is None:
         return plain
     return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    """The message, if it is nothing but parts of text with one text in their place."""
+    parts = message.get("content")
+    if not parts or not isinstance(parts, list):
+        return message
+    if not all(isinstance(p, dict) and p.get("type") == "text" for p in parts):
+        return message
+    texts = [part.get("text") for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        return message
+    return {**message, "content": "\n".join(texts)}
 
 
 def _saying(

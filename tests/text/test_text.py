@@ -315,6 +315,11 @@ PARTS = """{% for m in messages %}{{ m.role }}:
 {% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ part.text }};{% endfor %}
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
 
+BOTH = """{% for m in messages %}{{ m.role }}:
+{% if m.content is string %}{{ m.content }}{% else %}
+{% for part in m.content %}{{ part.text }};{% endfor %}
+{% endif %}{% endfor %}"""
+
 TALK: list[dict[str, Any]] = [
     {"role": "system", "content": ' Be <brief> & "kind". '},
     {"role": "user", "content": "Hi 👋\n\nthere"},
@@ -350,7 +355,10 @@ def test_templates_equal_transformers(
         with pytest.raises(OutriderError, match="the chat template refused the messages"):
             ours.render_chat(messages)
         return
-    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    said = messages
+    if messages is TOOLS and template is REASONING:  # it reads text alone, and is given text
+        said = [{**m, "content": "é"} if isinstance(m["content"], list) else m for m in messages]
+    expected = theirs.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
     assert ours.render_chat(messages) == expected
     assert messages[-1]["role"] in expected or len(expected) > 40  # it did render something
 
@@ -385,10 +393,25 @@ def test_text_is_a_part_where_a_template_reads_parts_alone(
     assert "there" in expected and "there" not in lost  # the control: by itself it vanishes
 
 
+@pytest.mark.parametrize("template", [CHATML, LLAMA, PARTS, BOTH])
+def test_parts_are_a_text_where_a_template_reads_text_alone(
+    files: dict[str, Path], template: str
+) -> None:
+    """Fault: a refusal, or in the prompt what Python writes for a list. The controls read parts."""
+    ours = Tokenizer(files["byte_level"], chat_template=template, special_tokens=SPECIAL_TEXTS)
+    parts = [{"type": "text", "text": text} for text in ("a", "b")]
+    talk = [*TALK[:3], {"role": "user", "content": parts}]
+    whole = "a\nb" if template in (CHATML, LLAMA) else "a;b;"
+    rendered = ours.render_chat(talk)
+    assert whole in rendered and "{" not in rendered
+    if template in (CHATML, LLAMA):
+        assert rendered == ours.render_chat([*TALK[:3], {"role": "user", "content": "a\nb"}])
+
+
 @pytest.mark.parametrize("template", [PARTS, CHATML])
 def test_a_picture_in_a_message_is_refused(files: dict[str, Path], template: str) -> None:
     ours = Tokenizer(files["byte_level"], chat_template=template, special_tokens=SPECIAL_TEXTS)
-    for kind in ("image", "image_url", "input_audio"):
+    for kind in ("image", "image_url", "input_audio", "file"):
         with pytest.raises(OutriderError, match=f"a part of type '{kind}'"):
             ours.render_chat([{"role": "user", "content": [{"type": kind}]}])
 
