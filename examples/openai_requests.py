@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from outrider import Options, OutriderError
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 from ray.exceptions import RayError
 from starlette.exceptions import HTTPException
 
@@ -36,6 +36,14 @@ class Body(BaseModel, extra="allow"):
     stream_options: dict[Literal["include_usage"], bool] | None = None
     max_tokens: int | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def without_null(cls, given: Any) -> Any:
+        """In OpenAI's reference it says as much as leaving the field out."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
     def several(self, prompts: Sequence[Any], **named: Any) -> Requests:
         """`n` of each prompt. Raises OutriderError "option" for what the engine does not take."""
         if self.stream_options and not self.stream:
@@ -49,7 +57,8 @@ class Body(BaseModel, extra="allow"):
             if value is not None and name not in _BOOKS and value not in _NOTHING.get(name, ())
         }
         options = Options(temperature=1.0).updated(given).seeded()
-        seeds = [replace(options, seed=(options.seed or 0) + nth) for nth in range(self.n)]
+        first = options.seed or 0
+        seeds = [replace(options, seed=(first + nth) % 2**64) for nth in range(self.n)]
         return [(prompt, seeded) for prompt in prompts for seeded in seeds]
 
 
@@ -92,9 +101,11 @@ def refusal(error: Exception) -> tuple[dict[str, Any], int]:
         kind, message = error.kind, str(error)
     elif isinstance(error, RequestValidationError):
         first = error.errors()[0]
-        kind, message = "option", ".".join(map(str, first["loc"][1:])) + ": " + first["msg"]
+        where = first["loc"][1:] or first["loc"]  # of the whole body it is its name
+        kind, message = "option", ".".join(map(str, where)) + ": " + first["msg"]
     elif isinstance(error, HTTPException):  # no such route
         kind, message = "route", error.detail
+    message = message.encode(errors="backslashreplace").decode()  # halves of characters in a name
     status = error.status_code if isinstance(error, HTTPException) else STATUS.get(kind, 500)
     blame = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": message, "type": blame, "param": None, "code": kind}}, status

@@ -19,6 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from shutil import copytree, rmtree
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import outrider
 import pytest
@@ -164,7 +166,7 @@ ASKED = [
     ({**SAMPLED, "logit_bias": {"300": 5.0}}, {"logit_bias": {300: 5.0}}),
     ({**SAMPLED, "extra_body": {"verify": "coupled", "gamma": 0, "top_k": 5}},
      {"verify": "coupled", "gamma": 0, "top_k": 5}),
-    ({**SAMPLED, "user": "me", "best_of": 1, "echo": False,
+    ({**SAMPLED, "user": "me", "best_of": 1, "echo": False, "n": None,
       "extra_body": {"store": False, "tools": [], "response_format": {"type": "text"}}}, {}),
 ]  # fmt: skip
 
@@ -245,6 +247,11 @@ def test_choices_and_log_probabilities(client: openai.OpenAI, engine: outrider.T
     assert answer.usage.completion_tokens == 32
     assert answer.usage.prompt_tokens == sum(r.stats.prompt_tokens for r in locally[::2])
 
+    last = {"model": "demo", "prompt": "x", "max_tokens": 8, "seed": 2**64 - 1}
+    _, after = client.completions.create(n=2, **last).choices  # there is no seed 2**64
+    first = engine.generate("x", chat=False, max_new_tokens=8, temperature=1, seed=0)
+    assert after.text == first.text
+
     messages = [{"role": "user", "content": "x"}]
     expected = engine.generate(messages, max_new_tokens=8, logprobs=2, **seeded)
     options = {"max_tokens": 8, "logprobs": True, "top_logprobs": 2, **seeded}
@@ -261,6 +268,7 @@ REFUSED = [
     ({"extra_body": {"tools": [{}]}}, 400, "option"),
     ({"extra_body": {"best_of": 3}}, 400, "option"),
     ({"temperature": -1}, 400, "option"),
+    ({"temperature": 10**400}, 400, "option"),
     ({"top_p": "much"}, 400, "option"),
     ({"n": 0}, 400, "option"),
     ({"n": 10**9}, 400, "option"),
@@ -291,6 +299,12 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, stream: bool) -> 
     assert client.models.retrieve("demo").id == "demo"
     with pytest.raises(openai.NotFoundError, match="gpt is not here"):
         client.models.retrieve("gpt")
+    with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
+        client.chat.completions.create(model="demo", messages=[], stream=stream)
+    half = rb'{"model": "\ud800", "prompt": "x"}'
+    asked = Request(f"{client.base_url}completions", half, {"Content-Type": "application/json"})
+    with pytest.raises(HTTPError, match="404"):  # 500: the answer could not be written either
+        urlopen(asked)
     with pytest.raises(openai.NotFoundError) as no_route:
         client.embeddings.create(model="demo", input="x")
     assert no_route.value.body["code"] == "route"
