@@ -18,6 +18,7 @@ namespace {
 
 constexpr int SCHEMA = 2;
 constexpr int64_t LARGEST_MANIFEST = 64 << 20, COUNT = (int64_t{1} << 31) - 1, SMALL = 1 << 16;
+constexpr int64_t MOST_TOKENS = int64_t{1} << 30; // of a vocabulary: outrider_workspace_size's
 constexpr int SCALE_BYTES = 4; // behind the levels of a quantised row
 constexpr double MOST_NUMBERS = 1e12; // in a slot's caches: their bytes in all slots are an int64_t
 constexpr int WIDEST_STEP = 2; // tokens of a plain step's call, at most
@@ -107,7 +108,7 @@ ModelFacts model(const Json& facts, const std::string& role, const Json* engine)
   found.dtype = facts.at("dtype").string();
   const bool quantised = facts.has("cache");
   found.cache = quantised ? facts.at("cache").string() : found.dtype;
-  found.vocab_size = static_cast<int32_t>(facts.at("vocab_size").integer(1, COUNT));
+  found.vocab_size = static_cast<int32_t>(facts.at("vocab_size").integer(1, MOST_TOKENS));
   found.max_len = static_cast<int32_t>(facts.at("max_len").integer(1, COUNT));
   found.capacity = facts.at("capacity").integer(1, COUNT);
   found.keys = shapes(facts.at("key_shapes"), quantised);
@@ -229,7 +230,7 @@ Bundle Bundle::read(const std::string& folder) {
                             file.at("sha256").string()};
     }
     bundle.slots = static_cast<int32_t>(facts.at("slots").integer(1, SMALL));
-    bundle.vocab_size = static_cast<int32_t>(pair.at("vocab_size").integer(1, COUNT));
+    bundle.vocab_size = static_cast<int32_t>(pair.at("vocab_size").integer(1, MOST_TOKENS));
     bundle.max_len = static_cast<int32_t>(pair.at("max_len").integer(1, COUNT));
     bundle.max_gamma =
         static_cast<int32_t>(pair.at("max_gamma").integer(1, OUTRIDER_MAX_WIDTH));

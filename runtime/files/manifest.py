@@ -46,6 +46,7 @@ FIRST_ROWS = 256  # of a slot on the CPU; they double as texts grow
 CHUNK = 256  # tokens of a prompt in one call, at most; bounds the activations
 
 # What more a field may be: see `records`.
+Vocabulary = Annotated[int, between(1, 1 << 30)]  # what outrider_workspace_size takes
 Bytes = Annotated[int, between(0, 1 << 62)]
 Finite = Annotated[float, between(0, 1e30)]
 Digest = Annotated[
@@ -147,7 +148,7 @@ class GraphFacts:
     architecture: str
     parameters: Bytes
     dtype: Dtype
-    vocab_size: Count
+    vocab_size: Vocabulary
     max_len: Count
     capacity: Count
     key_shapes: list[RowShape]
@@ -233,7 +234,7 @@ class Pair:
     target: GraphFacts
     draft: GraphFacts | None
     tokenizer: TokenizerFacts
-    vocab_size: Count
+    vocab_size: Vocabulary
     max_len: Count
     max_gamma: Annotated[int, between(1, MOST_GAMMA)]
     capacity: Count

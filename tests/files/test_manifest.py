@@ -6,6 +6,7 @@ import copy
 import json
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,15 @@ def test_nonsense_under_a_right_checksum(bundle: Path, capsys: pytest.CaptureFix
         assert err.count("\n") == (status != 0)
         refused += status != 0
     assert refused > 120
+
+
+@pytest.mark.parametrize("bundle", ["onnxruntime"], indirect=True)
+def test_more_tokens_than_the_sampling_takes(bundle: Path) -> None:
+    """Fault: a traceback when the sampler was made, after the models were opened."""
+    for most, refused in ((1 << 30, False), ((1 << 30) + 1, True)):
+        edited(lambda c, n=most: c["facts"]["pair"]["target"].update(vocab_size=n))(bundle)
+        with pytest.raises(OutriderError) if refused else nullcontext():
+            read_bundle(bundle, verify=False)
 
 
 @pytest.mark.parametrize("bundle", ["onnxruntime"], indirect=True)

@@ -203,6 +203,7 @@ def test_damaged_bundles(llama_bundle: Path, tmp_path: Path) -> None:
         (of_pair(max_len=pair.capacity - 1), "bundle", "about its sizes"),
         (of_pair(capacity=pair.capacity + 1), "bundle", "about its sizes"),
         (of_pair(vocab_size=target.vocab_size + 1), "bundle", "about its vocabulary"),
+        (of_target(vocab_size=(1 << 30) + 1), "bundle", "vocab_size: 1073741825 is not from 1 to"),
         (of_target(encoder=EncoderFacts([[1, 1]], [[1, 1]])), "backend", "encoder-decoder"),
         (of_target(key_shapes=[], value_shapes=[]), "bundle", "about its caches"),
         (of_target(value_shapes=target.value_shapes[1:]), "bundle", "about its caches"),
