@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from checkpoints import RECURRENT
+from checkpoints import RECURRENT, TOKENS
 from commands import CHECKOUT
 from native_session import NativeSession, NativeToken
 from rounds import cases
@@ -182,6 +182,22 @@ def test_texts_go_on_where_their_state_is(workshop: Workshop, name: str, slots: 
             number = session.admit(prompt, max_new_tokens=1, gamma=0)
             assert session.stats(number).reused_tokens == reused
             session.release(number)
+
+
+def test_a_draft_that_cannot_read_every_token(workshop: Workshop) -> None:
+    """It reads ids that it has no embedding for as 0, in a prompt and where a round begins. The
+    target has 264 tokens in 320 columns, the draft 257 in 260."""
+    tokens = (*TOKENS, *(f"<extra {i}>" for i in range(7)))
+    target = workshop.checkpoint("llama", tokens=tokens, vocab_size=320, num_hidden_layers=1)
+    draft = workshop.checkpoint("llama", seed=7, vocab_size=260, num_hidden_layers=1)
+    random = Random(7)
+    with both(workshop.bundle(target, draft), slots=2, threads=1) as (engine, session):
+        asked = [
+            ([263, *prompt[:40], 263], {**CHAINED, "draft": kind, "gamma": 4, "seed": i})
+            for i, (prompt, _) in enumerate(requests(engine, 8, random))
+            for kind in ("model", "chain")
+        ]
+        assert in_step(engine, session, asked, random) > 100
 
 
 def test_without_the_rows_of_other_texts(llama_bundle: Path) -> None:
