@@ -4,6 +4,12 @@
 
 namespace outrider {
 
+namespace {
+
+constexpr size_t MOST_CALLS = 1024; // that are kept: kilobytes each, and more of a deep model
+
+} // namespace
+
 template <class T> HostEngine::Memory<T> HostEngine::zeros(int64_t count) {
   void* memory = calloc(std::max<size_t>(1, static_cast<size_t>(count)), sizeof(T));
   if (memory == nullptr)
@@ -63,9 +69,12 @@ float* HostEngine::compute(const EngineCall& call) {
   const std::array<int64_t, 5> shape = {call.first, call.batch, call.width, call.outputs,
                                         call.buffer};
   if (call.width <= widest_) { // steps and verifications; prefill widths vary too much
-    const auto found = calls_.find(shape);
-    model_.run(found != calls_.end() ? found->second
-                                     : calls_.emplace(shape, prepare(call)).first->second);
+    auto found = calls_.find(shape);
+    if (found == calls_.end()) {
+      if (calls_.size() >= MOST_CALLS) calls_.clear(); // each first slot, last slot and width
+      found = calls_.emplace(shape, prepare(call)).first;
+    }
+    model_.run(found->second);
   } else {
     model_.run(prepare(call));
   }

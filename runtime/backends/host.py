@@ -26,6 +26,7 @@ from .engine import (
 
 Call = TypeVar("Call")
 STATES = "encoder_states"
+MOST_CALLS = 1024  # that are kept: kilobytes each, and more of a deep model
 
 
 class HostEngine(ABC, Generic[Call]):
@@ -156,6 +157,8 @@ class HostEngine(ABC, Generic[Call]):
         if prepared is None:
             prepared = self._prepare(*shape)
             if width <= len(self._index):  # steps and verifications; prefill widths vary too much
+                if len(self._calls) >= MOST_CALLS:  # each first slot, last slot and width
+                    self._calls.clear()
                 self._calls[shape] = prepared
         call, logits = prepared
         for slot, start in enumerate(position.tolist(), first_slot):

@@ -146,6 +146,22 @@ def test_a_slot_that_held_nan(bundle: Path, cleared: bool) -> None:
     assert np.array_equal(found, expected) == (cleared or isinstance(engine, OrtEngine))
 
 
+def test_not_every_shape_s_call_is_kept(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault: of many slots there are thousands, and each took memory until the engine closed."""
+    monkeypatch.setattr(host, "MOST_CALLS", 4)
+    engine, ids = open_target(bundle, 3), np.arange(5)[None]
+    first, again = (
+        [
+            engine.forward(ids[:, :width], np.array([0]), [0], slot).copy()
+            for width in range(1, 6)
+            for slot in range(3)
+        ]
+        for _ in range(2)
+    )
+    assert 0 < len(engine._calls) <= 4
+    np.testing.assert_array_equal(first, again)
+
+
 @both
 def test_buffers_are_views_that_stay(bundle: Path) -> None:
     """Logits of consecutive calls lie evenly spaced, and one call leaves the others' alone."""

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from ctypes import byref
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -352,6 +353,30 @@ def test_ten_thousand_requests_need_no_more_memory(llama_bundle: Path) -> None:
         before = resident()
         generate(session, range(10_000))
         assert resident() - before < 1 << 20
+
+
+@pytest.mark.slow
+def test_all_kinds_of_company_need_no_more_memory(llama_bundle: Path) -> None:
+    """Fault: calls were kept of each first slot, last slot and width that there had been."""
+    slots, chained = 32, {"draft": "chain", "gamma": 8, "ignore_eos": True}
+
+    def generate(session: NativeSession, spans: Sequence[tuple[int, ...]]) -> None:
+        for ends in spans:
+            made = [
+                session.admit([5, 6], max_new_tokens=40 if slot in ends else 1, **chained)
+                for slot in range(slots)
+            ]
+            for _ in range(12):
+                session.round()
+            for number in made:
+                session.release(number)
+
+    spans = list(combinations(range(slots), 2))
+    with NativeSession(llama_bundle, threads=1, slots=slots, no_reuse=1) as session:
+        generate(session, spans[: len(spans) // 2])
+        before = resident()
+        generate(session, spans[len(spans) // 2 :])
+        assert resident() - before < 1 << 21
 
 
 def test_what_cannot_be_opened(llama_bundle: Path) -> None:
