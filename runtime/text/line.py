@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import deque
@@ -27,18 +28,20 @@ def check_line(queue: int, timeout: float | None) -> None:
 class Caller:
     """Who waits for slots and holds them.
 
-    threads: that have used it.
+    threads: that have used it. touches: how often they have.
     """
 
-    __slots__ = ("cancelled", "threads")
+    __slots__ = ("cancelled", "threads", "touches")
 
     def __init__(self) -> None:
         self.threads: set[int] = set()
+        self.touches = 0
         self.cancelled = False
 
     def touch(self) -> None:
         """The calling thread uses it."""
         self.threads.add(threading.get_ident())
+        self.touches += 1
 
 
 class Cancelled(Exception):
@@ -125,9 +128,15 @@ class Line:
     def _wait(self, caller: Caller, slots: int) -> None:
         until = None if self._timeout is None else time.monotonic() + self._timeout
         self._waiting[caller] = (slots, threading.get_ident())
-        changed = True
+        changed, collected, touches = True, False, 0
         try:
             while next(iter(self._waiting)) is not caller or not self._granted(caller, slots):
+                if not changed and not collected and touches == self._touches():
+                    # Who is held by nothing but a circle of references, as of a kept traceback,
+                    # would hold its slots until something else allocates much.
+                    gc.collect()
+                    collected = True
+                    continue
                 if not changed and self._stuck():
                     mine = ", by streams that this thread itself has begun"
                     raise self._busy(slots, mine, "Finish or close them first")
@@ -135,6 +144,7 @@ class Line:
                 if left <= 0:
                     late = f" after a wait of {self._timeout:g} s"
                     raise self._busy(slots, late, "Try again later")
+                touches = self._touches()
                 changed = self._changed.wait(min(left, GRACE))
                 self._refuse(caller)
         finally:
@@ -153,6 +163,9 @@ class Line:
             raise OutriderError("bundle", "the engine is closed", "Load the bundle again.")
         if caller.cancelled:
             raise Cancelled
+
+    def _touches(self) -> int:
+        return sum(caller.touches for caller in self._held)
 
     def _stuck(self) -> bool:
         """Whether this thread waits for itself: all who hold slots are waiting, and it is one."""

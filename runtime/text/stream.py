@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 from ..files.errors import OF_ONE, OutriderError
 from ..sequence import ActiveSequence, Request
@@ -88,6 +88,9 @@ class Running(ABC, Generic[Item]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} holds slots, and cannot be copied")
 
     def __del__(self) -> None:
         if not self._ended:

@@ -79,6 +79,16 @@ def test_an_error_crosses_processes():
         )  # fmt: skip
 
 
+def test_a_stream_cannot_be_copied(engine):
+    """Fault: the end of a copy takes the slot from under the text."""
+    with engine.stream("ab", max_new_tokens=9) as stream:
+        next(stream)
+        for twin in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="a Stream holds slots"):
+                twin(stream)
+        assert len([*stream]) > 0
+
+
 @pytest.mark.parametrize("slots", [0, -1, 2.5, True, "2", 10**6, 10**30])
 def test_slots_that_cannot_be(engine, slots):
     """Fault: a traceback, or a machine that swaps, where a line would do. The control: some."""

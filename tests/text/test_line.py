@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -69,6 +70,36 @@ def test_first_come_first_served(crowd: Crowd) -> None:
         line.give_back(caller)
     assert "".join(crowd.served) == "abcde"
     assert line.free == 1
+
+
+def test_what_only_refers_to_itself_is_given_back(
+    impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a stream in a kept traceback. Fault: who waits does so for the whole timeout, for the
+    collector comes with allocations, and nobody makes any. Not while somebody goes on."""
+
+    class Kept:
+        def __init__(self, line: Line):
+            self.line, self.caller, self.itself = line, foreign(line), self
+
+        def __del__(self) -> None:
+            self.line.drop(self.caller)
+
+    gc.disable()
+    try:
+        line = Line(1, timeout=10)
+        Kept(line)
+        line.take(Caller())
+    finally:
+        gc.enable()
+
+    line, collected = Line(1, timeout=0.1), list[int]()
+    monkeypatch.setattr(line_module.gc, "collect", lambda: collected.append(1))
+    held = foreign(line)
+    monkeypatch.setattr(Line, "_touches", lambda self: held.touch() or held.touches)
+    with pytest.raises(OutriderError, match="after a wait"):
+        line.take(Caller())
+    assert not collected
 
 
 def test_who_wants_all_slots_is_not_overtaken(crowd: Crowd) -> None:
