@@ -51,10 +51,13 @@ class Body(BaseModel, extra="allow"):
         extra = self.model_extra or {}
         for name in extra.keys() & {"max_new_tokens", "chat"}:
             raise OutriderError("option", f"{name} has another name here", "See OpenAI's reference")
+        for name in extra.keys() & _NOTHING.keys():
+            if extra[name] not in _NOTHING[name]:
+                raise OutriderError("option", f"{name} is not supported here", "Leave it out")
         given = {
             name: value
             for name, value in (named | extra).items()
-            if value is not None and name not in _BOOKS and value not in _NOTHING.get(name, ())
+            if value is not None and name not in _BOOKS and name not in _NOTHING
         }
         options = Options(temperature=1.0).updated(given).seeded()
         first = options.seed or 0
