@@ -23,11 +23,6 @@ SUITES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] in (["--help"], ["-h"]):
-        print("usage: python -m bench SUITE [options]; SUITE --help lists them\n")
-        for name, (_, about) in SUITES.items():
-            print(f"  {name:<9} {about}")
-        return 0
     # Here, because the processes of bench.systems import this module too, and their memory is told.
     from runtime.files.errors import run_command
 
@@ -37,6 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     from runtime.files.errors import OutriderError
 
+    if arguments[:1] in (["--help"], ["-h"]):
+        print("usage: python -m bench SUITE [options]; SUITE --help lists them\n")
+        for name, (_, about) in SUITES.items():
+            print(f"  {name:<9} {about}")
+        return 0
     name = arguments[0] if arguments else ""
     if name not in SUITES:
         cause = f"there is no suite {name}" if name else "no suite was named"

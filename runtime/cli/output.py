@@ -8,11 +8,12 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from io import RawIOBase
 from typing import TextIO
 
-from ..files.errors import OutriderError
+from ..files.errors import OutriderError, discard
 from ..text.engine import TextEngine
 from ..text.options import Options
 from ..text.pace import Smooth
@@ -39,8 +40,7 @@ class Output:
         except BrokenPipeError:
             raise
         except OSError as error:
-            # What is buffered would fail again when the interpreter exits, with a traceback.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            discard(self._stream)
             raise OutriderError(
                 "disk",
                 f"cannot write to {self._name}: {error.strerror}",
@@ -91,15 +91,28 @@ class Session:
 
 def standard_streams(*, json: bool) -> tuple[Output, Output]:
     """stdout and stderr. json: UTF-8 then, as JSON prescribes. Raises "disk" for a closed stdout;
-    a closed stderr is a wish for silence."""
+    a closed stderr is a wish for silence. They, and stdin, wait for who is at their other end."""
     if sys.stdout is None:  # `>&-`
         raise OutriderError("disk", "stdout is closed", "Redirect it to a file or a pipe.")
-    out = Output(sys.stdout, "stdout")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(
             encoding="utf-8" if json else None, errors="strict" if json else "backslashreplace"
         )
-    return out, Output(sys.stderr, "stderr")
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        # A process with an event loop may hand on one that does not block: a prompt would be cut
+        # off where its writer paused, and a text where its reader did.
+        with suppress(AttributeError, OSError):  # closed, or no file
+            os.set_blocking(stream.fileno(), True)
+    return Output(_buffered(sys.stdout), "stdout"), Output(_buffered(sys.stderr), "stderr")
+
+
+def _buffered(stream: TextIO | None) -> TextIO | None:
+    """The stream, but of PYTHONUNBUFFERED one with a buffer: Python's own would write what a disk
+    or a pipe has room for, and drop the rest of the text without an error."""
+    if not isinstance(getattr(stream, "buffer", None), RawIOBase):
+        return stream
+    assert stream is not None
+    return open(stream.fileno(), "w", encoding=stream.encoding, errors=stream.errors, closefd=False)
 
 
 class Progress:

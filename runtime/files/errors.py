@@ -12,7 +12,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 # One status per kind of failure, so that scripts can tell them apart. 2 is argparse's own (a
 # malformed command line), 130 and 143 the shell's for Ctrl-C and SIGTERM.
@@ -186,7 +186,13 @@ def run_command(command: Callable[[], int]) -> int:
     """Run a command line's work; every foreseeable failure becomes one line and an exit status."""
     try:
         _interrupts.install()
-        return command()
+        try:
+            status = command()
+        except SystemExit:  # argparse's, after --help or --version
+            _flush()
+            raise
+        _flush()
+        return status
     except OutriderError as error:
         show_origin(error)
         failure = error
@@ -194,8 +200,7 @@ def run_command(command: Callable[[], int]) -> int:
         _say("\ninterrupted")
         return TERMINATED if isinstance(stopped, Terminated) else INTERRUPTED
     except BrokenPipeError:
-        # The reader of stdout left (`| head`); keep the interpreter from flushing into it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout)  # whose reader left (`| head`)
         return 0
     except MemoryError:
         failure = OutriderError(
@@ -209,6 +214,23 @@ def run_command(command: Callable[[], int]) -> int:
         failure = OutriderError("disk", f"{error.strerror}{where}", _DISK[error.errno])
     _say("error: " + " ".join(str(failure).splitlines()))  # names of files may have several
     return failure.exit_status
+
+
+def _flush() -> None:
+    """What print left in stdout's buffer. When the interpreter exits, a reader that left or a full
+    disk would be two lines of its own and status 120."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        discard(sys.stdout)
+        raise
+
+
+def discard(stream: TextIO) -> None:
+    """What is buffered would fail again when the interpreter exits, with a traceback."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def show_origin(error: BaseException, *, always: bool = False) -> None:

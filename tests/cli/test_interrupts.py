@@ -3,11 +3,14 @@ or 143; missing libraries, short memory, closed streams, a full disk."""
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -201,6 +204,67 @@ def test_a_full_disk(tmp_path, cli, monkeypatch):
     with open("/dev/full", "w") as full, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)
         assert cli("--prompt", "a", "--json")[0] == EXIT_STATUS["disk"]
+
+
+class HasLittleRoom(io.FileIO):
+    """What a raw file may do: write a part and say how much."""
+
+    def write(self, data):
+        return super().write(bytes(data)[:3])
+
+
+def test_a_stream_without_a_buffer_loses_nothing(tmp_path, cli, monkeypatch):
+    """Fault: with PYTHONUNBUFFERED a disk that was almost full kept a part, with status 0."""
+    path = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        raw = io.TextIOWrapper(HasLittleRoom(path, "w"), write_through=True)
+        patch.setattr(sys, "stdout", raw)
+        assert cli("--prompt", "a", "--max-new-tokens", "9")[0] == 0
+    assert path.read_text() == cli.engine.generate("a", max_new_tokens=9).text + "\n"
+
+
+def test_pipes_that_do_not_block(cli, monkeypatch):
+    """Fault: a TypeError where nothing had been written to stdin yet; text that did not fit."""
+    prompts, given = os.pipe()
+    told, output = os.pipe()
+    for end in (prompts, output):
+        os.set_blocking(end, False)
+    with (
+        open(prompts) as stdin, open(output, "w") as stdout, monkeypatch.context() as patch,
+        ThreadPoolExecutor() as pool, open(given, "w") as writer, open(told) as reader,
+    ):  # fmt: skip
+        patch.setattr(sys, "stdin", stdin)
+        patch.setattr(sys, "stdout", stdout)
+        many = pool.submit(cli, "--batch", "-", "--max-new-tokens", "99")
+        lines = ('{"prompt": "a", "logprobs": 9}\n') * 20
+        time.sleep(0.05)  # too little would let a fault pass, and no right one fail
+        writer.write(lines)
+        writer.close()
+        time.sleep(0.05)
+        found = pool.submit(reader.read)
+        assert many.result(20)[0] == 0
+        stdout.close()
+        assert found.result(20).count("\n") == 20
+
+
+def print_a_line():
+    print("a")
+    return 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("name", ["a full disk", "a closed pipe"])
+def test_what_print_left_in_the_buffer(name, monkeypatch):
+    """Fault: it failed when the interpreter ended, with "Exception ignored" and status 120."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    expected = 0 if name == "a closed pipe" else EXIT_STATUS["disk"]
+    with (
+        open(writer, "w") as pipe, open("/dev/full", "w") as full,
+        handlers_kept(), monkeypatch.context() as patch,
+    ):  # fmt: skip
+        patch.setattr(sys, "stdout", full if expected else pipe)
+        assert run_command(print_a_line) == expected
 
 
 def test_closed_streams(cli, monkeypatch):
