@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from runtime.files.errors import OutriderError, first_line
+from runtime.files.errors import OutriderError, first_line, out_of_memory
 from runtime.files.progress import note
 
 from .checkpoint import Checkpoint
@@ -94,6 +94,8 @@ def read(
             why = "it needs code of its own, which is never run"
         raise checkpoint.refused(why) from None
     except Exception as error:  # noqa: BLE001 - safetensors, pickle and torch raise their own
+        if out_of_memory(error):
+            raise MemoryError from None
         raise OutriderError(
             "checkpoint",
             f"the weights of {checkpoint.source} cannot be read: {first_line(error)}",

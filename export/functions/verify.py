@@ -29,7 +29,7 @@ def append_verify(model: ir.Model, vocab_size: int = _ALL) -> None:
     draft_logits [B, gamma, V'] of the logits' type; seed, gamma int64 [B];
     temperature, lenience float32 [B]. New outputs: accepted int32, token int64, status int32, [B].
     See `functions`. vocab_size: the number of tokens there are; logits beyond are padding.
-    Raises ValueError for a graph that lacks these tensors.
+    Raises ValueError for a graph that lacks these tensors, or so many logits.
     """
     graph = model.graph
     ends = {value.name: value for value in (*graph.inputs, *graph.outputs)}
@@ -37,6 +37,10 @@ def append_verify(model: ir.Model, vocab_size: int = _ALL) -> None:
         if name not in ends:
             raise ValueError(f"the graph has no {name}. Give a graph that export/ wrote.")
     logits = ends["logits"]
+    assert logits.shape is not None
+    width = logits.shape[-1]
+    if vocab_size != _ALL and isinstance(width, int) and vocab_size > width:
+        raise ValueError(f"vocab_size {vocab_size} is over the {width} logits. Leave it out.")
     assert ends["position"].shape is not None
     slots = ends["position"].shape[0]
 

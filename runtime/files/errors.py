@@ -93,11 +93,12 @@ class CommandParser(ArgumentParser):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a foreign error's message, without its full stop; and the second, where
+    """The first line of a foreign error's message, without its last mark; and the second, where
     the first only announces it."""
-    first, *more = str(error).strip().splitlines() or [type(error).__name__]
-    text = f"{first} {more[0].strip()}" if more and first.endswith(":") else first
-    return textwrap.shorten(text, 200, placeholder=" …").rstrip(".:")
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    first, *more = lines or [type(error).__name__]
+    text = f"{first} {more[0]}" if more and first.endswith(":") else first
+    return textwrap.shorten(text, 200, placeholder=" …").rstrip(".:,")
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from runtime.cli import command
 from runtime.files.errors import (
     EXIT_STATUS,
     OutriderError,
+    first_line,
     importing,
     interrupts_wait,
     run_command,
@@ -250,6 +251,13 @@ def test_pipes_that_do_not_block(cli, monkeypatch):
 def print_a_line():
     print("a")
     return 0
+
+
+def test_a_line_that_only_announces():
+    """Fault: "cannot read the tokenizer: … one of. Give …", for a space came after the colon."""
+    said = "from one of: \n(1) a file, \n(2) an instance"
+    assert first_line(ValueError(said)) == "from one of: (1) a file"
+    assert first_line(ValueError()) == "ValueError"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

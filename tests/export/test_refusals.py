@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from workshop import MAX_LEN, Workshop
 
-from export import decoder, part
+from export import decoder, loading, part
 from export.checkpoint import find
 from export.pair import DEFAULT_MAX_LEN
 from export.vocabulary import carry, check_chat_template, load_tokenizer
@@ -316,6 +316,13 @@ def test_names_of_nothing(copy: Path, refused: Refused) -> None:
     assert "~nobody/model is not a folder" in refused("~nobody/model")
     (copy / "circle").symlink_to("circle")
     assert "circle is not a folder" in refused(copy / "circle")
+
+
+def test_a_model_that_memory_does_not_hold(copy: Path) -> None:
+    """Fault: the remedy was to download it again."""
+    edit_json(copy / "config.json", vocab_size=10**12)
+    with pytest.raises(MemoryError):
+        loading.load(find(str(copy)), torch.float32)
 
 
 def test_a_name_on_the_hub_without_a_network(refused: Refused) -> None:

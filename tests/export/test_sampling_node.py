@@ -376,6 +376,7 @@ def test_what_is_no_graph_of_ours_is_refused(workshop, tmp_path, capsys):
     other = tmp_path / "other"
     other.mkdir()
     (other / WEIGHTS_FILE).touch()
+    capsys.readouterr()  # of an export
 
     def refused(*options, graph=folder, out=tmp_path / "verify"):
         assert main(["--graph", str(graph), "--out", str(out), *options]) > 0
@@ -386,6 +387,7 @@ def test_what_is_no_graph_of_ours_is_refused(workshop, tmp_path, capsys):
     assert f"no {GRAPH_FILE}" in refused(graph=other)
     assert "there already" in refused(out=other)
     assert "out of range" in refused("--rows", "0")
+    assert "is over the 257 logits. Leave" in refused("--vocab-size", "99999")
     (other / GRAPH_FILE).write_bytes(b"no graph")
     assert "is no ONNX file" in refused(graph=other)
     ir.save(ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}), ir_version=11),
