@@ -8,6 +8,7 @@ namespace {
 using Call = outrider_product;
 
 constexpr int BLOCK = OUTRIDER_PRODUCT_BLOCK, PANEL = OUTRIDER_PRODUCT_PANEL;
+constexpr int AHEAD = 4096; // bytes of weights that are fetched before they are used
 // TOGETHER: rows that share the reading of a weight, at most, as their sums fit into registers.
 // STEPS: of a block, how many the compiler sees at once. Of one, GCC would copy all sums with each
 // on x86; of more, it would take the weights of all first on ARM, by memory.
@@ -178,7 +179,7 @@ void panel_rows(const Call& c, int64_t panel, int64_t first) {
       Bytes weight[VECTORS], high[VECTORS];
       for (int v = 0; v < VECTORS; ++v)
         weight[v] = *reinterpret_cast<const Packed*>(levels + 64 * j + 4 * LANES * v);
-      __builtin_prefetch(levels + 64 * j + 4096);
+      __builtin_prefetch(levels + 64 * j + AHEAD);
       if constexpr (BITS == 4) {
         for (int v = 0; v < VECTORS; ++v) high[v] = weight[v] >> 4, weight[v] &= 15;
         add(weight, 8 * j);
@@ -257,6 +258,9 @@ void multiply_rows(const Call& c, int64_t panel, int64_t first, int64_t count) {
 void multiply(const Call* call, int64_t first_panel, int64_t end_panel) {
   const Call& c = *call;
   const int64_t runs = (c.rows + TOGETHER - 1) / TOGETHER;
+  // What the first panel would ask for line by line, as nobody has looked ahead to it.
+  const uint8_t* begin = c.levels + first_panel * blocks_of(c) * 64 * c.bits;
+  for (int i = 0; i < AHEAD; i += 64) __builtin_prefetch(begin + i);
   for (int64_t panel = first_panel; panel < end_panel; ++panel)
     for (int64_t run = 0; run < runs; ++run) { // as even as can be
       const int64_t first = c.rows * run / runs, count = c.rows * (run + 1) / runs - first;
