@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -88,16 +89,20 @@ def acceptance(texts: Iterable[Run]) -> float:
 def row_bytes(checkpoint: Path, element: int) -> int:
     """Of one token's keys and values in all layers, and of an encoder-decoder's source in all of
     the decoder's. element: bytes of a number."""
-    config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
+    written: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
+    config: Any = SimpleNamespace(**written)
+    if "model_type" in written:  # which knows what is left out, and other names
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(checkpoint).get_text_config(decoder=True)
 
     def first(*names: str) -> Any:
-        return next(config[name] for name in names if config.get(name))
+        return next((found for name in names if (found := getattr(config, name, None))), None)
 
     layers = first("num_decoder_layers", "decoder_layers", "num_hidden_layers")
     queries = first("num_heads", "decoder_attention_heads", "num_attention_heads")
-    heads = config.get("num_key_value_heads") or queries
-    width = config.get("head_dim") or config.get("d_kv")
-    width = width or first("d_model", "hidden_size") // queries
+    heads = first("num_key_value_heads") or queries
+    width = first("head_dim", "d_kv") or first("d_model", "hidden_size") // queries
     return int(2 * layers * heads * width * element)
 
 

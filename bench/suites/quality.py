@@ -29,8 +29,8 @@ Way = tuple[str, Any, int]  # name, model, bytes of its matrices
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=str(TARGET), metavar="DIR",
-                        help="a checkpoint of full weights; llama.cpp's rows are for plain Llamas;"
-                        " default: the bundled target")  # fmt: skip
+                        help="a checkpoint of full weights; llama.cpp's rows are for Llama and "
+                        "Qwen; default: the bundled target")  # fmt: skip
     parser.add_argument(
         "--bits",
         type=float,

@@ -95,7 +95,7 @@ def slower(config: Any, width: int) -> Array:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     made, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    usual = config.rope_parameters["rope_theta"] ** -np.arange(0, 1, 2 / width)
+    usual = config.rope_parameters["rope_theta"] ** -(np.arange(0, width, 2) / width)
     factors: Array = (usual / made.numpy()).astype(np.float32)
     return factors
 

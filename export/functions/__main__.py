@@ -21,7 +21,7 @@ examples:
   python -m export.functions --graph build/demo/target --out build/verify
 
   python -m export --model ~/checkpoints/my-7b --dtype float16 --out build/graphs/my-7b
-  python -m export.functions --graph build/graphs/my-7b/target --rows 2057 --out build/verify
+  python -m export.functions --graph build/graphs/my-7b/target --rows 2064 --out build/verify
 """
 
 
@@ -53,7 +53,9 @@ def _main(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and not 1 <= value < 2**31:
             option = "--" + name.replace("_", "-")
-            raise OutriderError("option", f"{option} {value} is out of range", "Use 1 or more.")
+            raise OutriderError(
+                "option", f"{option} {value} is out of range", "Use a usual number."
+            )
     for name in (GRAPH_FILE, WEIGHTS_FILE):
         if not (args.graph / name).is_file():
             raise OutriderError(
@@ -79,17 +81,14 @@ def _main(args: argparse.Namespace) -> int:
 def _write(args: argparse.Namespace) -> None:
     import onnx_ir as ir  # late: with it comes torch, for which --help should not wait
 
-    from .verify import append_verify
+    from .verify import ALL, append_verify
 
     try:
         model = ir.load(args.graph / GRAPH_FILE)
     except Exception as error:  # noqa: BLE001 - protobuf's own class, which is nobody's dependency
         cause = f"{args.graph / GRAPH_FILE} is no ONNX file ({first_line(error)})"
         raise OutriderError("option", cause, "Export it again.") from None
-    try:
-        append_verify(model, **({"vocab_size": args.vocab_size} if args.vocab_size else {}))
-    except ValueError as error:
-        raise OutriderError("option", *str(error).split(". ", 1)) from None
+    append_verify(model, args.vocab_size or ALL)
     if args.rows:
         for value in (*model.graph.inputs, *model.graph.outputs):
             if value.name and value.name.startswith(("key_", "value_")):

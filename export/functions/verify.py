@@ -14,14 +14,16 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from runtime.files.errors import OutriderError
+
 from ..weights.operators import initializer
 from .own import DOMAIN, add
 from .sampling import functions
 
-_ALL = 2**31 - 1  # vocab_size: as wide as the logits are
+ALL = 2**31 - 1  # vocab_size: as wide as the logits are
 
 
-def append_verify(model: ir.Model, vocab_size: int = _ALL) -> None:
+def append_verify(model: ir.Model, vocab_size: int = ALL) -> None:
     """Let the target's graph verify the round that it computes, in place.
 
     The graph is export/graph.py's: a call over [pending, x1 .. xgamma] with logits at all of them.
@@ -29,18 +31,25 @@ def append_verify(model: ir.Model, vocab_size: int = _ALL) -> None:
     draft_logits [B, gamma, V'] of the logits' type; seed, gamma int64 [B];
     temperature, lenience float32 [B]. New outputs: accepted int32, token int64, status int32, [B].
     See `functions`. vocab_size: the number of tokens there are; logits beyond are padding.
-    Raises ValueError for a graph that lacks these tensors, or so many logits.
+    Raises OutriderError "option" for a graph that lacks these tensors, or so many logits, or has
+    been given the node.
     """
     graph = model.graph
     ends = {value.name: value for value in (*graph.inputs, *graph.outputs)}
     for name in ("input_ids", "position", "logits"):
         if name not in ends:
-            raise ValueError(f"the graph has no {name}. Give a graph that export/ wrote.")
+            raise OutriderError(
+                "option", f"the graph has no {name}", "Give one that python -m export wrote."
+            )
     logits = ends["logits"]
     assert logits.shape is not None
     width = logits.shape[-1]
-    if vocab_size != _ALL and isinstance(width, int) and vocab_size > width:
-        raise ValueError(f"vocab_size {vocab_size} is over the {width} logits. Leave it out.")
+    if vocab_size != ALL and isinstance(width, int) and vocab_size > width:
+        raise OutriderError(
+            "option", f"vocab_size {vocab_size} is over the {width} logits", "Leave it out."
+        )
+    if "accepted" in ends:
+        raise OutriderError("option", "the graph verifies already", "Use it as it is.")
     assert ends["position"].shape is not None
     slots = ends["position"].shape[0]
 
@@ -55,9 +64,9 @@ def append_verify(model: ir.Model, vocab_size: int = _ALL) -> None:
         "temperature": value("temperature", ir.DataType.FLOAT),
         "lenience": value("lenience", ir.DataType.FLOAT),
     }
-    tensors = {n: ir.tensor(np.array([n]), name=f"outrider_{n}") for n in (1, _ALL)}
+    tensors = {n: ir.tensor(np.array([n]), name=f"outrider_{n}") for n in (1, ALL)}
     numbers = {n: initializer(model, tensor) for n, tensor in tensors.items()}
-    drafts = ir.node("Slice", [ends["input_ids"], numbers[1], numbers[_ALL], numbers[1]])
+    drafts = ir.node("Slice", [ends["input_ids"], numbers[1], numbers[ALL], numbers[1]])
     start = ir.node("Add", [ends["position"], numbers[1]])
     verdict = [
         value("accepted", ir.DataType.INT32),

@@ -194,7 +194,7 @@ ort::Status* attend(const Kernel& kernel, const ort::Context* context, const out
   const int64_t rows = outrider_attention_rows(c), runs = (rows + ROWS - 1) / ROWS;
   const int64_t heads = c.slots * c.key_heads;
   // A few microseconds: less than waking a thread takes.
-  const bool small = heads * rows * furthest * c.width < 1 << 14;
+  const bool small = heads * rows * furthest * c.width < 1 << 15;
   const auto write_head = [&](int64_t i) {
     kernel.tiles->write(&c, i / c.key_heads, i % c.key_heads);
   };

@@ -101,7 +101,7 @@ def standard_streams(*, json: bool) -> tuple[Output, Output]:
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         # A process with an event loop may hand on one that does not block: a prompt would be cut
         # off where its writer paused, and a text where its reader did.
-        with suppress(AttributeError, OSError):  # closed, or no file
+        with suppress(AttributeError, OSError, ValueError):  # closed, or no file
             os.set_blocking(stream.fileno(), True)
     return Output(_buffered(sys.stdout), "stdout"), Output(_buffered(sys.stderr), "stderr")
 

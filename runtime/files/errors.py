@@ -10,7 +10,7 @@ import textwrap
 import threading
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from numbers import Integral
 from typing import Any, NoReturn, TextIO
 
@@ -186,14 +186,16 @@ def importing(library: str, remedy: str, name: str | None = None) -> Iterator[No
 def run_command(command: Callable[[], int]) -> int:
     """Run a command line's work; every foreseeable failure becomes one line and an exit status."""
     try:
+        return _flushed(_run(command))
+    except SystemExit as ended:  # argparse's, after --help, --version or a mistake
+        status = ended.code if isinstance(ended.code, int) else 0
+        raise SystemExit(_flushed(status) or ended.code) from None
+
+
+def _run(command: Callable[[], int]) -> int:
+    try:
         _interrupts.install()
-        try:
-            status = command()
-        except SystemExit:  # argparse's, after --help or --version
-            _flush()
-            raise
-        _flush()
-        return status
+        return command()
     except OutriderError as error:
         show_origin(error)
         failure = error
@@ -217,21 +219,28 @@ def run_command(command: Callable[[], int]) -> int:
     return failure.exit_status
 
 
-def _flush() -> None:
-    """What print left in stdout's buffer. When the interpreter exits, a reader that left or a full
-    disk would be two lines of its own and status 120."""
-    if sys.stdout is None:
-        return
+def _flushed(status: int) -> int:
+    """The status, once what print left in stdout's buffer is written; a full disk's in place of 0.
+    When the interpreter exits, it would be two lines of its own and status 120."""
     try:
-        sys.stdout.flush()
-    except OSError:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
         discard(sys.stdout)
-        raise
+    except OSError as error:
+        discard(sys.stdout)
+        if not status:
+            _say(f"error: disk: stdout: {error.strerror}. Free some space.")
+            return EXIT_STATUS["disk"]
+    except (ValueError, AttributeError):
+        pass  # closed, or nothing that has a buffer
+    return status
 
 
 def discard(stream: TextIO) -> None:
     """What is buffered would fail again when the interpreter exits, with a traceback."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    with suppress(AttributeError, OSError, ValueError):  # nothing with a descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def show_origin(error: BaseException, *, always: bool = False) -> None:

@@ -115,7 +115,7 @@ def _joined(message: dict[str, Any]) -> dict[str, Any]:
     parts = message.get("content")
     if not parts or not isinstance(parts, list):
         return message
-    if not all(isinstance(p, dict) and p.get("type") == "text" for p in parts):
+    if not all(isinstance(p, dict) and p.get("type", "text") == "text" for p in parts):
         return message
     texts = [part.get("text") for part in parts]
     if not all(isinstance(text, str) for text in texts):

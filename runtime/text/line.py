@@ -131,7 +131,8 @@ class Line:
         changed, collected, touches = True, False, 0
         try:
             while next(iter(self._waiting)) is not caller or not self._granted(caller, slots):
-                if not changed and not collected and touches == self._touches():
+                first = next(iter(self._waiting)) is caller
+                if first and not changed and not collected and touches == self._touches():
                     # Who is held by nothing but a circle of references, as of a kept traceback,
                     # would hold its slots until something else allocates much.
                     gc.collect()

@@ -135,9 +135,11 @@ def test_a_mixtures_near_ties_are_few(workshop: Workshop, positions: int) -> Non
     assert not original.mixture
     assert compare.reference(original_of(workshop.checkpoint("mixtral")).model, CAPACITY).mixture
 
-    def found(off: float, mixture: bool = True) -> compare.Comparison:
+    step = original.ids.shape[1] // 2 + 5  # of the first slot; a call of one token
+
+    def found(off: float, mixture: bool = True, at: int = 3) -> compare.Comparison:
         logits = original.logits.copy()
-        logits[0, 3 : 3 + positions] += off
+        logits[0, at : at + (1 if at == step else positions)] += off
         far = replace(original, logits=logits, mixture=mixture)
         rounded = replace(far, logits=logits + 0.5)
         return compare.compare(folder, far, "float32", rounded=rounded)
@@ -146,4 +148,5 @@ def test_a_mixtures_near_ties_are_few(workshop: Workshop, positions: int) -> Non
     assert ("at 3 of a mixture's" in found(10).told()) == (positions == 3)
     assert not found(10, mixture=False).passed
     assert not found(100).passed
+    assert not found(10, at=step).passed and found(0.9, at=step).passed
     assert found(0.9, mixture=False).passed

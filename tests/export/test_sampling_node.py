@@ -393,3 +393,7 @@ def test_what_is_no_graph_of_ours_is_refused(workshop, tmp_path, capsys):
     ir.save(ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}), ir_version=11),
             other / GRAPH_FILE)  # fmt: skip
     assert "no input_ids. Give" in refused(graph=other)
+    verifies = tmp_path.parent / f"{tmp_path.name}-verifies"
+    assert main(["--graph", str(folder), "--out", str(verifies)]) == 0
+    capsys.readouterr()
+    assert "verifies already" in refused(graph=verifies)

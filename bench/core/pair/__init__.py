@@ -42,18 +42,26 @@ def own(target: Path, draft: Path | None) -> Pair:
     """A user's checkpoints. Raises OutriderError, also for what other systems do not read."""
     from export.checkpoint import find  # here: Transformers
 
-    found = [find(str(path)) for path in (target, draft) if path]
+    # Resolved: what others make of them is kept by their folders' names.
+    given = [path.resolve() if path.exists() else path for path in (target, draft) if path]
+    found = [find(str(path)) for path in given]
+    names = [each.path.name for each in found]
+    refuse_first([
+        (len({*names}) < len(names), f"both folders are called {names[0]}", "Rename one of them."),
+    ])  # fmt: skip
     for each in found:
         refuse_first([
             (each.has_encoder, f"{each.source} is an encoder-decoder, and would need sources",
              "Measure a shape like it: --shape t5-base or whisper-small."),
             (each.gguf is not None, f"{each.source} is a GGUF file, and not all systems read it",
              "Name a folder in the Hugging Face layout."),
+            (not list(each.path.glob("*.safetensors")), f"{each.source} has no safetensors file",
+             "Save it with Transformers, which writes one."),
             (not (each.path / TOKENIZER_FILE).is_file(), f"{each.source} has no {TOKENIZER_FILE}",
              "Save its tokenizer with Transformers."),
         ])  # fmt: skip
-    paths, names = [each.path for each in found], " and ".join(each.source for each in found)
-    return Pair(paths[0], paths[1] if draft else None, names, None, found[0].max_len)
+    context = min(each.max_len for each in found)
+    return Pair(found[0].path, found[1].path if draft else None, " and ".join(names), None, context)
 
 
 def make(shape: str, alpha: float, work: Path) -> Pair:

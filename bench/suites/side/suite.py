@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from models.corpus import collect
-from runtime.files.errors import refuse_first
+from runtime.files.errors import OutriderError, refuse_first
 from runtime.files.manifest import TOKENIZER_FILE
 from runtime.text.tokenizer import Tokenizer
 
@@ -167,13 +167,19 @@ def _measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
         return run(side, chosen, [seq2seq.jobs(reading, made, chosen, BOTH)], None)
     side.max_len = min(side.max_len, made.context)
     scale = QUICK if args.quick else FULL
-    longest = max(length + new for _, length, new, _ in (scale.shared, *scale.lengths)) + GAMMA
+    texts = [MEMORY_SHAPE, *(sizes for _, *sizes, _ in (scale.shared, *scale.lengths))]
+    longest = max(map(sum, texts)) + GAMMA
     refuse_first([
         (longest > side.max_len, f"texts of {longest} tokens are longer than the model's "
          f"{side.max_len}", "Measure with --quick." if scale is FULL else "Name another --model."),
     ])  # fmt: skip
     prompts = Prompts(Tokenizer(made.target / TOKENIZER_FILE), collect().held_out, seed=1)
-    works = [alone(scale, prompts, chosen), together(scale, prompts, chosen)]
+    try:
+        works = [alone(scale, prompts, chosen), together(scale, prompts, chosen)]
+    except ValueError as error:
+        raise OutriderError(
+            "option", str(error), "Name a --model with another tokenizer."
+        ) from None
     return run(side, chosen, works, prompts.completion(MEMORY_SHAPE[0]))
 
 
