@@ -100,6 +100,20 @@ def test_what_only_refers_to_itself_is_given_back(
     with pytest.raises(OutriderError, match="after a wait"):
         line.take(Caller())
     assert not collected
+    monkeypatch.undo()
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(3) as pool:  # once, by who is first
+        patch.setattr(line_module, "GRACE", 0.01)
+        patch.setattr(line_module.gc, "collect", lambda: collected.append(1))
+        line = Line(1)
+        foreign(line)
+        late = [pool.submit(line.take, Caller()) for _ in range(3)]
+        while not collected:
+            threading.Event().wait(0.001)
+        threading.Event().wait(0.1)  # too little would let a fault pass, and no right one fail
+        line.close()
+        assert all(isinstance(future.exception(30), OutriderError) for future in late)
+    assert collected == [1]
 
 
 def test_who_wants_all_slots_is_not_overtaken(crowd: Crowd) -> None:
