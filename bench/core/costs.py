@@ -8,13 +8,11 @@ the theorem with them. The formulas themselves are `runtime.theory.formulas`.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,12 +87,9 @@ def acceptance(texts: Iterable[Run]) -> float:
 def row_bytes(checkpoint: Path, element: int) -> int:
     """Of one token's keys and values in all layers, and of an encoder-decoder's source in all of
     the decoder's. element: bytes of a number."""
-    written: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
-    config: Any = SimpleNamespace(**written)
-    if "model_type" in written:  # which knows what is left out, and other names
-        from transformers import AutoConfig
+    from transformers import AutoConfig  # here: it takes seconds, and most suites do not ask
 
-        config = AutoConfig.from_pretrained(checkpoint).get_text_config(decoder=True)
+    config = AutoConfig.from_pretrained(checkpoint).get_text_config(decoder=True)
 
     def first(*names: str) -> Any:
         return next((found for name in names if (found := getattr(config, name, None))), None)

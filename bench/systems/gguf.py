@@ -74,16 +74,16 @@ def write(checkpoint: Path, file: Path) -> None:
     writer.add_tokenizer_model("no_vocab")
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", slower(config, width))
-    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    arch = gguf.MODEL_ARCH[architecture.upper()]
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     rotated = {f"{side}_proj.{part}": count for part in ("weight", "bias")
-               for side, count in (("q", heads), ("k", kv_heads))}  # fmt: skip
+               for side, count in (("q", heads), ("k", kv_heads)) if neighbours}  # fmt: skip
     for source, tensor in tensors(checkpoint):
         name = names.get_name(source, try_suffixes=(".weight", ".bias"))
         if name is None:
             raise NotWritten(f"llama.cpp has no name for {source}")
         many = next((count for end, count in rotated.items() if source.endswith(end)), None)
-        writer.add_tensor(name, interleaved(tensor, many) if many and neighbours else tensor)
+        writer.add_tensor(name, interleaved(tensor, many) if many else tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -215,6 +215,10 @@ def _run(command: Callable[[], int]) -> int:
         name = error.filename2 or error.filename
         where = f" ({name})" if name else ""
         failure = OutriderError("disk", f"{error.strerror}{where}", _DISK[error.errno])
+    return _told(failure)
+
+
+def _told(failure: OutriderError) -> int:
     _say("error: " + " ".join(str(failure).splitlines()))  # names of files may have several
     return failure.exit_status
 
@@ -230,8 +234,7 @@ def _flushed(status: int) -> int:
     except OSError as error:
         discard(sys.stdout)
         if not status:
-            _say(f"error: disk: stdout: {error.strerror}. Free some space.")
-            return EXIT_STATUS["disk"]
+            return _told(OutriderError("disk", f"stdout: {error.strerror}", "Free some space."))
     except (ValueError, AttributeError):
         pass  # closed, or nothing that has a buffer
     return status

@@ -177,7 +177,12 @@ def test_what_is_predicted_is_the_theorem_where_all_rounds_are_alike() -> None:
 
 
 def test_bytes_of_a_row_and_of_a_round(tmp_path: Path) -> None:
-    config = {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32}
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "hidden_size": 32,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert row_bytes(tmp_path, 4) == 2 * 3 * 32 * 4
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 1}))

@@ -204,7 +204,12 @@ def test_what_is_not_measured_is_refused_before_a_pair_is_made(
 def side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SideRun:
     """A run of systems that only pretend."""
     monkeypatch.setattr(measuring, "Peer", FakePeer)
-    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 1}
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "hidden_size": 1,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     return SideRun(Pair(tmp_path, tmp_path, "s", 0.8), 1, tmp_path, Clock())
 
