@@ -57,13 +57,29 @@ template <int R> struct Rows {
   Vector of[R];
 };
 
-// The products of R queries with LANES keys, for H = 1: lane i has that with key first + i. From
-// H = LANES, the sums of one key that every LANES-th number adds to, each step down adds halves of
-// two vectors: lane i then has what belongs to the key with i's bits from H on.
+// Rows of the caches that are read soon, `bytes` each, or null: fetched into the second cache, one at
+// a key, where no processor would fetch them by itself.
+struct Soon {
+  const char* rows;
+  int64_t bytes;
+
+  inline void fetch(int row) const {
+    if (!rows) return;
+    for (int64_t byte = 0; byte < bytes; byte += 64)
+      __builtin_prefetch(rows + row * bytes + byte, 0, 2);
+  }
+};
+
+// The products of R queries with LANES keys, for H = LANES: lane i has that with key first + i. From
+// H = 1, the sums of one key that every LANES-th number adds to, each step up adds halves of two
+// vectors: lane i then has what belongs to the key with i's bits below H. Keys are read as they lie:
+// in another order memory gives half of what it can.
 template <int R, int WIDTH, int H>
-inline Rows<R> products(const float* q, const float* keys, int width, int first) {
+[[gnu::always_inline]] inline Rows<R> products(const float* q, const float* keys, const Soon* soon,
+                                               int width, int first) {
   Rows<R> sums;
-  if constexpr (H == LANES) {
+  if constexpr (H == 1) {
+    for (int i = 0; i < 2; ++i) soon[i].fetch(first);
     const float* key = keys + first * WIDE(width);
     const Vector x = load(key);
     for (int r = 0; r < R; ++r) sums.of[r] = load(q + r * WIDE(width)) * x;
@@ -73,13 +89,15 @@ inline Rows<R> products(const float* q, const float* keys, int width, int first)
         sums.of[r] = fused(load(q + r * WIDE(width) + d), y, sums.of[r]);
     }
   } else {
-    const Rows<R> a = products<R, WIDTH, 2 * H>(q, keys, width, first);
-    const Rows<R> b = products<R, WIDTH, 2 * H>(q, keys, width, first + H);
+    const Rows<R> a = products<R, WIDTH, H / 2>(q, keys, soon, width, first);
+    const Rows<R> b = products<R, WIDTH, H / 2>(q, keys, soon, width, first + H / 2);
     for (int r = 0; r < R; ++r)
-      sums.of[r] = merge<H>(a.of[r], b.of[r], typename Count<LANES>::type());
+      sums.of[r] = merge<H / 2>(a.of[r], b.of[r], typename Count<LANES>::type());
   }
   return sums;
 }
+
+constexpr Soon NO_MORE[2] = {};
 
 // How far a query row is: `total` and what is mixed for it are sums of 2^(score - peak).
 struct Row {
@@ -98,14 +116,14 @@ inline Integers indices() {
 // The weights [R, KEYS] of a block's keys for R queries. Where the peak rises, what was summed so far
 // fades.
 template <int R, int WIDTH>
-void weigh(Row* rows, const float* q, float* mixed, float* weights, const float* keys, int width,
-           int mixed_width, int64_t block, float cap) {
+void weigh(Row* rows, const float* q, float* mixed, float* weights, const float* keys,
+           const Soon* soon, int width, int mixed_width, int64_t block, float cap) {
   const int64_t last = rows[R - 1].end - block; // ends rise from row to row
   const int count = static_cast<int>(last < KEYS ? last : KEYS);
   Vector most[R];
   for (int r = 0; r < R; ++r) most[r] = splat(-INF);
   for (int j = 0; j < count; j += LANES) {
-    const Rows<R> z = products<R, WIDTH, 1>(q, keys, width, j);
+    const Rows<R> z = products<R, WIDTH, LANES>(q, keys, soon, width, j);
     for (int r = 0; r < R; ++r) {
       const Integers at = indices() + j;
       const int64_t from = rows[r].from - block, end = rows[r].end - block;
@@ -209,6 +227,14 @@ void rotate(float* y, const float* x, const Call& c, int64_t row) {
 using Cell = int8_t; // a row is its levels and, behind them, the float that they are multiples of
 inline int64_t pitch(int64_t width) { return width + OUTRIDER_ATTENTION_SCALE; }
 
+// `dequantise` reads a block's keys, then its values, at once: too short to be foreseen.
+inline Soon soon_values(const int8_t* cache, int64_t width, int64_t first) {
+  return {reinterpret_cast<const char*>(cache + first * pitch(width)), pitch(width)};
+}
+inline Soon soon_keys(const int8_t* cache, int64_t width, int64_t first) {
+  return soon_values(cache, width, first);
+}
+
 // The level of each number is the nearest: the row's largest has 127 or -127. A row with NaN or
 // infinity is all NaN when it is read.
 void put(int8_t* row, const float* x, int64_t width) {
@@ -259,6 +285,13 @@ const float* rows_of(const int8_t* cache, int64_t rows, int64_t own, int64_t fir
 #else
 using Cell = float;
 inline int64_t pitch(int64_t width) { return width; }
+
+// `mix` reads the values of a block by columns, unless one pass takes all.
+inline Soon soon_values(const float* cache, int64_t width, int64_t first) {
+  if (width == COLUMNS * LANES) return {};
+  return {reinterpret_cast<const char*>(cache + first * width), width * 4};
+}
+inline Soon soon_keys(const float*, int64_t, int64_t) { return {}; }
 
 inline void put(float* row, const float* x, int64_t width) {
   __builtin_memcpy(row, x, static_cast<unsigned long>(width) * sizeof(float));
@@ -352,13 +385,16 @@ template <int WIDTH> void sum_part(Queries* queries, int64_t part, float* mixed)
     while (rows[begin].end <= block) ++begin;
     while (reach < count && rows[reach].from < block + KEYS) ++reach;
     const float* keys = rows_of(all_keys, c.rows, c.width, block, width, copy);
-    for (int r = begin; r < reach; r += TOGETHER) {
+    const Soon all[2] = {soon_values(all_values, c.value_width, block),
+                         soon_keys(all_keys, c.width, block + KEYS)};
+    const Soon* soon = all;
+    for (int r = begin; r < reach; r += TOGETHER, soon = NO_MORE) {
       float *q = queries->q + r * width, *own = mixed + r * mixed_width, *w = weights + r * KEYS;
       switch (reach - r) {
-      case 1: weigh<1, WIDTH>(rows + r, q, own, w, keys, width, mixed_width, block, cap); break;
-      case 2: weigh<2, WIDTH>(rows + r, q, own, w, keys, width, mixed_width, block, cap); break;
-      case 3: weigh<3, WIDTH>(rows + r, q, own, w, keys, width, mixed_width, block, cap); break;
-      default: weigh<TOGETHER, WIDTH>(rows + r, q, own, w, keys, width, mixed_width, block, cap);
+      case 1: weigh<1, WIDTH>(rows + r, q, own, w, keys, soon, width, mixed_width, block, cap); break;
+      case 2: weigh<2, WIDTH>(rows + r, q, own, w, keys, soon, width, mixed_width, block, cap); break;
+      case 3: weigh<3, WIDTH>(rows + r, q, own, w, keys, soon, width, mixed_width, block, cap); break;
+      default: weigh<TOGETHER, WIDTH>(rows + r, q, own, w, keys, soon, width, mixed_width, block, cap);
       }
     }
     const float* values = rows_of(all_values, c.rows, c.value_width, block, mixed_width, copy);
