@@ -21,7 +21,6 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m engines",
         description="Build a bundle from what `python -m export` wrote. `make engines` runs both.",
         epilog="example:\n  python -m engines --graphs build/graphs/demo --out build/demo",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--graphs", type=Path, help="folder that `python -m export` wrote")

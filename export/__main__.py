@@ -32,7 +32,6 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m export",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--model", required=True, help="the target: a folder, or a name on the hub")

@@ -97,7 +97,6 @@ def parser() -> argparse.ArgumentParser:
         "  python -m export.ngram --tokenizer build/demo/tokenizer --out code.npz corpus.txt\n"
         "  python -m runtime.generate --engines build/demo --table code.npz --draft bigram "
         "--prompt 'import '",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
     add("texts", nargs="+", type=Path, metavar="TEXT", help="text files, UTF-8")

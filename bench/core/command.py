@@ -53,11 +53,7 @@ class Suite:
     places: Sequence[str] = ()
 
     def parser(self) -> argparse.ArgumentParser:
-        made = CommandParser(
-            prog=f"python -m bench {self.name}",
-            description=self.about,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        made = CommandParser(prog=f"python -m bench {self.name}", description=self.about)
         add = made.add_argument
         add("--quick", action="store_true", help=self.quick)
         made.set_defaults(threads=machine.physical_cores(), update=None)

@@ -30,7 +30,6 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m export.functions",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
     add("--graph", type=Path, required=True, metavar="DIR",

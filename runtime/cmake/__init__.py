@@ -6,7 +6,6 @@ the installed onnxruntime package has, which a session opens at run time.
 
 from __future__ import annotations
 
-import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -52,7 +51,6 @@ def _main() -> int:
         prog=f"python -m {PACKAGE}.cmake",
         description="Print the folder with which CMake finds Outrider.",
         epilog=f'example: cmake -S . -B build -Doutrider_DIR="$(python -m {PACKAGE}.cmake)"',
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--onnxruntime", action="store_true",

@@ -8,7 +8,7 @@ import signal
 import sys
 import textwrap
 import threading
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from numbers import Integral
@@ -74,9 +74,13 @@ PACKAGE = __name__.partition(".")[0]
 
 
 class CommandParser(ArgumentParser):
-    """argparse whose complaints are errors like all others: one line, a remedy, a status."""
+    """argparse whose complaints are errors like all others: one line, a remedy, a status. What
+    --help says before and after the options stands there as it was written."""
 
     _given: Sequence[str] = ()
+
+    def __init__(self, **options: Any):
+        super().__init__(formatter_class=RawDescriptionHelpFormatter, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._given = sys.argv[1:] if args is None else args

@@ -21,13 +21,12 @@ from .formulas import MOST, best_gamma, oracle, table
 def parser() -> argparse.ArgumentParser:
     made = CommandParser(
         prog=f"python -m {PACKAGE}.theory",
-        description="What speculative decoding gains, by the formulas of Leviathan et al. 2023: "
+        description="What speculative decoding gains, by the formulas of Leviathan et al. 2023:\n"
         "for an acceptance and a cost, or for a bundle whose own are measured.",
         epilog="examples:\n"
         f"  python -m {PACKAGE}.theory --alpha 0.8 --cost 0.05\n"
         f"  python -m {PACKAGE}.theory --engines build/demo --prompt 'def main():' "
         "--prompt 'import os'",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
     add("--alpha", type=float, metavar="A", help="acceptance of a draft token, 0 to 1")

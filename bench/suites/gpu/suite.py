@@ -22,7 +22,6 @@ lends several kinds is asked for the same in each call; gpu-check.json names the
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import os
@@ -319,10 +318,7 @@ def save(path: Path, report: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = CommandParser(
-        prog="python -m bench gpu", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = CommandParser(prog="python -m bench gpu", description=__doc__)
     add = parser.add_argument
     add("--out", type=Path, default=CHECKOUT / "build" / "gpu-check", metavar="DIR")
     add("--seconds", type=float, default=540, help="for all parts; default 540")
