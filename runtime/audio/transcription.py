@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..files.audio import AudioFacts, FeatureFacts
-from ..files.errors import refuse_first
+from ..files.errors import out_of_range, refuse_first
 from ..sampling.processors import LogitsProcessor
 from ..sampling.softmax import log_softmax
 from ..sequence import Token
@@ -63,16 +63,13 @@ class SpeechOptions:
             "timestamps": (bool | np.bool_, "True or False"),
             "condition_on_prev_tokens": (bool | np.bool_, "True or False"),
         }
-        refuse_first(
-            (not isinstance(value := getattr(self, name), kind),
-             f"{name}={repr(value)[:80]} is out of range", f"{name} must be {what}.")
-            for name, (kind, what) in kinds.items()
-        )  # fmt: skip
-        refuse_first(
-            (not isinstance(value, Real | None) or (value is not None and math.isnan(value)),
-             f"{name}={value!r} is out of range", f"{name} must be a number.")
-            for name, value in vars(self).items() if name.endswith("_threshold")
-        )  # fmt: skip
+        for name, (kind, what) in kinds.items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise out_of_range(name, value, what)
+        for name, value in vars(self).items():
+            number = isinstance(value, Real) and not math.isnan(value)
+            if name.endswith("_threshold") and not (number or value is None):
+                raise out_of_range(name, value, "a number")
         refuse_first([
             (facts.no_timestamps_token_id is None,
              "the checkpoint's generation_config.json has no no_timestamps_token_id",

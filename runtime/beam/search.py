@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.engine import Engine, Logits, Source
-from ..files.errors import OutriderError, is_whole
+from ..files.errors import is_whole, out_of_range
 from ..sampling.processors import LogitsProcessor
 from ..sampling.softmax import largest, log_softmax
 from ..sampling.warp import NO_TOKEN, broken_row, within
@@ -212,16 +212,9 @@ def _check(width: int, draft_width: int, length_penalty: float) -> None:
         ("draft_width", draft_width, width, 2 * WIDEST),
     ):
         if not is_whole(value) or not least <= value <= most:
-            raise OutriderError(
-                "option",
-                f"{name}={value!r} is out of range",
-                f"{name} must be a whole number from {least} to {most}.",
-            )
+            raise out_of_range(name, value, f"a whole number from {least} to {most}")
     # Bounded, so that length ** penalty is a number.
     number = isinstance(length_penalty, Real) and not isinstance(length_penalty, bool)
     if not (number and abs(length_penalty) <= 10):
-        raise OutriderError(
-            "option",
-            f"length_penalty={length_penalty!r} is out of range",
-            "length_penalty must be from -10 to 10; 0 ranks by the score alone.",
-        )
+        legal = "from -10 to 10; 0 ranks by the score alone"
+        raise out_of_range("length_penalty", length_penalty, legal)

@@ -64,6 +64,12 @@ def refuse_first(rules: Iterable[tuple[object, str, str]]) -> None:
             raise OutriderError("option", cause, remedy)
 
 
+def out_of_range(name: str, value: object, legal: str) -> OutriderError:
+    """Of kind "option"; legal: what the value must be."""
+    cause = f"{name}={repr(value)[:80]} is out of range"
+    return OutriderError("option", cause, f"{name} must be {legal}.")
+
+
 def is_whole(value: object) -> bool:
     """Whether it is a whole number, Python's or NumPy's, and not True or False."""
     return isinstance(value, Integral) and not isinstance(value, bool)

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from ..files.errors import OutriderError, is_whole, refuse_first
+from ..files.errors import OutriderError, is_whole, out_of_range, refuse_first
 from .distribution import Distribution, FloatRow
 
 # A nucleus is full at this much less than top_p, as a share of the whole: float32 weights decide
@@ -65,7 +65,7 @@ class SamplingParams:
             object.__setattr__(self, "seed", int(self.seed))
         for name, (fits, legal) in _RANGES.items():
             if not fits(getattr(self, name)):
-                raise self._out_of_range(name, legal)
+                raise out_of_range(name, getattr(self, name), legal)
         object.__setattr__(self, "logit_bias", self._ordered_bias())
         refuse_first([
             (self.lenience != 1 and self.verify != "token",
@@ -100,12 +100,9 @@ class SamplingParams:
         except (TypeError, ValueError):  # neither a mapping nor pairs
             legal = False
         if not legal:
-            raise self._out_of_range("logit_bias", "ids with a number from -100 to 100 each")
+            legal_ones = "ids with a number from -100 to 100 each"
+            raise out_of_range("logit_bias", self.logit_bias, legal_ones)
         return tuple(sorted((int(token), float(bias)) for token, bias in pairs.items()))
-
-    def _out_of_range(self, name: str, legal: str) -> OutriderError:
-        cause = f"{name}={repr(getattr(self, name))[:80]} is out of range"
-        return OutriderError("option", cause, f"{name} must be {legal}.")
 
 
 def _is_real(value: object) -> bool:

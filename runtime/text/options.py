@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..drafts.registry import KINDS
-from ..files.errors import OutriderError, is_whole, refuse_first
+from ..files.errors import is_whole, out_of_range, refuse_first
 from ..sampling.processors import LogitsProcessor
 from ..sampling.warp import SamplingParams, VerifyRule
 
@@ -128,8 +128,7 @@ class Options:
         for name, (fits, what) in _RULES.items():
             value = getattr(self, name)
             if not fits(value) and not (value is None and getattr(Options, name) is None):
-                cause = f"{name}={repr(value)[:80]} is out of range"
-                raise OutriderError("option", cause, f"{name} must be {what}.")
+                raise out_of_range(name, value, what)
         self.sampling()
         drafted = self.draft not in (None, "none")
         refuse_first([
