@@ -130,8 +130,7 @@ class Line:
         self._waiting[caller] = (slots, threading.get_ident())
         changed, collected, touches = True, False, 0
         try:
-            while next(iter(self._waiting)) is not caller or not self._granted(caller, slots):
-                first = next(iter(self._waiting)) is caller
+            while not ((first := self._first() is caller) and self._granted(caller, slots)):
                 if first and not changed and not collected and touches == self._touches():
                     # Who is held by nothing but a circle of references, as of a kept traceback,
                     # would hold its slots until something else allocates much.
@@ -152,6 +151,9 @@ class Line:
             del self._waiting[caller]
             self._changed.notify_all()  # another one is the first now
 
+    def _first(self) -> Caller:
+        return next(iter(self._waiting))
+
     def _granted(self, caller: Caller, slots: int) -> bool:
         self._refuse(caller)
         if self.free < slots:
@@ -170,15 +172,13 @@ class Line:
 
     def _stuck(self) -> bool:
         """Whether this thread waits for itself: all who hold slots are waiting, and it is one."""
-        wanted, _ = next(iter(self._waiting.values()))
+        wanted, _ = self._waiting[self._first()]
         waiting = {thread for _, thread in self._waiting.values()}
-        alone = [caller.threads for caller in self._held if len(caller.threads) == 1]
-        mine = {threading.get_ident()} in alone
+        holders = [caller.threads for caller in self._held]
         return (
             wanted > self.free
-            and mine
-            and len(alone) == len(self._held)
-            and all(threads <= waiting for threads in alone)
+            and {threading.get_ident()} in holders
+            and all(len(threads) == 1 and threads <= waiting for threads in holders)
         )
 
     def _busy(self, slots: int, how: str, remedy: str) -> OutriderError:
