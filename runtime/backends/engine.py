@@ -18,27 +18,25 @@ Logits = npt.NDArray[np.float32]
 def cache_shapes(facts: GraphFacts) -> dict[str, tuple[int, int]]:
     """Hkv and D of each cache, in the contract's order; D with the scale of a quantised row."""
     scale = SCALE_BYTES if facts.cache else 0
-    return {
-        f"{side}_{layer}": (heads, width + scale)
-        for side, shapes in (("key", facts.key_shapes), ("value", facts.value_shapes))
-        for layer, (heads, width) in enumerate(shapes)
-    }
+    shapes = _by_layer(key=facts.key_shapes, value=facts.value_shapes)
+    return {name: (heads, width + scale) for name, (heads, width) in shapes.items()}
 
 
 def state_shapes(facts: GraphFacts) -> dict[str, tuple[int, int]]:
     """H and D of what recurrent layers keep, in the contract's order; none without them."""
-    shapes = facts.states.shapes if facts.states else ()
-    return {f"state_{i}": (heads, width) for i, (heads, width) in enumerate(shapes)}
+    return _by_layer(state=facts.states.shapes) if facts.states else {}
 
 
 def source_shapes(facts: GraphFacts) -> dict[str, tuple[int, int]]:
     """H and D of what an encoder leaves in a slot, in the contract's order; none without one."""
-    if facts.encoder is None:
-        return {}
-    sides = (("cross_key", facts.encoder.key_shapes), ("cross_value", facts.encoder.value_shapes))
+    left = facts.encoder
+    return _by_layer(cross_key=left.key_shapes, cross_value=left.value_shapes) if left else {}
+
+
+def _by_layer(**sides: list[list[int]]) -> dict[str, tuple[int, int]]:
     return {
         f"{side}_{layer}": (heads, width)
-        for side, shapes in sides
+        for side, shapes in sides.items()
         for layer, (heads, width) in enumerate(shapes)
     }
 
