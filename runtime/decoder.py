@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 from .backends.engine import Logits, source_ids
-from .checks import Limits, check_ids, check_request
+from .checks import Limits, check_request
 from .costs import Costs
 from .drafts.registry import KINDS
 from .files.errors import OutriderError
@@ -67,10 +67,6 @@ class Decoder:
                 self.rounds.kinds, self.draft is not None, self.rounds.on_host, self.context,
             ),
         )  # fmt: skip
-
-    def check_ids(self, prompt: Sequence[int]) -> None:
-        """Refuse ids that the target has no embedding for. Raises "prompt"."""
-        check_ids(prompt, self.target.vocab_size)
 
     def admit(self, request: Request) -> ActiveSequence:
         """Take a slot, prefill the target, emit the first token (it comes from p alone)."""

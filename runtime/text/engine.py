@@ -5,27 +5,23 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from operator import index
-from typing import Any, cast
+from typing import Any
 
 from ..audio.recording import Audio
 from ..backends.bits import Bits
 from ..backends.engine import Source
 from ..decoder import Decoder
-from ..drafts.registry import KINDS
-from ..files.errors import OutriderError, refuse_first
+from ..files.errors import OutriderError
 from ..files.manifest import Manifest
-from ..policy import Policy, make_policy
-from ..sampling.warp import SamplingParams
 from ..sequence import ActiveSequence, Request
 from ..slots import Slot
 from ..stats import Stats
 from .line import QUEUE, TIMEOUT, Caller, Line
-from .options import Message, Options, Prompt
+from .options import Options, Prompt
+from .requests import make_request
 from .results import Result, Transcript
-from .sources import read_source, rules_of
 from .speech import Heard, Transcription, transcribe
 from .stream import Batch, Stream
 from .together import Together
@@ -158,56 +154,7 @@ class TextEngine:
 
     def prepare(self, prompt: Prompt | None, options: Options) -> tuple[Request, Transcript]:
         """Refuse what cannot be run, before anything is run. Raises as `generate`."""
-        options.check()
-        options = options.seeded()
-        draft, gamma = self._draft_of(options)
-        if gamma == 0:
-            options.check_plain()
-        width = self.decoder.vocab_size
-        params = options.sampling()
-        if params.verify == "coupled" and self.bits.forgone:
-            raise OutriderError(
-                "option",
-                "verify=coupled promises a text of every gamma, and plain_width=1 ties it to one",
-                "Leave one of them out.",
-            )
-        words = () if options.bad_words_ids is None else options.bad_words_ids  # or an array
-        named = {
-            "stop_token_ids": options.stop_token_ids,
-            "logit_bias": [*dict(params.logit_bias)],
-            "bad_words_ids": [token for word in words for token in word],
-        }
-        refuse_first(
-            (not 0 <= token < width, f"{name}: the token id {token} does not exist",
-             f"Choose from 0 to {width - 1}.")
-            for name, tokens in named.items()
-            for token in tokens
-        )  # fmt: skip
-        source = read_source(options, self.manifest.pair, self.tokenizer)
-        ids = self.encode(prompt, options)
-        self.decoder.check_ids(ids)  # before the text side, which would look a stranger up
-        min_new_tokens, processors = rules_of(options, self.manifest.pair, ids, source)
-        transcript = Transcript(self.tokenizer, ids, params.seed, options)
-        request = Request(
-            prompt=ids,
-            params=params,
-            gamma=gamma,
-            draft=draft,
-            draft_temperature=options.draft_temperature,
-            draft_threshold=options.draft_threshold,
-            policy=self._policy(options, params, draft, gamma),
-            max_new_tokens=options.max_new_tokens,
-            min_new_tokens=min_new_tokens,
-            eos_token_ids=frozenset(self.manifest.pair.tokenizer.eos_token_ids),
-            ignore_eos=options.ignore_eos,
-            logprobs=options.logprobs,
-            stop=transcript.push,
-            source=source,
-            second=self._second(prompt),
-            processors=processors,
-        )
-        self.decoder.check(request)
-        return request, transcript
+        return make_request(self, prompt, options)
 
     def request(self, prompt: Prompt | None, options: Options) -> Request:
         """What would be run: token ids, and options with their defaults. Raises as `generate`."""
@@ -304,122 +251,6 @@ class TextEngine:
                 self.dropped.popleft()
                 raise
             self.dropped.popleft()  # last: an interrupt leaves it there
-
-    def encode(self, prompt: Prompt | None, options: Options) -> list[int]:
-        """Token ids of a prompt: text as it is or through the chat template, messages, or ids. An
-        encoder-decoder's begins with the decoder's start token, whatever it is, as in Transformers;
-        that of a model that transcribes is taken as it is.
-
-        Raises OutriderError "prompt" or "option".
-        """
-        start = self.manifest.pair.start_ids
-        if start is None:
-            if prompt is None:
-                raise OutriderError("prompt", "there is no prompt", "Give one.")
-            return self._encode(prompt, options)
-        if prompt is None and isinstance(options.source, str):
-            return list(start)
-        ids = self._encode(() if prompt is None else prompt, options)
-        if not ids:
-            return list(start)
-        return ids if self.manifest.pair.audio or ids[0] == start[0] else [start[0], *ids]
-
-    def _second(self, prompt: Prompt | None) -> list[int]:
-        """`Request.second`: the languages, where the model is to find out which."""
-        audio = self.manifest.pair.audio
-        if audio is None or not audio.language_detected or (prompt is not None and len(prompt)):
-            return []
-        return sorted(audio.lang_to_id.values())
-
-    def _encode(self, prompt: Prompt, options: Options) -> list[int]:
-        special, start = options.special_tokens, self.manifest.pair.start_ids
-        if isinstance(prompt, str):
-            templated = self.manifest.pair.tokenizer.chat_template and start is None
-            chat = templated if options.chat is None else options.chat
-            if options.system is not None and not chat:
-                raise OutriderError(
-                    "option",
-                    "a system message needs a chat template",
-                    "Put it into the prompt itself, or use a checkpoint with a chat template.",
-                )
-            if not chat:
-                # What a tokenizer puts around a text is around a source; a prompt goes on.
-                return self.tokenizer.encode(
-                    prompt, add_special_tokens=start is None, special_tokens=special
-                )
-            prompt = [{"role": "user", "content": prompt}]
-        items = _items(prompt)
-        if items and isinstance(items[0], Mapping):
-            messages = cast(list[Message], items)
-            if options.system is not None:
-                messages.insert(0, {"role": "system", "content": options.system})
-            return self.tokenizer.encode_chat(messages, special_tokens=special)
-        if not items and start is None:
-            return []  # nobody knows of what: it is refused as empty, whatever else was asked
-        refuse_first(
-            (getattr(options, name) != getattr(Options, name),
-             f"{name} has no meaning where the prompt is token ids",
-             "Give the prompt as text or as messages.")
-            for name in ("system", "special_tokens")
-        )  # fmt: skip
-        return cast(list[int], items)
-
-    def _policy(
-        self, options: Options, params: SamplingParams, draft: str, gamma: int
-    ) -> Policy | None:
-        chosen, most = isinstance(options.gamma, str), self.decoder.max_gamma
-        fallback = options.fallback == "auto"
-        if not (chosen or fallback) or not 0 < gamma <= most:  # `Decoder.check` refuses the others
-            return None
-        settings = (replace(params, seed=0), options.draft_temperature)
-        return make_policy(
-            options.gamma if isinstance(options.gamma, str) else gamma,
-            self.decoder.costs[draft], most, fallback=fallback, settings=settings,
-        )  # fmt: skip
-
-    def _draft_of(self, options: Options) -> tuple[str, int]:
-        """Who proposes, and how many tokens a round. Raises "option"."""
-        kind, gamma = options.draft, options.gamma
-        if isinstance(gamma, str):
-            gamma = self.decoder.max_gamma
-        unopened = self.decoder.draft is None and self.manifest.pair.draft is not None
-        if unopened and (KINDS[kind].needs_model() if kind in KINDS else gamma and kind is None):
-            raise OutriderError(
-                "option",
-                (f"draft={kind}" if kind else f"gamma={options.gamma}")
-                + " needs the draft model, and the bundle was opened without it",
-                "Leave that option out, or load the bundle with draft_model=True.",
-            )
-        reads_model = kind in KINDS and KINDS[kind].reads_model
-        if reads_model and self.decoder.draft is None:
-            raise OutriderError(
-                "option",
-                f"draft={kind}: the bundle was built without a draft",
-                "Leave that option out, or build the bundle with DRAFT=<draft>.",
-            )
-        if kind is None:
-            kind = "model" if self.decoder.draft is not None else self.manifest.pair.lookup
-        if kind is None or kind == "none":
-            return "model", gamma or 0
-        if gamma is None:
-            gamma = min(KINDS[kind].usual_gamma, self.decoder.max_gamma)
-        return kind, gamma
-
-
-def _items(prompt: Any) -> list[Any]:
-    """Messages, or token ids. Raises OutriderError "prompt" for what is neither."""
-    if isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray | Mapping):
-        items = list(prompt)
-        if all(isinstance(item, Mapping) for item in items):
-            return items
-        with suppress(TypeError):
-            if bool not in {type(item) for item in items}:
-                return [index(item) for item in items]
-    raise OutriderError(
-        "prompt",
-        f"the prompt ({type(prompt).__name__}) is neither text, nor messages, nor token ids",
-        "Pass a str, a list of dicts with role and content, or a list of ints.",
-    )
 
 
 def _asked(options: Options | None, more: Mapping[str, Any]) -> Options:

@@ -19,7 +19,7 @@ from ..sampling.processors import LogitsProcessor
 from ..sequence import Token
 from ..stats import Stats
 from .options import Options
-from .sources import read_source
+from .requests import read_source
 
 if TYPE_CHECKING:
     from .engine import TextEngine

@@ -36,7 +36,7 @@ from runtime.files.manifest import (
 from runtime.files.records import write_json
 from runtime.files.rules import TextRules
 from runtime.text.options import Options
-from runtime.text.sources import rules_of
+from runtime.text.requests import rules_of
 
 NONSENSE: list[Any] = [
     None, True, -1, 0, 1, 65, 2**31, 2**63, 10**400, 1.5, float("nan"), float("inf"), "", "x",

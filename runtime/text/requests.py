@@ -1,0 +1,326 @@
+"""What is asked of one text, as a `Request`: ids or features that are read, rules, who drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from operator import index
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from ..backends.engine import Features, Source, source_ids
+from ..checks import check_ids
+from ..decoder import Decoder
+from ..drafts.registry import KINDS
+from ..files.audio import FeatureFacts
+from ..files.errors import OutriderError, refuse_first
+from ..files.manifest import Pair
+from ..files.rules import TextRules
+from ..policy import Policy, make_policy
+from ..sampling.processors import (
+    BadWords,
+    LastToken,
+    LogitsProcessor,
+    NoRepeatNgram,
+    SuppressTokens,
+)
+from ..sampling.warp import SamplingParams
+from ..sequence import Request
+from .options import Message, Options, Prompt
+from .results import Transcript
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from .engine import TextEngine
+
+
+def make_request(
+    engine: TextEngine, prompt: Prompt | None, options: Options
+) -> tuple[Request, Transcript]:
+    """See `TextEngine.prepare`."""
+    options.check()
+    options = options.seeded()
+    decoder, pair, tokenizer = engine.decoder, engine.manifest.pair, engine.tokenizer
+    draft, gamma = _draft_of(options, decoder, pair)
+    if gamma == 0:
+        options.check_plain()
+    params = options.sampling()
+    if params.verify == "coupled" and engine.bits.forgone:
+        raise OutriderError(
+            "option",
+            "verify=coupled promises a text of every gamma, and plain_width=1 ties it to one",
+            "Leave one of them out.",
+        )
+    _check_ids(options, params, decoder.vocab_size)
+    source = read_source(options, pair, tokenizer)
+    ids = _prompt_ids(prompt, options, pair, tokenizer)
+    check_ids(ids, decoder.target.vocab_size)  # before the text side, which looks them up
+    min_new_tokens, processors = rules_of(options, pair, ids, source)
+    transcript = Transcript(tokenizer, ids, params.seed, options)
+    request = Request(
+        prompt=ids,
+        params=params,
+        gamma=gamma,
+        draft=draft,
+        draft_temperature=options.draft_temperature,
+        draft_threshold=options.draft_threshold,
+        policy=_policy(options, params, draft, gamma, decoder),
+        max_new_tokens=options.max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        eos_token_ids=frozenset(pair.tokenizer.eos_token_ids),
+        ignore_eos=options.ignore_eos,
+        logprobs=options.logprobs,
+        stop=transcript.push,
+        source=source,
+        second=_second(prompt, pair),
+        processors=processors,
+    )
+    decoder.check(request)
+    return request, transcript
+
+
+# Who drafts
+
+
+def _draft_of(options: Options, decoder: Decoder, pair: Pair) -> tuple[str, int]:
+    """Who proposes, and how many tokens a round. Raises "option"."""
+    kind, gamma = options.draft, options.gamma
+    if isinstance(gamma, str):
+        gamma = decoder.max_gamma
+    unopened = decoder.draft is None and pair.draft is not None
+    if unopened and (KINDS[kind].needs_model() if kind in KINDS else gamma and kind is None):
+        raise OutriderError(
+            "option",
+            (f"draft={kind}" if kind else f"gamma={options.gamma}")
+            + " needs the draft model, and the bundle was opened without it",
+            "Leave that option out, or load the bundle with draft_model=True.",
+        )
+    if kind in KINDS and KINDS[kind].reads_model and decoder.draft is None:
+        raise OutriderError(
+            "option",
+            f"draft={kind}: the bundle was built without a draft",
+            "Leave that option out, or build the bundle with DRAFT=<draft>.",
+        )
+    if kind is None:
+        kind = "model" if decoder.draft is not None else pair.lookup
+    if kind is None or kind == "none":
+        return "model", gamma or 0
+    if gamma is None:
+        gamma = min(KINDS[kind].usual_gamma, decoder.max_gamma)
+    return kind, gamma
+
+
+def _policy(
+    options: Options, params: SamplingParams, draft: str, gamma: int, decoder: Decoder
+) -> Policy | None:
+    named = options.gamma if isinstance(options.gamma, str) else gamma
+    fallback, most = options.fallback == "auto", decoder.max_gamma
+    if not (fallback or isinstance(named, str)) or not 0 < gamma <= most:
+        return None  # `Decoder.check` refuses what is out of range
+    settings = (replace(params, seed=0), options.draft_temperature)
+    return make_policy(named, decoder.costs[draft], most, fallback=fallback, settings=settings)
+
+
+# What is read
+
+
+def _check_ids(options: Options, params: SamplingParams, width: int) -> None:
+    """Refuse token ids among the options that do not exist. Raises "option"."""
+    words = () if options.bad_words_ids is None else options.bad_words_ids  # or an array
+    named = {
+        "stop_token_ids": options.stop_token_ids,
+        "logit_bias": [*dict(params.logit_bias)],
+        "bad_words_ids": [token for word in words for token in word],
+    }
+    refuse_first(
+        (not 0 <= token < width, f"{name}: the token id {token} does not exist",
+         f"Choose from 0 to {width - 1}.")
+        for name, tokens in named.items()
+        for token in tokens
+    )  # fmt: skip
+
+
+def _prompt_ids(
+    prompt: Prompt | None, options: Options, pair: Pair, tokenizer: Tokenizer
+) -> list[int]:
+    """Token ids of a prompt: text as it is or through the chat template, messages, or ids. An
+    encoder-decoder's begins with the decoder's start token, whatever it is, as in Transformers;
+    that of a model that transcribes is taken as it is.
+
+    Raises OutriderError "prompt" or "option".
+    """
+    start = pair.start_ids
+    if start is None:
+        if prompt is None:
+            raise OutriderError("prompt", "there is no prompt", "Give one.")
+        return _encoded(prompt, options, pair, tokenizer)
+    if prompt is None and isinstance(options.source, str):
+        return list(start)
+    ids = _encoded(() if prompt is None else prompt, options, pair, tokenizer)
+    if not ids:
+        return list(start)
+    return ids if pair.audio or ids[0] == start[0] else [start[0], *ids]
+
+
+def _encoded(prompt: Prompt, options: Options, pair: Pair, tokenizer: Tokenizer) -> list[int]:
+    special, start = options.special_tokens, pair.start_ids
+    if isinstance(prompt, str):
+        templated = pair.tokenizer.chat_template and start is None
+        chat = templated if options.chat is None else options.chat
+        if options.system is not None and not chat:
+            raise OutriderError(
+                "option",
+                "a system message needs a chat template",
+                "Put it into the prompt itself, or use a checkpoint with a chat template.",
+            )
+        if not chat:
+            # What a tokenizer puts around a text is around a source; a prompt goes on.
+            return tokenizer.encode(
+                prompt, add_special_tokens=start is None, special_tokens=special
+            )
+        prompt = [{"role": "user", "content": prompt}]
+    items = _items(prompt)
+    if items and isinstance(items[0], Mapping):
+        messages = cast(list[Message], items)
+        if options.system is not None:
+            messages.insert(0, {"role": "system", "content": options.system})
+        return tokenizer.encode_chat(messages, special_tokens=special)
+    if not items and start is None:
+        return []  # nobody knows of what: it is refused as empty, whatever else was asked
+    refuse_first(
+        (getattr(options, name) != getattr(Options, name),
+         f"{name} has no meaning where the prompt is token ids",
+         "Give the prompt as text or as messages.")
+        for name in ("system", "special_tokens")
+    )  # fmt: skip
+    return cast(list[int], items)
+
+
+def _items(prompt: Any) -> list[Any]:
+    """Messages, or token ids. Raises OutriderError "prompt" for what is neither."""
+    if isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray | Mapping):
+        items = list(prompt)
+        if all(isinstance(item, Mapping) for item in items):
+            return items
+        with suppress(TypeError):
+            if bool not in {type(item) for item in items}:
+                return [index(item) for item in items]
+    raise OutriderError(
+        "prompt",
+        f"the prompt ({type(prompt).__name__}) is neither text, nor messages, nor token ids",
+        "Pass a str, a list of dicts with role and content, or a list of ints.",
+    )
+
+
+def _second(prompt: Prompt | None, pair: Pair) -> list[int]:
+    """`Request.second`: the languages, where the model is to find out which."""
+    audio = pair.audio
+    if audio is None or not audio.language_detected or (prompt is not None and len(prompt)):
+        return []
+    return sorted(audio.lang_to_id.values())
+
+
+def read_source(options: Options, pair: Pair, tokenizer: Tokenizer) -> Source:
+    """No ids for decoder-only models. Raises OutriderError "prompt" or "option"."""
+    source, architecture = options.source, pair.target.architecture
+    if pair.start_ids is None:
+        if source is None:
+            return []
+        raise OutriderError(
+            "option",
+            f"a source is for encoder-decoders, and the target is a {architecture}",
+            "Give it as the prompt.",
+        )
+    refuse_first([
+        (options.chat or options.system is not None,
+         f"chat templates are of decoder-only models, and the target is a {architecture}",
+         "Leave chat and system out."),
+        (options.encoder_no_repeat_ngram_size and pair.target.reads,
+         "encoder_no_repeat_ngram_size is of sources that are tokens, and the target reads "
+         "features", "Leave it out."),
+    ])  # fmt: skip
+    if pair.target.reads is not None:
+        return _features(source, pair.target.reads, architecture)
+    if isinstance(source, str):
+        return tokenizer.encode(source, special_tokens=options.special_tokens)
+    if source is None or len(source) == 0:
+        raise OutriderError(
+            "prompt",
+            f"there is no source, which the target, a {architecture}, reads",
+            "Give it one: source=..., on the command line --source TEXT.",
+        )
+    if isinstance(source, np.ndarray) and (source.ndim != 1 or source.dtype.kind not in "iu"):
+        raise OutriderError(
+            "prompt",
+            f"the source is {_shown(source)}, and the target, a {architecture}, reads text",
+            "Give it text or token ids, or use a bundle of a model that transcribes.",
+        )
+    return [index(token) for token in source]
+
+
+def rules_of(
+    options: Options, pair: Pair, prompt: Sequence[int], source: Source
+) -> tuple[int, tuple[LogitsProcessor, ...]]:
+    """The least new tokens of a text, and its logits processors: what the options ask for, and
+    where they do not say, the target's generation config."""
+    own, audio, ends = pair.rules or TextRules(), pair.audio, pair.tokenizer.eos_token_ids
+    asked = {
+        name: getattr(own, name) if (value := getattr(options, name)) is None else value
+        for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids")
+    }
+    found: list[LogitsProcessor] = []
+    if size := asked["no_repeat_ngram_size"]:
+        found.append(NoRepeatNgram(size))
+    if size := asked["encoder_no_repeat_ngram_size"]:
+        # A decoder-only model's source is its prompt, as in Transformers.
+        found.append(NoRepeatNgram(size, prompt if pair.start_ids is None else source_ids(source)))
+    # As in Transformers, the end of the text is no bad word.
+    words = () if asked["bad_words_ids"] is None else asked["bad_words_ids"]
+    if words := [list(w) for w in words if list(w) not in [[end] for end in ends]]:
+        found.append(BadWords(words))
+    least = options.min_new_tokens
+    if least is None:
+        least = own.min_new_tokens or max(0, (own.min_length or 0) - len(prompt))
+        least = min(least, options.max_new_tokens)
+    if own.forced_eos_token_id is not None and not options.ignore_eos:
+        longest = min(len(prompt) + options.max_new_tokens, pair.max_len)
+        found = [LastToken(longest - 1, own.forced_eos_token_id, found)]
+        least = min(least, longest - 1 - len(prompt))
+    if audio and (audio.suppress_tokens or audio.begin_suppress_tokens):
+        found.append(SuppressTokens(audio.suppress_tokens, audio.begin_suppress_tokens))
+    return least, (*found, *options.processors)
+
+
+def _features(source: Any, wanted: FeatureFacts, architecture: str) -> Features:
+    shape = wanted.feature_size, wanted.frames
+    reads = f"the target, a {architecture}, reads float32 log-mel features {list(shape)}"
+    if source is None:
+        raise OutriderError(
+            "prompt",
+            f"there is no source: {reads}",
+            "Transcribe a recording, on the command line --audio FILE, or give source=array.",
+        )
+    if not isinstance(source, np.ndarray):
+        what = "text" if isinstance(source, str) else "token ids"
+        raise OutriderError(
+            "prompt",
+            f"the source is {what}, and {reads}",
+            "Transcribe a recording, --audio FILE, or use a bundle of a model that reads text.",
+        )
+    if source.dtype != np.float32 or source.shape != shape:
+        raise OutriderError(
+            "prompt",
+            f"the source is {_shown(source)}, and {reads}",
+            f"Make them of {wanted.n_samples:,} samples at {wanted.sampling_rate:,} Hz, padded.",
+        )
+    if not np.isfinite(source).all():
+        raise OutriderError(
+            "prompt", "the source has NaN or infinity among its features", "Check the recording."
+        )
+    return Features(source)
+
+
+def _shown(source: np.ndarray) -> str:
+    return f"{source.dtype} {list(source.shape)}"
