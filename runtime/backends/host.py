@@ -84,7 +84,8 @@ class HostEngine(ABC, Generic[Call]):
         self._all_rows = facts.encoder.rows if facts.encoder else None  # E, where it is fixed
         self._states_of: HostEngine[Any] | None = None
         self._keeps_states = False
-        self._states: dict[int, npt.NDArray[Any]] = {}  # by slot
+        # [1, E, D] by slot: what the encoder made, before the decoder's own projections.
+        self._states: dict[int, npt.NDArray[Any]] = {}
         if self._source_shapes:
             self._reserve_source(self._all_rows or 1)
         self.held = HeldRows(slots, self.vocab_size, facts.states)
@@ -195,11 +196,6 @@ class HostEngine(ABC, Generic[Call]):
             self._states[slot] = self._states[other]
         self.held.encoded(slot, source)
 
-    def states(self, slot: int, source: Source) -> npt.NDArray[Any]:
-        """What the encoder makes of the source, [1, E, D], before the decoder's own projections."""
-        self.encode(slot, source)
-        return self._states[slot]
-
     def _encode_into(self, slot: int, source: Source) -> None:
         if isinstance(source, Features):
             read: npt.NDArray[Any] = source.array
@@ -208,7 +204,10 @@ class HostEngine(ABC, Generic[Call]):
             read = np.array(source, np.int64)
             read[read >= self.vocab_size] = 0
             what = f"{len(read)} tokens"
-        read = read[None] if self._states_of is None else self._states_of.states(slot, source)
+        read = read[None]
+        if self._states_of is not None:
+            self._states_of.encode(slot, source)
+            read = self._states_of._states[slot]
         names = [*self._source_shapes, *([STATES] if self._keeps_states else [])]
         with self._running(f"a source of {what}"):
             rows = self._encode(read, names)

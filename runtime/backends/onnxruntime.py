@@ -169,7 +169,11 @@ class OrtCudaEngine(PreparedEngine):
             use_device_allocator_for_initializers="1",
         )  # fmt: skip
         self._check_placement()
-        self._options = _run_options()
+        import onnxruntime as ort
+
+        self._options = ort.RunOptions()
+        # Or a run waits for the stream at its end.
+        self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         self._dtype = np.dtype(facts.dtype).type
 
     @classmethod
@@ -219,12 +223,3 @@ def unavailable() -> str | None:
     if PROVIDER in ort.get_available_providers():
         return None
     return f"onnxruntime {ort.__version__} is without {PROVIDER}, which onnxruntime-gpu has"
-
-
-def _run_options() -> Any:
-    import onnxruntime as ort
-
-    options = ort.RunOptions()
-    # Or a run waits for the stream at its end.
-    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-    return options

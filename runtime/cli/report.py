@@ -90,9 +90,10 @@ def round_lines(stats: Stats, gamma: str) -> list[str]:
     parts = _times(stats)
     whole = sum(parts.values())
     shares = " ".join(f"{name} {_percent(part, whole)}" for name, part in parts.items())
-    share = draft_share(stats)
-    said = f" | a draft step takes {_percent(share, 1)} of a verification" if share else ""
-    lines.append(f"time {shares}{said}")
+    lines.append(f"time {shares}")
+    if stats.drafted and stats.time_draft and stats.time_verify:
+        share = (stats.time_draft / stats.drafted) / (stats.time_verify / stats.rounds)
+        lines[-1] += f" | a draft step takes {_percent(share, 1)} of a verification"
     return lines
 
 
@@ -138,13 +139,6 @@ def detailed(stats: Stats, costs: RoundCosts | None = None) -> list[str]:
 def _times(stats: Stats) -> dict[str, float]:
     """Seconds of the rounds."""
     return {name: getattr(stats, f"time_{name}") for name in ("draft", "verify", "sample", "host")}
-
-
-def draft_share(stats: Stats) -> float | None:
-    """The time of a draft step over that of a verification; None without drafts."""
-    if not (stats.drafted and stats.time_verify):
-        return None
-    return (stats.time_draft / stats.drafted) / (stats.time_verify / stats.rounds)
 
 
 def baseline_object(result: Result, plain: Result, *, same: bool) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from ..backends.cuda import Cuda
-from ..files.manifest import MOST_GAMMA
 from ..sampling import kernel
 from .launch import SEQUENCE
 
@@ -43,9 +42,6 @@ class Sizes:
     capacity: int
     target_row: int
     draft_row: int
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.max_gamma <= MOST_GAMMA
 
     def bytes(self) -> dict[str, int]:
         """Of each buffer. B slots, G = max_gamma; a round of fewer slots or steps uses the

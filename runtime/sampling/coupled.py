@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .distribution import TILE, Distribution, SumRow
-from .philox import Purpose, blocks
+from .philox import Purpose, philox4x32
 
 GROUP = 32  # tokens of a group; a tile has 32 groups
 Words = npt.NDArray[np.uint64]
@@ -64,7 +64,8 @@ def noise(seed: int, position: int, vocab_size: int) -> SumRow:
 
 def _words(seed: int, position: int, tiles: Words, first: int, count: int) -> Words:
     """[tiles, count, 4] of the counters (position, purpose, tile, first ..)."""
-    return blocks(seed, position, Purpose.COUPLED, tiles, np.arange(first, first + count))
+    counter = np.broadcast_arrays(position, Purpose.COUPLED, tiles, np.arange(first, first + count))
+    return np.stack(philox4x32(seed, [np.asarray(word, np.uint64) for word in counter]), axis=-1)
 
 
 def _exponential(words: Words) -> SumRow:

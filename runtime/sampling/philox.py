@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 
 Word = TypeVar("Word", int, npt.NDArray[Any])
@@ -52,14 +51,6 @@ def philox4x32(key: int, counter: Sequence[Word]) -> tuple[Word, Word, Word, Wor
         k0 = k0 + _WEYL_0 & _WORD
         k1 = k1 + _WEYL_1 & _WORD
     return c0, c1, c2, c3
-
-
-def blocks(
-    key: int, position: int, purpose: Purpose, c2: npt.NDArray[Any], c3: npt.NDArray[Any]
-) -> npt.NDArray[np.uint64]:
-    """`philox4x32` for many counters (position, purpose, c2, c3): their four words, [..., 4]."""
-    counter = np.broadcast_arrays(position, purpose, c2, c3)
-    return np.stack(philox4x32(key, [np.asarray(word, np.uint64) for word in counter]), axis=-1)
 
 
 def uniform(seed: int, position: int, purpose: Purpose, lane: int = 0) -> float:

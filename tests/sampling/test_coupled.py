@@ -12,8 +12,8 @@ import pytest
 from samplers import cpu_library, emulated_library, open_sampler
 from scipy import stats
 
-from runtime.sampling.coupled import noise, settle
-from runtime.sampling.philox import Purpose, blocks, philox4x32
+from runtime.sampling.coupled import _words, noise, settle
+from runtime.sampling.philox import Purpose, philox4x32
 from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams, warp
 
@@ -27,7 +27,7 @@ def drawn():
 
 
 def test_many_counters_at_once_are_those_of_philox():
-    words = blocks(2**63 + 5, 9, Purpose.COUPLED, np.arange(3)[:, None], np.arange(4))
+    words = _words(2**63 + 5, 9, np.arange(3)[:, None], 0, 4)
     for i, j in np.ndindex(3, 4):
         assert tuple(words[i, j]) == philox4x32(2**63 + 5, (9, Purpose.COUPLED, i, j))
 
