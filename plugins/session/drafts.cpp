@@ -81,14 +81,13 @@ DraftRows Proposer::propose(std::vector<Plan>& plans, Sampler& sampler,
 DraftRows Proposer::steps(std::vector<Plan>& plans, Sampler& sampler,
                           const std::vector<int64_t>& kept) {
   Plans with_drafts, stepping; // stepping: those that the draft's calls are for, or go round
-  bool draws = false, others = false, unsure = false;
+  bool draws = false, others = false; // others: than the draft model
   for (Plan& plan : plans) {
     if (plan.gamma == 0) continue;
     const Request& request = plan.sequence->request;
     with_drafts.push_back(&plan);
     if (request.reads_model()) stepping.push_back(&plan);
-    if (request.options.draft != OUTRIDER_DRAFT_MODEL) others = true;
-    else unsure |= request.options.draft_threshold > 0;
+    others |= request.options.draft != OUTRIDER_DRAFT_MODEL;
     draws |= !request.at_once();
   }
   const auto most = [&](bool of_model = false) {
@@ -99,10 +98,9 @@ DraftRows Proposer::steps(std::vector<Plan>& plans, Sampler& sampler,
     return gamma;
   };
   const Span within = span(with_drafts);
-  // A round's rows are all in one place: where others may have more drafts, not the engine's.
-  const bool apart = most() > most(true) || (others && unsure);
-  if (apart) own_.resize(std::max(own_.size(), static_cast<size_t>(most() * slots_ * width_)));
-  float* const own = apart ? own_.data() : nullptr;
+  // A round's rows are all in one place: where others draft too, not the engine's.
+  if (others) own_.resize(std::max(own_.size(), static_cast<size_t>(most() * slots_ * width_)));
+  float* const own = others ? own_.data() : nullptr;
   DraftRows found;
   found.first = within.first;
   for (int64_t number = 0; number < most(); ++number) {

@@ -128,10 +128,8 @@ class Proposer:
         model = drafts[drafting[0]] if drafting else None
         ahead = {x: len(tokens[x]) for x, d in drafts.items() if d.at_once and d.reads_model}
         draws = {x for x, draft in drafts.items() if not draft.at_once}
-        # A round's rows are all in one place: where others may have more drafts, not the engine's.
-        calls, most = max((gammas[x] for x in drafting), default=0), max(gammas.values())
-        unsure = len(drafting) < len(drafts) and any(x.request.draft_threshold for x in drafting)
-        own = self._buffer(most) if most > calls or unsure else None
+        # A round's rows are all in one place: where others draft too, not the engine's.
+        own = self._buffer(max(gammas.values())) if len(drafting) < len(drafts) else None
         step = 0
         while step < max(gammas.values()):
             if own is not None:
