@@ -269,6 +269,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     rules: list[tuple[object, str, str]] = [
         *((getattr(args, name) == "", f"--{name.replace('_', '-')} names no file", "Give one.")
           for name in files),
+        (sum(getattr(args, name) == "-" for name in (*prompts, *SOURCES)) > 1,
+         "standard input is read once, and two options name it", "Write one of them into a file."),
         (args.draft == "none" and args.gamma, f"--draft none contradicts --gamma {args.gamma}",
          leave),
         (args.draft not in (None, "none") and args.gamma == 0,

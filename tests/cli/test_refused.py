@@ -44,6 +44,9 @@ ONE = '{"prompt": "a"}'
         ("--batch - --stream", ONE, "option", "--stream prints text"),
         ("--batch - --baseline", ONE, "option", "--batch has many"),
         ("--batch - --check", ONE, "option", "--batch has many"),
+        # The second to read found nothing: an empty prompt, or a batch without requests.
+        ("--source - --prompt -", "a", "option", "standard input is read once"),
+        ("--source-file - --batch -", ONE, "option", "standard input is read once"),
         ("--chat --json", "", "option", "--chat"),
         ("--chat --baseline", "", "option", "--chat"),
         ("--chat --check", "", "option", "--chat"),
