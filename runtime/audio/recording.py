@@ -64,7 +64,9 @@ class Recording:
         sample is no number, or a file is damaged; "backend" where what reads files is missing."""
         held: list[Samples] = []
         missing = size
-        for piece in self._from_file(self._path, size) if self._path else self._from_array(size):
+        starts = range(0, len(self._samples), size)
+        pieces = self._finite((self._samples[i : i + size] for i in starts), self.rate)
+        for piece in self._from_file(self._path, size) if self._path else pieces:
             rest = piece
             while len(rest) >= missing:
                 yield np.concatenate([*held, rest[:missing]])
@@ -73,10 +75,6 @@ class Recording:
             missing -= len(rest)
         if missing < size:
             yield np.concatenate(held)
-
-    def _from_array(self, size: int) -> Iterator[Samples]:
-        starts = range(0, len(self._samples), size)
-        return self._finite((self._samples[i : i + size] for i in starts), self.rate)
 
     def _from_file(self, path: Path, size: int) -> Iterator[Samples]:
         with importing("soundfile", INSTALL):

@@ -194,14 +194,12 @@ class Listener:
                 )
             said += cuts
             seek += further
-            yield [self._segment(part) for part in cuts], min(seek, windows.frames)
+            segments = [Segment(x.begin, x.end, self.spell(x.tokens), x.tokens) for x in cuts]
+            yield segments, min(seek, windows.frames)
 
     def spell(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without timestamps, which are not special in every tokenizer."""
         return self._spell([token for token in tokens if token <= self._untimed])
-
-    def _segment(self, part: Cut) -> Segment:
-        return Segment(part.begin, part.end, self.spell(part.tokens), part.tokens)
 
     def _detect(self, window: MelFrames) -> str:
         """The most probable language of all."""

@@ -71,7 +71,8 @@ class TensorRtEngine(DeviceEngine):
         for name, address, shape in call.ids():
             if address % ALIGNMENT:
                 self.cuda.copy(self._staging[name], address, 8 * prod(shape), self.stream)
-        if self._capturing and not self._capturable(context):
+        ask = getattr(context, "is_stream_capturable", None)  # TensorRT proper has no such question
+        if self._capturing and ask is not None and not ask(self.stream):
             raise CaptureError(f"{self._library} does not allow it for {call.tokens} tokens")
         if not context.execute_async_v3(self.stream):
             raise self._failed(call, self._said())
@@ -83,10 +84,6 @@ class TensorRtEngine(DeviceEngine):
             yield
         finally:
             self._capturing = False
-
-    def _capturable(self, context: Any) -> bool:
-        ask = getattr(context, "is_stream_capturable", None)  # TensorRT proper has no such question
-        return ask is None or bool(ask(self.stream))
 
     def _profile(self, call: DeviceCall) -> int:
         """The first profile that takes the call."""
