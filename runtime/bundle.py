@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import metadata
@@ -140,12 +141,11 @@ def _verifying(folder: Path, manifest: Manifest) -> Iterator[None]:
 
 def choose_device(manifest: Manifest, folder: Path, device: str) -> int | None:
     """The number of the GPU to run on, None for the CPU. Raises OutriderError "option"."""
-    kind, colon, number = str(device).partition(":")
-    known = kind == "cuda" or (kind in ("auto", "cpu") and not number)
-    if not known or (colon and not number.isdecimal()):
+    if not re.fullmatch("auto|cpu|cuda(:[0-9]{1,4})?", str(device)):
         raise OutriderError(
             "option", f"device={device!r} is unknown", "Use auto, cpu, cuda or cuda:<number>."
         )
+    kind, _, number = str(device).partition(":")
     runs_on = ["cpu", "cuda"]  # the portable graphs
     if any(
         facts.host_alone or facts.encoder or facts.states for _, facts in manifest.pair.models()

@@ -56,7 +56,7 @@ def test_which_device(
     [
         *(
             ([], name, "is unknown", "")
-            for name in ("gpu", "", "cuda:", "cuda:x", "cpu:0", "cuda:-1")
+            for name in ("gpu", "", "cuda:", "cuda:x", "cpu:0", "cuda:-1", "cuda:99999999999")
         ),
         (["sm89", "sm120"], "cpu", "was compiled for sm89, sm120", "BACKEND=onnxruntime"),
         (["cpu", "x86_64", "avx2"], "cuda", "was compiled for the CPU", "GPU"),
