@@ -17,9 +17,7 @@ LARGEST, LARGEST_BATCH = 16 << 20, 256 << 20  # bytes that are read; /dev/zero h
 
 
 def source_from(args: Namespace) -> str | None:
-    """The text of --source or --source-file. Raises "prompt"."""
-    if args.source is None and args.source_file is None:
-        return None
+    """The text of --source or --source-file; None without either. Raises "prompt"."""
     return _text(args.source, args.source_file)
 
 
@@ -28,15 +26,13 @@ def prompt_from(args: Namespace) -> Prompt | None:
     if args.messages is not None:
         text, name = _read(args.messages), source_name(args.messages)
         return _messages(_json(text, name), args.system, name)
-    if args.prompt is None and args.prompt_file is None:
-        return None
     return _text(args.prompt, args.prompt_file)
 
 
-def _text(given: str | None, file: str) -> str:
-    if given is not None and given != "-":
+def _text(given: str | None, file: str | None) -> str | None:
+    if file is None and given != "-":
         return given
-    return _read(given or file).removesuffix("\n").removesuffix("\r")
+    return _read(file or "-").removesuffix("\n").removesuffix("\r")
 
 
 def batch_requests(args: Namespace, options: Options) -> list[tuple[int, Prompt | None, Options]]:
