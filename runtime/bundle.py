@@ -18,7 +18,6 @@ from .files.errors import OutriderError, is_whole, refuse_first
 from .files.machine import host_memory
 from .files.manifest import (
     FIRST_ROWS,
-    HOST_WEIGHTS_FILE,
     TEMPLATE_FILE,
     TOKENIZER_FILE,
     Manifest,
@@ -27,7 +26,6 @@ from .files.manifest import (
 )
 from .files.progress import size_text
 from .files.records import readable
-from .files.torch_files import ENCODER_WEIGHTS_FILE, WEIGHTS_FILE
 from .sequence import Rounds
 from .text.engine import TextEngine
 from .text.line import QUEUE, TIMEOUT, check_line
@@ -267,11 +265,7 @@ def _memory(manifest: Manifest, folder: Path, slots: int) -> dict[str, int]:
     """Bytes of the models' weights and of all slots' caches."""
     memory = {}
     for role, facts in manifest.pair.models():
-        engine = (manifest.engines or {}).get(role)
-        file = HOST_WEIGHTS_FILE if facts.host_alone else WEIGHTS_FILE
-        if engine:
-            file = engine.weights or engine.file
-        files = [file, ENCODER_WEIGHTS_FILE] if facts.encoder else [file]
-        memory[role] = sum((folder / role / name).stat().st_size for name in files)
+        sizes = ((folder / role / name).stat().st_size for name in manifest.weight_files(role))
+        memory[role] = sum(sizes)
         memory["cache"] = memory.get("cache", 0) + facts.cache_bytes(slots)
     return memory

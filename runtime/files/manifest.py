@@ -406,19 +406,14 @@ class Manifest:
         if pair.tokenizer.chat_template:
             needed.add(f"tokenizer/{TEMPLATE_FILE}")
         files = pair.carried_files(self.engines)
-        for role in models:
-            engine = self.engines.get(role) if self.engines else None
-            own = [GRAPH_FILE, WEIGHTS_FILE]
-            if models[role].host_alone:
-                own = [HOST_FILE, HOST_WEIGHTS_FILE]
-            if engine:
-                own = [*engine.compiled, engine.weights or engine.file]
-            if models[role].encoder:
-                own += [ENCODER_WEIGHTS_FILE, *([] if engine else [ENCODER_FILE])]
-            needed |= {f"{role}/{name}" for name in own}
-            for file in engine.compiled if engine else ():  # no file of the pair
-                name = f"{role}/{file}"
-                files[name] = self.files.get(name, FileFacts(-1, ""))
+        for role, facts in models.items():
+            code = [HOST_FILE if facts.host_alone else GRAPH_FILE]
+            code += [ENCODER_FILE] if facts.encoder else []
+            if self.engines and (engine := self.engines.get(role)):
+                code = engine.compiled
+                for name in (f"{role}/{file}" for file in code):  # no file of the pair
+                    files[name] = self.files.get(name, FileFacts(-1, ""))
+            needed |= {f"{role}/{name}" for name in (*code, *self.weight_files(role))}
         facts_that_hold = {
             "its engines": self.engines is None
             or {role: engine.encoder is not None for role, engine in self.engines.items()}
@@ -437,6 +432,14 @@ class Manifest:
             "its audio": pair.audio_holds(),
         }
         return next((what for what, holds in facts_that_hold.items() if not holds), None)
+
+    def weight_files(self, role: str) -> list[str]:
+        """What a model's folder has its weights in, and those of its encoder."""
+        facts, engine = dict(self.pair.models())[role], (self.engines or {}).get(role)
+        own = HOST_WEIGHTS_FILE if facts.host_alone else WEIGHTS_FILE
+        if engine:
+            own = engine.weights or engine.file
+        return [own, ENCODER_WEIGHTS_FILE] if facts.encoder else [own]
 
     def without_draft(self) -> Manifest:
         """What is opened where nobody will ask for the draft model."""
