@@ -35,7 +35,7 @@ class ChatTemplate:
         as those of models that see do: by itself it would be left out without a word. And parts as
         one text, a line each as in other servers, where it reads text alone: it would fail, or
         write them out as Python does."""
-        parted, messages = messages, [_joined(m) for m in messages]
+        came, messages = messages, [_joined(m) for m in messages]
         roles = dict.fromkeys(m.get("role") for m in messages if isinstance(m.get("content"), str))
         marks = {role: chr(0xE000 + i) for i, role in enumerate(roles)}  # letters of no alphabet
 
@@ -49,12 +49,14 @@ class ChatTemplate:
                 return {*marks}
             return {role for role, mark in marks.items() if mark not in said}
 
-        mended = silent - lost(silent) if (silent := lost(())) else silent
-        given = {m.get("role") for m, old in zip(messages, parted, strict=True) if m is not old}
-        joined = lost(mended | given) - silent if given else given
+        pairs = list(zip(messages, came, strict=True))
+        unheard = lost(())  # as text
+        in_parts = unheard - lost(unheard) if unheard else unheard  # of these, heard as a part
+        came_so = {m.get("role") for m, old in pairs if m is not old}
+        as_text = lost(in_parts | came_so) - unheard if came_so else came_so
         return [
-            _saying(m, None, mended) if m is old or m.get("role") in joined else old
-            for m, old in zip(messages, parted, strict=True)
+            _saying(m, None, in_parts) if m is old or m.get("role") in as_text else old
+            for m, old in pairs
         ]
 
     def _rendered(self, messages: list[dict[str, Any]]) -> str:
