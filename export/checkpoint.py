@@ -21,8 +21,8 @@ from transformers import (
     PretrainedConfig,
 )
 
-from runtime.files.audio import FeatureFacts
 from runtime.files.errors import OutriderError, first_line
+from runtime.files.generation import FeatureFacts
 from runtime.files.manifest import file_facts
 from runtime.files.progress import note
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from runtime.files.audio import FeatureFacts
 from runtime.files.errors import OutriderError, first_line
+from runtime.files.generation import FeatureFacts
 from runtime.files.library import add_operators
 from runtime.files.manifest import (
     ENCODER_FILE,

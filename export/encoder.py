@@ -22,7 +22,7 @@ import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from runtime.files.audio import FeatureFacts
+from runtime.files.generation import FeatureFacts
 
 from .decoder import Decoder, Example, SlotCache, Stored, asked_rows, example_caches, numbered
 

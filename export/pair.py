@@ -12,9 +12,9 @@ from typing import Any, Literal, cast
 import transformers
 from transformers import PreTrainedTokenizerFast
 
-from runtime.files.audio import FeatureFacts
 from runtime.files.errors import OutriderError, refuse_first
 from runtime.files.folders import point_to, refuse_foreign, write_folder
+from runtime.files.generation import FeatureFacts
 from runtime.files.manifest import (
     ENCODER_DECODERS,
     MOST_GAMMA,

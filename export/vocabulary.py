@@ -9,11 +9,10 @@ from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from runtime.files.audio import AudioFacts
 from runtime.files.errors import OutriderError, first_line
+from runtime.files.generation import AudioFacts, TextRules
 from runtime.files.manifest import TEMPLATE_FILE, TOKENIZER_FILE, TokenizerFacts, file_facts
 from runtime.files.records import build, digest_json
-from runtime.files.rules import TextRules
 
 from .audio import tokens
 from .checkpoint import Checkpoint, check_named, generation_config, read_config, unreadable

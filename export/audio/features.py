@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import AutoFeatureExtractor
 
-from runtime.files.audio import FeatureFacts
 from runtime.files.errors import OutriderError, first_line
+from runtime.files.generation import FeatureFacts
 from runtime.files.records import build
 
 

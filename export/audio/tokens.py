@@ -10,8 +10,8 @@ import torch
 from transformers import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, GenerationConfig
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
-from runtime.files.audio import AudioFacts
 from runtime.files.errors import OutriderError, first_line
+from runtime.files.generation import AudioFacts
 from runtime.files.records import TokenId, build
 
 from ..checkpoint import Checkpoint, check_named

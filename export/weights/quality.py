@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from runtime.files.audio import FeatureFacts
 from runtime.files.errors import OutriderError
+from runtime.files.generation import FeatureFacts
 from runtime.files.manifest import Quality, Weights
 
 from ..encoder import reading

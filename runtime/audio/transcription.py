@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..files.audio import AudioFacts, FeatureFacts
 from ..files.errors import out_of_range, refuse_first
+from ..files.generation import AudioFacts, FeatureFacts
 from ..sampling.processors import LogitsProcessor
 from ..sampling.softmax import log_softmax
 from ..sequence import Token

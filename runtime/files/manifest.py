@@ -16,10 +16,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Literal
 
-from .audio import AudioFacts, FeatureFacts
 from .errors import OutriderError
+from .generation import AudioFacts, FeatureFacts, TextRules
 from .records import Count, Rule, Small, TokenId, between, read_json, readable
-from .rules import TextRules
 from .torch_files import ENCODER_WEIGHTS_FILE, PROGRAM_FILE, WEIGHTS_FILE
 
 KINDS = ("manifest", "pair", "graph")

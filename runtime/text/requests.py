@@ -14,10 +14,9 @@ from ..backends.engine import Features, Source, source_ids
 from ..checks import check_ids
 from ..decoder import Decoder
 from ..drafts.registry import KINDS
-from ..files.audio import FeatureFacts
 from ..files.errors import OutriderError, refuse_first
+from ..files.generation import FeatureFacts, TextRules
 from ..files.manifest import Pair
-from ..files.rules import TextRules
 from ..policy import Policy, make_policy
 from ..sampling.processors import (
     BadWords,

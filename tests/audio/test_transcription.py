@@ -36,8 +36,8 @@ from runtime.audio.mel import LogMel, MelFrames
 from runtime.audio.recording import Recording
 from runtime.audio.transcription import Listener, Look, Say, Segment, SpeechOptions
 from runtime.audio.windows import Windows
-from runtime.files.audio import AudioFacts, FeatureFacts
 from runtime.files.errors import OutriderError
+from runtime.files.generation import AudioFacts, FeatureFacts
 from runtime.sampling.processors import SuppressTokens
 from runtime.sampling.softmax import log_softmax
 from runtime.sequence import Token

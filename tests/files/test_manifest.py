@@ -16,8 +16,8 @@ from fakes import edited
 
 from runtime.backends.bits import promised
 from runtime.bundle import choose_device, load
-from runtime.files.audio import AudioFacts, FeatureFacts
 from runtime.files.errors import EXIT_STATUS, OutriderError, run_command
+from runtime.files.generation import AudioFacts, FeatureFacts, TextRules
 from runtime.files.manifest import (
     MANIFEST_FILE,
     CallBits,
@@ -34,7 +34,6 @@ from runtime.files.manifest import (
     read_bundle,
 )
 from runtime.files.records import write_json
-from runtime.files.rules import TextRules
 from runtime.text.options import Options
 from runtime.text.requests import rules_of
 

@@ -22,10 +22,10 @@ from plugins.tools.build import HERE, BuildError, build_fuzz, find_compiler
 from runtime import load
 from runtime.cmake import folder, onnxruntime
 from runtime.files.errors import OutriderError
+from runtime.files.generation import TextRules
 from runtime.files.library import find_library
 from runtime.files.manifest import EncoderFacts, Manifest, StateFacts, read_bundle
 from runtime.files.records import write_json
-from runtime.files.rules import TextRules
 from runtime.sampling.kernel import ABI_VERSION
 
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Werror"]

@@ -30,8 +30,8 @@ from workshop import MAX_LEN, Workshop
 
 from export import vocabulary
 from export.checkpoint import find
-from runtime.files.audio import FeatureFacts
 from runtime.files.errors import OutriderError
+from runtime.files.generation import FeatureFacts
 from runtime.files.manifest import read_bundle
 
 SOURCES = [np.random.default_rng(seed).standard_normal(FEATURES, np.float32) for seed in range(4)]

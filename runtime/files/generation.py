@@ -1,4 +1,5 @@
-"""What a bundle says of a model that transcribes; names are those of Transformers."""
+"""What a bundle says of the target's generation config, and of a model that transcribes; names are
+those of Transformers."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from .records import Count, Small, TokenId, between
+from .records import Count, Rule, Small, TokenId, between
+
+Word = Annotated[list[TokenId], Rule("some tokens", bool)]
 
 
 @dataclass(frozen=True)
@@ -59,3 +62,17 @@ class AudioFacts:
             yield from ids
         yield from self.begin_suppress_tokens
         yield from filter(None, (self.no_timestamps_token_id, self.prev_sot_token_id))
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """What holds of each text unless its request says otherwise; None is nothing. min_length: of a
+    text with its prompt, which min_new_tokens, those without it, takes the place of.
+    forced_eos_token_id: what a text ends with that reaches its most tokens."""
+
+    min_length: Small | None = None
+    no_repeat_ngram_size: Small | None = None
+    encoder_no_repeat_ngram_size: Small | None = None
+    bad_words_ids: list[Word] | None = None
+    forced_eos_token_id: TokenId | None = None
+    min_new_tokens: Small | None = None
