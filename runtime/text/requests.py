@@ -105,10 +105,10 @@ def _draft_of(options: Options, decoder: Decoder, pair: Pair) -> tuple[str, int]
     if kind is None:
         kind = "model" if decoder.draft is not None else pair.lookup
     if kind is None or kind == "none":
-        return "model", gamma or 0
+        return "model", int(gamma or 0)
     if gamma is None:
         gamma = min(KINDS[kind].usual_gamma, decoder.max_gamma)
-    return kind, gamma
+    return kind, int(gamma)  # NumPy's too
 
 
 def _policy(

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from fakes import FakeEngine, make_text_engine, near, random_model
 from rounds import both, ids, make_decoder, plain, run, together
@@ -95,3 +96,10 @@ def test_what_counts_as_the_same_settings(tmp_path: Path) -> None:
         assert isinstance(request.policy, Measured)
         told.append(request.policy.settings)
     assert told[0] == told[1] and len(set(told)) == 4
+
+
+def test_a_number_of_numpy_is_a_gamma(tmp_path: Path) -> None:
+    """Fault: with a fallback it was a ValueError."""
+    engine = make_text_engine(tmp_path, MODEL, near(MODEL, 2, 0.5))
+    request = engine.request([2, 3], Options(gamma=np.int64(2), fallback="auto"))
+    assert type(request.gamma) is int and isinstance(request.policy, Measured)
