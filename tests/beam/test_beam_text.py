@@ -32,7 +32,7 @@ def texts(found: BeamTexts) -> list[tuple[Any, ...]]:
 
 def test_the_texts_of_the_search(engine: TextEngine) -> None:
     decoder = engine.decoder
-    ids = engine.encode("hello", Options())
+    ids = engine.request("hello", Options()).prompt
     plain = beam_search(
         decoder.target, None, ids, width=3, gamma=0, max_new_tokens=12, max_len=decoder.max_len,
         eos_token_ids=engine.manifest.pair.tokenizer.eos_token_ids, vocab_size=decoder.vocab_size,
