@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from ..backends.engine import Engine, Logits, Source
 from ..files.errors import is_whole, out_of_range
+from ..files.manifest import MOST_GAMMA
 from ..sampling.processors import LogitsProcessor
 from ..sampling.softmax import largest, log_softmax
 from ..sampling.warp import NO_TOKEN, broken_row, within
@@ -111,13 +112,13 @@ def beam_search(
     source: what an encoder reads, where the models have one. processors: of the log-probabilities
     of a step, which are not normalised again, as in Transformers. min_new_tokens: before an end.
 
-    The prompt, gamma and max_new_tokens are what `TextEngine.request` lets pass. Raises
+    The prompt and max_new_tokens are what `TextEngine.request` lets pass. Raises
     OutriderError: "option", "numeric", and what the engines raise.
     """
     began = time.perf_counter()
     vocab_size = target.vocab_size if vocab_size is None else vocab_size
     draft_width = 2 * width if draft_width is None else draft_width
-    _check(width, draft_width, length_penalty)
+    _check(width, draft_width, gamma, length_penalty)
     stats = BeamStats()
     verifier = Pool(target, prompt, stats.target, "target", source)
     drafter = None
@@ -206,10 +207,11 @@ def _unfinished(beam: Iterable[Hypothesis]) -> list[Tokens]:
     return [one.tokens for one in beam if not one.finished]
 
 
-def _check(width: int, draft_width: int, length_penalty: float) -> None:
+def _check(width: int, draft_width: int, gamma: int, length_penalty: float) -> None:
     for name, value, least, most in (
         ("width", width, 1, WIDEST),
         ("draft_width", draft_width, width, 2 * WIDEST),
+        ("gamma", gamma, 0, MOST_GAMMA),  # a text's may be chosen round by round
     ):
         if not is_whole(value) or not least <= value <= most:
             raise out_of_range(name, value, f"a whole number from {least} to {most}")
