@@ -16,6 +16,6 @@ def read_text(path: Path, named: str) -> str:
         if path.is_char_device():  # /dev/zero has no end; a pipe has one
             raise OSError(f"{path} is a device")
         return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # not UTF-8, or a zero byte in the name
         cause = f"cannot read {named}: {first_line(error)}"
         raise OutriderError("option", cause, "Give a readable UTF-8 text file.") from None

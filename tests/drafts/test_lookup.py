@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from fakes import near, random_model, script
 from rounds import check_rows, ids, make_decoder, on_host, plain
 
 from runtime.drafts.lookup import LONGEST, Lookup
+from runtime.files.errors import OutriderError
+from runtime.files.texts import read_text
 from runtime.sampling.warp import SamplingParams
 from runtime.sequence import Request
 
@@ -81,3 +84,11 @@ def test_a_lookup_beside_a_model_stays_a_point_mass(sampler: None) -> None:
     for logits, token in zip(drafted.logits, guessed, strict=True):
         row = logits[batch[1].slot.index]
         assert row[token] == 0 and np.isneginf(np.delete(row, token)).all()
+
+
+@pytest.mark.parametrize("name", [".", "missing", "/dev/zero", "latin", "a\0b"])
+def test_a_corpus_that_cannot_be_read(name: str, tmp_path: Path) -> None:
+    """Fault: of a name with a zero byte Python's own ValueError came through."""
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    with pytest.raises(OutriderError, match="option: cannot read it: "):
+        read_text(tmp_path / name, "it")
