@@ -81,7 +81,6 @@ class Stats:
 
     @staticmethod
     def total(every: Iterable[Stats]) -> Stats:
-        """The counts and times of several."""
         sum_of_all = Stats(requests=0)
         for stats in every:
             sum_of_all.add(stats)

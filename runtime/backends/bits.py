@@ -34,7 +34,6 @@ class Bits:
         return "gamma" in self.same
 
     def line(self) -> str:
-        """For people."""
         if not self.same and not self.other:
             return f"bits: nothing is promised: {self.unknown}"
         parts = [f"the same for every {_listed(self.same)}"] if self.same else []

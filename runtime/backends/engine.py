@@ -83,7 +83,6 @@ class HeldRows:
         self._vocab_size = vocab_size
 
     def has(self, slot: int, source: Source) -> bool:
-        """Whether the slot has this source."""
         return self._sources[slot] == _kept(source)
 
     def slot_of(self, source: Source) -> int | None:

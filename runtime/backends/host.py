@@ -182,7 +182,6 @@ class HostEngine(ABC, Generic[Call]):
             ) from None
 
     def encode(self, slot: int, source: Source) -> None:
-        """See `Engine`."""
         if self.held.has(slot, source):
             return
         other = self.held.slot_of(source)

@@ -42,7 +42,6 @@ class BeamTexts:
     stats: BeamStats
 
     def lines(self, beams: int, gamma: int) -> list[str]:
-        """The summary."""
         stats, best = self.stats, self.texts[0]
         speed = stats.steps / stats.elapsed if stats.elapsed else 0.0
         return [

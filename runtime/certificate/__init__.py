@@ -259,7 +259,6 @@ def _replay(
 
 
 def _caveat(request: Request, drafted: int) -> str | None:
-    """Why nothing can be certified, if anything is."""
     params = request.params
     if request.gamma and not drafted:
         return "nothing was drafted, so speculation was not tested: let the texts be longer"

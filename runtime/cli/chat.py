@@ -47,7 +47,6 @@ def converse(session: Session) -> None:
 
 
 def _answer(session: Session, said: list[dict[str, Any]]) -> str:
-    """The answer's text, shown as it comes."""
     with session.engine.stream(said, session.options) as stream:
         try:
             session.show(stream)

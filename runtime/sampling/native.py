@@ -82,12 +82,10 @@ class RoundSampler:
         return self.drafts[:count, step]
 
     def stop(self, b: int, gamma: int) -> None:
-        """See `Sampler.stop`."""
         self._places[b] = replace(self._places[b], gamma=gamma)
         self._slots["gamma"][b] = gamma
 
     def give(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
-        """See `Sampler.give`."""
         self._drew, self._draft_slot = False, first_slot
         for b, (place, tokens) in enumerate(zip(self._places, drafts, strict=True)):
             if len(tokens) != max(0, place.gamma):

@@ -239,8 +239,6 @@ class TextEngine:
         finally:
             self.line.give_back(caller, None)
 
-    # Inside
-
     def _release(self) -> None:
         """Give back the slots of what was dropped; in turn alone."""
         while self.dropped:
