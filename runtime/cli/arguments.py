@@ -294,6 +294,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
         (args.draft_beams and args.beams and args.draft_beams < args.beams,
          f"--draft-beams {args.draft_beams} is narrower than --beams {args.beams}",
          "Make it at least as wide."),
+        (args.beams and args.stats == "detailed",
+         "--stats detailed tells of drafts at each position, which a beam search has not", leave),
         (args.messages and args.chat is False, "--messages need the chat template", leave),
         (args.conversation and args.chat is False, "--chat needs the chat template", leave),
         *((args.conversation and getattr(args, name) is not None,

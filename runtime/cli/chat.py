@@ -56,6 +56,8 @@ def _answer(session: Session, said: list[dict[str, Any]]) -> str:
             session.out.write("\n")
     if stream.result is not None and session.args.stats != "none":
         session.err.line(report.answer(stream.result))
+        if session.args.stats == "detailed":
+            session.err.lines(report.detailed(stream.result.stats))
     return stream.text
 
 

@@ -18,12 +18,13 @@ def test_a_conversation(chat_cli):
         chat_cli.engine, "stream",
         lambda said, options: asked.append([dict(m) for m in said]) or stream(said, options),
     )  # fmt: skip
-    status, out, err = chat_cli("--chat", stdin="do you\n\nreally\n/reset\nhm")
+    stdin = "do you\n\nreally\n/reset\nhm"
+    status, out, err = chat_cli("--chat", "--stats", "detailed", stdin=stdin)
     assert (status, out) == (0, "yes, i do.\n" * 3)
     said = [[m["content"] for m in messages] for messages in asked]
     assert said == [["do you"], ["do you", "yes, i do.", "really"], ["hm"]]
     assert [m["role"] for m in asked[1]] == ["user", "assistant", "user"]
-    assert err.count("| output 11 tok |") == 3
+    assert err.count("| output 11 tok |") == err.count("ms  target prefill") == 3
 
 
 def test_a_template_may_be_the_messages_alone(tmp_path, capsys, monkeypatch):

@@ -77,6 +77,7 @@ def test_bad_prompts_are_refused_before_loading(cli, argv, stdin, kind, words):
         ("--top-k 3 --beams 2", "--top-k has no meaning for a beam search"),
         ("--check --beams 2", "--check has no"),
         ("--draft-beams 2 --beams 3", "narrower than --beams 3"),
+        ("--beams 2 --stats detailed", "which a beam search has not"),
         ("--length-penalty 0", "Add --beams"),
         ("--pace smooth --beams 2", "nothing is streamed"),
         ("--pace smooth --json", "nothing is streamed"),
