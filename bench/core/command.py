@@ -1,7 +1,6 @@
 """The command line that all suites share: options, progress, tables, the line of JSON.
 
-A suite measures and returns a JSON object; its tables are made of that object alone, so
-`--show` can tell those of a run before.
+A suite measures and returns a JSON object; its tables are made of that object alone.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.files.errors import CommandParser, OutriderError, refuse_first, run_command
+from runtime.files.errors import CommandParser, refuse_first, run_command
 
 from . import machine
 from .clock import Clock
@@ -61,8 +60,6 @@ class Suite:
             add("--threads", type=at_least_one, metavar="N", help="default: %(default)s")
         add("--out", type=Path, metavar="DIR",
             help=f"write {self.name}.json and {self.name}.md there too")  # fmt: skip
-        add("--show", type=Path, metavar="FILE",
-            help=f"measure nothing: tables of a {self.name}.json")  # fmt: skip
         if self.places:
             add("--update", type=Path, metavar="PAGE",
                 help="replace the tables that have a place in this document")  # fmt: skip
@@ -84,21 +81,9 @@ class Suite:
             )
             for name in self.places
         )
-        if args.show is None:
-            results = self.measure(args, clock)
-            results = {"benchmark": self.name, **results, "seconds": round(clock.seconds, 1)}
-        else:
-            results = _read(args.show, self.name)
-        try:
-            heading, tables = self.heading(results), self.tables(results)
-        except KeyError as error:
-            if args.show is None:
-                raise
-            raise OutriderError(
-                "option",
-                f"{args.show} has no {error}: another version of {self.name} wrote it",
-                "Measure again.",
-            ) from None
+        results = self.measure(args, clock)
+        results = {"benchmark": self.name, **results, "seconds": round(clock.seconds, 1)}
+        heading, tables = self.heading(results), self.tables(results)
         print("\n".join([heading, "", *(table.text() for table in tables)]))
         line = json.dumps(results, separators=(",", ":"))
         if args.out is not None:
@@ -112,20 +97,6 @@ class Suite:
         if document is not None:  # last: if a table has no place there, all else is told
             args.update.write_text(update(document, (table for table in tables if table.name)))
         return 0
-
-
-def _read(path: Path, name: str) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        found = None
-    if not isinstance(found, dict) or found.get("benchmark") != name:
-        raise OutriderError(
-            "option",
-            f"{path} holds no results of {name}",
-            f"Name the {name}.json that --out has written.",
-        )
-    return found
 
 
 def bundle_option(parser: argparse.ArgumentParser) -> None:

@@ -217,8 +217,8 @@ def heading(results: Results) -> str:
     """What the figures are of."""
     return (
         f"{machine.sentence(results['machine'])}; the target is {results['target']} in "
-        f"{results.get('precision', 'float32')}; memory reads "
-        f"at {results['bytes_per_second'] / 1e9:.1f} GB/s. * other processes took over 2 % of the "
+        f"{results['precision']}; memory reads at "
+        f"{results['bytes_per_second'] / 1e9:.1f} GB/s. * other processes took over 2 % of the "
         "time: no exponent of such points should be quoted"
     )
 

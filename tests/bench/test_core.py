@@ -290,18 +290,20 @@ SUITE = Suite(
 )
 
 
-def test_a_suite_writes_what_it_found_and_shows_it_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def page_of(suite: Suite, results: dict[str, Any]) -> str:
+    """What is told of results that have been a line of JSON."""
+    read = json.loads(json.dumps(results))
+    tables = (table.text(markdown=True) for table in suite.tables(read))
+    return "\n".join([suite.heading(read), *tables])
+
+
+def test_a_suite_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert SUITE.main(["--threads", "1", "--out", str(tmp_path)]) == 0
-    said = capsys.readouterr().out.splitlines()
-    found = json.loads(said[-1])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["benchmark"] == "made-up" and found["value"] == 3.0
     assert "/" not in json.dumps(found["machine"])  # no path of this machine
     assert json.loads((tmp_path / "made-up.json").read_text()) == found
     assert "| r | 3.0 |" in (tmp_path / "made-up.md").read_text()
-    assert SUITE.main(["--show", str(tmp_path / "made-up.json")]) == 0
-    assert capsys.readouterr().out.splitlines() == said
 
 
 def test_a_page_without_the_table_s_place_is_refused_and_costs_no_figure(
@@ -341,13 +343,9 @@ def test_no_option_is_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert options[0] in error_line(capsys.readouterr().err, "option")
 
 
-def test_options_that_make_no_sense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for options, cause in (
-        (["--threads", "0"], "0 is less than 1"),
-        (["--show", str(tmp_path / "nothing.json")], "holds no results of made-up"),
-    ):
-        assert SUITE.main(options) == EXIT_STATUS["option"]
-        assert cause in error_line(capsys.readouterr().err, "option")
+def test_no_threads_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert SUITE.main(["--threads", "0"]) == EXIT_STATUS["option"]
+    assert "0 is less than 1" in error_line(capsys.readouterr().err, "option")
 
 
 def test_a_program_without_a_compiler(

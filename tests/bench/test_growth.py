@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_core import CODE, PROSE
+from test_core import CODE, PROSE, page_of
 from test_side import SPARSE, Pretender
 
 from bench.core import pair
@@ -53,9 +52,7 @@ def growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Growing:
     return Growing(scale, 1, tmp_path, prompts, reader, Clock())
 
 
-def test_every_curve_and_what_is_told_of_it(
-    growing: Growing, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_curve_and_what_is_told_of_it(growing: Growing) -> None:
     opened.clear()
     results = run(growing)
     # The processes of all places take turns, every other one backwards.
@@ -79,10 +76,7 @@ def test_every_curve_and_what_is_told_of_it(
     peak = ends["peak of memory"]
     assert (peak["y"], peak["floor"]) == pytest.approx((368e6 / 2**20, 185e6 / 2**20), rel=1e-3)
     assert not growing.timed(1, [Sample(1.0, 2 * DISTURBED)] * 9, 1)["quiet"]
-    kept = tmp_path / "kept.json"
-    kept.write_text(json.dumps({"benchmark": "growth", **results}))
-    assert SUITE.main(["--show", str(kept), "--out", str(tmp_path)]) == 0
-    assert "model size: parameters" in capsys.readouterr().out
+    assert "model size: parameters" in page_of(SUITE, results)
 
 
 def test_a_table_has_values_floors_marks_and_exponents() -> None:

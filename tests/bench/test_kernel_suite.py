@@ -127,7 +127,7 @@ def test_points_have_the_bytes_of_their_outcome_and_the_ratios_of_their_times():
 
 
 def test_the_suite(monkeypatch, tmp_path, capsys):
-    """A run at small sizes, told again from its file, and its tables' places in the document."""
+    """A run at small sizes, and its tables' places in the document."""
     for module, name, value in (
         (times, "READ_BYTES", 1 << 20), (times, "SAMPLES", 1), (times, "PATIENCE", 0),
         (times, "DRAWS", 2), (suite, "GOAL", (2_048, 2, 1)),
@@ -136,15 +136,12 @@ def test_the_suite(monkeypatch, tmp_path, capsys):
         (suite, "held_out_logits", lambda *_: iter([logits_of(4, 3, 100)])),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
-    assert suite.main(["--out", f"{tmp_path}"]) == 0
+    document = tmp_path / "page.md"
+    document.write_text((DOCS / "paper.md").read_text())
+    assert suite.main(["--update", f"{document}"]) == 0
     said = capsys.readouterr().out
     for text in ("at most 5 %", "at least 5", "at least 94 %", "±1,000 (the paper's, speech)"):
         assert text in said
-    document = tmp_path / "page.md"
-    document.write_text((DOCS / "paper.md").read_text())
-    again = ["--show", f"{tmp_path / 'kernel.json'}", "--update", f"{document}"]
-    assert suite.main(again) == 0
-    assert capsys.readouterr().out == said
     results = json.loads(said.splitlines()[-1])
     assert len(results["points"]) == len(suite.VARIANTS) - len(suite.RULES) + 3
     tables = [table for table in suite.tables(results) if table.name]

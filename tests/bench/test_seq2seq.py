@@ -3,7 +3,6 @@ sources."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from rounds import cases
+from test_core import page_of
 from test_side import Pretender
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
@@ -169,9 +169,8 @@ class FakePeer(Pretender):
 
 
 def test_a_whole_run_of_sources_with_systems_that_only_pretend(
-    made: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    made: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = made.shape
     monkeypatch.setattr(measuring, "Peer", FakePeer)
     monkeypatch.setattr(FakePeer, "asked", [])
@@ -190,10 +189,7 @@ def test_a_whole_run_of_sources_with_systems_that_only_pretend(
     assert told[OWN]["bytes"] == 23 * floor
     assert told[OWN]["encode"] == 0.1 and told[OWN]["whole"] == pytest.approx(0.34)
     assert ("outrider lookup" in told) == (not TINY[name].sound)
-    kept = tmp_path / "kept.json"
-    kept.write_text(json.dumps({"benchmark": "side", **results}))
-    assert SUITE.main(["--show", str(kept), "--out", str(tmp_path / "out")]) == 0
-    lines = (tmp_path / "out" / "side.md").read_text().splitlines()
+    lines = page_of(SUITE, results).splitlines()
     assert any("| of it encoders | text ms |" in line for line in lines)
     assert (
         "| outrider draft, times outrider plain | at least 1.5 | 2.00 (2.00 to 2.00) | yes |"
@@ -204,7 +200,6 @@ def test_a_whole_run_of_sources_with_systems_that_only_pretend(
         "| outrider int8 draft, times outrider int8 plain | at least 1.5 |  | not measured |"
         in lines
     )
-    capsys.readouterr()
 
 
 def _says_what_is_known(made: Pair, name: str, modes: tuple[str, ...], work: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 import pytest
 from commands import error_line
-from test_core import CODE, PROSE, Letters
+from test_core import CODE, PROSE, Letters, page_of
 from workshop import Workshop
 
 from bench.core import pair
@@ -132,7 +132,7 @@ def test_goals_are_met_by_medians_or_not_told() -> None:
             "rows": [{OWN: plain(9), BASE: plain(1)}] * 3,
         }  # no part of it
         cells = [{"group": SHARED, "rows": [row]}, batches]
-        return [goal["met"] for _, goal in goals({"cells": cells, **more})]
+        return [goal["met"] for _, goal in goals({"cells": cells, "pair": {"shape": "1b"}, **more})]
 
     assert met(row, memory=held, loads=loads) == [
         *["yes"] * 5, *["not measured"] * 6, *["yes"] * 3, "no",
@@ -249,10 +249,8 @@ def test_checkpoints_of_ones_own(
     assert "longer than the model's 256" in capsys.readouterr().err
 
 
-def test_a_whole_run_with_systems_that_only_pretend(
-    side: SideRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of the whole: what is missing is noted once and costs no other figure; --out has it all."""
+def test_a_whole_run_with_systems_that_only_pretend(side: SideRun, tmp_path: Path) -> None:
+    """Of the whole: what is missing is noted once and costs no other figure."""
     prompts = Prompts(SPARSE, [*CODE, *PROSE])
     chosen = systems(["outrider", "transformers"], ["float32"])
     works = [alone(QUICK, prompts, chosen), together(QUICK, prompts, chosen)]
@@ -265,13 +263,10 @@ def test_a_whole_run_with_systems_that_only_pretend(
     assert results["memory"][OWN]["cache"] == 192 * 8
     assert results["memory"][DRAFT]["cache"] == 2 * 192 * 8
 
-    kept, out = tmp_path / "kept.json", tmp_path / "out"
-    kept.write_text(json.dumps({"benchmark": "side", **results}))
-    assert SUITE.main(["--show", str(kept), "--out", str(out)]) == 0
-    said, page = capsys.readouterr().out, (out / "side.md").read_text()
+    page = page_of(SUITE, results)
     lines = page.splitlines()
     assert any(line.startswith(f"| {OWN} | 100.0 |") and "| 3.00 |" in line for line in lines)
     assert any(line.startswith(f"| 4 together, {OWN} |") for line in lines)
     assert "| plain decoding, times llama.cpp's float32 | at least 1 |  | not measured |" in lines
     assert "; our plain steps are calls of 2 tokens; " in page
-    assert str(tmp_path) not in page + said
+    assert str(tmp_path) not in page

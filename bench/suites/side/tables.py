@@ -150,7 +150,7 @@ def goals(results: Results) -> list[tuple[str, dict[str, Any]]]:
     """What the project wants of the median, what it is, and whether that will do."""
     alone = (cell["rows"] for cell in results["cells"] if cell["group"] != TOGETHER)
     rows = [row for some in alone for row in some]
-    if results.get("pair", {}).get("shape") in SEQ2SEQ:
+    if results["pair"]["shape"] in SEQ2SEQ:
         found = _reading_goals(rows)
         return [(name, _goal("least", bound, spread)) for name, bound, spread in found]
     quotients = [q for row in rows if (q := row.get(DRAFT, {}).get("quotient"))]
