@@ -31,11 +31,9 @@ class Peer(AbstractContextManager["Peer"]):
     """
 
     def __init__(self, name: str, target: Path, **options: Any):
-        setup, self.name, self.kind = Setup(target, **options), name, SYSTEMS[name]
-        if (reason := self.kind.missing()) is not None:
+        if (reason := SYSTEMS[name].missing()) is not None:
             raise Unavailable(reason)
-        if setup.precision not in self.kind.precisions:
-            raise Unavailable(f"{name} has no weights of {setup.precision}")
+        setup = Setup(target, **options)
         self._prompts: dict[str, Prompt] = {}  # the last of each mode
         context = multiprocessing.get_context("spawn")  # nothing of this process is in it
         self._pipe, theirs = context.Pipe()
@@ -62,7 +60,7 @@ class Peer(AbstractContextManager["Peer"]):
         """Decode the texts; all their times are from the request on.
 
         Raises:
-            Unavailable: it has no such mode, or failed.
+            Unavailable: it failed.
             ValueError: the prompt is the one before in this mode: a cache of prefixes, which a
                 worker should not have, would show.
         """
@@ -71,8 +69,6 @@ class Peer(AbstractContextManager["Peer"]):
             if last is not None and np.array_equal(prompt, last):
                 raise ValueError("the same prompt twice in a row")
             self._prompts[request.mode] = prompt[:]
-        if request.mode not in self.kind.modes:
-            raise Unavailable(f"{self.name} has no mode {request.mode}")
         texts: list[Text] = self._ask(request)
         for text in texts:
             if len(text.tokens) != request.new_tokens:

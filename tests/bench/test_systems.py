@@ -18,13 +18,14 @@ from workshop import Workshop
 
 from bench.core import pair as pairs
 from bench.core.kept import kept
+from bench.suites.side.run import MEASURED
 from bench.systems import SYSTEMS
 from bench.systems.gguf import interleaved, tensors, write
 from bench.systems.peer import Peer
 from bench.systems.protocol import Request, Steps, Text, Unavailable, decoding
 from bench.systems.worker import Arrivals
 
-ALIKE = [name for name, kind in SYSTEMS.items() if "text" in kind.models]
+MODES = {name: modes for (name, bits), modes in MEASURED["text"].items() if bits == "float32"}
 NEW_TOKENS = 48
 END = 0  # the checkpoints' end of text
 PROMPTS = [np.random.default_rng(0).integers(1, VOCAB_SIZE, 30).tolist(), [5, 6, 7] * 4]
@@ -95,7 +96,7 @@ def _together(peer: Peer, mode: str = "plain") -> None:
 # Transformers
 
 
-@pytest.mark.parametrize("mode", SYSTEMS["transformers"].modes)
+@pytest.mark.parametrize("mode", MODES["transformers"])
 def test_transformers_says_the_same_in_every_mode(transformers, plain, mode):
     _says_the_same(transformers, mode, plain)
 
@@ -133,11 +134,7 @@ def test_a_system_without_its_packages_is_missing_with_the_reason(tmp_path, monk
     assert SYSTEMS["transformers"].missing() is None
 
 
-def test_what_a_peer_cannot_do_is_unavailable_with_the_reason(transformers, tmp_path):
-    with pytest.raises(Unavailable, match="no mode beam"):
-        transformers.generate(Request([PROMPTS[1]], 2, "beam"))
-    with pytest.raises(Unavailable, match="no weights of q8_0"):
-        Peer("transformers", tmp_path, precision="q8_0")
+def test_what_a_peer_cannot_do_is_unavailable_with_the_reason(transformers):
     with pytest.raises(Unavailable, match="steps"):
         transformers.steps(Steps(10, [1]))
     with pytest.raises(Unavailable, match="Error"):
@@ -210,7 +207,7 @@ def test_what_is_not_written_as_gguf(kind, words, workshop, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in ALIKE if n != "transformers"])
+@pytest.mark.parametrize("name", [n for n in MODES if n != "transformers"])
 def test_a_system_says_what_transformers_says(name, pair, plain, tmp_path, workshop):
     if (reason := SYSTEMS[name].missing()) is not None:
         pytest.skip(reason)
@@ -229,7 +226,7 @@ def test_a_system_says_what_transformers_says(name, pair, plain, tmp_path, works
         else:
             with pytest.raises(Unavailable, match="drafts"):
                 peer.generate(Request(TOGETHER, 12, "draft"))
-        for mode in SYSTEMS[name].modes:
+        for mode in MODES[name]:
             _says_the_same(peer, mode, plain)
             one, again = (_tokens(peer, mode, 1) for _ in range(2))
             assert one != plain, mode

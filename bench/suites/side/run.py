@@ -24,30 +24,44 @@ from ...core import costs
 from ...core.clock import Clock, order
 from ...core.costs import Traffic, predicted, row_bytes, verification
 from ...core.pair import Pair
-from ...systems import SYSTEMS
 from ...systems.peer import Peer
 from ...systems.protocol import Prompt, Request, Steps, Text, Unavailable, decoding
 
 GAMMA = 4
 WARM_UPS = 4  # as many as there are sizes of batches
 OWN, DRAFT = "outrider plain", "outrider draft"
-MODES = ("plain", "draft", "assistant", "auto", "lookup")
-DRAFTLESS = "plain", "lookup"  # of those, without a draft model
-QUANTISED = "plain", "draft"
-FOUR_BITS = (*QUANTISED, "lookup")
-OF_PRECISION = {  # of others QUANTISED
-    "float32": MODES, "mixed": ("draft",), "int4": FOUR_BITS, "q4_0": FOUR_BITS,
-}  # fmt: skip
+DRAFTLESS = "plain", "lookup"  # modes without a draft model
+TWO, THREE = ("plain", "draft"), ("plain", "draft", "lookup")
+# By what models do, system and precision: the modes that are measured. "text" goes on with a
+# prompt; "seq2seq", an encoder-decoder, reads it. Modes are of one name in all systems: "plain"
+# decoding; "draft", with the draft model, and "lookup", with n-grams of the text, of gamma tokens a
+# round; "auto" chooses gamma for each round; "assistant" drafts as the library sets it up.
+MEASURED: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
+    "text": {
+        ("outrider", "float32"): ("plain", "draft", "auto", "lookup"),
+        ("outrider", "int8"): TWO,
+        ("outrider", "int4"): THREE,
+        ("transformers", "float32"): ("plain", "draft", "assistant", "lookup"),
+        ("genai", "float32"): THREE,
+        ("llama.cpp", "float32"): THREE,
+        ("llama.cpp", "q8_0"): TWO,
+        ("llama.cpp", "q4_0"): THREE,
+    },
+    "seq2seq": {
+        ("outrider", "float32"): THREE,
+        ("outrider", "mixed"): ("draft",),  # a target of float32 with a draft of int8
+        ("outrider", "int8"): TWO,
+        ("outrider", "int4"): THREE,
+        ("transformers", "float32"): ("plain", "assistant"),
+        ("ctranslate2", "float32"): ("plain",),
+        ("ctranslate2", "int8"): ("plain",),
+    },
+}
 PRECISIONS = {  # ours, and what all of them call it
     "float32": ("float32",),
     "mixed": ("mixed",),
     "int8": ("int8", "q8_0"),
     "int4": ("int4", "q4_0"),
-}
-READING = {  # of encoder-decoders
-    "outrider": (*QUANTISED, "lookup"),
-    "transformers": ("plain", "assistant"),
-    "ctranslate2": ("plain",),
 }
 FEW = {"outrider": ("plain", "draft", "auto"), "transformers": ("plain", "assistant")}
 SHARED, LENGTHS, TOGETHER = "Workloads", "Other lengths", "Texts decoded together"
@@ -81,18 +95,13 @@ class System:
 def systems(
     wanted: Sequence[str], bits: Sequence[str] = tuple(PRECISIONS), models: str = "text"
 ) -> list[System]:
-    """Modes of the decoders of such models; of quantised weights not all, and mixed ones of
-    encoder-decoders alone. bits: keys of `PRECISIONS`."""
+    """Modes of these decoders. bits: keys of `PRECISIONS`. models: of `MEASURED`."""
     precisions = [name for key in bits for name in PRECISIONS[key]]
     return [
         System(name, mode, precision)
-        for name, kind in SYSTEMS.items()
-        if name in wanted and models in kind.models
-        for precision in kind.precisions
-        if precision in precisions
-        for mode in MODES
-        if mode in kind.modes and mode in OF_PRECISION.get(precision, QUANTISED)
-        if (precision != "mixed" if models == "text" else mode in READING[name])
+        for (name, precision), modes in MEASURED[models].items()
+        if name in wanted and precision in precisions
+        for mode in modes
     ]
 
 
