@@ -14,6 +14,7 @@ import gguf_files
 import numpy as np
 import pytest
 from checkpoints import CONTEXT, VOCAB_SIZE
+from transformers import AutoModelForCausalLM
 from workshop import Workshop
 
 from bench.core import pair as pairs
@@ -167,11 +168,15 @@ def test_rows_of_a_head_that_rotate_together_are_neighbours():
     assert (interleaved(rows, 2) == gguf_files.neighbours(rows, 2)).all()
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama3", "qwen2", "qwen3"])
-def test_a_gguf_file_has_the_checkpoint_s_tensors(kind, workshop, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("llama", {"attention_bias": True}), ("llama3", {}), ("mistral", {"sliding_window": None}),
+     ("qwen2", {}), ("qwen3", {})],
+)  # fmt: skip
+def test_a_gguf_file_has_the_checkpoint_s_tensors(kind, options, workshop, tmp_path):
     """What llama.cpp says with them is the slow test's, of Llama."""
     gguf = pytest.importorskip("gguf", reason="gguf not installed (extra llama)")
-    file, checkpoint = tmp_path / "model.gguf", workshop.checkpoint(kind)
+    file, checkpoint = tmp_path / "model.gguf", workshop.checkpoint(kind, **options)
     write(checkpoint, file)
     read = gguf.GGUFReader(file)
     stored = {tensor.name: tensor for tensor in read.tensors}
@@ -180,27 +185,34 @@ def test_a_gguf_file_has_the_checkpoint_s_tensors(kind, workshop, tmp_path):
     assert len(stored) == len(source)
     if kind == "llama3":  # the fastest as they are, the slowest by a factor of 8
         assert (slower.data[0], slower.data[-1]) == pytest.approx((1, 8))
-        assert (np.diff(slower.data) > -1e-5).all()
+        rotary = AutoModelForCausalLM.from_pretrained(checkpoint).model.rotary_emb
+        plain = rotary.config.rope_parameters["rope_theta"] ** -(np.arange(0, 16, 2) / 16)
+        np.testing.assert_allclose(rotary.inv_freq * slower.data, plain, rtol=1e-5)
     else:
         assert slower is None
-    architecture = kind.removesuffix("3") if "llama" in kind else kind
+    architecture = kind if "qwen" in kind else "llama"
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, 2)
     for name, tensor in source.items():
         other = stored[names.get_name(name, try_suffixes=(".weight", ".bias"))]
         assert other.tensor_type == gguf.GGMLQuantizationType.F32
-        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             tensor = gguf_files.neighbours(tensor, len(tensor) // 16)
+        assert tensor.any()
         np.testing.assert_array_equal(other.data.reshape(tensor.shape), tensor)
     for field, value in (("vocab_size", VOCAB_SIZE), ("context_length", CONTEXT)):
         assert read.fields[f"{architecture}.{field}"].contents() == value
 
 
-@pytest.mark.parametrize(("kind", "words"), [("mistral", "window"), ("gpt2", "only llama")])
-def test_what_is_not_written_as_gguf(kind, words, workshop, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [("mistral", {}, "window"), ("qwen2", {"use_sliding_window": True, "max_window_layers": 1},
+     "window"), ("gpt2", {}, "only llama")],
+)  # fmt: skip
+def test_what_is_not_written_as_gguf(kind, options, words, workshop, tmp_path):
     pytest.importorskip("gguf", reason="gguf not installed (extra llama)")
     with pytest.raises(ValueError, match=words):
-        write(workshop.checkpoint(kind), tmp_path / "model.gguf")
+        write(workshop.checkpoint(kind, **options), tmp_path / "model.gguf")
 
 
 # The peers that are not Transformers
