@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from runtime.files.errors import OutriderError
 
-Shown = Callable[[Any], str]
-Column = tuple[str, str, Shown]  # key of a row's values, heading, how to show one
+Column = tuple[str, str, str]  # key of a row's values, heading, `format`'s specification of one
 PAGE = 100  # columns of a document's text
 MARKED = " *"  # of a row whose figures other processes disturbed
 
@@ -48,16 +47,6 @@ class Table:
         return "\n".join([self.title, *lines, *self.notes, ""])
 
 
-def decimals(digits: int) -> Shown:
-    """Shows a number with so many digits behind the point."""
-    return lambda value: f"{value:,.{digits}f}"
-
-
-def percent(digits: int = 0) -> Shown:
-    """Shows a share."""
-    return lambda value: f"{value:.{digits}%}"
-
-
 def table_of(
     title: str,
     rows: Iterable[tuple[str, Mapping[str, Any]]],
@@ -72,7 +61,7 @@ def table_of(
     used = [c for c in columns if any(values.get(c[0]) is not None for _, values in found)]
     cells = [
         [name + (MARKED if values.get("disturbed") else "")]
-        + [show(values[key]) if values.get(key) is not None else "" for key, _, show in used]
+        + ["" if values.get(key) is None else format(values[key], spec) for key, _, spec in used]
         for name, values in found
     ]
     return Table(title, ["", *(head for _, head, _ in used)], cells, notes)

@@ -28,7 +28,7 @@ from ..core.costs import acceptance, of_rounds, plain_steps, predicted, total
 from ..core.fit import rounded
 from ..core.prompts import Prompts
 from ..core.runs import Texts, Way, gain
-from ..core.table import Column, Table, decimals, percent, table_of
+from ..core.table import Column, Table, table_of
 
 PLAIN = "plain"
 CORPUS = "ngram + corpus"
@@ -168,10 +168,10 @@ def run(folder: str, scale: DraftScale, threads: int, clock: Clock) -> dict[str,
     }  # fmt: skip
 
 
-TWO, THREE = decimals(2), decimals(3)
+TWO, THREE = ",.2f", ",.3f"
 COLUMNS: tuple[Column, ...] = (
     ("alpha", "alpha", THREE), ("tau", "tau", TWO), ("drafted_of_a_round", "drafted", TWO),
-    ("accepted_of_drafted", "kept", percent()), ("total", "speed", TWO),
+    ("accepted_of_drafted", "kept", ".0%"), ("total", "speed", TWO),
     ("median", "median", TWO), ("predicted", "expected", TWO),
 )  # fmt: skip
 

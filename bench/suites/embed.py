@@ -26,7 +26,7 @@ from runtime.files.library import find_library
 from ..core import machine
 from ..core.clock import Clock, order, sample
 from ..core.command import Results, Suite, bundle_option
-from ..core.table import Table, decimals
+from ..core.table import Table
 
 PROMPT = [11, 42, 7, 100, 3, 9, 27, 81]
 NAMES = ("process", "first token", "round", "of it the host")
@@ -125,10 +125,9 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
 def tables(results: Results) -> list[Table]:
     ours, python = results["times"]["C++"], results["times"]["Python"]
     rows = [
-        [what, decimals(2)(ours[what]), decimals(2)(python[what]),
-         decimals(2)(ours[what] / python[what])]
+        [what, f"{ours[what]:,.2f}", f"{python[what]:,.2f}", f"{ours[what] / python[what]:,.2f}"]
         for what in NAMES
-    ]  # fmt: skip
+    ]
     title = f"The same request in C++ and Python: {results['bundle']}"
     notes = [f"Medians of {results['turns']} processes each, {results['tokens']} tokens, the same."]
     head = ["ms", "C++", "Python", "ratio"]

@@ -20,7 +20,7 @@ from ..core import machine
 from ..core.clock import Clock
 from ..core.command import Results, Suite
 from ..core.pair import TARGET
-from ..core.table import Table, decimals
+from ..core.table import Table
 from ..systems import SYSTEMS, gguf
 
 LENGTH = 128
@@ -114,7 +114,7 @@ def llamacpp(checkpoint: Path, clock: Clock) -> Iterator[Way]:
 
 def tables(results: Results) -> list[Table]:
     rows = [
-        [name, decimals(2)(row["bits"]), f"{row['kl']:.5f} ± {row['kl_error']:.5f}"]
+        [name, f"{row['bits']:,.2f}", f"{row['kl']:.5f} ± {row['kl_error']:.5f}"]
         for name, row in results["rows"].items()
     ]
     title = f"What quantising costs: {results['checkpoint']}"

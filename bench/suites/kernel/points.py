@@ -55,7 +55,8 @@ def points_table(
 def ranges_table(title: str, points: Sequence[Point], rows: Iterable[Column]) -> Table:
     """Least, median and most of all points."""
     told = []
-    for key, heading, show in rows:
+    for key, heading, spec in rows:
         if found := sorted(p[key] for p in points if key in p):
-            told.append((heading, *map(show, (found[0], statistics.median(found), found[-1]))))
+            three = found[0], statistics.median(found), found[-1]
+            told.append((heading, *(format(value, spec) for value in three)))
     return Table(title, ("", "least", "median", "most"), told)

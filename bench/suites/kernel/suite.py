@@ -23,7 +23,7 @@ from runtime.bundle import load
 
 from ...core.clock import Clock
 from ...core.command import Results, Suite, bundle_option
-from ...core.table import Column, Table, decimals, percent, table_of
+from ...core.table import Column, Table, table_of
 from . import times
 from .points import less, points_of, points_table, ranges_table
 from .rounds import RULES, VARIANTS
@@ -48,12 +48,12 @@ DOCUMENTS, QUICK_DOCUMENTS = 48, 8
 
 LOAD = "share of a verification"  # the key of what `tables` adds to a point
 LESS, LESS_ALONE = less(EXACT, THEIRS), less(FROM_LOGITS, ALONE)
-RATIO = (f"{NUMPY_ROUND} / {ROUND}", "round: times as fast as NumPy", decimals(1))
+RATIO = (f"{NUMPY_ROUND} / {ROUND}", "round: times as fast as NumPy", ",.1f")
 SAVED: list[Column] = [
-    (LESS, "exact: less than Transformers", percent(1)),
-    (LESS_ALONE, "q from logits: less than alone", percent(1)),
+    (LESS, "exact: less than Transformers", ".1%"),
+    (LESS_ALONE, "q from logits: less than alone", ".1%"),
 ]
-TOLD: list[Column] = [(LOAD, "round: share of a 0.5B verification", percent(2)), RATIO, *SAVED]
+TOLD: list[Column] = [(LOAD, "round: share of a 0.5B verification", ".2%"), RATIO, *SAVED]
 # At the size `GOAL`.
 GOALS = {LOAD: "at most 5 %", RATIO[0]: "at least 5", LESS: "at least 94 %"}
 
@@ -77,22 +77,22 @@ def tables(results: Results) -> list[Table]:
     """Those of docs/paper.md, by the names of their places there, and what documents cite."""
     reading = 1e3 * TARGET_BYTES / (1e9 * results["bandwidth_gb_s"])  # milliseconds
     points = [p | {LOAD: p[ROUND] / reading} for p in points_of(results) if EXACT in p]
-    sizes: list[Column] = [("γ", "γ", str), ("B", "B", str)]
-    took = [(call, name, decimals(3)) for call, name in CALLS.items()]
-    rounds = [(ROUND, "round", decimals(3)), (NUMPY_ROUND, "NumPy, round", decimals(2)), RATIO]
+    sizes: list[Column] = [("γ", "γ", ""), ("B", "B", "")]
+    took = [(call, name, ",.3f") for call, name in CALLS.items()]
+    rounds = [(ROUND, "round", ",.3f"), (NUMPY_ROUND, "NumPy, round", ",.2f"), RATIO]
     # Of the block rule, and of scores that are ready, the outcome does not tell the bytes.
     shares = [
-        (f"share of {call}", name, percent())
+        (f"share of {call}", name, ".0%")
         for call, name in CALLS.items()
         if call not in (BLOCK, ALONE)
     ]
     columns = [
         *sizes,
-        ("accepted by token", "stand, exact", decimals(1)),
-        ("accepted by sigmoid", "stand, sigmoid", decimals(1)),
-        (f"floor of {EXACT}", "floor of exact", decimals(3)),
+        ("accepted by token", "stand, exact", ",.1f"),
+        ("accepted by sigmoid", "stand, sigmoid", ",.1f"),
+        (f"floor of {EXACT}", "floor of exact", ",.3f"),
         *took,
-        (f"{SIGMOID} / {EXACT}", "sigmoid / exact", decimals(2)),
+        (f"{SIGMOID} / {EXACT}", "sigmoid / exact", ",.2f"),
         *SAVED,
     ]
     memory = f"Realised bandwidth, of the {results['bandwidth_gb_s']:.1f} GB/s that memory gives"
@@ -109,7 +109,9 @@ def tables(results: Results) -> list[Table]:
 def goals_table(points: Iterable[dict[str, Any]]) -> Table:
     goal = next(p for p in points if (p["V"], p["γ"], p["B"]) == GOAL)
     met = [
-        (heading, show(goal[key]), GOALS.get(key, "")) for key, heading, show in TOLD if key in goal
+        (heading, format(goal[key], spec), GOALS.get(key, ""))
+        for key, heading, spec in TOLD
+        if key in goal
     ]
     return Table("Goals, V {:,}, γ {}, B {}".format(*GOAL), ("", "measured", "goal"), met)
 
@@ -128,9 +130,9 @@ def rules_table(results: Results) -> Table:
         f"up to {max(found['error'] for _, found in rows):.3f})"
     )
     columns = [
-        ("accepted", "accepted", decimals(5)),
-        ("to_target", "TV to target", decimals(4)),
-        ("to_draft", "TV to draft", "{:.2g}".format),
+        ("accepted", "accepted", ",.5f"),
+        ("to_target", "TV to target", ",.4f"),
+        ("to_draft", "TV to draft", ".2g"),
     ]
     return replace(table_of(title, rows, columns), name="scaling")
 

@@ -25,7 +25,7 @@ from ...core.fit import rounded
 from ...core.prompts import Prompts
 from ...core.record import Run
 from ...core.runs import Texts, Way, gain
-from ...core.table import Column, Table, decimals, percent, table_of
+from ...core.table import Column, Table, table_of
 from .retold import retelling, story
 
 AUTO, SCHEDULE, AGAIN, PLAIN = "auto", "transformers", "plain again", "0"
@@ -198,7 +198,7 @@ def run(folder: str, scale: PolicyScale, threads: int, clock: Clock) -> dict[str
     }
 
 
-TWO, THREE = decimals(2), decimals(3)
+TWO, THREE = ",.2f", ",.3f"
 
 
 def goals(results: Results) -> list[tuple[str, float, bool]]:
@@ -220,7 +220,7 @@ def tables(results: Results) -> list[Table]:
     columns: list[Column] = [
         ("alpha", "alpha", TWO), *((name, name, TWO) for name in loads[ALL]["speeds"]),
         ("auto_of_best", "auto/best", THREE), ("auto_of_best_error", "±", THREE),
-        ("noise", "noise", percent(1)),
+        ("noise", "noise", ".1%"),
     ]  # fmt: skip
     speeds = (
         (name, {**x, **x["speeds"], "disturbed": x["lost"] > DISTURBED})
@@ -233,12 +233,12 @@ def tables(results: Results) -> list[Table]:
     )
     noise = max(x["noise"] for x in loads.values())
     busy = f"The noise of a speed is {noise:.1%}: more texts, or a quieter machine, are needed."
-    told = [[goal, THREE(value), "yes" if met else "no"] for goal, value, met in goals(results)]
+    told = [[goal, f"{value:.3f}", "yes" if met else "no"] for goal, value, met in goals(results)]
     return [
         table_of("Speed over plain decoding, by gamma and policy", speeds, columns,
                  [busy] if noise > NOISE else []),
         table_of(f"Loss to plain decoding, texts of {results['long']} tokens", lost,
-                 [("loss", "loss", "{:+.1%}".format)]),
+                 [("loss", "loss", "+.1%")]),
         Table("Goals", ["", "measured", "met"], told),
     ]  # fmt: skip
 

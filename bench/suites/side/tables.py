@@ -16,7 +16,7 @@ from ...core.costs import plain_steps
 from ...core.fit import Spread
 from ...core.machine import sentence
 from ...core.pair import SEQ2SEQ
-from ...core.table import MARKED, Column, Table, decimals, percent, table_of
+from ...core.table import MARKED, Column, Table, table_of
 from .run import DRAFT, OWN, SHARED, TOGETHER, Told
 
 BASE, LLAMA, Q4 = "transformers plain", "llama.cpp plain", "llama.cpp q4_0 plain"
@@ -25,23 +25,17 @@ MIXED = "outrider mixed draft"  # a target of float32, a draft of int8
 ALIKE = {"int4": "q4_0", "int8": "q8_0"}  # ours, and what llama.cpp has of as many bits
 OTHERS = (BASE, "genai plain", LLAMA)  # in float32, as we are
 Row = Mapping[str, Told]
-ONE, TWO, THREE = decimals(1), decimals(2), decimals(3)
+ONE, TWO, THREE = ",.1f", ",.2f", ",.3f"
 # Figures that are one sum over texts by another.
 SHARES = {
     "tau": ("tokens", "rounds"), "of_examined": ("accepted", "examined"),
     "of_drafted": ("accepted", "drafted"), "host": ("host", "spent"), "read": ("bytes", "tokens"),
 }  # fmt: skip
-
-
-def _mib(value: float) -> str:
-    return f"{value / 2**20:,.0f}"
-
-
 SPEEDS: tuple[Column, ...] = (
     ("speed", "tok/s", ONE), ("floor", "floor ms", TWO), ("first", "first token ms", ONE),
     ("encode", "of it encoders", ONE), ("whole", "text ms", ONE),
-    ("tau", "tau", TWO), ("of_examined", "of exam.", percent()),
-    ("of_drafted", "of drafted", percent()), ("host", "host", percent(1)),
+    ("tau", "tau", TWO), ("of_examined", "of exam.", ".0%"),
+    ("of_drafted", "of drafted", ".0%"), ("host", "host", ".1%"),
     (BASE, "x Transf.", TWO), (LLAMA, "x llama", TWO), (Q4, "x q4_0", TWO),
     (CT2, "x CTr.", TWO), (CT2_INT8, "x int8", TWO), (OWN, "x own", TWO),
 )  # fmt: skip
@@ -50,13 +44,14 @@ THEORY: tuple[Column, ...] = (
     ("expected", "expected", TWO), ("predicted", "predicted", TWO), ("measured", "measured", TWO),
     ("quotient", "quotient", TWO),
 )  # fmt: skip
+BYTES = "peak", "before", "weights", "cache"
 MEMORY: tuple[Column, ...] = (
-    ("peak", "peak MiB", _mib), ("before", "libraries", _mib), ("weights", "weights", _mib),
-    ("cache", "cache", _mib), ("ratio", "x needed", TWO), ("own", "without libraries", TWO),
+    ("peak", "peak MiB", ",.0f"), ("before", "libraries", ",.0f"), ("weights", "weights", ",.0f"),
+    ("cache", "cache", ",.0f"), ("ratio", "x needed", TWO), ("own", "without libraries", TWO),
 )  # fmt: skip
-LOADS: tuple[Column, ...] = (("seconds", "seconds (quartiles)", str), ("count", "times", str))
+LOADS: tuple[Column, ...] = (("seconds", "seconds (quartiles)", ""), ("count", "times", ""))
 GOAL: tuple[Column, ...] = (
-    ("wanted", "wanted", str), ("found", "median (quartiles)", str), ("met", "met", str),
+    ("wanted", "wanted", ""), ("found", "median (quartiles)", ""), ("met", "met", ""),
 )  # fmt: skip
 
 
@@ -104,16 +99,16 @@ def _speeds(group: str, cells: Sequence[Results], results: Results) -> list[Tabl
         every = [(f"{w}, {n}", f) for w, some in found.items() for n, f in some.items() if f]
         return [table_of(title, every, SPEEDS)]
 
-    def speed(figure: Mapping[str, Any]) -> str:
-        return f"{figure['speed']:,.1f}{MARKED * figure['disturbed']}"
+    def speed(figure: Mapping[str, Any]) -> str | None:
+        return f"{figure['speed']:,.1f}{MARKED * figure['disturbed']}" if figure else None
 
     rows = [row for cell in cells for row in cell["rows"]]
     whole = {name: figures(rows, name, rate) for name in results["systems"]}
-    there = [(name, {w: found[w][name] or None for w in found}) for name in whole if whole[name]]
+    there = [(name, {w: speed(found[w][name]) for w in found}) for name in whole if whole[name]]
     return [
         table_of(title, [(name, whole[name]) for name, _ in there], SPEEDS),
         table_of(f"Tokens a second, temperature {cells[0]['temperature']:g}", there,
-                 [(workload, workload, speed) for workload in found]),
+                 [(workload, workload, "") for workload in found]),
     ]  # fmt: skip
 
 
@@ -133,14 +128,18 @@ def tables(results: Results) -> list[Table]:
         (worker, {"seconds": Spread.of(times), "count": len(times)})
         for worker, times in results["loads"].items()
     ]
+    memory = [
+        (name, sizes | {part: sizes[part] / 2**20 for part in BYTES})
+        for name, sizes in results["memory"].items()
+    ]
     missing = [(name, {"why": why}) for name, why in results["missing"].items()]
     every = [
         *made,
         table_of("Speedup of outrider draft over plain, Theorem 3.8", theory, THEORY),
-        table_of("Memory, a process for each", results["memory"].items(), MEMORY),
+        table_of("Memory, a process for each", memory, MEMORY),
         table_of("Load of the target, from converted files", loads, LOADS,
                  ["Outrider's bundle has the draft too, but where a process decodes without it."]),
-        table_of("Missing", missing, [("why", "why", str)]),
+        table_of("Missing", missing, [("why", "why", "")]),
         table_of("Goals", [] if results["pair"]["alpha_wanted"] is None else goals(results), GOAL),
     ]  # fmt: skip
     return [table for table in every if table.rows]
