@@ -132,11 +132,3 @@ def sampled(
         for name in order(list(calls), turn):
             samples[name].append(sample(calls[name]))
     return samples
-
-
-def alternate(
-    calls: Mapping[str, Callable[[], object]], *, rounds: int, patience: float
-) -> dict[str, Figure]:
-    """What the samples of `sampled` come to."""
-    found = sampled(calls, rounds=rounds, patience=patience)
-    return {name: figure(x) for name, x in found.items()}

@@ -76,11 +76,6 @@ def total(texts: Iterable[Run]) -> Stats:
     return Stats.total(text.stats for text in texts)
 
 
-def acceptance(texts: Iterable[Run]) -> float:
-    """alpha: accepted of examined."""
-    return total(texts).acceptance_rate
-
-
 # Bytes
 
 

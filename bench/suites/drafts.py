@@ -24,7 +24,7 @@ from runtime.text.engine import TextEngine
 from ..core import machine, runs
 from ..core.clock import DISTURBED, Clock
 from ..core.command import Results, Suite, bundle_option
-from ..core.costs import acceptance, of_rounds, plain_steps, predicted, total
+from ..core.costs import of_rounds, plain_steps, predicted, total
 from ..core.fit import rounded
 from ..core.prompts import Prompts
 from ..core.runs import Texts, Way, gain
@@ -106,18 +106,19 @@ def figures(texts: Texts[str], most: int) -> dict[str, Any]:
     rows, gains = dict[str, Any](), {name: gain(kept, name, PLAIN) for name in names}
     for name in names:
         mine = [text[name] for text in texts]
-        stats, alpha = total(mine), acceptance(mine)
+        stats = total(mine)
         gammas = [x.gamma for text in kept for x in text[name].rounds]
         rows[name] = {
-            "alpha": rounded(alpha),
+            "alpha": rounded(stats.acceptance_rate),
             "tau": rounded(stats.mean_acceptance_length),
             "drafted_of_a_round": rounded(stats.drafted / stats.rounds),
             "accepted_of_drafted": rounded(stats.accepted / max(1, stats.drafted)),
             "speedup": gains[name].json_object(),
-            "predicted": rounded(predicted(alpha, gammas, costs)),
+            "predicted": rounded(predicted(stats.acceptance_rate, gammas, costs)),
         }
+    every = total(text[name] for text in texts for name in names)
     return {
-        "alpha": rounded(acceptance([text[name] for text in texts for name in names])),
+        "alpha": rounded(every.acceptance_rate),
         "best": max(names, key=lambda name: gains[name].total),
         "texts": len(kept), "lost": rounded(runs.disturbance(kept)),
         "rows": rows,

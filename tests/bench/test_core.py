@@ -20,11 +20,11 @@ from bench.core.clock import Clock, Sample, figure, order, sampled
 from bench.core.command import Suite
 from bench.core.costs import (
     Traffic,
-    acceptance,
     of_calls,
     of_rounds,
     predicted,
     row_bytes,
+    total,
     verification,
 )
 from bench.core.fit import Spread, marginal, power
@@ -171,7 +171,7 @@ COSTS = RoundCosts(STEP, 0.2, [1 + 0.1 * k for k in range(9)])
 def test_what_is_predicted_is_the_theorem_where_all_rounds_are_alike() -> None:
     assert predicted(0.7, [4] * 5, COSTS) == pytest.approx(theory.speedup(0.7, 4, 0.2, 1.4))
     texts = [a_run(a_round(4, 1), a_round(4, 4))]
-    assert acceptance(texts) == pytest.approx(5 / 6)  # accepted of examined
+    assert total(texts).acceptance_rate == pytest.approx(5 / 6)  # accepted of examined
     both = (theory.expected_tokens(0.7, 4) + 1) / (4 * 0.2 + 1.4 + 1)
     assert predicted(0.7, [4] * 5 + [0] * 5, COSTS) == pytest.approx(both)
 

@@ -1,8 +1,7 @@
-"""Rounds on random logits: by the kernel, by NumPy and as Transformers verifies them."""
+"""Rounds on random logits, by the kernel and by NumPy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -130,40 +129,3 @@ def disagreements(round_: Round, ours: list[Fate]) -> list[int]:
         )
         differ = [b for b in differ if lower[b] == higher[b]]
     return differ
-
-
-def transformers_call(
-    target: Any, draft: Any, drafts: Any, temperature: float, *, processed: bool
-) -> Callable[[], object]:
-    """What assisted generation does with the logits of a round.
-
-    target: float32 [B, gamma + 1, V], draft: [B, gamma, V], drafts: int64 [B, gamma] torch tensors.
-    Its processors on the target's rows, then `_speculative_sampling`, slot by slot, for it takes
-    one sequence; the draft's scores come processed out of its own generate. processed: the target's
-    too, which leaves `_speculative_sampling` alone.
-    """
-    from transformers import LogitsProcessorList, TemperatureLogitsWarper
-    from transformers.generation.utils import _speculative_sampling
-
-    gamma = drafts.shape[1]
-    processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
-
-    def scores_of(logits: Any) -> Any:
-        flat = logits.reshape(-1, logits.shape[-1])
-        return processors(drafts[:, :0], flat).reshape(logits.shape)
-
-    scores = scores_of(draft)
-    ready = scores_of(target) if processed else None
-
-    def call() -> None:
-        for b in range(len(drafts)):
-            ids = drafts[b : b + 1]
-            if ready is not None:
-                new_logits = ready[b : b + 1]
-            else:
-                new_logits = target[b : b + 1].clone()  # assisted generation's own copy
-                for i in range(gamma + 1):
-                    new_logits[:, i] = processors(ids[:, :i], new_logits[:, i])
-            _speculative_sampling(ids, scores[b : b + 1], gamma, new_logits)
-
-    return call

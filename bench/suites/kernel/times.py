@@ -14,9 +14,9 @@ from runtime.sampling import kernel
 from runtime.sampling.native import RoundSampler
 
 from ...core import machine
-from ...core.clock import Clock, alternate
+from ...core.clock import Clock, figure, sampled
 from ...core.fit import rounded
-from .rounds import VARIANTS, Round, disagreements, random_logits, transformers_call
+from .rounds import VARIANTS, Round, disagreements, random_logits
 
 # Verifications, and whole rounds: gamma draws and the verification.
 VERIFY, RAW = "verify", "verify, q from logits"
@@ -42,11 +42,40 @@ def _from_logits(round_: Round) -> Call:
 
 
 def _transformers(round_: Round, *, processed: bool) -> Call:
-    import torch
+    """What assisted generation does with the logits of a round.
 
-    logits = torch.from_numpy(round_.target), torch.from_numpy(round_.draft)
-    drafts = torch.from_numpy(round_.native.drafts.copy())
-    return transformers_call(*logits, drafts, round_.params.temperature, processed=processed)
+    Its processors on the target's rows, then `_speculative_sampling`, slot by slot, for it takes
+    one sequence; the draft's scores come processed out of its own generate. processed: the target's
+    too, which leaves `_speculative_sampling` alone.
+    """
+    import torch
+    from transformers import LogitsProcessorList, TemperatureLogitsWarper
+    from transformers.generation.utils import _speculative_sampling
+
+    target = torch.from_numpy(round_.target)  # [B, gamma + 1, V]
+    drafts = torch.from_numpy(round_.native.drafts.copy())  # [B, gamma]
+    processors: Any = LogitsProcessorList([TemperatureLogitsWarper(round_.params.temperature)])
+
+    def scores_of(logits: torch.Tensor) -> torch.Tensor:
+        flat = logits.reshape(-1, logits.shape[-1])
+        scores: torch.Tensor = processors(drafts[:, :0], flat).reshape(logits.shape)
+        return scores
+
+    scores = scores_of(torch.from_numpy(round_.draft))
+    ready = scores_of(target) if processed else None
+
+    def call() -> None:
+        for b in range(len(drafts)):
+            ids = drafts[b : b + 1]
+            if ready is not None:
+                new_logits = ready[b : b + 1]
+            else:
+                new_logits = target[b : b + 1].clone()  # assisted generation's own copy
+                for i in range(round_.gamma + 1):
+                    new_logits[:, i] = processors(ids[:, :i], new_logits[:, i])
+            _speculative_sampling(ids, scores[b : b + 1], round_.gamma, new_logits)
+
+    return call
 
 
 WAYS: dict[str, Callable[[Round], Call]] = {
@@ -78,7 +107,7 @@ def run(
             for v in variants
         }
         points.append(measure(rounds, calls))
-        alternate({"read": reader}, rounds=2, patience=1)
+        sampled({"read": reader}, rounds=2, patience=1)
     return {
         "machine": machine.describe(args.threads),
         "instruction_set": library.outrider_instruction_set().decode(),
@@ -117,9 +146,10 @@ def measure(rounds: Mapping[str, Sequence[Round]], calls: Sequence[str]) -> dict
         for round_ in one:
             round_.target.max(), round_.draft.max()
 
-    taken = alternate({"": touch, **work}, rounds=SAMPLES, patience=PATIENCE)
+    samples = sampled({"": touch, **work}, rounds=SAMPLES, patience=PATIENCE)
+    taken = {name: figure(samples[name]) for name in work}
     times = {
-        name: {"ms": rounded(taken[name].ms / len(one)), "kept": taken[name].kept} for name in work
+        name: {"ms": rounded(each.ms / len(one)), "kept": each.kept} for name, each in taken.items()
     }
     return {
         "vocab_size": one[0].vocab_size, "gamma": one[0].gamma, "batch": one[0].batch,

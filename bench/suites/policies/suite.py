@@ -20,7 +20,7 @@ from runtime.text.engine import TextEngine
 from ...core import machine, runs
 from ...core.clock import DISTURBED, Clock
 from ...core.command import Results, Suite, bundle_option
-from ...core.costs import acceptance, plain_steps, total
+from ...core.costs import plain_steps, total
 from ...core.fit import rounded
 from ...core.prompts import Prompts
 from ...core.record import Run
@@ -109,7 +109,7 @@ def outcome(texts: Texts[str], max_gamma: int) -> dict[str, Any]:
     itself, of the clock alone.
     """
     gammas = [f"{gamma}" for gamma in range(max_gamma + 1)]
-    drafting = [text[gamma] for text in texts for gamma in gammas[1:]]
+    drafting = total(text[gamma] for text in texts for gamma in gammas[1:])
     plain = total([text[PLAIN] for text in texts])
     speeds = {name: gain(texts, name, PLAIN).total for name in texts[0] if name != AGAIN}
     best = max(gammas, key=speeds.__getitem__)
@@ -122,7 +122,7 @@ def outcome(texts: Texts[str], max_gamma: int) -> dict[str, Any]:
         "auto_of_best_error": rounded(near.error),
         "noise": rounded(gain(texts, AGAIN, PLAIN).error),
         "plain_tokens_per_second": rounded(plain.round_tokens / seconds),
-        "alpha": rounded(acceptance(drafting)),
+        "alpha": rounded(drafting.acceptance_rate),
         "lost": rounded(runs.disturbance(texts)),
     }
 
