@@ -53,7 +53,7 @@ def _main(args: argparse.Namespace) -> int:
         if value is not None and not 1 <= value < 2**31:
             option = "--" + name.replace("_", "-")
             raise OutriderError(
-                "option", f"{option} {value} is out of range", "Use a usual number."
+                "option", f"{option} {value} is out of range", f"Use 1 to {2**31 - 1}."
             )
     for name in (GRAPH_FILE, WEIGHTS_FILE):
         if not (args.graph / name).is_file():

@@ -23,7 +23,7 @@ from .sampling import functions
 ALL = 2**31 - 1  # vocab_size: as wide as the logits are
 
 
-def append_verify(model: ir.Model, vocab_size: int = ALL) -> None:
+def append_verify(model: ir.Model, vocab_size: int) -> None:
     """Let the target's graph verify the round that it computes, in place.
 
     The graph is export/graph.py's: a call over [pending, x1 .. xgamma] with logits at all of them.

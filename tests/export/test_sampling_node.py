@@ -386,7 +386,7 @@ def test_what_is_no_graph_of_ours_is_refused(workshop, tmp_path, capsys):
 
     assert f"no {GRAPH_FILE}" in refused(graph=other)
     assert "there already" in refused(out=other)
-    assert "out of range" in refused("--rows", "0")
+    assert "out of range. Use 1 to 2147483647." in refused("--rows", "0")
     assert "is over the 257 logits. Leave" in refused("--vocab-size", "99999")
     (other / GRAPH_FILE).write_bytes(b"no graph")
     assert "is no ONNX file" in refused(graph=other)
