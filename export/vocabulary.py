@@ -222,44 +222,42 @@ def rules(checkpoint: Checkpoint) -> TextRules | None:
     return found if asked else None
 
 
+# What a generation config has only if it wants it.
+_OFF = (
+    "sequence_bias", "exponential_decay_length_penalty", "max_new_tokens", "max_time",
+    "stop_strings", "top_h", "force_words_ids", "constraints", "penalty_alpha", "dola_layers",
+    "watermarking_config",
+)  # fmt: skip
+
+
 def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
     """What the generation config would change in `generate`, and a bundle does not carry."""
     generation = _generation(checkpoint)
-    neutral: dict[str, tuple[Any, ...]] = {
-        "do_sample": (None, False),
-        "temperature": (None, 1.0),
-        "top_k": (None, 0, 50),  # 50 is Transformers' own default, and no choice of the model
-        "top_p": (None, 1.0),
-        "min_p": (None, 0.0),
-        "repetition_penalty": (None, 1.0),
-        "num_beams": (None, 1),
-        "length_penalty": (None, 1.0),
-        "encoder_repetition_penalty": (None, 1.0),
-        "guidance_scale": (None, 1.0),
-        "typical_p": (None, 1.0),
-        "epsilon_cutoff": (None, 0.0),
-        "eta_cutoff": (None, 0.0),
-        "sequence_bias": (None,),
-        "exponential_decay_length_penalty": (None,),
-        "max_new_tokens": (None,),
-        "max_time": (None,),
-        "stop_strings": (None,),
-        "top_h": (None,),
-        "force_words_ids": (None,),
-        "constraints": (None,),
-        "penalty_alpha": (None,),
-        "dola_layers": (None,),
-        "token_healing": (None, False),
-        "watermarking_config": (None,),
+    neutral: dict[str, tuple[Any, ...]] = {  # and None, always
+        "do_sample": (False,),
+        "temperature": (1.0,),
+        "top_k": (0, 50),  # 50 is Transformers' own default, and no choice of the model
+        "top_p": (1.0,),
+        "min_p": (0.0,),
+        "repetition_penalty": (1.0,),
+        "num_beams": (1,),
+        "length_penalty": (1.0,),
+        "encoder_repetition_penalty": (1.0,),
+        "guidance_scale": (1.0,),
+        "typical_p": (1.0,),
+        "epsilon_cutoff": (0.0,),
+        "eta_cutoff": (0.0,),
+        "token_healing": (False,),
     }
+    neutral |= dict.fromkeys(_OFF, ())
     if checkpoint.has_encoder and not checkpoint.features:
-        neutral["max_length"] = (None, 20)  # as 50 above
+        neutral["max_length"] = (20,)  # as 50 above
     if not checkpoint.has_encoder:  # there it begins the text
-        neutral["forced_bos_token_id"] = (None,)
+        neutral["forced_bos_token_id"] = ()
     if not checkpoint.features:
-        neutral |= {name: (None, []) for name in ("suppress_tokens", "begin_suppress_tokens")}
-    values = {name: getattr(generation, name, None) for name in neutral}
-    return {name: value for name, value in values.items() if value not in neutral[name]}
+        neutral |= dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), ([],))
+    asked = {name: getattr(generation, name, None) for name in neutral}
+    return {n: value for n, value in asked.items() if value is not None and value not in neutral[n]}
 
 
 # What a template may expect of a message: a text, or a list of parts.
