@@ -28,8 +28,8 @@ RANGE: dict[int, tuple[int, int]] = {4: (-8, 7), 8: (-128, 127)}
 _LARGEST = 65504.0  # of float16
 OUT_OF_REACH = "a weight is NaN, infinite or beyond what a float16 scale reaches"
 SLICE = 1 << 16  # numbers at a time: what is made of them stays in a core's cache
+AT_ONCE = 1 << 22  # where more of them are quicker
 _SAMPLE = 256  # blocks that say whether a search is worth while, and which peaks are likely
-_AT_ONCE = 1 << 22  # numbers that are searched
 Floats = npt.NDArray[np.float32]
 
 
@@ -158,7 +158,7 @@ def recover(weight: torch.Tensor | Floats, bits: Bits) -> Quantised | None:
     seen = np.bincount(np.abs(found[0]).max(axis=1), minlength=peaks[0] + 1)
     peaks = peaks[np.argsort(-seen[peaks], kind="stable")]
     levels, scales = np.empty(weight.shape, np.int8), np.empty((rows, count), np.float16)
-    for here in row_slices(rows, width, _AT_ONCE):
+    for here in row_slices(rows, width, AT_ONCE):
         found = _search(_as_floats(weight[here]).reshape(-1, BLOCK), peaks, bits)
         if found is None:
             return None

@@ -23,11 +23,10 @@ from transformers import PreTrainedModel
 from runtime.files.errors import first_line
 
 from ..encoder import arguments
-from .blocks import row_slices
+from .blocks import AT_ONCE, row_slices
 from .layers import QuantisedTable, dense
 from .quality import Texts
 
-_AT_ONCE = 1 << 22  # numbers of a matrix that are made
 _LARGEST = 8  # matrices that may come first
 
 
@@ -116,7 +115,7 @@ def _of_products(
     """The squares for inputs x [.., K] and gradients [.., N], added up."""
     gradient, x = gradient.flatten(0, -2).float(), x.flatten(0, -2).float()
     total, (rows, columns) = 0.0, weight.shape
-    for here in row_slices(rows, columns, _AT_ONCE):
+    for here in row_slices(rows, columns, AT_ONCE):
         lost = dense(layer.levels[here], layer.scales[here]).float() - weight[here].float()
         total += float((gradient[:, here] * (x @ lost.T)).square().sum())
     return total

@@ -11,13 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from .blocks import BLOCK, Bits, Quantised, recover, row_slices, sharing
+from .blocks import AT_ONCE, BLOCK, Bits, Quantised, recover, row_slices, sharing
 from .experts import PRODUCT as EXPERTS
 from .layers import PRODUCT, TABLE
 
 OWN_DOMAIN = "outrider"  # of plugins/onnxruntime
 GATHER = "QuantizedGather"
-_AT_ONCE = 1 << 22  # numbers of a matrix that are turned into others
 PANEL = 16  # outputs that lie side by side: see outrider_product.h
 
 
@@ -54,7 +53,7 @@ def dense_tables(model: ir.Model) -> None:
         make = partial(_dense_rows, levels, scales, table.dtype)
         rows, columns = levels.shape.numpy()
         shape, name = ir.Shape([rows, columns]), f"{levels.name}.dense"
-        lazy = InPieces(make, table.dtype, shape, name, _AT_ONCE // columns)
+        lazy = InPieces(make, table.dtype, shape, name, AT_ONCE // columns)
         ir.convenience.replace_all_uses_with(table, initializer(model, lazy))
         model.graph.remove(node, safe=True)
 
@@ -259,7 +258,7 @@ def packed_values(model: ir.Model, stored: StoredMatrix, name: str) -> list[ir.V
     _, columns = stored.sizes
     panels, blocks = stored.panels, -(-columns // BLOCK)
     # Of experts every piece would turn them all.
-    at_once = panels if stored.experts else _AT_ONCE // (columns * PANEL)
+    at_once = panels if stored.experts else AT_ONCE // (columns * PANEL)
 
     def make(here: slice, pack: Callable[[Quantised], npt.NDArray[Any]]) -> npt.NDArray[Any]:
         begin, end, _ = here.indices(panels)

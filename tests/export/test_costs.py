@@ -44,7 +44,7 @@ def test_costs_are_the_divergence_that_there_is(
 ) -> None:
     """All of them together, what goes with the dearest, and what goes with the output matrix, which
     is the embedding too. Who forgets a factor of 2 fails, or half of a matrix."""
-    monkeypatch.setattr("export.weights.costs._AT_ONCE", 5000)
+    monkeypatch.setattr("export.weights.costs.AT_ONCE", 5000)
     model, dense = trained(), trained()
     found = quantise_model(model, 4, texts, most=least(model))
     assert {weight.bits for weight in found.values()} == {4}
