@@ -8,7 +8,6 @@ the first token, a round, and of it what passes outside ONNX Runtime's calls: sa
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 import subprocess
@@ -30,9 +29,9 @@ from ..core.table import Table
 
 PROMPT = [11, 42, 7, 100, 3, 9, 27, 81]
 NAMES = ("process", "first token", "round", "of it the host")
-# What examples/embed.cpp does, and prints.
+# What examples/embed.cpp does, and of what it prints the ids and the times.
 PYTHON = """
-import json, sys, time
+import sys, time
 from runtime import load
 spent = 0.0
 def timed(engine):
@@ -53,8 +52,9 @@ with load(sys.argv[1]) as engine:
             ids += event.token_ids
     stats = event.result.stats
     rounds = stats.time_rounds + stats.time_draft_prefill
-    print(json.dumps([ids, *(1e3 * seconds for seconds in (
-        stats.ttft, rounds / stats.rounds, (rounds - (spent - before)) / stats.rounds))]))
+    print(*ids)
+    print(*(f"{1e3 * seconds:.4f} ms" for seconds in (
+        stats.ttft, rounds / stats.rounds, (rounds - (spent - before)) / stats.rounds)))
 """
 
 
@@ -88,12 +88,9 @@ def run(command: Sequence[str | Path], bundle: Path) -> tuple[list[int], list[fl
         said = done.stdout
 
     taken = sample(once)
-    if said.startswith("["):
-        ids, *times = json.loads(said)
-    else:
-        line, told = said.splitlines()
-        ids = [int(word) for word in line.split()]
-        times = [float(number) for number in re.findall(r"[\d.]+(?= ms| of them outside)", told)]
+    line, told = said.splitlines()
+    ids = [int(word) for word in line.split()]
+    times = [float(number) for number in re.findall(r"[\d.]+(?= ms| of them outside)", told)]
     return ids, [1e3 * taken.seconds, *times]
 
 
