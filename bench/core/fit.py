@@ -64,20 +64,17 @@ def rounded(value: float) -> float:
 
 @dataclass(frozen=True)
 class Power:
-    """y = c x^exponent. error: standard error of the exponent; low, high: its 95 % interval. worst:
-    the largest deviation of a point from the line, relative to it."""
+    """y = c x^exponent. low, high: the 95 % interval of the exponent. worst: the largest deviation
+    of a point from the line, relative to it."""
 
     exponent: float
-    error: float
     low: float
     high: float
     worst: float
 
     def __str__(self) -> str:
-        return (
-            f"x^{self.exponent:.2f} ±{self.error:.2f} ({self.low:.2f} to {self.high:.2f}), off by "
-            f"{self.worst:.0%} at most"
-        )
+        interval = f"({self.low:.2f} to {self.high:.2f})"
+        return f"x^{self.exponent:.2f} {interval}, off by {self.worst:.0%} at most"
 
 
 @dataclass(frozen=True)
@@ -99,10 +96,10 @@ def power(x: Sequence[float], y: Sequence[float]) -> Power | None:
 
     log_x, log_y = np.log(x), np.log(y)
     line = stats.linregress(log_x, log_y)
-    slope, error = float(line.slope), float(line.stderr)
+    slope = float(line.slope)
     worst = float(np.abs(np.expm1(log_y - line.intercept - slope * log_x)).max())
-    half = _student(len(x) - 2) * error
-    return Power(slope, error, slope - half, slope + half, worst)
+    half = _student(len(x) - 2) * float(line.stderr)
+    return Power(slope, slope - half, slope + half, worst)
 
 
 def marginal(x: Sequence[float], y: Sequence[float]) -> Marginal | None:
