@@ -54,14 +54,12 @@ def jobs(
             firsts = rng.integers(1, tokens, scale.count).tolist()
             requests: list[list[Prompt]] = []
             for first in firsts:
-                said = says(shape, pair.target, first, new_tokens) if kind == "summary" else []
-                requests.append(
-                    [
-                        rng.standard_normal((bands, FRAMES), np.float32)
-                        if shape.sound
-                        else document(rng, said, length, tokens)
-                    ]
-                )
+                if shape.sound:
+                    source: Prompt = rng.standard_normal((bands, FRAMES), np.float32)
+                else:
+                    said = says(shape, pair.target, first, new_tokens) if kind == "summary" else []
+                    source = document(rng, said, length, tokens)
+                requests.append([source])
             begins = [(*shape.begin, first) for first in firsts]
             name = f"{kind} {length}{'s' * shape.sound}+{new_tokens}"
             made.append(Job(GROUP, name, requests, new_tokens, temperature, chosen, begins))
