@@ -281,7 +281,10 @@ def rules_of(
         found.append(BadWords(words))
     least = options.min_new_tokens
     if least is None:
-        least = own.min_new_tokens or max(0, (own.min_length or 0) - len(prompt))
+        # As in Transformers, to which what it forces behind the start is new already.
+        forced = len(prompt) - 1 if audio is None and list(prompt) == pair.start_ids else 0
+        counted = len(prompt) if own.min_new_tokens is None else forced
+        least = max(0, (own.min_new_tokens or own.min_length or 0) - counted)
         least = min(least, options.max_new_tokens)
     if own.forced_eos_token_id is not None and not options.ignore_eos:
         longest = min(len(prompt) + options.max_new_tokens, pair.max_len)

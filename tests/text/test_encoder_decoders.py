@@ -8,6 +8,7 @@ them have a repetition penalty, which is Transformers' own.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import ClassVar
@@ -32,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from workshop import MAX_LEN, Workshop
 
 from engines.bundle import build
-from runtime import generate, load
+from runtime import Options, generate, load
 from runtime.beam.text import beam_texts
 from runtime.drafts.registry import KINDS
 from runtime.drafts.tables import Tables, fingerprint
@@ -45,6 +46,7 @@ from runtime.files.manifest import (
     PART_FILE,
     read_bundle,
 )
+from runtime.files.rules import TextRules
 from runtime.files.torch_files import (
     ENCODER_PROGRAM_FILE,
     ENCODER_WEIGHTS_FILE,
@@ -52,6 +54,7 @@ from runtime.files.torch_files import (
     read_program,
     read_tensors,
 )
+from runtime.text.sources import rules_of
 from runtime.theory.measure import measure
 
 
@@ -130,6 +133,10 @@ def test_what_the_generation_config_asks_for(workshop: Workshop, name: str) -> N
         off = {"no_repeat_ngram_size": 0, "bad_words_ids": (), "encoder_no_repeat_ngram_size": 0}
         assert engine.generate(None, **asked, **off, max_new_tokens=room).token_ids != said[2:]
     assert engine.stats()["accepted"] > 0
+    # The token that is forced is one of the new ones there, and here of the prompt.
+    pair = replace(engine.manifest.pair, rules=TextRules(min_new_tokens=9))
+    for prompt, least in (([1, FORCED], 8), ([1, FORCED, 7], 9)):
+        assert rules_of(Options(), pair, prompt, SOURCES[1])[0] == least
 
 
 @pytest.mark.parametrize("least", [None, 9])
