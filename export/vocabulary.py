@@ -242,6 +242,8 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
         "repetition_penalty": (1.0,),
         "num_beams": (1,),
         "length_penalty": (1.0,),
+        "early_stopping": (False,),
+        "renormalize_logits": (False,),  # of the scores of beams
         "encoder_repetition_penalty": (1.0,),
         "guidance_scale": (1.0,),
         "typical_p": (1.0,),
