@@ -24,7 +24,9 @@ LOUDEST = 1e12  # of a sample: float32 holds the powers of its spectrum
 INSTALL = "Install what reads audio: pip install soundfile soxr."
 # What libsndfile says of a header that promises more bytes than there are. What writes into a pipe
 # cannot know, and promises as much as fits.
-_CUT_OFF = re.compile(r"^ *(?:data|SSND|Data Size|riff) *: (\d+) \(should be (\d+)\)", re.MULTILINE)
+_CUT_OFF = re.compile(
+    r"^ *(?:data|SSND|Data Size|riff|Riff size) *: (\d+) \(should be (\d+)\)", re.MULTILINE
+)
 _UNKNOWN = 0x7FFF_0000
 _FORMATS = "Give a WAV or FLAC file, or convert it: ffmpeg -i <file> audio.wav"
 

@@ -83,7 +83,7 @@ def test_files_that_hold_no_audio(tmp_path: Path) -> None:
         assert refused.value.kind == "prompt" and name in refused.value.cause
 
 
-@pytest.mark.parametrize("name", ["a.wav", "a.aiff", "a.w64"])
+@pytest.mark.parametrize("name", ["a.wav", "a.aiff", "a.w64", "a.rf64"])
 def test_a_file_that_is_cut_off(tmp_path: Path, name: str) -> None:
     """libsndfile reads what there is, and says nothing."""
     soundfile.write(tmp_path / name, sine(1, RATE), RATE)
