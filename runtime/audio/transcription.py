@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
@@ -42,7 +42,7 @@ class SpeechOptions:
     task: str = "transcribe"
     timestamps: bool = False
     condition_on_prev_tokens: bool = False
-    temperature: float | Sequence[float] = 0.0
+    temperature: float | Collection[float] = 0.0
     compression_ratio_threshold: float | None = None
     logprob_threshold: float | None = None
     no_speech_threshold: float | None = None
@@ -50,7 +50,7 @@ class SpeechOptions:
     @property
     def temperatures(self) -> list[float]:
         given = self.temperature
-        return list(given) if isinstance(given, Sequence) else [given]
+        return list(given) if isinstance(given, Collection) else [given]
 
     def check(self, facts: AudioFacts) -> None:
         """Refuse what the model cannot do. Raises OutriderError "option"."""

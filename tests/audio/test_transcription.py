@@ -207,7 +207,8 @@ def test_the_next_temperature_is_tried_while_a_threshold_is_missed() -> None:
     assert attempts(script, temperature=(0.0, 0.2, 0.4, 0.6), **thresholds) == [[11, 12]]
     assert script.temperatures == [0.0, 0.2, 0.4]
     script = Script(([9], -2.0), (AGAIN, -0.1))
-    assert attempts(script, temperature=(0.0, 0.2), **thresholds) == [AGAIN], "the last one stays"
+    several = np.array([0.0, 0.2])
+    assert attempts(script, temperature=several, **thresholds) == [AGAIN], "the last one stays"
 
 
 @pytest.mark.parametrize(("hot", "conditioned"), [(0.4, True), (0.5, False)])
