@@ -209,8 +209,8 @@ def _unfinished(beam: Iterable[Hypothesis]) -> list[Tokens]:
 
 def _check(width: int, draft_width: int, gamma: int, length_penalty: float) -> None:
     for name, value, least, most in (
-        ("width", width, 1, WIDEST),
-        ("draft_width", draft_width, width, 2 * WIDEST),
+        ("beams", width, 1, WIDEST),
+        ("draft_beams", draft_width, width, 2 * WIDEST),
         ("gamma", gamma, 0, MOST_GAMMA),  # a text's may be chosen round by round
     ):
         if not is_whole(value) or not least <= value <= most:

@@ -19,7 +19,7 @@ from ..drafts.registry import KINDS
 from ..files.errors import EXIT_STATUS, PACKAGE, CommandParser, OutriderError, refuse_first
 from ..sampling.warp import VerifyRule
 from ..text.options import GammaName, Options
-from .audio import add_options
+from .audio import add_options, flag
 from .audio import rules as audio_rules
 
 PROGRAM = "outrider" if PACKAGE == "outrider" else f"python -m {PACKAGE}.generate"
@@ -347,7 +347,7 @@ def options_from(args: Namespace) -> Options:
         more = ("stream", "color", "baseline", "check", "batch", "conversation", "corpus", "table")
         name = excluded(options, {name: getattr(args, name) for name in more})
         if name is not None:
-            name = "chat" if name == "conversation" else name.replace("_", "-")
+            name = "chat" if name == "conversation" else flag(name)
             cause = f"--{name} has no meaning for a beam search"
             raise OutriderError("option", cause, "Leave it or --beams out.")
     return options if args.batch else seeded(options)

@@ -64,7 +64,7 @@ def _numbers(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not a list of numbers, T,T,...") from None
+        raise ArgumentTypeError(f"{text!r} is not a list of numbers, such as 0,0.5") from None
 
 
 def rules(args: Namespace, parser: ArgumentParser) -> Iterator[tuple[object, str, str]]:
@@ -75,10 +75,10 @@ def rules(args: Namespace, parser: ArgumentParser) -> Iterator[tuple[object, str
         return getattr(args, name) not in (parser.get_default(name), None)
 
     for name in OF_SPEECH:
-        yield (not args.audio and given(name), f"--{_flag(name)} is of --audio",
+        yield (not args.audio and given(name), f"--{flag(name)} is of --audio",
                "Add --audio FILE, or leave it out.")  # fmt: skip
     for name in OF_TEXTS:
-        yield (args.audio and given(name), f"--{_flag(name)} has no meaning for --audio",
+        yield (args.audio and given(name), f"--{flag(name)} has no meaning for --audio",
                leave)  # fmt: skip
     yield (args.temperatures and given("temperature"),
            "--temperatures and --temperature say the same", leave)  # fmt: skip
@@ -88,7 +88,8 @@ def rules(args: Namespace, parser: ArgumentParser) -> Iterator[tuple[object, str
            "--corpus and --table are for drafts that are named", "Add --draft.")  # fmt: skip
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """What the command line calls an option."""
     return NAMES.get(name, name.replace("_", "-"))
 
 

@@ -74,7 +74,7 @@ def test_bad_prompts_are_refused_before_loading(cli, argv, stdin, kind, words):
         ("--table x --draft ngram", "--table is only read by the drafts unigram"),
         ("--corpus x --beams 2", "--corpus has no meaning for a beam search"),
         ("--seed 0 --beams 2", "--seed has no meaning for a beam search"),
-        ("--top-k 3 --beams 2", "--top-k has no meaning for a beam search"),
+        ("--stop-token-id 3 --beams 2", "--stop-token-id has no meaning for a beam search"),
         ("--check --beams 2", "--check has no"),
         ("--draft-beams 2 --beams 3", "narrower than --beams 3"),
         ("--beams 2 --stats detailed", "which a beam search has not"),
