@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from ..calls import with_second
 from ..drafts.model import ModelDraft
 from ..files.errors import OutriderError
 from ..text.engine import TextEngine
@@ -88,8 +89,11 @@ def beam_texts(
         system=system, special_tokens=special_tokens, source=source,
     )  # fmt: skip
     request = engine.request(prompt, options)
-    ids = request.prompt
     with engine.undisturbed():
+        if request.second:
+            decoder.target.encode(0, request.source)
+            request = with_second(decoder.target, 0, request)
+        ids = request.prompt
         found = beam_search(
             decoder.target, decoder.draft, ids, width=beams, draft_width=draft_beams, gamma=gamma,
             max_new_tokens=max_new_tokens, max_len=decoder.max_len,

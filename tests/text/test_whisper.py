@@ -30,6 +30,7 @@ from workshop import MAX_LEN, Workshop
 
 from export import vocabulary
 from export.checkpoint import find
+from runtime.beam.text import beam_texts
 from runtime.files.errors import OutriderError
 from runtime.files.generation import FeatureFacts
 from runtime.files.manifest import read_bundle
@@ -101,6 +102,10 @@ def test_what_a_text_begins_with(whisper: tuple[Path, Path]) -> None:
         sequence = engine.decoder.admit(engine.request(None, greedy(source)))
         assert list(sequence.request.prompt) == text[:3]
         engine.decoder.release(sequence)
+        # A beam of one is greedy.
+        short = {"source": source, "max_new_tokens": 4, "ignore_eos": True}
+        (beam,) = beam_texts(engine, None, beams=1, **short).texts
+        assert beam.token_ids == engine.generate(None, **short).token_ids
         # An explicit prompt is taken as it is, and neither is the language looked for then.
         asked = expected(target, source, language="de", task="translate")
         assert asked[:4] == [START, 242, 244, NO_TIMESTAMPS]
