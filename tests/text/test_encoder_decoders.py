@@ -39,6 +39,7 @@ from runtime.drafts.registry import KINDS
 from runtime.drafts.tables import Tables, fingerprint
 from runtime.files.errors import OutriderError
 from runtime.files.folders import refuse_foreign
+from runtime.files.generation import TextRules
 from runtime.files.manifest import (
     ENCODER_FILE,
     ENCODER_PACKAGE_FILE,
@@ -46,7 +47,6 @@ from runtime.files.manifest import (
     PART_FILE,
     read_bundle,
 )
-from runtime.files.rules import TextRules
 from runtime.files.torch_files import (
     ENCODER_PROGRAM_FILE,
     ENCODER_WEIGHTS_FILE,
@@ -54,7 +54,7 @@ from runtime.files.torch_files import (
     read_program,
     read_tensors,
 )
-from runtime.text.sources import rules_of
+from runtime.text.requests import rules_of
 from runtime.theory.measure import measure
 
 
