@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from native_session import NativeSession
-from test_bits import in_step, requests
+from native_session import NativeSession, in_step, requests
 from toy_model import make_bundle, python_engine
 
 from runtime.files import library

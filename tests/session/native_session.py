@@ -1,20 +1,26 @@
-"""The C session of liboutrider, called through ctypes as a C program would."""
+"""The C session of liboutrider, called through ctypes as a C program would; and in step with the
+Python runtime, for requests of all kinds."""
 
 from __future__ import annotations
 
 import ctypes as c
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from runtime.cmake import onnxruntime
 from runtime.files.errors import EXIT_STATUS, OutriderError
 from runtime.files.library import find_library
 from runtime.sampling.kernel import ABI_VERSION
+from runtime.sequence import ActiveSequence, Token
+from runtime.text.engine import TextEngine
+from runtime.text.options import Options
 
+MAX_GAMMA = 8  # of the bundles
 DRAFTS = ("default", "model", "ngram", "copy", "chain", "random", "none")
 RULES = ("token", "block", "sigmoid", "coupled")
 ORIGINS = ("first", "accepted", "corrected", "bonus", "plain")
@@ -208,3 +214,109 @@ def c_options(
         assert hasattr(options, name), name
         setattr(options, name, value)
     return options, [ids, numbers, stops, callback]
+
+
+# In step with Python
+
+
+def some_options(random: Random, vocab_size: int) -> dict[str, Any]:
+    """Any that go together."""
+    chosen: dict[str, Any] = {
+        "max_new_tokens": random.randint(1, 40),
+        "seed": random.getrandbits(63),
+        "ignore_eos": random.random() < 0.7,
+        "logprobs": random.choice([None, 0, 3]),
+        "temperature": random.choice([0.0, 0.0, 0.7, 1.0, 1.3]),
+        "min_new_tokens": random.choice([0, 0, 1]),
+    }
+    if random.random() < 0.4:
+        chosen |= {"top_k": random.choice([0, 20]), "top_p": random.choice([1.0, 0.9]),
+                   "min_p": random.choice([0.0, 0.05])}  # fmt: skip
+    if random.random() < 0.3:
+        chosen |= {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": -0.2}
+    if random.random() < 0.2:
+        chosen |= {"logit_bias": {random.randrange(vocab_size): 2.5, 0: -3.0},
+                   "stop_token_ids": [random.randrange(vocab_size) for _ in range(3)]}  # fmt: skip
+    draft = random.choice(["model", "model", "ngram", "copy", "chain", "random", None])
+    chosen["gamma"] = random.randint(1, MAX_GAMMA) if draft else 0
+    rules = ["token", "coupled", *(["block"] if draft else [])]
+    if draft:
+        chosen["draft"] = draft
+    if draft in ("model", "chain", "random") and chosen["temperature"]:
+        rules.append("sigmoid")
+        if random.random() < 0.3:
+            chosen["draft_temperature"] = random.choice([0.5, 1.5])
+    if draft in ("model", "random") and random.random() < 0.3:
+        chosen["draft_threshold"] = random.choice([0.1, 0.5])
+    return chosen | {"verify": random.choice(rules)}
+
+
+def same(python: Token, native: NativeToken) -> bool:
+    logprob = native.logprob if native.logprob == native.logprob else None
+    said = (native.id, native.origin, logprob, native.alternatives)
+    return (python.id, python.origin, python.logprob, python.alternatives) == said
+
+
+def in_step(
+    engine: TextEngine,
+    session: NativeSession,
+    asked: Sequence[tuple[list[int], Mapping[str, Any]]],
+    random: Random,
+) -> int:
+    """Join, advance and leave in both; how many tokens were compared."""
+    decoder, waiting, compared = engine.decoder, list(asked)[::-1], 0
+    active: dict[int, tuple[ActiveSequence, Mapping[str, Any]]] = {}
+
+    def compare(number: int, expected: Sequence[Token]) -> None:
+        nonlocal compared
+        sequence, options = active[number]
+        found, finish = session.take(number)
+        assert len(found) == len(expected) and all(map(same, expected, found)), (options, found)
+        compared += len(found)
+        stats, own = session.stats(number), sequence.stats
+        assert finish == sequence.finish_reason, options
+        assert (stats.reused_tokens, stats.rounds, stats.drafted, stats.accepted) == (
+            own.reused_tokens, own.rounds, own.drafted, own.accepted
+        ), options  # fmt: skip
+        if finish is not None or random.random() < 0.02:  # or the client has gone away
+            decoder.release(sequence)
+            session.cancel(number)
+            session.release(number)
+            del active[number]
+
+    while waiting or active:
+        if waiting and decoder.slots.free and random.random() < 0.6:
+            prompt, options = waiting.pop()
+            request = engine.request(prompt, Options(**options))
+            sequence = decoder.admit(request)
+            stops = options.get("stop_token_ids", ())
+            number = session.admit(prompt, **{**options, "stop_token_ids": stops})
+            active[number] = sequence, options
+            compare(number, sequence.output[:1])
+            continue
+        if not active:
+            continue
+        before = {number: len(sequence.output) for number, (sequence, _) in active.items()}
+        decoder.round([sequence for sequence, _ in active.values()])
+        session.round()
+        for number, length in before.items():
+            compare(number, active[number][0].output[length:])
+    return compared
+
+
+def requests(
+    engine: TextEngine, count: int, random: Random
+) -> list[tuple[list[int], dict[str, Any]]]:
+    """Prompts some of which begin alike, so that slots have rows of theirs, and some of whose texts
+    come to the context's end."""
+    vocab_size, max_len = engine.decoder.vocab_size, engine.decoder.max_len
+    stems = [[random.randrange(vocab_size) for _ in range(max_len)] for _ in range(3)]
+    longest = [*range(1, 61)] * 2 + [*range(max_len - 30, max_len - 4)]
+    return [
+        (
+            random.choice(stems)[: random.choice(longest)]
+            + [random.randrange(vocab_size) for _ in range(random.randint(1, 4))],
+            some_options(random, vocab_size),
+        )
+        for _ in range(count)
+    ]

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from commands import TENSORRT
 from fakes import Context, FakeEngine, IdleFake, Model, character_tokenizer, make_manifest
+from native_session import MAX_GAMMA
 
 from plugins.tools import build_tensorrt
 from plugins.tools.build import FLAGS, WARNINGS, find_compiler
@@ -31,7 +32,6 @@ from runtime.text.tokenizer import Tokenizer
 STANDINS = Path(__file__).parents[1] / "standins" / "native"
 WORD = 2**64 - 1
 LAYERS, HEADS, WIDTH = 2, 2, 64  # so that a slot's rows are a multiple of 256 bytes
-MAX_GAMMA = 8
 SEED, NOISE = 11, 96  # of the draft: in 1/256, beside the target's own logits
 
 
