@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shutil
-import subprocess
 import sys
 from dataclasses import fields
 from inspect import signature
@@ -37,16 +37,21 @@ def test_there_are_examples() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example(name: str, llama_bundle: Path, tmp_path: Path) -> None:
+def test_an_example(
+    name: str, llama_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """Elsewhere, as a user's own."""
     copy = shutil.copy(FOLDER / f"{name}.py", tmp_path)
-    command = [sys.executable, copy, str(llama_bundle)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.strip()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [copy, str(llama_bundle)])
+    runpy.run_path(copy, run_name="__main__")
+    said = capsys.readouterr().out
+    assert said.strip()
     if name == "json_schema":
-        assert json.loads(done.stdout.split("\n")[0]).keys() == {"name", "age", "tags"}
+        assert json.loads(said.split("\n")[0]).keys() == {"name", "age", "tags"}
     if name in ("json_schema", "own_draft"):
-        assert "the same text as without: True" in done.stdout
+        assert "the same text as without: True" in said
 
 
 def test_the_page_names_all_that_there_is() -> None:

@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from exact import Key, V, at, by_bisection, by_keys, own
 from rounds import WRONG_RULES, broken, cases, on_host
 
 from runtime.sampling.philox import Purpose
-from runtime.sampling.reference import NumpySampler
 from runtime.sampling.rules import Verdict
-from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("sampler")
@@ -53,42 +50,11 @@ def test_end_of_text_masked_in_the_middle_of_a_block() -> None:
     assert by_bisection(at(), 2, 4, min_new_tokens=2) < 1e-6
 
 
-@on_host
-@pytest.mark.parametrize(
-    ("p", "q"),
-    [
-        ([0, 9, -np.inf, 1], [0, 9, -np.inf, 1]),  # the same
-        ([-np.inf, 0, -np.inf, -np.inf], [-np.inf, 0, -np.inf, -np.inf]),  # one and the same token
-        ([-np.inf, 0, -np.inf, -np.inf], [0, -np.inf, -np.inf, -np.inf]),  # two tokens
-        ([0, 1, -np.inf, -np.inf], [-np.inf, -np.inf, 0, 1]),  # nothing in common
-        ([0, 1, 2, -np.inf], [-np.inf, 0, 0, 0]),  # each lacks one
-        ([1e4, 1e4 + 1, 1e4, 1e4], [-1e4, -1e4, -1e4 - 2, -1e4]),  # far from 0
-    ],
-)
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_rows_that_are_easily_divided_by_zero(rule: str, p: list[float], q: list[float]) -> None:
-    target, draft = np.array(p, np.float32), np.array(q, np.float32)
-    params = at(verify=rule)
-    with np.errstate(all="raise", under="ignore"):
-        found = by_bisection(params, 1, 4, target=lambda c: target, draft=lambda c: draft)
-    assert found < 1e-6
-
-
 @pytest.mark.parametrize("wrong", WRONG_RULES)
 @pytest.mark.parametrize("params", [at(), at(**ALL)], ids=["plain", "all"])
 def test_bisection_notices(wrong: Callable[..., Verdict], params: SamplingParams) -> None:
     with broken("sampling.reference.verify", wrong):
         assert by_bisection(params) > 0.01
-
-
-def test_bisection_notices_a_penalty_without_the_drafts() -> None:
-    real = NumpySampler._warp
-
-    def careless(self: NumpySampler, place: SlotSampling, drafted, row, model):
-        return real(self, place, (), row, model)
-
-    with broken("sampling.reference.NumpySampler._warp", careless):
-        assert by_bisection(at(repetition_penalty=1.8), 1) > 0.01
 
 
 # --- keys -------------------------------------------------------------------------------------

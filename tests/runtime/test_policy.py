@@ -86,7 +86,7 @@ def test_deeper_positions() -> None:
 # The promise
 
 
-@pytest.mark.parametrize("gamma", ["auto", 4, 8, "transformers"])
+@pytest.mark.parametrize("gamma", ["auto", 8, "transformers"])
 @pytest.mark.parametrize(
     ("cost", "growth", "alpha"),
     [(0.05, 0.02, 0.0), (0.3, 0.1, 0.0), (1.5, 0.1, 0.0), (1.5, 0.1, 0.9), (0.15, 0.05, 0.1)],
@@ -103,8 +103,8 @@ def test_a_hopeless_draft(cost: float, growth: float, alpha: float, gamma: int |
             assert speeds(gamma, machine, texts, tokens)["all"] < 0.95
 
 
-@pytest.mark.parametrize("gamma", ["auto", 4, 8, "transformers"])
-@pytest.mark.parametrize(("cost", "growth"), [(0.05, 0.02), (0.3, 0.1), (0.9, 0.1), (1.5, 0.1)])
+@pytest.mark.parametrize("gamma", ["auto", 8, "transformers"])
+@pytest.mark.parametrize(("cost", "growth"), [(0.05, 0.02), (0.3, 0.1), (1.5, 0.1)])
 @pytest.mark.parametrize("most", [0, 1, 2])
 def test_the_bound_holds_against_an_adversary(
     cost: float, growth: float, gamma: int | str, most: int

@@ -22,8 +22,8 @@ LEAST = 1e-3  # of a p-value
 
 @pytest.fixture(scope="module")
 def drawn():
-    """Noise of 1,500 positions over a tile and a part: [1500, 1100]."""
-    return np.array([noise(7, position, 1100) for position in range(1500)])
+    """Noise of 700 positions over a tile and a part: [700, 1100]."""
+    return np.array([noise(7, position, 1100) for position in range(700)])
 
 
 def test_many_counters_at_once_are_those_of_philox():

@@ -84,7 +84,7 @@ def processing(change: Callable[..., Any]) -> Iterator[None]:
 def test_the_round_has_the_processed_distribution(
     params: SamplingParams, processors: tuple[LogitsProcessor, ...]
 ) -> None:
-    assert by_bisection(params, 2, 6, processors=processors) < 1e-6
+    assert by_bisection(params, 2, 5, processors=processors) < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,9 @@ def test_a_draft_that_cannot_read_every_token(workshop: Workshop) -> None:
     draft = workshop.checkpoint("llama", seed=7, vocab_size=260, num_hidden_layers=1)
     random = Random(7)
     with both(workshop.bundle(target, draft), slots=2, threads=1) as (engine, session):
+        common = {**CHAINED, "gamma": 4, "logprobs": 2}  # which are of the tokens alone
         asked = [
-            ([263, *prompt[:40], 263], {**CHAINED, "draft": kind, "gamma": 4, "seed": i})
+            ([263, *prompt[:40], 263], {**common, "draft": kind, "seed": i})
             for i, (prompt, _) in enumerate(requests(engine, 8, random))
             for kind in ("model", "chain")
         ]

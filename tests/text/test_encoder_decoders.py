@@ -248,7 +248,7 @@ def test_certificate_in_bfloat16(workshop: Workshop) -> None:
     certified(bundle, SOURCES[1])
 
 
-@pytest.mark.parametrize("name", cases(["t5", "marian"], WITH_ENCODER))
+@pytest.mark.parametrize("name", cases(["marian"], WITH_ENCODER))
 def test_what_its_bits_depend_on_is_measured(workshop: Workshop, name: str) -> None:
     """And held to. Fault: the longest source was of a slot's rows, which are more than the model
     has positions."""
