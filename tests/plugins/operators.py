@@ -46,6 +46,7 @@ def session_of(
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # between calls
     options.log_severity_level = 4  # refusals are meant
     add_operators(options)
     return ort.InferenceSession(
