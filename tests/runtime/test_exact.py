@@ -44,12 +44,6 @@ def test_two_draft_tokens(rule: str, vocab_size: int) -> None:
     assert by_bisection(at(**options, verify=rule), 2, vocab_size) < 1e-6
 
 
-@on_host
-def test_end_of_text_masked_in_the_middle_of_a_block() -> None:
-    """The first token and the first draft are masked, the second draft and the bonus are not."""
-    assert by_bisection(at(), 2, 4, min_new_tokens=2) < 1e-6
-
-
 @pytest.mark.parametrize("wrong", WRONG_RULES)
 @pytest.mark.parametrize("params", [at(), at(**ALL)], ids=["plain", "all"])
 def test_bisection_notices(wrong: Callable[..., Verdict], params: SamplingParams) -> None:

@@ -182,7 +182,6 @@ def by_bisection(
     *,
     target: Model | None = None,
     draft: Model | None = None,
-    min_new_tokens: int = 0,
     processors: tuple[LogitsProcessor, ...] = (),
     asked: dict[str, Any] | None = None,
     **options: Any,
@@ -192,15 +191,12 @@ def by_bisection(
     draft = draft or random_model(2, vocab_size, scale=1.5)
     decoder = make_decoder(target, draft, vocab_size=vocab_size, max_len=16, **options)
     request = Request(
-        [1, 2, 1], params, gamma=gamma, max_new_tokens=gamma + 2, min_new_tokens=min_new_tokens,
-        eos_token_ids=[0] if min_new_tokens else [], ignore_eos=True,
+        [1, 2, 1], params, gamma=gamma, max_new_tokens=gamma + 2, ignore_eos=True,
         processors=processors, **(asked or {}),
     )  # fmt: skip
     round_ = Round(decoder, request)
 
     def probs(context: Context) -> np.ndarray:
-        early = len(context) - 3 < min_new_tokens
-        suppress = [0] if early and min_new_tokens else []
         row = target(context)
         if processors:
             edited = row.copy()
@@ -211,7 +207,7 @@ def by_bisection(
             for processor in processors:
                 processor(edited, np.array(context), 3)
             row = np.where(np.isneginf(edited), edited, row)
-        return warp(row[:vocab_size], params, list(context), suppress).probs()
+        return warp(row[:vocab_size], params, list(context)).probs()
 
     outcomes = blocks(round_, params.verify, probs)
     return distance(outcomes, probs, tuple(round_.sequence.slot.tokens), gamma + 1)
