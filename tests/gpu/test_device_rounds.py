@@ -20,7 +20,7 @@ from cuda_standin import FakeDriver
 from device_standin import FakeDeviceEngine
 from devices import WARM, decoder_on, host, steps, text, wander
 from fakes import FakeEngine, script
-from rounds import broken, cases, finish, ids
+from rounds import broken, cases, finish
 
 from runtime.backends.device import DeviceCall
 from runtime.decoder import Decoder
@@ -115,18 +115,6 @@ def test_the_hosts_tokens(
     on its way keeps the gamma that it was launched with, so then the device waits."""
     found = wander(decoder_on(driver, slots=3, **options), seed, changing)
     assert found == wander(host(monkeypatch, slots=3), seed, changing)
-
-
-def test_a_gamma_that_changes_under_a_round_ahead(driver: FakeDriver) -> None:
-    decoder = decoder_on(driver)
-    request = Request([2, 3, 4], SamplingParams(), gamma=3, max_new_tokens=40)
-    expected = text(decoder_on(driver), replace(request, gamma=0))
-    sequence = decoder.admit(request)
-    for gamma in (3, 1, 5, 0, 2) * 10:
-        if sequence.finish_reason is None:
-            sequence.request = replace(request, gamma=gamma)
-            decoder.round([sequence])
-    assert ids(sequence) == expected
 
 
 def test_a_device_that_is_not_told_who_takes_part_is_noticed(
