@@ -246,6 +246,7 @@ def test_a_system_says_what_transformers_says(name, pair, plain, tmp_path, works
             assert mode == "auto" or one == again, mode
 
 
+@pytest.mark.slow
 def test_quantised_weights_of_llama_cpp_begin_alike(pair, plain, tmp_path):
     if (reason := SYSTEMS["llama.cpp"].missing()) is not None:
         pytest.skip(reason)

@@ -37,11 +37,6 @@ def test_enumeration_notices_rules_that_are_not_exact(library):
     assert distance(library, models, SIGMOID)[0] > 0.05
 
 
-@EXACT
-def test_enumeration_notices_a_q_that_was_not_drawn_from(library, params):
-    assert distance(library, Models(0, 1), params, reported=Models(5, 1))[0] > 0.05
-
-
 def test_block_accepts_more_than_token(library):
     models = Models(0, 2)
     for rows, p in ((models.target, [1, 2]), (models.draft, [2, 1])):

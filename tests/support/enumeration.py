@@ -87,15 +87,12 @@ def round_logits(models, drafts):
     return target, draft
 
 
-def rounds(library, models, drafts, params, context=None, reported=None):
+def rounds(library, models, drafts, params, context=None):
     """A function of uniforms [N, gamma + 1]: (accepted, token) [N]; one slot a row of drafts.
 
-    context: before the round, all of it output but for its first id. reported: models whose draft
-    rows are given as q in place of those that drew (a control)."""
+    context: before the round, all of it output but for its first id."""
     count, gamma = len(drafts), models.gamma
     target, draft = round_logits(models, drafts)
-    if reported is not None:
-        draft = round_logits(reported, drafts)[1]
     if library is NUMPY:
         ids = np.array([] if context is None else context, np.int64)
 
