@@ -14,8 +14,6 @@ from fakes import EOS, VOCAB_SIZE, Context, encode, make_text_engine, near, rand
 from rounds import both, broken, check_rows, ids, is_late, make_decoder, oracle, run
 
 from runtime.decoder import Decoder
-from runtime.sampling.reference import NumpySampler
-from runtime.sampling.sampler import SlotSampling
 from runtime.sampling.warp import warp
 from runtime.sequence import ActiveSequence, Request
 from runtime.text.engine import TextEngine
@@ -125,17 +123,6 @@ def test_end_of_text_that_is_not_masked(model: str) -> None:
     for minimum in range(2, GAMMA + 2):
         with broken("sampling.reference.warp", unmasked), pytest.raises(AssertionError):
             respects_minimum(minimum, GAMMA)
-
-
-def test_a_mask_that_forgets_the_drafts_before_a_position() -> None:
-    """Counting only committed tokens would mask end-of-text for too long within a block."""
-
-    def committed(self: NumpySampler, place: SlotSampling, drafted, row, model):
-        suppress = place.suppress if place.suppress_rows else ()
-        return warp(row[: self.vocab_size], place.params, (), suppress, model)
-
-    with broken("sampling.reference.NumpySampler._warp", committed), pytest.raises(AssertionError):
-        respects_minimum(3, GAMMA)
 
 
 # --- stop strings and stop tokens -------------------------------------------------------------
