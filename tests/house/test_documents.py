@@ -230,13 +230,9 @@ def blocks(language: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("code", blocks("python"))
-def test_python_runs(
-    code: str, llama_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    exec(code.replace("build/demo", str(llama_bundle)), {"__name__": "__main__"})
-    assert capsys.readouterr().out.strip()
+def test_python_runs(code: str, llama_bundle: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", code.replace("build/demo", str(llama_bundle))]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=True).stdout.strip()
 
 
 @pytest.fixture
