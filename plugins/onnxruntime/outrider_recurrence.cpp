@@ -10,8 +10,8 @@ using Convolution = outrider_convolution;
 
 constexpr int MOST_WIDTH = OUTRIDER_RECURRENCE_WIDTH, MOST_TAPS = OUTRIDER_RECURRENCE_TAPS;
 constexpr int COLUMNS = OUTRIDER_RECURRENCE_COLUMNS;
-constexpr int STRIP = LANES == 16 ? 8 : 4; // vectors of columns at a time: two sums of each
-constexpr int FEW = 16, RUN = 32;          // tokens of a convolution at a time
+constexpr int STRIP = 8;          // most vectors of columns at a time: two sums of each
+constexpr int FEW = 16, RUN = 32; // tokens of a convolution at a time
 
 // e^x, off by less than an ulp or so, for any x: as in Cephes, by the nearest power of 2 and a
 // polynomial of what is left. Two factors, because a power may be too small or too large for one.
@@ -126,12 +126,18 @@ void recur_strip(const Call& c, int64_t slot, int64_t head, int64_t first, int64
   }
 }
 
+// Strips of V vectors as long as there are any, then of half as many: narrow ones read memory a line
+// of each row at a time.
+template <int V>
+void recur_strips(const Call& c, int64_t slot, int64_t head, int64_t at, int64_t end) {
+  for (; at + V * LANES <= end; at += V * LANES) recur_strip<V>(c, slot, head, at, V * LANES);
+  if (at == end) return;
+  if constexpr (V > 1) recur_strips<V / 2>(c, slot, head, at, end);
+  else recur_strip<1>(c, slot, head, at, end - at);
+}
+
 void recur(const Call* call, int64_t slot, int64_t head, int64_t first, int64_t end) {
-  int64_t at = first;
-  for (; at + STRIP * LANES <= end; at += STRIP * LANES)
-    recur_strip<STRIP>(*call, slot, head, at, STRIP * LANES);
-  for (; at < end; at += LANES)
-    recur_strip<1>(*call, slot, head, at, end - at < LANES ? end - at : LANES);
+  recur_strips<STRIP>(*call, slot, head, first, end);
 }
 
 // --- short convolutions ------------------------------------------------------------------------
