@@ -75,8 +75,7 @@ struct Soon {
 // vectors: lane i then has what belongs to the key with i's bits below H. Keys are read as they lie:
 // in another order memory gives half of what it can.
 template <int R, int WIDTH, int H>
-[[gnu::always_inline]] inline Rows<R> products(const float* q, const float* keys, const Soon* soon,
-                                               int width, int first) {
+INLINE Rows<R> products(const float* q, const float* keys, const Soon* soon, int width, int first) {
   Rows<R> sums;
   if constexpr (H == 1) {
     for (int i = 0; i < 2; ++i) soon[i].fetch(first);
