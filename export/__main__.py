@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     add = parser.add_argument
-    add("--model", required=True, help="the target: a folder, or a name on the hub")
+    add("--model", required=True, help="the target: a folder, a GGUF file, or a name on the hub")
     add(
         "--draft",
         default="none",

@@ -2,8 +2,8 @@
 
 The full model writes texts at temperature 1. On them, KL(full || quantised) of the next token in
 nats. All weights are dequantised and run by torch, so that formats are compared and no kernels;
-llama.cpp's are its own quantisers and mixture rules. What a build tells of its engine has the
-rounding of activations too.
+llama.cpp's are its own quantisers and mixture rules. What a build reports of its engine includes
+the rounding of activations.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="B",
-        help="rows more: what int4 costs of so many bits a weight",
+        help="also what int4 costs with these bits a weight",
     )
 
 

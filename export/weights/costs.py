@@ -3,10 +3,10 @@
 Rounding moves the outputs of a matrix by e = dW x for an input x. To second order the next-token
 distribution is then off by KL = E[(g . e)^2] / 2, g being the gradient of the log-likelihood of a
 token that the model draws, which is Fisher's information. One backward pass has the g of all
-matrices. Of g . e the terms are squared and added, not the sum of them squared: it is less noisy
-over few tokens, and chose no worse (docs/LOG.md). Not so of rows that are looked up. There are as
-few as tokens, and a few of them would move all that follows by five nats, in this order, which they
-do not: there the sum is squared, and what is more than a nat counts as it is (Huber 1964).
+matrices. The terms of g . e are squared and then added, in place of the square of their sum: it is
+less noisy over few tokens, and chose no worse (docs/LOG.md). Rows that are looked up are as few as
+tokens, and for some of them the second order would say five nats, which is far too much: there the
+sum is squared, and beyond a nat it counts linearly (Huber 1964).
 """
 
 from __future__ import annotations

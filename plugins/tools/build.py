@@ -264,7 +264,8 @@ def command(work: Callable[[], object]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile liboutrider.")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "lib")
+    lib = HERE.parent / "build" / "lib"
+    parser.add_argument("--out", type=Path, default=lib, help="folder (default: build/lib)")
     parser.add_argument(
         "--optional",
         action="store_true",

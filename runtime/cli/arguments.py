@@ -144,7 +144,7 @@ def _parser() -> ArgumentParser:
         help="a conversation in the terminal: Ctrl-C ends an answer, /reset forgets what was said, "
         "Ctrl-D ends it")
     add("--audio", metavar="FILE",
-        help="a recording that a Whisper writes down: WAV, FLAC and others, of any length")
+        help="a recording that a Whisper transcribes: WAV, FLAC and others, of any length")
     add = group.add_mutually_exclusive_group().add_argument
     add("--source", metavar="TEXT",
         help="what the encoder of an encoder-decoder reads, such as a text to translate; --prompt "
@@ -156,8 +156,8 @@ def _parser() -> ArgumentParser:
         help="give the prompt to the model as it is (default: as a user's message where the "
         "bundle has a chat template)")
     add("--special-tokens", choices=("control", "text"), default="control",
-        help="what special tokens that are written out in a prompt or message are: control tokens, "
-        "as in Transformers (default), or text like any other")
+        help="how to read special tokens that are written out in a prompt or message: as control "
+        "tokens, as Transformers does (default), or as text like any other")
 
     add_options(parser)
 

@@ -48,15 +48,16 @@ def add_options(parser: ArgumentParser) -> None:
     add("--condition-on-prev-tokens", action="store_true", default=None,
         help="of a long recording: each window reads what was said before it")
     add("--temperatures", type=_numbers, metavar="T,T,...",
-        help="tried in turn while a text misses one of the thresholds, such as 0,0.2,0.4,0.6,0.8,1")
+        help="tried in turn while a text misses one of the thresholds below, such as "
+        "0,0.2,0.4,0.6,0.8,1")
     add("--compression-ratio-threshold", type=float, metavar="X",
-        help="tokens that zlib makes more than X times smaller say the same again and again "
-        "(1.35 is usual)")
+        help="retry a text whose tokens zlib makes more than X times smaller, since it repeats "
+        "itself (1.35 is usual)")
     add("--logprob-threshold", type=float, metavar="X",
-        help="the least mean log-probability of a text (-1 is usual)")
+        help="retry a text whose mean log-probability is below X (-1 is usual)")
     add("--no-speech-threshold", type=float, metavar="P",
-        help="nothing is said in a window where no speech has a probability over P and the text "
-        "misses --logprob-threshold (0.6 is usual)")
+        help="a window counts as silent where the token for no speech has a probability over P and "
+        "the text misses --logprob-threshold (0.6 is usual)")
     # fmt: on
 
 

@@ -43,21 +43,21 @@ class TableDraft(Draft):
 
 
 class UnigramDraft(TableDraft):
-    help = "counts of a text (--table): of its tokens"
+    help = "counts of the tokens of a text (--table)"
 
     def row(self, sequence: ActiveSequence, drafts: Sequence[int]) -> Logits:
         return self.tables.unigram
 
 
 class BigramDraft(TableDraft):
-    help = "of what came after the token before"
+    help = "counts of what came after the token before"
 
     def row(self, sequence: ActiveSequence, drafts: Sequence[int]) -> Logits:
         return self.tables.after(drafts[-1] if drafts else sequence.slot.pending, 1)
 
 
 class SkipDraft(TableDraft):
-    help = "of what came as far behind the text's last token as the draft token is"
+    help = "counts of what came i tokens after the text's last one, for draft token i"
 
     def row(self, sequence: ActiveSequence, drafts: Sequence[int]) -> Logits:
         return self.tables.after(sequence.slot.pending, len(drafts) + 1)

@@ -32,8 +32,8 @@ def parser() -> argparse.ArgumentParser:
     add("--alpha", type=float, metavar="A", help="acceptance of a draft token, 0 to 1")
     add("--cost", type=float, metavar="C", help="c: a draft step's time over a plain step's")
     add("--engines", metavar="DIR", help="measure both on this bundle instead, with your prompts")
-    add("--prompt", action="append", metavar="TEXT", help="repeatable; takes part in the "
-        "acceptance, so of your own kind")  # fmt: skip
+    add("--prompt", action="append", metavar="TEXT", help="repeatable; acceptance depends "
+        "on it, so take prompts of your own")  # fmt: skip
     add("--temperature", type=float, metavar="T", help="of the measurement, default 0")
     add("--tokens", type=int, metavar="N", help="generated for each prompt and gamma, default 96")
     add("--max-gamma", type=int, metavar="G", help="without a bundle; default 16")

@@ -6,8 +6,8 @@ other, each in a process and with a limit of its own; one that fails or hangs do
 others along. Where there is no GPU the parts that want one are skipped, by name and with the
 reason. Writes gpu-check.json and gpu-check.log.
 
-On a machine that is lent for ten minutes at a time three calls do all of it, what matters most
-first; `make gpu-check DRY=1` prints what each would do:
+Three calls of less than ten minutes do all of it, what matters most first; `make gpu-check DRY=1`
+prints what each would do:
 
     make gpu-check CALL=1    # smoke, the kernel's goals, times of a small pair
     make gpu-check CALL=2    # times of a large pair, and of the kernel in every shape
@@ -16,8 +16,8 @@ first; `make gpu-check DRY=1` prints what each would do:
 The first two bring every goal's figure, in a quarter of an hour on one machine, which keeps what
 the first has compiled.
 
-GPU_OUT=<folder> says where the figures go: of a lent machine into what comes back from it. One that
-lends several kinds is asked for the same in each call; gpu-check.json names the card.
+GPU_OUT=<folder> says where the figures go. gpu-check.json names the card, which should be the same
+in all calls.
 """
 
 from __future__ import annotations
@@ -320,9 +320,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = CommandParser(prog="python -m bench gpu", description=__doc__)
     add = parser.add_argument
-    add("--out", type=Path, default=CHECKOUT / "build" / "gpu-check", metavar="DIR")
+    place = CHECKOUT / "build" / "gpu-check"
+    add("--out", type=Path, default=place, metavar="DIR", help="default build/gpu-check")
     add("--seconds", type=float, default=540, help="for all parts; default 540")
-    add("--call", type=int, choices=(1, 2, 3), help="the parts of one call of ten minutes alone")
+    add("--call", type=int, choices=(1, 2, 3), help="only the parts of this call")
     add("--dry", action="store_true", help="print what each call would do, and do nothing")
 
     def command() -> int:
