@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
@@ -42,15 +42,15 @@ class SpeechOptions:
     task: str = "transcribe"
     timestamps: bool = False
     condition_on_prev_tokens: bool = False
-    temperature: float | Collection[float] = 0.0
+    temperature: float | Sequence[float] | npt.NDArray[np.float64] = 0.0
     compression_ratio_threshold: float | None = None
     logprob_threshold: float | None = None
     no_speech_threshold: float | None = None
 
     @property
     def temperatures(self) -> list[float]:
-        given = self.temperature
-        return list(given) if isinstance(given, Collection) else [given]
+        given: Any = self.temperature
+        return list(given) if isinstance(given, Sequence) or np.ndim(given) else [given]
 
     def check(self, facts: AudioFacts) -> None:
         """Refuse what the model cannot do. Raises OutriderError "option"."""

@@ -209,6 +209,7 @@ def test_the_next_temperature_is_tried_while_a_threshold_is_missed() -> None:
     script = Script(([9], -2.0), (AGAIN, -0.1))
     several = np.array([0.0, 0.2])
     assert attempts(script, temperature=several, **thresholds) == [AGAIN], "the last one stays"
+    assert len(SpeechOptions(temperature=np.array(0.2)).temperatures) == 1
 
 
 @pytest.mark.parametrize(("hot", "conditioned"), [(0.4, True), (0.5, False)])
