@@ -47,8 +47,8 @@ NONSENSE: list[Any] = [
 @pytest.fixture(params=["onnxruntime", "tensorrt_rtx", "audio"])
 def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Two models of nothing: the files are there, and no graph is in them."""
-    compiled, hears = request.param == "tensorrt_rtx", request.param == "audio"
-    backend = "onnxruntime" if hears else request.param
+    hears, compiled = request.param == "audio", request.param in ("tensorrt_rtx", "aotinductor")
+    backend = request.param if compiled else "onnxruntime"
     folder = tmp_path / "bundle"
 
     def files(part: str, *names: str) -> dict[str, FileFacts]:
@@ -62,6 +62,8 @@ def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         features = FeatureFacts(16_000, 80, 400, 160, 480_000)
         encoder = EncoderFacts([[2, 16]] * 2, [[2, 16]] * 2, features, 1500)
         names += ["encoder.onnx", "encoder.bin"]
+    if request.param == "int8":  # of its own for the CPU
+        names += ["host.onnx", "host.bin"]
     audio = AudioFacts(
         290, {"<|en|>": 291, "<|de|>": 292}, {"transcribe": 293}, True, [7, 8], [9], 100, True,
         294, 295, 50,
@@ -87,7 +89,9 @@ def bundle(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         rules=TextRules(5, 3, 3, [[7], [8, 9]], 2) if hears else None,
     )  # fmt: skip
     profile = Profile("decode", [1, 1, 2], [1, 9, 9], [1, 9, 9], 1000)
-    engines = {r: EngineFacts("1", "engine.rtx", ["sm89"], [profile]) for r in ("target", "draft")}
+    beside = "weights.bin" if backend == "aotinductor" else None
+    engine = EngineFacts("1", "engine.rtx", ["sm89"], [profile], beside)
+    engines = {"target": engine, "draft": engine}
     made = {role: files(role, "engine.rtx")["engine.rtx"] for role in engines}
     listed = pair.carried_files(engines if compiled else None)
     if compiled:
@@ -152,6 +156,23 @@ def test_nonsense_under_a_right_checksum(bundle: Path, capsys: pytest.CaptureFix
         assert err.count("\n") == (status != 0)
         refused += status != 0
     assert refused > 120
+
+
+@pytest.mark.parametrize(
+    "bundle", ["onnxruntime", "int8", "tensorrt_rtx", "aotinductor", "audio"], indirect=True
+)
+def test_no_file_is_left_out(bundle: Path) -> None:
+    """Wherever a list of files is: a bundle would be opened, and fail at one that it lacks."""
+    assert use(bundle) == 0
+    sound = json.loads((bundle / MANIFEST_FILE).read_text())["facts"]
+    for path in sound["files"]:
+        facts, (part, name) = copy.deepcopy(sound), path.split("/")
+        del facts["files"][path]
+        listed = facts["pair"][part]["files"]
+        listed.pop(name, None)  # an engine is none of the pair's
+        edited(lambda c, changed=facts: c.update(facts=changed))(bundle)
+        with pytest.raises(OutriderError, match="contradicts itself about its files"):
+            read_bundle(bundle)
 
 
 @pytest.mark.parametrize("bundle", ["onnxruntime"], indirect=True)
