@@ -7,6 +7,7 @@ repetition penalty, which is Transformers' own; the suppressed tokens are the ch
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ from export import vocabulary
 from export.checkpoint import find
 from runtime.beam.text import beam_texts
 from runtime.files.errors import OutriderError
-from runtime.files.generation import FeatureFacts
+from runtime.files.generation import FeatureFacts, TextRules
 from runtime.files.manifest import read_bundle
+from runtime.text.options import Options
+from runtime.text.requests import rules_of
 
 SOURCES = [np.random.default_rng(seed).standard_normal(FEATURES, np.float32) for seed in range(4)]
 START, LANGUAGES, NO_TIMESTAMPS = 240, (242, 245), 250
@@ -99,18 +102,21 @@ def test_what_a_text_begins_with(whisper: tuple[Path, Path]) -> None:
     for source in SOURCES[:2]:
         text = expected(target, source)
         assert text[0] == START and text[1] in LANGUAGES and text[2] == NO_TIMESTAMPS
-        sequence = engine.decoder.admit(engine.request(None, greedy(source)))
-        assert list(sequence.request.prompt) == text[:3]
-        engine.decoder.release(sequence)
-        # A beam of one is greedy.
+        # A beam of one is greedy; it is the first to read the source.
         short = {"source": source, "max_new_tokens": 4, "ignore_eos": True}
         (beam,) = beam_texts(engine, None, beams=1, **short).texts
         assert beam.token_ids == engine.generate(None, **short).token_ids
+        sequence = engine.decoder.admit(engine.request(None, greedy(source)))
+        assert list(sequence.request.prompt) == text[:3]
+        engine.decoder.release(sequence)
         # An explicit prompt is taken as it is, and neither is the language looked for then.
         asked = expected(target, source, language="de", task="translate")
         assert asked[:4] == [START, 242, 244, NO_TIMESTAMPS]
         result = engine.generate(asked[:4], greedy(source))
         assert result.token_ids == asked[4:]
+    # Of what stands behind the start nothing is a new token there, as it is of other models.
+    pair = replace(engine.manifest.pair, rules=TextRules(min_new_tokens=9))
+    assert rules_of(Options(), pair, pair.start_ids, [])[0] == 9
 
 
 def test_an_english_checkpoint_begins_with_fewer_tokens(workshop: Workshop) -> None:
