@@ -17,6 +17,7 @@ from workshop import MAX_LEN, Workshop
 from export.checkpoint import find, same_encoder
 from runtime.backends import host
 from runtime.backends.engine import HeldRows
+from runtime.beam.text import beam_texts
 from runtime.files.manifest import read_bundle
 
 
@@ -75,6 +76,12 @@ def test_a_draft_with_the_targets_encoder_runs_none(
     slot = engine.decoder.target.held.slot_of(SOURCES[3])  # the last to come
     want = model(torch.tensor([SOURCES[3]])).last_hidden_state.detach().numpy()
     np.testing.assert_allclose(states[slot], want, atol=1e-5)
+    # In a beam search the draft has slots that the target has not.
+    asked = {"source": SOURCES[1], "beams": 1, "draft_beams": 3, "max_new_tokens": 8}
+    plain, drafted = (
+        beam_texts(one_thread(bundle, 3), None, gamma=gamma, **asked).texts[0] for gamma in (0, 3)
+    )
+    assert drafted.token_ids == plain.token_ids
 
 
 @pytest.mark.parametrize("looks", [True, False], ids=["as it is", "control"])
