@@ -97,13 +97,16 @@ def test_end_of_text_ids(
         assert vocabulary.end_of_text_ids(found, vocabulary.load_tokenizer(found)) == expected
 
 
-@pytest.mark.parametrize(("architecture", "named"), [(TIED, 3), ("t5", 2)])
+@pytest.mark.parametrize(("architecture", "named"), [(TIED, 4), ("t5", 3)])
 def test_what_a_bundle_does_not_carry_is_named(
     tmp_path: Path, architecture: str, named: int
 ) -> None:
     """A decoder's first token is forced where the prompt has one: not here."""
     folder = write(tmp_path / "checkpoint", architecture)
-    asked = {"typical_p": 0.5, "renormalize_logits": True, "forced_bos_token_id": 6}
+    asked = {
+        "typical_p": 0.5, "early_stopping": True, "renormalize_logits": True,
+        "forced_bos_token_id": 6,
+    }  # fmt: skip
     edit_json(folder / "generation_config.json", **asked)
     said = vocabulary.sampling_defaults(checkpoint.find(str(folder)))
     assert said == dict([*asked.items()][:named])

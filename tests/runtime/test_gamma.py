@@ -13,6 +13,7 @@ from fakes import FakeEngine, make_text_engine, near, random_model
 from rounds import both, ids, make_decoder, plain, run, together
 
 from runtime.decoder import Decoder
+from runtime.files.errors import OutriderError
 from runtime.policy import Measured, make_policy
 from runtime.sequence import Request
 from runtime.text.options import Options
@@ -103,3 +104,5 @@ def test_a_number_of_numpy_is_a_gamma(tmp_path: Path) -> None:
     engine = make_text_engine(tmp_path, MODEL, near(MODEL, 2, 0.5))
     request = engine.request([2, 3], Options(gamma=np.int64(2), fallback="auto"))
     assert type(request.gamma) is int and isinstance(request.policy, Measured)
+    with pytest.raises(OutriderError, match="option: gamma=99 is over"):  # and no policy's error
+        engine.request([2, 3], Options(gamma=99, fallback="auto"))
