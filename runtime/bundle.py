@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import metadata
 from pathlib import Path
 from threading import Thread
@@ -18,6 +18,7 @@ from .files.errors import OutriderError, is_whole, refuse_first
 from .files.machine import host_memory
 from .files.manifest import (
     FIRST_ROWS,
+    MANIFEST_FILE,
     TEMPLATE_FILE,
     TOKENIZER_FILE,
     Manifest,
@@ -69,47 +70,73 @@ def load(
     """
     check_line(queue, timeout)
     folder = Path(folder)
-    manifest = read_bundle(folder, verify=False)
-    if verify:
-        verify_part(folder, manifest, weights=False)
-    ordinal = choose_device(manifest, folder, device)
-    gpu = ordinal is not None
-    check_bundle(manifest, folder, gpu=gpu)
-    check_options(
-        gpu=gpu, graphs=graphs, loop=loop, files=table or corpus, threads=threads,
-        plain_width=plain_width,
-    )  # fmt: skip
-    slots = manifest.slots if slots is None else slots
-    opened = manifest if draft_model else manifest.without_draft()
-    check_slots(opened, slots, gpu=gpu)
-    tokenizer = _tokenizer(manifest, folder)
-    memory = _memory(opened, folder, slots)
-    # A GPU's libraries choose by width: nobody has measured when.
-    bits = Bits() if gpu else _bits(manifest, slots, plain_width)
-    rounds: Rounds
-    with _verifying(folder, opened) if verify else nullcontext():
-        if ordinal is None:
-            rounds = host.open_rounds(
-                opened, folder, slots, tokenizer, bits,
-                threads=threads, table=table, corpus=corpus, reuse=reuse,
-            )  # fmt: skip
-        else:
-            from .gpu import opening  # what a GPU needs is imported where there is one
+    with _unreplaced(folder):
+        manifest = read_bundle(folder, verify=False)
+        if verify:
+            verify_part(folder, manifest, weights=False)
+        ordinal = choose_device(manifest, folder, device)
+        gpu = ordinal is not None
+        check_bundle(manifest, folder, gpu=gpu)
+        check_options(
+            gpu=gpu, graphs=graphs, loop=loop, files=table or corpus, threads=threads,
+            plain_width=plain_width,
+        )  # fmt: skip
+        slots = manifest.slots if slots is None else slots
+        opened = manifest if draft_model else manifest.without_draft()
+        check_slots(opened, slots, gpu=gpu)
+        tokenizer = _tokenizer(manifest, folder)
+        memory = _memory(opened, slots)
+        # A GPU's libraries choose by width: nobody has measured when.
+        bits = Bits() if gpu else _bits(manifest, slots, plain_width)
+        rounds: Rounds
+        with _verifying(folder, opened) if verify else nullcontext():
+            if ordinal is None:
+                rounds = host.open_rounds(
+                    opened, folder, slots, tokenizer, bits,
+                    threads=threads, table=table, corpus=corpus, reuse=reuse,
+                )  # fmt: skip
+            else:
+                from .gpu import opening  # what a GPU needs is imported where there is one
 
-            rounds = opening.open_rounds(
-                opened, folder, opening.open_device(manifest, folder, ordinal), slots, memory,
-                graphs=graphs, loop=loop,
-            )  # fmt: skip
-    pair = opened.pair
-    decoder = Decoder(
-        rounds,
-        vocab_size=pair.vocab_size,
-        max_len=pair.max_len,
-        max_gamma=pair.max_gamma,
-        draft_max_len=pair.draft.max_len if pair.draft else None,
-        context=pair.target.context,
-    )
-    return TextEngine(manifest, tokenizer, decoder, memory, queue=queue, timeout=timeout, bits=bits)
+                rounds = opening.open_rounds(
+                    opened, folder, opening.open_device(manifest, folder, ordinal), slots, memory,
+                    graphs=graphs, loop=loop,
+                )  # fmt: skip
+        pair = opened.pair
+        decoder = Decoder(
+            rounds,
+            vocab_size=pair.vocab_size,
+            max_len=pair.max_len,
+            max_gamma=pair.max_gamma,
+            draft_max_len=pair.draft.max_len if pair.draft else None,
+            context=pair.target.context,
+        )
+        return TextEngine(
+            manifest, tokenizer, decoder, memory, queue=queue, timeout=timeout, bits=bits
+        )
+
+
+@contextmanager
+def _unreplaced(folder: Path) -> Iterator[None]:
+    """Another process may build the bundle again meanwhile: then what was read belongs to two."""
+    before = _identity(folder)
+    try:
+        yield
+    except (OutriderError, OSError):
+        if _identity(folder) == before:
+            raise
+    else:
+        if _identity(folder) == before:
+            return
+    cause = f"{folder} was replaced while it was being opened"
+    raise OutriderError("bundle", cause, "Open it again.") from None
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    with suppress(OSError, ValueError):
+        found = (folder / MANIFEST_FILE).stat()
+        return found.st_ino, found.st_mtime_ns
+    return None
 
 
 @contextmanager
@@ -261,11 +288,11 @@ def _bits(manifest: Manifest, slots: int, plain_width: int | None) -> Bits:
     return promised(manifest, slots, host_engine(manifest.backend).least_width, other, plain_width)
 
 
-def _memory(manifest: Manifest, folder: Path, slots: int) -> dict[str, int]:
+def _memory(manifest: Manifest, slots: int) -> dict[str, int]:
     """Bytes of the models' weights and of all slots' caches."""
     memory = {}
     for role, facts in manifest.pair.models():
-        sizes = ((folder / role / name).stat().st_size for name in manifest.weight_files(role))
-        memory[role] = sum(sizes)
+        names = manifest.weight_files(role)
+        memory[role] = sum(manifest.files[f"{role}/{name}"].size for name in names)
         memory["cache"] = memory.get("cache", 0) + facts.cache_bytes(slots)
     return memory

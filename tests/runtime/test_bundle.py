@@ -34,6 +34,7 @@ from runtime.files.manifest import (
     read_pair,
 )
 from runtime.files.records import SCHEMA, write_json
+from runtime.round import HostRounds
 
 
 @pytest.fixture
@@ -172,21 +173,31 @@ def test_unverified_files_are_still_there_and_whole(bundle: Path) -> None:
         read_bundle(bundle, verify=False)
 
 
-@pytest.mark.parametrize("damaged", [True, False])
-def test_damage_is_the_cause_of_what_it_breaks(
-    bundle: Path, damaged: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("event", "cause"),
+    [("none", "it cannot be opened"), ("damage", "its hash differs"),
+     ("replaced", "was replaced while"), ("replaced, opened", "was replaced while")],
+)  # fmt: skip
+def test_what_happens_to_a_folder_is_the_cause_of_what_it_breaks(
+    bundle: Path, event: str, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights are verified while engines are opened, which may notice it first in their own way."""
+    """Weights are verified while engines are opened, which may notice it first in their own way, or
+    not at all: what has been read of a bundle that is built again belongs to two."""
 
-    def fails(*arguments: object, **options: object) -> None:
+    def opens(*arguments: Any, **options: Any) -> HostRounds:
+        if event.startswith("replaced"):
+            with write_folder(bundle, MANIFEST_FILE) as new:
+                shutil.copytree(bundle, new, dirs_exist_ok=True, copy_function=shutil.copy)
+        if event.endswith("opened"):
+            return HostRounds(*arguments, **options)
         raise OutriderError("backend", "it cannot be opened", "")
 
-    monkeypatch.setattr("runtime.host.HostRounds", fails)
-    if damaged:
+    monkeypatch.setattr("runtime.host.HostRounds", opens)
+    if event == "damage":
         _flip("draft/weights.bin")(bundle)
-    with pytest.raises(OutriderError) as caught:
+    with pytest.raises(OutriderError, match=cause) as caught:
         load(bundle)
-    assert caught.value.kind == ("bundle" if damaged else "backend")
+    assert caught.value.kind == ("backend" if event == "none" else "bundle")
 
 
 CHEAP: list[dict[str, Any]] = [{"draft": "ngram"}, {"draft": "none"}, {}]
