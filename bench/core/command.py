@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.files.errors import CommandParser, refuse_first, run_command
+from runtime.files.errors import CommandParser, OutriderError, refuse_first, run_command
 
 from . import machine
 from .clock import Clock
@@ -28,6 +29,14 @@ def at_least_one(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
     return value
+
+
+def check_place(folder: Path) -> None:
+    """Before anything is measured. Raises OutriderError "disk" where nothing may be written."""
+    above = next(place for place in (folder, *folder.parents) if place.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        cause = f"{above} is no folder that may be written to"
+        raise OutriderError("disk", cause, "Choose another --out.")
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,8 @@ class Suite:
 
     def _main(self, args: argparse.Namespace) -> int:
         clock = Clock()
+        if args.out is not None:
+            check_place(args.out)
         document = None if args.update is None else args.update.read_text()
         refuse_first(
             (

@@ -10,7 +10,6 @@ import argparse
 import base64
 import importlib.util
 import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from runtime.theory.measure import told
 
 from ..core import machine
 from ..core.clock import Clock
+from ..core.command import check_place
 from ..core.plot import BLUE, ORANGE, RED, png
 from ..core.prompts import PROMPTS
 from .numbers import REPEATS, Measurement, take
@@ -97,17 +97,12 @@ def facts_of(manifest: Manifest, args: argparse.Namespace, prompts: int) -> dict
     }
 
 
-def check_place(page: Path) -> None:
+def check_page(page: Path) -> None:
     """Raises OutriderError "disk" where something else than a page of ours would be replaced, or
     nothing may be written."""
-    cause = ""
+    check_place(page.parent)
     if page.exists() and MARK not in page.read_bytes()[:2000]:
-        cause = f"{page} is not a page of ours"
-    above = next(folder for folder in page.parents if folder.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        cause = f"{above} is no folder that may be written to"
-    if cause:
-        raise OutriderError("disk", cause, "Choose another --out.")
+        raise OutriderError("disk", f"{page} is not a page of ours", "Choose another --out.")
 
 
 def write(text: str, page: Path) -> None:
@@ -170,7 +165,7 @@ def _main(args: argparse.Namespace) -> int:
         )
     for prompt in prompts:
         engine.request(prompt, Options(temperature=args.temperature))
-    check_place(page.resolve())
+    check_page(page.resolve())
     measurement = take(engine, prompts, args.temperature, args.tokens, clock.note)
     facts = facts_of(engine.manifest, args, len(prompts))
     text = told(measurement.found, len(prompts), args.temperature, args.tokens)

@@ -106,7 +106,7 @@ def test_the_page_of_a_bundle(
     assert f"--out={out} --tokens=8 --temperature=0.0</td>" in text
     # Offline: nothing is fetched, nothing runs.
     assert not re.search(r"https?://|url\(|@import|<link|<iframe|<script", text)
-    page.check_place(out / page.PAGE)  # its own may be replaced
+    page.check_page(out / page.PAGE)  # its own may be replaced
     (out / page.PAGE).write_text("x")
     assert page.main([f"{a}" for a in argv]) == EXIT_STATUS["disk"]
     assert "is not a page of ours" in error_line(capsys.readouterr().err, "disk")

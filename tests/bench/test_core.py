@@ -308,7 +308,7 @@ def test_a_suite_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "| r | 3.0 |" in (tmp_path / "made-up.md").read_text()
 
 
-def test_a_page_without_the_table_s_place_is_refused_and_costs_no_figure(
+def test_a_place_that_cannot_be_written_is_refused_and_costs_no_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before anything is measured, where the place's name does not depend on that."""
@@ -323,6 +323,9 @@ def test_a_page_without_the_table_s_place_is_refused_and_costs_no_figure(
     page.write_text("<!-- other -->\n<!-- end -->\n")
     assert suite.main(["--update", str(page)]) == EXIT_STATUS["option"]
     assert "no place for a table made-up-" in error_line(capsys.readouterr().err, "option")
+    for folder in page, page / "deeper":
+        assert suite.main(["--out", str(folder)]) == EXIT_STATUS["disk"]
+        assert "page.md is no folder" in error_line(capsys.readouterr().err, "disk")
     assert not measured
     page.write_text("<!-- made-up-2 -->\n<!-- end -->\n")
     assert suite.main(["--update", str(page)]) == EXIT_STATUS["option"]
