@@ -76,7 +76,7 @@ def compiled(folder: Path) -> Path:
     return program
 
 
-def run(command: Sequence[str | Path], bundle: Path) -> tuple[list[int], list[float]]:
+def run(command: Sequence[str | Path]) -> tuple[list[int], list[float]]:
     """Token ids, and milliseconds in the order of NAMES."""
     said = ""
 
@@ -84,7 +84,9 @@ def run(command: Sequence[str | Path], bundle: Path) -> tuple[list[int], list[fl
         nonlocal said
         done = subprocess.run([*command], capture_output=True, text=True, cwd=HERE.parent)
         if done.returncode:
-            raise OutriderError("bundle", f"{bundle}: {done.stderr.strip()}", "See the line above.")
+            last = done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
+            cause, _, remedy = (last or f"it ended with {done.returncode}").partition(". ")
+            raise OutriderError("bundle", cause, remedy or "Report it, please.")
         said = done.stdout
 
     taken = sample(once)
@@ -103,13 +105,13 @@ def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
             "Python": [sys.executable, "-c", PYTHON, bundle, *words],
         }
         found: dict[str, list[list[float]]] = {name: [] for name in ways}
-        texts = {name: run(command, bundle)[0] for name, command in ways.items()}  # files are read
+        texts = {name: run(command)[0] for name, command in ways.items()}  # files are read
         if texts["C++"] != texts["Python"]:
             raise OutriderError("certificate", "the two gave other tokens", "Report it, please.")
         for turn in range(turns):
             clock.note(f"turn {turn + 1} of {turns}")
             for name in order(list(ways), turn):
-                found[name].append(run(ways[name], bundle)[1])
+                found[name].append(run(ways[name])[1])
     times = {
         name: dict(zip(NAMES, map(statistics.median, zip(*rows, strict=True)), strict=True))
         for name, rows in found.items()

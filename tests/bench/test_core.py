@@ -353,13 +353,19 @@ def test_no_threads_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0 is less than 1" in error_line(capsys.readouterr().err, "option")
 
 
-def test_a_program_without_a_compiler(
+def test_a_program_that_cannot_be_or_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CXX", "/nowhere")
     monkeypatch.setattr(embed, "find_library", lambda: tmp_path / "liboutrider.so")
     assert embed.SUITE.main(["--engines", str(tmp_path)]) == EXIT_STATUS["backend"]
     assert "CXX=/nowhere is not there" in error_line(capsys.readouterr().err, "backend")
+    for said, told in (
+        ("error: x is no bundle. Build y.", "x is no bundle. Build y."),
+        ("", "with 7"),
+    ):
+        with pytest.raises(OutriderError, match=told):
+            embed.run(["sh", "-c", f"echo '{said}' >&2; exit 7"])
 
 
 def test_the_command_line_names_its_suites(capsys: pytest.CaptureFixture[str]) -> None:
