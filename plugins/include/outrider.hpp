@@ -109,8 +109,8 @@ using Handle = std::shared_ptr<outrider_session>;
 } // namespace detail
 
 // A request in its slot. Streams of one session advance together: the others keep their new tokens
-// until they are asked. Its end, or `close`, releases the slot; the session lives as long as its
-// streams.
+// until they are asked. Its destructor, or `close`, releases the slot, not the end of its text; the
+// session lives as long as its streams.
 class Stream {
 public:
   Stream(Stream&&) = default;
