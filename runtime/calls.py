@@ -23,9 +23,10 @@ def prefill(engine: Engine, slot: int, tokens: Sequence[int], start: int) -> Log
     return row
 
 
-def with_second(engine: Engine, slot: int, request: Request) -> Request:
-    """The request with the second token of its prompt found, where that is asked for
-    (`Request.second`); the slot has its source."""
+def with_source(engine: Engine, slot: int, request: Request) -> Request:
+    """The slot gets the request's source; and the request the second token of its prompt, where it
+    is to be found (`Request.second`)."""
+    engine.encode(slot, request.source)
     if not request.second:
         return request
     first, _, *others = request.prompt

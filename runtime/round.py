@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from .backends.engine import Engine
-from .calls import feed, prefill, slot_sampling, span, with_second
+from .calls import feed, prefill, slot_sampling, span, with_source
 from .drafts.draft import Sources
 from .drafts.lookup import Corpus
 from .drafts.proposer import Proposer
@@ -96,8 +96,7 @@ class HostRounds(Rounds):
     def start(self, sequence: ActiveSequence) -> SlotResult:
         slot = sequence.slot
         self._clock.lap()
-        self._target.encode(slot.index, sequence.request.source)
-        sequence.request = with_second(self._target, slot.index, sequence.request)
+        sequence.request = with_source(self._target, slot.index, sequence.request)
         slot.tokens[:] = sequence.request.prompt
         rows = prefill(self._target, slot.index, slot.tokens, slot.target_len)[None, None]
         sequence.stats.time_prefill = self._clock.lap()["verify"]
