@@ -64,7 +64,7 @@ help:
 	@echo '             BACKEND=aotinductor [DTYPE=...|bfloat16] for the GPU here, or with SM=cpu for the CPU'
 	@echo '                MODEL and DRAFT are Hugging Face folders or names, or GGUF files'
 	@echo 'make test       the proofs, minutes on two cores; make test-slow: the long ones'
-	@echo 'make test-serve the Ray example with real replicas and OpenAI'"'"'s client, in an environment of its own'
+	@echo 'make test-serve the servers of examples/, asked by OpenAI'"'"'s client, in an environment of its own'
 	@echo 'make check      ruff, mypy and the rules of the house; make map draws the house'
 	@echo 'make bench      ours and what else there is, side by side, then how costs grow; it takes long'
 	@echo '                [QUICK=1: less of it] [BENCH_OUT=build/results]; more peers: pip install -e .[peers]'
@@ -136,7 +136,7 @@ test-slow: kernel
 build/serve-env/stamp: constraints.txt pyproject.toml
 	$(PYTHON) -m venv --clear build/serve-env
 	build/serve-env/bin/python -m pip install --quiet --disable-pip-version-check \
-	  -c constraints.txt -e '.[cpu,serve]' pytest
+	  -c constraints.txt -e '.[cpu,ray]' openai pytest
 	@touch $@
 
 test-serve: build/serve-env/stamp

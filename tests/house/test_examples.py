@@ -21,7 +21,7 @@ from runtime.text.options import Options
 from runtime.text.results import Event
 from runtime.text.speech import Transcription
 
-SERVERS = {"openai_answers", "openai_requests", "ray_serve"}  # tests/serving/
+SERVERS = {"ray_serve", "server"}  # and openai/, their interface: tests/serving/
 FOLDER = CHECKOUT / "examples"
 PAGE = (FOLDER.parent / "docs" / "python.md").read_text(encoding="utf-8")
 MODULES = {path.stem for path in FOLDER.glob("*.py")}

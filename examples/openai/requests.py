@@ -4,16 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from outrider import Options, OutriderError
 from pydantic import BaseModel, Field, model_validator
-from ray.exceptions import RayError
 from starlette.exceptions import HTTPException
 
 STATUS = {"option": 400, "prompt": 400, "model": 404, "busy": 429, "replica": 503}  # others: 500
-REFUSED = (OutriderError, RequestValidationError, RayError, HTTPException)
+REFUSED = (OutriderError, RequestValidationError, HTTPException)
 Prompt = str | list[int]
 
 # What clients and frameworks send along: for the books of whoever serves, or asking for nothing.
@@ -99,21 +96,15 @@ class Chat(Body):
 
 def refusal(error: Exception) -> tuple[dict[str, Any], int]:
     """The body and the HTTP status of what is in `REFUSED`."""
-    kind, message = "replica", "the replica has failed or died. Try again."
     if isinstance(error, OutriderError):
         kind, message = error.kind, str(error)
+        status = STATUS.get(kind, 500)
     elif isinstance(error, RequestValidationError):
         first = error.errors()[0]
         where = first["loc"][1:] or first["loc"]  # of the whole body it is its name
-        kind, message = "option", ".".join(map(str, where)) + ": " + first["msg"]
-    elif isinstance(error, HTTPException):  # no such route
-        kind, message = "route", error.detail
-    message = message.encode(errors="backslashreplace").decode()  # halves of characters in a name
-    status = error.status_code if isinstance(error, HTTPException) else STATUS.get(kind, 500)
+        kind, message, status = "option", ".".join(map(str, where)) + ": " + first["msg"], 400
+    else:  # HTTPException: no such route
+        kind, message, status = "route", error.detail, error.status_code
+    message = message.encode(errors="backslashreplace").decode()  # lone surrogates
     blame = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": message, "type": blame, "param": None, "code": kind}}, status
-
-
-http = FastAPI()
-for _kind in REFUSED:
-    http.exception_handler(_kind)(lambda _, error: JSONResponse(*refusal(error)))

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from outrider import Event, Result
 
-from .openai_requests import REFUSED, Body, Chat, refusal
+from .requests import REFUSED, Body, Chat, refusal
 
 # Of which choice; what a round added to it, or of an answer that is not streamed its last event;
 # and the tokens of that, if log-probabilities are wanted, as `spelled` has them.

@@ -1,6 +1,7 @@
-"""The Ray example as a user starts it, with real replicas, asked by OpenAI's own client.
+"""The servers of examples/ as a user starts them, Ray's with real replicas, asked by OpenAI's own
+client.
 
-`make test-serve` installs both into an environment of their own, and runs this.
+`make test-serve` installs all that into an environment of its own, and runs this.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ openai = pytest.importorskip("openai", reason="openai is not installed: see make
 pytestmark = pytest.mark.slow
 BUNDLE = CHECKOUT / os.environ.get("ENGINES", "build/demo")
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
-QUEUE, REPLICAS = 200, 2
+QUEUE, SLOTS = 200, 2  # Ray: a replica for each slot
 LONG = {"max_tokens": 1500, "temperature": 0, "extra_body": {"ignore_eos": True}}
 REPLICA = b"ray::ServeReplica:default:Replica"
 
@@ -63,22 +64,16 @@ def engine(bundle: Path) -> outrider.TextEngine:
 
 
 class Server:
-    """The example's process. mark: in the environment of all that it starts."""
+    """A server of two slots. mark: in the environment of all processes that it starts."""
 
-    def __init__(self, bundle: Path, folder: str):
+    def __init__(self, kind: str, bundle: Path, folder: str):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url, self.mark = f"http://127.0.0.1:{port}/v1", f"OUTRIDER_SERVER={port}"
-        given = yaml.safe_load((CHECKOUT / "examples" / "ray_serve.yaml").read_text())
-        given["http_options"]["port"], (app,) = port, given["applications"]
-        app["args"] |= {"bundle": str(bundle), "queue": QUEUE}
-        app["deployments"][0]["autoscaling_config"]["min_replicas"] = REPLICAS
-        config = Path(folder) / "serve.yaml"
-        config.write_text(yaml.safe_dump(given))
         name, value = self.mark.split("=")
         self.process = subprocess.Popen(
-            [Path(sys.executable).with_name("serve"), "run", config],
+            {"local": _local, "ray": _ray}[kind](bundle, folder, port),
             cwd=CHECKOUT,
             env={**os.environ, name: value, "RAY_TMPDIR": folder, "RAY_SERVE_LOG_TO_STDERR": "0"},
         )
@@ -101,6 +96,22 @@ class Server:
                     os.kill(pid, signal.SIGKILL)
 
 
+def _local(bundle: Path, folder: str, port: int) -> list[Any]:
+    given = {"engines": bundle, "slots": SLOTS, "queue": QUEUE, "threads": 1, "port": port}
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "examples.server", *words]
+
+
+def _ray(bundle: Path, folder: str, port: int) -> list[Any]:
+    given = yaml.safe_load((CHECKOUT / "examples" / "ray_serve.yaml").read_text())
+    given["http_options"]["port"], (app,) = port, given["applications"]
+    app["args"] |= {"bundle": str(bundle), "queue": QUEUE}
+    app["deployments"][0]["autoscaling_config"]["min_replicas"] = SLOTS
+    config = Path(folder) / "serve.yaml"
+    config.write_text(yaml.safe_dump(given))
+    return [Path(sys.executable).with_name("serve"), "run", config]
+
+
 def _read(pid: int, name: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
@@ -116,10 +127,10 @@ def until(condition: Callable[[], bool], seconds: int = 120) -> None:
     raise AssertionError(f"not within {seconds} seconds")
 
 
-@pytest.fixture(scope="module")
-def server(bundle: Path) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=["local", "ray"])
+def server(request: pytest.FixtureRequest, bundle: Path) -> Iterator[Server]:
     folder = tempfile.mkdtemp(prefix="ray")  # short: it holds sockets
-    server = Server(bundle, folder)
+    server = Server(request.param, bundle, folder)
     try:
         client = openai.OpenAI(base_url=server.url, api_key="any", max_retries=0)
 
@@ -370,7 +381,7 @@ def test_who_leaves_before_anything_was_said(server: Server) -> None:
 
 def test_more_than_may_wait_are_told_so(server: Server, engine: outrider.TextEngine) -> None:
     async def work(client: openai.AsyncOpenAI) -> list[Any]:
-        slots = [await begun(client) for _ in range(REPLICAS)]
+        slots = [await begun(client) for _ in range(SLOTS)]
         many = [
             asyncio.create_task(
                 client.completions.create(
@@ -399,14 +410,15 @@ def texts(engine: outrider.TextEngine, prompts: list[str], most: int, seeds: Any
     return {n: engine.generate(prompts[n], seed=n, **options).text for n in seeds}
 
 
+@pytest.mark.parametrize("server", ["ray"], indirect=True)
 def test_a_replica_that_dies(server: Server, engine: outrider.TextEngine) -> None:
     """Its text ends with an error and not like a text that is complete; whoever waits, and a client
     that tries again, have the right text; and there is another replica."""
     before = server.replicas()
-    assert len(before) == REPLICAS
+    assert len(before) == SLOTS
 
     async def work(client: openai.AsyncOpenAI) -> tuple[list[Any], list[str]]:
-        slots = [await begun(client) for _ in range(REPLICAS)]
+        slots = [await begun(client) for _ in range(SLOTS)]
         many = [
             asyncio.create_task(
                 client.completions.create(
@@ -423,5 +435,5 @@ def test_a_replica_that_dies(server: Server, engine: outrider.TextEngine) -> Non
     (broken,) = [end for end in ends if end != "length"]
     assert isinstance(broken, openai.APIError) and broken.body["code"] == "replica", broken
     assert dict(enumerate(given)) == texts(engine, ["import "] * 10, 8, range(10))
-    until(lambda: len(server.replicas()) == REPLICAS)
+    until(lambda: len(server.replicas()) == SLOTS)
     assert min(before) not in server.replicas()
