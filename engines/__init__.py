@@ -1,1 +1,1 @@
-"""Graphs become a bundle: a backend's engines and `manifest.json`."""
+"""Build a bundle (a backend's engines and `manifest.json`) from exported graphs."""

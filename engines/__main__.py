@@ -1,4 +1,4 @@
-"""python -m engines: a folder of graphs becomes a bundle for one backend."""
+"""python -m engines: build a bundle for one backend from a folder of graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str] | None) -> int:
     with interrupts_wait():
-        from .command import run  # here, where Ctrl-C ends it with one line
+        from .command import run  # imported here so that Ctrl-C ends it with one line
     return run(argv)
 
 

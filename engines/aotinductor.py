@@ -1,9 +1,9 @@
 """AOTInductor: torch compiles its own graph to a package of machine code.
 
-The package holds code alone. The weights stay the graph's file, which the bundle links to and the
-runtime maps: no second copy on disk or in memory, and a compile that does not grow with them.
-The code belongs to one version of torch, and to the GPU that is present when it is compiled, or to
-processors that have what it was compiled for.
+The package contains only code. The weights stay in the graph's file, which the bundle links to and
+the runtime maps: there is no second copy on disk or in memory, and compile time does not grow with
+the weights. The code runs only with the version of torch that compiled it, and only on the GPU
+model present at compile time or, for the CPU, on processors with the instruction sets it uses.
 """
 
 from __future__ import annotations
@@ -39,32 +39,33 @@ from .gpus import cuda_toolkit
 from .keys import engine_key
 
 DTYPES = ("float32", "float16", "bfloat16")
-# No quantised weights: it would write a dense copy of them in each call.
+# No quantised weights: each call would write a dense copy of them.
 RUNS = {ENCODER_DECODERS: ("float32", "bfloat16")}
 FORMAT: Format = "torch"
 LEVELS = range(0)
 CONFIG: dict[str, Any] = {
     "aot_inductor.package_constants_in_so": False,
-    # What `targets` says, not all that this processor happens to have.
+    # Only the instruction sets in `targets`, not everything this processor happens to support.
     "cpp.march": "",
-    # As many threads as the runtime asks for, not as the build had.
+    # Use the number of threads the runtime asks for, not the number at build time.
     "cpp.dynamic_threads": True,
-    "aot_inductor.enable_line_tables": False,  # paths of this machine
-    # A header compiled in advance is for many compiles; here it is used for two files.
+    "aot_inductor.enable_line_tables": False,  # they contain paths of this machine
+    # Precompiled headers pay off over many compiles; here there are two files.
     "aot_inductor.precompile_headers": False,
-    # Whether the compiler has AVX2 and AVX-512, which torch finds out by compiling its own headers
-    # for each: a third of the time, and all that compile C++20 have them. For what is newer (AMX,
-    # VNNI) it still asks.
+    # Skip the check that the compiler supports AVX2 and AVX-512: torch compiles its own headers for
+    # each, a third of the build time, and every C++20 compiler supports both. Newer extensions
+    # (AMX, VNNI) are still checked.
     "cpp.vec_isa_ok": True,
 }
-# A kernel that turns queries makes their angles, cosines and sines itself, which are more than the
-# 30 operations after which Inductor ends one: it would put them in order in another, each layer.
+# The kernel that applies rotary embeddings to the queries also computes angles, cosines and sines:
+# more than the 30 operations after which Inductor ends a kernel. By default a second kernel in each
+# layer would only rearrange the queries.
 GPU_CONFIG: dict[str, Any] = {"realize_opcount_threshold": 64}
 
 
 def versions() -> dict[str, str]:
     _torch()
-    return {"torch": metadata.version("torch")}  # without what __version__ says of its build
+    return {"torch": metadata.version("torch")}  # without the build suffix of __version__
 
 
 def _torch() -> Any:
@@ -75,11 +76,11 @@ def _torch() -> Any:
 
 
 def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
-    """The GPU of this machine, such as sm90, or what its processor has.
+    """The GPU of this machine, such as sm90, or the instruction sets of its processor.
 
-    sm: empty takes the GPU where there is one, "cpu" does not; a number, such as "90", must be the
-    GPU's: kernels are timed on it and chosen.
-    Raises OutriderError "option", and "backend" where a compiler is missing.
+    sm: empty for the GPU if there is one, "cpu" for the CPU; a number such as "90" must match the
+    GPU of this machine, because kernels are timed on it and chosen.
+    Raises OutriderError "option", and "backend" if a compiler is missing.
     """
     torch = _torch()
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
@@ -87,9 +88,9 @@ def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
     if sm not in ("", "cpu", present):
         raise OutriderError(
             "option",
-            f"SM={sm} is another machine's, and BACKEND=aotinductor builds for this "
+            f"SM={sm} does not match this machine: BACKEND=aotinductor builds only for its "
             + (f"GPU (SM={present}) or CPU" if capability else "CPU"),
-            "Build on a machine that has it, leave SM out, or use BACKEND=tensorrt_rtx.",
+            "Build on a machine with that GPU, leave SM out, or use BACKEND=tensorrt_rtx.",
         )
     _check_compiler()
     if capability is None or sm == "cpu":
@@ -97,7 +98,7 @@ def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
     if capability < (8, 0) and dtype == "bfloat16":
         raise OutriderError(
             "option",
-            f"the GPU of this machine (SM={present}) has no bfloat16",
+            f"the GPU of this machine (SM={present}) does not support bfloat16",
             "Use DTYPE=float16.",
         )
     _check_gpu_tools()
@@ -113,13 +114,14 @@ def _check_compiler() -> None:
     except InvalidCxxCompiler:
         raise OutriderError(
             "backend",
-            f"AOTInductor needs a C++ compiler, and there is no {os.environ.get('CXX', 'g++')}",
-            "Install g++ or name one in CXX, or use BACKEND=onnxruntime.",
+            f"AOTInductor needs a C++ compiler, but {os.environ.get('CXX', 'g++')} was not found",
+            "Install g++, set CXX to another compiler, or use BACKEND=onnxruntime.",
         ) from None
 
 
 def _check_gpu_tools() -> None:
-    """Triton makes the kernels; the code that launches them is compiled with CUDA's headers."""
+    """Check for Triton, which generates the kernels, and for the CUDA headers, which the code that
+    launches them needs. Raises OutriderError "backend"."""
     import torch
     from torch.utils._triton import has_triton
     from torch.utils.cpp_extension import CUDA_HOME
@@ -127,12 +129,12 @@ def _check_gpu_tools() -> None:
     packages = f"pip install 'cuda-toolkit[crt,cccl]=={torch.version.cuda}.*'"
     for what, there, remedy in (
         ("Triton", has_triton(), "Install it"),
-        ("CUDA's headers", cuda_toolkit(CUDA_HOME), f"Set CUDA_HOME to a toolkit, or {packages}"),
+        ("the CUDA headers", cuda_toolkit(CUDA_HOME), f"Set CUDA_HOME, run {packages}"),
     ):
         if not there:
             raise OutriderError(
                 "backend",
-                f"AOTInductor needs {what} to compile for a GPU, and there is none",
+                f"AOTInductor needs {what} to compile for a GPU; not found on this machine",
                 f"{remedy}, or build for the CPU with SM=cpu.",
             )
 
@@ -140,7 +142,7 @@ def _check_gpu_tools() -> None:
 def plan(
     models: dict[str, GraphFacts], slots: int, max_gamma: int, sm: str, level: int | None
 ) -> dict[str, EngineFacts]:
-    """One engine takes all shapes: B, N, K and S are open in it."""
+    """One engine for all shapes: B, N, K and S are dynamic."""
     has = targets(sm, models["target"].dtype)
     return {
         role: EngineFacts(
@@ -160,8 +162,8 @@ def plan(
 def compile(
     role: str, graph: Path, out: Path, facts: GraphFacts, to: EngineFacts | None
 ) -> EngineFacts:
-    """Compile, beside the weights. Prints a line on stderr. Raises OutriderError "backend", and
-    OSError where the disk is full."""
+    """Compile the graph; the package goes next to the weights. Prints a line to stderr. Raises
+    OutriderError "backend", and OSError if the disk is full."""
     assert to is not None
     torch = _torch()
     from torch.export import passes
@@ -186,7 +188,7 @@ def compile(
                 )
             size = sum((out / file).stat().st_size for file in to.compiled)
             said.note = f"{size / 2**20:,.1f} MiB of code"
-    except Exception as error:  # noqa: BLE001 - a dozen compilers in a row, each with its own
+    except Exception as error:  # noqa: BLE001 - each compiler in the chain has its own exceptions
         if full := _full_disk(error):
             raise OSError(full, os.strerror(full), str(out / to.file)) from None
         raise OutriderError(
@@ -199,8 +201,9 @@ def compile(
 
 
 def _config(gpu: bool) -> dict[str, Any]:
-    """A copy of CONFIG: torch adds to it. torch 2.11 lacks some options, all about the processor's
-    code: a GPU's package can do without, a CPU's would not be what `targets` says."""
+    """A copy of CONFIG, because torch adds to it. torch 2.11 lacks some of the options. All of them
+    concern CPU code: a GPU package works without them, but a CPU package would not match
+    `targets`."""
     if not gpu:
         return dict(CONFIG)
     known = _torch()._inductor.list_options()
@@ -209,12 +212,12 @@ def _config(gpu: bool) -> dict[str, Any]:
 
 @contextmanager
 def _workplace(out: Path) -> Iterator[None]:
-    """Inductor's own files go where the engine goes, and with it if that is not finished."""
+    """Keep Inductor's cache in the engine's folder, so that an aborted build removes both."""
     from torch._inductor.utils import fresh_cache
 
     logger = logging.getLogger("torch._inductor")
     level = logger.level
-    logger.setLevel(logging.CRITICAL)  # it advises; what fails raises
+    logger.setLevel(logging.CRITICAL)  # it logs only advice; failures raise
     try:
         with warnings.catch_warnings(), fresh_cache(dir=str(out.resolve())):
             warnings.simplefilter("ignore")
@@ -225,10 +228,10 @@ def _workplace(out: Path) -> Iterator[None]:
 
 @contextmanager
 def _toolchain(out: Path) -> Iterator[None]:
-    """Lets torch find CUDA's headers, and the linker CUDA's driver, by the name that it asks for.
+    """Let torch find the CUDA headers, and the linker the CUDA driver under the name it expects.
 
-    torch takes the folder above nvcc for the toolkit, which it need not be; and it links with
-    -lcuda, where a machine without a toolkit's stubs has libcuda.so.1 alone.
+    torch assumes that the folder above nvcc is the toolkit, which is not always so; and it links
+    with -lcuda, although a machine without the toolkit's stubs has only libcuda.so.1.
     """
     from torch.utils import cpp_extension
 
@@ -249,7 +252,7 @@ def _toolchain(out: Path) -> Iterator[None]:
 
 
 def _loaded_driver() -> str | None:
-    """The file that the loader takes for libcuda.so.1."""
+    """The file that the dynamic loader finds for libcuda.so.1."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -259,7 +262,8 @@ def _loaded_driver() -> str | None:
 
 
 def _full_disk(error: BaseException | None) -> int:
-    """The errno, where that is what went wrong: here, or in a compiler that says so in words."""
+    """The errno if a full disk caused the error, in this process or, judging by the message, in a
+    compiler; otherwise 0."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return error.errno

@@ -1,4 +1,4 @@
-"""From a graphs folder to a bundle, whole or not at all."""
+"""Build a bundle from a folder of graphs, completely or not at all."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from runtime.files.progress import note, size_text, stage
 from .gpus import present_gpus
 from .registry import find
 
-PATIENCE = 600  # seconds for the measurement of a bundle's bits; 135M parameters take some ten
+PATIENCE = 600  # timeout, in seconds, of `_invariance`; a model of 135M parameters takes about ten
 
 
 def build(
@@ -49,11 +49,12 @@ def build(
     force: bool = False,
     measure: bool = True,
 ) -> bool:
-    """Write the bundle; False where `out` already is this very bundle, intact, and nothing more has
-    been found out about it.
+    """Write the bundle. Returns False if `out` already is this bundle, intact, and no measurement
+    was added to it.
 
-    sm: GPU architectures as in "80,89"; empty leaves them to the backend. level: of optimisation,
-    for a backend that has some. measure: on a CPU, find out what the target's bits depend on.
+    sm: GPU architectures as in "80,89"; empty leaves the choice to the backend. level: optimisation
+    level, for a backend that has them. measure: on a CPU, measure what the bitwise results of the
+    target depend on.
     Raises OutriderError "bundle", "backend", "option" or "disk".
     """
     pair = read_pair(graphs)
@@ -80,7 +81,7 @@ def build(
         if facts.format != builder.FORMAT:
             raise OutriderError(
                 "backend",
-                f"the backend {backend} builds from {builder.FORMAT} graphs, and {graphs} has "
+                f"the backend {backend} builds from {builder.FORMAT} graphs, but {graphs} has "
                 f"{facts.format} graphs",
                 f"Export the checkpoints again, with --format {builder.FORMAT}.",
             )
@@ -100,7 +101,7 @@ def build(
         return measure and _measure(out, found)
     if found and found.pair.target.key != pair.target.key:
         was = found.pair.target
-        note(f"{out} was a bundle of {was.source}, {was.weights or was.dtype}: it is replaced")
+        note(f"replacing {out}, a bundle of {was.source}, {was.weights or was.dtype}")
     verify_files(graphs, pair.all_files(), contents=True, remedy=EXPORT_AGAIN)
     with write_folder(out, MANIFEST_FILE) as partial:
         for name in wanted.files:
@@ -129,8 +130,8 @@ def build(
 
 
 def _measure(folder: Path, manifest: Manifest) -> bool:
-    """Complete the bundle in this folder by what its bits depend on, where that can be found out
-    here and was not; whether it was now."""
+    """Measure what the bundle's bitwise results depend on and add it to the manifest, if that can
+    be measured on this machine and has not been yet. Returns whether it was added."""
     known = manifest.invariance is not None and manifest.invariance.processor == processor()
     facts = None if known or manifest.gpu_targets() else _invariance(folder)
     if facts is not None:
@@ -140,7 +141,8 @@ def _measure(folder: Path, manifest: Manifest) -> bool:
 
 
 def _invariance(folder: Path) -> Invariance | None:
-    """By a process of its own: a library that dies of it takes no build along. None then."""
+    """The measurement, made in a separate process so that a crash in a library does not end the
+    build; None if it failed."""
     command = [sys.executable, "-m", "runtime.backends.invariance", str(folder.resolve())]
     try:
         with stage("bundle", "bits of the target's calls"):
@@ -156,16 +158,17 @@ def _invariance(folder: Path) -> Invariance | None:
     except subprocess.TimeoutExpired:
         cause = f"it took more than {PATIENCE} s"
     except (ValueError, LookupError, TypeError):
-        cause = f"{done.stdout.strip()[:100]!r} is no answer"
+        cause = f"invalid answer {done.stdout.strip()[:100]!r}"
     note(
-        f"what its bits depend on was not measured, so it promises nothing: {cause[:200]} "
-        "(make engines MEASURE=0 does without)"
+        "could not measure what the bitwise results depend on, so the bundle promises no "
+        f"reproducibility: {cause[:200]} (make engines MEASURE=0 skips the measurement)"
     )
     return None
 
 
 def _settle(graphs: Path, out: Path, made: Manifest) -> None:
-    """The bundle owns its files from here on. Each time: a build may have been killed before."""
+    """Make the bundle the owner of its files. Done on every build, since an earlier one may have
+    been killed before this step."""
     for name in made.files:
         settle_file(graphs / name, out / name)
 
@@ -178,9 +181,9 @@ def check_backend(
     weights: Sequence[str] = (),
     cache: str | None = None,
 ) -> list[str]:
-    """What it will be built for. weights: of the target and of the draft, full, int8, int4 or fp8.
-    cache: int8 of its rows. Refuses, before minutes of export, what cannot be built: raises
-    "backend" or "option"."""
+    """The targets to build for. weights: kinds of target and draft: full, int8, int4 or fp8.
+    cache: "int8" for quantised cache rows. Raises OutriderError "backend" or "option" if this
+    cannot be built, before an export has taken minutes."""
     builder = find(backend)
     if dtype not in builder.DTYPES:
         raise OutriderError(
@@ -211,7 +214,7 @@ def check_backend(
     if level is not None and level not in levels:
         raise OutriderError(
             "option",
-            f"OPT_LEVEL={level} means nothing to the backend {backend}"
+            f"OPT_LEVEL={level} does not apply to the backend {backend}"
             if not levels
             else f"OPT_LEVEL={level} is out of range",
             f"Use {levels[0]} to {levels[-1]}." if levels else "Leave OPT_LEVEL out.",
@@ -220,8 +223,8 @@ def check_backend(
 
 
 def runs(backend: str, dtype: str, sm: str = "") -> tuple[str, ...]:
-    """What an export has to know of the backend: its kinds of weights in this precision, and
-    whether it runs encoder-decoders and recurrent states, which none does on a GPU."""
+    """What the backend supports, for the export: its kinds of weights in this precision, and
+    whether it runs encoder-decoders and recurrent states, which no backend does on a GPU."""
     builder = find(backend)
     found = ["full", *(kind for kind, dtypes in builder.RUNS.items() if dtype in dtypes)]
     if ENCODER_DECODERS in found and _on_gpu(builder.targets(sm, dtype)):
@@ -237,7 +240,8 @@ def _intact(out: Path) -> Manifest | None:
 
 
 def _same(found: Manifest, wanted: Manifest) -> bool:
-    """Equal but for what is known only after compiling: hashes, figures and measurements."""
+    """Whether they are equal except for what is known only after compiling: hashes, figures and
+    measurements."""
     found = dataclasses.replace(found, invariance=None)
     keys = [
         {role: engine.key for role, engine in (manifest.engines or {}).items()}
@@ -255,8 +259,9 @@ def _on_gpu(targets: Sequence[str]) -> bool:
 def memory_plan(
     pair: Pair, slots: int, targets: Sequence[str], rows: int | None = None
 ) -> dict[str, int]:
-    """Bytes that the bundle takes when it runs: weights of both models, all slots' caches, and the
-    logits of a round. targets: what it is built for. rows: of a slot; None for all of them."""
+    """Bytes that the bundle takes at run time: the weights of both models, the caches of all slots
+    and the logits of a round. targets: what it is built for. rows: cache rows per slot; None for
+    the full capacity."""
     plan = dict.fromkeys((role for role, _ in pair.models()), 0)
     for name, file in pair.carried_files(None).items():
         role = name.partition("/")[0]
@@ -268,9 +273,9 @@ def memory_plan(
 
 
 def check_memory(pair: Pair, slots: int, targets: list[str]) -> None:
-    """Refuse, before minutes of compiling, what this machine has no room for: no GPU of it for all
-    rows of the slots, or its processor for those that slots begin with. Nothing is said of GPUs
-    that are elsewhere. Raises OutriderError "memory"."""
+    """Raise OutriderError "memory", before minutes of compiling, if the bundle does not fit this
+    machine: its GPU with all rows of the slots, or its main memory with the rows that slots begin
+    with. Not checked for GPUs that this machine does not have."""
     if _on_gpu(targets):
         here = [size for number, size in present_gpus().items() if f"sm{number}" in targets]
         need, room, what = memory_plan(pair, slots, targets), max(here, default=0), "the GPU"
@@ -278,17 +283,20 @@ def check_memory(pair: Pair, slots: int, targets: list[str]) -> None:
         need, room = memory_plan(pair, slots, targets, FIRST_ROWS), host_memory()
         what = "this machine"
         if sum(memory_plan(pair, slots, targets).values()) > room > 0:
-            note(f"{what} has {size_text(room)}: not enough for {slots} texts of {pair.max_len}")
+            note(
+                f"{what} has {size_text(room)}: not enough for {slots} texts of {pair.max_len} "
+                "tokens"
+            )
     if room and (least := sum(need.values())) > room:
         raise OutriderError(
             "memory",
-            f"the bundle needs {size_text(least)}, and {what} has {size_text(room)}",
+            f"the bundle needs {size_text(least)}, but {what} has {size_text(room)}",
             "Use a smaller MAX_LEN, fewer SLOTS, or a smaller checkpoint.",
         )
 
 
 def engine_plan(manifest: Manifest) -> dict[str, int] | None:
-    """`memory_plan` with what the engines take; None where their builder did not say."""
+    """`memory_plan` with the engines' activations; None if the builder did not report them."""
     activations = manifest.activations
     if activations is None:
         return None

@@ -1,4 +1,4 @@
-"""What `python -m engines` takes, and does."""
+"""The command line of `python -m engines`."""
 
 from __future__ import annotations
 
@@ -19,50 +19,58 @@ from .registry import BACKENDS
 def parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="python -m engines",
-        description="Build a bundle from what `python -m export` wrote. `make engines` runs both.",
+        description="Build a bundle from the graphs that `python -m export` wrote. `make engines` "
+        "runs both commands.",
         epilog="example:\n  python -m engines --graphs build/graphs/demo --out build/demo",
     )
     add = parser.add_argument
     add("--graphs", type=Path, help="folder that `python -m export` wrote")
-    add("--out", type=Path, help="bundle to write")
+    add("--out", type=Path, help="folder of the bundle to write")
     add(
         "--backend",
         default="onnxruntime",
-        help=f"what runs the engines: {', '.join(BACKENDS)} (default: onnxruntime)",
+        help=f"library that runs the engines: {', '.join(BACKENDS)} (default: onnxruntime)",
     )
-    add("--slots", type=int, default=1, help="sequences at a time (default: 1)")
+    add("--slots", type=int, default=1, help="number of concurrent sequences (default: 1)")
     add(
         "--sm",
         default="",
-        help="GPUs that tensorrt_rtx builds for, such as 80,89 (default: the present one, or all)",
+        help="GPU architectures that tensorrt_rtx builds for, such as 80,89 (default: that of the "
+        "GPU in this machine, or without one all that are supported)",
     )
     add(
         "--opt-level",
         type=int,
-        help="how long TensorRT looks for faster kernels, 0 to 5 (default: the library's own)",
+        help="TensorRT's optimization level, 0 to 5: how long it searches for faster kernels "
+        "(default: the library's own)",
     )
     add(
         "--supports",
         nargs="+",
         metavar=("DTYPE", "WEIGHTS"),
-        help="build nothing; say whether the backend runs graphs of this precision, with such "
-        "weights of the target and of the draft, and with --out whether the bundle can be written "
-        "there; print all the kinds of weights that it runs, and whether encoder-decoders and "
+        help="build nothing; check that the backend runs graphs of this precision, with these "
+        "weight types of target and draft, and with --out that the bundle can be written there; "
+        "print all weight types that the backend runs, and whether it runs encoder-decoders and "
         "recurrent states",
     )
-    add("--cache-type", choices=["full", "int8"], help="and, with --supports, of keys and values")
+    add(
+        "--cache-type",
+        choices=["full", "int8"],
+        help="with --supports, also check this type of the keys and values",
+    )
     add(
         "--no-measure",
         action="store_false",
         dest="measure",
-        help="do not find out what the bits of a text depend on: the bundle promises nothing then",
+        help="do not measure what the bitwise results depend on; the bundle then promises no "
+        "reproducibility",
     )
-    add("--force", action="store_true", help="build again even what did not change")
+    add("--force", action="store_true", help="rebuild even if nothing changed")
     return parser
 
 
 def run(argv: list[str] | None) -> int:
-    """The command line's work; returns the exit status. Raises OutriderError."""
+    """Parse the command line and run it; returns the exit status. Raises OutriderError."""
     arguments = parser().parse_args(argv)
     if not 1 <= arguments.slots <= MOST_SLOTS:
         raise OutriderError(

@@ -1,7 +1,8 @@
-"""The program as a GPU wants it, whose time is launches and bytes.
+"""Adapt an exported program to a GPU, where time goes into launches and memory traffic.
 
-What the exporter writes is for every backend. This traces it once more, with other operators for
-what a GPU would otherwise do in more kernels, over more bytes, or by the sizes of an example.
+The exporter's program is the same for every backend. This module traces it again with other
+operators, in places where a GPU would otherwise run more kernels, move more bytes, or be tuned to
+the sizes of the example inputs.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
 def fitted(
     program: torch.export.ExportedProgram, capacity: int
 ) -> tuple[torch.export.ExportedProgram, dict[str, list[str]]]:
-    """The program with S = capacity, `_attention` for torch's, logits in the type that they are
-    computed in, and matrices of one input as one; and of each such matrix the names of its parts.
+    """The program with S = capacity, `_attention` in place of torch's, logits in the type that they
+    are computed in, and matrices that multiply the same input joined into one; and for each joined
+    matrix the names of its parts.
 
-    Left open, S would have the example's 16 rows as its hint, by which Inductor sizes every
-    reduction over it; and torch's own attention would be chosen by them. As float32, logits would
-    be written, read and written again for nothing: the sampling kernel reads each type.
+    If S stayed dynamic, its hint would be the example's 16 rows: Inductor would size every
+    reduction over S by them, and choose torch's attention kernel by them. Converting the logits to
+    float32 would write, read and write them again for nothing: the sampling kernel reads all types.
     """
     import torch
 
@@ -47,16 +49,16 @@ def fitted(
     retraced = torch.export.export(
         module, (ids, position, index, *caches),
         dynamic_shapes=(*open_sizes, *([{0: slots} for _ in side] for side in caches)),
-        # That strides of a product are what they are cannot be proven for every N.
+        # torch cannot prove the strides of a product for every N.
         strict=False, prefer_deferred_runtime_asserts_over_guards=True,
     )  # fmt: skip
     return retraced, joined
 
 
 def _multiply(graph: torch.fx.Graph) -> None:
-    """Make element-wise products of matrix products that sum nothing, as the angles of rotary
-    embeddings are in some versions of Transformers: cuBLAS would take a launch for them, and round
-    them to TF32 where somebody allows that, as images with PyTorch do."""
+    """Replace matrix products whose inner dimension is 1 by element-wise products. Some versions of
+    Transformers compute the angles of rotary embeddings that way: cuBLAS would spend a launch on
+    them, and round them to TF32 where that is allowed, as PyTorch images do."""
     import torch
 
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.matmul.default):
@@ -66,7 +68,7 @@ def _multiply(graph: torch.fx.Graph) -> None:
 
 
 def _keep_type(graph: torch.fx.Graph) -> None:
-    """Drop the conversion to float32 that the graph's one result ends with."""
+    """Drop the conversion to float32 at the end of the graph's only output."""
     import torch
 
     (results,) = graph.output_node().args
@@ -79,11 +81,11 @@ def _keep_type(graph: torch.fx.Graph) -> None:
 def _join(
     module: torch.fx.GraphModule, parameters: dict[str, torch.Tensor]
 ) -> dict[str, list[str]]:
-    """Multiply each vector once by the matrices, such as those of queries, keys and values, that
-    are multiplied by it: one below the other, under a name of their own. These are taken out of
-    `parameters`, from which the module is, so that only few of them are there twice at a time.
+    """Join matrices that multiply the same vector, such as those of queries, keys and values: they
+    are stacked into one new parameter. The originals are removed from `parameters`, which the
+    module was made from, so that only few of them exist twice at a time.
 
-    A token's product with a small matrix takes a launch's time and not its bytes'.
+    For one token, a product with a small matrix is bound by its launch, not by its bytes.
     """
     import torch
 
@@ -92,7 +94,7 @@ def _join(
     groups: dict[tuple[object, ...], list[Any]] = defaultdict(list)
     for node in graph.find_nodes(op="call_function", target=linear):
         vector, *given = cast(tuple[Any, ...], node.args)
-        # A tied matrix stays, for who else reads it; and what the graph made by itself.
+        # Skip tied matrices, which have other readers, and tensors that the graph itself made.
         if all(
             each.op == "get_attr" and len(each.users) == 1 and each.target in parameters
             for each in given
@@ -146,18 +148,19 @@ def _attention(
 ) -> torch.Tensor:
     """Attention as two batched products in the caches' own type, softmax in float32; [B, H, N, Dv].
 
-    The heads that share keys become rows of one product, so that neither keys nor values are
-    copied, for each head and in float32, as torch's own products do. All that is computed between
-    the products has their shape, and tokens stand before heads: else Inductor, which cannot tell
-    that a view of open sizes needs no copy, makes one of the queries and one of the weights.
+    The heads that share keys become rows of one product. Keys and values are then not copied for
+    each head and in float32, as torch's own products do. Everything computed between the products
+    keeps their shape, with tokens before heads: otherwise Inductor, which cannot tell that a view
+    with dynamic sizes needs no copy, copies the queries and the weights.
     """
     (batch, heads, count, _), (_, shared, rows, _) = query.shape, key.shape
     groups = heads // shared
 
-    def together(tensor: torch.Tensor) -> torch.Tensor:  # of [B, Hkv, N, H / Hkv, ...]
+    def together(tensor: torch.Tensor) -> torch.Tensor:  # takes [B, Hkv, N, H / Hkv, ...]
         return tensor.reshape(batch * shared, count * groups, -1)
 
-    # The scale's power of two comes first, which rounds nothing: float16 ends at 65,504.
+    # Apply the scale's power of two, which rounds nothing, before the product: float16 overflows
+    # above 65,504.
     power = min(1.0, 2.0 ** math.floor(math.log2(scale)))
     queries = together(query.view(batch, shared, groups, count, -1).transpose(2, 3)) * power
     unseen = together(~attn_mask[:, :, :, None].expand(batch, shared, count, groups, rows))

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as its driver's tool lists them, and CUDA's toolkit."""
+"""The GPUs of this machine, as listed by nvidia-smi, and the CUDA toolkit."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
-# PyPI's packages come in pieces: torch brings the first, and not those that it includes.
+# On PyPI the toolkit is split into packages: torch installs the first header, but not the ones
+# that it includes.
 HEADERS = ("cuda_runtime_api.h", "crt/host_defines.h", "nv/target")
 
 
 def present_gpus() -> dict[int, int]:
-    """By compute capability, 89 for 8.9, the bytes of memory of the smallest such GPU."""
+    """The GPUs by compute capability (89 for 8.9): memory in bytes, of the smallest one of each."""
     command = [
         "nvidia-smi", "--query-gpu=compute_cap,memory.total", "--format=csv,noheader,nounits"
     ]  # fmt: skip
@@ -30,7 +31,8 @@ def present_gpus() -> dict[int, int]:
 
 
 def cuda_toolkit(named: str | None) -> str | None:
-    """The folder of a toolkit that has `HEADERS`: `named`, where it does."""
+    """The folder of a toolkit that has all `HEADERS`: `named` if it has them, otherwise the first
+    that is found."""
     nvidia = find_spec("nvidia")
     packages = nvidia.submodule_search_locations if nvidia else None
     homes = [named, _home_of_nvcc(), "/usr/local/cuda"]
@@ -43,7 +45,7 @@ def _has_headers(folder: Path) -> bool:
 
 
 def _home_of_nvcc() -> str | None:
-    """As it says itself: what the PATH has may be a script that starts another."""
+    """The toolkit that nvcc itself reports: the nvcc on the PATH may be a wrapper script."""
     command = ["nvcc", "--dryrun", "-E", "-x", "cu", "/dev/null"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=30).stderr

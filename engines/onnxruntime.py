@@ -1,8 +1,8 @@
 """ONNX Runtime on the CPU: the portable graph is the engine.
 
-Writing out ONNX Runtime's own optimised graph was measured and dropped: it saves a fraction of a
-second of loading, and costs a second copy of the weights and a bundle that is tied to one version
-and one processor (docs/LOG.md).
+Saving ONNX Runtime's optimised graph was measured and dropped: it saves a fraction of a second of
+loading, but needs a second copy of the weights and ties the bundle to one version and one processor
+(docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from runtime.files.manifest import (
 )
 
 DTYPES = ("float32", "float16")  # ONNX Runtime has no bfloat16 kernels for the CPU
-# Quantised weights are liboutrider's to multiply.
+# liboutrider multiplies quantised weights, in float32.
 RUNS = dict.fromkeys(("int8", "int4", ENCODER_DECODERS, RECURRENT_STATES), ("float32",))
 FORMAT: Format = "onnx"
 LEVELS = range(0)
@@ -38,11 +38,11 @@ def versions() -> dict[str, str]:
 
 
 def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
-    """No GPU architectures. Raises OutriderError "option" where some are asked for."""
+    """No GPU architectures. Raises OutriderError "option" if any are given."""
     if sm:
         raise OutriderError(
             "option",
-            f"SM={sm} is for GPUs, and BACKEND=onnxruntime builds for CPUs",
+            f"SM={sm} names GPUs, but BACKEND=onnxruntime builds for CPUs",
             "Leave SM out, or use BACKEND=tensorrt_rtx.",
         )
     return []
@@ -57,10 +57,10 @@ def plan(
 def compile(
     role: str, graph: Path, out: Path, facts: GraphFacts, to: EngineFacts | None
 ) -> EngineFacts | None:
-    """Make sure that this ONNX Runtime takes the graph. Raises OutriderError "backend"."""
+    """Check that this ONNX Runtime loads the graph. Raises OutriderError "backend"."""
     import onnxruntime as ort
 
-    if facts.max_difference is None:  # it would crash the process that generates
+    if facts.max_difference is None:  # running it would crash the process
         raise OutriderError(
             "backend",
             f"the graph of {facts.source} was {facts.comparison}",
@@ -80,8 +80,8 @@ def compile(
     except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes
         raise OutriderError(
             "backend",
-            f"ONNX Runtime {ort.__version__} refuses the graph of {facts.source}: "
+            f"ONNX Runtime {ort.__version__} rejects the graph of {facts.source}: "
             + first_line(error),
-            "Install the pinned onnxruntime, and build again.",
+            "Install the pinned onnxruntime and build again.",
         ) from None
     return to

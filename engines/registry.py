@@ -1,4 +1,4 @@
-"""The backends that bundles can be built for: a module of this package each, and one line here."""
+"""The backends that bundles can be built for: one module of this package and one line here each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol, cast
 from runtime.files.errors import OutriderError
 from runtime.files.manifest import EngineFacts, Format, GraphFacts
 
-BACKENDS = {  # imported when they are asked for
+BACKENDS = {  # modules, imported on demand
     "onnxruntime": "onnxruntime",
     "tensorrt_rtx": "tensorrt.rtx",
     "tensorrt": "tensorrt.plain",
@@ -19,21 +19,21 @@ BACKENDS = {  # imported when they are asked for
 
 
 class Backend(Protocol):
-    """What such a module has. All raise OutriderError."""
+    """The interface of a backend's module. All functions raise OutriderError."""
 
     DTYPES: tuple[str, ...]  # of the graphs that it builds
-    # Of those with quantised weights, by their kind; of ENCODER_DECODERS, for CPUs; and of models
-    # with RECURRENT_STATES.
+    # The dtypes by feature: for each kind of quantised weights, for ENCODER_DECODERS (on the CPU)
+    # and for RECURRENT_STATES.
     RUNS: Mapping[str, tuple[str, ...]]
     FORMAT: Format  # of the graphs
-    LEVELS: range  # of optimisation; empty where there is no choice
+    LEVELS: range  # optimisation levels; empty if the backend has none
 
     def versions(self) -> dict[str, str]:
-        """Of what it builds with."""
+        """The versions of the libraries that it builds with."""
 
     def targets(self, sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
-        """The GPU architectures that a user's list stands for; also says that it can build graphs
-        of this precision with such weights for them."""
+        """The GPU architectures to build for, from a user's list. Also checks that graphs of this
+        precision and these weight types can be built for them."""
 
     def plan(
         self,
@@ -43,17 +43,17 @@ class Backend(Protocol):
         sm: str,
         level: int | None,
     ) -> dict[str, EngineFacts] | None:
-        """What there is to compile, by role; None where the graphs are the engines."""
+        """The engines to compile, by role; None if the graphs themselves are the engines."""
 
     def compile(
         self, role: str, graph: Path, out: Path, facts: GraphFacts, to: EngineFacts | None
     ) -> EngineFacts | None:
-        """Write the engine of the graph in folder `graph` into folder `out`, or refuse the graph;
-        `to` with the figures of what was made."""
+        """Compile the graph in folder `graph` and write the engine into folder `out`, or refuse
+        the graph. Returns `to`, completed with the figures of the engine."""
 
 
 def find(backend: str) -> Backend:
-    """Raises OutriderError "backend" for a name that is none."""
+    """The module of a backend. Raises OutriderError "backend" for an unknown name."""
     if backend not in BACKENDS:
         raise OutriderError(
             "backend",

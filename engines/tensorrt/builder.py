@@ -1,8 +1,8 @@
-"""From a portable graph to a TensorRT engine: one code over `tensorrt` and `tensorrt_rtx`.
+"""Compile a portable graph to a TensorRT engine: the same code for `tensorrt` and `tensorrt_rtx`.
 
-The library works in a process of its own (`python -m engines.tensorrt.builder`): some graphs make
-it abort, some failures it prints past its logger, and Ctrl-C should not wait for its next step. The
-process reads one JSON request and answers in JSON lines: phases, then a result or an error.
+The library runs in a separate process (`python -m engines.tensorrt.builder`): it aborts on some
+graphs, prints some failures without using its logger, and would make Ctrl-C wait for its next step.
+The process reads one JSON request and answers in JSON lines: phases, then a result or an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TIMINGS = Path(__file__).parents[2] / "build" / ".cache" / "tensorrt"
 
 
 def profiles(role: str, facts: GraphFacts, slots: int, max_gamma: int) -> list[Profile]:
-    """The shapes that an engine is made for: steps and verifications, and prompts."""
+    """The shapes that an engine is optimised for: steps and verifications, and prompts."""
     width, chunk = max_gamma + 1, min(CHUNK, facts.capacity)
     usual = width if role == "target" else 1
     return [
@@ -50,8 +50,8 @@ def plan(
     versions: dict[str, str],
     level: int | None,
 ) -> dict[str, EngineFacts]:
-    """What is to be compiled, with keys; the builder's own figures are still missing. level: of
-    optimisation, None for the library's own."""
+    """The engines to compile, by role, with their keys but without the builder's figures. level:
+    optimisation level, None for the library's default."""
     planned = {}
     for role, facts in models.items():
         shapes = profiles(role, facts, slots, max_gamma)
@@ -77,11 +77,12 @@ def compile(
     *,
     timings: Path | None = None,
 ) -> EngineFacts:
-    """Compile the graph in folder `graph` into `out / to.file`; `to` with the builder's figures.
+    """Compile the graph in folder `graph` into `out / to.file`. Returns `to`, completed with the
+    builder's figures.
 
-    module: the library's name in Python; product: its name for people. timings: a file of kernel
-    times that were measured before, to be used and added to. Prints a line on stderr.
-    Raises OutriderError "backend" or "memory", and OSError where the file cannot be written.
+    module: the library's module name; product: its display name. timings: a file of kernel times
+    measured by earlier builds, to be used and added to. Prints a line to stderr.
+    Raises OutriderError "backend" or "memory", and OSError if the file cannot be written.
     """
     request = {
         "module": module,
@@ -99,7 +100,7 @@ def compile(
     with stage(role, f"compile for {' '.join(to.targets)}") as progress:
         memory = _ask(request, progress)
         if len(memory) != len(to.profiles):
-            memory = [None] * len(to.profiles)  # the log of this version reads otherwise
+            memory = [None] * len(to.profiles)  # this version's log has another format
         made = dataclasses.replace(
             to,
             profiles=[
@@ -117,7 +118,7 @@ def compile(
 
 
 def _ask(request: dict[str, Any], progress: Stage) -> list[int | None]:
-    """Have the process compile; the bytes that each profile's activations take."""
+    """Compile in a separate process. Returns the bytes of each profile's activations."""
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             [sys.executable, "-m", "engines.tensorrt.builder"],
@@ -125,17 +126,17 @@ def _ask(request: dict[str, Any], progress: Stage) -> list[int | None]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,
-            start_new_session=True,  # Ctrl-C is ours to handle
+            start_new_session=True,  # only this process handles Ctrl-C
         )
         assert process.stdin is not None and process.stdout is not None
         result: dict[str, Any] = {}
         try:
-            with suppress(BrokenPipeError):  # it died at once: `_ended` will tell
+            with suppress(BrokenPipeError):  # it died at once: `_ended` reports that
                 process.stdin.write(json.dumps(request).encode())
             with suppress(BrokenPipeError):
                 process.stdin.close()
             for line in process.stdout:
-                if not line.endswith(b"\n"):  # it died in the middle of it
+                if not line.endswith(b"\n"):  # it died in the middle of a line
                     break
                 message = json.loads(line)
                 result.update(message)
@@ -158,30 +159,30 @@ def _ask(request: dict[str, Any], progress: Stage) -> list[int | None]:
 
 
 def _ended(product: str, source: str, status: int, said: str) -> OutriderError:
-    """A process that died without a word of its own."""
+    """The error for a process that died without reporting one."""
     if status == -signal.SIGKILL:
         return OutriderError(
             "memory",
-            f"{product} was killed while it compiled {source}: probably not enough memory",
+            f"{product} was killed while compiling {source}, probably for lack of memory",
             "Use a smaller checkpoint, or a machine with more memory.",
         )
     how = f"signal {-status}" if status < 0 else f"status {status}"
     last = ([line for line in said.splitlines() if line.strip()] or ["no message"])[-1].strip()
     return OutriderError(
-        "backend", f"{product} ended with {how} while it compiled {source}: {last[:200]}", REMEDY
+        "backend", f"{product} ended with {how} while compiling {source}: {last[:200]}", REMEDY
     )
 
 
 REMEDY = "Build with BACKEND=onnxruntime DTYPE=float32, and report the architecture."
 
 
-# In the process
+# In the separate process
 
 
 def _serve() -> None:
-    """Read a request from stdin, compile, answer on what was stdout."""
+    """Read a request from stdin, compile, and answer on the original stdout."""
     request = json.load(sys.stdin)
-    # The library may print on either; neither may get into the answers.
+    # The library may print to stdout or stderr; neither may mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -199,11 +200,11 @@ def _serve() -> None:
 
 
 def _compile(trt: Any, request: dict[str, Any], answer: Callable[..., None]) -> list[int]:
-    """Write the engine; the bytes of device memory that each profile's activations take.
+    """Write the engine. Returns the bytes of device memory of each profile's activations.
 
     trt: the `tensorrt` or `tensorrt_rtx` module. Raises OutriderError "backend", OSError.
     """
-    what = f"{request['product']} {trt.__version__} refuses the graph of {request['source']}"
+    what = f"{request['product']} {trt.__version__} rejects the graph of {request['source']}"
     errors: list[str] = []
     memory: list[int] = []
 
@@ -214,7 +215,8 @@ def _compile(trt: Any, request: dict[str, Any], answer: Callable[..., None]) -> 
         def log(self, severity: Any, message: str) -> None:
             if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
                 errors.append(message)
-            # What an engine tells when it is loaded, which takes a GPU; one line for each profile.
+            # The size is otherwise known only from a loaded engine, which takes a GPU. One line
+            # for each profile.
             if found := re.match(r"Total Activation Memory: (\d+) bytes", message):
                 memory.append(int(found[1]))
 
@@ -223,7 +225,7 @@ def _compile(trt: Any, request: dict[str, Any], answer: Callable[..., None]) -> 
             trt.IProgressMonitor.__init__(self)
 
         def phase_start(self, name: str, parent: str | None, steps: int) -> None:
-            answer(phase=name)  # hundreds
+            answer(phase=name)  # hundreds of them
 
         def step_complete(self, name: str, step: int) -> bool:
             return True
@@ -240,11 +242,11 @@ def _compile(trt: Any, request: dict[str, Any], answer: Callable[..., None]) -> 
         raise _refused(what, parser.get_error(0) if parser.num_errors else None, errors)
     config = builder.create_builder_config()
     config.progress_monitor = monitor
-    if hasattr(config, "num_compute_capabilities"):  # TensorRT proper builds for the GPU it sees
+    if hasattr(config, "num_compute_capabilities"):  # only RTX; TensorRT uses the present GPU
         config.num_compute_capabilities = len(request["targets"])
         for i, target in enumerate(request["targets"]):
             config.set_compute_capability(getattr(trt.ComputeCapability, target.upper()), i)
-    # TensorRT-RTX may allocate while it runs, which no graph can hold, unless it must ask us.
+    # Without this flag TensorRT-RTX may allocate memory at run time, which no CUDA graph allows.
     if (flag := getattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)) is not None:
         config.set_flag(flag)
     for shapes in request["profiles"]:
@@ -265,17 +267,17 @@ def _compile(trt: Any, request: dict[str, Any], answer: Callable[..., None]) -> 
 
 
 def use_timings(config: Any, file: Path) -> None:
-    """Let the builder look kernel times up before it measures them."""
+    """Let the builder reuse the kernel times of earlier builds."""
     try:
         known = file.read_bytes()
     except OSError:
         known = b""
-    cache = config.create_timing_cache(known) or config.create_timing_cache(b"")  # damaged
+    cache = config.create_timing_cache(known) or config.create_timing_cache(b"")  # if damaged
     config.set_timing_cache(cache, False)
 
 
 def keep_timings(config: Any, file: Path) -> None:
-    """What was measured, for the next build; a disk that takes no cache fails no build."""
+    """Save the kernel times for later builds. A write error does not fail the build."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as new:
@@ -283,25 +285,26 @@ def keep_timings(config: Any, file: Path) -> None:
 
 
 def with_fixed_rows(path: str, capacity: int, what: str) -> bytes:
-    """The graph with S fixed, without its weights: the parser refuses a cache whose S is open."""
+    """The graph without its weights and with S fixed: the parser rejects caches with a dynamic
+    S."""
     import onnx
 
     try:
         model = onnx.load(path, load_external_data=False)
-    except Exception as error:  # noqa: BLE001 - protobuf's own class, which is nobody's dependency
+    except Exception as error:  # noqa: BLE001 - a class of protobuf, which we do not depend on
         raise OutriderError(
-            "backend", f"{what}: it is no ONNX file ({first_line(error)})", "Export it again."
+            "backend", f"{what}: it is not an ONNX file ({first_line(error)})", "Export it again."
         ) from None
     for value in (*model.graph.input, *model.graph.output):
         shape = value.type.tensor_type.shape
         if value.name.startswith(("key_", "value_")):
-            shape.dim[2].dim_value = capacity  # in place of the name that it had
+            shape.dim[2].dim_value = capacity  # replaces the symbolic name
     serialized: bytes = model.SerializeToString()
     return serialized
 
 
 def make_profile(builder: Any, network: Any, shapes: dict[str, Any]) -> Any:
-    """`shapes` (a Profile) for every input of the network."""
+    """The optimisation profile with `shapes` (a Profile) for every input of the network."""
     profile = builder.create_optimization_profile()
     slots, tokens, outputs = shapes["slots"], shapes["tokens"], shapes["outputs"]
     for i in range(network.num_inputs):
@@ -317,7 +320,7 @@ def make_profile(builder: Any, network: Any, shapes: dict[str, Any]) -> Any:
 
 
 def _refused(what: str, error: Any, errors: list[str]) -> OutriderError:
-    """error: the parser's first, if it has one."""
+    """The error for a graph that the parser rejects. error: the parser's first one, if any."""
     if error is None:
         return OutriderError("backend", f"{what}: {_reason(errors)}", REMEDY)
     node = f"{error.node_name()} ({error.node_operator()})"
@@ -326,10 +329,10 @@ def _refused(what: str, error: Any, errors: list[str]) -> OutriderError:
 
 
 def _reason(messages: list[str]) -> str:
-    """The first message that says something about the graph, without the library's own places."""
+    """The first message about the graph, without the library's source locations."""
     for message in messages:
         if "cudaError" in message or not message.strip():
-            continue  # there is no driver, which is no failure here
+            continue  # building without a driver is not an error
         line = " ".join(message.split())
         line = re.sub(r"^.*?Error Code \d+: [^(]*\((.*)\)?$", r"\1", line)
         line = re.sub(

@@ -1,7 +1,7 @@
 """TensorRT: engines for the NVIDIA GPU that is present when they are built.
 
-Written against the same interface as rtx.py, and never run: TensorRT's libraries
-are not on the package index, and it builds on a GPU only.
+Written against the same interface as rtx.py, but never run: TensorRT's libraries are not on the
+package index, and it builds only on a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DTYPES = ("float16", "bfloat16")
 RUNS = dict.fromkeys(("int8", "int4"), DTYPES)
 FORMAT: Format = "onnx"
 ENGINE_FILE = "engine.plan"
-LEVELS = range(6)  # how long it looks for a faster kernel
+LEVELS = range(6)  # how long it searches for faster kernels
 
 
 def versions() -> dict[str, str]:
@@ -36,20 +36,20 @@ def _module() -> Any:
 
 
 def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
-    """The present GPU's architecture. Raises OutriderError "option" or "backend"."""
+    """The architecture of the GPU in this machine. Raises OutriderError "option" or "backend"."""
     _module()
     if sm:
         raise OutriderError(
             "option",
-            f"SM={sm}: {PRODUCT} builds for the GPU that is present",
+            f"SM={sm} was given, but {PRODUCT} builds only for the GPU of this machine",
             "Leave SM out, or use BACKEND=tensorrt_rtx.",
         )
     present = sorted(present_gpus())
     if not present:
         raise OutriderError(
             "backend",
-            f"{PRODUCT} builds on a GPU, and there is none here",
-            "Build on the machine that will run it, or use BACKEND=tensorrt_rtx.",
+            f"{PRODUCT} needs a GPU to build, and this machine has none",
+            "Build on the machine that will run the bundle, or use BACKEND=tensorrt_rtx.",
         )
     return [f"sm{present[0]}"]
 
@@ -65,6 +65,6 @@ def compile(
     role: str, graph: Path, out: Path, facts: GraphFacts, to: EngineFacts | None
 ) -> EngineFacts:
     assert to is not None
-    # It times kernels on the GPU; the times of another version or GPU are no times of this one.
+    # It times kernels on the GPU; times measured by another version or on another GPU do not apply.
     timings = builder.TIMINGS / f"{to.targets[0]}-{versions()[PACKAGE]}.timings"
     return builder.compile(PACKAGE, PRODUCT, role, graph, out, facts, to, timings=timings)

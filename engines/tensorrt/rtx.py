@@ -1,7 +1,7 @@
 """TensorRT-RTX: engines for RTX GPUs, built with or without one.
 
-An engine holds the weights and portable code that is finished on the GPU when it is loaded: one
-file serves all architectures of its list, at 8 bytes for each (docs/LOG.md).
+An engine holds the weights and portable code whose compilation the GPU finishes at load time: one
+file serves all listed architectures, at 8 bytes for each (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ DTYPES = ("float16", "bfloat16")  # its attention has no float32 kernels
 RUNS = dict.fromkeys(("int8", "int4", "fp8"), DTYPES)
 FORMAT: Format = "onnx"
 ENGINE_FILE = "engine.rtx"
-LEVELS = range(0)  # it takes them and builds the same engine (docs/LOG.md)
-# Only when asked for: it makes the engine of a list another, larger one.
+LEVELS = range(0)  # it accepts levels but builds the same engine (docs/LOG.md)
+# Built for only when asked: an engine that includes Turing is different, and larger.
 TURING = 75
-# The first architecture that has it, where the builder says that not all do ("HW-specific").
+# The first architecture with each feature that the builder calls "HW-specific".
 SINCE = {"bfloat16": 80, "int4": 80, "fp8": 89}
 
 
@@ -42,8 +42,8 @@ def _module() -> Any:
 def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
     """The GPU architectures to build for, such as sm89.
 
-    sm: a list such as "80,89"; empty takes the present GPU's, and without a GPU all but Turing that
-    have what the graphs need. weights: kinds of them.
+    sm: a list such as "80,89"; empty for the GPUs of this machine or, without any, for all
+    architectures except Turing that have what the graphs need. weights: kinds of weights.
     Raises OutriderError "option" or "backend".
     """
     capabilities = _module().ComputeCapability.__members__
@@ -56,14 +56,14 @@ def targets(sm: str, dtype: str, weights: Sequence[str] = ()) -> list[str]:
                 "option",
                 f"{PRODUCT} {versions()[PACKAGE]} does not build for "
                 + (f"SM={part or sm}" if sm else f"the GPU of this machine (SM={part})"),
-                f"Name the GPUs that will run it, some of SM={','.join(known)}.",
+                f"Set SM to the GPUs that will run the bundle, any of SM={','.join(known)}.",
             )
     what = max((dtype, *weights), key=lambda name: SINCE.get(name, 0))
     least = SINCE.get(what, 0)
     if lacking := [part for part in wanted if int(part) < least]:
         raise OutriderError(
             "option",
-            f"the GPU SM={lacking[0]} has no {what}, which is there from SM={least} on",
+            f"the GPU SM={lacking[0]} has no {what}, which needs SM={least} or newer",
             f"Use another {'DTYPE' if what == dtype else 'WEIGHTS'}, or leave {lacking[0]} out of "
             "SM.",
         )

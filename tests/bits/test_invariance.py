@@ -160,7 +160,7 @@ def test_a_real_engine(llama_graphs: Path, tmp_path: Path) -> None:
     ("where", "name", "value", "cause"),
     [
         (bundles.sys, "executable", "/bin/false", "exit status 1"),
-        (bundles.sys, "executable", "/bin/echo", "'-m runtime.backends.invariance"),
+        (bundles.sys, "executable", "/bin/echo", "invalid answer '-m runtime.backends.invariance"),
         (bundles, "PATIENCE", 0, "it took more than 0 s"),
     ],
     ids=["it fails", "no answer", "too long"],
@@ -175,7 +175,7 @@ def test_what_cannot_be_measured_is_said(
     for first in (True, False):
         assert build(llama_graphs, out, backend="onnxruntime", slots=1) == first
         said = capfd.readouterr().err
-        assert f"was not measured, so it promises nothing: {cause}" in said
+        assert f"so the bundle promises no reproducibility: {cause}" in said
         assert "make engines MEASURE=0" in said
         assert read_bundle(out).invariance is None
 

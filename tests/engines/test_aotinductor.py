@@ -77,12 +77,12 @@ def test_it_builds_for_the_gpu_that_is_there(
 @pytest.mark.parametrize(
     ("capability", "sm", "dtype", "cause"),
     [
-        ((9, 0), "89", "float16", r"SM=89 .* builds for this GPU \(SM=90\)"),
-        ((9, 0), "90,89", "float16", "SM=90,89 is another"),
-        ((9, 0), "x", "float16", "SM=x is another"),
-        (None, "90", "float16", "builds for this CPU"),
-        ((7, 5), "", "bfloat16", r"\(SM=75\) has no bfloat16"),
-        ((7, 5), "75", "bfloat16", r"\(SM=75\) has no bfloat16"),
+        ((9, 0), "89", "float16", r"SM=89 .* builds only for its GPU \(SM=90\)"),
+        ((9, 0), "90,89", "float16", "SM=90,89 does not match"),
+        ((9, 0), "x", "float16", "SM=x does not match"),
+        (None, "90", "float16", "builds only for its CPU"),
+        ((7, 5), "", "bfloat16", r"\(SM=75\) does not support bfloat16"),
+        ((7, 5), "75", "bfloat16", r"\(SM=75\) does not support bfloat16"),
     ],
 )
 def test_other_gpus_are_refused(
@@ -98,7 +98,7 @@ def test_other_gpus_are_refused(
     ("name", "nothing", "what"),
     [
         ("torch.utils._triton.has_triton", lambda: False, "Triton"),
-        ("engines.aotinductor.cuda_toolkit", lambda named: None, "CUDA's headers"),
+        ("engines.aotinductor.cuda_toolkit", lambda named: None, "the CUDA headers"),
     ],
 )
 def test_what_compiles_for_a_gpu_is_missing(
@@ -150,7 +150,7 @@ def test_a_missing_compiler(
     asked = ["--backend", "aotinductor", "--supports", "float32", "--sm", "cpu"]
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):  # CXX, when it starts
         assert engines.__main__.main(asked) == EXIT_STATUS["backend"]
-    assert "there is no no-such-compiler" in error_line(capsys.readouterr().err, "backend")
+    assert "but no-such-compiler was not found" in error_line(capsys.readouterr().err, "backend")
 
 
 # What is compiled

@@ -40,7 +40,7 @@ def refused(capsys: pytest.CaptureFixture[str], kind: str, *options: str) -> str
 
 HALF = ("--supports", "float16")
 AOTI = ("--backend=aotinductor", "--sm=cpu")
-NO_LEVEL = "OPT_LEVEL={} means nothing to the backend "
+NO_LEVEL = "OPT_LEVEL={} does not apply to the backend "
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ NO_LEVEL = "OPT_LEVEL={} means nothing to the backend "
             for n in (-1, 0, MOST_SLOTS + 1)
         ),
         (("--slots=0", "--graphs", "nowhere"), "option", "SLOTS=0 is out of range"),
-        (("--supports", "float32", "--sm=89"), "option", "SM=89 is for GPUs"),
+        (("--supports", "float32", "--sm=89"), "option", "SM=89 names GPUs"),
         (("--supports", "float32", "--opt-level=3"), "option", NO_LEVEL.format(3) + "onnxruntime"),
         (("--backend=aotinductor", *HALF, "--opt-level=0"), "option", NO_LEVEL.format(0)),
         (("--backend=tensorrt_rtx", *HALF, "--opt-level=3"), "option", NO_LEVEL.format(3)),
@@ -74,7 +74,7 @@ NO_LEVEL = "OPT_LEVEL={} means nothing to the backend "
         *(
             pytest.param(
                 ("--backend=tensorrt_rtx", *HALF, f"--sm={sm}"), "option",
-                "some of SM=75,80,86,89,120", marks=needs_library,
+                "any of SM=75,80,86,89,120", marks=needs_library,
             )
             for sm in ("90", "89,90", "sm89", "8.9", ",", "-1")
         ),
@@ -141,4 +141,4 @@ def test_memory_of_this_machine(
     for memory, enough in ((most - 1, False), (most, True), (0, True)):  # 0: it does not say
         machine_of(memory)
         assert engines.__main__.main(options) == 0
-        assert ("not enough for 2 texts of 2048" in capsys.readouterr().err) is not enough
+        assert ("not enough for 2 texts of 2048 tokens" in capsys.readouterr().err) is not enough

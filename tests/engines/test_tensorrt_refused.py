@@ -67,7 +67,7 @@ def no_such_input(model: Any) -> None:
 @pytest.mark.parametrize(
     ("edit", "cause"),
     cases(
-        [(softcap, r"at node \S+ \(Attention\): .*softcap"), (None, "no ONNX file")],
+        [(softcap, r"at node \S+ \(Attention\): .*softcap"), (None, "not an ONNX file")],
         [
             (unknown_operator, r"at node \S+ \(NoSuchOperator\): "),
             (no_such_input, r"at node \S+ \(Mul\): "),
