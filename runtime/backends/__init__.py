@@ -1,1 +1,1 @@
-"""What runs a model: protocols, and one module a backend."""
+"""The engines that run a model: protocols, and one module per backend."""

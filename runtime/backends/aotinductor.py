@@ -1,4 +1,4 @@
-"""AOTInductor: torch's own graph, compiled; caches written where they are."""
+"""AOTInductor: runs torch's own compiled graph; caches are updated in place."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from .host import HostEngine
 if TYPE_CHECKING:
     import torch
 
-ALIGNMENT = 16  # bytes: compiled code reads its arguments in steps of that, or copies them first
+ALIGNMENT = 16  # bytes: compiled code copies arguments that are not aligned to this
 
 
 class Call(NamedTuple):
-    """Views of the engine's memory."""
+    """The arguments of a call, as views of the engine's memory."""
 
     ids: list[torch.Tensor]  # int64: input_ids [B, N], position [B], logits_index [K]
-    # In the contract's order, each [B, Hkv, S, D]; with an encoder those of the sources too, which
-    # are only read, and how long they are, int64 [B].
+    # In the contract's order, each [B, Hkv, S, D]; with an encoder followed by those of the
+    # sources, which are only read, and the sources' lengths, int64 [B].
     caches: list[torch.Tensor]
-    logits: torch.Tensor  # [B, K, V], on the CPU float32
+    logits: torch.Tensor  # [B, K, V]; float32 on the CPU
 
 
 def import_torch(version: str | None = None) -> Any:
-    # Any build of that version: +cpu or +cu130 is where it comes from.
+    # Any build of that version will do: +cpu or +cu130 only names the variant.
     wanted = f"=={version.partition('+')[0]}" if version else ""
     remedy = f"Install it: pip install torch{wanted}, or build with BACKEND=onnxruntime."
     with importing("torch", remedy, "PyTorch"):
@@ -55,32 +55,32 @@ def import_torch(version: str | None = None) -> Any:
 
 
 class Package:
-    """The code of a model, and its weights on a device. index: of a GPU, -1 for the CPU. encoder:
-    those of its encoder.
+    """The compiled code of a model, with its weights on a device. index: number of the GPU, -1 for
+    the CPU. encoder: load the model's encoder instead.
 
-    weights: by their names in the graph; what is written into them is what the code reads.
+    weights: by their names in the graph. The code reads these tensors in place.
     """
 
     def __init__(
         self, folder: Path, index: int = -1, device: str = "cpu", *, encoder: bool = False
     ):
         file = ENCODER_PACKAGE_FILE if encoder else PACKAGE_FILE
-        # Not torch._inductor.aoti_load_package: it imports the compiler, for the same loader.
-        # Single-threaded: the turns are the caller's, and otherwise it waits for events, which no
-        # CUDA graph can hold.
+        # torch._inductor.aoti_load_package creates the same loader, but imports the compiler.
+        # Single-threaded, because the caller serialises the calls; otherwise the loader waits for
+        # events, which cannot be captured in a CUDA graph.
         loader = import_torch()._C._aoti.AOTIModelPackageLoader(
             str(folder / file), "model", True, 1, index
         )
         joined = json.loads(loader.get_metadata().get(JOINED, "{}"))
-        # The code uses them where they are; this dictionary keeps them there.
+        # The code uses the tensors in place; this dictionary keeps them alive.
         self.weights, read = load_weights(
             folder / program_files(encoder)[1], loader.get_constant_fqns(), joined, device
         )
-        # Tensors of its own: the loader has a reference to each that it never gives back, so that
-        # the memory would stay when all is gone.
+        # The loader never releases its references, which would keep the memory after this object
+        # is gone. So it gets detached tensors, which are emptied when the loader is.
         own = [tensor.detach() for tensor in read.values()]
         loader.load_constants(dict(zip(read, own, strict=True)), False, True, True)
-        finalize(loader, _empty, own).atexit = False  # a thread may still compute with them then
+        finalize(loader, _empty, own).atexit = False  # at exit a thread may still be computing
         self.run = loader.run
 
 
@@ -92,9 +92,9 @@ def _empty(tensors: Sequence[torch.Tensor]) -> None:
 def load_weights(
     path: Path, names: Sequence[str], joined: Mapping[str, Sequence[str]], device: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Those of a file on a device, by their names there, and by those that the code has: each of
-    `joined` is one tensor, and its parts are views of it. Tied ones, which share their place in
-    the file, are there once."""
+    """Load the weights of a file to a device. Returns them by their names in the file, and by the
+    names that the code uses: each entry of `joined` is one tensor, of which its parts are views.
+    Tied weights, which share their place in the file, are loaded once."""
     weights, loaded = read_tensors(path), {}
     read: dict[str, torch.Tensor] = {}
     moved: dict[tuple[object, ...], torch.Tensor] = {}
@@ -115,10 +115,10 @@ def load_weights(
 
 @contextmanager
 def opening(folder: Path, remedy: str) -> Iterator[None]:
-    """What fails within is a package that cannot be loaded: OutriderError "backend"."""
+    """Raise OutriderError "backend" if anything within fails: the package cannot be loaded."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - torch raises what its C++ raises
+    except Exception as error:  # noqa: BLE001 - torch passes on what its C++ code throws
         version = import_torch().__version__
         cause = f"torch {version} cannot load the code in {folder}: {first_line(error)}"
         raise OutriderError("backend", cause, remedy) from None
@@ -139,7 +139,7 @@ class AotiEngine(HostEngine[Call]):
 
     @classmethod
     def check(cls, manifest: Manifest, folder: Path) -> None:
-        """Refuse code for instructions that this machine lacks."""
+        """Refuse code that uses instruction sets this machine lacks."""
         import_torch(manifest.versions.get("torch"))
         here = set(cpu_targets())
         for engine in (manifest.engines or {}).values():
@@ -167,23 +167,23 @@ class AotiEngine(HostEngine[Call]):
 
     def _encode(self, source: Any, names: Sequence[str]) -> dict[str, Any]:
         assert self._encoder is not None
-        if isinstance(source, np.ndarray):  # else what another package has made
-            source = self._torch.from_numpy(source.copy())  # it may be read-only
+        if isinstance(source, np.ndarray):  # otherwise the output of another package
+            source = self._torch.from_numpy(source.copy())  # a copy, since it may be read-only
         with self._own_threads():
             found = self._encoder.run([source])
-        assert len(names) <= len(found)  # the states last, where they are asked for
+        assert len(names) <= len(found)  # the states come last and may not be wanted
         return dict(zip(names, found, strict=False))
 
     def _run(self, call: Call) -> None:
         with self._own_threads():
-            # A package allocates its output: that is copied, the caches are not.
+            # The package allocates its output, which is copied; caches are updated in place.
             call.logits.copy_(self._loader.run([*call.ids, *call.caches])[0])
 
     @contextmanager
     def _own_threads(self) -> Iterator[None]:
-        """While as many threads run as were asked for."""
+        """Run with the requested number of threads."""
         before = self._torch.get_num_threads()
-        if self._threads:  # the process's, so a host application gets its own back
+        if self._threads:  # the setting is global: restore the host application's afterwards
             self._torch.set_num_threads(self._threads)
         try:
             yield
@@ -193,20 +193,20 @@ class AotiEngine(HostEngine[Call]):
 
 
 class TorchGpu:
-    """The device and the stream of a `Cuda`, to torch: all that is asked of torch.cuda."""
+    """The device and stream of a `Cuda`, for torch; everything that uses torch.cuda is here."""
 
     _made: ClassVar[WeakKeyDictionary[Cuda, TorchGpu]] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, cuda: Cuda, stream: int) -> TorchGpu:
-        """One for all engines of a decoder, who share the pool that their graphs allocate from."""
+        """The one instance for all engines of a decoder, whose graphs share its memory pool."""
         if cuda not in cls._made:
             cls._made[cuda] = cls(cuda, stream)
         return cls._made[cuda]
 
     def __init__(self, cuda: Cuda, stream: int):
         self._torch = import_torch()
-        cuda.use()  # torch goes by the current device
+        cuda.use()  # torch uses the current device
         self._torch.cuda.init()
         self.index, self.device = cuda.ordinal, f"cuda:{cuda.ordinal}"
         self._stream = self._torch.cuda.ExternalStream(stream, self.device)
@@ -223,22 +223,22 @@ class TorchGpu:
         return tensor
 
     def enqueue(self, work: Callable[[], object]) -> None:
-        """Put on the stream what `work` has torch do."""
+        """Run `work`, whose torch operations go onto the stream."""
         with self._torch.cuda.stream(self._stream):
             work()
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Give what is allocated meanwhile from a pool of this object's. Each engine enters; torch
-        refuses a pool that is in use, so only the first does something.
+        """Allocate from this object's own pool while calls are captured. Every engine enters, but
+        torch refuses a pool that is in use, so only the first entry has an effect.
 
-        A graph writes to the addresses of its capture at every replay. Memory of a pool is given
-        to nobody outside of it, and not back to the driver while the pool lives. All graphs may
-        share it: they replay one after the other, and nothing in it is needed between replays.
+        A graph writes to the addresses of its capture at every replay. Memory of a pool is never
+        used outside of it, nor returned to the driver while the pool lives. All graphs may share
+        the pool: they replay one after the other, and nothing in it is needed between replays.
 
-        Before cudaMalloc torch asks the stream itself whether it captures. Events it must not query
-        then: 2.11 takes a pool in use for a capture and does not, 2.13 does but has none, since
-        nothing here is used on a second stream.
+        Before cudaMalloc, torch asks the stream itself whether it is capturing. It must not query
+        events meanwhile: torch 2.11 treats a pool in use as a capture and queries none; 2.13 would,
+        but there are none, since nothing here is used on a second stream.
         """
         if self._capturing:
             yield
@@ -252,13 +252,13 @@ class TorchGpu:
 
 
 class AotiCudaEngine(PreparedEngine):
-    """See `DeviceEngine`. Raises OutriderError "backend" where torch cannot load the package."""
+    """See `DeviceEngine`. Raises OutriderError "backend" if torch cannot load the package."""
 
-    alignment = ALIGNMENT  # the copy of a cache would be updated in its place
-    # Not measured yet: cuBLAS's workspaces (32 MiB each on Hopper), its kernels as they are loaded,
-    # a prompt's activations, the pool of the graphs.
+    alignment = ALIGNMENT  # otherwise a copy of the cache would be updated in its place
+    # Not measured yet. It has to cover cuBLAS workspaces (32 MiB each on Hopper), its kernels as
+    # they are loaded, a prompt's activations and the pool of the graphs.
     allowance = 1 << 28
-    _library, _gpu = "AOTInductor", TorchGpu  # what the tests stand in for
+    _library, _gpu = "AOTInductor", TorchGpu  # replaced in tests
 
     @staticmethod
     def logits_dtype(facts: GraphFacts) -> Dtype:
@@ -272,7 +272,7 @@ class AotiCudaEngine(PreparedEngine):
     def _open(self, folder: Path, facts: GraphFacts, engine: EngineFacts | None) -> None:
         self._torch = import_torch()
         self._dtype = getattr(self._torch, facts.dtype)
-        self._slots: dict[tuple[int, int], list[torch.Tensor]] = {}  # by first slot and how many
+        self._slots: dict[tuple[int, int], list[torch.Tensor]] = {}  # by (first slot, slot count)
         remedy = "Build the bundle again, on this machine, or free some memory of the GPU."
         with opening(folder, remedy):
             self.gpu = self._gpu.of(self.cuda, self.stream)
@@ -284,7 +284,7 @@ class AotiCudaEngine(PreparedEngine):
 
     def _run(self, call: Call) -> None:
         def work() -> None:
-            # The package would copy ids itself where they are not aligned, but warns each time.
+            # The package would copy unaligned ids itself, but with a warning each time.
             ids = [x if x.data_ptr() % ALIGNMENT == 0 else x.clone() for x in call.ids]
             (logits,) = self._loader.run([*ids, *call.caches])
             call.logits.copy_(logits, non_blocking=True)

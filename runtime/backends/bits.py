@@ -1,4 +1,5 @@
-"""What is promised of a text's bits: the same whatever gamma, draft, slot and neighbours it had."""
+"""The promise of bitwise reproducibility: which of gamma, draft, slot, neighbours and thread count
+cannot change a text."""
 
 from __future__ import annotations
 
@@ -10,27 +11,28 @@ from ..files.machine import processor
 from ..files.manifest import HOST_FILE, CallBits, GraphFacts, Manifest
 from ..sampling import kernel
 
-WIDEST_STEP = 2  # tokens of a plain step's call, at most; wider ones cost more than a promise
+WIDEST_STEP = 2  # tokens of a plain step's call, at most; wider calls would cost too much
 
 
 @dataclass(frozen=True)
 class Bits:
-    """What the bits of the target's logits, and so a text, do not depend on.
+    """What the bits of the target's logits, and so of a text, do not depend on.
 
-    narrowest: tokens of its narrowest calls. same, other: which of gamma, draft, slot, neighbour
-    and thread count make no difference, and which may; both are empty where nobody measured.
+    narrowest: number of tokens of the target's narrowest calls. same, other: which of gamma, draft,
+    slot, neighbour and thread count make no difference, and which may; both are empty if this was
+    not measured.
     """
 
     narrowest: int = 1
     same: tuple[str, ...] = ()
     other: tuple[str, ...] = ()
-    forgone: bool = False  # by calls that are narrower than they need to be
-    slots: bool = True  # whether one slot and several give the same
-    unknown: str = "not measured on this device"  # why, where both are empty
+    forgone: bool = False  # given up, because calls are narrower than the promise needs
+    slots: bool = True  # whether one slot and several give the same bits
+    unknown: str = "not measured on this device"  # the reason, if both are empty
 
     @property
     def of_gamma(self) -> bool:
-        """Whether speculation and plain decoding are the same computation."""
+        """Whether speculation and plain decoding give the same bits."""
         return "gamma" in self.same
 
     def line(self) -> str:
@@ -52,26 +54,26 @@ class Bits:
 
 
 def reproducible(facts: GraphFacts) -> bool:
-    """Whether the graph that the bundle was made for is what runs: without `liboutrider` it is the
-    other one, and what was measured of one says nothing of the other."""
+    """Whether the graph that the bundle was made for is the one that runs. Without `liboutrider`
+    the portable graph runs instead, to which the measurements do not apply."""
     return HOST_FILE not in facts.files or kernel.available()
 
 
 def promised(
     manifest: Manifest, slots: int, usual: int, library: str = "", plain_width: int | None = None
 ) -> Bits:
-    """What a bundle for the CPU promises with as many slots.
+    """What a bundle for the CPU promises with this number of slots.
 
-    usual: the narrowest call where nobody measured. library: that it was built with, where another
-    one is here. plain_width: the narrowest call that was asked for.
+    usual: the narrowest call if nothing was measured. library: the one that the bundle was built
+    with, if another one is installed. plain_width: the narrowest call that was requested.
     """
     facts, unknown = manifest.invariance, ""
     if facts is None:
-        unknown = "the build did not measure it; build again, without MEASURE=0"
+        unknown = "the build did not measure it; build again without MEASURE=0"
     elif library:
         unknown = f"built with {library}; install that one, or build again"
     elif not reproducible(manifest.pair.target):
-        unknown = "built with liboutrider, which is not here; type make plugins, or build again"
+        unknown = "built with liboutrider, which is missing here; run make plugins, or build again"
     elif facts.processor != processor():
         unknown = "built on another processor; build again on this one"
     if facts is None or unknown:
@@ -95,7 +97,7 @@ def promised(
 
 
 def _least(calls: CallBits) -> int | None:
-    """The width from which on all calls agree; None where some wide ones do not."""
+    """The width from which on all calls agree; None if some wide ones do not."""
     least = min(calls.widths)
     return least if least <= WIDEST_STEP and all(w < least for w in calls.others) else None
 

@@ -1,7 +1,8 @@
-"""A GPU through the CUDA driver: memory, a stream, graphs. Nothing here knows what runs on it.
+"""A GPU through the CUDA driver: memory, streams, graphs. Nothing here knows what runs on it.
 
-Over cuda.bindings.driver, which is the C interface name for name: stable across versions, and small
-enough that the tests stand in for all of it. (`cuda.core` has no launch with a structure by value.)
+This uses cuda.bindings.driver, which is the C interface name for name: stable across versions, and
+small enough for the tests to replace all of it. (`cuda.core` cannot launch a kernel whose parameter
+is a structure passed by value.)
 """
 
 from __future__ import annotations
@@ -22,31 +23,33 @@ import numpy.typing as npt
 from ..files.errors import OutriderError, first_line, importing
 
 Array = npt.NDArray[Any]
-PIECES, PIECE = 32, 1 << 14  # of page-locked memory, and bytes: a prompt of 2,000 tokens is one
+# Pieces of page-locked memory, and bytes of each: one holds a prompt of 2,000 tokens.
+PIECES, PIECE = 32, 1 << 14
 
-# A capture forbids everybody to wait for its context ("Stream management" of the CUDA driver's
-# documentation), so the garbage collector pauses, and what another thread drops then waits here.
-_captures: list[bool] = []  # those under way: whether the collector ran before
+# During a capture no thread may wait for its context ("Stream management" of the CUDA driver's
+# documentation). So the garbage collector pauses, and what other threads drop is released later.
+_captures: list[bool] = []  # those under way: whether the collector was enabled before
 _left: list[Callable[[], None]] = []
 
 
 class CaptureError(Exception):
-    """Work that a CUDA graph cannot hold; one line."""
+    """Work that cannot be captured in a CUDA graph. The message is one line."""
 
 
 @dataclass(frozen=True)
 class Graph:
-    """What can be launched. nodes: kernels, copies and fills in it; of a loop, in its body."""
+    """A graph that can be launched. nodes: how many kernels, copies and fills it has; for a loop,
+    its body."""
 
     executable: Any
     nodes: int
 
 
 class Cuda:
-    """A GPU, its primary context made current.
+    """A GPU, with its primary context made current.
 
-    driver: cuda.bindings.driver, or what stands in for it. Raises OutriderError("backend") where
-    there is no driver or no device, and wherever a call fails ("memory" where memory is short).
+    driver: cuda.bindings.driver, or a stand-in for it. Raises OutriderError("backend") if there is
+    no driver or no device, and whenever a call fails ("memory" if memory runs out).
     """
 
     def __init__(self, ordinal: int = 0, driver: Any = None):
@@ -61,9 +64,9 @@ class Cuda:
         )
         self._context = self._call("cuDevicePrimaryCtxRetain", device)
         self.use()
-        # What the driver is to be given back, newest first, once nobody has this object any more.
+        # Resources to release, newest first, when this object is garbage collected.
         self._owned: list[tuple[str, Any]] = []
-        self._stages: deque[tuple[npt.NDArray[np.uint8], Any]] = deque()  # longest unused first
+        self._stages: deque[tuple[npt.NDArray[np.uint8], Any]] = deque()  # oldest first
         weakref.finalize(self, _give_back, self._driver, self._context, self._owned)
 
     def use(self) -> None:
@@ -73,12 +76,12 @@ class Cuda:
     # Memory
 
     def memory(self) -> tuple[int, int]:
-        """Bytes free and in all."""
+        """Free and total bytes."""
         free, total = self._call("cuMemGetInfo")
         return free, total
 
     def allocate(self, size: int) -> int:
-        """Zeroed device memory; the address. It lives as long as this object."""
+        """Allocate zeroed device memory that lives as long as this object. Returns its address."""
         address = int(self._call("cuMemAlloc", max(size, 1)))
         self._owned.append(("cuMemFree", address))
         self._call("cuMemsetD8", address, 0, max(size, 1))
@@ -86,15 +89,15 @@ class Cuda:
         return address
 
     def pinned(self, size: int) -> npt.NDArray[np.uint8]:
-        """Page-locked host memory, which a copy from the device needs in order not to wait, and
-        which the device can address. It lives as long as this object."""
+        """Page-locked host memory, which lives as long as this object. The device can address it,
+        and only into such memory can it copy without making the host wait."""
         address = int(self._call("cuMemHostAlloc", max(size, 1), 0))
         self._owned.append(("cuMemFreeHost", address))
         return np.ctypeslib.as_array((ctypes.c_uint8 * max(size, 1)).from_address(address))
 
     def read(self, target: int, address: int, size: int) -> None:
-        """Copy `size` bytes to a host address. What writes them was waited for, or is on the
-        default stream."""
+        """Copy `size` bytes to a host address. The caller has waited for what writes them, unless
+        that runs on the default stream."""
         if size:
             self._call("cuMemcpyDtoH", target, address, size)
 
@@ -102,8 +105,8 @@ class Cuda:
         """Copy a contiguous array to the device, in the stream's order. The array may change as
         soon as this returns.
 
-        By way of page-locked memory: a copy from any other may wait for all that is on the stream,
-        and the round that was launched ahead is.
+        The copy goes through page-locked memory: a copy from other memory may wait for everything
+        on the stream, including the round that was launched ahead.
         """
         assert array.flags.c_contiguous
         data = array.reshape(-1).view(np.uint8)
@@ -115,7 +118,8 @@ class Cuda:
             self.record(copied, stream)
 
     def _stage(self) -> tuple[npt.NDArray[np.uint8], Any]:
-        """A piece of page-locked memory that no copy reads any more, and the event of its next."""
+        """A piece of page-locked memory that no copy still reads, and the event to record after
+        its next copy."""
         if not self._stages:
             memory = self.pinned(PIECES * PIECE).reshape(PIECES, PIECE)
             self._stages.extend((piece, self.event()) for piece in memory)
@@ -126,15 +130,15 @@ class Cuda:
         return staged, copied
 
     def zero(self, address: int, size: int, stream: int) -> None:
-        """Fill device memory, in the stream's order."""
+        """Fill device memory with zeros, in the stream's order."""
         self._call("cuMemsetD8Async", address, 0, size, stream)
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
-        """From device memory to device memory, in the stream's order."""
+        """Copy from device memory to device memory, in the stream's order."""
         self._call("cuMemcpyDtoDAsync", target, source, size, stream)
 
     def download(self, target: Array, address: int, stream: int) -> None:
-        """Copy from the device into `target` (of `pinned`), in the stream's order."""
+        """Copy from the device into `target` (allocated by `pinned`), in the stream's order."""
         self._call("cuMemcpyDtoHAsync", target.ctypes.data, address, target.nbytes, stream)
 
     # Streams, events, graphs
@@ -156,11 +160,12 @@ class Cuda:
         self._call("cuEventSynchronize", event)
 
     def reached(self, event: Any) -> bool:
-        """Whether what was recorded last has happened; true of one that was never recorded."""
+        """Whether the work before the event's last record has ended; True if the event was never
+        recorded."""
         return self._ready("cuEventQuery", event)
 
     def done(self, stream: int) -> bool:
-        """Whether all that was launched has ended. Raises where it ended badly."""
+        """Whether all work on the stream has ended. Raises if it failed."""
         return self._ready("cuStreamQuery", stream)
 
     def _ready(self, query: str, what: Any) -> bool:
@@ -171,7 +176,7 @@ class Cuda:
         return True
 
     def capture(self, enqueue: Callable[[], None], stream: int) -> Graph:
-        """What `enqueue` puts on the stream as a graph that can be launched. Nothing runs.
+        """Capture what `enqueue` puts on the stream as a graph that can be launched. Nothing runs.
 
         Raises CaptureError; the stream is then as before.
         """
@@ -181,7 +186,8 @@ class Cuda:
         return self._executable(graph)
 
     def capture_loop(self, enqueue: Callable[[int], None], stream: int) -> Graph:
-        """The same as the body of a loop, which is repeated while a kernel of it says so.
+        """Like `capture`, but the graph is a loop whose body repeats while one of its kernels sets
+        the condition.
 
         enqueue: takes the condition's handle. Raises CaptureError.
         """
@@ -206,7 +212,7 @@ class Cuda:
                 "cuStreamBeginCaptureToGraph", stream, body, None, None, 0, self._capture_mode()
             )
         except (OutriderError, AttributeError, TypeError) as error:
-            # Of a driver, or of bindings, that has no loops.
+            # The driver or the bindings do not support loops.
             raise CaptureError(first_line(error)) from error
         self._recorded(lambda: enqueue(int(handle)), stream)
         return graph, body
@@ -215,7 +221,7 @@ class Cuda:
         return self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
     def _recorded(self, enqueue: Callable[[], None], stream: int) -> Any:
-        """The graph of what `enqueue` puts on a stream that captures."""
+        """The graph of what `enqueue` puts on a stream that is capturing."""
         failure: BaseException | None = None
         try:
             enqueue()
@@ -231,7 +237,7 @@ class Cuda:
         return graph
 
     def _executable(self, graph: Any, body: Any = None) -> Graph:
-        """body: of a loop, what is repeated."""
+        """Instantiate a graph. body: of a loop, the graph that is repeated."""
         _, nodes = self._call("cuGraphGetNodes", graph if body is None else body)
         status, executable = self._driver.cuGraphInstantiate(graph, 0)
         self._call("cuGraphDestroy", graph)
@@ -267,25 +273,26 @@ class Cuda:
 @contextmanager
 def _capturing() -> Iterator[None]:
     _captures.append(gc.isenabled())
-    gc.disable()  # a library's objects wait for the context too when they end
+    gc.disable()  # destroying a library's objects may wait for the context too
     try:
         yield
     finally:
-        collects = _captures.pop()  # the first one's stays till the last ends
+        collects = _captures.pop()  # the first capture's value stays until the last one ends
         if not _captures:
             if collects:
                 gc.enable()
-            with suppress(IndexError):  # another thread may have come first
+            with suppress(IndexError):  # another thread may have emptied it
                 while _left:
                     _left.pop()()
 
 
 def _give_back(driver: Any, context: Any, owned: list[tuple[str, Any]]) -> None:
-    """After all that was launched; what fails now, fails for nobody."""
+    """Release resources, once all launched work has ended. Errors are ignored: nobody is left to
+    handle them."""
     if _captures:
         _left.append(partial(_give_back, driver, context, owned))
         return
-    if int(driver.cuCtxPushCurrent(context)[0]):  # whoever was interrupted may use another
+    if int(driver.cuCtxPushCurrent(context)[0]):  # the interrupted code may use another context
         return
     driver.cuCtxSynchronize()
     for name, what in reversed(owned):
@@ -294,12 +301,12 @@ def _give_back(driver: Any, context: Any, owned: list[tuple[str, Any]]) -> None:
 
 
 def _driver() -> Any:
-    remedy = "Install the extra outrider[cuda], where an NVIDIA GPU and its driver are."
+    remedy = "Install the extra outrider[cuda] on a machine with an NVIDIA GPU and its driver."
     with importing("cuda.bindings", remedy, "cuda-bindings"):
         from cuda.bindings import driver
     try:
         driver.cuInit(0)
-    except Exception as error:  # noqa: BLE001 - its own class where there is no driver, by version
+    except Exception as error:  # noqa: BLE001 - without a driver, a class that varies by version
         raise OutriderError(
             "backend", f"there is no CUDA driver ({first_line(error)})", "Install NVIDIA's driver."
         ) from None

@@ -1,4 +1,4 @@
-"""What a round on a GPU asks of a model: calls that are enqueued, on addresses in device memory."""
+"""The interface of a model on a GPU: calls on device addresses, enqueued on a stream."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Tensor = tuple[str, int, tuple[int, ...]]  # name, device address, shape
 class DeviceCall:
     """One call: B slots from `first_slot` on, N tokens of each, K of which get logits.
 
-    Device addresses of contiguous arrays. input_ids: int64 [B, N]. position: int64 [B].
-    logits_index: int64 [K]. logits: [B, K, V] of the engine's `logits_dtype`.
+    The arrays are contiguous and given by their device addresses. input_ids: int64 [B, N].
+    position: int64 [B]. logits_index: int64 [K]. logits: [B, K, V] of the engine's `logits_dtype`.
     """
 
     batch: int
@@ -47,18 +47,18 @@ class DeviceCall:
 
 
 class DeviceEngine(ABC):
-    """See `Engine`; and its calls can be enqueued on `stream`, where they run in order.
+    """An `Engine` whose calls can also be enqueued on `stream`, where they run in order.
 
     The caches of all slots are device memory that this class allocates: [slots, Hkv, S, D] for each
-    layer and side, S the capacity. One stream for all engines of a decoder.
+    layer and side, S being the capacity. All engines of a decoder share one stream.
 
-    alignment: bytes that the addresses of a call must be a multiple of, if it has several slots.
-    allowance: bytes for what the library allocates by itself, where no builder said.
+    alignment: the caches of each slot must start at a multiple of this many bytes.
+    allowance: bytes to reserve for the library's own allocations if no builder reported them.
     """
 
     alignment = 1
     allowance = 0
-    _library: str  # what runs the model, for errors
+    _library: str  # name of the library, for errors
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class DeviceEngine(ABC):
         slots: int,
         widest: int,
     ):
-        """The engine of one model of a bundle: of the graph in `folder`, or of the file there that
+        """Open the engine of one model of a bundle: the graph in `folder`, or the file there that
         was compiled from it (`engine`). slots, widest: see `HostEngine`. Raises OutriderError."""
         self.cuda, self.stream = cuda, stream
         self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
         self.chunk = min(CHUNK, self.capacity)
-        self.narrowest = 1  # a GPU's libraries choose by width anyway
+        self.narrowest = 1  # GPU libraries choose kernels by width anyway
         self.held = HeldRows(slots, self.vocab_size)  # empty: texts and lengths live on the device
         self._most = widest
         self.logit_type: Dtype = self.logits_dtype(facts)
@@ -92,48 +92,49 @@ class DeviceEngine(ABC):
                 raise OutriderError(
                     "backend",
                     f"slots of {self.capacity} rows of {heads} x {width} {facts.dtype} in {name} "
-                    f"are no multiple of {self.alignment} bytes",
+                    f"are not a multiple of {self.alignment} bytes",
                     "Use one slot, or BACKEND=onnxruntime.",
                 )
             self.caches[name] = cuda.allocate(slots * size), (heads, width)
 
     @staticmethod
     def logits_dtype(facts: GraphFacts) -> Dtype:
-        """What a call writes as logits."""
+        """The type of the logits that a call writes."""
         return "float32"
 
     @abstractmethod
     def _open(self, folder: Path, facts: GraphFacts, engine: EngineFacts | None) -> None:
-        """What runs the model."""
+        """Load the model into the library."""
 
     @classmethod
     def check(cls) -> None:
-        """Refuse, before anything is loaded, a library that lacks its part for GPUs. Raises
-        OutriderError "backend"."""
+        """Raise OutriderError "backend", before anything is loaded, if the installed library has no
+        GPU support."""
         return
 
     @classmethod
     def give_back(cls) -> None:
-        """Let the driver have what the library keeps of engines that are gone."""
+        """Return memory to the driver that the library keeps after its engines are gone."""
         return
 
     @abstractmethod
     def enqueue(self, call: DeviceCall, graph: object = None) -> None:
         """Put the call on the stream, without waiting.
 
-        graph: whose call it is; None for calls that no graph holds. An engine whose state belongs
-        to a captured graph keeps one for each. A call that is captured was made before, outside of
-        the capture, with the same shapes and the same `graph`. Raises OutriderError "backend".
+        graph: identifies the graph that the call belongs to; None outside of graphs. An engine with
+        state that belongs to a captured graph keeps one for each. Before a call is captured, it was
+        made once outside of the capture, with the same shapes and the same `graph`. Raises
+        OutriderError "backend".
         """
 
     def capturing(self) -> AbstractContextManager[object]:
-        """What must be in force while calls are captured."""
+        """The context in which calls are captured."""
         return nullcontext()
 
     @cached_property
     def _own(self) -> tuple[int, int, int, int]:
-        """What `forward` copies to and from: input_ids, position, logits_index, logits. Memory that
-        a round does without."""
+        """The buffers of `forward`: input_ids, position, logits_index, logits. Allocated on first
+        use, since a round does not need them."""
         sizes = (
             8 * self.slots * max(self.chunk, self._most), 8 * self.slots, 8 * self._most,
             self.slots * self._most * self.row_bytes,
@@ -157,8 +158,8 @@ class DeviceEngine(ABC):
         first_slot: int = 0,
         buffer: int = 0,
     ) -> Logits:
-        """`Engine.forward`: arguments are copied up and logits down. For checks and tools; a round
-        copies neither. Returns a new array, whatever the buffer."""
+        """`Engine.forward`: copies the arguments to the device and the logits back. For checks and
+        tools; a round copies neither. Returns a new array, whatever the buffer."""
         (batch, width), outputs = input_ids.shape, len(logits_index)
         if width > self.chunk or outputs > self._most or first_slot + batch > self.slots:
             raise ValueError(
@@ -175,7 +176,8 @@ class DeviceEngine(ABC):
         return self.rows(logits, batch * outputs).reshape(batch, outputs, self.vocab_size)
 
     def rows(self, address: int, count: int) -> Logits:
-        """Rows of logits from the device, [count, V]; what writes them was waited for."""
+        """Copy rows of logits, [count, V], from the device. The caller has waited for what writes
+        them."""
         raw = np.empty(count * self.row_bytes, np.uint8)
         self.cuda.read(raw.ctypes.data, address, raw.nbytes)
         if self.logit_type == "bfloat16":  # the upper half of a float32
@@ -200,10 +202,10 @@ class DeviceEngine(ABC):
 
 
 class PreparedEngine(DeviceEngine):
-    """An engine without state for each graph: a call is prepared once for all of them."""
+    """An engine without per-graph state: a call is prepared once for all graphs."""
 
     def __init__(self, *arguments: Any, **sizes: Any):
-        # The calls of rounds; the prompts' addresses and widths vary too much.
+        # Calls of rounds only; the addresses and widths of prompt calls vary too much.
         self._prepared: dict[DeviceCall, Any] = {}
         super().__init__(*arguments, **sizes)
 
@@ -220,8 +222,8 @@ class PreparedEngine(DeviceEngine):
 
     @abstractmethod
     def _prepare(self, call: DeviceCall) -> Any:
-        """What the library needs for a call."""
+        """Prepare the library's arguments for a call."""
 
     @abstractmethod
     def _run(self, call: Any) -> None:
-        """Enqueue what `_prepare` made."""
+        """Enqueue a call that `_prepare` returned."""

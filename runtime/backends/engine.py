@@ -1,4 +1,4 @@
-"""What the round asks of a model, whatever backend runs it."""
+"""The interface that a round uses to run a model, whatever the backend."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Logits = npt.NDArray[np.float32]
 
 
 def cache_shapes(facts: GraphFacts) -> dict[str, tuple[int, int]]:
-    """Hkv and D of each cache, in the contract's order; D with the scale of a quantised row."""
+    """Hkv and D of each cache, in the contract's order; D includes the scale of a quantised row."""
     scale = SCALE_BYTES if facts.cache else 0
     shapes = _by_layer(key=facts.key_shapes, value=facts.value_shapes)
     return {name: (heads, width + scale) for name, (heads, width) in shapes.items()}
 
 
 def state_shapes(facts: GraphFacts) -> dict[str, tuple[int, int]]:
-    """H and D of what recurrent layers keep, in the contract's order; none without them."""
+    """H and D of the recurrent layers' states, in the contract's order; empty without any."""
     return _by_layer(state=facts.states.shapes) if facts.states else {}
 
 
 def source_shapes(facts: GraphFacts) -> dict[str, tuple[int, int]]:
-    """H and D of what an encoder leaves in a slot, in the contract's order; none without one."""
+    """H and D of what an encoder stores in a slot, in the contract's order; empty without one."""
     left = facts.encoder
     return _by_layer(cross_key=left.key_shapes, cross_value=left.value_shapes) if left else {}
 
@@ -42,8 +42,8 @@ def _by_layer(**sides: list[list[int]]) -> dict[str, tuple[int, int]]:
 
 
 class Features:
-    """A source that is no text: float32 [bands, frames], which nobody writes any more. Two of the
-    same numbers are equal."""
+    """A source that is not text: read-only float32 [bands, frames]. Two with the same numbers are
+    equal."""
 
     def __init__(self, array: npt.ArrayLike):
         self.array = np.array(array, np.float32, order="C")
@@ -58,22 +58,22 @@ class Features:
         return hash(self._digest)
 
 
-Source = Sequence[int] | Features  # what an encoder reads; no ids where there is none
+Source = Sequence[int] | Features  # what an encoder reads; no ids if the model has none
 
 
 def source_ids(source: Source) -> Sequence[int]:
-    """Its tokens; none of what is no text."""
+    """The source's tokens; empty for `Features`."""
     return () if isinstance(source, Features) else source
 
 
 class HeldRows:
-    """What an engine's rows were computed from: an account of its calls, slot by slot.
+    """What an engine's cache rows were computed from: a record of its calls, slot by slot.
 
-    Row i of a slot holds what token i makes of tokens 0 .. i, and of the slot's source where there
-    is an encoder. So a text of that source that begins with the same tokens finds its rows there. A
-    call overwrites rows, and what lies behind them is no text's any more. vocab_size: of the
-    engine; ids beyond are read as 0 (`calls.readable`). states: of recurrent layers, whose rows are
-    a ring: a text goes on where those that a call reads are still there.
+    Row i of a slot depends on tokens 0 .. i and, with an encoder, on the slot's source. So a text
+    with that source that begins with the same tokens can reuse its rows. A call overwrites rows,
+    after which those behind them belong to no text. vocab_size: of the engine; ids beyond it are
+    read as 0 (`calls.readable`). states: of recurrent layers, whose rows are a ring: a text can be
+    continued only while the rows that a call reads are still there.
     """
 
     def __init__(self, slots: int, vocab_size: int, states: StateFacts | None = None):
@@ -86,12 +86,12 @@ class HeldRows:
         return self._sources[slot] == _kept(source)
 
     def slot_of(self, source: Source) -> int | None:
-        """A slot that has this source."""
+        """A slot that has this source; None if there is none."""
         kept = _kept(source)
         return self._sources.index(kept) if kept in self._sources else None
 
     def encoded(self, slot: int, source: Source) -> None:
-        """The slot has another source."""
+        """Record that the slot has another source."""
         self._sources[slot] = _kept(source)
         self.cut(slot, 0)
 
@@ -99,7 +99,7 @@ class HeldRows:
         return len(self._tokens[slot])
 
     def common(self, slot: int, text: Sequence[int], source: Source = ()) -> int:
-        """How many tokens this text, of this source, and the rows begin with together."""
+        """How many leading tokens the slot's rows have in common with this text of this source."""
         if not self.has(slot, source):
             return 0
         held, wide = self._tokens[slot], self._vocab_size
@@ -108,22 +108,24 @@ class HeldRows:
         return next(alike, min(len(held), len(text)))
 
     def resumes(self, slot: int, length: int) -> int:
-        """Where a text whose first rows these are goes on: there, or at its beginning."""
+        """Where to continue a text whose first `length` rows the slot holds: at `length`, or at 0
+        if the state needed there is lost."""
         return length if length >= self._least[slot] else 0
 
     def cut(self, slot: int, length: int) -> None:
-        """The rows from `length` on hold nothing of use."""
+        """Record that the rows from `length` on are invalid."""
         del self._tokens[slot][length:]
 
     def overwrites(self, slot: int, start: int, width: int) -> None:
-        """A call begins, of so many tokens; one that fails leaves nothing of use there."""
+        """Record that a call of `width` tokens begins. If it fails, its rows are invalid."""
         self.cut(slot, start)
         if self.states:
             lost = start + width - self.states.rows + self.states.reach
             self._least[slot] = max(self._least[slot] if start else 0, lost)
 
     def wrote(self, first_slot: int, input_ids: Ids, position: Ids) -> None:
-        """A call as `Engine.forward` has it. Rows behind a gap are those of no text."""
+        """Record a call with the arguments of `Engine.forward`. Rows behind a gap belong to no
+        text."""
         for slot, (ids, start) in enumerate(
             zip(input_ids.tolist(), position.tolist(), strict=True), first_slot
         ):
@@ -133,7 +135,7 @@ class HeldRows:
                 held += ids
 
     def copied(self, source: int, destination: int, length: int) -> None:
-        """The first rows of one slot became another's. Both are of one source."""
+        """Record that the first rows of one slot were copied to another with the same source."""
         self._tokens[destination] = self._tokens[source][:length]
 
 
@@ -144,12 +146,12 @@ def _kept(source: Source) -> tuple[int, ...] | Features:
 class Engine(Protocol):
     """One model with its cache slots.
 
-    A slot's length is the caller's integer, not the engine's: rows at or beyond the position of a
-    call are overwritten by it or masked in it, so rolling back is calling with a lower position.
+    The caller, not the engine, keeps the length of a slot: a call overwrites or masks the rows at
+    or beyond its position, so rolling back means calling with a lower position.
 
     slots: how many sequences it holds. capacity: rows S of each. chunk: the largest N of a call.
-    narrowest: the least N of a call that gives a text's tokens; a narrower one may round otherwise.
-    vocab_size: V of the logits. held: an account of the rows; empty where the engine keeps none.
+    narrowest: the least N of a call that decides tokens; a narrower one may round differently.
+    vocab_size: V of the logits. held: a record of the rows; empty if the engine keeps none.
     """
 
     slots: int
@@ -169,17 +171,17 @@ class Engine(Protocol):
     ) -> Logits:
         """Run N consecutive tokens for each of the B slots that start at `first_slot`.
 
-        input_ids: int64 [B, N]. position: int64 [B], the row that the first of them goes to;
-        position + N <= capacity is the caller's duty. logits_index: int64 [K], which of the N
-        get logits. Returns float32 [B, K, V], a view of that buffer: valid until the next call
-        with it.
+        input_ids: int64 [B, N]. position: int64 [B], the row of each slot's first token; the caller
+        ensures position + N <= capacity. logits_index: int64 [K], which of the N tokens get logits.
+        buffer: number of the buffer for the logits. Returns float32 [B, K, V], a view of that
+        buffer, valid until the next call with it.
         """
 
     def encode(self, slot: int, source: Source) -> None:
-        """Let the slot's rows be of this source, of which there is one exactly where the model has
-        an encoder. It runs unless the slot has that source already; otherwise no row is of use
-        after it. Its length or shape is the caller's duty; ids that it lacks are read as 0."""
+        """Give the slot a source, which is empty unless the model has an encoder. Unless the slot
+        has that source already, this runs the encoder and invalidates all rows. The caller ensures
+        a legal length or shape; ids beyond the vocabulary are read as 0."""
 
     def clear(self, slot: int) -> None:
-        """Empty a slot whose rows may hold NaN: masked rows are multiplied too, and 0 times NaN is
+        """Zero a slot whose rows may hold NaN: masked rows are multiplied too, and 0 times NaN is
         NaN."""

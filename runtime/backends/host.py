@@ -1,4 +1,4 @@
-"""What the engines of the CPU share: slots that grow with the text, and calls prepared by shape."""
+"""The common part of CPU engines: slots that grow with the text, and calls prepared per shape."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from .engine import (
 
 Call = TypeVar("Call")
 STATES = "encoder_states"
-MOST_CALLS = 1024  # that are kept: kilobytes each, and more of a deep model
+MOST_CALLS = 1024  # prepared calls that are kept: kilobytes each, more for a deep model
 
 
 class HostEngine(ABC, Generic[Call]):
-    """See `Engine`. The graph is that of docs/graph.md; S rows for each slot and layer.
+    """See `Engine`. The graph is that of docs/graph.md, with S rows for each slot and layer.
 
     The cache of all slots is one array [slots, Hkv, S, D] per layer and side, so that any run of
     consecutive slots is a plain pointer: a call for one slot touches only that slot. S grows with
-    the longest text (`_reserve`). Arguments and logits have fixed places, so that a call of a
-    shape that was seen before (`Call`) is ready; a step then only fills three small buffers.
+    the longest text (`_reserve`). Arguments and logits have fixed buffers, so that a call of a
+    shape seen before (`Call`) is ready to run; a step then only fills three small buffers.
 
-    Rows of recurrent layers are as many as ever, [slots, H, R, D].
+    The number of rows of recurrent layers is fixed: [slots, H, R, D].
 
-    What an encoder leaves is kept likewise, [slots, H, E, D], for E as many rows as the longest
-    source has needed (`_reserve_source`), or as all sources have.
+    The encoder's output is stored in the same way, [slots, H, E, D]. E is the number of rows that
+    the longest source so far has needed (`_reserve_source`), or the fixed number of the model.
     """
 
-    _library: ClassVar[str]  # what runs the model, for errors
-    least_width: ClassVar[int] = 1  # of a target's calls (`narrowest`), where nobody measured it
+    _library: ClassVar[str]  # name of the library, for errors
+    least_width: ClassVar[int] = 1  # a target's `narrowest`, if it was not measured
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class HostEngine(ABC, Generic[Call]):
         threads: int = 0,
         narrowest: int = 1,
     ):
-        """folder: of the model in the bundle. slots, narrowest: see `Engine`. widest: the largest K
-        of a call. buffers: how many calls' logits it can hold, evenly spaced in memory where the
-        calls have one shape. threads: 0 leaves the choice to the library. Raises OutriderError
+        """folder: the model's, in the bundle. slots, narrowest: see `Engine`. widest: the largest K
+        of a call. buffers: number of calls whose logits are kept, evenly spaced in memory if the
+        calls have the same shape. threads: 0 leaves the choice to the library. Raises OutriderError
         "backend"."""
         self.slots, self.capacity, self.vocab_size = slots, facts.capacity, facts.vocab_size
         self.chunk, self.narrowest = min(CHUNK, self.capacity), narrowest
@@ -79,12 +79,12 @@ class HostEngine(ABC, Generic[Call]):
         self._calls: dict[tuple[int, ...], tuple[Call, Logits]] = {}
         self._source_shapes = source_shapes(facts)
         self._source: dict[str, Any] = {}
-        self._source_length = np.ones(slots, np.int64)  # no attention reads nothing
+        self._source_length = np.ones(slots, np.int64)  # attention needs at least one row
         self.source_rows = 0  # E, for now
         self._all_rows = facts.encoder.rows if facts.encoder else None  # E, where it is fixed
         self._states_of: HostEngine[Any] | None = None
         self._keeps_states = False
-        # [1, E, D] by slot: what the encoder made, before the decoder's own projections.
+        # [1, E, D] by slot: the encoder's output before the decoder's own projections.
         self._states: dict[int, npt.NDArray[Any]] = {}
         if self._source_shapes:
             self._reserve_source(self._all_rows or 1)
@@ -92,12 +92,12 @@ class HostEngine(ABC, Generic[Call]):
 
     @classmethod
     def check(cls, manifest: Manifest, folder: Path) -> None:
-        """Refuse, before anything is loaded, a bundle that this machine cannot run. Raises
-        OutriderError "backend"."""
+        """Raise OutriderError "backend", before anything is loaded, if this machine cannot run the
+        bundle."""
 
     @abstractmethod
     def _open(self, folder: Path, facts: GraphFacts, threads: int) -> None:
-        """What runs the model."""
+        """Load the model into the library."""
 
     @abstractmethod
     def _zeros(self, *shape: int) -> Any:
@@ -106,7 +106,8 @@ class HostEngine(ABC, Generic[Call]):
     def _prepare(
         self, first: int, batch: int, width: int, outputs: int, buffer: int
     ) -> tuple[Call, Logits]:
-        """A call on the fixed buffers and on `batch` slots from `first` on; its logits."""
+        """Prepare a call on the fixed buffers and on `batch` slots from `first` on. Returns the
+        call and its logits."""
         ids = {
             "input_ids": self._input_ids[: batch * width].reshape(batch, width),
             "position": self._position[:batch],
@@ -126,17 +127,17 @@ class HostEngine(ABC, Generic[Call]):
     def _bind(
         self, ids: dict[str, Ids], caches: dict[str, Any], source: dict[str, Any], logits: Logits
     ) -> Call:
-        """A call on this memory. Caches are written where they are; source: what is only read."""
+        """Prepare a call on this memory. Caches are updated in place; `source` is only read."""
 
     @abstractmethod
     def _encode(self, source: npt.NDArray[Any], names: Sequence[str]) -> dict[str, Any]:
-        """What the encoder makes of a source, ids [1, E], features [1, F, T] or the target's states
-        [1, E, D], as it made them: what is named, [1, H, E, D], and the states. The names are in
-        the contract's order."""
+        """Run the encoder on a source: ids [1, E], features [1, F, T], or the states [1, E, D] that
+        the target's encoder returned. Returns the named outputs, [1, H, E, D] and the states. The
+        names are in the contract's order."""
 
     @abstractmethod
     def _run(self, call: Call) -> None:
-        """Until the logits are there."""
+        """Run the call; returns when the logits are written."""
 
     def forward(
         self,
@@ -158,7 +159,7 @@ class HostEngine(ABC, Generic[Call]):
         if prepared is None:
             prepared = self._prepare(*shape)
             if width <= len(self._index):  # steps and verifications; prefill widths vary too much
-                if len(self._calls) >= MOST_CALLS:  # each first slot, last slot and width
+                if len(self._calls) >= MOST_CALLS:  # one for each first slot, last slot and width
                     self._calls.clear()
                 self._calls[shape] = prepared
         call, logits = prepared
@@ -171,7 +172,7 @@ class HostEngine(ABC, Generic[Call]):
 
     @contextmanager
     def _running(self, what: str) -> Iterator[None]:
-        """While the library runs. Raises OutriderError "memory" or "backend"."""
+        """Run the library within. Raises OutriderError "memory" or "backend" if it fails."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - the libraries raise anything here
@@ -188,7 +189,7 @@ class HostEngine(ABC, Generic[Call]):
         if other is None:
             self._encode_into(slot, source)
             return
-        self.held.encoded(slot, ())  # as there
+        self.held.encoded(slot, ())  # as in `_encode_into`
         for array in (*self._source.values(), self._source_length):
             array[slot] = array[other]
         if other in self._states:
@@ -211,7 +212,7 @@ class HostEngine(ABC, Generic[Call]):
         with self._running(f"a source of {what}"):
             rows = self._encode(read, names)
         length = self._all_rows or read.shape[1]
-        self.held.encoded(slot, ())  # whoever is interrupted leaves a slot without a source
+        self.held.encoded(slot, ())  # an interrupt then leaves the slot without a source
         self._reserve_source(length)
         if self._keeps_states:
             self._states[slot] = rows.pop(STATES)
@@ -221,35 +222,35 @@ class HostEngine(ABC, Generic[Call]):
         self.held.encoded(slot, source)
 
     def read_states_of(self, target: HostEngine[Any]) -> None:
-        """From now on, what this engine reads in place of a source is what the target's encoder has
-        made of it. Both have as many slots."""
+        """From now on, read the states that the target's encoder computed from a source, in place
+        of the source itself. Both engines have the same number of slots."""
         self._states_of, target._keeps_states = target, True
 
     def copy_rows(self, source: int, destination: int, rows: int) -> None:
-        """The first `rows` rows of one slot become another's; its rows from there on are garbage.
+        """Copy the first `rows` rows of one slot to another, whose rows from there on are garbage.
 
-        In every layer's keys and values. Only rows that a call has written can be copied.
+        Copies the keys and values of every layer. Only rows that a call has written can be copied.
         """
         for cache in self._cache.values():
             cache[destination, :, :rows] = cache[source, :, :rows]
         self.held.copied(source, destination, rows)
 
     def clear(self, slot: int) -> None:
-        self.held.encoded(slot, ())  # first: whoever is interrupted leaves no rows of use
+        self.held.encoded(slot, ())  # first, so that an interrupt leaves no valid rows
         for cache in (*self._cache.values(), *self._rings.values(), *self._source.values()):
             cache[slot] = 0
         self._source_length[slot] = 1
 
     def _reserve(self, position: Ids, width: int) -> None:
-        """Enough rows for this call, and not many more: attention reads all S, valid or not.
+        """Make enough rows for this call, but not many more: attention reads all S, valid or not.
 
-        With one slot, another text starts small again.
+        With one slot, S shrinks again when another text starts.
         """
         need = int(position.max()) + width
         if need > self.capacity:
             raise ValueError(f"row {need} is beyond the capacity of {self.capacity}")
         start = int(position[0])
-        # No round goes back this far: it is another text, of which the first rows may be known.
+        # No round goes back this far, so this is another text, whose first rows may be held.
         another = self.slots == 1 and (start == 0 or self.held.length(0) - start > 2 * MOST_GAMMA)
         if need <= self.rows and not (another and need <= self.rows // 2 >= FIRST_ROWS):
             return
@@ -258,28 +259,29 @@ class HostEngine(ABC, Generic[Call]):
         other = self._grown(self._shapes, rows, self._cache, kept)
         if another:
             self.held.cut(0, kept)
-        self._calls.clear()  # they have the addresses
+        self._calls.clear()  # they contain the old addresses
         self._cache, self.rows = other, rows
 
     def _doubled(self, need: int) -> int:
-        """Rows, from `FIRST_ROWS` to the capacity: growing copies each row about once in all."""
+        """The next power of two, from `FIRST_ROWS` to the capacity: while growing, each row is
+        copied about once in total."""
         return min(self.capacity, max(FIRST_ROWS, 1 << (need - 1).bit_length()))
 
     def _grown(
         self, shapes: Mapping[str, tuple[int, int]], rows: int, arrays: Mapping[str, Any], kept: int
     ) -> dict[str, Any]:
-        """Arrays of so many rows with the first of others'. All are whole before any is used: an
-        interrupt or a lack of memory changes nothing."""
+        """New arrays of `rows` rows with the first `kept` rows of the old ones. All are complete
+        before any is used, so that an interrupt or a lack of memory changes nothing."""
         other = {}
         for name, (heads, width) in shapes.items():
-            other[name] = self._zeros(self.slots, heads, rows, width)  # not empty, as in `clear`
+            other[name] = self._zeros(self.slots, heads, rows, width)  # why zero: `Engine.clear`
             if kept:
                 other[name][:, :, :kept] = arrays[name][:, :, :kept]
         return other
 
     def _reserve_source(self, need: int) -> None:
-        """Enough rows for a source of this length, by the same rule. With several slots they stay:
-        the others' sources may need them."""
+        """Make enough rows for a source of this length, by the same rule. With several slots their
+        number never shrinks, since the other slots' sources may need them."""
         if need > (self._all_rows or self.capacity):
             raise ValueError(f"a source of {need} tokens is beyond the capacity of {self.capacity}")
         rows = self._all_rows or self._doubled(need)

@@ -1,4 +1,4 @@
-"""What the bits of a target's logits depend on, on this processor.
+"""Measure what the bits of a target's logits depend on, on this processor.
 
 `python -m runtime.backends.invariance FOLDER`, which a build runs, teacher-forces one text through
 the target of a bundle in every way that decoding may choose, and prints an `Invariance` as JSON.
@@ -30,16 +30,17 @@ from .engine import Features, Ids, Source
 from .host import HostEngine
 from .registry import host_engine
 
-PREFIX, TOKENS, FEWEST = 32, 24, 8  # of the text: what is given, and how much is compared
-SECONDS = 0.6  # after which the text is long enough; all the rest takes some twenty times that
-SLOTS = 3  # where there are several
-PROMPT = 16  # what a prompt's chunks are held against: the engine's own
+PREFIX, TOKENS, FEWEST = 32, 24, 8  # tokens of the text: given, compared at most and at least
+SECONDS = 0.6  # time limit of sampling the text; all the rest takes about twenty times as long
+SLOTS = 3  # of the engine with several
+PROMPT = 16  # width of a prompt's chunks, compared with the engine's own chunks
 
-Digests = dict[int, list[bytes]]  # by the width of a call, of the logits of each of its slots
+Digests = dict[int, list[bytes]]  # by the width of a call: digests of the logits of each slot
 
 
 def measure(folder: Path, manifest: Manifest) -> Invariance:
-    """Of a bundle for the CPU. One engine at a time is open. Raises OutriderError as `load`."""
+    """Measure a bundle for the CPU. Opens one engine at a time. Raises OutriderError as `load`
+    does."""
     pair = manifest.pair
     if not reproducible(pair.target):
         raise OutriderError("backend", "liboutrider is missing", "Build it: make plugins.")
@@ -57,7 +58,7 @@ def measure(folder: Path, manifest: Manifest) -> Invariance:
         chunk, widest = engine.chunk, pair.max_gamma + 1
         ways = say(engine, text[None], {*range(1, widest + 1), PROMPT, chunk})
         widths, others = _alike(ways)
-        looked = {1, 2, widest} & set(widths)  # plain steps and rounds, of what may be promised
+        looked = {1, 2, widest} & set(widths)  # plain steps and rounds that may be promised
         neighbours = True
         if slots > 1:
             crowd = np.stack([text, text[::-1], text])
@@ -77,7 +78,7 @@ def measure(folder: Path, manifest: Manifest) -> Invariance:
 
 
 def _sources(pair: Pair) -> list[Source]:
-    """For the first and last slot, and for those between; none without an encoder."""
+    """Two sources: for the first and last slot, and for those between. Empty without an encoder."""
     if pair.start_ids is None:
         return []
     rng, longest, features = np.random.default_rng(1), pair.max_len, pair.target.reads
@@ -88,14 +89,14 @@ def _sources(pair: Pair) -> list[Source]:
 
 
 def _reading(engine: HostEngine[Any], sources: list[Source]) -> HostEngine[Any]:
-    """The engine, with a source in each slot where it has an encoder."""
+    """The engine, with a source in each slot if it has an encoder."""
     for slot in range(engine.slots if sources else 0):
         engine.encode(slot, sources[0 < slot < engine.slots - 1])
     return engine
 
 
 def sample(engine: HostEngine[Any], vocab_size: int, given: int, max_len: int) -> Ids:
-    """[L] a text that is the model's own after the random tokens given, at temperature 1."""
+    """A text [L]: `given` random tokens, then tokens sampled from the model at temperature 1."""
     rng = np.random.default_rng(0)
     text, began = rng.integers(0, vocab_size, given).tolist(), time.perf_counter()
     ids, start = text, 0
@@ -115,15 +116,16 @@ def sample(engine: HostEngine[Any], vocab_size: int, given: int, max_len: int) -
 def replay(
     engine: HostEngine[Any], texts: Ids, widths: Iterable[int], given: int, rows: int = 0
 ) -> Digests:
-    """What [B, L] texts in the first slots get after the tokens given, in calls of each width.
+    """Digests of the logits of texts [B, L] in the first slots, after the `given` tokens, in calls
+    of each width.
 
-    rows: that the slots have before, 0 for as few as the text needs.
+    rows: number of rows that the slots have beforehand; 0 for as few as the text needs.
     """
     _feed(engine, texts, PROMPT, 0, given)
     if rows := min(rows, engine.capacity):
         engine.forward(np.zeros((1, 2), np.int64), np.array([rows - 2]), np.zeros(1, np.int64))
-    # Prompts are read from the start, unless that would take the rows away again; and so is all of
-    # a text whose state has gone on.
+    # Widths of prompts start at the beginning, unless that would shrink the rows again. Texts with
+    # a recurrent state always do, since the state has moved on.
     anew = engine.held.states is not None
     since = {
         width: 0 if anew or (width >= PROMPT and not rows) else given for width in sorted(widths)
@@ -132,8 +134,9 @@ def replay(
 
 
 def _feed(engine: HostEngine[Any], texts: Ids, width: int, since: int, given: int) -> list[bytes]:
-    """Tokens from `since` on in calls of a width that is always full; a digest of the logits from
-    token `given` on for each slot. Neighbours in the middle are elsewhere in their texts."""
+    """Feed the tokens from `since` on, in calls that always have the full width. Returns for each
+    slot a digest of the logits from token `given` on. Neighbours in the middle are at another
+    position of their texts."""
     batch, length = texts.shape
     found = [hashlib.blake2b() for _ in texts]
     for begin in range(since, length, width):
@@ -152,14 +155,15 @@ def _feed(engine: HostEngine[Any], texts: Ids, width: int, since: int, given: in
 
 
 def _agree(alone: Digests, others: Digests, widths: Iterable[int] | None = None) -> bool:
-    """Whether the first and the last slot of the others say what slot 0 said alone."""
+    """Whether the first and the last slot of `others` have the same digests as slot 0 alone."""
     return all(
         alone[width][0] == others[width][0] == others[width][-1] for width in widths or others
     )
 
 
 def _alike(ways: Digests) -> tuple[list[int], list[int]]:
-    """The widths of which the most agree, the wider ones where as many do; and the others."""
+    """The largest group of widths that agree, of equally large groups the wider one; and the other
+    widths."""
     groups: dict[bytes, list[int]] = defaultdict(list)
     for width, (digest, *_) in ways.items():
         groups[digest].append(width)
@@ -168,9 +172,9 @@ def _alike(ways: Digests) -> tuple[list[int], list[int]]:
 
 
 def end_unheard() -> None:
-    """From here on, end this process when nobody reads stdout any more: a build that was killed."""
+    """From here on, end this process once nobody reads stdout any more: the build was killed."""
     reader = select.poll()
-    reader.register(1, 0)  # only that it hung up
+    reader.register(1, 0)  # report only hang-ups
 
     def wait() -> None:
         reader.poll()
@@ -182,7 +186,7 @@ def end_unheard() -> None:
 def main() -> int:
     end_unheard()
     parser = CommandParser(prog="python -m runtime.backends.invariance", description=__doc__)
-    parser.add_argument("folder", type=Path, help="a bundle for the CPU")
+    parser.add_argument("folder", type=Path, help="folder of a bundle for the CPU")
     place = parser.parse_args().folder
     print(json.dumps(asdict(measure(place, read_bundle(place, verify=False)))))
     return 0

@@ -1,6 +1,6 @@
 """ONNX Runtime: fixed buffers, caches updated in place, one binding per shape.
 
-A GPU wants onnxruntime-gpu 1.25 or newer, the first with CUDA kernels for TensorScatter and
+A GPU needs onnxruntime-gpu 1.25 or newer, the first with CUDA kernels for TensorScatter and
 Attention.
 """
 
@@ -32,9 +32,9 @@ from .host import HostEngine
 
 PROVIDER = "CUDAExecutionProvider"
 NEWER = "Install onnxruntime-gpu 1.25 or newer in place of onnxruntime."
-LIBRARIES = "Install the CUDA and cuDNN that this onnxruntime-gpu wants; its warning names them."
-# What ONNX Runtime does on the CPU by choice: it makes shapes of shapes, which lie in host memory.
-# So "session.disable_cpu_ep_fallback" is of no use here: it refuses every graph that does.
+LIBRARIES = "Install the CUDA and cuDNN that this onnxruntime-gpu needs; its warning names them."
+# Operators that ONNX Runtime runs on the CPU by choice: they compute shapes, which are in host
+# memory. So "session.disable_cpu_ep_fallback" is of no use: it refuses every graph that has them.
 SHAPES = {
     "Add", "Cast", "Concat", "Div", "Gather", "Mul", "Range", "Shape", "Slice", "Squeeze", "Sub",
     "Unsqueeze",
@@ -44,11 +44,12 @@ SHAPES = {
 def open_session(
     file: Path, facts: GraphFacts, providers: list[Any], threads: int, **entries: str
 ) -> Any:
-    """A session of a graph. entries: of its configuration. Raises OutriderError "backend"."""
+    """Open a session for a graph. entries: of its configuration. Raises OutriderError "backend" or
+    "memory"."""
     with importing("onnxruntime", "Install it: pip install onnxruntime."):
         import onnxruntime as ort
     options = ort.SessionOptions()
-    options.log_severity_level = 4  # what fails is raised; it need not be printed too
+    options.log_severity_level = 4  # failures are raised, and need not be printed too
     options.intra_op_num_threads = threads
     # Two models share the cores: the idle one's threads must not spin on them.
     for name, value in {"force_spinning_stop": "1", **entries}.items():
@@ -61,14 +62,14 @@ def open_session(
             options,
             providers=providers,
             disabled_optimizers=ORT_LEFT_OUT.get(facts.dtype),
-            enable_fallback=0,  # or it prints what failed and tries again on the CPU
+            enable_fallback=0,  # otherwise it prints the failure and tries again on the CPU
         )
     except Exception as error:  # noqa: BLE001 - ONNX Runtime raises a dozen unrelated classes here
         if out_of_memory(error):
             raise OutriderError(
                 "memory",
                 f"not enough memory to open {file}",
-                "Free some, or use a smaller checkpoint, or a bundle with a smaller DTYPE.",
+                "Free some memory, or use a smaller checkpoint or a smaller DTYPE.",
             ) from None
         raise OutriderError(
             "backend",
@@ -85,10 +86,10 @@ def bind(
     caches: Iterable[Tensor],
     dtype: Any,
 ) -> Any:
-    """A call, as addresses on a device. dtype: of the caches.
+    """Bind a call to addresses on a device. dtype: of the caches.
 
-    Input and output of a cache are the same memory: that is what makes ONNX Runtime's
-    TensorScatter, or our own attention, write in place instead of copying the cache.
+    Input and output of a cache are the same memory, which makes ONNX Runtime's TensorScatter, or
+    our own attention, write in place instead of copying the cache.
     """
     binding = session.io_binding()
     for name, address, shape in ids:
@@ -105,17 +106,16 @@ class OrtEngine(HostEngine[Any]):
     """See `HostEngine`; a call is an IOBinding."""
 
     _library = "ONNX Runtime"
-    least_width = 2  # one token has kernels of its own, GEMV for GEMM
+    least_width = 2  # calls of one token run other kernels, GEMV instead of GEMM
 
     def _open(self, folder: Path, facts: GraphFacts, threads: int) -> None:
         if facts.host_alone and not kernel.available():
             raise OutriderError(
                 "backend",
-                f"{folder} has quantised weights, which liboutrider multiplies: "
-                f"{kernel.unavailable()}",
-                "Compile it: make plugins. Or install a wheel that has it.",
+                f"{folder} has quantised weights, which need liboutrider: {kernel.unavailable()}",
+                "Run make plugins, or install a wheel that includes it.",
             )
-        # bundle.py says where it is not
+        # `host.open_rounds` logs a warning if the kernel is not available.
         own = facts.host_alone or (HOST_FILE in facts.files and kernel.available())
         file = folder / (HOST_FILE if own else GRAPH_FILE)
         self._session = open_session(file, facts, ["CPUExecutionProvider"], threads)
@@ -153,26 +153,26 @@ class OrtCudaEngine(PreparedEngine):
     """See `DeviceEngine`; a call is an IOBinding."""
 
     _library = "ONNX Runtime"
-    _provider, _place = PROVIDER, "cuda"  # the tests replace them
+    _provider, _place = PROVIDER, "cuda"  # replaced in tests
 
     def _open(self, folder: Path, facts: GraphFacts, engine: EngineFacts | None) -> None:
         provider = {
             "device_id": str(self.cuda.ordinal),
             "user_compute_stream": str(self.stream),
-            "use_tf32": "0",  # float32 is what the bundle was checked in
+            "use_tf32": "0",  # the bundle was checked in full float32
         }
         self.cuda.use()
         self._session = open_session(
             folder / GRAPH_FILE, facts, [(self._provider, provider)], 1,
             record_ep_graph_assignment_info="1",
-            # Otherwise in the arena, which grows by powers of two.
+            # Otherwise the weights go into the arena, which grows by powers of two.
             use_device_allocator_for_initializers="1",
         )  # fmt: skip
         self._check_placement()
         import onnxruntime as ort
 
         self._options = ort.RunOptions()
-        # Or a run waits for the stream at its end.
+        # Otherwise each run waits for the stream at its end.
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         self._dtype = np.dtype(facts.dtype).type
 
@@ -182,10 +182,11 @@ class OrtCudaEngine(PreparedEngine):
             raise OutriderError("backend", cause, NEWER)
 
     def capturing(self) -> AbstractContextManager[object]:
-        """Raises CaptureError: up to 1.31 ONNX Runtime does not support it. What a run copies from
-        the host (mixtures of experts do) a graph would read again from memory that is somebody
-        else's by then; and a capture from outside can end the process (its pull request 32081)."""
-        raise CaptureError("ONNX Runtime does not let others capture its runs")
+        """Raises CaptureError: ONNX Runtime up to 1.31 does not support external capture. Data that
+        a run copies from the host (as mixtures of experts do) would be read again at replay, from
+        memory that has other contents by then; and such a capture can end the process (its pull
+        request 32081)."""
+        raise CaptureError("ONNX Runtime does not support capturing its runs")
 
     def _run(self, call: Any) -> None:
         self._session.run_with_iobinding(call, self._options)
@@ -196,8 +197,9 @@ class OrtCudaEngine(PreparedEngine):
         return bind(self._session, place, call.ids(), logits, self.caches_of(call), self._dtype)
 
     def _check_placement(self) -> None:
-        """Everything but shapes is computed on the GPU. Raises OutriderError "backend"."""
-        if self._provider not in self._session.get_providers():  # it logs a warning, and goes on
+        """Check that everything but shapes is computed on the GPU. Raises OutriderError
+        "backend"."""
+        if self._provider not in self._session.get_providers():  # ONNX Runtime only logs a warning
             raise OutriderError("backend", "ONNX Runtime cannot start on this GPU", LIBRARIES)
         placement = getattr(self._session, "get_provider_graph_assignment_info", None)
         if placement is None:
@@ -215,11 +217,11 @@ class OrtCudaEngine(PreparedEngine):
 
 
 def unavailable() -> str | None:
-    """None where ONNX Runtime has its CUDA provider; otherwise the cause, in one line."""
+    """None if ONNX Runtime has its CUDA provider; otherwise the cause, in one line."""
     try:
         import onnxruntime as ort
     except ImportError:
         return "onnxruntime is not installed"
     if PROVIDER in ort.get_available_providers():
         return None
-    return f"onnxruntime {ort.__version__} is without {PROVIDER}, which onnxruntime-gpu has"
+    return f"onnxruntime {ort.__version__} has no {PROVIDER}; that is part of onnxruntime-gpu"

@@ -1,6 +1,6 @@
-"""What runs the bundles of each backend: one line here, and a module for the CPU, a GPU or both.
+"""The engine classes of each backend: one line here, and a module for the CPU, a GPU or both.
 
-The modules are imported when a bundle is opened: nobody has the libraries of all of them.
+The modules are imported when a bundle is opened, since hardly anyone has the libraries of all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Backend:
-    """module.Class of this package: host for the CPU, device for a GPU; "" where there is none."""
+    """The engine classes, as module.Class of this package: host for the CPU, device for a GPU; ""
+    if there is none."""
 
     host: str = ""
     device: str = ""
@@ -33,13 +34,13 @@ BACKENDS = {
 
 
 def host_engine(backend: str) -> type[HostEngine[Any]]:
-    """Raises OutriderError "backend" where it does not run on the CPU."""
+    """The engine class for the CPU. Raises OutriderError "backend" if the backend has none."""
     found = BACKENDS.get(backend, Backend()).host
     return cast("type[HostEngine[Any]]", _load(backend, found, "the CPU", "onnxruntime"))
 
 
 def device_engine(backend: str) -> type[DeviceEngine]:
-    """Raises OutriderError "backend" where it does not run on a GPU."""
+    """The engine class for a GPU. Raises OutriderError "backend" if the backend has none."""
     found = BACKENDS.get(backend, Backend()).device
     return cast("type[DeviceEngine]", _load(backend, found, "a GPU", "tensorrt_rtx"))
 

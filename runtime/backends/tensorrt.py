@@ -1,8 +1,8 @@
-"""TensorRT and TensorRT-RTX: one code over `tensorrt` and `tensorrt_rtx`, whose interface is one.
+"""TensorRT and TensorRT-RTX: the same code for `tensorrt` and `tensorrt_rtx`, which share an API.
 
-Every call that a CUDA graph holds has an execution context of its own, since what a context was
-told last would be what all replays read. All contexts of an engine work in the same memory: calls
-are one after the other, on one stream.
+Every call in a CUDA graph has an execution context of its own: on a shared context, all replays
+would read the shapes and addresses that were set last. All contexts of an engine use the same
+working memory, since calls run one after the other, on one stream.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PRODUCTS = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}  # by the mo
 
 
 class TensorRtEngine(DeviceEngine):
-    """See `DeviceEngine`. module: "tensorrt" or "tensorrt_rtx", or what stands in for one."""
+    """See `DeviceEngine`. module: "tensorrt" or "tensorrt_rtx", or a stand-in module."""
 
     alignment = ALIGNMENT
     module: Any = "tensorrt"
@@ -50,7 +50,7 @@ class TensorRtEngine(DeviceEngine):
         sizes = map(self._engine.get_device_memory_size_for_profile_v2, range(len(engine.profiles)))
         self.activations = max(sizes)
         self._scratch = self.cuda.allocate(self.activations)
-        # Where ids go that lie inside of a text, and so at any multiple of 8.
+        # Copies of ids that are read from the middle of a text, at any multiple of 8 bytes.
         self._staging = {
             name: self.cuda.allocate(8 * size)
             for name, size in (
@@ -59,8 +59,8 @@ class TensorRtEngine(DeviceEngine):
                 ("logits_index", self._most),
             )
         }
-        self._compiled: Any = None  # the kernels that TensorRT-RTX finishes, shared by all contexts
-        self._contexts: dict[object, Any] = {}  # by (graph, call); or by profile, outside of graphs
+        self._compiled: Any = None  # kernels that TensorRT-RTX compiled, shared by all contexts
+        self._contexts: dict[object, Any] = {}  # by (graph, call); outside of graphs by profile
         self._capturing = False
 
     def enqueue(self, call: DeviceCall, graph: object = None) -> None:
@@ -71,9 +71,9 @@ class TensorRtEngine(DeviceEngine):
         for name, address, shape in call.ids():
             if address % ALIGNMENT:
                 self.cuda.copy(self._staging[name], address, 8 * prod(shape), self.stream)
-        ask = getattr(context, "is_stream_capturable", None)  # TensorRT proper has no such question
+        ask = getattr(context, "is_stream_capturable", None)  # only TensorRT-RTX has this
         if self._capturing and ask is not None and not ask(self.stream):
-            raise CaptureError(f"{self._library} does not allow it for {call.tokens} tokens")
+            raise CaptureError(f"{self._library} cannot capture calls of {call.tokens} tokens")
         if not context.execute_async_v3(self.stream):
             raise self._failed(call, self._said())
 
@@ -86,7 +86,7 @@ class TensorRtEngine(DeviceEngine):
             self._capturing = False
 
     def _profile(self, call: DeviceCall) -> int:
-        """The first profile that takes the call."""
+        """The index of the first profile that accepts the call."""
         asked = call.batch, call.tokens, call.outputs
         for i, profile in enumerate(self._profiles):
             ranges = profile.slots, profile.tokens, profile.outputs
@@ -95,7 +95,8 @@ class TensorRtEngine(DeviceEngine):
         raise ValueError(f"no profile takes {call}")
 
     def _bind(self, context: Any, call: DeviceCall, *, lasting: bool) -> Any:
-        """A context (a new one for None) for this call: its profile, its shapes, its addresses."""
+        """Set the call's shapes and addresses on a context; None makes a new one with the call's
+        profile."""
         index = self._profile(call)
         if context is None:
             context = self._context(index, lasting)
@@ -121,11 +122,11 @@ class TensorRtEngine(DeviceEngine):
             trt.ExecutionContextAllocationStrategy.USER_MANAGED
         )
         if hasattr(trt, "CudaGraphStrategy"):  # TensorRT-RTX
-            config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED  # ours holds all engines
+            config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED  # ours has all engines
             if self._compiled is None:
                 self._compiled = config.create_runtime_cache()
             config.set_runtime_cache(self._compiled)
-            if lasting:  # what is captured must be the kernel for this shape, not its stand-in
+            if lasting:  # a capture must get the kernel for this shape, not the generic fallback
                 config.dynamic_shapes_kernel_specialization_strategy = (
                     trt.DynamicShapesKernelSpecializationStrategy.EAGER
                 )
@@ -143,11 +144,11 @@ class TensorRtEngine(DeviceEngine):
                 f"{self._library} refuses profile {profile}: {self._said()}",
                 "Build the bundle again.",
             )
-        self.cuda.wait(self.stream)  # the switch may copy, and from memory of its own
+        self.cuda.wait(self.stream)  # the switch may copy, from temporary memory of the library
         return context
 
     def _load(self, path: Path) -> Any:
-        """The engine of a file, which the library copies to the GPU from the mapping."""
+        """Load the engine of a file; the library copies it to the GPU from the mapping."""
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:
@@ -160,7 +161,7 @@ class TensorRtEngine(DeviceEngine):
         return engine
 
     def _check_validity(self, path: Path, code: mmap.mmap) -> None:
-        """What TensorRT-RTX says of a file before it is loaded."""
+        """Let TensorRT-RTX check a file before it is loaded."""
         if not hasattr(self._runtime, "get_engine_validity"):
             return
         validity, why = self._runtime.get_engine_validity(code)
@@ -178,7 +179,7 @@ class TensorRtEngine(DeviceEngine):
         )
 
     def _check_tensors(self, path: Path, facts: GraphFacts) -> None:
-        """The engine is one of ours, and its caches are written where they are."""
+        """Check that the engine is one of ours and updates its caches in place."""
         engine = self._engine
         names = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
         caches = cache_shapes(facts).keys()
@@ -190,7 +191,8 @@ class TensorRtEngine(DeviceEngine):
                 raise self._unloadable(path, f"it does not update {name} in place")
 
     def _said(self) -> str:
-        """What the library said since it was asked last; it says why in its log alone."""
+        """The first error logged since the last call; the library reports reasons only in its
+        log."""
         errors, self._logger.errors = self._logger.errors, []
         return errors[0].strip().partition("\n")[0][:200] if errors else "it gives no reason"
 
@@ -200,7 +202,7 @@ class TensorRtRtxEngine(TensorRtEngine):
 
 
 def load_library(module: str) -> Any:
-    """`tensorrt` or `tensorrt_rtx`. Raises OutriderError "backend"."""
+    """Import `tensorrt` or `tensorrt_rtx`. Raises OutriderError "backend"."""
     how = (
         "Install it: pip install tensorrt-rtx."
         if module == "tensorrt_rtx"

@@ -198,7 +198,7 @@ def test_the_texts_of_the_host(ort: OnDevice, caplog: pytest.LogCaptureFixture) 
     decoder = ort.decoder()
     with caplog.at_level(logging.WARNING):
         assert all_texts(decoder) == ort.texts_on_host()
-    said = "without a CUDA graph, slower: ONNX Runtime does not let others capture its runs"
+    said = "without a CUDA graph, slower: ONNX Runtime does not support capturing its runs"
     assert said in caplog.text
     assert not ort.driver.log.count("capture"), "it might end the process"
     target: Any = decoder.target
@@ -342,7 +342,7 @@ def test_a_file_that_cannot_be_loaded(on_device: OnDevice, tmp_path: Path) -> No
 
 def test_slots_that_would_be_copied(aoti: OnDevice) -> None:
     odd = {"key_shapes": [[1, 3]], "capacity": 137}
-    refused(lambda: aoti.engine("draft", **odd), "no multiple of 16 bytes")
+    refused(lambda: aoti.engine("draft", **odd), "not a multiple of 16 bytes")
     aoti.engine("draft", slots=1, **odd)
 
 
@@ -376,7 +376,7 @@ def test_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime
 
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
-    assert "onnxruntime-gpu has" in str(unavailable())
+    assert "part of onnxruntime-gpu" in str(unavailable())
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [ort_cuda.PROVIDER])
     assert unavailable() is None
 

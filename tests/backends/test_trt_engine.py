@@ -141,7 +141,7 @@ def test_a_stream_that_cannot_be_captured(bench: Bench, caplog: pytest.LogCaptur
     bench.library.capturable = False
     with caplog.at_level(logging.WARNING):
         assert text(bench.decoder(), REQUESTS[1]) == expected
-    assert "without a CUDA graph, slower: TensorRT-RTX does not allow it for 2 tokens" in "".join(
+    assert "without a CUDA graph, slower: TensorRT-RTX cannot capture calls of 2 tokens" in "".join(
         record.getMessage() for record in caplog.records
     )
 
@@ -190,7 +190,7 @@ def test_more_slots_than_it_was_built_for(bench: Bench) -> None:
 def test_slots_at_odd_places(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot that begins inside of 256 bytes; and the control, that the stand-in would notice."""
     monkeypatch.setattr("test_trt_engine.CAPACITY", 73)
-    refused(bench, "slots of 73 rows of 1 x 1 float32 in key_0 are no multiple of 256 bytes")
+    refused(bench, "slots of 73 rows of 1 x 1 float32 in key_0 are not a multiple of 256 bytes")
     monkeypatch.setattr(TensorRtEngine, "alignment", 1)
     decoder = bench.decoder()
     decoder.admit(REQUESTS[0])

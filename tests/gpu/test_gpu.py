@@ -229,7 +229,7 @@ def test_each_backend_has_its_engine(
 
 @pytest.mark.skipif(ort_cuda.unavailable() is None, reason="onnxruntime-gpu is installed")
 def test_the_onnxruntime_of_a_cpu(manifest: Manifest) -> None:
-    with pytest.raises(OutriderError, match="without CUDAExecutionProvider") as caught:
+    with pytest.raises(OutriderError, match="has no CUDAExecutionProvider") as caught:
         gpu.open_engine(
             manifest, FOLDER, "target", manifest.pair.target, None, 7, slots=1, widest=5
         )
