@@ -1,1 +1,1 @@
-"""A round as CUDA graphs."""
+"""Rounds as CUDA graphs."""

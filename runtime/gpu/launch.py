@@ -1,7 +1,8 @@
-"""The sampling kernel on a GPU: liboutrider plans, this module launches.
+"""The sampling kernel on a GPU: liboutrider makes launch plans, this module launches them.
 
-A plan (plugins/include/outrider.h) holds addresses and grids alone; what varies from round to round
-lies in device memory. So a captured CUDA graph replays it, and this module is needed once a shape.
+A plan (plugins/include/outrider.h) holds only addresses and grids; whatever varies from round to
+round is in device memory. So a captured CUDA graph can replay it, and this module runs only once
+per shape.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2] / "build" / "cud
 
 
 class KernelSizes(ctypes.Structure):
-    """outrider_device_sizes: what a workspace and its plans are for."""
+    """outrider_device_sizes: the sizes that a workspace and its plans are made for."""
 
     _fields_ = tuple((name, ctypes.c_int32) for name in (
         "slot_count", "width", "vocab_size", "draft_vocab_size", "flags", "reserved",
@@ -46,7 +47,7 @@ class Launch(ctypes.Structure):
 
 
 class Plan(ctypes.Structure):
-    """outrider_device_plan: launches in order, and the one parameter of all of them."""
+    """outrider_device_plan: launches in order, and the one parameter that all of them take."""
 
     _fields_ = (
         ("launch_count", ctypes.c_int32),
@@ -56,7 +57,7 @@ class Plan(ctypes.Structure):
 
 
 class Loop(ctypes.Structure):
-    """outrider_loop: what the kernels between the models' calls read and write."""
+    """outrider_loop: the memory that the kernels between the models' calls read and write."""
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in (
@@ -91,11 +92,11 @@ SEQUENCE = np.dtype(
 
 @dataclass(frozen=True)
 class KernelBuffers:
-    """Device addresses that draws and verifications share, each in outrider.h's layout.
+    """Device addresses that draws and verifications share, each in the layout of outrider.h.
 
     slots: kernel.SLOT [B]. drafts: int64 [B, width]. rows: kernel.ROW [B, width]. verdicts:
     kernel.VERDICT [B]. ratios: float64 [B, width]. workspace: `workspace_size` bytes, 256-byte-
-    aligned, zeroed once. 0 where outrider.h allows NULL.
+    aligned, zeroed once. An address may be 0 where outrider.h allows NULL.
     """
 
     slots: int
@@ -107,7 +108,7 @@ class KernelBuffers:
 
 
 def workspace_size(sizes: KernelSizes, library: ctypes.CDLL | None = None) -> int:
-    """Bytes of device memory; 0 for illegal sizes."""
+    """Size of the workspace in bytes of device memory; 0 for illegal sizes."""
     size: int = (library or kernel.load()).outrider_device_workspace_size(ctypes.byref(sizes))
     return size
 
@@ -121,8 +122,8 @@ def plan_draw(
     uniforms: int = 0,
     library: ctypes.CDLL | None = None,
 ) -> Plan:
-    """The draft's draw of one step. logits: device addresses, rows aligned to their type, and for
-    speed to 16 bytes. Raises ValueError where outrider.h forbids the arguments."""
+    """Plan the draw of one draft step. logits: device addresses, with rows aligned to their type
+    or, for speed, to 16 bytes. Raises ValueError if outrider.h forbids the arguments."""
     library, plan = library or kernel.load(), Plan()
     status = library.outrider_device_plan_draw(
         ctypes.byref(sizes), ctypes.byref(logits), buffers.slots, step, uniforms,
@@ -143,7 +144,7 @@ def plan_verify(
     uniforms: int = 0,
     library: ctypes.CDLL | None = None,
 ) -> Plan:
-    """The verification of a round. Raises ValueError likewise."""
+    """Plan the verification of a round. Raises ValueError if outrider.h forbids the arguments."""
     library, plan = library or kernel.load(), Plan()
     rows = ctypes.byref(draft) if draft else None
     status = library.outrider_device_plan_verify(
@@ -157,8 +158,9 @@ def plan_verify(
 
 
 def find_image(major: int, minor: int, folders: tuple[Path, ...] = FOLDERS) -> Path:
-    """The kernels' machine code for a compute capability: of the same major version the highest
-    minor one that is not above; else PTX, which the driver compiles. Raises "backend"."""
+    """The file with the kernels' code for a compute capability: machine code of the same major
+    version and the highest minor version that is not above it, otherwise PTX, which the driver
+    compiles. Raises OutriderError "backend"."""
     for folder in folders:
         for lower in range(minor, -1, -1):
             if (path := folder / f"outrider_sm_{major}{lower}.cubin").is_file():
@@ -174,16 +176,16 @@ def find_image(major: int, minor: int, folders: tuple[Path, ...] = FOLDERS) -> P
 
 
 class Device(Cuda):
-    """See `Cuda`; with the kernels loaded into it. Raises OutriderError("backend") also where there
-    is no machine code for this GPU."""
+    """A `Cuda` with the kernels loaded. Raises OutriderError("backend") also if there is no code
+    for this GPU."""
 
     def __init__(self, ordinal: int = 0, image: Path | None = None, driver: Any = None):
         super().__init__(ordinal, driver)
         self.image = image or find_image(*self.capability)
         code = self.image.read_bytes()
-        self._module = self._call("cuModuleLoadData", code + b"\0")  # PTX is text: it ends in 0
+        self._module = self._call("cuModuleLoadData", code + b"\0")  # PTX is zero-terminated text
         self._check_interface()
-        # Now, and to the device: a first launch inside of a capture would load them there.
+        # Load the kernels now: otherwise their first launch, inside a capture, would load them.
         self._kernels = {
             name: self._call("cuModuleGetFunction", self._module, name) for name in KERNELS
         }
@@ -191,24 +193,25 @@ class Device(Cuda):
             self._call("cuFuncLoad", function)
 
     def _check_interface(self) -> None:
-        """Refuse machine code that was compiled for another plugins/core/outrider_device.h."""
+        """Refuse code that was compiled for another version of plugins/core/outrider_device.h."""
         name = f"outrider_interface_{kernel.ABI_VERSION}".encode()
         if int(self._driver.cuModuleGetFunction(self._module, name)[0]):
             raise OutriderError(
                 "backend",
-                f"{self.image.name} is of another version than liboutrider",
+                f"{self.image.name} was compiled for another version of liboutrider",
                 "Run make cubins again.",
             )
 
     def launch(self, plan: Plan, stream: int = 0) -> None:
-        """Enqueue a plan. It may be captured into a graph; the plan may be dropped afterwards."""
+        """Enqueue a plan. This may be captured in a graph; the plan may be dropped afterwards."""
         self.use()
         parameter = ctypes.addressof(plan) + Plan.call.offset
         for launch in plan.launches[: plan.launch_count]:
             self._launch(launch.kernel, tuple(launch.grid), launch.block, parameter, stream)
 
     def launch_loop(self, kernel: str, loop: Loop | Ring, stream: int) -> None:
-        """Enqueue outrider_begin, _feed, _commit or (of a Ring) _again, likewise."""
+        """Enqueue outrider_begin, _feed, _commit or (with a Ring) _again. This may be captured in a
+        graph too."""
         self.use()
         words = loop.size // 8 if isinstance(loop, Ring) else loop.slot_count
         block = min(512, -(-words // 32) * 32)
@@ -222,7 +225,8 @@ class Device(Cuda):
         parameter: int,
         stream: int,
     ) -> None:
-        """parameter: the address of the one that the kernel takes, by value."""
+        """Launch a kernel. parameter: the address of its one parameter, which is passed by
+        value."""
         assert kernel in self._kernels, kernel
         parameters = (ctypes.c_void_p * 1)(parameter)
         self._call(

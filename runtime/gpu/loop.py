@@ -1,9 +1,9 @@
 """Rounds as a loop on the GPU: one launch, and results through a ring in page-locked memory.
 
 The round's graph is the body of a conditional node (CUDA Programming Guide, "Conditional graph
-nodes"): the GPU begins the next round without being asked. The loop ends by itself when all texts
-have ended or the host is a ring behind, and is ended when somebody joins, leaves or changes gamma.
-Off unless asked for, until it was measured.
+nodes"): the GPU begins the next round without the host. The loop ends when all texts have ended or
+the ring is full of results that the host has not read. The host ends it when a sequence joins,
+leaves or changes its gamma. Off by default until it has been measured.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .memory import results
 from .programs import Shape, play_all
 from .rounds import DeviceRounds, InFlight
 
-ENTRIES = 16  # rounds that the GPU may be ahead; a power of two, for the counter's wrap
-PAUSE = 20e-6  # seconds between looks at the ring
-LINE = 64  # bytes: counters that different sides write lie in different cache lines
+ENTRIES = 16  # rounds that the GPU may be ahead; a power of two, since the counters wrap
+PAUSE = 20e-6  # seconds between two polls of the ring
+LINE = 64  # bytes: counters written by host and GPU are in different cache lines
 
 
 class LoopingRounds(DeviceRounds):
-    """See `DeviceRounds`. What cannot loop (log-probabilities, which want each round's logits; a
-    driver without conditional nodes, which is said) runs round by round."""
+    """`DeviceRounds` as a loop. Rounds run one by one for requests with log-probabilities, which
+    need each round's logits, and, with a warning, if the driver has no conditional nodes."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, ahead=False, **options)
@@ -41,8 +41,9 @@ class LoopingRounds(DeviceRounds):
             counters[i * LINE :][:4].view(np.uint32) for i in range(3)
         )
         self._loops: dict[Shape, Graph | None] = {}
-        self._current: tuple[Shape, dict[ActiveSequence, int]] | None = None  # and who takes part
-        self._unread: dict[ActiveSequence, deque[InFlight]] = {}  # of loops that were ended
+        # The running loop: its shape, and the gamma of each sequence in it.
+        self._current: tuple[Shape, dict[ActiveSequence, int]] | None = None
+        self._unread: dict[ActiveSequence, deque[InFlight]] = {}  # rounds of loops that were ended
         self._gone: set[ActiveSequence] = set()
 
     def start(self, sequence: ActiveSequence) -> SlotResult:
@@ -50,7 +51,8 @@ class LoopingRounds(DeviceRounds):
         return super().start(sequence)
 
     def forget(self, sequence: ActiveSequence) -> None:
-        # Called at any time, beside a round of others too: whoever runs next ends the loop.
+        # May be called at any time, even during a round of others: the next call of `run` or
+        # `start` ends the loop.
         self._stop[0] = 1
         self._gone.add(sequence)
         super().forget(sequence)
@@ -64,7 +66,7 @@ class LoopingRounds(DeviceRounds):
         for sequence in wanted:
             if unread := self._unread.get(sequence):
                 self._pending[sequence] = unread.popleft()
-        # What was asked for once is a round by itself, not a loop.
+        # A gamma that was requested for a single round runs as a round, not as a loop.
         if not loops or any(x in self._pending or x in self._wished for x in wanted):
             return super().run(plans)
         result = RoundResult()
@@ -80,7 +82,7 @@ class LoopingRounds(DeviceRounds):
     def _begin(
         self, plans: Sequence[SlotPlan], wanted: dict[ActiveSequence, int], result: RoundResult
     ) -> bool:
-        """Launch a loop; False where there is none."""
+        """Launch a loop. Returns False if this shape has none."""
         shape = self._shape(plans, 0)
         if shape not in self._loops:
             self._loops[shape] = self._capture_loop(shape) if self._graphs_wanted else None
@@ -95,12 +97,12 @@ class LoopingRounds(DeviceRounds):
         return True
 
     def _next(self) -> InFlight | None:
-        """The loop's next round, once it is there; None where it has ended and all is read."""
+        """Wait for the loop's next round; None if the loop has ended and all rounds were read."""
         if self._current is None:
             return None
         seen = int(self._seen[0])
         while int(self._written[0]) == seen:
-            # In this order: a loop that has ended may have written until it did.
+            # Check in this order: the loop may have written a round just before it ended.
             if self._device.done(self._stream) and int(self._written[0]) == seen:
                 self._current = None
                 return None
@@ -111,7 +113,7 @@ class LoopingRounds(DeviceRounds):
         return InFlight(shape, wanted, memory, None, set(wanted), shape.read(memory))
 
     def _end(self) -> None:
-        """Have the loop end after its round, and keep what nobody has read."""
+        """Stop the loop after its current round, and keep the rounds that nobody has read."""
         if self._current is not None:
             self._device.use()
             self._stop[0] = 1
@@ -123,7 +125,7 @@ class LoopingRounds(DeviceRounds):
             self._unread.pop(self._gone.pop(), None)
 
     def _capture_loop(self, shape: Shape) -> Graph | None:
-        owner = ("loop", shape)  # its engines' state is not that of the graph of one round
+        owner = ("loop", shape)  # engine state separate from that of the single round's graph
         program = self._program(shape, owner)
         at, counters = self._at, (self._written, self._seen, self._stop)
 

@@ -1,4 +1,4 @@
-"""The device memory of a round: every static buffer, in one place."""
+"""The device memory of a round: all static buffers in one place."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from ..backends.cuda import Cuda
 from ..sampling import kernel
 from .launch import SEQUENCE
 
-MOST_ENDS = 256  # ids that end a text
+MOST_ENDS = 256  # end-of-text ids of a request
 
 
 def step_bytes(slots: int, row_bytes: int) -> int:
-    """From one draft step's logits to the next: TensorRT writes to multiples of 256 bytes alone."""
+    """Bytes from one draft step's logits to the next: TensorRT can write only to multiples of 256
+    bytes."""
     return -(-slots * row_bytes // 256) * 256
 
 
 @lru_cache(maxsize=64)
 def results(batch: int, gamma: int) -> np.dtype[Any]:
-    """What a round of B slots and gamma drafts tells the host. clock: of outrider_loop."""
+    """The results of a round of B slots and gamma drafts for the host. clock: see
+    outrider_loop."""
     each = (batch, gamma)
     return np.dtype([
         ("verdicts", kernel.VERDICT, (batch,)), ("ratios", "f8", each), ("drafts", "i8", each),
@@ -33,8 +35,8 @@ def results(batch: int, gamma: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the buffers are for. rows: bytes of the two models' rows of logits, 0 without a
-    draft."""
+    """The sizes that the buffers are made for. target_row, draft_row: bytes of a row of the model's
+    logits, 0 without a draft."""
 
     slots: int
     max_gamma: int
@@ -44,8 +46,8 @@ class Sizes:
     draft_row: int
 
     def bytes(self) -> dict[str, int]:
-        """Of each buffer. B slots, G = max_gamma; a round of fewer slots or steps uses the
-        front."""
+        """Bytes of each buffer, for B slots and G = max_gamma; a round of fewer slots or steps uses
+        the front."""
         slots, gamma = self.slots, self.max_gamma
         texts = 8 * slots * self.max_len
         return {
@@ -55,9 +57,9 @@ class Sizes:
             "tokens": texts,  # int64 [B, max_len]
             "draft_tokens": texts,
             "ends": 8 * slots * MOST_ENDS,  # int64 [B, MOST_ENDS]
-            # int64 [capacity + 1]: 0, 1, 2 ...; a position and an index is one of them
+            # int64 [capacity + 1]: 0, 1, 2 ...; positions and indices point into it
             "counting": 8 * (self.capacity + 1),
-            "one": 8,  # int64 [1]: which of two tokens gets logits
+            "one": 8,  # int64 [1]: 1, the index of the second of two tokens
             "draft_ids": 16 * slots,  # int64 [B, 2]
             "draft_position": 8 * slots,  # int64 [B]
             "step_ids": 8 * slots,
@@ -66,15 +68,15 @@ class Sizes:
             "target_position": 8 * slots,
             "rows": slots * gamma * kernel.ROW.itemsize,
             "results": results(slots, gamma).itemsize,
-            # [G, B, V], a step after the other, and [B, G + 1, V]
+            # [G, B, V], one step after the other, and [B, G + 1, V]
             "draft_logits": gamma * step_bytes(slots, self.draft_row),
             "target_logits": slots * (gamma + 1) * self.target_row,
         }
 
 
 class Buffers(SimpleNamespace):
-    """Device addresses by the names of `Sizes.bytes`, zeroed but for `counting` and `one`. Raises
-    OutriderError "memory"."""
+    """Device addresses by the names of `Sizes.bytes`, zeroed except for `counting` and `one`.
+    Raises OutriderError "memory"."""
 
     def __init__(self, cuda: Cuda, sizes: Sizes, stream: int):
         super().__init__(**{name: cuda.allocate(n) for name, n in sizes.bytes().items()})

@@ -1,4 +1,4 @@
-"""A bundle on a GPU: whether it was compiled for that one and has room there, and its rounds."""
+"""Open a bundle on a GPU: check the architecture and the memory, and load the engines."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from .rounds import DeviceRounds
 
 
 def open_device(manifest: Manifest, folder: Path, ordinal: int) -> Device:
-    """The GPU, where the bundle's engines and the kernel run on it. Raises OutriderError
-    "backend", "option"."""
+    """Open the GPU and check that the bundle's engines and the kernel run on it. Raises
+    OutriderError "backend", "option"."""
     if cause := kernel.unavailable():
-        raise OutriderError(
-            "backend", f"a GPU's rounds need the kernel: {cause}", "Run make plugins."
-        )
+        raise OutriderError("backend", f"GPU rounds need the kernel: {cause}", "Run make plugins.")
     device = Device(ordinal)
     check_gpu(manifest, folder, device.capability)
     return device
@@ -38,8 +36,8 @@ def open_rounds(
     graphs: bool,
     loop: bool,
 ) -> DeviceRounds:
-    """Both engines on a GPU. memory: the bytes of weights and caches, to which the activations and
-    buffers are added. Raises OutriderError "backend", "memory"."""
+    """Open both engines on a GPU. memory: the bytes of weights and caches, to which this adds those
+    of activations and buffers. Raises OutriderError "backend", "memory"."""
     memory.update(working_memory(manifest, slots))
     if sum(memory.values()) > device.memory()[0]:
         device_engine(manifest.backend).give_back()
@@ -69,7 +67,7 @@ def open_engine(
     stream: int,
     **sizes: int,
 ) -> DeviceEngine:
-    """The engine of one model of a bundle, on a GPU. sizes: see `DeviceEngine`."""
+    """Open the engine of one model of a bundle on a GPU. sizes: see `DeviceEngine`."""
     backend = device_engine(manifest.backend)
     backend.check()
     compiled = (manifest.engines or {}).get(role)
@@ -77,7 +75,8 @@ def open_engine(
 
 
 def check_gpu(manifest: Manifest, folder: Path, capability: tuple[int, int]) -> None:
-    """Refuse engines for other GPUs. Raises OutriderError "backend" with what builds them again."""
+    """Raise OutriderError "backend", with the command that rebuilds the bundle, if its engines are
+    for other GPUs."""
     targets, here = manifest.gpu_targets(), "sm{}{}".format(*capability)
     if targets and here not in targets:
         raise OutriderError(
@@ -88,9 +87,9 @@ def check_gpu(manifest: Manifest, folder: Path, capability: tuple[int, int]) -> 
 
 
 def working_memory(manifest: Manifest, slots: int) -> dict[str, int]:
-    """Bytes beside weights and caches. activations: of both models, where the builder said of both,
-    or else the engines' allowance; buffers: those of a round. CUDA graphs and the driver's own are
-    not in it."""
+    """Bytes in addition to weights and caches. activations: those of both models if the builder
+    reported both, otherwise the engines' allowance; buffers: those of a round. Does not include
+    CUDA graphs and the driver's own memory."""
     pair, kind = manifest.pair, device_engine(manifest.backend)
     rows = (
         f.vocab_size * LOGIT_BYTES[kind.logits_dtype(f)] if f else 0
@@ -105,12 +104,12 @@ def working_memory(manifest: Manifest, slots: int) -> dict[str, int]:
 
 
 def check_room(memory: dict[str, int], free: int, total: int) -> None:
-    """Refuse what the GPU has no room for, before minutes of loading. Raises "memory"."""
+    """Raise OutriderError "memory", before minutes of loading, if the GPU has too little memory."""
     need = sum(memory.values())
     if need > free:
         raise OutriderError(
             "memory",
-            f"the bundle needs {size_text(need)} of the GPU's memory, and {size_text(free)} of "
-            f"{size_text(total)} are free",
-            "Use fewer slots, build with a smaller MAX_LEN, or free its memory.",
+            f"the bundle needs {size_text(need)} of the GPU's memory, but only {size_text(free)} "
+            f"of {size_text(total)} are free",
+            "Use fewer slots, build with a smaller MAX_LEN, or free some of its memory.",
         )

@@ -1,4 +1,4 @@
-"""What a round on a GPU launches: the calls of engines and kernels in order, and their graphs."""
+"""The launches of a round on a GPU: calls of engines and kernels in order, and their graphs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Action = Callable[[], None]  # puts something on the stream
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a graph is for: draft steps, the slots 0 .. batch - 1, what they may ask of sampling."""
+    """The shape that a graph is made for: number of draft steps, slots 0 .. batch - 1, and flags of
+    the sampling features that these may use."""
 
     gamma: int
     batch: int
@@ -37,15 +38,15 @@ class Shape:
         return results(self.batch, self.gamma)
 
     def read(self, memory: npt.NDArray[np.uint8]) -> Any:
-        """The results of a round in host memory, as a view of it."""
+        """The results of a round, as a view of host memory."""
         return memory[: self.results.itemsize].view(self.results)[0]
 
 
 class Programs(Rounds):
     """Rounds as lists of actions, and as CUDA graphs, by shape.
 
-    graphs: capture them; otherwise, and where a capture fails (which is said), each call is
-    launched by itself.
+    graphs: capture them; otherwise, and with a warning if a capture fails, the calls are launched
+    one by one.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Programs(Rounds):
         self._at = Buffers(device, self._sizes, stream)
         self._programs: dict[Shape, list[Action]] = {}
         self._graphs: dict[Shape, Graph | None] = {}
-        self._turns = b""  # those on the device
+        self._turns = b""  # a copy of the device's
 
     def graph_nodes(self) -> dict[Shape, int]:
         """Kernels and copies in the graph of each shape."""
@@ -82,12 +83,12 @@ class Programs(Rounds):
         gammas = np.full(batch, -1, np.int32)
         for sequence, gamma in wanted.items():
             gammas[sequence.slot.index] = gamma
-        if gammas.tobytes() != self._turns:  # from round to round the same, mostly
+        if gammas.tobytes() != self._turns:  # mostly the same from round to round
             self._turns = gammas.tobytes()
             self._device.upload(self._at.turns, gammas, self._stream)
 
     def _player(self, shape: Shape) -> Action:
-        """What puts a round of this shape on the stream: a graph, or each call by itself."""
+        """The action that puts a round of this shape on the stream: as a graph or call by call."""
         program = self._programs.get(shape)
         if program is None:
             program = self._programs[shape] = self._program(shape, shape)
@@ -104,8 +105,8 @@ class Programs(Rounds):
     def _capture(
         self, shape: Shape, program: list[Action], capture: Callable[[], Graph], what: str = "graph"
     ) -> Graph | None:
-        """What `capture` makes of a program; None, said in one line, where it cannot be done."""
-        # Once for real, with nobody taking part: engines make ready what a capture forbids.
+        """Capture a program with `capture`; None, with a one-line warning, if that fails."""
+        # First run it without any sequences: engines prepare what cannot be done in a capture.
         self._upload_turns({}, shape.batch)
         play_all(program)
         self._device.wait(self._stream)
@@ -129,7 +130,7 @@ class Programs(Rounds):
         return kernel.Logits(address, slot_stride, row_stride, width, kind)
 
     def _result(self, shape: Shape, name: str) -> int:
-        """The address of one of `memory.results`."""
+        """The address of a field of `memory.results`."""
         fields: Any = shape.results.fields
         address: int = self._at.results + fields[name][1]
         return address
@@ -159,7 +160,7 @@ class Programs(Rounds):
         return lambda: self._device.launch(plan, self._stream)
 
     def _sampling(self, shape: Shape, first: int) -> tuple[KernelSizes, KernelBuffers]:
-        """What the plans of a shape share, with a workspace of its own."""
+        """The sizes and buffers that the plans of a shape share, with a new workspace."""
         width = self._draft_width if shape.gamma else 0
         sizes = KernelSizes(shape.batch, shape.gamma, self._vocab_size, width, shape.flags, 0)
         return sizes, KernelBuffers(
@@ -170,7 +171,7 @@ class Programs(Rounds):
         )
 
     def _first_token(self, shape: Shape, slot: int, logits: kernel.Logits) -> list[Action]:
-        """After a prefill: draw from p alone, as a round without drafts does."""
+        """The actions after a prefill: draw from p alone, as a round without drafts does."""
         sizes, buffers = self._sampling(shape, slot)
         loop = self._loop(shape, slot)
         return [
@@ -180,8 +181,8 @@ class Programs(Rounds):
         ]
 
     def _program(self, shape: Shape, graph: object) -> list[Action]:
-        """A round, in order. All addresses are fixed; what varies is in device memory. graph: whose
-        it is (see `DeviceEngine.enqueue`)."""
+        """The actions of a round, in order. All addresses are fixed; what varies is in device
+        memory. graph: see `DeviceEngine.enqueue`."""
         at, batch, gamma = self._at, shape.batch, shape.gamma
         sizes, buffers = self._sampling(shape, 0)
         loop = self._loop(shape)
@@ -194,7 +195,8 @@ class Programs(Rounds):
             drafts = self._logits(draft, at.draft_logits, row, spacing)
             for step in range(gamma):
                 logits = at.draft_logits + step * spacing
-                # Two tokens first: after a fully accepted round the draft lacks a row.
+                # The first step feeds two tokens: after a fully accepted round the draft lacks a
+                # row.
                 call = (
                     DeviceCall(batch, 1, 1, at.step_ids, at.step_position, at.counting, logits)
                     if step

@@ -1,9 +1,9 @@
-"""The round on a GPU: draft, verification and sampling as one CUDA graph, one wait a round.
+"""The round on a GPU: draft, verification and sampling as one CUDA graph, with one wait per round.
 
-Texts and lengths live on the device (outrider.h, "between the calls of the models"), so the graph
-of the next round is launched before the host has read this one: its results cross while the GPU
-goes on. The host decides who takes part and when a text is over; a round that was launched for a
-text that turns out to be over is dropped.
+Texts and lengths are kept on the device (outrider.h, "between the calls of the models"), so the
+graph of the next round is launched before the host has read this one's results, which are copied
+while the GPU goes on. The host decides which sequences take part and when a text has ended; a round
+that was launched for a text that turns out to have ended is dropped.
 """
 
 from __future__ import annotations
@@ -33,24 +33,23 @@ from .programs import Action, Programs, Shape, play_all
 
 @dataclass(slots=True)
 class InFlight:
-    """A round that was launched. wanted: draft tokens, by who takes part; readers: those of them
-    who have not seen its results."""
+    """A round that was launched. wanted: draft tokens of each sequence that takes part; readers:
+    the sequences that have not read their results yet."""
 
     shape: Shape
     wanted: dict[ActiveSequence, int]
     memory: npt.NDArray[np.uint8]
     event: Any
     readers: set[ActiveSequence] = field(default_factory=set)
-    results: Any = None  # see `memory.results`, once it has landed
+    results: Any = None  # see `memory.results`; set once they have arrived
     timed: bool = False
 
 
 class DeviceRounds(Programs):
-    """See `Rounds`; engines and options are those of `Programs`. The engines enqueue on the stream,
-    and nobody else does.
+    """See `Rounds`; engines and options are those of `Programs`. Nothing else may use the stream.
 
-    draft_max_len: where the draft's own context ends. ahead: launch a round before the last one's
-    results are read.
+    draft_max_len: the draft's own context length. ahead: launch a round before the results of the
+    last one are read.
     """
 
     def __init__(
@@ -63,8 +62,8 @@ class DeviceRounds(Programs):
         self._draft_max_len = (draft_max_len or self._max_len) if self.draft else 0
         self._first_tokens: dict[tuple[Shape, int], list[Action]] = {}  # of each slot
         self._pending: dict[ActiveSequence, InFlight] = {}
-        self._landed: list[tuple[npt.NDArray[np.uint8], Any]] = []  # pinned memory to use again
-        # Gammas that were asked for while a round of another one was ahead.
+        self._landed: list[tuple[npt.NDArray[np.uint8], Any]] = []  # pinned memory for reuse
+        # Gammas requested while a round with another gamma had been launched ahead.
         self._wished: dict[ActiveSequence, int] = {}
 
     @property
@@ -98,13 +97,13 @@ class DeviceRounds(Programs):
             if in_flight := self._pending.get(plan.sequence):
                 if plan.gamma != in_flight.wanted[plan.sequence]:
                     self._wished[plan.sequence] = plan.gamma
-            else:  # a policy may ask for a gamma once, to try it
+            else:  # a policy may request a gamma for a single round, to try it
                 new.append(replace(plan, gamma=self._wished.pop(plan.sequence, plan.gamma)))
         if new:
             self._catch_up(new, result)
             self._launch(new, 0)
         launched = [self._pending.pop(plan.sequence) for plan in plans]
-        # The rows that a log-probability is read from would be overwritten.
+        # A round ahead would overwrite the logits that log-probabilities are read from.
         if self._ahead and all(plan.sequence.request.logprobs is None for plan in plans):
             self._launch(
                 [
@@ -127,8 +126,8 @@ class DeviceRounds(Programs):
             self.clear(sequence)
 
     def _shape(self, plans: Sequence[SlotPlan], ahead: int) -> Shape:
-        """Of a round `ahead` rounds after the one that the plans' limits are of."""
-        # Few graphs: near the end of a text the kernels draft fewer, in a graph of the same width.
+        """The shape of a round that comes `ahead` rounds after the one that the plans are for."""
+        # To need few graphs, a text near its end drafts fewer tokens in a graph of the same width.
         drafting = any(plan.gamma and plan.limit > ahead for plan in plans)
         return Shape(
             max(plan.gamma for plan in plans) if drafting else 0,
@@ -137,7 +136,7 @@ class DeviceRounds(Programs):
         )
 
     def _launch(self, plans: Sequence[SlotPlan], ahead: int) -> None:
-        """Launch a round for these; see `_shape`."""
+        """Launch a round for these plans. ahead: see `_shape`."""
         if not plans:
             return
         wanted = {plan.sequence: plan.gamma for plan in plans}
@@ -150,7 +149,7 @@ class DeviceRounds(Programs):
             self._pending[sequence] = in_flight
 
     def _fly(self, shape: Shape, wanted: dict[ActiveSequence, int]) -> InFlight:
-        """Have the results of what is on the stream copied down."""
+        """Enqueue the copy of the results to the host, behind the round on the stream."""
         if self._landed:
             memory, event = self._landed.pop()
         else:
@@ -164,7 +163,7 @@ class DeviceRounds(Programs):
     def _part(
         self, in_flight: InFlight, plan: SlotPlan, result: RoundResult | None = None
     ) -> SlotResult:
-        """Wait for the round, and read what is this sequence's."""
+        """Wait for the round, and read this sequence's results."""
         if in_flight.results is None:
             self._device.wait_for(in_flight.event)
             in_flight.results = in_flight.shape.read(in_flight.memory.copy())
@@ -176,7 +175,7 @@ class DeviceRounds(Programs):
             in_flight.timed = True
         sequence = plan.sequence
         self._read(in_flight, sequence)
-        alone = in_flight.shape.batch == 1  # a first token: of any slot
+        alone = in_flight.shape.batch == 1  # slot 0, or a first token in any slot
         row = 0 if alone else sequence.slot.index
         gamma = min(in_flight.wanted[sequence], plan.limit)
         found, ratios = landed["verdicts"][row], landed["ratios"][row]
@@ -191,13 +190,13 @@ class DeviceRounds(Programs):
         return SlotResult(drafts, verdict, lambda: self._rows(row, in_flight.shape.gamma + 1))
 
     def _rows(self, row: int, count: int) -> Logits:
-        """The target's logits of the last round, from the device."""
+        """Copy the target's logits of the last round from the device."""
         address = self._at.target_logits + row * count * self.target.row_bytes
         return self.target.rows(address, count)
 
     def _read(self, in_flight: InFlight, sequence: ActiveSequence) -> None:
-        """This one needs the results no more. The memory may be used again although a copy into it
-        is still to come: the next one into it comes later on the same stream."""
+        """Record that this sequence has read the results. Their memory may be reused even if the
+        copy into it is still pending, since the next one comes later on the same stream."""
         in_flight.readers.discard(sequence)
         if not in_flight.readers and in_flight.event is not None:
             self._landed.append((in_flight.memory, in_flight.event))
@@ -205,15 +204,15 @@ class DeviceRounds(Programs):
     # Texts
 
     def _write(self, sequence: ActiveSequence) -> None:
-        """The prompt and the options of a sequence to its place on the device."""
+        """Write the prompt and the options of a sequence to its place on the device."""
         at, request, index = self._at, sequence.request, sequence.slot.index
         ids = np.array(sequence.slot.tokens, np.int64)
         ends = np.array(sorted(request.eos_token_ids), np.int64)
         if len(ends) > MOST_ENDS:
             raise OutriderError(
                 "option",
-                f"{len(ends)} ids end the text, and a GPU takes {MOST_ENDS}",
-                "Leave some out.",
+                f"{len(ends)} end-of-text ids; a GPU supports {MOST_ENDS}",
+                "Use fewer.",
             )
         texts = 8 * index * self._max_len
         text, draft_text = at.tokens + texts, at.draft_tokens + texts
@@ -243,7 +242,7 @@ class DeviceRounds(Programs):
             self._device.upload(address, array, self._stream)
 
     def _catch_up(self, plans: Sequence[SlotPlan], result: RoundResult) -> None:
-        """Give the draft the rows it lacks: the prompt at first, plain rounds later."""
+        """Compute the rows that the draft lacks: those of the prompt, later of plain rounds."""
         begin, any_rows = time.perf_counter(), False
         for plan in plans:
             slot = plan.sequence.slot
@@ -253,14 +252,14 @@ class DeviceRounds(Programs):
                 self._prefill(self.draft, self._at.draft_tokens, slot.index, slot.draft_len, need)
                 slot.draft_len, any_rows = need, True
         if any_rows:
-            self._device.wait(self._stream)  # once a text, so that its time is known
+            self._device.wait(self._stream)  # once per text, to measure the time
             result.time_draft_prefill = time.perf_counter() - begin
 
     def _prefill(
         self, engine: DeviceEngine, tokens: int, slot: int, start: int, end: int
     ) -> kernel.Logits:
-        """Compute the rows start .. end - 1 from the ids at `tokens`; where the last one's logits
-        are."""
+        """Compute the rows start .. end - 1 from the ids at `tokens`. Returns the place of the last
+        row's logits."""
         counting = self._at.counting
         logits = self._at.target_logits if engine is self.target else self._at.draft_logits
         for begin in range(start, end, engine.chunk):
@@ -275,7 +274,7 @@ class DeviceRounds(Programs):
 
 
 def flags_of(request: Request) -> int:
-    """What a request asks of the sampling plans (outrider.h, OUTRIDER_DEVICE_...)."""
+    """The flags of the sampling features that a request uses (outrider.h, OUTRIDER_DEVICE_...)."""
     params, flags = request.params, 0
     if params.repetition_penalty != 1 or (request.min_new_tokens and request.eos_token_ids):
         flags |= PENALTIES

@@ -161,5 +161,5 @@ def test_what_is_loaded(driver):
     """PTX is text, which ends in a zero; machine code of another interface is refused."""
     assert make_device(driver) and driver.loaded == b"\0"
     driver.interface = b"outrider_interface_1"
-    with pytest.raises(OutriderError, match=r"is of another version.* make cubins again"):
+    with pytest.raises(OutriderError, match=r"compiled for another version.* make cubins again"):
         make_device(driver)

@@ -159,7 +159,7 @@ def test_what_is_used_is_what_was_planned(llama_bundle: Path, on_fake_gpu: FakeD
 
 def test_a_gpu_that_is_too_small(llama_bundle: Path, on_fake_gpu: FakeDriver) -> None:
     on_fake_gpu._memory = 2**16
-    cause = r"needs [\d.]+ MiB of the GPU's memory, and 0\.1 MiB of 0\.1 MiB are free"
+    cause = r"needs [\d.]+ MiB of the GPU's memory, but only 0\.1 MiB of 0\.1 MiB are free"
     with pytest.raises(OutriderError, match=cause) as caught:
         load(llama_bundle, device="cuda")
     assert caught.value.kind == "memory"
@@ -238,5 +238,5 @@ def test_the_onnxruntime_of_a_cpu(manifest: Manifest) -> None:
 
 def test_the_kernel_is_needed(llama_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "unavailable", lambda: "there is no compiler")
-    with pytest.raises(OutriderError, match="a GPU's rounds need the kernel: there is no compiler"):
+    with pytest.raises(OutriderError, match="GPU rounds need the kernel: there is no compiler"):
         load(llama_bundle, device="cuda")
