@@ -1,1 +1,1 @@
-"""Logits to distributions, verification rules, random numbers."""
+"""Sampling: distributions from logits, verification rules, random numbers."""

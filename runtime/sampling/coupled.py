@@ -1,9 +1,9 @@
-"""Gumbel coupling (Daliri, Musco, Suresh 2024, arXiv 2408.07978): a seed that means the text.
+"""Gumbel coupling (Daliri, Musco, Suresh 2024, arXiv 2408.07978): the seed alone decides the text.
 
-The noise belongs to (seed, position, token), and to nothing else. The target's token is argmax
+The noise g depends on (seed, position, token) and on nothing else. The target's token is argmax
 log p + g, an exact draw from p. The draft proposes argmax log q + g with the same g. A draft token
-stands where it is the target's, so what comes out is what the target alone would have drawn, and a
-draft decides only how soon. It stands with the probability
+is accepted if it equals the target's, so the output is what the target alone would have drawn; the
+draft affects only the speed. The probability of acceptance is
 
     sum over x of 1 / sum over y of max(p_y / p_x, q_y / q_x)  >=  (1 - TV) / (1 + TV)
 """
@@ -18,12 +18,12 @@ import numpy.typing as npt
 from .distribution import TILE, Distribution, SumRow
 from .philox import Purpose, philox4x32
 
-GROUP = 32  # tokens of a group; a tile has 32 groups
+GROUP = 32  # tokens per group; a tile has 32 groups
 Words = npt.NDArray[np.uint64]
 
 
 def settle(distribution: Distribution, seed: int, position: int) -> Distribution:
-    """All mass on the token that the noise of this position chooses from a distribution."""
+    """A point mass on the token that the noise at this position selects from a distribution."""
     weights = distribution.weights
     if weights is None:
         return distribution
@@ -32,14 +32,15 @@ def settle(distribution: Distribution, seed: int, position: int) -> Distribution
     return Distribution.point(token, len(weights))
 
 
-@lru_cache(maxsize=16)  # target and draft ask for the same
+@lru_cache(maxsize=16)  # target and draft use the same noise
 def noise(seed: int, position: int, vocab_size: int) -> SumRow:
     """Independent standard exponential numbers e = exp(-g), float64 [vocab_size].
 
-    Made from the top down, so that the kernel can leave most of them out: the least number of a
-    tile of 1024, which is exponential / 1024, and its token; in each of its groups the least one,
-    which exceeds the tile's by exponential / 32 unless it is that; then each token's. What the
-    others exceed the least by is exponential again. See outrider_sampling.h, to the bit.
+    They are generated from the top down, so that the kernel can skip most of them: first the
+    minimum of a tile of 1024, which is exponential / 1024, and its token; then the minimum of each
+    group, which exceeds the tile's by exponential / 32 unless it is the same number; then each
+    token's number, whose excess over the group's minimum is exponential again. The result is
+    bitwise that of outrider_sampling.h.
     """
     tiles = np.arange(-(-vocab_size // TILE), dtype=np.uint64)[:, None]
     high, low, place, _ = np.moveaxis(_words(seed, position, tiles, 0, 1), -1, 0)
@@ -63,18 +64,18 @@ def noise(seed: int, position: int, vocab_size: int) -> SumRow:
 
 
 def _words(seed: int, position: int, tiles: Words, first: int, count: int) -> Words:
-    """[tiles, count, 4] of the counters (position, purpose, tile, first ..)."""
+    """Philox words [tiles, count, 4] of the counters (position, purpose, tile, first ...)."""
     counter = np.broadcast_arrays(position, Purpose.COUPLED, tiles, np.arange(first, first + count))
     return np.stack(philox4x32(seed, [np.asarray(word, np.uint64) for word in counter]), axis=-1)
 
 
 def _exponential(words: Words) -> SumRow:
-    """From the middle of one of 2^32 intervals."""
+    """Exponential numbers; each word stands for the middle of one of 2^32 intervals of (0, 1)."""
     return -_log((words.astype(np.float64) + 0.5) * 2.0**-32)
 
 
 def _log(v: SumRow) -> SumRow:
-    """log v for v in (0, 1): 2 artanh((m - 1) / (m + 1)) + n log 2, with the kernel's bits."""
+    """log v for v in (0, 1): 2 artanh((m - 1) / (m + 1)) + n log 2, bitwise as in the kernel."""
     m, n = np.frexp(v)
     small = m < 0.7071067811865476
     m, n = np.where(small, m + m, m), n - small

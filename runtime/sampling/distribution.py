@@ -1,4 +1,4 @@
-"""A distribution over the vocabulary: probabilities, and the inverse CDF that draws from it."""
+"""A distribution over the vocabulary: probabilities, and draws by the inverse CDF."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Distribution:
 
     @classmethod
     def dense(cls, weights: FloatRow) -> Distribution:
-        """From non-negative float32 weights [V], which it keeps. `total` may come out as 0."""
+        """From non-negative float32 weights [V], which are kept, not copied. `total` may be 0."""
         self = cls(len(weights), weights=weights)
         tiles = np.add.reduceat(weights, _tile_starts(self.vocab_size), dtype=np.float64)
         self._cumulative = tiles.cumsum()
@@ -63,7 +63,7 @@ class Distribution:
         return self.weights.item(token) / self.total
 
     def probs(self) -> SumRow:
-        """p as float64 [V]: for tests and the certificate, not for the loop."""
+        """p as float64 [V]: for tests and the certificate, too slow for rounds."""
         if self.weights is None:
             row = np.zeros(self.vocab_size)
             row[self.point_mass] = 1.0
@@ -73,14 +73,14 @@ class Distribution:
     def draw(self, u: float) -> int:
         """The token at u in [0, 1) of the inverse CDF; never one of weight 0.
 
-        Finds the tile in which the cumulative float64 sum crosses u * total, scans that alone.
+        Finds the tile in which the cumulative float64 sum crosses u * total, and scans only that.
         """
         if self.weights is None:
             assert self.point_mass is not None
             return self.point_mass
         threshold = u * self.total
-        # side="right" is the first cumulative sum strictly above: a tile or token of weight 0
-        # adds nothing and is never the first. Past the end (u close to 1): the last that adds.
+        # side="right" finds the first cumulative sum strictly above: a tile or token of weight 0
+        # adds nothing and is never the first. Past the end (u close to 1) take the last that adds.
         tile = int(self._cumulative.searchsorted(threshold, side="right"))
         if tile == len(self._cumulative):
             tile = int(self._cumulative.searchsorted(self.total, side="left"))
@@ -94,9 +94,9 @@ class Distribution:
         return start + token
 
     def margin(self, token: int) -> float:
-        """z_token - max z of the processed logits, in logits, <= 0; -inf outside [0, V).
+        """z_token - max z of the processed logits, <= 0; -inf outside [0, V).
 
-        Only where `processed` is present (temperature 0, lenience below 1).
+        Only if `processed` is present (temperature 0, lenience below 1).
         """
         if self.processed is None or self.point_mass is None:
             raise ValueError("no processed logits: warp at temperature 0 with lenience below 1")

@@ -1,8 +1,8 @@
-"""liboutrider, the native sampling kernel: finding it, and the structures of its interface.
+"""liboutrider, the native sampling kernel: loading it, and the structures of its interface.
 
-The library comes with the wheel, or from `make plugins` into build/lib. Where it is missing,
-`unavailable()` says why and `reference.NumpySampler` does the same work, several times slower; so
-does the portable graph in place of `HOST_FILE`. The interface is plugins/include/outrider.h;
+The library is part of the wheel; `make plugins` builds it into build/lib. If it is missing,
+`unavailable()` returns the reason, and `reference.NumpySampler` and the portable graph (in place of
+`HOST_FILE`) do the same work several times slower. The interface is plugins/include/outrider.h;
 `native` draws and verifies through it.
 """
 
@@ -59,7 +59,7 @@ VERDICT = np.dtype(
 
 
 class Logits(ctypes.Structure):
-    """outrider_logits: where rows [slots, rows, V] are; strides in bytes."""
+    """outrider_logits: the address of rows [slots, rows, V], with strides in bytes."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -96,9 +96,9 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL:
-    """The library that is found. Raises OutriderError("backend")."""
+    """Find and load the library. Raises OutriderError("backend")."""
     if (path := find_library()) is None:
-        raise OutriderError("backend", f"{LIBRARY} is not there", _REMEDY)
+        raise OutriderError("backend", f"{LIBRARY} was not found", _REMEDY)
     return load_file(path)
 
 
@@ -109,7 +109,7 @@ def load_file(path: Path) -> ctypes.CDLL:
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
         version = library.outrider_abi_version()
-    except (OSError, AttributeError) as error:  # another platform's, or not this library
+    except (OSError, AttributeError) as error:  # for another platform, or another library
         raise OutriderError("backend", f"{path.name} cannot be loaded ({error})", _REMEDY) from None
     if version != ABI_VERSION:
         raise OutriderError(
@@ -121,7 +121,7 @@ def load_file(path: Path) -> ctypes.CDLL:
 
 
 def unavailable() -> str | None:
-    """Why there is no kernel and what to do, in one line; None where there is one."""
+    """Why the kernel cannot be used and what to do, in one line; None if it can."""
     try:
         load()
     except OutriderError as error:
@@ -134,7 +134,7 @@ def available() -> bool:
 
 
 def failure(library: ctypes.CDLL, verdict: Any, place: SlotSampling) -> OutriderError:
-    """What a verdict (of `VERDICT`) with a status says, for people."""
+    """The error that describes a verdict (of `VERDICT`) with a nonzero status."""
     if verdict["status"] == _NO_DRAFT_LOGITS:
         return no_draft_logits()
     where = place.where(verdict["row"], ("target", "draft")[verdict["model"]])
@@ -142,7 +142,8 @@ def failure(library: ctypes.CDLL, verdict: Any, place: SlotSampling) -> Outrider
 
 
 def fill_slot(slots: Array, b: int, place: SlotSampling) -> object:
-    """Write a place into slots [B] of `SLOT`; its ids must outlive them, and what this returns."""
+    """Write a place into slots [B] of `SLOT`. The ids of the place and the object returned must
+    outlive the slots."""
     params, context, suppress = place.params, place.context, place.suppress
     bias = _bias(params.logit_bias) if params.logit_bias else None
     bias_ids, biases = bias or (None, None)
@@ -159,7 +160,7 @@ def fill_slot(slots: Array, b: int, place: SlotSampling) -> object:
 
 @lru_cache(maxsize=64)
 def _bias(pairs: tuple[tuple[int, float], ...]) -> tuple[Array, Array]:
-    """Ids and biases, as the library reads them."""
+    """Ids and biases as the arrays that the library reads."""
     ids, biases = zip(*pairs, strict=True)
     return np.array(ids, np.int64), np.array(biases, np.float32)
 

@@ -1,4 +1,4 @@
-"""The sampling of a round by liboutrider, the native library (`kernel` has its interface)."""
+"""Sampling of a round by liboutrider, the native library (`kernel` has its interface)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .kernel import ROW, SLOT, VERDICT, Logits, status_text
 from .rules import Verdict
 from .sampler import Array, Ids, SlotSampling
 
-# Places in `kernel.DTYPES`: a dtype's name takes 3 us, in each draw of a round.
+# Indices into `kernel.DTYPES`: looking up a dtype's name would take 3 us in each draw of a round.
 _DTYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.uint16): 2}
 
 
 class RoundSampler:
     """See `sampler.Sampler`.
 
-    vocab_size: the width that target and draft share; columns beyond it are not read. slots: the
-    most that take part in a round. width: the most draft tokens. threads: at most; used where they
-    pay. All memory is allocated here, once; one sampler is for one thread at a time.
+    vocab_size: the width that target and draft share; columns beyond it are not read. slots, width:
+    maximum number of slots and of draft tokens in a round. threads: maximum; used only where they
+    pay. All memory is allocated once, here. Only one thread at a time may use a sampler.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class RoundSampler:
         self._slots = np.zeros(slots, SLOT)
         self._verdicts = np.zeros(slots, VERDICT)
         self._ratios = np.zeros((slots, width))
-        self._drew, self._draft_slot = False, 0  # the first slot of what `draw` was given
+        self._drew, self._draft_slot = False, 0  # the first slot of the draft's logits
         self._places: list[SlotSampling] = []
-        self._held: list[object] = []  # what the slots point to, beside the places' ids
+        self._held: list[object] = []  # objects that the slots point to, besides the places' ids
         self.drafts = np.zeros((slots, width), np.int64)
         self.rows = np.zeros((slots, width), ROW)
-        # `array.ctypes` costs a microsecond each time.
+        # Kept, because `array.ctypes` costs a microsecond each time.
         self._at_slots, self._at_drafts, self._at_rows, self._at_verdicts, self._at_ratios = (
             array.ctypes.data
             for array in (self._slots, self.drafts, self.rows, self._verdicts, self._ratios)
@@ -101,12 +101,12 @@ class RoundSampler:
     ) -> list[Verdict]:
         """See `Sampler.verify`. uniforms: float64 [B, width + 1] in place of Philox.
 
-        draft_logits: also as one array [S, >= gamma, V]. Where there are none, the draft has no
-        distribution (n-gram lookup): see `give`. Raises ValueError where `draw` had some, and
-        OutriderError("option") where the sigmoid rule meets a draft without.
+        draft_logits: may also be one array [S, >= gamma, V]. If None, the draft has no distribution
+        (n-gram lookup): see `give`. Raises ValueError if it is None after `draw`, and
+        OutriderError("option") for the sigmoid rule and a draft without logits.
         """
         if self._drew and draft_logits is None:
-            raise ValueError("the logits that the drafts were drawn from are not given again")
+            raise ValueError("draft_logits must be the logits that the drafts were drawn from")
         count, gamma = len(self._places), max((p.gamma for p in self._places), default=-1)
         target = self._rows(logits, self.vocab_size, first_slot, gamma + 1, 0)
         self._process(logits, self.vocab_size, first_slot, "target")
@@ -131,7 +131,8 @@ class RoundSampler:
         ]
 
     def _process(self, logits: Array, vocab_size: int, first_slot: int, model: str) -> None:
-        """Let the processors at a round's rows [S, K, V]: of a draft one less than of a target."""
+        """Apply the processors to a round's rows [S, K, V]: one row less for the draft than for the
+        target."""
         for b, place in enumerate(self._places):
             count = place.gamma + (model == "target")
             if place.processors and count > 0:
@@ -142,14 +143,14 @@ class RoundSampler:
     def _rows(
         self, array: Array, vocab_size: int, first_slot: int, rows: int, gamma: int
     ) -> Logits:
-        """Logits that hold so many rows of every slot with at least `gamma` drafts: the library
-        cannot look."""
+        """The array as `Logits`. Checks that it has `rows` rows for every slot with at least
+        `gamma` drafts, which the library cannot check."""
         if array.ndim == 3 and array.shape[1] < rows:
-            raise ValueError(f"{array.shape[1]} rows of logits are too few, not {rows}")
+            raise ValueError(f"{array.shape[1]} rows of logits are too few; {rows} are needed")
         held = range(first_slot, first_slot + len(array))
         for place in self._places:
             if place.gamma >= gamma and place.index not in held:
-                raise ValueError(f"the logits of {held} do not hold slot {place.index}")
+                raise ValueError(f"the logits of slots {held} do not include slot {place.index}")
         return _logits(array, vocab_size, first_slot)
 
     def _check(self, status: int) -> None:
@@ -163,9 +164,9 @@ class RoundSampler:
 
 
 def _logits(array: Array, vocab_size: int, first_slot: int = 0) -> Logits:
-    """[slots, rows, V], V contiguous; its slots are those from `first_slot` on.
+    """`Logits` of an array [slots, rows, V], V contiguous, of the slots from `first_slot` on.
 
-    bfloat16 may come as uint16.
+    bfloat16 may be passed as uint16.
     """
     strides, dtype = array.strides, array.dtype
     if array.ndim != 3 or array.shape[-1] < vocab_size:
@@ -182,7 +183,8 @@ def _logits(array: Array, vocab_size: int, first_slot: int = 0) -> Logits:
 
 
 def _steps(rows: Sequence[Array]) -> Array:
-    """[S, V] of each step as one view [S, steps, V]: an engine's buffers are evenly spaced."""
+    """The rows [S, V] of each step as one view [S, steps, V]. An engine's buffers are evenly
+    spaced."""
     first = rows[0]
     addresses = [row.__array_interface__["data"][0] for row in rows]
     spacing = addresses[1] - addresses[0] if len(rows) > 1 else 0

@@ -4,10 +4,10 @@ as 1, 2, 3").
 A draw is a pure function of (seed, position, purpose, lane): no state advances, so a request gets
 the same numbers whatever its slot, its batch or its neighbours.
 
-A number may be looked at once. Under the token rule a rejected round's later positions were never
-looked at by the decision, so they may be drawn again in lane 0. Under the block rule the decision
-looks at every position of the round: the next round must draw from another lane, for example
-lane = the absolute position at which the round starts.
+A number may be used only once. Under the token rule the decision never uses the numbers of the
+positions after a rejection, so the next round may draw them in lane 0. Under the block rule the
+decision uses those of every position of the round: the next round must draw from another lane, for
+example lane = the absolute position at which the round starts.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 
 
 class Purpose(IntEnum):
-    """What a uniform decides; the second word of the counter."""
+    """What a uniform is used for; the second word of the counter."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -35,8 +35,8 @@ class Purpose(IntEnum):
 def philox4x32(key: int, counter: Sequence[Word]) -> tuple[Word, Word, Word, Word]:
     """Four 32-bit words from a 64-bit key (low word first) and a counter of four 32-bit words.
 
-    Ten rounds, as in Random123; words beyond 32 bits are the caller's error. A word may be a uint64
-    array of them.
+    Ten rounds, as in Random123. The caller ensures that words have at most 32 bits. A word may also
+    be a uint64 array of words.
     """
     key = int(key)  # a NumPy integer would wrap in the products
     c0, c1, c2, c3 = counter
@@ -56,8 +56,8 @@ def philox4x32(key: int, counter: Sequence[Word]) -> tuple[Word, Word, Word, Wor
 def uniform(seed: int, position: int, purpose: Purpose, lane: int = 0) -> float:
     """A uniform in [0, 1) with 53 bits: the first word and the top 21 bits of the second.
 
-    seed: the request's, 64 bit. position: absolute index of the token that is decided, in
-    [0, 2^32). lane: in [0, 2^32), separates numbers that share a position and a purpose.
+    seed: of the request, 64 bits. position: absolute index of the token to be decided, in
+    [0, 2^32). lane: in [0, 2^32), distinguishes numbers with the same position and purpose.
     Raises ValueError outside these ranges.
     """
     if (position | lane) >> 32:  # also true where one of them is negative

@@ -1,8 +1,8 @@
-"""Logits processors: what forbids tokens by the text before them, of target and draft alike.
+"""Logits processors: they forbid tokens depending on the text before them, for target and draft.
 
-A request carries them, and they act on the logits in place before anything else sees those: the
-distributions, the rule and the log-probabilities are all of what a processor left. So p and q are
-processed as one, each row with the text before it, and any processor stays exact.
+A request carries its processors. They modify the logits in place before anything else reads them:
+distributions, verification and log-probabilities all use the processed logits. So p and q are
+processed in the same way, each row with the text before it, and any processor is exact.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ Ids = npt.NDArray[np.int64]
 
 
 class LogitsProcessor(Protocol):
-    """Forbids tokens, as a logits processor of Transformers does. Any callable of this form."""
+    """Forbids tokens, like a logits processor of Transformers. Any callable with this signature."""
 
     def __call__(self, scores: FloatRow, text: Ids, output_start: int, /) -> None:
-        """Set the scores of what may not come after `text` to -inf, in place, and no others.
+        """Set the scores of the tokens that may not follow `text` to -inf, in place, and no others.
 
-        scores: float32 [V], the logits after bias and penalties, and after the processors before
-            this one; V is that of target and draft together. text: int64 [n], all ids before the
-            row: prompt, output, and the round's drafts. output_start: where in it the output
-            begins, so the row of the first new token has n = output_start.
+        scores: float32 [V], the logits after bias, penalties and the processors before this one. V
+            is the target's vocabulary size, or that of a draft with a smaller one. text: int64 [n],
+            all ids before the row: prompt, output, and the round's drafts. output_start: index in
+            `text` at which the output begins, so n = output_start for the first new token.
 
-        It is called for each row of each round, so it is cheap; and it is a function of its
-        arguments alone, since the round looks at rows of texts that are given up, in any order.
-        What it is given may be what it left before: then it changes nothing more. Something has to
-        be left of a target's row (else OutriderError "numeric"); a draft's row of which nothing
-        would be left is drawn from as it was, and the target rejects what comes.
+        It is called for each row of each round, so it must be cheap. The result must depend on the
+        arguments alone, since a round also processes rows of continuations that are rejected, in
+        any order. It may be called again on scores that it has processed, and must not change them
+        then. It must leave at least one token of a target's row (otherwise OutriderError
+        "numeric"). If it would leave none of a draft's row, that row is used unprocessed and the
+        target rejects the token drawn from it.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class SuppressTokens:
-    """Never these tokens, and those `at_begin` not as the first of the output: Transformers'
+    """Forbids these tokens, and those in `at_begin` as the first token of the output: Transformers'
     `suppress_tokens` and `begin_suppress_tokens`. Ids beyond the row are ignored."""
 
     tokens: Sequence[int]
@@ -60,8 +61,8 @@ class SuppressTokens:
 
 @dataclass(frozen=True, eq=False)
 class NoRepeatNgram:
-    """No `size` tokens twice in a row: Transformers' `no_repeat_ngram_size`. source: of whose
-    n-grams none is said, in place of the text's own (`encoder_no_repeat_ngram_size`)."""
+    """Forbids n-grams of `size` tokens that occurred before: Transformers' `no_repeat_ngram_size`.
+    source: forbid its n-grams instead of those of the text (`encoder_no_repeat_ngram_size`)."""
 
     size: int
     source: Sequence[int] | None = None
@@ -76,11 +77,11 @@ class NoRepeatNgram:
 
 
 class BadWords:
-    """None of these sequences of tokens: Transformers' `bad_words_ids`."""
+    """Forbids these sequences of tokens: Transformers' `bad_words_ids`."""
 
     def __init__(self, words: Sequence[Sequence[int]]):
         self._always = np.array([word[0] for word in words if len(word) == 1], np.int64)
-        self._after: dict[int, list[list[int]]] = {}  # the longer ones, by their last but one
+        self._after: dict[int, list[list[int]]] = {}  # longer words, by their last token but one
         for word in words:
             if len(word) > 1:
                 self._after.setdefault(word[-2], []).append(list(word))
@@ -94,9 +95,9 @@ class BadWords:
 
 @dataclass(frozen=True)
 class LastToken:
-    """`token` in row `position` of the text, Transformers' `forced_eos_token_id`; in all others
-    what these `processors` leave, which have no say there. Its score becomes 0, as in
-    Transformers."""
+    """Forces `token` at index `position` of the text, as Transformers' `forced_eos_token_id` does,
+    and sets its score to 0, as in Transformers. At all other positions applies `processors`, which
+    have no effect at that one."""
 
     position: int
     token: int
@@ -122,11 +123,11 @@ def process(
     where: str,
     output_start: int,
 ) -> None:
-    """Let them forbid tokens in `row` [V], in place; the other arguments are those of `warp`.
+    """Apply the processors to `row` [V], in place; the other arguments are those of `warp`.
 
-    In the order of Transformers: they see the logits after bias, penalties and `suppress`, of which
-    the row itself gets nothing but their -inf. Raises OutriderError "numeric" as `warp`, for a row
-    that was broken before, and "option" for what a processor raises.
+    As in Transformers, they see the logits after bias, penalties and `suppress`; but only the -inf
+    that they set is written to `row`. Raises OutriderError "numeric" as `warp` does, for a row that
+    was broken before, and "option" if a processor raises.
     """
     check_row(float(row.max()), where)
     before = row.copy() if of_draft else row

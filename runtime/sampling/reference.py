@@ -1,4 +1,4 @@
-"""The sampling of a round in NumPy: the reference, and what samples where there is no library."""
+"""Sampling of a round in NumPy: the reference, and the fallback without the native library."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class NumpySampler:
             rows = logits[place.index - first_slot]
             p = _LazyRows(partial(self._target_row, place, drafts, rows), place.gamma + 1)
             accept_u = [self._uniform(place, i, Purpose.ACCEPT) for i in range(place.gamma)]
-            # One draw a round, whatever position it lands on: the round's start names it.
+            # One draw per round, numbered by the round's start whatever position it decides.
             final_u = self._uniform(place, 0, Purpose.RESIDUAL)
             verdicts.append(verify(p, q, drafts, accept_u, final_u, place.params))
         return verdicts
@@ -90,7 +90,7 @@ class NumpySampler:
     def _warp(
         self, place: SlotSampling, drafted: Sequence[int], row: Array, model: str
     ) -> Distribution:
-        """The distribution of the token after `drafted`, the same for p and for q."""
+        """The distribution of the token after `drafted`, computed in the same way for p and q."""
         row = row[: self.vocab_size]
         place.process(row, drafted, model)
         warped = warp(
@@ -106,20 +106,19 @@ class NumpySampler:
         return warped
 
     def _uniform(self, place: SlotSampling, step: int, purpose: Purpose) -> float:
-        """The uniform of the token `step` places ahead; 0 where a point mass ignores it."""
+        """The uniform of the token `step` positions ahead; 0 if point masses ignore it."""
         params = place.params
         if params.settled:
             return 0.0
-        # Block verification looks at all uniforms of its round, so no later round may reuse them.
+        # Block verification uses all uniforms of its round, so no later round may use them again.
         lane = place.position if params.verify == "block" else 0
         return uniform(params.seed, place.position + step, purpose, lane)
 
 
 class _LazyRows(Sequence[Distribution]):
-    """p1..p(gamma+1) of one slot, each warped when the rule first looks at it.
+    """p1..p(gamma+1) of one slot, each warped when the rule first reads it.
 
-    Rows after the first rejection are conditioned on text that does not exist; most are never
-    computed.
+    Rows after the first rejection are conditioned on rejected tokens; most are never computed.
     """
 
     def __init__(self, warp_row: Callable[[int], Distribution], count: int):

@@ -1,4 +1,4 @@
-"""The verification rules: which draft tokens stand, and the token that follows them.
+"""The verification rules: which draft tokens are accepted, and the token that follows them.
 
 Pure functions of warped distributions, draft tokens and uniforms. They know nothing of caches,
 engines, tokenizers or where the uniforms come from.
@@ -24,10 +24,10 @@ Uniforms = Sequence[float]
 class Verdict:
     """The outcome of one round for one slot.
 
-    accepted: n, how many of the draft tokens stand, 0..gamma.
-    token: the one after them: the correction, or after n = gamma the bonus token.
+    accepted: n, the number of accepted draft tokens, 0..gamma.
+    token: the token after them: the correction, or if n = gamma the bonus token.
     ratios: min(1, p/q) of each examined position (p / (l q) with lenience, p^/q^ by sigmoid). The
-        token and sigmoid rules examine up to the first rejection, the block rule all.
+        token and sigmoid rules examine up to the first rejection, the block rule all positions.
     """
 
     accepted: int
@@ -43,13 +43,13 @@ def verify(
     final_u: float,
     params: SamplingParams,
 ) -> Verdict:
-    """Accept, correct or extend, by the rule that `params.verify` names.
+    """Accept, correct or extend, by the rule `params.verify`.
 
     p: gamma + 1 target rows, may be lazy: the token and sigmoid rules index no row beyond the
     first rejection. q: gamma rows, each the distribution that its draft token was drawn from;
     may be narrower or wider than p. drafts: gamma ids. accept_u: gamma uniforms in [0, 1);
     final_u: one more. gamma = 0 is plain sampling from p[0]. Point masses ignore the uniforms.
-    Raises ValueError when the lengths disagree.
+    Raises ValueError if the lengths do not match.
     """
     gamma = len(drafts)
     if not len(q) == len(accept_u) == gamma == len(p) - 1:
@@ -74,9 +74,10 @@ def verify_token(
 ) -> Verdict:
     """Speculative sampling (Leviathan et al. 2023, Algorithm 1; lenience: appendix A.5).
 
-    Strictly u q < p, so that p = 0 is rejected at u = 0 also. With lenience l, u l q < p, while
-    the residual stays norm(max(0, p - q)): accepted mass min(q, p/l) plus (1 - alpha_l) / (1 -
-    alpha_1) <= 1 times max(0, p - q) is at most p/l for every token, and where p > q at most p.
+    Accepts if u q < p, strictly, so that p = 0 is rejected at u = 0 too. With lenience l it accepts
+    if u l q < p, while the residual stays norm(max(0, p - q)): the accepted mass min(q, p/l) plus
+    (1 - alpha_l) / (1 - alpha_1) <= 1 times max(0, p - q) is at most p/l for every token, and at
+    most p where p > q.
     """
     ratios: list[float] = []
     for i, token in enumerate(drafts):
@@ -103,7 +104,7 @@ def verify_block(
 
     P_0 = 1, P_i = min(P_{i-1} p_i(x_i) / q_i(x_i), 1); Z_i = sum max(P_i p_{i+1} - q_{i+1}, 0);
     h_i = Z_i / (Z_i + 1 - P_i), h_gamma = P_gamma; tau = the last i with u_i < h_i.
-    The decision looks at uniforms beyond tau: later rounds must not use them again.
+    The decision uses uniforms beyond tau: later rounds must not use them again.
     """
     gamma = len(drafts)
     prefix = [1.0]  # P_i
@@ -114,7 +115,7 @@ def verify_block(
         prefix.append(min(prefix[i] * ratio, 1.0))
         ratios.append(min(ratio, 1.0))
 
-    # From the back the first acceptance is the last one, and later Z are all that is needed.
+    # Searching backwards, the first acceptance found is the last one: earlier Z are not needed.
     if gamma == 0 or accept_u[gamma - 1] < prefix[gamma]:
         return Verdict(gamma, p[gamma].draw(final_u), tuple(ratios))
     for tau in range(gamma - 1, -1, -1):
@@ -161,7 +162,7 @@ def no_draft_logits() -> OutriderError:
 
 
 def residual(p: Distribution, q: Distribution, scale: float = 1.0) -> tuple[Distribution, float]:
-    """norm(max(0, scale p - q)) and its mass before normalisation; p itself where that is 0.
+    """norm(max(0, scale p - q)) and its mass before normalisation; p itself if the mass is 0.
 
     scale: 1 for the token rule, P_i in (0, 1] for the block rule. Elementwise in float32, summed
     in float64.
@@ -176,7 +177,7 @@ def residual(p: Distribution, q: Distribution, scale: float = 1.0) -> tuple[Dist
             weights[q.point_mass] = 0  # scale p(x) <= 1 = q(x)
         rest, unit = Distribution.dense(weights), p.total / scale
     else:
-        # In units of q's weights; where p and q are the same row the factor is exactly 1.
+        # In units of q's weights; if p and q are the same row the factor is exactly 1.
         factor = scale * (q.total / p.total)
         rest, unit = _positive_part(p.weights, factor, q.weights), q.total
     return (rest, rest.total / unit) if rest.total > 0 else (p, 0.0)

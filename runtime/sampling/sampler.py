@@ -1,7 +1,7 @@
-"""The sampling of a round as the decoder asks for it.
+"""The interface through which the decoder samples a round.
 
-`reference.NumpySampler` and `native.RoundSampler` do it, with the same tokens: same rules, same
-random numbers.
+`reference.NumpySampler` and `native.RoundSampler` implement it and give the same tokens: same
+rules, same random numbers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Ids = npt.NDArray[np.int64]
 class SlotSampling:
     """One slot's part of a round.
 
-    gamma: draft tokens, 0..width; -1 where the slot sits out. position: the absolute index of the
-    round's first token; the round must end below 2^32. index: the slot's number. context: int64
-    [n], all ids before the round, read where there is a penalty or a processor; None is an empty
-    one. processors: of the logits, which they change in place.
-    output_start: where in it the output begins. suppress: int64 [n], ids with probability 0 in the
-    round's rows 0 .. suppress_rows - 1. Raises ValueError for numbers outside their range.
+    gamma: number of draft tokens, 0..width; -1 if the slot does not take part. position: absolute
+    index of the round's first token; the round must end below 2^32. index: the slot's number.
+    context: int64 [n], all ids before the round, read for penalties and processors; None if there
+    are none. output_start: index in `context` at which the output begins. suppress: int64 [n], ids
+    with probability 0 in the round's rows 0 .. suppress_rows - 1. processors: change the logits in
+    place. Raises ValueError for numbers outside their range.
     """
 
     params: SamplingParams
@@ -55,17 +55,18 @@ class SlotSampling:
         return drafts if self.context is None else np.concatenate([self.context, drafts])
 
     def suppressed(self, drafted: Sequence[int] | Ids) -> Ids | Sequence[int]:
-        """What has probability 0 in the row after `drafted`, whatever the processors say."""
+        """The ids with probability 0 in the row after `drafted`, apart from the processors'."""
         if self.suppress is None or len(drafted) >= self.suppress_rows:
             return ()
         return self.suppress
 
     def where(self, row: int, model: str) -> str:
-        """The row after so many drafts, for errors. model: "target" or "draft"."""
+        """The name, for errors, of the row after `row` drafts. model: "target" or "draft"."""
         return f"{model}, slot {self.index}, position {self.position + row}"
 
     def process(self, row: Array, drafted: Sequence[int] | Ids, model: str) -> None:
-        """Let the processors at the row [V] of this model after `drafted`. Raises "numeric"."""
+        """Apply the processors to this model's row [V] after `drafted`. Raises OutriderError
+        "numeric" or "option"."""
         if self.processors:
             process(
                 self.processors, row, self.params, self.text(drafted), self.suppressed(drafted),
@@ -75,7 +76,8 @@ class SlotSampling:
 
 
 class Sampler(Protocol):
-    """`begin`, then `draw` for each draft step or `give` once, then `verify`. One round at a time.
+    """Samples one round at a time: call `begin`, then `draw` for each draft step or `give` once,
+    then `verify`.
 
     vocab_size: the width that target and draft share.
     """
@@ -83,24 +85,24 @@ class Sampler(Protocol):
     vocab_size: int
 
     def begin(self, places: Sequence[SlotSampling]) -> None:
-        """Start a round of these slots; their order is that of all answers."""
+        """Start a round of these slots. All results are in this order."""
 
     def draw(self, logits: Array, step: int, *, first_slot: int = 0) -> Ids:
         """Draw the draft token of `step` for every slot with step < gamma.
 
-        logits: [S, V] of the draft, of the slots from `first_slot` on; the caller leaves them alone
-        until `verify`, and gives them again there. Returns int64 [B]; what stands where step >=
-        gamma means nothing. Raises OutriderError("numeric") for a broken row.
+        logits: [S, V] of the draft, for the slots from `first_slot` on. The caller does not change
+        them before `verify`, and passes them to it again. Returns int64 [B], with undefined values
+        where step >= gamma. Raises OutriderError("numeric") for a broken row.
         """
 
     def stop(self, b: int, gamma: int) -> None:
-        """The b-th slot drafts no more than gamma tokens after all."""
+        """Reduce the number of draft tokens of the b-th slot to gamma."""
 
     def give(self, drafts: Sequence[Sequence[int]], first_slot: int = 0) -> None:
-        """The draft tokens of every slot, gamma each, which `draw` did not draw.
+        """Set the draft tokens of every slot, gamma each, in place of `draw`.
 
-        They have the distributions of the draft's logits that `verify` is given, of the slots from
-        `first_slot` on; where it is given none, or at temperature 0, they are point masses.
+        Their distributions are those of the draft logits passed to `verify`, for the slots from
+        `first_slot` on; without logits, or at temperature 0, they are point masses.
         """
 
     def verify(
@@ -108,7 +110,7 @@ class Sampler(Protocol):
     ) -> list[Verdict]:
         """The outcome of the round for every slot.
 
-        logits: [S, K, V] of the target, K > gamma. draft_logits: those that the drafts were drawn
-        from, step by step; None where there are none. Raises OutriderError("numeric") for a broken
-        row.
+        logits: [S, K, V] of the target, K > gamma. draft_logits: the logits that the drafts were
+        drawn from, step by step; None if there are none. Raises OutriderError("numeric") for a
+        broken row.
         """

@@ -1,7 +1,7 @@
 """Log-probabilities, the largest of them, and confidences of a row of logits, in double precision.
 
-By liboutrider where it is there, so that a C++ program reports the same numbers to the bit; by
-NumPy otherwise, equal but for the rounding.
+Computed by liboutrider if it is available, so that a C++ program reports bitwise the same numbers;
+otherwise by NumPy, with results equal up to rounding.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ def log_softmax(row: FloatRow) -> SumRow:
 
 
 def largest(values: SumRow, count: int) -> npt.NDArray[np.intp]:
-    """Where the `count` largest of [V] are, from the largest down, the first of equal ones first.
+    """Indices of the `count` largest of [V], in descending order; equal values in index order.
 
-    Not by sorting all: that takes longer than a step of a small model with many tokens.
+    Does not sort all values: that takes longer than a step of a small model with a large
+    vocabulary.
     """
     count = min(count, len(values))
     if count == 0:
@@ -39,7 +40,7 @@ def largest(values: SumRow, count: int) -> npt.NDArray[np.intp]:
 
 
 def confidence(row: FloatRow, token: int, temperature: float) -> float:
-    """The softmax probability of a token where the logits [V] are divided by `temperature`."""
+    """The softmax probability of a token, with the logits [V] divided by `temperature`."""
     if not kernel.available():
         weights = np.exp((row.astype(np.float64) - row.max()) / temperature)
         return float(weights[token] / weights.sum())

@@ -1,7 +1,7 @@
 """From logits to the distribution that is sampled: `SamplingParams` and `warp`.
 
 Target and draft rows go through the same `warp`, in the order and with the semantics of the
-Transformers logits processors; that makes q in the accept test the q that was drawn from.
+Transformers logits processors, so that q in the acceptance test is the q that was drawn from.
 This module knows nothing of engines, caches or rounds.
 """
 
@@ -19,10 +19,10 @@ import numpy.typing as npt
 from ..files.errors import OutriderError, is_whole, out_of_range, refuse_first
 from .distribution import Distribution, FloatRow
 
-# A nucleus is full at this much less than top_p, as a share of the whole: float32 weights decide
-# nothing finer, and sums that are equal by arithmetic must not differ by rounding.
+# A nucleus is complete when its mass is top_p less this share of the total: float32 weights are not
+# more precise, and sums that are mathematically equal must not differ by rounding.
 TOP_P_SLACK = 1e-6
-NO_TOKEN = "every logit is -inf"  # as plugins/cpu says it too
+NO_TOKEN = "every logit is -inf"  # the text of plugins/cpu
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 VerifyRule = Literal["token", "block", "coupled", "sigmoid"]
@@ -32,16 +32,17 @@ VerifyRule = Literal["token", "block", "coupled", "sigmoid"]
 class SamplingParams:
     """How tokens are drawn and verified. Raises OutriderError("option") on an illegal value.
 
-    temperature: 0 is argmax, lowest index on ties; there top_k, top_p and min_p change nothing.
-    top_k: 0 is off. top_p: 1 is off. min_p: 0 is off. repetition_penalty: 1 is off; it counts
-    the prompt, as in Transformers.
-    frequency_penalty, presence_penalty: 0 is off. Every occurrence of an id in the output so far,
-    or the first one, takes as much from its logit; the prompt does not count (OpenAI, vLLM).
-    logit_bias: what is added to the logits of some ids; a mapping, kept as pairs in order of id.
+    temperature: 0 is argmax, with the lowest index on ties; top_k, top_p and min_p have no effect
+    then. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off. repetition_penalty: 1 is off; it also
+    counts the prompt, as in Transformers.
+    frequency_penalty, presence_penalty: subtracted from an id's logit for each of its occurrences
+    in the output so far, or once if there is any; the prompt does not count (OpenAI, vLLM). 0 is
+    off.
+    logit_bias: numbers to add to the logits of some ids; a mapping, kept as pairs in order of id.
     verify: "token" (speculative sampling), "block" (arXiv 2403.10444) and "coupled" (`coupled`:
     the seed alone decides the text) are exact; "sigmoid" is not: it is a published approximation
     whose output stays close to the draft's.
-    lenience: below 1 not exact either: no token is drawn with more than p / lenience.
+    lenience: not exact below 1 either: a token's probability is then at most p / lenience.
     sigmoid_alpha, sigmoid_beta: the scale of the sigmoid rule, in logits.
     """
 
@@ -81,7 +82,7 @@ class SamplingParams:
 
     @property
     def settled(self) -> bool:
-        """Whether each row is one token, whatever the round: no uniform decides."""
+        """Whether each row allows only one token, in any round, so that no uniform is used."""
         return self.temperature == 0 or self.verify == "coupled"
 
     @property
@@ -92,7 +93,7 @@ class SamplingParams:
     def _ordered_bias(self) -> tuple[tuple[int, float], ...]:
         try:
             pairs = dict(self.logit_bias)
-            once = len(pairs) == len(self.logit_bias)  # of two for one id neither is right
+            once = len(pairs) == len(self.logit_bias)  # two biases for one id are refused
             legal = once and all(
                 is_whole(token) and 0 <= token < 2**31 and _is_real(bias) and abs(bias) <= 100
                 for token, bias in pairs.items()
@@ -100,7 +101,7 @@ class SamplingParams:
         except (TypeError, ValueError):  # neither a mapping nor pairs
             legal = False
         if not legal:
-            legal_ones = "ids with a number from -100 to 100 each"
+            legal_ones = "token ids, each with a bias from -100 to 100"
             raise out_of_range("logit_bias", self.logit_bias, legal_ones)
         return tuple(sorted((int(token), float(bias)) for token, bias in pairs.items()))
 
@@ -108,7 +109,7 @@ class SamplingParams:
 def _is_real(value: object) -> bool:
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats, which JSON may have
+    except OverflowError:  # an integer too large for a float, which JSON allows
         return False
 
 
@@ -144,14 +145,15 @@ def warp(
     """The distribution that Transformers' `generate` would sample from.
 
     Order: bias, repetition penalty, frequency and presence penalty, suppression, then at
-    temperature > 0 temperature, top-k, top-p, min-p. At temperature 0 a point mass at the argmax,
-    lowest index on ties.
+    temperature > 0 temperature, top-k, top-p, min-p. At temperature 0 the result is a point mass
+    at the argmax, with the lowest index on ties.
 
     logits: [V], float32 (other floats are converted), without padding; not modified.
     context: all token ids before this position, for the penalties; an integer array is much
-        faster than a list. output_start: where in it the output begins. suppress: ids that get
-        probability 0 (end-of-text before `min_new_tokens`). Ids beyond the row are ignored.
-    where: names the row in errors, such as "target, slot 0, position 17".
+        faster than a list. output_start: index in `context` at which the output begins. suppress:
+        ids that get probability 0 (end-of-text before `min_new_tokens`). Ids beyond the row are
+        ignored.
+    where: name of the row in errors, such as "target, slot 0, position 17".
     Raises OutriderError("numeric") for a row with NaN or +inf, or with nothing but -inf.
     """
     scores: FloatRow = np.asarray(logits, dtype=np.float32)
@@ -165,7 +167,7 @@ def warp(
         scores = edit(scores.copy(), params, context, suppress, output_start)
 
     if params.temperature == 0:
-        token = int(scores.argmax())  # the first NaN, where there is one
+        token = int(scores.argmax())  # the first NaN, if there is one
         check_row(scores.item(token), where)
         point = Distribution.point(token, width)
         if params.lenience != 1:
@@ -177,7 +179,7 @@ def warp(
     if 0 < params.top_k < width:
         threshold = np.partition(scores, width - params.top_k)[width - params.top_k]
         scores = np.where(scores < threshold, np.float32(-np.inf), scores)
-    # Another large temporary can cost more than the arithmetic: use `scores` up where it is ours.
+    # Another large temporary can cost more than the arithmetic: overwrite `scores` if it is a copy.
     spent = scores is not row and params.top_p == 1 and params.verify != "sigmoid"
     weights = _weights(scores, peak, params.temperature, scores if spent else None)
     if params.top_p < 1:
@@ -197,7 +199,7 @@ def edit(
     suppress: TokenIds,
     output_start: int,
 ) -> FloatRow:
-    """The row itself, with what `warp` does to it before the temperature done to it in place."""
+    """Apply to the row, in place, all that `warp` does before the temperature. Returns the row."""
     if params.logit_bias:
         tokens, biases = zip(*params.logit_bias, strict=True)
         inside = len(within(tokens, len(scores)))  # in order of id
@@ -226,8 +228,8 @@ def _penalise(
 def _weights(
     scores: FloatRow, peak: np.float32, temperature: float, out: FloatRow | None = None
 ) -> FloatRow:
-    """exp((scores - peak) / temperature): in this order, no finite logit becomes an infinite one
-    but below the peak, where its weight is 0 anyway."""
+    """exp((scores - peak) / temperature). In this order a finite logit can overflow only to -inf,
+    where its weight is 0 anyway."""
     with np.errstate(over="ignore"):
         weights: FloatRow = np.subtract(scores, peak, out=out)
         if temperature != 1:
@@ -236,7 +238,7 @@ def _weights(
 
 
 def check_row(peak: float, where: str) -> None:
-    """Raise OutriderError("numeric") where a row's largest logit is none."""
+    """Raise OutriderError("numeric") if a row's largest logit is not finite."""
     if math.isfinite(peak):
         return
     what = "NaN in the logits"
@@ -246,7 +248,7 @@ def check_row(peak: float, where: str) -> None:
 
 
 def broken_row(where: str, what: str) -> OutriderError:
-    forbids = "Forbid fewer tokens, by min_new_tokens or other rules; or else b"
+    forbids = "Forbid fewer tokens (min_new_tokens and other rules), or b"
     return OutriderError(
         "numeric",
         f"{where}: {what}",
@@ -256,27 +258,27 @@ def broken_row(where: str, what: str) -> OutriderError:
 
 
 def within(ids: TokenIds, width: int) -> npt.NDArray[np.intp]:
-    """Those of the ids that a row of this width has."""
+    """The ids that are inside a row of this width."""
     array = np.asarray(ids, dtype=np.intp)
     return array[(array >= 0) & (array < width)]
 
 
 def _keep_nucleus(weights: FloatRow, scores: FloatRow, params: SamplingParams) -> None:
-    """Zeroes, in place, the longest ascending prefix that leaves a mass of at least top_p, less
+    """Zero, in place, as many of the smallest weights as leave a mass of at least top_p, less
     `TOP_P_SLACK`.
 
-    As Transformers does, with its sort made stable (torch leaves the order of equal scores open):
-    of equal scores at the boundary the lower ids go first. The best token stays. Only weights
-    that could matter are sorted.
+    Same as Transformers with a stable sort (torch leaves the order of equal scores open): of equal
+    scores at the boundary, those with lower ids are removed first. The best token stays. Only
+    weights that could matter are sorted.
     """
     total, top_p = float(weights.sum(dtype=np.float64)), params.top_p
-    # All weights below (1 - top_p) total / V together can go: they do, unsorted. Half of it leaves
-    # room for the rounding of the comparison.
+    # All weights below (1 - top_p) total / V together can be removed, without sorting. Half of that
+    # bound leaves room for the rounding of the comparison.
     contenders = weights >= np.float32((1.0 - top_p) * total / (2 * len(weights)))
     values = np.sort(scores[contenders])
     mass = _weights(values, values[-1], params.temperature).cumsum(dtype=np.float64)
     mass += total - mass[-1]
-    # What is left above each, not 1 - top_p: 1 - 0.9 is less than a tenth.
+    # Compare what is left above each, not the mass below with 1 - top_p: 1 - 0.9 is less than 0.1.
     enough = (top_p - TOP_P_SLACK) * total
     removed = min(int(np.count_nonzero(total - mass >= enough)), len(values) - 1)
     boundary = values[removed]

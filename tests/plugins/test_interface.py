@@ -101,9 +101,9 @@ def test_illegal_calls_are_refused_with_a_text(native):
     with pytest.raises(ValueError, match="too few"):
         sampler.verify(logits, logits[:, :1])
     for first_slot in (1, -1):
-        with pytest.raises(ValueError, match="do not hold slot 0"):
+        with pytest.raises(ValueError, match="do not include slot 0"):
             sampler.verify(logits, logits, first_slot=first_slot)
-        with pytest.raises(ValueError, match="do not hold slot 0"):
+        with pytest.raises(ValueError, match="do not include slot 0"):
             sampler.draw(logits[:, 0], 0, first_slot=first_slot)
     for drafts in ([[1]], [[1, 2, 3]], [[1, 2], [3, 0]]):
         with pytest.raises(ValueError, match=r"drafts for slot 0, not 2|argument"):
@@ -124,7 +124,7 @@ def test_a_missing_or_foreign_library_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "FOLDERS", (tmp_path,))
     kernel.load.cache_clear()
     try:
-        assert kernel.unavailable().startswith("liboutrider.so is not there. Run make plugins")
+        assert kernel.unavailable().startswith("liboutrider.so was not found. Run make plugins")
         assert not kernel.available()
         (tmp_path / "liboutrider.so").write_bytes(b"not a library")
         with pytest.raises(OutriderError, match="cannot be loaded"):
