@@ -1,1 +1,1 @@
-"""Speech to text, but for the models: from a file to features, and from tokens to timed text."""
+"""Speech to text without the models: from a file to features, and from tokens to timed text."""

@@ -10,17 +10,17 @@ import numpy.typing as npt
 Samples = npt.NDArray[np.float32]  # [samples], mono, at the model's rate
 MelFrames = npt.NDArray[np.float32]  # [mels, frames], powers or features
 
-HIGHEST = 8000.0  # Hz: where the last filter ends
-FLOOR = np.float32(1e-10)  # of a filter's power, before its logarithm
-RANGE = 8.0  # powers of ten below the loudest that still count
-# Slaney's mel scale (Auditory Toolbox, 1998): linear up to 1 kHz, 27 steps for a factor 6.4 above.
+HIGHEST = 8000.0  # Hz: upper edge of the last filter
+FLOOR = np.float32(1e-10)  # lower bound of a filter's power, before the logarithm
+RANGE = 8.0  # dynamic range in powers of ten: quieter values are raised to the bound
+# Slaney's mel scale (Auditory Toolbox, 1998): linear up to 1 kHz, 27 steps per factor 6.4 above.
 _BREAK_HZ, _BREAK_MEL, _HZ_PER_MEL = 1000.0, 15.0, 200 / 3
 _LOG_STEP = np.log(6.4) / 27
 
 
 def mel_filters(bins: int, mels: int, rate: int) -> npt.NDArray[np.float64]:
-    """Triangles [mels, bins] over the bins of a spectrum from 0 to rate / 2, with equal distances
-    on the mel scale up to `HIGHEST` and equal areas (Slaney's norm)."""
+    """Triangular filters [mels, bins] over the bins of a spectrum from 0 to rate / 2, equally
+    spaced on the mel scale up to `HIGHEST` and of equal area (Slaney's norm)."""
     # The break is below HIGHEST, so the end of the scale is in its logarithmic part.
     top = _BREAK_MEL + np.log(HIGHEST / _BREAK_HZ) / _LOG_STEP
     scale = np.linspace(0, top, mels + 2)
@@ -37,9 +37,10 @@ def mel_filters(bins: int, mels: int, rate: int) -> npt.NDArray[np.float64]:
 
 
 class LogMel:
-    """The features of samples that come in blocks, however many.
+    """Computes features of samples that arrive in any number of blocks.
 
-    mels: filters. rate: samples a second. n_fft: samples of a frame; hop: between two frames.
+    mels: number of filters. rate: samples per second. n_fft: samples per frame. hop: samples from
+    one frame to the next.
     """
 
     def __init__(self, mels: int, rate: int, n_fft: int, hop: int):
@@ -49,11 +50,12 @@ class LogMel:
         self._window = np.hanning(n_fft + 1)[:-1].astype(np.float32)
 
     def logs(self, blocks: Iterable[Samples]) -> Iterator[MelFrames]:
-        """Logarithms (base 10) of the filters' powers, in as many arrays [mels, frames] as there
-        are blocks. All frames are samples // hop; the middle of frame i is sample i * hop.
+        """Logarithms (base 10) of the filters' powers, in arrays [mels, frames], at most one more
+        than there are blocks. There are samples // hop frames in total; the middle of frame i is
+        sample i * hop.
 
-        The first block has more than n_fft / 2 samples: beyond both ends they are those within,
-        mirrored.
+        The first block has more than n_fft / 2 samples, because the signal is mirrored at both
+        ends.
         """
         edge = self.n_fft // 2
         held: Samples | None = None
@@ -61,7 +63,7 @@ class LogMel:
         for block in blocks:
             count += len(block)
             held = np.pad(block, (edge, 0), "reflect") if held is None else np.append(held, block)
-            # The last n_fft / 2 samples are what the end would be mirrored from.
+            # Hold back the last n_fft / 2 samples: if this is the end, they will be mirrored.
             frames = max(0, (len(held) - self.n_fft) // self.hop)
             if frames:
                 yield self._frames(held, frames)
@@ -79,6 +81,6 @@ class LogMel:
 
 
 def scaled(logs: MelFrames, loudest: float) -> MelFrames:
-    """What the encoder reads. loudest: the largest of all `logs` of the audio."""
+    """The encoder's input features. loudest: the largest of all `logs` of the audio."""
     quietest = np.float32(loudest - RANGE)
     return ((np.maximum(logs, quietest) + 4) / 4).astype(np.float32, copy=False)

@@ -1,4 +1,4 @@
-"""Audio of files and arrays as blocks of samples, mono and at the model's rate."""
+"""Audio from files and arrays as blocks of samples, mono and at the model's sample rate."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 Audio = str | PathLike[str] | npt.NDArray[np.floating[Any]]
 
-LOUDEST = 1e12  # of a sample: float32 holds the powers of its spectrum
-INSTALL = "Install what reads audio: pip install soundfile soxr."
-# What libsndfile says of a header that promises more bytes than there are. What writes into a pipe
-# cannot know, and promises as much as fits.
+LOUDEST = 1e12  # largest sample for which float32 can hold the powers of the spectrum
+INSTALL = "Install the audio libraries: pip install soundfile soxr."
+# What libsndfile reports about a header that announces more bytes than there are. A program that
+# writes to a pipe does not know the size, and announces the largest one (`_UNKNOWN` or more).
 _CUT_OFF = re.compile(
     r"^ *(?:data|SSND|Data Size|riff|Riff size) *: (\d+) \(should be (\d+)\)", re.MULTILINE
 )
@@ -32,11 +32,11 @@ _FORMATS = "Give a WAV or FLAC file, or convert it: ffmpeg -i <file> audio.wav"
 
 
 class Recording:
-    """What is to be heard. It can be read any number of times, and is never held as a whole.
+    """Audio that can be read any number of times and is never in memory as a whole.
 
-    audio: a file that libsndfile reads (WAV, FLAC and others), whose channels are mixed and whose
-    rate is changed where it is another; or float samples [n] at `rate`, from -1 to 1. rate: samples
-    a second. Raises OutriderError "prompt" where there is no such file, or no such array.
+    audio: a file that libsndfile reads (WAV, FLAC and others), which is mixed to mono and resampled
+    to `rate` if necessary; or float samples [n] at `rate`, from -1 to 1. rate: samples per second.
+    Raises OutriderError "prompt" if there is no such file, or the array is not as described.
     """
 
     def __init__(self, audio: Audio, rate: int):
@@ -48,9 +48,9 @@ class Recording:
                 raise OutriderError(
                     "prompt",
                     f"the audio is {audio.dtype} {list(audio.shape)}, not float samples [n]",
-                    "Mix the channels, and divide integers by their largest (32768 for int16).",
+                    "Mix the channels, and divide integers by their full scale (32768 for int16).",
                 )
-            with np.errstate(over="ignore"):  # infinity is refused with the others
+            with np.errstate(over="ignore"):  # infinity is refused later, with too large samples
                 self._samples, self.name = audio.astype(np.float32, copy=False), "the audio"
         elif isinstance(audio, str | PathLike):
             check_file(audio)
@@ -58,12 +58,12 @@ class Recording:
         else:
             raise OutriderError(
                 "prompt", f"the audio is of type {type(audio).__name__}",
-                "Give a file's path, or a NumPy array of float samples.",
+                "Give the path of a file, or a NumPy array of float samples.",
             )  # fmt: skip
 
     def blocks(self, size: int) -> Iterator[Samples]:
-        """`size` samples each, the last one up to as many. Raises OutriderError "prompt" where a
-        sample is no number, or a file is damaged; "backend" where what reads files is missing."""
+        """Blocks of `size` samples; the last one may be shorter. Raises OutriderError "prompt" if a
+        sample is not a number or the file is damaged, "backend" if an audio library is missing."""
         held: list[Samples] = []
         missing = size
         starts = range(0, len(self._samples), size)
@@ -86,10 +86,10 @@ class Recording:
             if found and int(found[2]) < int(found[1]) < _UNKNOWN:
                 raise OutriderError(
                     "prompt",
-                    f"{self.name} is cut off: it has {found[2]} of {found[1]} bytes of sound",
+                    f"{self.name} is truncated: it has {found[2]} of {found[1]} bytes of audio",
                     "Copy it again, or keep what there is: ffmpeg -i <file> audio.wav",
                 )
-            # A low rate makes many samples of one.
+            # Resampling from a low rate makes many samples of one.
             piece = max(1, min(size, size * file.samplerate // self.rate))
             pieces = self._finite(self._mono(file, piece), file.samplerate)
             yield from (
@@ -106,7 +106,7 @@ class Recording:
         try:
             stream = soxr.ResampleStream(rate, self.rate, 1, dtype="float32")
         except (RuntimeError, ValueError) as error:
-            cause = f"{self.name} has {rate} samples a second: {first_line(error)}"
+            cause = f"{self.name} has {rate} samples per second: {first_line(error)}"
             raise OutriderError("prompt", cause, _FORMATS) from None
         for piece in pieces:
             yield stream.resample_chunk(piece)
@@ -118,11 +118,11 @@ class Recording:
             odd = np.flatnonzero(~(np.abs(piece) <= LOUDEST))
             if len(odd):
                 at = begin + int(odd[0])
-                kind = "far too large" if np.isfinite(piece[odd[0]]) else "no number"
+                kind = "far too large" if np.isfinite(piece[odd[0]]) else "not a finite number"
                 raise OutriderError(
                     "prompt",
                     f"{self.name} has a sample that is {kind}, after {at / rate:.3f} s",
-                    "Make it again: what wrote it failed there.",
+                    "Create it again: the program that wrote it failed there.",
                 )
             begin += len(piece)
             yield piece
@@ -138,11 +138,11 @@ class Recording:
 
 
 def check_file(audio: str | PathLike[str]) -> None:
-    """Refuse what is no file that can be read. Raises OutriderError "prompt"."""
+    """Raise OutriderError "prompt" if this is not a readable file."""
     path = Path(audio)
     try:
         if path.exists() and not path.is_file():  # a pipe cannot be read twice
-            cause = f"{path} is a folder" if path.is_dir() else f"{path} is no regular file"
+            cause = f"{path} is a folder" if path.is_dir() else f"{path} is not a regular file"
             raise OutriderError("prompt", cause, _FORMATS)
         path.open("rb").close()
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name

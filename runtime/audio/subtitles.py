@@ -1,4 +1,4 @@
-"""Segments as lines for people and as subtitles: SubRip and WebVTT."""
+"""Segments as readable lines and as subtitles: SubRip and WebVTT."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from .transcription import Segment
 
 
 def clock(seconds: float, point: str = ".") -> str:
-    """HH:MM:SS.mmm, or with another character before the milliseconds."""
+    """Seconds as HH:MM:SS.mmm, or with another character before the milliseconds."""
     whole, thousandths = divmod(round(seconds * 1000), 1000)
     minutes, second = divmod(whole, 60)
     return f"{minutes // 60:02}:{minutes % 60:02}:{second:02}{point}{thousandths:03}"
 
 
 def lines(segments: Iterable[Segment]) -> Iterator[str]:
-    """A line for each segment that says something, with its times."""
+    """A line with times for each segment that has text."""
     for segment in segments:
         if text := _one_line(segment):
             yield f"[{clock(segment.start)} --> {clock(segment.end)}] {text}\n"
 
 
 def subrip(segments: Iterable[Segment], numbers: Iterator[int]) -> Iterator[str]:
-    """The cues of an .srt file; one for each segment that says something, with the next number."""
+    """The cues of an .srt file: one, with the next number, for each segment that has text."""
     for segment in segments:
         if text := _one_line(segment):
             times = f"{clock(segment.start, ',')} --> {clock(segment.end, ',')}"
@@ -34,7 +34,7 @@ WEBVTT = "WEBVTT\n\n"  # how a .vtt file begins
 
 
 def webvtt(segments: Iterable[Segment]) -> Iterator[str]:
-    """The cues of a .vtt file behind `WEBVTT`. A text that looks like markup is none."""
+    """The cues of a .vtt file, to follow `WEBVTT`. Text that looks like markup is escaped."""
     for segment in segments:
         if text := _one_line(segment):
             times = f"{clock(segment.start)} --> {clock(segment.end)}"

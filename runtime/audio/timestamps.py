@@ -1,4 +1,4 @@
-"""Times in a text of Whisper: which tokens may come when, and what they say of a window.
+"""Whisper's timestamps: which tokens may follow which, and how they cut a window into segments.
 
 The rules are those of Transformers' `WhisperTimeStampLogitsProcessor`, and of the loop around it in
 `WhisperForConditionalGeneration.generate`.
@@ -13,20 +13,20 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-STRIDE = 2  # frames of features to a position of the encoder, and to a step of the timestamps
+STRIDE = 2  # frames of features per position of the encoder and per step of the timestamps
 
 
 @dataclass(frozen=True)
 class TimestampRule:
     """A logits processor: see `sampling.processors`.
 
-    Timestamps come in pairs, the end of a segment and the beginning of the next, but for the first
-    one and one before the end of the text. They do not fall, and a segment takes some time. The
-    text begins with one, of at most `latest_start` steps. One comes where all together are more
-    probable than any other token.
+    Timestamps come in pairs, the end of a segment and the beginning of the next, except for the
+    first one and one before the end of the text. They never decrease, and no segment has length 0.
+    The text begins with a timestamp of at most `latest_start` steps. A timestamp is forced where
+    all of them together are more probable than any other token.
 
-    no_timestamps: the token that asks for none; time 0 is the next one, and the times go on to the
-    end of the vocabulary. end: of text. latest_start: None for any.
+    no_timestamps: the token that requests none; the token of time 0 comes next, and timestamps go
+    on to the end of the vocabulary. end: end-of-text token. latest_start: None for no limit.
     """
 
     no_timestamps: int
@@ -46,7 +46,7 @@ class TimestampRule:
         elif timed:
             scores[: self.end] = -np.inf
         if len(times):
-            opens = timed and not paired  # the next segment, where this one ended or later
+            opens = timed and not paired  # the next segment may begin where this one ended
             scores[zero : times[-1] + (not opens)] = -np.inf
         if not len(output):
             scores[:zero] = -np.inf
@@ -57,7 +57,7 @@ class TimestampRule:
 
 
 def _log_sum(scores: npt.NDArray[np.float32]) -> float:
-    """Of the exponentials; -inf where there are none."""
+    """The logarithm of the sum of exponentials; -inf for an empty array."""
     peak = scores.max(initial=-np.inf)
     if not np.isfinite(peak):
         return float(peak)
@@ -66,7 +66,7 @@ def _log_sum(scores: npt.NDArray[np.float32]) -> float:
 
 @dataclass(frozen=True)
 class Cut:
-    """A part of a window. begin, end: seconds. tokens: with its timestamps."""
+    """A segment of a window. begin, end: seconds. tokens: including its timestamps."""
 
     begin: float
     end: float
@@ -76,25 +76,26 @@ class Cut:
 def cut(
     tokens: Sequence[int], *, zero: int, seek: int, frames: int, seconds: float
 ) -> tuple[list[Cut], int]:
-    """The segments of a window's tokens, and how many frames further the next window begins.
+    """Cut a window's tokens into segments. Returns them, and how many frames further the next
+    window begins.
 
     tokens: without the end of the text. zero: the token of time 0. seek: frame at which the window
-    begins; frames: that it has of the audio; seconds: of a frame. What follows the last pair of
-    timestamps is given up: the next window begins there and hears it whole. Without a pair all is
-    one segment.
+    begins. frames: number of its frames that are audio. seconds: duration of a frame. Tokens after
+    the last pair of timestamps are dropped: the next window begins there and hears that part as a
+    whole. Without a pair everything is one segment.
     """
     step = STRIDE * seconds
     offset = seek * step / STRIDE
     timed = [token >= zero for token in tokens]
     pairs = [i for i, (a, b) in enumerate(pairwise(timed), start=1) if a and b]
-    closed = timed[-2:] == [False, True]  # nothing is said after the last timestamp
+    closed = timed[-2:] == [False, True]  # no speech after the last timestamp
     if not pairs:
-        steps = frames // STRIDE  # one less in Transformers where float32 rounds that way
+        steps = frames // STRIDE  # Transformers may get one less by float32 rounding
         last = next((token for token in reversed(tokens) if token >= zero), zero)
         if last != zero:
             steps = last - zero
         return [Cut(offset, offset + steps * step, list(tokens))], frames
-    # The last timestamp of an open text stays, so that the text says that it is.
+    # Keep the last timestamp of a text that is not closed, which marks it as such.
     ends = [*pairs, len(tokens)] if closed else [*pairs[:-1], pairs[-1] + 1]
     parts = [tokens[begin:end] for begin, end in pairwise([0, *ends])]
     cuts = []
@@ -102,5 +103,5 @@ def cut(
         last = part[-2] if i == len(parts) - 1 and not closed else part[-1]
         begin, end = offset + (part[0] - zero) * step, offset + (last - zero) * step
         cuts.append(Cut(begin, end, list(part)))
-    # A pair at 0, which only a text that was asked for no times can have, would lead nowhere.
+    # A pair at time 0, which only a text without requested timestamps can have, would not advance.
     return cuts, frames if closed else (last - zero) * STRIDE or frames

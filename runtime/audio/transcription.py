@@ -1,5 +1,5 @@
 """Long-form transcription as in Transformers' `WhisperForConditionalGeneration.generate`: window
-after window, each from where the last timestamp of the one before is."""
+after window, each beginning at the last timestamp of the one before."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from .mel import MelFrames
 from .timestamps import Cut, TimestampRule, cut
 from .windows import Windows
 
-COLD = 0.5  # a text of this temperature or a higher one is no context for the next
+COLD = 0.5  # a text sampled at this temperature or above is not used as context for the next
 
 
 @dataclass(frozen=True)
 class SpeechOptions:
-    """What is asked of a transcription, as in Transformers.
+    """The options of a transcription, as in Transformers.
 
     language: a code or a name, "en" or "English"; None detects it in the first window. task:
     "transcribe", or "translate" into English. timestamps: whether a recording of one window is cut
-    into segments too; a longer one always is. condition_on_prev_tokens: whether a window reads what
-    was said before. temperature: of the sampling; of several, the next one where the text missed a
-    threshold: compression_ratio_threshold, the most times that its tokens may be compressed by;
-    logprob_threshold, the least mean of its log-probabilities. no_speech_threshold: a window is
-    silent where the probability of no speech is over this and the text missed logprob_threshold.
+    into segments too; a longer one always is. condition_on_prev_tokens: whether a window reads the
+    text before it. temperature: of sampling; if there are several, the next one is tried when the
+    text misses a threshold. compression_ratio_threshold: maximum factor by which its tokens can be
+    compressed. logprob_threshold: minimum mean of its log-probabilities. no_speech_threshold: a
+    window counts as silent if the probability of no speech exceeds this and the text misses
+    logprob_threshold.
     """
 
     language: str | None = None
@@ -53,13 +54,13 @@ class SpeechOptions:
         return list(given) if isinstance(given, Sequence) or np.ndim(given) else [given]
 
     def check(self, facts: AudioFacts) -> None:
-        """Refuse what the model cannot do. Raises OutriderError "option"."""
+        """Raise OutriderError "option" for options that the model does not support."""
         codes = languages(facts)
         several = len(self.temperatures) > 1
         ratio, logprob = self.compression_ratio_threshold, self.logprob_threshold
         kinds: dict[str, tuple[Any, str]] = {
-            "language": (str | None, "a text"),
-            "task": (str, "a text"),
+            "language": (str | None, "a string"),
+            "task": (str, "a string"),
             "timestamps": (bool | np.bool_, "True or False"),
             "condition_on_prev_tokens": (bool | np.bool_, "True or False"),
         }
@@ -73,46 +74,48 @@ class SpeechOptions:
         refuse_first([
             (facts.no_timestamps_token_id is None,
              "the checkpoint's generation_config.json has no no_timestamps_token_id",
-             "Take a newer one from the model's page, and build the bundle again."),
+             "Download a newer one from the model's page, and build the bundle again."),
             (self.language is not None and not codes,
-             f"language={self.language}: the model knows English alone", "Leave it out."),
+             f"language={self.language}: the model is English-only", "Leave it out."),
             (self.language is not None and language_code(self.language, facts) not in codes,
              f"language={self.language} is unknown",
              f"Use one of {', '.join(sorted(codes))}, or leave it out."),
             (self.task not in ("transcribe", "translate"), f"task={self.task} is unknown",
              "Use transcribe or translate."),
             (self.task not in facts.task_to_id and (codes or self.task == "translate"),
-             f"task={self.task}: the model has no token that asks for it",
-             "Use the other one, or another checkpoint."),
-            (not self.temperatures, "temperature is an empty list", "Name one or more."),
+             f"task={self.task}: the model has no token for this task",
+             "Use the other task, or another checkpoint."),
+            (not self.temperatures, "temperature is an empty list", "Give at least one."),
             (ratio is not None and not several,
-             "compression_ratio_threshold decides on the next temperature, and there is one",
-             "Name several, such as 0, 0.2, 0.4, or leave it out."),
+             "compression_ratio_threshold selects the next temperature, but there is only one",
+             "Give several, such as 0, 0.2, 0.4, or leave it out."),
             (logprob is not None and not several and self.no_speech_threshold is None,
-             "logprob_threshold decides on the next temperature, and there is one",
-             "Name several, such as 0, 0.2, 0.4, or leave it out."),
+             "logprob_threshold selects the next temperature, but there is only one",
+             "Give several, such as 0, 0.2, 0.4, or leave it out."),
             (self.no_speech_threshold is not None and logprob is None,
-             "no_speech_threshold is of texts that miss logprob_threshold", "Add that one."),
+             "no_speech_threshold applies only to texts that miss logprob_threshold",
+             "Add logprob_threshold."),
             (several and ratio is None and logprob is None,
              "of several temperatures only the first has an effect without a threshold",
-             "Add compression_ratio_threshold or logprob_threshold, or name one temperature."),
+             "Add compression_ratio_threshold or logprob_threshold, or give one temperature."),
         ])  # fmt: skip
 
 
 def languages(facts: AudioFacts) -> dict[str, int]:
-    """The token of each language, by its code; none of a model that knows English alone."""
+    """The token of each language, by its code; empty for an English-only model."""
     return {name.strip("<|>"): token for name, token in facts.lang_to_id.items()}
 
 
 def language_code(name: str, facts: AudioFacts) -> str:
-    """As Transformers reads a language: "en" of "en", "<|en|>" and "English", in any case."""
+    """The code of a language, read as in Transformers: "en" for "en", "<|en|>" and "English",
+    ignoring case."""
     lower = name.lower()
     return (facts.language_names or {}).get(lower) or lower.strip("<|>")
 
 
 @dataclass(frozen=True)
 class Segment:
-    """start, end: seconds. token_ids: with those of its timestamps."""
+    """A part of a recording. start, end: seconds. token_ids: including its timestamps."""
 
     start: float
     end: float
@@ -121,8 +124,8 @@ class Segment:
 
 
 class Say(Protocol):
-    """The tokens that the decoder says after a prompt, of a window [mels, frames], with their
-    log-probabilities where they are asked for. It never says what the checkpoint suppresses."""
+    """Generates the tokens that follow a prompt for a window [mels, frames], with log-probabilities
+    if requested. Never generates tokens that the checkpoint suppresses."""
 
     def __call__(
         self,
@@ -135,15 +138,15 @@ class Say(Protocol):
     ) -> Sequence[Token]: ...
 
 
-# The logits [V] after a prompt, of a window, as they are.
+# Computes the raw logits [V] after a prompt, for a window.
 Look = Callable[[list[int], MelFrames], npt.NDArray[np.float32]]
 
 
 class Listener:
-    """Says what is in a recording, segment by segment.
+    """Transcribes a recording, segment by segment.
 
-    facts, features: of the target. spell: the text of token ids. end: what ends a text. max_len:
-    tokens of a text, the prompt among them.
+    facts, features: of the target. spell: decodes token ids to text. end: the end-of-text token.
+    max_len: maximum number of tokens of a text, including the prompt.
     """
 
     def __init__(
@@ -169,10 +172,10 @@ class Listener:
         self._most_context = max_len // 2 - 1
         asked = options.language
         self.language = None if asked is None else language_code(asked, facts)
-        self.windows = 0  # that were heard
+        self.windows = 0  # transcribed so far
 
     def segments(self, windows: Windows) -> Iterator[tuple[list[Segment], int]]:
-        """Of each window its segments, and the frame up to which all is said."""
+        """For each window its segments, and the frame up to which the recording is transcribed."""
         timed = self._options.timestamps or windows.frames > windows.width
         if self.language is None and self._languages:
             self.language = self._detect(windows.at(0))
@@ -188,7 +191,7 @@ class Listener:
             warm = self._options.condition_on_prev_tokens and temperature < COLD
             if tokens is None:
                 cuts, further = list[Cut](), frames
-            else:  # a text that was asked for no times seldom has any
+            else:  # a text without requested timestamps rarely has any
                 cuts, further = cut(
                     tokens, zero=self._untimed + 1, seek=seek, frames=frames, seconds=self._seconds
                 )
@@ -202,20 +205,20 @@ class Listener:
         return self._spell([token for token in tokens if token <= self._untimed])
 
     def _detect(self, window: MelFrames) -> str:
-        """The most probable language of all."""
+        """The code of the most probable language."""
         logits = self._look([self._start], window)
         return max(self._languages, key=lambda code: logits[self._languages[code]])
 
     def _prompt(self, timed: bool) -> list[int]:
-        """What Whisper is asked: start, language, task, times or none."""
+        """The prompt tokens: start, language, task, and whether to omit timestamps."""
         prompt = [self._start]
         if self.language is not None:
             prompt += [self._languages[self.language], self._facts.task_to_id[self._options.task]]
         return prompt if timed else [*prompt, self._untimed]
 
     def _before(self, said: Sequence[Cut]) -> list[int]:
-        """What was said before, as a window's context. Of a pair at the end of a segment the second
-        timestamp begins the next one, and is left out."""
+        """The previous text, as context of a window. If a segment ends in a pair of timestamps, the
+        second one begins the next segment and is left out."""
         text: list[int] = []
         for part in said:
             paired = len(part.tokens) > 2 and part.tokens[-2] > self._untimed
@@ -226,8 +229,8 @@ class Listener:
     def _text(
         self, prompt: list[int], window: MelFrames, processors: Sequence[LogitsProcessor], own: int
     ) -> tuple[list[int] | None, float]:
-        """A window's tokens without the end of the text, None where nobody speaks, and their
-        temperature. own: how many tokens of the prompt are no context."""
+        """A window's tokens without the end of the text, or None if nobody speaks, and the
+        temperature that was used. own: number of prompt tokens that are not context."""
         options, silence = self._options, 0.0
         if options.no_speech_threshold is not None:
             silence = self._silence(prompt[: len(prompt) - own + 1], window)
@@ -246,11 +249,12 @@ class Listener:
         return (tokens[:-1] if tokens[-1] == self._end else tokens), temperature
 
     def _silence(self, prompt: list[int], window: MelFrames) -> float:
-        """The probability of the token for no speech, which is the one before that for no times."""
+        """The probability of the no-speech token, whose id is one below `no_timestamps`."""
         return math.exp(log_softmax(self._look(prompt, window))[self._untimed - 1])
 
 
 def compression(tokens: Sequence[int]) -> float:
-    """By how much zlib compresses the tokens' bytes: two each, as of all of Whisper's."""
+    """The factor by which zlib compresses the tokens, as two bytes each, which all of Whisper's
+    fit."""
     content = b"".join(token.to_bytes(2, "little") for token in tokens)
     return len(content) / len(zlib.compress(content))

@@ -1,4 +1,4 @@
-"""The features of a recording, window by window, of which no more is held than one needs."""
+"""The features of a recording, window by window; only those that a window needs are in memory."""
 
 from __future__ import annotations
 
@@ -12,44 +12,45 @@ from .recording import Recording
 
 
 class Windows:
-    """What an encoder reads of a recording, from any frame on, one after the other.
+    """The windows of a recording that an encoder reads, each from any later frame on.
 
-    Equal to features of the whole. Their scale is that of the loudest frame, wherever it is, so the
+    They equal the features of the whole recording. These are scaled by its loudest frame, so the
     recording is read twice.
 
-    log_mel: what makes them. size: samples of a window. A recording that is shorter is followed by
-    silence; of a longer one the last window is padded with 0, as in Transformers. Raises as
-    `Recording`, and "prompt" for an empty one.
+    log_mel: computes the features. size: samples of a window. A shorter recording is padded with
+    silence; the last window of a longer one is padded with zeros, as in Transformers. Raises the
+    errors of `Recording`, and OutriderError "prompt" if the recording is empty.
     """
 
     def __init__(self, recording: Recording, log_mel: LogMel, size: int):
         self._recording = recording
-        self._size, self.width = size, size // log_mel.hop  # of a window: samples, frames
+        self._size, self.width = size, size // log_mel.hop  # samples and frames of a window
         self._count, loudest = 0, -np.inf
         for logs in log_mel.logs(self._padded()):
             loudest = max(loudest, float(logs.max()))
         self._loudest = loudest
         self.duration = self._count / recording.rate  # seconds
         whole = self._count if self._count > self._size else self._count + log_mel.hop - 1
-        self.frames = whole // log_mel.hop  # of sound
+        self.frames = whole // log_mel.hop  # of the recording
         self._logs = log_mel.logs(self._padded())
         self._begin, self._held = 0, np.empty((0, 0), np.float32)
 
     def _padded(self) -> Iterator[Samples]:
         self._count = 0
         for block in self._recording.blocks(self._size):
-            # Only the first one can be short and not the end of others.
+            # Only a first block that is short needs padding: later short ones end a recording.
             missing = self._size - len(block) if self._count == 0 else 0
             self._count += len(block)
             yield np.pad(block, (0, missing)) if missing else block
         if self._count == 0:
             raise OutriderError(
-                "prompt", f"{self._recording.name} is empty: 0 s of sound",
-                "Give a recording of something.",
+                "prompt", f"{self._recording.name} is empty: 0 s of audio",
+                "Give a recording that has samples.",
             )  # fmt: skip
 
     def at(self, frame: int) -> MelFrames:
-        """[mels, width], from this frame on; no earlier one than asked before."""
+        """The window [mels, width] from this frame on, which is not before that of the last
+        call."""
         while self._begin + self._held.shape[1] < frame + self.width:
             if (more := next(self._logs, None)) is None:
                 break

@@ -238,8 +238,8 @@ def test_compression_is_that_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("english", "options", "cause"),
     [
-        (True, {"language": "en"}, "the model knows English alone"),
-        (True, {"task": "translate"}, "no token that asks for it"),
+        (True, {"language": "en"}, "the model is English-only"),
+        (True, {"task": "translate"}, "no token for this task"),
         (False, {"language": "fr"}, "language=fr is unknown"),
         (False, {"task": "sing"}, "task=sing is unknown"),
         (False, {"language": 5}, "language=5 is out of range"),
@@ -248,8 +248,8 @@ def test_compression_is_that_of_transformers() -> None:
         (False, {"condition_on_prev_tokens": 1}, "condition_on_prev_tokens=1 is out of range"),
         (False, {"temperature": ()}, "empty list"),
         (False, {"temperature": (0.0, 0.2)}, "only the first has an effect"),
-        (False, {"compression_ratio_threshold": 2.0}, "and there is one"),
-        (False, {"logprob_threshold": -1.0}, "and there is one"),
+        (False, {"compression_ratio_threshold": 2.0}, "but there is only one"),
+        (False, {"logprob_threshold": -1.0}, "but there is only one"),
         (False, {"no_speech_threshold": 0.6}, "miss logprob_threshold"),
     ],
 )
