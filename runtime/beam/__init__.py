@@ -1,1 +1,1 @@
-"""Beam search with a drafting beam."""
+"""Beam search, drafted by a beam of the draft model."""

@@ -1,4 +1,4 @@
-"""The slots of an engine as a cache of continuations of one prompt. Nothing here knows beams."""
+"""The slots of an engine as a cache of continuations of one prompt. Nothing here knows of beams."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..backends.engine import Engine, Ids, Logits, Source
 from ..calls import readable, wide
 from ..files.errors import OutriderError
 
-Tokens = tuple[int, ...]  # what was generated, without the prompt
+Tokens = tuple[int, ...]  # generated tokens, without the prompt
 UNKNOWN = -1
 
 
 @dataclass(slots=True)
 class PoolStats:
-    """calls: of the engine. rows: cache rows that they computed, padding included. copied: rows
-    copied from slot to slot. seconds: in all of that."""
+    """calls: of the engine. rows: cache rows that they computed, including padding. copied: rows
+    copied from slot to slot. seconds: total time of all that."""
 
     calls: int = 0
     rows: int = 0
@@ -30,16 +30,15 @@ class PoolStats:
 
 
 class Pool:
-    """Which tokens' rows each slot holds.
+    """Tracks which tokens' rows each slot holds, and computes the missing ones.
 
-    Rows are never shared, a slot has its own of everything: where several sequences continue what
-    one slot holds, one of them (the first) stays in that slot, and rows [0, common prefix) are
-    copied for the others. What all sequences share is computed once, in one slot, before it is
-    copied; so a prompt is prefilled once.
+    Slots never share rows: if several sequences continue what one slot holds, the first of them
+    stays in that slot, and rows [0, common prefix) are copied for the others. The prefix of all
+    sequences is computed once, in one slot, before it is copied; so a prompt is prefilled once.
 
-    prompt: at least one id. name: of the model, in errors. A narrower model reads ids that it
-    lacks as 0. source: what an encoder reads. Raises OutriderError("option") for engines that
-    cannot copy rows, or go back to any of them.
+    prompt: at least one id. name: the model's, for errors. A model with a smaller vocabulary reads
+    ids that it lacks as 0. source: what an encoder reads. Raises OutriderError("option") for
+    engines that cannot copy rows or return to any row.
     """
 
     def __init__(
@@ -54,32 +53,32 @@ class Pool:
             raise OutriderError(
                 "option",
                 "beam search runs on the CPU only in this version",
-                "Use device=cpu with a bundle for the CPU, or leave the beam's width out.",
+                "Use device=cpu with a bundle for the CPU, or leave beams out.",
             )
         if engine.held.states is not None:
             raise OutriderError(
                 "option",
-                f"beam search is for models without a recurrent state in this version, and the "
+                f"beam search is for models without a recurrent state in this version, but the "
                 f"{name} has one",
-                "Leave the beam's width out.",
+                "Leave beams out.",
             )
         self.engine, self.prompt, self.stats, self.name = engine, tuple(prompt), stats, name
         self._source = source
         self._copy_rows = engine.copy_rows
-        # One column more than rows, in which every sequence differs: `_common`.
+        # One column more than rows, in which all sequences differ (see `_common`).
         self._held: Ids = np.full((engine.slots, engine.capacity + 1), UNKNOWN, np.int64)
 
     def logits(self, nodes: Iterable[Tokens]) -> dict[Tokens, Logits]:
         """Raw logits, float32 [V], after prompt + node, for each of the nodes.
 
-        nodes: continuations of the prompt; with each also its prefixes down to the length of the
-        shortest, so that the logits of inner nodes are read along the way to the leaves.
-        Raises OutriderError("numeric") where there is no finite largest logit.
+        nodes: continuations of the prompt. For each, all its prefixes down to the length of the
+        shortest node are nodes too, so that their logits are read on the way to the leaves.
+        Raises OutriderError("numeric") if the largest logit is not finite.
         """
         began = time.perf_counter()
         wanted = sorted(set(nodes))
         first = min(map(len, wanted))
-        # In this order what continues a sequence comes right after it.
+        # In this order the continuations of a sequence come right after it.
         leaves = [
             node
             for node, after in zip(wanted, [*wanted[1:], None], strict=True)
@@ -95,7 +94,7 @@ class Pool:
         for node, row in answer.items():
             if not math.isfinite(row.max()):
                 for slot in np.flatnonzero(self._held[:, 0] != UNKNOWN).tolist():
-                    self.engine.clear(slot)  # what broke the logits may lie in its rows
+                    self.engine.clear(slot)  # its rows may contain what broke the logits
                 raise OutriderError(
                     "numeric",
                     f"{self.name}, position {len(self.prompt) + len(node)}: the largest logit is "
@@ -106,30 +105,31 @@ class Pool:
         return answer
 
     def _share(self, sequences: Sequence[Tokens], first: int) -> None:
-        """Have one slot hold what all of the (sorted) sequences begin with."""
+        """Make sure that one slot holds the common prefix of all (sorted) sequences."""
         low, high = sequences[0], sequences[-1]
         length = next((i for i in range(first) if low[i] != high[i]), first)
         rows = len(self.prompt) + length
-        # The last row before the logits is computed in any case.
+        # The row of the first logits is computed in any case.
         need = min(rows, len(self.prompt) + first - 1)
         if len(sequences) > 1 and self._common(self._ids(low)[:rows]).max() < need:
             self._run([low[:length]], length)
 
     def _run(self, sequences: Sequence[Tokens], first: int) -> Logits:
-        """Feed prompt + each sequence to a slot of its own: one call, or one for each chunk.
+        """Feed prompt + sequence to a separate slot for each sequence: in one call, or one for each
+        chunk.
 
-        At most as many as there are slots. Returns float32 [n, longest - first + 1, V]: logits
+        At most as many sequences as slots. Returns float32 [n, longest - first + 1, V]: logits
         after sequence[:first], sequence[:first + 1]...; garbage past a sequence's end.
         """
         texts = [self._ids(sequence) for sequence in sequences]
-        for slot in range(len(texts) if self._source else 0):  # those that they get
+        for slot in range(len(texts) if self._source else 0):  # the slots that they will get
             self.engine.encode(slot, self._source)
         row = len(self.prompt) + first - 1  # of the first logits
         common = np.minimum([self._common(text) for text in texts], row)
         slots = self._place(common)
-        # All from one row on: K is the same for all slots of a call, and rows that a slot has
-        # already get the same values again. Past its end a sequence is fed 0: those rows are beyond
-        # the length that is remembered.
+        # Start all slots at the same row, since K is the same for all slots of a call; rows that a
+        # slot already has get the same values again. Past its end a sequence is fed 0: those rows
+        # are beyond the recorded length.
         start, end = int(common.max(1).min()), max(map(len, texts))
         ids = np.zeros((len(texts), end - start), np.int64)
         for slot, text in zip(slots, texts, strict=True):
@@ -151,11 +151,12 @@ class Pool:
         return np.concatenate(parts, axis=1)[slots]
 
     def _place(self, common: npt.NDArray[np.intp]) -> list[int]:
-        """A slot for each of n sequences, holding as much of it as any slot did.
+        """A slot for each of n sequences, with as many rows of the sequence as any slot held.
 
-        common: [n, slots], how many rows of each sequence each slot holds. They get the first n
-        slots, so that a call has no idle ones. Nothing that is still to be copied is overwritten: a
-        slot that holds the most of a sequence has been given to one, or comes after the first n.
+        common: [n, slots], how many rows of each sequence each slot holds. The sequences get the
+        first n slots, so that a call has no idle ones. No row that is still to be copied is
+        overwritten: a slot that holds the most rows of a sequence was assigned to a sequence
+        before, or comes after the first n.
         """
         count = len(common)
         slots = [UNKNOWN] * count

@@ -3,11 +3,12 @@ Kalman, Matias 2023.
 
 The draft runs gamma steps of its own beam search from the target's beam. The target then scores, in
 one sweep, every sequence that was ever in the draft's beam, and its own beam search goes on for as
-long as the beam lies among them: the paper's top_w(M_p) within top_u(M_q). Each of these steps is
-the very step of plain beam search, on the target's own logits, so what comes out is the same
-whatever the draft says: up to the rounding of calls of other shapes, which can turn a near-tie, in
-half precision now and then. A draft that is the target is always followed where both beams are of
-one width; in a wider one the others' continuations can crowd out what the narrow one keeps.
+long as its beam is among them: the paper's top_w(M_p) within top_u(M_q). Each of these steps is
+exactly a step of plain beam search, on the target's own logits, so the result is the same whatever
+the draft proposes, up to the rounding of calls of other shapes, which can flip a near-tie, in half
+precision now and then. If the draft is the target and both beams have the same width, the target
+always follows it; in a wider draft beam, continuations of other hypotheses can crowd out those that
+the narrower beam keeps.
 
 `beam_search` knows nothing of tokenizers and files; `Pool` keeps the caches.
 """
@@ -32,14 +33,14 @@ from ..sampling.warp import NO_TOKEN, broken_row, within
 from .pool import Pool, PoolStats, Tokens
 
 KEPT = -1  # in place of a token: the hypothesis stays as it is
-Forbid = Callable[[npt.NDArray[Any], Tokens], None]  # sets what may not come after to -inf
-WIDEST = 1024  # hypotheses; what is wider does not end
+Forbid = Callable[[npt.NDArray[Any], Tokens], None]  # sets scores of illegal next tokens to -inf
+WIDEST = 1024  # hypotheses; a wider search would take forever
 
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """tokens: generated ids, with the end-of-text id if it has one. score: the sum of their
-    log-probabilities, without a length penalty. finished: whether it ended with an end-of-text."""
+    """tokens: generated ids, including an end-of-text id at the end. score: the sum of their
+    log-probabilities, without a length penalty. finished: whether the last id is an end-of-text."""
 
     tokens: Tokens
     score: float
@@ -49,9 +50,9 @@ class Hypothesis:
 @dataclass(slots=True)
 class BeamStats:
     """rounds: sweeps of the target. steps: of beam search, one token each. drafted: steps that the
-    draft ran ahead. accepted: those of them that the target's beam could follow, so that
-    steps = rounds + accepted. scored: sequences whose next token the target was asked for.
-    elapsed: seconds."""
+    draft ran ahead. accepted: the drafted steps that the target's beam could follow, so that
+    steps = rounds + accepted. scored: sequences after which the target computed logits. elapsed:
+    seconds."""
 
     rounds: int = 0
     steps: int = 0
@@ -64,7 +65,7 @@ class BeamStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """tau: steps of a round."""
+        """tau: steps per round."""
         return self.steps / self.rounds if self.rounds else 0.0
 
 
@@ -96,24 +97,25 @@ def beam_search(
 ) -> BeamResult:
     """The `width` best continuations that beam search finds.
 
-    A step extends every unfinished hypothesis by every token; the best `width` of these and of the
-    finished ones, which stay as they are, are the next beam. It ends when all are finished, or at
-    max_new_tokens or max_len. Ties go to the better parent, then to the lower token id. Without
-    end-of-text ids this is Transformers' `generate(num_beams=width, do_sample=False)`; with them
-    Transformers differs: it keeps `width` unfinished hypotheses beside the finished ones.
+    A step extends every unfinished hypothesis by every token; the next beam is the best `width` of
+    these and of the finished ones, which stay as they are. The search ends when all are finished,
+    or at max_new_tokens or max_len. Ties go to the better parent, then to the lower token id.
+    Without end-of-text ids this is Transformers' `generate(num_beams=width, do_sample=False)`; with
+    them Transformers differs: it keeps `width` unfinished hypotheses beside the finished ones.
 
-    target, draft: engines that can copy rows (`Pool`). Slots are used from the first on, and what
-    they held is lost; with fewer slots than sequences the rest waits for another call. gamma: steps
-    drafted a round, less than the K (`widest`) that the target was opened for. 0, or no draft,
-    is plain beam search. draft_width: of the draft's beam, at least `width`; None for twice that.
-    max_len: longest prompt + output. draft_max_len: where the draft's own context ends; from there
-    on nothing is drafted. vocab_size: how many tokens there are; logits beyond are padding. A
-    narrower draft proposes none of the others. length_penalty: ranks the result, not the search.
-    source: what an encoder reads, where the models have one. processors: of the log-probabilities
-    of a step, which are not normalised again, as in Transformers. min_new_tokens: before an end.
+    target, draft: engines that can copy rows (`Pool`). Slots are used from the first on, and their
+    contents are lost; if there are fewer slots than sequences, the rest go into further calls.
+    gamma: steps drafted per round, less than the K (`widest`) that the target was opened for; 0, or
+    no draft, is plain beam search. draft_width: width of the draft's beam, at least `width`; None
+    for twice that. max_len: longest prompt + output. draft_max_len: the draft's own context length,
+    beyond which nothing is drafted. vocab_size: number of tokens; logits beyond are padding, and a
+    draft with fewer tokens proposes none of the others. length_penalty: affects the ranking of the
+    result, not the search. source: what an encoder reads, if the models have one. processors:
+    applied to the log-probabilities of a step, which are not normalised again, as in Transformers.
+    min_new_tokens: number of tokens before an end-of-text may come.
 
-    The prompt and max_new_tokens are what `TextEngine.request` lets pass. Raises
-    OutriderError: "option", "numeric", and what the engines raise.
+    The prompt and max_new_tokens must be legal for `TextEngine.request`. Raises OutriderError:
+    "option", "numeric", and what the engines raise.
     """
     began = time.perf_counter()
     vocab_size = target.vocab_size if vocab_size is None else vocab_size
@@ -137,7 +139,7 @@ def beam_search(
 
     beam = [Hypothesis((), 0.0)]
     while stats.steps < most and _unfinished(beam):
-        # The last step of all looks at no sequence that it makes.
+        # No logits are needed for the sequences that the last step of all makes.
         ahead = min(gamma, most - stats.steps - 1, draft_room - stats.steps)
         nodes = _unfinished(beam)
         if drafter is not None and ahead > 0:
@@ -160,7 +162,7 @@ def beam_search(
         if not beam:
             raise broken_row(f"target, position {len(prompt) + stats.steps - 1}", NO_TOKEN)
         stats.accepted += stats.steps - before - 1
-    # Of the same length-penalised score, the better in the beam: sorting is stable.
+    # Sorting is stable: hypotheses with equal length-penalised scores stay in beam order.
     beam.sort(key=lambda one: -one.score / len(one.tokens) ** length_penalty)
     stats.elapsed = time.perf_counter() - began
     return BeamResult(beam, stats)
@@ -179,7 +181,7 @@ def advance(
     logits: raw, float32 [V], after each unfinished hypothesis of the beam. Tokens from vocab_size
     on, and those of probability 0, are never chosen.
     """
-    candidates: list[tuple[float, int, int]] = []  # in the order of preference: see `beam_search`
+    candidates: list[tuple[float, int, int]] = []  # sort in order of preference: see `beam_search`
     for rank, one in enumerate(beam):
         if one.finished:
             candidates.append((-one.score, rank, KEPT))
@@ -199,7 +201,7 @@ def advance(
 
 
 def contained(beam: Iterable[Hypothesis], known: Collection[Tokens]) -> bool:
-    """Whether the target knows the logits after every hypothesis that can go on."""
+    """Whether the logits after every unfinished hypothesis are known."""
     return all(tokens in known for tokens in _unfinished(beam))
 
 
@@ -211,11 +213,11 @@ def _check(width: int, draft_width: int, gamma: int, length_penalty: float) -> N
     for name, value, least, most in (
         ("beams", width, 1, WIDEST),
         ("draft_beams", draft_width, width, 2 * WIDEST),
-        ("gamma", gamma, 0, MOST_GAMMA),  # a text's may be chosen round by round
+        ("gamma", gamma, 0, MOST_GAMMA),  # outside of beam search it may also be "auto"
     ):
         if not is_whole(value) or not least <= value <= most:
             raise out_of_range(name, value, f"a whole number from {least} to {most}")
-    # Bounded, so that length ** penalty is a number.
+    # Bounded, so that length ** penalty is finite and not 0.
     number = isinstance(length_penalty, Real) and not isinstance(length_penalty, bool)
     if not (number and abs(length_penalty) <= 10):
         legal = "from -10 to 10; 0 ranks by the score alone"

@@ -1,4 +1,4 @@
-"""Beam search from text to text: what `TextEngine.generate` is to sampling."""
+"""Beam search from text to text: the counterpart of `TextEngine.generate` for beam search."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ..text.options import Options, Prompt
 from ..text.tokenizer import Detokenizer
 from .search import BeamStats, beam_search
 
-SLOTS = 4  # for each beam: what `draft_beams` of twice that fill with two drafted branches
+SLOTS = 4  # per beam: enough for twice as many `draft_beams`, with two drafted branches each
 
 
 @dataclass(frozen=True)
 class BeamText:
     """One of the texts that were found.
 
-    token_ids: with the end-of-text, where there is one. score: the sum of the tokens'
-    log-probabilities under the target. finished: whether it came to its end-of-text.
+    token_ids: including the end-of-text, if there is one. score: the sum of the tokens'
+    log-probabilities under the target. finished: whether the text reached an end-of-text.
     """
 
     text: str
@@ -73,9 +73,9 @@ def beam_texts(
 ) -> BeamTexts:
     """The best texts that beam search finds; see `search.beam_search`.
 
-    gamma: steps that the draft's own beam search runs ahead; None for 4, without a draft 0. The
-    result is that of plain beam search. The others: see `Options`. All slots must be free, and a
-    bundle loaded with a few times `beams` of them is faster. Raises OutriderError: "option",
+    gamma: steps that the draft's own beam search runs ahead; None for 4, or 0 without a draft. The
+    result is that of plain beam search. For the other arguments see `Options`. All slots must be
+    free; with a few times `beams` slots the search is faster. Raises OutriderError: "option",
     "prompt", "busy", "numeric".
     """
     decoder = engine.decoder
@@ -109,7 +109,7 @@ def beam_texts(
 
 
 def gamma_of(engine: TextEngine, gamma: int | None) -> int:
-    """What None stands for."""
+    """`gamma`, with None replaced by its default."""
     if gamma is not None:
         return gamma
     return min(ModelDraft.usual_gamma, engine.decoder.max_gamma) if engine.decoder.draft else 0
@@ -121,9 +121,9 @@ def _text(engine: TextEngine, prompt: Sequence[int], tokens: Sequence[int]) -> s
 
 
 def excluded(options: Options, given: Mapping[str, Any]) -> str | None:
-    """The first option that has no meaning for beam search, of those that were changed.
+    """The name of the first changed option that has no meaning for beam search, or None.
 
-    given: other things that were asked for, by name.
+    given: other requested features, by name.
     """
     kept = {
         "max_new_tokens", "gamma", "draft", "ignore_eos", "chat", "system", "special_tokens",

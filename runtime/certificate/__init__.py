@@ -1,40 +1,40 @@
-"""The certificate: what a bundle emits is what its target alone would emit, shown on the spot.
+"""The certificate: checks on the spot that a bundle emits what its target alone would emit.
 
-The text is generated as always, by speculation. Then its tokens are *teacher-forced* through the
-target one at a time, which is plain decoding of the same text, and each is held against the plain
-row that predicts it (`replay`).
+The text is generated as usual, by speculation. Then its tokens are *teacher-forced* through the
+target one at a time, which is plain decoding of the same text, and each token is compared with the
+plain row that predicts it (`replay`).
 
-Where the bundle promises it (`backends.bits`), plain decoding and calls of gamma + 1 tokens give
-the same logits: the text is teacher-forced in such calls as well, and one bit that differs fails.
+If the bundle promises it (`backends.bits`), plain decoding and calls of gamma + 1 tokens give the
+same logits: the text is then teacher-forced in such calls too, and one differing bit fails.
 
-Temperature 0. Every token must be the argmax of its plain row. Elsewhere it may be a near-tie: a
-verification runs gamma + 1 tokens in one call and rounds differently from a plain step. Let no
-logit differ by more than d. If x is the argmax of the wide row z' and a that of the plain row z,
-then z_x >= z'_x - d >= z'_a - d >= z_a - 2d: a margin z_a - z_x above 2d is not rounding. d is
-measured on this very text, by teacher-forcing it in calls of gamma + 1 tokens as well, on the
-largest logits of each row. The bound is capped (`_cap`), or engines whose wide calls are plainly
-wrong would measure a large d and excuse themselves.
+Temperature 0. Every token must be the argmax of its plain row. Without that promise it may also be
+a near-tie: a verification runs gamma + 1 tokens in one call and rounds differently from a plain
+step. Suppose that no logit differs by more than d. If x is the argmax of the wide row z' and a that
+of the plain row z, then z_x >= z'_x - d >= z'_a - d >= z_a - 2d: a margin z_a - z_x above 2d is not
+rounding. d is measured on the same text, by teacher-forcing it in calls of gamma + 1 tokens too, on
+the largest logits of each row. The bound is capped (`_cap`); otherwise engines whose wide calls are
+simply wrong would measure a large d and pass.
 
 Temperature above 0. The randomised probability integral transform (Rosenblatt 1952, "Remarks on a
 multivariate transformation"; Brockwell 2007, "Universal residuals"): with p the plain distribution
-after the prefix, x the token and v uniform, U = F(x-) + v p(x), F summing p over tokens in an order
-fixed by the prefix, is uniform given the prefix if x was drawn from p. So a text's U are
-independent and uniform, and Kolmogorov-Smirnov tests that. Any order will do, and each has power
-against faults of its own. By p/q, with q the draft's distribution: an output that leans to the
-draft; tokens drawn from q put D at the total variation distance of p and q. By p: tokens drawn
-from the row of another text, after a fault of the cache. Both are tested; twice the smaller p-value
-counts (Bonferroni).
+after the prefix, x the token and v uniform, U = F(x-) + v p(x), where F sums p over tokens in an
+order fixed by the prefix, is uniform given the prefix if x was drawn from p. So the U of a text are
+independent and uniform, which the Kolmogorov-Smirnov test checks. Any order is valid, and each has
+power against different faults. The order by p/q, with q the draft's distribution, detects output
+that leans towards the draft: for tokens drawn from q, D is the total variation distance of p and q.
+The order by p detects tokens drawn from the row of another text, after a fault of the cache. Both
+are tested; twice the smaller p-value counts (Bonferroni).
 
-That texts end is no bias. Whether token t exists was decided by the tokens before it, and given
+It is no bias that texts end. Whether token t exists was decided by the tokens before it, and given
 those U_t is uniform: however texts end, the U of the concatenated texts are independent uniforms.
-The test takes the first `TOKENS` of them, a number fixed beforehand. Only where `RUNS` texts give
+The test takes the first `TOKENS` of them, a number fixed beforehand. Only if `RUNS` texts yield
 fewer does the count depend on the tokens, and then only through the lengths.
 
-By the coupled rule a text is what plain decoding with its seed gives. It is generated so as well,
-and one token that differs fails.
+With the coupled rule a text must equal plain decoding with its seed. That is generated too, and one
+differing token fails.
 
-What a sample can say is limited: a distribution that differs from the target's by less than about
-0.09 in total variation passes at 512 tokens.
+A sample has limited power: a distribution that differs from the target's by less than about 0.09 in
+total variation passes at 512 tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from ..text.options import Options, Prompt
 from .replay import Forced, Mismatch, Replay, Rounding
 
 TOKENS = 512  # of the distribution test
-RUNS = 64  # most texts generated to get them
+RUNS = 64  # maximum number of texts generated to get them
 LEVEL = 1e-3  # an exact decoder fails one certificate in a thousand at temperature > 0
 
 
@@ -63,16 +63,16 @@ LEVEL = 1e-3  # an exact decoder fails one certificate in a thousand at temperat
 class Certificate:
     """The outcome of `check`.
 
-    texts, tokens: tested. drafted: draft tokens of these texts. rounding: largest difference, in
-    logits, between calls of `width` tokens and plain steps on these texts. bound: the largest
-    margin that rounding explains. near_ties: mismatches within the bound; violations: those beyond
-    it, or too many of them.
+    texts, tokens: how many were tested. drafted: draft tokens of these texts. rounding: largest
+    difference, in logits, between calls of `width` tokens and plain steps on these texts. bound:
+    the largest margin that rounding explains. near_ties: mismatches within the bound; violations:
+    those beyond it, or all of them if they are too many.
     statistic, p_value: of the distribution test (D of the worse order), None at temperature 0.
-    repeated: of the texts, those that plain decoding gives to the token; None by rules that do not
-    promise that.
-    identical: whether both kinds of calls gave the same logits to the bit; None where the bundle
-    does not promise it, or nothing was drafted.
-    caveat: why nothing can be certified whatever the sample says: an inexact rule, or no drafts.
+    repeated: how many of the texts plain decoding repeats token for token; None for rules that do
+    not promise that.
+    identical: whether both kinds of calls gave bitwise the same logits; None if the bundle does not
+    promise that, or nothing was drafted.
+    caveat: why nothing can be certified whatever the result: an inexact rule, or no drafts.
     """
 
     passed: bool
@@ -92,12 +92,12 @@ class Certificate:
     caveat: str | None = None
 
     def lines(self) -> list[str]:
-        """Two to six lines for people."""
+        """Two to six lines of text."""
         verdict = "PASSED" if self.passed else "FAILED"
         texts = "1 text" if self.texts == 1 else f"{self.texts} texts"
         lines = [
             f"certificate {verdict} | temperature {self.temperature:g} | {self.tokens} tokens of "
-            f"{texts} ({self.drafted} drafted), each held against the target alone"
+            f"{texts} ({self.drafted} drafted), each checked against the target alone"
         ]
         found = len(self.near_ties) + len(self.violations)
         if self.p_value is None and self.identical:
@@ -145,13 +145,13 @@ def check(
     engine: TextEngine,
     prompt: Prompt | None,
     options: Options,
-    said: Callable[[str], None] = lambda text: None,  # hears how far it is
+    said: Callable[[str], None] = lambda text: None,  # receives progress messages
 ) -> Certificate:
-    """Generate from `prompt` through the engine as it is, and hold the tokens against the target.
+    """Generate from `prompt` through the engine as it is, and check the tokens against the target.
 
-    At temperature 0 one text; above, texts with seeds seed, seed + 1, ... until there are
-    `TOKENS` tokens. Rules that are not exact (sigmoid, lenience below 1) run all the same, for
-    their p-value, but never pass: a sample can refute exactness and cannot establish it.
+    At temperature 0 this generates one text; above, texts with seeds seed, seed + 1, ... until
+    there are `TOKENS` tokens. Rules that are not exact (sigmoid, lenience below 1) run too, for
+    their p-value, but never pass: a sample can refute exactness but not establish it.
     Raises OutriderError as `generate` does.
     """
     request = engine.request(prompt, options)
@@ -169,8 +169,8 @@ def check(
         tests = [kolmogorov_smirnov(column) for column in zip(*numbers, strict=True)]
         statistic, p_value = min(tests, key=lambda test: test[1])
         p_value = min(1.0, 2 * p_value)
-        # Two rows whose logits differ by at most d have total variation <= tanh(d / 2) <= d / 2,
-        # and outside a filter's support rounding moves mass of that order: one more is chance.
+        # Two rows whose logits differ by at most d have total variation <= tanh(d / 2) <= d / 2.
+        # Rounding moves mass of that order across a filter's edge; allow one token more by chance.
         if len(near) > 1 + tokens * bound / 4:
             near, violations = (), (*violations, *near)
     caveat = _caveat(request, generated.drafted)
@@ -191,7 +191,7 @@ def check(
 
 @dataclass(frozen=True)
 class _Generated:
-    """Texts as they are always made, each of a seed. drafted, repeated: as in `Certificate`."""
+    """Texts generated as usual, each with a seed. drafted, repeated: as in `Certificate`."""
 
     seeds: list[int]
     texts: list[list[int]]
@@ -229,8 +229,9 @@ def _generate(
 def _replay(
     engine: TextEngine, request: Request, generated: _Generated, said: Callable[[str], None]
 ) -> tuple[list[tuple[float, float]], list[Mismatch], Rounding]:
-    """Teacher-force the texts: the U of all tokens, in the order by p/q and in that by p; what was
-    no argmax, or outside the support; and how calls of gamma + 1 tokens differ."""
+    """Teacher-force the texts. Returns the U of all tokens, in the order by p/q and in that by p;
+    the tokens that were not the argmax, or outside the support; and how calls of gamma + 1 tokens
+    differ."""
     params, width = request.params, request.gamma + 1
     numbers: list[tuple[float, float]] = []
     mismatches: list[Mismatch] = []
@@ -245,7 +246,7 @@ def _replay(
             if model is not None and longest <= room:
                 draft = Forced(model, slot, request, room)
         for run, (seed, text) in enumerate(zip(generated.seeds, generated.texts, strict=True)):
-            said(f"text {run + 1} of {len(generated.texts)} once more")
+            said(f"replaying text {run + 1} of {len(generated.texts)}")
             plain = rounding.watch(target.rows(text))
             if params.temperature == 0:
                 mismatches += replay.not_argmax(plain, text)
@@ -260,7 +261,7 @@ def _replay(
 def _caveat(request: Request, drafted: int) -> str | None:
     params = request.params
     if request.gamma and not drafted:
-        return "nothing was drafted, so speculation was not tested: let the texts be longer"
+        return "nothing was drafted, so speculation was not tested: generate longer texts"
     if params.verify == "sigmoid":
         return "verify=sigmoid is not exact by design: no sample can certify it"
     if params.lenience != 1:
@@ -288,8 +289,8 @@ def kolmogorov_smirnov(sample: Sequence[float]) -> tuple[float, float]:
 def _cap(dtype: Dtype, scale: float) -> float:
     """The largest margin, in logits, that may ever count as a near-tie.
 
-    Half a logit: a token 1.6 times as likely is no tie in any arithmetic. In float32 also 2^-11 of
-    the largest logit, as if every number had once been rounded to TensorFloat-32, the coarsest
-    float32 that backends compute with.
+    At most half a logit: a token 1.6 times as likely is not a tie in any arithmetic. In float32
+    also at most 2^-11 of the largest logit, as if every number had been rounded once to
+    TensorFloat-32, the coarsest float32 that backends compute with.
     """
     return min(0.5, scale * 2**-11) if dtype == "float32" else 0.5

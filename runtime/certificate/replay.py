@@ -1,7 +1,7 @@
-"""Texts that are given, decoded plainly: teacher-forced through a model one token at a time.
+"""Plain decoding of given texts: teacher-forced through a model one token at a time.
 
-Nothing of the round is used for it: rows, contexts and warping arguments are put together a second
-time, so that a fault of the round cannot hide itself.
+This uses no code of the round: rows, contexts and warping arguments are put together independently,
+so that a fault of the round cannot hide itself.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ..sequence import Request
 from ..slots import Slot
 from ..text.engine import TextEngine
 
-WITNESSES = 16  # largest logits of a row on which rounding is measured
+WITNESSES = 16  # number of largest logits of a row on which rounding is measured
 # The round draws in lane 0 or in the lane of a position in the text; no text is this long.
 LANE = 2**32 - 1
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """An emitted token that plain decoding would not have emitted at its place.
+    """An emitted token that plain decoding would not have emitted in its place.
 
     position: index in the output of text `run`. best: plain decoding's choice (at temperature
-    above 0, the best of the tokens it never emits). margin: logits by which best is ahead.
+    above 0, the best of the tokens that it never emits). margin: logits by which best is ahead.
     """
 
     run: int
@@ -45,7 +45,7 @@ class Mismatch:
 
 
 class Forced:
-    """One model on a slot, with source and prompt in its caches, fed texts that are given."""
+    """One model on a slot, with source and prompt in its caches, to which given texts are fed."""
 
     def __init__(self, engine: Engine, slot: Slot, request: Request, max_len: int = 2**31):
         engine.encode(slot.index, request.source)
@@ -55,35 +55,35 @@ class Forced:
         self._first = self._read()
 
     def _read(self) -> Logits:
-        """The prompt; the logits [V] after it."""
+        """Prefill the prompt. Returns the logits [V] after it."""
         return prefill(self._engine, self._slot, self._prompt, 0).copy()
 
     def rows(self, text: Sequence[int], width: int = 1) -> Iterator[Logits]:
         """The logits [V] that predict text[0], text[1], ...: each valid until the next.
 
-        width: tokens of a call that are asked for. 1 is plain decoding. Rows end early where the
-        model's context does.
+        width: number of tokens per call; 1 is plain decoding. The rows end early if the model's
+        context does.
         """
         if self._engine.held.resumes(self._slot, self._start) != self._start:
-            self._read()  # a state has gone on, with another text
+            self._read()  # a recurrent state has advanced, with another text
         yield self._first
         wanted = min(len(text) - 1, self._room)
         for begin in range(0, wanted, width):
             block = list(text[begin : begin + width])
-            # A short block is filled up: its last rows are not asked for, and every call is alike.
+            # Pad a short block, so that all calls have the same shape; its last rows are not used.
             filled = block + [0] * (width - len(block))
-            ids = wide(self._engine, readable(self._engine, filled)[None])  # as the round has them
+            ids = wide(self._engine, readable(self._engine, filled)[None])  # as in a round
             position = np.array([self._start + begin])
             (logits,) = self._engine.forward(ids, position, np.arange(width), first_slot=self._slot)
             yield from logits[: wanted - begin]
 
 
 class Replay:
-    """The warping of a request, as a function of the text alone, and tokens held against it."""
+    """Warps rows as a request does, as a function of the text alone, and checks tokens with it."""
 
     def __init__(self, engine: TextEngine, request: Request):
         self._request, self._vocab_size = request, engine.decoder.vocab_size
-        # Lenience does not change the point mass, but below 1 it comes with the logits behind it.
+        # Lenience does not change the point mass; below 1, `warp` keeps the processed logits too.
         self._greedy = replace(request.params, temperature=0, verify="token", lenience=0.5)
 
     def warp(
@@ -96,7 +96,7 @@ class Replay:
         suppress = tuple(request.eos_token_ids) if len(text) < request.min_new_tokens else ()
         where = f"{model}, teacher-forced, output token {len(text)}"
         if request.processors:
-            row = row.copy()  # the plain row is looked at again
+            row = row.copy()  # the plain row is read again
             process(
                 request.processors, row, params, context, suppress, of_draft=model == "draft",
                 where=where, output_start=len(request.prompt),
@@ -127,9 +127,9 @@ class Replay:
         run: int,
         mismatches: list[Mismatch],
     ) -> Iterator[tuple[float, float]]:
-        """The U of a text's tokens; those of probability 0 are appended to `mismatches`.
+        """The U of a text's tokens; tokens of probability 0 are appended to `mismatches`.
 
-        q_rows: the draft's, may end early: without one, tokens are in order of their ids.
+        q_rows: the draft's rows, may end early. Without a row, tokens are in order of their ids.
         """
         for i, (token, p_row) in enumerate(zip(text, p_rows, strict=True)):
             p = self.warp(p_row, text[:i], "target").probs()
@@ -141,9 +141,9 @@ class Replay:
             if not 0 <= token < len(p) or p[token] == 0:
                 best, margin = self._removed(p_row, text[:i], token, p)
                 mismatches.append(Mismatch(run, i, token, best, margin))
-                yield v, v  # it has no U, and is judged as a mismatch instead
+                yield v, v  # it has no U, and counts as a mismatch instead
                 continue
-            # p_i / q_i against p_x / q_x, without dividing.
+            # Compare p_i / q_i with p_x / q_x, without dividing.
             by_ratio = _below(p * q[token], p[token] * q, token)
             by_p = _below(p, p[token : token + 1], token)
             yield float(p[by_ratio].sum() + v * p[token]), float(p[by_p].sum() + v * p[token])
@@ -151,8 +151,8 @@ class Replay:
     def _removed(
         self, row: Logits, before: Sequence[int], token: int, p: npt.NDArray[np.float64]
     ) -> tuple[int, float]:
-        """The best of the tokens that top-k, top-p or min-p remove, and by how much it is ahead of
-        this one. Rounding may move a filter's edge by a token, so the best is a near-tie."""
+        """The best of the tokens that top-k, top-p or min-p remove, and its margin over this token.
+        Rounding may move a filter's edge by one token, so the best one itself is a near-tie."""
         greedy = self.warp(row, before, "target", greedy=True)
         assert greedy.processed is not None
         removed = np.where(p > 0, -np.inf, greedy.processed)
@@ -162,8 +162,8 @@ class Replay:
 
 
 class Rounding:
-    """How far calls of several tokens are from plain steps, on each row's largest logits; and
-    whether all logits are the same."""
+    """How much calls of several tokens differ from plain steps, on each row's largest logits; and
+    whether all logits are bitwise the same."""
 
     def __init__(self, vocab_size: int, penalty: float):
         self._vocab_size = vocab_size
@@ -174,7 +174,7 @@ class Rounding:
         self._witnesses: list[tuple[npt.NDArray[np.intp], Logits, bytes]] = []
 
     def watch(self, rows: Iterator[Logits]) -> Iterator[Logits]:
-        """Pass plain rows on, remembering what `compare` will look at."""
+        """Yield plain rows, and store what `compare` will need."""
         self._witnesses.clear()
         for row in rows:
             known = row[: self._vocab_size]
@@ -185,7 +185,7 @@ class Rounding:
             yield row
 
     def compare(self, rows: Iterator[Logits]) -> None:
-        """The same rows from wider calls."""
+        """Compare the same rows from wider calls with the plain ones."""
         for (best, plain, digest), row in zip(self._witnesses, rows, strict=True):
             self.identical &= _digest(row[: self._vocab_size]) == digest
             difference = float(np.abs(row[best] - plain).max(initial=0.0)) * self._stretch
@@ -199,7 +199,7 @@ def _digest(row: Logits) -> bytes:
 def _below(
     ours: npt.NDArray[np.float64], theirs: npt.NDArray[np.float64], token: int
 ) -> npt.NDArray[np.bool_]:
-    """Which tokens come before `token` in an order; equal ones come in the order of their ids."""
+    """Which tokens come before `token` in an order; equal ones are ordered by their ids."""
     below: npt.NDArray[np.bool_] = ours < theirs
     below[:token] |= (ours == theirs)[:token]
     return below

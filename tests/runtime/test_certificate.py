@@ -66,7 +66,7 @@ def test_texts_that_end_early_and_a_bundle_without_draft(tmp_path):
     assert certificate.passed
     assert certificate.texts > 5
     assert heard[0] == "text 1, 0 tokens"
-    assert heard[-1] == f"text {certificate.texts} of {certificate.texts} once more"
+    assert heard[-1] == f"replaying text {certificate.texts} of {certificate.texts}"
     assert certificate.tokens == TOKENS
 
 
