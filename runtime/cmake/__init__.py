@@ -1,7 +1,7 @@
-"""Where a C++ build finds Outrider: `python -m outrider.cmake`.
+"""`python -m outrider.cmake`: where a C++ build finds Outrider.
 
-Prints the folder for CMake's outrider_DIR; with --onnxruntime the path of the shared library that
-the installed onnxruntime package has, which a session opens at run time.
+Prints the folder for CMake's outrider_DIR; with --onnxruntime the path of the installed onnxruntime
+package's shared library, which a session opens at run time.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ PLACES = (Path(__file__).parent, Path(__file__).parents[2] / "plugins" / "cmake"
 
 
 def folder() -> Path:
-    """Where `CONFIG` is. Raises OutriderError "backend"."""
+    """The folder that contains `CONFIG`. Raises OutriderError "backend"."""
     found = next((place for place in PLACES if (place / CONFIG).is_file()), None)
     if found is None or find_library() is None:
         raise OutriderError(
             "backend",
-            f"{LIBRARY} is not there",
+            f"{LIBRARY} was not found",
             "Run make plugins in a checkout, or install a wheel that was built with a compiler.",
         )
     return found
@@ -37,7 +37,7 @@ def onnxruntime() -> Path:
         raise OutriderError(
             "backend",
             "the onnxruntime package is not installed, or has no shared library",
-            "Install it: pip install onnxruntime. Or name a library of your own to the session.",
+            "Install it: pip install onnxruntime. Or give the session the path of another library.",
         )
     return found
 
@@ -49,12 +49,12 @@ def main() -> int:
 def _main() -> int:
     parser = CommandParser(
         prog=f"python -m {PACKAGE}.cmake",
-        description="Print the folder with which CMake finds Outrider.",
+        description="Print the folder in which CMake finds Outrider.",
         epilog=f'example: cmake -S . -B build -Doutrider_DIR="$(python -m {PACKAGE}.cmake)"',
     )
     parser.add_argument(
         "--onnxruntime", action="store_true",
-        help="print the shared library of the installed onnxruntime instead, for the session",
+        help="print the path of the installed onnxruntime's shared library instead, for a session",
     )  # fmt: skip
     print(onnxruntime() if parser.parse_args().onnxruntime else folder())
     return 0

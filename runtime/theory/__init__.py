@@ -1,1 +1,1 @@
-"""The paper's formulas."""
+"""The formulas of Leviathan et al. 2023, and measurements to use them with."""

@@ -1,4 +1,4 @@
-"""`python -m runtime.theory`: what speculation gains, tabulated or measured on a bundle."""
+"""`python -m runtime.theory`: the gain of speculation, tabulated or measured on a bundle."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from .formulas import MOST, best_gamma, oracle, table
 def parser() -> argparse.ArgumentParser:
     made = CommandParser(
         prog=f"python -m {PACKAGE}.theory",
-        description="What speculative decoding gains, by the formulas of Leviathan et al. 2023:\n"
-        "for an acceptance and a cost, or for a bundle whose own are measured.",
+        description="Compute what speculative decoding gains, by the formulas of Leviathan et al. "
+        "2023:\nfor a given acceptance and cost, or for those measured on a bundle.",
         epilog="examples:\n"
         f"  python -m {PACKAGE}.theory --alpha 0.8 --cost 0.05\n"
         f"  python -m {PACKAGE}.theory --engines build/demo --prompt 'def main():' "
         "--prompt 'import os'",
     )
     add = made.add_argument
-    add("--alpha", type=float, metavar="A", help="acceptance of a draft token, 0 to 1")
-    add("--cost", type=float, metavar="C", help="c: a draft step's time over a plain step's")
+    add("--alpha", type=float, metavar="A", help="acceptance rate of draft tokens, 0 to 1")
+    add("--cost", type=float, metavar="C", help="c: time of a draft step / time of a plain step")
     add("--engines", metavar="DIR", help="measure both on this bundle instead, with your prompts")
-    add("--prompt", action="append", metavar="TEXT", help="repeatable; acceptance depends "
-        "on it, so take prompts of your own")  # fmt: skip
-    add("--temperature", type=float, metavar="T", help="of the measurement, default 0")
-    add("--tokens", type=int, metavar="N", help="generated for each prompt and gamma, default 96")
-    add("--max-gamma", type=int, metavar="G", help="without a bundle; default 16")
+    add("--prompt", action="append", metavar="TEXT", help="prompt to measure on, repeatable; "
+        "acceptance depends on it, so use your own")  # fmt: skip
+    add("--temperature", type=float, metavar="T", help="of the measurement (default: 0)")
+    add("--tokens", type=int, metavar="N", help="tokens per prompt and gamma (default: 96)")
+    add("--max-gamma", type=int, metavar="G", help="largest gamma without --engines (default: 16)")
     return made
 
 
@@ -50,12 +50,12 @@ def _main(args: argparse.Namespace) -> int:
     unread, beside = (said, "with") if args.engines else (measured, "without")
     refuse_first([
         (not args.engines and None in (args.alpha, args.cost),
-         "--alpha and --cost, or --engines, are needed", "See --help."),
+         "--alpha and --cost, or --engines, are required", "See --help."),
         *((getattr(args, name) is not None,
            f"--{name.replace('_', '-')} has no meaning {beside} --engines",
            "Leave one of them out.") for name in unread),
-        (args.engines and not args.prompt, "--engines measures on prompts",
-         "Add --prompt, once or more often."),
+        (args.engines and not args.prompt, "--engines needs prompts to measure on",
+         "Add --prompt, once or more."),
     ])  # fmt: skip
     if args.engines:
         with interrupts_wait():
@@ -68,7 +68,7 @@ def _main(args: argparse.Namespace) -> int:
         raise OutriderError(
             "option",
             f"alpha={args.alpha}, cost={args.cost}, max-gamma={most}: one of them is out of range",
-            f"Use 0 <= alpha <= 1, 1 <= max-gamma <= {MOST}, and a finite cost from 0 up.",
+            f"Use 0 <= alpha <= 1, 1 <= max-gamma <= {MOST}, and a finite cost >= 0.",
         )
     print(table(args.alpha, args.cost, None, range(1, most + 1)))
     gamma, gain = best_gamma(args.alpha, args.cost, most=most)

@@ -1,7 +1,7 @@
-"""What speculative decoding can gain: the formulas of Leviathan, Kalman, Matias 2023, as functions.
+"""The gain of speculative decoding: the formulas of Leviathan, Kalman, Matias 2023, as functions.
 
-All take a token's acceptance for independent of the others (section 3.1), and times in units of a
-plain step of the target.
+All assume that tokens are accepted independently (section 3.1). Times are in units of a plain step
+of the target.
 """
 
 from __future__ import annotations
@@ -12,31 +12,30 @@ MOST = 64
 
 
 def expected_tokens(alpha: float, gamma: float) -> float:
-    """Of a round, the correction or bonus token included: equation (1)."""
+    """Expected tokens per round, including the correction or bonus token: equation (1)."""
     return gamma + 1 if alpha >= 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
 
 
 def speedup(alpha: float, gamma: float, cost: float, verify: float = 1.0) -> float:
-    """Times as fast as plain decoding: Theorem 3.8, which has `verify` 1.
+    """Speedup over plain decoding: Theorem 3.8, where `verify` is 1.
 
-    cost: c, of a draft step. verify: of the verification of gamma + 1 tokens.
+    cost: c, time of a draft step. verify: time of the verification of gamma + 1 tokens.
     """
     return expected_tokens(alpha, gamma) / (gamma * cost + verify)
 
 
 def operations(alpha: float, gamma: float, cost: float) -> float:
     """Arithmetic operations, as a multiple of plain decoding's: Theorem 3.11. cost: ĉ, the draft's
-    operations for a token."""
+    operations per token."""
     return (gamma * cost + gamma + 1) / expected_tokens(alpha, gamma)
 
 
 def best_gamma(
     alpha: float, cost: float, verify: Sequence[float] | None = None, most: int = MOST
 ) -> tuple[int, float]:
-    """The gamma up to `most` of the largest speedup, and that; 0 and 1 where nothing gains.
+    """The gamma up to `most` with the largest speedup, and that speedup; 0 and 1 if no gamma gains.
 
-    verify[gamma]: what the verification of gamma + 1 tokens costs; None takes 1 for all.
-    Section 3.5.
+    verify[gamma]: cost of the verification of gamma + 1 tokens; None takes 1 for all. Section 3.5.
     """
     if verify is not None:
         most = min(most, len(verify) - 1)
@@ -49,22 +48,21 @@ def best_gamma(
 
 
 def oracle(alpha: float, cost: float) -> float:
-    """The bound of section 3.5 on any choice of gamma: as many tokens are drafted as will be
-    accepted, alpha / (1 - alpha) on average, and a round gives one more."""
+    """The upper bound of section 3.5 on the speedup, for any choice of gamma: exactly the tokens
+    that will be accepted are drafted, alpha / (1 - alpha) on average, and a round adds one more."""
     return float("inf") if alpha >= 1 and cost == 0 else 1 / (1 - alpha + cost * alpha)
 
 
 def break_even(overhead: float, gain: float) -> float:
-    """Output tokens from which on speculation pays.
+    """Number of output tokens from which on speculation pays off; infinite if there is no speedup.
 
-    overhead: what it costs once, in plain steps (the draft's prefill). gain: the speedup after
-    that. Infinite where there is none.
+    overhead: one-time cost in plain steps (the draft's prefill). gain: the speedup after that.
     """
     return overhead / (1 - 1 / gain) if gain > 1 else float("inf")
 
 
 def table(alpha: float, cost: float, verify: Sequence[float] | None, gammas: Sequence[int]) -> str:
-    """A line for each gamma: tokens of a round, speedup, operations."""
+    """A line for each gamma: tokens per round, speedup, operations."""
     lines = ["gamma  tokens a round  speedup  operations (c^ = c)"]
     for gamma in gammas:
         width = verify[gamma] if verify is not None else 1.0

@@ -1,4 +1,4 @@
-"""Acceptance and costs of a bundle, from rounds that it really runs; and what they recommend."""
+"""Measure acceptance and costs of a bundle in real rounds, and recommend a gamma."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ WARM_UP = 16  # tokens
 def measure(
     engine: TextEngine, prompts: Sequence[str], temperature: float, tokens: int
 ) -> dict[int, list[Stats]]:
-    """By gamma, the statistics of each prompt's text that has a round.
+    """By gamma, the statistics of each prompt's text that has at least one round.
 
-    All prompts with every gamma, one gamma after the other for each prompt, so that what changes
-    meanwhile changes for all of them. Raises OutriderError as `generate`, and "option" for a model
-    that reads a source.
+    Runs every gamma on each prompt before the next prompt, so that changes of the machine's speed
+    affect all gammas alike. Raises OutriderError as `generate` does, and "option" for a model that
+    reads a source.
     """
     if engine.manifest.pair.target.encoder is not None:
         raise OutriderError(
             "option",
-            f"{engine.manifest.name} reads a source, and this measures prompts alone",
-            "python -m runtime.generate --source TEXT --baseline says what drafts gain there.",
+            f"{engine.manifest.name} reads a source, but this can measure only prompts",
+            "Measure with python -m runtime.generate --source TEXT --baseline.",
         )
     texts: dict[int, list[Stats]] = {gamma: [] for gamma in range(engine.decoder.max_gamma + 1)}
     for number, prompt in enumerate(prompts):
@@ -49,10 +49,10 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What texts come to.
+    """The results of the measured texts.
 
-    alpha: accepted of examined. overhead: the draft's prefill, in plain steps. measured[gamma]:
-    speed over that of plain decoding, without the prefill.
+    alpha: share of examined tokens that were accepted. overhead: the draft's prefill, in plain
+    steps. measured[gamma]: speed relative to plain decoding, without the prefill.
     """
 
     alpha: float
@@ -62,7 +62,7 @@ class Findings:
 
 
 def findings(texts: Mapping[int, Sequence[Stats]]) -> Findings:
-    """texts: as `measure` gives them, one for each gamma at least. Medians of what they say."""
+    """Summarise texts by medians. texts: as `measure` returns them, at least one per gamma."""
     drafting = [stats for gamma, some in texts.items() if gamma for stats in some]
     total = Stats.total(drafting)
     costs = RoundCosts.of(
@@ -83,13 +83,13 @@ def findings(texts: Mapping[int, Sequence[Stats]]) -> Findings:
 
 
 def recommend(folder: str, prompts: Sequence[str], temperature: float, tokens: int) -> str:
-    """Measure a bundle and say which gamma to use. Raises OutriderError as `load`."""
+    """Measure a bundle and report which gamma to use. Raises OutriderError as `load` does."""
     engine = load(folder, reuse=False)  # the prefills are part of what is measured
     no_draft = engine.decoder.draft is None
     refuse_first([
         (no_draft, f"{folder} has no draft model",
-         "Build it with DRAFT=<draft>, or give --alpha; what lookups gain, python -m "
-         "runtime.generate --draft ngram --baseline says."),
+         "Build it with DRAFT=<draft>, or give --alpha; to measure lookups, use python -m "
+         "runtime.generate --draft ngram --baseline."),
         (tokens < 2, f"tokens={tokens} is out of range", "Use 2 or more."),
     ])  # fmt: skip
     texts = measure(engine, prompts, temperature, tokens)
@@ -99,7 +99,7 @@ def recommend(folder: str, prompts: Sequence[str], temperature: float, tokens: i
 
 
 def told(found: Findings, prompts: int, temperature: float, tokens: int) -> str:
-    """In words: what was found on so many prompts, and which gamma to use."""
+    """The report in words: the findings on so many prompts, and which gamma to use."""
     alpha, cost, verify = found.alpha, found.costs.draft, found.costs.verify
     head, *lines = table(alpha, cost, verify, list(found.measured)).splitlines()
     said = [
