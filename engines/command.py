@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="example:\n  python -m engines --graphs build/graphs/demo --out build/demo",
     )
     add = parser.add_argument
-    add("--graphs", type=Path, help="folder that `python -m export` wrote")
+    add("--graphs", type=Path, help="folder of graphs that `python -m export` wrote")
     add("--out", type=Path, help="folder of the bundle to write")
     add(
         "--backend",
@@ -35,13 +35,13 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--sm",
         default="",
-        help="GPU architectures that tensorrt_rtx builds for, such as 80,89 (default: that of the "
-        "GPU in this machine, or without one all that are supported)",
+        help="GPU architectures that tensorrt_rtx builds for, such as 80,89 (default: those of "
+        "this machine's GPUs, or all that are supported if it has none)",
     )
     add(
         "--opt-level",
         type=int,
-        help="TensorRT's optimization level, 0 to 5: how long it searches for faster kernels "
+        help="TensorRT's optimisation level, 0 to 5: how long it searches for faster kernels "
         "(default: the library's own)",
     )
     add(

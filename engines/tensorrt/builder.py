@@ -215,8 +215,7 @@ def _compile(trt: Any, request: dict[str, Any], answer: Callable[..., None]) -> 
         def log(self, severity: Any, message: str) -> None:
             if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
                 errors.append(message)
-            # The size is otherwise known only from a loaded engine, which takes a GPU. One line
-            # for each profile.
+            # Only a loaded engine reports this otherwise, which takes a GPU. One line per profile.
             if found := re.match(r"Total Activation Memory: (\d+) bytes", message):
                 memory.append(int(found[1]))
 
@@ -285,8 +284,7 @@ def keep_timings(config: Any, file: Path) -> None:
 
 
 def with_fixed_rows(path: str, capacity: int, what: str) -> bytes:
-    """The graph without its weights and with S fixed: the parser rejects caches with a dynamic
-    S."""
+    """The graph with S fixed and without its weights: the parser rejects a cache of dynamic S."""
     import onnx
 
     try:

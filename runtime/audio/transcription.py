@@ -254,7 +254,7 @@ class Listener:
 
 
 def compression(tokens: Sequence[int]) -> float:
-    """The factor by which zlib compresses the tokens, as two bytes each, which all of Whisper's
-    fit."""
+    """The factor by which zlib compresses the tokens, stored in two bytes each, which is enough for
+    all of Whisper's ids."""
     content = b"".join(token.to_bytes(2, "little") for token in tokens)
     return len(content) / len(zlib.compress(content))

@@ -12,7 +12,7 @@ from .recording import Recording
 
 
 class Windows:
-    """The windows of a recording that an encoder reads, each from any later frame on.
+    """The windows of a recording that an encoder reads, in order, each from any frame on.
 
     They equal the features of the whole recording. These are scaled by its loudest frame, so the
     recording is read twice.

@@ -25,7 +25,7 @@ that leans towards the draft: for tokens drawn from q, D is the total variation 
 The order by p detects tokens drawn from the row of another text, after a fault of the cache. Both
 are tested; twice the smaller p-value counts (Bonferroni).
 
-It is no bias that texts end. Whether token t exists was decided by the tokens before it, and given
+That texts end causes no bias. Whether token t exists was decided by the tokens before it, and given
 those U_t is uniform: however texts end, the U of the concatenated texts are independent uniforms.
 The test takes the first `TOKENS` of them, a number fixed beforehand. Only if `RUNS` texts yield
 fewer does the count depend on the tokens, and then only through the lengths.

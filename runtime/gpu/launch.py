@@ -210,8 +210,7 @@ class Device(Cuda):
             self._launch(launch.kernel, tuple(launch.grid), launch.block, parameter, stream)
 
     def launch_loop(self, kernel: str, loop: Loop | Ring, stream: int) -> None:
-        """Enqueue outrider_begin, _feed, _commit or (with a Ring) _again. This may be captured in a
-        graph too."""
+        """Enqueue outrider_begin, _feed, _commit or (with a Ring) _again. May be captured too."""
         self.use()
         words = loop.size // 8 if isinstance(loop, Ring) else loop.slot_count
         block = min(512, -(-words // 32) * 32)
@@ -225,8 +224,7 @@ class Device(Cuda):
         parameter: int,
         stream: int,
     ) -> None:
-        """Launch a kernel. parameter: the address of its one parameter, which is passed by
-        value."""
+        """Launch a kernel. parameter: the address of its only parameter, passed by value."""
         assert kernel in self._kernels, kernel
         parameters = (ctypes.c_void_p * 1)(parameter)
         self._call(

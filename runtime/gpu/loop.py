@@ -28,7 +28,7 @@ LINE = 64  # bytes: counters written by host and GPU are in different cache line
 
 
 class LoopingRounds(DeviceRounds):
-    """`DeviceRounds` as a loop. Rounds run one by one for requests with log-probabilities, which
+    """`DeviceRounds` as a loop. Rounds run one by one if a request wants log-probabilities, which
     need each round's logits, and, with a warning, if the driver has no conditional nodes."""
 
     def __init__(self, *arguments: Any, **options: Any):

@@ -13,7 +13,7 @@ from ..backends.cuda import Cuda
 from ..sampling import kernel
 from .launch import SEQUENCE
 
-MOST_ENDS = 256  # end-of-text ids of a request
+MOST_ENDS = 256  # end-of-text ids per request
 
 
 def step_bytes(slots: int, row_bytes: int) -> int:

@@ -46,7 +46,8 @@ class InFlight:
 
 
 class DeviceRounds(Programs):
-    """See `Rounds`; engines and options are those of `Programs`. Nothing else may use the stream.
+    """See `Rounds`; engines and options are those of `Programs`. Only the engines and this object
+    use the stream.
 
     draft_max_len: the draft's own context length. ahead: launch a round before the results of the
     last one are read.

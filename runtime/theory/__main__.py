@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     add("--engines", metavar="DIR", help="measure both on this bundle instead, with your prompts")
     add("--prompt", action="append", metavar="TEXT", help="prompt to measure on, repeatable; "
         "acceptance depends on it, so use your own")  # fmt: skip
-    add("--temperature", type=float, metavar="T", help="of the measurement (default: 0)")
+    add("--temperature", type=float, metavar="T", help="sampling temperature (default: 0)")
     add("--tokens", type=int, metavar="N", help="tokens per prompt and gamma (default: 96)")
     add("--max-gamma", type=int, metavar="G", help="largest gamma without --engines (default: 16)")
     return made
