@@ -1,10 +1,10 @@
-// A text in your own C++ program: open a bundle, generate, print the ids and what drafting brought.
+// Generate in a C++ program: open a bundle, generate, print the token ids and statistics.
 //
 //   cmake -S examples -B build/embed -Doutrider_DIR="$(python -m outrider.cmake)"
 //   cmake --build build/embed
 //   build/embed/embed build/demo "$(python -m outrider.cmake --onnxruntime)" 11 42 7
 //
-// Ids are the interface: tokenize where you already do.
+// Prompts and results are token ids: the program does its own tokenization.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
@@ -28,17 +28,18 @@ int main(int count, char** words) {
     options.max_new_tokens = 48;
     options.temperature = 0.8;
     options.seed = 3;
-    options.rule = outrider::Rule::coupled; // the seed alone decides the text
+    options.rule = outrider::Rule::coupled; // the seed alone determines the output
     outrider::Stream stream = session.stream(prompt, options);
     for (const outrider::Token& token : stream) {
       std::printf("%lld ", static_cast<long long>(token.id));
       std::fflush(stdout);
     }
     const outrider_stats stats = stream.stats();
-    const double rounds = stats.rounds > 0 ? static_cast<double>(stats.rounds) / 1e3 : 1; // for ms
+    // In thousands, so that seconds divided by it are milliseconds per round.
+    const double rounds = stats.rounds > 0 ? static_cast<double>(stats.rounds) / 1e3 : 1;
     const double models = stats.draft_seconds + stats.target_seconds;
-    std::printf("\n%lld tokens in %lld rounds, %lld of %lld drafts stand; first token after %.2f ms, "
-                "%.3f ms a round, %.3f of them outside the models\n",
+    std::printf("\n%lld tokens in %lld rounds, %lld of %lld draft tokens accepted; first token "
+                "after %.2f ms, %.3f ms per round, %.3f of them outside the models\n",
                 static_cast<long long>(stats.output_tokens), static_cast<long long>(stats.rounds),
                 static_cast<long long>(stats.accepted), static_cast<long long>(stats.drafted),
                 1e3 * stats.prefill_seconds, stats.round_seconds / rounds,

@@ -1,7 +1,7 @@
-# find_package(outrider): the target outrider::outrider, with headers and liboutrider.so.
+# find_package(outrider) defines the target outrider::outrider, with headers and liboutrider.so.
 #
-# In an installed wheel this folder lies beside both; in a checkout the library is in build/lib.
-# Nothing is cached, so that another outrider_DIR is another library.
+# In an installed wheel, both are beside this folder; in a checkout, the library is in build/lib.
+# Nothing is cached, so that a changed outrider_DIR takes effect.
 get_filename_component(_outrider_beside "${CMAKE_CURRENT_LIST_DIR}/.." REALPATH)
 set(outrider_LIBRARY "${_outrider_beside}/liboutrider.so")
 if(NOT EXISTS "${outrider_LIBRARY}")
@@ -11,7 +11,7 @@ endif()
 if(NOT EXISTS "${outrider_LIBRARY}")
   set(outrider_FOUND FALSE)
   set(outrider_NOT_FOUND_MESSAGE
-    "liboutrider.so is missing. Install a wheel that was built with a C++ compiler, or run make plugins.")
+    "liboutrider.so is missing. Install a wheel built with a C++ compiler, or run make plugins.")
 elseif(NOT TARGET outrider::outrider)
   add_library(outrider::outrider SHARED IMPORTED)
   set_target_properties(outrider::outrider PROPERTIES

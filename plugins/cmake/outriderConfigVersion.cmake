@@ -1,4 +1,4 @@
-# find_package(outrider N): the number of the C interface, OUTRIDER_ABI_VERSION, which must be equal.
+# find_package(outrider N): N must equal OUTRIDER_ABI_VERSION, the version of the C interface.
 file(STRINGS "${CMAKE_CURRENT_LIST_DIR}/../include/outrider.h" _outrider_line
   REGEX "^#define OUTRIDER_ABI_VERSION ")
 string(REGEX REPLACE "^.* ([0-9]+)$" "\\1" PACKAGE_VERSION "${_outrider_line}")

@@ -1,10 +1,10 @@
-// outrider_session.h for C++17: sessions, options, and a text as a range of tokens. Header-only.
+// A header-only C++17 wrapper of outrider_session.h: sessions, options and streams of tokens.
 //
 //   outrider::Session session({"build/demo"});
 //   for (const outrider::Token& token : session.stream(prompt, options)) use(token.id);
 //
-// Failures are thrown as outrider::Error. A session and its streams are used by one thread at a time;
-// `Stream::cancel` may be called by any, as long as the stream stays where it is.
+// Errors are thrown as outrider::Error. A session and its streams may be used by one thread at a
+// time; only `Stream::cancel` may be called by any thread, as long as the stream is not moved.
 #ifndef OUTRIDER_HPP
 #define OUTRIDER_HPP
 
@@ -24,7 +24,7 @@
 
 namespace outrider {
 
-// status: OUTRIDER_FAILED_..., which is also what the command line ends with.
+// A failure. status: OUTRIDER_FAILED_..., which is also the exit status of the command line.
 class Error : public std::exception {
 public:
   explicit Error(const outrider_failure& failure)
@@ -43,7 +43,7 @@ private:
 // How to open a bundle: see outrider_config.
 struct Config {
   std::string folder;
-  std::string onnxruntime{}; // empty: $OUTRIDER_ONNXRUNTIME, or where the system looks
+  std::string onnxruntime{}; // empty: $OUTRIDER_ONNXRUNTIME, else the system's library
   std::int32_t slots = 0;
   std::int32_t threads = 0;
   bool verify = true;
@@ -70,27 +70,28 @@ struct Options {
   double presence_penalty = 0;
   std::vector<std::pair<std::int64_t, double>> logit_bias{};
   std::uint64_t seed = 0;
-  std::optional<std::int32_t> gamma{}; // none: 4 of a draft model, 8 of the others
+  std::optional<std::int32_t> gamma{}; // none: 4 with a draft model, 8 with the other drafts
   Draft draft = Draft::usual;
-  double draft_temperature = 0; // 0: the target's
+  double draft_temperature = 0; // 0: the target's temperature
   double draft_threshold = 0;
   Rule rule = Rule::token;
   double lenience = 1;
   double sigmoid_alpha = -1e3;
   double sigmoid_beta = 1e3;
   std::vector<std::int64_t> stop_token_ids{};
-  // Of each new token: whether the text ends behind it. What it throws ends the text too, and
-  // `Stream::next` throws it behind the last token.
+  // Called with each new token; returns whether the sequence ends after it. An exception also ends
+  // the sequence, and `Stream::next` rethrows it after the last token.
   std::function<bool(std::int64_t)> stop{};
   bool ignore_eos = false;
-  std::optional<std::int32_t> logprobs{}; // how many alternatives
+  std::optional<std::int32_t> logprobs{}; // number of alternatives; none: no log-probabilities
 };
 
 struct Token {
   std::int64_t id = 0;
   Origin origin = Origin::first;
   double logprob = NAN;
-  std::vector<std::pair<std::int64_t, double>> alternatives{}; // ids and theirs, best first
+  // Ids and their log-probabilities, best first.
+  std::vector<std::pair<std::int64_t, double>> alternatives{};
 };
 
 namespace detail {
@@ -108,9 +109,9 @@ using Handle = std::shared_ptr<outrider_session>;
 
 } // namespace detail
 
-// A request in its slot. Streams of one session advance together: the others keep their new tokens
-// until they are asked. Its destructor, or `close`, releases the slot, not the end of its text; the
-// session lives as long as its streams.
+// A request in its slot. The streams of a session advance together, and each keeps its new tokens
+// until `next` is called on it. The destructor or `close` releases the slot; the end of the
+// sequence does not. The session stays open as long as it has streams.
 class Stream {
 public:
   Stream(Stream&&) = default;
@@ -124,13 +125,15 @@ public:
   }
   ~Stream() { close(); }
 
-  // Release the slot now: `stream = session.stream(...)` would want another before.
+  // Release the slot now. Call it before `stream = session.stream(...)`, which otherwise takes a
+  // second slot before it releases the first.
   void close() noexcept {
     if (session_) outrider_release(session_.get(), request_, nullptr);
     session_.reset();
   }
 
-  // The next token; none where the text has ended. What broke it is thrown behind its last token.
+  // The next token, or none if the sequence has ended. If it ended with an error, throws that after
+  // the last token.
   std::optional<Token> next() {
     while (finish_ == Finish::running) {
       outrider_token token{};
@@ -154,7 +157,7 @@ public:
 
   Finish finish() const { return finish_; }
 
-  // End the text before the next round. By any thread.
+  // End the sequence before the next round. May be called by any thread.
   void cancel() const { outrider_cancel(session_.get(), request_); }
 
   outrider_stats stats() const {
@@ -196,7 +199,7 @@ private:
   friend class Session;
   struct Stop {
     std::function<bool(std::int64_t)> ends;
-    std::exception_ptr thrown; // nothing may pass the C interface
+    std::exception_ptr thrown; // kept here: no exception may cross the C interface
   };
 
   Stream(detail::Handle session, const std::vector<std::int64_t>& prompt, const Options& options)
@@ -249,7 +252,7 @@ private:
 
   detail::Handle session_;
   std::uint64_t request_ = 0;
-  std::unique_ptr<Stop> stop_; // its address stays when the stream moves
+  std::unique_ptr<Stop> stop_; // on the heap: its address must not change when the stream is moved
   Finish finish_ = Finish::running;
 };
 
@@ -275,13 +278,13 @@ public:
     session_.reset(session, detail::Closed());
   }
 
-  // Takes a slot, reads the prompt and draws the first token. Throws Error, BUSY where no slot is
-  // free.
+  // Take a slot, read the prompt and draw the first token. Throws Error; its status is
+  // OUTRIDER_FAILED_BUSY if no slot is free.
   Stream stream(const std::vector<std::int64_t>& prompt, const Options& options = {}) {
     return Stream(session_, prompt, options);
   }
 
-  // One round of all streams.
+  // Run one round for all streams.
   void round() { detail::checked(outrider_round, session_.get()); }
 
   outrider_facts facts() const {

@@ -1,21 +1,22 @@
-/* A bundle opened from C or C++: requests in slots, advanced round by round.
+/* Generate with a bundle from C or C++: requests occupy slots and advance round by round.
  *
- * The same rounds as the Python runtime's, with the same bits: token ids and log-probabilities, at
- * every temperature, gamma, kind of draft and number of slots. It runs bundles for the CPU (backend
- * onnxruntime), and those of TensorRT with a library of its own beside this one (docs/embedding.md),
- * and speaks token ids. outrider.hpp wraps it for C++17.
+ * A session performs the same rounds as the Python runtime and returns bitwise the same results,
+ * token ids and log-probabilities, at every temperature, gamma, kind of draft and number of slots.
+ * It runs bundles for the CPU (backend onnxruntime) and, with a second library beside this one,
+ * bundles for TensorRT (docs/embedding.md). Prompts and results are token ids; tokenization is left
+ * to the caller. outrider.hpp wraps this interface for C++17.
  *
  *   outrider_open -> outrider_admit ... -> outrider_round, outrider_take ... -> outrider_release
  *
- * A program that was compiled with other headers reads other structures: compare
+ * A program compiled with another version of the headers has different structures: compare
  * outrider_abi_version() with OUTRIDER_ABI_VERSION first.
  *
- * A session is used by one thread at a time; `outrider_cancel` alone may be called by any thread
- * meanwhile. Sessions share nothing. No function throws, and none keeps a pointer that it was given
- * beyond the call, but for the callback of a request.
+ * Threads: a session may be used by one thread at a time; only `outrider_cancel` may be called by
+ * any thread at any time. Sessions share no state. No function throws. No function keeps a pointer
+ * argument after it returns, except the callback of a request.
  *
- * Every function that can fail returns a status, OUTRIDER_OK or a number that the command line ends
- * with too, and fills `failure` where that is not NULL.
+ * Errors: every function that can fail returns OUTRIDER_OK or one of OUTRIDER_FAILED_..., which are
+ * also the exit statuses of the command line, and fills `failure` unless it is NULL.
  */
 #ifndef OUTRIDER_SESSION_H
 #define OUTRIDER_SESSION_H
@@ -26,177 +27,191 @@
 extern "C" {
 #endif
 
-enum { /* of a failure */
-  OUTRIDER_FAILED_OPTION = 2,   /* an option's value, or a combination of options, is refused */
+/* Error statuses. */
+enum {
+  OUTRIDER_FAILED_OPTION = 2,   /* an option's value or a combination of options is invalid */
   OUTRIDER_FAILED_BUNDLE = 7,   /* a bundle is missing, damaged, or of another version */
-  OUTRIDER_FAILED_BACKEND = 8,  /* ONNX Runtime, TensorRT or a GPU is missing, or failed */
+  OUTRIDER_FAILED_BACKEND = 8,  /* ONNX Runtime, TensorRT or a GPU is missing or failed */
   OUTRIDER_FAILED_PROMPT = 9,   /* the prompt is empty, too long, or has ids that do not exist */
-  OUTRIDER_FAILED_NUMERIC = 10, /* NaN or infinity where probabilities were wanted */
-  OUTRIDER_FAILED_MEMORY = 11,
+  OUTRIDER_FAILED_NUMERIC = 10, /* NaN or infinity in a model's logits */
+  OUTRIDER_FAILED_MEMORY = 11,  /* not enough memory */
   OUTRIDER_FAILED_BUSY = 14     /* all slots are in use */
 };
 
+/* Why a call failed. Both texts are a line of UTF-8 without a final full stop, cut if too long. */
 typedef struct {
-  int32_t status;
-  char cause[480]; /* one line of UTF-8 each, without a full stop; cut where they are longer */
-  char remedy[256];
+  int32_t status;   /* OUTRIDER_FAILED_... */
+  char cause[480];
+  char remedy[256]; /* what to do about it */
 } outrider_failure;
 
 typedef struct outrider_session outrider_session;
 
-/* How to open a bundle. All else zero is a good beginning. */
+/* How to open a bundle. Zero-initialise, then set at least abi_version and folder. */
 typedef struct {
-  int32_t abi_version;     /* OUTRIDER_ABI_VERSION: which headers the program was compiled with */
-  int32_t plain_width;     /* tokens of the target's narrowest calls, 1 or 2; 0: as many as it takes
-                              to have the bits of wider ones; of the CPU alone */
-  const char* folder;      /* what `make engines` wrote */
-  const char* onnxruntime; /* the library's path, of bundles that it runs; NULL or empty:
-                              $OUTRIDER_ONNXRUNTIME, or where the system looks for libonnxruntime.so */
-  const int64_t* corpus;   /* [corpus_length] a text in which ngram looks after the text itself */
+  int32_t abi_version;     /* OUTRIDER_ABI_VERSION, the version of the headers compiled with */
+  int32_t plain_width;     /* minimum number of tokens in a call of the target, 1 or 2; 0: as many
+                              as make its results bitwise equal to those of wider calls; CPU only */
+  const char* folder;      /* the bundle, as written by `make engines` */
+  const char* onnxruntime; /* path of ONNX Runtime's library, for bundles that use it; NULL or
+                              empty: $OUTRIDER_ONNXRUNTIME, else the system's libonnxruntime.so */
+  const int64_t* corpus;   /* [corpus_length] token ids in which n-gram lookup searches too, after
+                              the request's own tokens */
   int64_t corpus_length;
-  int32_t slots;           /* requests at a time; 0: the bundle's number */
-  int32_t threads;         /* of each model on the CPU, and of the sampling; 0: automatic */
-  int32_t unverified;      /* not 0: the files' hashes are not looked at */
-  int32_t no_reuse;        /* not 0: a prompt is computed whole, whatever rows a slot still holds */
+  int32_t slots;           /* maximum number of concurrent requests; 0: the bundle's */
+  int32_t threads;         /* for each model on the CPU, and for sampling; 0: automatic */
+  int32_t unverified;      /* not 0: do not verify the files' hashes */
+  int32_t no_reuse;        /* not 0: compute every prompt in full, even if a slot's cache still
+                              holds its beginning */
 } outrider_config;
 
+/* What an open session offers. */
 typedef struct {
-  int32_t vocab_size;   /* ids are below it */
-  int32_t max_len;      /* longest prompt and output, together */
-  int32_t max_gamma;
-  int32_t slots;
-  int32_t has_draft;    /* a draft model */
-  int32_t one_text;     /* not 0: a text is the same to the bit for every gamma and draft (by the
-                           coupled rule, or at temperature 0), slot and neighbour */
+  int32_t vocab_size;   /* token ids are in [0, vocab_size) */
+  int32_t max_len;      /* maximum length of prompt and output together */
+  int32_t max_gamma;    /* maximum number of draft tokens per round */
+  int32_t slots;        /* maximum number of concurrent requests */
+  int32_t has_draft;    /* not 0: the bundle has a draft model */
+  int32_t one_text;     /* not 0: with the coupled rule or at temperature 0, the output is bitwise
+                           the same for every gamma, draft, slot and set of concurrent requests */
   int32_t end_count;
   int32_t reserved;
-  const int64_t* ends;  /* [end_count] ids that end a text; as long as the session lives */
+  const int64_t* ends;  /* [end_count] end-of-sequence ids; valid until outrider_close */
 } outrider_facts;
 
-enum { /* who proposes */
+/* Where draft tokens come from. */
+enum {
   OUTRIDER_DRAFT_DEFAULT = 0, /* what the bundle was built with */
-  OUTRIDER_DRAFT_MODEL = 1,
-  OUTRIDER_DRAFT_NGRAM = 2,   /* what followed the same tokens before, in text or corpus */
-  OUTRIDER_DRAFT_COPY = 3,    /* in the prompt alone */
-  OUTRIDER_DRAFT_CHAIN = 4,   /* the draft model, with ngram as its own draft */
-  OUTRIDER_DRAFT_RANDOM = 5,  /* any token */
-  OUTRIDER_DRAFT_NONE = 6
+  OUTRIDER_DRAFT_MODEL = 1,   /* the draft model */
+  OUTRIDER_DRAFT_NGRAM = 2,   /* n-gram lookup in the request's own tokens, then in the corpus */
+  OUTRIDER_DRAFT_COPY = 3,    /* the same without the output: in the prompt, then in the corpus */
+  OUTRIDER_DRAFT_CHAIN = 4,   /* the draft model, itself sped up by n-gram lookup */
+  OUTRIDER_DRAFT_RANDOM = 5,  /* uniformly random tokens */
+  OUTRIDER_DRAFT_NONE = 6     /* plain decoding */
 };
 
-enum { OUTRIDER_USUAL_GAMMA = -1 }; /* 4 of a model, 8 of the others */
+enum { OUTRIDER_USUAL_GAMMA = -1 }; /* 4 with a draft model, 8 with the other drafts */
 
-/* Called with each new token that does not end the text by itself, in order; not 0 ends it behind the
- * token. It must neither use the session nor throw. */
+/* Called with each new token, in order, unless it is an id that ends the sequence. A result other
+ * than 0 ends the sequence after the token. The callback must neither use the session nor throw. */
 typedef int32_t (*outrider_stop)(void* data, int64_t token);
 
-/* How to generate. Begin with outrider_default_options. */
+/* How to generate. Initialise with outrider_default_options. */
 typedef struct {
   uint64_t seed;
-  double temperature;        /* 0, or 1e-6 to 1e6 */
-  double top_p;
-  double min_p;
-  double repetition_penalty;
-  double frequency_penalty;
-  double presence_penalty;
-  double lenience;
-  double sigmoid_alpha;
-  double sigmoid_beta;
-  double draft_temperature;  /* 0: the target's */
-  double draft_threshold;    /* no more drafts in a round after one that the draft gave less to */
-  const int64_t* bias_ids;   /* [bias_length] what is added to the logits of some ids */
-  const double* biases;
-  const int64_t* stops;      /* [stop_length] ids that end the text, beside the bundle's own */
-  outrider_stop stop;        /* NULL: none */
-  void* stop_data;
+  double temperature;        /* 0 (greedy), or 1e-6 to 1e6 */
+  double top_p;              /* (0, 1]; 1 is off */
+  double min_p;              /* [0, 1]; 0 is off */
+  double repetition_penalty; /* 1e-3 to 1e3; 1 is off */
+  double frequency_penalty;  /* -2 to 2; 0 is off */
+  double presence_penalty;   /* -2 to 2; 0 is off */
+  double lenience;           /* (0, 1]; 1 is exact, lower values accept more draft tokens */
+  double sigmoid_alpha;      /* < 0 */
+  double sigmoid_beta;       /* > 0 */
+  double draft_temperature;  /* 1e-3 to 1e3; 0: the target's temperature */
+  double draft_threshold;    /* [0, 1): stop drafting in a round after a token to which the draft
+                                model gave a lower probability; 0 is off */
+  const int64_t* bias_ids;   /* [bias_length] ids with a logit bias */
+  const double* biases;      /* [bias_length] added to their logits, -100 to 100 */
+  const int64_t* stops;      /* [stop_length] ids that end the sequence, besides the bundle's */
+  outrider_stop stop;        /* NULL: no callback */
+  void* stop_data;           /* passed to the callback */
   int32_t bias_length;
   int32_t stop_length;
-  int32_t top_k;
+  int32_t top_k;             /* 0 is off */
   int32_t rule;              /* OUTRIDER_TOKEN ... OUTRIDER_COUPLED */
   int32_t draft;             /* OUTRIDER_DRAFT_... */
-  int32_t gamma;             /* draft tokens a round, 0 for plain decoding */
+  int32_t gamma;             /* draft tokens per round; 0: plain decoding */
   int32_t max_new_tokens;
   int32_t min_new_tokens;
-  int32_t ignore_eos;        /* not 0: the bundle's own ends end nothing */
-  int32_t logprobs;          /* how many alternatives to report; -1: no log-probabilities */
+  int32_t ignore_eos;        /* not 0: do not stop at the bundle's end-of-sequence ids */
+  int32_t logprobs;          /* number of alternatives to report; -1: no log-probabilities */
 } outrider_options;
 
-enum { /* where a token comes from */
-  OUTRIDER_FIRST = 0,     /* the prompt's own call */
-  OUTRIDER_ACCEPTED = 1,  /* a draft token that stands */
-  OUTRIDER_CORRECTED = 2, /* in place of one that does not */
-  OUTRIDER_BONUS = 3,     /* after drafts that all stand */
-  OUTRIDER_PLAIN = 4      /* a round without drafts */
+/* Where an output token comes from. */
+enum {
+  OUTRIDER_FIRST = 0,     /* the prefill */
+  OUTRIDER_ACCEPTED = 1,  /* an accepted draft token */
+  OUTRIDER_CORRECTED = 2, /* drawn in place of a rejected draft token */
+  OUTRIDER_BONUS = 3,     /* drawn after all draft tokens were accepted */
+  OUTRIDER_PLAIN = 4      /* a round without draft tokens */
 };
 
 typedef struct {
   int64_t id;
-  double logprob;         /* of the target's own distribution, before any warping; NaN if not asked */
-  const int64_t* ids;     /* [alternative_count] the most probable, best first; until the next call */
-  const double* logprobs; /* theirs */
+  double logprob;         /* under the target's unwarped distribution; NaN if not requested */
+  const int64_t* ids;     /* [alternative_count] the most probable ids, best first; valid until the
+                             next call with this session */
+  const double* logprobs; /* [alternative_count] their log-probabilities */
   int32_t alternative_count;
-  int32_t origin;
+  int32_t origin;         /* OUTRIDER_FIRST ... OUTRIDER_PLAIN */
 } outrider_token;
 
-enum { /* why a text ended */
-  OUTRIDER_RUNNING = 0,
-  OUTRIDER_EOS = 1,
-  OUTRIDER_STOPPED = 2,  /* by a stop id or the callback */
-  OUTRIDER_LENGTH = 3,   /* max_new_tokens */
-  OUTRIDER_CONTEXT = 4,  /* the bundle's max_len */
-  OUTRIDER_CANCELLED = 5,
-  OUTRIDER_BROKEN = 6    /* its logits are no numbers: `outrider_take` says which */
+/* Why a sequence ended. */
+enum {
+  OUTRIDER_RUNNING = 0,   /* it has not */
+  OUTRIDER_EOS = 1,       /* an end-of-sequence id of the bundle */
+  OUTRIDER_STOPPED = 2,   /* a stop id or the callback */
+  OUTRIDER_LENGTH = 3,    /* max_new_tokens */
+  OUTRIDER_CONTEXT = 4,   /* the bundle's max_len */
+  OUTRIDER_CANCELLED = 5, /* outrider_cancel */
+  OUTRIDER_BROKEN = 6     /* NaN or infinity in its logits; outrider_take returns the details */
 };
 
 typedef struct {
   int64_t prompt_tokens;
-  int64_t reused_tokens;  /* of the prompt: their rows were there already */
+  int64_t reused_tokens;  /* prompt tokens whose cache rows were reused */
   int64_t output_tokens;
-  int64_t rounds;         /* the first token is none */
-  int64_t drafted;
-  int64_t accepted;       /* drafts that became text */
+  int64_t rounds;         /* without the prefill, which gives the first token */
+  int64_t drafted;        /* draft tokens proposed */
+  int64_t accepted;       /* draft tokens that became output */
   double prefill_seconds;
-  double round_seconds;   /* of all rounds it took part in, those of others beside it included */
-  double draft_seconds;   /* of them in the draft model, */
-  double target_seconds;  /* and in the target; the rest is sampling and the host's */
+  double round_seconds;   /* total time of the rounds it took part in, which it may have shared */
+  double draft_seconds;   /* of it, time in the draft model */
+  double target_seconds;  /* of it, time in the target; the rest is sampling and host code */
 } outrider_stats;
 
+/* Open a bundle. On failure, *session is NULL. */
 OUTRIDER_API int32_t outrider_open(const outrider_config* config, outrider_session** session,
                                    outrider_failure* failure);
 
-/* Also with requests under way. NULL is allowed. */
+/* Close a session, even if requests are still running. NULL is allowed. */
 OUTRIDER_API void outrider_close(outrider_session* session);
 
-/* All zero of a session that is NULL. */
+/* Describe a session. If it is NULL, all facts are zero. */
 OUTRIDER_API void outrider_get_facts(const outrider_session* session, outrider_facts* facts);
 
+/* Set every option to its default: greedy, the bundle's draft, 256 new tokens. */
 OUTRIDER_API void outrider_default_options(outrider_options* options);
 
-/* Take a slot, read the prompt [length], draw the first token. `request` is a number of its own, not
- * the slot's. BUSY where no slot is free. */
+/* Take a slot, read the prompt [length] and draw the first token. `request` receives the request's
+ * number, which is not that of the slot. Returns OUTRIDER_FAILED_BUSY if no slot is free. */
 OUTRIDER_API int32_t outrider_admit(outrider_session* session, const int64_t* prompt,
                                     int64_t length, const outrider_options* options,
                                     uint64_t* request, outrider_failure* failure);
 
-/* One round for all requests whose text has not ended; nothing where there is none. One request's
- * broken logits end that one; the status is of what ends the round for all. */
+/* Run one round for all requests that have not ended; do nothing if there are none. NaN or infinity
+ * in the logits of one request ends only that request; the status reports failures of the whole
+ * round. */
 OUTRIDER_API int32_t outrider_round(outrider_session* session, outrider_failure* failure);
 
-/* The next tokens that were not taken yet: at most `capacity` into `tokens`, how many into `count`.
- * finish: why the text ended, where these are its last; OUTRIDER_RUNNING before. Returns NUMERIC with
- * OUTRIDER_BROKEN, in every call; tokens that came before are there all the same. */
+/* Take the next output tokens: at most `capacity` into `tokens`, their number into `count`. finish:
+ * why the sequence ended, if these are its last tokens, else OUTRIDER_RUNNING; NULL is allowed. For
+ * a sequence that ended with OUTRIDER_BROKEN, the call that takes the last token, and every later
+ * one, returns a failure, usually OUTRIDER_FAILED_NUMERIC; the tokens are valid nevertheless. */
 OUTRIDER_API int32_t outrider_take(outrider_session* session, uint64_t request,
                                    outrider_token* tokens, int32_t capacity, int32_t* count,
                                    int32_t* finish, outrider_failure* failure);
 
-/* End a request before the next round. By any thread, at any time before `outrider_close`; a number
- * that is no request's is allowed, and ends nothing, also not what gets that number later. */
+/* End a request before the next round. May be called by any thread until `outrider_close`. A number
+ * that no request has is ignored, and does not cancel a later request with that number. */
 OUTRIDER_API void outrider_cancel(outrider_session* session, uint64_t request);
 
 OUTRIDER_API int32_t outrider_get_stats(const outrider_session* session, uint64_t request,
                                         outrider_stats* stats, outrider_failure* failure);
 
-/* The slot is free again, also where this fails; its rows stay, for a text that begins like this
- * one. */
+/* Free a request's slot, even if the call fails. The slot keeps its cache rows, which a later
+ * prompt with the same beginning reuses. */
 OUTRIDER_API int32_t outrider_release(outrider_session* session, uint64_t request,
                                       outrider_failure* failure);
 
