@@ -6,10 +6,11 @@ namespace outrider {
 
 namespace {
 
-// The library beside this one; it stays in the process, as the driver's threads may.
+// Loads the backend's library from this library's folder. It is never unloaded, since threads of
+// the driver may outlive a session.
 const ModelTable& find_table(const std::string& backend) {
   const std::string name = "liboutrider_" + backend + "_engine.so";
-  const std::string remedy = "Compile it beside liboutrider: make plugin TENSORRT_ROOT=<folder>";
+  const std::string remedy = "Compile it next to liboutrider: make plugin TENSORRT_ROOT=<folder>";
   Dl_info here{};
   dladdr(reinterpret_cast<const void*>(&outrider_abi_version), &here);
   const std::string own = here.dli_fname != nullptr ? here.dli_fname : "";
@@ -30,7 +31,8 @@ void check(int32_t status, const outrider_failure& failure) {
 
 } // namespace
 
-// A GPU's libraries choose by width anyway: the narrowest call has one token.
+// The narrowest call has one token: GPU libraries choose kernels by width, so wider calls would not
+// make results independent of it.
 DeviceEngine::DeviceEngine(const std::string& backend, const std::string& folder,
                            const ModelFacts& facts, int32_t slot_count, int32_t widest,
                            int32_t buffers)

@@ -1,4 +1,4 @@
-// A model on a GPU, in a library of its own that is loaded when a bundle asks for it.
+// A model on a GPU, run by a separate library that is loaded when a bundle needs it.
 #ifndef OUTRIDER_ENGINES_DEVICE_ENGINE_H
 #define OUTRIDER_ENGINES_DEVICE_ENGINE_H
 
@@ -10,8 +10,8 @@ namespace outrider {
 
 class DeviceEngine final : public Engine {
 public:
-  // backend: of the bundle. widest: the largest K of a call. buffers: calls whose logits it holds.
-  // Throws Failure.
+  // backend: the bundle's. widest: the largest K of a call. buffers: number of calls whose logits
+  // it keeps. Throws Failure.
   DeviceEngine(const std::string& backend, const std::string& folder, const ModelFacts& facts,
                int32_t slots, int32_t widest, int32_t buffers);
   ~DeviceEngine() override;

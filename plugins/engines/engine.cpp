@@ -29,7 +29,7 @@ void HeldRows::overwrites(int32_t slot, int64_t start, int64_t width) {
 }
 
 void HeldRows::wrote(int32_t slot, const int64_t* ids, int64_t count, int64_t start) {
-  if (length(slot) == start) // rows behind a gap are those of no text
+  if (length(slot) == start) // rows behind a gap belong to no sequence
     tokens_[slot].insert(tokens_[slot].end(), ids, ids + count);
 }
 
@@ -59,7 +59,7 @@ LogitsView Engine::prefill(int32_t slot, const Tokens& tokens, int64_t start, in
   for (int64_t at = start; at < end; at += chunk) {
     const int64_t count = std::min(chunk, end - at);
     Tokens ids = readable(Tokens(tokens.begin() + at, tokens.begin() + at + count));
-    ids.resize(std::max<int64_t>(count, narrowest)); // zeros behind lie beyond the valid rows
+    ids.resize(std::max<int64_t>(count, narrowest)); // padding goes to rows that are not valid
     row = forward(ids, {at}, count - 1, 1, slot);
   }
   return row;

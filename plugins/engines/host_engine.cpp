@@ -6,7 +6,7 @@ namespace outrider {
 
 namespace {
 
-constexpr size_t MOST_CALLS = 1024; // that are kept: kilobytes each, and more of a deep model
+constexpr size_t MOST_CALLS = 1024; // kept calls: kilobytes each, more for a deep model
 
 } // namespace
 
@@ -14,7 +14,7 @@ template <class T> HostEngine::Memory<T> HostEngine::zeros(int64_t count) {
   void* memory = calloc(std::max<size_t>(1, static_cast<size_t>(count)), sizeof(T));
   if (memory == nullptr)
     fail(OUTRIDER_FAILED_MEMORY, "not enough memory for caches and logits",
-         "Free some, use fewer slots, or build with a smaller MAX_LEN");
+         "Free some memory, use fewer slots, or build with a smaller MAX_LEN");
   return Memory<T>(static_cast<T*>(memory));
 }
 
@@ -71,7 +71,7 @@ float* HostEngine::compute(const EngineCall& call) {
   if (call.width <= widest_) { // steps and verifications; prefill widths vary too much
     auto found = calls_.find(shape);
     if (found == calls_.end()) {
-      if (calls_.size() >= MOST_CALLS) calls_.clear(); // each first slot, last slot and width
+      if (calls_.size() >= MOST_CALLS) calls_.clear(); // there is one per span and width
       found = calls_.emplace(shape, prepare(call)).first;
     }
     model_.run(found->second);
@@ -115,12 +115,13 @@ ort::Call HostEngine::prepare(const EngineCall& call) {
   return model_.bind(inputs, {"logits", logits(call.buffer), sizes, ort::FLOAT}, caches);
 }
 
-// Enough rows of keys and values for this call, and not many more: a graph may read all S, valid or
-// not. S doubles from FIRST_ROWS to the capacity. With one slot, another text starts small again.
+// Provide enough rows of keys and values for this call, but not many more: a graph may read all S
+// rows, valid or not. S doubles from FIRST_ROWS up to the capacity. With one slot, a new sequence
+// starts small again.
 void HostEngine::reserve(const Tokens& position, int64_t width) {
   const int64_t need = *std::max_element(position.begin(), position.end()) + width;
   const int64_t start = position[0];
-  // No round goes back this far: it is another text, of which the first rows may be known.
+  // No round goes back this far, so it is a new sequence, some of whose first rows may be reused.
   const bool another =
       slots == 1 && (start == 0 || held.length(0) - start > 2 * OUTRIDER_MAX_WIDTH);
   if (need <= rows_ && !(another && need <= rows_ / 2 && rows_ / 2 >= FIRST_ROWS)) return;
@@ -128,7 +129,7 @@ void HostEngine::reserve(const Tokens& position, int64_t width) {
   while (rows < need) rows *= 2;
   rows = std::min(rows, capacity);
   const int64_t kept = another ? start : rows_;
-  std::vector<Memory<char>> other(caches_.size()); // whole before it is used
+  std::vector<Memory<char>> other(caches_.size()); // allocated in full before anything changes
   for (size_t i = 0; i < caches_.size(); ++i) {
     const Cache& cache = caches_[i];
     if (cache.ring > 0) continue;
@@ -139,7 +140,7 @@ void HostEngine::reserve(const Tokens& position, int64_t width) {
              static_cast<size_t>(kept * row));
   }
   if (another) held.cut(0, kept);
-  calls_.clear(); // they have the addresses
+  calls_.clear(); // they hold the old addresses
   for (size_t i = 0; i < caches_.size(); ++i)
     if (other[i]) caches_[i].data = std::move(other[i]);
   rows_ = rows;

@@ -1,4 +1,4 @@
-// A graph that ONNX Runtime runs: runtime/backends/host.py in C++.
+// A model on the CPU, run by ONNX Runtime: runtime/backends/host.py in C++.
 #ifndef OUTRIDER_ENGINES_HOST_ENGINE_H
 #define OUTRIDER_ENGINES_HOST_ENGINE_H
 
@@ -15,15 +15,16 @@
 
 namespace outrider {
 
-constexpr int64_t FIRST_ROWS = 256; // of a slot; they double as texts grow
+constexpr int64_t FIRST_ROWS = 256; // initial rows of a slot; they double as sequences grow
 
 class HostEngine final : public Engine {
 public:
-  // widest: the largest K of a call. buffers: calls whose logits it holds. Throws Failure.
+  // widest: the largest K of a call. buffers: number of calls whose logits it keeps. Throws
+  // Failure.
   HostEngine(const ort::Library& library, const std::string& folder, const ModelFacts& facts,
              int32_t slots, int32_t widest, int32_t buffers, int threads, int32_t narrowest);
 
-  // What its slots take before any text is long: FIRST_ROWS of cache, states, and logits.
+  // Bytes of memory for slots with short sequences: FIRST_ROWS of cache, states and logits.
   static double least_bytes(const ModelFacts& facts, int32_t slots, int32_t widest, int32_t buffers);
 
 private:
@@ -33,16 +34,16 @@ private:
   template <class T> using Memory = std::unique_ptr<T[], Freed>;
   struct Cache {
     std::string name;
-    int64_t heads, width; // width in elements
+    int64_t heads, width; // width: elements per row
     int type;
-    int64_t ring;      // rows that there are, of a state; 0: as many as a text has needed
+    int64_t ring;      // fixed number of rows of a state; 0: keys or values, whose rows grow
     Memory<char> data; // [slots, heads, rows, width]
   };
   void reserve(const Tokens& position, int64_t width) override;
   float* compute(const EngineCall& call) override;
   void wipe(int32_t slot) override;
   static int64_t row_bytes(const Cache& cache);
-  int64_t rows_of(const Cache& cache) const; // that there are now
+  int64_t rows_of(const Cache& cache) const; // the current number
   int64_t slot_bytes(const Cache& cache) const;
   template <class T> static Memory<T> zeros(int64_t count);
   float* logits(int32_t buffer) const;
@@ -51,7 +52,7 @@ private:
   ort::Model model_;
   const int64_t widest_;
   std::vector<Cache> caches_;
-  int64_t rows_ = 0; // S of keys and values, for now: it grows with the longest text
+  int64_t rows_ = 0; // current S of keys and values, which grows with the longest sequence
   Memory<int64_t> ids_, position_, index_;
   Memory<float> logits_; // [buffers, slots * widest * V]
   std::map<std::array<int64_t, 5>, ort::Call> calls_;

@@ -14,7 +14,7 @@ namespace {
 
 using outrider::fail;
 
-// The message's first line, without its full stop; and the second, where the first announces it.
+// The message's first line without its full stop, and the second line if the first ends in a colon.
 std::string first_line(const std::string& message) {
   const size_t end = message.find('\n');
   std::string line = message.substr(0, end);
@@ -41,28 +41,28 @@ template <class Release, class Made> Owned<Made, Release> owned(const Api* api, 
 Library::Library(const char* path) : environment(nullptr, {nullptr}), memory(nullptr, {nullptr}) {
   const auto named = [](const char* name) { return name != nullptr && *name != '\0' ? name : nullptr; };
   path = named(path) ? path : named(getenv("OUTRIDER_ONNXRUNTIME"));
-  setenv("ORT_DISABLE_TELEMETRY", "1", 0); // else it writes a device's id into the home folder
+  setenv("ORT_DISABLE_TELEMETRY", "1", 0); // otherwise it writes a device id to the home folder
   void* library = nullptr;
   for (const char* name : {path, path ? nullptr : "libonnxruntime.so.1",
                            path ? nullptr : "libonnxruntime.so"})
     if (library == nullptr && name != nullptr) library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr)
     fail(OUTRIDER_FAILED_BACKEND, "ONNX Runtime cannot be loaded: " + first_line(dlerror()),
-         "Name its library, libonnxruntime.so: python -m outrider.cmake --onnxruntime prints it");
+         "Give the path of libonnxruntime.so: python -m outrider.cmake --onnxruntime prints it");
   const auto get = reinterpret_cast<const ApiBase* (*)()>(dlsym(library, "OrtGetApiBase"));
   if (get == nullptr)
     fail(OUTRIDER_FAILED_BACKEND, std::string(path ? path : "the library") + " is not ONNX Runtime",
-         "Name libonnxruntime.so: python -m outrider.cmake --onnxruntime prints it");
+         "Give the path of libonnxruntime.so: python -m outrider.cmake --onnxruntime prints it");
   const ApiBase* const base = get();
   version = base->version();
   api = base->get(API_VERSION);
   if (api == nullptr)
     fail(OUTRIDER_FAILED_BACKEND, "ONNX Runtime " + version + " is too old", "Use 1.24 or newer");
   Environment* made = nullptr;
-  check(call<CreateEnvironment>(api, 4, "outrider", &made), "starting it"); // fatal errors alone
+  check(call<CreateEnvironment>(api, 4, "outrider", &made), "starting up"); // 4: log fatal errors
   environment = owned<ReleaseEnvironment>(api, made);
   MemoryInfo* info = nullptr;
-  check(call<CreateCpuMemory>(api, 1, 0, &info), "its memory"); // an arena's, the default kind
+  check(call<CreateCpuMemory>(api, 1, 0, &info), "describing the CPU's memory"); // arena, default
   memory = owned<ReleaseMemory>(api, info);
 }
 
@@ -72,10 +72,11 @@ void Library::check(Status* status, const std::string& what) const {
   call<ReleaseStatus>(api, status);
   if (out_of_memory(message))
     fail(OUTRIDER_FAILED_MEMORY, "not enough memory for " + what,
-         "Free some, or use a smaller checkpoint, or a bundle with fewer bits or SLOTS");
+         "Free some memory, or use a bundle of a smaller checkpoint, or with fewer SLOTS or smaller "
+         "WEIGHTS");
   fail(OUTRIDER_FAILED_BACKEND,
        "ONNX Runtime " + version + " failed on " + what + ": " + first_line(message),
-       "Build the bundle again; if it persists, use the ONNX Runtime that it was built with");
+       "Build the bundle again; if the error persists, use the ONNX Runtime it was built with");
 }
 
 size_t bytes_of(int type) {
@@ -88,7 +89,7 @@ int type_of(const std::string& dtype) {
   if (dtype == "int8") return INT8;
   if (dtype == "bfloat16") return BFLOAT16;
   fail(OUTRIDER_FAILED_BUNDLE, "the type " + dtype + " is unknown",
-       "Use the version that built the bundle");
+       "Use the version of Outrider that built the bundle");
 }
 
 Model::Model(const Library& library, const std::string& file, const std::string& dtype, int threads)
@@ -98,9 +99,9 @@ Model::Model(const Library& library, const std::string& file, const std::string&
   Options* made = nullptr;
   library.check(call<CreateOptions>(api, &made), what);
   const auto options = owned<ReleaseOptions>(api, made);
-  library.check(call<SetSeverity>(api, made, 4), what); // what fails is told; it need not be printed
+  library.check(call<SetSeverity>(api, made, 4), what); // 4: fatal errors only
   library.check(call<SetThreads>(api, made, threads), what);
-  // Two models share the cores: the idle one's threads must not spin on them.
+  // Two models share the cores: the idle one's threads must not busy-wait on them.
   library.check(call<SetEntry>(api, made, "session.force_spinning_stop", "1"), what);
   if (dtype == "float16") // see ORT_LEFT_OUT in runtime/files/manifest.py
     library.check(call<SetEntry>(api, made, "optimization.disable_specified_optimizers",
@@ -129,7 +130,7 @@ Call Model::bind(const std::vector<NamedTensor>& inputs, const NamedTensor& logi
     library_.check(call<CreateTensor>(api, library_.memory.get(), tensor.data, bytes,
                                       tensor.sizes.data(), tensor.sizes.size(), tensor.type,
                                       &found), what);
-    return owned<ReleaseValue>(api, found); // the binding holds one of its own
+    return owned<ReleaseValue>(api, found); // the binding keeps its own reference
   };
   for (const NamedTensor& tensor : inputs)
     library_.check(call<BindInput>(api, made, tensor.name.c_str(), value(tensor).get()), what);

@@ -1,4 +1,4 @@
-// ONNX Runtime's library, found when a bundle is opened, and a graph that it runs on fixed memory.
+// ONNX Runtime's library, loaded when a bundle is opened, and a graph that it runs on fixed memory.
 #ifndef OUTRIDER_ENGINES_ORT_MODEL_H
 #define OUTRIDER_ENGINES_ORT_MODEL_H
 
@@ -11,21 +11,21 @@
 
 namespace ort {
 
-// What ONNX Runtime makes is given back through its table.
+// Objects of ONNX Runtime are released through its function table.
 template <class Made, class Release> struct Releases {
   const Api* api;
   void operator()(Made* made) const { call<Release>(api, made); }
 };
 template <class Made, class Release> using Owned = std::unique_ptr<Made, Releases<Made, Release>>;
 
-// The library and its environment; it stays in the process, as its threads may.
+// The library and its environment. It is never unloaded, since its threads may outlive a session.
 class Library {
 public:
-  // path: of the shared library; null or empty: $OUTRIDER_ONNXRUNTIME, or where the system looks. Throws
-  // Failure.
+  // path: of the shared library; null or empty: $OUTRIDER_ONNXRUNTIME, else the system's search
+  // path. Throws Failure.
   explicit Library(const char* path);
 
-  // A status that is not null, as a Failure. what: did not work.
+  // Throws Failure unless the status is null. what: the operation, for the message.
   void check(Status* status, const std::string& what) const;
 
   const Api* api = nullptr;
@@ -41,18 +41,18 @@ struct NamedTensor {
   int type;
 };
 
-size_t bytes_of(int type); // an element
+size_t bytes_of(int type); // of one element
 int type_of(const std::string& dtype);
 
-// A call of a model, as addresses.
+// A call of a model, with the addresses of its inputs and outputs bound.
 using Call = Owned<Binding, ReleaseBinding>;
 
 class Model {
 public:
-  // dtype: of its activations. threads: 0 leaves it to ONNX Runtime. Throws Failure.
+  // dtype: of its activations. threads: 0 for ONNX Runtime's default. Throws Failure.
   Model(const Library& library, const std::string& file, const std::string& dtype, int threads);
 
-  // Caches are written where they are: input and output are the same memory.
+  // Caches are updated in place: input and output are the same memory.
   Call bind(const std::vector<NamedTensor>& inputs, const NamedTensor& logits,
             const std::vector<NamedTensor>& caches) const;
   void run(const Call& call) const;

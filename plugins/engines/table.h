@@ -1,5 +1,6 @@
-// What liboutrider asks of a library of its own that runs a model on a GPU: liboutrider itself has
-// nothing of TensorRT in it. Both sides are compiled from one checkout; `version` says so.
+// The interface between liboutrider and a separate library that runs a model on a GPU, so that
+// liboutrider itself does not depend on TensorRT. Both must be compiled from the same checkout,
+// which `version` checks.
 #ifndef OUTRIDER_ENGINES_TABLE_H
 #define OUTRIDER_ENGINES_TABLE_H
 
@@ -7,9 +8,9 @@
 
 namespace outrider {
 
-constexpr int32_t MODEL_TABLE = 1; // a change of what stands here is another number
+constexpr int32_t MODEL_TABLE = 1; // increase it when this file changes
 
-// A model, and what it is to hold. Pointers are the caller's, until `open` returns.
+// A model to open, and its sizes. The caller's pointers have to stay valid until `open` returns.
 struct ModelSpec {
   const char* file;
   const char* dtype;   // of activations and caches
@@ -18,23 +19,24 @@ struct ModelSpec {
   const CacheShape* caches;  // in the contract's order
   int32_t profile_count, cache_count;
   int32_t slots, vocab_size;
-  int32_t widest;  // the largest K of a call, and N of those that come again and again
-  int32_t buffers; // calls whose logits it holds
+  int32_t widest;  // the largest K of a call, and the largest N of steps and verifications
+  int32_t buffers; // number of calls whose logits it keeps
   int64_t capacity, chunk;
-  int64_t activations; // bytes, as the builder said; 0: it did not
+  int64_t activations; // bytes, according to the builder; 0: unknown
 };
 
-// Each returns OUTRIDER_OK or fills `failure`; none throws. One thread at a time.
+// The functions return OUTRIDER_OK or fill `failure`; they do not throw. They may be called by one
+// thread at a time.
 struct ModelTable {
   int32_t version;
   int32_t (*open)(const ModelSpec* spec, void** model, outrider_failure* failure);
-  // logits: float32 [B, K, V] in host memory, until the next call with that buffer.
+  // logits: float32 [B, K, V] in host memory, valid until the next call with that buffer.
   int32_t (*compute)(void* model, const EngineCall* call, float** logits, outrider_failure* failure);
   int32_t (*wipe)(void* model, int32_t slot, outrider_failure* failure);
   void (*close)(void* model);
 };
 
-// The one symbol of such a library.
+// The only symbol that such a library exports.
 using GetModelTable = const ModelTable*();
 constexpr char GET_MODEL_TABLE[] = "outrider_model_table";
 

@@ -18,10 +18,10 @@ namespace {
 
 constexpr int SCHEMA = 2;
 constexpr int64_t LARGEST_MANIFEST = 64 << 20, COUNT = (int64_t{1} << 31) - 1, SMALL = 1 << 16;
-constexpr int64_t MOST_TOKENS = int64_t{1} << 30; // of a vocabulary: outrider_workspace_size's
-constexpr int SCALE_BYTES = 4; // behind the levels of a quantised row
-constexpr double MOST_NUMBERS = 1e12; // in a slot's caches: their bytes in all slots are an int64_t
-constexpr int WIDEST_STEP = 2; // tokens of a plain step's call, at most
+constexpr int64_t MOST_TOKENS = int64_t{1} << 30; // limit of outrider_workspace_size
+constexpr int SCALE_BYTES = 4; // after the levels of a quantised row
+constexpr double MOST_NUMBERS = 1e12; // in a slot's caches, so that all slots' bytes fit an int64_t
+constexpr int WIDEST_STEP = 2; // maximum number of tokens in a plain step's call
 const char REBUILD[] = "Build it again: make engines MODEL=<target> DRAFT=<draft> OUT=<folder>";
 
 [[noreturn]] void unreadable(const std::string& path) {
@@ -42,7 +42,7 @@ File open(const std::string& path) {
   return file;
 }
 
-// work(bytes, size) for each piece of a file.
+// Calls work(bytes, size) for each piece of a file.
 template <class Work> void pieces(const std::string& path, const Work& work) {
   const File file = open(path);
   std::vector<char> piece(1 << 20);
@@ -51,7 +51,7 @@ template <class Work> void pieces(const std::string& path, const Work& work) {
   if (ferror(file.get())) unreadable(path);
 }
 
-// Names that lead out of the folder are refused.
+// Whether a file name stays inside the bundle's folder.
 bool inside(const std::string& name) {
   return !name.empty() && name[0] != '/' && ("/" + name + "/").find("/../") == std::string::npos;
 }
@@ -73,7 +73,7 @@ CompiledFacts compiled(const Json& engine) {
   for (const Json& profile : engine.at("profiles").list()) {
     for (const char* name : {"slots", "tokens", "outputs"}) {
       const std::vector<Json>& sizes = profile.at(name).list(); // smallest, expected, largest
-      if (sizes.size() != 3) throw BadJson{"a profile has not three sizes"};
+      if (sizes.size() != 3) throw BadJson{"a profile does not have three sizes"};
       found.profiles.push_back({sizes[0].integer(1, COUNT), sizes[2].integer(1, COUNT)});
     }
     if (profile.has("memory"))
@@ -84,25 +84,26 @@ CompiledFacts compiled(const Json& engine) {
   return found;
 }
 
-// engine: what was compiled of it, or null.
+// engine: the facts of its compiled engine, or null.
 ModelFacts model(const Json& facts, const std::string& role, const Json* engine) {
   ModelFacts found;
   const Json& files = facts.at("files");
   if (files.has("graph.pt2"))
-    fail(OUTRIDER_FAILED_BACKEND, "the " + role + " is no ONNX graph",
+    fail(OUTRIDER_FAILED_BACKEND, "the " + role + " is not an ONNX graph",
          "Build with BACKEND=onnxruntime");
   if (facts.has("encoder"))
     fail(OUTRIDER_FAILED_BACKEND, "the " + role + " is an encoder-decoder",
-         "Use the Python runtime: a session has no encoder yet");
+         "Use the Python runtime: C++ sessions do not support encoders yet");
   if (facts.has("states") && engine != nullptr)
-    fail(OUTRIDER_FAILED_BACKEND, "the " + role + " carries a recurrent state, which no GPU runs",
+    fail(OUTRIDER_FAILED_BACKEND,
+         "the " + role + " carries a recurrent state, which GPU backends do not support",
          "Build with BACKEND=onnxruntime");
   found.file = role + (files.has("host.onnx") ? "/host.onnx" : "/graph.onnx");
   found.weights = role + (files.has("host.bin") ? "/host.bin" : "/weights.bin");
   if (engine != nullptr) {
     found.file = found.weights = role + "/" + engine->at("file").string();
     if (engine->has("weights") || facts.has("cache"))
-      throw BadJson{"its engines are of a kind that no GPU's library makes"};
+      throw BadJson{"its engines are of a kind that no GPU library supports"};
     found.compiled = compiled(*engine);
   }
   found.dtype = facts.at("dtype").string();
@@ -122,11 +123,11 @@ ModelFacts model(const Json& facts, const std::string& role, const Json* engine)
   return found;
 }
 
-// capacity: of the pair.
+// capacity: the pair's.
 void check_model(const Bundle& bundle, const ModelFacts& model, int64_t capacity) {
   if ((model.keys.empty() && !model.states) || model.keys.size() != model.values.size())
     throw BadJson{"it contradicts itself about its caches"};
-  // After a verification of which nothing is accepted, what the next one reads is still there.
+  // Even if a verification accepts nothing, the rows that the next one reads must still be there.
   if (model.states && model.states->rows < bundle.max_gamma + 3 + model.states->reach)
     throw BadJson{"it contradicts itself about its states"};
   if (model.capacity < int64_t{bundle.max_len} + bundle.max_gamma + 1 || model.capacity != capacity)
@@ -157,7 +158,7 @@ std::string stripped(const std::string& text) {
   return text.substr(from, text.find_last_not_of(" \t\r\f\v") - from + 1);
 }
 
-// What runtime/files/machine.py calls this processor: bits that were measured are those of one.
+// This processor's name, as in runtime/files/machine.py: measured bits are valid on that one only.
 std::string processor() {
   std::map<std::string, std::string> facts;
   if (const File file{fopen("/proc/cpuinfo", "r")}) {
@@ -219,7 +220,7 @@ Bundle Bundle::read(const std::string& folder) {
     bundle.backend = facts.at("backend").string();
     if (bundle.backend != "onnxruntime" && bundle.backend != "tensorrt")
       fail(OUTRIDER_FAILED_BACKEND, folder + " was built for the backend " + bundle.backend,
-           "Build it with BACKEND=onnxruntime or tensorrt: a session runs no other yet");
+           "Build it with BACKEND=onnxruntime or tensorrt: C++ sessions support no other yet");
     if (bundle.on_gpu() != facts.has("engines"))
       throw BadJson{"it contradicts itself about its engines"};
     for (const auto& [name, version] : facts.at("versions").object())
@@ -246,7 +247,7 @@ Bundle Bundle::read(const std::string& folder) {
       for (const auto& [name, asked] : pair.at("rules").object())
         if (pair.at("rules").has(name)) names += (names.empty() ? "" : ", ") + name;
       fail(OUTRIDER_FAILED_BACKEND, "the checkpoint's generation config asks for " + names,
-           "Use the Python runtime: a session does not do that yet");
+           "Use the Python runtime: C++ sessions do not support that yet");
     }
     bundle.target = model(pair.at("target"), "target", engine("target"));
     if (pair.has("draft")) bundle.draft = model(pair.at("draft"), "draft", engine("draft"));

@@ -1,4 +1,4 @@
-// A bundle's manifest, as runtime/files/manifest.py has it, and what it promises here.
+// A bundle's manifest (runtime/files/manifest.py in C++), and the bitwise guarantees that it gives.
 #ifndef OUTRIDER_FILES_BUNDLE_H
 #define OUTRIDER_FILES_BUNDLE_H
 
@@ -17,31 +17,31 @@ struct FileFacts {
   std::string sha256;
 };
 
-using CacheShape = std::pair<int64_t, int64_t>; // heads, and bytes or numbers a row
+using CacheShape = std::pair<int64_t, int64_t>; // heads, and bytes or elements per row
 
 struct SizeRange {
   int64_t least, most;
 };
 
-// What was compiled ahead of time of one model.
+// The ahead-of-time compiled engine of one model.
 struct CompiledFacts {
   std::string targets;              // GPU architectures: " sm80 sm90 "
   std::vector<SizeRange> profiles;  // three of each: slots, tokens, outputs of a call
-  int64_t activations = 0;          // bytes; 0: the builder did not say
+  int64_t activations = 0;          // bytes; 0: unknown
 };
 
-// What recurrent layers carry from token to token: a slot's last rows of it. Row p lies at p modulo
-// `rows`. reach: how many rows before its first token a call reads.
+// The state that recurrent layers carry from token to token. A slot keeps its last `rows` rows; row
+// p is stored at p modulo `rows`. reach: number of rows before its first token that a call reads.
 struct StateFacts {
-  std::vector<CacheShape> shapes; // float32, whatever the rest is
+  std::vector<CacheShape> shapes; // always float32
   int64_t rows, reach;
 };
 
-// One model's graph, or what was compiled from it.
+// One model's graph, or the engine compiled from it.
 struct ModelFacts {
-  std::string file, weights; // from the bundle's folder
+  std::string file, weights; // relative to the bundle's folder
   std::string dtype;         // of activations
-  std::string cache;         // of a row of keys or values
+  std::string cache;         // dtype of keys and values
   int32_t vocab_size, max_len;
   int64_t capacity;
   std::vector<CacheShape> keys, values; // [layer]
@@ -49,10 +49,11 @@ struct ModelFacts {
   std::optional<CompiledFacts> compiled;
 };
 
+// Whether results are bitwise the same across the widths of calls.
 struct Bits {
-  int32_t narrowest = 2; // tokens of the target's narrowest calls
-  bool one_text = false; // for every gamma, draft, slot and neighbour
-  bool forgone = false;  // by calls that are narrower than they need to be
+  int32_t narrowest = 2; // minimum number of tokens in a call of the target
+  bool one_text = false; // the output is the same for every gamma, draft, slot and neighbour
+  bool forgone = false;  // lost because plain_width makes calls narrower than required
 };
 
 struct Bundle {
@@ -60,21 +61,22 @@ struct Bundle {
   std::map<std::string, std::string> versions;
   std::map<std::string, FileFacts> files;
   int32_t slots, vocab_size, max_len, max_gamma;
-  bool lookup; // ngram proposes where nobody says otherwise, and there is no draft model
+  bool lookup; // without a draft model, the default draft is ngram
   std::vector<int64_t> ends;
   ModelFacts target;
   std::optional<ModelFacts> draft;
 
   bool on_gpu() const { return backend != "onnxruntime"; }
 
-  // A manifest that is whole, of this version, and free of contradictions; and every file there,
-  // with its size. Throws Failure.
+  // Read a bundle. Checks that the manifest is intact, of this version and free of contradictions,
+  // and that every file exists with the right size. Throws Failure.
   static Bundle read(const std::string& folder);
 
-  // The hashes of the files that hold numbers alone, or of all others. Throws Failure.
+  // Verify the hashes of the weights, or of all other files. Throws Failure.
   void verify(bool weights) const;
 
-  // slots: of the session. version: of ONNX Runtime. plain_width: what was asked for, or 0.
+  // What is guaranteed for a session with this many slots. version: of ONNX Runtime. plain_width:
+  // as requested, or 0.
   Bits promise(int32_t slots, const std::string& version, int32_t plain_width) const;
 
 private:

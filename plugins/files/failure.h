@@ -1,4 +1,4 @@
-// What goes wrong in a session: thrown inside, told as an `outrider_failure` at the C interface.
+// The exception of a session, which the C interface turns into an `outrider_failure`.
 #ifndef OUTRIDER_FILES_FAILURE_H
 #define OUTRIDER_FILES_FAILURE_H
 
@@ -9,7 +9,7 @@
 
 namespace outrider {
 
-// One line of cause, one of remedy; both without a full stop.
+// cause, remedy: one line each, without a final full stop.
 struct Failure {
   int32_t status;
   std::string cause, remedy;

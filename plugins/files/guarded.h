@@ -1,4 +1,4 @@
-// What is thrown inside a C interface becomes a status and two lines.
+// Turns exceptions at a C interface into a status with a cause and a remedy.
 #ifndef OUTRIDER_FILES_GUARDED_H
 #define OUTRIDER_FILES_GUARDED_H
 
@@ -16,7 +16,7 @@ namespace outrider {
 
 inline void copy_line(char* to, size_t size, const std::string& text) {
   size_t length = std::min(size - 1, text.size());
-  while (length < text.size() && length > 0 && (text[length] & 0xC0) == 0x80) --length; // whole characters
+  while (length < text.size() && length > 0 && (text[length] & 0xC0) == 0x80) --length; // UTF-8
   memcpy(to, text.data(), length);
   to[length] = '\0';
   for (size_t i = 0; i < length; ++i)
@@ -41,11 +41,11 @@ template <class Work> int32_t guarded(outrider_failure* failure, const Work& wor
     return tell(failure, found);
   } catch (const std::bad_alloc&) {
     return tell(failure, {OUTRIDER_FAILED_MEMORY, "not enough memory",
-                          "Free some, use fewer slots, or build with a smaller MAX_LEN"});
-  } catch (const std::system_error& error) { // no thread is to be had
-    return tell(failure, {OUTRIDER_FAILED_MEMORY, error.what(), "Let the process have more threads"});
-  } catch (const std::exception& error) { // nothing may pass a C interface
-    return tell(failure, {OUTRIDER_FAILED_BACKEND, error.what(), "This is a fault of Outrider"});
+                          "Free some memory, use fewer slots, or build with a smaller MAX_LEN"});
+  } catch (const std::system_error& error) { // no thread could be started
+    return tell(failure, {OUTRIDER_FAILED_MEMORY, error.what(), "Raise the process's thread limit"});
+  } catch (const std::exception& error) { // no exception may cross a C interface
+    return tell(failure, {OUTRIDER_FAILED_BACKEND, error.what(), "Report this bug in Outrider"});
   }
 }
 

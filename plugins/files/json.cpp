@@ -9,8 +9,8 @@ namespace outrider {
 
 namespace {
 
-constexpr int DEEPEST = 64; // values in values; ours have 8
-// Escapes of one letter, and what they stand for.
+constexpr int DEEPEST = 64; // levels of nesting; Outrider's files have 8
+// One-letter escapes, and the characters they denote.
 const char LETTERS[] = "\"\\bfnrt/", LITERALS[] = "\"\\\b\f\n\r\t/";
 
 [[noreturn]] void odd(std::string what) { throw BadJson{std::move(what)}; }
@@ -28,7 +28,7 @@ void append_utf8(std::string& text, uint32_t c) {
   }
 }
 
-// The character at text[i], which moves behind it. Throws BadJson for what is not UTF-8.
+// The character at text[i]; advances i past it. Throws BadJson for invalid UTF-8.
 uint32_t next_utf8(std::string_view text, size_t& i) {
   const auto byte = [&](size_t at) { return static_cast<unsigned char>(text[at]); };
   const uint32_t first = byte(i++);
@@ -54,7 +54,7 @@ void append_escaped(std::string& out, std::string_view text) {
   out += '"';
   for (size_t i = 0; i < text.size();) {
     const uint32_t c = next_utf8(text, i);
-    const void* found = c < 0x80 ? memchr(LITERALS, static_cast<int>(c), 7) : nullptr; // no slash
+    const void* found = c < 0x80 ? memchr(LITERALS, static_cast<int>(c), 7) : nullptr; // not '/'
     if (found != nullptr) {
       out += '\\';
       out += LETTERS[static_cast<const char*>(found) - LITERALS];

@@ -1,4 +1,4 @@
-// JSON as the bundle's files have it: a reader, and the canonical text that checksums are of.
+// A JSON reader for the bundle's files, and the canonical text over which checksums are computed.
 #ifndef OUTRIDER_FILES_JSON_H
 #define OUTRIDER_FILES_JSON_H
 
@@ -11,14 +11,15 @@
 
 namespace outrider {
 
-// A value. Strings are UTF-8 (a lone surrogate as if it were a character); numbers keep their text.
-// What is not of the kind that is asked for throws a BadJson, which names it where it is a field.
+// A JSON value. Strings are UTF-8 (a lone surrogate is encoded like a character); numbers keep
+// their text. An accessor of another kind than the value's throws BadJson, which names the field if
+// there is one.
 class Json {
 public:
-  // Throws BadJson where the text is not one value.
+  // Throws BadJson unless the text is exactly one value.
   static Json parse(std::string_view text);
 
-  bool has(const std::string& name) const; // and it is not null
+  bool has(const std::string& name) const; // whether the field exists and is not null
   const Json& at(const std::string& name) const;
   bool boolean() const;
   int64_t integer(int64_t least, int64_t most) const;
@@ -26,8 +27,8 @@ public:
   const std::vector<Json>& list() const;
   const std::map<std::string, Json>& object() const;
 
-  // As Python's json.dumps(sort_keys=True, separators=(",", ":")) of the same value; without: a
-  // name of the outermost object that is left out.
+  // The same text as Python's json.dumps(sort_keys=True, separators=(",", ":")). without: a field
+  // of the outermost object to leave out.
   std::string canonical(const char* without = nullptr) const;
 
 private:
@@ -42,7 +43,7 @@ private:
   std::string name_; // of a field
   std::string text_; // of a number or a string
   std::vector<Json> list_;
-  std::map<std::string, Json> object_; // UTF-8 sorts as its characters do
+  std::map<std::string, Json> object_; // UTF-8 sorts by code point, as Python does
 };
 
 struct BadJson {

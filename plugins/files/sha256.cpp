@@ -8,7 +8,7 @@
 #include <cpuid.h>
 #include <immintrin.h>
 #elif defined(OUTRIDER_ARM) && (!defined(__clang__) || __clang_major__ >= 16)
-#define FAST_ARM // which clang knew for whole files alone
+#define FAST_ARM // older clang enables these instructions for whole files only
 #include <arm_neon.h>
 #include <sys/auxv.h>
 #endif
@@ -19,7 +19,7 @@ namespace outrider {
 
 namespace {
 
-// Cube roots of the first 64 primes: the first 32 bits behind the point.
+// The first 32 fractional bits of the cube roots of the first 64 primes.
 alignas(16) const uint32_t K[64] = {
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
     0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
@@ -65,7 +65,7 @@ bool has_instructions() {
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (b >> 29 & 1) != 0;
 }
 
-// Two rounds take the state as (a b e f) and (c d g h); four rounds are a step here.
+// The instruction for two rounds takes the state as (a b e f) and (c d g h); a step is four rounds.
 __attribute__((target("sha,sse4.1"))) void blocks_sha(uint32_t* state, const unsigned char* data,
                                                       size_t count) {
   const __m128i order = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
@@ -80,7 +80,7 @@ __attribute__((target("sha,sse4.1"))) void blocks_sha(uint32_t* state, const uns
       w[i] = _mm_shuffle_epi8(
           _mm_loadu_si128(reinterpret_cast<const __m128i*>(data + 16 * i)), order);
     for (int step = 0; step < 16; ++step) {
-      if (step >= 4) { // the sixteen words before make the next four
+      if (step >= 4) { // compute the next four words from the previous sixteen
         __m128i next = _mm_sha256msg1_epu32(w[0], w[1]);
         next = _mm_add_epi32(next, _mm_alignr_epi8(w[3], w[2], 4));
         next = _mm_sha256msg2_epu32(next, w[3]);
@@ -109,7 +109,7 @@ __attribute__((target("+crypto"))) void blocks_sha(uint32_t* state, const unsign
     uint32x4_t w[4];
     for (int i = 0; i < 4; ++i)
       w[i] = vreinterpretq_u32_u8(vrev32q_u8(vld1q_u8(data + 16 * i)));
-    for (int step = 0; step < 16; ++step) { // of four rounds
+    for (int step = 0; step < 16; ++step) { // four rounds each
       uint32x4_t* words = w + step % 4;
       const uint32x4_t sum = vaddq_u32(*words, vld1q_u32(K + 4 * step)), before = abcd;
       if (step < 12)

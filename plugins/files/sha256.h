@@ -1,4 +1,4 @@
-// SHA-256 (FIPS 180-4), with the processor's own instructions where it has them.
+// SHA-256 (FIPS 180-4), with the processor's SHA instructions if it has them.
 #ifndef OUTRIDER_FILES_SHA256_H
 #define OUTRIDER_FILES_SHA256_H
 
@@ -12,7 +12,7 @@ namespace outrider {
 class Sha256 {
 public:
   void update(const void* data, size_t size);
-  std::string hex(); // ends it
+  std::string hex(); // the digest; no update may follow
   static std::string of(const std::string& text);
 
 private:

@@ -1,4 +1,4 @@
-// What is refused of a request, before a slot is taken (runtime/checks.py, sampling/warp.py).
+// Validates a request before it takes a slot (runtime/checks.py, sampling/warp.py in C++).
 #include <math.h>
 #include <stdio.h>
 
@@ -12,11 +12,11 @@ namespace {
 
 std::string shown(double value) {
   char text[40];
-  snprintf(text, sizeof text, "%.15g", value); // whole numbers as they are
+  snprintf(text, sizeof text, "%.15g", value); // whole numbers without a decimal point
   return text;
 }
 
-// legal: whether the value may be; NaN may never.
+// legal: whether the value is valid; false for NaN.
 void in_range(bool legal, const char* name, double value, const std::string& what) {
   refuse(!legal, std::string(name) + "=" + shown(value) + " is out of range",
          std::string(name) + " must be " + what);
@@ -43,8 +43,8 @@ void check_sampling(const outrider_options& o) {
            "negative");
   in_range(isfinite(o.sigmoid_beta) && o.sigmoid_beta > 0, "sigmoid_beta", o.sigmoid_beta,
            "positive");
-  refuse(o.lenience != 1 && o.rule != OUTRIDER_TOKEN, "lenience is defined for the token rule alone",
-         "Use it with the token rule, or leave it at 1");
+  refuse(o.lenience != 1 && o.rule != OUTRIDER_TOKEN, "lenience requires the token rule",
+         "Use the token rule, or leave lenience at 1");
   refuse(o.rule == OUTRIDER_SIGMOID && o.temperature == 0,
          "the sigmoid rule is not defined at temperature 0",
          "Use the token rule, or a positive temperature");
@@ -73,7 +73,7 @@ void check_prompt(const int64_t* prompt, int64_t length, const outrider_options&
            "Leave that token out of the prompt or the chat template");
 }
 
-// Whether who is to propose is here, and can what is asked of it.
+// Whether the bundle has the requested draft source, and it supports the options.
 void check_draft(const Request& request, const Bundle& bundle) {
   const outrider_options& o = request.options;
   const bool tempered = o.draft_temperature != 0, stops = o.draft_threshold > 0;
@@ -116,9 +116,9 @@ Request check_request(const int64_t* prompt, int64_t length, const outrider_opti
   in_range(o.draft >= OUTRIDER_DRAFT_DEFAULT && o.draft <= OUTRIDER_DRAFT_NONE, "draft", o.draft,
            "one of OUTRIDER_DRAFT_...");
   in_range(o.bias_length >= 0 && (o.bias_length == 0 || (o.bias_ids && o.biases)), "bias_length",
-           o.bias_length, "as long as bias_ids and biases");
+           o.bias_length, "the length of bias_ids and biases");
   in_range(o.stop_length >= 0 && (o.stop_length == 0 || o.stops), "stop_length", o.stop_length,
-           "as long as stops");
+           "the length of stops");
   check_prompt(prompt, length, o, bundle);
 
   const bool asked = o.draft != OUTRIDER_DRAFT_DEFAULT && o.draft != OUTRIDER_DRAFT_NONE;
@@ -133,7 +133,7 @@ Request check_request(const int64_t* prompt, int64_t length, const outrider_opti
     const int32_t usual = request.reads_model() ? 4 : o.draft == OUTRIDER_DRAFT_NONE ? 0 : 8;
     o.gamma = std::min(usual, bundle.max_gamma);
   }
-  if (o.draft == OUTRIDER_DRAFT_NONE) o.draft = OUTRIDER_DRAFT_MODEL; // of which nothing is asked
+  if (o.draft == OUTRIDER_DRAFT_NONE) o.draft = OUTRIDER_DRAFT_MODEL; // unused: gamma is 0
   if (o.gamma == 0)
     refuse((o.rule != OUTRIDER_TOKEN && o.rule != OUTRIDER_COUPLED) || o.lenience != 1 ||
                o.draft_temperature != 0 || o.draft_threshold != 0,
@@ -157,7 +157,7 @@ Request check_request(const int64_t* prompt, int64_t length, const outrider_opti
       refuse(id < 0 || id >= bundle.vocab_size,
              "the token id " + std::to_string(id) + " does not exist",
              "Choose from 0 to " + std::to_string(bundle.vocab_size - 1));
-  o.bias_ids = nullptr, o.biases = nullptr, o.stops = nullptr; // the caller's
+  o.bias_ids = nullptr, o.biases = nullptr, o.stops = nullptr; // the caller's memory
   return request;
 }
 

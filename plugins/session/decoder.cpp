@@ -46,28 +46,28 @@ Bundle read_bundle(const outrider_config& config) {
   refuse(config.abi_version != OUTRIDER_ABI_VERSION,
          "the program was compiled for version " + std::to_string(config.abi_version) +
              " of the interface, and this liboutrider has " + std::to_string(OUTRIDER_ABI_VERSION),
-         "Set abi_version to OUTRIDER_ABI_VERSION, and compile with the library's own headers");
-  refuse(config.folder == nullptr, "the folder is NULL", "Name what make engines wrote");
+         "Set abi_version to OUTRIDER_ABI_VERSION, and compile with the headers of this library");
+  refuse(config.folder == nullptr, "the folder is NULL", "Set it to a bundle made by make engines");
   const int most = 4 * cores();
   refuse(config.threads < 0 || config.threads > most,
          "threads=" + std::to_string(config.threads) + " is out of range",
          "Use 0 (automatic) to " + std::to_string(most));
   refuse(config.slots < 0 || config.slots > 1 << 16,
          "slots=" + std::to_string(config.slots) + " is out of range",
-         "Use a whole number from 1 up, or 0 for the bundle's");
+         "Use a positive number, or 0 for the bundle's");
   refuse(config.plain_width < 0 || config.plain_width > 2, "plain_width is out of range",
          "Use 1 or 2, or 0");
   refuse(config.corpus_length < 0 || config.corpus_length > INT32_MAX ||
              (config.corpus_length > 0 && config.corpus == nullptr),
-         "corpus_length is out of range", "Give as many ids as it says");
+         "corpus_length is out of range", "Set it to the number of ids in corpus");
   Bundle bundle = Bundle::read(config.folder);
   for (int64_t i = 0; i < config.corpus_length; ++i)
     refuse(config.corpus[i] < 0 || config.corpus[i] >= bundle.vocab_size,
            "the corpus has the token id " + std::to_string(config.corpus[i]) +
-               ", and the bundle only 0 to " + std::to_string(bundle.vocab_size - 1),
+               ", but the bundle's ids are 0 to " + std::to_string(bundle.vocab_size - 1),
            "Tokenize it with the bundle's own tokenizer");
-  refuse(config.plain_width != 0 && bundle.on_gpu(), "plain_width is for the CPU", "Leave it 0");
-  if (!bundle.on_gpu()) // whose library looks at its own memory
+  refuse(config.plain_width != 0 && bundle.on_gpu(), "plain_width is for the CPU", "Leave it at 0");
+  if (!bundle.on_gpu()) // a GPU engine checks its own memory
     check_memory(bundle, config.slots > 0 ? config.slots : bundle.slots);
   if (!config.unverified) bundle.verify(false);
   return bundle;
@@ -79,7 +79,7 @@ Decoder::Decoder(const outrider_config& config)
     : bundle_(read_bundle(config)),
       library_(bundle_.on_gpu() ? nullptr : std::make_unique<ort::Library>(config.onnxruntime)),
       reuse_(!config.no_reuse), rows_(config.slots > 0 ? config.slots : bundle_.slots) {
-  // Of the weights, beside what follows: they take as long as opening them.
+  // Hash the weights concurrently with what follows: it takes as long as opening them.
   std::future<void> hashes;
   if (!config.unverified)
     hashes = std::async(std::launch::async, [this] { bundle_.verify(true); });
@@ -91,7 +91,7 @@ Decoder::Decoder(const outrider_config& config)
     const int32_t gamma = bundle_.max_gamma;
     target_ = opened(bundle_.target, 1, config.threads, bits_.narrowest);
     int32_t width = bundle_.vocab_size;
-    if (bundle_.draft) { // a draft may have any bits: what a text is, the target's say
+    if (bundle_.draft) { // its bits may depend on the width of a call: only the target's matter
       draft_ = opened(*bundle_.draft, gamma, config.threads, 1);
       width = std::min(width, draft_->vocab_size);
     }
@@ -102,7 +102,7 @@ Decoder::Decoder(const outrider_config& config)
     proposer_ = std::make_unique<Proposer>(draft_.get(), width, gamma, slots(), threads,
                                            corpus_.get());
   } catch (...) {
-    verified(); // damage explains whatever went wrong with it
+    verified(); // damaged weights explain any other failure, so report them first
     throw;
   }
   verified();
@@ -122,18 +122,20 @@ Sequence& Decoder::sequence(uint64_t request) {
   const auto found = sequences_.find(request);
   if (found == sequences_.end())
     fail(OUTRIDER_FAILED_OPTION, "there is no request " + std::to_string(request),
-         "Use a number that outrider_admit gave, until its release");
+         "Use a number that outrider_admit returned, until it is released");
   return *found->second;
 }
 
-// How many rows of a slot a prompt need not compute. At least two tokens are computed: the last
-// one's logits are wanted, and a call of one token may round otherwise than wider ones.
+// Number of a slot's rows that a prompt can reuse. At least two tokens are always computed: the
+// last one for its logits, and a second because a call of one token may round differently from
+// wider ones.
 int64_t Decoder::known(int32_t slot, const Tokens& prompt) const {
   const auto most = std::max<int64_t>(0, static_cast<int64_t>(prompt.size()) - 2);
   return target_->held.resumes(slot, std::min(target_->held.common(slot, prompt), most));
 }
 
-// A free slot whose rows the least is computed or lost of: a text that goes on finds its rows again.
+// The free slot with the fewest rows to compute or overwrite, so that a continued sequence finds
+// its rows again.
 int32_t Decoder::acquire(const Tokens& prompt) {
   int32_t best = -1;
   int64_t least = 0;
@@ -150,10 +152,10 @@ int32_t Decoder::acquire(const Tokens& prompt) {
 
 uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_options& options) {
   Request request = check_request(prompt, length, options, bundle_, bits_.forgone);
-  std::map<uint64_t, std::unique_ptr<Sequence>> made; // joined below, where no memory is asked for
+  std::map<uint64_t, std::unique_ptr<Sequence>> made; // merged below, which allocates nothing
   Sequence& sequence = *(made[next_] = std::make_unique<Sequence>());
   sequence.request = std::move(request);
-  // Room for all that can become text: what is drawn can be committed.
+  // Room for the longest possible sequence: committing a token cannot fail.
   sequence.tokens.reserve(static_cast<size_t>(
       std::min<int64_t>(length + options.max_new_tokens, bundle_.max_len)));
   sequence.tokens.assign(prompt, prompt + length);
@@ -187,7 +189,7 @@ uint64_t Decoder::admit(const int64_t* prompt, int64_t length, const outrider_op
   return next_++;
 }
 
-// Prefill, and the first token: from the target alone.
+// Prefill and draw the first token, with the target only.
 void Decoder::start(Sequence& sequence) {
   const double begin = now();
   const LogitsView row =
@@ -215,7 +217,7 @@ void Decoder::round() {
     if (plans.size() == 1) {
       give_up(*plans[0].sequence, broken);
     } else {
-      for (const Plan& plan : plans) { // each by itself: the others do not notice
+      for (const Plan& plan : plans) { // each alone, so that only the broken ones fail
         std::vector<Plan> alone = {plan};
         note_rows();
         try {
@@ -234,7 +236,7 @@ void Decoder::round() {
   }
 }
 
-// Algorithm 1 of Leviathan et al. 2023 for several sequences, each in its slot with its own gamma.
+// Algorithm 1 of Leviathan et al. 2023 for several sequences, each with its own slot and gamma.
 void Decoder::speculate(std::vector<Plan>& plans) {
   // Sample x1..x(gamma) from the draft, with their distributions q.
   const DraftRows q = proposer_->propose(plans, *sampler_, rows_);
@@ -251,14 +253,14 @@ void Decoder::speculate(std::vector<Plan>& plans) {
   }
   const LogitsView p = feed(*target_, kept, within, fed);
 
-  // Accept each x with probability min(1, p/q); correct the first that is not, or extend.
+  // Accept each x with probability min(1, p/q); correct the first rejected one, or extend.
   const std::vector<outrider_verdict>& verdicts = sampler_->verify(p, q, within.first);
   for (size_t b = 0; b < plans.size(); ++b)
     settle(*plans[b].sequence, plans[b].drafts, verdicts[b], p,
            plans[b].sequence->slot - within.first);
 }
 
-// Commit what becomes text of a round; or, where memory is lacking, nothing.
+// Commit the output of a round, or nothing if memory runs out.
 void Decoder::settle(Sequence& sequence, const Tokens& drafts, const outrider_verdict& verdict,
                      const LogitsView& rows, int32_t row_of) {
   const Request& request = sequence.request;
@@ -275,8 +277,8 @@ void Decoder::settle(Sequence& sequence, const Tokens& drafts, const outrider_ve
     emitted.push_back(reported(request, ids[i], origin, rows.row(row_of, static_cast<int64_t>(i))));
   }
   sequence.fresh.insert(sequence.fresh.end(), std::make_move_iterator(emitted.begin()),
-                        std::make_move_iterator(emitted.end())); // the last that may lack memory
-  // A callback among what is asked now hears of each token once.
+                        std::make_move_iterator(emitted.end())); // the last step that allocates
+  // From here on nothing fails, so that the stop callback is called once for each token.
   const auto size = static_cast<int64_t>(ids.size());
   int32_t finish = OUTRIDER_RUNNING;
   int64_t count = 0;
@@ -296,7 +298,7 @@ void Decoder::settle(Sequence& sequence, const Tokens& drafts, const outrider_ve
   }
 }
 
-// A token with what was asked for of the target's own distribution.
+// A token with the requested log-probabilities of the target's unwarped distribution.
 Token Decoder::reported(const Request& request, int64_t id, int32_t origin, const float* row) const {
   Token token{id, origin, NAN, {}, {}};
   if (request.options.logprobs < 0) return token;
@@ -314,7 +316,7 @@ Token Decoder::reported(const Request& request, int64_t id, int32_t origin, cons
   return token;
 }
 
-// Why the text ends with this token, its output's `count`-th.
+// Why the sequence ends with this token, the `count`-th of its output.
 int32_t Decoder::finish_of(const Sequence& sequence, int64_t token, int64_t count) const {
   const Request& request = sequence.request;
   const auto among = [&](const Tokens& ids) {
@@ -325,13 +327,13 @@ int32_t Decoder::finish_of(const Sequence& sequence, int64_t token, int64_t coun
   if (request.options.stop && request.options.stop(request.options.stop_data, token) != 0)
     return OUTRIDER_STOPPED;
   if (count == request.options.max_new_tokens) return OUTRIDER_LENGTH;
-  // The prompt and every token emitted so far: the text grows only after the block.
+  // Prompt plus emitted tokens, since `tokens` grows only when the whole block is committed.
   if (request.prompt_length + count == bundle_.max_len)
     return OUTRIDER_CONTEXT;
   return OUTRIDER_RUNNING;
 }
 
-// How many tokens to draft at most: what can still become text and fits the contexts.
+// Maximum number of tokens to draft: those that can still become output and fit the contexts.
 int64_t Decoder::limit(const Sequence& sequence) const {
   const Request& request = sequence.request;
   const int64_t left =
@@ -356,7 +358,7 @@ void Decoder::drop_cancelled() {
       sequence->finish = OUTRIDER_CANCELLED;
 }
 
-// What slots hold now; those that are free keep what they had.
+// Record how many rows the busy slots hold; free slots keep their last record.
 void Decoder::note_rows() {
   for (const auto& [number, sequence] : sequences_) {
     rows_[sequence->slot].target = sequence->target_len;
@@ -364,8 +366,8 @@ void Decoder::note_rows() {
   }
 }
 
-// The slot is free. What broke the logits may lie in its rows: those are emptied, or the next text
-// that takes them tries again.
+// Free the slot. If its logits were broken, the cause may be in its rows: they are cleared now or,
+// if that fails, when the next request takes the slot.
 void Decoder::leave(Sequence& sequence) {
   rows_[sequence.slot] = {sequence.target_len, sequence.draft_len, false};
   if (sequence.failure != nullptr) clear(sequence.slot);
@@ -379,9 +381,9 @@ void Decoder::clear(int32_t slot) {
 }
 
 void Decoder::release(uint64_t request) {
-  sequence(request); // or there is none
+  sequence(request); // throws if there is no such request
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto released = sequences_.extract(request); // whatever becomes of its rows
+  const auto released = sequences_.extract(request); // even if clearing its rows fails
   lock.unlock();
   leave(*released.mapped());
 }

@@ -1,4 +1,5 @@
-// Requests in slots: admitted, advanced round by round, released (runtime/decoder.py, round.py).
+// Admits requests into slots, advances them round by round and releases them (runtime/decoder.py,
+// round.py in C++).
 #ifndef OUTRIDER_SESSION_DECODER_H
 #define OUTRIDER_SESSION_DECODER_H
 
@@ -12,8 +13,8 @@
 
 namespace outrider {
 
-// A copy of the options with defaults in place, after every check that needs no slot. forgone: of
-// the bundle's Bits. Throws Failure.
+// Validate a request as far as possible without a slot; returns a copy of the options with defaults
+// filled in. forgone: of the bundle's Bits. Throws Failure.
 Request check_request(const int64_t* prompt, int64_t length, const outrider_options& options,
                       const Bundle& bundle, bool forgone);
 
@@ -24,7 +25,7 @@ public:
 
   uint64_t admit(const int64_t* prompt, int64_t length, const outrider_options& options);
   void round();
-  void cancel(uint64_t request); // by any thread
+  void cancel(uint64_t request); // may be called by any thread
   void release(uint64_t request);
   Sequence& sequence(uint64_t request);
 
@@ -49,9 +50,9 @@ private:
   void leave(Sequence& sequence);
   void clear(int32_t slot);
 
-  // In the order that they depend on each other: ONNX Runtime outlives its models.
+  // Declared in order of dependency: ONNX Runtime outlives its models.
   Bundle bundle_;
-  std::unique_ptr<ort::Library> library_; // null where a GPU runs them
+  std::unique_ptr<ort::Library> library_; // null if the models run on a GPU
   Bits bits_;
   std::unique_ptr<Engine> target_, draft_;
   std::unique_ptr<Corpus> corpus_;
@@ -61,7 +62,7 @@ private:
   std::vector<SlotRows> rows_;
   std::map<uint64_t, std::unique_ptr<Sequence>> sequences_; // in order of admission
   uint64_t next_ = 1;
-  std::mutex mutex_; // of which requests there are, as other threads see it, and who is cancelled
+  std::mutex mutex_; // guards the set of requests and their `cancelled`, for other threads
 };
 
 } // namespace outrider

@@ -6,9 +6,10 @@ namespace outrider {
 
 namespace {
 
-constexpr uint32_t CHAIN = 3; // the purpose of its random numbers: runtime/sampling/philox.py
+constexpr uint32_t CHAIN = 3; // Philox purpose of chain's rounds: runtime/sampling/philox.py
 
-// What logits are multiplied with so that division by the target's temperature makes it the draft's.
+// The factor by which logits are multiplied so that dividing them by the target's temperature gives
+// the draft's temperature.
 double scale(const Sequence& sequence) {
   const outrider_options& options = sequence.request.options;
   return options.draft_temperature == 0 ? 1 : options.temperature / options.draft_temperature;
@@ -28,7 +29,7 @@ LogitsView feed(Engine& engine, const std::vector<int64_t>& kept, Span within,
   for (const Fed& one : fed) most = std::max(most, static_cast<int64_t>(one.tokens.size()));
   const int64_t width = std::max<int64_t>(most, engine.narrowest), batch = within.last - within.first;
   Tokens ids(static_cast<size_t>(batch * width)), position(static_cast<size_t>(batch));
-  // A text of the full length that is over was longer than a call may begin at.
+  // A finished sequence of full length has more rows than the largest position a call may begin at.
   for (int64_t b = 0; b < batch; ++b)
     position[b] = std::min(kept[within.first + b], engine.capacity - width);
   for (const Fed& one : fed) {
@@ -55,7 +56,7 @@ DraftRows Proposer::propose(std::vector<Plan>& plans, Sampler& sampler,
     Sequence& sequence = *plan.sequence;
     const int64_t need = sequence.draft_len + sequence.draft_lacks();
     if (plan.gamma > 0 && sequence.request.reads_model() && need > sequence.draft_len) {
-      // A reading that failed may have overwritten the rows that this one would begin with.
+      // A failed prefill may have overwritten the rows that this one would continue from.
       const int64_t start = engine_->held.resumes(sequence.slot, sequence.draft_len);
       engine_->prefill(sequence.slot, sequence.tokens, start, need);
       sequence.draft_len = kept[sequence.slot] = need;
@@ -77,11 +78,12 @@ DraftRows Proposer::propose(std::vector<Plan>& plans, Sampler& sampler,
   return found;
 }
 
-// x1..x(gamma) of each sequence from q; of tokens that are there already, the rows.
+// Draw x1..x(gamma) of each sequence from q; for tokens already drafted, only provide the rows.
 DraftRows Proposer::steps(std::vector<Plan>& plans, Sampler& sampler,
                           const std::vector<int64_t>& kept) {
-  Plans with_drafts, stepping; // stepping: those that the draft's calls are for, or go round
-  bool draws = false, others = false; // others: than the draft model
+  // stepping: sequences that use the draft model, which its calls have to include or to avoid.
+  Plans with_drafts, stepping;
+  bool draws = false, others = false; // others: draft sources other than the draft model
   for (Plan& plan : plans) {
     if (plan.gamma == 0) continue;
     const Request& request = plan.sequence->request;
@@ -98,7 +100,7 @@ DraftRows Proposer::steps(std::vector<Plan>& plans, Sampler& sampler,
     return gamma;
   };
   const Span within = span(with_drafts);
-  // A round's rows are all in one place: where others draft too, not the engine's.
+  // All rows of a round are in one buffer: the engine's, unless there are other draft sources.
   if (others) own_.resize(std::max(own_.size(), static_cast<size_t>(most() * slots_ * width_)));
   float* const own = others ? own_.data() : nullptr;
   DraftRows found;
@@ -127,7 +129,7 @@ DraftRows Proposer::steps(std::vector<Plan>& plans, Sampler& sampler,
   return found;
 }
 
-// A token of each who draws; and none after one that the draft itself is unsure of.
+// Draw one token for each sequence that draws, and stop drafting after a token below the threshold.
 void Proposer::draw(std::vector<Plan>& plans, Sampler& sampler, const LogitsView& logits,
                     int64_t number, int32_t first) const {
   sampler.draw(logits, number, first);
@@ -147,7 +149,7 @@ void Proposer::draw(std::vector<Plan>& plans, Sampler& sampler, const LogitsView
   }
 }
 
-// What followed the same tokens before; at most `count` after the text and these drafts.
+// At most `count` tokens after the sequence and these drafts, by n-gram lookup.
 Tokens Proposer::guess(Sequence& sequence, const Tokens& drafts, int64_t count) const {
   const bool copies = sequence.request.options.draft == OUTRIDER_DRAFT_COPY;
   const auto known = copies ? static_cast<size_t>(sequence.request.prompt_length)
@@ -158,7 +160,7 @@ Tokens Proposer::guess(Sequence& sequence, const Tokens& drafts, int64_t count) 
   return sequence.lookup.propose(count, after, corpus_);
 }
 
-// All tokens of those who know them; their gamma becomes how many there are.
+// Draft for the sources that give all tokens at once, and set gamma to their number.
 void Proposer::at_once(std::vector<Plan>& plans, const std::vector<int64_t>& kept) {
   Plans chained;
   for (Plan& plan : plans) {
@@ -178,8 +180,8 @@ void Proposer::at_once(std::vector<Plan>& plans, const std::vector<int64_t>& kep
   }
 }
 
-// Tokens of the draft model by speculative decoding of its own, with lookups as its draft: the
-// hierarchical version of Leviathan et al. 2023, section 5 (runtime/drafts/chain.py).
+// Generate the draft model's tokens by speculative decoding with lookups as its draft: the
+// hierarchical version of Leviathan et al. 2023, section 5 (runtime/drafts/chain.py in C++).
 void Proposer::chain(const Plans& plans, const std::vector<int64_t>& kept) {
   int64_t most = 0;
   for (const Plan* plan : plans) most = std::max(most, plan->gamma);
@@ -189,7 +191,8 @@ void Proposer::chain(const Plans& plans, const std::vector<int64_t>& kept) {
     for (Plan* plan : plans)
       if (static_cast<int64_t>(plan->drafts.size()) < plan->gamma) active.push_back(plan);
     if (active.empty()) return;
-    // Of a recurrent state there are few rows, and none for what others' guesses are wider by.
+    // One sequence at a time with a recurrent state: it has few rows, none of them for the padding
+    // of a call that another sequence's longer guess widens.
     if (engine_->held.carries()) active.resize(1);
     // Draft with lookups, verify with the draft model, accept or correct or extend.
     std::vector<Tokens> guesses;
@@ -201,14 +204,14 @@ void Proposer::chain(const Plans& plans, const std::vector<int64_t>& kept) {
       const int64_t count = plan->gamma - done - 1;
       Tokens tokens = count > 0 ? guess(sequence, plan->drafts, count) : Tokens();
       tokens.resize(static_cast<size_t>(sequence.first_forbidden(tokens, width_, done)));
-      Tokens known(sequence.tokens.end() - 2, sequence.tokens.end()); // two, as in a first step
+      Tokens known(sequence.tokens.end() - 2, sequence.tokens.end()); // two, as in `step`
       known.insert(known.end(), plan->drafts.begin(), plan->drafts.end());
       Tokens given(known.end() - 2, known.end());
       given.insert(given.end(), tokens.begin(), tokens.end());
       fed.push_back({&sequence, sequence.length() + done - 2, engine_->readable(given)});
       const outrider_options& options = sequence.request.options;
       uint64_t seed = options.seed;
-      if (options.rule != OUTRIDER_COUPLED) { // another stream of numbers for each round
+      if (options.rule != OUTRIDER_COUPLED) { // a separate random stream for each round
         const uint32_t counter[4] = {static_cast<uint32_t>(sequence.length()), CHAIN, 0, 0};
         uint32_t words[4];
         outrider_philox4x32(options.seed, counter, words);
@@ -218,7 +221,7 @@ void Proposer::chain(const Plans& plans, const std::vector<int64_t>& kept) {
       guesses.push_back(std::move(tokens));
     }
     const Span within = span(fed);
-    // Who has enough by now sits this call out behind the rows that its drafts wrote.
+    // Sequences that are done get no input, and the call writes behind the rows of their drafts.
     for (const Plan* plan : plans) {
       const auto done = static_cast<int64_t>(plan->drafts.size());
       const Sequence& sequence = *plan->sequence;
@@ -248,19 +251,19 @@ void Proposer::chain(const Plans& plans, const std::vector<int64_t>& kept) {
   }
 }
 
-// Logits [S, V] of a step of the draft model, in the step's own buffer.
+// Logits [S, V] of one step of the draft model, in that step's buffer.
 LogitsView Proposer::step(const Plans& drafting, const std::vector<int64_t>& kept, int64_t number,
                           Span within) {
   std::vector<Fed> fed;
   for (const Plan* plan : drafting) {
     const Sequence& sequence = *plan->sequence;
     const auto count = static_cast<int64_t>(plan->drafts.size());
-    if (sequence.request.at_once()) { // its rows are there: beyond them
+    if (sequence.request.at_once()) { // chain has written its rows: write behind them
       fed.push_back({&sequence, sequence.length() - 1 + count, {}});
       continue;
     }
-    // Two tokens first: after a fully accepted round the draft lacks a row. Past its own gamma a
-    // sequence repeats its last draft: the row is never committed.
+    // The first step takes two tokens, because after a fully accepted round the draft lacks a row.
+    // Past its own gamma, a sequence repeats its last draft token; that row is never committed.
     const Tokens& text = sequence.tokens;
     if (number == 0)
       fed.push_back({&sequence, sequence.length() - 2,
@@ -272,10 +275,10 @@ LogitsView Proposer::step(const Plans& drafting, const std::vector<int64_t>& kep
   return feed(*engine_, kept, within, fed, number == 0 ? 1 : 0, static_cast<int32_t>(number));
 }
 
-// Make a row [V] what a sequence's token of the step is drawn from.
+// Turn a row [V] into the logits that the sequence's token of this step is drawn from.
 void Proposer::fill(float* row, const Plan& plan, int64_t step) const {
   const Sequence& sequence = *plan.sequence;
-  if (sequence.request.point_masses()) { // what was guessed is what will be drawn
+  if (sequence.request.point_masses()) { // all mass on the guessed token
     std::fill(row, row + width_, -INFINITY);
     row[plan.drafts[static_cast<size_t>(step)]] = 0;
   } else if (sequence.request.options.draft == OUTRIDER_DRAFT_CHAIN) {

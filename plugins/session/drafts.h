@@ -1,4 +1,5 @@
-// The draft tokens of a round, from whom each request wants them (runtime/drafts/proposer.py).
+// The draft tokens of a round, each request's from its draft source (runtime/drafts/proposer.py in
+// C++).
 #ifndef OUTRIDER_SESSION_DRAFTS_H
 #define OUTRIDER_SESSION_DRAFTS_H
 
@@ -12,11 +13,11 @@ namespace outrider {
 // One sequence's part of a round.
 struct Plan {
   Sequence* sequence;
-  int64_t gamma; // wanted, at most; then how many there are
+  int64_t gamma; // maximum number of draft tokens; after drafting, their actual number
   Tokens drafts;
 };
 
-// A run of consecutive slots that holds all of these.
+// The smallest range of consecutive slots, first .. last - 1, that contains all parts.
 struct Span {
   int32_t first, last;
 };
@@ -31,26 +32,28 @@ template <class Parts> Span span(const Parts& parts) {
   return found;
 }
 
-// What one slot is fed in a call: the row that its first token goes to, and its tokens.
+// The input of one slot in a call: the row of its first token, and its tokens.
 struct Fed {
   const Sequence* sequence;
   int64_t start;
   Tokens tokens;
 };
 
-// One call for the slots of a span: logits after the tokens from number `since` on. Slots that sit
-// out are written beyond the rows that are worth keeping: kept[slot].
+// One call for the slots of a span. Returns the logits after the tokens from number `since` on. For
+// slots without input, the call writes rows from kept[slot] on, behind their valid rows.
 LogitsView feed(Engine& engine, const std::vector<int64_t>& kept, Span within,
                 const std::vector<Fed>& fed, int64_t since = 0, int32_t buffer = 0);
 
 class Proposer {
 public:
-  // engine: the draft model, or null. width: V that target and draft share. corpus: or null.
+  // engine: the draft model, or null. width: the V that target and draft share. corpus: may be
+  // null.
   Proposer(Engine* engine, int32_t width, int32_t max_gamma, int32_t slots, int threads,
            const Corpus* corpus);
 
-  // Draft for these sequences, at most gamma tokens each, and begin the sampler's round. rows: of
-  // the slots, worth keeping. Throws Failure, and Broken for logits of one sequence.
+  // Draft at most gamma tokens for each of these sequences, and begin the sampler's round. rows:
+  // the valid rows of all slots. Throws Failure, or Broken if the logits of one sequence are at
+  // fault.
   DraftRows propose(std::vector<Plan>& plans, Sampler& sampler, const std::vector<SlotRows>& rows);
 
 private:
@@ -68,9 +71,9 @@ private:
   Engine* const engine_;
   const int32_t width_, slots_;
   const Corpus* const corpus_;
-  std::unique_ptr<Sampler> inner_; // of rounds between lookups and the draft model
-  std::vector<float> own_;         // [gamma, slots, width] of no engine's buffer
-  std::vector<float> chained_;     // likewise: what chain's tokens were drawn from
+  std::unique_ptr<Sampler> inner_; // for chain's inner rounds: the draft model verifies lookups
+  std::vector<float> own_;         // [gamma, slots, width] rows that are not in an engine's buffer
+  std::vector<float> chained_;     // [gamma, slots, width] rows that chain's tokens were drawn from
 };
 
 } // namespace outrider

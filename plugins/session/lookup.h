@@ -1,5 +1,5 @@
-// Drafts without a model: what followed the last time that the text ended like this
-// (runtime/drafts/lookup.py; prompt lookup, Saxena 2023).
+// Drafts without a model: the tokens that followed the last occurrence of the sequence's last
+// n-gram (prompt lookup, Saxena 2023; runtime/drafts/lookup.py in C++).
 #ifndef OUTRIDER_SESSION_LOOKUP_H
 #define OUTRIDER_SESSION_LOOKUP_H
 
@@ -15,9 +15,9 @@
 
 namespace outrider {
 
-constexpr size_t LONGEST = 4; // tokens that are compared; longer ones are found by the first of them
+constexpr size_t LONGEST = 4; // tokens in the longest n-gram
 
-using Ngram = std::array<int64_t, LONGEST>; // shorter ones have -1 behind
+using Ngram = std::array<int64_t, LONGEST>; // shorter ones are padded with -1
 
 inline uint64_t extended(uint64_t key, int64_t token) {
   const uint64_t mixed = (key + static_cast<uint64_t>(token) + 1) * 0x9E3779B97F4A7C15;
@@ -40,14 +40,14 @@ inline Ngram last_of(const Tokens& tokens, size_t n) {
   return found;
 }
 
-// The n-grams of a text that does not change, for n = 1 .. 4: where it goes on after the last
-// occurrence of each. 12 bytes an n-gram, found by bisection.
+// The n-grams of a fixed text, for n = 1 .. 4, with the position after the last occurrence of each.
+// 12 bytes per n-gram, found by binary search.
 class Corpus {
 public:
   explicit Corpus(Tokens tokens) : tokens_(std::move(tokens)) {
     std::vector<uint64_t> keys(tokens_.size());
     for (size_t n = 1; n <= LONGEST && n < tokens_.size(); ++n) {
-      keys.resize(tokens_.size() - n); // the last n-gram of the text has no sequel
+      keys.resize(tokens_.size() - n); // no token follows the last n-gram of the text
       std::vector<std::pair<uint64_t, int32_t>> found(keys.size());
       for (size_t i = 0; i < keys.size(); ++i) {
         keys[i] = extended(keys[i], tokens_[i + n - 1]);
@@ -63,7 +63,8 @@ public:
     }
   }
 
-  // At most `count` tokens after the last occurrence of the last n of these; none if it has none.
+  // At most `count` tokens after the last occurrence of the last n of these tokens; none if they do
+  // not occur.
   Tokens after(const Tokens& end, size_t n, int64_t count) const {
     const Grams& grams = grams_[n - 1];
     uint64_t key = 0;
@@ -72,7 +73,7 @@ public:
     if (found == grams.keys.end() || *found != key) return {};
     const auto at = tokens_.begin() + grams.ends[static_cast<size_t>(found - grams.keys.begin())];
     if (!std::equal(at - static_cast<int64_t>(n), at, end.end() - static_cast<int64_t>(n)))
-      return {}; // another n-gram of the same key
+      return {}; // another n-gram with the same key
     return Tokens(at, at + std::min<int64_t>(count, tokens_.end() - at));
   }
 
@@ -85,21 +86,22 @@ private:
   std::array<Grams, LONGEST> grams_;
 };
 
-// The n-grams of a text that grows; constant time for each token.
+// The n-grams of a growing text, in constant time per token.
 class Lookup {
 public:
-  // The first `count` tokens of a text, of which the beginning was read before.
+  // Extend to the first `count` tokens of a text whose beginning was read before.
   void read(const Tokens& tokens, size_t count) {
     while (own_.size() < count) {
-      // What the text ends with is entered when it goes on.
+      // The n-grams at the end of the text are entered when the next token arrives.
       for (size_t n = 1; n <= std::min(LONGEST, own_.size()); ++n)
         next_[last_of(own_, n)] = static_cast<int64_t>(own_.size());
       own_.push_back(tokens[own_.size()]);
     }
   }
 
-  // At most `count` tokens that may come next, after the longest n-gram that the text ends with and
-  // had before. What reaches the end goes on with itself. after: tokens that follow what was read.
+  // At most `count` tokens that may come next: those after the previous occurrence of the longest
+  // n-gram at the end of the text. If they reach the end of the text, they continue with
+  // themselves. after: tokens that follow those read.
   Tokens propose(int64_t count, const Tokens& after, const Corpus* corpus) const {
     Tokens end(own_.end() - static_cast<int64_t>(std::min(LONGEST, own_.size())), own_.end());
     end.insert(end.end(), after.begin(), after.end());
@@ -127,7 +129,7 @@ public:
 
 private:
   Tokens own_;
-  std::unordered_map<Ngram, int64_t, NgramHash> next_; // where the text went on after each
+  std::unordered_map<Ngram, int64_t, NgramHash> next_; // position after the last occurrence of each
 };
 
 } // namespace outrider

@@ -1,5 +1,5 @@
-// The sampling of a round: `begin`, then `draw` for each step or `give`, then `verify`
-// (runtime/sampling/native.py). The kernel does the work.
+// The sampling of a round by the kernel: `begin`, then `draw` for each step or `give`, then
+// `verify` (runtime/sampling/native.py in C++).
 #ifndef OUTRIDER_SESSION_SAMPLER_H
 #define OUTRIDER_SESSION_SAMPLER_H
 
@@ -10,23 +10,24 @@
 
 namespace outrider {
 
-// What broke the logits of one sequence; the others may go on without it.
+// The logits of one sequence are broken; the others may continue without it.
 struct Broken : Failure {};
 
-// One sequence's part. drafts: tokens of the round that were decided before. gamma: draft tokens.
+// One sequence's part of a round. gamma: number of draft tokens. drafts: tokens of the same round
+// that precede them, decided in earlier inner rounds.
 struct Place {
   const Sequence* sequence;
   int64_t gamma;
   Tokens drafts;
   uint64_t seed;
-  bool within; // a round within the round: its rule is the token rule
+  bool within; // an inner round: its rule is the token rule
 };
 
-// Draft logits of a round: step by step, evenly spaced in memory.
+// Draft logits of a round, one row per step, evenly spaced in memory.
 struct DraftRows {
   float* data = nullptr; // null: point masses
-  int64_t slot_stride = 0, step_stride = 0; // in numbers
-  int32_t first = 0;                        // the slot that data is of
+  int64_t slot_stride = 0, step_stride = 0; // in elements
+  int32_t first = 0;                        // the slot that data points to
 };
 
 class Sampler {
@@ -55,13 +56,13 @@ public:
   }
   int64_t drawn(size_t b, int64_t step) const { return drafts_[b * width_ + step]; }
 
-  // The b-th place drafts no more than gamma tokens after all.
+  // Reduce the number of draft tokens of the b-th place to gamma.
   void stop(size_t b, int64_t gamma) {
     places_[b].gamma = gamma;
     slots_[b].gamma = static_cast<int32_t>(gamma);
   }
 
-  // All draft tokens of a place, which `draw` did not draw.
+  // Set all draft tokens of a place that were not drawn by `draw`.
   void give(size_t b, const Tokens& drafts) {
     drew_ = false;
     std::copy(drafts.begin(), drafts.end(), drafts_.begin() + static_cast<int64_t>(b) * width_);
@@ -73,7 +74,7 @@ public:
     const outrider_logits rows = described(target.data, target.outputs * target.vocab_size,
                                            target.vocab_size, vocab_size_, first);
     const outrider_logits q = described(draft.data, draft.slot_stride, draft.step_stride,
-                                        draft_vocab_size_, draft.first); // of null: point masses
+                                        draft_vocab_size_, draft.first); // null: point masses
     check(outrider_verify(&rows, &q, slots_.data(), count(), width_, nullptr, drafts_.data(),
                           drew_ ? rows_.data() : nullptr, verdicts_.data(), nullptr,
                           workspace_.data(), workspace_.size(), threads_));
@@ -135,7 +136,7 @@ private:
   void check(int32_t status) const {
     if (status == OUTRIDER_OK) return;
     if (status != OUTRIDER_SLOT_FAILED)
-      fail(OUTRIDER_FAILED_OPTION, outrider_status_text(status), "This is a fault of Outrider");
+      fail(OUTRIDER_FAILED_OPTION, outrider_status_text(status), "Report this bug in Outrider");
     size_t b = 0;
     while (verdicts_[b].status == OUTRIDER_OK) ++b;
     const outrider_verdict& verdict = verdicts_[b];

@@ -1,4 +1,4 @@
-// What is asked of one sequence, its text, and who owns which length (runtime/sequence.py, slots.py).
+// A request, its sequence and the lengths of its caches (runtime/sequence.py, slots.py in C++).
 #ifndef OUTRIDER_SESSION_SEQUENCE_H
 #define OUTRIDER_SESSION_SEQUENCE_H
 
@@ -11,7 +11,7 @@
 
 namespace outrider {
 
-// Options of one request that passed its checks, with copies of all that they point to.
+// The validated options of one request, with copies of everything they point to.
 struct Request {
   outrider_options options;
   int64_t prompt_length;
@@ -41,27 +41,27 @@ struct Token {
   std::vector<double> logprobs;
 };
 
-// A request in its slot. Between rounds the text's last token is pending: emitted, in neither cache.
+// A request in its slot. Between rounds the last token is pending: emitted, but in neither cache.
 struct Sequence {
   Request request;
   int32_t slot;
-  Tokens tokens; // all text so far, prompt included
+  Tokens tokens; // prompt and output so far
   int64_t target_len = 0, draft_len = 0; // committed rows
   int32_t finish = OUTRIDER_RUNNING;
-  bool cancelled = false;           // by any thread, before the next round
-  std::unique_ptr<Failure> failure; // what broke it
+  bool cancelled = false;           // set by any thread, read before the next round
+  std::unique_ptr<Failure> failure; // why it was broken off
   std::deque<Token> fresh;          // not taken yet
   Lookup lookup;
   outrider_stats stats{};
 
   int64_t length() const { return static_cast<int64_t>(tokens.size()); }
 
-  // Tokens that the draft has to read before it drafts: of the prompt, or of rounds without it. The
-  // last two it feeds itself, in its first step.
+  // Number of tokens that the draft model has to read before it drafts: the prompt, or tokens of
+  // rounds without it. Its first step takes the last two.
   int64_t draft_lacks() const { return std::max<int64_t>(0, length() - 2 - draft_len); }
 
-  // Append n accepted drafts and the token after them. gamma: drafts of the model. It fed itself all
-  // but the last of them, so after a fully accepted round it stays a row short.
+  // Append the accepted draft tokens and the token after them. gamma: draft tokens of the draft
+  // model. It has read all but the last of them, so after a fully accepted round it is a row short.
   void commit(const Tokens& more, int64_t gamma) {
     const int64_t before = length(), accepted = static_cast<int64_t>(more.size()) - 1;
     tokens.insert(tokens.end(), more.begin(), more.end());
@@ -69,19 +69,20 @@ struct Sequence {
     if (gamma > 0) draft_len = before + std::min(accepted, gamma - 1);
   }
 
-  // Keep the first tokens; the last of them becomes pending again.
+  // Keep the first `length` tokens; the last of them becomes pending again.
   void roll_back(int64_t length) {
     tokens.resize(static_cast<size_t>(length));
     target_len = std::min(target_len, length - 1);
     draft_len = std::min(draft_len, length - 1);
   }
 
-  // How many of the next tokens may not end the text.
+  // Number of next tokens that must not end the sequence.
   int64_t early() const {
     return std::max<int64_t>(0, request.options.min_new_tokens - stats.output_tokens);
   }
 
-  // Where the first token stands that the sampling cannot give. after: drafts before them.
+  // Index of the first of these draft tokens that sampling cannot produce. after: number of drafts
+  // before them.
   int64_t first_forbidden(const Tokens& drafts, int64_t vocab_size, int64_t after = 0) const {
     const int64_t masked = early() - after;
     for (int64_t i = 0; i < static_cast<int64_t>(drafts.size()); ++i) {
@@ -93,11 +94,11 @@ struct Sequence {
   }
 };
 
-// Lengths of the texts that slots hold or held: how many rows are worth keeping.
+// Number of valid rows that a slot holds, of its current sequence or its last one.
 struct SlotRows {
   int64_t target = 0, draft = 0;
   bool busy = false;
-  bool broken = false; // rows that are to be emptied before a text takes them
+  bool broken = false; // the rows must be cleared before the next sequence
 };
 
 } // namespace outrider

@@ -1,4 +1,4 @@
-// The C interface of outrider_session.h: what is thrown inside becomes a status and two lines.
+// The C interface of outrider_session.h: exceptions become a status with a cause and a remedy.
 #include <string>
 
 #include "decoder.h"
@@ -12,7 +12,7 @@ using outrider::Sequence;
 struct outrider_session {
   explicit outrider_session(const outrider_config& config) : decoder(config) {}
   Decoder decoder;
-  std::vector<outrider::Token> taken; // what `outrider_take` points to
+  std::vector<outrider::Token> taken; // owns what the results of `outrider_take` point to
 };
 
 namespace {
@@ -25,7 +25,7 @@ Decoder& decoder_of(outrider_session* session) {
 
 void given(bool there, const char* name) {
   if (!there)
-    outrider::fail(OUTRIDER_FAILED_OPTION, std::string(name) + " is NULL", "Give an address");
+    outrider::fail(OUTRIDER_FAILED_OPTION, std::string(name) + " is NULL", "Pass a valid pointer");
 }
 
 } // namespace
@@ -84,7 +84,7 @@ int32_t outrider_take(outrider_session* session, uint64_t request, outrider_toke
     const size_t most = capacity > 0 ? static_cast<size_t>(capacity) : 0;
     const size_t taken = std::min(most, sequence.fresh.size());
     session->taken.clear();
-    session->taken.reserve(taken); // or memory may be lacking when some have left
+    session->taken.reserve(taken); // now, so that running out of memory loses no token
     for (size_t i = 0; i < taken; ++i) {
       session->taken.push_back(std::move(sequence.fresh.front()));
       sequence.fresh.pop_front();

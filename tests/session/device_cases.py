@@ -240,7 +240,8 @@ def test_calls_that_fail(tmp_path: Path, odd: str, kind: str, cause: str) -> Non
 @pytest.mark.parametrize(
     ("variable", "value", "kind", "cause"),
     [("STANDIN_NO_GPU", "1", "backend", "cuInit failed: CUDA_ERROR_NO_DEVICE"),
-     ("STANDIN_VERSION", "91600", "backend", r"TensorRT 9.16 is here, and this was compiled for"),
+     ("STANDIN_VERSION", "91600", "backend",
+      r"found TensorRT 9.16, but this library was compiled for"),
      ("STANDIN_NO_RUNTIME", "1", "backend", "cannot start: CUDA initialization failure"),
      ("OUTRIDER_TENSORRT", "/nowhere.so", "backend", "TensorRT cannot be loaded: /nowhere.so"),
      ("OUTRIDER_TENSORRT", "libcuda.so.1", "backend", "libcuda.so.1 is not TensorRT")],

@@ -60,7 +60,7 @@ Cuda::Cuda() : driver_(find_driver()) {
   }
 }
 
-// What fails now, fails for nobody.
+// Errors are ignored: nobody could handle them any more.
 Cuda::~Cuda() {
   if (driver_.cuCtxPushCurrent(context_) == CUDA_SUCCESS) {
     driver_.cuStreamSynchronize(stream_);
@@ -104,7 +104,7 @@ int64_t Cuda::free_bytes() const {
 
 CUdeviceptr Cuda::allocate(int64_t bytes) {
   CUdeviceptr address = 0;
-  memory_.reserve(memory_.size() + 1); // or what is allocated could be lost
+  memory_.reserve(memory_.size() + 1); // so that the push_back below cannot fail and leak
   check(driver_.cuMemAlloc(&address, bytes_of(bytes)), "cuMemAlloc", bytes);
   memory_.push_back(address);
   zero(address, bytes);
@@ -139,7 +139,7 @@ CUgraphExec Cuda::capture(const std::function<bool()>& enqueue) {
   bool good = false;
   try {
     good = enqueue();
-  } catch (...) { // whatever it is, the capture must be ended
+  } catch (...) { // the capture must be ended in any case
   }
   CUgraph graph = nullptr;
   CUgraphExec found = nullptr;

@@ -1,5 +1,5 @@
-// A GPU through the CUDA driver: runtime/backends/cuda.py in C++. The driver is looked up when a bundle
-// is opened: building wants no CUDA toolkit, and loading the library no GPU.
+// A GPU, used through the CUDA driver: runtime/backends/cuda.py in C++. The driver is loaded when a
+// bundle is opened, so building needs no CUDA toolkit and loading this library needs no GPU.
 #ifndef OUTRIDER_ENGINES_TENSORRT_GPU_H
 #define OUTRIDER_ENGINES_TENSORRT_GPU_H
 
@@ -16,7 +16,7 @@ namespace outrider {
 
 const char ROOM[] = "Use fewer slots, build with a smaller MAX_LEN, or free the GPU's memory";
 
-// Names as cuda.h has them, which maps some to later versions of a function.
+// Names as in cuda.h, which maps some of them to later versions of a function.
 #define OUTRIDER_DRIVER(F)                                                                         \
   F(cuInit) F(cuDeviceGet) F(cuDeviceGetAttribute) F(cuDevicePrimaryCtxRetain)                     \
   F(cuDevicePrimaryCtxRelease) F(cuCtxPushCurrent) F(cuCtxPopCurrent) F(cuMemGetInfo)              \
@@ -32,15 +32,16 @@ struct Driver {
 #undef OUTRIDER_DECLARE
 };
 
-// The first GPU that the process may see, with one stream. What it gives lives as long as it.
+// The first GPU visible to the process, with one stream. Frees everything it allocated when
+// destroyed.
 class Cuda {
 public:
-  Cuda(); // throws Failure, as all that follow
+  Cuda(); // throws Failure, as do the other members
   ~Cuda();
   Cuda(const Cuda&) = delete;
   Cuda& operator=(const Cuda&) = delete;
 
-  // The context is current in this thread as long as this lives; then the one before.
+  // Makes the context current in this thread for its lifetime, then restores the previous one.
   class Current {
   public:
     explicit Current(const Cuda& cuda);
@@ -57,15 +58,15 @@ public:
 
   // With the context current:
   int64_t free_bytes() const;
-  CUdeviceptr allocate(int64_t bytes); // zeroed, in the stream's order
-  void* pinned(int64_t bytes);         // page-locked host memory, which copies need in order not to wait
+  CUdeviceptr allocate(int64_t bytes); // zeroed, in stream order
+  void* pinned(int64_t bytes);         // page-locked host memory, as asynchronous copies require
   void zero(CUdeviceptr address, int64_t bytes) const;
   void upload(CUdeviceptr address, const void* from, int64_t bytes) const;
   void download(void* to, CUdeviceptr address, int64_t bytes) const;
   void wait() const;
 
-  // What `enqueue` puts on the stream, as a graph; nothing runs. Null where a graph cannot hold it, and
-  // the stream is then as before. `enqueue` says whether it succeeded.
+  // Capture what `enqueue` puts on the stream as a graph, without running it. Returns null if a
+  // graph cannot hold it; the stream is then unchanged. `enqueue` returns whether it succeeded.
   CUgraphExec capture(const std::function<bool()>& enqueue);
   void launch(CUgraphExec graph) const;
   void drop(CUgraphExec graph) const;

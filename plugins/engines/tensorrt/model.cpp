@@ -23,14 +23,14 @@ using nvinfer1::Dims;
 static_assert(NV_TENSORRT_MAJOR >= 10, "these are the headers of TensorRT-RTX");
 
 constexpr int64_t ALIGNMENT = 256; // bytes, of every tensor (NvInferRuntime.h, setTensorAddress)
-constexpr size_t MOST_STEPS = 256; // contexts and graphs that are kept
+constexpr size_t MOST_STEPS = 256; // maximum number of contexts and graphs to keep
 const char REBUILD[] = "Build the bundle again, for this GPU and this TensorRT";
 
-std::string version_of(int32_t number) { // as NV_TENSORRT_VERSION_INT makes it
+std::string version_of(int32_t number) { // as encoded by NV_TENSORRT_VERSION_INT
   return std::to_string(number / 10000) + "." + std::to_string(number / 100 % 100);
 }
 
-// The library of the headers' major version, from their minor one on.
+// Loads TensorRT in the headers' major version, and their minor version or a later one.
 std::unique_ptr<nvinfer1::IRuntime> make_runtime(Log& log) {
   const char* const named = getenv("OUTRIDER_TENSORRT");
   const std::string usual = "libnvinfer.so." + std::to_string(NV_TENSORRT_MAJOR);
@@ -47,9 +47,9 @@ std::unique_ptr<nvinfer1::IRuntime> make_runtime(Log& log) {
     fail(OUTRIDER_FAILED_BACKEND, path + " is not TensorRT", remedy);
   if (version() / 10000 != NV_TENSORRT_MAJOR || version() / 100 < NV_TENSORRT_VERSION / 100)
     fail(OUTRIDER_FAILED_BACKEND,
-         "TensorRT " + version_of(version()) + " is here, and this was compiled for " +
+         "found TensorRT " + version_of(version()) + ", but this library was compiled for " +
              version_of(NV_TENSORRT_VERSION),
-         remedy + ", or type make plugin with the headers of the one that is here");
+         remedy + ", or run make plugin with the headers of the installed version");
   std::unique_ptr<nvinfer1::IRuntime> made(
       static_cast<nvinfer1::IRuntime*>(create(&log, NV_TENSORRT_VERSION)));
   if (made == nullptr)
@@ -63,7 +63,7 @@ DataType type_of(const std::string& dtype) {
   if (dtype == "float16") return DataType::kHALF;
   if (dtype == "bfloat16") return DataType::kBF16;
   fail(OUTRIDER_FAILED_BUNDLE, "the type " + dtype + " is unknown",
-       "Use the version that built the bundle");
+       "Use the version of Outrider that built the bundle");
 }
 
 Dims dims(std::initializer_list<int64_t> sizes) {
@@ -81,7 +81,7 @@ void Log::log(Severity severity, const char* message) noexcept {
   try {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (error_.empty()) error_ = message;
-  } catch (...) { // no memory for it: nothing may pass through an entry point of ours
+  } catch (...) { // out of memory: no exception may leave this callback
   }
 }
 
@@ -136,7 +136,7 @@ TensorRtModel::TensorRtModel(const ModelSpec& spec)
   try {
     open(spec, type);
   } catch (...) {
-    engine_.reset(); // TensorRT's objects want the context
+    engine_.reset(); // while the context is current, as TensorRT's objects require
     runtime_.reset();
     throw;
   }
@@ -150,7 +150,7 @@ void TensorRtModel::open(const ModelSpec& spec, DataType type) {
   for (int32_t i = 0; i < spec.profile_count; ++i)
     activations_ = std::max(activations_, engine_->getDeviceMemorySizeForProfileV2(i));
   scratch_ = cuda_.allocate(activations_);
-  // Zeroed: masked rows are multiplied too, and 0 times NaN is NaN.
+  // Allocated memory is zeroed, because masked rows are multiplied too, and 0 times NaN is NaN.
   for (Cache& cache : caches_) cache.data = cuda_.allocate(slots_ * cache.slot_bytes);
   logits_ = cuda_.allocate(4 * logits);
   landed_ = static_cast<float*>(cuda_.pinned(4 * spec.buffers * logits));
@@ -162,16 +162,16 @@ void TensorRtModel::open(const ModelSpec& spec, DataType type) {
 
 TensorRtModel::~TensorRtModel() {
   try {
-    const Cuda::Current current(cuda_); // TensorRT's objects want it, also of a GPU that is broken
+    const Cuda::Current current(cuda_); // TensorRT's objects require it, even on a failed GPU
     try {
       cuda_.wait();
-    } catch (const Failure&) { // nobody is left to be told
+    } catch (const Failure&) { // a destructor cannot report it
     }
     drop_steps();
     contexts_.clear();
     engine_.reset();
     runtime_.reset();
-  } catch (const Failure&) { // likewise
+  } catch (const Failure&) { // nor this
   }
 }
 
@@ -188,7 +188,7 @@ TensorRtModel::Inputs TensorRtModel::inputs(int64_t count) {
   return {static_cast<int64_t*>(cuda_.pinned(8 * count)), cuda_.allocate(8 * count)};
 }
 
-// The library copies the file to the GPU from the mapping.
+// TensorRT copies the engine to the GPU from a mapping of the file.
 void TensorRtModel::load(const std::string& file) {
   const int descriptor = ::open(file.c_str(), O_RDONLY | O_CLOEXEC);
   struct stat found{};
@@ -198,14 +198,15 @@ void TensorRtModel::load(const std::string& file) {
       there ? mmap(nullptr, size, PROT_READ, MAP_PRIVATE, descriptor, 0) : MAP_FAILED;
   if (descriptor >= 0) ::close(descriptor);
   if (mapped == MAP_FAILED)
-    fail(OUTRIDER_FAILED_BUNDLE, file + " cannot be read", "Make it readable, or build it again");
+    fail(OUTRIDER_FAILED_BUNDLE, file + " cannot be read",
+         "Make it readable, or build the bundle again");
   engine_.reset(runtime_->deserializeCudaEngine(mapped, size));
   munmap(mapped, size);
   if (engine_ == nullptr)
     fail(OUTRIDER_FAILED_BACKEND, "TensorRT cannot load " + file + ": " + log_.said(), REBUILD);
 }
 
-// The engine is one of ours, and its caches are written where they are.
+// Checks that the engine has the expected tensors and updates its caches in place.
 void TensorRtModel::check_tensors(const std::string& file, DataType type) const {
   const auto odd = [&](bool is, const std::string& what) {
     if (is) fail(OUTRIDER_FAILED_BACKEND, "TensorRT cannot use " + file + ": " + what, REBUILD);
@@ -225,7 +226,7 @@ void TensorRtModel::check_tensors(const std::string& file, DataType type) const 
   }
 }
 
-// The first that takes the call.
+// The first profile that allows the call's sizes.
 int32_t TensorRtModel::profile_of(const EngineCall& call) const {
   const int64_t asked[] = {call.batch, call.width, call.outputs};
   for (size_t i = 0; i < profiles_.size(); ++i) {
@@ -246,7 +247,7 @@ TensorRtModel::Context TensorRtModel::make_context(int32_t profile) {
         nvinfer1::ExecutionContextAllocationStrategy::kUSER_MANAGED));
   };
   Context made = create();
-  if (made == nullptr && !steps_.empty()) { // each has memory of its own: kept ones may be in the way
+  if (made == nullptr && !steps_.empty()) { // each has its own memory: free that of the kept ones
     drop_steps();
     log_.said();
     made = create();
@@ -258,11 +259,11 @@ TensorRtModel::Context TensorRtModel::make_context(int32_t profile) {
     fail(OUTRIDER_FAILED_BACKEND,
          "TensorRT refuses profile " + std::to_string(profile) + ": " + log_.said(),
          "Build the bundle again");
-  cuda_.wait(); // the switch may copy, and from memory of its own
+  cuda_.wait(); // the switch may copy asynchronously, from memory that it owns
   return made;
 }
 
-// Shapes and addresses of a call.
+// Sets the shapes and addresses of a call.
 void TensorRtModel::bind(nvinfer1::IExecutionContext& context, const EngineCall& call) {
   bool good = context.setTensorAddress("logits", pointer(logits_));
   const auto input = [&](const char* name, CUdeviceptr address, const Dims& shape) {
@@ -279,11 +280,12 @@ void TensorRtModel::bind(nvinfer1::IExecutionContext& context, const EngineCall&
     good = good && context.setTensorAddress((cache.name + "_out").c_str(), pointer(at)); // in place
   }
   if (!good)
-    fail(OUTRIDER_FAILED_BACKEND, "TensorRT refuses a call's shapes: " + log_.said(),
+    fail(OUTRIDER_FAILED_BACKEND, "TensorRT rejects the shapes of a call: " + log_.said(),
          "Build the bundle again");
 }
 
-// From page-locked memory, which a replay reads again; false: `log_` says why.
+// Uploads from page-locked memory, which a replay reads again. On failure, returns false, and
+// `log_` has the reason.
 bool TensorRtModel::enqueue(nvinfer1::IExecutionContext& context, const EngineCall& call) {
   cuda_.upload(ids_.device, ids_.host, 8 * call.batch * call.width);
   cuda_.upload(position_.device, position_.host, 8 * call.batch);
@@ -294,14 +296,14 @@ bool TensorRtModel::enqueue(nvinfer1::IExecutionContext& context, const EngineCa
 void TensorRtModel::run(nvinfer1::IExecutionContext& context, const EngineCall& call) {
   if (enqueue(context, call)) return;
   const std::string why = log_.said();
-  cuda_.wait(); // what it has put on the stream reads what the next call writes, and the context
+  cuda_.wait(); // enqueued work may read the context, and inputs that the next call overwrites
   fail(OUTRIDER_FAILED_BACKEND,
        "TensorRT failed on " + std::to_string(call.batch) + " slots x " +
            std::to_string(call.width) + " tokens: " + why,
        "Free some memory of the GPU, or build with a smaller MAX_LEN or fewer SLOTS");
 }
 
-// The first call of a shape runs as it is, since TensorRT prepares in it what a graph cannot hold.
+// The first call of a shape runs uncaptured, since TensorRT then prepares what a graph cannot hold.
 void TensorRtModel::step(const EngineCall& call) {
   const Shape shape = {call.first, call.batch, call.width, call.outputs};
   const auto known = steps_.find(shape);
@@ -318,7 +320,7 @@ void TensorRtModel::step(const EngineCall& call) {
   if (step.graph == nullptr && !step.refused) {
     step.graph = cuda_.capture([&] { return enqueue(*step.context, call); });
     step.refused = step.graph == nullptr;
-    if (step.refused) log_.said(); // that is no failure
+    if (step.refused) log_.said(); // clear the message: this is not a failure
   }
   if (step.graph != nullptr) cuda_.launch(step.graph);
   else run(*step.context, call);

@@ -1,9 +1,9 @@
-// One model that TensorRT compiled, on a GPU: runtime/backends/tensorrt.py in C++. Works with the
+// One model compiled by TensorRT, on a GPU: runtime/backends/tensorrt.py in C++. Works with the
 // headers of TensorRT 10.15 and newer, and 11.
 //
-// Every call that a CUDA graph holds has an execution context of its own, since what a context was
-// told last would be what all replays read. All contexts work in the same memory: calls are one after
-// the other, on one stream.
+// Every call captured in a CUDA graph has its own execution context, because replays read the
+// current state of their context. All contexts share one scratch memory: calls run one after
+// another, on one stream.
 #ifndef OUTRIDER_ENGINES_TENSORRT_MODEL_H
 #define OUTRIDER_ENGINES_TENSORRT_MODEL_H
 
@@ -21,11 +21,12 @@
 
 namespace outrider {
 
-// What the library says goes to its log alone, from any of its threads (ILogger, NvInferRuntime.h).
+// Collects TensorRT's error messages, which it reports only to its logger and from any of its
+// threads (ILogger, NvInferRuntime.h).
 class Log final : public nvinfer1::ILogger {
 public:
   void log(Severity severity, const char* message) noexcept override;
-  std::string said(); // the first error since it was asked last, as one line
+  std::string said(); // the first error since the last call, as one line
 
 private:
   std::mutex mutex_;
@@ -34,7 +35,7 @@ private:
 
 class TensorRtModel {
 public:
-  explicit TensorRtModel(const ModelSpec& spec); // throws Failure, as the others
+  explicit TensorRtModel(const ModelSpec& spec); // throws Failure, as do the other members
   ~TensorRtModel();
   TensorRtModel(const TensorRtModel&) = delete;
   TensorRtModel& operator=(const TensorRtModel&) = delete;
@@ -50,12 +51,12 @@ private:
     CUdeviceptr data; // [slots, heads, capacity, width]
     int64_t heads, width, slot_bytes;
   };
-  struct Step { // a call that comes again and again
+  struct Step { // a kept call: a step or a verification
     Context context;
     CUgraphExec graph = nullptr;
-    bool refused = false; // no graph can hold it
+    bool refused = false; // it cannot be captured in a graph
   };
-  struct Inputs { // int64 each: ids [slots * N], positions [slots], which of the tokens get logits [K]
+  struct Inputs { // int64: ids [slots * N], positions [slots], or indices of tokens with logits [K]
     int64_t* host; // page-locked
     CUdeviceptr device;
   };
@@ -73,19 +74,19 @@ private:
   void step(const EngineCall& call);
   void drop_steps();
 
-  // In the order that they depend on each other.
+  // Declared in order of dependency.
   Cuda cuda_;
   Log log_;
   std::unique_ptr<nvinfer1::IRuntime> runtime_;
   std::unique_ptr<nvinfer1::ICudaEngine> engine_;
   const int64_t slots_, vocab_size_, widest_, capacity_;
-  std::vector<std::array<SizeRange, 3>> profiles_; // of B, N and K
+  std::vector<std::array<SizeRange, 3>> profiles_; // ranges of B, N and K
   std::vector<Cache> caches_;
   Inputs ids_{}, position_{}, index_{};
   CUdeviceptr scratch_ = 0, logits_ = 0; // logits: [slots * widest * V], of one call
   int64_t activations_ = 0;              // bytes of `scratch_`
-  float* landed_ = nullptr;              // [buffers, slots * widest * V], page-locked
-  std::map<int32_t, Context> contexts_;  // by profile, of calls that no graph holds
+  float* landed_ = nullptr;              // [buffers, slots * widest * V] on the host, page-locked
+  std::map<int32_t, Context> contexts_;  // by profile, for calls that are not captured
   std::map<Shape, Step> steps_;
 };
 

@@ -1,4 +1,4 @@
-// The one symbol of the library: what is thrown inside becomes a status and two lines.
+// The library's only exported symbol. Exceptions become a status with a cause and a remedy.
 #include "files/guarded.h"
 #include "model.h"
 
