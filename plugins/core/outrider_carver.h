@@ -1,4 +1,5 @@
-// Memory cut into aligned pieces, one after the other; from address 0 it only counts.
+// Divides memory into consecutive aligned pieces. Started at address 0, it only measures their
+// size.
 #ifndef OUTRIDER_CARVER_H
 #define OUTRIDER_CARVER_H
 

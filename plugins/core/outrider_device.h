@@ -1,62 +1,62 @@
-// What the host and the kernels agree on: the kernels' parameter, the workspace, the launch plan. Plain
-// C++17 for the host (no CUDA header), the structures for NVRTC too.
+// The interface between host and kernels: the kernels' parameter, the workspace and the launch
+// plan. Plain C++17 without CUDA headers for the host; NVRTC compiles the structures too.
 //
-// A verification without filters and penalties is two launches, a draw one:
+// Without filters and penalties, a verification is two launches and a draw one. All kernels:
 //
-//   outrider_mark         grid (1, 1, B)               penalised and suppressed ids, as bits
-//   outrider_*_scan       grid (tile groups, rows, B)  maximum and sum of each tile; the slot's last
-//                                                      block combines them, then decides or draws
-//   outrider_*_filter     grid (1, rows, B)            top-k, top-p, min-p of a row; the slot's last
-//                                                      block then decides or draws in the scan's place
-//   outrider_verify_couple grid (1, rows, B)           by the coupled rule, the token of each row; the
-//                                                      slot's last block decides in the others' place
-//   outrider_verify_rest  grid (tile groups, 1, B)     tile sums of the residual of one row (by the
-//                                                      block rule of up to `width`); the slot's last
-//                                                      block draws
+//  outrider_mark          grid (1, 1, B)               bit masks of penalised and suppressed ids
+//  outrider_*_scan        grid (tile groups, rows, B)  maximum and sum of each tile; the last block
+//                                                      of a slot combines them, decides or draws
+//  outrider_*_filter      grid (1, rows, B)            top-k, top-p, min-p of a row; the last block
+//                                                      of a slot decides or draws instead
+//  outrider_verify_couple grid (1, rows, B)            the coupled rule's token of each row; the
+//                                                      last block of a slot decides instead
+//  outrider_verify_rest   grid (tile groups, 1, B)     tile sums of one row's residual (for the
+//                                                      block rule, of up to `width` rows); the last
+//                                                      block of a slot draws
 #ifndef OUTRIDER_DEVICE_H
 #define OUTRIDER_DEVICE_H
 
 #include "outrider.h"
 
 namespace outrider_device {
-constexpr int32_t WARPS = 8, FILTER_WARPS = 16; // of a block
+constexpr int32_t WARPS = 8, FILTER_WARPS = 16; // per block
 }
 
-// Of one tile, as the scan leaves it. In a broken tile the maximum is NaN or +inf: what was found.
+// The scan's result for one tile. In a broken tile the maximum is NaN or +inf, whichever was found.
 struct outrider_device_tile {
   float max;
   union {
-    float sum;     // of exponentials below the maximum
+    float sum;     // of exponentials, relative to the maximum
     int32_t token; // at temperature 0: the lowest argmax
   };
 };
 
-// A slot's round between two kernels.
+// The state of a slot's round between two kernels.
 struct outrider_device_state {
-  double prefix[OUTRIDER_MAX_WIDTH + 1]; // of the block rule
+  double prefix[OUTRIDER_MAX_WIDTH + 1]; // P_0 .. P_gamma of the block rule
   int32_t draws;                         // 0: the verdict is complete
   int32_t residual;                      // 0: the next token is drawn from p of row `first`
-  int32_t first, last;                   // rows whose residual is wanted: by the block rule several
+  int32_t first, last;                   // rows whose residual is needed; the block rule: several
 };
 
-// The kernels' parameter. Addresses, which a graph keeps, of memory whose contents vary.
+// The kernels' parameter. A captured graph keeps the addresses; the contents of the memory vary.
 struct outrider_device_call {
   outrider_logits target, draft;  // a draw reads `draft`
   const outrider_slot* slots;     // [B]
-  const double* uniforms;         // null, or [B, width], of a verification [B, width + 1]
+  const double* uniforms;         // [B, width], for a verification [B, width + 1]; or null
   int64_t* drafts;                // [B, width]
-  outrider_row* draft_rows;       // [B, width]; null: a verification shapes them itself
-  outrider_verdict* verdicts;     // [B]; of a draw null, or [B]
+  outrider_row* draft_rows;       // [B, width]; null: the verification shapes them itself
+  outrider_verdict* verdicts;     // [B]; may be null for a draw
   double* ratios;                 // [B, width]
-  uint32_t* arrived;              // [B] blocks that are done, 0 between kernels; workspace from here
-  outrider_row* rows;             // [B, row_count]: the target's width + 1, the draft's width;
+  uint32_t* arrived;              // [B] finished blocks, 0 between kernels; workspace from here on
+  outrider_row* rows;             // [B, row_count]: width + 1 of the target, width of the draft
   outrider_device_tile* tiles;    // [B, row_count, tile_count]
-  double* mass;                   // [B, row_count, tile_count], below the row's maximum
+  double* mass;                   // [B, row_count, tile_count], relative to the row's maximum
   double* rest;                   // [B, rest_count, tile_count], of residuals
   outrider_device_state* states;  // [B]
-  uint32_t* marks;                // null, or [B, 2, tile_count * 32]: bits of penalised, suppressed
+  uint32_t* marks;                // [B, 2, tile_count * 32] bits: penalised, suppressed; or null
   int32_t slot_count, width, row_count, rest_count, tile_count;
-  int32_t span; // tiles that a warp of the scan takes
+  int32_t span; // tiles per warp of the scan
   int32_t flags, step;
 };
 
@@ -74,7 +74,7 @@ using outrider::tiles_of;
 constexpr int32_t ALL_FLAGS = OUTRIDER_DEVICE_FILTERS | OUTRIDER_DEVICE_PENALTIES |
                               OUTRIDER_DEVICE_BLOCK | OUTRIDER_DEVICE_SHAPES |
                               OUTRIDER_DEVICE_COUPLED;
-// More tiles than this are several waves of blocks on any GPU: then a warp takes two.
+// More tiles than this are several waves of blocks on any GPU; then each warp takes two.
 constexpr int64_t MANY_TILES = 16384;
 
 static_assert(sizeof(outrider_device_call) <= sizeof(outrider_device_plan::call), "plan.call");
@@ -87,7 +87,8 @@ inline bool legal(const outrider_device_sizes& s) {
          s.vocab_size + s.draft_vocab_size > 0 && (s.flags & ~ALL_FLAGS) == 0;
 }
 
-// Sizes and workspace addresses; returns the workspace's end, from address 0 its size.
+// Sets sizes and workspace addresses; returns the end of the workspace (its size if it starts at
+// 0).
 inline std::uintptr_t lay_out(const outrider_device_sizes& s, std::uintptr_t workspace,
                               outrider_device_call* call) {
   const bool shapes = (s.flags & OUTRIDER_DEVICE_SHAPES) != 0;
@@ -107,7 +108,7 @@ inline std::uintptr_t lay_out(const outrider_device_sizes& s, std::uintptr_t wor
   call->mass = carver.take<double>(rows * tiles);
   call->rest = carver.take<double>(slots * static_cast<size_t>(call->rest_count) * tiles);
   call->states = carver.take<outrider_device_state>(slots);
-  call->ratios = carver.take<double>(slots * static_cast<size_t>(s.width)); // where none are wanted
+  call->ratios = carver.take<double>(slots * static_cast<size_t>(s.width)); // unless given
   const bool marks = (s.flags & OUTRIDER_DEVICE_PENALTIES) != 0;
   uint32_t* const bits = carver.take<uint32_t>(marks ? slots * 2 * tiles * (TILE / 32) : 0);
   call->marks = marks ? bits : nullptr;
@@ -153,7 +154,7 @@ inline void add(outrider_device_plan* plan, const outrider_device_launch& launch
   plan->launches[plan->launch_count++] = launch;
 }
 
-// The kernels up to a decision or a draw. general: those that know penalties and filters.
+// Adds the kernels up to a decision or a draw. general: the scan with penalties and filters.
 inline void add_scan(outrider_device_plan* plan, outrider_device_call* call, int32_t tiles,
                      int32_t rows, const char* plain, const char* general, const char* filter) {
   const int64_t all = int64_t{tiles} * rows * call->slot_count;
@@ -167,7 +168,7 @@ inline void add_scan(outrider_device_plan* plan, outrider_device_call* call, int
   if (filters) add(plan, launch_of(filter, 1, rows, call->slot_count, FILTER_WARPS));
 }
 
-// As outrider.h says.
+// See outrider.h.
 inline int32_t plan_draw(const outrider_device_sizes* sizes, const outrider_logits* logits,
                          const outrider_slot* slots, int32_t step, const double* uniforms,
                          int64_t* drafts, outrider_row* rows, outrider_verdict* verdicts,
@@ -208,7 +209,7 @@ inline int32_t plan_verify(const outrider_device_sizes* sizes, const outrider_lo
   call.target = *target;
   if (has_draft) call.draft = *draft;
   call.uniforms = uniforms;
-  call.drafts = const_cast<int64_t*>(drafts); // a verification only reads them, and the rows
+  call.drafts = const_cast<int64_t*>(drafts); // a verification only reads drafts and rows
   call.draft_rows = const_cast<outrider_row*>(rows);
   call.verdicts = verdicts;
   if (ratios != nullptr) call.ratios = ratios;

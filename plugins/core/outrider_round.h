@@ -1,5 +1,5 @@
-// A round of one slot on the CPU: rows, shaped when a rule first asks for them, and the final draw.
-// Rows after the first rejection are conditioned on text that does not exist, and are not read.
+// A round of one slot on the CPU: rows, shaped when a rule first needs them, and the final draw.
+// Rows after the first rejection are conditioned on rejected tokens and are not read.
 #ifndef OUTRIDER_ROUND_H
 #define OUTRIDER_ROUND_H
 
@@ -16,9 +16,9 @@ struct Memory {
   Scratch scratch;
   float* adjusted[2]; // [V] each: the target's and the draft's processed row
   int32_t* counts;    // [V]
-  double* tile_sum;   // [width + 1, tiles]: of the p rows
-  double* q_sum;      // [tiles]
-  double* rest;       // [tiles]: of the residual
+  double* tile_sum;   // [width + 1, tiles] of the p rows
+  double* q_sum;      // [tiles] of the q row
+  double* rest;       // [tiles] of the residual
 };
 
 using CacheLines = Carver<64>;
@@ -42,7 +42,7 @@ inline Memory carve(CacheLines& carver, int vocab_size, int width) {
 
 // --- one slot's round -------------------------------------------------------------------------
 
-// Rows of one model for one slot.
+// The rows of one model for one slot.
 struct Model {
   const outrider_logits* logits;
   int64_t slot;
@@ -73,7 +73,8 @@ public:
                              outrider::ACCEPT, outrider::lane_of(slot_));
   }
 
-  // One draw a round, whatever position it lands on: the round's start names it.
+  // There is one final draw per round, so it uses the position of the round's start, wherever it
+  // lands.
   double final_u() const {
     if (uniforms_ != nullptr) return uniforms_[width_];
     return outrider::uniform(slot_.seed, slot_.position, outrider::RESIDUAL,
@@ -90,7 +91,7 @@ public:
     if (settled()) {
       *p = token == shape.token ? 1 : 0;
       if (slot_.lenience < 1 && p_row_.has(token)) {
-        // Accept when p(x) >= l max p, in the logits before they became a point mass.
+        // Accept if p(x) >= l max p, computed from the logits.
         const double margin =
             static_cast<double>(p_row_.at(token)) - static_cast<double>(shape.peak);
         *p = margin >= std::log(slot_.lenience) ? 1 : 0;
@@ -116,7 +117,7 @@ public:
     return true;
   }
 
-  // The tile sums of max(0, scale p - q) and their mass in units of a normalised q.
+  // Computes the tile sums of max(0, scale p - q), and their mass in units of a normalised q.
   bool residual_mass(int i, double scale, double* mass) {
     if (!shape_target(i)) return false;
     rest_of_ = i;
@@ -141,7 +142,7 @@ public:
     return true;
   }
 
-  // The next token, after row `accepted`.
+  // Draws the next token, from row `accepted`.
   bool draw(const outrider::Decision& decision, int64_t* token) {
     const int i = decision.accepted;
     if (!shape_target(i)) return false;
@@ -222,11 +223,11 @@ private:
     return static_cast<double>(ops_.sigmoid(row.at(id), static_cast<int>(id), &shape, &slot_));
   }
 
-  // max(0, scale p - q) of tile k, in units of q's weights; where p and q are the same row the
-  // factor is exactly 1, and nothing is left.
+  // Computes max(0, scale p - q) of tile k, in units of q's weights. If p and q are the same row,
+  // the factor is exactly 1 and the residual exactly 0.
   float rest_tile(int i, int k, float* w) const {
     alignas(64) float buffer[TILE], v[TILE];
-    const bool common = k < q_row_.tiles(); // beyond a narrower draft q is 0
+    const bool common = k < q_row_.tiles(); // beyond a narrower draft's vocabulary, q is 0
     const bool by_sigmoid = slot_.rule == OUTRIDER_SIGMOID;
     const auto weigh = [&](float* to, const Row& row, const outrider_row& shape) {
       const outrider_logit* z = row.load(ops_, k, buffer);
@@ -257,7 +258,7 @@ private:
     ops_.weights(w, p_row_.load(ops_, k, buffer), &p_[i], k * TILE);
     w[token % TILE] = 0;
     std::fill_n(buffer, TILE, 0.0f);
-    memory_.rest[k] = static_cast<double>(ops_.residual(w, 1, buffer)); // the sum is all
+    memory_.rest[k] = static_cast<double>(ops_.residual(w, 1, buffer)); // used as a sum
   }
 
   int64_t draw_rest(int i) {
@@ -282,9 +283,9 @@ private:
   const double* uniforms_;
   int width_;
 
-  outrider_row p_[OUTRIDER_MAX_WIDTH + 1]; // of rows 0 .. p_known_ - 1
-  outrider_row q_{};                       // of row q_known_
-  Row p_row_{}, q_row_{};                  // processed rows p_current_, q_current_
+  outrider_row p_[OUTRIDER_MAX_WIDTH + 1]; // shapes of rows 0 .. p_known_ - 1
+  outrider_row q_{};                       // shape of row q_known_
+  Row p_row_{}, q_row_{};                  // processed rows p_current_ and q_current_
   int p_known_ = 0, q_known_ = -1, p_current_ = -1, q_current_ = -1;
   int rest_of_ = -1;
   double rest_scale_ = 1;

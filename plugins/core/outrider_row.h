@@ -1,5 +1,5 @@
-// One row of logits on the CPU: from logits to a distribution, and a draw from it. The semantics are
-// those of runtime/sampling/warp.py, which has the order of the filters and the reasons.
+// One row of logits on the CPU: from logits to a distribution, and a draw from it. The semantics
+// are those of runtime/sampling/warp.py, which explains the order of the filters.
 #ifndef OUTRIDER_ROW_H
 #define OUTRIDER_ROW_H
 
@@ -15,15 +15,15 @@ namespace {
 using outrider::TILE;
 using outrider::tiles_of;
 
-constexpr int BINS = 2048; // of 1/64 of a factor 2 each, so down to 2^-32 of the peak; then one more
+constexpr int BINS = 2048; // 64 per factor of 2, down to 2^-32 of the peak; one more for the rest
 
 struct Candidate {
   float logit;
   int id;
 };
 
-// A processed row: logits, tile by tile. float32 in the workspace where a penalty or a suppression
-// changed it, else the caller's memory.
+// A processed row: logits, tile by tile. float32 in the workspace if penalties, biases or
+// suppression changed it, else the caller's memory.
 struct Row {
   const unsigned char* data;
   int dtype;
@@ -36,7 +36,7 @@ struct Row {
   const unsigned char* tile(int k) const {
     return data + int64_t{k} * TILE * outrider::element_size(dtype);
   }
-  // TILE floats, -inf beyond the row's end: the row's own memory where it will do, else `buffer`.
+  // TILE floats, -inf beyond the row's end: the row's own memory if possible, else `buffer`.
   const outrider_logit* load(const outrider_tiles& ops, int k, float* buffer) const {
     if (dtype == OUTRIDER_FLOAT32 && count(k) == TILE)
       return reinterpret_cast<const outrider_logit*>(tile(k));
@@ -45,7 +45,7 @@ struct Row {
   }
 };
 
-// Per thread, carved out of the caller's workspace.
+// Scratch memory of one thread, carved out of the caller's workspace.
 struct Scratch {
   float* tile_max;       // [tiles] of the row being filtered
   float* order;          // [tiles]
@@ -53,7 +53,7 @@ struct Scratch {
   Candidate* candidates; // [V]
 };
 
-// What is wrong with a row that is known to be broken. A NaN counts more than an infinity.
+// The error of a row that is known to be broken. NaN takes precedence over infinity.
 inline int32_t diagnose(const Row& row) {
   int32_t status = OUTRIDER_NO_TOKEN;
   for (int i = 0; i < row.width; ++i) {
@@ -64,15 +64,15 @@ inline int32_t diagnose(const Row& row) {
   return status;
 }
 
-// What the slot adds to the logit of an id.
+// The slot's logit bias for an id.
 inline float bias_of(const outrider_slot& slot, int64_t id) {
   const int64_t* end = slot.bias_ids + slot.bias_length;
   const int64_t* at = std::lower_bound(slot.bias_ids, end, id);
   return at != end && *at == id ? slot.biases[at - slot.bias_ids] : 0.0f;
 }
 
-// Frequency and presence penalty on `buffer`: of the output, the round's first i drafts included.
-// counts [V] is of no value before and after.
+// Applies frequency and presence penalties to `buffer`, for the output including the round's first
+// i drafts. counts [V] is scratch memory.
 inline void penalise_counts(const Row& raw, const outrider_slot& slot, const int64_t* drafts, int i,
                             float* buffer, int32_t* counts) {
   const auto each = [&](const auto& visit) {
@@ -84,16 +84,16 @@ inline void penalise_counts(const Row& raw, const outrider_slot& slot, const int
   each([&](int64_t id) { counts[id] = 0; });
   each([&](int64_t id) { ++counts[id]; });
   each([&](int64_t id) {
-    if (counts[id] == 0) return; // done
+    if (counts[id] == 0) return; // already applied
     const float frequency = slot.frequency_penalty * static_cast<float>(counts[id]);
     buffer[id] -= frequency + slot.presence_penalty;
     counts[id] = 0;
   });
 }
 
-// Bias, the penalties, then suppression, on a copy; `raw` itself where none applies to this row.
-// drafts: the round's tokens before row i also count as context. Sets status for a broken row:
-// suppression must not hide a NaN.
+// Applies biases, penalties, then suppression, to a copy; returns `raw` itself if none applies to
+// this row. drafts: the round's tokens, of which those before row i are context too. Sets *status
+// for a broken row, because suppression must not hide a NaN.
 inline Row process(const outrider_tiles& ops, const Row& raw, const outrider_slot& slot,
                    const int64_t* drafts, int i, float* buffer, int32_t* counts, int32_t* status) {
   const bool penalise = slot.repetition_penalty != 1 && slot.context_length + i > 0;
@@ -108,7 +108,7 @@ inline Row process(const outrider_tiles& ops, const Row& raw, const outrider_slo
                 static_cast<size_t>(raw.count(k)) * sizeof(float));
   const auto penalty = [&](int64_t id) {
     if (!raw.has(id)) return;
-    // From the original: a repeated id is penalised once.
+    // From the original logit, so that a repeated id is penalised once.
     const float logit = biased ? raw.at(id) + bias_of(slot, id) : raw.at(id);
     buffer[id] = outrider::penalised(logit, slot.repetition_penalty);
   };
@@ -129,9 +129,9 @@ inline Row process(const outrider_tiles& ops, const Row& raw, const outrider_slo
   return {reinterpret_cast<const unsigned char*>(buffer), OUTRIDER_FLOAT32, raw.width};
 }
 
-// Fill scratch.mass with what each bin holds; returns the sum. floor: smaller logits do not count, nor
-// do tiles whose maximum is below `negligible`. scale: of the fixed-point weights; 0: every token has
-// mass 1.
+// Fills scratch.mass with the mass of each bin; returns the sum. Logits below `floor` and tiles
+// whose maximum is below `negligible` are skipped. scale: of the fixed-point weights; 0: every
+// token has mass 1.
 inline int64_t fill_bins(const outrider_tiles& ops, const Row& row, const outrider_row& shape,
                         const Scratch& scratch, float floor, float negligible, float scale) {
   alignas(64) float buffer[TILE], w[TILE];
@@ -149,7 +149,8 @@ inline int64_t fill_bins(const outrider_tiles& ops, const Row& row, const outrid
   return total;
 }
 
-// The bin in which the mass that is summed from the largest logit down reaches `target`.
+// The bin in which the mass, summed from the largest logit down, reaches `target`. *before: the
+// mass of the bins before it.
 inline int crossing_bin(const int64_t* mass, int64_t target, int64_t* before) {
   *before = 0;
   for (int b = 0; b < BINS; ++b) {
@@ -159,7 +160,8 @@ inline int crossing_bin(const int64_t* mass, int64_t target, int64_t* before) {
   return BINS;
 }
 
-// The tokens of one bin, or with wanted = -1 of all, into scratch.candidates; returns how many.
+// Collects the tokens of bin `wanted` (-1: of all bins) in scratch.candidates; returns their
+// number.
 inline int gather(const outrider_tiles& ops, const Row& row, const outrider_row& shape,
                   const Scratch& scratch, float floor, float negligible, int wanted) {
   alignas(64) float buffer[TILE], w[TILE];
@@ -181,14 +183,14 @@ inline int gather(const outrider_tiles& ops, const Row& row, const outrider_row&
   return found;
 }
 
-// top-k: the k-th largest logit; all that equal it stay.
+// top-k: cuts at the k-th largest logit; all logits equal to it are kept.
 inline void keep_top_k(const outrider_tiles& ops, const Row& row, int top_k, const Scratch& scratch,
                        outrider_row* shape) {
   float floor = -outrider::INF;
   int64_t before = 0;
   int bin = -1;
   if (top_k <= row.tiles()) {
-    // The k-th largest tile maximum is no larger than the k-th largest logit: few are above it.
+    // The k-th largest tile maximum is at most the k-th largest logit, and few logits are above it.
     std::copy_n(scratch.tile_max, row.tiles(), scratch.order);
     std::nth_element(scratch.order, scratch.order + top_k - 1, scratch.order + row.tiles(),
                      [](float a, float b) { return a > b; });
@@ -204,13 +206,13 @@ inline void keep_top_k(const outrider_tiles& ops, const Row& row, int top_k, con
   shape->cut = scratch.candidates[rank].logit;
 }
 
-// top-p: a token stays while the mass of those before it, from the largest down, is below top_p of
-// the total; of equal logits the lower ids go first.
+// top-p: a token is kept while the mass of those before it, from the largest down, is below top_p
+// of the total. Among equal logits, lower ids are removed first.
 inline void keep_nucleus(const outrider_tiles& ops, const Row& row, double top_p,
                          const Scratch& scratch, outrider_row* shape) {
   const float scale = outrider::fixed_scale(row.width);
-  // All weights below removable / V together are removable; half of it leaves room for rounding,
-  // unless nothing but rounding is removable.
+  // All weights below removable mass / V can be removed together. Half of that leaves room for
+  // rounding, unless the removable mass is itself of the order of rounding errors.
   const double weight = (1 - top_p) * shape->total / (2.0 * row.width);
   float negligible = -outrider::INF;
   const bool all = shape->cut == -outrider::INF;
@@ -219,7 +221,7 @@ inline void keep_nucleus(const outrider_tiles& ops, const Row& row, double top_p
   const int64_t sum = fill_bins(ops, row, *shape, scratch, shape->cut, negligible, scale);
   const int64_t target = outrider::nucleus_of(
       top_p, all ? shape->total * static_cast<double>(scale) : static_cast<double>(sum));
-  if (sum < target) return; // top_p is 1 but for rounding
+  if (sum < target) return; // top_p is 1 up to rounding
   int64_t before = 0;
   const int bin = crossing_bin(scratch.mass, target, &before);
   const int found = gather(ops, row, *shape, scratch, shape->cut, negligible, bin);
@@ -237,7 +239,7 @@ inline void keep_nucleus(const outrider_tiles& ops, const Row& row, double top_p
   if (!divided) shape->tie_from = 0;
 }
 
-// The order of sums and the choice in them: that of a GPU's warp.
+// Sums and choices in the order of a GPU's warp.
 inline double total_of(const double* sums, int n) {
   return outrider::total_of([sums](int k) { return sums[k]; }, n);
 }
@@ -252,7 +254,8 @@ inline int choose_token(const float* weights, double fraction) {
                           fraction, &within);
 }
 
-// The distribution of a processed row: its shape, and tile_sum [tiles]. At temperature 0 a point mass.
+// Computes the distribution of a processed row: its shape and tile_sum [tiles]; at temperature 0, a
+// point mass.
 inline int32_t shape_row(const outrider_tiles& ops, const Row& row, const outrider_slot& slot,
                          const Scratch& scratch, double* tile_sum, outrider_row* shape) {
   alignas(64) float buffer[TILE], w[TILE];
@@ -307,8 +310,8 @@ inline int32_t shape_row(const outrider_tiles& ops, const Row& row, const outrid
   return OUTRIDER_OK;
 }
 
-// The token at u of the inverse CDF of a row that is no point mass. without: a token that has weight
-// 0, or -1; then tile_sum is without it too. Sets shape->token and its weight.
+// Draws the token at u of the inverse CDF of a row that is not a point mass. without: a token whose
+// weight is taken as 0, also in tile_sum; -1: none. Sets shape->token and shape->weight.
 inline void draw_row(const outrider_tiles& ops, const Row& row, const double* tile_sum, double u,
                      int64_t without, outrider_row* shape) {
   alignas(64) float buffer[TILE], w[TILE];
@@ -322,7 +325,8 @@ inline void draw_row(const outrider_tiles& ops, const Row& row, const double* ti
   shape->weight = w[i];
 }
 
-// The token that the slot's noise chooses at `position`: see tile_noise. tile_max: the row's, [tiles].
+// Chooses the token with the slot's noise at `position`: see tile_noise. tile_max [tiles]: the
+// row's.
 inline void couple_row(const outrider_tiles& ops, const Row& row, const outrider_slot& slot,
                        uint32_t position, const float* tile_max, outrider_row* shape) {
   alignas(64) float buffer[TILE], w[TILE];
@@ -337,7 +341,7 @@ inline void couple_row(const outrider_tiles& ops, const Row& row, const outrider
       const float* of = w + g * outrider::GROUP;
       float heaviest = of[0];
       for (int i = 1; i < outrider::GROUP; ++i) heaviest = of[i] > heaviest ? of[i] : heaviest;
-      if (!outrider::may_win(tile.least, best, heaviest)) continue; // no number of the tile is less
+      if (!outrider::may_win(tile.least, best, heaviest)) continue; // tile.least bounds all
       const outrider::Noise group = outrider::group_noise(slot.seed, position, k, tile, g);
       if (!outrider::may_win(group.least, best, heaviest)) continue;
       uint32_t words[4];
@@ -354,7 +358,7 @@ inline void couple_row(const outrider_tiles& ops, const Row& row, const outrider
     }
   };
   const int first = static_cast<int>(std::max_element(tile_max, tile_max + row.tiles()) - tile_max);
-  visit(first); // it is likely to win, and the rest need not be looked at then
+  visit(first); // it probably contains the winner, and then most others can be skipped
   for (int k = 0; k < row.tiles(); ++k)
     if (k != first) visit(k);
 }

@@ -1,14 +1,16 @@
-// The speculative-sampling algorithm, once: compiled by the host compiler for the CPU library and by
-// NVRTC or nvcc for the GPU. Raw pointers, no headers but the C interface's types.
+// The speculative-sampling algorithm in one source, compiled by the host compiler for the CPU
+// library and by NVRTC or nvcc for the GPU. It uses raw pointers and only the C interface's header.
 //
-// The vocabulary is cut into tiles of 1024 tokens. Per row and tile: maximum and sum of exponentials;
-// per slot: the tiles combined in a fixed order, then the accept tests; for one row only: the tile in
-// which the cumulative sum crosses u * total, and that tile's scan.
+// The vocabulary is divided into tiles of 1024 tokens. For each row and tile, the maximum and the
+// sum of exponentials are computed; for each slot, the tiles are combined in a fixed order, and the
+// accept tests follow; for one row only, the tile is found in which the cumulative sum crosses u *
+// total, and scanned.
 //
-// Every float operation is a single IEEE one, in an order that is written down here; where a fused
-// multiply-add is meant it says `fused`. So all targets give the same bits, if the compiler contracts
-// nothing on its own (-ffp-contract=off, NVRTC and nvcc: -fmad=false) and without -ffast-math. Only
-// x86 before AVX2 has no fused multiply-add: see there.
+// Every floating-point operation is a single IEEE operation, in an order fixed here; fused
+// multiply-adds are explicit (`fused`). All targets therefore compute the same bits, provided that
+// the compiler contracts nothing on its own (-ffp-contract=off; -fmad=false with NVRTC and nvcc)
+// and -ffast-math is off. The only exception is x86 before AVX2, which has no fused multiply-add:
+// see `fused`.
 #ifndef OUTRIDER_SAMPLING_H
 #define OUTRIDER_SAMPLING_H
 
@@ -20,8 +22,8 @@
 #define OUTRIDER_HD inline
 #endif
 
-// Internal linkage: the CPU library compiles this file once per instruction set, and one unit's
-// AVX-512 must not stand in for another's plain code.
+// Internal linkage: the CPU library compiles this file once per instruction set, and the linker
+// must not replace one unit's plain code by another's AVX-512.
 namespace {
 namespace outrider {
 
@@ -59,8 +61,8 @@ OUTRIDER_HD uint32_t as_bits(float value) {
 
 OUTRIDER_HD float from_bfloat16(uint16_t bits) { return as_float(static_cast<uint32_t>(bits) << 16); }
 
-// Without a branch, so that it vectorises; denormals are made by a subtraction, not by denormal
-// arithmetic, so that a caller's flush-to-zero mode changes nothing.
+// Branchless, so that it vectorises. Denormals are produced by a subtraction rather than by
+// denormal arithmetic, so that a caller's flush-to-zero mode has no effect.
 OUTRIDER_HD float from_float16(uint16_t bits) {
 #if defined(__CUDA_ARCH__)
   float value;
@@ -82,7 +84,7 @@ OUTRIDER_HD int element_size(int dtype) { return dtype == OUTRIDER_FLOAT32 ? 4 :
 
 OUTRIDER_HD float load(const void* row, int dtype, int64_t i) {
   const unsigned char* at = static_cast<const unsigned char*>(row) + i * element_size(dtype);
-#if defined(__CUDA_ARCH__) // device memory is aligned to its elements
+#if defined(__CUDA_ARCH__) // device memory is aligned to the elements
   if (dtype == OUTRIDER_FLOAT32) return *reinterpret_cast<const float*>(at);
   const uint16_t bits = *reinterpret_cast<const uint16_t*>(at);
 #else
@@ -124,26 +126,28 @@ OUTRIDER_HD double uniform(uint64_t seed, uint32_t position, uint32_t purpose, u
   return static_cast<double>(bits) * (1.0 / 9007199254740992.0);
 }
 
-// Block verification looks at all uniforms of its round: no later round may use them again.
+// Block verification reads all uniforms of its round, so no later round may reuse them.
 OUTRIDER_HD uint32_t lane_of(const outrider_slot& slot) {
   return slot.rule == OUTRIDER_BLOCK ? slot.position : 0;
 }
 
 // --- coupling ---------------------------------------------------------------------------------
 
-// Gumbel coupling (Daliri, Musco, Suresh 2024, arXiv 2408.07978): the token with the least e_x / w_x,
-// where e_x is a standard exponential number that belongs to (seed, position, x). That is an exact draw
-// from the weights w, and argmax log w_x + g_x with the Gumbel noise g_x = -log e_x. Target and draft
-// look at the same e, so the target's token depends on the seed and on p alone.
+// Gumbel coupling (Daliri, Musco, Suresh 2024, arXiv 2408.07978): choose the token with the least
+// e_x / w_x, where e_x is a standard exponential random number determined by (seed, position, x).
+// This is an exact draw from the weights w, and equals argmax log w_x + g_x with the Gumbel noise
+// g_x = -log e_x. Target and draft use the same e, so the target's token depends only on the seed
+// and p.
 //
-// The numbers are made from the top down, so that few are needed: of a tile of 1024 first the least one
-// (an exponential number / 1024) and its token, which is any with the same chance; then of each of its
-// 32 groups of 32, and in a group of each token. The least of n is where it is; what is left of the
-// others is exponential again. So a tile of which even the least number is too large is not looked at.
+// The numbers are generated top-down, so that few are needed. For a tile of 1024 tokens, the least
+// number comes first (an exponential number / 1024), with its token, which is uniformly
+// distributed; then the least of each of the tile's 32 groups of 32; then the number of each token
+// of a group. Given the least of n exponential numbers, the excess of the others over it is
+// exponential again. A tile is skipped if even its least number is too large.
 constexpr int GROUP = 32;
 
-// log v for v in (0, 1), relative error below 4e-16: 2 artanh((m - 1) / (m + 1)) + n log 2. In plain
-// operations, so that every compiler and NumPy get the same bits.
+// log v for v in (0, 1), relative error below 4e-16: 2 artanh((m - 1) / (m + 1)) + n log 2. In
+// basic operations only, so that every compiler and NumPy compute the same bits.
 OUTRIDER_HD double log_of(double v) {
 #if defined(__CUDA_ARCH__)
   uint64_t bits = static_cast<uint64_t>(__double_as_longlong(v));
@@ -176,21 +180,21 @@ OUTRIDER_HD double log_of(double v) {
   return 2.0 * (s + s * (t * p)) + static_cast<double>(n) * 0.6931471805599453;
 }
 
-// An exponential number, from the middle of one of 2^32 intervals.
+// A standard exponential number, from the midpoint of one of 2^32 intervals.
 OUTRIDER_HD double exponential(uint32_t word) {
   return -log_of((static_cast<double>(word) + 0.5) * (1.0 / 4294967296.0));
 }
 
-// The numbers of a tile, or of a group of it.
+// The least number of a tile or of a group in it.
 struct Noise {
   double least;
-  int at; // of the tile, or of the group: the token whose number that is
+  int at; // the token with that number, as an index into the tile or group
 };
 
 OUTRIDER_HD Noise tile_noise(uint64_t seed, uint32_t position, int tile) {
   uint32_t c[4] = {position, COUPLED, static_cast<uint32_t>(tile), 0};
   philox4x32(seed, c);
-  // 52 bits, for how rare the rarest token may be.
+  // 52 bits, so that very improbable tokens can still be drawn.
   const uint64_t bits = (static_cast<uint64_t>(c[0]) << 32 | c[1]) >> 12;
   const double v = (static_cast<double>(bits) + 0.5) * (1.0 / 4503599627370496.0);
   return {-log_of(v) * (1.0 / TILE), static_cast<int>(c[2] >> 22)};
@@ -205,7 +209,7 @@ OUTRIDER_HD Noise group_noise(uint64_t seed, uint32_t position, int tile, const 
   return {of.least + exponential(c[word]) * (1.0 / GROUP), static_cast<int>(c[word + 1] >> 27)};
 }
 
-// For token i of a group, and the three others whose numbers the same words make.
+// The random words of token i of a group, and of the three tokens that share them.
 OUTRIDER_HD void token_words(uint64_t seed, uint32_t position, int tile, int group, int i,
                              uint32_t words[4]) {
   words[0] = position;
@@ -219,16 +223,17 @@ OUTRIDER_HD double token_noise(const Noise& group, int i, const uint32_t words[4
   return i == group.at ? group.least : group.least + exponential(words[i % 4]);
 }
 
-// Whether a number this small may win against the least quotient so far, for weights up to `weight`.
-// A maximum's weight may round to less than its neighbour's: hence the margin.
+// Whether a token with at least this number and at most this weight can beat the least quotient so
+// far. The margin is for rounding: the weight of a maximum may be slightly below its neighbour's.
 OUTRIDER_HD bool may_win(double number, double best, float weight) {
   return weight > 0 && number <= best * static_cast<double>(weight) * (1.0 + 1e-5);
 }
 
 // --- elementwise ------------------------------------------------------------------------------
 
-// a * b + c, rounded once. The product is exact in float64, so what an old processor computes differs
-// only where float64 rounds to a tie of float32: the last bit, in one of 2^29 cases.
+// a * b + c, rounded once. Without an FMA instruction it is computed in float64, where the product
+// is exact; the result differs only if float64 rounds to a tie of float32: in the last bit, in one
+// of 2^29 cases.
 OUTRIDER_HD float fused(float a, float b, float c) {
 #if defined(__CUDA_ARCH__)
   return __fmaf_rn(a, b, c);
@@ -242,11 +247,12 @@ OUTRIDER_HD float fused(float a, float b, float c) {
 
 constexpr double LOG2_E = 1.4426950408889634;
 
-// 2^t for t <= 0, relative error below 2e-7; exactly 1 at 0, exactly 0 below -126.5 (no denormals, so
-// no flush-to-zero differences), NaN for NaN. One function for p and q: it *is* their weight.
+// 2^t for t <= 0, relative error below 2e-7; exactly 1 at 0, exactly 0 below -126.5 (no denormals,
+// so flush-to-zero modes make no difference), NaN for NaN. p and q both use it: it *defines* their
+// weights.
 OUTRIDER_HD float exp2_of(float t) {
   const float magic = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer, in the low bits
-#if defined(__CUDA_ARCH__) // one instruction; as below, a NaN stays one
+#if defined(__CUDA_ARCH__) // one instruction; it propagates NaN, as the expression below does
   float y;
   asm("max.NaN.f32 %0, %1, 0fC2FE0000;" : "=f"(y) : "f"(t));
 #else
@@ -260,14 +266,14 @@ OUTRIDER_HD float exp2_of(float t) {
   e = fused(e, r, 2.4022242e-1f);
   e = fused(e, r, 6.93147e-1f);
   e = fused(e, r, 1.0f);
-  // The bits of 2^n; for n = -127 those of 0.
+  // The bits of 2^n; for n = -127, those of 0.
   const uint32_t n = as_bits(shifted) + 127u;
   return e * as_float(n << 23);
 }
 
 OUTRIDER_HD float penalised(float z, float penalty) { return z < 0 ? z * penalty : z / penalty; }
 
-// A row before anything is known of its logits, and nothing is left out.
+// The initial shape of a row: nothing known about its logits, no filters.
 OUTRIDER_HD outrider_row shape_of(const outrider_slot& slot) {
   const float rate = slot.temperature == 0
                          ? 0.0f
@@ -275,14 +281,14 @@ OUTRIDER_HD outrider_row shape_of(const outrider_slot& slot) {
   return {1, -INF, rate, -INF, 0, 0, -1, 1, OUTRIDER_OK};
 }
 
-// The weight of token `id` with logit z. The filters are monotone in z, so a cut is all there is.
+// The weight of token `id` with logit z. All filters are monotone in z, so a cut represents them.
 OUTRIDER_HD float weight_of(float z, int id, const outrider_row& row) {
   const float e = exp2_of((z - row.peak) * row.rate);
   const bool above = (z > row.cut) | ((z == row.cut) & (id >= row.tie_from));
   return (above & (e >= row.min_weight)) ? e : 0.0f;
 }
 
-// Eq. 5 of arXiv 2406.11016 on the warped logit; 0 for tokens that a filter removed.
+// Eq. 5 of arXiv 2406.11016, applied to the warped logit; 0 for tokens removed by a filter.
 struct Sigmoid {
   float temperature, alpha, rate; // rate: -log2(e) / (beta - alpha)
 };
@@ -294,7 +300,7 @@ OUTRIDER_HD Sigmoid sigmoid_of(const outrider_slot& slot) {
 
 OUTRIDER_HD float squash(float z, int id, const outrider_row& row, Sigmoid s) {
   const float t = (z / s.temperature - s.alpha) * s.rate;
-  // 2^t through 2^-|t|: 1 / (1 + e) for t <= 0, e / (1 + e) with e = 2^-t above.
+  // Computed from e = 2^-|t|: 1 / (1 + e) for t <= 0, else e / (1 + e).
   const float e = exp2_of(t > 0 ? -t : t);
   const float value = (t > 0 ? e : 1.0f) / (1.0f + e);
   const bool filtered = (row.cut > -INF) | (row.min_weight > 0);
@@ -310,15 +316,15 @@ OUTRIDER_HD bool is_nan(double x) { return x != x; }
 
 // --- sums and draws ---------------------------------------------------------------------------
 
-// n numbers are summed as at most 32 runs of neighbours: one by one in a run, then the runs as a warp
-// scans them, each adding the one 1, 2, 4, 8 and 16 below it. On a GPU a run is a lane's, and `Sums`
-// a number in each lane; here it is an array.
+// n numbers are summed in at most 32 runs of neighbours: sequentially within a run, then over the
+// runs in the order of a warp scan, each adding the one 1, 2, 4, 8 and 16 below it. On a GPU, each
+// lane has one run, and `Sums` is a number per lane; here it is an array.
 constexpr int LANES = 32;
 
 struct Lanes {
   double v[LANES];
 
-  // at(first), at(first + 1), ... in runs of `length`.
+  // Sum at(first), at(first + 1), ... in runs of `length`.
   template <class At> static Lanes of(const At& at, int first, int n, int length) {
     Lanes sums = {};
     for (int k = 0; k < n; ++k) sums.v[k / length] += at(first + k);
@@ -328,7 +334,7 @@ struct Lanes {
     for (int i = LANES - 1; i >= distance; --i) v[i] += v[i - distance];
   }
   double at(int i) const { return v[i]; }
-  uint32_t above(double x) const { // a bit for each
+  uint32_t above(double x) const { // one bit per lane
     uint32_t bits = 0;
     for (int i = 0; i < LANES; ++i) bits |= static_cast<uint32_t>(v[i] > x) << i;
     return bits;
@@ -362,9 +368,9 @@ OUTRIDER_HD int highest_bit(uint32_t bits) {
 #endif
 }
 
-// The number in which the cumulative sum crosses fraction * total, and how far into it, about [0, 1].
-// One that adds nothing is never chosen. Past the end (a fraction close to 1): the last that adds.
-// -1: the sum is 0.
+// The index at which the cumulative sum crosses fraction * total; *within: how far into that
+// number, about [0, 1]. Numbers that are not positive are never chosen. Past the end (a fraction
+// close to 1), the last positive one. -1 if the sum is 0.
 template <class Sums>
 OUTRIDER_HD int crossing(const Sums& sums, double fraction, double* within) {
   const Sums upto = running(sums);
@@ -394,8 +400,8 @@ OUTRIDER_HD int choose(const At& at, int n, double fraction, double* within) {
   }
 }
 
-// Top-p sums weights in fixed point, so that the order does not matter: in steps of 1 / scale of the
-// largest, with which V of them do not overflow.
+// Top-p sums weights in fixed point, so that the order does not matter. The scale is a power of 2
+// with which V times the largest weight, 1, does not overflow.
 OUTRIDER_HD float fixed_scale(int vocab_size) {
   uint32_t bits = 62;
   for (int n = vocab_size - 1; n > 0; n /= 2) --bits;
@@ -406,16 +412,16 @@ OUTRIDER_HD int64_t fixed(float weight, float scale) {
   return static_cast<int64_t>(weight * scale);
 }
 
-// What the tokens from the largest down are to reach, less what sums of float32 weights cannot tell
-// apart (TOP_P_SLACK of warp.py, which has the reason); at least the first stays.
+// The mass that the tokens, from the largest down, have to reach for top-p, less a slack for the
+// rounding of float32 sums (TOP_P_SLACK of warp.py explains it). At least the first token is kept.
 OUTRIDER_HD int64_t nucleus_of(double top_p, double total) {
   const int64_t target = static_cast<int64_t>((top_p - 1e-6) * total);
   return target > 1 ? target : 1;
 }
 
-// --- what a slot may ask for ------------------------------------------------------------------
+// --- a slot's parameters ----------------------------------------------------------------------
 
-// The ranges of runtime/sampling/warp.py's SamplingParams; each comparison is false for a NaN.
+// The ranges of SamplingParams in runtime/sampling/warp.py. Each comparison is false for NaN.
 OUTRIDER_HD bool legal(const outrider_slot& s, int width) {
   const bool temperature = s.temperature == 0 || (s.temperature >= 1e-7f && s.temperature <= 1e7f);
   const bool ids = s.context_length >= 0 && s.output_start >= 0 && s.suppress_length >= 0 &&
@@ -433,7 +439,7 @@ OUTRIDER_HD bool legal(const outrider_slot& s, int width) {
          s.index >= 0;
 }
 
-// Whether top-k leaves anything out of a row of so many tokens.
+// Whether top-k removes anything from a row of this width.
 OUTRIDER_HD bool limits(const outrider_slot& s, int width) {
   return s.top_k > 0 && s.top_k < width;
 }
@@ -446,21 +452,21 @@ OUTRIDER_HD bool couples(const outrider_slot& s) {
   return s.rule == OUTRIDER_COUPLED && s.temperature > 0;
 }
 
-// Whether every row of the slot is one token, whatever the round: p and q are then point masses, and a
-// draft stands where it is the target's token.
+// Whether each row of the slot determines one token, without random numbers of the round: p and q
+// are then point masses, and a draft token is accepted if it is the target's token.
 OUTRIDER_HD bool settled(const outrider_slot& s) {
   return s.temperature == 0 || s.rule == OUTRIDER_COUPLED;
 }
 
 // --- the rules --------------------------------------------------------------------------------
 
-// Of a slot without a token: what is wrong with which row, or nothing yet.
+// The verdict of a slot without a token: the error and its row, or none yet.
 OUTRIDER_HD outrider_verdict verdict_of(int32_t status, int32_t model, int32_t row) {
   return {-1, 0, 0, status, model, row, 0};
 }
 OUTRIDER_HD outrider_verdict no_verdict() { return verdict_of(OUTRIDER_OK, OUTRIDER_TARGET, 0); }
 
-// The outcome of the accept tests: the next token comes from row `accepted`: from p, or from the
+// The outcome of the accept tests. The next token is drawn from row `accepted`: from p, or from the
 // residual max(0, scale p - q).
 struct Decision {
   int accepted;
@@ -469,12 +475,12 @@ struct Decision {
   double scale;
 };
 
-// Round: bool probs(i, &p, &q): p_i(x_i) and q_i(x_i) (by the sigmoid rule p^ and q^), false when a
-// row is broken; bool residual_mass(i, scale, &mass): of sum max(0, scale p - q), likewise;
-// double accept_u(i).
+// The template parameter Round provides: bool probs(i, &p, &q), which gives p_i(x_i) and q_i(x_i)
+// (p^ and q^ for the sigmoid rule); bool residual_mass(i, scale, &mass), the sum of max(0, scale p
+// - q); double accept_u(i). The first two return false if a row is broken.
 
 // Speculative sampling (Leviathan et al. 2023; lenience: appendix A.5), and the sigmoid rule, which
-// differs in p and q only. Strictly u q < p, so that p = 0 is rejected at u = 0 too.
+// differs only in p and q. The test u q < p is strict, so that p = 0 is rejected even at u = 0.
 template <class Round>
 OUTRIDER_HD bool decide_token(Round& round, int gamma, double lenience, double* ratios,
                               Decision* decision) {
@@ -494,9 +500,9 @@ OUTRIDER_HD bool decide_token(Round& round, int gamma, double lenience, double* 
 
 // Block verification (arXiv 2403.10444, Algorithm 2): P_i = min(P_{i-1} p_i / q_i, 1); Z_i = sum
 // max(P_i p_{i+1} - q_{i+1}, 0); h_i = Z_i / (Z_i + 1 - P_i), h_gamma = P_gamma; tau = the *last* i
-// with u_i < h_i. In two steps, because a GPU computes the masses of all rows in between.
+// with u_i < h_i. In two steps, because on a GPU the masses of all rows are computed in between.
 
-// P_0 .. P_gamma into prefix [gamma + 1]. Sets *all where all drafts stand.
+// Computes P_0 .. P_gamma into prefix [gamma + 1]. *all: whether all draft tokens are accepted.
 template <class Round>
 OUTRIDER_HD bool block_prefixes(Round& round, int gamma, double* prefix, double* ratios, bool* all) {
   prefix[0] = 1;
@@ -512,13 +518,13 @@ OUTRIDER_HD bool block_prefixes(Round& round, int gamma, double* prefix, double*
   return true;
 }
 
-// Whether tau needs no residual: Z <= P, so h <= P, and the test fails whatever Z is.
+// Whether the test at tau fails without computing Z: Z <= P implies h <= P.
 template <class Round>
 OUTRIDER_HD bool block_fails(const Round& round, int tau, double scale) {
   return scale < 1 && round.accept_u(tau - 1) >= scale;
 }
 
-// Where not all stand: from the back the first is the last.
+// Finds tau when not all draft tokens are accepted, searching backwards for the last i that passes.
 template <class Round>
 OUTRIDER_HD bool block_tau(Round& round, int gamma, const double* prefix, Decision* decision) {
   for (int tau = gamma - 1; tau >= 0; --tau) {
@@ -527,7 +533,8 @@ OUTRIDER_HD bool block_tau(Round& round, int gamma, const double* prefix, Decisi
     double mass;
     if (!round.residual_mass(tau, scale, &mass)) return false;
     *decision = {tau, gamma, true, scale};
-    // At P = 1, h = 1 (where Z = 0 too: p = q, and the residual is p); so tau = 0 is the end.
+    // P = 1 implies h = 1 (even for Z = 0: then p = q, and the residual is p), so the search ends
+    // at tau = 0 at the latest.
     if (scale == 1 || round.accept_u(tau - 1) < mass / (mass + 1 - scale)) break;
   }
   return true;

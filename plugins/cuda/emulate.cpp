@@ -1,8 +1,7 @@
-// The CUDA kernels on the host, for machines without a GPU: one block after the other in random
-// order, its threads as coroutines that switch at barriers, warps in random order. It shows that the
-// logic is right and the plan complete, not that it is fast, nor that the memory ordering is right.
-// Compiled together with the CPU library, whose outrider_draw and outrider_verify it has the
-// signatures of.
+// Runs the CUDA kernels on the host, for tests without a GPU: blocks one after another in random
+// order, their threads as coroutines that switch at barriers, warps in random order. This tests the
+// logic and the completeness of the plan, but not speed or memory ordering. Compiled together with
+// the CPU library; its functions have the signatures of outrider_draw and outrider_verify.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -30,7 +29,7 @@ Index threadIdx, blockIdx, blockDim, gridDim;
 
 enum class Waits { NOT, WARP, BLOCK, FOREVER };
 
-// Started once by ucontext; afterwards setjmp switches, which needs no system call.
+// Started once with ucontext; after that, setjmp switches without a system call.
 struct Thread {
   ucontext_t start;
   jmp_buf context;
@@ -43,7 +42,7 @@ constexpr size_t STACK = 64 * 1024;
 Thread block[MOST];
 jmp_buf scheduler;
 void (*body)();
-uint64_t exchange[MOST]; // what a warp passes on
+uint64_t exchange[MOST]; // values exchanged within a warp
 std::mt19937 order;
 
 void wait(Waits waits) {
@@ -120,7 +119,8 @@ template <class T> T passed(unsigned from) {
   return value;
 }
 
-// What reduces the values of all lanes, which it reads with `passed`.
+// Exchanges the values of all lanes and returns take(first thread of the warp), which reads them
+// with `passed`.
 template <class T, class Take> auto among_lanes(T value, const Take& take) {
   static_assert(sizeof value <= sizeof exchange[0]);
   std::memcpy(&exchange[threadIdx.x], &value, sizeof value);
@@ -182,7 +182,7 @@ template <class T> T atomicOr(T* at, T value) {
   return old;
 }
 
-// A node's handle is here the address of its condition.
+// Here the handle of a node is the address of its condition.
 void cudaGraphSetConditional(uint64_t handle, unsigned value) {
   *reinterpret_cast<unsigned*>(handle) = value;
 }
@@ -211,7 +211,7 @@ namespace {
 
 // --- launches ---------------------------------------------------------------------------------
 
-// What all threads run; their parameter is a copy, as a launch makes one.
+// Sets what all threads run. Their parameter is copied, as by a launch.
 template <class Parameter> void prepare(void (*kernel)(Parameter), const void* parameter) {
   static void (*current)(Parameter);
   static Parameter argument;
@@ -267,8 +267,8 @@ int32_t flags_of(const outrider_slot* slots, int32_t count) {
   return flags & ~removed_flags;
 }
 
-// One workspace for each sizes, never cleared; nothing but its counters may be read before it is
-// written, so the rest starts as garbage.
+// One workspace per set of sizes, never cleared. Kernels must not read anything but its counters
+// before writing it, so the rest starts as garbage.
 struct Workspace {
   std::vector<unsigned char> memory;
   unsigned char* begin;
@@ -292,7 +292,7 @@ int32_t outcome(const outrider_slot* slots, const outrider_verdict* verdicts, in
                 int32_t width) {
   int32_t status = OUTRIDER_OK;
   for (int b = 0; verdicts != nullptr && b < count; ++b) {
-    if (!legal(slots[b], width)) return verdicts[b].status; // as the CPU library refuses
+    if (!legal(slots[b], width)) return verdicts[b].status; // as in the CPU library
     if (verdicts[b].status != OUTRIDER_OK) status = OUTRIDER_SLOT_FAILED;
   }
   return status;
@@ -302,15 +302,15 @@ int32_t outcome(const outrider_slot* slots, const outrider_verdict* verdicts, in
 
 extern "C" {
 
-// Flags that plans have beside those that their slots need, and flags that they lack all the same;
-// the seed of the order.
+// Set flags to add to those that the slots need, flags to remove from them, and the seed of the
+// execution order.
 OUTRIDER_API void outrider_emulate(int32_t added, int32_t removed, uint32_t seed) {
   added_flags = added;
   removed_flags = removed;
   order.seed(seed);
 }
 
-// For a host that launches by itself.
+// For a host that launches kernels itself.
 OUTRIDER_API int32_t outrider_emulate_knows(const char* kernel) {
   return kernels.count(kernel) != 0;
 }

@@ -1,7 +1,8 @@
-// The algorithm of outrider_sampling.h on a GPU: what outrider_device.h plans. All inputs that vary
-// from round to round (logits, drafts, slots) are in device memory; no allocation, no host
-// synchronisation, no atomics whose order matters: a captured graph replays the launches. Compiled by
-// NVRTC (no toolkit) or nvcc, with -fmad=false. Results have the bits of the CPU library.
+// The algorithm of outrider_sampling.h on a GPU: the kernels of the plans in outrider_device.h. All
+// inputs that vary from round to round (logits, drafts, slots) are in device memory, and there is
+// no allocation, no host synchronisation and no atomic operation whose order matters, so a captured
+// graph can replay the launches. Compiled by NVRTC (no toolkit) or nvcc, with -fmad=false. The
+// results are bitwise those of the CPU library.
 #include "outrider_device_filter.cuh"
 #include "outrider_device_loop.cuh"
 #include "outrider_device_round.cuh"
@@ -18,7 +19,7 @@ DEVICE bool first_thread() {
   return blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0;
 }
 
-// This block's tiles of a row.
+// Scans this block's tiles of a row.
 template <bool GENERAL>
 DEVICE void scan_row(const Call& call, const Row& row, outrider_device_tile* tiles, float rate) {
 #pragma unroll 1
@@ -32,7 +33,7 @@ DEVICE void scan_row(const Call& call, const Row& row, outrider_device_tile* til
 
 // --- verification -----------------------------------------------------------------------------
 
-// Whether a block has work; the first one says so where its slot has none.
+// Whether the slot has work for a block. If not, its first block writes the verdict.
 DEVICE bool takes_part(const Call& call, const outrider_slot& slot, int b) {
   const bool served = serves(call, slot, true);
   if (served && slot.gamma >= 0) return true;
@@ -73,7 +74,7 @@ template <bool GENERAL> DEVICE void verify_scan(const Call& call) {
   decide(call, b);
 }
 
-// The accept tests of the block rule that want the residuals' masses, by one block.
+// The accept tests of the block rule that need the residuals' masses, by one block.
 DEVICE void find_tau(const Call& call, const outrider_slot& slot, int b, Decision* decision) {
   __shared__ double masses[OUTRIDER_MAX_WIDTH];
   __shared__ Position positions[MAX_ROWS]; // their uniforms
@@ -102,11 +103,12 @@ template <bool GENERAL> DEVICE void verify_rest(const Call& call) {
   const bool by_block = slot.rule == OUTRIDER_BLOCK;
   const int first = state.first, rows = state.last - first + 1;
   bool rest = state.residual != 0;
-  // Without a residual one warp draws at once, from p.
+  // Without a residual, one warp draws immediately from p.
   if (rest ? y >= rows : block_x() != 0 || y != 0 || warp_id() != 0) return;
   int i = first + y, k = block_x() * warps() + warp_id();
   double scale = by_block ? state.prefix[i] : 1.0, fraction = 0;
-  // Tile k for its sum; then, in the slot's last block, for the token that is drawn from it.
+  // First pass: the sum of tile k. Second pass, in the slot's last block: the token drawn from tile
+  // k.
 #pragma unroll 1
   for (bool drawing = !rest;; drawing = true) {
     if (drawing) {
@@ -177,8 +179,8 @@ template <bool GENERAL> DEVICE void draw_scan(const Call& call) {
 
 } // namespace
 
-// A name that a host looks for before it launches: an older image would read another structure. (NVRTC
-// does not export variables.)
+// The host looks for this name before it launches, because an image of another version would read
+// other structures. (NVRTC does not export variables.)
 #define OUTRIDER_NAME(version) outrider_interface_##version
 #define OUTRIDER_INTERFACE(version) OUTRIDER_NAME(version)
 static_assert(sizeof(outrider_device_call) == 200 && sizeof(outrider_loop) == 112 &&

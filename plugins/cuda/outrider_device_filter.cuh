@@ -1,7 +1,7 @@
-// Top-k, top-p and min-p of one row, by one block: radix selection over keys of 32 bits, 8 a pass,
-// with counts or fixed-point masses in shared memory. They are integers, so the order in which the
-// threads add them does not matter. What is kept is what keep_top_k and keep_nucleus of
-// outrider_row.h keep.
+// Top-k, top-p and min-p of one row, by one block: radix selection over 32-bit keys, 8 bits per
+// pass, with counts or fixed-point masses in shared memory. These are integers, so the order in
+// which the threads add them does not matter. The result is that of keep_top_k and keep_nucleus in
+// outrider_row.h.
 #ifndef OUTRIDER_DEVICE_FILTER_CUH
 #define OUTRIDER_DEVICE_FILTER_CUH
 
@@ -10,9 +10,9 @@
 namespace {
 
 constexpr int DIGITS = 256;
-constexpr int COPIES = 16; // of the histogram, so that lanes rarely meet
+constexpr int COPIES = 16; // of the histogram, so that lanes rarely collide
 
-// Sums of 64 bits in two words: shared memory adds no more than 32 in one instruction.
+// 64-bit sums in two words, because shared memory adds at most 32 bits in one instruction.
 struct Histogram {
   uint32_t low[DIGITS * COPIES], high[DIGITS * COPIES];
   unsigned long long sums[DIGITS];
@@ -41,7 +41,7 @@ struct Histogram {
       sums[d] = sum;
     }
   }
-  // Every warp for itself.
+  // Each warp computes it for itself.
   DEVICE unsigned long long total() const {
     unsigned long long sum = 0;
 #pragma unroll
@@ -50,7 +50,8 @@ struct Histogram {
     for (int h = LANES / 2; h > 0; h /= 2) sum += __shfl_xor_sync(ALL, sum, h);
     return sum;
   }
-  // By one warp: the digit, from the highest down, in which the sum reaches `target`; -1: in none.
+  // By one warp: the digit at which the sum, from the highest digit down, reaches `target`; -1:
+  // none.
   DEVICE void find(unsigned long long target) {
     constexpr int RUN = DIGITS / LANES;
     const int top = DIGITS - 1 - lane_id() * RUN;
@@ -80,22 +81,22 @@ struct Histogram {
 struct Selection {
   bool found;
   uint32_t key;
-  unsigned long long missing; // what of the target is left for the tokens with this key
-  unsigned long long at;      // what they have
+  unsigned long long missing; // part of the target that the tokens with this key have to reach
+  unsigned long long at;      // their sum
 };
 
 enum class By { COUNT, MASS, ID };
 
-// Over the tokens with z >= cut (by ID: == cut), from the highest key down: the key at which the sum
-// reaches the target. The key is the logit's, or the id.
+// Finds, among the tokens with z >= cut (by ID: == cut), the key at which the sum from the highest
+// key down reaches the target. The key is that of the logit, or the id.
 struct Selector {
   const Row& row;
   const outrider_device_tile* tiles;
   By by;
   outrider_row shape;
-  float scale; // of a mass
+  float scale; // of fixed-point masses
   double top_p;
-  unsigned long long count; // the target, where it is not a share of the mass
+  unsigned long long count; // the target unless by MASS
 
   DEVICE unsigned long long target(unsigned long long sum) const {
     if (by != By::MASS) return count;
@@ -151,7 +152,7 @@ struct Selector {
   }
 };
 
-// The filters of a row that the scan has shaped: a new shape, and its tiles' masses. By the block.
+// Filters a row that the scan has shaped: updates its shape and its tiles' masses. By one block.
 __device__ __noinline__ void filter_row(const outrider_slot& slot, const Row& row,
                                         const outrider_device_tile* tiles, double* mass,
                                         outrider_row* shape_at) {
@@ -168,7 +169,7 @@ __device__ __noinline__ void filter_row(const outrider_slot& slot, const Row& ro
     const Selector selector = {row, tiles, by, shape, scale, slot.top_p,
                                by == By::COUNT ? static_cast<unsigned long long>(slot.top_k) : kept};
     const Selection edge = selector.select(histogram);
-    if (!edge.found) continue; // top_p is 1 but for rounding
+    if (!edge.found) continue; // top_p is 1 up to rounding
     if (by == By::ID) {
       shape.tie_from = static_cast<int32_t>(edge.key);
       continue;

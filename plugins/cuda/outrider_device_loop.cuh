@@ -1,5 +1,5 @@
-// A slot's text between the calls of the models: what outrider.h says of outrider_loop. A thread a
-// slot: there are few, and what they do is short beside the models.
+// A slot's tokens between the calls of the models: see outrider_loop in outrider.h. One thread per
+// slot: there are few, and their work is short compared with the models'.
 #ifndef OUTRIDER_DEVICE_LOOP_CUH
 #define OUTRIDER_DEVICE_LOOP_CUH
 
@@ -35,7 +35,8 @@ DEVICE bool takes_turn(const int32_t* turns, const outrider_sequence* sequences,
   return turns[b] >= 0 && sequences[b].ended == 0;
 }
 
-// As many draft tokens as are wanted, can still become text and fit the draft's context.
+// Number of draft tokens: as many as wanted that can still become output and fit the draft's
+// context.
 DEVICE int gamma_of(const outrider_loop& loop, const outrider_sequence& sequence, int b) {
   const int left = least(sequence.most - sequence.length - 1, sequence.draft_most - sequence.length);
   const int gamma = least(least(loop.turns[b], loop.width), left);
@@ -54,8 +55,8 @@ DEVICE void begin_round(const outrider_loop& loop) {
     slot.context_length = slot.context != nullptr ? length : 0;
     const int early = sequence.unsuppressed - length;
     slot.suppress_rows = early <= 0 ? 0 : least(early, gamma + 1);
-    // Right also for a slot that sits out: the same tokens at the same rows as before. Beyond the
-    // draft's context nothing is drafted any more, so its rows may go.
+    // Also correct for a slot without a turn: it gets the same tokens at the same rows as before.
+    // Beyond the draft's context nothing is drafted any more, so its rows may be overwritten.
     const int before = length >= 2 && length <= sequence.draft_most ? length - 2 : 0;
     const int last = length >= 1 ? length - 1 : 0;
     const int64_t pending = length >= 1 ? sequence.tokens[last] : 0;
@@ -72,13 +73,13 @@ DEVICE void begin_round(const outrider_loop& loop) {
 DEVICE void feed_draft(const outrider_loop& loop) {
   each_slot(loop, [&](int b) {
     const bool drew = loop.step < loop.slots[b].gamma;
-    // -1 stands where a row was broken: the verification will say so, and no model looks it up.
+    // -1 marks a broken row, which the verification reports; the models get 0 instead.
     const int64_t drawn = drew ? loop.drafts[static_cast<int64_t>(b) * loop.width + loop.step] : 0;
     const int64_t token = drawn < 0 ? 0 : drawn;
     loop.target_ids[static_cast<int64_t>(b) * (loop.width + 1) + 1 + loop.step] = token;
     const int64_t position = loop.step == 0 ? loop.draft_position[b] : loop.step_position[b];
-    // Past its own gamma a slot repeats its last draft, and one that drafts nothing is fed 0 behind
-    // its last token: rows that are never committed.
+    // Past its own gamma, a slot repeats its last draft token, and a slot without drafts gets 0
+    // after its last token. These rows are never committed.
     if (drew || loop.step == 0) loop.step_ids[b] = token;
     loop.step_position[b] = position + (loop.step == 0 ? 2 : drew ? 1 : 0);
   });
@@ -101,7 +102,7 @@ DEVICE void commit_round(const outrider_loop& loop) {
       const int64_t token = i < verdict.accepted
                                 ? loop.drafts[static_cast<int64_t>(b) * loop.width + i]
                                 : verdict.token;
-      // In this order: where the two are one array, what stands is the target's.
+      // In this order: if the two are the same array, the target's token must win.
       sequence.draft_tokens[sequence.length] = token < loop.draft_vocab_size ? token : 0;
       sequence.tokens[sequence.length] = token;
       sequence.length += 1;

@@ -1,5 +1,5 @@
-// A slot's round on a GPU, after its rows' tiles are there: the accept tests by one block, the final
-// draw by one warp. The rules themselves are in outrider_sampling.h.
+// A slot's round on a GPU after the scan of its rows: the accept tests by one block, the final draw
+// by one warp. The rules themselves are in outrider_sampling.h.
 #ifndef OUTRIDER_DEVICE_ROUND_CUH
 #define OUTRIDER_DEVICE_ROUND_CUH
 
@@ -20,7 +20,7 @@ DEVICE int32_t needs(const outrider_slot& slot, bool verifies) {
   return flags;
 }
 
-// Whether this plan serves the slot. Counts of ids and biases are the CPU library's alone.
+// Whether this plan supports the slot. Only the CPU library supports counts of ids and biases.
 DEVICE bool serves(const Call& call, const outrider_slot& slot, bool verifies) {
   return legal(slot, call.width) && slot.frequency_penalty == 0 && slot.presence_penalty == 0 &&
          slot.bias_length == 0 && (needs(slot, verifies) & ~call.flags) == 0;
@@ -36,7 +36,7 @@ DEVICE double* rest_at(const Call& call, int b, int y) {
   return call.rest + (static_cast<int64_t>(b) * call.rest_count + y) * call.tile_count;
 }
 
-// A verification without the rows of the draw shapes the draft's itself, after the target's.
+// A verification without the rows of the draw shapes the draft's rows itself, after the target's.
 DEVICE bool shapes_draft(const Call& call) {
   return call.draft_rows == nullptr && call.draft.data != nullptr;
 }
@@ -58,7 +58,7 @@ DEVICE ScanRow scan_row(const Call& call, const outrider_slot& slot, int r) {
   const int i = draft ? r - call.width - 1 : r;
   return {draft ? i < slot.gamma && !settled(slot) : i <= slot.gamma, draft, i};
 }
-// How many of them are wanted.
+// Number of rows that are wanted.
 DEVICE int scan_rows(const Call& call, const outrider_slot& slot) {
   return slot.gamma + 1 + (shapes_draft(call) && !settled(slot) ? slot.gamma : 0);
 }
@@ -74,24 +74,24 @@ DEVICE double uniform_of(const Call& call, const outrider_slot& slot, int b, int
 
 // --- coupling ---------------------------------------------------------------------------------
 
-// The token that the slot's noise chooses, by one warp: couple_row of the CPU library, a tile's groups
-// side by side in the lanes, then a group's tokens.
+// Chooses the token with the slot's noise, by one warp: couple_row of the CPU library, with first a
+// tile's groups and then a group's tokens in the lanes.
 DEVICE void couple_row(const outrider_slot& slot, const Row& row, uint32_t position,
                        const outrider_device_tile* tiles, outrider_row* shape) {
   const int n = tiles_of(row.width), lane = lane_id();
   double best = static_cast<double>(INF);
   shape->token = -1;
-  // First the tiles with the maximum, which are likely to win; then the others.
+  // First the tiles with the maximum, which probably contain the winner; then the others.
   for (int pass = 0; pass < 2; ++pass)
     for (int k = 0; k < n; ++k) {
       const float top = fresh(tiles + k).max;
       if ((top == shape->peak) != (pass == 0) || top < shape->cut) continue;
       const Noise tile = tile_noise(slot.seed, position, k);
       if (!may_win(tile.least, best, exp2_of((top - shape->peak) * shape->rate))) continue;
-      float w[EACH]; // of group q the lane's token
+      float w[EACH]; // w[q]: weight of the lane's token in group q
       load_tile<true>(row, k, 0, w);
       weigh<true>(w, 0, k, *shape);
-      float heaviest = 0; // of the lane's group
+      float heaviest = 0; // largest weight of the lane's group
 #pragma unroll
       for (int q = 0; q < EACH; ++q) {
         const float found = from_key(__reduce_max_sync(ALL, key_of(w[q])));
@@ -128,8 +128,8 @@ DEVICE void couple_row(const outrider_slot& slot, const Row& row, uint32_t posit
 
 // --- the accept tests -------------------------------------------------------------------------
 
-// What the tests want of a position. All positions at once, by a thread each: one after the other
-// they would wait for memory gamma times.
+// The inputs of the accept test at one position. They are computed for all positions at once, one
+// thread each: in sequence, they would wait for memory gamma times.
 struct Position {
   double p, q, u;
   int32_t status, model;
@@ -152,7 +152,7 @@ DEVICE Position position_of(const Call& call, const outrider_slot& slot, int b, 
   const float z = in_p ? logit_at(target, token) : -INF;
   if (settled(slot)) {
     at.p = token == p_row.token ? 1 : 0;
-    // Accept when p(x) >= l max p, in the logits before they became a point mass.
+    // Accept if p(x) >= l max p, computed from the logits.
     if (slot.lenience < 1 && in_p)
       at.p = static_cast<double>(z) - static_cast<double>(p_row.peak) >= log(slot.lenience) ? 1 : 0;
     return at;
@@ -186,7 +186,8 @@ DEVICE Position position_of(const Call& call, const outrider_slot& slot, int b, 
   return at;
 }
 
-// What decide_token, block_prefixes and block_tau ask for. masses: of the residuals, from row `first`.
+// The Round of decide_token, block_prefixes and block_tau. masses: of the residuals from row
+// `first`.
 struct DeviceRound {
   const Position* positions;
   const double* masses;
@@ -203,12 +204,12 @@ struct DeviceRound {
   }
   DEVICE double accept_u(int i) const { return positions[i].u; }
   DEVICE bool residual_mass(int i, double, double* mass) const {
-    *mass = masses != nullptr ? masses[i - first] : 0; // none at temperature 0, where P is 0 or 1
+    *mass = masses != nullptr ? masses[i - first] : 0; // null at temperature 0, where P is 0 or 1
     return true;
   }
 };
 
-// The accept tests of a slot whose rows are there, by one block. What is left to do is in the state.
+// The accept tests of a slot with shaped rows, by one block. The slot's state holds what remains.
 __device__ __noinline__ void decide(const Call& call, int b) {
   __shared__ Position positions[MAX_ROWS];
   const outrider_slot& slot = call.slots[b];
@@ -243,7 +244,7 @@ __device__ __noinline__ void decide(const Call& call, int b) {
   state.residual = pending || decision.residual;
   state.first = state.last = decision.accepted;
   if (pending) {
-    // From the last row at which the search for tau must end to the last that it may end at.
+    // The rows at which the search for tau may end: back to the last one at which it must end.
     state.last = gamma - 1;
     while (block_fails(round, state.last, state.prefix[state.last])) --state.last;
     state.first = state.last;
@@ -256,7 +257,7 @@ __device__ __noinline__ void decide(const Call& call, int b) {
 
 // --- residuals and draws ----------------------------------------------------------------------
 
-// A loop, not 64 copies of two divisions: its arrays are in local memory.
+// Not unrolled, to avoid 64 copies of two divisions; its arrays are in local memory.
 DEVICE void squash_tiles(const outrider_slot& slot, const outrider_row& p, const outrider_row& q,
                          int shift, int k, float w[EACH], const float v[EACH]) {
   const Sigmoid s = sigmoid_of(slot);
@@ -272,9 +273,9 @@ DEVICE void squash_tiles(const outrider_slot& slot, const outrider_row& p, const
   for (int j = 0; j < EACH; ++j) w[j] = a[j];
 }
 
-// The weights of tile k of p, or where `rest` of max(0, scale p - q), in units of q's weights: where p
-// and q are the same row the factor is exactly 1, and nothing is left. Without a draft's distribution
-// q is all on its token. Returns the shift.
+// Computes the weights of tile k of p or, if `rest`, of max(0, scale p - q) in units of q's
+// weights: if p and q are the same row, the factor is exactly 1 and the residual exactly 0. Without
+// a draft's distribution, q is a point mass on its token. Returns the shift.
 template <bool GENERAL>
 DEVICE int next_tile(const Call& call, const outrider_slot& slot, int b, int i, bool rest,
                      double scale, int k, float w[EACH]) {
@@ -285,7 +286,7 @@ DEVICE int next_tile(const Call& call, const outrider_slot& slot, int b, int i, 
   if (subtracts && shift_of(draft, k) != shift) shift = 0;
   float v[EACH];
   load_tile<GENERAL>(target, k, shift, w);
-  if (subtracts) load_tile<GENERAL>(draft, k, shift, v); // -inf beyond a narrower draft: weight 0
+  if (subtracts) load_tile<GENERAL>(draft, k, shift, v); // -inf beyond a narrower draft: q = 0
   outrider_row q = p;
   if (subtracts) q = draft_shape(call, b, i);
   if (subtracts && slot.rule == OUTRIDER_SIGMOID) {
@@ -307,7 +308,7 @@ DEVICE int next_tile(const Call& call, const outrider_slot& slot, int b, int i, 
   return shift;
 }
 
-// Whether tile k of the residual is that of p, because q is all elsewhere.
+// Whether tile k of the residual equals that of p, because q is a point mass in another tile.
 DEVICE bool rest_is_p(const Call& call, const outrider_slot& slot, int b, int i, int k) {
   if (!point_draft(call, slot)) return false;
   const int64_t token = call.drafts[static_cast<int64_t>(b) * call.width + i];
@@ -325,7 +326,8 @@ DEVICE double rest_mass(const Call& call, const outrider_slot& slot, int b, int 
   return sum / unit;
 }
 
-// The draft's own draw, by one warp: from its shape and its tiles' masses, to the outputs.
+// Draws the draft token, by one warp, from the row's shape and its tiles' masses; writes the
+// outputs.
 template <bool GENERAL>
 DEVICE void draw_draft(const Call& call, const outrider_slot& slot, int b, int step,
                        outrider_row shape, TileWeights& weights) {
@@ -352,7 +354,7 @@ DEVICE void draw_draft(const Call& call, const outrider_slot& slot, int b, int s
     shape.weight = weights.w[TileWeights::at(e)];
   }
   if (lane_id() != 0) return;
-  call.draft_rows[at] = shape; // a broken one too: on a GPU the verification is the first to look
+  call.draft_rows[at] = shape; // even if broken: on a GPU, the verification reports it
   call.drafts[at] = status == OUTRIDER_OK ? shape.token : -1;
   if (call.verdicts != nullptr)
     call.verdicts[b] =

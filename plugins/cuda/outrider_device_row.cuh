@@ -1,5 +1,5 @@
-// One row of logits on a GPU. A warp takes a tile, a lane 32 logits of it in registers; sums have the
-// order, and so the bits, of the CPU library.
+// One row of logits on a GPU. A warp processes a tile, with 32 of its logits in each lane's
+// registers. Sums have the order of the CPU library and so the same bits.
 #ifndef OUTRIDER_DEVICE_ROW_CUH
 #define OUTRIDER_DEVICE_ROW_CUH
 
@@ -19,7 +19,7 @@ DEVICE int lane_id() { return static_cast<int>(threadIdx.x) % LANES; }
 DEVICE int warp_id() { return static_cast<int>(threadIdx.x) / LANES; }
 DEVICE int warps() { return static_cast<int>(blockDim.x) / LANES; }
 
-// What another block wrote, past the L1 cache. T: whole words of 8 bytes.
+// Loads what another block wrote, bypassing the L1 cache. T: a multiple of 8 bytes.
 template <class T> DEVICE T fresh(const T* from) {
   constexpr int WORDS = sizeof(T) / 8;
   unsigned long long words[WORDS];
@@ -31,7 +31,7 @@ template <class T> DEVICE T fresh(const T* from) {
   return value;
 }
 
-// A number in each lane, as outrider_sampling.h wants its sums.
+// One number per lane: the `Sums` of outrider_sampling.h.
 struct Warp {
   double v;
 
@@ -50,7 +50,7 @@ struct Warp {
   DEVICE uint32_t above(double x) const { return __ballot_sync(ALL, v > x); }
 };
 
-// Order of floats as order of integers; -0 is +0.
+// Maps floats to integers of the same order; -0 is +0.
 DEVICE uint32_t key_of(float z) {
   const uint32_t bits = as_bits(z + 0.0f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -61,8 +61,8 @@ DEVICE float from_key(uint32_t key) {
 
 // --- a tile in registers ----------------------------------------------------------------------
 
-// A lane's vectors have 2^shift neighbours (what 16 bytes hold, or 1), a warp's vectors lie side by
-// side: z[q] of a lane is this element of the tile.
+// The index in the tile of a lane's z[q]. A lane's vectors hold 2^shift neighbouring elements (16
+// bytes, or one element), and the vectors of a warp are adjacent.
 DEVICE int element(int q, int shift) {
   return ((q >> shift) << (shift + 5)) + (lane_id() << shift) + (q & ((1 << shift) - 1));
 }
@@ -70,8 +70,8 @@ DEVICE int element(int q, int shift) {
 struct Row {
   const unsigned char* data;
   int dtype, width;
-  // Of a processed row, else null: bits of the context and of what is suppressed; the round's own
-  // `drafted` drafts are context too.
+  // Of a processed row, else null: bit masks of the context and of suppressed ids. The round's
+  // first `drafted` draft tokens are context too.
   const uint32_t *penalised, *suppressed;
   const int64_t* drafts;
   int drafted;
@@ -82,14 +82,14 @@ DEVICE const unsigned char* tile_at(const Row& row, int k) {
   return row.data + static_cast<int64_t>(k) * TILE * element_size(row.dtype);
 }
 
-// 16 bytes at a time where the tile is whole and its address allows.
+// 16 bytes at a time if the tile is complete and aligned.
 DEVICE int shift_of(const Row& row, int k) {
   const bool scalar = (k + 1) * TILE > row.width ||
                       (reinterpret_cast<unsigned long long>(tile_at(row, k)) & 15) != 0;
   return scalar ? 0 : row.dtype == OUTRIDER_FLOAT32 ? 2 : 3;
 }
 
-// Logits of tile k, -inf beyond the row's end. shift: shift_of(row, k), or 0.
+// Loads the logits of tile k, -inf beyond the row's end. shift: shift_of(row, k), or 0.
 DEVICE void load_raw(const Row& row, int k, int shift, float z[EACH]) {
   const unsigned char* at = tile_at(row, k);
   if (shift == 0) {
@@ -143,7 +143,8 @@ DEVICE void load_raw(const Row& row, int k, int shift, float z[EACH]) {
   }
 }
 
-// Penalty and suppression of tile k. True where it hid a NaN or +inf among this lane's logits.
+// Applies penalty and suppression to tile k. Returns whether this hid a NaN or +inf among the
+// lane's logits.
 DEVICE bool process_tile(const Row& row, int k, int shift, float z[EACH]) {
   uint32_t penalise = 0, suppress = 0;
   const int word = k * LANES + lane_id();
@@ -156,7 +157,8 @@ DEVICE bool process_tile(const Row& row, int k, int shift, float z[EACH]) {
   }
   if (row.suppressed != nullptr) suppress = row.suppressed[word];
   if (!__any_sync(ALL, (penalise | suppress) != 0)) return false;
-  // A loop, not 32 copies of a division: its array is in local memory, which this can afford.
+  // Not unrolled, to avoid 32 copies of a division; its array is in local memory, which is
+  // acceptable here.
   float changed[EACH];
 #pragma unroll
   for (int q = 0; q < EACH; ++q) changed[q] = z[q];
@@ -176,7 +178,7 @@ DEVICE bool process_tile(const Row& row, int k, int shift, float z[EACH]) {
   return hidden;
 }
 
-// GENERAL: the row may be a processed one. Returns what process_tile does.
+// GENERAL: the row may be a processed one. Returns the result of process_tile.
 template <bool GENERAL>
 DEVICE bool load_tile(const Row& row, int k, int shift, float z[EACH]) {
   load_raw(row, k, shift, z);
@@ -224,15 +226,15 @@ DEVICE Row target_row(const Call& call, const outrider_slot& slot, int b, int i)
 DEVICE Row draft_row(const Call& call, const outrider_slot& slot, int b, int i) {
   return row_of(call, slot, b, call.draft, slot.index, i, i);
 }
-// A draw's logits are those of its step alone.
+// The logits of a draw contain only the row of its step.
 DEVICE Row drawn_row(const Call& call, const outrider_slot& slot, int b, int step) {
   return row_of(call, slot, b, call.draft, slot.index, 0, step);
 }
 
 // --- sums over a tile -------------------------------------------------------------------------
 
-// Adds element l * J + j of 32 * J, which lane l has as v[j], by halves: 16 J, 8 J, ... J, then J / 2,
-// ... 1. Lanes exchange halves, so that few numbers travel. The result is every lane's.
+// Sums 32 * J elements by halving, at distances 16 J, 8 J, ... J, then J / 2, ... 1; v[j] of lane l
+// is element l * J + j. Lanes exchange halves, to transfer few numbers. Every lane gets the result.
 template <int J, int H> DEVICE void halve_lanes(float* v) {
   if constexpr (J > 1) {
     const bool upper = (lane_id() & H) != 0;
@@ -254,7 +256,7 @@ template <int J> DEVICE float halve_lanes(float* v) {
   return v[0];
 }
 
-// Of 1024 elements by halves, 512 first. Uses v up.
+// Sums 1024 elements by halving, starting at distance 512. Overwrites v.
 DEVICE float tile_sum(float v[EACH], int shift) {
 #pragma unroll
   for (int q = 0; q < 16; ++q) v[q] += v[q + 16];
@@ -270,7 +272,7 @@ DEVICE float tile_sum(float v[EACH], int shift) {
   return halve_lanes<1>(v);
 }
 
-// The weights of tile k in place of its logits. GENERAL: the row may have been filtered.
+// Replaces the logits of tile k by their weights. GENERAL: the row may have been filtered.
 template <bool GENERAL>
 DEVICE void weigh(float z[EACH], int shift, int k, const outrider_row& shape) {
 #pragma unroll
@@ -281,7 +283,7 @@ DEVICE void weigh(float z[EACH], int shift, int k, const outrider_row& shape) {
 
 // --- rows -------------------------------------------------------------------------------------
 
-DEVICE float larger(float a, float b) { return fmaxf(a, b); } // of a NaN the other one
+DEVICE float larger(float a, float b) { return fmaxf(a, b); } // ignores a NaN
 
 template <bool GENERAL>
 DEVICE outrider_device_tile scan_tile(const Row& row, int k, float rate) {
@@ -312,7 +314,7 @@ DEVICE outrider_device_tile scan_tile(const Row& row, int k, float rate) {
     broken |= is_nan(static_cast<double>(tile.sum));
     if (!__any_sync(ALL, broken)) return tile;
   }
-  bool nan = false; // it counts more than an infinity, suppressed or not
+  bool nan = false; // takes precedence over infinity, suppressed or not
 #pragma unroll 1
   for (int id = k * TILE + lane_id(); id < row.width && id < (k + 1) * TILE; id += LANES)
     nan |= is_nan(static_cast<double>(load(row.data, row.dtype, id)));
@@ -322,8 +324,8 @@ DEVICE outrider_device_tile scan_tile(const Row& row, int k, float rate) {
   return tile;
 }
 
-// A warp makes a row's shape from its tiles, and their masses. Tiles that fit stay in registers
-// between the passes.
+// Computes a row's shape and its tiles' masses from the scanned tiles, by one warp. As many tiles
+// as fit stay in registers between the passes.
 DEVICE outrider_row combine(const outrider_slot& slot, const outrider_device_tile* tiles, int n,
                             double* mass) {
   constexpr int HELD = 8;
@@ -370,8 +372,8 @@ DEVICE outrider_row combine(const outrider_slot& slot, const outrider_device_til
   return shape;
 }
 
-// The token of a tile, by one warp: the weights are laid out in order, in memory whose banks 32 lanes
-// with 32 neighbours each do not share.
+// Chooses the token of a tile, by one warp. The weights are stored in order, padded so that 32
+// lanes reading 32 neighbours each have no bank conflicts.
 struct TileWeights {
   float w[TILE + LANES];
 
@@ -391,7 +393,7 @@ DEVICE int choose_tile(const double* sums, int tiles, double u, double* fraction
   return choose<Warp>([sums](int k) { return fresh(sums + k); }, tiles, u, fraction);
 }
 
-// The slot's last block of `blocks`: it may read what the others wrote.
+// Whether this is the slot's last of `blocks` to finish, which may read what the others wrote.
 DEVICE bool last_block(const Call& call, int b, int blocks) {
   __shared__ bool last;
   __syncthreads();
