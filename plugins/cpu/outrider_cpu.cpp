@@ -1,6 +1,6 @@
-// liboutrider on the CPU: the C interface of outrider.h over the algorithm of outrider_sampling.h.
+// liboutrider on the CPU: the C interface of outrider.h for the algorithm of outrider_sampling.h.
 //
-// A slot is one thread's work.
+// Each slot is processed by one thread.
 #if defined(OUTRIDER_X86)
 #include <cpuid.h>
 #elif defined(OUTRIDER_ARM)
@@ -29,7 +29,7 @@ const outrider_set AVX512_VNNI{"avx512vnni", &outrider_tiles_avx512, &AVX512};
 
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
-bool has_avx_vnni() { // which __builtin_cpu_supports of some compilers does not know
+bool has_avx_vnni() { // unknown to __builtin_cpu_supports of some compilers
   unsigned a = 0, b = 0, c = 0, d = 0;
   return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a >> 4 & 1) != 0;
 }
@@ -41,7 +41,7 @@ bool has_avx512() {
 
 bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 #elif defined(OUTRIDER_ARM)
-const outrider_set NEON{"neon", &outrider_tiles_plain, &PLAIN}; // in all that the compiler makes
+const outrider_set NEON{"neon", &outrider_tiles_plain, &PLAIN}; // the baseline on ARM64
 const outrider_set DOTPROD{"dotprod", &outrider_tiles_plain, &NEON};
 
 bool has_dotprod() { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
@@ -49,7 +49,7 @@ bool has_dotprod() { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
 
 bool has_all() { return true; }
 
-// The best one first.
+// Best first.
 const struct {
   const outrider_set* set;
   bool (*there)();
@@ -89,13 +89,14 @@ int32_t check(const outrider_slot* slots, int32_t slot_count, int32_t width, int
 
 // --- threads ----------------------------------------------------------------------------------
 
-// Starting a thread costs as much as half a row of 128k logits; below this it does not pay.
+// Starting a thread costs as much as processing half a row of 128k logits; with fewer logits than
+// this per thread it does not pay.
 #ifndef OUTRIDER_LOGITS_PER_THREAD
 #define OUTRIDER_LOGITS_PER_THREAD 400'000
 #endif
 
-// work(memory, b) for every slot, on as many threads as pay. Which thread runs a slot does not matter
-// to its result. Where no thread can be had, the caller does it all.
+// Calls work(memory, b) for every slot, on as many threads as pay off. A slot's result does not
+// depend on the thread that runs it. If no thread can be started, the caller does all the work.
 template <class Work>
 void for_each_slot(int slot_count, int64_t logits, int threads, int vocab_size, int width,
                    void* workspace, const Work& work) {
@@ -120,9 +121,9 @@ const char* outrider_status_text(int32_t status) {
   case OUTRIDER_OK: return "ok";
   case OUTRIDER_BAD_ARGUMENT: return "a pointer is null, or a size is out of range";
   case OUTRIDER_BAD_PARAMETER: return "a slot's sampling parameter is out of range";
-  case OUTRIDER_SMALL_WORKSPACE: return "the workspace is smaller than outrider_workspace_size says";
+  case OUTRIDER_SMALL_WORKSPACE: return "the workspace is smaller than outrider_workspace_size";
   case OUTRIDER_NO_DRAFT_LOGITS: return "the sigmoid rule needs the draft's logits";
-  case OUTRIDER_SLOT_FAILED: return "a slot failed; its verdict says why";
+  case OUTRIDER_SLOT_FAILED: return "a slot failed; its verdict has the reason";
   case OUTRIDER_NAN: return "NaN in the logits";
   case OUTRIDER_INFINITE: return "+inf in the logits";
   case OUTRIDER_NO_TOKEN: return "every logit is -inf";
@@ -139,7 +140,7 @@ size_t outrider_workspace_size(int32_t vocab_size, int32_t width, int32_t thread
   CacheLines carver{0};
   carve(carver, vocab_size, width);
   carver.align();
-  // Whole cache lines, and one to spare for a start that is not aligned.
+  // Whole cache lines, and one more in case the start is not aligned.
   return static_cast<size_t>(threads) * (carver.at + 64);
 }
 
@@ -231,7 +232,7 @@ int32_t outrider_verify(const outrider_logits* target, const outrider_logits* dr
     verdict = round.failure();
     result = OUTRIDER_SLOT_FAILED;
   };
-  // A round reads about half of its rows: up to the first rejection.
+  // A round reads about half of its rows, those up to the first rejection.
   for_each_slot(slot_count, int64_t{slot_count} * vocab_size * (width + 2) / 2, threads,
                 vocab_size, width, workspace, work);
   return result;

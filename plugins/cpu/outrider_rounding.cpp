@@ -1,10 +1,10 @@
-// Weights to 4 bits, in blocks that share a scale: outrider_round4 of outrider.h.
+// Rounds weights to 4 bits, in blocks that share a scale: outrider_round4 of outrider.h.
 //
-// The nearest levels of a scale are the best there are, so what is to be chosen is the scale. A grid
-// of them is tried, as the makers of llama.cpp's formats do (`make_qx_quants`): the levels l that one
-// gives leave the squared error |x|^2 - (l x)^2 / |l|^2 when the scale is fitted to them, so the best
-// has the largest (l x)^2 / |l|^2. The fitted scale, rounded, has to beat the one that fits the
-// largest number into the range, so no block is worse off than with that.
+// For a given scale the nearest levels are optimal, so only the scale has to be chosen. A grid of
+// scales is tried, as in the quantisation of llama.cpp's formats (`make_qx_quants`): with a scale
+// fitted to the levels l, the squared error is |x|^2 - (l x)^2 / |l|^2, so the best levels have the
+// largest (l x)^2 / |l|^2. The fitted scale, rounded to float16, is used only if it beats the scale
+// that just fits the largest number into the range, so no block is worse than with that one.
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -15,26 +15,27 @@
 namespace {
 
 constexpr int COLUMNS = 32;
-constexpr int LANES = 16; // rows of the matrix side by side
-constexpr int64_t ROWS = 512; // that a thread takes at a time; fewer do not pay for one
+constexpr int LANES = 16; // rows of the matrix processed together
+constexpr int64_t ROWS = 512; // rows that a thread takes at a time; fewer are not worth a thread
 constexpr float LOWEST = -8, HIGHEST = 7;
 constexpr float LARGEST = 65504; // of float16
-// Which level a block's largest number would have, where the range went on: beyond -8 it is clipped,
-// which the others may gain from. A positive one gets a negative scale, so that the longer side of
-// the range is always its side.
+// The level that a scale would give a block's largest number in an unlimited range. Beyond -8 it is
+// clipped, which may benefit the others. A positive largest number gets a negative scale, so that
+// it is always on the longer side of the range.
 constexpr float REACH[] = {-9.2f, -8.8f, -8.4f, -8.1f, -7.9f, -7.6f, -7.3f, -7.0f};
 
 typedef float Row[LANES];
 
-// The nearest level, of two as near the even one: a sum with 1.5 * 2^23 has no digits below 1. NaN,
-// which an inverse may make of numbers that are none, becomes the lowest.
+// The nearest level, ties to even: adding 1.5 * 2^23 rounds to a whole number. NaN, which `inverse`
+// may produce from numbers that are not finite, becomes the lowest level.
 inline float level_of(float x, float inverse_scale) {
   const float level = x * inverse_scale;
   const float in_range = level > LOWEST ? level < HIGHEST ? level : HIGHEST : LOWEST;
   return (in_range + 12'582'912.0f) - 12'582'912.0f;
 }
 
-// The nearest number of float16: a sum with 1.5 * 2^23 of its last digits rounds to those.
+// The nearest float16 number: adding 1.5 * 2^23 times the value of its last digit rounds to that
+// digit.
 inline float to_float16(float x) {
   x = x > LARGEST ? LARGEST : x < -LARGEST ? -LARGEST : x;
   uint32_t bits;
@@ -47,7 +48,7 @@ inline float to_float16(float x) {
   return (x + far) - far;
 }
 
-// 0 where it is divided by what is 0 in float16: of a block of zeros, or of next to nothing.
+// above / below, or 0 if `below` is 0 in float16: for a block of zeros or of tiny numbers.
 inline float ratio(float above, float below) {
   return std::fabs(below) < 0x1p-25f ? 0.0f : above / below;
 }
@@ -62,7 +63,7 @@ inline void squared_error(const Row* x, int columns, const Row& scale, Row& erro
     }
 }
 
-// False for what no scale reaches.
+// The best scale of each row. Returns false for values that no scale reaches.
 bool best_scales(const Row* x, int columns, Row& scale) {
   Row low{}, high{}, peak, widest, most{}, fitted;
   int out_of_reach = 0;
@@ -100,7 +101,8 @@ bool best_scales(const Row* x, int columns, Row& scale) {
   return true;
 }
 
-// Column by column; x is then what is left to round of each, and level what it was rounded to.
+// Rounds column by column. Errors of earlier columns are propagated into x; level receives the
+// levels.
 void levels_of(Row* x, int columns, const float* inverse, const Row& scale, Row* level) {
   Row inverse_scale;
   for (int n = 0; n < LANES; ++n) inverse_scale[n] = ratio(1, scale[n]);

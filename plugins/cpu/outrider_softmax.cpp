@@ -1,5 +1,5 @@
-// Log-probabilities and confidences of a row of logits: what is reported of a token and what a draft
-// threshold goes by. In double precision, in one order on every instruction set.
+// Log-probabilities of a row of logits, for reports, and confidences, for draft thresholds.
+// Computed in double precision, in the same order on every instruction set.
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -10,9 +10,9 @@
 
 namespace {
 
-constexpr int LANES = 8; // sums side by side
+constexpr int LANES = 8; // parallel sums
 
-// exp(x) for x <= 0, to 1e-15 or so: 2^n exp(r) with |r| <= log(2) / 2. Below -700 it is 0.
+// exp(x) for x <= 0, relative error about 1e-15: 2^n exp(r) with |r| <= log(2) / 2. 0 below -700.
 inline double exponential(double x) {
   const double shift = 6755399441055744.0; // 1.5 * 2^52: adding it rounds to a whole number
   const double floor = x < -700.0 ? -700.0 : x;

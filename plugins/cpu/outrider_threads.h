@@ -1,5 +1,5 @@
-// Threads that are started for a call and joined in it: no pool, so nothing spins beside the engines
-// and nothing breaks in a forked child.
+// Threads that are started and joined within a call. There is no pool, so nothing spins beside the
+// engines and a forked child works.
 #ifndef OUTRIDER_THREADS_H
 #define OUTRIDER_THREADS_H
 
@@ -12,8 +12,8 @@ namespace {
 
 constexpr int MAX_THREADS = 64;
 
-// loop(thread) on this thread, which is number 0, and on as many others as are asked for and can be
-// had: the loops share out the work between them.
+// Runs loop(thread) on this thread, number 0, and on up to threads - 1 others, as many as can be
+// started. The loops divide the work among themselves.
 template <class Loop> void on_threads(int threads, const Loop& loop) {
   std::thread started[MAX_THREADS];
   int running = 0;

@@ -1,6 +1,6 @@
-// The inner loops, for the compiler to vectorise. Compiled once per instruction set, with
-// OUTRIDER_TABLE naming the table. No standard headers here: an inline function of theirs, compiled
-// for AVX-512, could be the copy that the linker keeps for everyone.
+// The inner loops, written for the compiler to vectorise. Compiled once per instruction set, with
+// OUTRIDER_TABLE as the table's name. Standard headers must not be included: the linker could keep
+// the AVX-512 copy of one of their inline functions for all units.
 #include "outrider_tiles.h"
 
 #include "outrider_sampling.h"
@@ -8,8 +8,8 @@
 namespace {
 using namespace outrider;
 
-// Sums and maxima halve the tile (512, 256, ... 1), always in this order: every step is elementwise,
-// whatever the vector width, and float32 loses no more than in pairwise summation.
+// Sums and maxima repeatedly halve the tile (512, 256, ... 1). Every step is elementwise, so the
+// order does not depend on the vector width, and the rounding error is that of pairwise summation.
 template <int H> float halve_sum(float* v) {
   for (int i = 0; i < H; ++i) v[i] += v[i + H];
   if constexpr (H > 1) return halve_sum<H / 2>(v);
@@ -37,7 +37,7 @@ void load_tile(float* z, const void* logits, int dtype, int count) {
   for (int i = count; i < TILE; ++i) z[i] = -INF;
 }
 
-// Of a tile with a NaN: anything. `sum` and `peak` are what notices it.
+// Undefined for a tile with a NaN, which `sum` and `peak` detect.
 float max_tile(const outrider_logit* z) {
   alignas(64) float v[TILE / 2];
   for (int i = 0; i < TILE / 2; ++i) v[i] = z[i] > z[i + TILE / 2] ? z[i] : z[i + TILE / 2];
@@ -63,7 +63,7 @@ float peak_tile(const outrider_logit* z, const void* next, int* broken) {
   return halve_max<TILE / 4>(v);
 }
 
-// The next tile is fetched meanwhile: the processor's own prefetching stops at every 4 KB page.
+// Prefetches the next tile, because hardware prefetching stops at every 4 KB page.
 float sum_tile(const outrider_logit* z, float peak, float rate, const void* next) {
   constexpr int STEP = 32;
   alignas(64) float v[TILE / 2];

@@ -1,5 +1,6 @@
-// A vector of the instruction set that a file is compiled for. Static: each set has its own, or the
-// linker might keep one that the processor does not know.
+// A vector type for the instruction set that a file is compiled for. Everything has internal
+// linkage; otherwise the linker might keep code for an instruction set that the processor does not
+// have.
 #ifndef OUTRIDER_VECTOR_H
 #define OUTRIDER_VECTOR_H
 
@@ -24,12 +25,13 @@ typedef float Vector __attribute__((vector_size(LANES * sizeof(float))));
 typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t))));
 typedef float Unaligned __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
 
-// Always: GCC 11 does not where the caller has options of its own.
+// Forced, because GCC 11 does not inline into callers that have optimisation pragmas.
 #define INLINE __attribute__((always_inline)) inline
 
 INLINE Vector load(const float* p) { return *reinterpret_cast<const Unaligned*>(p); }
 INLINE void store(float* p, Vector v) { *reinterpret_cast<Unaligned*>(p) = v; }
-// x - 0 is x, which compilers know; 0 + x is not where x is -0, and they add before each broadcast.
+// x - 0 is x for every x, so compilers drop the subtraction. 0 + x is not for x = -0, so an
+// addition would stay before each broadcast.
 INLINE Vector splat(float x) { return x - Vector{}; }
 
 INLINE Vector fused(Vector a, Vector b, Vector c) { // a b + c
@@ -58,7 +60,7 @@ template <int H, class V, int... I> inline V swapped(V v, Lanes<I...>) {
   return SHUFFLE(v, v, (I ^ H)...);
 }
 
-// `of` all lanes, half with half.
+// Reduces all lanes with `of`, by halving.
 template <int H = LANES / 2, class V, class Of> inline auto fold(V v, Of of) {
   v = of(v, swapped<H>(v, typename Count<LANES>::type()));
   if constexpr (H > 1) return fold<H / 2>(v, of);

@@ -1,23 +1,24 @@
 // The operators outrider.Attention and outrider.QuantizedCacheAttention for ONNX Runtime.
 //
-// inputs   query [B, N, H D], or all three side by side; key [B, N, Hkv D], value [B, N, Hkv Dv],
-//          or none; key cache, value cache [B, Hkv, S, D or Dv], of the second one int8
-//          [B, Hkv, S, D + 4 or Dv + 4] (see outrider_attention.h); position int64 [B];
-//          cosine, sine [>= rows in use, rotated / 2], or none;
-//          bias [H, >= rows in use + KEYS], or none: of the farthest row first;
-//          sinks [H], softcap [1], or none
-// outputs  [B, N, H Dv]; the caches, in place where they are bound to the inputs' memory, or none:
-//          another layer has written these tokens, and neither key nor value is there
+// inputs   query [B, N, H D]; key [B, N, Hkv D], value [B, N, Hkv Dv], or neither: then query holds
+//          all three, concatenated; key cache, value cache [B, Hkv, S, D or Dv], for the second
+//          operator int8 [B, Hkv, S, D + 4 or Dv + 4] (see outrider_attention.h);
+//          position int64 [B]; cosine, sine [>= rows in use, rotated / 2], optional;
+//          bias [H, >= rows in use + KEYS], optional, starting with the farthest row;
+//          sinks [H], softcap [1], optional
+// outputs  [B, N, H Dv]; the caches, updated in place if they are bound to the inputs' memory.
+// Without
+//          the caches, another layer has written these tokens' rows, and key and value are absent
 // attributes  heads, key_heads, scale, window (0: none), interleaved
 //
-// And outrider.SourceAttention, to what an encoder left.
+// Also outrider.SourceAttention, the attention to an encoder's output.
 //
-// inputs   query [B, N, H D]; keys, values [B, Hkv, E, D]; length int64 [B], of the E rows;
-//          sinks [H], softcap [1], or none
+// inputs   query [B, N, H D]; keys, values [B, Hkv, E, D]; length int64 [B], the valid rows of E;
+//          sinks [H], softcap [1], optional
 // output   [B, N, H D]
 // attributes  the same
 //
-// A graph whose sizes are others is refused.
+// Other sizes are rejected.
 #include <algorithm>
 #include <memory>
 #include <new>
@@ -41,7 +42,7 @@ struct Kernel {
   bool quantised; // the caches' rows
 };
 
-// Those of the instruction set that the library uses.
+// The table for the instruction set in use.
 const outrider_attention_tiles* tiles_in_use(bool quantised) {
 #if defined(OUTRIDER_X86)
   if (quantised)
@@ -68,8 +69,8 @@ ort::Status* create(const ort::Operator* made_of, const Api* api, const ort::Ker
   if (status != nullptr) return status;
   if (kernel->key_heads < 1 || kernel->heads < kernel->key_heads || kernel->heads > INT32_MAX ||
       kernel->heads % kernel->key_heads != 0)
-    return ort::refuse(api, "each key head has as many query heads as the others");
-  if (kernel->window < 0) return ort::refuse(api, "a window is of 0 rows or more");
+    return ort::refuse(api, "heads is out of range, or not a multiple of key_heads");
+  if (kernel->window < 0) return ort::refuse(api, "window is negative");
   *made = kernel.release();
   return nullptr;
 }
@@ -78,19 +79,19 @@ int64_t width_of(const Kernel& kernel, const ort::Tensor& cache) {
   return cache.sizes[3] - (kernel.quantised ? OUTRIDER_ATTENTION_SCALE : 0);
 }
 
-// Whether what changes scores is as large as it has to be, where it is there.
+// Whether sinks and softcap, if given, have the right sizes.
 bool fit_scores(const Kernel& kernel, const ort::Tensor* in) {
   return (in[SINKS].value == nullptr || ort::has_sizes(in[SINKS], {kernel.heads})) &&
          (in[SOFTCAP].value == nullptr || ort::has_sizes(in[SOFTCAP], {1}));
 }
 
-// Whether the inputs are of one batch, and of heads of one width.
+// Whether the sizes of all inputs are consistent.
 bool fit(const Kernel& kernel, const ort::Tensor* in, bool reads) {
   if (in[QUERY].dimensions != 3 || in[KEYS].dimensions != 4 || in[VALUES].dimensions != 4)
     return false;
   const int64_t slots = in[QUERY].sizes[0], tokens = in[QUERY].sizes[1], rows = in[KEYS].sizes[2];
   bool same = ort::has_sizes(in[POSITION], {slots}) && fit_scores(kernel, in);
-  int64_t own[2], given = 0; // numbers of a token
+  int64_t own[2], given = 0; // elements of a token's key and value
   for (const Input cache : {KEYS, VALUES}) {
     const int64_t width = width_of(kernel, in[cache]);
     own[given++] = kernel.key_heads * width;
@@ -125,7 +126,7 @@ bool fits_source(const Kernel& kernel, const ort::Tensor* in) {
   return same;
 }
 
-// What the operators have in common.
+// The part of the call that all operators have in common.
 outrider_attention call_of(const Kernel& kernel, const ort::Tensor* in) {
   outrider_attention c{};
   c.slots = in[QUERY].sizes[0], c.tokens = in[QUERY].sizes[1];
@@ -141,7 +142,7 @@ outrider_attention call_of(const Kernel& kernel, const ort::Tensor* in) {
   return c;
 }
 
-// The parts that queries of a slot see: first .. end - 1. New rows are in `own` or behind it.
+// The parts that a slot's queries attend to: first .. end - 1. New rows begin in part `own`.
 struct Parts {
   int64_t first, own, end;
 };
@@ -154,11 +155,12 @@ Parts parts_of(const outrider_attention& c, int64_t slot) {
   return {outrider_attention_from(c, own) / PART, own / PART, end};
 }
 
-constexpr int64_t SHARES = 12; // of all heads together, at most: many numbers of threads divide it
+constexpr int64_t SHARES = 12; // maximum for all heads together; divisible by many thread counts
 
-// Few heads, and query rows that see many: threads share a head's parts too, some neighbours each.
-// Those with new rows are of one thread, which writes them before. The sums are an eighth of what the
-// keys and values of the call are, or little more. most: parts of a slot.
+// For few heads and long caches: the parts of a head are also divided among threads, each taking
+// neighbouring ones. One thread takes all parts with new rows, and writes these rows first. The
+// memory for sums is about an eighth of that of the call's keys and values. most: maximum parts of
+// a slot.
 ort::Status* attend_parts(const Kernel& kernel, const ort::Context* context,
                           const outrider_attention& c, int64_t most, bool writes) {
   const int64_t heads = c.slots * c.key_heads;
@@ -186,14 +188,14 @@ ort::Status* attend_parts(const Kernel& kernel, const ort::Context* context,
   });
 }
 
-// The query rows of all heads, some at a time. furthest: rows that a query sees, at most. writes: a
-// head's new keys and values go to the caches before.
+// Attention for the query rows of all heads. furthest: maximum number of rows that a query attends
+// to. writes: the new keys and values are written to the caches first.
 ort::Status* attend(const Kernel& kernel, const ort::Context* context, const outrider_attention& c,
                     int64_t furthest, bool writes) {
   constexpr int64_t ROWS = OUTRIDER_ATTENTION_ROWS;
   const int64_t rows = outrider_attention_rows(c), runs = (rows + ROWS - 1) / ROWS;
   const int64_t heads = c.slots * c.key_heads;
-  // A few microseconds: less than waking a thread takes.
+  // Takes a few microseconds, less than waking a thread.
   const bool small = heads * rows * furthest * c.width < 1 << 15;
   const auto write_head = [&](int64_t i) {
     kernel.tiles->write(&c, i / c.key_heads, i % c.key_heads);
@@ -230,7 +232,7 @@ ort::Status* compute(void* made, ort::Context* context) {
   if (ort::Status* status = ort::call<ort::CountOutputs>(api, context, &outputs)) return status;
   const bool reads = outputs == 1;
   if (!fit(kernel, in, reads))
-    return ort::refuse(api, "an input has another size than the others say");
+    return ort::refuse(api, "the sizes of the inputs do not match");
   outrider_attention c = call_of(kernel, in);
   if (in[KEY].value != nullptr) {
     c.key = static_cast<const float*>(in[KEY].data), c.key_stride = in[KEY].sizes[2];
@@ -275,13 +277,13 @@ ort::Status* compute_of_source(void* made, ort::Context* context) {
   for (const Input i : OF_SOURCE)
     if (ort::Status* status = ort::input(api, context, given++, &in[i])) return status;
   if (!fits_source(kernel, in))
-    return ort::refuse(api, "an input has another size than the others say");
+    return ort::refuse(api, "the sizes of the inputs do not match");
   outrider_attention c = call_of(kernel, in);
   c.length = static_cast<const int64_t*>(in[POSITION].data);
   int64_t longest = 0;
   for (int64_t slot = 0; slot < c.slots; ++slot) {
     if (c.length[slot] < 1 || c.length[slot] > c.rows)
-      return ort::refuse(api, "a source has as many rows as there are, or fewer, and one at least");
+      return ort::refuse(api, "a length is not from 1 to the number of rows");
     longest = std::max(longest, c.length[slot]);
   }
   const int64_t shape[] = {c.slots, c.tokens, c.heads * c.width};

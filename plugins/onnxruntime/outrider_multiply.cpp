@@ -1,19 +1,19 @@
-// The operators outrider.QuantizedMatMul, QuantizedGather and QuantizedExperts for ONNX Runtime. A
-// matrix W [N, K] lies as outrider_product.h says.
+// The operators outrider.QuantizedMatMul, QuantizedGather and QuantizedExperts for ONNX Runtime.
+// See outrider_product.h for the layout of a matrix W [N, K].
 //
 // QuantizedMatMul   x W^T
 //   inputs   x [.., K]; levels uint8 [panels, blocks, 64 bits]; scales float16 [panels, blocks, 16];
-//            perhaps levels and scales once more, with 8 bits for 4 and 4 for 8: of the rows of W
-//            behind the first, which fill their panels
+//            optionally a second pair of levels and scales, with 8 bits for 4 and 4 for 8, for the
+//            remaining rows of W; the first pair's rows then fill whole panels
 //   outputs  [.., N]
 // QuantizedGather   rows of W
 //   inputs   ids int64 [..], from 0 to N - 1; levels and scales
 //   outputs  [.., K]
-// QuantizedExperts  x W^T, by the one of E matrices that is chosen for a row
+// QuantizedExperts  x W^T with, for each row, one of E matrices
 //   inputs   x [k, T, K], or [1, T, K] for all k; levels and scales, [E panels, blocks, ..]; chosen
 //            int64 [k, T], from 0 to E - 1
 //   outputs  [k, T, N]
-// attributes  bits (4 or 8); rows, columns: N and K; of experts also experts: E
+// attributes  bits (4 or 8); rows, columns: N and K; for experts also experts: E
 #include <algorithm>
 #include <memory>
 #include <new>
@@ -55,9 +55,10 @@ ort::Status* create(const ort::Operator* of, const Api* api, const ort::KernelIn
   if (status == nullptr && of == &ort::EXPERTS)
     status = ort::integers(api, info, {{"experts", &kernel->experts}});
   if (status != nullptr) return status;
-  if (kernel->bits != 4 && kernel->bits != 8) return ort::refuse(api, "a weight has 4 or 8 bits");
+  if (kernel->bits != 4 && kernel->bits != 8) return ort::refuse(api, "bits is not 4 or 8");
   for (const int64_t size : {kernel->rows, kernel->columns, kernel->experts})
-    if (size < 1 || size > INT32_MAX) return ort::refuse(api, "a matrix has rows and columns");
+    if (size < 1 || size > INT32_MAX)
+      return ort::refuse(api, "rows, columns or experts is out of range");
   *made = kernel.release();
   return nullptr;
 }
@@ -65,7 +66,7 @@ ort::Status* create(const ort::Operator* of, const Api* api, const ort::KernelIn
 int64_t panels_of(int64_t rows) { return (rows + PANEL - 1) / PANEL; }
 int64_t blocks_of(const Kernel& kernel) { return (kernel.columns + BLOCK - 1) / BLOCK; }
 
-// Whether they are those of a matrix of so many rows.
+// Whether these are the levels and scales of a matrix with this many rows.
 bool fit(const Kernel& kernel, const ort::Tensor& levels, const ort::Tensor& scales, int64_t rows,
          int64_t bits) {
   const int64_t panels = kernel.experts * panels_of(rows), blocks = blocks_of(kernel);
@@ -73,8 +74,9 @@ bool fit(const Kernel& kernel, const ort::Tensor& levels, const ort::Tensor& sca
          ort::has_sizes(scales, {panels, blocks, PANEL});
 }
 
-// Reads the inputs, and refuses a matrix that is smaller than it says. first: asked for where a
-// second may follow; the rows before it.
+// Reads the inputs, and rejects a matrix whose size does not match the attributes. first: if not
+// null, a second pair of levels and scales may follow, and the number of rows of the first is
+// returned.
 ort::Status* inputs(const Kernel& kernel, const ort::Context* context, ort::Tensor* in,
                     int64_t* first = nullptr) {
   const size_t count = first != nullptr ? INPUTS + 2 : INPUTS;
@@ -88,7 +90,7 @@ ort::Status* inputs(const Kernel& kernel, const ort::Context* context, ort::Tens
   }
   if (first != nullptr) *first = rows;
   if (!same || !fit(kernel, in[LEVELS], in[SCALES], rows, kernel.bits))
-    return ort::refuse(kernel.api, "a matrix has other sizes than it says");
+    return ort::refuse(kernel.api, "the size of a matrix does not match the attributes");
   return nullptr;
 }
 
@@ -98,11 +100,11 @@ void put_matrix(outrider_product* c, const ort::Tensor& levels, const ort::Tenso
 }
 
 constexpr int64_t RUN = 8;   // panels that a thread multiplies at a time
-constexpr int64_t ROWS = 16; // rounded at a time, or copied
+constexpr int64_t ROWS = 16; // rows that a thread rounds or copies at a time
 
 constexpr size_t ROUNDED = BLOCK + 8; // bytes of a block of x
 
-// Where rows of so many blocks have their rounded numbers.
+// Lays out the rounded rows, of `blocks` blocks in total, in `memory`.
 void put_rounded(outrider_product* c, char* memory, size_t blocks) {
   c->x_scales = reinterpret_cast<float*>(memory);
   c->x_sums = reinterpret_cast<int32_t*>(c->x_scales + blocks);
@@ -111,7 +113,7 @@ void put_rounded(outrider_product* c, char* memory, size_t blocks) {
 
 int64_t runs_of(const outrider_product& c) { return (c.rows + ROWS - 1) / ROWS; }
 
-// A few microseconds: less than waking a thread takes.
+// Take a few microseconds, less than waking a thread.
 bool short_rows(const outrider_product& c) { return c.rows * c.depth < 1 << 15; }
 bool small(const outrider_product& c, int64_t blocks) {
   return panels_of(c.columns) * PANEL * blocks * BLOCK * (c.rows + 1) < 1 << 18;
@@ -132,7 +134,7 @@ ort::Status* multiply(void* made, ort::Context* context) {
   if (ort::Status* status = inputs(kernel, context, in, &first_rows)) return status;
   const size_t last = in[X].dimensions - 1;
   if (in[X].dimensions == 0 || in[X].sizes[last] != kernel.columns)
-    return ort::refuse(api, "a row has another length than the matrix has columns");
+    return ort::refuse(api, "the length of a row does not match the matrix's columns");
   outrider_product c{};
   c.rows = 1, c.depth = kernel.columns, c.columns = c.stride = kernel.rows, c.bits = kernel.bits;
   for (size_t i = 0; i < last; ++i) c.rows *= in[X].sizes[i];
@@ -162,8 +164,8 @@ ort::Status* multiply(void* made, ort::Context* context) {
   });
 }
 
-// Rows of the same expert are multiplied together, so they are copied to where they are neighbours,
-// and what comes out is copied back.
+// Rows of the same expert are multiplied together: they are copied so that they are adjacent, and
+// the results are copied back.
 ort::Status* ask_experts(void* made, ort::Context* context) {
   const Kernel& kernel = *static_cast<const Kernel*>(made);
   const Api* api = kernel.api;
@@ -173,14 +175,14 @@ ort::Status* ask_experts(void* made, ort::Context* context) {
   const int64_t most = chosen.sizes[0], tokens = chosen.sizes[1], rows = most * tokens;
   const int64_t each = in[X].dimensions == 3 && in[X].sizes[0] == 1 ? 1 : most;
   if (chosen.dimensions != 2 || !ort::has_sizes(in[X], {each, tokens, kernel.columns}))
-    return ort::refuse(api, "a row has another length than the experts' matrices have columns");
+    return ort::refuse(api, "the length of a row does not match the experts' columns");
   const int64_t sizes[] = {most, tokens, kernel.rows};
   void* y = nullptr;
   if (ort::Status* status = ort::output(api, context, 0, sizes, 3, &y)) return status;
   const int64_t* ids = static_cast<const int64_t*>(chosen.data);
   for (int64_t row = 0; row < rows; ++row)
     if (ids[row] < 0 || ids[row] >= kernel.experts)
-      return ort::refuse(api, "an expert is chosen that there is not");
+      return ort::refuse(api, "a chosen expert does not exist");
 
   outrider_product c{};
   c.rows = each * tokens, c.depth = kernel.columns, c.bits = kernel.bits;

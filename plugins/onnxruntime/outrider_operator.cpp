@@ -1,4 +1,4 @@
-// The operators of liboutrider for ONNX Runtime, and what they share.
+// Registers liboutrider's operators for ONNX Runtime, and functions that they share.
 #include <algorithm>
 
 #include "outrider_operator.h"
@@ -73,10 +73,10 @@ Status* add_operators(const Api* api, Options* options, Domain** made) {
 extern "C" OUTRIDER_API ort::Status* RegisterCustomOps(ort::Options* options,
                                                        const ort::ApiBase* base) {
   const ort::Api* api = base->get(ort::API_VERSION);
-  if (api == nullptr) { // too old; a status can be made by any
+  if (api == nullptr) { // ONNX Runtime is too old, but any version can create a status
     api = base->get(1);
     return ort::refuse(api, "liboutrider's operators need ONNX Runtime 1.24 or newer");
   }
-  ort::Domain* domain = nullptr; // never released: the session keeps pointing to it
+  ort::Domain* domain = nullptr; // never released, because the session keeps a pointer to it
   return ort::add_operators(api, options, &domain);
 }

@@ -1,4 +1,4 @@
-// What the operators for ONNX Runtime share.
+// Shared declarations of the operators for ONNX Runtime.
 #ifndef OUTRIDER_OPERATOR_H
 #define OUTRIDER_OPERATOR_H
 
@@ -16,7 +16,7 @@
 namespace ort {
 
 struct Tensor {
-  const Value* value = nullptr; // null: an input that was left out
+  const Value* value = nullptr; // null for an omitted input
   void* data = nullptr;
   size_t dimensions = 0;
   int64_t sizes[8] = {};
@@ -27,14 +27,14 @@ bool has_sizes(const Tensor& tensor, std::initializer_list<int64_t> sizes);
 Status* integers(const Api* api, const KernelInfo* info,
                  std::initializer_list<std::pair<const char*, int64_t*>> attributes);
 Status* input(const Api* api, const Context* context, size_t index, Tensor* found);
-Status* inputs(const Api* api, const Context* context, size_t count, Tensor* found); // the first
+Status* inputs(const Api* api, const Context* context, size_t count, Tensor* found);
 Status* output(const Api* api, Context* context, size_t index, const int64_t* sizes,
                size_t dimensions, void** data);
-// An input that is changed in place: a copy of it where the output is not bound to its memory.
+// An output that updates an input in place; a copy of it if the output is not bound to its memory.
 Status* changed(const Api* api, Context* context, size_t index, const Tensor& given,
                 size_t element_bytes, void** data);
 
-// work(0 .. total - 1), by ONNX Runtime's threads; by this one where it is soon done.
+// Calls work(0) .. work(total - 1) on ONNX Runtime's threads, or on this thread if `small`.
 template <class Work>
 Status* share(const Api* api, const Context* context, int64_t total, bool small, Work work) {
   const auto one = [](void* of, size_t i) { (*static_cast<Work*>(of))(static_cast<int64_t>(i)); };
@@ -44,10 +44,10 @@ Status* share(const Api* api, const Context* context, int64_t total, bool small,
   return nullptr;
 }
 
-// Tell a session to be of the operators below. The domain has to live as long as the session.
+// Adds the operators below to a session's options. The domain has to outlive the session.
 Status* add_operators(const Api* api, Options* options, Domain** made);
 
-// An operator, and what it says of itself.
+// An operator with its name, inputs and outputs.
 struct Port {
   int type, characteristic = REQUIRED;
 };
@@ -59,7 +59,7 @@ inline const Described& described(const Operator* one) {
   return *static_cast<const Described*>(one);
 }
 
-// The functions of one whose kernels, of the type Kernel, `create` makes.
+// The functions of an operator whose `create` makes kernels of type Kernel.
 template <class Kernel>
 Operator operator_of(decltype(Operator::create_or_fail) create,
                      decltype(Operator::compute_or_fail) compute) {
@@ -84,7 +84,8 @@ Operator operator_of(decltype(Operator::create_or_fail) create,
   return made;
 }
 
-// Of these tables, that of the instruction set in use, or of the next lesser one. One is plain.
+// The table for the instruction set in use or, if there is none, for the next lesser one. The list
+// must contain the plain table.
 template <class Tiles> const Tiles* tiles_of(std::initializer_list<const Tiles*> known) {
   for (const outrider_set* set = outrider_set_in_use(); set != nullptr; set = set->lesser)
     for (const Tiles* tiles : known)

@@ -1,6 +1,6 @@
-// The part of ONNX Runtime's C interface that operators and sessions need. Its makers promise to
-// append only, so a function keeps its place in the table; tests/ compares the places with the
-// official header.
+// The part of ONNX Runtime's C API that operators and sessions need. ONNX Runtime guarantees that
+// functions are only appended to the table, so their indices do not change; tests/ compares them
+// with the official header.
 #ifndef OUTRIDER_ORT_API_H
 #define OUTRIDER_ORT_API_H
 
@@ -9,7 +9,7 @@
 
 namespace ort {
 
-constexpr uint32_t API_VERSION = 24; // of ONNX Runtime 1.24, the oldest that is asked for
+constexpr uint32_t API_VERSION = 24; // of ONNX Runtime 1.24, the oldest supported version
 
 struct Status;
 struct Options;
@@ -87,7 +87,7 @@ auto call(const Api* api, Arguments... arguments) {
   return reinterpret_cast<typename Called::type>(api->table[Called::place])(arguments...);
 }
 
-// OrtCustomOp. Null where nothing is to be said.
+// OrtCustomOp. Unused functions are null.
 struct Operator {
   uint32_t version;
   void* (*create)(const Operator*, const Api*, const KernelInfo*);

@@ -1,5 +1,6 @@
-// The inner loops of products with few bits. Compiled once per instruction set, with OUTRIDER_TABLE
-// naming the table. No standard headers but the compiler's own: see outrider_tiles.cpp.
+// The inner loops of products with quantised weights. Compiled once per instruction set, with
+// OUTRIDER_TABLE as the table's name. No standard headers but the compiler's own: see
+// outrider_tiles.cpp.
 #include "outrider_product.h"
 #include "outrider_sampling.h"
 #include "outrider_vector.h"
@@ -8,10 +9,10 @@ namespace {
 using Call = outrider_product;
 
 constexpr int BLOCK = OUTRIDER_PRODUCT_BLOCK, PANEL = OUTRIDER_PRODUCT_PANEL;
-constexpr int AHEAD = 4096; // bytes of weights that are fetched before they are used
-// TOGETHER: rows that share the reading of a weight, at most, as their sums fit into registers.
-// STEPS: of a block, how many the compiler sees at once. Of one, GCC would copy all sums with each
-// on x86; of more, it would take the weights of all first on ARM, by memory.
+constexpr int AHEAD = 4096; // prefetch distance in bytes of weights
+// TOGETHER: maximum number of rows multiplied per reading of a weight; their sums fit into
+// registers. STEPS: unrolled steps of a block. With 1, GCC would copy all sums in each step on x86;
+// with more, it would load all weights first on ARM, and spill them.
 #if defined(__AVX512VNNI__)
 constexpr int TOGETHER = 12, STEPS = 8;
 #elif defined(__AVX2__)
@@ -22,7 +23,7 @@ constexpr int TOGETHER = 4, STEPS = 1;
 constexpr int TOGETHER = 6;
 #endif
 
-template <int BITS> constexpr int OFFSET = 1 << (BITS - 1); // of a level: what is added to it
+template <int BITS> constexpr int OFFSET = 1 << (BITS - 1); // added to a level to make it unsigned
 
 int64_t blocks_of(const Call& c) { return (c.depth + BLOCK - 1) / BLOCK; }
 
@@ -35,7 +36,7 @@ void round_row(const Call& c, int64_t row) {
       for (int i = 0; i < BLOCK; ++i) rest[i] = i < there ? from[i] : 0.0f;
       from = rest;
     }
-    // The largest number by its bits: a NaN is larger than all, so the scale of its block is NaN.
+    // The largest magnitude, compared by its bits: NaN is the largest, so its block's scale is NaN.
     Integers sizes{};
     for (int i = 0; i < BLOCK; i += LANES) {
       const Integers size = reinterpret_cast<Integers>(load(from + i)) & 0x7FFFFFFF;
@@ -44,13 +45,13 @@ void round_row(const Call& c, int64_t row) {
     const int32_t most_bits = fold(sizes, larger<Integers>);
     float most;
     __builtin_memcpy(&most, &most_bits, sizeof most);
-    // Of what is smaller, 127 / most is no finite number; it counts for nothing.
+    // For a smaller maximum, 127 / most is not finite; such a block is rounded to 0.
     const float scale = most / 127.0f, inverse = most > 4e-37f ? 127.0f / most : 0.0f;
     Integers sums{};
     alignas(64) int32_t wide[BLOCK];
     int8_t* levels = c.x_levels + (row * blocks + b) * BLOCK;
     for (int i = 0; i < BLOCK; i += LANES) {
-      // To the nearest whole number, in the last bits; of what is not finite that is 0.
+      // Rounded to the nearest whole number, in the low bits; 0 if it is not finite.
       const Vector shifted = load(from + i) * splat(inverse) + splat(12582912.0f);
       const Integers level = (reinterpret_cast<Integers>(shifted) - 0x4B400000) << 24 >> 24;
       __builtin_memcpy(wide + i, &level, sizeof level);
@@ -68,15 +69,15 @@ void round(const Call* call, int64_t first, int64_t end) {
 }
 
 #if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
-// R rows with one panel. What differs between instruction sets is how four neighbours along K are
-// multiplied in each lane: of a weight, which has no sign, and of x, the same four in all lanes.
+// R rows times one panel. The instruction sets differ in how each lane multiplies four neighbours
+// along K: of a weight, unsigned, and of x, the same four in all lanes.
 typedef uint8_t Bytes __attribute__((vector_size(sizeof(Integers))));
 typedef uint8_t Packed __attribute__((vector_size(sizeof(Integers)), aligned(1), may_alias));
-constexpr int VECTORS = PANEL / LANES; // of a panel's outputs
+constexpr int VECTORS = PANEL / LANES; // vectors of a panel's outputs
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
-constexpr bool SIGNED = false; // whether weights of 8 bits get a sign before
+constexpr bool SIGNED = false; // whether 8-bit weights are converted to signed first
 
 template <int BITS> INLINE Integers first_sum(int32_t x_sum) {
   return -OFFSET<BITS> * x_sum - Integers{};
@@ -99,10 +100,10 @@ template <int> INLINE Integers added(Integers sum, Bytes weight, Bytes x) {
 
 constexpr bool SIGNED = true;
 
-// Levels of 4 bits are unsigned, and all products of a block that a sum of 16 bits gets, two of each
-// of 8 vectors, fit into it: 16 * 15 * 127 < 2^15. Those of 8 bits have a sign for this, so that the
-// products of two numbers do: 2 * 128 * 127 < 2^15.
-INLINE Integers pairs(__m256i sums) { // of two neighbours, of 16 bits
+// 4-bit levels are unsigned, and a 16-bit sum can hold all its products of a block, two from each
+// of 8 vectors: 16 * 15 * 127 < 2^15. 8-bit levels are signed, so that the sum of two products
+// fits: 2 * 128 * 127 < 2^15.
+INLINE Integers pairs(__m256i sums) { // adds 16-bit neighbours
   return reinterpret_cast<Integers>(_mm256_madd_epi16(sums, _mm256_set1_epi16(1)));
 }
 
@@ -135,10 +136,10 @@ template <int> INLINE Integers added(Integers sum, Bytes weight, Bytes x) {
 
 #endif
 
-// LANES numbers from float16.
+// Converts LANES numbers from float16.
 INLINE Vector widened(const uint16_t* from) {
 #if defined(__AVX512F__)
-  // With a mask of all lanes, because GCC 12 warns of what its headers leave undefined without.
+  // Masked with all lanes, because GCC 12 warns about an undefined value in its unmasked version.
   return _mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif defined(__AVX2__)
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -149,7 +150,7 @@ INLINE Vector widened(const uint16_t* from) {
 
 #if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__clang__)
 #pragma GCC push_options
-// Else GCC puts all products of a block before their sums, in memory.
+// Otherwise GCC computes all products of a block before their sums, and spills them.
 #pragma GCC optimize("no-tree-ter", "no-tree-reassoc")
 #endif
 
@@ -258,11 +259,11 @@ void multiply_rows(const Call& c, int64_t panel, int64_t first, int64_t count) {
 void multiply(const Call* call, int64_t first_panel, int64_t end_panel) {
   const Call& c = *call;
   const int64_t runs = (c.rows + TOGETHER - 1) / TOGETHER;
-  // What the first panel would ask for line by line, as nobody has looked ahead to it.
+  // The beginning of the first panel, which no earlier panel has prefetched.
   const uint8_t* begin = c.levels + first_panel * blocks_of(c) * 64 * c.bits;
   for (int i = 0; i < AHEAD; i += 64) __builtin_prefetch(begin + i);
   for (int64_t panel = first_panel; panel < end_panel; ++panel)
-    for (int64_t run = 0; run < runs; ++run) { // as even as can be
+    for (int64_t run = 0; run < runs; ++run) { // runs of nearly equal size
       const int64_t first = c.rows * run / runs, count = c.rows * (run + 1) / runs - first;
       if (c.bits == 4) multiply_rows<TOGETHER, 4>(c, panel, first, count);
       else multiply_rows<TOGETHER, 8>(c, panel, first, count);

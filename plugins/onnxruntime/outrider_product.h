@@ -1,8 +1,9 @@
-// Products with weights of 4 and 8 bits, for any number of rows: what the operators for ONNX Runtime
-// compute, in plain C++.
+// Products with weights of 4 and 8 bits, for any number of rows: the computation of the operators
+// for ONNX Runtime, in plain C++.
 //
-// A weight W [N, K] is a whole number times a scale, which BLOCK neighbours along K share. It lies
-// as it is read: PANEL outputs are a panel, and a panel has its blocks one after the other.
+// An element of W [N, K] is an integer level times a scale that BLOCK neighbours along K share. W
+// is stored in the order in which it is read: PANEL outputs form a panel, and a panel's blocks
+// follow one another.
 //
 //   levels  uint8 [N / PANEL, K / BLOCK, 64 bits], unsigned: level + 2^(bits - 1). Byte 4 lane + i
 //           of vector j (64 bytes) belongs to output `lane` of the panel: with 8 bits it is number
@@ -10,11 +11,11 @@
 //           8 j + 4 + i
 //   scales  float16 [N / PANEL, K / BLOCK, PANEL]
 //
-// N and K are made up to whole panels and blocks; what is made up counts for nothing.
+// N and K are padded to whole panels and blocks; the padding has no effect.
 //
-// A row x [K] is rounded to 8 bits, block by block, as llama.cpp does it (Q8_0), so that a block's
-// product is one of whole numbers: exact, in any order. Then it is scaled and added to the blocks
-// before it. So the bits of an output follow from its row and its weights alone.
+// A row x [K] is rounded to 8 bits, block by block, as in llama.cpp (Q8_0), so that a block's
+// product is one of integers: exact, in any order. It is then scaled and added to the sum of the
+// previous blocks. The bits of an output therefore depend only on its row and its weights.
 #ifndef OUTRIDER_PRODUCT_H
 #define OUTRIDER_PRODUCT_H
 
@@ -22,7 +23,7 @@
 
 enum {
   OUTRIDER_PRODUCT_BLOCK = 32, // numbers that share a scale
-  OUTRIDER_PRODUCT_PANEL = 16  // outputs side by side
+  OUTRIDER_PRODUCT_PANEL = 16  // outputs computed together
 };
 
 struct outrider_product {
@@ -33,8 +34,8 @@ struct outrider_product {
   const uint8_t* levels;
   const uint16_t* scales;
   float* y; // [rows, N]
-  // The rows of x, rounded: [rows, blocks, BLOCK]; [rows, blocks]; [rows, blocks], what their levels
-  // sum to, as the weights' levels are unsigned.
+  // The rounded rows of x: [rows, blocks, BLOCK]; [rows, blocks]; [rows, blocks], the sums of their
+  // levels, which correct for the offset of the weights' levels.
   int8_t* x_levels;
   float* x_scales;
   int32_t* x_sums;

@@ -3,13 +3,13 @@
 //
 // Recurrence
 //   inputs   query, key [B, N, Hk, Dk]; value [B, N, H, Dv]; decay [B, N, H, 1 or Dk], logarithms;
-//            beta [B, N, H], or none; slot [B, H, R, Dk Dv]; position int64 [B]
-//   outputs  [B, N, H, Dv]; the slot, in place where it is bound to the input's memory
+//            beta [B, N, H], optional; slot [B, H, R, Dk Dv]; position int64 [B]
+//   outputs  [B, N, H, Dv]; the slot, updated in place if it is bound to the input's memory
 // ShortConvolution
-//   inputs   x [B, C, N]; weight [C, K]; bias [C], or none; slot [B, 1, R, C]; position int64 [B]
+//   inputs   x [B, C, N]; weight [C, K]; bias [C], optional; slot [B, 1, R, C]; position int64 [B]
 //   outputs  [B, C, N]; the slot
 //
-// A graph whose sizes are others is refused.
+// Other sizes are rejected.
 #include <algorithm>
 #include <new>
 
@@ -33,7 +33,7 @@ struct Kernel {
   const outrider_recurrence_tiles* tiles;
 };
 
-// Those of the instruction set that the library uses.
+// The table for the instruction set in use.
 const outrider_recurrence_tiles* tiles_in_use() {
 #if defined(OUTRIDER_X86)
   return ort::tiles_of(
@@ -48,7 +48,7 @@ ort::Status* create(const ort::Operator*, const Api* api, const ort::KernelInfo*
   return *made == nullptr ? ort::refuse(api, "out of memory") : nullptr;
 }
 
-// Whether no number of a row is too large to be written down.
+// Whether no position is negative or overflows.
 bool has_places(const int64_t* position, int64_t slots, int64_t tokens) {
   return std::all_of(position, position + slots,
                      [&](int64_t p) { return p >= 0 && p <= INT64_MAX - tokens; });
@@ -80,7 +80,7 @@ ort::Status* recur(void* made, ort::Context* context) {
   ort::Tensor in[INPUTS];
   if (ort::Status* status = ort::inputs(api, context, INPUTS, in)) return status;
   if (!fits_recurrence(in))
-    return ort::refuse(api, "an input has another size than the others say");
+    return ort::refuse(api, "the sizes of the inputs do not match");
   outrider_recurrence c{};
   const int64_t slots = in[QUERY].sizes[0];
   c.tokens = in[QUERY].sizes[1], c.key_heads = in[QUERY].sizes[2];
@@ -94,7 +94,7 @@ ort::Status* recur(void* made, ort::Context* context) {
   c.beta = static_cast<const float*>(in[BETA].data);
   c.position = static_cast<const int64_t*>(in[POSITION].data);
   if (!has_places(c.position, slots, c.tokens))
-    return ort::refuse(api, "a position is of no row");
+    return ort::refuse(api, "a position is out of range");
   void *out = nullptr, *states = nullptr;
   if (ort::Status* status = ort::output(api, context, 0, in[VALUE].sizes, 4, &out)) return status;
   if (ort::Status* status = ort::changed(api, context, 1, in[SLOT], sizeof(float), &states))
@@ -128,7 +128,7 @@ ort::Status* convolve(void* made, ort::Context* context) {
   ort::Tensor in[INPUTS];
   if (ort::Status* status = ort::inputs(api, context, INPUTS, in)) return status;
   if (!fits_convolution(in))
-    return ort::refuse(api, "an input has another size than the others say");
+    return ort::refuse(api, "the sizes of the inputs do not match");
   outrider_convolution c{};
   const int64_t slots = in[X].sizes[0];
   c.channels = in[X].sizes[1], c.tokens = in[X].sizes[2];
@@ -138,7 +138,7 @@ ort::Status* convolve(void* made, ort::Context* context) {
   c.bias = static_cast<const float*>(in[BIAS].data);
   c.position = static_cast<const int64_t*>(in[POSITION].data);
   if (!has_places(c.position, slots, c.tokens))
-    return ort::refuse(api, "a position is of no row");
+    return ort::refuse(api, "a position is out of range");
   void *out = nullptr, *past = nullptr;
   if (ort::Status* status = ort::output(api, context, 0, in[X].sizes, 3, &out)) return status;
   if (ort::Status* status = ort::changed(api, context, 1, in[SLOT], sizeof(float), &past))

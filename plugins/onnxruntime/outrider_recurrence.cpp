@@ -1,5 +1,5 @@
 // The inner loops of recurrent states and short convolutions. Compiled once per instruction set,
-// with OUTRIDER_TABLE naming the table. No standard headers but the compiler's own: see
+// with OUTRIDER_TABLE as the table's name. No standard headers but the compiler's own: see
 // outrider_tiles.cpp.
 #include "outrider_recurrence.h"
 #include "outrider_vector.h"
@@ -10,17 +10,18 @@ using Convolution = outrider_convolution;
 
 constexpr int MOST_WIDTH = OUTRIDER_RECURRENCE_WIDTH, MOST_TAPS = OUTRIDER_RECURRENCE_TAPS;
 constexpr int COLUMNS = OUTRIDER_RECURRENCE_COLUMNS;
-constexpr int STRIP = 8;          // most vectors of columns at a time: two sums of each
+constexpr int STRIP = 8;          // maximum vectors of columns at a time: two sums for each
 constexpr int FEW = 16, RUN = 32; // tokens of a convolution at a time
 
-// e^x, off by less than an ulp or so, for any x: as in Cephes, by the nearest power of 2 and a
-// polynomial of what is left. Two factors, because a power may be too small or too large for one.
+// e^x for any x, with an error of about one ulp: as in Cephes, the nearest power of 2 times a
+// polynomial of the remainder. The power is applied as two factors, because one may underflow or
+// overflow.
 inline Vector exp_of(Vector x) {
   const Vector least = splat(-104.0f), most = splat(89.0f), magic = splat(12582912.0f);
-  Vector y = x < least ? least : x; // a NaN stays
+  Vector y = x < least ? least : x; // NaN is preserved
   y = y > most ? most : y;
   const Vector shifted = fused(y, splat(1.44269504f), magic), whole = shifted - magic;
-  Vector r = fused(whole, splat(-0.693359375f), y); // a product without error: ln 2 in two parts
+  Vector r = fused(whole, splat(-0.693359375f), y); // an exact product: ln 2 in two parts
   r = fused(whole, splat(2.12194440e-4f), r);
   Vector e = splat(1.9875691500e-4f);
   e = fused(e, r, splat(1.3981999507e-3f));
@@ -35,14 +36,14 @@ inline Vector exp_of(Vector x) {
          reinterpret_cast<Vector>((rest + 127) << 23);
 }
 
-// Numbers of a row or of what stands for it here, whose end may be within a vector.
+// Copies numbers to or from a row, whose end may be within a vector.
 inline void copy(float* to, const float* from, int64_t count) {
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
   for (; i < count; ++i) to[i] = from[i];
 }
 
-// The factors [Dk] of a token.
+// The decay factors [Dk] of a token.
 void decay(float* factors, const float* logarithms, const Call& c) {
   if (c.decays == 1) {
     const Vector factor = exp_of(splat(logarithms[0]));
@@ -56,10 +57,10 @@ void decay(float* factors, const float* logarithms, const Call& c) {
   }
 }
 
-// Passes over a state of V vectors of columns, [depth, V LANES]. Reading and writing the rows of a
-// cache takes longest, so that happens in between.
+// Passes over a state of V vectors of columns, [depth, V LANES]. Reading and writing the rows of
+// the cache takes longest, so they are merged into the passes.
 
-// The state decays, from where it lies in rows of `pitch`; and what it then has for a key.
+// Decays the state, read from rows of `pitch`, and multiplies it by a key.
 template <int V>
 void recall(float* state, Vector* found, const float* from, int64_t pitch, const float* factors,
             const float* key, int64_t depth) {
@@ -72,8 +73,8 @@ void recall(float* state, Vector* found, const float* from, int64_t pitch, const
     }
 }
 
-// It takes up `more` for a key; and what it then has for a query. kept: where it shall lie too, in
-// rows of `pitch`, or null.
+// Adds `more` to the state for a key, and multiplies it by a query. kept: if not null, also stores
+// the state there, in rows of `pitch`.
 template <int V>
 void update(float* state, Vector* found, float* kept, int64_t pitch, const Vector* more,
             const float* key, const float* query, int64_t depth) {
@@ -87,7 +88,7 @@ void update(float* state, Vector* found, float* kept, int64_t pitch, const Vecto
     }
 }
 
-// `count` columns from `first` on, V vectors or a part of one, for all tokens.
+// Computes `count` columns from `first` on, V vectors or a part of one, for all tokens.
 template <int V>
 void recur_strip(const Call& c, int64_t slot, int64_t head, int64_t first, int64_t count) {
   alignas(64) float state[MOST_WIDTH * V * LANES];
@@ -96,7 +97,7 @@ void recur_strip(const Call& c, int64_t slot, int64_t head, int64_t first, int64
   const int64_t key_head = head / (c.heads / c.key_heads);
   float* const ring = c.states + (slot * c.heads + head) * c.rows * depth * c.width + first;
   const auto row = [&](int64_t number) { return ring + number % c.rows * depth * c.width; };
-  const bool whole = count == V * LANES; // otherwise rows come and go by a copy
+  const bool whole = count == V * LANES; // otherwise rows are copied
   const float* from = state;
   if (position > 0 && whole) {
     from = row(position - 1);
@@ -126,8 +127,8 @@ void recur_strip(const Call& c, int64_t slot, int64_t head, int64_t first, int64
   }
 }
 
-// Strips of V vectors as long as there are any, then of half as many: narrow ones read memory a line
-// of each row at a time.
+// Strips of V vectors as long as possible, then of half as many. Wide ones are preferred, because
+// narrow ones read only a cache line of each row at a time.
 template <int V>
 void recur_strips(const Call& c, int64_t slot, int64_t head, int64_t at, int64_t end) {
   for (; at + V * LANES <= end; at += V * LANES) recur_strip<V>(c, slot, head, at, V * LANES);
@@ -141,10 +142,10 @@ void recur(const Call* call, int64_t slot, int64_t head, int64_t first, int64_t 
 }
 
 // --- short convolutions ------------------------------------------------------------------------
-// By the compiler's vectors: of channels where there are few tokens, else of tokens. Either way a
-// sum begins with the bias and has its products in order, rounded one by one.
+// Vectorised by the compiler: over channels for few tokens, else over tokens. Either way, a sum
+// starts with the bias and adds its products in order, each rounded.
 
-// to [columns, rows] of from [rows, columns], which are so far apart.
+// Transposes from [rows, columns] into to [columns, rows], with the given pitches.
 void turn(float* to, int64_t to_pitch, const float* from, int64_t pitch, int64_t rows,
           int64_t columns) {
   if (columns == 1 && pitch == 1) return copy(to, from, rows);
@@ -153,7 +154,7 @@ void turn(float* to, int64_t to_pitch, const float* from, int64_t pitch, int64_t
     for (int64_t r = 0; r < rows; ++r) to[k * to_pitch + r] = from[r * pitch + k];
 }
 
-// TAPS: K where the compiler knows it, or 0.
+// TAPS: K if known at compile time, else 0.
 template <int TAPS>
 void convolve_channels(const Convolution& c, int64_t slot, int64_t first, int64_t count) {
   const int64_t taps = TAPS ? TAPS : c.taps, before = taps - 1, tokens = c.tokens;

@@ -16,7 +16,7 @@ from runtime.files.library import add_operators
 
 FLOAT, INT8, INT64 = TensorProto.FLOAT, TensorProto.INT8, TensorProto.INT64
 Feeds = dict[str, npt.NDArray[Any]]
-OTHER_SIZE = "an input has another size"
+OTHER_SIZE = "the sizes of the inputs do not match"
 LOOPS = ("avx512", "avx2", "plain")  # the instruction sets that most operators have loops for
 
 

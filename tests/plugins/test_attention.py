@@ -481,7 +481,7 @@ def test_sources_of_other_sizes_are_refused() -> None:
     attention = SourceAttention()
     right = attention.feeds()
     for length in (0, -1, ROWS + 1, 2**63 - 1):
-        refuses(attention.session, right, "a source has", length=[1, length, 1])
+        refuses(attention.session, right, "a length is not from 1", length=[1, length, 1])
     for name, sizes in (
         ("query", (3, 2, 64)), ("query", (2, 2, HEADS * 64)), ("keys", (3, 1, ROWS, 64)),
         ("values", (3, KEY_HEADS, ROWS - 1, 64)), ("values", (3, KEY_HEADS, 64)), ("length", (2,)),
@@ -493,9 +493,9 @@ def test_sources_of_other_sizes_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"key_heads": 4}, "each key head"), ({"key_heads": 0}, "each key head"),
-        ({"heads": -6}, "each key head"), ({"heads": 2**40}, "each key head"),
-        ({"window": -1}, "a window is of"),
+        ({"key_heads": 4}, "heads is out of range"), ({"key_heads": 0}, "heads is out of range"),
+        ({"heads": -6}, "heads is out of range"), ({"heads": 2**40}, "heads is out of range"),
+        ({"window": -1}, "window is negative"),
     ],
 )  # fmt: skip
 def test_attributes_that_do_not_fit_are_refused(changed: dict[str, int], message: str) -> None:

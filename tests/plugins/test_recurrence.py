@@ -264,4 +264,4 @@ def test_inputs_of_other_sizes_are_refused(name: str) -> None:
             array = np.zeros(sizes, right[wrong].dtype)
             refuses(node.session, right, OTHER_SIZE, **{wrong: array})
     for position in (-1, -(2**63), 2**63 - 1):
-        refuses(node.session, right, "a position is of no row", position=[position])
+        refuses(node.session, right, "a position is out of range", position=[position])
