@@ -1,1 +1,1 @@
-"""The sampling kernel: C++ and CUDA sources, and the script that compiles them."""
+"""C++ and CUDA sources of the sampling kernel, the operators and the session, and build scripts."""

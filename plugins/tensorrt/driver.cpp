@@ -9,7 +9,7 @@
 namespace outrider_tensorrt {
 namespace {
 
-// By module: the token rule without filters wants these (outrider_device.h: plan_verify).
+// The kernels of the token rule without filters, by module (plan_verify in outrider_device.h).
 struct Wanted {
   const char *module, *name;
 };
@@ -37,7 +37,7 @@ template <class Function> bool find(void* library, const char* name, Function* f
   return address != nullptr;
 }
 
-// Null where there is no driver, or one before CUDA 12.
+// Null if there is no driver of CUDA 12 or newer.
 const Driver* driver() noexcept {
   static Driver found;
   static const bool there = [] {
@@ -60,7 +60,7 @@ bool failed(const char* what, CUresult result, char* why, std::size_t why_size) 
   return false;
 }
 
-// A cubin runs on its own major architecture, from its minor one on, PTX on all later ones.
+// A cubin runs on its own major architecture from its minor version on; PTX on all later ones.
 const Image* image_for(const char* module, int architecture) {
   const Image* best = nullptr;
   for (int i = 0; i < IMAGE_COUNT; ++i) {
@@ -78,7 +78,7 @@ const Image* image_for(const char* module, int architecture) {
 } // namespace
 
 bool Kernels::fill(int architecture, char* why, std::size_t why_size) noexcept {
-  const char* loaded = nullptr; // the module in `library`; WANTED has them in runs
+  const char* loaded = nullptr; // the module in `library`; WANTED is grouped by module
   CUlibrary library = nullptr;
   for (const Wanted& wanted : WANTED) {
     if (loaded == nullptr || std::strcmp(loaded, wanted.module) != 0) {
@@ -103,7 +103,7 @@ bool Kernels::fill(int architecture, char* why, std::size_t why_size) noexcept {
 
 const Kernels* Kernels::load(char* why, std::size_t why_size) noexcept {
   static std::mutex mutex;
-  static Kernels kernels[MOST]; // of so many architectures
+  static Kernels kernels[MOST]; // by architecture
   if (driver() == nullptr) {
     std::snprintf(why, why_size, "no CUDA driver of version 12 or newer");
     return nullptr;
@@ -129,7 +129,7 @@ const Kernels* Kernels::load(char* why, std::size_t why_size) noexcept {
       }
       if (some.architecture_ != architecture) continue;
       for (int i = 0; i < some.count_; ++i) {
-        CUfunction function; // asking for it loads the kernel into this context, now and not later
+        CUfunction function; // getting it loads the kernel into this context now rather than later
         result = driver()->function(&function, some.named_[i].kernel);
         if (result != CUDA_SUCCESS) {
           failed(some.named_[i].name, result, why, why_size);
@@ -139,7 +139,7 @@ const Kernels* Kernels::load(char* why, std::size_t why_size) noexcept {
       return &some;
     }
     std::snprintf(why, why_size, "too many kinds of GPU in one process");
-  } catch (...) { // the mutex
+  } catch (...) { // locking the mutex failed
     std::snprintf(why, why_size, "a lock failed");
   }
   return nullptr;

@@ -1,6 +1,7 @@
-// The CUDA driver as the plugin needs it: images that are part of the plugin's library, loaded once for
-// a device, and launches on a stream. The driver is looked up at run time: building wants no CUDA
-// toolkit, and a machine without a GPU can still load the library and parse a graph with it.
+// The part of the CUDA driver that the plugin needs: it loads images contained in the plugin's
+// library, once per device, and launches kernels on a stream. The driver is looked up at run time,
+// so building needs no CUDA toolkit, and a machine without a GPU can load the library and parse a
+// graph with it.
 #ifndef OUTRIDER_TENSORRT_DRIVER_H
 #define OUTRIDER_TENSORRT_DRIVER_H
 
@@ -14,9 +15,9 @@
 namespace outrider_tensorrt {
 
 struct Image {
-  const char* module; // the source's name
+  const char* module; // name of the source
   int architecture;   // 90: a cubin for sm_90, or PTX for compute_90
-  bool ptx;           // the driver compiles it while it loads, and it ends in a zero
+  bool ptx;           // PTX, compiled by the driver on loading, and zero-terminated
   const unsigned char* data;
 };
 
@@ -27,11 +28,13 @@ extern const int IMAGE_COUNT;
 // The kernels of one architecture.
 class Kernels {
 public:
-  // Those for the current context's device, loaded into it: no later launch allocates or loads. Null
-  // on failure, and then `why` says it in one line. Thread-safe; what is loaded stays loaded.
+  // Load the kernels for the current context's device into the context, so that no later launch
+  // allocates or loads. Returns null on failure, with a one-line reason in `why`. Thread-safe.
+  // Loaded kernels are never unloaded.
   static const Kernels* load(char* why, std::size_t why_size) noexcept;
 
-  // Enqueue one launch; nothing else, so a capturing stream records it. False: `why` says it.
+  // Enqueue one launch and nothing else, so that a capturing stream records it. Returns false on
+  // failure, with the reason in `why`.
   bool launch(const outrider_device_launch& wanted, void** parameters, CUstream stream, char* why,
               std::size_t why_size) const noexcept;
 

@@ -1,8 +1,10 @@
-// Between TensorRT's tensors and the sampling kernels' structures: one launch before them, one after.
+// Converts between TensorRT's tensors and the sampling kernels' structures: one launch before the
+// kernels, one after.
 #include "outrider.h"
 
-// seed holds the bits of an unsigned number. A gamma that an int32 cannot hold stays an illegal one.
-// TensorRT's workspace comes as other layers left it: the kernels' counters are set to 0 here.
+// seed holds the bits of an unsigned number. A gamma that does not fit an int32 is mapped to
+// another invalid one. TensorRT's workspace contains what other layers left there, so the kernels'
+// counters are set to 0 here.
 extern "C" __global__ void outrider_tensorrt_pack(const int64_t* seed, const int64_t* position,
                                                   const int64_t* gamma, const float* temperature,
                                                   const float* lenience, outrider_slot* slots,

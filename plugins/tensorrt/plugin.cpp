@@ -1,12 +1,12 @@
-// outrider::Verify for TensorRT: the sampling kernels as an IPluginV3. Its contract is that of the
-// ONNX function of the same name (export/functions/); attributes: vocab_size, and rule, which
+// outrider::Verify for TensorRT: the sampling kernels as an IPluginV3. Its semantics are those of
+// the ONNX function of the same name (export/functions/). Attributes: vocab_size, and rule, which
 // must be "token". Works with the headers of TensorRT 10.14 and newer, and 11.
 //
 //   in   target_logits [B, K, V], draft_logits [B, K - 1, V'] (float32, float16 or bfloat16),
 //        drafts int64 [B, K - 1], seed, position, gamma int64 [B], temperature, lenience float32 [B]
 //   out  accepted int32 [B], token int64 [B], status int32 [B]
 //
-// enqueue launches four kernels and does nothing else: no allocation, no synchronisation.
+// enqueue launches four kernels and does nothing else: no allocation and no synchronisation.
 #include <atomic>
 #include <cstdio>
 #include <cstring>
@@ -23,7 +23,7 @@ using namespace nvinfer1;
 using outrider_tensorrt::Kernels;
 
 constexpr char NAME[] = "Verify", VERSION[] = "1", NAMESPACE[] = "outrider";
-constexpr int32_t UNBOUNDED = INT32_MAX; // vocab_size: as wide as the logits are
+constexpr int32_t UNBOUNDED = INT32_MAX; // vocab_size: the width of the logits
 constexpr size_t LINE = 256;
 
 enum Input { TARGET, DRAFT, DRAFTS, SEED, POSITION, GAMMA, TEMPERATURE, LENIENCE, INPUTS };
@@ -34,7 +34,8 @@ constexpr int32_t RANKS[INPUTS] = {3, 3, 2, 1, 1, 1, 1, 1};
 
 std::atomic<ILoggerFinder*> logger_finder{nullptr};
 
-// One line, to TensorRT's logger where there is one. Returns what TensorRT takes for a failure.
+// Reports one line to TensorRT's logger if there is one, else to stderr. Returns TensorRT's failure
+// status.
 int32_t fail(const char* what) noexcept {
   char line[LINE + 64];
   std::snprintf(line, sizeof line, "outrider::Verify: %s", what);
@@ -45,7 +46,7 @@ int32_t fail(const char* what) noexcept {
       logger->log(ILogger::Severity::kERROR, line);
       return -1;
     }
-  } catch (...) { // TensorRT's: none may pass through an entry point of ours
+  } catch (...) { // thrown by TensorRT; no exception may leave the plugin's entry points
   }
   std::fprintf(stderr, "%s\n", line);
   return -1;
@@ -56,7 +57,7 @@ int32_t fail(const char* what) noexcept {
 struct Round {
   outrider_device_sizes sizes;
   int64_t target_width, draft_width; // of the tensors, padding included
-  int32_t dtype, element;            // outrider.h's, and its bytes
+  int32_t dtype, element;            // dtype of outrider.h, and its size in bytes
 };
 
 bool type_of(DataType type, int32_t* dtype) {
@@ -72,7 +73,7 @@ int32_t smaller(int64_t width, int32_t vocab_size) {
   return width < vocab_size ? static_cast<int32_t>(width) : vocab_size;
 }
 
-// False: sizes that no round has. Zero slots are legal here; there is nothing to do for them.
+// Returns false for invalid sizes. Zero slots are valid, with nothing to do.
 bool round_of(const Dims& target, const Dims& draft, DataType type, int32_t vocab_size,
               Round* round) {
   if (target.nbDims != RANKS[TARGET] || draft.nbDims != RANKS[DRAFT] ||
@@ -103,7 +104,7 @@ struct Memory {
   size_t end;
 };
 
-// Of a workspace at `start`, which TensorRT may align to less than the kernels want.
+// Lays out a workspace at `start`, which TensorRT may align less strictly than the kernels require.
 Memory carve(const outrider_device_sizes& sizes, std::uintptr_t start) {
   Carver<256> carver{start};
   const auto count = static_cast<size_t>(sizes.slot_count);
@@ -158,7 +159,7 @@ public:
                              int32_t input_count) const noexcept override {
     int32_t dtype;
     if (outputs != OUTPUTS || input_count != INPUTS || !type_of(inputs[TARGET], &dtype))
-      return fail("wants 8 inputs, the first of them float32, float16 or bfloat16");
+      return fail("expects 8 inputs, the first of them float32, float16 or bfloat16");
     types[ACCEPTED] = DataType::kINT32;
     types[TOKEN] = DataType::kINT64;
     types[STATUS] = DataType::kINT32;
@@ -169,7 +170,7 @@ public:
                           int32_t shape_inputs, DimsExprs* outputs, int32_t output_count,
                           IExprBuilder&) noexcept override {
     if (input_count != INPUTS || shape_inputs != 0 || output_count != OUTPUTS)
-      return fail("wants 8 inputs, 3 outputs, no shape inputs");
+      return fail("expects 8 inputs, 3 outputs and no shape inputs");
     for (int32_t i = 0; i < INPUTS; ++i)
       if (inputs[i].nbDims != RANKS[i]) return fail("an input has the wrong number of dimensions");
     for (int32_t i = 0; i < OUTPUTS; ++i) {
@@ -200,7 +201,7 @@ public:
   int32_t configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t input_count,
                           const DynamicPluginTensorDesc*, int32_t output_count) noexcept override {
     if (input_count != INPUTS || output_count != OUTPUTS)
-      return fail("wants 8 inputs and 3 outputs");
+      return fail("expects 8 inputs and 3 outputs");
     Round round;
     if (!round_of(inputs[TARGET].max, inputs[DRAFT].max, inputs[TARGET].desc.type, vocab_size_,
                   &round))
@@ -213,7 +214,7 @@ public:
     Round round;
     if (input_count != INPUTS || !round_of(inputs[TARGET].max, inputs[DRAFT].max,
                                            inputs[TARGET].desc.type, vocab_size_, &round))
-      return 0; // configurePlugin refuses
+      return 0; // configurePlugin rejects it
     return carve(round.sizes, 0).end + 255;
   }
 
@@ -254,7 +255,7 @@ public:
     outrider_device_call call;
     std::memcpy(&call, plan.call, sizeof call);
 
-    constexpr int32_t WARPS = 4; // a thread a slot
+    constexpr int32_t WARPS = 4; // one thread per slot
     const int32_t blocks = (sizes.slot_count + 32 * WARPS - 1) / (32 * WARPS);
     const auto first = outrider_device::launch_of("outrider_tensorrt_pack", blocks, 1, 1, WARPS);
     const auto last = outrider_device::launch_of("outrider_tensorrt_unpack", blocks, 1, 1, WARPS);
@@ -276,7 +277,7 @@ public:
     return good ? 0 : fail(why);
   }
 
-  // The rule is "token": nothing else was created.
+  // The rule need not be serialised: it is always "token".
   const PluginFieldCollection* getFieldsToSerialize() noexcept override {
     field_ = PluginField("vocab_size", &vocab_size_, PluginFieldType::kINT32, 1);
     fields_.nbFields = 1;
@@ -285,7 +286,7 @@ public:
   }
 
 private:
-  // While building too, where a plugin may be timed without a context.
+  // Called while building too, since a plugin may be timed there without a context.
   bool load() noexcept {
     char why[LINE] = "";
     if (kernels_ == nullptr) kernels_ = Kernels::load(why, LINE);
@@ -320,7 +321,7 @@ public:
       const PluginField& field = given->fields[i];
       if (field.name == nullptr || field.data == nullptr) continue;
       if (std::strcmp(field.name, "rule") == 0 && !is_token(field)) {
-        fail("rule must be \"token\": this plugin has no other");
+        fail("rule must be \"token\", the only rule of this plugin");
         return nullptr;
       }
       if (std::strcmp(field.name, "vocab_size") == 0 && !read(field, &vocab_size)) {
@@ -332,7 +333,7 @@ public:
   }
 
 private:
-  // With or without a terminating zero, as parser versions have it.
+  // With or without a terminating zero, depending on the parser's version.
   static bool is_token(const PluginField& field) {
     const auto* const text = static_cast<const char*>(field.data);
     int32_t length = field.length;
@@ -362,7 +363,7 @@ private:
 
 } // namespace
 
-// --- what TensorRT looks up when it loads a plugin library ----------------------------------------
+// --- symbols that TensorRT looks up when it loads a plugin library -------------------------------
 
 extern "C" OUTRIDER_API IPluginCreatorInterface* const* getCreators(int32_t& count) {
   static VerifyCreator creator;

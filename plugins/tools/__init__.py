@@ -1,1 +1,1 @@
-"""What compiles the kernel: for this CPU, for all GPUs, as a TensorRT plugin."""
+"""Scripts that compile the kernel: for this CPU, for all GPUs, and as a TensorRT plugin."""

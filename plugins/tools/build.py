@@ -1,9 +1,9 @@
-"""Compile liboutrider with the compiler at hand: `python -m plugins.tools.build [--out build/lib]`.
+"""Compile liboutrider: `python -m plugins.tools.build [--out build/lib]`.
 
-$CXX, g++ or clang++. The inner loops are compiled once per instruction set and chosen at run time,
-so the library of one machine runs on all of its kind (x86-64, ARM64). The result is named by what
-went into it (sources, flags, compiler), moved into place in one step, and made once;
-`liboutrider.so` links to it.
+The compiler is $CXX, g++ or clang++. The inner loops are compiled once per instruction set and
+selected at run time, so the library runs on every machine of the same architecture (x86-64, ARM64).
+Its file name contains a digest of its inputs (sources, flags, compiler). It is compiled only if it
+does not exist and moved into place atomically; `liboutrider.so` is a link to it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ FOLDERS = ("include", "core", "cpu", "cuda", "onnxruntime", "files", "engines", 
 NAME = "liboutrider.so"
 FLAGS = [
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden",
-    # Bits: fused operations only where the source says so.
+    # For reproducible bits: fuse operations only where the source does.
     "-ffp-contract=off",
-    # Speed: neither errno nor floating-point exceptions are looked at; values are not affected.
+    # For speed: errno and floating-point exceptions are not used; values are unaffected.
     "-fno-math-errno", "-fno-trapping-math",
 ]  # fmt: skip
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wno-sign-conversion", "-Wshadow"]
 Unit = tuple[str, list[str]]  # a source and its own flags
-# Of a processor's kind: what every file is compiled with, and the instruction sets of loops.
+# By architecture: the flags of every file, and the instruction sets of the loops.
 KINDS = {
     "x86_64": ["-DOUTRIDER_X86", "-march=x86-64-v2", "-mtune=generic"],
     "aarch64": ["-DOUTRIDER_ARM", "-march=armv8-a"],
@@ -42,7 +42,7 @@ KINDS = {
 AVX2 = ["-mavx2", "-mfma", "-mtune=generic"]
 AVX512 = [*(f"-mavx512{x}" for x in ("f", "bw", "dq", "vl")), "-mfma", "-mprefer-vector-width=512"]
 SETS = {"x86_64": {"avx2": AVX2, "avx512": AVX512}}
-# Products with few bits have instructions of their own.
+# Quantised products use additional instruction sets.
 PRODUCTS = {
     "x86_64": {
         "avx2": [*AVX2, "-mf16c"],
@@ -70,7 +70,7 @@ STATUS = {"backend": 8, "disk": 12}  # runtime/files/errors.py
 
 
 class BuildError(Exception):
-    """One line: what is wrong, and what to do about it; of a compiler, its log too."""
+    """A failed build. The text is one line with cause and remedy, for NVRTC also its log."""
 
     def __init__(self, text: str, kind: str = "backend"):
         super().__init__(text)
@@ -78,7 +78,7 @@ class BuildError(Exception):
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler's command. Raises BuildError where there is none."""
+    """The C++ compiler's command. Raises BuildError if there is none."""
     try:
         command = shlex.split(os.environ.get("CXX", ""))
     except ValueError as error:
@@ -86,7 +86,7 @@ def find_compiler() -> list[str]:
     if command:
         if shutil.which(command[0]):
             return command
-        raise BuildError(f"CXX={command[0]} is not there. Set CXX to a C++17 compiler.")
+        raise BuildError(f"CXX={command[0]} was not found. Set CXX to a C++17 compiler.")
     for name in ("g++", "clang++", "c++"):
         if shutil.which(name):
             return [name]
@@ -94,8 +94,8 @@ def find_compiler() -> list[str]:
 
 
 def units(machine: str, *, session: bool, operators: bool) -> list[Unit]:
-    """What the library is made of. session: with that of outrider_session.h. operators: with those
-    for ONNX Runtime, most of the time that it takes."""
+    """The library's sources with their flags. session: include the session of outrider_session.h.
+    operators: include the operators for ONNX Runtime, which take most of the compile time."""
     kind = KINDS.get(machine, [])
     return [
         ("cpu/outrider_cpu.cpp", [*kind, "-pthread"]),
@@ -114,13 +114,13 @@ def units(machine: str, *, session: bool, operators: bool) -> list[Unit]:
 
 
 def includes(sources: Path = HERE) -> list[str]:
-    """The compiler's options for headers."""
+    """The compiler's include options."""
     folders = ("include", "core", "cpu", "cuda", "onnxruntime")
     return [f"-I{sources}", *(f"-I{sources / folder}" for folder in folders)]
 
 
 def headers(sources: Path = HERE) -> list[Path]:
-    """Every file that a source may include, and the sources beside them."""
+    """Every file that a source may include, and the sources in the same folders."""
     found = (path for folder in FOLDERS for path in (sources / folder).iterdir())
     return [path for path in found if path.suffix in (".h", ".hpp", ".cuh", ".cpp", ".cu", ".map")]
 
@@ -128,10 +128,10 @@ def headers(sources: Path = HERE) -> list[Path]:
 def build(
     out: Path, sources: Path = HERE, extra: Sequence[str] = (), *, session: bool = True
 ) -> Path:
-    """The library's path, `out`/liboutrider.so, compiled unless it is there already.
+    """Compile the library unless it exists; returns its path, `out`/liboutrider.so.
 
-    sources: the folder of the sources (a changed copy, in tests). extra: more compiler flags.
-    session: with that of outrider_session.h. Raises BuildError.
+    sources: the folder of the sources (in tests, a modified copy). extra: more compiler flags.
+    session: include the session of outrider_session.h. Raises BuildError.
     """
     exports = HERE / "session" / "exports.map"
     flags = ["-shared", f"-Wl,-soname,{NAME}", f"-Wl,--version-script={exports}", *extra]
@@ -140,8 +140,8 @@ def build(
 
 
 def build_emulated(out: Path) -> Path:
-    """The CPU library's sampling with the CUDA kernels of emulate.cpp. Raises BuildError."""
-    # FMA, as on a GPU; the kernels' own warnings are nvcc's business.
+    """Compile the CPU library's sampling and the emulated CUDA kernels. Raises BuildError."""
+    # FMA, as on a GPU. Warnings of CUDA sources are disabled: nvcc reports them.
     flags = ["-mfma", "-mavx2"] if platform.machine() == "x86_64" else []
     # setjmp switches between stacks, and kernels read memory as words.
     flags += ["-U_FORTIFY_SOURCE", "-fno-strict-aliasing"]
@@ -152,7 +152,7 @@ def build_emulated(out: Path) -> Path:
 def build_fuzz(
     out: Path, sources: Path = HERE, extra: Sequence[str] = (), *, session: bool = False
 ) -> Path:
-    """fuzz.cpp or fuzz_session.cpp with the library's sources, a program. Raises BuildError."""
+    """Compile fuzz.cpp or fuzz_session.cpp with the library's sources. Raises BuildError."""
     name = "fuzz_session" if session else "fuzz"
     more: list[Unit] = [(f"tools/{name}.cpp", [])]
     return _made(out, name, "", sources, list(extra), more, session=session)
@@ -162,7 +162,7 @@ def _made(
     out: Path, name: str, suffix: str, sources: Path, extra: list[str], more: list[Unit],
     *, session: bool = False, operators: bool = True,
 ) -> Path:  # fmt: skip
-    """The library's sources, and `more`."""
+    """Compile the library's sources and `more`."""
     jobs = [*units(platform.machine(), session=session, operators=operators), *more]
     read = (*headers(sources), *(sources / source for source, _ in more))
     return make(out, name, suffix, jobs, extra, read, sources)
@@ -172,8 +172,8 @@ def make(
     out: Path, name: str, suffix: str, jobs: Sequence[Unit], extra: Sequence[str],
     read: Iterable[Path], sources: Path = HERE,
 ) -> Path:  # fmt: skip
-    """What these sources and flags make, named by a digest of them. read: the files that the
-    compiler reads. Raises BuildError."""
+    """Compile and link sources into a file named by a digest of the inputs, unless it exists.
+    read: the files that the compiler reads. Raises BuildError."""
     compiler = find_compiler()
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
     digest = hashlib.sha256(version.encode() + repr((compiler, jobs, FLAGS, extra)).encode())
@@ -189,7 +189,7 @@ def make(
 
 @contextmanager
 def in_folder(out: Path, name: str) -> Iterator[Path]:
-    """A folder in `out` to work in. Raises BuildError where the disk does not let us."""
+    """A temporary folder in `out`. Raises BuildError if it cannot be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out, prefix=f".{name}-") as folder:
@@ -200,7 +200,7 @@ def in_folder(out: Path, name: str) -> Iterator[Path]:
 
 
 def write(path: Path, data: bytes) -> None:
-    """In one step, so that a reader sees the old file or the new one. Raises BuildError."""
+    """Write a file atomically, so that a reader sees the old or the new one. Raises BuildError."""
     with in_folder(path.parent, path.name) as folder:
         fresh = folder / path.name
         fresh.write_bytes(data)
@@ -243,7 +243,7 @@ def _first_error(output: str) -> str:
 
 
 def link(path: Path, library: Path) -> Path:
-    """Point `path` at the library in one step, so that a reader sees the old one or the new one."""
+    """Link `path` to the library atomically, so that a reader sees the old or the new one."""
     if not path.is_symlink() or os.readlink(path) != library.name:
         fresh = path.with_name(f".{path.name}.{os.getpid()}")
         fresh.unlink(missing_ok=True)
@@ -253,7 +253,7 @@ def link(path: Path, library: Path) -> Path:
 
 
 def command(work: Callable[[], object]) -> int:
-    """The exit status of a command, after a line on what went wrong."""
+    """Run `work`; returns the exit status, after printing one line if it failed."""
     try:
         work()
     except BuildError as error:
@@ -265,11 +265,11 @@ def command(work: Callable[[], object]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile liboutrider.")
     lib = HERE.parent / "build" / "lib"
-    parser.add_argument("--out", type=Path, default=lib, help="folder (default: build/lib)")
+    parser.add_argument("--out", type=Path, default=lib, help="output folder (default: build/lib)")
     parser.add_argument(
         "--optional",
         action="store_true",
-        help="say little, and go on without a compiler: the runtime then samples in NumPy",
+        help="print little, and succeed without a compiler; the runtime then samples with NumPy",
     )
     arguments = parser.parse_args()
     if not arguments.optional:

@@ -1,9 +1,9 @@
-"""Compile what uses TensorRT: `python -m plugins.tools.build_tensorrt --tensorrt-root <folder>`.
+"""Compile for TensorRT: `python -m plugins.tools.build_tensorrt --tensorrt-root <folder>`.
 
-The plugin, and the engine that liboutrider loads for a session. Both want TensorRT's headers
-(<folder>/include) and CUDA's, but neither library: they use no symbol of libnvinfer (the linker
-checks it), and look the CUDA driver up when they run. The plugin's kernels are machine code inside
-it: no CUDA toolkit is needed, and there is no second CUDA runtime beside TensorRT's.
+Compiles the plugin, and the engine that liboutrider loads for a session. Both need the headers of
+TensorRT (<folder>/include) and CUDA, but not their libraries: they use no symbol of libnvinfer (the
+linker verifies it) and load the CUDA driver at run time. The plugin contains its kernels as machine
+code, so it needs no CUDA toolkit and no second CUDA runtime beside TensorRT's.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ PLUGIN, ENGINE = "liboutrider_tensorrt", "liboutrider_tensorrt_engine"
 SOURCES = HERE / "tensorrt"
 ENGINE_SOURCES = HERE / "engines" / "tensorrt"
 MODULES = {"outrider": cubins.SOURCE, "outrider_tensorrt": SOURCES / "pack.cu"}
-Images = dict[tuple[str, str], Path]  # (module, architecture as cubins.py names it): the file
-# Nothing is left undefined that is not in the C and C++ libraries.
+Images = dict[tuple[str, str], Path]  # files by (module, architecture as named in cubins.py)
+# Undefined symbols are allowed only if the C and C++ libraries have them.
 LINK = ["-shared", "-Wl,-z,defs", "-Wl,--no-as-needed,-ldl"]
 
 
@@ -32,7 +32,7 @@ def tensorrt_headers(root: str | None) -> Path:
     if not root:
         raise BuildError(
             "TENSORRT_ROOT is not set. "
-            "Type make plugin TENSORRT_ROOT=<folder with include/NvInferRuntime.h>."
+            "Run make plugin TENSORRT_ROOT=<folder with include/NvInferRuntime.h>."
         )
     folder = Path(root) / "include"
     if not (folder / "NvInferRuntime.h").is_file():
@@ -44,7 +44,8 @@ def tensorrt_headers(root: str | None) -> Path:
 
 
 def cuda_headers() -> Path:
-    """CUDA_HOME's, else those of PyPI's packages, else those beside nvcc. Raises BuildError."""
+    """The folder of CUDA's headers: CUDA_HOME's, else those of PyPI packages, else those of nvcc.
+    Raises BuildError."""
     folders = [Path(os.environ["CUDA_HOME"]) / "include"] if os.environ.get("CUDA_HOME") else []
     nvidia = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
     folders += sorted(nvidia.glob("cu*/include"), reverse=True)
@@ -52,7 +53,7 @@ def cuda_headers() -> Path:
         folders.append(Path(nvcc).resolve().parents[1] / "include")
     folders.append(Path("/usr/local/cuda/include"))
     for folder in folders:
-        # The last one is in another package than the others, from CUDA 13 on.
+        # From CUDA 13 on, the last one is in a separate package.
         names = ("cuda.h", "cuda_runtime_api.h", "crt/host_defines.h")
         if all((folder / name).is_file() for name in names):
             return folder
@@ -63,7 +64,7 @@ def cuda_headers() -> Path:
 
 
 def make_images(out: Path) -> Images:
-    """The kernels for every architecture, by NVRTC, in `out`. Raises BuildError."""
+    """Compile the kernels for every architecture with NVRTC, into `out`. Raises BuildError."""
     return {
         (module, architecture): path
         for module, source in MODULES.items()
@@ -72,31 +73,33 @@ def make_images(out: Path) -> Images:
 
 
 def build(root: str | None, out: Path, images: Images) -> Path:
-    """The plugin's path, `out`/liboutrider_tensorrt.so, compiled unless it is there already.
+    """Compile the plugin unless it exists; returns its path, `out`/liboutrider_tensorrt.so.
 
-    root: the folder with TensorRT's include/. images: of all MODULES. Raises BuildError.
+    root: the folder with TensorRT's include/. images: those of all MODULES. Raises BuildError.
     """
     return _made(root, out, PLUGIN, SOURCES, images)
 
 
 def new_enough(public: Path) -> bool:
-    """Whether these headers say which caches an engine updates in place: 10.14's do not."""
+    """Whether these headers can tell which caches an engine updates in place: 10.14's cannot."""
     return "getAliasedInputTensor" in (public / "NvInferRuntime.h").read_text()
 
 
 def build_engine(root: str | None, out: Path) -> Path:
-    """The session's engine, `out`/liboutrider_tensorrt_engine.so, likewise."""
+    """Compile the session's engine likewise, `out`/liboutrider_tensorrt_engine.so."""
     return _made(root, out, ENGINE, ENGINE_SOURCES, {})
 
 
 def _made(root: str | None, out: Path, name: str, folder: Path, images: Images) -> Path:
-    """The library of the sources in a folder, and of a table of these images."""
+    """Compile the sources in a folder, with a table of these images, into a library."""
     public, cuda = tensorrt_headers(root), cuda_headers()
     flags = [f"-isystem{public}", f"-isystem{cuda}", f"-I{folder}"]
     exports = [f"-Wl,--version-script={path}" for path in sorted(folder.glob("*.map"))]
     version = public / "NvInferVersion.h"
     if not version.is_file():
-        raise BuildError(f"{public} has no NvInferVersion.h. Give TENSORRT_ROOT all its headers.")
+        raise BuildError(
+            f"{public} has no NvInferVersion.h. Set TENSORRT_ROOT to a folder with all headers."
+        )
     sources, read = sorted(folder.glob("*.cpp")), [version, *folder.iterdir(), *headers()]
     if images:
         table = out.resolve() / "images.cpp"
@@ -107,7 +110,7 @@ def _made(root: str | None, out: Path, name: str, folder: Path, images: Images) 
 
 
 def _table(images: Images) -> str:
-    """The C++ source that holds the images: driver.h's IMAGES. The assembler reads the files."""
+    """The C++ source of driver.h's IMAGES. The assembler includes the files."""
     data, rows = [], []
     for i, ((module, name), path) in enumerate(sorted(images.items())):
         kind, _, architecture = name.partition("_")
@@ -139,7 +142,7 @@ def main() -> int:
 
 
 def _main(root: str | None, out: Path) -> None:
-    # Before anything that takes minutes.
+    # Fail early: compiling the kernels takes minutes.
     headers_of = tensorrt_headers(root)
     cuda_headers()
     print(build(root, out, make_images(HERE.parent / "build" / "cuda")))
@@ -147,10 +150,10 @@ def _main(root: str | None, out: Path) -> None:
         print(build_engine(root, out))
     else:
         print(
-            "note: without the engine of sessions: it wants headers of TensorRT 10.15 or newer",
+            "note: without the session engine, which needs the headers of TensorRT 10.15 or newer",
             file=sys.stderr,
         )
-    print("note: not linked with libnvinfer: they use none of its symbols", file=sys.stderr)
+    print("note: not linked with libnvinfer, none of whose symbols is used", file=sys.stderr)
 
 
 if __name__ == "__main__":

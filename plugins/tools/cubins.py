@@ -1,8 +1,8 @@
 """Compile the CUDA kernels: `python -m plugins.tools.cubins [--out build/cuda] [--arch sm_90 ...]`.
 
-By NVRTC, with no toolkit, driver or GPU: `pip install nvidia-cuda-nvrtc` is enough, which PyTorch's
-CUDA builds bring too. One cubin per architecture, and PTX for chips that have none of these.
-Prints, and writes beside them, each kernel's registers, spilt bytes, shared memory and stack.
+Uses NVRTC, so no toolkit, driver or GPU is needed: `pip install nvidia-cuda-nvrtc` suffices, which
+PyTorch's CUDA builds also install. Produces one cubin per architecture, and PTX for other GPUs.
+Prints each kernel's registers, spilled bytes, shared memory and stack, and writes them to a file.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ from typing import Any
 from .build import HERE, BuildError, command, headers, includes, write
 
 SOURCE = HERE / "cuda" / "outrider_cuda.cu"
-# A cubin also serves later minor versions of its major one. PTX is for other majors: the lowest
-# baseline, because every newer chip can run it, and these kernels use nothing that came later.
+# A cubin also runs on later minor versions of its architecture's major version. PTX is for other
+# major versions: of the oldest one, since every newer GPU can run it and these kernels use no newer
+# features.
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "compute_80")
 OPTIONS = [
     "--std=c++17",
-    "--device-as-default-execution-space",  # the headers are the host's too
-    # Bits: fused operations only where the source says so.
+    "--device-as-default-execution-space",  # the headers are also compiled for the host
+    # For reproducible bits: fuse operations only where the source does.
     "--fmad=false",
     "--ptxas-options=-v",
 ]
-# Bytes that a kernel may store into spilt registers: a handful, outside the loops over tiles.
+# Bytes of register spill stores that a kernel may have: few, outside the loops over tiles.
 SPILL_LIMIT = 64
 NEEDS = ("registers", "spill_stores", "spill_loads", "shared", "stack")
-Resources = dict[str, dict[str, int]]  # by kernel, NEEDS
+Resources = dict[str, dict[str, int]]  # by kernel and NEEDS
 
 
 # --- NVRTC ------------------------------------------------------------------------------------
 
 
 class Nvrtc:
-    """The library, by its C interface. Raises BuildError where there is none."""
+    """The NVRTC library, through its C interface. Raises BuildError if there is none."""
 
     def __init__(self) -> None:
         for candidate in _libraries():
             try:
-                # It opens this one by its bare name, which only finds what is loaded already.
+                # NVRTC opens its builtins by bare name, which finds them only if loaded already.
                 for builtins in sorted(candidate.parent.glob("libnvrtc-builtins.so*")):
                     ctypes.CDLL(str(builtins))
                 self._library = ctypes.CDLL(str(candidate))
@@ -67,7 +68,7 @@ class Nvrtc:
         self.version = f"{major.value}.{minor.value}"
 
     def compile(self, source: Path, architecture: str) -> tuple[bytes, str]:
-        """(cubin or PTX, ptxas's log). Raises BuildError."""
+        """Compile for an architecture; returns (cubin or PTX, ptxas's log). Raises BuildError."""
         program = ctypes.c_void_p()
         self._call(
             "nvrtcCreateProgram", ctypes.byref(program), source.read_bytes(),
@@ -101,7 +102,7 @@ class Nvrtc:
 
 
 def _libraries() -> list[Path]:
-    """Where NVRTC may be: PyPI's packages, the newest first, then a toolkit's."""
+    """Candidate paths of NVRTC: PyPI packages, newest first, then a toolkit's."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(f) for f in spec.submodule_search_locations or ()] if spec else []
     found = [p for f in folders for p in f.glob("*/lib/libnvrtc.so.*")]
@@ -124,7 +125,7 @@ def _is_ptx(architecture: str) -> bool:
     return architecture.startswith("compute_")
 
 
-# --- what is made -----------------------------------------------------------------------------
+# --- outputs ----------------------------------------------------------------------------------
 
 
 def build(
@@ -133,10 +134,11 @@ def build(
     source: Path = SOURCE,
     name: str = "outrider",
 ) -> dict[str, Path]:
-    """The files by architecture: `out`/<name>_sm_90.cubin, <name>_compute_80.ptx and so on.
+    """Compile for each architecture: `out`/<name>_sm_90.cubin, <name>_compute_80.ptx and so on.
 
-    Compiled where sources, options or NVRTC have changed. `out`/<name>.json has, by architecture,
-    a digest of those and the Resources of each kernel. Raises BuildError, for too many spills too.
+    Recompiles only if sources, options or NVRTC have changed. `out`/<name>.json contains, by
+    architecture, a digest of those and the kernels' Resources. Returns the files by architecture.
+    Raises BuildError, also for too many spills.
     """
     compiler = nvrtc()
     digest = hashlib.sha256(repr((compiler.version, OPTIONS)).encode())
@@ -154,7 +156,7 @@ def build(
         code, log = compiler.compile(source, architecture)
         resources = parse_log(log)
         write(path, code)
-        # Read again: another process may be at work on other architectures.
+        # Read again: another process may have compiled other architectures meanwhile.
         record = read_record(out, name)
         record[architecture] = {"digest": want, "kernels": resources}
         write(out / f"{name}.json", json.dumps(record, indent=1, sort_keys=True).encode())
@@ -169,7 +171,7 @@ def build(
 
 
 def read_record(out: Path, name: str = "outrider") -> dict[str, Any]:
-    """`out`/<name>.json, or nothing."""
+    """The contents of `out`/<name>.json, or an empty record."""
     try:
         record: dict[str, Any] = json.loads((out / f"{name}.json").read_text())
     except (OSError, ValueError):
@@ -178,7 +180,7 @@ def read_record(out: Path, name: str = "outrider") -> dict[str, Any]:
 
 
 def parse_log(log: str) -> Resources:
-    """What ptxas says of each kernel. Spills of functions that it calls are added to its own."""
+    """Each kernel's Resources, from ptxas's log, including the spills of functions it calls."""
     kernels: Resources = {}
     for line in log.splitlines():
         if entry := re.search(r"Compiling entry function '(\w+)'", line):
@@ -198,7 +200,7 @@ def parse_log(log: str) -> Resources:
 
 
 def table(record: dict[str, Any], architectures: Sequence[str]) -> str:
-    """kernel x architecture: registers / spilt bytes stored and loaded / shared memory / stack."""
+    """A table kernel x architecture of registers/spill stores/spill loads/shared memory/stack."""
     columns = [a for a in architectures if record.get(a, {}).get("kernels")]
     names = sorted({name for a in columns for name in record[a]["kernels"]})
     cells = [["registers/stores/loads/shared/stack", *columns]]
@@ -216,8 +218,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the CUDA kernels with NVRTC.")
     parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "cuda")
     parser.add_argument(
-        "--arch", nargs="+", default=ARCHITECTURES, metavar="sm_90", help="default: all"
-    )
+        "--arch", nargs="+", default=ARCHITECTURES, metavar="sm_90",
+        help="architectures to compile for (default: all)",
+    )  # fmt: skip
     arguments = parser.parse_args()
 
     def work() -> None:

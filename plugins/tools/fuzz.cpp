@@ -1,7 +1,7 @@
-// Random calls of the C interface, for a build with sanitizers: shapes around the tile's edges, NaN,
-// infinities, huge logits, ids out of range, misaligned memory of exactly the size that is promised,
-// legal and illegal parameters. Fails where a result is outside what outrider.h promises.
-// usage: fuzz [rounds [seed]]
+// Random calls of the C interface, to run under sanitizers: shapes around the tile size, NaN,
+// infinities, huge logits, ids out of range, misaligned memory of exactly the documented size,
+// valid and invalid parameters. Fails if a result violates the documentation of outrider.h. usage:
+// fuzz [rounds [seed]]
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -20,7 +20,7 @@ std::mt19937_64 random_bits;
 int below(int n) { return static_cast<int>(random_bits() % static_cast<uint64_t>(n)); }
 bool chance(int percent) { return below(100) < percent; }
 
-// Memory without a byte to spare on either side, `shift` past what malloc gives.
+// Memory without spare bytes on either side, starting `shift` bytes into an allocation.
 struct Bytes {
   std::unique_ptr<unsigned char[]> memory;
   unsigned char* data;
@@ -63,7 +63,7 @@ Logits some_logits(int slots, int rows, int vocab_size, int dtype) {
         const float z = hopeless ? -INFINITY : flat ? 1.0f : some_logit(breakage);
         uint32_t bits;
         std::memcpy(&bits, &z, 4);
-        const auto half = static_cast<uint16_t>( // of either kind: any 16 bits are a number
+        const auto half = static_cast<uint16_t>( // for both 16-bit types
             dtype == OUTRIDER_BFLOAT16 || breakage ? bits >> 16 : random_bits() & 0xBBFF);
         unsigned char* at = logits.bytes.data + s * slot + r * row + i * item;
         if (dtype == OUTRIDER_FLOAT32) std::memcpy(at, &z, 4);

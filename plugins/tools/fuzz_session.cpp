@@ -1,8 +1,9 @@
-// Hostile use of outrider_session.h, for sanitizers: random options, joins, leaves, cancels from
-// another thread, and damaged manifests. It crashes, or a sanitizer speaks, or all is well.
+// Hostile use of outrider_session.h, to run under sanitizers: random options, joining and leaving
+// requests, cancellation by other threads, and damaged manifests. It passes unless it crashes or a
+// sanitizer reports an error.
 //
-// Usage: fuzz_session <bundle> <libonnxruntime.so> <folder> <count>. <folder>: for manifests; it has
-// links to the bundle's other files.
+// Usage: fuzz_session <bundle> <libonnxruntime.so> <folder> <count>. <folder> must contain links to
+// the bundle's files other than the manifest, which this program writes there.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -68,13 +69,13 @@ void requests(outrider::Session& session, int count) {
       } catch (const outrider::Error&) {
         streams.erase(streams.begin() + at);
       }
-      if (below(40) == 0 && !streams.empty()) streams.pop_back(); // the client has gone away
+      if (below(40) == 0 && !streams.empty()) streams.pop_back(); // as if the client disconnected
     }
   }
   std::printf("%d tokens, %d refused\n", tokens, refused);
 }
 
-// The same session cancelled by threads that do nothing else.
+// Requests of one session, cancelled by threads that do nothing else.
 void cancels(outrider_session* session) {
   std::atomic<bool> ended{false};
   std::vector<std::thread> others;
@@ -104,7 +105,7 @@ void cancels(outrider_session* session) {
   std::printf("%d cancelled\n", cancelled);
 }
 
-// Bytes, or what a checksum of its own makes look whole.
+// Opens randomly damaged manifests, some of them with a matching checksum.
 void manifests(const std::string& bundle, const std::string& library, const std::string& folder,
                int count) {
   std::ifstream file(bundle + "/manifest.json");
@@ -119,7 +120,7 @@ void manifests(const std::string& bundle, const std::string& library, const std:
       const auto length = static_cast<std::size_t>(below(12));
       text.replace(at, length, below(2) ? pieces[below(13)] : std::string(1, static_cast<char>(below(256))));
     }
-    if (below(2)) try { // signed again
+    if (below(2)) try { // with a new checksum
         outrider::Json value = outrider::Json::parse(text);
         const std::string body = value.canonical("checksum");
         text = body.substr(0, body.size() - 1) + ",\"checksum\":\"" + outrider::Sha256::of(body) + "\"}";

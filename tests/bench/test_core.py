@@ -359,7 +359,7 @@ def test_a_program_that_cannot_be_or_fails(
     monkeypatch.setenv("CXX", "/nowhere")
     monkeypatch.setattr(embed, "find_library", lambda: tmp_path / "liboutrider.so")
     assert embed.SUITE.main(["--engines", str(tmp_path)]) == EXIT_STATUS["backend"]
-    assert "CXX=/nowhere is not there" in error_line(capsys.readouterr().err, "backend")
+    assert "CXX=/nowhere was not found" in error_line(capsys.readouterr().err, "backend")
     for said, told in (
         ("error: x is no bundle. Build y.", "x is no bundle. Build y."),
         ("", "with 7"),

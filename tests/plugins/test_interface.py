@@ -135,7 +135,7 @@ def test_a_missing_or_foreign_library_is_one_line(tmp_path, monkeypatch):
 
 def test_a_missing_compiler_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(BuildError, match=r"CXX=no-such-compiler is not there\. Set CXX"):
+    with pytest.raises(BuildError, match=r"CXX=no-such-compiler was not found\. Set CXX"):
         build(tmp_path)
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))

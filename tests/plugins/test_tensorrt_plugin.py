@@ -42,7 +42,7 @@ ENTRY_POINTS = ["getCreators", "setLoggerFinder"]
 @pytest.mark.parametrize(
     ("root", "message"),
     [
-        (None, "TENSORRT_ROOT is not set. Type make plugin TENSORRT_ROOT="),
+        (None, "TENSORRT_ROOT is not set. Run make plugin TENSORRT_ROOT="),
         ("/nowhere", "TENSORRT_ROOT=/nowhere has no include/NvInferRuntime.h."),
     ],
 )
