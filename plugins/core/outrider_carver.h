@@ -1,5 +1,4 @@
-// Divides memory into consecutive aligned pieces. Started at address 0, it only measures their
-// size.
+// Divides memory into consecutive aligned pieces. From address 0, it only measures their size.
 #ifndef OUTRIDER_CARVER_H
 #define OUTRIDER_CARVER_H
 

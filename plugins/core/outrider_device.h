@@ -87,8 +87,7 @@ inline bool legal(const outrider_device_sizes& s) {
          s.vocab_size + s.draft_vocab_size > 0 && (s.flags & ~ALL_FLAGS) == 0;
 }
 
-// Sets sizes and workspace addresses; returns the end of the workspace (its size if it starts at
-// 0).
+// Sets sizes and workspace addresses; returns the workspace's end (its size if it starts at 0).
 inline std::uintptr_t lay_out(const outrider_device_sizes& s, std::uintptr_t workspace,
                               outrider_device_call* call) {
   const bool shapes = (s.flags & OUTRIDER_DEVICE_SHAPES) != 0;

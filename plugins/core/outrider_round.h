@@ -73,8 +73,7 @@ public:
                              outrider::ACCEPT, outrider::lane_of(slot_));
   }
 
-  // There is one final draw per round, so it uses the position of the round's start, wherever it
-  // lands.
+  // There is one final draw per round; it uses the position of the round's start wherever it lands.
   double final_u() const {
     if (uniforms_ != nullptr) return uniforms_[width_];
     return outrider::uniform(slot_.seed, slot_.position, outrider::RESIDUAL,

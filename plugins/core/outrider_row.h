@@ -160,8 +160,7 @@ inline int crossing_bin(const int64_t* mass, int64_t target, int64_t* before) {
   return BINS;
 }
 
-// Collects the tokens of bin `wanted` (-1: of all bins) in scratch.candidates; returns their
-// number.
+// Collects the tokens of bin `wanted` (-1: all bins) in scratch.candidates; returns their number.
 inline int gather(const outrider_tiles& ops, const Row& row, const outrider_row& shape,
                   const Scratch& scratch, float floor, float negligible, int wanted) {
   alignas(64) float buffer[TILE], w[TILE];
@@ -325,8 +324,7 @@ inline void draw_row(const outrider_tiles& ops, const Row& row, const double* ti
   shape->weight = w[i];
 }
 
-// Chooses the token with the slot's noise at `position`: see tile_noise. tile_max [tiles]: the
-// row's.
+// Chooses the token with the slot's noise at `position`: see tile_noise. tile_max [tiles]: of row.
 inline void couple_row(const outrider_tiles& ops, const Row& row, const outrider_slot& slot,
                        uint32_t position, const float* tile_max, outrider_row* shape) {
   alignas(64) float buffer[TILE], w[TILE];

@@ -26,8 +26,7 @@ struct outrider_tiles {
                    const outrider_slot* slot);
   // a = max(0, a * factor - b); returns the sum.
   float (*residual)(float* a, float factor, const float* b);
-  // Each logit's distance below the peak as a bin, 64 per factor of 2, at most last_bin; and the
-  // weights.
+  // Each logit's distance below the peak as a bin, 64 per factor of 2, up to last_bin; the weights.
   void (*bins)(int* bin, float* w, const outrider_logit* z, const outrider_row* row, int last_bin);
 };
 

@@ -34,8 +34,7 @@ inline float level_of(float x, float inverse_scale) {
   return (in_range + 12'582'912.0f) - 12'582'912.0f;
 }
 
-// The nearest float16 number: adding 1.5 * 2^23 times the value of its last digit rounds to that
-// digit.
+// The nearest float16 number: adding 1.5 * 2^23 times the place value of its last bit rounds to it.
 inline float to_float16(float x) {
   x = x > LARGEST ? LARGEST : x < -LARGEST ? -LARGEST : x;
   uint32_t bits;
@@ -101,8 +100,7 @@ bool best_scales(const Row* x, int columns, Row& scale) {
   return true;
 }
 
-// Rounds column by column. Errors of earlier columns are propagated into x; level receives the
-// levels.
+// Rounds column by column into `level`. Errors of earlier columns are propagated into x.
 void levels_of(Row* x, int columns, const float* inverse, const Row& scale, Row* level) {
   Row inverse_scale;
   for (int n = 0; n < LANES; ++n) inverse_scale[n] = ratio(1, scale[n]);

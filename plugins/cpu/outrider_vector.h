@@ -1,6 +1,5 @@
 // A vector type for the instruction set that a file is compiled for. Everything has internal
-// linkage; otherwise the linker might keep code for an instruction set that the processor does not
-// have.
+// linkage; otherwise the linker might keep code for instructions that the processor does not have.
 #ifndef OUTRIDER_VECTOR_H
 #define OUTRIDER_VECTOR_H
 

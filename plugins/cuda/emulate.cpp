@@ -310,7 +310,7 @@ OUTRIDER_API void outrider_emulate(int32_t added, int32_t removed, uint32_t seed
   order.seed(seed);
 }
 
-// For a host that launches kernels itself.
+// For hosts that launch kernels themselves.
 OUTRIDER_API int32_t outrider_emulate_knows(const char* kernel) {
   return kernels.count(kernel) != 0;
 }

@@ -107,8 +107,7 @@ template <bool GENERAL> DEVICE void verify_rest(const Call& call) {
   if (rest ? y >= rows : block_x() != 0 || y != 0 || warp_id() != 0) return;
   int i = first + y, k = block_x() * warps() + warp_id();
   double scale = by_block ? state.prefix[i] : 1.0, fraction = 0;
-  // First pass: the sum of tile k. Second pass, in the slot's last block: the token drawn from tile
-  // k.
+  // First pass: the sum of tile k. Second pass, in the slot's last block: a token drawn from it.
 #pragma unroll 1
   for (bool drawing = !rest;; drawing = true) {
     if (drawing) {

@@ -50,8 +50,7 @@ struct Histogram {
     for (int h = LANES / 2; h > 0; h /= 2) sum += __shfl_xor_sync(ALL, sum, h);
     return sum;
   }
-  // By one warp: the digit at which the sum, from the highest digit down, reaches `target`; -1:
-  // none.
+  // By one warp: the digit at which the sum from the highest down reaches `target`; -1: none.
   DEVICE void find(unsigned long long target) {
     constexpr int RUN = DIGITS / LANES;
     const int top = DIGITS - 1 - lane_id() * RUN;

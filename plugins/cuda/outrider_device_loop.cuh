@@ -35,8 +35,7 @@ DEVICE bool takes_turn(const int32_t* turns, const outrider_sequence* sequences,
   return turns[b] >= 0 && sequences[b].ended == 0;
 }
 
-// Number of draft tokens: as many as wanted that can still become output and fit the draft's
-// context.
+// Number of draft tokens: those wanted that can still become output and fit the draft's context.
 DEVICE int gamma_of(const outrider_loop& loop, const outrider_sequence& sequence, int b) {
   const int left = least(sequence.most - sequence.length - 1, sequence.draft_most - sequence.length);
   const int gamma = least(least(loop.turns[b], loop.width), left);

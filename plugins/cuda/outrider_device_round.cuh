@@ -186,8 +186,7 @@ DEVICE Position position_of(const Call& call, const outrider_slot& slot, int b, 
   return at;
 }
 
-// The Round of decide_token, block_prefixes and block_tau. masses: of the residuals from row
-// `first`.
+// Round for decide_token, block_prefixes and block_tau. masses: of residuals from row `first` on.
 struct DeviceRound {
   const Position* positions;
   const double* masses;
@@ -326,8 +325,7 @@ DEVICE double rest_mass(const Call& call, const outrider_slot& slot, int b, int 
   return sum / unit;
 }
 
-// Draws the draft token, by one warp, from the row's shape and its tiles' masses; writes the
-// outputs.
+// Draws the draft token, by one warp, from the row's shape and tile masses, into the outputs.
 template <bool GENERAL>
 DEVICE void draw_draft(const Call& call, const outrider_slot& slot, int b, int step,
                        outrider_row shape, TileWeights& weights) {

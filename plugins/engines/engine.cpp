@@ -29,7 +29,7 @@ void HeldRows::overwrites(int32_t slot, int64_t start, int64_t width) {
 }
 
 void HeldRows::wrote(int32_t slot, const int64_t* ids, int64_t count, int64_t start) {
-  if (length(slot) == start) // rows behind a gap belong to no sequence
+  if (length(slot) == start) // rows after a gap belong to no sequence
     tokens_[slot].insert(tokens_[slot].end(), ids, ids + count);
 }
 

@@ -44,8 +44,7 @@ private:
   std::optional<StateFacts> states_;
 };
 
-// Logits [slots of the call, K, V] in an engine's memory, valid until its next call with that
-// buffer.
+// Logits [slots of the call, K, V] in an engine's buffer, valid until its next call with that one.
 struct LogitsView {
   float* data;
   int64_t outputs, vocab_size;
@@ -87,8 +86,7 @@ protected:
   Engine(const ModelFacts& facts, int32_t slots, int32_t narrowest);
 
 private:
-  // Make room for a call, whose rows lie within the capacity. Throws Failure and then has no
-  // effect.
+  // Make room for a call, whose rows are within the capacity. On Failure, nothing has changed.
   virtual void reserve(const Tokens&, int64_t) {}
   // Returns logits [B, K, V]. Throws Failure.
   virtual float* compute(const EngineCall& call) = 0;

@@ -19,8 +19,7 @@ constexpr int64_t FIRST_ROWS = 256; // initial rows of a slot; they double as se
 
 class HostEngine final : public Engine {
 public:
-  // widest: the largest K of a call. buffers: number of calls whose logits it keeps. Throws
-  // Failure.
+  // widest: the largest K of a call. buffers: number of calls with kept logits. Throws Failure.
   HostEngine(const ort::Library& library, const std::string& folder, const ModelFacts& facts,
              int32_t slots, int32_t widest, int32_t buffers, int threads, int32_t narrowest);
 

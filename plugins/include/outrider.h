@@ -180,7 +180,7 @@ OUTRIDER_API double outrider_confidence(const float* logits, int32_t vocab_size,
  * rows]: the original values, which may be the same array; level * scale is subtracted from them.
  * scales [rows]: for each row, the scale with the least error, representable in float16. levels: -8
  * .. 7; row n's start at levels + n * level_stride. inverse [columns, columns]: how the rounding
- * error of a column changes the values wanted of later ones, finite, upper triangular with a unit
+ * error of a column changes the wanted values of later ones, finite, upper triangular with a unit
  * diagonal; NULL: not at all. Returns OUTRIDER_BAD_PARAMETER for NaN, infinity and values beyond
  * the reach of any scale; the contents of the outputs are then undefined.
  */
@@ -252,8 +252,8 @@ OUTRIDER_API int32_t outrider_device_plan_draw(const outrider_device_sizes* size
                       outrider_verdict* verdicts, void* workspace, size_t workspace_size,
                       outrider_device_plan* plan);
 
-/* Plan outrider_verify on the device, likewise. draft: NULL, or with data NULL, for a draft without
- * a distribution. */
+/* Plan outrider_verify on the device, with the same requirements. draft: NULL, or with data NULL,
+ * for a draft without a distribution. */
 OUTRIDER_API int32_t outrider_device_plan_verify(const outrider_device_sizes* sizes,
                       const outrider_logits* target, const outrider_logits* draft,
                       const outrider_slot* slots, const double* uniforms, const int64_t* drafts,

@@ -50,13 +50,13 @@ typedef struct outrider_session outrider_session;
 /* How to open a bundle. Zero-initialise, then set at least abi_version and folder. */
 typedef struct {
   int32_t abi_version;     /* OUTRIDER_ABI_VERSION, the version of the headers compiled with */
-  int32_t plain_width;     /* minimum number of tokens in a call of the target, 1 or 2; 0: as many
-                              as make its results bitwise equal to those of wider calls; CPU only */
+  int32_t plain_width;     /* minimum number of tokens in a call of the target, 1 or 2; 0: the least
+                              whose results are bitwise equal to those of wider calls; CPU only */
   const char* folder;      /* the bundle, as written by `make engines` */
   const char* onnxruntime; /* path of ONNX Runtime's library, for bundles that use it; NULL or
                               empty: $OUTRIDER_ONNXRUNTIME, else the system's libonnxruntime.so */
-  const int64_t* corpus;   /* [corpus_length] token ids in which n-gram lookup searches too, after
-                              the request's own tokens */
+  const int64_t* corpus;   /* [corpus_length] more token ids to search by n-gram lookup, after the
+                              request's own tokens */
   int64_t corpus_length;
   int32_t slots;           /* maximum number of concurrent requests; 0: the bundle's */
   int32_t threads;         /* for each model on the CPU, and for sampling; 0: automatic */
@@ -121,7 +121,7 @@ typedef struct {
   int32_t top_k;             /* 0 is off */
   int32_t rule;              /* OUTRIDER_TOKEN ... OUTRIDER_COUPLED */
   int32_t draft;             /* OUTRIDER_DRAFT_... */
-  int32_t gamma;             /* draft tokens per round; 0: plain decoding */
+  int32_t gamma;             /* draft tokens per round; 0: plain decoding; OUTRIDER_USUAL_GAMMA */
   int32_t max_new_tokens;
   int32_t min_new_tokens;
   int32_t ignore_eos;        /* not 0: do not stop at the bundle's end-of-sequence ids */
@@ -137,6 +137,7 @@ enum {
   OUTRIDER_PLAIN = 4      /* a round without draft tokens */
 };
 
+/* An output token. */
 typedef struct {
   int64_t id;
   double logprob;         /* under the target's unwarped distribution; NaN if not requested */
@@ -158,6 +159,7 @@ enum {
   OUTRIDER_BROKEN = 6     /* NaN or infinity in its logits; outrider_take returns the details */
 };
 
+/* Statistics of a request. */
 typedef struct {
   int64_t prompt_tokens;
   int64_t reused_tokens;  /* prompt tokens whose cache rows were reused */
@@ -166,9 +168,9 @@ typedef struct {
   int64_t drafted;        /* draft tokens proposed */
   int64_t accepted;       /* draft tokens that became output */
   double prefill_seconds;
-  double round_seconds;   /* total time of the rounds it took part in, which it may have shared */
-  double draft_seconds;   /* of it, time in the draft model */
-  double target_seconds;  /* of it, time in the target; the rest is sampling and host code */
+  double round_seconds;   /* total time of its rounds, including other requests in them */
+  double draft_seconds;   /* part of round_seconds spent in the draft model */
+  double target_seconds;  /* part spent in the target; the rest is sampling and host code */
 } outrider_stats;
 
 /* Open a bundle. On failure, *session is NULL. */
@@ -207,6 +209,7 @@ OUTRIDER_API int32_t outrider_take(outrider_session* session, uint64_t request,
  * that no request has is ignored, and does not cancel a later request with that number. */
 OUTRIDER_API void outrider_cancel(outrider_session* session, uint64_t request);
 
+/* The statistics of a request so far. */
 OUTRIDER_API int32_t outrider_get_stats(const outrider_session* session, uint64_t request,
                                         outrider_stats* stats, outrider_failure* failure);
 

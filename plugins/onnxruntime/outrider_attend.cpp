@@ -6,9 +6,8 @@
 //          position int64 [B]; cosine, sine [>= rows in use, rotated / 2], optional;
 //          bias [H, >= rows in use + KEYS], optional, starting with the farthest row;
 //          sinks [H], softcap [1], optional
-// outputs  [B, N, H Dv]; the caches, updated in place if they are bound to the inputs' memory.
-// Without
-//          the caches, another layer has written these tokens' rows, and key and value are absent
+// outputs  [B, N, H Dv]; the caches, updated in place if they are bound to the inputs' memory, or
+//          neither: then another layer has written these tokens' rows, and key and value are absent
 // attributes  heads, key_heads, scale, window (0: none), interleaved
 //
 // Also outrider.SourceAttention, the attention to an encoder's output.

@@ -75,8 +75,7 @@ bool fit(const Kernel& kernel, const ort::Tensor& levels, const ort::Tensor& sca
 }
 
 // Reads the inputs, and rejects a matrix whose size does not match the attributes. first: if not
-// null, a second pair of levels and scales may follow, and the number of rows of the first is
-// returned.
+// null, a second pair of levels and scales may follow; receives the number of rows of the first.
 ort::Status* inputs(const Kernel& kernel, const ort::Context* context, ort::Tensor* in,
                     int64_t* first = nullptr) {
   const size_t count = first != nullptr ? INPUTS + 2 : INPUTS;

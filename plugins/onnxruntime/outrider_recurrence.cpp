@@ -13,9 +13,8 @@ constexpr int COLUMNS = OUTRIDER_RECURRENCE_COLUMNS;
 constexpr int STRIP = 8;          // maximum vectors of columns at a time: two sums for each
 constexpr int FEW = 16, RUN = 32; // tokens of a convolution at a time
 
-// e^x for any x, with an error of about one ulp: as in Cephes, the nearest power of 2 times a
-// polynomial of the remainder. The power is applied as two factors, because one may underflow or
-// overflow.
+// e^x for any x, with an error of at most about one ulp: as in Cephes, the nearest power of 2 times
+// a polynomial of the remainder. The power is two factors, because one may be out of range.
 inline Vector exp_of(Vector x) {
   const Vector least = splat(-104.0f), most = splat(89.0f), magic = splat(12582912.0f);
   Vector y = x < least ? least : x; // NaN is preserved

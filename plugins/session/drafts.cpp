@@ -221,7 +221,7 @@ void Proposer::chain(const Plans& plans, const std::vector<int64_t>& kept) {
       guesses.push_back(std::move(tokens));
     }
     const Span within = span(fed);
-    // Sequences that are done get no input, and the call writes behind the rows of their drafts.
+    // Sequences that are done get no input, and the call writes after the rows of their drafts.
     for (const Plan* plan : plans) {
       const auto done = static_cast<int64_t>(plan->drafts.size());
       const Sequence& sequence = *plan->sequence;
@@ -258,7 +258,7 @@ LogitsView Proposer::step(const Plans& drafting, const std::vector<int64_t>& kep
   for (const Plan* plan : drafting) {
     const Sequence& sequence = *plan->sequence;
     const auto count = static_cast<int64_t>(plan->drafts.size());
-    if (sequence.request.at_once()) { // chain has written its rows: write behind them
+    if (sequence.request.at_once()) { // chain has written its rows: write after them
       fed.push_back({&sequence, sequence.length() - 1 + count, {}});
       continue;
     }

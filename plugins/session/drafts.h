@@ -1,5 +1,4 @@
-// The draft tokens of a round, each request's from its draft source (runtime/drafts/proposer.py in
-// C++).
+// The draft tokens of a round, from each request's source: runtime/drafts/proposer.py in C++.
 #ifndef OUTRIDER_SESSION_DRAFTS_H
 #define OUTRIDER_SESSION_DRAFTS_H
 
@@ -40,20 +39,18 @@ struct Fed {
 };
 
 // One call for the slots of a span. Returns the logits after the tokens from number `since` on. For
-// slots without input, the call writes rows from kept[slot] on, behind their valid rows.
+// slots without input, the call writes rows from kept[slot] on, after their valid rows.
 LogitsView feed(Engine& engine, const std::vector<int64_t>& kept, Span within,
                 const std::vector<Fed>& fed, int64_t since = 0, int32_t buffer = 0);
 
 class Proposer {
 public:
-  // engine: the draft model, or null. width: the V that target and draft share. corpus: may be
-  // null.
+  // engine: the draft model, or null. width: V that target and draft share. corpus: or null.
   Proposer(Engine* engine, int32_t width, int32_t max_gamma, int32_t slots, int threads,
            const Corpus* corpus);
 
   // Draft at most gamma tokens for each of these sequences, and begin the sampler's round. rows:
-  // the valid rows of all slots. Throws Failure, or Broken if the logits of one sequence are at
-  // fault.
+  // the valid rows of all slots. Throws Failure, or Broken for the logits of one sequence.
   DraftRows propose(std::vector<Plan>& plans, Sampler& sampler, const std::vector<SlotRows>& rows);
 
 private:

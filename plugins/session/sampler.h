@@ -20,7 +20,7 @@ struct Place {
   int64_t gamma;
   Tokens drafts;
   uint64_t seed;
-  bool within; // an inner round: its rule is the token rule
+  bool within; // an inner round: its rule is token, or coupled if the request's rule is
 };
 
 // Draft logits of a round, one row per step, evenly spaced in memory.

@@ -34,8 +34,7 @@ constexpr int32_t RANKS[INPUTS] = {3, 3, 2, 1, 1, 1, 1, 1};
 
 std::atomic<ILoggerFinder*> logger_finder{nullptr};
 
-// Reports one line to TensorRT's logger if there is one, else to stderr. Returns TensorRT's failure
-// status.
+// Reports one line to TensorRT's logger, or else to stderr. Returns TensorRT's failure status.
 int32_t fail(const char* what) noexcept {
   char line[LINE + 64];
   std::snprintf(line, sizeof line, "outrider::Verify: %s", what);

@@ -86,7 +86,7 @@ def new_enough(public: Path) -> bool:
 
 
 def build_engine(root: str | None, out: Path) -> Path:
-    """Compile the session's engine likewise, `out`/liboutrider_tensorrt_engine.so."""
+    """Compile the session's engine unless it exists: `out`/liboutrider_tensorrt_engine.so."""
     return _made(root, out, ENGINE, ENGINE_SOURCES, {})
 
 

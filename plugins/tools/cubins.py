@@ -26,8 +26,7 @@ from .build import HERE, BuildError, command, headers, includes, write
 
 SOURCE = HERE / "cuda" / "outrider_cuda.cu"
 # A cubin also runs on later minor versions of its architecture's major version. PTX is for other
-# major versions: of the oldest one, since every newer GPU can run it and these kernels use no newer
-# features.
+# major versions: the oldest one, since all newer GPUs run it and no kernel needs newer features.
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "compute_80")
 OPTIONS = [
     "--std=c++17",

@@ -60,7 +60,7 @@ Cuda::Cuda() : driver_(find_driver()) {
   }
 }
 
-// Errors are ignored: nobody could handle them any more.
+// Errors are ignored, since a destructor cannot report them.
 Cuda::~Cuda() {
   if (driver_.cuCtxPushCurrent(context_) == CUDA_SUCCESS) {
     driver_.cuStreamSynchronize(stream_);

@@ -32,8 +32,7 @@ struct Driver {
 #undef OUTRIDER_DECLARE
 };
 
-// The first GPU visible to the process, with one stream. Frees everything it allocated when
-// destroyed.
+// The first GPU visible to the process, with one stream. The destructor frees all allocations.
 class Cuda {
 public:
   Cuda(); // throws Failure, as do the other members
