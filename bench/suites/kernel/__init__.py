@@ -1,1 +1,1 @@
-"""The sampling kernel on the CPU: is it right, what does it cost, what do its rules emit."""
+"""The sampling kernel on the CPU: correctness, cost, and output distribution."""

@@ -1,4 +1,4 @@
-"""What rounds of the sampling have taken, as tables: one of sizes, one of ranges over them."""
+"""Tables of sampling times: one row per size, and ranges over all sizes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Point = dict[str, Any]
 
 
 def less(ours: str, theirs: str) -> str:
-    """The key of the share of their time that ours does not take."""
+    """The key for the share of their time that ours saves."""
     return f"{ours} less than {theirs}"
 
 
 def points_of(results: Mapping[str, Any]) -> list[Point]:
     """The numbers of each point of `times.run`, by name.
 
-    "V", "γ", "B"; by call the milliseconds of a round; "floor of CALL", milliseconds in which
-    memory gives the bytes that the outcome needs; "share of CALL", of that speed; "A / B" and
-    `less` of any two calls; "accepted by VARIANT", draft tokens of a slot, the mean.
+    "V", "γ", "B"; for each call the milliseconds per round; "floor of CALL", milliseconds to read
+    the bytes that the outcome needs; "share of CALL", floor over time; "A / B" and `less` for any
+    two calls; "accepted by VARIANT", the mean number of accepted draft tokens per slot.
     """
     points = []
     for p in results["points"]:
         ms = {call: figure["ms"] for call, figure in p["times"].items()}
-        memory = 1e6 * results["bandwidth_gb_s"]  # bytes in a millisecond
+        memory = 1e6 * results["bandwidth_gb_s"]  # bytes per millisecond
         made = {"V": p["vocab_size"], "γ": p["gamma"], "B": p["batch"]}
         made |= ms | {f"accepted by {rule}": mean for rule, mean in p["accepted"].items()}
         for call, size in p["bytes"].items():
@@ -47,16 +47,16 @@ def points_of(results: Mapping[str, Any]) -> list[Point]:
 def points_table(
     title: str, points: Iterable[Point], columns: Sequence[Column], name: str = ""
 ) -> Table:
-    """A row for each point, without columns that nobody timed."""
+    """One row per point, without the columns for which nothing was timed."""
     rows = [(f"V = {p['V']:,}", p) for p in points]
     return replace(table_of(title, rows, columns), name=name)
 
 
 def ranges_table(title: str, points: Sequence[Point], rows: Iterable[Column]) -> Table:
-    """Least, median and most of all points."""
+    """Minimum, median and maximum over all points."""
     told = []
     for key, heading, spec in rows:
         if found := sorted(p[key] for p in points if key in p):
             three = found[0], statistics.median(found), found[-1]
             told.append((heading, *(format(value, spec) for value in three)))
-    return Table(title, ("", "least", "median", "most"), told)
+    return Table(title, ("", "min", "median", "max"), told)

@@ -1,4 +1,4 @@
-"""Rounds on random logits, by the kernel and by NumPy."""
+"""Rounds on random logits, with the kernel and with NumPy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from runtime.sampling.sampler import Sampler, SlotSampling
 from runtime.sampling.warp import SamplingParams
 
 Rows = npt.NDArray[np.float32]
-Fate = tuple[list[int], int, int]  # of a slot: drafts, accepted, token
+Fate = tuple[list[int], int, int]  # outcome of a slot: drafts, number accepted, token
 
 ONE = 1 - 2.0**-53  # the largest uniform
-NUDGE = 4e-6  # of a uniform, relative: a few float32 roundings
+NUDGE = 4e-6  # relative change of a uniform: a few float32 roundings
 CONTEXT = 500  # tokens before the round, for the penalty
 
 TOKEN = SamplingParams(temperature=0.7)
@@ -40,8 +40,8 @@ VARIANTS = {
 
 
 def random_logits(vocab_size: int, gamma: int, batch: int, seed: int) -> tuple[Rows, Rows]:
-    """Peaked rows float32 [B, gamma + 1, V] with draft rows near them, so that some drafts stand
-    and some fall."""
+    """Peaked target rows, float32 [B, gamma + 1, V], and draft rows near them, so that some draft
+    tokens are accepted and some rejected."""
     rng = np.random.default_rng(seed)
     shape = (batch, gamma + 1, vocab_size)
     target = 2.5 * rng.standard_normal(shape, dtype=np.float32)
@@ -50,9 +50,9 @@ def random_logits(vocab_size: int, gamma: int, batch: int, seed: int) -> tuple[R
 
 
 class Round:
-    """Logits of B slots and the round on them, by either sampler.
+    """Logits of B slots, and the round on them with either sampler.
 
-    The uniforms are the counters': every call does the same work.
+    The uniforms are counter-based, so every call does the same work.
     """
 
     def __init__(
@@ -64,8 +64,9 @@ class Round:
         threads: int = 1,
         context: npt.NDArray[np.int64] | None = None,
     ):
-        """logits: the target's [B, gamma + 1, V] and the draft's [B, gamma, V]. seed: of the first
-        slot, then one more for each. context: what the penalty counts, or random tokens."""
+        """logits: the target's [B, gamma + 1, V] and the draft's [B, gamma, V]. seed: seed of the
+        first slot; each further slot adds one. context: tokens that the penalty counts (default:
+        random ones)."""
         self.target, self.draft = logits
         self.batch, self.gamma, self.vocab_size = map(int, self.draft.shape)
         self.params, self.threads = params, threads
@@ -79,14 +80,14 @@ class Round:
         self.reference = NumpySampler(self.vocab_size)
 
     def draw(self, sampler: Sampler) -> list[list[int]]:
-        """gamma tokens of each slot."""
+        """Draw gamma tokens for each slot."""
         sampler.begin(self.places)
         steps = [sampler.draw(self.draft[:, step], step).copy() for step in range(self.gamma)]
         drafts: list[list[int]] = np.stack(steps, axis=1).tolist()
         return drafts
 
     def verify(self, sampler: Any) -> list[Verdict]:
-        """Of what the same sampler has drawn; the reference has kept its rows."""
+        """Verify the tokens that the same sampler has drawn; the reference has kept its rows."""
         verdicts: list[Verdict] = sampler.verify(self.target, self.draft)
         return verdicts
 
@@ -95,8 +96,8 @@ class Round:
         return [(d, v.accepted, v.token) for d, v in zip(drafts, verdicts, strict=True)]
 
     def bytes_read(self, verdicts: list[Verdict]) -> int:
-        """What these outcomes have to read: the rows up to the first rejection and, where there was
-        one, the draft's row. By the block rule all."""
+        """Bytes that must be read for these outcomes: the target rows up to the first rejection
+        and, if there is one, the draft's row. The block rule reads all rows."""
         rows, row = 0, self.vocab_size * self.target.itemsize
         for verdict in verdicts:
             rows += len(verdict.ratios) if verdict.accepted < self.gamma else self.gamma + 1
@@ -105,7 +106,7 @@ class Round:
 
 
 class _Nudged(NumpySampler):
-    """The reference, with every uniform a little larger or smaller."""
+    """The reference with every uniform slightly larger or smaller."""
 
     def __init__(self, vocab_size: int, nudge: float):
         super().__init__(vocab_size)
@@ -116,10 +117,10 @@ class _Nudged(NumpySampler):
 
 
 def disagreements(round_: Round, ours: list[Fate]) -> list[int]:
-    """The slots in which `ours` is not what the reference says, token for token.
+    """The slots in which any token of `ours` differs from the reference.
 
-    Where they differ, the reference decides again with its uniforms a few float32 roundings lower
-    and higher: if that changes its own mind, the slot was on an edge, which says nothing.
+    For these, the reference is run again with its uniforms a few float32 roundings lower and
+    higher. A slot whose outcome changes is a borderline case and does not count.
     """
     theirs = round_.fates(round_.reference)
     differ = [b for b, (a, c) in enumerate(zip(ours, theirs, strict=True)) if a != c]

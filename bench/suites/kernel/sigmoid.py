@@ -1,9 +1,10 @@
-"""What the sigmoid rule emits, by formula over the whole vocabulary: no draw, no noise.
+"""The output distribution of the sigmoid rule, computed over the whole vocabulary without sampling.
 
-Eq. 5 of "Optimized Speculative Sampling for GPU Hardware Accelerators" (arXiv 2406.11016) takes
-p^ = s((z_p - alpha) / (beta - alpha)) for softmax(z_p), q^ likewise. Given both distributions of a
-position, the token that a verification emits there has a distribution too, and its distance from
-the target's is a number. Logits are those of a compiled pair on text that neither model has seen.
+Eq. 5 of "Optimized Speculative Sampling for GPU Hardware Accelerators" (arXiv 2406.11016) replaces
+softmax(z_p) by p^ = s((z_p - alpha) / (beta - alpha)), and softmax(z_q) by q^ in the same way. From
+both distributions at a position follows the distribution of the token that a verification emits
+there, and its distance from the target's. The logits are those of a compiled pair on text that
+neither model has seen.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ Rows = npt.NDArray[Any]  # [N, V]
 Column = npt.NDArray[np.float64]  # [N]
 
 SCALES = (1.0, 1e1, 1e2, 1e3, 1e4, 1e5)  # beta = -alpha
-PUBLISHED = {1e3: "speech", 1e4: "summaries"}  # what the paper uses (section 4.1)
-CONTEXT, POSITIONS = 64, 48  # tokens of a text before the first position, and positions
+PUBLISHED = {1e3: "speech", 1e4: "summaries"}  # scales used in the paper (section 4.1)
+CONTEXT, POSITIONS = 64, 48  # tokens of a text before the first position, and positions per text
 
 
 def softmax(logits: Rows) -> Rows:
@@ -42,11 +43,11 @@ def squash(logits: Rows, scale: float) -> Rows:
 
 
 def emitted(p: Rows, q: Rows, p_hat: Rows, q_hat: Rows) -> tuple[Rows, Column]:
-    """The distribution of a position's token when its draft token is drawn from q: float64
-    [N, V], and the probability [N] that the draft token stands.
+    """The distribution of the emitted token of each position if its draft token is drawn from q,
+    float64 [N, V]; and the probability [N] that the draft token is accepted.
 
-    q(x) a(x) + (1 - sum q a) norm(max(0, p^ - q^)), with a = min(1, p^ / q^); p where nothing is
-    left to redraw from. The exact rule has p^ = p and q^ = q.
+    q(x) a(x) + (1 - sum q a) norm(max(0, p^ - q^)), with a = min(1, p^ / q^). If nothing is left to
+    redraw from, norm(...) is p. The exact rule has p^ = p and q^ = q.
     """
     rest = np.maximum(p_hat - q_hat, 0)
     mass = rest.sum(-1, keepdims=True)
@@ -63,11 +64,12 @@ def distance(a: Rows, b: Rows) -> Column:
 
 
 def effects(documents: Sequence[tuple[Rows, Rows]]) -> list[dict[str, float]]:
-    """The exact rule, then eq. 5 for all SCALES: means over positions.
+    """Means over positions for the exact rule, then for eq. 5 with each of SCALES.
 
-    documents: as `held_out_logits` yields them. scale: beta = -alpha; 0 for the exact rule.
-    accepted: of draft tokens. to_target, to_draft: total variation of the emitted token's
-    distribution from p and from q. error: the largest standard error of these, over documents.
+    documents: as `held_out_logits` yields them. In the result, scale: beta = -alpha, 0 for the
+    exact rule; accepted: share of accepted draft tokens; to_target, to_draft: total variation of
+    the emitted token's distribution from p and from q; error: the largest standard error of these,
+    over documents.
     """
     results = []
     for scale in (0.0, *SCALES):
@@ -85,8 +87,8 @@ def effects(documents: Sequence[tuple[Rows, Rows]]) -> list[dict[str, float]]:
 
 
 def held_out_logits(engine: TextEngine, documents: int) -> Iterator[tuple[Rows, Rows]]:
-    """The target's and the draft's logits at consecutive positions, float32 [POSITIONS, V] each, in
-    the middle of the held-out documents that are long enough."""
+    """The target's and the draft's logits at consecutive positions in the middle of each held-out
+    document that is long enough, float32 [POSITIONS, V] each."""
     from models.corpus import collect
 
     target, draft = engine.decoder.target, engine.decoder.draft
@@ -100,8 +102,8 @@ def held_out_logits(engine: TextEngine, documents: int) -> Iterator[tuple[Rows, 
 
 
 def _logits(model: Engine, ids: npt.NDArray[np.int64]) -> Rows:
-    """The rows behind ids[:CONTEXT], ids[:CONTEXT + 1], ..., ids; a call keeps few rows, so one a
-    step, as in decoding."""
+    """The logits after ids[:CONTEXT], ids[:CONTEXT + 1], ..., ids. A call returns few rows, so this
+    computes one per step, as in decoding."""
     rows, begin = [], 0
     for end in range(CONTEXT, len(ids) + 1):
         logits = model.forward(ids[None, begin:end], np.array([begin]), np.array([end - begin - 1]))

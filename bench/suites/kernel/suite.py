@@ -1,14 +1,14 @@
-"""The sampling kernel on the CPU: whether it is right, what it costs, what its rules emit.
+"""The sampling kernel on the CPU: correctness, cost, and the output distribution of its rules.
 
-Holds the native kernel against the NumPy reference, all rules and filters. Then times the sampling
-of a round by the kernel, by NumPy and by Transformers' `_speculative_sampling` with its logits
-processors, as assisted generation calls it. Beside each figure stands the floor: the bytes that
-must be read, at the bandwidth that was measured in the same run.
+Compares the native kernel with the NumPy reference, for all rules and filters. Then times the
+sampling of a round by the kernel, by NumPy and by Transformers' `_speculative_sampling` with its
+logits processors, as assisted generation calls it. Each figure is shown with its floor: the time to
+read the necessary bytes at the bandwidth measured in the same run.
 
-So it does the analyses of "Optimized Speculative Sampling for GPU Hardware Accelerators" (arXiv
-2406.11016) again, on this machine: time against gamma (figure 3), realised bandwidth (table 3), and
-what alpha and beta do to the output (tables 2 and 7), there in total variation from the target's
-distribution. `python -m bench.suites.gpu.kernel` has the CUDA kernels.
+This repeats the analyses of "Optimized Speculative Sampling for GPU Hardware Accelerators" (arXiv
+2406.11016) on this machine: time against gamma (figure 3), realised bandwidth (table 3), and the
+effect of alpha and beta on the output (tables 2 and 7), here as total variation from the target's
+distribution. `python -m bench.suites.gpu.kernel` measures the CUDA kernels.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ FROM_LOGITS, REFERENCE, THEIRS, ALONE, ROUND, NUMPY_ROUND = (
         times.RAW, times.NUMPY, times.TRANSFORMERS, times.FUNCTION, times.ROUND, times.NUMPY_ROUND,
     )
 )  # fmt: skip
-CALLS = {  # of a verification, and their headings
+CALLS = {  # ways to verify a round, and their column headings
     EXACT: "exact", FROM_LOGITS: "exact, q from logits", BLOCK: "block", SIGMOID: "sigmoid",
-    REFERENCE: "NumPy, exact", THEIRS: times.TRANSFORMERS, ALONE: times.FUNCTION,
+    REFERENCE: "NumPy, exact", THEIRS: times.TRANSFORMERS, ALONE: "Transformers, function only",
 }  # fmt: skip
 GOAL = (151_936, 5, 1)  # V, gamma and B of the goals
 SIZES = list(product((32_000, 51_864, 128_256, 151_936), (1, 5, 8, 20), (1,)))
-BATCHES = [(151_936, 5, 8), (151_936, 8, 32)]  # of the token rule alone
-TARGET_BYTES = 0.5e9 * 4  # of a 0.5B-parameter float32 target, read once by a verify call
+BATCHES = [(151_936, 5, 8), (151_936, 8, 32)]  # for the token rule only
+TARGET_BYTES = 0.5e9 * 4  # a 0.5B-parameter float32 target, read once per verification
 DOCUMENTS, QUICK_DOCUMENTS = 48, 8
 
-LOAD = "share of a verification"  # the key of what `tables` adds to a point
+LOAD = "share of a verification"  # key that `tables` adds to a point
 LESS, LESS_ALONE = less(EXACT, THEIRS), less(FROM_LOGITS, ALONE)
-RATIO = (f"{NUMPY_ROUND} / {ROUND}", "round: times as fast as NumPy", ",.1f")
+RATIO = (f"{NUMPY_ROUND} / {ROUND}", "round: speed vs. NumPy", ",.1f")
 SAVED: list[Column] = [
-    (LESS, "exact: less than Transformers", ".1%"),
-    (LESS_ALONE, "q from logits: less than alone", ".1%"),
+    (LESS, "exact: time saved vs. Transformers", ".1%"),
+    (LESS_ALONE, "q from logits: time saved vs. function only", ".1%"),
 ]
 TOLD: list[Column] = [(LOAD, "round: share of a 0.5B verification", ".2%"), RATIO, *SAVED]
 # At the size `GOAL`.
@@ -59,9 +59,9 @@ GOALS = {LOAD: "at most 5 %", RATIO[0]: "at least 5", LESS: "at least 94 %"}
 
 
 def run(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
-    """The analysis of alpha and beta on a bundle of the bundled pair; every variant at `GOAL`, and
-    unless --quick the rules at all sizes."""
-    clock.note("alpha and beta, on the bundled pair")
+    """Measure everything; returns the JSON object: alpha and beta on a bundle of the bundled pair,
+    every variant at the size `GOAL` and, without --quick, the rules at all sizes."""
+    clock.note("alpha and beta on the bundled pair")
     engine = load(args.engines, threads=args.threads, verify=False)
     documents = list(held_out_logits(engine, QUICK_DOCUMENTS if args.quick else DOCUMENTS))
     jobs: list[times.Job] = [([v], GOAL) for v in VARIANTS if v not in RULES]
@@ -74,13 +74,14 @@ def run(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
 
 
 def tables(results: Results) -> list[Table]:
-    """Those of docs/paper.md, by the names of their places there, and what documents cite."""
+    """The tables of docs/paper.md, named after their places there, and other tables that documents
+    cite."""
     reading = 1e3 * TARGET_BYTES / (1e9 * results["bandwidth_gb_s"])  # milliseconds
     points = [p | {LOAD: p[ROUND] / reading} for p in points_of(results) if EXACT in p]
     sizes: list[Column] = [("γ", "γ", ""), ("B", "B", "")]
     took = [(call, name, ",.3f") for call, name in CALLS.items()]
     rounds = [(ROUND, "round", ",.3f"), (NUMPY_ROUND, "NumPy, round", ",.2f"), RATIO]
-    # Of the block rule, and of scores that are ready, the outcome does not tell the bytes.
+    # The outcome does not determine the bytes read by the block rule or from processed scores.
     shares = [
         (f"share of {call}", name, ".0%")
         for call, name in CALLS.items()
@@ -88,21 +89,24 @@ def tables(results: Results) -> list[Table]:
     ]
     columns = [
         *sizes,
-        ("accepted by token", "stand, exact", ",.1f"),
-        ("accepted by sigmoid", "stand, sigmoid", ",.1f"),
-        (f"floor of {EXACT}", "floor of exact", ",.3f"),
+        ("accepted by token", "accepted, exact", ",.1f"),
+        ("accepted by sigmoid", "accepted, sigmoid", ",.1f"),
+        (f"floor of {EXACT}", "floor, exact", ",.3f"),
         *took,
         (f"{SIGMOID} / {EXACT}", "sigmoid / exact", ",.2f"),
         *SAVED,
     ]
-    memory = f"Realised bandwidth, of the {results['bandwidth_gb_s']:.1f} GB/s that memory gives"
+    time = "Time to verify a round, ms (native kernel unless stated otherwise)"
+    memory = f"Realised bandwidth, as a share of the measured {results['bandwidth_gb_s']:.1f} GB/s"
     return [
-        points_table("Sampling of a round: ms; the kernel unless named", points, columns, "time"),
+        points_table(time, points, columns, "time"),
         points_table(memory, points, [*sizes, *shares], "bandwidth"),
         rules_table(results),
-        points_table("With the draft's draws: ms", points, [*sizes, *rounds]),
+        points_table(
+            "Time of a whole round, with the draft's draws, ms", points, [*sizes, *rounds]
+        ),
         goals_table(points),
-        ranges_table(f"Of all {len(points)} sizes", points, [RATIO, *SAVED, *shares]),
+        ranges_table(f"Ranges over all {len(points)} sizes", points, [RATIO, *SAVED, *shares]),
     ]
 
 
@@ -122,7 +126,10 @@ def rules_table(results: Results) -> Table:
         scale = found["scale"]
         name = f"eq. 5, ±{scale:,.0f}" if scale else "exact"
         rows.append(
-            (name + (f" (the paper's, {by})" if (by := PUBLISHED.get(scale)) else ""), found)
+            (
+                name + (f" (used in the paper for {by})" if (by := PUBLISHED.get(scale)) else ""),
+                found,
+            )
         )
     count, positions = results["documents"], results["documents"] * results["positions"]
     title = (
@@ -143,7 +150,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 SUITE = Suite(
-    name="kernel", about=__doc__ or "", quick="one size instead of all, fewer texts",
+    name="kernel", about=__doc__ or "", quick="one size instead of all, and fewer texts",
     options=options, measure=run, tables=tables, places=("time", "bandwidth", "scaling"),
 )  # fmt: skip
 main = SUITE.main

@@ -1,5 +1,5 @@
-"""How long the sampling of a round takes, by the kernel and by others, and the bytes that have to
-be read for its outcome."""
+"""Times of the sampling of a round with the kernel and with other implementations, and the bytes
+that must be read for its outcome."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from ...core.clock import Clock, figure, sampled
 from ...core.fit import rounded
 from .rounds import VARIANTS, Round, disagreements, random_logits
 
-# Verifications, and whole rounds: gamma draws and the verification.
+# Ways to run a verification, or a whole round (gamma draws and the verification).
 VERIFY, RAW = "verify", "verify, q from logits"
 ROUND = "round"
 NUMPY, NUMPY_ROUND = "NumPy verify", "NumPy round"
 TRANSFORMERS, FUNCTION = "Transformers", "Transformers, its function alone"
 
-SAMPLES = 5  # undisturbed, of each call
-PATIENCE = 1.0  # seconds that a size waits for those
-READ_BYTES = 1 << 28  # of a pass over the memory, for the floor
-DRAWS = 16  # slots' rounds on different logits in one sample, the same in every run
+SAMPLES = 5  # undisturbed samples of each call
+PATIENCE = 1.0  # seconds per size to wait for them
+READ_BYTES = 1 << 28  # read per pass over memory, for the floor
+DRAWS = 16  # slots per sample, on different logits that are the same in every run
 
 Call = Callable[[], object]
 Job = tuple[Sequence[str], tuple[int, int, int]]  # variants; V, gamma and B
 
 
 def _from_logits(round_: Round) -> Call:
-    """The kernel without the normalisers that its own draft steps hand over."""
+    """The kernel without the normalisers that its own draft steps provide."""
     sampler = RoundSampler(round_.vocab_size, round_.gamma, round_.batch, round_.threads)
     sampler.begin(round_.places)
     sampler.drafts[:] = round_.native.drafts
@@ -44,9 +44,10 @@ def _from_logits(round_: Round) -> Call:
 def _transformers(round_: Round, *, processed: bool) -> Call:
     """What assisted generation does with the logits of a round.
 
-    Its processors on the target's rows, then `_speculative_sampling`, slot by slot, for it takes
-    one sequence; the draft's scores come processed out of its own generate. processed: the target's
-    too, which leaves `_speculative_sampling` alone.
+    It applies its processors to the target's rows, then calls `_speculative_sampling` slot by slot,
+    because that takes one sequence. The draft's scores are already processed by its own generate.
+    processed: process the target's rows beforehand too, so that only `_speculative_sampling` is
+    timed.
     """
     import torch
     from transformers import LogitsProcessorList, TemperatureLogitsWarper
@@ -92,10 +93,10 @@ WAYS: dict[str, Callable[[Round], Call]] = {
 def run(
     jobs: Iterable[Job], calls: Sequence[str], args: argparse.Namespace, clock: Clock
 ) -> dict[str, Any]:
-    """Every job, measured in those `calls` whose variant it has."""
+    """Measure every job with those `calls` whose variant it has; returns the JSON object."""
     import torch
 
-    library = kernel.load()  # an error that names the remedy, where there is no library
+    library = kernel.load()  # raises an error with the remedy if there is no library
     reader = machine.MemoryReader(args.threads, READ_BYTES)
     torch.set_num_threads(args.threads)
     points = []
@@ -119,16 +120,17 @@ def run(
 def measure(rounds: Mapping[str, Sequence[Round]], calls: Sequence[str]) -> dict[str, Any]:
     """Check the rounds against the reference, then time them.
 
-    rounds: of each variant as many, on the same logits. calls: "variant: way", of WAYS. One sample
-    runs through all of a variant's rounds, so that it meets short and long ones. What is called in
-    turn must not empty the caches for the next one, nor fill them for itself: all find the logits
-    in the last level, as after an engine's call. Raises OutriderError "numeric".
+    rounds: for each variant the same number, on the same logits. calls: "variant: way", with a way
+    of WAYS. One sample runs all rounds of a variant, so that it covers short and long ones. Calls
+    must neither evict the logits from the caches for the next call nor preload them for themselves:
+    every call finds the logits in the last cache level, as after an engine's call. Raises
+    OutriderError("numeric") if a round differs from the reference.
     """
     accepted, read, work, sizes = {}, {}, {}, {}
     for variant, some in rounds.items():
         if wrong := [f"slot {b}" for r in some for b in disagreements(r, r.fates(r.native))]:
-            cause = f"{variant}, V {some[0].vocab_size}: {', '.join(wrong)} not as by NumPy"
-            raise OutriderError("numeric", cause, "Do not use this kernel; report it.")
+            cause = f"{variant}, V {some[0].vocab_size}: {', '.join(wrong)} differ from NumPy"
+            raise OutriderError("numeric", cause, "Do not use this kernel; please report it.")
         verdicts = [(r, r.verify(r.native)) for r in some]
         accepted[variant] = statistics.mean(v.accepted for _, each in verdicts for v in each)
         read[variant] = statistics.mean(r.bytes_read(each) for r, each in verdicts)
@@ -138,11 +140,11 @@ def measure(rounds: Mapping[str, Sequence[Round]], calls: Sequence[str]) -> dict
         variant, way = name.split(": ")
         if variant in rounds:
             work[name] = partial(_each, [WAYS[way](r) for r in rounds[variant]])
-            # Some normalise the draft's rows themselves, which else is left to the draft steps.
+            # Some ways normalise the draft's rows themselves instead of in the draft steps.
             own = accepted[variant] if way in (RAW, TRANSFORMERS, FUNCTION) else 0
             sizes[name] = read[variant] + row * own
 
-    def touch() -> None:  # the first in turn may run twice in a row, which would favour it
+    def touch() -> None:  # the first call in turn may run twice in a row, which would favour it
         for round_ in one:
             round_.target.max(), round_.draft.max()
 
